@@ -1,0 +1,81 @@
+"""Continuous batching inside the training process, on the training weights.
+
+    trainer = GRPOTrainer(...)
+    cb_rollout.attach(trainer, RolloutConfig(max_memory_percent=0.4))
+    trainer.train()
+
+Names load on first use, so that `import cb_rollout` brings in neither torch nor transformers.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from cb_rollout.config import RolloutConfig
+    from cb_rollout.errors import (
+        ConfigurationError,
+        EngineDeadError,
+        IncompleteRolloutError,
+        InvalidRequestError,
+        LogprobDriftError,
+        OutOfCacheMemoryError,
+        QueueFullError,
+        RolloutError,
+        WeightSyncError,
+    )
+    from cb_rollout.generator import RolloutGenerator, generate_batch
+    from cb_rollout.integrations.trl import attach
+    from cb_rollout.manager import ContinuousBatchingManager
+    from cb_rollout.memory import MemoryPlan
+    from cb_rollout.sampling_params import SamplingParams
+    from cb_rollout.types import FinishReason, GenerationOutput, RequestStatus, SyncReport
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ConfigurationError",
+    "ContinuousBatchingManager",
+    "EngineDeadError",
+    "FinishReason",
+    "GenerationOutput",
+    "IncompleteRolloutError",
+    "InvalidRequestError",
+    "LogprobDriftError",
+    "MemoryPlan",
+    "OutOfCacheMemoryError",
+    "QueueFullError",
+    "RequestStatus",
+    "RolloutConfig",
+    "RolloutError",
+    "RolloutGenerator",
+    "SamplingParams",
+    "SyncReport",
+    "WeightSyncError",
+    "attach",
+    "generate_batch",
+]
+
+_HOMES = {
+    "config": ("RolloutConfig",),
+    "errors": tuple(name for name in __all__ if name.endswith("Error")),
+    "generator": ("RolloutGenerator", "generate_batch"),
+    "integrations.trl": ("attach",),
+    "manager": ("ContinuousBatchingManager",),
+    "memory": ("MemoryPlan",),
+    "sampling_params": ("SamplingParams",),
+    "types": ("FinishReason", "GenerationOutput", "RequestStatus", "SyncReport"),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    """Load a public name from its module on first use (PEP 562)."""
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'cb_rollout' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"cb_rollout.{_HOME_OF[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

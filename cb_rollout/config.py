@@ -1,0 +1,271 @@
+"""`RolloutConfig`: every setting of a rollout, what it means, and which values can be honoured.
+
+Owns names, defaults and ranges; resolves nothing that needs a model or a device. Loads no torch.
+"""
+
+import dataclasses
+import difflib
+import functools
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, TypeVar
+
+from cb_rollout.errors import ConfigurationError
+
+T = TypeVar("T")
+
+
+class SchedulerType(StrEnum):
+    """Which waiting request is admitted first."""
+
+    FIFO = "fifo"
+
+
+class WeightSync(StrEnum):
+    """Which weights generate."""
+
+    AUTO = "auto"
+    SHARED = "shared"
+    COPY = "copy"
+
+
+class RolloutDtype(StrEnum):
+    """What the rollout computes in."""
+
+    AUTO = "auto"
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+
+
+class LogprobsMode(StrEnum):
+    """Which distribution the log-probabilities are taken from."""
+
+    POLICY = "policy"
+    PROCESSED = "processed"
+
+
+class OldLogps(StrEnum):
+    """Where the trainer's old log-probabilities come from."""
+
+    TRAINER = "trainer"
+    ROLLOUT = "rollout"
+
+
+class ReleaseCache(StrEnum):
+    """When the KV memory is given back."""
+
+    BETWEEN_STEPS = "between_steps"
+    NEVER = "never"
+
+
+def _reject_unknown_fields(cls: type[T]) -> type[T]:
+    """Make a keyword dataclass answer an unknown field with a `ConfigurationError` that names it."""
+    init = cls.__init__
+    names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
+
+    @functools.wraps(init)
+    def checked(self: T, **values: Any) -> None:
+        for name in values:
+            if name not in names:
+                close = difflib.get_close_matches(name, names, n=1)
+                hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(names)}."
+                raise ConfigurationError(f"{cls.__name__} has no field {name!r}; {hint}")
+        init(self, **values)
+
+    cls.__init__ = checked
+    return cls
+
+
+def _setting(default: Any, help_text: str) -> Any:
+    """A config field whose help text is kept beside it, for the command line and the docs."""
+    return dataclasses.field(default=default, metadata={"help": help_text})
+
+
+@_reject_unknown_fields
+@dataclass(frozen=True, kw_only=True)
+class RolloutConfig:
+    """Settings of a rollout generator; every one is honoured or refused, none ignored.
+
+    Raises:
+        ConfigurationError: a field is unknown, out of range, or cannot be honoured; the message
+            says what to set instead.
+    """
+
+    block_size: int = _setting(32, "Tokens per KV cache block.")
+    num_blocks: int | None = _setting(
+        None, "KV cache blocks; None: as many as the workload uses, within max_memory_percent."
+    )
+    max_batch_tokens: int | None = _setting(
+        None, "Most prompt tokens in one forward, padding included; None: chosen by device."
+    )
+    max_requests_per_batch: int | None = _setting(
+        None, "Most sequences decoded together; None: chosen by device."
+    )
+    max_memory_percent: float = _setting(
+        0.8, "Share of the free memory, after the training reserve, that the KV cache may take."
+    )
+    max_blocks_per_request: int | None = _setting(
+        None, "Most KV cache blocks of one sequence; None or 0: bounded by the model and the cache."
+    )
+    allow_block_sharing: bool = _setting(
+        True, "Share the blocks of equal prefixes between sequences under one policy version."
+    )
+    use_async_batching: bool | None = _setting(None, "Overlap host and device work; not available.")
+    use_cuda_graph: bool | None = _setting(None, "Decode under CUDA graphs; not available.")
+    q_padding_interval_size: int = _setting(0, "Query padding under CUDA graphs; not available.")
+    kv_padding_interval_size: int = _setting(0, "KV padding under CUDA graphs; not available.")
+    max_cached_graphs: int = _setting(0, "CUDA graphs kept; not available.")
+    varlen_compile_config: Any = _setting(None, "torch.compile of prefill; not available.")
+    decode_compile_config: Any = _setting(None, "torch.compile of decode; not available.")
+    use_default_compile_configs: bool = _setting(False, "torch.compile of both; not available.")
+    scheduler_type: str = _setting("fifo", "Which waiting request is admitted first: fifo.")
+    return_logprobs: bool = _setting(True, "Deliver the log-probability of every sampled token.")
+    max_queue_size: int = _setting(
+        0, "Most requests that may wait; one more raises QueueFullError. 0: unlimited."
+    )
+    seed: int | None = _setting(
+        None, "Seed of the random draws; None: the trainer's seed when attached, else fresh."
+    )
+
+    weight_sync: str = _setting(
+        "auto", "shared: generate with the training module itself; auto: the same."
+    )
+    rollout_dtype: str = _setting(
+        "auto", "auto: what the trainer's forward computes in; else autocast to this dtype."
+    )
+    logprobs_mode: str = _setting(
+        "policy",
+        "policy: log-softmax of logits/temperature over the whole vocabulary (what the loss "
+        "recomputes); processed: after top-k, top-p and min-p too (what was sampled from).",
+    )
+    old_logps: str = _setting("trainer", "trainer: old log-probabilities come from a forward.")
+    verify_every_steps: int = _setting(
+        10, "Recompute some sequences with a plain forward every this many rollouts; 0: never."
+    )
+    verify_num_sequences: int = _setting(2, "How many sequences each verification recomputes.")
+    max_logprob_drift: float | None = _setting(
+        None, "Raise LogprobDriftError beyond this difference, in nats; None: only report it."
+    )
+    record_num_sequences: int = _setting(
+        4, "Sequences per rollout written, token by token, to the run's records; 0: none."
+    )
+    release_cache: str = _setting(
+        "between_steps", "between_steps: give the KV memory back while training runs; never: keep."
+    )
+    training_reserve_gib: float | str = _setting(
+        "auto", "GiB that training will still allocate, kept out of the KV budget; auto: estimated."
+    )
+
+    def __post_init__(self) -> None:
+        """Check every range, and refuse what cannot be honoured."""
+        for name, kind in _CHOICES.items():
+            _require_choice(name, getattr(self, name), kind)
+        for name, least in _LEAST.items():
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ConfigurationError(f"{name}={value} is below {least}; raise it.")
+        if not 0 < self.max_memory_percent <= 1:
+            raise ConfigurationError(
+                f"max_memory_percent={self.max_memory_percent} is outside (0, 1]; 0.4 is 40%."
+            )
+        reserve = self.training_reserve_gib
+        if reserve != "auto" and not (isinstance(reserve, int | float) and reserve >= 0):
+            raise ConfigurationError(
+                f"training_reserve_gib={reserve!r} is neither 'auto' nor a number of GiB >= 0."
+            )
+        for name, rest in _NOT_AVAILABLE.items():
+            value = getattr(self, name)
+            if value and value not in rest:
+                raise ConfigurationError(
+                    f"{name}={value!r} is not available; leave it at {rest[0]!r}."
+                )
+
+
+_CHOICES: dict[str, type[StrEnum]] = {
+    "scheduler_type": SchedulerType,
+    "weight_sync": WeightSync,
+    "rollout_dtype": RolloutDtype,
+    "logprobs_mode": LogprobsMode,
+    "old_logps": OldLogps,
+    "release_cache": ReleaseCache,
+}
+
+_LEAST: dict[str, float] = {
+    "block_size": 1,
+    "num_blocks": 1,
+    "max_batch_tokens": 1,
+    "max_requests_per_batch": 1,
+    "max_blocks_per_request": 0,
+    "max_queue_size": 0,
+    "verify_every_steps": 0,
+    "verify_num_sequences": 1,
+    "max_logprob_drift": 0,
+    "record_num_sequences": 0,
+}
+
+_NOT_AVAILABLE: dict[str, tuple[Any, ...]] = {
+    "use_async_batching": (None,),
+    "use_cuda_graph": (None,),
+    "q_padding_interval_size": (0,),
+    "kv_padding_interval_size": (0,),
+    "max_cached_graphs": (0,),
+    "varlen_compile_config": (None,),
+    "decode_compile_config": (None,),
+    "use_default_compile_configs": (False,),
+    "weight_sync": ("auto", "shared"),
+    "old_logps": ("trainer",),
+}
+# Each field's values that can be honoured today, the first one being the advice.
+
+
+def _require_choice(name: str, value: Any, kind: type[StrEnum]) -> None:
+    choices = [choice.value for choice in kind]
+    if value not in choices:
+        raise ConfigurationError(f"{name}={value!r} is not one of {', '.join(choices)}.")
+
+
+_RENAMED = {"page_size": "block_size"}
+# transformers 5.17 renamed the field; its old name stays there as a deprecated alias.
+
+_NO_COUNTERPART: dict[str, tuple[Any, ...]] = {
+    "safety_margin": (None,),
+    "auto_switch_to_flash": (True, False),
+    "cpu_offload_space": (0, 0.0),
+    "cpu_offload_space_safety_threshold": (0.8,),
+    "per_request_processors": (True, False),
+    "drop_unsupported_processors": (True, False),
+    "disable_nccl_graph_mixing": (True, False),
+    "cpu_group_timeout": (300.0, None),
+    "default_compile_level": (0,),
+}
+# transformers' fields without a counterpart, and the values at which they ask for nothing here.
+
+
+def as_rollout_config(config: Any) -> RolloutConfig:
+    """`config` as a `RolloutConfig`: itself, a transformers `ContinuousBatchingConfig`, or None.
+
+    Raises:
+        ConfigurationError: `config` is something else, or asks for what cannot be honoured.
+    """
+    if config is None:
+        return RolloutConfig()
+    if isinstance(config, RolloutConfig):
+        return config
+    if not (dataclasses.is_dataclass(config) and hasattr(config, "max_batch_tokens")):
+        raise ConfigurationError(
+            f"config is a {type(config).__name__}; pass a RolloutConfig or a transformers "
+            "ContinuousBatchingConfig."
+        )
+    values: dict[str, Any] = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if field.name in _NO_COUNTERPART:
+            if value not in _NO_COUNTERPART[field.name]:
+                raise ConfigurationError(
+                    f"ContinuousBatchingConfig.{field.name}={value!r} is not available; leave it at "
+                    f"{_NO_COUNTERPART[field.name][0]!r}."
+                )
+        elif value is not None:
+            values[_RENAMED.get(field.name, field.name)] = value
+    return RolloutConfig(**values)

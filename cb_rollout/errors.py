@@ -1,0 +1,65 @@
+"""Every error that cb_rollout raises on purpose.
+
+    RolloutError
+    +-- ConfigurationError      (ValueError)       a setting that cannot be honoured
+    +-- InvalidRequestError     (ValueError)       a request that could never be served
+    +-- QueueFullError          (queue.Full)       `max_queue_size` requests wait already
+    +-- IncompleteRolloutError  (RuntimeError)     some sequences failed; the rest are on `.outputs`
+    +-- OutOfCacheMemoryError   (MemoryError)      the KV cache cannot hold what was asked
+    +-- EngineDeadError         (RuntimeError)     the generation loop stopped; its cause is chained
+    +-- WeightSyncError         (RuntimeError)     the rollout weights are not the trainer's
+    +-- LogprobDriftError       (ArithmeticError)  log-probabilities left the trainer's forward
+
+A message says what happened, with its numbers, then which knob to turn. What is raised here is a
+fault of the world; a fault of ours is an `assert`.
+"""
+
+import queue
+from collections.abc import Mapping
+
+from cb_rollout.types import GenerationOutput
+
+
+class RolloutError(Exception):
+    """Base of every error raised by cb_rollout."""
+
+
+class ConfigurationError(RolloutError, ValueError):
+    """A setting is unknown, out of range, or cannot be honoured here."""
+
+
+class InvalidRequestError(RolloutError, ValueError):
+    """A request that could never be served; raised in the caller, before anything is queued."""
+
+
+class QueueFullError(RolloutError, queue.Full):
+    """`max_queue_size` requests are waiting already; the new one was not queued."""
+
+
+class IncompleteRolloutError(RolloutError, RuntimeError):
+    """Some sequences of a batch could not be produced.
+
+    Attributes:
+        outputs: what was delivered, by request id, the failed sequences included.
+    """
+
+    def __init__(self, message: str, outputs: Mapping[str, GenerationOutput]) -> None:
+        """Keep the delivered sequences beside the message."""
+        super().__init__(message)
+        self.outputs = dict(outputs)
+
+
+class OutOfCacheMemoryError(RolloutError, MemoryError):
+    """The KV cache cannot hold what was asked of it."""
+
+
+class EngineDeadError(RolloutError, RuntimeError):
+    """The generation loop stopped on an exception, which is this error's `__cause__`."""
+
+
+class WeightSyncError(RolloutError, RuntimeError):
+    """The weights that generate differ from the weights that train."""
+
+
+class LogprobDriftError(RolloutError, ArithmeticError):
+    """Sampled log-probabilities differ from the trainer's forward by more than was allowed."""

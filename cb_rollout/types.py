@@ -1,0 +1,73 @@
+"""The records that cross the package's surface. Plain data: no torch, no behaviour beyond reading."""
+
+import time
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class RequestStatus(StrEnum):
+    """Where a request is in its life; the last three are final."""
+
+    PENDING = "pending"
+    PREFILLING = "prefilling"
+    DECODING = "decoding"
+    FINISHED = "finished"
+    CANCELLED = "cancelled"
+    FAILED = "failed"
+
+    @property
+    def is_final(self) -> bool:
+        """Whether nothing more will happen to the request."""
+        return self in _FINAL_STATUSES
+
+
+_FINAL_STATUSES = frozenset(
+    {RequestStatus.FINISHED, RequestStatus.CANCELLED, RequestStatus.FAILED}
+)
+
+
+class FinishReason(StrEnum):
+    """Why a request ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+    ERROR = "error"
+
+
+@dataclass(slots=True)
+class GenerationOutput:
+    """One sequence: its prompt, what was sampled, and how likely each token was."""
+
+    request_id: str
+    prompt_ids: list[int] = field(default_factory=list)
+    generated_tokens: list[int] = field(default_factory=list)
+    """Sampled token ids, the end-of-sequence token included."""
+    logprobs: list[float] = field(default_factory=list)
+    """Natural logarithms, one per generated token; empty when `return_logprobs=False`."""
+    status: RequestStatus = RequestStatus.PENDING
+    finish_reason: FinishReason | None = None
+    """None until the request ends."""
+    error: str | None = None
+    """Why the request failed; None unless `status` is FAILED."""
+    created_time: float = field(default_factory=time.perf_counter)
+    """`time.perf_counter()` seconds at submission."""
+    timestamps: list[float] | None = None
+    """`time.perf_counter()` seconds of each token; None unless asked for."""
+    policy_versions: list[tuple[int, int]] = field(default_factory=list)
+    """Runs of `(policy_version, num_tokens)`, in order, that sum to the generated length."""
+
+    def is_finished(self) -> bool:
+        """Whether the request reached a final status: finished, cancelled or failed."""
+        return self.status.is_final
+
+
+@dataclass(frozen=True, slots=True)
+class SyncReport:
+    """What one `sync_weights()` did."""
+
+    policy_version: int
+    """The version that every token sampled from now on is stamped with."""
+    seconds: float
+    bytes_copied: int
+    """Zero when the engine runs the training module itself."""
