@@ -1,0 +1,116 @@
+"""Every reach past a public API, with the version it was read in and why it is needed.
+
+Nothing here keeps state. A change upstream breaks this file, and no other.
+"""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from cb_rollout.errors import ConfigurationError
+
+CACHE_ARGUMENTS = ("past_key_values", "cache_params")
+# The names under which transformers 5.23's models take a Cache; Mamba's says `cache_params`.
+
+
+def unwrap(model: torch.nn.Module) -> PreTrainedModel:
+    """The transformers model inside DDP, `torch.compile` and PEFT wrappers.
+
+    A PEFT adapter stays active: its layers sit inside the model it wraps.
+
+    Raises:
+        ConfigurationError: there is none, or its adapter needs the wrapper's own forward.
+    """
+    module: Any = model
+    while not isinstance(module, PreTrainedModel):
+        if hasattr(module, "_orig_mod"):  # torch 2.13, `OptimizedModule`
+            module = module._orig_mod
+        elif hasattr(module, "peft_config"):  # peft 0.21, `PeftModel`
+            if any(config.is_prompt_learning for config in module.peft_config.values()):
+                raise ConfigurationError(
+                    "prompt-learning adapters are not supported; use LoRA or another adapter that "
+                    "lives inside the model's layers."
+                )
+            module = module.get_base_model()
+        elif isinstance(getattr(module, "module", None), torch.nn.Module):
+            module = module.module
+        else:
+            raise ConfigurationError(
+                f"model is a {type(model).__name__}; pass a transformers causal language model, "
+                "plain or wrapped by PEFT, DDP, torch.compile or accelerate."
+            )
+    return module
+
+
+def refuse_what_cannot_generate(model: PreTrainedModel) -> None:
+    """Raise `ConfigurationError` for a model that is not a causal language model."""
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise ConfigurationError(
+            f"{type(model).__name__} is an encoder-decoder; cb_rollout runs decoder-only models."
+        )
+    if model.get_output_embeddings() is None:
+        raise ConfigurationError(
+            f"{type(model).__name__} has no language-model head; load the checkpoint with "
+            "AutoModelForCausalLM."
+        )
+
+
+def forward_argument_names(model: PreTrainedModel) -> frozenset[str]:
+    """The names that the model class's own forward takes.
+
+    Read from the class: accelerate 1.15 replaces `forward` on the instance.
+    """
+    return frozenset(inspect.signature(type(model).forward).parameters)
+
+
+def forward_identity(model: PreTrainedModel) -> tuple[Any, ...]:
+    """Changes when what a forward computes in may have changed.
+
+    accelerate 1.15 wraps `forward` on the instance, under autocast, when it prepares a model; the
+    keys that then arrive in the cache have another dtype.
+    """
+    parameter = next(model.parameters())
+    return (model.__dict__.get("forward"), parameter.dtype, parameter.device)
+
+
+def has_own_autocast(model: PreTrainedModel) -> bool:
+    """Whether accelerate 1.15 prepared the model, so that its forward enters autocast by itself."""
+    return "_original_forward" in model.__dict__
+
+
+def model_eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
+    """The end-of-sequence ids that `generate` would use: the generation config's, else the model's."""
+    for config in (model.generation_config, model.config.get_text_config(decoder=True)):
+        eos = getattr(config, "eos_token_id", None)
+        if eos is not None:
+            return tuple(eos) if isinstance(eos, list | tuple) else (eos,)
+    return ()
+
+
+def max_positions(model: PreTrainedModel) -> int | None:
+    """The longest sequence the model was made for; None when its config names no limit."""
+    text_config = model.config.get_text_config(decoder=True)
+    for name in ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length"):
+        limit = getattr(text_config, name, None)
+        if isinstance(limit, int) and limit > 0:
+            return limit
+    return None
+
+
+def compute_dtype(model: PreTrainedModel) -> torch.dtype:
+    """The dtype of the first floating-point parameter."""
+    return next(p.dtype for p in model.parameters() if p.is_floating_point())
+
+
+def call_at_exit(callback: Callable[[], None]) -> None:
+    """Run `callback` when the interpreter shuts down, before daemon threads are frozen.
+
+    A daemon thread that is inside torch when the interpreter goes away aborts the process. `atexit`
+    runs in time: CPython 3.11-3.14 join only non-daemon threads before it.
+    """
+    import atexit  # noqa: PLC0415
+
+    atexit.register(callback)

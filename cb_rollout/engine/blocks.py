@@ -1,0 +1,89 @@
+"""Which KV cache blocks are free, shared, or idle but worth remembering.
+
+Owns reference counts. Knows neither tokens nor tensors.
+"""
+
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable
+
+NULL_BLOCK = 0
+# Padding reads it; it is never allocated and always holds zeros.
+
+
+class BlockPool:
+    """Blocks `1 .. num_blocks`, each free, in use by `n` sequences, or idle.
+
+    An idle block is in use by nobody but remembered: it can be shared again as it is, or taken for
+    something else, the one idle longest first.
+    """
+
+    def __init__(self, num_blocks: int, on_evict: Callable[[int], None]) -> None:
+        """Start with every block free; `on_evict` is told of a remembered block that is taken."""
+        self.num_blocks = num_blocks
+        self._on_evict = on_evict
+        self._free = deque(range(1, num_blocks + 1))
+        self._idle: OrderedDict[int, None] = OrderedDict()
+        self._reference_counts = [0] * (num_blocks + 1)
+        self._remembered: set[int] = set()
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that `allocate` can hand out."""
+        return len(self._free) + len(self._idle)
+
+    @property
+    def num_used(self) -> int:
+        """Blocks in use by at least one sequence."""
+        return self.num_blocks - self.num_available
+
+    def allocate(self, count: int) -> list[int]:
+        """Take `count` blocks, each with one reference; the caller checked `num_available`."""
+        assert count <= self.num_available, "allocate more blocks than there are"
+        return [self._take() for _ in range(count)]
+
+    def _take(self) -> int:
+        if self._free:
+            block = self._free.popleft()
+        else:
+            block, _ = self._idle.popitem(last=False)
+            self._remembered.discard(block)
+            self._on_evict(block)
+        self._reference_counts[block] = 1
+        return block
+
+    def share(self, blocks: Iterable[int]) -> None:
+        """Add a reference to blocks that are in use or idle."""
+        for block in blocks:
+            if self._reference_counts[block] == 0:
+                del self._idle[block]
+            self._reference_counts[block] += 1
+
+    def release(self, blocks: Iterable[int]) -> None:
+        """Drop a reference; a block without one becomes idle if remembered, else free."""
+        for block in blocks:
+            self._reference_counts[block] -= 1
+            assert self._reference_counts[block] >= 0, f"block {block} released twice"
+            if self._reference_counts[block] == 0:
+                if block in self._remembered:
+                    self._idle[block] = None
+                else:
+                    self._free.append(block)
+
+    def remember(self, block: int) -> None:
+        """Keep this block's contents after its last reference is dropped."""
+        assert self._reference_counts[block] > 0, "only a block in use can be remembered"
+        self._remembered.add(block)
+
+    def forget(self, blocks: Iterable[int]) -> None:
+        """Stop remembering blocks; idle ones become free."""
+        for block in blocks:
+            self._remembered.discard(block)
+            if block in self._idle:
+                del self._idle[block]
+                self._free.append(block)
+
+    def grow(self, num_blocks: int) -> None:
+        """Add free blocks, up to `num_blocks` in all."""
+        self._free.extend(range(self.num_blocks + 1, num_blocks + 1))
+        self._reference_counts.extend([0] * (num_blocks - self.num_blocks))
+        self.num_blocks = num_blocks

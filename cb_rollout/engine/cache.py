@@ -1,0 +1,274 @@
+"""The paged KV cache: a transformers `Cache` whose layers keep their states in blocks and slots.
+
+`update()` writes the new keys and values into their blocks and hands back each row's whole history,
+gathered and right-aligned: a row's newest token is always last, exactly as in a left-padded
+`generate` batch. So the model runs its own forward, masks and attention, untouched.
+
+B: rows, Q: new tokens of the longest row, S: tokens of the longest row, H: heads, D: size of a head,
+N: token places in all blocks, F: H x D.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer, LinearAttentionLayer
+
+from cb_rollout.engine.blocks import NULL_BLOCK
+from cb_rollout.engine.probe import CacheLayout, LayerStates, StateShape
+
+
+PADDING_PLACE = 0
+# The first place of the null block: finite keys for the columns that every mask hides.
+
+
+class BlockTable:
+    """Which blocks each slot's sequence lies in, as one tensor that a forward can index."""
+
+    def __init__(self, num_slots: int, block_size: int, device: torch.device) -> None:
+        """Start with every slot empty."""
+        self.block_size = block_size
+        self._blocks = torch.full((num_slots, 8), NULL_BLOCK, dtype=torch.int64, device=device)
+
+    def write(self, entries: list[tuple[int, int, int]]) -> None:
+        """Set blocks, each given as slot, index within the sequence, and block."""
+        if not entries:
+            return
+        slots, indices, blocks = torch.tensor(entries, device=self._blocks.device).unbind(1)
+        while max(index for _, index, _ in entries) >= self._blocks.shape[1]:
+            self._blocks = torch.cat([self._blocks, torch.zeros_like(self._blocks)], 1)
+        self._blocks[slots, indices] = blocks
+
+    def places(self, slots_B: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Where in the pages each row's token positions (`[B]` or `[B, S]`) lie."""
+        rows = slots_B[:, None] if positions.dim() == 2 else slots_B
+        blocks = self._blocks[rows, positions // self.block_size]
+        return blocks * self.block_size + positions % self.block_size
+
+
+@dataclass(slots=True)
+class Step:
+    """Where one forward's tokens go, and what each row reads back."""
+
+    num_cached: int
+    """Columns before the new tokens: S - Q."""
+    slots_B: torch.Tensor
+    """int64; where each row's recurrent states are."""
+    write_tokens: torch.Tensor | None
+    """int64; which of the B x Q new tokens are real; None: all of them."""
+    write_places: torch.Tensor
+    """int64; where in the pages each real new token goes."""
+    read_places_BS: torch.Tensor | None
+    """int64; where each row's history lies, padding read from the null block. None: no row has
+    any history, so the new keys are all there is."""
+
+
+class PagedLayer(CacheLayerMixin):
+    """Keys and values of one attention layer, in pages."""
+
+    is_sliding = False
+    # Every layer reads the whole history; the model's own mask narrows the window.
+
+    def __init__(self, states: LayerStates, num_places: int, device: torch.device) -> None:
+        """Allocate pages for `num_places` tokens."""
+        super().__init__()
+        self.is_initialized = True
+        self.pages = [
+            _pages(shape, num_places, device) for shape in (states.keys, states.values) if shape
+        ]
+        self.step: Step | None = None
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Nothing to do: the pages exist."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *_: object, **__: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write `[B, H, Q, D]` new states; return `[B, H, S, D]` of each row, right-aligned."""
+        new = (key_states, value_states)
+        for pages_NF, states_BHQD in zip(self.pages, new, strict=True):
+            self._write(pages_NF, states_BHQD)
+        if self._step.read_places_BS is None:
+            return new
+        keys, values = (
+            self._read(pages_NF, states_BHQD)
+            for pages_NF, states_BHQD in zip(self.pages, new, strict=True)
+        )
+        return keys, values
+
+    @property
+    def _step(self) -> Step:
+        assert self.step is not None, "the cache was used outside a step"
+        return self.step
+
+    def _write(self, pages_NF: torch.Tensor, states_BHQD: torch.Tensor) -> None:
+        tokens_TF = states_BHQD.transpose(1, 2).reshape(-1, pages_NF.shape[1])
+        if self._step.write_tokens is not None:
+            tokens_TF = tokens_TF.index_select(0, self._step.write_tokens)
+        pages_NF.index_copy_(0, self._step.write_places, tokens_TF)
+
+    def _read(self, pages_NF: torch.Tensor, states_BHQD: torch.Tensor) -> torch.Tensor:
+        places_BS = self._step.read_places_BS
+        assert places_BS is not None
+        B, S = places_BS.shape
+        H, D = states_BHQD.shape[1], states_BHQD.shape[3]
+        return pages_NF.index_select(0, places_BS.view(-1)).view(B, S, H, D).transpose(1, 2)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length and offset of the keys that a mask must cover."""
+        return self._step.num_cached + query_length, 0
+
+    def get_seq_length(self) -> int:
+        """Columns before the new tokens."""
+        return self._step.num_cached
+
+    def get_max_length(self) -> int:
+        """No limit of its own (-1)."""
+        return -1
+
+
+class StateLayer(LinearAttentionLayer):
+    """Convolution and recurrent states of one layer, one slot a sequence."""
+
+    def __init__(self, states: LayerStates, num_slots: int, device: torch.device) -> None:
+        """Allocate `num_slots` slots."""
+        LinearAttentionLayer.__init__(self, number_of_states=len(states.conv))
+        self.slots = {
+            "conv_states": [_slots(shape, num_slots, device) for shape in states.conv],
+            "recurrent_states": [_slots(shape, num_slots, device) for shape in states.recurrent],
+        }
+
+    def load(self, slots_B: torch.Tensor | None) -> None:
+        """Hold the rows' states for the coming forward; None: the rows start anew."""
+        LinearAttentionLayer.__init__(self, number_of_states=self.number_of_states)
+        if slots_B is None:
+            return
+        for name, all_slots in self.slots.items():
+            for index, states in enumerate(all_slots):
+                if states is not None:
+                    getattr(self, name)[index] = states.index_select(0, slots_B)
+                    getattr(self, f"is_{name}_initialized")[index] = True
+                    if name == "conv_states":
+                        self.conv_kernel_size[index] = states.shape[-1]
+                self.has_previous_state[index] = True
+
+    def save(self, slots_B: torch.Tensor) -> None:
+        """Put the rows' states back after the forward."""
+        for name, all_slots in self.slots.items():
+            for index, states in enumerate(all_slots):
+                if states is not None:
+                    states.index_copy_(0, slots_B, getattr(self, name)[index])
+
+
+class PagedStateLayer(StateLayer, PagedLayer):
+    """A layer with both attention and recurrence."""
+
+    def __init__(
+        self, states: LayerStates, num_places: int, num_slots: int, device: torch.device
+    ) -> None:
+        """Allocate both."""
+        PagedLayer.__init__(self, states, num_places, device)
+        StateLayer.__init__(self, states, num_slots, device)
+
+    def lazy_initialization(self, *args: torch.Tensor, **kwargs: torch.Tensor) -> None:
+        """Only the states start lazily; the pages exist."""
+        if kwargs:
+            StateLayer.lazy_initialization(self, **kwargs)
+
+
+class PagedCache(Cache):
+    """Every layer's pages and slots, behind the interface that a model's forward knows."""
+
+    def __init__(
+        self,
+        layout: CacheLayout,
+        *,
+        num_blocks: int,
+        block_size: int,
+        num_slots: int,
+        device: torch.device,
+    ) -> None:
+        """Allocate the storage for `num_blocks` blocks beside the null block."""
+        self._layout, self._num_slots, self._device = layout, num_slots, device
+        self.block_size = block_size
+        num_places = (num_blocks + 1) * block_size
+        super().__init__(layers=[self._layer(states, num_places) for states in layout.layers])
+        self._paged = [layer for layer in self.layers if isinstance(layer, PagedLayer)]
+        self._stateful = [layer for layer in self.layers if isinstance(layer, StateLayer)]
+
+    def _layer(self, states: LayerStates, num_places: int) -> PagedLayer | StateLayer | DummyLayer:
+        if states.keys and states.is_recurrent:
+            return PagedStateLayer(states, num_places, self._num_slots, self._device)
+        if states.keys:
+            return PagedLayer(states, num_places, self._device)
+        if states.is_recurrent:
+            return StateLayer(states, self._num_slots, self._device)
+        return DummyLayer()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all pages and slots."""
+        pages = [pages for layer in self._paged for pages in layer.pages]
+        slots = [
+            states
+            for layer in self._stateful
+            for all_slots in layer.slots.values()
+            for states in all_slots
+            if states is not None
+        ]
+        return sum(tensor.nbytes for tensor in (*pages, *slots))
+
+    def begin(self, step: Step, is_fresh: bool) -> None:
+        """Aim every layer at the coming forward; `is_fresh`: its rows have no history."""
+        for layer in self._paged:
+            layer.step = step
+        for layer in self._stateful:
+            layer.load(None if is_fresh else step.slots_B)
+
+    def end(self, step: Step) -> None:
+        """Keep what the forward left in the recurrent layers."""
+        for layer in self._stateful:
+            layer.save(step.slots_B)
+
+    def copy_blocks(self, sources: list[int], targets: list[int]) -> None:
+        """Copy whole blocks, in every layer."""
+        if not sources:
+            return
+        source_blocks = torch.tensor(sources, device=self._device)
+        target_blocks = torch.tensor(targets, device=self._device)
+        for layer in self._paged:
+            for pages_NF in layer.pages:
+                blocks = pages_NF.view(-1, self.block_size, pages_NF.shape[1])
+                blocks.index_copy_(0, target_blocks, blocks.index_select(0, source_blocks))
+
+    def copy_slots(self, sources: list[int], targets: list[int]) -> None:
+        """Copy recurrent states from slot to slot, in every layer."""
+        if not sources:
+            return
+        for layer in self._stateful:
+            for all_slots in layer.slots.values():
+                for states in all_slots:
+                    if states is not None:
+                        states[targets] = states[sources]
+
+    def grow(self, num_blocks: int) -> None:
+        """Make room for `num_blocks` blocks, keeping every block's contents and number."""
+        num_places = (num_blocks + 1) * self.block_size
+        for layer in self._paged:
+            for index, old_NF in enumerate(layer.pages):
+                new_NF = old_NF.new_empty(num_places, old_NF.shape[1])
+                new_NF[: old_NF.shape[0]] = old_NF
+                layer.pages[index] = new_NF
+
+
+def _pages(shape: StateShape, num_places: int, device: torch.device) -> torch.Tensor:
+    """Uninitialised pages, apart from what padding reads: all else is written before it is read."""
+    heads, size = shape.shape
+    pages_NF = torch.empty(num_places, heads * size, dtype=shape.dtype, device=device)
+    pages_NF[PADDING_PLACE].zero_()
+    return pages_NF
+
+
+def _slots(shape: StateShape | None, num_slots: int, device: torch.device) -> torch.Tensor | None:
+    if shape is None:
+        return None
+    return torch.zeros(num_slots, *shape.shape, dtype=shape.dtype, device=device)

@@ -1,0 +1,321 @@
+"""The step loop: schedule, run, sample, hand back what ended.
+
+Owns the paged cache and the policy version that tokens are stamped with. One thread calls it.
+"""
+
+import time
+
+import torch
+from transformers import PreTrainedModel
+
+from cb_rollout import _compat
+from cb_rollout.config import LogprobsMode, RolloutConfig
+from cb_rollout.engine import device as devices
+from cb_rollout.engine.cache import BlockTable, PagedCache
+from cb_rollout.engine.probe import CacheLayout
+from cb_rollout.engine.request import Request
+from cb_rollout.engine.runner import ModelRunner
+from cb_rollout.engine.sampler import SamplingBatch, create_sampling_batch, sample
+from cb_rollout.engine.scheduler import Limits, Prefill, Scheduler
+from cb_rollout.errors import OutOfCacheMemoryError
+from cb_rollout.memory import MemoryPlan, create_memory_plan, training_reserve
+from cb_rollout.metrics import EngineCounters
+from cb_rollout.types import FinishReason, RequestStatus
+
+GIB = 1024**3
+
+
+class Engine:
+    """Serves requests with one model, by continuous batching over a paged cache."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        config: RolloutConfig,
+        autocast_dtype: torch.dtype | None = None,
+    ) -> None:
+        """Probe the model and plan the memory; pages are allocated at the first step.
+
+        Args:
+            model: the unwrapped model.
+            config: settings; what it leaves open is chosen here.
+            autocast_dtype: run forwards under autocast to this dtype; None: as the model is.
+
+        Raises:
+            ConfigurationError: the model cannot run on pages.
+        """
+        self.config = config
+        self.counters = EngineCounters()
+        self.policy_version = 0
+        self._runner = ModelRunner(model, autocast_dtype)
+        self._logprobs_mode = LogprobsMode(config.logprobs_mode)
+        self._probe()
+
+    def _probe(self) -> None:
+        """Learn the cache's layout, plan its memory, and start with nothing cached."""
+        model, config = self._runner.model, self.config
+        self._identity = _compat.forward_identity(model)
+        self.layout: CacheLayout = self._runner.probe()
+        self.device = self._runner.device
+        self.limits = Limits(
+            block_size=config.block_size,
+            max_batch_tokens=config.max_batch_tokens or devices.max_batch_tokens(self.device),
+            max_requests=config.max_requests_per_batch
+            or devices.max_requests_per_batch(self.device),
+            can_share_blocks=config.allow_block_sharing,
+            can_resume_prompts=not self.layout.is_recurrent,
+        )
+        self.memory_plan = self._create_memory_plan()
+        self._cache: PagedCache | None = None
+        self._scheduler = Scheduler(self.limits, 0, self._grow)
+        self._scheduler.policy_version = self.policy_version
+        self._sampling: tuple[list[Request], SamplingBatch] | None = None
+
+    def _create_memory_plan(self) -> MemoryPlan:
+        model = self._runner.model
+        reserve = self.config.training_reserve_gib
+        if isinstance(reserve, str):
+            trainable = [p for p in model.parameters() if p.requires_grad and model.training]
+            reserve_bytes = training_reserve(
+                sum(p.nbytes for p in trainable),
+                sum(p.grad.nbytes for p in trainable if p.grad is not None),
+            )
+        else:
+            reserve_bytes = int(reserve * GIB)
+        return create_memory_plan(
+            free_bytes=devices.free_bytes(self.device),
+            training_reserve_bytes=reserve_bytes,
+            max_memory_percent=self.config.max_memory_percent,
+            bytes_per_block=self.layout.bytes_per_token * self.limits.block_size,
+            state_bytes=self.layout.bytes_per_sequence * self.limits.max_requests,
+            num_blocks=self.config.num_blocks,
+        )
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The model that generates."""
+        return self._runner.model
+
+    @property
+    def max_sequence_tokens(self) -> int:
+        """Tokens, prompt and completion together, of the longest sequence that fits the cache."""
+        num_blocks = self.memory_plan.num_blocks
+        if self.config.max_blocks_per_request:
+            num_blocks = min(num_blocks, self.config.max_blocks_per_request)
+        return num_blocks * self.limits.block_size
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any sequence is unfinished."""
+        return self._scheduler.has_work
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that are not admitted yet."""
+        return len(self._scheduler.waiting)
+
+    @property
+    def num_blocks_used(self) -> int:
+        """KV cache blocks in use by unfinished sequences."""
+        return self._scheduler.pool.num_used
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes held for keys, values and states now."""
+        return 0 if self._cache is None else self._cache.num_bytes
+
+    def add(self, request: Request) -> None:
+        """Queue a validated sequence."""
+        self._scheduler.add(request)
+
+    def end(
+        self, request: Request, status: RequestStatus, reason: FinishReason, error: str | None = None
+    ) -> None:
+        """End an unfinished sequence from outside, keeping what it has."""
+        request.end(status, reason, error)
+        self._scheduler.retire(request)
+
+    def set_policy_version(self, policy_version: int) -> None:
+        """The weights changed: stamp this version, and compute every cached key anew."""
+        self.policy_version = policy_version
+        self._scheduler.recompute_all(policy_version)
+        if _compat.forward_identity(self.model) != self._identity:
+            self._reprobe()
+
+    def _reprobe(self) -> None:
+        """Start over with an empty cache of the layout that now arrives, keeping what waits."""
+        waiting = self._scheduler.waiting
+        self._probe()
+        self._scheduler.waiting = waiting
+
+    def release_cache(self) -> None:
+        """Give the cache's memory back; unfinished sequences are computed anew afterwards."""
+        self._scheduler.recompute_all(self.policy_version)
+        waiting = self._scheduler.waiting
+        self._cache = None
+        self._scheduler = Scheduler(self.limits, 0, self._grow)
+        self._scheduler.policy_version = self.policy_version
+        self._scheduler.waiting = waiting
+
+    def step(self) -> list[Request]:
+        """Run at most one prefill and one decode forward.
+
+        Returns:
+            The sequences that got a token or ended.
+        """
+        if self._cache is None:
+            self._create_cache()
+        touched = self._prefill()
+        touched += self._decode()
+        self._scheduler.retire_running()
+        return touched
+
+    def _create_cache(self) -> None:
+        """Allocate pages for what waits, within the plan."""
+        needed = sum(
+            -(-(len(r.prompt_ids) + r.max_new_tokens) // self.limits.block_size)
+            for r in list(self._scheduler.waiting)[: self.limits.max_requests]
+        )
+        plan = self.memory_plan
+        num_blocks = plan.num_blocks if plan.is_fixed else min(needed, plan.num_blocks)
+        try:
+            self._cache = PagedCache(
+                self.layout,
+                num_blocks=num_blocks,
+                block_size=self.limits.block_size,
+                num_slots=self.limits.max_requests,
+                device=self.device,
+            )
+        except torch.OutOfMemoryError as error:
+            raise OutOfCacheMemoryError(
+                f"no memory for {num_blocks} KV cache blocks; lower max_memory_percent "
+                f"(now {self.config.max_memory_percent}) or num_blocks.\n{plan}"
+            ) from error
+        self._table = BlockTable(self.limits.max_requests, self.limits.block_size, self.device)
+        self._scheduler.pool.grow(num_blocks)
+
+    def _grow(self, count: int) -> int:
+        """Make room for `count` more blocks, doubling where the plan allows; returns all there are."""
+        now = self._scheduler.pool.num_blocks
+        target = min(self.memory_plan.num_blocks, max(2 * now, now + count))
+        if self._cache is None or target <= now:
+            return now
+        self._cache.grow(target)
+        return target
+
+    def _prefill(self) -> list[Request]:
+        prefills = self._scheduler.schedule_prefill()
+        if not prefills:
+            return []
+        self._write_tables()
+        started = time.perf_counter()
+        assert self._cache is not None
+        leaders = [prefill.leader for prefill in prefills]
+        ends = [p.leader.num_computed + p.num_scheduled for p in prefills]
+        chunks = [
+            leader.token_ids[leader.num_computed : end]
+            for leader, end in zip(leaders, ends, strict=True)
+        ]
+        slots = [leader.slot for leader in leaders if leader.slot is not None]
+        logits_BV = self._runner.logits(chunks, ends, slots, self._cache, self._table)
+        rows, requests = self._fork(prefills)
+        if requests:
+            row_index = torch.tensor(rows, device=self.device)
+            self._sample(logits_BV.index_select(0, row_index), requests, None)
+        self.counters.prefill_forwards += 1
+        self.counters.prefill_tokens += sum(map(len, chunks))
+        self.counters.prefill_seconds += time.perf_counter() - started
+        return requests
+
+    def _fork(self, prefills: list[Prefill]) -> tuple[list[int], list[Request]]:
+        """Complete the computed prompts; returns the logits row of each sequence to sample."""
+        assert self._cache is not None
+        rows: list[int] = []
+        requests: list[Request] = []
+        for row, prefill in enumerate(prefills):
+            is_last_chunk = prefill.is_last_chunk
+            self._cache.copy_blocks(*self._scheduler.complete_prefill(prefill))
+            if not is_last_chunk:
+                continue
+            source = prefill.leader.slot
+            targets = [f.slot for f in prefill.followers if f.slot is not None]
+            assert source is not None
+            self._cache.copy_slots([source] * len(targets), targets)
+            group = [prefill.leader, *prefill.followers]
+            rows += [row] * len(group)
+            requests += group
+        return rows, requests
+
+    def _decode(self) -> list[Request]:
+        self._scheduler.retire_running()
+        extended = self._scheduler.schedule_decode()
+        running = self._scheduler.running
+        if not running:
+            return []
+        assert self._cache is not None
+        started = time.perf_counter()
+        self._table.write([(r.slot, len(r.block_ids) - 1, block) for r, block in extended])
+        logits_BV = self._runner.logits(
+            [r.token_ids[-1:] for r in running],
+            [r.num_tokens for r in running],
+            [r.slot for r in running if r.slot is not None],
+            self._cache,
+            self._table,
+        )
+        self._scheduler.complete_decode()
+        touched = list(running)
+        self._sample(logits_BV, touched, self._sampling_batch(running))
+        self.counters.decode_forwards += 1
+        self.counters.decode_seconds += time.perf_counter() - started
+        return touched
+
+    def _write_tables(self) -> None:
+        """Tell the block table about sequences that were just seated."""
+        self._table.write(
+            [
+                (request.slot, index, block)
+                for request in self._scheduler.take_seated()
+                if request.slot is not None
+                for index, block in enumerate(request.block_ids)
+            ]
+        )
+
+    def _sampling_batch(self, running: list[Request]) -> SamplingBatch:
+        """The running rows' parameters, kept until the rows change."""
+        if self._sampling is None or self._sampling[0] != running:
+            vocab_size = self.vocab_size
+            self._sampling = (list(running), create_sampling_batch(running, vocab_size, self.device))
+        return self._sampling[1]
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the input embedding: the token ids that can be fed back."""
+        return self.model.get_input_embeddings().weight.shape[0]
+
+    def _sample(
+        self, logits_BV: torch.Tensor, requests: list[Request], batch: SamplingBatch | None
+    ) -> None:
+        """Give each request its next token, or end it where its logits make no distribution."""
+        if batch is None:
+            batch = create_sampling_batch(requests, logits_BV.shape[-1], self.device)
+        indices_B = torch.tensor([r.num_generated for r in requests], device=self.device)
+        tokens, logprobs, is_valid = (
+            result.tolist() for result in sample(logits_BV, batch, indices_B, self._logprobs_mode)
+        )
+        for request, token, logprob, valid in zip(requests, tokens, logprobs, is_valid, strict=True):
+            if valid:
+                request.append(token, logprob, self.policy_version)
+            else:
+                request.end(
+                    RequestStatus.FAILED,
+                    FinishReason.ERROR,
+                    f"the model's logits after {request.num_tokens} tokens are NaN or infinite; "
+                    "look at the weights (a diverged step?) or raise rollout_dtype.",
+                )
+        self.counters.tokens_generated += len(requests)
+        self.counters.requests_finished += sum(r.status.is_final for r in requests)
+        self.counters.kv_blocks_peak = max(
+            self.counters.kv_blocks_peak, self._scheduler.pool.num_used
+        )
+        self.counters.preemptions = self._scheduler.num_preemptions
+        self.counters.prefill_tokens_saved = self._scheduler.num_tokens_shared

@@ -1,0 +1,35 @@
+"""What a device reports about its memory, and the defaults that suit its kind."""
+
+import psutil
+import torch
+
+MAX_BATCH_TOKENS = {"cpu": 1024}
+DEFAULT_MAX_BATCH_TOKENS = 8192
+# A forward this long keeps the device busy; longer ones only hold more activations.
+
+MAX_REQUESTS_PER_BATCH = {"cpu": 256}
+DEFAULT_MAX_REQUESTS_PER_BATCH = 1024
+# Past this many rows a decode step gains nothing per token.
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that this process could still take on `device`.
+
+    On an accelerator: what the driver reports free, other processes counted, and what torch's
+    allocator holds unused. On a CPU: what the system calls available.
+    """
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return free + unused
+    return psutil.virtual_memory().available
+
+
+def max_batch_tokens(device: torch.device) -> int:
+    """Tokens of one prefill forward, where the config leaves it open."""
+    return MAX_BATCH_TOKENS.get(device.type, DEFAULT_MAX_BATCH_TOKENS)
+
+
+def max_requests_per_batch(device: torch.device) -> int:
+    """Sequences decoded together, where the config leaves it open."""
+    return MAX_REQUESTS_PER_BATCH.get(device.type, DEFAULT_MAX_REQUESTS_PER_BATCH)

@@ -1,0 +1,143 @@
+"""What each layer of a model keeps between forwards, learnt from one tiny forward.
+
+No model config is parsed: whatever the layers stored in transformers' own cache is what they need.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedConfig
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionLayer,
+)
+
+from cb_rollout.errors import ConfigurationError
+
+PROBE_TOKENS = 4
+# Enough for the short convolutions in front of recurrent layers to be filled.
+
+PAGEABLE_LAYERS = (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+)
+# The layers whose contents are known to be keys and values per token, or states per sequence. A
+# subclass may keep more, so it is not taken for its parent.
+
+
+@dataclass(frozen=True, slots=True)
+class StateShape:
+    """One tensor that a layer keeps: its shape for one token or for one sequence, and its dtype."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of one such tensor."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class LayerStates:
+    """What one layer keeps."""
+
+    keys: StateShape | None = None
+    """Heads x size, for each token; None: the layer stores no keys (shared, recurrent, or none)."""
+    values: StateShape | None = None
+    conv: tuple[StateShape | None, ...] = ()
+    """Convolution states of one sequence."""
+    recurrent: tuple[StateShape | None, ...] = ()
+    """Recurrent states of one sequence; None where the layer leaves that one unused."""
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes that grow with every cached token."""
+        return sum(s.num_bytes for s in (self.keys, self.values) if s)
+
+    @property
+    def bytes_per_sequence(self) -> int:
+        """Bytes of fixed-size states."""
+        return sum(s.num_bytes for s in (*self.conv, *self.recurrent) if s)
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether the layer keeps a state that only whole sequences can hand over."""
+        return bool(self.conv or self.recurrent)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheLayout:
+    """What every layer keeps, in order."""
+
+    layers: tuple[LayerStates, ...]
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes that every cached token takes, over all layers."""
+        return sum(layer.bytes_per_token for layer in self.layers)
+
+    @property
+    def bytes_per_sequence(self) -> int:
+        """Bytes of fixed-size states that every running sequence takes, over all layers."""
+        return sum(layer.bytes_per_sequence for layer in self.layers)
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether any layer keeps a recurrent state."""
+        return any(layer.is_recurrent for layer in self.layers)
+
+
+def probe(config: PreTrainedConfig, forward: Callable[[torch.Tensor, Cache], object]) -> CacheLayout:
+    """Run `forward(input_ids, cache)` on a few tokens and read what the layers stored.
+
+    Args:
+        config: the model's config, from which transformers makes its own cache.
+        forward: runs the model under the dtype settings of a rollout.
+
+    Raises:
+        ConfigurationError: a layer stores something that the engine does not know how to keep.
+    """
+    cache = DynamicCache(config=config)
+    forward(torch.zeros(1, PROBE_TOKENS, dtype=torch.int64), cache)
+    return CacheLayout(tuple(_read(layer) for layer in cache.layers))
+
+
+def _read(layer: object) -> LayerStates:
+    if type(layer) not in PAGEABLE_LAYERS:
+        if isinstance(layer, CacheLayerMixin):
+            raise ConfigurationError(
+                f"a {type(layer).__name__} layer stores what the engine cannot keep in pages; "
+                "roll this model out with model.generate."
+            )
+        return LayerStates()
+    keys = getattr(layer, "keys", None)
+    values = getattr(layer, "values", None)
+    conv, recurrent = (), ()
+    if isinstance(layer, LinearAttentionLayer):
+        conv = tuple(_per_sequence(layer.conv_states[i]) for i in range(layer.number_of_states))
+        recurrent = tuple(
+            _per_sequence(layer.recurrent_states[i]) for i in range(layer.number_of_states)
+        )
+    return LayerStates(_per_token(keys), _per_token(values), conv, recurrent)
+
+
+def _per_token(states: torch.Tensor | None) -> StateShape | None:
+    """Shape of `[1, heads, tokens, size]` states for one token."""
+    if states is None or states.numel() == 0:
+        return None
+    return StateShape((states.shape[1], states.shape[3]), states.dtype)
+
+
+def _per_sequence(states: torch.Tensor | None) -> StateShape | None:
+    return None if states is None else StateShape(tuple(states.shape[1:]), states.dtype)

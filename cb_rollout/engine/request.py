@@ -1,0 +1,100 @@
+"""One sequence on its way through the engine: what was asked, what is cached, what came out."""
+
+import time
+from dataclasses import dataclass, field
+
+from cb_rollout.sampling_params import SamplingParams
+from cb_rollout.types import FinishReason, GenerationOutput, RequestStatus
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """The mutable state of one sequence; owned by the thread that steps the engine."""
+
+    request_id: str
+    prompt_ids: list[int]
+    params: SamplingParams
+    max_new_tokens: int
+    stop_tokens: frozenset[int]
+    seed: int
+    """Seed of this sequence's own stream of uniform draws."""
+    group: int | None = None
+    """Neighbours in the queue with the same number have the same prompt; None: a prompt of its own."""
+    is_streaming: bool = False
+    records_timestamps: bool = False
+
+    status: RequestStatus = RequestStatus.PENDING
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+    token_ids: list[int] = field(default_factory=list)
+    """The prompt, then what was sampled."""
+    logprobs: list[float] = field(default_factory=list)
+    timestamps: list[float] = field(default_factory=list)
+    policy_versions: list[tuple[int, int]] = field(default_factory=list)
+    created_time: float = field(default_factory=time.perf_counter)
+
+    slot: int | None = None
+    """Row of the block table and of the recurrent states; None while waiting."""
+    block_ids: list[int] = field(default_factory=list)
+    num_computed: int = 0
+    """Leading tokens whose keys, values and states are in the cache."""
+    prefix_node: int = 0
+    """Where this sequence's last remembered block stands in the prefix index; 0 is the root."""
+    num_remembered: int = 0
+    """Leading blocks already offered to the prefix index."""
+
+    def __post_init__(self) -> None:
+        """Start from the prompt."""
+        self.token_ids = list(self.prompt_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens so far, prompt included."""
+        return len(self.token_ids)
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens sampled so far."""
+        return len(self.token_ids) - len(self.prompt_ids)
+
+    def append(self, token_id: int, logprob: float, policy_version: int) -> None:
+        """Take a sampled token, and finish if it was the last."""
+        self.token_ids.append(token_id)
+        self.logprobs.append(logprob)
+        if self.policy_versions and self.policy_versions[-1][0] == policy_version:
+            self.policy_versions[-1] = (policy_version, self.policy_versions[-1][1] + 1)
+        else:
+            self.policy_versions.append((policy_version, 1))
+        if self.records_timestamps:
+            self.timestamps.append(time.perf_counter())
+        if token_id in self.stop_tokens:
+            self.end(RequestStatus.FINISHED, FinishReason.STOP)
+        elif self.num_generated >= self.max_new_tokens:
+            self.end(RequestStatus.FINISHED, FinishReason.LENGTH)
+
+    def end(self, status: RequestStatus, reason: FinishReason, error: str | None = None) -> None:
+        """Reach a final status."""
+        assert not self.status.is_final, f"{self.request_id} ended twice"
+        self.status, self.finish_reason, self.error = status, reason, error
+
+    def reset_cache(self) -> None:
+        """Forget what was cached, keeping every token and log-probability."""
+        self.slot = None
+        self.block_ids = []
+        self.num_computed = self.prefix_node = self.num_remembered = 0
+        self.status = RequestStatus.PENDING
+
+    def output(self, with_logprobs: bool = True) -> GenerationOutput:
+        """What a caller sees of this sequence now."""
+        return GenerationOutput(
+            request_id=self.request_id,
+            prompt_ids=list(self.prompt_ids),
+            generated_tokens=self.token_ids[len(self.prompt_ids) :],
+            logprobs=list(self.logprobs) if with_logprobs else [],
+            status=self.status,
+            finish_reason=self.finish_reason,
+            error=self.error,
+            created_time=self.created_time,
+            timestamps=list(self.timestamps) if self.records_timestamps else None,
+            policy_versions=list(self.policy_versions),
+        )

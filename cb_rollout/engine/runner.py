@@ -1,0 +1,146 @@
+"""Runs the model's own forward over rows of new tokens, and puts the model back as it was.
+
+Owns how a batch is laid out: left-padded rows, newest token last. Changes nothing on the model but
+its `training` flags, and those only inside `leased()`.
+
+B: rows, Q: new tokens of the longest row, S: tokens of the longest row, V: vocabulary.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+
+from cb_rollout import _compat
+from cb_rollout.engine.cache import PADDING_PLACE, BlockTable, PagedCache, Step
+from cb_rollout.engine.probe import CacheLayout, probe
+from cb_rollout.errors import ConfigurationError
+
+
+@contextmanager
+def leased(model: torch.nn.Module) -> Iterator[None]:
+    """Hold the model in evaluation mode, then set every module's `training` flag back."""
+    training = [module for module in model.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+class ModelRunner:
+    """Feeds rows to one model."""
+
+    def __init__(self, model: PreTrainedModel, autocast_dtype: torch.dtype | None) -> None:
+        """Learn what the model's forward takes.
+
+        Args:
+            model: the unwrapped model; it is used as it is, on its own device.
+            autocast_dtype: run the forward under autocast to this dtype; None: as it is.
+        """
+        self.model = model
+        self.device = next(model.parameters()).device
+        self._autocast_dtype = autocast_dtype
+        self._names = _compat.forward_argument_names(model)
+        caches = [name for name in _compat.CACHE_ARGUMENTS if name in self._names]
+        if not caches:
+            raise ConfigurationError(
+                f"{type(model).__name__}.forward takes no past_key_values, so its past cannot be "
+                "kept; roll this model out with model.generate."
+            )
+        self._cache_argument = caches[0]
+
+    def probe(self) -> CacheLayout:
+        """Learn what each layer keeps, from one tiny forward."""
+
+        def forward(input_ids: torch.Tensor, cache: Cache) -> object:
+            return self._call(input_ids.to(self.device), None, None, cache)
+
+        with leased(self.model):
+            return probe(self.model.config, forward)
+
+    def logits(
+        self,
+        new_tokens: Sequence[Sequence[int]],
+        lengths: Sequence[int],
+        slots: Sequence[int],
+        cache: PagedCache,
+        table: BlockTable,
+    ) -> torch.Tensor:
+        """Run the rows' new tokens through the model.
+
+        Args:
+            new_tokens: each row's tokens that are not in the cache yet, at least one.
+            lengths: each row's tokens in all, the new ones included.
+            slots: each row's slot.
+            cache: where keys, values and states are read and written.
+            table: where each slot's blocks are.
+
+        Returns:
+            float32 logits after each row's last token, `[B, V]`.
+        """
+        num_new = [len(row) for row in new_tokens]
+        Q, B = max(num_new), len(new_tokens)
+        is_fresh = all(length == new for length, new in zip(lengths, num_new, strict=True))
+        S = Q if is_fresh else max(lengths)
+        is_padded = min(num_new) < Q
+        padded = [[0] * (Q - len(row)) + list(row) for row in new_tokens] if is_padded else new_tokens
+        input_ids_BQ = self._integers(padded)
+        lengths_B, slots_B = self._integers(lengths), self._integers(slots)
+        positions_BS = lengths_B[:, None] - S + torch.arange(S, device=self.device)
+        is_token_BS = positions_BS >= 0
+        positions_BS = positions_BS.clamp(min=0)
+        positions_BQ = positions_BS[:, S - Q :]
+        places_BQ = table.places(slots_B, positions_BQ).view(-1)
+        write_tokens = None
+        if is_padded:
+            is_new_BQ = torch.arange(Q, 0, -1, device=self.device) <= self._integers(num_new)[:, None]
+            write_tokens = is_new_BQ.view(-1).nonzero()[:, 0]
+            places_BQ = places_BQ[write_tokens]
+        step = Step(
+            num_cached=S - Q,
+            slots_B=slots_B,
+            write_tokens=write_tokens,
+            write_places=places_BQ,
+            read_places_BS=None
+            if is_fresh
+            else table.places(slots_B, positions_BS).masked_fill(~is_token_BS, PADDING_PLACE),
+        )
+        cache.begin(step, is_fresh)
+        mask_BS = is_token_BS.to(torch.int64)
+        logits_BV = self._call(input_ids_BQ, mask_BS, positions_BQ, cache)
+        cache.end(step)
+        assert logits_BV.shape[0] == B
+        return logits_BV
+
+    def _call(
+        self,
+        input_ids_BQ: torch.Tensor,
+        mask_BS: torch.Tensor | None,
+        positions_BQ: torch.Tensor | None,
+        cache: Cache,
+    ) -> torch.Tensor:
+        arguments = {
+            "attention_mask": mask_BS,
+            "position_ids": positions_BQ,
+            "use_cache": True,
+            "logits_to_keep": 1,
+        }
+        known = {name: value for name, value in arguments.items() if name in self._names}
+        known[self._cache_argument] = cache
+        # no_grad, not inference_mode: some models keep buffers that a later training forward uses.
+        with torch.no_grad(), self._autocast():
+            output = self.model(input_ids=input_ids_BQ, **known)
+        return output.logits[:, -1].float()
+
+    def _autocast(self) -> AbstractContextManager[object]:
+        if self._autocast_dtype is None:
+            return nullcontext()
+        return torch.autocast(self.device.type, self._autocast_dtype)
+
+    def _integers(self, values: Sequence[int] | Sequence[Sequence[int]]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self.device)

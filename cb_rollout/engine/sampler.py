@@ -1,0 +1,149 @@
+"""From logits to tokens and their log-probabilities.
+
+One uniform number per token, from a counter-based generator keyed by the sequence's own seed and
+the token's place, mapped through the cumulative distribution. So a sequence's draws depend on
+nothing else in the batch, resuming needs no saved state, and no global generator is touched.
+
+B: rows, V: vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from cb_rollout.config import LogprobsMode
+from cb_rollout.engine.request import Request
+from cb_rollout.logprobs import chosen_logprobs
+
+GOLDEN_GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
+MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
+MIX_2 = 0x94D049BB133111EB - (1 << 64)
+# Constants of SplitMix64 (Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators"),
+# as signed 64-bit integers: torch's int64 wraps like the unsigned arithmetic they are meant for.
+
+
+def uniforms(seeds_B: torch.Tensor, indices_B: torch.Tensor) -> torch.Tensor:
+    """The `index`-th draw of each seed's SplitMix64 stream.
+
+    Args:
+        seeds_B: int64.
+        indices_B: int64, >= 0.
+
+    Returns:
+        float64 in [0, 1), with 53 random bits.
+    """
+    z = seeds_B + (indices_B + 1) * GOLDEN_GAMMA
+    z = (z ^ _shift_right(z, 30)) * MIX_1
+    z = (z ^ _shift_right(z, 27)) * MIX_2
+    z = z ^ _shift_right(z, 31)
+    return _shift_right(z, 11).double() * 2.0**-53
+
+
+def _shift_right(z: torch.Tensor, bits: int) -> torch.Tensor:
+    """A logical shift; torch's own `>>` copies the sign bit."""
+    return (z >> bits) & ((1 << (64 - bits)) - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingBatch:
+    """The sampling parameters of a batch's rows, as tensors on the logits' device."""
+
+    temperatures_B: torch.Tensor
+    """1 where greedy, so that log-probabilities are reported at temperature 1."""
+    seeds_B: torch.Tensor
+    greedy_rows: torch.Tensor | None
+    """Rows that take the most likely token; None: there are none."""
+    truncated_rows: torch.Tensor | None
+    """Rows with top-k, top-p or min-p; None: there are none."""
+    top_k_R: torch.Tensor
+    """One per truncated row, as the next two; the vocabulary size where off."""
+    top_p_R: torch.Tensor
+    min_p_R: torch.Tensor
+
+
+def create_sampling_batch(
+    requests: Sequence[Request], vocab_size: int, device: torch.device
+) -> SamplingBatch:
+    """Gather the parameters of `requests`, one row each."""
+    params = [request.params for request in requests]
+    greedy = [row for row, p in enumerate(params) if p.is_greedy]
+    truncated = [row for row, p in enumerate(params) if p.is_truncated]
+
+    def floats(values: list[float]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.float32, device=device)
+
+    def integers(values: list[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=device)
+
+    return SamplingBatch(
+        temperatures_B=floats([1.0 if p.is_greedy else p.temperature for p in params]),
+        seeds_B=integers([request.seed for request in requests]),
+        greedy_rows=integers(greedy) if greedy else None,
+        truncated_rows=integers(truncated) if truncated else None,
+        top_k_R=integers([min(params[r].top_k or vocab_size, vocab_size) for r in truncated]),
+        top_p_R=floats([params[r].top_p for r in truncated]),
+        min_p_R=floats([params[r].min_p for r in truncated]),
+    )
+
+
+def truncate(logits_RV: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+    """Logits with what top-k, then top-p, then min-p exclude set to -inf, as transformers does.
+
+    Args:
+        logits_RV: float32 logits of the batch's truncated rows, already divided by temperature.
+    """
+    sorted_RV, order_RV = logits_RV.sort(-1, descending=True)
+    ranks_V = torch.arange(logits_RV.shape[-1], device=logits_RV.device)
+    keep_RV = ranks_V[None] < batch.top_k_R[:, None]
+    probabilities_RV = sorted_RV.masked_fill(~keep_RV, -torch.inf).softmax(-1)
+    mass_before_RV = probabilities_RV.cumsum(-1) - probabilities_RV
+    is_top_p_off_R = batch.top_p_R[:, None] >= 1
+    keep_RV &= is_top_p_off_R | (mass_before_RV < batch.top_p_R[:, None])
+    keep_RV &= probabilities_RV >= batch.min_p_R[:, None] * probabilities_RV[:, :1]
+    kept_RV = sorted_RV.masked_fill(~keep_RV, -torch.inf)
+    return torch.empty_like(kept_RV).scatter_(-1, order_RV, kept_RV)
+
+
+def draw(logits_BV: torch.Tensor, uniforms_B: torch.Tensor) -> torch.Tensor:
+    """The token whose share of the cumulative distribution holds each row's uniform number.
+
+    Summed in float64: over a large vocabulary float32 would lose the tail. A token of probability
+    zero spans nothing, so it is never drawn.
+    """
+    cumulative_BV = logits_BV.softmax(-1).cumsum(-1, dtype=torch.float64)
+    total_B = cumulative_BV[:, -1]
+    target_B = torch.minimum(uniforms_B * total_B, torch.nextafter(total_B, total_B.new_zeros(())))
+    return torch.searchsorted(cumulative_BV, target_B[:, None], right=True)[:, 0]
+
+
+def sample(
+    logits_BV: torch.Tensor, batch: SamplingBatch, indices_B: torch.Tensor, mode: LogprobsMode
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Choose each row's next token.
+
+    Args:
+        logits_BV: float32.
+        batch: the rows' parameters.
+        indices_B: int64, how many tokens each row has sampled before.
+        mode: which distribution the log-probabilities are of.
+
+    Returns:
+        Token ids (int64, B), their log-probabilities (float32, B, natural logarithm), and whether
+        the row's logits made a distribution at all (bool, B): a row of NaN or infinity does not,
+        and its token and log-probability mean nothing.
+    """
+    scaled_BV = logits_BV / batch.temperatures_B[:, None]
+    if batch.truncated_rows is not None:
+        kept_RV = truncate(scaled_BV.index_select(0, batch.truncated_rows), batch)
+        sampled_from_BV = scaled_BV.index_copy(0, batch.truncated_rows, kept_RV)
+    else:
+        sampled_from_BV = scaled_BV
+    token_ids_B = draw(sampled_from_BV, uniforms(batch.seeds_B, indices_B))
+    if batch.greedy_rows is not None:
+        most_likely_R = logits_BV.index_select(0, batch.greedy_rows).argmax(-1)
+        token_ids_B = token_ids_B.index_copy(0, batch.greedy_rows, most_likely_R)
+    token_ids_B = token_ids_B.clamp(max=logits_BV.shape[-1] - 1)
+    source_BV = sampled_from_BV if mode == LogprobsMode.PROCESSED else scaled_BV
+    logprobs_B, normalizers_B = chosen_logprobs(source_BV, token_ids_B)
+    return token_ids_B, logprobs_B, normalizers_B.isfinite()

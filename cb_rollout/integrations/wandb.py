@@ -1,0 +1,68 @@
+"""Recorded sequences as a Weights & Biases table: the only file that imports wandb.
+
+Owns the table's name and columns; starts, configures and finishes no run. Called from the thread that
+trains.
+"""
+
+from collections.abc import Iterable
+
+import wandb
+from cb_rollout.records import SequenceRecord
+
+TABLE_NAME = "rollout/tokens"
+
+COLUMNS = [
+    "step",
+    "request_id",
+    "prompt",
+    "position",
+    "token",
+    "logprob",
+    "policy_version",
+    "reward",
+]
+
+MAX_PROMPT_CHARACTERS = 500
+# The prompt stands in every row of its sequence; its end is kept, since chat templates begin alike.
+
+
+def log_token_table(records: Iterable[SequenceRecord], step: int) -> None:
+    """Log every token of `records` as one row of the table "rollout/tokens".
+
+    The table joins the row that the trainer logs next, so wandb's own step counter moves only when the
+    trainer moves it. Of several tables before that row, wandb keeps the last. Without an active run, or
+    without records, nothing happens.
+
+    Args:
+        records: the sequences, all of one step.
+        step: the trainer's global step, the table's first column.
+    """
+    if wandb.run is None:
+        return
+    rows = [
+        [
+            step,
+            _encodable(record.request_id),
+            _shortened(_encodable(record.prompt)),
+            row.position,
+            _encodable(row.token),
+            row.logprob,
+            row.policy_version,
+            row.reward,
+        ]
+        for record in records
+        for row in record.token_rows()
+    ]
+    if rows:
+        wandb.run.log({TABLE_NAME: wandb.Table(columns=COLUMNS, data=rows)}, commit=False)
+
+
+def _shortened(prompt: str) -> str:
+    if len(prompt) <= MAX_PROMPT_CHARACTERS:
+        return prompt
+    return "..." + prompt[-MAX_PROMPT_CHARACTERS:]
+
+
+def _encodable(text: str) -> str:
+    """`text` with lone surrogates, which UTF-8 cannot hold, as backslash escapes."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")

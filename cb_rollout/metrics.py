@@ -1,0 +1,34 @@
+"""What the engine counts, and the rates that follow. Arithmetic only."""
+
+from dataclasses import asdict, dataclass, fields
+
+
+@dataclass(slots=True)
+class EngineCounters:
+    """Running totals since the engine was made; differences of two copies describe a rollout."""
+
+    requests_finished: int = 0
+    tokens_generated: int = 0
+    prefill_tokens: int = 0
+    """Prompt tokens that went through a forward."""
+    prefill_tokens_saved: int = 0
+    """Prompt tokens that did not, because a group or a known prefix had them already."""
+    preemptions: int = 0
+    prefill_forwards: int = 0
+    decode_forwards: int = 0
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    kv_blocks_peak: int = 0
+    """Most blocks in use at once; a maximum, not a sum."""
+
+    def since(self, earlier: "EngineCounters") -> "EngineCounters":
+        """What was added after `earlier`; the peak is carried over."""
+        difference = {
+            field.name: getattr(self, field.name) - getattr(earlier, field.name)
+            for field in fields(self)
+        }
+        return EngineCounters(**(difference | {"kv_blocks_peak": self.kv_blocks_peak}))
+
+    def copy(self) -> "EngineCounters":
+        """These totals now."""
+        return EngineCounters(**asdict(self))

@@ -1,0 +1,267 @@
+"""A run's records on disk: one JSON line for each step's metrics and for each recorded sequence.
+
+Owns the two files, their format and their reading; decides nothing about what is recorded or shown.
+A record exists once its newline is written: what a killed process left of a line is not read, and is
+removed when recording goes on. Only one process of a run records, from any of its threads.
+"""
+
+import json
+import math
+import os
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TypeVar
+
+from cb_rollout.errors import ConfigurationError
+
+T = TypeVar("T")
+
+Mode = Literal["train", "eval"]
+
+RUN_DIR_NAME = "cb_rollout"
+# Inside a trainer's output_dir, beside its checkpoints.
+
+METRICS_FILE = "metrics.jsonl"
+ROLLOUTS_FILE = "rollouts.jsonl"
+
+
+class TokenRow(NamedTuple):
+    """One sampled token of a `SequenceRecord`, beside what it shares with its sequence."""
+
+    prompt: str
+    position: int
+    """Index among the sampled tokens, from 0."""
+    token: str
+    token_id: int
+    logprob: float | None
+    """Natural logarithm; None when none was recorded or it was not finite."""
+    policy_version: int | None
+    """The version that sampled the token; None when none was recorded."""
+    reward: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class StepMetrics:
+    """What one training or evaluation step measured."""
+
+    step: int
+    """The trainer's global step."""
+    mode: Mode
+    scalars: dict[str, float]
+    """By the name it is logged under. A value that is not finite is absent when read back."""
+    completion_lengths: list[int]
+    """Sampled tokens of each completion of the step; empty when the step sampled nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceRecord:
+    """One sampled sequence, token by token."""
+
+    step: int
+    """The trainer's global step."""
+    mode: Mode
+    request_id: str
+    prompt: str
+    """As text, special tokens included."""
+    tokens: list[str]
+    """The text of each sampled token, decoded alone; the end-of-sequence token included."""
+    token_ids: list[int]
+    """One for each token."""
+    logprobs: list[float]
+    """Natural logarithms, one for each token, NaN where it was not finite; empty: not recorded."""
+    policy_versions: list[tuple[int, int]]
+    """Runs of `(policy_version, num_tokens)` that sum to the tokens; empty: not recorded."""
+    reward: float | None
+    """None: not scored, or not finite."""
+    finish_reason: str | None
+    """A `FinishReason`; None: not known."""
+
+    def __post_init__(self) -> None:
+        """Hold the lengths together."""
+        num_tokens = len(self.tokens)
+        num_stamped = sum(num for _, num in self.policy_versions)
+        assert len(self.token_ids) == num_tokens, (len(self.token_ids), num_tokens)
+        assert len(self.logprobs) in (0, num_tokens), (len(self.logprobs), num_tokens)
+        assert num_stamped == num_tokens or not self.policy_versions, (num_stamped, num_tokens)
+
+    def token_rows(self) -> Iterator[TokenRow]:
+        """Each sampled token with its log-probability, policy version and reward, in order."""
+        versions = [version for version, num in self.policy_versions for _ in range(num)]
+        for position, (token, token_id) in enumerate(zip(self.tokens, self.token_ids, strict=True)):
+            yield TokenRow(
+                prompt=self.prompt,
+                position=position,
+                token=token,
+                token_id=token_id,
+                logprob=_finite(self.logprobs[position]) if self.logprobs else None,
+                policy_version=versions[position] if versions else None,
+                reward=self.reward,
+            )
+
+
+class RunRecorder:
+    """Appends records to the files of one run, each with one write that reaches the system at once."""
+
+    def __init__(self, run_dir: str | os.PathLike[str]) -> None:
+        """Create `run_dir` where it is missing; go on after the last whole record where it is not."""
+        self.run_dir = Path(run_dir)
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        for name in (METRICS_FILE, ROLLOUTS_FILE):
+            _remove_half_line(self.run_dir / name)
+
+    def record_metrics(self, metrics: StepMetrics) -> None:
+        """Append one step's metrics."""
+        scalars = {name: _finite(value) for name, value in metrics.scalars.items()}
+        self._append(
+            METRICS_FILE,
+            {
+                "step": metrics.step,
+                "mode": metrics.mode,
+                "scalars": scalars,
+                "completion_lengths": metrics.completion_lengths,
+            },
+        )
+
+    def record_sequence(self, sequence: SequenceRecord) -> None:
+        """Append one sequence."""
+        reward = sequence.reward
+        self._append(
+            ROLLOUTS_FILE,
+            {
+                "step": sequence.step,
+                "mode": sequence.mode,
+                "request_id": sequence.request_id,
+                "prompt": sequence.prompt,
+                "tokens": sequence.tokens,
+                "token_ids": sequence.token_ids,
+                "logprobs": [_finite(value) for value in sequence.logprobs],
+                "policy_versions": sequence.policy_versions,
+                "reward": None if reward is None else _finite(reward),
+                "finish_reason": sequence.finish_reason,
+            },
+        )
+
+    def _append(self, name: str, row: Mapping[str, Any]) -> None:
+        line = json.dumps(row, allow_nan=False, separators=(",", ":")) + "\n"
+        with (self.run_dir / name).open("ab", buffering=0) as file:
+            file.write(line.encode("ascii"))
+
+
+def read_metrics(run_dir: str | os.PathLike[str]) -> list[StepMetrics]:
+    """The metrics of a run, in the order they were recorded; empty when it recorded none.
+
+    Raises:
+        ConfigurationError: `run_dir` holds no records at all, or a line is not a record.
+    """
+    return list(_records(find_run_dir(run_dir) / METRICS_FILE, _metrics_from))
+
+
+def read_rollouts(
+    run_dir: str | os.PathLike[str], steps: Collection[int] | None = None
+) -> list[SequenceRecord]:
+    """The sequences of a run, in the order they were recorded; empty when it recorded none.
+
+    Args:
+        run_dir: what `find_run_dir` accepts.
+        steps: keep only the sequences of these steps, so that a long run fits in memory; None: all.
+
+    Raises:
+        ConfigurationError: `run_dir` holds no records at all, or a line is not a record.
+    """
+
+    def kept_sequence(row: Mapping[str, Any]) -> SequenceRecord | None:
+        return _sequence_from(row) if steps is None or row["step"] in steps else None
+
+    path = find_run_dir(run_dir) / ROLLOUTS_FILE
+    return [sequence for sequence in _records(path, kept_sequence) if sequence is not None]
+
+
+def count_rollouts(run_dir: str | os.PathLike[str]) -> dict[int, int]:
+    """How many sequences were recorded at each step, by ascending step; holds none of them.
+
+    Raises:
+        ConfigurationError: `run_dir` holds no records at all, or a line is not a record.
+    """
+    path = find_run_dir(run_dir) / ROLLOUTS_FILE
+    return dict(sorted(Counter(_records(path, lambda row: int(row["step"]))).items()))
+
+
+def find_run_dir(path: str | os.PathLike[str]) -> Path:
+    """The directory with a run's records: `path` itself, or its `cb_rollout/`.
+
+    Raises:
+        ConfigurationError: neither holds `metrics.jsonl` or `rollouts.jsonl`.
+    """
+    path = Path(path)
+    for candidate in (path, path / RUN_DIR_NAME):
+        if any((candidate / name).is_file() for name in (METRICS_FILE, ROLLOUTS_FILE)):
+            return candidate
+    raise ConfigurationError(
+        f"no records of a run in {path}: neither {METRICS_FILE} nor {ROLLOUTS_FILE} is there or in "
+        f"{path / RUN_DIR_NAME}; pass a trainer's output_dir, or the {RUN_DIR_NAME} directory in it."
+    )
+
+
+def _records(path: Path, parse: Callable[[Mapping[str, Any]], T]) -> Iterator[T]:
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.endswith(b"\n"):
+                return
+            try:
+                record = parse(json.loads(line))
+            except (ValueError, KeyError, TypeError, AssertionError) as error:
+                raise ConfigurationError(
+                    f"line {number} of {path} is not a record ({type(error).__name__}: {error}); "
+                    "remove the line to read the others."
+                ) from error
+            yield record
+
+
+def _metrics_from(row: Mapping[str, Any]) -> StepMetrics:
+    return StepMetrics(
+        step=row["step"],
+        mode=row["mode"],
+        scalars={name: value for name, value in row["scalars"].items() if value is not None},
+        completion_lengths=row["completion_lengths"],
+    )
+
+
+def _sequence_from(row: Mapping[str, Any]) -> SequenceRecord:
+    return SequenceRecord(
+        step=row["step"],
+        mode=row["mode"],
+        request_id=row["request_id"],
+        prompt=row["prompt"],
+        tokens=row["tokens"],
+        token_ids=row["token_ids"],
+        logprobs=[math.nan if value is None else value for value in row["logprobs"]],
+        policy_versions=[(version, num) for version, num in row["policy_versions"]],
+        reward=row["reward"],
+        finish_reason=row["finish_reason"],
+    )
+
+
+def _finite(value: float) -> float | None:
+    value = float(value)
+    return value if math.isfinite(value) else None
+
+
+def _remove_half_line(path: Path, chunk_bytes: int = 1 << 16) -> None:
+    """Cut a file behind its last newline, so that the next record starts a line of its own."""
+    if not path.is_file():
+        return
+    with path.open("r+b") as file:
+        end = file.seek(0, os.SEEK_END)
+        while end > 0:
+            start = max(0, end - chunk_bytes)
+            file.seek(start)
+            newline = file.read(end - start).rfind(b"\n")
+            if newline >= 0:
+                file.truncate(start + newline + 1)
+                return
+            end = start
+        file.truncate(0)

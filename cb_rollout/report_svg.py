@@ -1,0 +1,236 @@
+"""Charts as inline SVG: axes, lines, dots and histograms from plain numbers.
+
+Owns geometry and nothing else: colours and fonts come from `report.css` through class names. A chart
+has no viewBox, so it fills whatever width it is given while text keeps its size; curves sit in a
+stretched inner viewport, and labels and dots are placed by percentages. Every function is pure.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from html import escape
+
+Point = tuple[float, float]
+
+MAX_TIPS = 200
+# Hover bands narrower than a few pixels can be neither hit nor seen.
+
+SPAN = 1000
+# Units of the stretched viewport: 0.1 percent is finer than a pixel.
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """A range of values laid over 0 to 1, with the values that are labelled."""
+
+    low: float
+    high: float
+    ticks: tuple[float, ...]
+    is_log: bool = False
+    label: Callable[[float], str] = field(default=lambda value: compact(value))
+
+    def position(self, value: float) -> float:
+        """Where `value` lies between `low` (0) and `high` (1); what lies outside is moved to the edge."""
+        low, high = self.low, self.high
+        value = min(max(value, low), high)
+        if self.is_log:
+            low, high, value = math.log10(low), math.log10(high), math.log10(value)
+        return (value - low) / (high - low)
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Points of one kind, drawn as a line, as dots, or both."""
+
+    points: Sequence[Point]
+    style: str
+    """A class of `report.css`."""
+    has_line: bool = True
+    has_dots: bool = False
+    is_filled: bool = False
+    """True: the area down to the axis is tinted."""
+
+
+def linear_axis(
+    values: Iterable[float],
+    *,
+    low: float | None = None,
+    high: float | None = None,
+    num_ticks: int = 5,
+    is_whole: bool = False,
+    label: Callable[[float], str] | None = None,
+) -> Axis:
+    """An axis over `values`, widened to round numbers except at an end that is given.
+
+    Args:
+        values: what the axis has to hold; may be empty where both ends are given.
+        low: where the axis begins; None: at a round number.
+        high: where the axis ends; None: at a round number.
+        num_ticks: about how many values are labelled.
+        is_whole: True: only whole numbers are labelled.
+        label: how a value is written; None: `compact`.
+    """
+    values = list(values)
+    least = min(values) if low is None else low
+    most = max(values) if high is None else high
+    if most <= least:
+        least, most = (least, least + 1) if low is not None else (least - 0.5, least + 0.5)
+    step = _round_step((most - least) / num_ticks)
+    step = math.ceil(step) if is_whole else step
+    first = math.floor(least / step + 1e-9) if low is None else math.ceil(least / step - 1e-9)
+    last = math.ceil(most / step - 1e-9) if high is None else math.floor(most / step + 1e-9)
+    ticks = tuple(number * step for number in range(first, last + 1))
+    return Axis(
+        low=min((least, *ticks)), high=max((most, *ticks)), ticks=ticks, label=label or compact
+    )
+
+
+def log_axis(values: Iterable[float], *, floor: float) -> Axis:
+    """An axis of whole decades over `values`; zeros, and what is below `floor`, lie at its low end."""
+    positive = [value for value in values if value > floor] or [floor]
+    first = math.floor(math.log10(min(positive)) - 1e-9)
+    last = math.ceil(math.log10(max(positive)) + 1e-9)
+    last = max(last, first + 2)
+    stride = math.ceil((last - first) / 6)
+    ticks = tuple(10.0**power for power in range(first, last + 1, stride))
+    return Axis(10.0**first, 10.0**last, ticks, is_log=True, label=power_of_ten)
+
+
+def compact(value: float) -> str:
+    """A number in few characters: 2.8e-6, 0.05, 3.2, 1,480, 12.5k, 3M."""
+    size = abs(value)
+    for limit, divisor, unit in ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
+        if size >= limit:
+            return f"{value / divisor:.4g}{unit}"
+    if size >= 1e3:
+        return f"{value:,.0f}"
+    return scientific(value) if 0 < size < 1e-3 else f"{value:.3g}"
+
+
+def scientific(value: float, digits: int = 1) -> str:
+    """A number by its power of ten, as in 2.8e-6."""
+    mantissa, power = f"{value:.{digits}e}".split("e")
+    return f"{mantissa}e{int(power)}"
+
+
+def power_of_ten(value: float) -> str:
+    """A decade, as in 1e-6."""
+    return scientific(value, digits=0)
+
+
+def percent(value: float) -> str:
+    """A share as a percentage."""
+    return f"{100 * value:.3g}%"
+
+
+def curve_chart(
+    curves: Sequence[Curve], *, x: Axis, y: Axis, title: str, tips: Sequence[tuple[float, str]] = ()
+) -> str:
+    """Curves over one pair of axes.
+
+    Args:
+        curves: drawn in this order, the last on top.
+        x: the horizontal axis.
+        y: the vertical axis.
+        title: what is read out in place of the picture.
+        tips: at which x, which text is shown under the pointer.
+    """
+    paths = "".join(_path(curve, x, y) for curve in curves if curve.has_line)
+    dots = "".join(_dots(curve, x, y) for curve in curves)
+    return _frame(_grid(x, y) + _stretched(paths) + dots + _tip_bands(tips, x), title)
+
+
+def histogram_chart(
+    groups: Sequence[tuple[str, Sequence[float]]], *, x: Axis, y: Axis, title: str
+) -> str:
+    """Histograms over one pair of axes, as stepped outlines.
+
+    Args:
+        groups: a class of `report.css`, and the share of each bin; bins divide the x axis evenly.
+        x: the horizontal axis.
+        y: the vertical axis.
+        title: what is read out in place of the picture.
+    """
+    paths = []
+    for style, shares in groups:
+        width = (x.high - x.low) / len(shares)
+        points = [(x.low, 0.0)]
+        for number, share in enumerate(shares):
+            points += [(x.low + number * width, share), (x.low + (number + 1) * width, share)]
+        curve = Curve([*points, (x.high, 0.0)], style, is_filled=True)
+        paths.append(_path(curve, x, y))
+    return _frame(_grid(x, y) + _stretched("".join(paths)), title)
+
+
+def _frame(content: str, title: str) -> str:
+    return (
+        f'<svg class="chart" width="100%" role="img" aria-label="{escape(title)}">{content}</svg>'
+    )
+
+
+def _stretched(content: str) -> str:
+    return (
+        f'<svg width="100%" height="100%" viewBox="0 0 {SPAN} {SPAN}" preserveAspectRatio="none" '
+        f'overflow="visible">{content}</svg>'
+    )
+
+
+def _grid(x: Axis, y: Axis) -> str:
+    lines = "".join(
+        f'<line class="grid" x1="0%" x2="100%" y1="{_down(tick, y)}%" y2="{_down(tick, y)}%"/>'
+        f'<text class="tick y" x="-8" y="{_down(tick, y)}%" dy="0.32em">{escape(y.label(tick))}</text>'
+        for tick in y.ticks
+    )
+    labels = "".join(
+        f'<text class="tick x" x="{_across(tick, x)}%" y="100%" dy="18">{escape(x.label(tick))}</text>'
+        for tick in x.ticks
+    )
+    return f'{lines}<line class="axis" x1="0%" x2="100%" y1="100%" y2="100%"/>{labels}'
+
+
+def _path(curve: Curve, x: Axis, y: Axis) -> str:
+    if not curve.points:
+        return ""
+    corners = [
+        f"{x.position(across) * SPAN:.1f} {(1 - y.position(up)) * SPAN:.1f}"
+        for across, up in curve.points
+    ]
+    line = f'<path class="line {curve.style}" d="M{"L".join(corners)}"/>'
+    if not curve.is_filled:
+        return line
+    first, last = (corner.split()[0] for corner in (corners[0], corners[-1]))
+    area = f"M{'L'.join(corners)}L{last} {SPAN}L{first} {SPAN}Z"
+    return f'<path class="area {curve.style}" d="{area}"/>{line}'
+
+
+def _dots(curve: Curve, x: Axis, y: Axis) -> str:
+    """The curve's dots; of a line without dots only its last point, or it would be invisible alone."""
+    points = curve.points if curve.has_dots else curve.points[-1:]
+    return "".join(
+        f'<circle class="dot {curve.style}" cx="{_across(across, x)}%" cy="{_down(up, y)}%" r="3.5"/>'
+        for across, up in points
+    )
+
+
+def _tip_bands(tips: Sequence[tuple[float, str]], x: Axis) -> str:
+    chosen = tips[:: math.ceil(len(tips) / MAX_TIPS)] if tips else ()
+    width = 100 / max(len(chosen), 1)
+    return "".join(
+        f'<rect class="tip" x="{_across(across, x) - width / 2:.2f}%" width="{width:.2f}%" y="0" '
+        f'height="100%"><title>{escape(text)}</title></rect>'
+        for across, text in chosen
+    )
+
+
+def _across(value: float, x: Axis) -> float:
+    return round(100 * x.position(value), 2)
+
+
+def _down(value: float, y: Axis) -> float:
+    return round(100 * (1 - y.position(value)), 2)
+
+
+def _round_step(size: float) -> float:
+    """The smallest of 1, 2, 2.5, 5 times a power of ten that is not below `size`."""
+    power = 10.0 ** math.floor(math.log10(size))
+    return next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= size * 0.999)
