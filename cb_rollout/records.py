@@ -1,8 +1,8 @@
 """A run's records on disk: one JSON line for each step's metrics and for each recorded sequence.
 
 Owns the two files, their format and their reading; decides nothing about what is recorded or shown.
-A record exists once its newline is written: what a killed process left of a line is not read, and is
-removed when recording goes on. Only one process of a run records, from any of its threads.
+A record exists once its newline is written: what a killed process left of a line is not read, and
+is removed when recording goes on. Only one process of a run records, from any of its threads.
 """
 
 import json
@@ -102,10 +102,10 @@ class SequenceRecord:
 
 
 class RunRecorder:
-    """Appends records to the files of one run, each with one write that reaches the system at once."""
+    """Appends records to the files of one run, each with one unbuffered write."""
 
     def __init__(self, run_dir: str | os.PathLike[str]) -> None:
-        """Create `run_dir` where it is missing; go on after the last whole record where it is not."""
+        """Create `run_dir` if it is missing; if it is not, go on after its last whole record."""
         self.run_dir = Path(run_dir)
         self.run_dir.mkdir(parents=True, exist_ok=True)
         for name in (METRICS_FILE, ROLLOUTS_FILE):
@@ -200,7 +200,7 @@ def find_run_dir(path: str | os.PathLike[str]) -> Path:
             return candidate
     raise ConfigurationError(
         f"no records of a run in {path}: neither {METRICS_FILE} nor {ROLLOUTS_FILE} is there or in "
-        f"{path / RUN_DIR_NAME}; pass a trainer's output_dir, or the {RUN_DIR_NAME} directory in it."
+        f"{path / RUN_DIR_NAME}; pass a trainer's output_dir, or its {RUN_DIR_NAME} directory."
     )
 
 
@@ -213,7 +213,7 @@ def _records(path: Path, parse: Callable[[Mapping[str, Any]], T]) -> Iterator[T]
                 return
             try:
                 record = parse(json.loads(line))
-            except (ValueError, KeyError, TypeError, AssertionError) as error:
+            except (ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
                 raise ConfigurationError(
                     f"line {number} of {path} is not a record ({type(error).__name__}: {error}); "
                     "remove the line to read the others."

@@ -1,8 +1,8 @@
 """One self-contained HTML page about a run, from its records alone.
 
 Owns what the page says and in which order; a part whose records are missing is left out. Draws no
-chart and escapes no token itself (`report_svg`, `report_tokens`), fetches nothing, and lets the page
-fetch nothing. Loads no torch.
+chart and escapes no token itself (`report_charts`, `report_tokens`), and neither it nor its page
+fetches anything. Loads no torch.
 """
 
 import os
@@ -176,8 +176,8 @@ def _completions(counts: dict[int, int], rollouts: Sequence[SequenceRecord]) -> 
             f"recorded sequences</span></h3>{sequences_html(shown)}</section>"
         )
     lead = (
-        f"From {len(sections)} of {len(counts):,} recorded steps. A tint says how unlikely a token was "
-        "when it was sampled; point at it for its log-probability, token id and policy version."
+        f"From {len(sections)} of {len(counts):,} recorded steps. A tint says how unlikely a token "
+        "was when it was sampled; point at it for its log-probability, token id and policy version."
     )
     return (
         f'<section class="completions"><h2>Completions</h2><p class="lead">{lead}</p>'

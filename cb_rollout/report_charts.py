@@ -35,6 +35,12 @@ DRIFT_KEYS = ("rollout/logprob_drift_max", "sampling/sampling_logp_difference/ma
 DRIFT_FLOOR = 1e-9
 # Below the resolution of a float32 log-probability: as good as zero, which no log axis holds.
 
+MAX_DOTS = 30
+# More of them hide their line.
+
+MAX_JAGGED_POINTS = 300
+# Beyond this a line from step to step is a band, and its mean is drawn over it.
+
 MAX_BINS = 32
 # Fine enough for a long tail's shape; every bin holds equally many whole numbers.
 
@@ -52,7 +58,7 @@ def learning_figure(metrics: Sequence[StepMetrics]) -> str:
         curves = [Curve(reward, "raw"), Curve(smoothed(reward), "a")]
         keys = [("raw", "training step"), ("a", f"mean over {smoothing_window(len(reward))} steps")]
     if evaluation:
-        curves.append(Curve(evaluation, "b", has_dots=True))
+        curves.append(Curve(evaluation, "b", has_dots=len(evaluation) <= MAX_DOTS))
         keys.append(("b", "evaluation"))
     chart = curve_chart(
         curves,
@@ -70,7 +76,7 @@ def throughput_figure(metrics: Sequence[StepMetrics]) -> str:
     if not speed:
         return ""
     chart = curve_chart(
-        [Curve(speed, "a", is_filled=True)],
+        _filled(speed),
         x=_step_axis(speed),
         y=linear_axis((value for _, value in speed), low=0, num_ticks=4),
         title=f"Tokens per second over {len(speed)} steps",
@@ -85,7 +91,7 @@ def share_figure(metrics: Sequence[StepMetrics]) -> str:
     if not share:
         return ""
     chart = curve_chart(
-        [Curve(share, "a", is_filled=True)],
+        _filled(share),
         x=_step_axis(share),
         y=linear_axis([], low=0, high=1, num_ticks=4, label=percent),
         title=f"Share of each of {len(share)} steps spent in rollout",
@@ -107,14 +113,16 @@ def drift_figure(metrics: Sequence[StepMetrics]) -> str:
         return ""
     points = [point for *_, drift in found for point in drift]
     chart = curve_chart(
-        [Curve(drift, style, has_dots=len(drift) <= 20) for style, _, drift in found],
+        [Curve(drift, style, has_dots=len(drift) <= MAX_DOTS) for style, _, drift in found],
         x=_step_axis(points),
         y=log_axis((value for _, value in points), floor=DRIFT_FLOOR),
         title=f"Log-probability drift over {len(points)} measurements, logarithmic",
         tips=_tips(found[-1][2], lambda value: f"{scientific(value)} nats"),
     )
     keys = [(style, name) for style, name, _ in found]
-    return _figure("Log-probability drift", "largest of a step, nats", chart, keys)
+    has_zeros = any(value <= DRIFT_FLOOR for _, value in points)
+    note = "largest of a step, nats" + ("; zero lies on the axis" if has_zeros else "")
+    return _figure("Log-probability drift", note, chart, keys)
 
 
 def lengths_figure(metrics: Sequence[StepMetrics]) -> str:
@@ -153,6 +161,12 @@ def _figure(
         f'<figure class="{style}"><figcaption><h2>{escape(title)}</h2><p>{escape(note)}</p>'
         f'<p class="keys">{legend}</p></figcaption>{chart}</figure>'
     )
+
+
+def _filled(points: Sequence[Point]) -> list[Curve]:
+    if len(points) <= MAX_JAGGED_POINTS:
+        return [Curve(points, "a", is_filled=True)]
+    return [Curve(points, "raw"), Curve(smoothed(points), "a", is_filled=True)]
 
 
 def _step_axis(points: Sequence[Point]) -> Axis:

@@ -24,7 +24,7 @@ def series(metrics: Sequence[StepMetrics], key: str, mode: Mode = "train") -> li
 
 
 def smoothing_window(num_points: int) -> int:
-    """Over how many points `smoothed` averages: odd, about a twelfth of them, 1 below 12 of them."""
+    """Over how many points `smoothed` averages: odd, about a twelfth of them, 1 below 12."""
     return min(MAX_WINDOW, num_points // 12 | 1) if num_points >= 12 else 1
 
 
@@ -49,7 +49,7 @@ def completion_lengths(metrics: Sequence[StepMetrics]) -> dict[int, list[int]]:
 
 
 def early_and_late(lengths: dict[int, list[int]]) -> tuple[list[int], list[int]]:
-    """The lengths of the first and of the last third of the steps; the second is empty for one step."""
+    """The lengths of the first and the last third of the steps; no last third of one step."""
     steps = list(lengths)
     third = max(1, len(steps) // 3)
     late = steps[-third:] if len(steps) > 1 else []

@@ -1,8 +1,8 @@
 """Charts as inline SVG: axes, lines, dots and histograms from plain numbers.
 
-Owns geometry and nothing else: colours and fonts come from `report.css` through class names. A chart
-has no viewBox, so it fills whatever width it is given while text keeps its size; curves sit in a
-stretched inner viewport, and labels and dots are placed by percentages. Every function is pure.
+Owns geometry and nothing else: colours and fonts come from `report.css` through class names. A
+chart has no viewBox, so it fills whatever width it is given while text keeps its size; curves sit
+in a stretched inner viewport; labels and dots are placed by percentages. Every function is pure.
 """
 
 import math
@@ -30,7 +30,7 @@ class Axis:
     label: Callable[[float], str] = field(default=lambda value: compact(value))
 
     def position(self, value: float) -> float:
-        """Where `value` lies between `low` (0) and `high` (1); what lies outside is moved to the edge."""
+        """Where `value` lies between `low` (0) and `high` (1); what lies outside, at the edge."""
         low, high = self.low, self.high
         value = min(max(value, low), high)
         if self.is_log:
@@ -86,7 +86,7 @@ def linear_axis(
 
 
 def log_axis(values: Iterable[float], *, floor: float) -> Axis:
-    """An axis of whole decades over `values`; zeros, and what is below `floor`, lie at its low end."""
+    """An axis of whole decades over `values`; what is not above `floor` lies at its low end."""
     positive = [value for value in values if value > floor] or [floor]
     first = math.floor(math.log10(min(positive)) - 1e-9)
     last = math.ceil(math.log10(max(positive)) + 1e-9)
@@ -176,14 +176,16 @@ def _stretched(content: str) -> str:
 
 
 def _grid(x: Axis, y: Axis) -> str:
+    levels = [(_down(tick, y), escape(y.label(tick))) for tick in y.ticks]
     lines = "".join(
-        f'<line class="grid" x1="0%" x2="100%" y1="{_down(tick, y)}%" y2="{_down(tick, y)}%"/>'
-        f'<text class="tick y" x="-8" y="{_down(tick, y)}%" dy="0.32em">{escape(y.label(tick))}</text>'
-        for tick in y.ticks
+        f'<line class="grid" x1="0%" x2="100%" y1="{down}%" y2="{down}%"/>'
+        f'<text class="tick y" x="-8" y="{down}%" dy="0.32em">{label}</text>'
+        for down, label in levels
     )
+    columns = [(_across(tick, x), escape(x.label(tick))) for tick in x.ticks]
     labels = "".join(
-        f'<text class="tick x" x="{_across(tick, x)}%" y="100%" dy="18">{escape(x.label(tick))}</text>'
-        for tick in x.ticks
+        f'<text class="tick x" x="{across}%" y="100%" dy="18">{label}</text>'
+        for across, label in columns
     )
     return f'{lines}<line class="axis" x1="0%" x2="100%" y1="100%" y2="100%"/>{labels}'
 
@@ -204,11 +206,12 @@ def _path(curve: Curve, x: Axis, y: Axis) -> str:
 
 
 def _dots(curve: Curve, x: Axis, y: Axis) -> str:
-    """The curve's dots; of a line without dots only its last point, or it would be invisible alone."""
+    """The curve's dots; of a line only its last point, without which a single one is invisible."""
     points = curve.points if curve.has_dots else curve.points[-1:]
+    places = [(_across(across, x), _down(up, y)) for across, up in points]
     return "".join(
-        f'<circle class="dot {curve.style}" cx="{_across(across, x)}%" cy="{_down(up, y)}%" r="3.5"/>'
-        for across, up in points
+        f'<circle class="dot {curve.style}" cx="{across}%" cy="{down}%" r="3.5"/>'
+        for across, down in places
     )
 
 

@@ -32,18 +32,18 @@ _ZERO_WIDTH_JOINER = "\u200d"
 
 
 def colour_level(logprob: float) -> int:
-    """Which tint a log-probability gets: 0 for the likeliest, `NUM_LEVELS - 1` for the least likely."""
+    """Which tint a log-probability gets, from 0 (likely) to `NUM_LEVELS - 1` (improbable)."""
     return max(0, min(NUM_LEVELS - 1, math.floor(-logprob / NATS_PER_LEVEL)))
 
 
 def legend_html() -> str:
     """The colour scale, from certain to improbable."""
     swatches = "".join(f'<span class="l{level}"></span>' for level in range(NUM_LEVELS))
-    least = -(NUM_LEVELS - 1) * NATS_PER_LEVEL
+    last = -(NUM_LEVELS - 1) * NATS_PER_LEVEL
     return (
         '<div class="legend" aria-label="colour scale of log-probabilities">'
         f'<span>likely <b>0</b></span><span class="scale">{swatches}</span>'
-        f"<span><b>&#8722;{-least:g}</b> nats or less, improbable</span></div>"
+        f"<span><b>{last:g}</b> nats or less, improbable</span></div>"
     )
 
 
@@ -70,11 +70,9 @@ def _visible_character(character: str, marks_spaces: bool) -> str:
         return '<u class="mark">&crarr;</u>\n' if marks_spaces else "\n"
     if character == "\t":
         return '<u class="mark">&rarr;</u>\t' if marks_spaces else "\t"
-    if ord(character) < 32:
-        return f'<u class="mark">&#{0x2400 + ord(character)};</u>'
     is_hidden = unicodedata.category(character) in {"Cc", "Cf", "Cs", "Zl", "Zp"}
     if is_hidden and character != _ZERO_WIDTH_JOINER:
-        return f'<u class="mark">U+{ord(character):04X}</u>'
+        return f'<u class="mark code">U+{ord(character):04X}</u>'
     return escape(character)
 
 
@@ -83,7 +81,7 @@ def _prompt_html(prompt: str) -> str:
         return f'<div class="prompt">{visible_html(prompt)}</div>'
     return (
         '<details class="prompt"><summary><span class="more">whole prompt, '
-        f"{len(prompt):,} characters</span><span class=\"end\">&hellip;"
+        f'{len(prompt):,} characters</span><span class="end">&hellip;'
         f"{visible_html(prompt[-MAX_PROMPT_CHARACTERS:])}</span></summary>"
         f"{visible_html(prompt)}</details>"
     )
@@ -107,7 +105,7 @@ def _facts(sequence: SequenceRecord) -> Iterator[str]:
         yield f"<span>ended by {visible_html(sequence.finish_reason)}</span>"
     finite = [value for value in sequence.logprobs if math.isfinite(value)]
     if finite:
-        yield f"<span>mean {_number(sum(finite) / len(finite))} nats</span>"
+        yield f"<span>mean {sum(finite) / len(finite):.3f} nats</span>"
     versions = [str(version) for version, _ in sequence.policy_versions]
     if versions:
         noun = "policy" if len(versions) == 1 else "policies"
@@ -149,14 +147,10 @@ def _tooltip(row: TokenRow) -> str:
     if row.logprob is None:
         logprob = "log-probability not recorded"
     else:
-        logprob = f"log-probability {_number(row.logprob)} ({_chance(row.logprob)})"
+        logprob = f"log-probability {row.logprob:.3f} ({_chance(row.logprob)})"
     policy = "not recorded" if row.policy_version is None else row.policy_version
     return f"{logprob}&#10;token id {row.token_id}&#10;policy version {policy}"
 
 
 def _chance(logprob: float) -> str:
     return f"{100 * math.exp(min(logprob, 0.0)):.3g}%"
-
-
-def _number(value: float) -> str:
-    return f"{value:.3f}".replace("-", "&#8722;")

@@ -3,8 +3,8 @@
 Owns the meaning and the ranges of sampling parameters. Loads no torch.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cb_rollout.errors import ConfigurationError, InvalidRequestError
@@ -30,6 +30,8 @@ class SamplingParams:
     """False is greedy, whatever the temperature."""
     max_new_tokens: int | None = None
     """None: as many as the model and the cache can hold."""
+    max_length: int | None = None
+    """Longest sequence, prompt included, where `max_new_tokens` is None; None: no limit."""
     eos_token_id: int | tuple[int, ...] | None = None
     """Ends the sequence and is kept in it. None: the model's own. -1: none."""
     ignore_eos: bool = False
@@ -80,12 +82,15 @@ class SamplingParams:
         return frozenset(token for token in eos if token >= 0) | frozenset(self.stop_token_ids)
 
 
-HONOURED = ("temperature", "top_k", "top_p", "min_p", "do_sample", "max_new_tokens", "eos_token_id")
+HONOURED = (
+    "temperature", "top_k", "top_p", "min_p", "do_sample", "max_new_tokens", "max_length",
+    "eos_token_id",
+)  # fmt: skip
 
 INERT = {
     "num_return_sequences", "pad_token_id", "bos_token_id", "use_cache", "cache_implementation",
     "cache_config", "max_cache_len", "compile_config", "disable_compile", "low_memory", "early_stopping",
-    "length_penalty", "transformers_version", "max_length", "output_attentions", "output_hidden_states",
+    "length_penalty", "transformers_version", "output_attentions", "output_hidden_states",
     "output_scores", "output_logits", "return_dict_in_generate", "prefill_chunk_size",
     "continuous_batching_config", "decoder_start_token_id", "use_mtp", "constraints",
 }  # fmt: skip
@@ -137,9 +142,24 @@ def from_generation_config(generation_config: Any) -> SamplingParams:
     return SamplingParams(**values)
 
 
-def with_defaults(params: SamplingParams, defaults: SamplingParams) -> SamplingParams:
-    """`params`, where what it leaves open (length and end of sequence) is taken from `defaults`."""
-    open_fields = ("max_new_tokens", "eos_token_id")
-    assert set(open_fields) <= {field.name for field in fields(SamplingParams)}
-    filled = {n: getattr(defaults, n) for n in open_fields if getattr(params, n) is None}
-    return replace(params, **filled)
+def resolved(
+    params: SamplingParams | None,
+    defaults: SamplingParams,
+    max_new_tokens: int | None = None,
+    eos_token_id: int | Sequence[int] | None = None,
+) -> SamplingParams:
+    """What a request is sampled with: its own words first, then `params`, then `defaults`.
+
+    `params` is complete in itself: only the length and the end of sequence, where it leaves them
+    open, are taken from `defaults`. Without `params`, everything is.
+    """
+    chosen = params or defaults
+    if eos_token_id is None:
+        eos_token_id = chosen.eos_token_id
+    if eos_token_id is None:
+        eos_token_id = defaults.eos_token_id
+    if not isinstance(eos_token_id, int | None):
+        eos_token_id = tuple(eos_token_id)
+    if max_new_tokens is None:
+        max_new_tokens = chosen.max_new_tokens or defaults.max_new_tokens
+    return replace(chosen, max_new_tokens=max_new_tokens, eos_token_id=eos_token_id)

@@ -35,6 +35,14 @@ class FinishReason(StrEnum):
     ERROR = "error"
 
 
+class CancelResult(StrEnum):
+    """What `cancel_request` found."""
+
+    LIVE = "live"
+    FINISHED = "finished"
+    UNKNOWN = "unknown"
+
+
 @dataclass(slots=True)
 class GenerationOutput:
     """One sequence: its prompt, what was sampled, and how likely each token was."""

@@ -4,6 +4,8 @@ Owns the paged cache and the policy version that tokens are stamped with. One th
 """
 
 import time
+from contextlib import AbstractContextManager
+from itertools import islice
 
 import torch
 from transformers import PreTrainedModel
@@ -14,7 +16,7 @@ from cb_rollout.engine import device as devices
 from cb_rollout.engine.cache import BlockTable, PagedCache
 from cb_rollout.engine.probe import CacheLayout
 from cb_rollout.engine.request import Request
-from cb_rollout.engine.runner import ModelRunner
+from cb_rollout.engine.runner import ModelRunner, leased
 from cb_rollout.engine.sampler import SamplingBatch, create_sampling_batch, sample
 from cb_rollout.engine.scheduler import Limits, Prefill, Scheduler
 from cb_rollout.errors import OutOfCacheMemoryError
@@ -49,6 +51,7 @@ class Engine:
         self.policy_version = 0
         self._runner = ModelRunner(model, autocast_dtype)
         self._logprobs_mode = LogprobsMode(config.logprobs_mode)
+        self._lease: AbstractContextManager[None] | None = None
         self._probe()
 
     def _probe(self) -> None:
@@ -66,10 +69,13 @@ class Engine:
             can_resume_prompts=not self.layout.is_recurrent,
         )
         self.memory_plan = self._create_memory_plan()
+        self._start_empty()
+
+    def _start_empty(self) -> None:
         self._cache: PagedCache | None = None
-        self._scheduler = Scheduler(self.limits, 0, self._grow)
-        self._scheduler.policy_version = self.policy_version
         self._sampling: tuple[list[Request], SamplingBatch] | None = None
+        self._scheduler = Scheduler(self.limits, self.counters, self._grow)
+        self._scheduler.policy_version = self.policy_version
 
     def _create_memory_plan(self) -> MemoryPlan:
         model = self._runner.model
@@ -152,29 +158,50 @@ class Engine:
         """Give the cache's memory back; unfinished sequences are computed anew afterwards."""
         self._scheduler.recompute_all(self.policy_version)
         waiting = self._scheduler.waiting
-        self._cache = None
-        self._scheduler = Scheduler(self.limits, 0, self._grow)
-        self._scheduler.policy_version = self.policy_version
+        self._start_empty()
         self._scheduler.waiting = waiting
+
+    def recompute(self, request: Request) -> list[float]:
+        """The log-probabilities of a sequence's generated tokens, by one plain forward, no cache."""
+        temperature = 1.0 if request.params.is_greedy else request.params.temperature
+        with leased(self.model):
+            return self._runner.recompute(
+                request.token_ids, len(request.prompt_ids), temperature
+            )
 
     def step(self) -> list[Request]:
         """Run at most one prefill and one decode forward.
 
         Returns:
-            The sequences that got a token or ended.
+            The sequences that got a token or ended, each once.
         """
+        if self._lease is None:
+            self._lease = leased(self.model)
+            self._lease.__enter__()
         if self._cache is None:
             self._create_cache()
-        touched = self._prefill()
-        touched += self._decode()
+        touched = dict.fromkeys([*self._prefill(), *self._decode()])
         self._scheduler.retire_running()
-        return touched
+        if not self.has_work:
+            self.hand_back_model()
+        return list(touched)
+
+    def hand_back_model(self) -> None:
+        """Put the model's training flags back; the next step takes it again."""
+        if self._lease is not None:
+            self._lease.__exit__(None, None, None)
+            self._lease = None
+
+    def abandon(self) -> None:
+        """Forget every request and everything cached."""
+        self.hand_back_model()
+        self._start_empty()
 
     def _create_cache(self) -> None:
         """Allocate pages for what waits, within the plan."""
         needed = sum(
             -(-(len(r.prompt_ids) + r.max_new_tokens) // self.limits.block_size)
-            for r in list(self._scheduler.waiting)[: self.limits.max_requests]
+            for r in islice(self._scheduler.waiting, self.limits.max_requests)
         )
         plan = self.memory_plan
         num_blocks = plan.num_blocks if plan.is_fixed else min(needed, plan.num_blocks)
@@ -317,5 +344,3 @@ class Engine:
         self.counters.kv_blocks_peak = max(
             self.counters.kv_blocks_peak, self._scheduler.pool.num_used
         )
-        self.counters.preemptions = self._scheduler.num_preemptions
-        self.counters.prefill_tokens_saved = self._scheduler.num_tokens_shared

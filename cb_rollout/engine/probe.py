@@ -108,12 +108,35 @@ def probe(config: PreTrainedConfig, forward: Callable[[torch.Tensor, Cache], obj
     Raises:
         ConfigurationError: a layer stores something that the engine does not know how to keep.
     """
-    cache = DynamicCache(config=config)
+    cache = RecordingCache(config=config)
     forward(torch.zeros(1, PROBE_TOKENS, dtype=torch.int64), cache)
-    return CacheLayout(tuple(_read(layer) for layer in cache.layers))
+    return CacheLayout(
+        tuple(_read(layer, *cache.arrived.get(i, (None, None))) for i, layer in enumerate(cache.layers))
+    )
 
 
-def _read(layer: object) -> LayerStates:
+class RecordingCache(DynamicCache):
+    """Notes the keys and values that arrive; the layers would make both one dtype."""
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        """Make transformers' own layers for this config."""
+        super().__init__(config=config)
+        self.arrived: dict[int, tuple[StateShape, StateShape]] = {}
+
+    def update(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        *args: object,
+        **kwargs: object,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Note shapes and dtypes, then store as usual."""
+        self.arrived[layer_idx] = (_per_token(key_states), _per_token(value_states))
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+
+def _read(layer: object, keys: StateShape | None, values: StateShape | None) -> LayerStates:
     if type(layer) not in PAGEABLE_LAYERS:
         if isinstance(layer, CacheLayerMixin):
             raise ConfigurationError(
@@ -121,21 +144,16 @@ def _read(layer: object) -> LayerStates:
                 "roll this model out with model.generate."
             )
         return LayerStates()
-    keys = getattr(layer, "keys", None)
-    values = getattr(layer, "values", None)
     conv, recurrent = (), ()
     if isinstance(layer, LinearAttentionLayer):
-        conv = tuple(_per_sequence(layer.conv_states[i]) for i in range(layer.number_of_states))
-        recurrent = tuple(
-            _per_sequence(layer.recurrent_states[i]) for i in range(layer.number_of_states)
-        )
-    return LayerStates(_per_token(keys), _per_token(values), conv, recurrent)
+        indices = range(layer.number_of_states)
+        conv = tuple(_per_sequence(layer.conv_states[i]) for i in indices)
+        recurrent = tuple(_per_sequence(layer.recurrent_states[i]) for i in indices)
+    return LayerStates(keys, values, conv, recurrent)
 
 
-def _per_token(states: torch.Tensor | None) -> StateShape | None:
+def _per_token(states: torch.Tensor) -> StateShape:
     """Shape of `[1, heads, tokens, size]` states for one token."""
-    if states is None or states.numel() == 0:
-        return None
     return StateShape((states.shape[1], states.shape[3]), states.dtype)
 
 

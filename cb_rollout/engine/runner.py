@@ -17,6 +17,7 @@ from cb_rollout import _compat
 from cb_rollout.engine.cache import PADDING_PLACE, BlockTable, PagedCache, Step
 from cb_rollout.engine.probe import CacheLayout, probe
 from cb_rollout.errors import ConfigurationError
+from cb_rollout.logprobs import chosen_logprobs
 
 
 @contextmanager
@@ -116,6 +117,18 @@ class ModelRunner:
         cache.end(step)
         assert logits_BV.shape[0] == B
         return logits_BV
+
+    def recompute(
+        self, token_ids: list[int], num_prompt: int, temperature: float
+    ) -> list[float]:
+        """Log-probabilities of the tokens after the prompt, by one plain forward without a cache."""
+        input_ids = self._integers([token_ids])
+        # no_grad, not inference_mode: some models keep buffers that a later training forward uses.
+        with torch.no_grad(), self._autocast():
+            output = self.model(input_ids=input_ids, attention_mask=torch.ones_like(input_ids))
+        logits_TV = output.logits[0, num_prompt - 1 : -1].float() / temperature
+        logprobs_T, _ = chosen_logprobs(logits_TV, input_ids[0, num_prompt:])
+        return logprobs_T.tolist()
 
     def _call(
         self,

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from cb_rollout.engine.blocks import BlockPool
 from cb_rollout.engine.prefixes import PrefixIndex
 from cb_rollout.engine.request import Request
+from cb_rollout.metrics import EngineCounters
 from cb_rollout.types import RequestStatus
 
 
@@ -50,24 +51,25 @@ class Limits:
 class Scheduler:
     """Admits, forks, preempts and retires sequences."""
 
-    def __init__(self, limits: Limits, num_blocks: int, grow: Callable[[int], int]) -> None:
-        """Start empty.
+    def __init__(
+        self, limits: Limits, counters: EngineCounters, grow: Callable[[int], int]
+    ) -> None:
+        """Start empty, with no block.
 
         Args:
             limits: what may be used.
-            num_blocks: blocks that exist now.
+            counters: where preemptions and shared tokens are counted.
             grow: asked for this many more blocks, makes as many as it can and returns how many
                 there are in all.
         """
         self.limits = limits
         self.prefixes = PrefixIndex(limits.block_size)
-        self.pool = BlockPool(num_blocks, on_evict=self.prefixes.forget)
+        self.pool = BlockPool(0, on_evict=self.prefixes.forget)
         self.waiting: deque[Request] = deque()
         self.prefilling: deque[Prefill] = deque()
         self.running: list[Request] = []
         self.policy_version = 0
-        self.num_preemptions = 0
-        self.num_tokens_shared = 0
+        self._counters = counters
         self._grow = grow
         self._free_slots = list(range(limits.max_requests))
         self._seated: list[Request] = []
@@ -123,7 +125,7 @@ class Scheduler:
         self._seat(leader, shared + self.pool.allocate(num_new))
         leader.prefix_node, leader.num_remembered = node, len(shared)
         leader.num_computed = len(shared) * self.limits.block_size
-        self.num_tokens_shared += leader.num_computed
+        self._counters.prefill_tokens_saved += leader.num_computed
         prefill = Prefill(leader)
         self._admit_followers(prefill)
         self.prefilling.append(prefill)
@@ -148,7 +150,7 @@ class Scheduler:
             shared = leader.block_ids[:num_shared]
             self.pool.share(shared)
             self._seat(follower, shared + self.pool.allocate(num_own))
-            self.num_tokens_shared += follower.num_tokens
+            self._counters.prefill_tokens_saved += follower.num_tokens
             prefill.followers.append(follower)
 
     def _seat(self, request: Request, block_ids: list[int]) -> None:
@@ -254,7 +256,7 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         """Give up the youngest sequence's blocks; it resumes later with all its tokens."""
-        self.num_preemptions += 1
+        self._counters.preemptions += 1
         self.running.remove(request)
         self._requeue(request)
 

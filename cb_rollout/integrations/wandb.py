@@ -1,17 +1,19 @@
 """Recorded sequences as a Weights & Biases table: the only file that imports wandb.
 
-Owns the table's name and columns; starts, configures and finishes no run. Called from the thread that
-trains.
+Owns the table's name and columns; starts, configures and finishes no run. Called from the thread
+that trains.
 """
 
 from collections.abc import Iterable
+from typing import Any
 
 import wandb
+
 from cb_rollout.records import SequenceRecord
 
 TABLE_NAME = "rollout/tokens"
 
-COLUMNS = [
+COLUMNS = (
     "step",
     "request_id",
     "prompt",
@@ -20,7 +22,7 @@ COLUMNS = [
     "logprob",
     "policy_version",
     "reward",
-]
+)
 
 MAX_PROMPT_CHARACTERS = 500
 # The prompt stands in every row of its sequence; its end is kept, since chat templates begin alike.
@@ -29,9 +31,9 @@ MAX_PROMPT_CHARACTERS = 500
 def log_token_table(records: Iterable[SequenceRecord], step: int) -> None:
     """Log every token of `records` as one row of the table "rollout/tokens".
 
-    The table joins the row that the trainer logs next, so wandb's own step counter moves only when the
-    trainer moves it. Of several tables before that row, wandb keeps the last. Without an active run, or
-    without records, nothing happens.
+    The table joins the row that the trainer logs next, so wandb's own step counter moves only when
+    the trainer moves it. Of several tables before that row, wandb keeps the last. Without an active
+    run, or without records, nothing happens.
 
     Args:
         records: the sequences, all of one step.
@@ -39,7 +41,7 @@ def log_token_table(records: Iterable[SequenceRecord], step: int) -> None:
     """
     if wandb.run is None:
         return
-    rows = [
+    rows: list[Any] = [
         [
             step,
             _encodable(record.request_id),
@@ -54,7 +56,7 @@ def log_token_table(records: Iterable[SequenceRecord], step: int) -> None:
         for row in record.token_rows()
     ]
     if rows:
-        wandb.run.log({TABLE_NAME: wandb.Table(columns=COLUMNS, data=rows)}, commit=False)
+        wandb.run.log({TABLE_NAME: wandb.Table(columns=list(COLUMNS), data=rows)}, commit=False)
 
 
 def _shortened(prompt: str) -> str:

@@ -1,0 +1,71 @@
+"""Where finished sequences wait for whoever asked for them.
+
+Owns outputs between the thread that produces them and the threads that take them. Each output is
+taken exactly once. Every wait ends in an output, a timeout, or the error that stopped production.
+"""
+
+import threading
+import time
+from collections import deque
+
+from cb_rollout.errors import EngineDeadError
+from cb_rollout.types import GenerationOutput
+
+
+class Mailbox:
+    """Outputs by request id; any number of threads may take from it."""
+
+    def __init__(self) -> None:
+        """Start empty and open."""
+        self._changed = threading.Condition()
+        self._outputs: dict[str, deque[GenerationOutput]] = {}
+        self._error: EngineDeadError | None = None
+
+    def put(self, output: GenerationOutput) -> None:
+        """Deliver an output."""
+        with self._changed:
+            self._outputs.setdefault(output.request_id, deque()).append(output)
+            self._changed.notify_all()
+
+    def close(self, error: EngineDeadError) -> None:
+        """Nothing more will come: whoever waits, now or later, for what is not here gets `error`."""
+        with self._changed:
+            self._error = error
+            self._changed.notify_all()
+
+    def reopen(self) -> None:
+        """More may come again."""
+        with self._changed:
+            self._error = None
+
+    def take(
+        self, request_id: str | None = None, timeout: float | None = None
+    ) -> GenerationOutput | None:
+        """Take the next output, of one request or of any.
+
+        Args:
+            request_id: whose; None: any, first delivered first.
+            timeout: seconds; None: no limit.
+
+        Returns:
+            The output, or None when the time is over.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        with self._changed:
+            while (output := self._pop(request_id)) is None:
+                if self._error is not None:
+                    raise self._error
+                remaining = None if deadline is None else deadline - time.monotonic()
+                if remaining is not None and remaining <= 0:
+                    return None
+                self._changed.wait(remaining)
+            return output
+
+    def _pop(self, request_id: str | None) -> GenerationOutput | None:
+        key = next(iter(self._outputs), None) if request_id is None else request_id
+        if key is None or key not in self._outputs:
+            return None
+        output = self._outputs[key].popleft()
+        if not self._outputs[key]:
+            del self._outputs[key]
+        return output

@@ -1,0 +1,383 @@
+"""`RolloutGenerator`: where model, manager, policy version and trainer meet.
+
+Owns the life of a rollout: prompts in, groups folded, outputs back in order, and what happens to
+the cache when the weights change. Called from the training thread.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import torch
+from tqdm.auto import tqdm
+
+from cb_rollout import _compat
+from cb_rollout.config import RolloutConfig, as_rollout_config
+from cb_rollout.delivery import Mailbox
+from cb_rollout.engine.request import Request
+from cb_rollout.errors import ConfigurationError, IncompleteRolloutError, InvalidRequestError
+from cb_rollout.intake import grouped
+from cb_rollout.logprobs import DriftReport, drift
+from cb_rollout.manager import ContinuousBatchingManager
+from cb_rollout.memory import MemoryPlan
+from cb_rollout.sampling_params import SamplingParams, from_generation_config, resolved
+from cb_rollout.types import GenerationOutput, RequestStatus, SyncReport
+
+Prompt = Sequence[int] | str | Sequence[Mapping[str, Any]]
+PROGRESS_SECONDS = 0.25
+# How often a progress bar moves while nothing finishes.
+
+
+class RolloutGenerator:
+    """Samples completions from a model that is being trained, with their log-probabilities."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        config: Any = None,
+        *,
+        tokenizer: Any = None,
+        generation_config: Any = None,
+        accelerator: Any = None,
+    ) -> None:
+        """Probe the model and plan the memory.
+
+        Args:
+            model: a causal language model; PEFT, DDP, `torch.compile` and accelerate wrappers are
+                seen through. Its weights are used in place.
+            config: a `RolloutConfig`, or a transformers `ContinuousBatchingConfig`.
+            tokenizer: allows prompts that are strings or chats.
+            generation_config: defaults of every request; None: the model's own.
+            accelerator: tells the rank, and the precision that the trainer's forward computes in.
+
+        Raises:
+            ConfigurationError: a setting or the model cannot be honoured.
+        """
+        self.config: RolloutConfig = as_rollout_config(config)
+        self._tokenizer = tokenizer
+        module = _compat.unwrap(model)
+        self.manager = ContinuousBatchingManager(
+            module,
+            generation_config,
+            self.config,
+            autocast_dtype=_autocast_dtype(self.config, module, accelerator),
+            rank=0 if accelerator is None else accelerator.process_index,
+        )
+        self._sleep: ExitStack | None = None
+        self._last_rollout: list[Request] = []
+        self._last_metrics: dict[str, float] = {}
+
+    def generate_batch(
+        self,
+        inputs: Sequence[Prompt],
+        generation_config: Any = None,
+        *,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        num_return_sequences: int | None = None,
+        max_new_tokens: int | Sequence[int] | None = None,
+        progress_bar: bool = False,
+        record_timestamps: bool = False,
+        on_error: Literal["raise", "return"] = "raise",
+    ) -> dict[str, GenerationOutput]:
+        """Sample completions of many prompts together; equal prompts are computed once.
+
+        Args:
+            inputs: lists of token ids; with a tokenizer also strings, or chats as lists of messages.
+            generation_config: defaults of this call; None: the generator's.
+            sampling_params: one, or one per input; None: what the generation config says.
+            num_return_sequences: completions of each input; None: the generation config's, else 1.
+            max_new_tokens: one, or one per input; comes before what the others say.
+            progress_bar: show sequences done and tokens per second.
+            record_timestamps: note when each token was sampled.
+            on_error: "raise", or "return" failed sequences with `status=FAILED`.
+
+        Returns:
+            Outputs by request id, in the order of `inputs`, the completions of one input adjacent.
+
+        Raises:
+            InvalidRequestError: an input could never be served; nothing was generated.
+            IncompleteRolloutError: a sequence failed; the others are on its `.outputs`.
+            EngineDeadError: the engine stopped on an exception.
+        """
+        if on_error not in ("raise", "return"):
+            raise ConfigurationError(f"on_error={on_error!r} is neither 'raise' nor 'return'.")
+        count = num_return_sequences or getattr(generation_config, "num_return_sequences", None) or 1
+        if count < 1:
+            raise InvalidRequestError(f"num_return_sequences={count} is below 1.")
+        params = self._params(len(inputs), generation_config, sampling_params, max_new_tokens)
+        prompts = self._encoded(inputs)
+        requests = self.manager.intake.requests(
+            [prompt for prompt in prompts for _ in range(count)],
+            [wanted for wanted in params for _ in range(count)],
+            members=[member for _ in prompts for member in range(count)],
+            records_timestamps=record_timestamps,
+        )
+        outputs = self._generate(requests, progress_bar)
+        failed = [o for o in outputs.values() if o.status is not RequestStatus.FINISHED]
+        if failed and on_error == "raise":
+            raise IncompleteRolloutError(
+                f"{len(failed)} of {len(outputs)} sequences could not be produced. The first, "
+                f"{failed[0].request_id}: {failed[0].error or failed[0].status.value} "
+                "(on_error='return' delivers the rest without raising.)",
+                outputs,
+            )
+        return outputs
+
+    def _params(
+        self,
+        num_inputs: int,
+        generation_config: Any,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        max_new_tokens: int | Sequence[int] | None,
+    ) -> list[SamplingParams]:
+        """How each input is sampled."""
+        defaults = self.manager.defaults
+        if generation_config is not None:
+            defaults = from_generation_config(generation_config)
+        many_params = _one_per_input("sampling_params", sampling_params, num_inputs)
+        many_lengths = _one_per_input("max_new_tokens", max_new_tokens, num_inputs)
+        return [
+            resolved(params, defaults, length)
+            for params, length in zip(many_params, many_lengths, strict=True)
+        ]
+
+    def _encoded(self, inputs: Sequence[Prompt]) -> list[Sequence[int]]:
+        """Token ids of every input."""
+        return [self._encode(prompt, index) for index, prompt in enumerate(inputs)]
+
+    def _encode(self, prompt: Prompt, index: int) -> Any:
+        is_text = isinstance(prompt, str)
+        is_chat = not is_text and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+        if not (is_text or is_chat):
+            return prompt
+        if self._tokenizer is None:
+            raise InvalidRequestError(
+                f"input {index} is {'text' if is_text else 'a chat'}; pass token ids, or make the "
+                "generator with tokenizer=."
+            )
+        if is_text:
+            return self._tokenizer(prompt)["input_ids"]
+        return self._tokenizer.apply_chat_template(
+            prompt, add_generation_prompt=True, tokenize=True, return_dict=True
+        )["input_ids"]
+
+    def _generate(
+        self, requests: list[Request], progress_bar: bool
+    ) -> dict[str, GenerationOutput]:
+        """Run requests to their end, and measure how it went."""
+        self.wake()
+        self.manager.start()
+        counters = self.manager.engine.counters
+        before = counters.copy()
+        counters.kv_blocks_peak = 0
+        started = time.perf_counter()
+        finished = self._await(requests, progress_bar) if requests else {}
+        seconds = time.perf_counter() - started
+        added = counters.since(before)
+        self._last_rollout = requests
+        self._last_metrics = {
+            "rollout/seconds": seconds,
+            "rollout/tokens_per_second": added.tokens_generated / seconds if requests else 0.0,
+            "rollout/tokens": added.tokens_generated,
+            "rollout/kv_blocks_peak": added.kv_blocks_peak,
+            "rollout/prefill_tokens": added.prefill_tokens,
+            "rollout/prefill_tokens_saved": added.prefill_tokens_saved,
+            "rollout/preemptions": added.preemptions,
+        }
+        return {request.request_id: finished[request.request_id] for request in requests}
+
+    def _await(
+        self, requests: list[Request], progress_bar: bool
+    ) -> dict[str, GenerationOutput]:
+        mailbox, loop = Mailbox(), self.manager.loop
+        finished: dict[str, GenerationOutput] = {}
+        counters = self.manager.engine.counters
+        tokens_before = counters.tokens_generated
+        loop.submit(grouped(requests), mailbox)
+        with tqdm(total=len(requests), desc="rollout", unit="seq", disable=not progress_bar) as bar:
+            try:
+                while len(finished) < len(requests):
+                    output = mailbox.take(timeout=PROGRESS_SECONDS if progress_bar else None)
+                    if output is not None:
+                        finished[output.request_id] = output
+                        bar.update(1)
+                    num_tokens = counters.tokens_generated - tokens_before
+                    bar.set_postfix(tokens=num_tokens, refresh=output is None)
+            except BaseException:
+                loop.cancel([request.request_id for request in requests])
+                raise
+        return finished
+
+    @property
+    def policy_version(self) -> int:
+        """The version that tokens are stamped with; 0 before the first sync."""
+        return self.manager.engine.policy_version
+
+    def sync_weights(self) -> SyncReport:
+        """The model's weights changed: every token from now on comes from the new ones.
+
+        The engine runs the training module itself, so nothing is copied. No key computed under the
+        old weights is read again: what is in flight is computed anew, tokens kept.
+        """
+        started = time.perf_counter()
+        with self.manager.pause():
+            self.manager.engine.set_policy_version(self.policy_version + 1)
+        return SyncReport(self.policy_version, time.perf_counter() - started, bytes_copied=0)
+
+    @property
+    def is_asleep(self) -> bool:
+        """Whether the KV memory was given back."""
+        return self._sleep is not None
+
+    def sleep(self) -> None:
+        """Give the KV memory back and hold the engine still; what is in flight waits."""
+        if self._sleep is None:
+            stack = ExitStack()
+            stack.enter_context(self.manager.pause())
+            self.manager.engine.release_cache()
+            self._sleep = stack
+
+    def wake(self) -> None:
+        """Let the engine run again; it takes the memory with the next step."""
+        if self._sleep is not None:
+            stack, self._sleep = self._sleep, None
+            stack.close()
+
+    def memory_plan(self) -> MemoryPlan:
+        """What the KV cache may take, and how that follows."""
+        return self.manager.engine.memory_plan
+
+    def metrics(self) -> dict[str, float]:
+        """Figures of the last rollout and of the engine now, by metric name."""
+        engine = self.manager.engine
+        return self._last_metrics | {
+            "rollout/policy_version": self.policy_version,
+            "rollout/kv_bytes": engine.cache_bytes,
+            "rollout/kv_blocks_used": engine.num_blocks_used,
+        }
+
+    def verify(self, num_sequences: int) -> DriftReport:
+        """Recompute sequences of the last rollout with plain forwards, and compare.
+
+        Takes sequences evenly over the rollout. Those whose log-probabilities are not the policy's
+        (`logprobs_mode="processed"` under truncation) or whose weights have since changed are
+        passed over.
+        """
+        comparable = [
+            request
+            for request in self._last_rollout
+            if request.policy_versions == [(self.policy_version, request.num_generated)]
+            and not (self.config.logprobs_mode == "processed" and request.params.is_truncated)
+        ]
+        stride = max(1, len(comparable) // num_sequences)
+        chosen = comparable[::stride][:num_sequences]
+        with self.manager.pause():
+            recomputed = {r.request_id: self.manager.engine.recompute(r) for r in chosen}
+        return drift({r.request_id: r.logprobs for r in chosen}, recomputed)
+
+    def close(self) -> None:
+        """End the background thread and free the cache; generating again starts them anew."""
+        self._sleep, stack = None, self._sleep
+        self.manager.loop.halt()
+        self.manager.engine.release_cache()
+        if stack is not None:
+            stack.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def generate_batch(
+    model: torch.nn.Module,
+    inputs: Sequence[Prompt],
+    generation_config: Any = None,
+    continuous_batching_config: Any = None,
+    record_timestamps: bool = False,
+    progress_bar: bool = True,
+    persistent_manager: bool = False,
+    **kwargs: Any,
+) -> dict[str, GenerationOutput]:
+    """Sample completions of many prompts together, in one call.
+
+    Args:
+        model: a causal language model, wrapped or not.
+        inputs: lists of token ids.
+        generation_config: how to sample; None: the model's own.
+        continuous_batching_config: a `RolloutConfig`, or transformers' own.
+        record_timestamps: note when each token was sampled.
+        progress_bar: show sequences done and tokens per second.
+        persistent_manager: keep the manager on the model for the next call. The weights may have
+            changed by then, so no key of an earlier call is read.
+        **kwargs: further arguments of `RolloutGenerator.generate_batch`.
+
+    Returns:
+        Outputs by request id; see `RolloutGenerator.generate_batch`.
+    """
+    generator = _generator_of(model, as_rollout_config(continuous_batching_config))
+    try:
+        return generator.generate_batch(
+            inputs,
+            generation_config,
+            record_timestamps=record_timestamps,
+            progress_bar=progress_bar,
+            **kwargs,
+        )
+    finally:
+        if not persistent_manager:
+            generator.close()
+            vars(model).pop(_KEPT, None)
+
+
+_KEPT = "_cb_rollout_generator"
+
+
+def _generator_of(model: torch.nn.Module, config: RolloutConfig) -> RolloutGenerator:
+    """The generator kept on the model, if it has the same config, else a new one."""
+    kept: RolloutGenerator | None = vars(model).get(_KEPT)
+    if kept is not None and kept.config == config:
+        kept.sync_weights()
+        return kept
+    if kept is not None:
+        kept.close()
+    generator = RolloutGenerator(model, config)
+    vars(model)[_KEPT] = generator
+    return generator
+
+
+def _one_per_input(name: str, value: Any, num_inputs: int) -> list[Any]:
+    if isinstance(value, Sequence):
+        if len(value) != num_inputs:
+            raise InvalidRequestError(
+                f"{name} has {len(value)} entries for {num_inputs} inputs; give one, or one each."
+            )
+        return list(value)
+    return [value] * num_inputs
+
+
+def _autocast_dtype(
+    config: RolloutConfig, module: torch.nn.Module, accelerator: Any
+) -> torch.dtype | None:
+    """What to autocast to, so that a rollout computes in what the trainer's forward computes in."""
+    mixed = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    if config.rollout_dtype == "auto":
+        return None if accelerator is None else mixed.get(accelerator.mixed_precision)
+    wanted: torch.dtype = getattr(torch, config.rollout_dtype)
+    held = _compat.compute_dtype(module)
+    if wanted == held:
+        return None
+    if held != torch.float32:
+        raise ConfigurationError(
+            f"rollout_dtype={config.rollout_dtype!r} needs other weights than the model's {held}; "
+            "use 'auto', or load the model in float32."
+        )
+    return wanted

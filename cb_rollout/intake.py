@@ -1,0 +1,153 @@
+"""From a caller's words to a validated request, or to an error that says which word to change.
+
+Owns validation, request ids, seeds and the folding of equal prompts. Runs in the caller's thread,
+before anything is queued, so a bad request never meets a good one.
+"""
+
+import hashlib
+import itertools
+import operator
+import secrets
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cb_rollout.engine.request import Request
+from cb_rollout.errors import InvalidRequestError
+from cb_rollout.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServingLimits:
+    """What a request must fit."""
+
+    vocab_size: int
+    max_positions: int | None
+    """The longest sequence that the model was made for; None: no limit known."""
+    max_cached_tokens: int
+    """The longest sequence that the KV cache can hold."""
+    model_eos: tuple[int, ...]
+
+
+class Intake:
+    """Makes requests."""
+
+    def __init__(self, limits: ServingLimits, seed: int | None, rank: int) -> None:
+        """Draw a fresh seed where none is given; the global generators are not asked."""
+        self.limits = limits
+        self._seed = secrets.randbits(63) if seed is None else seed
+        self._rank = rank
+        self._sequence_numbers = itertools.count()
+        self._group_numbers = itertools.count()
+
+    def requests(
+        self,
+        inputs: Sequence[Sequence[int]],
+        params: Sequence[SamplingParams],
+        *,
+        members: Sequence[int] | None = None,
+        request_id: str | None = None,
+        is_streaming: bool = False,
+        records_timestamps: bool = False,
+    ) -> list[Request]:
+        """Validate sequences and number their groups: equal prompts are computed once.
+
+        Args:
+            inputs: token ids of each prompt.
+            params: how each is sampled; same length.
+            members: each one's place, from 0, among the sequences asked of one input; None: all 0.
+            request_id: of a single sequence; None: made here.
+            is_streaming: whether an output is wanted after every token.
+            records_timestamps: whether each token's time is wanted.
+
+        Returns:
+            Requests in the order of `inputs`.
+
+        Raises:
+            InvalidRequestError: one of them could never be served.
+        """
+        prompts = [self._prompt(input_ids, index) for index, input_ids in enumerate(inputs)]
+        groups: dict[tuple[int, ...], int] = {}
+        made = []
+        members = members or [0] * len(prompts)
+        for index, (prompt, wanted) in enumerate(zip(prompts, params, strict=True)):
+            key = tuple(prompt)
+            if key not in groups:
+                groups[key] = next(self._group_numbers)
+            number = next(self._sequence_numbers)
+            made.append(
+                Request(
+                    request_id=request_id or f"req_{number}",
+                    prompt_ids=prompt,
+                    params=wanted,
+                    max_new_tokens=self._max_new_tokens(prompt, wanted, index),
+                    stop_tokens=wanted.stop_tokens(self.limits.model_eos),
+                    seed=self._request_seed(wanted, number, members[index]),
+                    group=groups[key],
+                    is_streaming=is_streaming,
+                    records_timestamps=records_timestamps,
+                )
+            )
+        return made
+
+    def _prompt(self, input_ids: Sequence[int], index: int) -> list[int]:
+        try:
+            prompt = [operator.index(token) for token in input_ids]
+        except TypeError as error:
+            raise InvalidRequestError(
+                f"input {index} is not a list of token ids ({error}); tokenize it, or give the "
+                "generator a tokenizer."
+            ) from error
+        if not prompt:
+            raise InvalidRequestError(f"input {index} is empty; a prompt needs at least one token.")
+        for token in (min(prompt), max(prompt)):
+            if not 0 <= token < self.limits.vocab_size:
+                raise InvalidRequestError(
+                    f"input {index} holds token id {token}, outside the model's vocabulary of "
+                    f"{self.limits.vocab_size}; was it made by another model's tokenizer?"
+                )
+        return prompt
+
+    def _max_new_tokens(self, prompt: list[int], params: SamplingParams, index: int) -> int:
+        """How many tokens this sequence may grow by, checked against the model and the cache."""
+        limits = [(self.limits.max_cached_tokens, "the KV cache holds", _CACHE_ADVICE)]
+        if self.limits.max_positions is not None:
+            limits.append((self.limits.max_positions, "the model takes", _MODEL_ADVICE))
+        if params.max_length is not None and params.max_new_tokens is None:
+            limits.append((params.max_length, "max_length allows", _MAX_LENGTH_ADVICE))
+        wanted = params.max_new_tokens
+        for limit, holds, advice in limits:
+            if len(prompt) + (wanted or 1) > limit:
+                completion = "" if wanted is None else f" and max_new_tokens={wanted}"
+                raise InvalidRequestError(
+                    f"input {index} has {len(prompt)} tokens{completion}, but {holds} at most "
+                    f"{limit} of one sequence; {advice}."
+                )
+        return wanted or min(limit for limit, _, _ in limits) - len(prompt)
+
+    def _request_seed(self, params: SamplingParams, number: int, member: int) -> int:
+        """A seed of its own for every sequence, the same whenever the same things are asked again.
+
+        A request that names a seed depends on that and on its place in its group, so that
+        the members differ; any other depends on the config's seed, the rank and how many
+        sequences came before it.
+        """
+        if params.seed is not None:
+            words = ("request", params.seed, member)
+        else:
+            words = ("config", self._seed, self._rank, number)
+        digest = hashlib.blake2b(repr(words).encode(), digest_size=8).digest()
+        return struct.unpack("<q", digest)[0]
+
+
+_CACHE_ADVICE = "shorten it, or raise num_blocks, max_blocks_per_request or max_memory_percent"
+_MAX_LENGTH_ADVICE = "set max_new_tokens instead"
+_MODEL_ADVICE = "shorten the prompt or lower max_new_tokens"
+
+
+def grouped(requests: Sequence[Request]) -> list[Request]:
+    """The requests with the members of each group next to each other, groups in order of arrival."""
+    arrival: dict[int | None, int] = {}
+    for request in requests:
+        arrival.setdefault(request.group, len(arrival))
+    return sorted(requests, key=lambda request: arrival[request.group])

@@ -1,0 +1,242 @@
+"""The background thread that steps the engine while there is work.
+
+Owns the thread, the inbox, pausing and death. The engine is touched by this thread alone, or by a
+caller inside `paused()`. The thread is a daemon, and whoever makes a loop halts it when done.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+from cb_rollout.engine.core import Engine
+from cb_rollout.engine.request import Request
+from cb_rollout.errors import EngineDeadError, InvalidRequestError, QueueFullError, RolloutError
+from cb_rollout.types import CancelResult, FinishReason, GenerationOutput, RequestStatus
+
+HALT_TIMEOUT_SECONDS = 10.0
+# Longer than a step should take; past it the process ends without the thread.
+
+NUM_ENDED_IDS_KEPT = 10_000
+# So that a late cancel can tell an ended request from one that never was.
+
+
+class Recipient(Protocol):
+    """Who gets a request's outputs."""
+
+    def put(self, output: GenerationOutput) -> None:
+        """Take an output; called on the background thread."""
+        ...
+
+    def close(self, error: EngineDeadError) -> None:
+        """Learn that nothing more will come."""
+        ...
+
+
+class EngineLoop:
+    """Steps one engine; thread-safe."""
+
+    def __init__(self, engine: Engine, *, max_queue_size: int, return_logprobs: bool) -> None:
+        """Stand ready; nothing runs before `start()`."""
+        self.engine = engine
+        self._max_queue_size = max_queue_size
+        self._return_logprobs = return_logprobs
+        self._changed = threading.Condition()
+        self._inbox: deque[Request] = deque()
+        self._live: dict[str, tuple[Request, Recipient]] = {}
+        self._cancelled: list[str] = []
+        self._ended_ids: deque[str] = deque(maxlen=NUM_ENDED_IDS_KEPT)
+        self._thread: threading.Thread | None = None
+        self._is_stopping = False
+        self._is_draining = False
+        self._is_stepping = False
+        self._num_pauses = 0
+        self._death: BaseException | None = None
+
+    def start(self) -> None:
+        """Start the thread; after a death, start over with nothing queued."""
+        with self._changed:
+            if self.is_running():
+                return
+            self._death = None
+            self._is_stopping = False
+            self._thread = threading.Thread(target=self._run, name="cb_rollout", daemon=True)
+            self._thread.start()
+
+    def is_running(self) -> bool:
+        """Whether the thread is alive."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def stop(self, drain: bool) -> None:
+        """Ask the thread to end, after what is in flight (`drain`) or cancelling it."""
+        with self._changed:
+            self._is_stopping, self._is_draining = True, drain
+            self._changed.notify_all()
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait for the thread to end, at most `timeout` seconds."""
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout)
+
+    def halt(self) -> None:
+        """End the thread now: within a step, cancelling what is in flight."""
+        self.stop(drain=False)
+        self.join(HALT_TIMEOUT_SECONDS)
+
+    def submit(self, requests: Sequence[Request], recipient: Recipient) -> None:
+        """Queue requests, all or none.
+
+        Raises:
+            EngineDeadError: the engine stopped on an exception.
+            QueueFullError: more would wait than may.
+            InvalidRequestError: an id is in use.
+        """
+        with self._changed:
+            self.require_alive()
+            num_waiting = len(self._inbox) + self.engine.num_waiting
+            if self._max_queue_size and num_waiting + len(requests) > self._max_queue_size:
+                raise QueueFullError(
+                    f"{num_waiting} requests wait and {len(requests)} more would pass "
+                    f"max_queue_size={self._max_queue_size}; take results first, or raise it."
+                )
+            for request in requests:
+                if request.request_id in self._live:
+                    raise InvalidRequestError(
+                        f"request_id={request.request_id!r} is in use; choose another, or leave it "
+                        "out to have one made."
+                    )
+            self._live.update({r.request_id: (r, recipient) for r in requests})
+            self._inbox.extend(requests)
+            self._changed.notify_all()
+
+    def cancel(self, request_ids: Sequence[str]) -> list[CancelResult]:
+        """End requests early; each live one delivers what it has."""
+        with self._changed:
+            found = [self._state_of(request_id) for request_id in request_ids]
+            self._cancelled += request_ids
+            self._changed.notify_all()
+        return found
+
+    def _state_of(self, request_id: str) -> CancelResult:
+        if request_id in self._live:
+            return CancelResult.LIVE
+        return CancelResult.FINISHED if request_id in self._ended_ids else CancelResult.UNKNOWN
+
+    def redirect(self, request_id: str, recipient: Recipient) -> None:
+        """Send a live request's further outputs elsewhere.
+
+        Raises:
+            InvalidRequestError: it is not in flight.
+        """
+        with self._changed:
+            if request_id not in self._live:
+                raise InvalidRequestError(f"request_id={request_id!r} is not in flight.")
+            self._live[request_id] = (self._live[request_id][0], recipient)
+
+    def is_live(self, request_id: str | None = None) -> bool:
+        """Whether a request, or any where None, could still deliver: it has not ended."""
+        with self._changed:
+            if not self.is_running():
+                return False
+            return bool(self._live) if request_id is None else request_id in self._live
+
+    def require_alive(self) -> None:
+        """Raise what the engine died of, if it did."""
+        if self._death is not None:
+            raise self._dead_error()
+
+    def _dead_error(self) -> EngineDeadError:
+        cause = self._death
+        error = EngineDeadError(
+            f"the engine stopped on {type(cause).__name__}: {cause}. Its requests are lost; "
+            "start() starts it over."
+        )
+        error.__cause__ = cause
+        return error
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Hold the engine still between two steps; the wait is at most one step."""
+        if threading.current_thread() is self._thread:
+            raise RolloutError("a result handler cannot pause the loop that calls it.")
+        with self._changed:
+            self._num_pauses += 1
+        try:
+            with self._changed:
+                while self._is_stepping:
+                    self._changed.wait()
+                self.engine.hand_back_model()
+            yield
+        finally:
+            with self._changed:
+                self._num_pauses -= 1
+                self._changed.notify_all()
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether somebody holds the engine still."""
+        return self._num_pauses > 0
+
+    def _run(self) -> None:
+        try:
+            while self._await_work():
+                self._deliver(self.engine.step())
+        except BaseException as error:  # noqa: BLE001  whatever it is, the waiters must hear it
+            self._die(error)
+
+    def _await_work(self) -> bool:
+        """Wait until there is a step to run; False when it is time to end."""
+        with self._changed:
+            self._is_stepping = False
+            while True:
+                self._changed.notify_all()
+                is_halting = self._is_stopping and not self._is_draining
+                if is_halting or not self._num_pauses:
+                    self._take_inbox()
+                    if self.engine.has_work and not is_halting:
+                        self._is_stepping = True
+                        return True
+                    if self._is_stopping:
+                        return False
+                self._changed.wait()
+
+    def _take_inbox(self) -> None:
+        while self._inbox:
+            self.engine.add(self._inbox.popleft())
+        if self._is_stopping and not self._is_draining:
+            self._cancelled = list(self._live)
+        ended = []
+        for request_id in self._cancelled:
+            if request_id in self._live:
+                request, _ = self._live[request_id]
+                self.engine.end(request, RequestStatus.CANCELLED, FinishReason.CANCELLED)
+                ended.append(request)
+        self._cancelled = []
+        self._deliver(ended)
+
+    def _deliver(self, touched: list[Request]) -> None:
+        for request in touched:
+            is_final = request.status.is_final
+            if not is_final and not request.is_streaming:
+                continue
+            output = request.output(self._return_logprobs)
+            with self._changed:
+                _, recipient = self._live[request.request_id]
+                recipient.put(output)
+                if is_final:
+                    del self._live[request.request_id]
+                    self._ended_ids.append(request.request_id)
+
+    def _die(self, error: BaseException) -> None:
+        with self._changed:
+            self._death = error
+            recipients = {id(recipient): recipient for _, recipient in self._live.values()}
+            self._live.clear()
+            self._inbox.clear()
+            self._cancelled = []
+            self._is_stepping = False
+            self.engine.abandon()
+            self._changed.notify_all()
+        for recipient in recipients.values():
+            recipient.close(self._dead_error())

@@ -1,0 +1,253 @@
+"""The persistent manager: the reference's interface, over an engine that runs in the background.
+
+Owns which thread may ask what, and who gets which output. Every method may be called from any
+thread; none waits without an end.
+"""
+
+import asyncio
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from cb_rollout import _compat
+from cb_rollout.config import RolloutConfig, as_rollout_config
+from cb_rollout.delivery import Mailbox
+from cb_rollout.engine.core import Engine
+from cb_rollout.errors import EngineDeadError, RolloutError
+from cb_rollout.intake import Intake, ServingLimits, grouped
+from cb_rollout.loop import EngineLoop
+from cb_rollout.sampling_params import SamplingParams, from_generation_config, resolved
+from cb_rollout.types import CancelResult, GenerationOutput
+
+POLL_SECONDS = 0.1
+# How long an iterator waits before it looks whether anything is still in flight.
+
+
+class _Handler:
+    """Gives a request's outputs to a callback on an asyncio loop."""
+
+    def __init__(
+        self, callback: Callable[[GenerationOutput], None], loop: asyncio.AbstractEventLoop
+    ) -> None:
+        self._callback, self._loop = callback, loop
+
+    def put(self, output: GenerationOutput) -> None:
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._callback, output)
+
+    def close(self, error: EngineDeadError) -> None:
+        if not self._loop.is_closed():
+            self._loop.call_exception_handler({"message": str(error), "exception": error})
+
+
+class ContinuousBatchingManager:
+    """Takes requests from any thread and generates them together, continuously."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        generation_config: Any = None,
+        continuous_batching_config: Any = None,
+        *,
+        autocast_dtype: torch.dtype | None = None,
+        rank: int = 0,
+    ) -> None:
+        """Probe the model and plan the memory; nothing runs before `start()`.
+
+        Args:
+            model: a causal language model, wrapped or not; used as it is, never copied.
+            generation_config: defaults of every request; None: the model's own.
+            continuous_batching_config: a `RolloutConfig`, or transformers' own.
+            autocast_dtype: run forwards under autocast to this dtype; None: as the model is.
+            rank: keeps the random draws of data-parallel processes apart.
+
+        Raises:
+            ConfigurationError: a setting or the model cannot be honoured.
+        """
+        self.config: RolloutConfig = as_rollout_config(continuous_batching_config)
+        module = _compat.unwrap(model)
+        _compat.refuse_what_cannot_generate(module)
+        self.defaults = from_generation_config(generation_config or module.generation_config)
+        self.engine = Engine(module, self.config, autocast_dtype)
+        limits = ServingLimits(
+            vocab_size=self.engine.vocab_size,
+            max_positions=_compat.max_positions(module),
+            max_cached_tokens=self.engine.max_sequence_tokens,
+            model_eos=_compat.model_eos_token_ids(module),
+        )
+        self.intake = Intake(limits, self.config.seed, rank)
+        self.loop = EngineLoop(
+            self.engine,
+            max_queue_size=self.config.max_queue_size,
+            return_logprobs=self.config.return_logprobs,
+        )
+        self._mailbox = Mailbox()
+        # The thread holds the loop and not the manager, so a forgotten manager still ends it; the
+        # finalizer also runs when the interpreter exits.
+        weakref.finalize(self, self.loop.halt)
+
+    def start(self) -> None:
+        """Start the background thread; a dead engine starts over with nothing queued."""
+        self._mailbox.reopen()
+        self.loop.start()
+
+    def is_running(self) -> bool:
+        """Whether the background thread is alive."""
+        return self.loop.is_running()
+
+    def stop(
+        self,
+        block: bool = True,
+        timeout: float | None = None,
+        keep_for_next_session: bool = False,
+    ) -> None:
+        """Stop the background thread once the requests in flight are done.
+
+        Args:
+            block: wait for that.
+            timeout: longest wait, in seconds; what is not done by then is cancelled, and delivers
+                what it has. None: no limit.
+            keep_for_next_session: keep the KV cache for the next `start()`.
+
+        Raises:
+            RolloutError: called inside `pause()`, where nothing in flight can finish.
+        """
+        if self.loop.is_paused:
+            raise RolloutError("stop() inside pause() would wait for ever; leave pause() first.")
+        self.loop.stop(drain=True)
+        if not block:
+            return
+        self.loop.join(timeout)
+        if self.is_running():
+            self.loop.halt()
+        if not keep_for_next_session and not self.is_running():
+            self.engine.release_cache()
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait for the background thread to end, at most `timeout` seconds."""
+        self.loop.join(timeout)
+
+    def pause(self) -> AbstractContextManager[None]:
+        """Hold the engine still between two steps, with requests staying in flight.
+
+        Inside, the caller may change weights. The wait for it is at most one step.
+        """
+        return self.loop.paused()
+
+    def add_request(
+        self,
+        input_ids: Sequence[int],
+        request_id: str | None = None,
+        max_new_tokens: int | None = None,
+        streaming: bool = False,
+        record_timestamps: bool = False,
+        eos_token_id: int | list[int] | None = None,
+        *,
+        sampling_params: SamplingParams | None = None,
+    ) -> str:
+        """Queue one sequence.
+
+        Args:
+            input_ids: the prompt's token ids.
+            request_id: unique among live requests; None: made here.
+            max_new_tokens: None: the sampling parameters', else the generation config's, else as
+                many as the model and the cache can hold.
+            streaming: deliver an output after every token.
+            record_timestamps: note when each token was sampled.
+            eos_token_id: None: the sampling parameters', else the model's own; -1: none.
+            sampling_params: None: what the generation config says.
+
+        Returns:
+            The request's id.
+
+        Raises:
+            InvalidRequestError: it could never be served.
+            QueueFullError: `max_queue_size` requests wait already.
+            EngineDeadError: the engine stopped on an exception.
+        """
+        params = resolved(sampling_params, self.defaults, max_new_tokens, eos_token_id)
+        requests = self.intake.requests(
+            [input_ids],
+            [params],
+            request_id=request_id,
+            is_streaming=streaming,
+            records_timestamps=record_timestamps,
+        )
+        self.loop.submit(requests, self._mailbox)
+        return requests[0].request_id
+
+    def add_requests(
+        self,
+        inputs: Sequence[Sequence[int]],
+        max_new_tokens: int | None = None,
+        streaming: bool = False,
+        record_timestamps: bool = False,
+        *,
+        sampling_params: SamplingParams | None = None,
+    ) -> list[str]:
+        """Queue many sequences, all or none; equal prompts are computed once. See `add_request`."""
+        params = resolved(sampling_params, self.defaults, max_new_tokens)
+        requests = self.intake.requests(
+            inputs,
+            [params] * len(inputs),
+            is_streaming=streaming,
+            records_timestamps=record_timestamps,
+        )
+        self.loop.submit(grouped(requests), self._mailbox)
+        return [request.request_id for request in requests]
+
+    def cancel_request(self, request_id: str) -> CancelResult:
+        """End a request early; it delivers what it has, with `status=CANCELLED`.
+
+        Returns:
+            Whether it was live, had finished, or is unknown. Asking again changes nothing.
+        """
+        return self.loop.cancel([request_id])[0]
+
+    def get_result(
+        self, request_id: str | None = None, timeout: float | None = None
+    ) -> GenerationOutput | None:
+        """Take one output: of one request, or of any, first delivered first.
+
+        Args:
+            request_id: whose; None: any.
+            timeout: longest wait, in seconds; None: until it comes.
+
+        Returns:
+            The output; None when the time is over, or when nothing is in flight that could come.
+
+        Raises:
+            EngineDeadError: the engine stopped on an exception.
+        """
+        self.loop.require_alive()
+        if timeout is not None:
+            return self._mailbox.take(request_id, timeout)
+        while (output := self._mailbox.take(request_id, POLL_SECONDS)) is None:
+            if not self.loop.is_live(request_id):
+                return self._mailbox.take(request_id, 0.0)
+        return output
+
+    def __iter__(self) -> Iterator[GenerationOutput]:
+        """Yield outputs as they come, until nothing is in flight."""
+        while (output := self.get_result()) is not None:
+            yield output
+
+    def request_id_iter(self, request_id: str) -> Iterator[GenerationOutput]:
+        """Yield one request's outputs until its last."""
+        while (output := self.get_result(request_id)) is not None:
+            yield output
+            if output.is_finished():
+                return
+
+    def register_result_handler(
+        self, request_id: str, callback: Callable[[GenerationOutput], None]
+    ) -> None:
+        """Call `callback` on the running asyncio loop with each further output of a live request.
+
+        Raises:
+            InvalidRequestError: the request is not in flight.
+        """
+        self.loop.redirect(request_id, _Handler(callback, asyncio.get_running_loop()))
