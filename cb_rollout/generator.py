@@ -103,7 +103,9 @@ class RolloutGenerator:
         """
         if on_error not in ("raise", "return"):
             raise ConfigurationError(f"on_error={on_error!r} is neither 'raise' nor 'return'.")
-        count = num_return_sequences or getattr(generation_config, "num_return_sequences", None) or 1
+        count = (
+            num_return_sequences or getattr(generation_config, "num_return_sequences", None) or 1
+        )
         if count < 1:
             raise InvalidRequestError(f"num_return_sequences={count} is below 1.")
         params = self._params(len(inputs), generation_config, sampling_params, max_new_tokens)
@@ -163,9 +165,7 @@ class RolloutGenerator:
             prompt, add_generation_prompt=True, tokenize=True, return_dict=True
         )["input_ids"]
 
-    def _generate(
-        self, requests: list[Request], progress_bar: bool
-    ) -> dict[str, GenerationOutput]:
+    def _generate(self, requests: list[Request], progress_bar: bool) -> dict[str, GenerationOutput]:
         """Run requests to their end, and measure how it went."""
         self.wake()
         self.manager.start()
@@ -188,9 +188,7 @@ class RolloutGenerator:
         }
         return {request.request_id: finished[request.request_id] for request in requests}
 
-    def _await(
-        self, requests: list[Request], progress_bar: bool
-    ) -> dict[str, GenerationOutput]:
+    def _await(self, requests: list[Request], progress_bar: bool) -> dict[str, GenerationOutput]:
         mailbox, loop = Mailbox(), self.manager.loop
         finished: dict[str, GenerationOutput] = {}
         counters = self.manager.engine.counters

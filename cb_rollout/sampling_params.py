@@ -49,11 +49,15 @@ class SamplingParams:
                 f"temperature={self.temperature} is not a finite number >= 0; use 0 for greedy."
             )
         if not 0 < self.top_p <= 1:
-            raise InvalidRequestError(f"top_p={self.top_p} is outside (0, 1]; use 1 to switch it off.")
+            raise InvalidRequestError(
+                f"top_p={self.top_p} is outside (0, 1]; use 1 to switch it off."
+            )
         if self.top_k < 0:
             raise InvalidRequestError(f"top_k={self.top_k} is negative; use 0 to switch it off.")
         if not 0 <= self.min_p <= 1:
-            raise InvalidRequestError(f"min_p={self.min_p} is outside [0, 1]; use 0 to switch it off.")
+            raise InvalidRequestError(
+                f"min_p={self.min_p} is outside [0, 1]; use 0 to switch it off."
+            )
         if self.max_new_tokens is not None and self.max_new_tokens < 1:
             raise InvalidRequestError(
                 f"max_new_tokens={self.max_new_tokens} is below 1; leave it out for no limit of its own."

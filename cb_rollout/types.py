@@ -21,9 +21,7 @@ class RequestStatus(StrEnum):
         return self in _FINAL_STATUSES
 
 
-_FINAL_STATUSES = frozenset(
-    {RequestStatus.FINISHED, RequestStatus.CANCELLED, RequestStatus.FAILED}
-)
+_FINAL_STATUSES = frozenset({RequestStatus.FINISHED, RequestStatus.CANCELLED, RequestStatus.FAILED})
 
 
 class FinishReason(StrEnum):

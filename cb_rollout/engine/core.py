@@ -135,7 +135,11 @@ class Engine:
         self._scheduler.add(request)
 
     def end(
-        self, request: Request, status: RequestStatus, reason: FinishReason, error: str | None = None
+        self,
+        request: Request,
+        status: RequestStatus,
+        reason: FinishReason,
+        error: str | None = None,
     ) -> None:
         """End an unfinished sequence from outside, keeping what it has."""
         request.end(status, reason, error)
@@ -165,9 +169,7 @@ class Engine:
         """The log-probabilities of a sequence's generated tokens, by one plain forward, no cache."""
         temperature = 1.0 if request.params.is_greedy else request.params.temperature
         with leased(self.model):
-            return self._runner.recompute(
-                request.token_ids, len(request.prompt_ids), temperature
-            )
+            return self._runner.recompute(request.token_ids, len(request.prompt_ids), temperature)
 
     def step(self) -> list[Request]:
         """Run at most one prefill and one decode forward.
@@ -311,7 +313,10 @@ class Engine:
         """The running rows' parameters, kept until the rows change."""
         if self._sampling is None or self._sampling[0] != running:
             vocab_size = self.vocab_size
-            self._sampling = (list(running), create_sampling_batch(running, vocab_size, self.device))
+            self._sampling = (
+                list(running),
+                create_sampling_batch(running, vocab_size, self.device),
+            )
         return self._sampling[1]
 
     @property
@@ -329,7 +334,9 @@ class Engine:
         tokens, logprobs, is_valid = (
             result.tolist() for result in sample(logits_BV, batch, indices_B, self._logprobs_mode)
         )
-        for request, token, logprob, valid in zip(requests, tokens, logprobs, is_valid, strict=True):
+        for request, token, logprob, valid in zip(
+            requests, tokens, logprobs, is_valid, strict=True
+        ):
             if valid:
                 request.append(token, logprob, self.policy_version)
             else:

@@ -98,7 +98,9 @@ class CacheLayout:
         return any(layer.is_recurrent for layer in self.layers)
 
 
-def probe(config: PreTrainedConfig, forward: Callable[[torch.Tensor, Cache], object]) -> CacheLayout:
+def probe(
+    config: PreTrainedConfig, forward: Callable[[torch.Tensor, Cache], object]
+) -> CacheLayout:
     """Run `forward(input_ids, cache)` on a few tokens and read what the layers stored.
 
     Args:
@@ -111,7 +113,10 @@ def probe(config: PreTrainedConfig, forward: Callable[[torch.Tensor, Cache], obj
     cache = RecordingCache(config=config)
     forward(torch.zeros(1, PROBE_TOKENS, dtype=torch.int64), cache)
     return CacheLayout(
-        tuple(_read(layer, *cache.arrived.get(i, (None, None))) for i, layer in enumerate(cache.layers))
+        tuple(
+            _read(layer, *cache.arrived.get(i, (None, None)))
+            for i, layer in enumerate(cache.layers)
+        )
     )
 
 

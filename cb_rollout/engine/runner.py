@@ -89,7 +89,9 @@ class ModelRunner:
         is_fresh = all(length == new for length, new in zip(lengths, num_new, strict=True))
         S = Q if is_fresh else max(lengths)
         is_padded = min(num_new) < Q
-        padded = [[0] * (Q - len(row)) + list(row) for row in new_tokens] if is_padded else new_tokens
+        padded = (
+            [[0] * (Q - len(row)) + list(row) for row in new_tokens] if is_padded else new_tokens
+        )
         input_ids_BQ = self._integers(padded)
         lengths_B, slots_B = self._integers(lengths), self._integers(slots)
         positions_BS = lengths_B[:, None] - S + torch.arange(S, device=self.device)
@@ -99,7 +101,9 @@ class ModelRunner:
         places_BQ = table.places(slots_B, positions_BQ).view(-1)
         write_tokens = None
         if is_padded:
-            is_new_BQ = torch.arange(Q, 0, -1, device=self.device) <= self._integers(num_new)[:, None]
+            is_new_BQ = (
+                torch.arange(Q, 0, -1, device=self.device) <= self._integers(num_new)[:, None]
+            )
             write_tokens = is_new_BQ.view(-1).nonzero()[:, 0]
             places_BQ = places_BQ[write_tokens]
         step = Step(
@@ -118,9 +122,7 @@ class ModelRunner:
         assert logits_BV.shape[0] == B
         return logits_BV
 
-    def recompute(
-        self, token_ids: list[int], num_prompt: int, temperature: float
-    ) -> list[float]:
+    def recompute(self, token_ids: list[int], num_prompt: int, temperature: float) -> list[float]:
         """Log-probabilities of the tokens after the prompt, by one plain forward without a cache."""
         input_ids = self._integers([token_ids])
         # no_grad, not inference_mode: some models keep buffers that a later training forward uses.

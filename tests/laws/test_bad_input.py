@@ -1,0 +1,158 @@
+"""Bad input is a typed error in the caller that names the value and the knob; the rest goes on."""
+
+import re
+
+import pytest
+import torch
+from tiny import char_tokenizer, plain_logprobs, tiny_model
+from transformers import AutoModel, T5Config, T5ForConditionalGeneration
+
+from cb_rollout import (
+    ConfigurationError,
+    EngineDeadError,
+    IncompleteRolloutError,
+    InvalidRequestError,
+    RequestStatus,
+    RolloutConfig,
+    RolloutGenerator,
+    SamplingParams,
+)
+
+PARAMS = SamplingParams(max_new_tokens=8, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def generator():
+    config = RolloutConfig(num_blocks=10, block_size=16)
+    with RolloutGenerator(tiny_model(), config) as generator:
+        yield generator
+
+
+@pytest.mark.parametrize(
+    ("prompt", "said"),
+    [
+        ([], "input 1 is empty"),
+        ([5, 256], "token id 256, outside the model's vocabulary of 256"),
+        ([5, -1], "token id -1"),
+        ([5] * 160, "160 tokens and max_new_tokens=8, but the KV cache holds at most 160"),
+        ([5] * 600, "num_blocks"),
+        ([1.5], "not a list of token ids"),
+        ("text", "tokenizer="),
+        ([{"role": "user", "content": "hi"}], "tokenizer="),
+    ],
+)
+def test_a_bad_prompt_is_refused_before_anything_is_generated(generator, prompt, said):
+    with pytest.raises(InvalidRequestError, match=re.escape(said)):
+        generator.generate_batch([[5, 6], prompt], sampling_params=PARAMS)
+    assert len(generator.generate_batch([[5, 6]], sampling_params=PARAMS)) == 1
+
+
+def test_a_prompt_longer_than_the_model_is_refused():
+    with (
+        RolloutGenerator(tiny_model()) as generator,
+        pytest.raises(InvalidRequestError, match="the model takes at most 512"),
+    ):
+        generator.generate_batch([[5] * 600], sampling_params=PARAMS)
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"temperature": -1.0}, "temperature=-1.0"),
+        ({"temperature": float("nan")}, "temperature=nan"),
+        ({"top_p": 0.0}, "top_p=0.0"),
+        ({"top_p": 1.5}, "top_p=1.5"),
+        ({"top_k": -3}, "top_k=-3"),
+        ({"min_p": 2.0}, "min_p=2.0"),
+        ({"max_new_tokens": 0}, "max_new_tokens=0"),
+    ],
+)
+def test_a_sampling_parameter_out_of_range_is_named(values, said):
+    with pytest.raises(InvalidRequestError, match=re.escape(said)):
+        SamplingParams(**values)
+
+
+def test_an_unknown_config_field_is_named_with_the_nearest_known_one():
+    with pytest.raises(ConfigurationError, match=r"no field 'max_memory_pct'.*max_memory_percent"):
+        RolloutConfig(max_memory_pct=0.5)
+
+
+def test_wrong_counts_and_words_are_refused(generator):
+    with pytest.raises(InvalidRequestError, match="sampling_params has 2 entries for 1 inputs"):
+        generator.generate_batch([[5]], sampling_params=[PARAMS, PARAMS])
+    with pytest.raises(InvalidRequestError, match="num_return_sequences=-1"):
+        generator.generate_batch([[5]], sampling_params=PARAMS, num_return_sequences=-1)
+    with pytest.raises(ConfigurationError, match="on_error='ignore'"):
+        generator.generate_batch([[5]], sampling_params=PARAMS, on_error="ignore")
+
+
+def test_an_encoder_decoder_or_a_headless_model_is_refused_at_construction():
+    t5 = T5ForConditionalGeneration(T5Config(d_model=8, d_ff=8, num_layers=1, num_heads=1, d_kv=8))
+    with pytest.raises(ConfigurationError, match="encoder-decoder"):
+        RolloutGenerator(t5)
+    with pytest.raises(ConfigurationError, match="AutoModelForCausalLM"):
+        RolloutGenerator(AutoModel.from_config(tiny_model().config))
+    with pytest.raises(ConfigurationError, match="Linear"):
+        RolloutGenerator(torch.nn.Linear(2, 2))
+
+
+class PoisonedEmbedding(torch.nn.Module):
+    """NaN for one token, the wrapped embedding for every other."""
+
+    def __init__(self, embedding, token):
+        super().__init__()
+        self.embedding, self.token = embedding, token
+
+    @property
+    def weight(self):
+        return self.embedding.weight
+
+    def forward(self, input_ids):
+        poison = torch.where(input_ids == self.token, torch.nan, 0.0)
+        return self.embedding(input_ids) + poison[..., None]
+
+
+def test_nan_logits_fail_their_own_request_and_no_other():
+    model = tiny_model()
+    model.set_input_embeddings(PoisonedEmbedding(model.get_input_embeddings(), token=17))
+    inputs = [[5, 6, 7], [5, 17, 7], [8, 9]]
+    params = SamplingParams(temperature=0, max_new_tokens=8, ignore_eos=True)
+    with RolloutGenerator(model) as generator:
+        with pytest.raises(IncompleteRolloutError, match=r"req_1.*NaN or infinite") as caught:
+            generator.generate_batch(inputs, sampling_params=params)
+        outputs = list(caught.value.outputs.values())
+        assert [o.status for o in outputs] == ["finished", "failed", "finished"]
+        returned = generator.generate_batch(inputs, sampling_params=params, on_error="return")
+        assert [o.status for o in returned.values()].count(RequestStatus.FAILED) == 1
+        assert generator.metrics()["rollout/kv_blocks_used"] == 0
+    for output in (outputs[0], outputs[2]):
+        expected = plain_logprobs(model, output.prompt_ids, output.generated_tokens)
+        assert output.logprobs == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_dead_engine_says_what_it_died_of_and_starts_over():
+    model = tiny_model()
+    with RolloutGenerator(model) as generator:
+        broken = model.model.layers[0].forward
+
+        def fail(*_, **__):
+            raise RuntimeError("the wheels came off")
+
+        model.model.layers[0].forward = fail
+        model.train()
+        with pytest.raises(EngineDeadError, match="RuntimeError: the wheels came off") as caught:
+            generator.generate_batch([[5, 6]], sampling_params=PARAMS)
+        assert isinstance(caught.value.__cause__, RuntimeError)
+        assert model.training
+        model.model.layers[0].forward = broken
+        assert len(generator.generate_batch([[5, 6]], sampling_params=PARAMS)) == 1
+
+
+def test_text_and_chats_are_encoded_by_the_tokenizer():
+    tokenizer = char_tokenizer()
+    with RolloutGenerator(tiny_model(vocab_size=len(tokenizer)), tokenizer=tokenizer) as generator:
+        text, chat = generator.generate_batch(
+            ["1+2=", [{"role": "user", "content": "1+2="}]], sampling_params=PARAMS
+        ).values()
+    assert tokenizer.decode(text.prompt_ids) == "1+2="
+    assert tokenizer.decode(chat.prompt_ids) == "user: 1+2=\nassistant: "
