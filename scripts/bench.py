@@ -1,0 +1,420 @@
+"""Times cb_rollout beside its peers, in one process, and writes what it measured as JSON.
+
+    python scripts/bench.py rollout            # one rollout: prompts in, completions out
+    python scripts/bench.py step               # one GRPO step through TRL
+    python scripts/bench.py roofline           # what this machine can do at most
+
+Contenders take turns, so that a slow spell of the machine meets all of them; figures are medians
+over the repetitions, and only ratios within one run mean anything.
+"""
+
+import argparse
+import json
+import os
+import platform
+import random
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+os.environ.setdefault("WANDB_MODE", "disabled")
+
+import torch
+import transformers
+import trl
+from datasets import Dataset
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
+from trl import GRPOConfig, GRPOTrainer
+
+import cb_rollout
+
+BENCHMARKS = Path(__file__).parent.parent / "docs" / "benchmarks"
+NUM_PROMPTS, NUM_COMPLETIONS = 16, 8
+SEED = 0
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Prompts, and how many tokens each completion is forced to have."""
+
+    prompts: list[list[int]]
+    """One per completion; equal neighbours form a group."""
+    lengths: list[int]
+    vocab_size: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Useful tokens: those that were asked for."""
+        return sum(self.lengths)
+
+
+def create_model(device: str) -> Qwen3ForCausalLM:
+    """Random weights in the Qwen3 shape."""
+    torch.manual_seed(SEED)
+    shape = {
+        "cpu": {
+            "vocab_size": 2048, "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8,
+            "num_key_value_heads": 4, "head_dim": 32, "intermediate_size": 768,
+        },
+        "cuda": {
+            "vocab_size": 151936, "hidden_size": 1024, "num_hidden_layers": 28,
+            "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
+            "intermediate_size": 3072, "max_position_embeddings": 40960,
+        },
+    }[device]  # fmt: skip
+    config = Qwen3Config(**shape, eos_token_id=1, pad_token_id=0, tie_word_embeddings=True)
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    return Qwen3ForCausalLM(config).to(device=device, dtype=dtype).eval()
+
+
+def create_workload(device: str, equal: bool) -> Workload:
+    """Long-tailed completions in groups; or, `equal`, prompts of their own and 64 tokens each."""
+    draws = random.Random(SEED)
+    is_cpu = device == "cpu"
+    vocab_size = 2048 if is_cpu else 151936
+    low, high = (20, 60) if is_cpu else (256, 512)
+    mean, longest = (3.6, 512) if is_cpu else (6.0, 4096)
+    num_prompts, repeats = (NUM_PROMPTS * NUM_COMPLETIONS, 1) if equal else (NUM_PROMPTS, NUM_COMPLETIONS)
+    prompts = [
+        [draws.randrange(2, vocab_size) for _ in range(draws.randint(low, high))]
+        for _ in range(num_prompts)
+    ]
+    lengths = [
+        64 if equal else min(longest, max(1, int(draws.lognormvariate(mean, 0.9))))
+        for _ in range(NUM_PROMPTS * NUM_COMPLETIONS)
+    ]
+    return Workload([p for p in prompts for _ in range(repeats)], lengths, vocab_size)
+
+
+class StopAtLengths(LogitsProcessor):
+    """Lets every row of `generate` end at its own length, so that it stops when all are done."""
+
+    def __init__(self, prompt_width: int, lengths: list[int], eos: int, device: str) -> None:
+        self.prompt_width, self.eos = prompt_width, eos
+        self.lengths = torch.tensor(lengths, device=device)
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Forbid the end before a row's last token, and force it there."""
+        is_last = input_ids.shape[1] - self.prompt_width + 1 >= self.lengths
+        scores[:, self.eos] = torch.where(is_last, torch.inf, -torch.inf)
+        return torch.where(
+            is_last[:, None] & (torch.arange(scores.shape[1], device=scores.device) != self.eos),
+            -torch.inf,
+            scores.nan_to_num(posinf=0.0),
+        )
+
+
+def generate_contender(model: Any, workload: Workload, batch_size: int) -> Callable[[], int]:
+    """`model.generate` on left-padded batches, with the scores that log-probabilities come from."""
+
+    def run() -> int:
+        num_tokens = 0
+        for start in range(0, len(workload.prompts), batch_size):
+            prompts = workload.prompts[start : start + batch_size]
+            lengths = workload.lengths[start : start + batch_size]
+            width = max(map(len, prompts))
+            ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts], device=model.device)
+            mask = torch.tensor(
+                [[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=model.device
+            )
+            output = model.generate(
+                ids,
+                attention_mask=mask,
+                do_sample=True,
+                temperature=1.0,
+                top_k=0,
+                top_p=1.0,
+                max_new_tokens=max(lengths),
+                eos_token_id=1,
+                pad_token_id=0,
+                logits_processor=LogitsProcessorList(
+                    [StopAtLengths(width, lengths, 1, str(model.device))]
+                ),
+            )
+            made = ((output[:, width:] == 1).int().argmax(1) + 1).tolist()
+            assert made == lengths, "a row of generate ended elsewhere than asked"
+            num_tokens += sum(made)
+        return num_tokens
+
+    return run
+
+
+def transformers_contender(model: Any, workload: Workload) -> Callable[[], int]:
+    """transformers' own persistent manager, with log-probabilities."""
+    names = {field for field in ContinuousBatchingConfig.__dataclass_fields__}
+    page_size = {"page_size" if "page_size" in names else "block_size": 32}
+    config = ContinuousBatchingConfig(
+        **page_size, num_blocks=1024, max_batch_tokens=1024, return_logprobs=True
+    )
+    sampling = GenerationConfig(
+        do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=512,
+        eos_token_id=-1, pad_token_id=0,
+    )  # fmt: skip
+    model.destroy_cached_continuous_batching_manager()
+    attention = model.config._attn_implementation
+    manager = model.init_continuous_batching(
+        generation_config=sampling, continuous_batching_config=config
+    )
+    manager.start()
+
+    def run() -> int:
+        for prompt, length in zip(workload.prompts, workload.lengths, strict=True):
+            manager.add_request(prompt, max_new_tokens=length, eos_token_id=-1)
+        num_tokens = num_done = 0
+        while num_done < len(workload.prompts):
+            output = manager.get_result(timeout=60)
+            assert output is not None and output.error is None, output
+            if output.is_finished():
+                num_done += 1
+                num_tokens += len(output.generated_tokens)
+                assert len(output.logprobs) == len(output.generated_tokens)
+        return num_tokens
+
+    def close() -> None:
+        manager.stop(block=True)
+        manager.destroy()
+        model.set_attn_implementation(attention)
+
+    run.close = close  # type: ignore[attr-defined]
+    return run
+
+
+def cb_rollout_contender(model: Any, workload: Workload) -> Callable[[], int]:
+    """This package, with its defaults."""
+    generator = cb_rollout.RolloutGenerator(model, cb_rollout.RolloutConfig(seed=SEED))
+    params = cb_rollout.SamplingParams(ignore_eos=True)
+
+    def run() -> int:
+        outputs = generator.generate_batch(
+            workload.prompts, sampling_params=params, max_new_tokens=workload.lengths
+        ).values()
+        assert all(len(o.logprobs) == len(o.generated_tokens) for o in outputs)
+        generator.sync_weights()
+        return sum(len(output.generated_tokens) for output in outputs)
+
+    run.close = generator.close  # type: ignore[attr-defined]
+    return run
+
+
+def interleaved(
+    contenders: dict[str, Callable[[], Callable[[], int]]], repetitions: int
+) -> dict[str, list[float]]:
+    """Seconds of each contender's repetitions, after one to warm up, taking turns.
+
+    Each is made anew for its turn: transformers' manager changes the model's attention while it
+    lives.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    for repetition in range(repetitions):
+        for name, create in contenders.items():
+            run = create()
+            run()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            started = time.perf_counter()
+            run()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            seconds[name].append(time.perf_counter() - started)
+            getattr(run, "close", lambda: None)()
+            print(f"  {repetition + 1}/{repetitions} {name:<28}{seconds[name][-1]:8.2f} s", flush=True)
+    return seconds
+
+
+def bench_rollout(device: str, repetitions: int) -> dict[str, Any]:
+    """Useful tokens per second of one rollout, long-tailed groups and equal lengths."""
+    results = {}
+    for kind, equal in (("long_tailed_groups", False), ("equal_lengths", True)):
+        model, workload = create_model(device), create_workload(device, equal)
+        print(f"rollout, {kind}: {len(workload.prompts)} sequences, {workload.num_tokens} tokens")
+        contenders = {
+            "cb_rollout": lambda m=model, w=workload: cb_rollout_contender(m, w),
+            "transformers CB": lambda m=model, w=workload: transformers_contender(m, w),
+            # Whole batches are its best setting on the CPU model: 16, 32 and 64 were slower.
+            "model.generate": lambda m=model, w=workload: generate_contender(m, w, 128),
+        }
+        seconds = interleaved(contenders, repetitions)
+        results[kind] = {
+            name: summary([workload.num_tokens / s for s in values], "tokens_per_second")
+            for name, values in seconds.items()
+        }
+    return results
+
+
+def summary(values: list[float], unit: str) -> dict[str, Any]:
+    """Median and spread."""
+    return {"median": statistics.median(values), "min": min(values), "max": max(values), "unit": unit}
+
+
+def char_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
+    """One token a word, so that prompts of any ids can be written as text."""
+    words = ["<pad>", "<eos>", "<unk>", *(f"w{i}" for i in range(3, vocab_size))]
+    backend = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    backend.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    )
+
+
+def step_contender(device: str, workload: Workload, kind: str) -> Callable[[], int]:
+    """GRPO steps of one trainer: rollout, scoring, loss and optimizer.
+
+    The end-of-sequence bias of the output layer is set so that lengths are long-tailed.
+    """
+    model = create_model(device)
+    tokenizer = char_tokenizer(workload.vocab_size)
+    prompts = [" ".join(f"w{max(3, i)}" for i in prompt) for prompt in workload.prompts[::NUM_COMPLETIONS]]
+    settings: dict[str, Any] = {}
+    if kind == "TRL continuous batching":
+        settings = {
+            "use_transformers_continuous_batching": True,
+            "transformers_continuous_batching_config": {"num_blocks": 1024, "page_size": 32},
+        }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = GRPOTrainer(
+            model=model,
+            reward_funcs=lambda completions, **_: [len(c) % 7 for c in completions],
+            args=GRPOConfig(
+                output_dir=tempfile.mkdtemp(), max_steps=10_000, report_to=[], bf16=device != "cpu",
+                use_cpu=device == "cpu", per_device_train_batch_size=NUM_PROMPTS * NUM_COMPLETIONS,
+                num_generations=NUM_COMPLETIONS, max_completion_length=256, learning_rate=1e-6,
+                disable_tqdm=True, save_strategy="no", logging_strategy="no", beta=0.0,
+                activation_checkpointing=False, shuffle_dataset=False, **settings,
+            ),
+            train_dataset=Dataset.from_list([{"prompt": prompt} for prompt in prompts]),
+            processing_class=tokenizer,
+        )  # fmt: skip
+    if kind == "cb_rollout":
+        cb_rollout.attach(
+            trainer, cb_rollout.RolloutConfig(record_num_sequences=0, verify_every_steps=0)
+        )
+    trainer.vllm_importance_sampling_mode = "token_truncate"
+
+    def run() -> int:
+        trainer.args.max_steps = 1
+        trainer.train()
+        return 1
+
+    return run
+
+
+def bench_step(device: str, repetitions: int) -> dict[str, Any]:
+    """Seconds of one GRPO step, through each of TRL's generation paths that this machine can run."""
+    workload = create_workload(device, equal=False)
+    kinds = ("cb_rollout", "TRL continuous batching", "TRL generate")
+    print("step: vLLM, TRL's third path, is not installed here and is left out")
+    contenders = {kind: lambda k=kind: step_contender(device, workload, k) for kind in kinds}
+    seconds = interleaved(contenders, repetitions)
+    return {"grpo_step": {name: summary(values, "seconds") for name, values in seconds.items()}}
+
+
+def bench_roofline(device: str, repetitions: int) -> dict[str, Any]:
+    """Matrix-multiply rate at the decode shapes, and copy bandwidth."""
+    del repetitions
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    left = torch.randn(128, 256, device=device, dtype=dtype)
+    right = torch.randn(256, 768, device=device, dtype=dtype)
+    source = torch.randn(64 * 1024 * 1024 // 4, device=device)
+    target = torch.empty_like(source)
+
+    def best_seconds(work: Callable[[], Any], count: int) -> float:
+        work()
+        times = []
+        for _ in range(5):
+            started = time.perf_counter()
+            for _ in range(count):
+                work()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            times.append((time.perf_counter() - started) / count)
+        return min(times)
+
+    flops = 2 * 128 * 256 * 768 / best_seconds(lambda: left @ right, 200)
+    bandwidth = 2 * source.nbytes / best_seconds(lambda: target.copy_(source), 10)
+    parameters = sum(p.numel() for p in create_model(device).parameters())
+    return {
+        "machine": {
+            "matmul_gflops": flops / 1e9,
+            "copy_gb_per_second": bandwidth / 1e9,
+            "matmul_bound_tokens_per_second": flops / (2 * parameters),
+        }
+    }
+
+
+BENCHES = {"rollout": bench_rollout, "step": bench_step, "roofline": bench_roofline}
+
+
+def print_table(results: dict[str, Any]) -> None:
+    """One table a workload, with ratios to cb_rollout."""
+    for workload, contenders in results.items():
+        print(f"\n{workload}")
+        if "cb_rollout" not in contenders:
+            for name, value in contenders.items():
+                print(f"  {name:<34}{value:12.1f}")
+            continue
+        ours = contenders["cb_rollout"]["median"]
+        for name, figures in contenders.items():
+            ratio = ours / figures["median"]
+            if figures["unit"] == "seconds":
+                ratio = 1 / ratio
+            print(
+                f"  {name:<28}{figures['median']:10.2f} {figures['unit']}"
+                f"  ({figures['min']:.2f} to {figures['max']:.2f})   cb_rollout is {ratio:.2f}x"
+            )
+
+
+def main() -> None:
+    """Run one bench, print its table and write its JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("bench", choices=BENCHES)
+    parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--output-dir", type=Path, default=BENCHMARKS)
+    arguments = parser.parse_args()
+    transformers.logging.set_verbosity_error()
+    results = BENCHES[arguments.bench](arguments.device, arguments.repetitions)
+    print_table(results)
+    device = arguments.device
+    record = {
+        "bench": arguments.bench,
+        "date": datetime.now(UTC).date().isoformat(),
+        "device": torch.cuda.get_device_name() if device == "cuda" else platform.machine(),
+        "threads": torch.get_num_threads(),
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "trl": trl.__version__,
+            "cb_rollout": cb_rollout.__version__,
+        },
+        "repetitions": arguments.repetitions,
+        "results": results,
+    }
+    arguments.output_dir.mkdir(parents=True, exist_ok=True)
+    path = arguments.output_dir / f"{arguments.bench}_{device}.json"
+    path.write_text(json.dumps(record, indent=2) + "\n")
+    print(f"\nwritten to {path}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

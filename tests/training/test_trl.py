@@ -1,0 +1,182 @@
+"""A stock trainer rolls out through cb_rollout, and nothing else about its run changes."""
+
+import re
+
+import pytest
+import torch
+from tiny_trainer import tiny_trainer
+from trl import RLOOConfig, RLOOTrainer
+
+from cb_rollout import (
+    ConfigurationError,
+    LogprobDriftError,
+    RolloutConfig,
+    SamplingParams,
+    attach,
+)
+from cb_rollout.engine import core
+from cb_rollout.records import read_metrics, read_rollouts
+
+EVALUATES = {"eval_strategy": "steps", "eval_steps": 2}
+
+
+def logged(trainer, name: str) -> list[float]:
+    return [entry[name] for entry in trainer.state.log_history if name in entry]
+
+
+def test_training_logs_agreement_with_the_trainers_forward(tmp_path):
+    trainer = tiny_trainer(tmp_path, **EVALUATES)
+    generator = attach(trainer, RolloutConfig(verify_every_steps=1))
+    trainer.train()
+    drifts = logged(trainer, "sampling/sampling_logp_difference/max")
+    assert len(drifts) == 3
+    assert max(drifts) <= 1e-5
+    assert max(logged(trainer, "rollout/logprob_drift_max")) <= 1e-5
+    assert min(logged(trainer, "rollout/tokens_per_second")) > 0
+    assert all(0 < share <= 1 for share in logged(trainer, "rollout/step_share"))
+    assert logged(trainer, "rollout/prefill_tokens") == [8, 8, 8]
+    assert logged(trainer, "rollout/prefill_tokens_saved") == [56, 56, 56]
+    assert logged(trainer, "rollout/policy_version") == [1, 2, 3]
+    assert len(logged(trainer, "eval_reward")) == 2  # at step 2 and at the end
+    assert trainer.evaluate()["eval_reward"] >= 0
+    assert not trainer.args.use_vllm
+    generator.close()
+
+
+def test_other_sampling_settings_agree_too(tmp_path):
+    trainer = tiny_trainer(tmp_path, temperature=0.7)
+    attach(trainer)
+    trainer.train()
+    assert max(logged(trainer, "sampling/sampling_logp_difference/max")) <= 1e-5
+
+
+def test_records_hold_what_was_sampled_with_its_reward(tmp_path):
+    trainer = tiny_trainer(tmp_path)
+    generator = attach(trainer, RolloutConfig(record_num_sequences=3))
+    trainer.train()
+    generator.close()
+    records = read_rollouts(tmp_path / "cb_rollout")
+    assert [record.step for record in records] == [0] * 3 + [1] * 3 + [2] * 3
+    for record in records:
+        text = "".join(record.tokens).replace("<eos>", "").replace("<pad>", "")
+        text = text.replace("<unk>", "")
+        assert record.reward == pytest.approx(text.count("7") / max(1, len(text)))
+        assert record.policy_versions == [(record.step + 1, len(record.token_ids))]
+        assert len(record.logprobs) == len(record.tokens)
+    steps = [metrics for metrics in read_metrics(tmp_path) if "reward" in metrics.scalars]
+    assert [len(metrics.completion_lengths) for metrics in steps] == [16] * 3
+
+
+def test_bf16_training_keeps_float32_master_weights(tmp_path):
+    trainer = tiny_trainer(tmp_path, bf16=True, **EVALUATES)
+    generator = attach(trainer)
+    trainer.train()
+    assert {parameter.dtype for parameter in trainer.model.parameters()} == {torch.float32}
+    assert len(logged(trainer, "eval_reward")) == 2
+    states = generator.manager.engine.layout.layers[0]
+    assert states.values.dtype == torch.bfloat16
+    # bf16 rounds the padded batch of the trainer's forward otherwise than the row of a decode step.
+    assert max(logged(trainer, "sampling/sampling_logp_difference/mean")) < 0.05
+    generator.close()
+
+
+def test_rloo_rolls_out_too(tmp_path):
+    trainer = tiny_trainer(tmp_path, trainer_class=RLOOTrainer, config_class=RLOOConfig)
+    generator = attach(trainer, RolloutConfig(verify_every_steps=1))
+    trainer.train()
+    assert max(logged(trainer, "rollout/logprob_drift_max")) <= 1e-5
+    generator.close()
+
+
+class Recorded:
+    """Replays completions that were recorded once; may roll out as well and drop the result."""
+
+    def __init__(self):
+        self.completions, self.also = {}, None
+
+    def __call__(self, prompts, trainer):
+        step = trainer.state.global_step
+        if self.also is not None:
+            self.also()
+        prompt_ids = [trainer.processing_class(prompt)["input_ids"] for prompt in prompts]
+        draws = torch.Generator().manual_seed(step)
+        completions = torch.randint(3, 99, (len(prompts), 10), generator=draws).tolist()
+        logprobs = [[0.0] * 10] * len(prompts)
+        return {"prompt_ids": prompt_ids, "completion_ids": completions, "logprobs": logprobs}
+
+
+def train_on_recorded(output_dir, with_engine: bool):
+    recorded = Recorded()
+    trainer = tiny_trainer(
+        output_dir,
+        trainer_arguments={"rollout_func": recorded},
+        vllm_importance_sampling_correction=False,
+    )
+    if with_engine:
+        generator = attach(trainer)
+        params = SamplingParams(max_new_tokens=12)
+        recorded.also = lambda: generator.generate_batch([[5, 6, 7]] * 4, sampling_params=params)
+    torch.manual_seed(0)
+    trainer.train()
+    if with_engine:
+        assert generator.policy_version == 3
+        generator.close()
+    optimizer = trainer.optimizer.state_dict()["state"]
+    return trainer.model.state_dict(), optimizer, torch.get_rng_state()
+
+
+def test_an_idle_passenger_changes_no_bit_of_the_training(tmp_path):
+    weights, states, rng = train_on_recorded(tmp_path / "without", with_engine=False)
+    weights_2, states_2, rng_2 = train_on_recorded(tmp_path / "with", with_engine=True)
+    assert all(torch.equal(weights[name], weights_2[name]) for name in weights)
+    assert torch.equal(rng, rng_2)
+    assert states.keys() == states_2.keys()
+    for index, state in states.items():
+        assert all(torch.equal(state[name], states_2[index][name]) for name in state)
+
+
+def test_drift_beyond_the_allowed_stops_the_run_and_says_where(tmp_path, monkeypatch):
+    trainer = tiny_trainer(tmp_path)
+    generator = attach(trainer, RolloutConfig(max_logprob_drift=0.01))
+    sample = core.sample
+
+    def lying_sample(*arguments):
+        token_ids, logprobs, is_valid = sample(*arguments)
+        return token_ids, logprobs + 0.5, is_valid
+
+    monkeypatch.setattr(core, "sample", lying_sample)
+    with pytest.raises(LogprobDriftError, match=r"req_\d+, generated token \d+.*0\.5 nats"):
+        trainer.train()
+    generator.close()
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"use_transformers_continuous_batching": True}, "use_transformers_continuous_batching"),
+        (
+            {"loss_type": "vespo", "vllm_importance_sampling_mode": "sequence_mask"},
+            "vllm_importance_sampling_mode",
+        ),
+        ({"repetition_penalty": 1.2}, "repetition_penalty=1.2"),
+        ({"generation_kwargs": {"num_beams": 3}}, "num_beams=3"),
+    ],
+)
+def test_settings_that_cannot_be_honoured_are_refused(tmp_path, settings, said):
+    trainer = tiny_trainer(tmp_path, **settings)
+    with pytest.raises(ConfigurationError, match=re.escape(said)):
+        attach(trainer)
+    assert not trainer.use_vllm
+
+
+def test_what_is_not_a_fresh_stock_trainer_is_refused(tmp_path, monkeypatch):
+    with pytest.raises(ConfigurationError, match="not a int"):
+        attach(3)
+    trainer = tiny_trainer(tmp_path)
+    monkeypatch.setattr("trl.__version__", "1.15.2")
+    with pytest.raises(ConfigurationError, match=r"trl 1\.15\.2.*install trl>=1\.16,<2"):
+        attach(trainer)
+    monkeypatch.undo()
+    attach(trainer)
+    with pytest.raises(ConfigurationError, match="attached to this trainer already"):
+        attach(trainer)
