@@ -4,7 +4,6 @@ Nothing here keeps state. A change upstream breaks this file, and no other.
 """
 
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -103,14 +102,3 @@ def max_positions(model: PreTrainedModel) -> int | None:
 def compute_dtype(model: PreTrainedModel) -> torch.dtype:
     """The dtype of the first floating-point parameter."""
     return next(p.dtype for p in model.parameters() if p.is_floating_point())
-
-
-def call_at_exit(callback: Callable[[], None]) -> None:
-    """Run `callback` when the interpreter shuts down, before daemon threads are frozen.
-
-    A daemon thread that is inside torch when the interpreter goes away aborts the process. `atexit`
-    runs in time: CPython 3.11-3.14 join only non-daemon threads before it.
-    """
-    import atexit  # noqa: PLC0415
-
-    atexit.register(callback)

@@ -89,11 +89,14 @@ class EngineLoop:
 
         Raises:
             EngineDeadError: the engine stopped on an exception.
+            RolloutError: the loop was stopped.
             QueueFullError: more would wait than may.
             InvalidRequestError: an id is in use.
         """
         with self._changed:
             self.require_alive()
+            if self._is_stopping:
+                raise RolloutError("the manager was stopped; start() it before adding requests.")
             num_waiting = len(self._inbox) + self.engine.num_waiting
             if self._max_queue_size and num_waiting + len(requests) > self._max_queue_size:
                 raise QueueFullError(

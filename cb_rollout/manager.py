@@ -7,7 +7,7 @@ thread; none waits without an end.
 import asyncio
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 import torch
@@ -35,12 +35,16 @@ class _Handler:
         self._callback, self._loop = callback, loop
 
     def put(self, output: GenerationOutput) -> None:
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._callback, output)
+        self._call(self._callback, output)
 
     def close(self, error: EngineDeadError) -> None:
-        if not self._loop.is_closed():
-            self._loop.call_exception_handler({"message": str(error), "exception": error})
+        context = {"message": str(error), "exception": error}
+        self._call(self._loop.call_exception_handler, context)
+
+    def _call(self, function: Callable[..., object], argument: object) -> None:
+        # A closed loop has nobody left to tell.
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(function, argument)
 
 
 class ContinuousBatchingManager:

@@ -1,0 +1,63 @@
+# Sourced by the other scripts. Sets $root (the checkout) and $python (its environment's python),
+# after making .venv match pyproject.toml and constraints.txt.
+# shellcheck shell=bash
+set -euo pipefail
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
+python=$root/.venv/bin/python
+
+# What .venv must have been built from; the path too, because scripts inside it hold that path.
+_wanted() {
+    printf '%s\n' "$root"
+    cat "$root/pyproject.toml" "$root/constraints.txt"
+}
+
+_is_current() {
+    [[ -x $python && -f $root/.venv/.built-from ]] && _wanted | cmp -s - "$root/.venv/.built-from"
+}
+
+# Debian ships pythons without ensurepip, which cannot make an environment.
+_newest_python() {
+    local name
+    for name in $(compgen -c python3. | grep -xE 'python3\.[0-9]+' | sort -uVr) python3 python; do
+        if "$name" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' \
+            2>/dev/null; then
+            command -v "$name"
+            return
+        fi
+    done
+    echo "error: no python >= 3.11 with venv and ensurepip on PATH; install one" >&2
+    return 1
+}
+
+_build() {
+    # A second process that waited for the lock finds the work done.
+    if _is_current; then return; fi
+    local base pip
+    # What an interrupted run left is thrown away; a finished environment is brought up to date.
+    if [[ -e $root/.venv/.building ]]; then rm -rf "$root/.venv"; fi
+    if [[ ! -x $python ]]; then
+        base=$(_newest_python)
+        echo "making .venv with $("$base" --version); the first time takes minutes" >&2
+        mkdir -p "$root/.venv"
+        touch "$root/.venv/.building"
+        "$base" -m venv "$root/.venv"
+    else
+        echo "bringing .venv up to date" >&2
+        touch "$root/.venv/.building"
+    fi
+    rm -f "$root/.venv/.built-from"
+    pip=("$python" -m pip install --quiet --disable-pip-version-check -c "$root/constraints.txt")
+    # Alone and first: an index that has a CPU build of the pinned version then gives that one.
+    "${pip[@]}" torch
+    "${pip[@]}" -e "$root[dev]"
+    _wanted >"$root/.venv/.built-from"
+    rm -f "$root/.venv/.building"
+}
+
+if ! _is_current; then
+    (
+        if command -v flock >/dev/null; then flock 9; fi
+        _build
+    ) 9<"$root/pyproject.toml"
+fi

@@ -1,0 +1,16 @@
+"""No test reaches the network, reports anywhere, or depends on the speed of the machine."""
+
+import os
+
+# Set before any test imports transformers, datasets or wandb, which read them at import.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["HF_DATASETS_OFFLINE"] = "1"
+os.environ["WANDB_MODE"] = "offline"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
+
+from hypothesis import settings
+
+# The same commit passes or fails everywhere, on slow machines too.
+settings.register_profile("cb_rollout", deadline=None, derandomize=True)
+settings.load_profile("cb_rollout")

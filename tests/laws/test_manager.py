@@ -1,0 +1,142 @@
+"""The manager under the reference's method names."""
+
+import asyncio
+import threading
+
+import pytest
+from tiny import plain_logprobs, tiny_model
+
+from cb_rollout import (
+    ContinuousBatchingManager,
+    InvalidRequestError,
+    QueueFullError,
+    RequestStatus,
+    RolloutConfig,
+    RolloutError,
+    SamplingParams,
+)
+from cb_rollout.types import CancelResult
+
+PARAMS = SamplingParams(max_new_tokens=12, ignore_eos=True)
+LONG = SamplingParams(max_new_tokens=400, ignore_eos=True)
+
+
+@pytest.fixture
+def manager():
+    manager = ContinuousBatchingManager(tiny_model(), None, RolloutConfig(max_queue_size=64))
+    manager.start()
+    yield manager
+    if manager.is_running():
+        manager.stop(timeout=0)
+
+
+def test_requests_are_served_and_iteration_ends(manager):
+    ids = manager.add_requests([[5, 6], [7, 8], [5, 6]], sampling_params=PARAMS)
+    single = manager.add_request([9], request_id="mine", max_new_tokens=3, eos_token_id=-1)
+    outputs = {output.request_id: output for output in manager}
+    assert set(outputs) == {*ids, "mine"}
+    assert single == "mine"
+    assert len(outputs["mine"].generated_tokens) == 3
+    for request_id in ids:
+        output = outputs[request_id]
+        expected = plain_logprobs(manager.engine.model, output.prompt_ids, output.generated_tokens)
+        assert output.logprobs == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_cancelled_request_delivers_what_it_had(manager):
+    request_id = manager.add_request([5, 6], streaming=True, sampling_params=LONG)
+    stream = manager.request_id_iter(request_id)
+    first = next(stream)
+    assert first.status is RequestStatus.DECODING
+    assert manager.cancel_request(request_id) is CancelResult.LIVE
+    *_, last = stream
+    assert last.status is RequestStatus.CANCELLED
+    assert 0 < len(last.generated_tokens) == len(last.logprobs) < 400
+    assert manager.cancel_request(request_id) is CancelResult.FINISHED
+    assert manager.cancel_request("nobody") is CancelResult.UNKNOWN
+    assert manager.engine.num_blocks_used == 0
+
+
+def test_an_id_in_use_and_a_full_queue_are_refused(manager):
+    with manager.pause():
+        manager.add_request([5], request_id="mine", sampling_params=PARAMS)
+        with pytest.raises(InvalidRequestError, match="request_id='mine' is in use"):
+            manager.add_request([5], request_id="mine", sampling_params=PARAMS)
+        with pytest.raises(QueueFullError, match="max_queue_size=64"):
+            manager.add_requests([[5]] * 64, sampling_params=PARAMS)
+    assert manager.get_result("mine").is_finished()
+
+
+def test_nothing_steps_inside_a_pause(manager):
+    request_id = manager.add_request([5, 6], streaming=True, sampling_params=LONG)
+    assert manager.get_result(request_id) is not None
+    with manager.pause():
+        before = manager.engine.counters.tokens_generated
+        assert manager.get_result("nobody", timeout=0.05) is None
+        assert manager.engine.counters.tokens_generated == before
+        with pytest.raises(RolloutError, match=r"leave pause\(\) first"):
+            manager.stop()
+    manager.cancel_request(request_id)
+
+
+def test_stop_finishes_what_is_in_flight_and_start_goes_on(manager):
+    ids = manager.add_requests([[5, 6]] * 4, sampling_params=PARAMS)
+    manager.stop(keep_for_next_session=True)
+    assert not manager.is_running()
+    assert all(manager.get_result(i, timeout=0).status is RequestStatus.FINISHED for i in ids)
+    with pytest.raises(RolloutError, match=r"start\(\)"):
+        manager.add_request([5], sampling_params=PARAMS)
+    manager.start()
+    request_id = manager.add_request([5], sampling_params=PARAMS)
+    assert manager.get_result(request_id).is_finished()
+
+
+def test_stop_with_a_timeout_cancels_the_rest(manager):
+    request_id = manager.add_request([5, 6], sampling_params=LONG)
+    manager.stop(timeout=0)
+    assert not manager.is_running()
+    assert manager.get_result(request_id, timeout=0).status is RequestStatus.CANCELLED
+
+
+def test_two_threads_wait_for_their_own_results(manager):
+    with manager.pause():
+        ids = manager.add_requests([[5], [6], [7], [8]], sampling_params=PARAMS)
+    taken = {}
+
+    def take(mine):
+        for request_id in mine:
+            taken[request_id] = manager.get_result(request_id)
+
+    threads = [threading.Thread(target=take, args=(part,)) for part in (ids[:2], ids[2:])]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert {output.request_id for output in taken.values()} == set(ids)
+
+
+def test_a_handler_is_called_on_the_loop_with_every_output(manager):
+    async def collect():
+        outputs, done = [], asyncio.Event()
+
+        def handle(output):
+            outputs.append(output)
+            if output.is_finished():
+                done.set()
+
+        with manager.pause():
+            request_id = manager.add_request([5, 6], streaming=True, sampling_params=PARAMS)
+            manager.register_result_handler(request_id, handle)
+        await asyncio.wait_for(done.wait(), timeout=60)
+        return outputs
+
+    outputs = asyncio.run(collect())
+    # Prefill and the first decode of a step come as one output of two tokens.
+    assert [len(output.generated_tokens) for output in outputs] == list(range(2, 13))
+    assert outputs[-1].status is RequestStatus.FINISHED
+    with pytest.raises(InvalidRequestError, match="not in flight"):
+        asyncio.run(_register_late(manager, outputs[-1].request_id))
+
+
+async def _register_late(manager, request_id):
+    manager.register_result_handler(request_id, print)

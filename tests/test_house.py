@@ -1,0 +1,213 @@
+"""The laws of the house: its surface, its slim import, its layers, its sizes."""
+
+import ast
+import builtins
+import dataclasses
+import inspect
+import queue
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import cb_rollout
+from cb_rollout import errors
+from cb_rollout.config import RolloutConfig
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "cb_rollout"
+MODULES = sorted(PACKAGE.rglob("*.py"))
+
+PUBLIC = [
+    "ConfigurationError",
+    "ContinuousBatchingManager",
+    "EngineDeadError",
+    "FinishReason",
+    "GenerationOutput",
+    "IncompleteRolloutError",
+    "InvalidRequestError",
+    "LogprobDriftError",
+    "MemoryPlan",
+    "OutOfCacheMemoryError",
+    "QueueFullError",
+    "RequestStatus",
+    "RolloutConfig",
+    "RolloutError",
+    "RolloutGenerator",
+    "SamplingParams",
+    "SyncReport",
+    "WeightSyncError",
+    "attach",
+    "generate_batch",
+]
+
+REFERENCE_FIELDS = [
+    "block_size",
+    "num_blocks",
+    "max_batch_tokens",
+    "max_memory_percent",
+    "max_blocks_per_request",
+    "allow_block_sharing",
+    "use_async_batching",
+    "use_cuda_graph",
+    "q_padding_interval_size",
+    "kv_padding_interval_size",
+    "max_cached_graphs",
+    "varlen_compile_config",
+    "decode_compile_config",
+    "use_default_compile_configs",
+    "scheduler_type",
+    "return_logprobs",
+    "max_queue_size",
+]
+OWN_FIELDS = [
+    "max_requests_per_batch",
+    "seed",
+    "weight_sync",
+    "rollout_dtype",
+    "logprobs_mode",
+    "old_logps",
+    "verify_every_steps",
+    "verify_num_sequences",
+    "max_logprob_drift",
+    "release_cache",
+    "training_reserve_gib",
+]
+
+SUBCOMMANDS = {"demo", "generate", "serve", "bench", "report", "doctor"}
+
+LONGEST_FILE = 300
+# Lines. A file longer than about 250 is asking to be two.
+
+HOMELESS = {"utils", "common", "helpers", "misc"}
+# Names of modules that own no noun.
+
+HOME_OF_FRAMEWORK = {"trl": "integrations/trl.py", "wandb": "integrations/wandb.py"}
+ONE_FILE_FRAMEWORKS = {"peft", "deepspeed", "fastapi", "opentelemetry"}
+
+
+def run_python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False
+    )
+
+
+def run_command_line(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return run_python("import sys; from cb_rollout.cli import main; sys.exit(main())", *arguments)
+
+
+def imported_packages(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.split(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module.split(".")[0]
+
+
+def importers(package: str) -> set[str]:
+    return {str(p.relative_to(PACKAGE)) for p in MODULES if package in set(imported_packages(p))}
+
+
+def test_the_public_surface_is_pinned():
+    assert cb_rollout.__all__ == PUBLIC
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_every_public_name_loads(name):
+    assert getattr(cb_rollout, name).__name__ == name
+    assert name in dir(cb_rollout)
+
+
+def test_an_unknown_name_of_the_package_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="'cb_rollout' has no attribute 'RollOutConfig'"):
+        cb_rollout.RollOutConfig  # noqa: B018 - reading it is the test
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import cb_rollout",
+        "import cb_rollout.config",
+        "from cb_rollout import RolloutConfig, SamplingParams, GenerationOutput, RolloutError",
+    ],
+)
+def test_the_slim_import_loads_no_framework(statement):
+    heavy = "{'torch', 'transformers', 'trl', 'accelerate', 'peft', 'wandb', 'numpy'}"
+    done = run_python(f"import sys; {statement}; print(*sorted({heavy} & set(sys.modules)))")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == []
+
+
+def test_every_error_is_a_rollout_error_and_public():
+    defined = {
+        name: value
+        for name, value in vars(errors).items()
+        if inspect.isclass(value) and value.__module__ == errors.__name__
+    }
+    assert defined
+    assert all(issubclass(value, errors.RolloutError) for value in defined.values())
+    assert set(defined) <= set(cb_rollout.__all__)
+
+
+def test_the_error_tree_in_the_docstring_is_the_error_tree():
+    drawn = dict(re.findall(r"\+-- (\w+) +\(([\w.]+)\)", errors.__doc__))
+    children = {child.__name__: child for child in errors.RolloutError.__subclasses__()}
+    assert set(drawn) == set(children)
+    for name, standard in drawn.items():
+        expected = queue.Full if standard == "queue.Full" else getattr(builtins, standard)
+        assert children[name].__bases__ == (errors.RolloutError, expected)
+
+
+def test_the_config_has_every_field_of_the_contract():
+    names = {field.name for field in dataclasses.fields(RolloutConfig)}
+    assert set(REFERENCE_FIELDS) <= names
+    assert set(OWN_FIELDS) <= names
+
+
+@pytest.mark.parametrize("field", dataclasses.fields(RolloutConfig), ids=lambda field: field.name)
+def test_every_config_field_has_a_help_text(field):
+    assert field.metadata["help"].endswith(".")
+
+
+def test_the_console_script_is_the_command_line():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["scripts"] == {"cb-rollout": "cb_rollout.cli:main"}
+
+
+def test_the_help_of_the_command_line_and_of_each_subcommand_is_printed():
+    top = run_command_line("--help")
+    assert top.returncode == 0, top.stderr
+    subcommands = set(re.findall(r"^    (\w+) {2,}\w", top.stdout, re.MULTILINE))
+    assert "report" in subcommands
+    assert subcommands <= SUBCOMMANDS
+    for subcommand in subcommands:
+        done = run_command_line(subcommand, "--help")
+        assert done.returncode == 0, done.stderr
+        assert f"cb-rollout {subcommand}" in done.stdout
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_a_file_owns_one_noun_and_is_ascii(path):
+    text = path.read_text()
+    num_lines = text.count("\n")
+    assert num_lines <= LONGEST_FILE
+    assert path.stem not in HOMELESS
+    assert text.isascii()
+
+
+@pytest.mark.parametrize(("framework", "home"), HOME_OF_FRAMEWORK.items())
+def test_a_framework_is_imported_in_its_home_only(framework, home):
+    assert importers(framework) <= {home}
+
+
+@pytest.mark.parametrize("framework", sorted(ONE_FILE_FRAMEWORKS))
+def test_a_foreign_framework_is_imported_in_one_place(framework):
+    assert len(importers(framework)) <= 1
+
+
+def test_the_type_marker_is_shipped():
+    assert (PACKAGE / "py.typed").read_text() == ""

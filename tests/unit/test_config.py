@@ -1,0 +1,230 @@
+import dataclasses
+
+import pytest
+from transformers.generation.configuration_utils import CompileConfig, ContinuousBatchingConfig
+
+from cb_rollout.config import RolloutConfig, as_rollout_config
+from cb_rollout.errors import ConfigurationError
+
+BLOCK_FIELD = "page_size" if hasattr(ContinuousBatchingConfig, "page_size") else "block_size"
+# transformers 5.17 calls it block_size.
+
+
+def test_the_defaults_are_valid():
+    assert RolloutConfig() == RolloutConfig(block_size=32, max_memory_percent=0.8, seed=None)
+
+
+def test_a_config_is_frozen_and_replaced_as_a_whole():
+    config = RolloutConfig(block_size=16)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.block_size = 8
+    assert dataclasses.replace(config, num_blocks=4) == RolloutConfig(block_size=16, num_blocks=4)
+    with pytest.raises(ConfigurationError, match="num_blocks=0"):
+        dataclasses.replace(config, num_blocks=0)
+
+
+def test_settings_are_given_by_name():
+    with pytest.raises(TypeError):
+        RolloutConfig(32)
+
+
+def test_an_unknown_field_is_answered_with_the_nearest_one():
+    with pytest.raises(
+        ConfigurationError,
+        match=r"RolloutConfig has no field 'blocksize'; did you mean 'block_size'",
+    ):
+        RolloutConfig(blocksize=32)
+
+
+def test_an_unknown_field_like_no_other_is_answered_with_all_of_them():
+    with pytest.raises(
+        ConfigurationError, match=r"no field 'zzz'; known: block_size, .*weight_sync"
+    ):
+        RolloutConfig(zzz=1)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "least"),
+    [
+        ("block_size", 0, 1),
+        ("num_blocks", 0, 1),
+        ("max_batch_tokens", -5, 1),
+        ("max_requests_per_batch", 0, 1),
+        ("max_blocks_per_request", -1, 0),
+        ("max_queue_size", -1, 0),
+        ("verify_every_steps", -1, 0),
+        ("verify_num_sequences", 0, 1),
+        ("max_logprob_drift", -0.5, 0),
+        ("record_num_sequences", -1, 0),
+    ],
+)
+def test_a_number_has_a_least_value(field, value, least):
+    with pytest.raises(ConfigurationError, match=f"^{field}={value} is below {least}; raise it"):
+        RolloutConfig(**{field: value})
+    assert getattr(RolloutConfig(**{field: least}), field) == least
+
+
+@pytest.mark.parametrize("value", [0, -0.1, 1.01, 40, float("nan")])
+def test_the_memory_share_is_a_share(value):
+    with pytest.raises(ConfigurationError, match=rf"max_memory_percent={value} .*0\.4 is 40%"):
+        RolloutConfig(max_memory_percent=value)
+    assert RolloutConfig(max_memory_percent=1).max_memory_percent == 1
+
+
+@pytest.mark.parametrize("value", [-1, float("nan"), "8", None])
+def test_the_training_reserve_is_auto_or_gibibytes(value):
+    with pytest.raises(ConfigurationError, match=f"training_reserve_gib={value!r} .*'auto'.*GiB"):
+        RolloutConfig(training_reserve_gib=value)
+
+
+@pytest.mark.parametrize("value", ["auto", 0, 2.5])
+def test_the_training_reserve_is_kept_as_given(value):
+    assert RolloutConfig(training_reserve_gib=value).training_reserve_gib == value
+
+
+@pytest.mark.parametrize(
+    ("field", "choices"),
+    [
+        ("scheduler_type", "fifo"),
+        ("weight_sync", "auto, shared, copy"),
+        ("rollout_dtype", "auto, float32, bfloat16, float16"),
+        ("logprobs_mode", "policy, processed"),
+        ("old_logps", "trainer, rollout"),
+        ("release_cache", "between_steps, never"),
+    ],
+)
+def test_a_choice_outside_the_list_is_answered_with_the_list(field, choices):
+    with pytest.raises(ConfigurationError, match=f"{field}='fast' is not one of {choices}"):
+        RolloutConfig(**{field: "fast"})
+
+
+@pytest.mark.parametrize("dtype", ["auto", "float32", "bfloat16", "float16"])
+def test_every_rollout_dtype_is_accepted(dtype):
+    assert RolloutConfig(rollout_dtype=dtype).rollout_dtype == dtype
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("use_async_batching", True),
+        ("use_cuda_graph", True),
+        ("q_padding_interval_size", 64),
+        ("kv_padding_interval_size", 64),
+        ("max_cached_graphs", 8),
+        ("varlen_compile_config", {"mode": "default"}),
+        ("decode_compile_config", {"mode": "default"}),
+        ("use_default_compile_configs", True),
+    ],
+)
+def test_what_is_not_available_is_refused_with_the_value_to_leave(field, value):
+    default = getattr(RolloutConfig(), field)
+    with pytest.raises(ConfigurationError) as raised:
+        RolloutConfig(**{field: value})
+    assert str(raised.value) == f"{field}={value!r} is not available; leave it at {default!r}."
+
+
+@pytest.mark.parametrize("field", ["use_async_batching", "use_cuda_graph"])
+def test_switching_off_what_is_not_available_is_honoured(field):
+    assert getattr(RolloutConfig(**{field: False}), field) is False
+
+
+def test_no_config_is_the_default_config():
+    assert as_rollout_config(None) == RolloutConfig()
+
+
+def test_a_rollout_config_is_taken_as_it_is():
+    config = RolloutConfig(num_blocks=7)
+    assert as_rollout_config(config) is config
+
+
+def test_a_default_transformers_config_keeps_its_own_defaults():
+    theirs = ContinuousBatchingConfig()
+    ours = as_rollout_config(theirs)
+    assert ours.block_size == getattr(theirs, BLOCK_FIELD)
+    assert ours.return_logprobs is theirs.return_logprobs is False
+    assert ours.max_memory_percent == theirs.max_memory_percent or theirs.max_memory_percent is None
+
+
+def test_a_transformers_config_is_read_field_by_field():
+    theirs = ContinuousBatchingConfig(
+        **{BLOCK_FIELD: 16},
+        num_blocks=64,
+        max_batch_tokens=128,
+        max_memory_percent=0.5,
+        max_blocks_per_request=4,
+        allow_block_sharing=False,
+        use_cuda_graph=False,
+        use_async_batching=False,
+        return_logprobs=True,
+        max_queue_size=3,
+        seed=11,
+    )
+    assert as_rollout_config(theirs) == RolloutConfig(
+        block_size=16,
+        num_blocks=64,
+        max_batch_tokens=128,
+        max_memory_percent=0.5,
+        max_blocks_per_request=4,
+        allow_block_sharing=False,
+        use_cuda_graph=False,
+        use_async_batching=False,
+        return_logprobs=True,
+        max_queue_size=3,
+        seed=11,
+    )
+
+
+def test_the_deprecated_block_size_of_transformers_is_read_too():
+    assert as_rollout_config(ContinuousBatchingConfig(block_size=8)).block_size == 8
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("cpu_offload_space", 4.0),
+        ("cpu_offload_space", None),
+        ("safety_margin", 0.2),
+    ],
+)
+def test_a_transformers_field_without_counterpart_is_refused(field, value):
+    default = getattr(ContinuousBatchingConfig(), field)
+    with pytest.raises(ConfigurationError) as raised:
+        as_rollout_config(ContinuousBatchingConfig(**{field: value}))
+    assert f"ContinuousBatchingConfig.{field}={value!r} is not available" in str(raised.value)
+    assert f"leave it at {default or 0!r}" in str(raised.value) or default is None
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("use_cuda_graph", True),
+        ("use_async_batching", True),
+        ("q_padding_interval_size", 64),
+        ("decode_compile_config", CompileConfig()),
+    ],
+)
+def test_a_transformers_field_that_asks_for_graphs_or_compilation_is_refused(field, value):
+    with pytest.raises(ConfigurationError, match=f"{field}=.* is not available; leave it at"):
+        as_rollout_config(ContinuousBatchingConfig(**{field: value}))
+
+
+def test_a_scheduler_of_transformers_that_is_not_ours_is_refused():
+    with pytest.raises(
+        ConfigurationError, match="scheduler_type='prefill_first' is not one of fifo"
+    ):
+        as_rollout_config(ContinuousBatchingConfig(scheduler_type="prefill_first"))
+
+
+@pytest.mark.parametrize("config", [{"block_size": 16}, "fifo", 3])
+def test_anything_else_is_not_a_config(config):
+    with pytest.raises(ConfigurationError, match=f"config is a {type(config).__name__}; pass a"):
+        as_rollout_config(config)
+
+
+def test_a_dataclass_of_something_else_is_not_a_config():
+    @dataclasses.dataclass
+    class Settings:
+        block_size: int = 16
+
+    with pytest.raises(ConfigurationError, match="config is a Settings"):
+        as_rollout_config(Settings())
