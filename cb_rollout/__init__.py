@@ -23,10 +23,11 @@ if TYPE_CHECKING:
         RolloutError,
         WeightSyncError,
     )
-    from cb_rollout.generator import RolloutGenerator, generate_batch
+    from cb_rollout.generator import RolloutGenerator
     from cb_rollout.integrations.trl import attach
     from cb_rollout.manager import ContinuousBatchingManager
     from cb_rollout.memory import MemoryPlan
+    from cb_rollout.one_call import generate_batch
     from cb_rollout.sampling_params import SamplingParams
     from cb_rollout.types import FinishReason, GenerationOutput, RequestStatus, SyncReport
 
@@ -58,10 +59,11 @@ __all__ = [
 _HOMES = {
     "config": ("RolloutConfig",),
     "errors": tuple(name for name in __all__ if name.endswith("Error")),
-    "generator": ("RolloutGenerator", "generate_batch"),
+    "generator": ("RolloutGenerator",),
     "integrations.trl": ("attach",),
     "manager": ("ContinuousBatchingManager",),
     "memory": ("MemoryPlan",),
+    "one_call": ("generate_batch",),
     "sampling_params": ("SamplingParams",),
     "types": ("FinishReason", "GenerationOutput", "RequestStatus", "SyncReport"),
 }

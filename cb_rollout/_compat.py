@@ -81,12 +81,18 @@ def has_own_autocast(model: PreTrainedModel) -> bool:
 
 
 def model_eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
-    """The end-of-sequence ids that `generate` would use: the generation config's, else the model's."""
+    """What ends a sequence in `generate`: the generation config's ids, else the model's."""
     for config in (model.generation_config, model.config.get_text_config(decoder=True)):
         eos = getattr(config, "eos_token_id", None)
         if eos is not None:
             return tuple(eos) if isinstance(eos, list | tuple) else (eos,)
     return ()
+
+
+def vocab_size(model: PreTrainedModel) -> int:
+    """Rows of the input embedding: the token ids that can be fed back."""
+    embedding: Any = model.get_input_embeddings()
+    return embedding.weight.shape[0]
 
 
 def max_positions(model: PreTrainedModel) -> int | None:

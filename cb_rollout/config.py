@@ -6,6 +6,7 @@ Owns names, defaults and ranges; resolves nothing that needs a model or a device
 import dataclasses
 import difflib
 import functools
+import math
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, TypeVar
@@ -60,7 +61,7 @@ class ReleaseCache(StrEnum):
 
 
 def _reject_unknown_fields(cls: type[T]) -> type[T]:
-    """Make a keyword dataclass answer an unknown field with a `ConfigurationError` that names it."""
+    """Make a keyword dataclass refuse an unknown field with an error that names it."""
     init = cls.__init__
     names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
 
@@ -116,8 +117,10 @@ class RolloutConfig:
     q_padding_interval_size: int = _setting(0, "Query padding under CUDA graphs; not available.")
     kv_padding_interval_size: int = _setting(0, "KV padding under CUDA graphs; not available.")
     max_cached_graphs: int = _setting(0, "CUDA graphs kept; not available.")
-    varlen_compile_config: Any = _setting(None, "torch.compile of prefill; not available.")
-    decode_compile_config: Any = _setting(None, "torch.compile of decode; not available.")
+    varlen_compile_config: object | None = _setting(
+        None, "torch.compile of prefill; not available."
+    )
+    decode_compile_config: object | None = _setting(None, "torch.compile of decode; not available.")
     use_default_compile_configs: bool = _setting(False, "torch.compile of both; not available.")
     scheduler_type: str = _setting("fifo", "Which waiting request is admitted first: fifo.")
     return_logprobs: bool = _setting(True, "Deliver the log-probability of every sampled token.")
@@ -158,25 +161,27 @@ class RolloutConfig:
     )
 
     def __post_init__(self) -> None:
-        """Check every range, and refuse what cannot be honoured."""
+        """Check every type and range, and refuse what cannot be honoured."""
         for name, kind in _CHOICES.items():
             _require_choice(name, getattr(self, name), kind)
-        for name, least in _LEAST.items():
+        for name, (least, may_be_none) in _INTEGERS.items():
+            _require_integer(name, getattr(self, name), least, may_be_none)
+        for name in ("allow_block_sharing", "return_logprobs"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigurationError(f"{name}={getattr(self, name)!r} is not True or False.")
+        if not _is_number(self.max_memory_percent) or not 0 < self.max_memory_percent <= 1:
+            raise ConfigurationError(
+                f"max_memory_percent={self.max_memory_percent!r} is outside (0, 1]; 0.4 is 40%."
+            )
+        for name, (rest, unit) in _AMOUNTS.items():
             value = getattr(self, name)
-            if value is not None and value < least:
-                raise ConfigurationError(f"{name}={value} is below {least}; raise it.")
-        if not 0 < self.max_memory_percent <= 1:
-            raise ConfigurationError(
-                f"max_memory_percent={self.max_memory_percent} is outside (0, 1]; 0.4 is 40%."
-            )
-        reserve = self.training_reserve_gib
-        if reserve != "auto" and not (isinstance(reserve, int | float) and reserve >= 0):
-            raise ConfigurationError(
-                f"training_reserve_gib={reserve!r} is neither 'auto' nor a number of GiB >= 0."
-            )
+            if value != rest and not (_is_number(value) and 0 <= value < math.inf):
+                raise ConfigurationError(
+                    f"{name}={value!r} is neither {rest!r} nor a finite number >= 0 of {unit}."
+                )
         for name, rest in _NOT_AVAILABLE.items():
             value = getattr(self, name)
-            if value and value not in rest:
+            if value not in rest:
                 raise ConfigurationError(
                     f"{name}={value!r} is not available; leave it at {rest[0]!r}."
                 )
@@ -191,22 +196,26 @@ _CHOICES: dict[str, type[StrEnum]] = {
     "release_cache": ReleaseCache,
 }
 
-_LEAST: dict[str, float] = {
-    "block_size": 1,
-    "num_blocks": 1,
-    "max_batch_tokens": 1,
-    "max_requests_per_batch": 1,
-    "max_blocks_per_request": 0,
-    "max_queue_size": 0,
-    "verify_every_steps": 0,
-    "verify_num_sequences": 1,
-    "max_logprob_drift": 0,
-    "record_num_sequences": 0,
+_INTEGERS: dict[str, tuple[int, bool]] = {
+    "block_size": (1, False),
+    "num_blocks": (1, True),
+    "max_batch_tokens": (1, True),
+    "max_requests_per_batch": (1, True),
+    "max_blocks_per_request": (0, True),
+    "max_queue_size": (0, False),
+    "verify_every_steps": (0, False),
+    "verify_num_sequences": (1, False),
+    "record_num_sequences": (0, False),
+    "seed": (0, True),
 }
+# Each whole number's least value, and whether None is allowed.
+
+_AMOUNTS = {"training_reserve_gib": ("auto", "GiB"), "max_logprob_drift": (None, "nats")}
+# Each amount's resting value and its unit.
 
 _NOT_AVAILABLE: dict[str, tuple[Any, ...]] = {
-    "use_async_batching": (None,),
-    "use_cuda_graph": (None,),
+    "use_async_batching": (None, False),
+    "use_cuda_graph": (None, False, (False, False), [False, False]),
     "q_padding_interval_size": (0,),
     "kv_padding_interval_size": (0,),
     "max_cached_graphs": (0,),
@@ -219,7 +228,20 @@ _NOT_AVAILABLE: dict[str, tuple[Any, ...]] = {
 # Each field's values that can be honoured today, the first one being the advice.
 
 
-def _require_choice(name: str, value: Any, kind: type[StrEnum]) -> None:
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _require_integer(name: str, value: object, least: int, may_be_none: bool) -> None:
+    if value is None and may_be_none:
+        return
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ConfigurationError(f"{name}={value!r} is not a whole number.")
+    if value < least:
+        raise ConfigurationError(f"{name}={value} is below {least}; raise it.")
+
+
+def _require_choice(name: str, value: object, kind: type[StrEnum]) -> None:
     choices = [choice.value for choice in kind]
     if value not in choices:
         raise ConfigurationError(f"{name}={value!r} is not one of {', '.join(choices)}.")
@@ -252,7 +274,8 @@ def as_rollout_config(config: Any) -> RolloutConfig:
         return RolloutConfig()
     if isinstance(config, RolloutConfig):
         return config
-    if not (dataclasses.is_dataclass(config) and hasattr(config, "max_batch_tokens")):
+    is_record = dataclasses.is_dataclass(config) and not isinstance(config, type)
+    if not (is_record and hasattr(config, "max_batch_tokens")):
         raise ConfigurationError(
             f"config is a {type(config).__name__}; pass a RolloutConfig or a transformers "
             "ContinuousBatchingConfig."
@@ -263,8 +286,8 @@ def as_rollout_config(config: Any) -> RolloutConfig:
         if field.name in _NO_COUNTERPART:
             if value not in _NO_COUNTERPART[field.name]:
                 raise ConfigurationError(
-                    f"ContinuousBatchingConfig.{field.name}={value!r} is not available; leave it at "
-                    f"{_NO_COUNTERPART[field.name][0]!r}."
+                    f"ContinuousBatchingConfig.{field.name}={value!r} is not available; leave it "
+                    f"at {_NO_COUNTERPART[field.name][0]!r}."
                 )
         elif value is not None:
             values[_RENAMED.get(field.name, field.name)] = value

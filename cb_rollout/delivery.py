@@ -28,7 +28,7 @@ class Mailbox:
             self._changed.notify_all()
 
     def close(self, error: EngineDeadError) -> None:
-        """Nothing more will come: whoever waits, now or later, for what is not here gets `error`."""
+        """Nothing more will come: whoever waits for what is not here gets `error`."""
         with self._changed:
             self._error = error
             self._changed.notify_all()

@@ -5,7 +5,7 @@ the cache when the weights change. Called from the training thread.
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -22,10 +22,11 @@ from cb_rollout.intake import grouped
 from cb_rollout.logprobs import DriftReport, drift
 from cb_rollout.manager import ContinuousBatchingManager
 from cb_rollout.memory import MemoryPlan
+from cb_rollout.precision import autocast_dtype
+from cb_rollout.prompts import Prompt, encoded
 from cb_rollout.sampling_params import SamplingParams, from_generation_config, resolved
 from cb_rollout.types import GenerationOutput, RequestStatus, SyncReport
 
-Prompt = Sequence[int] | str | Sequence[Mapping[str, Any]]
 PROGRESS_SECONDS = 0.25
 # How often a progress bar moves while nothing finishes.
 
@@ -62,7 +63,7 @@ class RolloutGenerator:
             module,
             generation_config,
             self.config,
-            autocast_dtype=_autocast_dtype(self.config, module, accelerator),
+            autocast_dtype=autocast_dtype(self.config, module, accelerator),
             rank=0 if accelerator is None else accelerator.process_index,
         )
         self._sleep: ExitStack | None = None
@@ -84,7 +85,7 @@ class RolloutGenerator:
         """Sample completions of many prompts together; equal prompts are computed once.
 
         Args:
-            inputs: lists of token ids; with a tokenizer also strings, or chats as lists of messages.
+            inputs: lists of token ids; with a tokenizer also strings, or chats (lists of messages).
             generation_config: defaults of this call; None: the generator's.
             sampling_params: one, or one per input; None: what the generation config says.
             num_return_sequences: completions of each input; None: the generation config's, else 1.
@@ -109,7 +110,7 @@ class RolloutGenerator:
         if count < 1:
             raise InvalidRequestError(f"num_return_sequences={count} is below 1.")
         params = self._params(len(inputs), generation_config, sampling_params, max_new_tokens)
-        prompts = self._encoded(inputs)
+        prompts = encoded(inputs, self._tokenizer)
         requests = self.manager.intake.requests(
             [prompt for prompt in prompts for _ in range(count)],
             [wanted for wanted in params for _ in range(count)],
@@ -144,26 +145,6 @@ class RolloutGenerator:
             resolved(params, defaults, length)
             for params, length in zip(many_params, many_lengths, strict=True)
         ]
-
-    def _encoded(self, inputs: Sequence[Prompt]) -> list[Sequence[int]]:
-        """Token ids of every input."""
-        return [self._encode(prompt, index) for index, prompt in enumerate(inputs)]
-
-    def _encode(self, prompt: Prompt, index: int) -> Any:
-        is_text = isinstance(prompt, str)
-        is_chat = not is_text and len(prompt) > 0 and isinstance(prompt[0], Mapping)
-        if not (is_text or is_chat):
-            return prompt
-        if self._tokenizer is None:
-            raise InvalidRequestError(
-                f"input {index} is {'text' if is_text else 'a chat'}; pass token ids, or make the "
-                "generator with tokenizer=."
-            )
-        if is_text:
-            return self._tokenizer(prompt)["input_ids"]
-        return self._tokenizer.apply_chat_template(
-            prompt, add_generation_prompt=True, tokenize=True, return_dict=True
-        )["input_ids"]
 
     def _generate(self, requests: list[Request], progress_bar: bool) -> dict[str, GenerationOutput]:
         """Run requests to their end, and measure how it went."""
@@ -295,63 +276,6 @@ class RolloutGenerator:
         self.close()
 
 
-def generate_batch(
-    model: torch.nn.Module,
-    inputs: Sequence[Prompt],
-    generation_config: Any = None,
-    continuous_batching_config: Any = None,
-    record_timestamps: bool = False,
-    progress_bar: bool = True,
-    persistent_manager: bool = False,
-    **kwargs: Any,
-) -> dict[str, GenerationOutput]:
-    """Sample completions of many prompts together, in one call.
-
-    Args:
-        model: a causal language model, wrapped or not.
-        inputs: lists of token ids.
-        generation_config: how to sample; None: the model's own.
-        continuous_batching_config: a `RolloutConfig`, or transformers' own.
-        record_timestamps: note when each token was sampled.
-        progress_bar: show sequences done and tokens per second.
-        persistent_manager: keep the manager on the model for the next call. The weights may have
-            changed by then, so no key of an earlier call is read.
-        **kwargs: further arguments of `RolloutGenerator.generate_batch`.
-
-    Returns:
-        Outputs by request id; see `RolloutGenerator.generate_batch`.
-    """
-    generator = _generator_of(model, as_rollout_config(continuous_batching_config))
-    try:
-        return generator.generate_batch(
-            inputs,
-            generation_config,
-            record_timestamps=record_timestamps,
-            progress_bar=progress_bar,
-            **kwargs,
-        )
-    finally:
-        if not persistent_manager:
-            generator.close()
-            vars(model).pop(_KEPT, None)
-
-
-_KEPT = "_cb_rollout_generator"
-
-
-def _generator_of(model: torch.nn.Module, config: RolloutConfig) -> RolloutGenerator:
-    """The generator kept on the model, if it has the same config, else a new one."""
-    kept: RolloutGenerator | None = vars(model).get(_KEPT)
-    if kept is not None and kept.config == config:
-        kept.sync_weights()
-        return kept
-    if kept is not None:
-        kept.close()
-    generator = RolloutGenerator(model, config)
-    vars(model)[_KEPT] = generator
-    return generator
-
-
 def _one_per_input(name: str, value: Any, num_inputs: int) -> list[Any]:
     if isinstance(value, Sequence):
         if len(value) != num_inputs:
@@ -360,22 +284,3 @@ def _one_per_input(name: str, value: Any, num_inputs: int) -> list[Any]:
             )
         return list(value)
     return [value] * num_inputs
-
-
-def _autocast_dtype(
-    config: RolloutConfig, module: torch.nn.Module, accelerator: Any
-) -> torch.dtype | None:
-    """What to autocast to, so that a rollout computes in what the trainer's forward computes in."""
-    mixed = {"bf16": torch.bfloat16, "fp16": torch.float16}
-    if config.rollout_dtype == "auto":
-        return None if accelerator is None else mixed.get(accelerator.mixed_precision)
-    wanted: torch.dtype = getattr(torch, config.rollout_dtype)
-    held = _compat.compute_dtype(module)
-    if wanted == held:
-        return None
-    if held != torch.float32:
-        raise ConfigurationError(
-            f"rollout_dtype={config.rollout_dtype!r} needs other weights than the model's {held}; "
-            "use 'auto', or load the model in float32."
-        )
-    return wanted

@@ -146,7 +146,7 @@ _MODEL_ADVICE = "shorten the prompt or lower max_new_tokens"
 
 
 def grouped(requests: Sequence[Request]) -> list[Request]:
-    """The requests with the members of each group next to each other, groups in order of arrival."""
+    """The requests, each group together, groups in order of arrival."""
     arrival: dict[int | None, int] = {}
     for request in requests:
         arrival.setdefault(request.group, len(arrival))

@@ -77,7 +77,7 @@ class ContinuousBatchingManager:
         self.defaults = from_generation_config(generation_config or module.generation_config)
         self.engine = Engine(module, self.config, autocast_dtype)
         limits = ServingLimits(
-            vocab_size=self.engine.vocab_size,
+            vocab_size=_compat.vocab_size(module),
             max_positions=_compat.max_positions(module),
             max_cached_tokens=self.engine.max_sequence_tokens,
             model_eos=_compat.model_eos_token_ids(module),

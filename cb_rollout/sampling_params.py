@@ -3,7 +3,8 @@
 Owns the meaning and the ranges of sampling parameters. Loads no torch.
 """
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -43,25 +44,17 @@ class SamplingParams:
     config's seed, the rank and the call."""
 
     def __post_init__(self) -> None:
-        """Check every range."""
-        if not self.temperature >= 0 or self.temperature == float("inf"):
-            raise InvalidRequestError(
-                f"temperature={self.temperature} is not a finite number >= 0; use 0 for greedy."
-            )
-        if not 0 < self.top_p <= 1:
-            raise InvalidRequestError(
-                f"top_p={self.top_p} is outside (0, 1]; use 1 to switch it off."
-            )
-        if self.top_k < 0:
-            raise InvalidRequestError(f"top_k={self.top_k} is negative; use 0 to switch it off.")
-        if not 0 <= self.min_p <= 1:
-            raise InvalidRequestError(
-                f"min_p={self.min_p} is outside [0, 1]; use 0 to switch it off."
-            )
-        if self.max_new_tokens is not None and self.max_new_tokens < 1:
-            raise InvalidRequestError(
-                f"max_new_tokens={self.max_new_tokens} is below 1; leave it out for no limit of its own."
-            )
+        """Check every type and range."""
+        for name, (is_whole, is_in_range, complaint) in _RANGES.items():
+            value = getattr(self, name)
+            if value is None and name in _OPEN:
+                continue
+            kinds = int if is_whole else int | float
+            if not isinstance(value, kinds) or isinstance(value, bool) or not is_in_range(value):
+                raise InvalidRequestError(f"{name}={value!r} {complaint}.")
+        if self.eos_token_id is not None and not isinstance(self.eos_token_id, int):
+            object.__setattr__(self, "eos_token_id", tuple(self.eos_token_id))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
 
     @property
     def is_greedy(self) -> bool:
@@ -86,6 +79,29 @@ class SamplingParams:
         return frozenset(token for token in eos if token >= 0) | frozenset(self.stop_token_ids)
 
 
+_OPEN = ("max_new_tokens", "max_length", "seed")
+# None leaves these to be filled in.
+
+_RANGES: dict[str, tuple[bool, Callable[[Any], bool], str]] = {
+    "temperature": (
+        False,
+        lambda v: 0 <= v < math.inf,
+        "is not a finite number >= 0; use 0 for greedy",
+    ),
+    "top_k": (True, lambda v: v >= 0, "is not a whole number >= 0; use 0 to switch it off"),
+    "top_p": (False, lambda v: 0 < v <= 1, "is outside (0, 1]; use 1 to switch it off"),
+    "min_p": (False, lambda v: 0 <= v <= 1, "is outside [0, 1]; use 0 to switch it off"),
+    "max_new_tokens": (
+        True,
+        lambda v: v >= 1,
+        "is not a whole number >= 1; None is no limit",
+    ),
+    "max_length": (True, lambda v: v >= 1, "is not a whole number >= 1; None is no limit"),
+    "seed": (True, lambda _: True, "is not a whole number"),
+}
+# Whether it must be whole, its range, and what to say when it is neither.
+
+
 HONOURED = (
     "temperature", "top_k", "top_p", "min_p", "do_sample", "max_new_tokens", "max_length",
     "eos_token_id",
@@ -93,16 +109,17 @@ HONOURED = (
 
 INERT = {
     "num_return_sequences", "pad_token_id", "bos_token_id", "use_cache", "cache_implementation",
-    "cache_config", "max_cache_len", "compile_config", "disable_compile", "low_memory", "early_stopping",
-    "length_penalty", "transformers_version", "output_attentions", "output_hidden_states",
-    "output_scores", "output_logits", "return_dict_in_generate", "prefill_chunk_size",
-    "continuous_batching_config", "decoder_start_token_id", "use_mtp", "constraints",
+    "cache_config", "max_cache_len", "compile_config", "disable_compile", "low_memory",
+    "early_stopping", "length_penalty", "transformers_version", "output_attentions",
+    "output_hidden_states", "output_scores", "output_logits", "return_dict_in_generate", "prefill_chunk_size",
+    "continuous_batching_config", "decoder_start_token_id", "use_mtp",
 }  # fmt: skip
 # Read elsewhere, or without effect on which tokens continuous batching samples.
 
 NEUTRAL = {
-    "num_beams": 1, "num_beam_groups": 1, "repetition_penalty": 1.0, "encoder_repetition_penalty": 1.0,
-    "no_repeat_ngram_size": 0, "encoder_no_repeat_ngram_size": 0, "min_length": 0, "min_new_tokens": 0,
+    "num_beams": 1, "num_beam_groups": 1, "repetition_penalty": 1.0, "min_length": 0,
+    "encoder_repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "min_new_tokens": 0,
+    "encoder_no_repeat_ngram_size": 0,
     "typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "diversity_penalty": 0.0,
     "guidance_scale": 1, "renormalize_logits": False, "remove_invalid_values": False,
     "token_healing": False, "is_assistant": False,
@@ -111,8 +128,8 @@ NEUTRAL = {
 
 ASSISTED_DECODING = (
     "num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold",
-    "assistant_early_exit", "assistant_lookbehind", "target_lookbehind", "assistant_ensemble_weight",
-    "max_matching_ngram_size",
+    "assistant_early_exit", "assistant_lookbehind", "target_lookbehind",
+    "assistant_ensemble_weight", "max_matching_ngram_size",
 )  # fmt: skip
 # Tune a draft model that continuous batching does not have; they never change what is sampled.
 
@@ -141,8 +158,6 @@ def from_generation_config(generation_config: Any) -> SamplingParams:
             )
     values = {name: settings[name] for name in HONOURED if name in settings}
     values.setdefault("do_sample", False)
-    if isinstance(values.get("eos_token_id"), list):
-        values["eos_token_id"] = tuple(values["eos_token_id"])
     return SamplingParams(**values)
 
 
@@ -159,11 +174,15 @@ def resolved(
     """
     chosen = params or defaults
     if eos_token_id is None:
-        eos_token_id = chosen.eos_token_id
-    if eos_token_id is None:
-        eos_token_id = defaults.eos_token_id
+        eos_token_id = defaults.eos_token_id if chosen.eos_token_id is None else chosen.eos_token_id
     if not isinstance(eos_token_id, int | None):
         eos_token_id = tuple(eos_token_id)
-    if max_new_tokens is None:
-        max_new_tokens = chosen.max_new_tokens or defaults.max_new_tokens
-    return replace(chosen, max_new_tokens=max_new_tokens, eos_token_id=eos_token_id)
+    if max_new_tokens is not None:
+        return replace(chosen, max_new_tokens=max_new_tokens, eos_token_id=eos_token_id)
+    says_length = chosen if chosen.max_new_tokens or chosen.max_length else defaults
+    return replace(
+        chosen,
+        max_new_tokens=says_length.max_new_tokens,
+        max_length=says_length.max_length,
+        eos_token_id=eos_token_id,
+    )

@@ -1,4 +1,4 @@
-"""The records that cross the package's surface. Plain data: no torch, no behaviour beyond reading."""
+"""The records that cross the package's surface: plain data, without torch."""
 
 import time
 from dataclasses import dataclass, field

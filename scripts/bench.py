@@ -71,8 +71,8 @@ def create_model(device: str) -> Qwen3ForCausalLM:
     torch.manual_seed(SEED)
     shape = {
         "cpu": {
-            "vocab_size": 2048, "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8,
-            "num_key_value_heads": 4, "head_dim": 32, "intermediate_size": 768,
+            "vocab_size": 2048, "hidden_size": 256, "num_hidden_layers": 4,
+            "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32, "intermediate_size": 768,
         },
         "cuda": {
             "vocab_size": 151936, "hidden_size": 1024, "num_hidden_layers": 28,
@@ -92,7 +92,9 @@ def create_workload(device: str, equal: bool) -> Workload:
     vocab_size = 2048 if is_cpu else 151936
     low, high = (20, 60) if is_cpu else (256, 512)
     mean, longest = (3.6, 512) if is_cpu else (6.0, 4096)
-    num_prompts, repeats = (NUM_PROMPTS * NUM_COMPLETIONS, 1) if equal else (NUM_PROMPTS, NUM_COMPLETIONS)
+    num_prompts, repeats = (
+        (NUM_PROMPTS * NUM_COMPLETIONS, 1) if equal else (NUM_PROMPTS, NUM_COMPLETIONS)
+    )
     prompts = [
         [draws.randrange(2, vocab_size) for _ in range(draws.randint(low, high))]
         for _ in range(num_prompts)
@@ -158,8 +160,8 @@ def generate_contender(model: Any, workload: Workload, batch_size: int) -> Calla
 
 
 def transformers_contender(model: Any, workload: Workload) -> Callable[[], int]:
-    """transformers' own persistent manager, with log-probabilities."""
-    names = {field for field in ContinuousBatchingConfig.__dataclass_fields__}
+    """Transformers' own persistent manager, with log-probabilities."""
+    names = ContinuousBatchingConfig.__dataclass_fields__
     page_size = {"page_size" if "page_size" in names else "block_size": 32}
     config = ContinuousBatchingConfig(
         **page_size, num_blocks=1024, max_batch_tokens=1024, return_logprobs=True
@@ -181,7 +183,8 @@ def transformers_contender(model: Any, workload: Workload) -> Callable[[], int]:
         num_tokens = num_done = 0
         while num_done < len(workload.prompts):
             output = manager.get_result(timeout=60)
-            assert output is not None and output.error is None, output
+            assert output is not None, "no result within a minute"
+            assert output.error is None, output.error
             if output.is_finished():
                 num_done += 1
                 num_tokens += len(output.generated_tokens)
@@ -235,7 +238,9 @@ def interleaved(
                 torch.cuda.synchronize()
             seconds[name].append(time.perf_counter() - started)
             getattr(run, "close", lambda: None)()
-            print(f"  {repetition + 1}/{repetitions} {name:<28}{seconds[name][-1]:8.2f} s", flush=True)
+            print(
+                f"  {repetition + 1}/{repetitions} {name:<28}{seconds[name][-1]:8.2f} s", flush=True
+            )
     return seconds
 
 
@@ -261,7 +266,12 @@ def bench_rollout(device: str, repetitions: int) -> dict[str, Any]:
 
 def summary(values: list[float], unit: str) -> dict[str, Any]:
     """Median and spread."""
-    return {"median": statistics.median(values), "min": min(values), "max": max(values), "unit": unit}
+    return {
+        "median": statistics.median(values),
+        "min": min(values),
+        "max": max(values),
+        "unit": unit,
+    }
 
 
 def char_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
@@ -282,7 +292,10 @@ def step_contender(device: str, workload: Workload, kind: str) -> Callable[[], i
     """
     model = create_model(device)
     tokenizer = char_tokenizer(workload.vocab_size)
-    prompts = [" ".join(f"w{max(3, i)}" for i in prompt) for prompt in workload.prompts[::NUM_COMPLETIONS]]
+    prompts = [
+        " ".join(f"w{max(3, token)}" for token in prompt)
+        for prompt in workload.prompts[::NUM_COMPLETIONS]
+    ]
     settings: dict[str, Any] = {}
     if kind == "TRL continuous batching":
         settings = {

@@ -1,7 +1,7 @@
 """Writes what the documents take from code and measurements: configuration.md, the README's table.
 
-    python scripts/docs.py            # write
-    python scripts/docs.py --check    # fail if something would change
+python scripts/docs.py            # write
+python scripts/docs.py --check    # fail if something would change
 """
 
 import argparse
@@ -53,7 +53,11 @@ def benchmark_table() -> str:
             for name, figures in contenders.items():
                 is_time = figures["unit"] == "seconds"
                 ratio = figures["median"] / ours if is_time else ours / figures["median"]
-                value = f"{figures['median']:.2f} s" if is_time else f"{figures['median']:,.0f} tokens/s"
+                value = (
+                    f"{figures['median']:.2f} s"
+                    if is_time
+                    else f"{figures['median']:,.0f} tokens/s"
+                )
                 said = "-" if name == "cb_rollout" else f"{ratio:.1f}x as fast"
                 lines.append(f"| {WORKLOADS[workload]} | {name} | {value} | {said} |")
         versions = ", ".join(f"{k} {v}" for k, v in record["versions"].items())

@@ -4,18 +4,18 @@
 gathered and right-aligned: a row's newest token is always last, exactly as in a left-padded
 `generate` batch. So the model runs its own forward, masks and attention, untouched.
 
-B: rows, Q: new tokens of the longest row, S: tokens of the longest row, H: heads, D: size of a head,
-N: token places in all blocks, F: H x D.
+B: rows, Q: new tokens of the longest row, S: tokens of the longest row, H: heads, D: size of a
+head, N: token places in all blocks, F: H x D.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer, LinearAttentionLayer
 
 from cb_rollout.engine.blocks import NULL_BLOCK
 from cb_rollout.engine.probe import CacheLayout, LayerStates, StateShape
-
 
 PADDING_PLACE = 0
 # The first place of the null block: finite keys for the columns that every mask hides.
@@ -169,7 +169,7 @@ class PagedStateLayer(StateLayer, PagedLayer):
         PagedLayer.__init__(self, states, num_places, device)
         StateLayer.__init__(self, states, num_slots, device)
 
-    def lazy_initialization(self, *args: torch.Tensor, **kwargs: torch.Tensor) -> None:
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         """Only the states start lazily; the pages exist."""
         if kwargs:
             StateLayer.lazy_initialization(self, **kwargs)

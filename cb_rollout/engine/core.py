@@ -4,7 +4,7 @@ Owns the paged cache and the policy version that tokens are stamped with. One th
 """
 
 import time
-from contextlib import AbstractContextManager
+from contextlib import ExitStack
 from itertools import islice
 
 import torch
@@ -13,18 +13,13 @@ from transformers import PreTrainedModel
 from cb_rollout import _compat
 from cb_rollout.config import LogprobsMode, RolloutConfig
 from cb_rollout.engine import device as devices
-from cb_rollout.engine.cache import BlockTable, PagedCache
-from cb_rollout.engine.probe import CacheLayout
 from cb_rollout.engine.request import Request
 from cb_rollout.engine.runner import ModelRunner, leased
 from cb_rollout.engine.sampler import SamplingBatch, create_sampling_batch, sample
 from cb_rollout.engine.scheduler import Limits, Prefill, Scheduler
-from cb_rollout.errors import OutOfCacheMemoryError
-from cb_rollout.memory import MemoryPlan, create_memory_plan, training_reserve
+from cb_rollout.engine.storage import CacheStorage, plan_memory
 from cb_rollout.metrics import EngineCounters
 from cb_rollout.types import FinishReason, RequestStatus
-
-GIB = 1024**3
 
 
 class Engine:
@@ -51,14 +46,15 @@ class Engine:
         self.policy_version = 0
         self._runner = ModelRunner(model, autocast_dtype)
         self._logprobs_mode = LogprobsMode(config.logprobs_mode)
-        self._lease: AbstractContextManager[None] | None = None
+        self._lease = ExitStack()
+        self._is_leased = False
         self._probe()
 
     def _probe(self) -> None:
         """Learn the cache's layout, plan its memory, and start with nothing cached."""
         model, config = self._runner.model, self.config
         self._identity = _compat.forward_identity(model)
-        self.layout: CacheLayout = self._runner.probe()
+        self.layout = self._runner.probe()
         self.device = self._runner.device
         self.limits = Limits(
             block_size=config.block_size,
@@ -68,34 +64,14 @@ class Engine:
             can_share_blocks=config.allow_block_sharing,
             can_resume_prompts=not self.layout.is_recurrent,
         )
-        self.memory_plan = self._create_memory_plan()
+        self.memory_plan = plan_memory(model, config, self.layout, self.limits, self.device)
         self._start_empty()
 
     def _start_empty(self) -> None:
-        self._cache: PagedCache | None = None
+        self._storage = CacheStorage(self.layout, self.limits, self.memory_plan, self.device)
         self._sampling: tuple[list[Request], SamplingBatch] | None = None
-        self._scheduler = Scheduler(self.limits, self.counters, self._grow)
+        self._scheduler = Scheduler(self.limits, self.counters, self._storage.grow)
         self._scheduler.policy_version = self.policy_version
-
-    def _create_memory_plan(self) -> MemoryPlan:
-        model = self._runner.model
-        reserve = self.config.training_reserve_gib
-        if isinstance(reserve, str):
-            trainable = [p for p in model.parameters() if p.requires_grad and model.training]
-            reserve_bytes = training_reserve(
-                sum(p.nbytes for p in trainable),
-                sum(p.grad.nbytes for p in trainable if p.grad is not None),
-            )
-        else:
-            reserve_bytes = int(reserve * GIB)
-        return create_memory_plan(
-            free_bytes=devices.free_bytes(self.device),
-            training_reserve_bytes=reserve_bytes,
-            max_memory_percent=self.config.max_memory_percent,
-            bytes_per_block=self.layout.bytes_per_token * self.limits.block_size,
-            state_bytes=self.layout.bytes_per_sequence * self.limits.max_requests,
-            num_blocks=self.config.num_blocks,
-        )
 
     @property
     def model(self) -> PreTrainedModel:
@@ -128,7 +104,7 @@ class Engine:
     @property
     def cache_bytes(self) -> int:
         """Bytes held for keys, values and states now."""
-        return 0 if self._cache is None else self._cache.num_bytes
+        return self._storage.num_bytes
 
     def add(self, request: Request) -> None:
         """Queue a validated sequence."""
@@ -166,7 +142,7 @@ class Engine:
         self._scheduler.waiting = waiting
 
     def recompute(self, request: Request) -> list[float]:
-        """The log-probabilities of a sequence's generated tokens, by one plain forward, no cache."""
+        """A sequence's log-probabilities by one plain forward, without the cache."""
         temperature = 1.0 if request.params.is_greedy else request.params.temperature
         with leased(self.model):
             return self._runner.recompute(request.token_ids, len(request.prompt_ids), temperature)
@@ -177,11 +153,11 @@ class Engine:
         Returns:
             The sequences that got a token or ended, each once.
         """
-        if self._lease is None:
-            self._lease = leased(self.model)
-            self._lease.__enter__()
-        if self._cache is None:
-            self._create_cache()
+        if not self._is_leased:
+            self._lease.enter_context(leased(self.model))
+            self._is_leased = True
+        if not self._storage.is_allocated:
+            self._allocate()
         touched = dict.fromkeys([*self._prefill(), *self._decode()])
         self._scheduler.retire_running()
         if not self.has_work:
@@ -190,47 +166,20 @@ class Engine:
 
     def hand_back_model(self) -> None:
         """Put the model's training flags back; the next step takes it again."""
-        if self._lease is not None:
-            self._lease.__exit__(None, None, None)
-            self._lease = None
+        self._lease.close()
+        self._is_leased = False
 
     def abandon(self) -> None:
         """Forget every request and everything cached."""
         self.hand_back_model()
         self._start_empty()
 
-    def _create_cache(self) -> None:
+    def _allocate(self) -> None:
         """Allocate pages for what waits, within the plan."""
-        needed = sum(
-            -(-(len(r.prompt_ids) + r.max_new_tokens) // self.limits.block_size)
-            for r in islice(self._scheduler.waiting, self.limits.max_requests)
-        )
-        plan = self.memory_plan
-        num_blocks = plan.num_blocks if plan.is_fixed else min(needed, plan.num_blocks)
-        try:
-            self._cache = PagedCache(
-                self.layout,
-                num_blocks=num_blocks,
-                block_size=self.limits.block_size,
-                num_slots=self.limits.max_requests,
-                device=self.device,
-            )
-        except torch.OutOfMemoryError as error:
-            raise OutOfCacheMemoryError(
-                f"no memory for {num_blocks} KV cache blocks; lower max_memory_percent "
-                f"(now {self.config.max_memory_percent}) or num_blocks.\n{plan}"
-            ) from error
-        self._table = BlockTable(self.limits.max_requests, self.limits.block_size, self.device)
-        self._scheduler.pool.grow(num_blocks)
-
-    def _grow(self, count: int) -> int:
-        """Make room for `count` more blocks, doubling where the plan allows; returns all there are."""
-        now = self._scheduler.pool.num_blocks
-        target = min(self.memory_plan.num_blocks, max(2 * now, now + count))
-        if self._cache is None or target <= now:
-            return now
-        self._cache.grow(target)
-        return target
+        waiting = islice(self._scheduler.waiting, self.limits.max_requests)
+        num_tokens = [len(r.prompt_ids) + r.max_new_tokens for r in waiting]
+        needed = sum(-(-count // self.limits.block_size) for count in num_tokens)
+        self._scheduler.pool.grow(self._storage.allocate(needed))
 
     def _prefill(self) -> list[Request]:
         prefills = self._scheduler.schedule_prefill()
@@ -238,15 +187,16 @@ class Engine:
             return []
         self._write_tables()
         started = time.perf_counter()
-        assert self._cache is not None
         leaders = [prefill.leader for prefill in prefills]
         ends = [p.leader.num_computed + p.num_scheduled for p in prefills]
         chunks = [
             leader.token_ids[leader.num_computed : end]
             for leader, end in zip(leaders, ends, strict=True)
         ]
-        slots = [leader.slot for leader in leaders if leader.slot is not None]
-        logits_BV = self._runner.logits(chunks, ends, slots, self._cache, self._table)
+        slots = [leader.slot for leader in leaders]
+        logits_BV = self._runner.logits(
+            chunks, ends, slots, self._storage.cache, self._storage.table
+        )
         rows, requests = self._fork(prefills)
         if requests:
             row_index = torch.tensor(rows, device=self.device)
@@ -258,18 +208,16 @@ class Engine:
 
     def _fork(self, prefills: list[Prefill]) -> tuple[list[int], list[Request]]:
         """Complete the computed prompts; returns the logits row of each sequence to sample."""
-        assert self._cache is not None
         rows: list[int] = []
         requests: list[Request] = []
         for row, prefill in enumerate(prefills):
             is_last_chunk = prefill.is_last_chunk
-            self._cache.copy_blocks(*self._scheduler.complete_prefill(prefill))
+            self._storage.cache.copy_blocks(*self._scheduler.complete_prefill(prefill))
             if not is_last_chunk:
                 continue
             source = prefill.leader.slot
-            targets = [f.slot for f in prefill.followers if f.slot is not None]
-            assert source is not None
-            self._cache.copy_slots([source] * len(targets), targets)
+            targets = [follower.slot for follower in prefill.followers]
+            self._storage.cache.copy_slots([source] * len(targets), targets)
             group = [prefill.leader, *prefill.followers]
             rows += [row] * len(group)
             requests += group
@@ -281,15 +229,14 @@ class Engine:
         running = self._scheduler.running
         if not running:
             return []
-        assert self._cache is not None
         started = time.perf_counter()
-        self._table.write([(r.slot, len(r.block_ids) - 1, block) for r, block in extended])
+        self._storage.table.write([(r.slot, len(r.block_ids) - 1, block) for r, block in extended])
         logits_BV = self._runner.logits(
             [r.token_ids[-1:] for r in running],
             [r.num_tokens for r in running],
-            [r.slot for r in running if r.slot is not None],
-            self._cache,
-            self._table,
+            [r.slot for r in running],
+            self._storage.cache,
+            self._storage.table,
         )
         self._scheduler.complete_decode()
         touched = list(running)
@@ -300,11 +247,10 @@ class Engine:
 
     def _write_tables(self) -> None:
         """Tell the block table about sequences that were just seated."""
-        self._table.write(
+        self._storage.table.write(
             [
                 (request.slot, index, block)
                 for request in self._scheduler.take_seated()
-                if request.slot is not None
                 for index, block in enumerate(request.block_ids)
             ]
         )
@@ -319,17 +265,12 @@ class Engine:
             )
         return self._sampling[1]
 
-    @property
-    def vocab_size(self) -> int:
-        """Rows of the input embedding: the token ids that can be fed back."""
-        return self.model.get_input_embeddings().weight.shape[0]
-
     def _sample(
         self, logits_BV: torch.Tensor, requests: list[Request], batch: SamplingBatch | None
     ) -> None:
         """Give each request its next token, or end it where its logits make no distribution."""
         if batch is None:
-            batch = create_sampling_batch(requests, logits_BV.shape[-1], self.device)
+            batch = create_sampling_batch(requests, self.device)
         indices_B = torch.tensor([r.num_generated for r in requests], device=self.device)
         tokens, logprobs, is_valid = (
             result.tolist() for result in sample(logits_BV, batch, indices_B, self._logprobs_mode)

@@ -6,6 +6,9 @@ from dataclasses import dataclass, field
 from cb_rollout.sampling_params import SamplingParams
 from cb_rollout.types import FinishReason, GenerationOutput, RequestStatus
 
+NO_SLOT = -1
+# While a sequence waits.
+
 
 @dataclass(slots=True, eq=False)
 class Request:
@@ -19,7 +22,7 @@ class Request:
     seed: int
     """Seed of this sequence's own stream of uniform draws."""
     group: int | None = None
-    """Neighbours in the queue with the same number have the same prompt; None: a prompt of its own."""
+    """Queue neighbours of one number have one prompt; None: a prompt of its own."""
     is_streaming: bool = False
     records_timestamps: bool = False
 
@@ -33,8 +36,8 @@ class Request:
     policy_versions: list[tuple[int, int]] = field(default_factory=list)
     created_time: float = field(default_factory=time.perf_counter)
 
-    slot: int | None = None
-    """Row of the block table and of the recurrent states; None while waiting."""
+    slot: int = NO_SLOT
+    """Row of the block table and of the recurrent states."""
     block_ids: list[int] = field(default_factory=list)
     num_computed: int = 0
     """Leading tokens whose keys, values and states are in the cache."""
@@ -79,7 +82,7 @@ class Request:
 
     def reset_cache(self) -> None:
         """Forget what was cached, keeping every token and log-probability."""
-        self.slot = None
+        self.slot = NO_SLOT
         self.block_ids = []
         self.num_computed = self.prefix_node = self.num_remembered = 0
         self.status = RequestStatus.PENDING

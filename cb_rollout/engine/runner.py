@@ -123,7 +123,7 @@ class ModelRunner:
         return logits_BV
 
     def recompute(self, token_ids: list[int], num_prompt: int, temperature: float) -> list[float]:
-        """Log-probabilities of the tokens after the prompt, by one plain forward without a cache."""
+        """Log-probabilities of the tokens after the prompt, by a forward without a cache."""
         input_ids = self._integers([token_ids])
         # no_grad, not inference_mode: some models keep buffers that a later training forward uses.
         with torch.no_grad(), self._autocast():

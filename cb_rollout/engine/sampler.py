@@ -19,8 +19,8 @@ from cb_rollout.logprobs import chosen_logprobs
 GOLDEN_GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
 MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 MIX_2 = 0x94D049BB133111EB - (1 << 64)
-# Constants of SplitMix64 (Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators"),
-# as signed 64-bit integers: torch's int64 wraps like the unsigned arithmetic they are meant for.
+# SplitMix64's constants (Steele, Lea, Flood 2014, "Fast splittable pseudorandom
+# number generators"), as signed integers: torch's int64 wraps like the unsigned arithmetic they are meant for.
 
 
 def uniforms(seeds_B: torch.Tensor, indices_B: torch.Tensor) -> torch.Tensor:
@@ -45,6 +45,10 @@ def _shift_right(z: torch.Tensor, bits: int) -> torch.Tensor:
     return (z >> bits) & ((1 << (64 - bits)) - 1)
 
 
+NO_TOP_K = 2**31 - 1
+# More tokens than any vocabulary has.
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingBatch:
     """The sampling parameters of a batch's rows, as tensors on the logits' device."""
@@ -57,14 +61,12 @@ class SamplingBatch:
     truncated_rows: torch.Tensor | None
     """Rows with top-k, top-p or min-p; None: there are none."""
     top_k_R: torch.Tensor
-    """One per truncated row, as the next two; the vocabulary size where off."""
+    """One per truncated row, as the next two."""
     top_p_R: torch.Tensor
     min_p_R: torch.Tensor
 
 
-def create_sampling_batch(
-    requests: Sequence[Request], vocab_size: int, device: torch.device
-) -> SamplingBatch:
+def create_sampling_batch(requests: Sequence[Request], device: torch.device) -> SamplingBatch:
     """Gather the parameters of `requests`, one row each."""
     params = [request.params for request in requests]
     greedy = [row for row, p in enumerate(params) if p.is_greedy]
@@ -81,7 +83,7 @@ def create_sampling_batch(
         seeds_B=integers([request.seed for request in requests]),
         greedy_rows=integers(greedy) if greedy else None,
         truncated_rows=integers(truncated) if truncated else None,
-        top_k_R=integers([min(params[r].top_k or vocab_size, vocab_size) for r in truncated]),
+        top_k_R=integers([params[r].top_k or NO_TOP_K for r in truncated]),
         top_p_R=floats([params[r].top_p for r in truncated]),
         min_p_R=floats([params[r].min_p for r in truncated]),
     )
@@ -92,6 +94,7 @@ def truncate(logits_RV: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
 
     Args:
         logits_RV: float32 logits of the batch's truncated rows, already divided by temperature.
+        batch: what each row asks for.
     """
     sorted_RV, order_RV = logits_RV.sort(-1, descending=True)
     ranks_V = torch.arange(logits_RV.shape[-1], device=logits_RV.device)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from cb_rollout.engine.blocks import BlockPool
 from cb_rollout.engine.prefixes import PrefixIndex
-from cb_rollout.engine.request import Request
+from cb_rollout.engine.request import NO_SLOT, Request
 from cb_rollout.metrics import EngineCounters
 from cb_rollout.types import RequestStatus
 
@@ -209,7 +209,7 @@ class Scheduler:
                 request.block_ids.append(block)
                 extended.append((request, block))
             index += 1
-        return [(r, block) for r, block in extended if r.slot is not None]
+        return [(r, block) for r, block in extended if r.slot != NO_SLOT]
 
     def complete_decode(self) -> None:
         """Account for one computed token of every running sequence."""
@@ -266,10 +266,10 @@ class Scheduler:
         self.waiting.appendleft(request)
 
     def _free(self, request: Request) -> None:
-        if request.slot is not None:
+        if request.slot != NO_SLOT:
             self.pool.release(reversed(request.block_ids))
             heapq.heappush(self._free_slots, request.slot)
-            request.slot, request.block_ids = None, []
+            request.slot, request.block_ids = NO_SLOT, []
 
     def _remember(self, request: Request) -> None:
         """Offer newly filled blocks to the prefix index."""

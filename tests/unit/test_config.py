@@ -54,7 +54,6 @@ def test_an_unknown_field_like_no_other_is_answered_with_all_of_them():
         ("max_queue_size", -1, 0),
         ("verify_every_steps", -1, 0),
         ("verify_num_sequences", 0, 1),
-        ("max_logprob_drift", -0.5, 0),
         ("record_num_sequences", -1, 0),
     ],
 )
@@ -75,6 +74,37 @@ def test_the_memory_share_is_a_share(value):
 def test_the_training_reserve_is_auto_or_gibibytes(value):
     with pytest.raises(ConfigurationError, match=f"training_reserve_gib={value!r} .*'auto'.*GiB"):
         RolloutConfig(training_reserve_gib=value)
+
+
+@pytest.mark.parametrize("value", [-0.5, float("nan"), float("inf"), "much", True])
+def test_the_allowed_drift_is_an_amount_of_nats_or_none(value):
+    with pytest.raises(ConfigurationError, match=f"max_logprob_drift={value!r} .*None.*nats"):
+        RolloutConfig(max_logprob_drift=value)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("block_size", None),
+        ("block_size", 1.5),
+        ("num_blocks", "8"),
+        ("max_queue_size", None),
+        ("seed", "a"),
+        ("verify_every_steps", True),
+    ],
+)
+def test_a_whole_number_is_nothing_else(field, value):
+    with pytest.raises(ConfigurationError, match=f"^{field}={value!r} is not a whole number"):
+        RolloutConfig(**{field: value})
+
+
+def test_a_switch_is_true_or_false():
+    with pytest.raises(ConfigurationError, match="allow_block_sharing='no' is not True or False"):
+        RolloutConfig(allow_block_sharing="no")
+
+
+def test_graphs_that_are_off_are_off():
+    assert as_rollout_config(ContinuousBatchingConfig(use_cuda_graph=(False, False)))
 
 
 @pytest.mark.parametrize("value", ["auto", 0, 2.5])
@@ -215,7 +245,7 @@ def test_a_scheduler_of_transformers_that_is_not_ours_is_refused():
         as_rollout_config(ContinuousBatchingConfig(scheduler_type="prefill_first"))
 
 
-@pytest.mark.parametrize("config", [{"block_size": 16}, "fifo", 3])
+@pytest.mark.parametrize("config", [{"block_size": 16}, "fifo", 3, RolloutConfig])
 def test_anything_else_is_not_a_config(config):
     with pytest.raises(ConfigurationError, match=f"config is a {type(config).__name__}; pass a"):
         as_rollout_config(config)

@@ -205,5 +205,5 @@ def test_the_words_of_the_request_come_first():
 
 
 def test_a_length_below_one_is_refused_where_it_is_asked_for():
-    with pytest.raises(InvalidRequestError, match="max_new_tokens=0 is below 1"):
+    with pytest.raises(InvalidRequestError, match="max_new_tokens=0 is not a whole number >= 1"):
         resolved(None, DEFAULTS, max_new_tokens=0)

@@ -5,7 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from cb_rollout.engine.request import Request
+from cb_rollout.engine.request import NO_SLOT, Request
 from cb_rollout.engine.scheduler import Limits, Scheduler
 from cb_rollout.metrics import EngineCounters
 from cb_rollout.sampling_params import SamplingParams
@@ -136,7 +136,7 @@ class FakeEngine:
     def check(self):
         """What holds between any two calls."""
         pool = self.scheduler.pool
-        seated = [request for request in self.requests if request.slot is not None]
+        seated = [request for request in self.requests if request.slot != NO_SLOT]
         held = Counter(block for request in seated for block in request.block_ids)
         counts = {b: n for b, n in enumerate(pool._reference_counts) if n}
         assert held == counts
@@ -145,7 +145,7 @@ class FakeEngine:
         assert sorted(slots) == list(range(self.limits.max_requests))
         for request in self.requests:
             assert request.num_computed <= request.num_tokens
-            assert request.slot is not None or not request.block_ids
+            assert request.slot != NO_SLOT or not request.block_ids
             count = request.num_generated
             tokens = [self.expected_token(request, i) for i in range(count)]
             assert request.token_ids == [*request.prompt_ids, *tokens]

@@ -1,0 +1,68 @@
+"""`generate_batch`, the reference's one function."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from cb_rollout.config import RolloutConfig, as_rollout_config
+from cb_rollout.generator import RolloutGenerator
+from cb_rollout.prompts import Prompt
+from cb_rollout.types import GenerationOutput
+
+KEPT = "_cb_rollout_generator"
+# The model's attribute that holds a kept generator.
+
+
+def generate_batch(
+    model: torch.nn.Module,
+    inputs: Sequence[Prompt],
+    generation_config: Any = None,
+    continuous_batching_config: Any = None,
+    record_timestamps: bool = False,
+    progress_bar: bool = True,
+    persistent_manager: bool = False,
+    **kwargs: Any,
+) -> dict[str, GenerationOutput]:
+    """Sample completions of many prompts together, in one call.
+
+    Args:
+        model: a causal language model, wrapped or not.
+        inputs: lists of token ids.
+        generation_config: how to sample; None: the model's own.
+        continuous_batching_config: a `RolloutConfig`, or transformers' own.
+        record_timestamps: note when each token was sampled.
+        progress_bar: show sequences done and tokens per second.
+        persistent_manager: keep the manager on the model for the next call. The weights may have
+            changed by then, so no key of an earlier call is read.
+        **kwargs: further arguments of `RolloutGenerator.generate_batch`.
+
+    Returns:
+        Outputs by request id; see `RolloutGenerator.generate_batch`.
+    """
+    generator = _generator_of(model, as_rollout_config(continuous_batching_config))
+    try:
+        return generator.generate_batch(
+            inputs,
+            generation_config,
+            record_timestamps=record_timestamps,
+            progress_bar=progress_bar,
+            **kwargs,
+        )
+    finally:
+        if not persistent_manager:
+            generator.close()
+            vars(model).pop(KEPT, None)
+
+
+def _generator_of(model: torch.nn.Module, config: RolloutConfig) -> RolloutGenerator:
+    """The generator kept on the model, if it has the same config, else a new one."""
+    kept: RolloutGenerator | None = vars(model).get(KEPT)
+    if kept is not None and kept.config == config:
+        kept.sync_weights()
+        return kept
+    if kept is not None:
+        kept.close()
+    generator = RolloutGenerator(model, config)
+    vars(model)[KEPT] = generator
+    return generator

@@ -1,0 +1,40 @@
+"""Prompts as people write them, turned into token ids."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from cb_rollout.errors import InvalidRequestError
+
+Prompt = Sequence[int] | str | Sequence[Mapping[str, Any]]
+# Token ids, text, or a chat.
+
+
+def encoded(prompts: Sequence[Prompt], tokenizer: Any) -> list[Sequence[int]]:
+    """Token ids of every prompt.
+
+    Args:
+        prompts: lists of token ids, which stay as they are; strings; chats, to which the
+            tokenizer's chat template is applied.
+        tokenizer: a transformers tokenizer; None: only token ids are allowed.
+
+    Raises:
+        InvalidRequestError: text or a chat without a tokenizer.
+    """
+    return [_encoded(prompt, index, tokenizer) for index, prompt in enumerate(prompts)]
+
+
+def _encoded(prompt: Any, index: int, tokenizer: Any) -> Any:
+    is_text = isinstance(prompt, str)
+    is_chat = isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+    if not (is_text or is_chat):
+        return prompt
+    if tokenizer is None:
+        raise InvalidRequestError(
+            f"input {index} is {'text' if is_text else 'a chat'}; pass token ids, or make the "
+            "generator with tokenizer=."
+        )
+    if is_text:
+        return tokenizer(prompt)["input_ids"]
+    return tokenizer.apply_chat_template(
+        prompt, add_generation_prompt=True, tokenize=True, return_dict=True
+    )["input_ids"]
