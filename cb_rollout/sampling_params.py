@@ -111,8 +111,8 @@ INERT = {
     "num_return_sequences", "pad_token_id", "bos_token_id", "use_cache", "cache_implementation",
     "cache_config", "max_cache_len", "compile_config", "disable_compile", "low_memory",
     "early_stopping", "length_penalty", "transformers_version", "output_attentions",
-    "output_hidden_states", "output_scores", "output_logits", "return_dict_in_generate", "prefill_chunk_size",
-    "continuous_batching_config", "decoder_start_token_id", "use_mtp",
+    "output_hidden_states", "output_scores", "output_logits", "return_dict_in_generate",
+    "prefill_chunk_size", "continuous_batching_config", "decoder_start_token_id", "use_mtp",
 }  # fmt: skip
 # Read elsewhere, or without effect on which tokens continuous batching samples.
 

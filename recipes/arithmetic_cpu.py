@@ -24,7 +24,6 @@ import os
 import random
 import re
 import sys
-import time
 import warnings
 import zlib
 from pathlib import Path
@@ -54,12 +53,10 @@ from cb_rollout.report import write_report
 PAD, EOS = 0, 1
 WORDS = ["<pad>", "<eos>", *"0123456789+-*=~"]
 OPERATIONS = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
-MAX_TERMS, MAX_VALUE = 10, 20
-MAX_COMPLETION = 1 + 5 * (MAX_TERMS - 1) + 1 + 13
-# The longest working and its end, and some room for a model that errs.
-BARE_SHARE = 0.6
-# Of the solutions that the warm start sees, how many give only the result.
-REQUIRED_GAIN, MAX_DRIFT = 0.20, 1e-5
+MAX_TERMS, MAX_VALUE = 10, 50
+MAX_COMPLETION = 56
+# The longest working is 47 tokens and its end; the rest is room for a model that errs.
+FULL_STEPS, REQUIRED_GAIN, MAX_DRIFT = 150, 0.20, 1e-5
 
 
 class Problem(NamedTuple):
@@ -125,8 +122,9 @@ def create_model() -> Qwen3ForCausalLM:
     )
 
 
-def packed_batch(rng: random.Random, rows: int = 8, width: int = 256) -> dict[str, torch.Tensor]:
+def packed_batch(rng: random.Random, bare_share: float) -> dict[str, torch.Tensor]:
     """Solved training problems, as many to a row as fit; positions restart, so none sees another."""
+    rows, width = 8, 256
     batch = {
         "input_ids": torch.full((rows, width), PAD),
         "labels": torch.full((rows, width), -100),
@@ -138,7 +136,7 @@ def packed_batch(rng: random.Random, rows: int = 8, width: int = 256) -> dict[st
             problem = draw_problem(rng)
             if problem.is_held_out:
                 continue
-            solution = f"~{problem.answer}" if rng.random() < BARE_SHARE else problem.worked
+            solution = f"~{problem.answer}" if rng.random() < bare_share else problem.worked
             prompt = [WORDS.index(character) for character in problem.prompt]
             target = [WORDS.index(character) for character in solution] + [EOS]
             middle, end = start + len(prompt), start + len(prompt) + len(target)
@@ -152,17 +150,17 @@ def packed_batch(rng: random.Random, rows: int = 8, width: int = 256) -> dict[st
 
 
 def warm_start(model: Qwen3ForCausalLM, steps: int, rng: random.Random) -> None:
-    """Plain supervised training on solved problems; ends before the model is good."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95), fused=True)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, steps, pct_start=0.05)
+    """Plain supervised training: first on workings alone, then ever more bare results among them."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), fused=True)
     model.train()
     with tqdm(range(steps), desc="warm start", unit="step") as bar:
-        for _ in bar:
-            loss = model(**packed_batch(rng), use_cache=False).loss
+        for step in bar:
+            done = step / steps
+            optimizer.param_groups[0]["lr"] = 3e-3 * min(1, (step + 1) / 30) * (1 - 0.9 * done)
+            loss = model(**packed_batch(rng, max(0.0, 2 * done - 1.2)), use_cache=False).loss
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
-            schedule.step()
             optimizer.zero_grad()
             bar.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
 
@@ -240,34 +238,45 @@ def parsed_arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output-dir", type=Path, default=Path("runs/arithmetic"))
     parser.add_argument("--warmup-steps", type=int, default=600, help="supervised steps")
-    parser.add_argument("--max-steps", type=int, default=150, help="GRPO steps")
-    parser.add_argument("--held-out", type=int, default=500, help="problems to measure with")
+    parser.add_argument("--max-steps", type=int, default=FULL_STEPS, help="GRPO steps")
+    parser.add_argument("--num-held-out", type=int, default=500, help="problems to measure with")
     return parser.parse_args()
 
 
 def main() -> int:
     args = parsed_arguments()
-    os.environ.setdefault("WANDB_DIR", str(args.output_dir))
     args.output_dir.mkdir(parents=True, exist_ok=True)
-    started = time.perf_counter()
+    os.environ.setdefault("WANDB_DIR", str(args.output_dir))
 
     torch.manual_seed(args.seed)
     rng = random.Random(args.seed)
     train = draw_problems(rng, 16 * args.max_steps, held_out=False)
-    held_out = draw_problems(rng, args.held_out, held_out=True)
-    assert not {p.prompt for p in train} & {p.prompt for p in held_out}
+    held_out = draw_problems(rng, args.num_held_out, held_out=True)
+    assert not {problem.prompt for problem in train} & {problem.prompt for problem in held_out}
     tokenizer, model = create_tokenizer(), create_model()
     warm_start(model, args.warmup_steps, rng)
 
     trainer = create_trainer(model, tokenizer, train, held_out[:16], args)
-    generator = cb_rollout.attach(trainer, cb_rollout.RolloutConfig())
-    with generator:
+    with cb_rollout.attach(trainer, cb_rollout.RolloutConfig()) as generator:
         before = [accuracy(generator, tokenizer, held_out, t) for t in (0.0, 1.0)]
         trainer.train()
         generator.sync_weights()
         after = [accuracy(generator, tokenizer, held_out, t) for t in (0.0, 1.0)]
-    print()
-    return 0
+
+    steps = [logs for logs in trainer.state.log_history if "reward" in logs]
+    drift = max(logs["sampling/sampling_logp_difference/max"] for logs in steps)
+    speed = sum(logs["rollout/tokens_per_second"] for logs in steps) / len(steps)
+    share = sum(logs["rollout/step_share"] for logs in steps) / len(steps)
+    report = write_report(args.output_dir / "cb_rollout")
+    print(f"held-out accuracy, greedy          {before[0]:6.1%} -> {after[0]:6.1%}")
+    print(f"held-out accuracy, temperature 1   {before[1]:6.1%} -> {after[1]:6.1%}")
+    print(f"rollout tokens/s                   {speed:6,.0f}")
+    print(f"rollout share of step time         {share:6.1%}")
+    print(f"largest |log-probability diff.|    {drift:.1e}")
+    print(f"report                             {report}")
+    is_full_length = args.max_steps >= FULL_STEPS
+    has_learned = after[0] - before[0] >= REQUIRED_GAIN and drift <= MAX_DRIFT
+    return int(is_full_length and not has_learned)
 
 
 if __name__ == "__main__":

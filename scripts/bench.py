@@ -72,7 +72,8 @@ def create_model(device: str) -> Qwen3ForCausalLM:
     shape = {
         "cpu": {
             "vocab_size": 2048, "hidden_size": 256, "num_hidden_layers": 4,
-            "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32, "intermediate_size": 768,
+            "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32,
+            "intermediate_size": 768,
         },
         "cuda": {
             "vocab_size": 151936, "hidden_size": 1024, "num_hidden_layers": 28,
@@ -332,7 +333,7 @@ def step_contender(device: str, workload: Workload, kind: str) -> Callable[[], i
 
 
 def bench_step(device: str, repetitions: int) -> dict[str, Any]:
-    """Seconds of one GRPO step, through each of TRL's generation paths that this machine can run."""
+    """Seconds of one GRPO step, through each generation path of TRL that is installed here."""
     workload = create_workload(device, equal=False)
     kinds = ("cb_rollout", "TRL continuous batching", "TRL generate")
     print("step: vLLM, TRL's third path, is not installed here and is left out")

@@ -258,11 +258,8 @@ class Engine:
     def _sampling_batch(self, running: list[Request]) -> SamplingBatch:
         """The running rows' parameters, kept until the rows change."""
         if self._sampling is None or self._sampling[0] != running:
-            vocab_size = self.vocab_size
-            self._sampling = (
-                list(running),
-                create_sampling_batch(running, vocab_size, self.device),
-            )
+            batch = create_sampling_batch(running, self.device)
+            self._sampling = (list(running), batch)
         return self._sampling[1]
 
     def _sample(

@@ -20,7 +20,8 @@ GOLDEN_GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
 MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 MIX_2 = 0x94D049BB133111EB - (1 << 64)
 # SplitMix64's constants (Steele, Lea, Flood 2014, "Fast splittable pseudorandom
-# number generators"), as signed integers: torch's int64 wraps like the unsigned arithmetic they are meant for.
+# number generators"), as signed integers: torch's int64 wraps like the unsigned arithmetic they
+# are meant for.
 
 
 def uniforms(seeds_B: torch.Tensor, indices_B: torch.Tensor) -> torch.Tensor:

@@ -30,8 +30,8 @@ def test_the_defaults_sample_from_the_whole_distribution():
         ("top_k", -1, "use 0 to switch it off"),
         ("min_p", -0.1, "use 0 to switch it off"),
         ("min_p", 1.1, "use 0 to switch it off"),
-        ("max_new_tokens", 0, "leave it out"),
-        ("max_new_tokens", -3, "leave it out"),
+        ("max_new_tokens", 0, "None is no limit"),
+        ("max_new_tokens", -3, "None is no limit"),
     ],
 )
 def test_a_value_out_of_range_is_refused_with_what_to_use(field, value, advice):
