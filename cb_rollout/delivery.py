@@ -18,13 +18,17 @@ class Mailbox:
     def __init__(self) -> None:
         """Start empty and open."""
         self._changed = threading.Condition()
-        self._outputs: dict[str, deque[GenerationOutput]] = {}
+        self._num_delivered = 0
+        self._outputs: dict[int, GenerationOutput] = {}
+        self._numbers: dict[str, deque[int]] = {}
         self._error: EngineDeadError | None = None
 
     def put(self, output: GenerationOutput) -> None:
         """Deliver an output."""
         with self._changed:
-            self._outputs.setdefault(output.request_id, deque()).append(output)
+            self._outputs[self._num_delivered] = output
+            self._numbers.setdefault(output.request_id, deque()).append(self._num_delivered)
+            self._num_delivered += 1
             self._changed.notify_all()
 
     def close(self, error: EngineDeadError) -> None:
@@ -62,10 +66,15 @@ class Mailbox:
             return output
 
     def _pop(self, request_id: str | None) -> GenerationOutput | None:
-        key = next(iter(self._outputs), None) if request_id is None else request_id
-        if key is None or key not in self._outputs:
+        if request_id is None:
+            number = next(iter(self._outputs), None)
+        else:
+            number = next(iter(self._numbers.get(request_id, ())), None)
+        if number is None:
             return None
-        output = self._outputs[key].popleft()
-        if not self._outputs[key]:
-            del self._outputs[key]
+        output = self._outputs.pop(number)
+        numbers = self._numbers[output.request_id]
+        numbers.popleft()
+        if not numbers:
+            del self._numbers[output.request_id]
         return output

@@ -7,6 +7,7 @@ before anything is queued, so a bad request never meets a good one.
 import hashlib
 import itertools
 import operator
+import re
 import secrets
 import struct
 from collections.abc import Sequence
@@ -15,6 +16,8 @@ from dataclasses import dataclass
 from cb_rollout.engine.request import Request
 from cb_rollout.errors import InvalidRequestError
 from cb_rollout.sampling_params import SamplingParams
+
+MADE_ID = re.compile(r"req_([0-9]{1,18})")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +40,7 @@ class Intake:
         self.limits = limits
         self._seed = secrets.randbits(63) if seed is None else seed
         self._rank = rank
-        self._sequence_numbers = itertools.count()
+        self._num_sequences = 0
         self._group_numbers = itertools.count()
 
     def requests(
@@ -74,7 +77,7 @@ class Intake:
             key = tuple(prompt)
             if key not in groups:
                 groups[key] = next(self._group_numbers)
-            number = next(self._sequence_numbers)
+            number = self._sequence_number(request_id)
             made.append(
                 Request(
                     request_id=request_id or f"req_{number}",
@@ -89,6 +92,14 @@ class Intake:
                 )
             )
         return made
+
+    def _sequence_number(self, given_id: str | None) -> int:
+        """The next sequence's number, past any that a caller's own id looks like."""
+        number = self._num_sequences
+        self._num_sequences += 1
+        if given_id and (match := MADE_ID.fullmatch(given_id)):
+            self._num_sequences = max(self._num_sequences, int(match[1]) + 1)
+        return number
 
     def _prompt(self, input_ids: Sequence[int], index: int) -> list[int]:
         try:

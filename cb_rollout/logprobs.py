@@ -3,6 +3,7 @@
 B: rows, V: vocabulary.
 """
 
+import math
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -43,9 +44,9 @@ class DriftReport:
 
 
 def drift(sampled: dict[str, list[float]], recomputed: dict[str, list[float]]) -> DriftReport:
-    """Compare log-probabilities token by token, by request id."""
+    """Compare log-probabilities token by token, by request id; NaN is as far off as can be."""
     differences = [
-        (abs(a - b), request_id, position)
+        (math.inf if math.isnan(a - b) else abs(a - b), request_id, position)
         for request_id, logprobs in sampled.items()
         for position, (a, b) in enumerate(zip(logprobs, recomputed[request_id], strict=True))
     ]

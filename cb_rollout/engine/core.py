@@ -13,10 +13,11 @@ from transformers import PreTrainedModel
 from cb_rollout import _compat
 from cb_rollout.config import LogprobsMode, RolloutConfig
 from cb_rollout.engine import device as devices
+from cb_rollout.engine.limits import Limits
 from cb_rollout.engine.request import Request
 from cb_rollout.engine.runner import ModelRunner, leased
 from cb_rollout.engine.sampler import SamplingBatch, create_sampling_batch, sample
-from cb_rollout.engine.scheduler import Limits, Prefill, Scheduler
+from cb_rollout.engine.scheduler import Prefill, Scheduler
 from cb_rollout.engine.storage import CacheStorage, plan_memory
 from cb_rollout.metrics import EngineCounters
 from cb_rollout.types import FinishReason, RequestStatus

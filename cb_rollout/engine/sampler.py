@@ -98,8 +98,8 @@ def truncate(logits_RV: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
         batch: what each row asks for.
     """
     sorted_RV, order_RV = logits_RV.sort(-1, descending=True)
-    ranks_V = torch.arange(logits_RV.shape[-1], device=logits_RV.device)
-    keep_RV = ranks_V[None] < batch.top_k_R[:, None]
+    last_rank_R1 = batch.top_k_R.clamp(max=logits_RV.shape[-1])[:, None] - 1
+    keep_RV = sorted_RV >= sorted_RV.gather(-1, last_rank_R1)
     probabilities_RV = sorted_RV.masked_fill(~keep_RV, -torch.inf).softmax(-1)
     mass_before_RV = probabilities_RV.cumsum(-1) - probabilities_RV
     is_top_p_off_R = batch.top_p_R[:, None] >= 1
@@ -148,6 +148,7 @@ def sample(
         most_likely_R = logits_BV.index_select(0, batch.greedy_rows).argmax(-1)
         token_ids_B = token_ids_B.index_copy(0, batch.greedy_rows, most_likely_R)
     token_ids_B = token_ids_B.clamp(max=logits_BV.shape[-1] - 1)
-    source_BV = sampled_from_BV if mode == LogprobsMode.PROCESSED else scaled_BV
-    logprobs_B, normalizers_B = chosen_logprobs(source_BV, token_ids_B)
+    logprobs_B, normalizers_B = chosen_logprobs(scaled_BV, token_ids_B)
+    if mode == LogprobsMode.PROCESSED and batch.truncated_rows is not None:
+        logprobs_B, _ = chosen_logprobs(sampled_from_BV, token_ids_B)
     return token_ids_B, logprobs_B, normalizers_B.isfinite()

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from cb_rollout.engine.blocks import BlockPool
+from cb_rollout.engine.limits import Limits
 from cb_rollout.engine.prefixes import PrefixIndex
 from cb_rollout.engine.request import NO_SLOT, Request
 from cb_rollout.metrics import EngineCounters
@@ -28,24 +29,6 @@ class Prefill:
     def is_last_chunk(self) -> bool:
         """Whether the coming forward completes the prompt."""
         return self.leader.num_computed + self.num_scheduled == self.leader.num_tokens
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What the scheduler may use."""
-
-    block_size: int
-    max_batch_tokens: int
-    max_requests: int
-    can_share_blocks: bool
-    """Whether a group may share its prompt's whole blocks, or must copy them."""
-    can_resume_prompts: bool
-    """False where a layer is recurrent: no chunk or known prefix can be continued from its keys."""
-
-    @property
-    def can_match_prefixes(self) -> bool:
-        """Whether blocks of one sequence may serve a later one."""
-        return self.can_share_blocks and self.can_resume_prompts
 
 
 class Scheduler:
@@ -142,6 +125,9 @@ class Scheduler:
         num_own = len(leader.block_ids) - num_shared
         while self.waiting and self._free_slots:
             follower = self.waiting[0]
+            if follower.status.is_final:
+                self.waiting.popleft()
+                continue
             if follower.group != leader.group or follower.num_generated:
                 return
             if not self._secure(num_own + len(self.running)):

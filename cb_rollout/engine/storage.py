@@ -9,8 +9,8 @@ from transformers import PreTrainedModel
 from cb_rollout.config import RolloutConfig
 from cb_rollout.engine import device as devices
 from cb_rollout.engine.cache import BlockTable, PagedCache
+from cb_rollout.engine.limits import Limits
 from cb_rollout.engine.probe import CacheLayout
-from cb_rollout.engine.scheduler import Limits
 from cb_rollout.errors import OutOfCacheMemoryError
 from cb_rollout.memory import GIB, MemoryPlan, create_memory_plan, training_reserve
 

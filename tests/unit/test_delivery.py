@@ -68,9 +68,6 @@ def test_the_outputs_of_any_request_come_first_delivered_first():
     assert [mailbox.take().request_id for _ in range(3)] == ["c", "a", "b"]
 
 
-@pytest.mark.xfail(
-    strict=True, reason="take() goes by request; a streaming one keeps its turn and starves others"
-)
 def test_the_outputs_of_streaming_requests_come_first_delivered_first_too():
     mailbox = Mailbox()
     for name in "aba":

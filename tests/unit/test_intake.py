@@ -135,9 +135,6 @@ def test_an_id_that_is_given_is_kept():
     assert request.request_id == "mine"
 
 
-@pytest.mark.xfail(
-    strict=True, reason="req_N may be in use by a caller who chose it; a caller who did not is refused"
-)
 def test_an_id_that_is_made_here_is_none_that_was_given():
     intake = intake_of()
     (given_id,) = intake.requests([[3]], [SamplingParams()], request_id="req_1")

@@ -158,9 +158,6 @@ def test_the_most_likely_token_always_stays(truncation):
     assert kept_BV.nonzero()[:, 1].tolist() == logits_BV.argmax(-1).tolist()
 
 
-@pytest.mark.xfail(
-    strict=True, reason="truncate parts equal logits at rank k; TopKLogitsWarper keeps them all"
-)
 def test_tokens_as_likely_as_the_k_th_stay_as_in_transformers():
     logits_BV = torch.tensor([[1.0, 3.0, 1.0, 2.0, 1.0]])
     params = SamplingParams(top_k=3)
