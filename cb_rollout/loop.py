@@ -45,22 +45,26 @@ class EngineLoop:
         self._changed = threading.Condition()
         self._inbox: deque[Request] = deque()
         self._live: dict[str, tuple[Request, Recipient]] = {}
-        self._cancelled: list[str] = []
+        self._cancelled: dict[str, None] = {}
         self._ended_ids: deque[str] = deque(maxlen=NUM_ENDED_IDS_KEPT)
         self._thread: threading.Thread | None = None
         self._is_stopping = False
         self._is_draining = False
+        self._is_ending = False
         self._is_stepping = False
         self._num_pauses = 0
         self._death: BaseException | None = None
 
     def start(self) -> None:
-        """Start the thread; after a death, start over with nothing queued."""
+        """Start the thread, or call off its stop; after a death, start over with nothing queued."""
+        ending = self._thread if self._is_ending else None
+        if ending is not None and ending is not threading.current_thread():
+            ending.join()
         with self._changed:
-            if self.is_running():
-                return
-            self._death = None
             self._is_stopping = False
+            if self.is_running() and not self._is_ending:
+                return
+            self._death, self._is_ending = None, False
             self._thread = threading.Thread(target=self._run, name="cb_rollout", daemon=True)
             self._thread.start()
 
@@ -117,7 +121,7 @@ class EngineLoop:
         """End requests early; each live one delivers what it has."""
         with self._changed:
             found = [self._state_of(request_id) for request_id in request_ids]
-            self._cancelled += request_ids
+            self._cancelled |= dict.fromkeys(i for i in request_ids if i in self._live)
             self._changed.notify_all()
         return found
 
@@ -201,6 +205,7 @@ class EngineLoop:
                         self._is_stepping = True
                         return True
                     if self._is_stopping:
+                        self._is_ending = True
                         return False
                 self._changed.wait()
 
@@ -208,14 +213,16 @@ class EngineLoop:
         while self._inbox:
             self.engine.add(self._inbox.popleft())
         if self._is_stopping and not self._is_draining:
-            self._cancelled = list(self._live)
+            self._cancelled = dict.fromkeys(self._live)
         ended = []
         for request_id in self._cancelled:
             if request_id in self._live:
                 request, _ = self._live[request_id]
                 self.engine.end(request, RequestStatus.CANCELLED, FinishReason.CANCELLED)
                 ended.append(request)
-        self._cancelled = []
+        self._cancelled = {}
+        if ended and not self.engine.has_work:
+            self.engine.hand_back_model()
         self._deliver(ended)
 
     def _deliver(self, touched: list[Request]) -> None:
@@ -237,8 +244,8 @@ class EngineLoop:
             recipients = {id(recipient): recipient for _, recipient in self._live.values()}
             self._live.clear()
             self._inbox.clear()
-            self._cancelled = []
-            self._is_stepping = False
+            self._cancelled = {}
+            self._is_stepping, self._is_ending = False, True
             self.engine.abandon()
             self._changed.notify_all()
         for recipient in recipients.values():

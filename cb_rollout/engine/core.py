@@ -50,9 +50,10 @@ class Engine:
         self._lease = ExitStack()
         self._is_leased = False
         self._probe()
+        self._start_empty()
 
     def _probe(self) -> None:
-        """Learn the cache's layout, plan its memory, and start with nothing cached."""
+        """Learn the cache's layout, and plan its memory."""
         model, config = self._runner.model, self.config
         self._identity = _compat.forward_identity(model)
         self.layout = self._runner.probe()
@@ -66,7 +67,6 @@ class Engine:
             can_resume_prompts=not self.layout.is_recurrent,
         )
         self.memory_plan = plan_memory(model, config, self.layout, self.limits, self.device)
-        self._start_empty()
 
     def _start_empty(self) -> None:
         self._storage = CacheStorage(self.layout, self.limits, self.memory_plan, self.device)
@@ -95,7 +95,7 @@ class Engine:
     @property
     def num_waiting(self) -> int:
         """Sequences that are not admitted yet."""
-        return len(self._scheduler.waiting)
+        return self._scheduler.num_waiting
 
     @property
     def num_blocks_used(self) -> int:
@@ -127,20 +127,16 @@ class Engine:
         self.policy_version = policy_version
         self._scheduler.recompute_all(policy_version)
         if _compat.forward_identity(self.model) != self._identity:
-            self._reprobe()
-
-    def _reprobe(self) -> None:
-        """Start over with an empty cache of the layout that now arrives, keeping what waits."""
-        waiting = self._scheduler.waiting
-        self._probe()
-        self._scheduler.waiting = waiting
+            self.release_cache()
+            self._probe()
+            self.release_cache()
 
     def release_cache(self) -> None:
         """Give the cache's memory back; unfinished sequences are computed anew afterwards."""
         self._scheduler.recompute_all(self.policy_version)
-        waiting = self._scheduler.waiting
+        waiting = [request for request in self._scheduler.waiting if not request.status.is_final]
         self._start_empty()
-        self._scheduler.waiting = waiting
+        self._scheduler.waiting.extend(waiting)
 
     def recompute(self, request: Request) -> list[float]:
         """A sequence's log-probabilities by one plain forward, without the cache."""

@@ -54,13 +54,19 @@ class Scheduler:
         self.policy_version = 0
         self._counters = counters
         self._grow = grow
+        self._num_ended_waiting = 0
         self._free_slots = list(range(limits.max_requests))
         self._seated: list[Request] = []
 
     @property
     def has_work(self) -> bool:
         """Whether any sequence is unfinished."""
-        return bool(self.waiting or self.prefilling or self.running)
+        return bool(self.num_waiting or self.prefilling or self.running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that are queued and have not been ended."""
+        return len(self.waiting) - self._num_ended_waiting
 
     def add(self, request: Request) -> None:
         """Queue a sequence."""
@@ -91,8 +97,7 @@ class Scheduler:
 
         A block is left for every running sequence, or they would soon preempt the newcomer.
         """
-        while self.waiting and self.waiting[0].status.is_final:
-            self.waiting.popleft()
+        self._pass_over_ended()
         if not self.waiting or not self._free_slots:
             return None
         leader = self.waiting[0]
@@ -114,6 +119,11 @@ class Scheduler:
         self.prefilling.append(prefill)
         return prefill
 
+    def _pass_over_ended(self) -> None:
+        while self.waiting and self.waiting[0].status.is_final:
+            self.waiting.popleft()
+            self._num_ended_waiting -= 1
+
     def _admit_followers(self, prefill: Prefill) -> None:
         """Seat the neighbours that ask for the same prompt; they share its whole blocks."""
         leader = prefill.leader
@@ -123,11 +133,11 @@ class Scheduler:
         if not self.limits.can_share_blocks:
             num_shared = 0
         num_own = len(leader.block_ids) - num_shared
-        while self.waiting and self._free_slots:
+        while self._free_slots:
+            self._pass_over_ended()
+            if not self.waiting:
+                return
             follower = self.waiting[0]
-            if follower.status.is_final:
-                self.waiting.popleft()
-                continue
             if follower.group != leader.group or follower.num_generated:
                 return
             if not self._secure(num_own + len(self.running)):
@@ -218,6 +228,9 @@ class Scheduler:
         A waiting one is passed over when its turn comes.
         """
         assert request.status.is_final
+        if request.slot == NO_SLOT:
+            self._num_ended_waiting += 1
+            return
         if request in self.running:
             self.running.remove(request)
         for prefill in list(self.prefilling):

@@ -305,18 +305,18 @@ def test_death_is_told_to_waiters_and_later_callers_and_start_starts_over(loop):
 def test_whoever_hears_of_the_death_can_start_over_at_once(loop):
     class Restarting(Mailbox):
         def close(self, error):
-            restart = in_thread(loop.start)
-            restart.join(A_MOMENT)
+            restarts.append(in_thread(loop.start))
+            restarts[0].join(A_MOMENT)
             super().close(error)
 
-    mailbox = Restarting()
+    restarts, mailbox = [], Restarting()
     loop.engine.fault = ZeroDivisionError("by a test")
     loop.submit([request_of("a")], mailbox)
     loop.start()
     with pytest.raises(EngineDeadError):
         mailbox.take("a", LONG)
     loop.engine.fault = None
-    loop.join(LONG)
+    assert ended(restarts[0])
     later = Mailbox()
     loop.submit([request_of("b")], later)
     assert later.take("b", LONG).is_finished()
