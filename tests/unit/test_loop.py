@@ -156,20 +156,18 @@ def test_two_threads_take_everything_from_one_mailbox_exactly_once(loop):
 
 def test_nothing_steps_inside_a_pause(loop):
     mailbox, engine = Mailbox(), loop.engine
-    loop.submit([request_of("a", 100, is_streaming=True)], mailbox)
+    loop.submit([request_of("a", 2000, is_streaming=True)], mailbox)
     loop.start()
-    num_pauses = 0
-    while not (output := mailbox.take("a", LONG)).is_finished():
+    for _ in range(30):
+        assert mailbox.take("a", LONG)
         with loop.paused():
             engine.is_held = True
+            assert loop.is_live("a"), "the pause came after everything was done"
             before = engine.counters.tokens_generated
             plain_logprobs(engine.model, [5, 6], [7])
             assert engine.counters.tokens_generated == before
             engine.is_held = False
-        num_pauses += 1
-    assert num_pauses > 50
     assert engine.num_overlaps == 0
-    assert len(output.generated_tokens) == 100
 
 
 def test_the_engine_is_held_until_the_last_pause_ends(loop):
@@ -217,9 +215,6 @@ def test_a_cancelled_request_delivers_what_it_had(loop):
     assert not loop.is_live("a")
 
 
-@pytest.mark.xfail(
-    strict=True, reason="the second cancel ends the request twice, and that assert kills the engine"
-)
 def test_cancelling_twice_changes_nothing(loop):
     mailbox = Mailbox()
     loop.submit([endless("a")], mailbox)
@@ -229,7 +224,6 @@ def test_cancelling_twice_changes_nothing(loop):
     assert mailbox.take("a", LONG).status is RequestStatus.CANCELLED
 
 
-@pytest.mark.xfail(strict=True, reason="the id stays among those to cancel until the next step")
 def test_cancelling_an_unknown_id_leaves_a_later_request_of_that_id_alone(loop):
     mailbox = Mailbox()
     assert loop.cancel(["a"]) == [CancelResult.UNKNOWN]
@@ -299,9 +293,6 @@ def test_death_is_told_to_waiters_and_later_callers_and_start_starts_over(loop):
     assert mailbox.take("a", LONG).is_finished()
 
 
-@pytest.mark.xfail(
-    strict=True, reason="the dying thread still counts as running, so start() does nothing"
-)
 def test_whoever_hears_of_the_death_can_start_over_at_once(loop):
     class Restarting(Mailbox):
         def close(self, error):
@@ -358,9 +349,6 @@ def test_draining_finishes_what_is_in_flight_and_a_stopped_loop_takes_no_more(lo
     assert mailbox.take("b", LONG).is_finished()
 
 
-@pytest.mark.xfail(
-    strict=True, raises=RolloutError, reason="start() sees a live thread, which then ends"
-)
 def test_starting_while_the_loop_drains_leaves_it_started(loop):
     loop.submit([request_of("a")], Mailbox())
     loop.start()
@@ -379,7 +367,6 @@ HANDED_BACK_LATE = (
 )
 
 
-@pytest.mark.xfail(strict=True, reason=HANDED_BACK_LATE)
 @pytest.mark.parametrize("end", ["halt", "cancel"])
 def test_a_model_in_training_is_so_again_when_the_last_request_is_cancelled(loop, end):
     model = loop.engine.model.train()
