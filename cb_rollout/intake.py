@@ -10,6 +10,7 @@ import operator
 import re
 import secrets
 import struct
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -40,7 +41,8 @@ class Intake:
         self.limits = limits
         self._seed = secrets.randbits(63) if seed is None else seed
         self._rank = rank
-        self._num_sequences = 0
+        self._lock = threading.Lock()
+        self._num_sequences = self._next_id = 0
         self._group_numbers = itertools.count()
 
     def requests(
@@ -77,10 +79,10 @@ class Intake:
             key = tuple(prompt)
             if key not in groups:
                 groups[key] = next(self._group_numbers)
-            number = self._sequence_number(request_id)
+            number, made_id = self._numbered(request_id)
             made.append(
                 Request(
-                    request_id=request_id or f"req_{number}",
+                    request_id=request_id or made_id,
                     prompt_ids=prompt,
                     params=wanted,
                     max_new_tokens=self._max_new_tokens(prompt, wanted, index),
@@ -93,13 +95,16 @@ class Intake:
             )
         return made
 
-    def _sequence_number(self, given_id: str | None) -> int:
-        """The next sequence's number, past any that a caller's own id looks like."""
-        number = self._num_sequences
-        self._num_sequences += 1
-        if given_id and (match := MADE_ID.fullmatch(given_id)):
-            self._num_sequences = max(self._num_sequences, int(match[1]) + 1)
-        return number
+    def _numbered(self, given_id: str | None) -> tuple[int, str]:
+        """The next sequence's number, and an id that looks like none that a caller gave."""
+        with self._lock:
+            number, made_id = self._num_sequences, f"req_{self._next_id}"
+            self._num_sequences += 1
+            if given_id is None:
+                self._next_id += 1
+            elif match := MADE_ID.fullmatch(given_id):
+                self._next_id = max(self._next_id, int(match[1]) + 1)
+        return number, made_id
 
     def _prompt(self, input_ids: Sequence[int], index: int) -> list[int]:
         try:

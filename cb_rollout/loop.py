@@ -53,6 +53,7 @@ class EngineLoop:
         self._is_ending = False
         self._is_stepping = False
         self._num_pauses = 0
+        self._owes_turn = False
         self._death: BaseException | None = None
 
     def start(self) -> None:
@@ -107,13 +108,15 @@ class EngineLoop:
                     f"{num_waiting} requests wait and {len(requests)} more would pass "
                     f"max_queue_size={self._max_queue_size}; take results first, or raise it."
                 )
-            for request in requests:
-                if request.request_id in self._live:
+            new = {request.request_id: (request, recipient) for request in requests}
+            assert len(new) == len(requests), "one id twice in one submission"
+            for request_id in new:
+                if request_id in self._live:
                     raise InvalidRequestError(
-                        f"request_id={request.request_id!r} is in use; choose another, or leave it "
+                        f"request_id={request_id!r} is in use; choose another, or leave it "
                         "out to have one made."
                     )
-            self._live.update({r.request_id: (r, recipient) for r in requests})
+            self._live |= new
             self._inbox.extend(requests)
             self._changed.notify_all()
 
@@ -168,6 +171,9 @@ class EngineLoop:
         if threading.current_thread() is self._thread:
             raise RolloutError("a result handler cannot pause the loop that calls it.")
         with self._changed:
+            # Whoever pauses again and again leaves the engine a step in between.
+            while self._owes_turn and not self._num_pauses and self.is_running():
+                self._changed.wait()
             self._num_pauses += 1
         try:
             with self._changed:
@@ -178,6 +184,7 @@ class EngineLoop:
         finally:
             with self._changed:
                 self._num_pauses -= 1
+                self._owes_turn = not self._num_pauses
                 self._changed.notify_all()
 
     @property
@@ -197,16 +204,19 @@ class EngineLoop:
         with self._changed:
             self._is_stepping = False
             while True:
-                self._changed.notify_all()
                 is_halting = self._is_stopping and not self._is_draining
                 if is_halting or not self._num_pauses:
+                    self._owes_turn = False
                     self._take_inbox()
                     if self.engine.has_work and not is_halting:
                         self._is_stepping = True
+                        self._changed.notify_all()
                         return True
                     if self._is_stopping:
                         self._is_ending = True
+                        self._changed.notify_all()
                         return False
+                self._changed.notify_all()
                 self._changed.wait()
 
     def _take_inbox(self) -> None:

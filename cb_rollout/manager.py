@@ -226,6 +226,8 @@ class ContinuousBatchingManager:
         Raises:
             EngineDeadError: the engine stopped on an exception.
         """
+        if (output := self._mailbox.take(request_id, 0.0)) is not None:
+            return output
         self.loop.require_alive()
         if timeout is not None:
             return self._mailbox.take(request_id, timeout)

@@ -281,7 +281,7 @@ class Engine:
                     f"the model's logits after {request.num_tokens} tokens are NaN or infinite; "
                     "look at the weights (a diverged step?) or raise rollout_dtype.",
                 )
-        self.counters.tokens_generated += len(requests)
+        self.counters.tokens_generated += sum(is_valid)
         self.counters.requests_finished += sum(r.status.is_final for r in requests)
         self.counters.kv_blocks_peak = max(
             self.counters.kv_blocks_peak, self._scheduler.pool.num_used

@@ -146,7 +146,6 @@ class Scheduler:
             shared = leader.block_ids[:num_shared]
             self.pool.share(shared)
             self._seat(follower, shared + self.pool.allocate(num_own))
-            self._counters.prefill_tokens_saved += follower.num_tokens
             prefill.followers.append(follower)
 
     def _seat(self, request: Request, block_ids: list[int]) -> None:
@@ -180,6 +179,7 @@ class Scheduler:
                     sources.append(source)
                     targets.append(target)
             follower.num_computed = leader.num_computed
+            self._counters.prefill_tokens_saved += follower.num_tokens
             follower.prefix_node = leader.prefix_node
             follower.num_remembered = leader.num_remembered
         for request in (leader, *prefill.followers):
@@ -205,7 +205,7 @@ class Scheduler:
                 request.block_ids.append(block)
                 extended.append((request, block))
             index += 1
-        return [(r, block) for r, block in extended if r.slot != NO_SLOT]
+        return extended
 
     def complete_decode(self) -> None:
         """Account for one computed token of every running sequence."""

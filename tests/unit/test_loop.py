@@ -50,8 +50,8 @@ class Handler(Mailbox):
 def create_loop():
     loops = []
 
-    def create(max_queue_size=0, return_logprobs=True):
-        engine = WatchedEngine(tiny_model("llama"), RolloutConfig(seed=0))
+    def create(max_queue_size=0, return_logprobs=True, **settings):
+        engine = WatchedEngine(tiny_model("llama"), RolloutConfig(seed=0, **settings))
         loop = EngineLoop(engine, max_queue_size=max_queue_size, return_logprobs=return_logprobs)
         loops.append(loop)
         return loop
@@ -384,3 +384,24 @@ def test_a_model_in_training_is_so_again_when_the_last_request_is_cancelled(loop
     else:
         loop.halt()
     assert all(module.training for module in model.modules())
+
+
+def test_a_model_in_training_is_so_again_when_waiting_requests_are_cancelled_too(create_loop):
+    loop = create_loop(max_requests_per_batch=1)
+    model = loop.engine.model.train()
+    stepped = threading.Event()
+    mailbox = Handler(lambda output: stepped.set())
+    loop.submit([endless("a", is_streaming=True), endless("b")], mailbox)
+    loop.start()
+    assert stepped.wait(LONG)
+    loop.halt()
+    assert all(module.training for module in model.modules())
+
+
+def test_pausing_again_and_again_leaves_the_engine_its_steps(loop):
+    mailbox = Mailbox()
+    loop.submit([request_of("a")], mailbox)
+    loop.start()
+    while mailbox.take("a", 0.0) is None:
+        with loop.paused():
+            pass

@@ -144,6 +144,9 @@ class FakeEngine:
         assert pool.num_used == len(held)
         slots = [request.slot for request in seated] + self.scheduler._free_slots
         assert sorted(slots) == list(range(self.limits.max_requests))
+        unfinished = [request for request in self.requests if not request.status.is_final]
+        assert self.scheduler.num_waiting == len(unfinished) - len(seated)
+        assert self.scheduler.has_work == bool(unfinished)
         for request in self.requests:
             assert request.num_computed <= request.num_tokens
             assert request.slot != NO_SLOT or not request.block_ids
@@ -282,9 +285,9 @@ def test_a_group_is_computed_once_and_shares_the_whole_blocks_of_its_prompt():
     (prefill,) = engine.scheduler.schedule_prefill()
     assert (prefill.leader, prefill.followers) == (leader, followers)
     assert engine.scheduler.pool.num_used == 2 + 3
-    assert engine.counters.prefill_tokens_saved == 2 * 5
     engine.compute(leader, 5)
     sources, targets = engine.scheduler.complete_prefill(prefill)
+    assert engine.counters.prefill_tokens_saved == 2 * 5
     assert sources == [leader.block_ids[2]] * 2
     assert targets == [follower.block_ids[2] for follower in followers]
     assert [r.num_computed for r in members] == [5, 5, 5]
@@ -329,6 +332,15 @@ def test_a_cancelled_waiting_sequence_is_skipped():
     engine.drain()
     assert [r.num_generated for r in (first, second, third)] == [4, 0, 4]
     assert second.status is RequestStatus.CANCELLED
+
+
+def test_a_cancelled_waiting_sequence_is_no_work_and_takes_no_place_in_the_queue():
+    engine = engine_of()
+    request = request_of([1, 2])
+    engine.add(request)
+    cancel(engine, request)
+    assert engine.scheduler.num_waiting == 0
+    assert not engine.scheduler.has_work
 
 
 def test_a_cancelled_member_of_a_waiting_group_is_skipped():
