@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 
 from cb_rollout.errors import ConfigurationError
 from cb_rollout.records import METRICS_FILE, RunRecorder, SequenceRecord, StepMetrics
-from cb_rollout.report import MAX_SEQUENCES_PER_STEP, steps_shown, write_report
-from cb_rollout.report_series import early_and_late, series, shares_by_bin, smoothed
-from cb_rollout.report_svg import compact, linear_axis, log_axis
-from cb_rollout.report_tokens import MAX_TOKENS_SHOWN, NUM_LEVELS, colour_level, visible_html
+from cb_rollout.report import write_report
+from cb_rollout.report.page import MAX_SEQUENCES_PER_STEP, steps_shown
+from cb_rollout.report.series import early_and_late, series, shares_by_bin, smoothed
+from cb_rollout.report.svg import compact, linear_axis, log_axis
+from cb_rollout.report.tokens import MAX_TOKENS_SHOWN, NUM_LEVELS, colour_level, visible_html
 
 VOID = {"meta", "br", "link", "img"}
 FORBIDDEN = {"script", "link", "img", "iframe", "object", "embed", "base", "form"}
@@ -168,7 +169,7 @@ def test_the_colours_run_from_certain_to_improbable(tmp_path):
 
 
 def test_every_colour_is_stronger_and_darker_than_the_one_before():
-    style = files("cb_rollout").joinpath("report.css").read_text(encoding="utf-8")
+    style = files("cb_rollout.report").joinpath("report.css").read_text(encoding="utf-8")
     found = re.findall(r"\.l(\d) \{ background: rgba\((\d+), (\d+), (\d+), ([\d.]+)\)", style)
     assert [int(level) for level, *_ in found] == list(range(NUM_LEVELS))
     alphas = [float(alpha) for *_, alpha in found]

@@ -8,7 +8,7 @@ from html import escape
 from statistics import median
 
 from cb_rollout.records import StepMetrics
-from cb_rollout.report_series import (
+from cb_rollout.report.series import (
     completion_lengths,
     early_and_late,
     series,
@@ -16,7 +16,7 @@ from cb_rollout.report_series import (
     smoothed,
     smoothing_window,
 )
-from cb_rollout.report_svg import (
+from cb_rollout.report.svg import (
     Axis,
     Curve,
     Point,

@@ -7,7 +7,7 @@ recorded last.
 from collections.abc import Sequence
 
 from cb_rollout.records import Mode, StepMetrics
-from cb_rollout.report_svg import Point
+from cb_rollout.report.svg import Point
 
 MAX_WINDOW = 51
 # Beyond this a long run's curve would hide what happened within it.

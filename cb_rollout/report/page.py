@@ -1,7 +1,7 @@
 """One self-contained HTML page about a run, from its records alone.
 
 Owns what the page says and in which order; a part whose records are missing is left out. Draws no
-chart and escapes no token itself (`report_charts`, `report_tokens`), and neither it nor its page
+chart and escapes no token itself (`charts`, `tokens`), and neither it nor its page
 fetches anything. Loads no torch.
 """
 
@@ -25,7 +25,7 @@ from cb_rollout.records import (
     read_metrics,
     read_rollouts,
 )
-from cb_rollout.report_charts import (
+from cb_rollout.report.charts import (
     DRIFT_KEYS,
     drift_figure,
     learning_figure,
@@ -33,9 +33,9 @@ from cb_rollout.report_charts import (
     share_figure,
     throughput_figure,
 )
-from cb_rollout.report_series import series, smoothed, smoothing_window
-from cb_rollout.report_svg import Point, compact
-from cb_rollout.report_tokens import legend_html, sequences_html, visible_html
+from cb_rollout.report.series import series, smoothed, smoothing_window
+from cb_rollout.report.svg import Point, compact
+from cb_rollout.report.tokens import legend_html, sequences_html, visible_html
 
 REPORT_FILE = "report.html"
 
@@ -86,7 +86,7 @@ def _page(
     counts: dict[int, int],
     rollouts: Sequence[SequenceRecord],
 ) -> str:
-    style = files("cb_rollout").joinpath("report.css").read_text(encoding="utf-8")
+    style = files("cb_rollout.report").joinpath("report.css").read_text(encoding="utf-8")
     title = visible_html(name)
     return f"""<!doctype html>
 <html lang="en">
