@@ -211,3 +211,9 @@ def test_a_foreign_framework_is_imported_in_one_place(framework):
 
 def test_the_type_marker_is_shipped():
     assert (PACKAGE / "py.typed").read_text() == ""
+
+
+def test_the_documents_are_what_code_and_measurements_say():
+    command = [sys.executable, str(ROOT / "scripts" / "docs.py"), "--check"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, f"{result.stdout}run python scripts/docs.py"
