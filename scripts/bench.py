@@ -48,6 +48,8 @@ import cb_rollout
 BENCHMARKS = Path(__file__).parent.parent / "docs" / "benchmarks"
 NUM_PROMPTS, NUM_COMPLETIONS = 16, 8
 SEED = 0
+EOS, MEAN_LENGTH = 1, 50
+# The mean completion of a GRPO step; the longest allowed is 256.
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ class Workload:
         return sum(self.lengths)
 
 
-def create_model(device: str) -> Qwen3ForCausalLM:
+def create_model(device: str, tied: bool = True) -> Qwen3ForCausalLM:
     """Random weights in the Qwen3 shape."""
     torch.manual_seed(SEED)
     shape = {
@@ -80,9 +82,26 @@ def create_model(device: str) -> Qwen3ForCausalLM:
             "intermediate_size": 3072, "max_position_embeddings": 40960,
         },
     }[device]  # fmt: skip
-    config = Qwen3Config(**shape, eos_token_id=1, pad_token_id=0, tie_word_embeddings=True)
+    config = Qwen3Config(**shape, eos_token_id=EOS, pad_token_id=0, tie_word_embeddings=tied)
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     return Qwen3ForCausalLM(config).to(device=device, dtype=dtype).eval()
+
+
+@torch.no_grad()
+def end_after(model: Qwen3ForCausalLM, mean_length: int) -> None:
+    """Make the end equally likely after every token, so that lengths are geometric.
+
+    One coordinate of the residual stream is made constant, and only the end reads it.
+    """
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.clone())
+    model.model.embed_tokens.weight[:, 0] = 1.0
+    model.lm_head.weight[:, 0] = 0.0
+    model.lm_head.weight[EOS] = 0.0
+    ids = torch.randint(3, model.config.vocab_size, (8, 64), device=model.device)
+    hidden = model.model(ids).last_hidden_state.float()
+    others = (hidden @ model.lm_head.weight.float().T).logsumexp(-1).mean()
+    wanted = others - torch.tensor(mean_length - 1.0, device=model.device).log()
+    model.lm_head.weight[EOS, 0] = wanted / hidden[..., 0].mean()
 
 
 def create_workload(device: str, equal: bool) -> Workload:
@@ -276,11 +295,9 @@ def char_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
 
 
 def step_contender(device: str, workload: Workload, kind: str) -> Callable[[], int]:
-    """GRPO steps of one trainer: rollout, scoring, loss and optimizer.
-
-    The end-of-sequence bias of the output layer is set so that lengths are long-tailed.
-    """
-    model = create_model(device)
+    """GRPO steps of one trainer: rollout, scoring, loss and optimizer."""
+    model = create_model(device, tied=False)
+    end_after(model, MEAN_LENGTH)
     tokenizer = char_tokenizer(workload.vocab_size)
     prompts = [
         " ".join(f"w{max(3, token)}" for token in prompt)
