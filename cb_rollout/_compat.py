@@ -57,6 +57,23 @@ def refuse_what_cannot_generate(model: PreTrainedModel) -> None:
         )
 
 
+def refuse_sharded(model: PreTrainedModel) -> None:
+    """Raise `ConfigurationError` where no process, or no device, holds the whole model."""
+    parameters = list(model.parameters())
+    # torch 2.13 marks FSDP2 and tensor-parallel parameters by type, DeepSpeed ZeRO-3 by `ds_id`.
+    if any(type(p).__name__ == "DTensor" or hasattr(p, "ds_id") for p in parameters):
+        raise ConfigurationError(
+            "the model's parameters are sharded over processes, which is not supported; train on "
+            "one device or under DDP."
+        )
+    devices = {p.device for p in parameters}
+    if len(devices) > 1:
+        raise ConfigurationError(
+            f"the model lies on {len(devices)} devices, which is not supported; load it on one "
+            "(device_map={'': 0})."
+        )
+
+
 def forward_argument_names(model: PreTrainedModel) -> frozenset[str]:
     """The names that the model class's own forward takes.
 
@@ -73,11 +90,6 @@ def forward_identity(model: PreTrainedModel) -> tuple[Any, ...]:
     """
     parameter = next(model.parameters())
     return (model.__dict__.get("forward"), parameter.dtype, parameter.device)
-
-
-def has_own_autocast(model: PreTrainedModel) -> bool:
-    """Whether accelerate 1.15 prepared the model, so that its forward enters autocast by itself."""
-    return "_original_forward" in model.__dict__
 
 
 def model_eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:

@@ -58,6 +58,7 @@ class RolloutGenerator:
         """
         self.config: RolloutConfig = as_rollout_config(config)
         self._tokenizer = tokenizer
+        self._generation_config = generation_config
         module = _compat.unwrap(model)
         self.manager = ContinuousBatchingManager(
             module,
@@ -104,9 +105,11 @@ class RolloutGenerator:
         """
         if on_error not in ("raise", "return"):
             raise ConfigurationError(f"on_error={on_error!r} is neither 'raise' nor 'return'.")
-        count = (
-            num_return_sequences or getattr(generation_config, "num_return_sequences", None) or 1
-        )
+        count = num_return_sequences
+        if count is None:
+            chosen = generation_config or self._generation_config
+            count = getattr(chosen, "num_return_sequences", None)
+        count = 1 if count is None else count
         if count < 1:
             raise InvalidRequestError(f"num_return_sequences={count} is below 1.")
         params = self._params(len(inputs), generation_config, sampling_params, max_new_tokens)
@@ -260,7 +263,8 @@ class RolloutGenerator:
         """End the background thread and free the cache; generating again starts them anew."""
         self._sleep, stack = None, self._sleep
         self.manager.loop.halt()
-        self.manager.engine.release_cache()
+        if not self.manager.is_running():
+            self.manager.engine.release_cache()
         if stack is not None:
             stack.close()
 

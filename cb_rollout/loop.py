@@ -172,7 +172,7 @@ class EngineLoop:
             raise RolloutError("a result handler cannot pause the loop that calls it.")
         with self._changed:
             # Whoever pauses again and again leaves the engine a step in between.
-            while self._owes_turn and not self._num_pauses and self.is_running():
+            while self._owes_turn and not self._num_pauses and self._can_step():
                 self._changed.wait()
             self._num_pauses += 1
         try:
@@ -186,6 +186,9 @@ class EngineLoop:
                 self._num_pauses -= 1
                 self._owes_turn = not self._num_pauses
                 self._changed.notify_all()
+
+    def _can_step(self) -> bool:
+        return self.is_running() and not self._is_ending
 
     @property
     def is_paused(self) -> bool:
@@ -251,6 +254,7 @@ class EngineLoop:
     def _die(self, error: BaseException) -> None:
         with self._changed:
             self._death = error
+            dead_error = self._dead_error()
             recipients = {id(recipient): recipient for _, recipient in self._live.values()}
             self._live.clear()
             self._inbox.clear()
@@ -259,4 +263,4 @@ class EngineLoop:
             self.engine.abandon()
             self._changed.notify_all()
         for recipient in recipients.values():
-            recipient.close(self._dead_error())
+            recipient.close(dead_error)

@@ -74,6 +74,7 @@ class ContinuousBatchingManager:
         self.config: RolloutConfig = as_rollout_config(continuous_batching_config)
         module = _compat.unwrap(model)
         _compat.refuse_what_cannot_generate(module)
+        _compat.refuse_sharded(module)
         self.defaults = from_generation_config(generation_config or module.generation_config)
         self.engine = Engine(module, self.config, autocast_dtype)
         limits = ServingLimits(
@@ -95,8 +96,8 @@ class ContinuousBatchingManager:
 
     def start(self) -> None:
         """Start the background thread; a dead engine starts over with nothing queued."""
-        self._mailbox.reopen()
         self.loop.start()
+        self._mailbox.reopen()
 
     def is_running(self) -> bool:
         """Whether the background thread is alive."""

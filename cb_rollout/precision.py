@@ -23,6 +23,14 @@ def autocast_dtype(
     """
     if config.rollout_dtype == "auto":
         return None if accelerator is None else MIXED_PRECISION.get(accelerator.mixed_precision)
+    if accelerator is not None and accelerator.mixed_precision in MIXED_PRECISION:
+        wanted_word = {"bf16": "bfloat16", "fp16": "float16"}[accelerator.mixed_precision]
+        if config.rollout_dtype != wanted_word:
+            raise ConfigurationError(
+                f"rollout_dtype={config.rollout_dtype!r} under accelerate's mixed precision "
+                f"{accelerator.mixed_precision!r}, in which the model's forward computes whoever "
+                "calls it; use 'auto'."
+            )
     wanted: torch.dtype = getattr(torch, config.rollout_dtype)
     held = _compat.compute_dtype(model)
     if wanted == held:

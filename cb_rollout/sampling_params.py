@@ -52,6 +52,15 @@ class SamplingParams:
             kinds = int if is_whole else int | float
             if not isinstance(value, kinds) or isinstance(value, bool) or not is_in_range(value):
                 raise InvalidRequestError(f"{name}={value!r} {complaint}.")
+        for name in ("do_sample", "ignore_eos"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidRequestError(f"{name}={getattr(self, name)!r} is not True or False.")
+        for name in ("eos_token_id", "stop_token_ids"):
+            ids = getattr(self, name)
+            if isinstance(ids, str) or not all(
+                isinstance(i, int) for i in (ids if isinstance(ids, Iterable) else (ids or 0,))
+            ):
+                raise InvalidRequestError(f"{name}={ids!r} is not made of token ids.")
         if self.eos_token_id is not None and not isinstance(self.eos_token_id, int):
             object.__setattr__(self, "eos_token_id", tuple(self.eos_token_id))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))

@@ -1,22 +1,23 @@
-"""A small model learns to show its working: TRL's stock GRPOTrainer, rolled out by cb_rollout.
+"""A small model learns to finish its sums: TRL's stock GRPOTrainer, rolled out by cb_rollout.
 
-The task is a chain of sums, read from left to right: "7*2-5+8" is 17. A Qwen3 of 0.4 million
-parameters, with one token a character, is first trained on solved chains. Every solution is right,
-but most give the bare result, "~17"; the others work it out, "7*2=14-5=9+8=17". A long chain cannot
-be done in the head, so the model starts out answering at once and mostly wrong. GRPO then rewards
-the final number and nothing else, and the model finds that working it out is what pays: its
-completions grow from 3 tokens to between 7 and 50, which is what continuous batching is for.
+The task is a chain of sums, read from left to right, to be worked out step by step: "7*2-5+8" is
+"7*2=14-5=9+8=17". A Qwen3 of 0.4 million parameters, with one token a character, is first trained
+on such workings. Every step in them is right, but most break off after the second, and so does the
+model: it starts out right on short chains only. GRPO rewards the final number and nothing else, and
+the model learns to carry on to the end. Its completions then differ in length by six times, which
+is what continuous batching is for.
 
 Launch:   python recipes/arithmetic_cpu.py
-Hardware: two CPU cores, 2 GiB of memory, no network
-Minutes:  about four
-Prints last:
-    held-out accuracy, greedy          18.4% ->  86.2%
-    held-out accuracy, temperature 1   26.0% ->  84.0%
-    rollout tokens/s                   4,000
-    rollout share of step time         50%
-    largest |log-probability diff.|    2.1e-06
-    report                             runs/arithmetic/cb_rollout/report.html
+Hardware: two CPU cores, 2 GiB of memory, no network, no account
+Minutes:  about three
+Prints last (greedy and sampled accuracy are both on problems that no training saw):
+
+    held-out accuracy, greedy             24.4% ->  99.2%
+    held-out accuracy, sampled            45.0% ->  98.8%
+    rollout tokens/s                      9,800
+    rollout share of step time              26%
+    largest |log-probability difference| 6.0e-06
+    report                               runs/arithmetic/cb_rollout/report.html
 """
 
 import argparse
@@ -29,13 +30,10 @@ import zlib
 from pathlib import Path
 from typing import NamedTuple
 
-os.environ.setdefault("WANDB_MODE", "offline")
-os.environ.setdefault("WANDB_SILENT", "true")
-warnings.filterwarnings("ignore", category=FutureWarning)
-
 import torch
 from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 from transformers import (
     PreTrainedTokenizerFast,
@@ -51,12 +49,18 @@ import cb_rollout
 from cb_rollout.report import write_report
 
 PAD, EOS = 0, 1
-WORDS = ["<pad>", "<eos>", *"0123456789+-*=~"]
+WORDS = ["<pad>", "<eos>", *"0123456789+-*="]
 OPERATIONS = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
-MAX_TERMS, MAX_VALUE = 10, 50
-MAX_COMPLETION = 56
-# The longest working is 47 tokens and its end; the rest is room for a model that errs.
-FULL_STEPS, REQUIRED_GAIN, MAX_DRIFT = 150, 0.20, 1e-5
+MAX_TERMS, MAX_VALUE = 8, 20
+MAX_COMPLETION = 44
+# The longest working is 36 tokens and its end; the rest is room for a model that errs.
+BREAK_RATE = 0.65
+# Of the workings with more steps than two, how many break off there at the end of the warm start.
+MIN_P = 0.25
+# Tokens less likely than this share of the likeliest are not sampled. What is left has little
+# float32 noise: a policy torn between unlikely tokens multiplies the rounding of its own forward.
+WARMUP_STEPS, GRPO_STEPS = 900, 80
+REQUIRED_GAIN, MAX_DRIFT = 0.20, 1e-5
 
 
 class Problem(NamedTuple):
@@ -68,7 +72,7 @@ class Problem(NamedTuple):
 
     @property
     def is_held_out(self) -> bool:
-        """Whether training never sees it; a property of the problem, so the sets cannot overlap."""
+        """Whether no training sees it: decided by the problem itself, so the sides never overlap."""
         return zlib.crc32(self.prompt.encode()) % 8 == 0
 
 
@@ -78,14 +82,14 @@ def draw_problem(rng: random.Random) -> Problem:
     for _ in range(rng.randint(2, MAX_TERMS) - 1):
         term = rng.randint(1, 9)
         results = {sign: apply(value, term) for sign, apply in OPERATIONS.items()}
-        sign = rng.choice([sign for sign in "+-*" if 0 <= results[sign] <= MAX_VALUE])
+        sign = rng.choice([sign for sign in results if 0 <= results[sign] <= MAX_VALUE])
         value = results[sign]
         prompt, worked = f"{prompt}{sign}{term}", f"{worked}{sign}{term}={value}"
     return Problem(prompt, worked, value)
 
 
 def draw_problems(rng: random.Random, count: int, held_out: bool) -> list[Problem]:
-    """`count` different problems of one side of the split."""
+    """`count` different problems from one side of the split."""
     found: dict[str, Problem] = {}
     while len(found) < count:
         problem = draw_problem(rng)
@@ -96,7 +100,7 @@ def draw_problems(rng: random.Random, count: int, held_out: bool) -> list[Proble
 
 def is_right(completion: str, answer: int) -> bool:
     """Whether the completion ends in the number asked for."""
-    last = re.search(r"[=~](\d+)$", completion)
+    last = re.search(r"=(\d+)$", completion)
     return last is not None and int(last[1]) == answer
 
 
@@ -114,50 +118,68 @@ def create_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def create_model() -> Qwen3ForCausalLM:
-    shape = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
-    ids = {"vocab_size": len(WORDS), "pad_token_id": PAD, "eos_token_id": EOS, "bos_token_id": None}
     return Qwen3ForCausalLM(
-        Qwen3Config(**shape, **heads, **ids, tie_word_embeddings=True, max_position_embeddings=256)
+        Qwen3Config(
+            vocab_size=len(WORDS),
+            hidden_size=128,
+            intermediate_size=384,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=32,
+            max_position_embeddings=256,
+            tie_word_embeddings=True,
+            pad_token_id=PAD,
+            eos_token_id=EOS,
+            bos_token_id=None,
+        )
     )
 
 
-def packed_batch(rng: random.Random, bare_share: float) -> dict[str, torch.Tensor]:
-    """Solved training problems, as many to a row as fit; positions restart, so none sees another."""
+def broken_off(worked: str, rate: float, rng: random.Random) -> str:
+    """The working as an impatient pupil leaves it: often it ends after the second step."""
+    ends = [match.end() for match in re.finditer(r"=\d+", worked)]
+    return worked[: ends[1]] if len(ends) > 2 and rng.random() < rate else worked
+
+
+def packed_batch(rng: random.Random, break_rate: float) -> dict[str, torch.Tensor]:
+    """Solved training problems packed into rows; positions restart, so none sees another."""
     rows, width = 8, 256
-    batch = {
-        "input_ids": torch.full((rows, width), PAD),
-        "labels": torch.full((rows, width), -100),
-        "position_ids": torch.arange(width).repeat(rows, 1),
-    }
+    input_ids = torch.full((rows, width), PAD)
+    labels = torch.full((rows, width), -100)
+    position_ids = torch.arange(width).repeat(rows, 1)
     for row in range(rows):
         start = 0
         while True:
             problem = draw_problem(rng)
             if problem.is_held_out:
                 continue
-            solution = f"~{problem.answer}" if rng.random() < bare_share else problem.worked
-            prompt = [WORDS.index(character) for character in problem.prompt]
-            target = [WORDS.index(character) for character in solution] + [EOS]
-            middle, end = start + len(prompt), start + len(prompt) + len(target)
-            batch["position_ids"][row, start:] = torch.arange(width - start)
+            working = broken_off(problem.worked, break_rate, rng)
+            tokens = [WORDS.index(character) for character in problem.prompt + working] + [EOS]
+            end = start + len(tokens)
+            position_ids[row, start:] = torch.arange(width - start)
             if end > width:
                 break
-            batch["input_ids"][row, start:end] = torch.tensor(prompt + target)
-            batch["labels"][row, middle:end] = torch.tensor(target)
+            input_ids[row, start:end] = torch.tensor(tokens)
+            labels[row, start + len(problem.prompt) : end] = input_ids[
+                row, start + len(problem.prompt) : end
+            ]
             start = end
-    return batch
+    return {"input_ids": input_ids, "position_ids": position_ids, "labels": labels}
 
 
-def warm_start(model: Qwen3ForCausalLM, steps: int, rng: random.Random) -> None:
-    """Plain supervised training: first on workings alone, then ever more bare results among them."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), fused=True)
+def warm_start(model: Qwen3ForCausalLM, num_steps: int, rng: random.Random) -> None:
+    """Plain supervised training: first on whole workings, then on ever more that break off."""
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.2)
     model.train()
-    with tqdm(range(steps), desc="warm start", unit="step") as bar:
+    with tqdm(range(num_steps), desc="warm start", unit="step") as bar:
         for step in bar:
-            done = step / steps
+            done = step / num_steps
             optimizer.param_groups[0]["lr"] = 3e-3 * min(1, (step + 1) / 30) * (1 - 0.9 * done)
-            loss = model(**packed_batch(rng, max(0.0, 2 * done - 1.2)), use_cache=False).loss
+            batch = packed_batch(rng, BREAK_RATE * max(0.0, (done - 0.6) / 0.4))
+            targets = batch.pop("labels")[:, 1:].flatten()
+            logits = model(**batch, use_cache=False).logits[:, :-1].flatten(0, 1)
+            loss = cross_entropy(logits, targets, label_smoothing=0.02)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
@@ -166,11 +188,11 @@ def warm_start(model: Qwen3ForCausalLM, steps: int, rng: random.Random) -> None:
 
 
 def accuracy(generator, tokenizer, problems: list[Problem], temperature: float) -> float:
-    """Share of problems solved, each tried once; temperature 0 is greedy."""
+    """Share of the problems that are solved, with one try each; temperature 0 is greedy."""
     outputs = generator.generate_batch(
         tokenizer([problem.prompt for problem in problems])["input_ids"],
         sampling_params=cb_rollout.SamplingParams(
-            temperature=temperature, max_new_tokens=MAX_COMPLETION
+            temperature=temperature, min_p=MIN_P, max_new_tokens=MAX_COMPLETION
         ),
     )
     tokens = [output.generated_tokens for output in outputs.values()]
@@ -178,29 +200,32 @@ def accuracy(generator, tokenizer, problems: list[Problem], temperature: float) 
     return sum(map(is_right, texts, [problem.answer for problem in problems])) / len(problems)
 
 
-class ProgressBar(TrainerCallback):
-    """One line that shows the reward rise, instead of every step's metrics."""
+class RewardBar(TrainerCallback):
+    """One line that shows the reward rise, in place of every step's metrics."""
 
     def on_train_begin(self, args, state, control, **_):
+        """Start at zero."""
         self.bar = tqdm(total=state.max_steps, desc="GRPO", unit="step")
 
     def on_log(self, args, state, control, logs, **_):
+        """Show the step that ended."""
         if "reward" in logs:
             length = logs["completions/mean_length"]
-            self.bar.set_postfix(reward=f"{logs['reward']:.2f}", tokens=f"{length:.0f}")
+            self.bar.set_postfix(reward=f"{logs['reward']:.2f}", tokens=f"{length:.0f}", refresh=False)
             self.bar.update(state.global_step - self.bar.n)
 
     def on_train_end(self, args, state, control, **_):
+        """Leave the line as it is."""
         self.bar.close()
 
 
 def create_trainer(model, tokenizer, train, held_out, args) -> GRPOTrainer:
     trainer = GRPOTrainer(
         model=model,
+        processing_class=tokenizer,
         reward_funcs=reward,
         train_dataset=Dataset.from_list([problem._asdict() for problem in train]),
         eval_dataset=Dataset.from_list([problem._asdict() for problem in held_out]),
-        processing_class=tokenizer,
         args=GRPOConfig(
             output_dir=str(args.output_dir),
             seed=args.seed,
@@ -209,9 +234,9 @@ def create_trainer(model, tokenizer, train, held_out, args) -> GRPOTrainer:
             num_generations=8,
             max_completion_length=MAX_COMPLETION,
             temperature=1.0,
-            learning_rate=1e-4,
+            min_p=MIN_P,
+            learning_rate=2e-5,
             warmup_steps=5,
-            lr_scheduler_type="linear",
             loss_type="dapo",
             beta=0.0,
             vllm_importance_sampling_mode="token_truncate",
@@ -229,7 +254,7 @@ def create_trainer(model, tokenizer, train, held_out, args) -> GRPOTrainer:
     )
     trainer.remove_callback(ProgressCallback)
     trainer.remove_callback(PrinterCallback)
-    trainer.add_callback(ProgressBar())
+    trainer.add_callback(RewardBar())
     return trainer
 
 
@@ -237,8 +262,8 @@ def parsed_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output-dir", type=Path, default=Path("runs/arithmetic"))
-    parser.add_argument("--warmup-steps", type=int, default=600, help="supervised steps")
-    parser.add_argument("--max-steps", type=int, default=FULL_STEPS, help="GRPO steps")
+    parser.add_argument("--warmup-steps", type=int, default=WARMUP_STEPS, help="supervised steps")
+    parser.add_argument("--max-steps", type=int, default=GRPO_STEPS, help="GRPO steps")
     parser.add_argument("--num-held-out", type=int, default=500, help="problems to measure with")
     return parser.parse_args()
 
@@ -246,7 +271,12 @@ def parsed_arguments() -> argparse.Namespace:
 def main() -> int:
     args = parsed_arguments()
     args.output_dir.mkdir(parents=True, exist_ok=True)
+    # Offline, wandb needs neither network nor account; "online" can be set from outside.
+    os.environ.setdefault("WANDB_MODE", "offline")
+    os.environ.setdefault("WANDB_SILENT", "true")
     os.environ.setdefault("WANDB_DIR", str(args.output_dir))
+    # Of trl 1.16 about transformers 5.23: nothing that a reader of this run could change.
+    warnings.filterwarnings("ignore", category=FutureWarning)
 
     torch.manual_seed(args.seed)
     rng = random.Random(args.seed)
@@ -268,15 +298,17 @@ def main() -> int:
     speed = sum(logs["rollout/tokens_per_second"] for logs in steps) / len(steps)
     share = sum(logs["rollout/step_share"] for logs in steps) / len(steps)
     report = write_report(args.output_dir / "cb_rollout")
-    print(f"held-out accuracy, greedy          {before[0]:6.1%} -> {after[0]:6.1%}")
-    print(f"held-out accuracy, temperature 1   {before[1]:6.1%} -> {after[1]:6.1%}")
-    print(f"rollout tokens/s                   {speed:6,.0f}")
-    print(f"rollout share of step time         {share:6.1%}")
-    print(f"largest |log-probability diff.|    {drift:.1e}")
-    print(f"report                             {report}")
-    is_full_length = args.max_steps >= FULL_STEPS
-    has_learned = after[0] - before[0] >= REQUIRED_GAIN and drift <= MAX_DRIFT
-    return int(is_full_length and not has_learned)
+    print()
+    print(f"held-out accuracy, greedy            {before[0]:6.1%} -> {after[0]:6.1%}")
+    print(f"held-out accuracy, sampled           {before[1]:6.1%} -> {after[1]:6.1%}")
+    print(f"rollout tokens/s                     {speed:6,.0f}")
+    print(f"rollout share of step time           {share:6.0%}")
+    print(f"largest |log-probability difference| {drift:.1e}")
+    print(f"report                               {report}")
+
+    if args.warmup_steps < WARMUP_STEPS or args.max_steps < GRPO_STEPS:
+        return 0
+    return int(after[0] - before[0] < REQUIRED_GAIN or drift > MAX_DRIFT)
 
 
 if __name__ == "__main__":

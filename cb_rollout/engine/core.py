@@ -14,10 +14,10 @@ from cb_rollout import _compat
 from cb_rollout.config import LogprobsMode, RolloutConfig
 from cb_rollout.engine import device as devices
 from cb_rollout.engine.limits import Limits
-from cb_rollout.engine.request import Request
+from cb_rollout.engine.request import Prefill, Request
 from cb_rollout.engine.runner import ModelRunner, leased
 from cb_rollout.engine.sampler import SamplingBatch, create_sampling_batch, sample
-from cb_rollout.engine.scheduler import Prefill, Scheduler
+from cb_rollout.engine.scheduler import Scheduler
 from cb_rollout.engine.storage import CacheStorage, plan_memory
 from cb_rollout.metrics import EngineCounters
 from cb_rollout.types import FinishReason, RequestStatus
@@ -150,15 +150,25 @@ class Engine:
         Returns:
             The sequences that got a token or ended, each once.
         """
+        with devices.current(self.device):
+            return self._step()
+
+    def _step(self) -> list[Request]:
         if not self._is_leased:
             self._lease.enter_context(leased(self.model))
             self._is_leased = True
         if not self._storage.is_allocated:
             self._allocate()
+        plan = self.memory_plan
         touched = dict.fromkeys([*self._prefill(), *self._decode()])
         self._scheduler.retire_running()
         if not self.has_work:
             self.hand_back_model()
+        elif not touched and (request := self._scheduler.unservable(plan.num_blocks)):
+            error = f"{request.num_tokens} tokens do not fit {plan.num_blocks} KV cache blocks of "
+            error += f"{self.limits.block_size}; raise num_blocks or max_memory_percent."
+            self.end(request, RequestStatus.FAILED, FinishReason.ERROR, error)
+            return [request]
         return list(touched)
 
     def hand_back_model(self) -> None:

@@ -1,5 +1,7 @@
 """What a device reports about its memory, and the defaults that suit its kind."""
 
+from contextlib import AbstractContextManager, nullcontext
+
 import psutil
 import torch
 
@@ -23,6 +25,11 @@ def free_bytes(device: torch.device) -> int:
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return free + unused
     return psutil.virtual_memory().available
+
+
+def current(device: torch.device) -> AbstractContextManager[object]:
+    """Make `device` the calling thread's current one, where kernels launch."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def max_batch_tokens(device: torch.device) -> int:

@@ -101,3 +101,18 @@ class Request:
             timestamps=list(self.timestamps) if self.records_timestamps else None,
             policy_versions=list(self.policy_versions),
         )
+
+
+@dataclass(slots=True)
+class Prefill:
+    """A sequence whose tokens are being computed, with those that will be forked from it."""
+
+    leader: Request
+    followers: list[Request] = field(default_factory=list)
+    num_scheduled: int = 0
+    """Tokens that the coming forward computes."""
+
+    @property
+    def is_last_chunk(self) -> bool:
+        """Whether the coming forward completes the prompt."""
+        return self.leader.num_computed + self.num_scheduled == self.leader.num_tokens

@@ -6,29 +6,13 @@ Owns the queues, the block pool and the prefix index. Knows tokens and blocks, n
 import heapq
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 from cb_rollout.engine.blocks import BlockPool
 from cb_rollout.engine.limits import Limits
 from cb_rollout.engine.prefixes import PrefixIndex
-from cb_rollout.engine.request import NO_SLOT, Request
+from cb_rollout.engine.request import NO_SLOT, Prefill, Request
 from cb_rollout.metrics import EngineCounters
 from cb_rollout.types import RequestStatus
-
-
-@dataclass(slots=True)
-class Prefill:
-    """A sequence whose tokens are being computed, with those that will be forked from it."""
-
-    leader: Request
-    followers: list[Request] = field(default_factory=list)
-    num_scheduled: int = 0
-    """Tokens that the coming forward computes."""
-
-    @property
-    def is_last_chunk(self) -> bool:
-        """Whether the coming forward completes the prompt."""
-        return self.leader.num_computed + self.num_scheduled == self.leader.num_tokens
 
 
 class Scheduler:
@@ -212,6 +196,14 @@ class Scheduler:
         for request in self.running:
             request.num_computed += 1
             self._remember(request)
+
+    def unservable(self, max_blocks: int) -> Request | None:
+        """The first waiting sequence, if not even an empty cache of `max_blocks` could hold it."""
+        self._pass_over_ended()
+        if self.running or self.prefilling or not self.waiting:
+            return None
+        head = self.waiting[0]
+        return head if self._num_blocks(head.num_tokens) > max_blocks else None
 
     def retire_running(self) -> list[Request]:
         """Take the running sequences that ended out, and free what they held."""

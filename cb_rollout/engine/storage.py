@@ -24,8 +24,8 @@ def plan_memory(
 ) -> MemoryPlan:
     """What the cache may take of what is free now.
 
-    The automatic reserve counts the gradients and Adam moments of trainable parameters, for a model
-    in training mode.
+    The automatic reserve counts the gradients and Adam moments of trainable parameters that have
+    no gradient yet, for a model in training mode.
     """
     reserve = config.training_reserve_gib
     if isinstance(reserve, str):

@@ -33,6 +33,10 @@ class TrainerRollouts:
     def _mode(self) -> Any:
         return "train" if self._trainer.model.training else "eval"
 
+    def forget_synced_step(self) -> None:
+        """Have the trainer sync before it generates next, whatever its step count says."""
+        self._trainer._last_loaded_step = -1
+
     def sync_weights(self) -> None:
         """Called by the trainer once per optimizer step, before it generates."""
         self._generator.sync_weights()

@@ -52,6 +52,8 @@ def attach(trainer: Any, config: Any = None) -> RolloutGenerator:
     _require_seam(trainer)
     _require_settings(trainer)
     config = as_rollout_config(config)
+    # The trainer needs them, and transformers' own config leaves them out by default.
+    config = replace(config, return_logprobs=True)
     if config.seed is None:
         config = replace(config, seed=trainer.args.seed)
     generator = RolloutGenerator(
@@ -65,7 +67,7 @@ def attach(trainer: Any, config: Any = None) -> RolloutGenerator:
     trainer.vllm_generation = rollouts
     trainer.vllm_mode = GENERATION_MODE
     trainer.use_vllm = True
-    trainer._last_loaded_step = -1
+    rollouts.forget_synced_step()
     trainer._calculate_rewards = rollouts.recording_rewards(trainer._calculate_rewards)
     if config.release_cache == ReleaseCache.BETWEEN_STEPS:
         trainer._generate = rollouts.sleeping_after(trainer._generate)
@@ -125,6 +127,18 @@ class RolloutCallback(TrainerCallback):
         """Time from now on."""
         self._rollouts = rollouts
         self._step_started = time.perf_counter()
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        """Training starts, its step count with it."""
+        self._rollouts.forget_synced_step()
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        """Training is done; the best weights may have been loaded at an unchanged step count."""
+        self._rollouts.forget_synced_step()
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any

@@ -1,11 +1,12 @@
 """Bad input is a typed error in the caller that names the value and the knob; the rest goes on."""
 
+import dataclasses
 import re
 
 import pytest
 import torch
 from tiny import char_tokenizer, plain_logprobs, tiny_model
-from transformers import AutoModel, T5Config, T5ForConditionalGeneration
+from transformers import AutoModel, GenerationConfig, T5Config, T5ForConditionalGeneration
 
 from cb_rollout import (
     ConfigurationError,
@@ -156,3 +157,20 @@ def test_text_and_chats_are_encoded_by_the_tokenizer():
         ).values()
     assert tokenizer.decode(text.prompt_ids) == "1+2="
     assert tokenizer.decode(chat.prompt_ids) == "user: 1+2=\nassistant: "
+
+
+def test_what_no_longer_fits_after_a_new_plan_fails_with_the_numbers():
+    with RolloutGenerator(tiny_model(), RolloutConfig(num_blocks=10, block_size=16)) as generator:
+        engine = generator.manager.engine
+        engine.memory_plan = dataclasses.replace(engine.memory_plan, num_blocks=2)
+        engine.release_cache()
+        with pytest.raises(IncompleteRolloutError, match=r"33 tokens do not fit 2 KV cache blocks"):
+            generator.generate_batch([[5] * 20], max_new_tokens=50, sampling_params=PARAMS)
+
+
+def test_the_number_of_sequences_of_the_generators_own_config_counts():
+    config = GenerationConfig(num_return_sequences=3, max_new_tokens=2, do_sample=True)
+    with RolloutGenerator(tiny_model(), generation_config=config) as generator:
+        assert len(generator.generate_batch([[5]])) == 3
+        with pytest.raises(InvalidRequestError, match="num_return_sequences=0"):
+            generator.generate_batch([[5]], num_return_sequences=0)

@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 from tiny_trainer import tiny_trainer
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from trl import RLOOConfig, RLOOTrainer
 
 from cb_rollout import (
@@ -180,3 +181,21 @@ def test_what_is_not_a_fresh_stock_trainer_is_refused(tmp_path, monkeypatch):
     attach(trainer)
     with pytest.raises(ConfigurationError, match="attached to this trainer already"):
         attach(trainer)
+
+
+def test_a_second_training_never_reads_keys_of_the_first(tmp_path):
+    trainer = tiny_trainer(tmp_path, max_steps=1)
+    generator = attach(trainer, RolloutConfig(release_cache="never", verify_every_steps=1))
+    trainer.train()
+    trainer.train()
+    assert generator.policy_version == 2
+    assert max(logged(trainer, "rollout/logprob_drift_max")) <= 1e-5
+    generator.close()
+
+
+def test_a_transformers_config_attaches_with_logprobs(tmp_path):
+    trainer = tiny_trainer(tmp_path, max_steps=1)
+    generator = attach(trainer, ContinuousBatchingConfig(max_memory_percent=0.5))
+    trainer.train()
+    assert max(logged(trainer, "sampling/sampling_logp_difference/max")) <= 1e-5
+    generator.close()

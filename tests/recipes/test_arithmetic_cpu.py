@@ -1,0 +1,65 @@
+"""The arithmetic recipe: its task, its split, and two GRPO steps through its own main."""
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import arithmetic_cpu as recipe
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TIMEOUT_SECONDS = 240
+# A run that hangs is killed and fails the test.
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "right"),
+    [
+        ("7*2=14-5=9+8=17", 17, True),
+        ("~17", 17, True),
+        ("7*2=14-5=9+8=18", 17, False),
+        ("7*2=14-5=9+8=17+", 17, False),
+        ("17", 17, False),
+        ("", 17, False),
+    ],
+)
+def test_only_the_final_number_counts(completion, answer, right):
+    assert recipe.is_right(completion, answer) is right
+
+
+def test_every_working_is_right_and_lengths_differ_fivefold():
+    rng = random.Random(0)
+    problems = [recipe.draw_problem(rng) for _ in range(500)]
+    assert all(recipe.is_right(problem.worked, problem.answer) for problem in problems)
+    lengths = [len(problem.worked) for problem in problems]
+    assert max(lengths) >= 5 * min(lengths)
+    assert max(lengths) < recipe.MAX_COMPLETION
+
+
+def test_training_and_held_out_problems_do_not_overlap():
+    rng = random.Random(0)
+    train = {p.prompt for p in recipe.draw_problems(rng, 500, held_out=False)}
+    held_out = {p.prompt for p in recipe.draw_problems(rng, 200, held_out=True)}
+    assert not train & held_out
+
+
+def test_two_steps_end_with_the_table_and_a_report(tmp_path):
+    command = [
+        *(sys.executable, str(ROOT / "recipes" / "arithmetic_cpu.py")),
+        *("--warmup-steps", "5", "--max-steps", "2", "--num-held-out", "20"),
+        *("--output-dir", str(tmp_path)),
+    ]
+    environment = os.environ | {"WANDB_MODE": "offline"}
+    result = subprocess.run(
+        command,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_SECONDS,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert "largest |log-probability diff.|" in result.stdout
+    assert (tmp_path / "cb_rollout" / "report.html").exists()
