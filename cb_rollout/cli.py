@@ -60,3 +60,7 @@ def create_parser() -> argparse.ArgumentParser:
 
 def _report(arguments: argparse.Namespace) -> None:
     sys.stdout.write(f"{write_report(arguments.run_dir)}\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -177,6 +177,7 @@ class RolloutGenerator:
         finished: dict[str, GenerationOutput] = {}
         counters = self.manager.engine.counters
         tokens_before = counters.tokens_generated
+        loop.require_running_for_me()
         loop.submit(grouped(requests), mailbox)
         with tqdm(total=len(requests), desc="rollout", unit="seq", disable=not progress_bar) as bar:
             try:
@@ -189,7 +190,9 @@ class RolloutGenerator:
                     bar.set_postfix(tokens=num_tokens, refresh=output is None)
             except BaseException:
                 loop.cancel([request.request_id for request in requests])
-                raise
+                # The caller gets its model back before it gets the exception.
+                with loop.paused():
+                    raise
         return finished
 
     @property
@@ -205,8 +208,9 @@ class RolloutGenerator:
         """
         started = time.perf_counter()
         with self.manager.pause():
-            self.manager.engine.set_policy_version(self.policy_version + 1)
-        return SyncReport(self.policy_version, time.perf_counter() - started, bytes_copied=0)
+            version = self.policy_version + 1
+            self.manager.engine.set_policy_version(version)
+        return SyncReport(version, time.perf_counter() - started, bytes_copied=0)
 
     @property
     def is_asleep(self) -> bool:

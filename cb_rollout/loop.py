@@ -54,6 +54,7 @@ class EngineLoop:
         self._is_stepping = False
         self._num_pauses = 0
         self._owes_turn = False
+        self._pausing_threads: list[int] = []
         self._death: BaseException | None = None
 
     def start(self) -> None:
@@ -168,6 +169,7 @@ class EngineLoop:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Hold the engine still between two steps; the wait is at most one step."""
+        pausing = threading.get_ident()
         if threading.current_thread() is self._thread:
             raise RolloutError("a result handler cannot pause the loop that calls it.")
         with self._changed:
@@ -175,6 +177,7 @@ class EngineLoop:
             while self._owes_turn and not self._num_pauses and self._can_step():
                 self._changed.wait()
             self._num_pauses += 1
+            self._pausing_threads.append(pausing)
         try:
             with self._changed:
                 while self._is_stepping:
@@ -184,8 +187,17 @@ class EngineLoop:
         finally:
             with self._changed:
                 self._num_pauses -= 1
+                self._pausing_threads.remove(pausing)
                 self._owes_turn = not self._num_pauses
                 self._changed.notify_all()
+
+    def require_running_for_me(self) -> None:
+        """Raise where the calling thread would wait for what its own pause holds still."""
+        if threading.get_ident() in self._pausing_threads:
+            raise RolloutError(
+                "this thread paused the engine, so what it waits for would never come; leave "
+                "pause(), or wake() the generator, first."
+            )
 
     def _can_step(self) -> bool:
         return self.is_running() and not self._is_ending

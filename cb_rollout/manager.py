@@ -232,6 +232,7 @@ class ContinuousBatchingManager:
         self.loop.require_alive()
         if timeout is not None:
             return self._mailbox.take(request_id, timeout)
+        self.loop.require_running_for_me()
         while (output := self._mailbox.take(request_id, POLL_SECONDS)) is None:
             if not self.loop.is_live(request_id):
                 return self._mailbox.take(request_id, 0.0)

@@ -40,7 +40,11 @@ def generate_batch(
     Returns:
         Outputs by request id; see `RolloutGenerator.generate_batch`.
     """
-    generator = _generator_of(model, as_rollout_config(continuous_batching_config))
+    config = as_rollout_config(continuous_batching_config)
+    if persistent_manager:
+        generator = _kept_generator(model, config)
+    else:
+        generator = RolloutGenerator(model, config)
     try:
         return generator.generate_batch(
             inputs,
@@ -52,10 +56,9 @@ def generate_batch(
     finally:
         if not persistent_manager:
             generator.close()
-            vars(model).pop(KEPT, None)
 
 
-def _generator_of(model: torch.nn.Module, config: RolloutConfig) -> RolloutGenerator:
+def _kept_generator(model: torch.nn.Module, config: RolloutConfig) -> RolloutGenerator:
     """The generator kept on the model, if it has the same config, else a new one."""
     kept: RolloutGenerator | None = vars(model).get(KEPT)
     if kept is not None and kept.config == config:

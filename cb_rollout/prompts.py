@@ -20,6 +20,11 @@ def encoded(prompts: Sequence[Prompt], tokenizer: Any) -> list[Sequence[int]]:
     Raises:
         InvalidRequestError: text or a chat without a tokenizer.
     """
+    if isinstance(prompts, str | Mapping):
+        raise InvalidRequestError(
+            f"inputs is a {type(prompts).__name__}; pass a list of prompts, as [text] or "
+            "tokenizer(texts)['input_ids']."
+        )
     return [_encoded(prompt, index, tokenizer) for index, prompt in enumerate(prompts)]
 
 

@@ -4,7 +4,9 @@ Owns the meaning and the ranges of sampling parameters. Loads no torch.
 """
 
 import math
+import operator
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -56,14 +58,9 @@ class SamplingParams:
             if not isinstance(getattr(self, name), bool):
                 raise InvalidRequestError(f"{name}={getattr(self, name)!r} is not True or False.")
         for name in ("eos_token_id", "stop_token_ids"):
-            ids = getattr(self, name)
-            if isinstance(ids, str) or not all(
-                isinstance(i, int) for i in (ids if isinstance(ids, Iterable) else (ids or 0,))
-            ):
-                raise InvalidRequestError(f"{name}={ids!r} is not made of token ids.")
-        if self.eos_token_id is not None and not isinstance(self.eos_token_id, int):
-            object.__setattr__(self, "eos_token_id", tuple(self.eos_token_id))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+            given = getattr(self, name)
+            if given is not None:
+                object.__setattr__(self, name, _token_ids(name, given))
 
     @property
     def is_greedy(self) -> bool:
@@ -86,6 +83,16 @@ class SamplingParams:
         else:
             eos = self.eos_token_id
         return frozenset(token for token in eos if token >= 0) | frozenset(self.stop_token_ids)
+
+
+def _token_ids(name: str, given: Any) -> tuple[int, ...]:
+    """One id or several, as plain numbers, whatever holds them."""
+    try:
+        with suppress(TypeError):
+            return (operator.index(given),)
+        return tuple(operator.index(token) for token in given)
+    except (TypeError, ValueError) as error:
+        raise InvalidRequestError(f"{name}={given!r} is not made of token ids.") from error
 
 
 _OPEN = ("max_new_tokens", "max_length", "seed")

@@ -72,7 +72,7 @@ class Problem(NamedTuple):
 
     @property
     def is_held_out(self) -> bool:
-        """Whether no training sees it: decided by the problem itself, so the sides never overlap."""
+        """Whether no training sees it; decided by the problem itself, so no sides overlap."""
         return zlib.crc32(self.prompt.encode()) % 8 == 0
 
 
@@ -161,9 +161,8 @@ def packed_batch(rng: random.Random, break_rate: float) -> dict[str, torch.Tenso
             if end > width:
                 break
             input_ids[row, start:end] = torch.tensor(tokens)
-            labels[row, start + len(problem.prompt) : end] = input_ids[
-                row, start + len(problem.prompt) : end
-            ]
+            middle = start + len(problem.prompt)
+            labels[row, middle:end] = input_ids[row, middle:end]
             start = end
     return {"input_ids": input_ids, "position_ids": position_ids, "labels": labels}
 
@@ -179,7 +178,7 @@ def warm_start(model: Qwen3ForCausalLM, num_steps: int, rng: random.Random) -> N
             batch = packed_batch(rng, BREAK_RATE * max(0.0, (done - 0.6) / 0.4))
             targets = batch.pop("labels")[:, 1:].flatten()
             logits = model(**batch, use_cache=False).logits[:, :-1].flatten(0, 1)
-            loss = cross_entropy(logits, targets, label_smoothing=0.02)
+            loss = cross_entropy(logits, targets, label_smoothing=0.05)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
@@ -211,7 +210,9 @@ class RewardBar(TrainerCallback):
         """Show the step that ended."""
         if "reward" in logs:
             length = logs["completions/mean_length"]
-            self.bar.set_postfix(reward=f"{logs['reward']:.2f}", tokens=f"{length:.0f}", refresh=False)
+            self.bar.set_postfix(
+                reward=f"{logs['reward']:.2f}", tokens=f"{length:.0f}", refresh=False
+            )
             self.bar.update(state.global_step - self.bar.n)
 
     def on_train_end(self, args, state, control, **_):
@@ -235,7 +236,7 @@ def create_trainer(model, tokenizer, train, held_out, args) -> GRPOTrainer:
             max_completion_length=MAX_COMPLETION,
             temperature=1.0,
             min_p=MIN_P,
-            learning_rate=2e-5,
+            learning_rate=4e-5,
             warmup_steps=5,
             loss_type="dapo",
             beta=0.0,

@@ -6,8 +6,10 @@ its `training` flags, and those only inside `leased()`.
 B: rows, Q: new tokens of the longest row, S: tokens of the longest row, V: vocabulary.
 """
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from weakref import WeakKeyDictionary
 
 import torch
 from transformers import PreTrainedModel
@@ -19,18 +21,30 @@ from cb_rollout.engine.probe import CacheLayout, probe
 from cb_rollout.errors import ConfigurationError
 from cb_rollout.logprobs import chosen_logprobs
 
+_LEASE_LOCK = threading.Lock()
+_LEASES: WeakKeyDictionary[torch.nn.Module, tuple[int, list[torch.nn.Module]]] = WeakKeyDictionary()
+# How many engines hold each model, and the modules to put back in training mode.
+
 
 @contextmanager
 def leased(model: torch.nn.Module) -> Iterator[None]:
-    """Hold the model in evaluation mode, then set every module's `training` flag back."""
-    training = [module for module in model.modules() if module.training]
-    for module in training:
-        module.training = False
+    """Hold the model in evaluation mode; after its last holder, set every `training` flag back."""
+    with _LEASE_LOCK:
+        num_holders, training = _LEASES.get(model, (0, []))
+        found = [module for module in model.modules() if module.training]
+        for module in found:
+            module.training = False
+        _LEASES[model] = (num_holders + 1, training + found)
     try:
         yield
     finally:
-        for module in training:
-            module.training = True
+        with _LEASE_LOCK:
+            num_holders, training = _LEASES.pop(model)
+            if num_holders > 1:
+                _LEASES[model] = (num_holders - 1, training)
+            else:
+                for module in training:
+                    module.training = True
 
 
 class ModelRunner:

@@ -95,7 +95,7 @@ class CacheStorage:
                 num_slots=self._limits.max_requests,
                 device=self._device,
             )
-        except (torch.OutOfMemoryError, MemoryError) as error:
+        except (RuntimeError, MemoryError) as error:
             raise OutOfCacheMemoryError(
                 f"no memory for {self._num_blocks} KV cache blocks; lower max_memory_percent (now "
                 f"{self._plan.max_memory_percent}) or num_blocks.\n{self._plan}"

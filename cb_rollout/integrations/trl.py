@@ -17,7 +17,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from trl import GRPOTrainer, RLOOTrainer
 from trl.generation.vllm_generation import VLLMGeneration
 
-from cb_rollout.config import ReleaseCache, as_rollout_config
+from cb_rollout.config import ReleaseCache, RolloutConfig, as_rollout_config
 from cb_rollout.errors import ConfigurationError
 from cb_rollout.generator import RolloutGenerator
 from cb_rollout.integrations.trainer_rollouts import TrainerRollouts
@@ -51,8 +51,10 @@ def attach(trainer: Any, config: Any = None) -> RolloutGenerator:
     """
     _require_seam(trainer)
     _require_settings(trainer)
-    config = as_rollout_config(config)
-    # The trainer needs them, and transformers' own config leaves them out by default.
+    given, config = config, as_rollout_config(config)
+    if isinstance(given, RolloutConfig) and not given.return_logprobs:
+        raise ConfigurationError("return_logprobs=False: the trainer needs them; leave it True.")
+    # transformers' own config leaves them out by default.
     config = replace(config, return_logprobs=True)
     if config.seed is None:
         config = replace(config, seed=trainer.args.seed)

@@ -7,7 +7,13 @@ import pytest
 import torch
 from tiny import tiny_model
 
-from cb_rollout import RolloutConfig, RolloutGenerator, SamplingParams, generate_batch
+from cb_rollout import (
+    RolloutConfig,
+    RolloutError,
+    RolloutGenerator,
+    SamplingParams,
+    generate_batch,
+)
 
 PARAMS = SamplingParams(max_new_tokens=8, ignore_eos=True)
 
@@ -103,3 +109,25 @@ def test_a_request_with_its_own_seed_does_not_depend_on_the_batch():
             ).values()
         )
     assert alone[0].generated_tokens == crowd[1].generated_tokens
+
+
+def test_two_generators_share_one_model_in_training():
+    model = tiny_model("gpt2", resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5).train()
+    with RolloutGenerator(model) as first, RolloutGenerator(model) as second:
+        long = SamplingParams(max_new_tokens=300, ignore_eos=True)
+        other = threading.Thread(
+            target=lambda: second.generate_batch([[8, 9]] * 8, sampling_params=long)
+        )
+        other.start()
+        for _ in range(5):
+            first.generate_batch([[5, 6, 7]], sampling_params=PARAMS)
+        other.join()
+        assert max(first.verify(1).max, second.verify(8).max) <= 1e-5
+    assert all(module.training for module in model.modules())
+
+
+def test_waiting_inside_ones_own_pause_is_refused():
+    with RolloutGenerator(tiny_model()) as generator:
+        with generator.manager.pause(), pytest.raises(RolloutError, match=r"leave pause\(\)"):
+            generator.generate_batch([[5]], sampling_params=PARAMS)
+        assert len(generator.generate_batch([[5]], sampling_params=PARAMS)) == 1

@@ -18,7 +18,8 @@ TIMEOUT_SECONDS = 240
     ("completion", "answer", "right"),
     [
         ("7*2=14-5=9+8=17", 17, True),
-        ("~17", 17, True),
+        ("7*2=14-5=9", 9, True),
+        ("7*2=14-5=9", 17, False),
         ("7*2=14-5=9+8=18", 17, False),
         ("7*2=14-5=9+8=17+", 17, False),
         ("17", 17, False),
@@ -40,9 +41,28 @@ def test_every_working_is_right_and_lengths_differ_fivefold():
 
 def test_training_and_held_out_problems_do_not_overlap():
     rng = random.Random(0)
-    train = {p.prompt for p in recipe.draw_problems(rng, 500, held_out=False)}
-    held_out = {p.prompt for p in recipe.draw_problems(rng, 200, held_out=True)}
-    assert not train & held_out
+    train = recipe.draw_problems(rng, 500, held_out=False)
+    held_out = recipe.draw_problems(rng, 200, held_out=True)
+    assert not {problem.prompt for problem in train} & {problem.prompt for problem in held_out}
+    assert [problem.is_held_out for problem in train + held_out] == [False] * 500 + [True] * 200
+
+
+def test_the_warm_start_sees_only_training_problems_and_labels_only_their_workings():
+    batch = recipe.packed_batch(random.Random(0), break_rate=0.5)
+    for row, labels in zip(batch["input_ids"].tolist(), batch["labels"].tolist(), strict=True):
+        solved = "".join(recipe.WORDS[token] for token in row).split("<eos>")[:-1]
+        workings = "".join(recipe.WORDS[label] for label in labels if label >= 0).split("<eos>")
+        for text, working in zip(solved, workings[:-1], strict=True):
+            prompt = text.removesuffix(working)
+            assert "=" not in prompt
+            assert not recipe.Problem(prompt, working, 0).is_held_out
+
+
+def test_a_working_breaks_off_after_a_whole_second_step_or_not_at_all():
+    rng = random.Random(0)
+    assert recipe.broken_off("7*2=14-5=9+8=17", 1.0, rng) == "7*2=14-5=9"
+    assert recipe.broken_off("7*2=14-5=9+8=17", 0.0, rng) == "7*2=14-5=9+8=17"
+    assert recipe.broken_off("7*2=14-5=9", 1.0, rng) == "7*2=14-5=9"
 
 
 def test_two_steps_end_with_the_table_and_a_report(tmp_path):
@@ -61,5 +81,5 @@ def test_two_steps_end_with_the_table_and_a_report(tmp_path):
         check=False,
     )
     assert result.returncode == 0, result.stderr[-3000:]
-    assert "largest |log-probability diff.|" in result.stdout
+    assert "largest |log-probability difference|" in result.stdout
     assert (tmp_path / "cb_rollout" / "report.html").exists()
