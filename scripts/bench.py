@@ -18,7 +18,8 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -39,6 +40,7 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
     StoppingCriteria,
+    TrainerCallback,
 )
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from trl import GRPOConfig, GRPOTrainer
@@ -48,6 +50,7 @@ import cb_rollout
 BENCHMARKS = Path(__file__).parent.parent / "docs" / "benchmarks"
 NUM_PROMPTS, NUM_COMPLETIONS = 16, 8
 SEED = 0
+STEPS_PER_TURN = 2
 EOS, MEAN_LENGTH = 1, 50
 # The mean completion of a GRPO step; the longest allowed is 256.
 
@@ -136,11 +139,17 @@ class StopAtLengths(StoppingCriteria):
         return input_ids.shape[1] >= self.ends
 
 
-def generate_contender(model: Any, workload: Workload, batch_size: int) -> Callable[[], int]:
+Contender = Callable[[], AbstractContextManager[Callable[[], None]]]
+# Makes what a contender needs, gives what is timed, and takes everything away again.
+
+
+@contextmanager
+def generate_contender(
+    model: Any, workload: Workload, batch_size: int
+) -> Iterator[Callable[[], None]]:
     """`model.generate` on left-padded batches, without log-probabilities: at its best."""
 
-    def run() -> int:
-        num_tokens = 0
+    def run() -> None:
         for start in range(0, len(workload.prompts), batch_size):
             prompts = workload.prompts[start : start + batch_size]
             lengths = workload.lengths[start : start + batch_size]
@@ -162,19 +171,17 @@ def generate_contender(model: Any, workload: Workload, batch_size: int) -> Calla
                 stopping_criteria=[StopAtLengths(width, lengths, model.device)],
             )
             assert output.shape[1] == width + max(lengths), "generate ended elsewhere than asked"
-            num_tokens += sum(lengths)
-        return num_tokens
 
-    return run
+    yield run
 
 
-def transformers_contender(model: Any, workload: Workload) -> Callable[[], int]:
+@contextmanager
+def transformers_contender(model: Any, workload: Workload) -> Iterator[Callable[[], None]]:
     """Transformers' own persistent manager, with log-probabilities."""
     names = ContinuousBatchingConfig.__dataclass_fields__
     page_size = {"page_size" if "page_size" in names else "block_size": 32}
-    config = ContinuousBatchingConfig(
-        **page_size, num_blocks=1024, max_batch_tokens=1024, return_logprobs=True
-    )
+    sizes = {"num_blocks": 1024, "max_batch_tokens": 1024} if model.device.type == "cpu" else {}
+    config = ContinuousBatchingConfig(**page_size, **sizes, return_logprobs=True)
     sampling = GenerationConfig(
         do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=512,
         eos_token_id=-1, pad_token_id=0,
@@ -186,49 +193,52 @@ def transformers_contender(model: Any, workload: Workload) -> Callable[[], int]:
     )
     manager.start()
 
-    def run() -> int:
+    def run() -> None:
         for prompt, length in zip(workload.prompts, workload.lengths, strict=True):
             manager.add_request(prompt, max_new_tokens=length, eos_token_id=-1)
-        num_tokens = num_done = 0
+        num_done = 0
         while num_done < len(workload.prompts):
             output = manager.get_result(timeout=60)
             assert output is not None, "no result within a minute"
             assert output.error is None, output.error
             if output.is_finished():
                 num_done += 1
-                num_tokens += len(output.generated_tokens)
                 assert len(output.logprobs) == len(output.generated_tokens)
-        return num_tokens
 
-    def close() -> None:
+    try:
+        yield run
+    finally:
         manager.stop(block=True)
         manager.destroy()
         model.set_attn_implementation(attention)
 
-    run.close = close  # type: ignore[attr-defined]
-    return run
 
-
-def cb_rollout_contender(model: Any, workload: Workload) -> Callable[[], int]:
+@contextmanager
+def cb_rollout_contender(model: Any, workload: Workload) -> Iterator[Callable[[], None]]:
     """This package, with its defaults."""
-    generator = cb_rollout.RolloutGenerator(model, cb_rollout.RolloutConfig(seed=SEED))
     params = cb_rollout.SamplingParams(ignore_eos=True)
 
-    def run() -> int:
+    def run() -> None:
         outputs = generator.generate_batch(
             workload.prompts, sampling_params=params, max_new_tokens=workload.lengths
         ).values()
         assert all(len(o.logprobs) == len(o.generated_tokens) for o in outputs)
         generator.sync_weights()
-        return sum(len(output.generated_tokens) for output in outputs)
 
-    run.close = generator.close  # type: ignore[attr-defined]
-    return run
+    with cb_rollout.RolloutGenerator(model, cb_rollout.RolloutConfig(seed=SEED)) as generator:
+        yield run
 
 
-def interleaved(
-    contenders: dict[str, Callable[[], Callable[[], int]]], repetitions: int
-) -> dict[str, list[float]]:
+def timed(work: Callable[[], None]) -> float:
+    """Seconds that `work` takes, what it started on the device included."""
+    started = time.perf_counter()
+    work()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - started
+
+
+def interleaved(contenders: dict[str, Contender], repetitions: int) -> dict[str, list[float]]:
     """Seconds of each contender's repetitions, after one to warm up, taking turns.
 
     Each is made anew for its turn: transformers' manager changes the model's attention while it
@@ -237,16 +247,9 @@ def interleaved(
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     for repetition in range(repetitions):
         for name, create in contenders.items():
-            run = create()
-            run()
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-            started = time.perf_counter()
-            run()
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-            seconds[name].append(time.perf_counter() - started)
-            getattr(run, "close", lambda: None)()
+            with create() as run:
+                timed(run)
+                seconds[name].append(timed(run))
             print(
                 f"  {repetition + 1}/{repetitions} {name:<28}{seconds[name][-1]:8.2f} s", flush=True
             )
@@ -294,8 +297,26 @@ def char_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
     )
 
 
-def step_contender(device: str, workload: Workload, kind: str) -> Callable[[], int]:
-    """GRPO steps of one trainer: rollout, scoring, loss and optimizer."""
+class StepClock(TrainerCallback):
+    """Seconds of each optimizer step, from before its rollout to after its update."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self._started = 0.0
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        """Before the rollout."""
+        self._started = time.perf_counter()
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        """After the update."""
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self.seconds.append(time.perf_counter() - self._started)
+
+
+def step_seconds(device: str, workload: Workload, kind: str, num_steps: int) -> list[float]:
+    """Seconds of GRPO steps of one trainer, after one to warm up: rollout, scoring, loss, update."""
     model = create_model(device, tied=False)
     end_after(model, MEAN_LENGTH)
     tokenizer = char_tokenizer(workload.vocab_size)
@@ -315,7 +336,7 @@ def step_contender(device: str, workload: Workload, kind: str) -> Callable[[], i
             model=model,
             reward_funcs=lambda completions, **_: [len(c) % 7 for c in completions],
             args=GRPOConfig(
-                output_dir=tempfile.mkdtemp(), max_steps=10_000, report_to=[], bf16=device != "cpu",
+                output_dir=tempfile.mkdtemp(), max_steps=1 + num_steps, report_to=[], bf16=device != "cpu",
                 use_cpu=device == "cpu", per_device_train_batch_size=NUM_PROMPTS * NUM_COMPLETIONS,
                 num_generations=NUM_COMPLETIONS, max_completion_length=256, learning_rate=1e-6,
                 disable_tqdm=True, save_strategy="no", logging_strategy="no", beta=0.0,
@@ -329,13 +350,10 @@ def step_contender(device: str, workload: Workload, kind: str) -> Callable[[], i
             trainer, cb_rollout.RolloutConfig(record_num_sequences=0, verify_every_steps=0)
         )
     trainer.vllm_importance_sampling_mode = "token_truncate"
-
-    def run() -> int:
-        trainer.args.max_steps = 1
-        trainer.train()
-        return 1
-
-    return run
+    clock = StepClock()
+    trainer.add_callback(clock)
+    trainer.train()
+    return clock.seconds[1:]
 
 
 def bench_step(device: str, repetitions: int) -> dict[str, Any]:
@@ -343,8 +361,12 @@ def bench_step(device: str, repetitions: int) -> dict[str, Any]:
     workload = create_workload(device, equal=False)
     kinds = ("cb_rollout", "TRL continuous batching", "TRL generate")
     print("step: vLLM, TRL's third path, is not installed here and is left out")
-    contenders = {kind: lambda k=kind: step_contender(device, workload, k) for kind in kinds}
-    seconds = interleaved(contenders, repetitions)
+    seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
+    for repetition in range(repetitions):
+        for kind in kinds:
+            seconds[kind] += step_seconds(device, workload, kind, STEPS_PER_TURN)
+            values = " ".join(f"{value:.2f}" for value in seconds[kind][-STEPS_PER_TURN:])
+            print(f"  {repetition + 1}/{repetitions} {kind:<28}{values} s", flush=True)
     return {"grpo_step": {name: summary(values, "seconds") for name, values in seconds.items()}}
 
 

@@ -46,9 +46,10 @@ def benchmark_table() -> str:
     lines = ["| workload | contender | median | cb_rollout is |", "|---|---|---|---|"]
     for path in sorted(BENCHMARKS.glob("*.json")):
         record = json.loads(path.read_text())
-        for workload, contenders in record["results"].items():
-            if workload not in WORKLOADS:
-                continue
+        known = {w: c for w, c in record["results"].items() if w in WORKLOADS}
+        if not known:
+            continue
+        for workload, contenders in known.items():
             ours = contenders["cb_rollout"]["median"]
             for name, figures in contenders.items():
                 is_time = figures["unit"] == "seconds"
@@ -61,7 +62,8 @@ def benchmark_table() -> str:
                 said = "-" if name == "cb_rollout" else f"{ratio:.1f}x as fast"
                 lines.append(f"| {WORKLOADS[workload]} | {name} | {value} | {said} |")
         versions = ", ".join(f"{k} {v}" for k, v in record["versions"].items())
-        lines.append(f"| | | | *{path.name}: {record['device']}, {record['date']}, {versions}* |")
+        device = f"{record['device']}, {record['threads']} threads"
+        lines.append(f"| *{device}, {record['date']}, {versions}* | | | |")
     return "\n".join(lines) + "\n"
 
 
