@@ -6,7 +6,6 @@ the cache when the weights change. Called from the training thread.
 
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -14,7 +13,6 @@ import torch
 from tqdm.auto import tqdm
 
 from cb_rollout import _compat
-from cb_rollout.config import RolloutConfig, as_rollout_config
 from cb_rollout.delivery import Mailbox
 from cb_rollout.engine.request import Request
 from cb_rollout.errors import ConfigurationError, IncompleteRolloutError, InvalidRequestError
@@ -25,6 +23,7 @@ from cb_rollout.memory import MemoryPlan
 from cb_rollout.precision import autocast_dtype
 from cb_rollout.prompts import Prompt, encoded
 from cb_rollout.sampling_params import SamplingParams, from_generation_config, resolved
+from cb_rollout.transformers_config import as_rollout_config
 from cb_rollout.types import GenerationOutput, RequestStatus, SyncReport
 
 PROGRESS_SECONDS = 0.25
@@ -56,7 +55,7 @@ class RolloutGenerator:
         Raises:
             ConfigurationError: a setting or the model cannot be honoured.
         """
-        self.config: RolloutConfig = as_rollout_config(config)
+        self.config = as_rollout_config(config)
         self._tokenizer = tokenizer
         self._generation_config = generation_config
         module = _compat.unwrap(model)
@@ -67,7 +66,7 @@ class RolloutGenerator:
             autocast_dtype=autocast_dtype(self.config, module, accelerator),
             rank=0 if accelerator is None else accelerator.process_index,
         )
-        self._sleep: ExitStack | None = None
+        self._is_asleep = False
         self._last_rollout: list[Request] = []
         self._last_metrics: dict[str, float] = {}
 
@@ -128,7 +127,7 @@ class RolloutGenerator:
                 f"{failed[0].request_id}: {failed[0].error or failed[0].status.value} "
                 "(on_error='return' delivers the rest without raising.)",
                 outputs,
-            )
+            ) from next((r.cause for r in requests if r.cause is not None), None)
         return outputs
 
     def _params(
@@ -177,7 +176,7 @@ class RolloutGenerator:
         finished: dict[str, GenerationOutput] = {}
         counters = self.manager.engine.counters
         tokens_before = counters.tokens_generated
-        loop.require_running_for_me()
+        loop.gate.require_open_for_me()
         loop.submit(grouped(requests), mailbox)
         with tqdm(total=len(requests), desc="rollout", unit="seq", disable=not progress_bar) as bar:
             try:
@@ -200,36 +199,39 @@ class RolloutGenerator:
         """The version that tokens are stamped with; 0 before the first sync."""
         return self.manager.engine.policy_version
 
-    def sync_weights(self) -> SyncReport:
+    def sync_weights(
+        self, in_flight: Literal["keep", "recompute", "abort"] = "recompute"
+    ) -> SyncReport:
         """The model's weights changed: every token from now on comes from the new ones.
 
-        The engine runs the training module itself, so nothing is copied. No key computed under the
-        old weights is read again: what is in flight is computed anew, tokens kept.
+        The engine runs the training module itself, so nothing is copied.
+
+        Args:
+            in_flight: what becomes of unfinished sequences; see `ContinuousBatchingManager.pause`.
         """
         started = time.perf_counter()
-        with self.manager.pause():
-            version = self.policy_version + 1
-            self.manager.engine.set_policy_version(version)
-        return SyncReport(version, time.perf_counter() - started, bytes_copied=0)
+        with self.manager.pause(in_flight):
+            pass
+        return SyncReport(self.policy_version, time.perf_counter() - started, bytes_copied=0)
 
     @property
     def is_asleep(self) -> bool:
         """Whether the KV memory was given back."""
-        return self._sleep is not None
+        return self._is_asleep
 
     def sleep(self) -> None:
         """Give the KV memory back and hold the engine still; what is in flight waits."""
-        if self._sleep is None:
-            stack = ExitStack()
-            stack.enter_context(self.manager.pause())
-            self.manager.engine.release_cache()
-            self._sleep = stack
+        if not self._is_asleep:
+            with self.manager.loop.paused():
+                self.manager.engine.release_cache()
+                self.manager.loop.gate.hold()
+            self._is_asleep = True
 
     def wake(self) -> None:
         """Let the engine run again; it takes the memory with the next step."""
-        if self._sleep is not None:
-            stack, self._sleep = self._sleep, None
-            stack.close()
+        if self._is_asleep:
+            self._is_asleep = False
+            self.manager.loop.gate.let_go()
 
     def memory_plan(self) -> MemoryPlan:
         """What the KV cache may take, and how that follows."""
@@ -259,18 +261,16 @@ class RolloutGenerator:
         ]
         stride = max(1, len(comparable) // num_sequences)
         chosen = comparable[::stride][:num_sequences]
-        with self.manager.pause():
+        with self.manager.loop.paused():
             recomputed = {r.request_id: self.manager.engine.recompute(r) for r in chosen}
         return drift({r.request_id: r.logprobs for r in chosen}, recomputed)
 
     def close(self) -> None:
         """End the background thread and free the cache; generating again starts them anew."""
-        self._sleep, stack = None, self._sleep
         self.manager.loop.halt()
         if not self.manager.is_running():
             self.manager.engine.release_cache()
-        if stack is not None:
-            stack.close()
+        self.wake()
 
     def __enter__(self) -> Self:
         return self

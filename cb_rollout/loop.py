@@ -1,7 +1,8 @@
 """The background thread that steps the engine while there is work.
 
-Owns the thread, the inbox, pausing and death. The engine is touched by this thread alone, or by a
-caller inside `paused()`. The thread is a daemon, and whoever makes a loop halts it when done.
+Owns the thread, the inbox and death. The engine is touched by this thread alone, or by the one
+caller that is inside `paused()`. The thread is a daemon, and whoever makes a loop halts it when
+done.
 """
 
 import threading
@@ -10,9 +11,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
+from cb_rollout.config import InFlight
+from cb_rollout.delivery import Mailbox
 from cb_rollout.engine.core import Engine
 from cb_rollout.engine.request import Request
 from cb_rollout.errors import EngineDeadError, InvalidRequestError, QueueFullError, RolloutError
+from cb_rollout.gate import Gate
 from cb_rollout.types import CancelResult, FinishReason, GenerationOutput, RequestStatus
 
 HALT_TIMEOUT_SECONDS = 10.0
@@ -45,16 +49,14 @@ class EngineLoop:
         self._changed = threading.Condition()
         self._inbox: deque[Request] = deque()
         self._live: dict[str, tuple[Request, Recipient]] = {}
+        self._expected: dict[str, Recipient] = {}
         self._cancelled: dict[str, None] = {}
         self._ended_ids: deque[str] = deque(maxlen=NUM_ENDED_IDS_KEPT)
         self._thread: threading.Thread | None = None
         self._is_stopping = False
         self._is_draining = False
         self._is_ending = False
-        self._is_stepping = False
-        self._num_pauses = 0
-        self._owes_turn = False
-        self._pausing_threads: list[int] = []
+        self.gate = Gate(self._changed, self._could_step)
         self._death: BaseException | None = None
 
     def start(self) -> None:
@@ -109,15 +111,16 @@ class EngineLoop:
                     f"{num_waiting} requests wait and {len(requests)} more would pass "
                     f"max_queue_size={self._max_queue_size}; take results first, or raise it."
                 )
-            new = {request.request_id: (request, recipient) for request in requests}
-            assert len(new) == len(requests), "one id twice in one submission"
-            for request_id in new:
-                if request_id in self._live:
+            assert len({r.request_id for r in requests}) == len(requests), "one id twice"
+            for request in requests:
+                if request.request_id in self._live:
                     raise InvalidRequestError(
-                        f"request_id={request_id!r} is in use; choose another, or leave it "
+                        f"request_id={request.request_id!r} is in use; choose another, or leave it "
                         "out to have one made."
                     )
-            self._live |= new
+            for request in requests:
+                expected = self._expected.pop(request.request_id, recipient)
+                self._live[request.request_id] = (request, expected)
             self._inbox.extend(requests)
             self._changed.notify_all()
 
@@ -134,16 +137,28 @@ class EngineLoop:
             return CancelResult.LIVE
         return CancelResult.FINISHED if request_id in self._ended_ids else CancelResult.UNKNOWN
 
-    def redirect(self, request_id: str, recipient: Recipient) -> None:
-        """Send a live request's further outputs elsewhere.
+    def redirect(self, request_id: str, recipient: Recipient, undelivered: Mailbox) -> None:
+        """Send a request's further outputs, and those that wait in `undelivered`, elsewhere.
+
+        A request that is not known yet is expected: its outputs will go there.
 
         Raises:
-            InvalidRequestError: it is not in flight.
+            InvalidRequestError: it ended, and all of it was delivered.
         """
         with self._changed:
-            if request_id not in self._live:
-                raise InvalidRequestError(f"request_id={request_id!r} is not in flight.")
-            self._live[request_id] = (self._live[request_id][0], recipient)
+            waiting = iter(lambda: undelivered.take(request_id, 0.0), None)
+            outputs = list(waiting)
+            for output in outputs:
+                recipient.put(output)
+            if request_id in self._live:
+                self._live[request_id] = (self._live[request_id][0], recipient)
+            elif request_id not in self._ended_ids:
+                self._expected[request_id] = recipient
+            elif not outputs:
+                raise InvalidRequestError(
+                    f"request_id={request_id!r} has ended and was delivered; register its handler "
+                    "before it is added, or while it runs."
+                )
 
     def is_live(self, request_id: str | None = None) -> bool:
         """Whether a request, or any where None, could still deliver: it has not ended."""
@@ -168,44 +183,24 @@ class EngineLoop:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Hold the engine still between two steps; the wait is at most one step."""
-        pausing = threading.get_ident()
+        """Hold the engine still between two forwards, and be the only one who does; see `Gate`."""
         if threading.current_thread() is self._thread:
             raise RolloutError("a result handler cannot pause the loop that calls it.")
-        with self._changed:
-            # Whoever pauses again and again leaves the engine a step in between.
-            while self._owes_turn and not self._num_pauses and self._can_step():
-                self._changed.wait()
-            self._num_pauses += 1
-            self._pausing_threads.append(pausing)
-        try:
-            with self._changed:
-                while self._is_stepping:
-                    self._changed.wait()
-                self.engine.hand_back_model()
+        with self.gate.paused():
+            self.engine.hand_back_model()
             yield
-        finally:
-            with self._changed:
-                self._num_pauses -= 1
-                self._pausing_threads.remove(pausing)
-                self._owes_turn = not self._num_pauses
-                self._changed.notify_all()
 
-    def require_running_for_me(self) -> None:
-        """Raise where the calling thread would wait for what its own pause holds still."""
-        if threading.get_ident() in self._pausing_threads:
-            raise RolloutError(
-                "this thread paused the engine, so what it waits for would never come; leave "
-                "pause(), or wake() the generator, first."
-            )
+    def begin_policy_version(self, in_flight: InFlight) -> int:
+        """The weights changed, in the pause that this is called in; returns the new version."""
+        with self._changed:
+            if in_flight is InFlight.ABORT:
+                self._cancelled |= dict.fromkeys(self._live)
+            version = self.engine.policy_version + 1
+            self.engine.begin_policy_version(version, keep_keys=in_flight is InFlight.KEEP)
+        return version
 
-    def _can_step(self) -> bool:
+    def _could_step(self) -> bool:
         return self.is_running() and not self._is_ending
-
-    @property
-    def is_paused(self) -> bool:
-        """Whether somebody holds the engine still."""
-        return self._num_pauses > 0
 
     def _run(self) -> None:
         try:
@@ -217,14 +212,14 @@ class EngineLoop:
     def _await_work(self) -> bool:
         """Wait until there is a step to run; False when it is time to end."""
         with self._changed:
-            self._is_stepping = False
+            self.gate.is_stepping = False
             while True:
                 is_halting = self._is_stopping and not self._is_draining
-                if is_halting or not self._num_pauses:
-                    self._owes_turn = False
+                if is_halting or not self.gate.is_shut:
+                    self.gate.owes_turn = False
                     self._take_inbox()
                     if self.engine.has_work and not is_halting:
-                        self._is_stepping = True
+                        self.gate.is_stepping = True
                         self._changed.notify_all()
                         return True
                     if self._is_stopping:
@@ -269,9 +264,10 @@ class EngineLoop:
             dead_error = self._dead_error()
             recipients = {id(recipient): recipient for _, recipient in self._live.values()}
             self._live.clear()
+            self._expected.clear()
             self._inbox.clear()
             self._cancelled = {}
-            self._is_stepping, self._is_ending = False, True
+            self.gate.is_stepping, self._is_ending = False, True
             self.engine.abandon()
             self._changed.notify_all()
         for recipient in recipients.values():

@@ -7,44 +7,51 @@ thread; none waits without an end.
 import asyncio
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, suppress
-from typing import Any
+from contextlib import contextmanager, suppress
+from typing import Any, Literal
 
 import torch
 
 from cb_rollout import _compat
-from cb_rollout.config import RolloutConfig, as_rollout_config
+from cb_rollout.config import InFlight, RolloutConfig
 from cb_rollout.delivery import Mailbox
 from cb_rollout.engine.core import Engine
-from cb_rollout.errors import EngineDeadError, RolloutError
+from cb_rollout.errors import ConfigurationError, EngineDeadError
 from cb_rollout.intake import Intake, ServingLimits, grouped
 from cb_rollout.loop import EngineLoop
 from cb_rollout.sampling_params import SamplingParams, from_generation_config, resolved
-from cb_rollout.types import CancelResult, GenerationOutput
+from cb_rollout.transformers_config import as_rollout_config
+from cb_rollout.types import CancelResult, FinishReason, GenerationOutput, RequestStatus
 
 POLL_SECONDS = 0.1
 # How long an iterator waits before it looks whether anything is still in flight.
 
 
 class _Handler:
-    """Gives a request's outputs to a callback on an asyncio loop."""
+    """Gives one request's outputs to a callback on an asyncio loop."""
 
     def __init__(
-        self, callback: Callable[[GenerationOutput], None], loop: asyncio.AbstractEventLoop
+        self,
+        request_id: str,
+        callback: Callable[[GenerationOutput], None],
+        loop: asyncio.AbstractEventLoop,
     ) -> None:
-        self._callback, self._loop = callback, loop
+        self._request_id, self._callback, self._loop = request_id, callback, loop
 
     def put(self, output: GenerationOutput) -> None:
-        self._call(self._callback, output)
-
-    def close(self, error: EngineDeadError) -> None:
-        context = {"message": str(error), "exception": error}
-        self._call(self._loop.call_exception_handler, context)
-
-    def _call(self, function: Callable[..., object], argument: object) -> None:
         # A closed loop has nobody left to tell.
         with suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(function, argument)
+            self._loop.call_soon_threadsafe(self._callback, output)
+
+    def close(self, error: EngineDeadError) -> None:
+        self.put(
+            GenerationOutput(
+                request_id=self._request_id,
+                status=RequestStatus.FAILED,
+                finish_reason=FinishReason.ERROR,
+                error=str(error),
+            )
+        )
 
 
 class ContinuousBatchingManager:
@@ -118,10 +125,11 @@ class ContinuousBatchingManager:
             keep_for_next_session: keep the KV cache for the next `start()`.
 
         Raises:
-            RolloutError: called inside `pause()`, where nothing in flight can finish.
+            RolloutError: this thread paused the engine, or it is asleep with requests in flight,
+                which cannot finish then.
         """
-        if self.loop.is_paused:
-            raise RolloutError("stop() inside pause() would wait for ever; leave pause() first.")
+        if self.loop.is_live():
+            self.loop.gate.require_open_for_me()
         self.loop.stop(drain=True)
         if not block:
             return
@@ -135,12 +143,37 @@ class ContinuousBatchingManager:
         """Wait for the background thread to end, at most `timeout` seconds."""
         self.loop.join(timeout)
 
-    def pause(self) -> AbstractContextManager[None]:
-        """Hold the engine still between two steps, with requests staying in flight.
+    @contextmanager
+    def pause(
+        self, in_flight: Literal["keep", "recompute", "abort"] = "recompute"
+    ) -> Iterator[None]:
+        """Hold the engine still between two forwards, with requests staying in flight.
 
-        Inside, the caller may change weights. The wait for it is at most one step.
+        Inside, the caller may change weights, and only one thread is inside at a time. The wait for
+        it is at most one forward. Leaving it begins a new policy version: every token from then on
+        is stamped with it, and no key computed before is matched again.
+
+        Args:
+            in_flight: what becomes of unfinished sequences. "recompute": they go on, their keys
+                computed anew under the new weights; "keep": they go on with the keys they have;
+                "abort": they end, delivering what they have with `status=CANCELLED`.
+
+        Raises:
+            ConfigurationError: `in_flight` is none of these.
+            RolloutError: called by a result handler, on the thread that it would hold still.
         """
-        return self.loop.paused()
+        if in_flight not in list(InFlight):
+            raise ConfigurationError(
+                f"in_flight={in_flight!r} is not one of {', '.join(InFlight)}."
+            )
+        with self.loop.paused():
+            version = self.engine.policy_version
+            try:
+                yield
+            finally:
+                # A sync inside has begun one already.
+                if self.engine.policy_version == version:
+                    self.loop.begin_policy_version(InFlight(in_flight))
 
     def add_request(
         self,
@@ -232,7 +265,7 @@ class ContinuousBatchingManager:
         self.loop.require_alive()
         if timeout is not None:
             return self._mailbox.take(request_id, timeout)
-        self.loop.require_running_for_me()
+        self.loop.gate.require_open_for_me()
         while (output := self._mailbox.take(request_id, POLL_SECONDS)) is None:
             if not self.loop.is_live(request_id):
                 return self._mailbox.take(request_id, 0.0)
@@ -253,9 +286,13 @@ class ContinuousBatchingManager:
     def register_result_handler(
         self, request_id: str, callback: Callable[[GenerationOutput], None]
     ) -> None:
-        """Call `callback` on the running asyncio loop with each further output of a live request.
+        """Call `callback` on the running asyncio loop with each further output of a request.
+
+        Outputs that wait to be taken go to it first. It may be registered before the request is
+        added. Should the engine die, it is called with `status=FAILED`.
 
         Raises:
-            InvalidRequestError: the request is not in flight.
+            InvalidRequestError: the request ended, and all of it was delivered.
         """
-        self.loop.redirect(request_id, _Handler(callback, asyncio.get_running_loop()))
+        handler = _Handler(request_id, callback, asyncio.get_running_loop())
+        self.loop.redirect(request_id, handler, self._mailbox)

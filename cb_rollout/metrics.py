@@ -16,8 +16,6 @@ class EngineCounters:
     preemptions: int = 0
     prefill_forwards: int = 0
     decode_forwards: int = 0
-    prefill_seconds: float = 0.0
-    decode_seconds: float = 0.0
     kv_blocks_peak: int = 0
     """Most blocks in use at once; a maximum, not a sum."""
 

@@ -5,9 +5,10 @@ from typing import Any
 
 import torch
 
-from cb_rollout.config import RolloutConfig, as_rollout_config
+from cb_rollout.config import RolloutConfig
 from cb_rollout.generator import RolloutGenerator
 from cb_rollout.prompts import Prompt
+from cb_rollout.transformers_config import as_rollout_config
 from cb_rollout.types import GenerationOutput
 
 KEPT = "_cb_rollout_generator"

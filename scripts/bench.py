@@ -316,7 +316,7 @@ class StepClock(TrainerCallback):
 
 
 def step_seconds(device: str, workload: Workload, kind: str, num_steps: int) -> list[float]:
-    """Seconds of GRPO steps of one trainer, after one to warm up: rollout, scoring, loss, update."""
+    """Seconds of each GRPO step of one trainer, after one to warm up."""
     model = create_model(device, tied=False)
     end_after(model, MEAN_LENGTH)
     tokenizer = char_tokenizer(workload.vocab_size)
@@ -336,8 +336,9 @@ def step_seconds(device: str, workload: Workload, kind: str, num_steps: int) -> 
             model=model,
             reward_funcs=lambda completions, **_: [len(c) % 7 for c in completions],
             args=GRPOConfig(
-                output_dir=tempfile.mkdtemp(), max_steps=1 + num_steps, report_to=[], bf16=device != "cpu",
-                use_cpu=device == "cpu", per_device_train_batch_size=NUM_PROMPTS * NUM_COMPLETIONS,
+                output_dir=tempfile.mkdtemp(), max_steps=1 + num_steps, report_to=[],
+                bf16=device != "cpu", use_cpu=device == "cpu",
+                per_device_train_batch_size=NUM_PROMPTS * NUM_COMPLETIONS,
                 num_generations=NUM_COMPLETIONS, max_completion_length=256, learning_rate=1e-6,
                 disable_tqdm=True, save_strategy="no", logging_strategy="no", beta=0.0,
                 activation_checkpointing=False, shuffle_dataset=False, **settings,

@@ -255,6 +255,8 @@ class PagedCache(Cache):
         num_places = (num_blocks + 1) * self.block_size
         for layer in self._paged:
             for index, old_NF in enumerate(layer.pages):
+                if old_NF.shape[0] >= num_places:  # an attempt at more gave up halfway
+                    continue
                 new_NF = old_NF.new_empty(num_places, old_NF.shape[1])
                 new_NF[: old_NF.shape[0]] = old_NF
                 layer.pages[index] = new_NF

@@ -3,7 +3,6 @@
 Owns the paged cache and the policy version that tokens are stamped with. One thread calls it.
 """
 
-import time
 from contextlib import ExitStack
 from itertools import islice
 
@@ -11,14 +10,15 @@ import torch
 from transformers import PreTrainedModel
 
 from cb_rollout import _compat
-from cb_rollout.config import LogprobsMode, RolloutConfig
+from cb_rollout.config import LogprobsMode, RolloutConfig, SchedulerType
 from cb_rollout.engine import device as devices
 from cb_rollout.engine.limits import Limits
-from cb_rollout.engine.request import Prefill, Request
+from cb_rollout.engine.request import Request
 from cb_rollout.engine.runner import ModelRunner, leased
-from cb_rollout.engine.sampler import SamplingBatch, create_sampling_batch, sample
 from cb_rollout.engine.scheduler import Scheduler
+from cb_rollout.engine.steps import Steps
 from cb_rollout.engine.storage import CacheStorage, plan_memory
+from cb_rollout.errors import OutOfCacheMemoryError
 from cb_rollout.metrics import EngineCounters
 from cb_rollout.types import FinishReason, RequestStatus
 
@@ -47,8 +47,9 @@ class Engine:
         self.policy_version = 0
         self._runner = ModelRunner(model, autocast_dtype)
         self._logprobs_mode = LogprobsMode(config.logprobs_mode)
-        self._lease = ExitStack()
-        self._is_leased = False
+        self._prefills_first = config.scheduler_type == SchedulerType.PREFILL_FIRST
+        self._lease: ExitStack | None = None
+        self._has_just_prefilled = False
         self._probe()
         self._start_empty()
 
@@ -70,9 +71,12 @@ class Engine:
 
     def _start_empty(self) -> None:
         self._storage = CacheStorage(self.layout, self.limits, self.memory_plan, self.device)
-        self._sampling: tuple[list[Request], SamplingBatch] | None = None
-        self._scheduler = Scheduler(self.limits, self.counters, self._storage.grow)
-        self._scheduler.policy_version = self.policy_version
+        self._scheduler = Scheduler(
+            self.limits, self.counters, self._storage.grow, self.policy_version
+        )
+        self._steps = Steps(
+            self._runner, self._scheduler, self._storage, self._logprobs_mode, self.counters
+        )
 
     @property
     def model(self) -> PreTrainedModel:
@@ -95,7 +99,7 @@ class Engine:
     @property
     def num_waiting(self) -> int:
         """Sequences that are not admitted yet."""
-        return self._scheduler.num_waiting
+        return len(self._scheduler.waiting)
 
     @property
     def num_blocks_used(self) -> int:
@@ -122,10 +126,16 @@ class Engine:
         request.end(status, reason, error)
         self._scheduler.retire(request)
 
-    def set_policy_version(self, policy_version: int) -> None:
-        """The weights changed: stamp this version, and compute every cached key anew."""
+    def begin_policy_version(self, policy_version: int, keep_keys: bool = False) -> None:
+        """The weights changed: stamp this version, and never match a key of an older one.
+
+        Args:
+            policy_version: the new one.
+            keep_keys: running sequences go on with the keys they have; False: all are computed
+                anew.
+        """
         self.policy_version = policy_version
-        self._scheduler.recompute_all(policy_version)
+        self._scheduler.begin_policy_version(policy_version, keep_keys)
         if _compat.forward_identity(self.model) != self._identity:
             self.release_cache()
             self._probe()
@@ -133,10 +143,11 @@ class Engine:
 
     def release_cache(self) -> None:
         """Give the cache's memory back; unfinished sequences are computed anew afterwards."""
-        self._scheduler.recompute_all(self.policy_version)
-        waiting = [request for request in self._scheduler.waiting if not request.status.is_final]
+        self._scheduler.begin_policy_version(self.policy_version, keep_keys=False)
+        waiting = self._scheduler.waiting
         self._start_empty()
-        self._scheduler.waiting.extend(waiting)
+        for request in waiting:
+            self._scheduler.add(request)
 
     def recompute(self, request: Request) -> list[float]:
         """A sequence's log-probabilities by one plain forward, without the cache."""
@@ -145,36 +156,49 @@ class Engine:
             return self._runner.recompute(request.token_ids, len(request.prompt_ids), temperature)
 
     def step(self) -> list[Request]:
-        """Run at most one prefill and one decode forward.
+        """Run at most one forward, of prompts or of running sequences.
 
         Returns:
             The sequences that got a token or ended, each once.
         """
         with devices.current(self.device):
-            return self._step()
-
-    def _step(self) -> list[Request]:
-        if not self._is_leased:
-            self._lease.enter_context(leased(self.model))
-            self._is_leased = True
-        if not self._storage.is_allocated:
-            self._allocate()
-        plan = self.memory_plan
-        touched = dict.fromkeys([*self._prefill(), *self._decode()])
+            touched = self._step()
         self._scheduler.retire_running()
         if not self.has_work:
             self.hand_back_model()
-        elif not touched and (request := self._scheduler.unservable(plan.num_blocks)):
-            error = f"{request.num_tokens} tokens do not fit {plan.num_blocks} KV cache blocks of "
-            error += f"{self.limits.block_size}; raise num_blocks or max_memory_percent."
-            self.end(request, RequestStatus.FAILED, FinishReason.ERROR, error)
-            return [request]
-        return list(touched)
+        return touched
+
+    def _step(self) -> list[Request]:
+        if self._lease is None:
+            self._lease = ExitStack()
+            self._lease.enter_context(leased(self.model))
+        if not self._storage.is_allocated:
+            try:
+                self._allocate()
+            except OutOfCacheMemoryError as error:
+                return self._steps.fail(list(self._scheduler.waiting), error)
+        # Prompts and running sequences take turns, unless prompts come first.
+        steps = self._steps
+        turns = [steps.prefill, steps.decode]
+        if self._has_just_prefilled and not self._prefills_first:
+            turns.reverse()
+        for run in turns:
+            if (touched := run()) is not None:
+                self._has_just_prefilled = run == steps.prefill
+                return touched
+        request = self._scheduler.waiting.head
+        assert request is not None, "there is work, and none of it can run"
+        error = OutOfCacheMemoryError(
+            f"{request.num_tokens} tokens do not fit {self._scheduler.pool.num_blocks} KV cache "
+            f"blocks of {self.limits.block_size}; raise num_blocks or max_memory_percent."
+        )
+        return steps.fail([request], error)
 
     def hand_back_model(self) -> None:
         """Put the model's training flags back; the next step takes it again."""
-        self._lease.close()
-        self._is_leased = False
+        if self._lease is not None:
+            self._lease.close()
+            self._lease = None
 
     def abandon(self) -> None:
         """Forget every request and everything cached."""
@@ -185,114 +209,5 @@ class Engine:
         """Allocate pages for what waits, within the plan."""
         waiting = islice(self._scheduler.waiting, self.limits.max_requests)
         num_tokens = [len(r.prompt_ids) + r.max_new_tokens for r in waiting]
-        needed = sum(-(-count // self.limits.block_size) for count in num_tokens)
-        self._scheduler.pool.grow(self._storage.allocate(needed))
-
-    def _prefill(self) -> list[Request]:
-        prefills = self._scheduler.schedule_prefill()
-        if not prefills:
-            return []
-        self._write_tables()
-        started = time.perf_counter()
-        leaders = [prefill.leader for prefill in prefills]
-        ends = [p.leader.num_computed + p.num_scheduled for p in prefills]
-        chunks = [
-            leader.token_ids[leader.num_computed : end]
-            for leader, end in zip(leaders, ends, strict=True)
-        ]
-        slots = [leader.slot for leader in leaders]
-        logits_BV = self._runner.logits(
-            chunks, ends, slots, self._storage.cache, self._storage.table
-        )
-        rows, requests = self._fork(prefills)
-        if requests:
-            row_index = torch.tensor(rows, device=self.device)
-            self._sample(logits_BV.index_select(0, row_index), requests, None)
-        self.counters.prefill_forwards += 1
-        self.counters.prefill_tokens += sum(map(len, chunks))
-        self.counters.prefill_seconds += time.perf_counter() - started
-        return requests
-
-    def _fork(self, prefills: list[Prefill]) -> tuple[list[int], list[Request]]:
-        """Complete the computed prompts; returns the logits row of each sequence to sample."""
-        rows: list[int] = []
-        requests: list[Request] = []
-        for row, prefill in enumerate(prefills):
-            is_last_chunk = prefill.is_last_chunk
-            self._storage.cache.copy_blocks(*self._scheduler.complete_prefill(prefill))
-            if not is_last_chunk:
-                continue
-            source = prefill.leader.slot
-            targets = [follower.slot for follower in prefill.followers]
-            self._storage.cache.copy_slots([source] * len(targets), targets)
-            group = [prefill.leader, *prefill.followers]
-            rows += [row] * len(group)
-            requests += group
-        return rows, requests
-
-    def _decode(self) -> list[Request]:
-        self._scheduler.retire_running()
-        extended = self._scheduler.schedule_decode()
-        running = self._scheduler.running
-        if not running:
-            return []
-        started = time.perf_counter()
-        self._storage.table.write([(r.slot, len(r.block_ids) - 1, block) for r, block in extended])
-        logits_BV = self._runner.logits(
-            [r.token_ids[-1:] for r in running],
-            [r.num_tokens for r in running],
-            [r.slot for r in running],
-            self._storage.cache,
-            self._storage.table,
-        )
-        self._scheduler.complete_decode()
-        touched = list(running)
-        self._sample(logits_BV, touched, self._sampling_batch(running))
-        self.counters.decode_forwards += 1
-        self.counters.decode_seconds += time.perf_counter() - started
-        return touched
-
-    def _write_tables(self) -> None:
-        """Tell the block table about sequences that were just seated."""
-        self._storage.table.write(
-            [
-                (request.slot, index, block)
-                for request in self._scheduler.take_seated()
-                for index, block in enumerate(request.block_ids)
-            ]
-        )
-
-    def _sampling_batch(self, running: list[Request]) -> SamplingBatch:
-        """The running rows' parameters, kept until the rows change."""
-        if self._sampling is None or self._sampling[0] != running:
-            batch = create_sampling_batch(running, self.device)
-            self._sampling = (list(running), batch)
-        return self._sampling[1]
-
-    def _sample(
-        self, logits_BV: torch.Tensor, requests: list[Request], batch: SamplingBatch | None
-    ) -> None:
-        """Give each request its next token, or end it where its logits make no distribution."""
-        if batch is None:
-            batch = create_sampling_batch(requests, self.device)
-        indices_B = torch.tensor([r.num_generated for r in requests], device=self.device)
-        tokens, logprobs, is_valid = (
-            result.tolist() for result in sample(logits_BV, batch, indices_B, self._logprobs_mode)
-        )
-        for request, token, logprob, valid in zip(
-            requests, tokens, logprobs, is_valid, strict=True
-        ):
-            if valid:
-                request.append(token, logprob, self.policy_version)
-            else:
-                request.end(
-                    RequestStatus.FAILED,
-                    FinishReason.ERROR,
-                    f"the model's logits after {request.num_tokens} tokens are NaN or infinite; "
-                    "look at the weights (a diverged step?) or raise rollout_dtype.",
-                )
-        self.counters.tokens_generated += sum(is_valid)
-        self.counters.requests_finished += sum(r.status.is_final for r in requests)
-        self.counters.kv_blocks_peak = max(
-            self.counters.kv_blocks_peak, self._scheduler.pool.num_used
-        )
+        needed = [-(-count // self.limits.block_size) for count in num_tokens]
+        self._scheduler.pool.grow(self._storage.allocate(sum(needed), at_least=max(needed)))

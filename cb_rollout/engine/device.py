@@ -32,6 +32,12 @@ def current(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
+def empty_cache(device: torch.device) -> None:
+    """Have torch's allocator give back what it holds unused."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
 def max_batch_tokens(device: torch.device) -> int:
     """Tokens of one prefill forward, where the config leaves it open."""
     return MAX_BATCH_TOKENS.get(device.type, DEFAULT_MAX_BATCH_TOKENS)

@@ -29,6 +29,8 @@ class Request:
     status: RequestStatus = RequestStatus.PENDING
     finish_reason: FinishReason | None = None
     error: str | None = None
+    cause: Exception | None = None
+    """What made it fail, where that was an exception."""
     token_ids: list[int] = field(default_factory=list)
     """The prompt, then what was sampled."""
     logprobs: list[float] = field(default_factory=list)
@@ -45,6 +47,8 @@ class Request:
     """Where this sequence's last remembered block stands in the prefix index; 0 is the root."""
     num_remembered: int = 0
     """Leading blocks already offered to the prefix index."""
+    has_old_keys: bool = False
+    """Whether the cache holds keys of an older policy, which no other sequence may share."""
 
     def __post_init__(self) -> None:
         """Start from the prompt."""
@@ -85,6 +89,7 @@ class Request:
         self.slot = NO_SLOT
         self.block_ids = []
         self.num_computed = self.prefix_node = self.num_remembered = 0
+        self.has_old_keys = False
         self.status = RequestStatus.PENDING
 
     def output(self, with_logprobs: bool = True) -> GenerationOutput:

@@ -78,6 +78,14 @@ class ModelRunner:
         with leased(self.model):
             return probe(self.model.config, forward)
 
+    def is_sound(self) -> bool:
+        """Whether the model still runs the tiny forward that it was probed with."""
+        try:
+            self.probe()
+        except Exception:  # noqa: BLE001  what it raises is the answer
+            return False
+        return True
+
     def logits(
         self,
         new_tokens: Sequence[Sequence[int]],

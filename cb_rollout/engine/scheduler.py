@@ -1,25 +1,32 @@
-"""Which sequences run next, and which blocks and slots they hold.
+"""Which sequences run next, and which slots they hold.
 
-Owns the queues, the block pool and the prefix index. Knows tokens and blocks, never tensors.
+Owns the queues. Knows tokens and blocks, never tensors.
 """
 
 import heapq
 from collections import deque
 from collections.abc import Callable
 
-from cb_rollout.engine.blocks import BlockPool
+from cb_rollout.engine.block_manager import BlockManager
 from cb_rollout.engine.limits import Limits
-from cb_rollout.engine.prefixes import PrefixIndex
 from cb_rollout.engine.request import NO_SLOT, Prefill, Request
+from cb_rollout.engine.waiting import WaitingQueue
 from cb_rollout.metrics import EngineCounters
 from cb_rollout.types import RequestStatus
+
+MIN_BATCH_TOKENS = 16
+# A prefill that has no memory for this many tokens has none for a decode either.
 
 
 class Scheduler:
     """Admits, forks, preempts and retires sequences."""
 
     def __init__(
-        self, limits: Limits, counters: EngineCounters, grow: Callable[[int], int]
+        self,
+        limits: Limits,
+        counters: EngineCounters,
+        grow: Callable[[int], int],
+        policy_version: int = 0,
     ) -> None:
         """Start empty, with no block.
 
@@ -28,29 +35,26 @@ class Scheduler:
             counters: where preemptions and shared tokens are counted.
             grow: asked for this many more blocks, makes as many as it can and returns how many
                 there are in all.
+            policy_version: under which keys are computed.
         """
         self.limits = limits
-        self.prefixes = PrefixIndex(limits.block_size)
-        self.pool = BlockPool(0, on_evict=self.prefixes.forget)
-        self.waiting: deque[Request] = deque()
+        self.blocks = BlockManager(limits, grow, policy_version)
+        self.pool = self.blocks.pool
+        self.waiting = WaitingQueue()
         self.prefilling: deque[Prefill] = deque()
         self.running: list[Request] = []
-        self.policy_version = 0
+        self.max_batch_tokens = limits.max_batch_tokens
+        """Shrinks where a forward ran out of memory."""
+        self.max_seated = limits.max_requests
+        """Most sequences that hold a slot; shrinks likewise."""
         self._counters = counters
-        self._grow = grow
-        self._num_ended_waiting = 0
         self._free_slots = list(range(limits.max_requests))
         self._seated: list[Request] = []
 
     @property
     def has_work(self) -> bool:
         """Whether any sequence is unfinished."""
-        return bool(self.num_waiting or self.prefilling or self.running)
-
-    @property
-    def num_waiting(self) -> int:
-        """Sequences that are queued and have not been ended."""
-        return len(self.waiting) - self._num_ended_waiting
+        return bool(len(self.waiting) or self.prefilling or self.running)
 
     def add(self, request: Request) -> None:
         """Queue a sequence."""
@@ -67,9 +71,9 @@ class Scheduler:
         while prefill := (pending.popleft() if pending else self._admit()):
             remaining = prefill.leader.num_tokens - prefill.leader.num_computed
             if self.limits.can_resume_prompts:
-                remaining = min(remaining, self.limits.max_batch_tokens)
+                remaining = min(remaining, self.max_batch_tokens)
             padded = max(width, remaining) * (len(chosen) + 1)
-            if chosen and padded > self.limits.max_batch_tokens:
+            if chosen and padded > self.max_batch_tokens:
                 break
             prefill.num_scheduled = remaining
             chosen.append(prefill)
@@ -81,60 +85,40 @@ class Scheduler:
 
         A block is left for every running sequence, or they would soon preempt the newcomer.
         """
-        self._pass_over_ended()
-        if not self.waiting or not self._free_slots:
+        leader = self.waiting.head
+        if leader is None or not self._can_seat:
             return None
-        leader = self.waiting[0]
-        shared, node = [], 0
-        if self.limits.can_match_prefixes:
-            shared, node = self.prefixes.match(self.policy_version, leader.token_ids)
-            self.pool.share(shared)
-        num_new = self._num_blocks(leader.num_tokens) - len(shared)
-        if not self._secure(num_new + len(self.running)):
-            self.pool.release(shared)
+        if not self.blocks.allocate_prompt(leader, num_spare=len(self.running)):
             return None
-        self.waiting.popleft()
-        self._seat(leader, shared + self.pool.allocate(num_new))
-        leader.prefix_node, leader.num_remembered = node, len(shared)
-        leader.num_computed = len(shared) * self.limits.block_size
+        self.waiting.take()
+        self._seat(leader)
         self._counters.prefill_tokens_saved += leader.num_computed
         prefill = Prefill(leader)
         self._admit_followers(prefill)
         self.prefilling.append(prefill)
         return prefill
 
-    def _pass_over_ended(self) -> None:
-        while self.waiting and self.waiting[0].status.is_final:
-            self.waiting.popleft()
-            self._num_ended_waiting -= 1
+    @property
+    def _can_seat(self) -> bool:
+        num_seated = self.limits.max_requests - len(self._free_slots)
+        return num_seated < self.max_seated
 
     def _admit_followers(self, prefill: Prefill) -> None:
         """Seat the neighbours that ask for the same prompt; they share its whole blocks."""
         leader = prefill.leader
         if leader.group is None or leader.num_generated:
             return
-        num_shared = len(leader.prompt_ids) // self.limits.block_size
-        if not self.limits.can_share_blocks:
-            num_shared = 0
-        num_own = len(leader.block_ids) - num_shared
-        while self._free_slots:
-            self._pass_over_ended()
-            if not self.waiting:
-                return
-            follower = self.waiting[0]
+        while self._can_seat and (follower := self.waiting.head):
             if follower.group != leader.group or follower.num_generated:
                 return
-            if not self._secure(num_own + len(self.running)):
+            if not self.blocks.allocate_fork(follower, leader, num_spare=len(self.running)):
                 return
-            self.waiting.popleft()
-            shared = leader.block_ids[:num_shared]
-            self.pool.share(shared)
-            self._seat(follower, shared + self.pool.allocate(num_own))
+            self.waiting.take()
+            self._seat(follower)
             prefill.followers.append(follower)
 
-    def _seat(self, request: Request, block_ids: list[int]) -> None:
+    def _seat(self, request: Request) -> None:
         request.slot = heapq.heappop(self._free_slots)
-        request.block_ids = block_ids
         request.status = RequestStatus.PREFILLING
         self._seated.append(request)
 
@@ -151,7 +135,7 @@ class Scheduler:
         """
         leader = prefill.leader
         leader.num_computed += prefill.num_scheduled
-        self._remember(leader)
+        self.blocks.remember(leader)
         if leader.num_computed < leader.num_tokens:
             return [], []
         self.prefilling.remove(prefill)
@@ -181,9 +165,9 @@ class Scheduler:
         index = 0
         while index < len(self.running):
             request = self.running[index]
-            if self._num_blocks(request.num_tokens) > len(request.block_ids):
-                if not self._secure(1):
-                    self._preempt(self.running[-1])
+            if self.blocks.num_needed(request.num_tokens) > len(request.block_ids):
+                if not self.blocks.secure(1):
+                    self.preempt([self.running[-1]])
                     continue
                 (block,) = self.pool.allocate(1)
                 request.block_ids.append(block)
@@ -195,15 +179,7 @@ class Scheduler:
         """Account for one computed token of every running sequence."""
         for request in self.running:
             request.num_computed += 1
-            self._remember(request)
-
-    def unservable(self, max_blocks: int) -> Request | None:
-        """The first waiting sequence, if not even an empty cache of `max_blocks` could hold it."""
-        self._pass_over_ended()
-        if self.running or self.prefilling or not self.waiting:
-            return None
-        head = self.waiting[0]
-        return head if self._num_blocks(head.num_tokens) > max_blocks else None
+            self.blocks.remember(request)
 
     def retire_running(self) -> list[Request]:
         """Take the running sequences that ended out, and free what they held."""
@@ -221,7 +197,7 @@ class Scheduler:
         """
         assert request.status.is_final
         if request.slot == NO_SLOT:
-            self._num_ended_waiting += 1
+            self.waiting.note_ended()
             return
         if request in self.running:
             self.running.remove(request)
@@ -234,22 +210,48 @@ class Scheduler:
                     self._requeue(follower)
         self._free(request)
 
-    def recompute_all(self, policy_version: int) -> None:
-        """From now on cache for `policy_version`: forget every older key, and compute them anew."""
-        self.policy_version = policy_version
-        unfinished = [*self.running]
-        for prefill in self.prefilling:
-            unfinished += [prefill.leader, *prefill.followers]
-        self.running, self.prefilling = [], deque()
-        for request in reversed(unfinished):
-            self._requeue(request)
-        self.pool.forget(self.prefixes.clear())
+    def begin_policy_version(self, policy_version: int, keep_keys: bool) -> None:
+        """From now on cache for `policy_version`: no older key is ever matched again.
 
-    def _preempt(self, request: Request) -> None:
-        """Give up the youngest sequence's blocks; it resumes later with all its tokens."""
-        self._counters.preemptions += 1
-        self.running.remove(request)
-        self._requeue(request)
+        Running sequences go on with the keys they have (`keep_keys`), which no other sequence will
+        share, or are computed anew; unfinished prompts always are.
+        """
+        if keep_keys:
+            for request in self.running:
+                request.has_old_keys = True
+        else:
+            self._requeue_all(self.running)
+            self.running = []
+        members = [m for prefill in self.prefilling for m in (prefill.leader, *prefill.followers)]
+        self.prefilling = deque()
+        self._requeue_all(members)
+        self.blocks.begin_policy_version(policy_version)
+
+    def narrow_prefill(self) -> bool:
+        """After a prefill ran out of memory: halve what one takes; False when it cannot be less."""
+        if self.max_batch_tokens <= MIN_BATCH_TOKENS:
+            return False
+        self.max_batch_tokens = max(MIN_BATCH_TOKENS, self.max_batch_tokens // 2)
+        return True
+
+    def narrow_decode(self) -> bool:
+        """After a decode ran out of memory: preempt all, and seat half as many; False when one."""
+        if len(self.running) <= 1:
+            return False
+        self.max_seated = len(self.running) // 2
+        self.preempt(self.running)
+        return True
+
+    def preempt(self, requests: list[Request]) -> None:
+        """Give up what running sequences hold; they resume later with all their tokens."""
+        preempted = [request for request in requests if request in self.running]
+        self._counters.preemptions += len(preempted)
+        self.running = [request for request in self.running if request not in preempted]
+        self._requeue_all(preempted)
+
+    def _requeue_all(self, requests: list[Request]) -> None:
+        for request in reversed(requests):
+            self._requeue(request)
 
     def _requeue(self, request: Request) -> None:
         self._free(request)
@@ -261,31 +263,3 @@ class Scheduler:
             self.pool.release(reversed(request.block_ids))
             heapq.heappush(self._free_slots, request.slot)
             request.slot, request.block_ids = NO_SLOT, []
-
-    def _remember(self, request: Request) -> None:
-        """Offer newly filled blocks to the prefix index."""
-        if not self.limits.can_match_prefixes:
-            return
-        size = self.limits.block_size
-        while (request.num_remembered + 1) * size <= request.num_computed:
-            first = request.num_remembered
-            block = request.block_ids[first]
-            tokens = request.token_ids[first * size : (first + 1) * size]
-            request.prefix_node, is_holder = self.prefixes.insert(
-                self.policy_version, request.prefix_node, tokens, block
-            )
-            if is_holder:
-                self.pool.remember(block)
-            request.num_remembered += 1
-
-    def _secure(self, count: int) -> bool:
-        """Whether `count` blocks are available, after growing if need be."""
-        missing = count - self.pool.num_available
-        if missing > 0:
-            num_blocks = self._grow(missing)
-            if num_blocks > self.pool.num_blocks:
-                self.pool.grow(num_blocks)
-        return count <= self.pool.num_available
-
-    def _num_blocks(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.limits.block_size)

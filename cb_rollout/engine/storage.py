@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from cb_rollout.config import RolloutConfig
 from cb_rollout.engine import device as devices
 from cb_rollout.engine.cache import BlockTable, PagedCache
+from cb_rollout.engine.faults import is_out_of_memory
 from cb_rollout.engine.limits import Limits
 from cb_rollout.engine.probe import CacheLayout
 from cb_rollout.errors import OutOfCacheMemoryError
@@ -79,36 +80,55 @@ class CacheStorage:
         """Bytes held for keys, values and states."""
         return self.cache.num_bytes if self._held else 0
 
-    def allocate(self, num_blocks: int) -> int:
-        """Take memory for `num_blocks` blocks, or as many as the plan allows; returns how many.
+    def allocate(self, num_blocks: int, at_least: int = 1) -> int:
+        """Take memory for `num_blocks` blocks, or as many as there are; returns how many.
+
+        Args:
+            num_blocks: what the workload can use; the plan may allow less, or fix another number.
+            at_least: where the device refuses, half as many are tried, down to this.
 
         Raises:
-            OutOfCacheMemoryError: the device refused.
+            OutOfCacheMemoryError: the device refused even that.
         """
         planned = self._plan.num_blocks
-        self._num_blocks = planned if self._plan.is_fixed else min(num_blocks, planned)
-        try:
-            cache = PagedCache(
-                self._layout,
-                num_blocks=self._num_blocks,
-                block_size=self._limits.block_size,
-                num_slots=self._limits.max_requests,
-                device=self._device,
-            )
-        except (RuntimeError, MemoryError) as error:
-            raise OutOfCacheMemoryError(
-                f"no memory for {self._num_blocks} KV cache blocks; lower max_memory_percent (now "
-                f"{self._plan.max_memory_percent}) or num_blocks.\n{self._plan}"
-            ) from error
+        num_blocks = planned if self._plan.is_fixed else min(num_blocks, planned)
+        while True:
+            try:
+                cache = PagedCache(
+                    self._layout,
+                    num_blocks=num_blocks,
+                    block_size=self._limits.block_size,
+                    num_slots=self._limits.max_requests,
+                    device=self._device,
+                )
+                break
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                devices.empty_cache(self._device)
+                if num_blocks <= at_least:
+                    raise OutOfCacheMemoryError(
+                        f"no memory for {num_blocks} KV cache blocks; lower max_memory_percent "
+                        f"(now {self._plan.max_memory_percent}) or num_blocks.\n{self._plan}"
+                    ) from error
+                num_blocks = max(at_least, num_blocks // 2)
         table = BlockTable(self._limits.max_requests, self._limits.block_size, self._device)
-        self._held = (cache, table)
-        return self._num_blocks
+        self._num_blocks, self._held = num_blocks, (cache, table)
+        return num_blocks
 
     def grow(self, count: int) -> int:
-        """Make room for `count` more blocks, or as many as the plan allows; returns the total."""
+        """Make room for `count` more blocks, or as many as there are; returns the total."""
         now = self._num_blocks
         target = min(self._plan.num_blocks, max(2 * now, now + count))
-        if self._held is not None and target > now:
-            self.cache.grow(target)
-            self._num_blocks = target
+        while self._held is not None and target > now:
+            try:
+                self.cache.grow(target)
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                devices.empty_cache(self._device)
+                target = (now + target) // 2
+            else:
+                self._num_blocks = target
+                break
         return self._num_blocks

@@ -17,10 +17,11 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from trl import GRPOTrainer, RLOOTrainer
 from trl.generation.vllm_generation import VLLMGeneration
 
-from cb_rollout.config import ReleaseCache, RolloutConfig, as_rollout_config
+from cb_rollout.config import ReleaseCache, RolloutConfig
 from cb_rollout.errors import ConfigurationError
 from cb_rollout.generator import RolloutGenerator
 from cb_rollout.integrations.trainer_rollouts import TrainerRollouts
+from cb_rollout.transformers_config import as_rollout_config
 
 TESTED_VERSIONS = "trl>=1.16,<2"
 

@@ -86,7 +86,7 @@ def test_a_sync_while_requests_run_stamps_each_token_with_its_version():
         next(outputs)
         with manager.pause():
             change(model)
-        generator.sync_weights()
+            generator.sync_weights()
         *_, last = outputs
     assert [version for version, _ in last.policy_versions] == [0, 1]
     assert sum(count for _, count in last.policy_versions) == 200

@@ -15,7 +15,7 @@ from cb_rollout import (
     SamplingParams,
     attach,
 )
-from cb_rollout.engine import core
+from cb_rollout.engine import steps
 from cb_rollout.records import read_metrics, read_rollouts
 
 EVALUATES = {"eval_strategy": "steps", "eval_steps": 2}
@@ -139,13 +139,13 @@ def test_an_idle_passenger_changes_no_bit_of_the_training(tmp_path):
 def test_drift_beyond_the_allowed_stops_the_run_and_says_where(tmp_path, monkeypatch):
     trainer = tiny_trainer(tmp_path)
     generator = attach(trainer, RolloutConfig(max_logprob_drift=0.01))
-    sample = core.sample
+    sample = steps.sample
 
     def lying_sample(*arguments):
         token_ids, logprobs, is_valid = sample(*arguments)
         return token_ids, logprobs + 0.5, is_valid
 
-    monkeypatch.setattr(core, "sample", lying_sample)
+    monkeypatch.setattr(steps, "sample", lying_sample)
     with pytest.raises(LogprobDriftError, match=r"req_\d+, generated token \d+.*0\.5 nats"):
         trainer.train()
     generator.close()

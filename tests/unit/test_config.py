@@ -3,8 +3,9 @@ import dataclasses
 import pytest
 from transformers.generation.configuration_utils import CompileConfig, ContinuousBatchingConfig
 
-from cb_rollout.config import RolloutConfig, as_rollout_config
+from cb_rollout.config import RolloutConfig
 from cb_rollout.errors import ConfigurationError
+from cb_rollout.transformers_config import as_rollout_config
 
 BLOCK_FIELD = "page_size" if hasattr(ContinuousBatchingConfig, "page_size") else "block_size"
 # transformers 5.17 calls it block_size.
@@ -238,11 +239,11 @@ def test_a_transformers_field_that_asks_for_graphs_or_compilation_is_refused(fie
         as_rollout_config(ContinuousBatchingConfig(**{field: value}))
 
 
-def test_a_scheduler_of_transformers_that_is_not_ours_is_refused():
+def test_a_scheduler_that_nobody_knows_is_refused():
     with pytest.raises(
-        ConfigurationError, match="scheduler_type='prefill_first' is not one of fifo"
+        ConfigurationError, match="scheduler_type='lottery' is not one of fifo, prefill_first"
     ):
-        as_rollout_config(ContinuousBatchingConfig(scheduler_type="prefill_first"))
+        as_rollout_config(ContinuousBatchingConfig(scheduler_type="lottery"))
 
 
 @pytest.mark.parametrize("config", [{"block_size": 16}, "fifo", 3, RolloutConfig])

@@ -126,7 +126,7 @@ def test_a_streaming_request_delivers_after_every_step_and_ends_once(loop):
     outputs = [mailbox.take("a", LONG)]
     while not outputs[-1].is_finished():
         outputs.append(mailbox.take("a", LONG))
-    assert [len(o.generated_tokens) for o in outputs] == [2, 3, 4, 5, 6]
+    assert [len(o.generated_tokens) for o in outputs] == [1, 2, 3, 4, 5, 6]
     assert mailbox.take("a", 0) is None
 
 
@@ -170,12 +170,31 @@ def test_nothing_steps_inside_a_pause(loop):
     assert engine.num_overlaps == 0
 
 
+def test_two_threads_never_hold_the_engine_at_once(loop):
+    inside, overlaps = [], []
+
+    def pause_often():
+        for _ in range(200):
+            with loop.paused():
+                inside.append(1)
+                overlaps.append(len(inside) > 1)
+                inside.pop()
+
+    mailbox = Mailbox()
+    loop.submit([request_of("a", 400)], mailbox)
+    loop.start()
+    threads = [in_thread(pause_often) for _ in range(3)]
+    assert all(ended(thread) for thread in threads)
+    assert not any(overlaps)
+    assert mailbox.take("a", LONG).is_finished()
+
+
 def test_the_engine_is_held_until_the_last_pause_ends(loop):
     with loop.paused():
         with loop.paused():
-            assert loop.is_paused
-        assert loop.is_paused
-    assert not loop.is_paused
+            assert loop.gate.is_shut
+        assert loop.gate.is_shut
+    assert not loop.gate.is_shut
 
 
 def test_a_handler_that_would_pause_its_own_loop_is_refused(loop):
@@ -208,7 +227,7 @@ def test_a_cancelled_request_delivers_what_it_had(loop):
     loop.start()
     *_, last = [mailbox.take("a", LONG) for _ in range(4)]
     assert (last.status, last.finish_reason) == (RequestStatus.CANCELLED, FinishReason.CANCELLED)
-    assert seen == [2, 3, 4, 4]
+    assert seen == [1, 2, 3, 3]
     expected = plain_logprobs(loop.engine.model, last.prompt_ids, last.generated_tokens)
     assert last.logprobs == pytest.approx(expected, abs=1e-5)
     assert loop.cancel(["a", "nobody"]) == [CancelResult.FINISHED, CancelResult.UNKNOWN]
@@ -258,12 +277,33 @@ def test_a_full_queue_refuses_all_of_what_is_too_many(create_loop):
 def test_outputs_can_be_redirected_while_a_request_lives(loop):
     first, second = Mailbox(), Mailbox()
     loop.submit([request_of("a")], first)
-    loop.redirect("a", second)
+    loop.redirect("a", second, first)
     loop.start()
     assert second.take("a", LONG).is_finished()
     assert first.take("a", 0) is None
-    with pytest.raises(InvalidRequestError, match="request_id='a' is not in flight"):
-        loop.redirect("a", first)
+    with pytest.raises(InvalidRequestError, match="request_id='a' has ended and was delivered"):
+        loop.redirect("a", first, second)
+
+
+def test_what_was_delivered_before_a_redirection_goes_along(loop):
+    first, second = Mailbox(), Mailbox()
+    loop.submit([request_of("a", 3, is_streaming=True)], first)
+    loop.start()
+    loop.stop(drain=True)
+    loop.join(LONG)
+    loop.redirect("a", second, first)
+    outputs = [second.take("a", 0) for _ in range(3)]
+    assert [len(output.generated_tokens) for output in outputs] == [1, 2, 3]
+    assert first.take("a", 0) is None
+
+
+def test_a_recipient_can_be_named_before_its_request(loop):
+    first, second = Mailbox(), Mailbox()
+    loop.redirect("a", second, first)
+    loop.submit([request_of("a"), request_of("b")], first)
+    loop.start()
+    assert second.take("a", LONG).is_finished()
+    assert first.take("b", LONG).is_finished()
 
 
 def test_death_is_told_to_waiters_and_later_callers_and_start_starts_over(loop):

@@ -9,9 +9,9 @@ def test_counters_start_at_zero():
 
 def test_a_difference_is_what_was_added_and_the_peak_is_carried_over():
     earlier = EngineCounters(tokens_generated=10, preemptions=1, kv_blocks_peak=7)
-    now = EngineCounters(tokens_generated=25, preemptions=1, prefill_seconds=0.5, kv_blocks_peak=7)
+    now = EngineCounters(tokens_generated=25, preemptions=1, prefill_tokens=5, kv_blocks_peak=7)
     assert now.since(earlier) == EngineCounters(
-        tokens_generated=15, prefill_seconds=0.5, kv_blocks_peak=7
+        tokens_generated=15, prefill_tokens=5, kv_blocks_peak=7
     )
 
 

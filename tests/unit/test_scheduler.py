@@ -61,19 +61,24 @@ class FakeEngine:
 
     def sample(self, request):
         index = request.num_generated
-        version = self.scheduler.policy_version
+        version = self.scheduler.blocks.policy_version
         request.append(self.expected_token(request, index), -float(index), version)
 
     def compute(self, request, end):
         """What a forward does: read every cached key, then write the keys of the new tokens."""
-        size, version = self.limits.block_size, self.scheduler.policy_version
+        size, version = self.limits.block_size, self.scheduler.blocks.policy_version
         for position in range(end):
             place = (request.block_ids[position // size], position % size)
-            key = (version, *request.token_ids[: position + 1])
+            tokens = tuple(request.token_ids[: position + 1])
+            # What is computed from kept keys belongs to no version, and to this sequence alone.
+            origin = request.request_id if request.has_old_keys else version
             if position < request.num_computed:
-                assert self.keys.get(place) == key, "a forward would read a wrong key"
+                stored_origin, *stored = self.keys.get(place, (None,))
+                assert tuple(stored) == tokens, "a forward would read another token's key"
+                is_kept = request.has_old_keys and isinstance(stored_origin, int)
+                assert is_kept or stored_origin == origin, "a forward would read an outdated key"
             else:
-                self.keys[place] = key
+                self.keys[place] = (origin, *tokens)
 
     def copy_blocks(self, sources, targets):
         size = self.limits.block_size
@@ -101,7 +106,7 @@ class FakeEngine:
                 assert not set(mine[num_shared:]) & set(theirs)
 
     def step(self):
-        """One prefill and one decode forward, as `Engine.step` runs them; True if any ran."""
+        """One forward of prompts and one of running sequences; True if any ran."""
         chosen = self.scheduler.schedule_prefill()
         self.scheduler.take_seated()
         if chosen:
@@ -145,7 +150,7 @@ class FakeEngine:
         slots = [request.slot for request in seated] + self.scheduler._free_slots
         assert sorted(slots) == list(range(self.limits.max_requests))
         unfinished = [request for request in self.requests if not request.status.is_final]
-        assert self.scheduler.num_waiting == len(unfinished) - len(seated)
+        assert len(self.scheduler.waiting) == len(unfinished) - len(seated)
         assert self.scheduler.has_work == bool(unfinished)
         for request in self.requests:
             assert request.num_computed <= request.num_tokens
@@ -218,9 +223,34 @@ class SchedulerRuns(RuleBasedStateMachine):
 
     @rule()
     def change_weights(self):
-        self.engine.scheduler.recompute_all(self.engine.scheduler.policy_version + 1)
+        self.engine.scheduler.begin_policy_version(
+            self.engine.scheduler.blocks.policy_version + 1, keep_keys=False
+        )
         assert self.engine.scheduler.pool.num_used == 0
-        assert len(self.engine.scheduler.prefixes) == 0
+        assert len(self.engine.scheduler.blocks.prefixes) == 0
+
+    @rule()
+    def change_weights_and_keep_keys(self):
+        scheduler = self.engine.scheduler
+        num_running = len(scheduler.running)
+        scheduler.begin_policy_version(scheduler.blocks.policy_version + 1, keep_keys=True)
+        assert len(scheduler.running) == num_running
+        assert len(scheduler.blocks.prefixes) == 0
+
+    @rule()
+    def run_out_of_memory_in_prefill(self):
+        least = self.engine.scheduler.max_batch_tokens
+        assert self.engine.scheduler.narrow_prefill() == (
+            self.engine.scheduler.max_batch_tokens < least
+        )
+
+    @rule()
+    def run_out_of_memory_in_decode(self):
+        num_running = len(self.engine.scheduler.running)
+        assert self.engine.scheduler.narrow_decode() == (num_running > 1)
+        if num_running > 1:
+            assert not self.engine.scheduler.running
+            assert self.engine.scheduler.max_seated == num_running // 2
 
     @invariant()
     def everything_is_accounted_for(self):
@@ -238,7 +268,7 @@ class SchedulerRuns(RuleBasedStateMachine):
                 assert request.num_generated == request.max_new_tokens
 
 
-SchedulerRuns.TestCase.settings = settings(max_examples=200, stateful_step_count=25)
+SchedulerRuns.TestCase.settings = settings(max_examples=220, stateful_step_count=50)
 test_the_scheduler_keeps_its_accounts = SchedulerRuns.TestCase
 
 
@@ -339,7 +369,7 @@ def test_a_cancelled_waiting_sequence_is_no_work_and_takes_no_place_in_the_queue
     request = request_of([1, 2])
     engine.add(request)
     cancel(engine, request)
-    assert engine.scheduler.num_waiting == 0
+    assert len(engine.scheduler.waiting) == 0
     assert not engine.scheduler.has_work
 
 
@@ -370,7 +400,7 @@ def test_the_youngest_is_preempted_and_keeps_what_it_has():
 @pytest.mark.parametrize("policy_version", [0, 3])
 def test_a_finished_prompt_serves_the_next_request_that_starts_with_it(policy_version):
     engine = engine_of()
-    engine.scheduler.recompute_all(policy_version)
+    engine.scheduler.begin_policy_version(policy_version, keep_keys=False)
     engine.add(request_of([1, 2, 3, 4, 5], max_new_tokens=1))
     engine.drain()
     again = request_of([1, 2, 3, 4, 9])
@@ -397,7 +427,7 @@ def test_a_finished_prompt_of_an_older_policy_serves_nobody():
     running = request_of([1, 2, 3, 4, 5], max_new_tokens=9)
     engine.add(running)
     engine.step()
-    engine.scheduler.recompute_all(1)
+    engine.scheduler.begin_policy_version(1, keep_keys=False)
     again = request_of([1, 2, 3, 4, 9])
     engine.add(again)
     engine.scheduler.schedule_prefill()

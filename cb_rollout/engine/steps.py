@@ -1,0 +1,197 @@
+"""One step of the loop: a scheduled forward, and a token for each sequence that it completes.
+
+Owns what happens where a forward fails. Made anew with each cache.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from cb_rollout.config import LogprobsMode
+from cb_rollout.engine import device as devices
+from cb_rollout.engine.faults import Outcome, is_out_of_memory, out_of_memory, run_isolated
+from cb_rollout.engine.request import Prefill, Request
+from cb_rollout.engine.runner import ModelRunner
+from cb_rollout.engine.sampler import SamplingBatch, create_sampling_batch, sample
+from cb_rollout.engine.scheduler import Scheduler
+from cb_rollout.engine.storage import CacheStorage
+from cb_rollout.errors import RolloutError
+from cb_rollout.metrics import EngineCounters
+from cb_rollout.types import FinishReason, RequestStatus
+
+
+class Steps:
+    """Runs what the scheduler chose."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        scheduler: Scheduler,
+        storage: CacheStorage,
+        logprobs_mode: LogprobsMode,
+        counters: EngineCounters,
+    ) -> None:
+        """Join the parts of one engine."""
+        self.counters = counters
+        self.device = runner.device
+        self._runner, self._scheduler, self._storage = runner, scheduler, storage
+        self._logprobs_mode = logprobs_mode
+        self._sampling: tuple[list[Request], SamplingBatch] | None = None
+
+    def prefill(self) -> list[Request] | None:
+        """Run one forward of prompts; None: there is none to run."""
+        while prefills := self._scheduler.schedule_prefill():
+            try:
+                return self._run_prefill(prefills)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                devices.empty_cache(self.device)
+                groups = [m for prefill in prefills for m in (prefill.leader, *prefill.followers)]
+                self._scheduler.preempt(groups)
+                if not self._scheduler.narrow_prefill():
+                    return self.fail([prefills[0].leader], out_of_memory(error))
+        return None
+
+    def _run_prefill(self, prefills: list[Prefill]) -> list[Request]:
+        self._write_tables()
+        starts = [p.leader.num_computed for p in prefills]
+        ends = [p.leader.num_computed + p.num_scheduled for p in prefills]
+        leaders = [prefill.leader for prefill in prefills]
+        outcome, failed = self._forward(leaders, starts, ends)
+        self.counters.prefill_forwards += 1
+        self.counters.prefill_tokens += sum(ends[row] - starts[row] for row in outcome.rows)
+        rows, requests = self._fork([prefills[row] for row in outcome.rows])
+        if requests:
+            row_index = torch.tensor(rows, device=self.device)
+            self._sample(outcome.logits_BV.index_select(0, row_index), requests, None)
+        return failed + requests
+
+    def _forward(
+        self, requests: list[Request], starts: list[int], ends: list[int]
+    ) -> tuple[Outcome, list[Request]]:
+        """Compute each sequence's tokens from `starts` to `ends`.
+
+        Returns:
+            What ran, and the sequences that were ended because they cannot.
+
+        Raises:
+            Exception: the model runs nothing at all any more, or memory ran out.
+        """
+        slots = [request.slot for request in requests]
+
+        def forward(rows: Sequence[int]) -> torch.Tensor:
+            return self._runner.logits(
+                [requests[row].token_ids[starts[row] : ends[row]] for row in rows],
+                [ends[row] for row in rows],
+                [slots[row] for row in rows],
+                self._storage.cache,
+                self._storage.table,
+            )
+
+        outcome = run_isolated(forward, len(requests))
+        if outcome.failures and not outcome.rows and not self._runner.is_sound():
+            raise outcome.failures[0][1]
+        for row, error in outcome.failures:
+            self.fail([requests[row]], error)
+        return outcome, [requests[row] for row, _ in outcome.failures]
+
+    def _fork(self, prefills: list[Prefill]) -> tuple[list[int], list[Request]]:
+        """Complete the computed prompts; returns the logits row of each sequence to sample."""
+        rows: list[int] = []
+        requests: list[Request] = []
+        for row, prefill in enumerate(prefills):
+            is_last_chunk = prefill.is_last_chunk
+            self._storage.cache.copy_blocks(*self._scheduler.complete_prefill(prefill))
+            if not is_last_chunk:
+                continue
+            source = prefill.leader.slot
+            targets = [follower.slot for follower in prefill.followers]
+            self._storage.cache.copy_slots([source] * len(targets), targets)
+            group = [prefill.leader, *prefill.followers]
+            rows += [row] * len(group)
+            requests += group
+        return rows, requests
+
+    def decode(self) -> list[Request] | None:
+        """Run one forward of the running sequences; None: there are none."""
+        while self._scheduler.running:
+            try:
+                return self._run_decode()
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                devices.empty_cache(self.device)
+                if not self._scheduler.narrow_decode():
+                    return self.fail(self._scheduler.running[:1], out_of_memory(error))
+        return None
+
+    def _run_decode(self) -> list[Request]:
+        extended = self._scheduler.schedule_decode()
+        running = list(self._scheduler.running)
+        if not running:
+            return []
+        self._storage.table.write([(r.slot, len(r.block_ids) - 1, block) for r, block in extended])
+        ends = [request.num_tokens for request in running]
+        outcome, failed = self._forward(running, [end - 1 for end in ends], ends)
+        self._scheduler.complete_decode()
+        survivors = [running[row] for row in outcome.rows]
+        if survivors:
+            self._sample(outcome.logits_BV, survivors, self._sampling_batch(survivors))
+        self.counters.decode_forwards += 1
+        return failed + survivors
+
+    def _write_tables(self) -> None:
+        """Tell the block table about sequences that were just seated."""
+        self._storage.table.write(
+            [
+                (request.slot, index, block)
+                for request in self._scheduler.take_seated()
+                for index, block in enumerate(request.block_ids)
+            ]
+        )
+
+    def _sampling_batch(self, running: list[Request]) -> SamplingBatch:
+        """The running rows' parameters, kept until the rows change."""
+        if self._sampling is None or self._sampling[0] != running:
+            batch = create_sampling_batch(running, self.device)
+            self._sampling = (list(running), batch)
+        return self._sampling[1]
+
+    def _sample(
+        self, logits_BV: torch.Tensor, requests: list[Request], batch: SamplingBatch | None
+    ) -> None:
+        """Give each request its next token, or end it where its logits make no distribution."""
+        if batch is None:
+            batch = create_sampling_batch(requests, self.device)
+        indices_B = torch.tensor([r.num_generated for r in requests], device=self.device)
+        tokens, logprobs, is_valid = (
+            result.tolist() for result in sample(logits_BV, batch, indices_B, self._logprobs_mode)
+        )
+        for request, token, logprob, valid in zip(
+            requests, tokens, logprobs, is_valid, strict=True
+        ):
+            if valid:
+                request.append(token, logprob, self._scheduler.blocks.policy_version)
+            else:
+                request.end(
+                    RequestStatus.FAILED,
+                    FinishReason.ERROR,
+                    f"the model's logits after {request.num_tokens} tokens are NaN or infinite; "
+                    "look at the weights (a diverged step?) or raise rollout_dtype.",
+                )
+        self.counters.tokens_generated += sum(is_valid)
+        self.counters.requests_finished += sum(r.status.is_final for r in requests)
+        self.counters.kv_blocks_peak = max(
+            self.counters.kv_blocks_peak, self._scheduler.pool.num_used
+        )
+
+    def fail(self, requests: list[Request], error: Exception) -> list[Request]:
+        """End requests that cannot be served."""
+        name = "" if isinstance(error, RolloutError) else f"{type(error).__name__}: "
+        for request in requests:
+            request.cause = error
+            request.end(RequestStatus.FAILED, FinishReason.ERROR, f"{name}{error}")
+            self._scheduler.retire(request)
+        self.counters.requests_finished += len(requests)
+        return requests
