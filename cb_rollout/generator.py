@@ -5,7 +5,7 @@ the cache when the weights change. Called from the training thread.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -72,7 +72,7 @@ class RolloutGenerator:
 
     def generate_batch(
         self,
-        inputs: Sequence[Prompt],
+        inputs: Iterable[Prompt],
         generation_config: Any = None,
         *,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
@@ -109,10 +109,10 @@ class RolloutGenerator:
             chosen = generation_config or self._generation_config
             count = getattr(chosen, "num_return_sequences", None)
         count = 1 if count is None else count
-        if count < 1:
-            raise InvalidRequestError(f"num_return_sequences={count} is below 1.")
-        params = self._params(len(inputs), generation_config, sampling_params, max_new_tokens)
+        if not isinstance(count, int) or count < 1:
+            raise InvalidRequestError(f"num_return_sequences={count!r} is no whole number >= 1.")
         prompts = encoded(inputs, self._tokenizer)
+        params = self._params(len(prompts), generation_config, sampling_params, max_new_tokens)
         requests = self.manager.intake.requests(
             [prompt for prompt in prompts for _ in range(count)],
             [wanted for wanted in params for _ in range(count)],
@@ -259,6 +259,8 @@ class RolloutGenerator:
             if request.policy_versions == [(self.policy_version, request.num_generated)]
             and not (self.config.logprobs_mode == "processed" and request.params.is_truncated)
         ]
+        if num_sequences < 1:
+            raise InvalidRequestError(f"num_sequences={num_sequences} is below 1.")
         stride = max(1, len(comparable) // num_sequences)
         chosen = comparable[::stride][:num_sequences]
         with self.manager.loop.paused():

@@ -106,6 +106,11 @@ class EngineLoop:
             if self._is_stopping:
                 raise RolloutError("the manager was stopped; start() it before adding requests.")
             num_waiting = len(self._inbox) + self.engine.num_waiting
+            if 0 < self._max_queue_size < len(requests):
+                raise QueueFullError(
+                    f"{len(requests)} requests at once are more than max_queue_size="
+                    f"{self._max_queue_size} ever takes; raise it, or send fewer."
+                )
             if self._max_queue_size and num_waiting + len(requests) > self._max_queue_size:
                 raise QueueFullError(
                     f"{num_waiting} requests wait and {len(requests)} more would pass "

@@ -7,6 +7,9 @@ GIB = 1024**3
 OPTIMIZER_STATES_PER_PARAMETER = 2
 # Adam and its kin keep a first and a second moment.
 
+STATES_SHARE = 0.5
+# Of the budget, where a model keeps recurrent states and keys: neither starves the other.
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
@@ -20,8 +23,10 @@ class MemoryPlan:
     """Share of the rest that the cache may take."""
     bytes_per_block: int
     """Keys and values of one block, over all layers."""
-    state_bytes: int
-    """Recurrent states of all slots, taken from the budget first."""
+    bytes_per_sequence: int
+    """Recurrent states of one sequence, over all layers; 0 where the model keeps none."""
+    num_slots: int
+    """Sequences decoded together at most; their states are taken from the budget first."""
     num_blocks: int
     """Blocks that the cache may grow to."""
     is_fixed: bool = False
@@ -31,6 +36,11 @@ class MemoryPlan:
     def budget_bytes(self) -> int:
         """What `max_memory_percent` allows."""
         return int(self.max_memory_percent * max(0, self.free_bytes - self.training_reserve_bytes))
+
+    @property
+    def state_bytes(self) -> int:
+        """What the recurrent states of all slots take."""
+        return self.num_slots * self.bytes_per_sequence
 
     @property
     def kv_bytes(self) -> int:
@@ -43,7 +53,7 @@ class MemoryPlan:
             ("free", self.free_bytes),
             ("training reserve", self.training_reserve_bytes),
             (f"budget ({self.max_memory_percent:.0%} of the rest)", self.budget_bytes),
-            ("recurrent states", self.state_bytes),
+            (f"recurrent states ({self.num_slots} sequences)", self.state_bytes),
             (f"KV cache ({self.num_blocks} blocks at most)", self.kv_bytes),
         ]
         return "\n".join(f"{name:<40}{size / GIB:>10.3f} GiB" for name, size in rows)
@@ -55,7 +65,8 @@ def create_memory_plan(
     training_reserve_bytes: int,
     max_memory_percent: float,
     bytes_per_block: int,
-    state_bytes: int,
+    bytes_per_sequence: int,
+    max_requests: int,
     num_blocks: int | None,
 ) -> MemoryPlan:
     """Divide the free memory: budget = share x (free - reserve), rounded down to blocks.
@@ -65,28 +76,25 @@ def create_memory_plan(
         training_reserve_bytes: kept out of the budget.
         max_memory_percent: the share, in (0, 1].
         bytes_per_block: 0 for a model that keeps no keys.
-        state_bytes: fixed-size states of all slots.
+        bytes_per_sequence: fixed-size states of one sequence.
+        max_requests: most slots; fewer where their states would not fit their share of the budget.
         num_blocks: fixed by the user; None: derived.
     """
-    plan = MemoryPlan(
-        free_bytes=free_bytes,
-        training_reserve_bytes=training_reserve_bytes,
-        max_memory_percent=max_memory_percent,
-        bytes_per_block=bytes_per_block,
-        state_bytes=state_bytes,
-        num_blocks=num_blocks or 0,
-        is_fixed=num_blocks is not None,
-    )
-    if plan.is_fixed:
-        return plan
-    affordable = max(0, plan.budget_bytes - state_bytes) // max(1, bytes_per_block)
+    budget = int(max_memory_percent * max(0, free_bytes - training_reserve_bytes))
+    num_slots = max_requests
+    if bytes_per_sequence:
+        states_budget = int(budget * STATES_SHARE) if bytes_per_block else budget
+        num_slots = min(max_requests, states_budget // bytes_per_sequence)
+    left = budget - num_slots * bytes_per_sequence
     return MemoryPlan(
         free_bytes=free_bytes,
         training_reserve_bytes=training_reserve_bytes,
         max_memory_percent=max_memory_percent,
         bytes_per_block=bytes_per_block,
-        state_bytes=state_bytes,
-        num_blocks=affordable,
+        bytes_per_sequence=bytes_per_sequence,
+        num_slots=num_slots,
+        num_blocks=left // max(1, bytes_per_block) if num_blocks is None else num_blocks,
+        is_fixed=num_blocks is not None,
     )
 
 

@@ -15,6 +15,16 @@ KEPT = "_cb_rollout_generator"
 # The model's attribute that holds a kept generator.
 
 
+class _Kept:
+    """Holds a generator where the model is copied or pickled: the copy gets an empty one."""
+
+    def __init__(self, generator: RolloutGenerator | None = None) -> None:
+        self.generator = generator
+
+    def __reduce__(self) -> tuple[type["_Kept"], tuple[()]]:
+        return _Kept, ()
+
+
 def generate_batch(
     model: torch.nn.Module,
     inputs: Sequence[Prompt],
@@ -61,12 +71,11 @@ def generate_batch(
 
 def _kept_generator(model: torch.nn.Module, config: RolloutConfig) -> RolloutGenerator:
     """The generator kept on the model, if it has the same config, else a new one."""
-    kept: RolloutGenerator | None = vars(model).get(KEPT)
-    if kept is not None and kept.config == config:
-        kept.sync_weights()
-        return kept
-    if kept is not None:
-        kept.close()
-    generator = RolloutGenerator(model, config)
-    vars(model)[KEPT] = generator
-    return generator
+    kept = vars(model).setdefault(KEPT, _Kept())
+    if kept.generator is not None and kept.generator.config == config:
+        kept.generator.sync_weights()
+    else:
+        if kept.generator is not None:
+            kept.generator.close()
+        kept.generator = RolloutGenerator(model, config)
+    return kept.generator

@@ -1,6 +1,6 @@
 """Prompts as people write them, turned into token ids."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from cb_rollout.errors import InvalidRequestError
@@ -9,7 +9,7 @@ Prompt = Sequence[int] | str | Sequence[Mapping[str, Any]]
 # Token ids, text, or a chat.
 
 
-def encoded(prompts: Sequence[Prompt], tokenizer: Any) -> list[Sequence[int]]:
+def encoded(prompts: Iterable[Prompt], tokenizer: Any) -> list[Sequence[int]]:
     """Token ids of every prompt.
 
     Args:
@@ -18,9 +18,9 @@ def encoded(prompts: Sequence[Prompt], tokenizer: Any) -> list[Sequence[int]]:
         tokenizer: a transformers tokenizer; None: only token ids are allowed.
 
     Raises:
-        InvalidRequestError: text or a chat without a tokenizer.
+        InvalidRequestError: text or a chat without a tokenizer, or with one that cannot encode it.
     """
-    if isinstance(prompts, str | Mapping):
+    if isinstance(prompts, str | Mapping) or not isinstance(prompts, Iterable):
         raise InvalidRequestError(
             f"inputs is a {type(prompts).__name__}; pass a list of prompts, as [text] or "
             "tokenizer(texts)['input_ids']."
@@ -40,6 +40,11 @@ def _encoded(prompt: Any, index: int, tokenizer: Any) -> Any:
         )
     if is_text:
         return tokenizer(prompt)["input_ids"]
+    if getattr(tokenizer, "chat_template", None) is None:
+        raise InvalidRequestError(
+            f"input {index} is a chat, but the tokenizer has no chat template; set "
+            "tokenizer.chat_template, or pass text."
+        )
     return tokenizer.apply_chat_template(
         prompt, add_generation_prompt=True, tokenize=True, return_dict=True
     )["input_ids"]

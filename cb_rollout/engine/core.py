@@ -41,6 +41,7 @@ class Engine:
 
         Raises:
             ConfigurationError: the model cannot run on pages.
+            OutOfCacheMemoryError: not even one block fits.
         """
         self.config = config
         self.counters = EngineCounters()
@@ -51,6 +52,11 @@ class Engine:
         self._lease: ExitStack | None = None
         self._has_just_prefilled = False
         self._probe()
+        if not (self.memory_plan.num_blocks and self.memory_plan.num_slots):
+            raise OutOfCacheMemoryError(
+                "no memory for a KV cache; raise max_memory_percent, lower training_reserve_gib, "
+                f"or free some on {self.device}.\n{self.memory_plan}"
+            )
         self._start_empty()
 
     def _probe(self) -> None:
@@ -59,15 +65,14 @@ class Engine:
         self._identity = _compat.forward_identity(model)
         self.layout = self._runner.probe()
         self.device = self._runner.device
+        self.memory_plan = plan_memory(model, config, self.layout, self.device)
         self.limits = Limits(
             block_size=config.block_size,
             max_batch_tokens=config.max_batch_tokens or devices.max_batch_tokens(self.device),
-            max_requests=config.max_requests_per_batch
-            or devices.max_requests_per_batch(self.device),
+            max_requests=self.memory_plan.num_slots,
             can_share_blocks=config.allow_block_sharing,
             can_resume_prompts=not self.layout.is_recurrent,
         )
-        self.memory_plan = plan_memory(model, config, self.layout, self.limits, self.device)
 
     def _start_empty(self) -> None:
         self._storage = CacheStorage(self.layout, self.limits, self.memory_plan, self.device)

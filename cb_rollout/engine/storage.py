@@ -20,10 +20,9 @@ def plan_memory(
     model: PreTrainedModel,
     config: RolloutConfig,
     layout: CacheLayout,
-    limits: Limits,
     device: torch.device,
 ) -> MemoryPlan:
-    """What the cache may take of what is free now.
+    """What the cache may take of what is free now, and how many sequences it may serve at once.
 
     The automatic reserve counts the gradients and Adam moments of trainable parameters that have
     no gradient yet, for a model in training mode.
@@ -41,8 +40,9 @@ def plan_memory(
         free_bytes=devices.free_bytes(device),
         training_reserve_bytes=reserve_bytes,
         max_memory_percent=config.max_memory_percent,
-        bytes_per_block=layout.bytes_per_token * limits.block_size,
-        state_bytes=layout.bytes_per_sequence * limits.max_requests,
+        bytes_per_block=layout.bytes_per_token * config.block_size,
+        bytes_per_sequence=layout.bytes_per_sequence,
+        max_requests=config.max_requests_per_batch or devices.max_requests_per_batch(device),
         num_blocks=config.num_blocks,
     )
 

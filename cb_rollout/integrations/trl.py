@@ -8,9 +8,11 @@ never imported. The only file that imports trl.
 
 import inspect
 import time
+import warnings
 from dataclasses import replace
 from typing import Any
 
+import torch
 import trl
 from packaging.version import Version
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -66,6 +68,8 @@ def attach(trainer: Any, config: Any = None) -> RolloutGenerator:
         generation_config=trainer.generation_config,
         accelerator=trainer.accelerator,
     )
+    _require_room(trainer, generator)
+    _warn_of_dropout(trainer)
     rollouts = TrainerRollouts(trainer, generator)
     trainer.vllm_generation = rollouts
     trainer.vllm_mode = GENERATION_MODE
@@ -108,6 +112,11 @@ def _require_settings(trainer: Any) -> None:
             "use_transformers_continuous_batching=True and cb_rollout both want to generate; "
             "leave it False."
         )
+    if not trainer.args.temperature > 0:
+        raise ConfigurationError(
+            f"temperature={trainer.args.temperature}: the completions of a group would all be the "
+            "same; raise it in the trainer's config."
+        )
     if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
         raise ConfigurationError(
             "sharded training (FSDP, DeepSpeed) is not supported; run on one device or under DDP."
@@ -121,6 +130,36 @@ def _require_settings(trainer: Any) -> None:
                 f"loss_type='vespo' needs vllm_importance_sampling_mode to be one of "
                 f"{', '.join(allowed)}, not {mode!r}."
             )
+
+
+def _require_room(trainer: Any, generator: RolloutGenerator) -> None:
+    """Refuse completions that leave the model, or the cache, no room for a prompt."""
+    limits = generator.manager.intake.limits
+    length = trainer.args.max_completion_length
+    for limit, holder in (
+        (limits.max_positions, "the model takes"),
+        (limits.max_cached_tokens, "the KV cache holds"),
+    ):
+        if limit is not None and length >= limit:
+            raise ConfigurationError(
+                f"max_completion_length={length} leaves no room for a prompt: {holder} at most "
+                f"{limit} tokens of one sequence; lower it in the trainer's config."
+            )
+
+
+def _warn_of_dropout(trainer: Any) -> None:
+    """Say what dropout does to the correction: samples come from the model without it."""
+    rates = [m.p for m in trainer.model.modules() if isinstance(m, torch.nn.Dropout)]
+    rates += [getattr(m, "attention_dropout", 0.0) or 0.0 for m in trainer.model.modules()]
+    highest = max((rate for rate in rates if isinstance(rate, float)), default=0.0)
+    if highest > 0 and getattr(trainer, "vllm_importance_sampling_correction", False):
+        warnings.warn(
+            f"the model trains with dropout (rate {highest:g}), and rollouts are sampled without: "
+            "TRL's importance-sampling correction takes the difference for a change of policy and "
+            "drops sequences. Set disable_dropout=True in the trainer's config, and lora_dropout=0 "
+            "and attention_dropout=0 where they are set.",
+            stacklevel=3,
+        )
 
 
 class RolloutCallback(TrainerCallback):

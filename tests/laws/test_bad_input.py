@@ -13,11 +13,13 @@ from cb_rollout import (
     EngineDeadError,
     IncompleteRolloutError,
     InvalidRequestError,
+    OutOfCacheMemoryError,
     RequestStatus,
     RolloutConfig,
     RolloutGenerator,
     SamplingParams,
 )
+from cb_rollout.errors import QueueFullError
 
 PARAMS = SamplingParams(max_new_tokens=8, ignore_eos=True)
 
@@ -174,3 +176,30 @@ def test_the_number_of_sequences_of_the_generators_own_config_counts():
         assert len(generator.generate_batch([[5]])) == 3
         with pytest.raises(InvalidRequestError, match="num_return_sequences=0"):
             generator.generate_batch([[5]], num_return_sequences=0)
+
+
+def test_inputs_that_are_no_list_of_prompts_are_refused_and_any_iterable_is_taken():
+    tokenizer = char_tokenizer()
+    tokenizer.chat_template = None
+    with RolloutGenerator(tiny_model(vocab_size=len(tokenizer)), tokenizer=tokenizer) as generator:
+        with pytest.raises(InvalidRequestError, match="inputs is a NoneType; pass a list"):
+            generator.generate_batch(None)
+        with pytest.raises(InvalidRequestError, match="no chat template"):
+            generator.generate_batch([[{"role": "user", "content": "hi"}]])
+        with pytest.raises(InvalidRequestError, match=r"num_return_sequences=2\.5"):
+            generator.generate_batch([[5]], num_return_sequences=2.5)
+        prompts = ([5, 6] for _ in range(2))
+        assert len(generator.generate_batch(prompts, sampling_params=PARAMS)) == 2
+        with pytest.raises(InvalidRequestError, match="num_sequences=0"):
+            generator.verify(0)
+    with (
+        RolloutGenerator(tiny_model(), RolloutConfig(max_queue_size=2)) as generator,
+        pytest.raises(QueueFullError, match="3 requests at once are more than max_queue_size=2"),
+    ):
+        generator.generate_batch([[5]] * 3, sampling_params=PARAMS)
+
+
+def test_a_device_without_room_for_a_block_is_told_at_construction_with_the_plan():
+    config = RolloutConfig(training_reserve_gib=10_000.0)
+    with pytest.raises(OutOfCacheMemoryError, match=r"(?s)lower training_reserve_gib.*10000\.000"):
+        RolloutGenerator(tiny_model(), config)

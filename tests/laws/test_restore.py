@@ -1,6 +1,8 @@
 """The training module and the process are left as they were found."""
 
+import copy
 import gc
+import pickle
 import threading
 
 import pytest
@@ -131,3 +133,12 @@ def test_waiting_inside_ones_own_pause_is_refused():
         with generator.manager.pause(), pytest.raises(RolloutError, match=r"leave pause\(\)"):
             generator.generate_batch([[5]], sampling_params=PARAMS)
         assert len(generator.generate_batch([[5]], sampling_params=PARAMS)) == 1
+
+
+def test_a_model_with_a_kept_generator_can_be_copied_and_pickled():
+    model = tiny_model()
+    keep = {"progress_bar": False, "persistent_manager": True, "max_new_tokens": 2}
+    generate_batch(model, [[5, 6]], **keep)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert len(generate_batch(twin, [[5, 6]], **keep)) == 1
+        generate_batch(twin, [[5, 6]], **(keep | {"persistent_manager": False}))

@@ -199,3 +199,24 @@ def test_a_transformers_config_attaches_with_logprobs(tmp_path):
     trainer.train()
     assert max(logged(trainer, "sampling/sampling_logp_difference/max")) <= 1e-5
     generator.close()
+
+
+def test_dropout_that_the_correction_would_take_for_a_new_policy_is_warned_of(tmp_path):
+    trainer = tiny_trainer(tmp_path)
+    trainer.model.model.layers[0].self_attn.attention_dropout = 0.3
+    with pytest.warns(UserWarning, match=r"dropout \(rate 0.3\).*disable_dropout=True"):
+        attach(trainer).close()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_completion_length": 512}, "max_completion_length=512 leaves no room for a prompt"),
+        ({"temperature": 0.0}, "temperature=0.0: the completions of a group would all be the same"),
+    ],
+)
+def test_settings_that_no_rollout_could_serve_are_refused_before_training(
+    tmp_path, settings, message
+):
+    with pytest.raises(ConfigurationError, match=message):
+        attach(tiny_trainer(tmp_path, **settings))

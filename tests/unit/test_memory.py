@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cb_rollout.memory import GIB, create_memory_plan, training_reserve
+from cb_rollout.memory import GIB, STATES_SHARE, create_memory_plan, training_reserve
 
 BYTES = st.integers(0, 2**40)
 
@@ -12,7 +12,8 @@ def plan_of(**values):
         "training_reserve_bytes": 200,
         "max_memory_percent": 0.5,
         "bytes_per_block": 30,
-        "state_bytes": 50,
+        "bytes_per_sequence": 5,
+        "max_requests": 10,
         "num_blocks": None,
     }
     return create_memory_plan(**(defaults | values))
@@ -40,13 +41,14 @@ def test_a_derived_plan_stays_within_its_budget_to_the_last_block(
         training_reserve_bytes=reserve,
         max_memory_percent=percent,
         bytes_per_block=block,
-        state_bytes=states,
+        bytes_per_sequence=states,
     )
     assert 0 <= plan.budget_bytes <= max(0, free - reserve)
-    if plan.num_blocks:
-        assert plan.kv_bytes + states <= plan.budget_bytes
+    assert plan.kv_bytes + plan.state_bytes <= plan.budget_bytes
     if block:
-        assert plan.kv_bytes + block + states > plan.budget_bytes
+        assert plan.kv_bytes + block + plan.state_bytes > plan.budget_bytes
+    if states and plan.num_slots < 10:
+        assert plan.state_bytes + states > plan.budget_bytes * (STATES_SHARE if block else 1) - 1
 
 
 def test_a_reserve_beyond_what_is_free_leaves_nothing():
@@ -55,7 +57,13 @@ def test_a_reserve_beyond_what_is_free_leaves_nothing():
 
 def test_a_model_without_keys_is_limited_by_nothing_but_its_states():
     assert plan_of(bytes_per_block=0).num_blocks > 0
-    assert plan_of(bytes_per_block=0, state_bytes=400).num_blocks == 0
+    assert plan_of(bytes_per_block=0, bytes_per_sequence=150).num_slots == 400 // 150
+
+
+def test_states_that_would_crowd_out_the_keys_serve_fewer_sequences():
+    plan = plan_of(bytes_per_sequence=60)
+    assert (plan.num_slots, plan.state_bytes) == (3, 180)
+    assert plan.num_blocks == (400 - 180) // 30
 
 
 def test_the_plan_prints_as_a_table_of_gib():
@@ -64,7 +72,7 @@ def test_the_plan_prints_as_a_table_of_gib():
             free_bytes=8 * GIB,
             training_reserve_bytes=2 * GIB,
             bytes_per_block=GIB // 2,
-            state_bytes=GIB // 4,
+            bytes_per_sequence=GIB // 40,
         )
     ).splitlines()
     assert [line.split()[0] for line in lines] == ["free", "training", "budget", "recurrent", "KV"]
