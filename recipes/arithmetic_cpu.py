@@ -33,9 +33,11 @@ from typing import NamedTuple
 import torch
 from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from tqdm import tqdm
 from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
     PreTrainedTokenizerFast,
     PrinterCallback,
     ProgressCallback,
@@ -43,6 +45,7 @@ from transformers import (
     Qwen3ForCausalLM,
     TrainerCallback,
 )
+from transformers.masking_utils import sdpa_mask
 from trl import GRPOConfig, GRPOTrainer
 
 import cb_rollout
@@ -120,6 +123,27 @@ def create_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
+def exact_attention(module, query, key, value, attention_mask, scaling=None, **_):
+    """Attention in float64: a row's rounding does not depend on how the batch is padded.
+
+    It is the one place where a rollout's forward and the trainer's round differently.
+    """
+    groups = query.shape[1] // key.shape[1]
+    output = scaled_dot_product_attention(
+        query.double(),
+        key.double().repeat_interleave(groups, 1),
+        value.double().repeat_interleave(groups, 1),
+        attn_mask=attention_mask,
+        is_causal=attention_mask is None and query.shape[2] > 1,
+        scale=scaling,
+    )
+    return output.transpose(1, 2).to(query.dtype).contiguous(), None
+
+
+AttentionInterface.register("exact", exact_attention)
+AttentionMaskInterface.register("exact", sdpa_mask)
+
+
 def create_model() -> Qwen3ForCausalLM:
     model = Qwen3ForCausalLM(
         Qwen3Config(
@@ -135,6 +159,7 @@ def create_model() -> Qwen3ForCausalLM:
             pad_token_id=PAD,
             eos_token_id=EOS,
             bos_token_id=None,
+            attn_implementation="exact",
         )
     )
     for layer in model.model.layers:  # At their start of 1 they bound how sharp attention gets.
