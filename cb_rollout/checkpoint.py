@@ -57,7 +57,13 @@ def load_model(name: str, dtype: str = "auto", device: str = "auto") -> PreTrain
             f"{', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}; save the checkpoint "
             f"from a {type(model).__name__}."
         )
-    return model.eval().to(target)
+    try:
+        return model.eval().to(target)
+    except torch.OutOfMemoryError as error:
+        raise ConfigurationError(
+            f"{name!r} does not fit on {target} ({said(error)}); free memory, or set dtype or "
+            "device."
+        ) from error
 
 
 def load_tokenizer(name: str) -> Any:
@@ -114,9 +120,13 @@ def _described(name: str) -> str:
 def _refuse_what_is_no_directory(name: str) -> None:
     """A path is never looked up on the hub, where its error would speak of networks."""
     path = Path(name)
-    is_path = path.exists() or path.is_absolute() or name.startswith(".") or name.count(os.sep) > 1
+    try:
+        exists = path.exists()
+    except OSError as error:
+        raise ConfigurationError(f"{name!r} cannot be read ({error.strerror}).") from error
+    is_path = exists or path.is_absolute() or name.startswith(".") or name.count(os.sep) > 1
     if is_path and not path.is_dir():
-        state = "is a file" if path.exists() else "does not exist"
+        state = "is a file" if exists else "does not exist"
         raise ConfigurationError(f"{name!r} {state}; pass a checkpoint's directory.")
     if is_path and not (path / "config.json").is_file():
         raise ConfigurationError(

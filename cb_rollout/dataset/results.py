@@ -118,7 +118,10 @@ class ResultFile:
         self._file.close()
 
     def _sync(self) -> None:
-        os.fsync(self._file.fileno())
+        try:
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise _not_writable(self.path, error) from error
         self._synced = time.monotonic()
 
     def _opened(self) -> FileIO:

@@ -47,8 +47,14 @@ def create_source(name: str, *, split: str = "train", subset: str | None = None)
         ConfigurationError: there is nothing of that name, or it cannot be read.
     """
     path = Path(name)
-    if path.suffix in JSONL_SUFFIXES or path.suffix == PARQUET_SUFFIX or path.is_file():
-        if not path.is_file():
+    try:
+        is_file = path.is_file()
+        if is_file:
+            path.open("rb").close()
+    except OSError as error:
+        raise ConfigurationError(f"{name} cannot be read ({error.strerror}).") from error
+    if path.suffix in JSONL_SUFFIXES or path.suffix == PARQUET_SUFFIX or is_file:
+        if not is_file:
             state = "is not a file" if path.exists() else "does not exist"
             raise ConfigurationError(f"{name} {state}; pass a JSONL or Parquet file.")
         if path.suffix in JSONL_SUFFIXES:

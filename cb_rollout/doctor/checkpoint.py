@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from transformers import PreTrainedModel
 
 from cb_rollout import _compat
-from cb_rollout.checkpoint import load_model, load_tokenizer
+from cb_rollout.checkpoint import load_model, load_tokenizer, said
 from cb_rollout.config import RolloutConfig
 from cb_rollout.doctor.finding import Finding, Level
 from cb_rollout.engine.probe import CacheLayout
@@ -52,6 +52,10 @@ def checkpoint_findings(
             yield _comparison(generator, model)
     except RolloutError as error:
         yield Finding(Level.BAD, "model", str(error))
+    except Exception as error:  # noqa: BLE001  whatever a model raises is what was asked for
+        yield Finding(
+            Level.BAD, "model", f"cannot be rolled out ({said(error)}); use model.generate"
+        )
 
 
 def _model(name: str, model: PreTrainedModel) -> Finding:

@@ -112,6 +112,7 @@ def test_what_json_cannot_hold_is_named(tmp_path):
         ("missing.jsonl", "does not exist"),
         ("missing.parquet", "does not exist"),
         ("directory.jsonl", "is not a file"),
+        ("x" * 300 + ".jsonl", "cannot be read (File name too long)"),
         ("notes.txt", "ends in none of .jsonl"),
         ("garbage.parquet", "is not a Parquet file"),
         ("empty", "cannot be loaded"),

@@ -77,6 +77,7 @@ def test_a_hybrids_layers_are_told_apart(places):
     [
         ("missing", "does not exist"),
         ("file", "is a file"),
+        ("x" * 300, "File name too long"),
         ("empty", "has no config.json"),
         ("words", "could be loaded"),
         ("types", "could be loaded"),
@@ -125,6 +126,16 @@ def test_a_rollout_that_is_not_the_models_forward_is_found(places, monkeypatch):
     last = list(checkpoint_findings(str(places / "qwen3")))[-1]
     assert last.level is Level.BAD
     assert "largest difference 0.01 nats, beyond 0.0001" in last.text
+
+
+def test_whatever_a_model_raises_is_a_finding(places, monkeypatch):
+    def fail(_):
+        raise RuntimeError("the wheels came off\nat once")
+
+    monkeypatch.setattr(core.ModelRunner, "probe", fail)
+    last = list(checkpoint_findings(str(places / "qwen3")))[-1]
+    assert last.level is Level.BAD
+    assert "(RuntimeError: the wheels came off)" in last.text
 
 
 def test_the_machine_is_described_without_a_checkpoint():
