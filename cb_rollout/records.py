@@ -223,26 +223,32 @@ def _records(path: Path, parse: Callable[[Mapping[str, Any]], T]) -> Iterator[T]
 
 def _metrics_from(row: Mapping[str, Any]) -> StepMetrics:
     return StepMetrics(
-        step=row["step"],
-        mode=row["mode"],
-        scalars={name: value for name, value in row["scalars"].items() if value is not None},
-        completion_lengths=row["completion_lengths"],
+        step=int(row["step"]),
+        mode=_mode(row["mode"]),
+        scalars={name: float(v) for name, v in row["scalars"].items() if v is not None},
+        completion_lengths=[int(length) for length in row["completion_lengths"]],
     )
 
 
 def _sequence_from(row: Mapping[str, Any]) -> SequenceRecord:
     return SequenceRecord(
-        step=row["step"],
-        mode=row["mode"],
-        request_id=row["request_id"],
-        prompt=row["prompt"],
-        tokens=row["tokens"],
-        token_ids=row["token_ids"],
-        logprobs=[math.nan if value is None else value for value in row["logprobs"]],
-        policy_versions=[(version, num) for version, num in row["policy_versions"]],
-        reward=row["reward"],
+        step=int(row["step"]),
+        mode=_mode(row["mode"]),
+        request_id=str(row["request_id"]),
+        prompt=str(row["prompt"]),
+        tokens=[str(token) for token in row["tokens"]],
+        token_ids=[int(token_id) for token_id in row["token_ids"]],
+        logprobs=[math.nan if value is None else float(value) for value in row["logprobs"]],
+        policy_versions=[(int(version), int(num)) for version, num in row["policy_versions"]],
+        reward=None if row["reward"] is None else float(row["reward"]),
         finish_reason=row["finish_reason"],
     )
+
+
+def _mode(mode: str) -> Mode:
+    if mode not in ("train", "eval"):
+        raise ValueError(f"mode {mode!r} is neither train nor eval")
+    return mode
 
 
 def _finite(value: float) -> float | None:

@@ -53,9 +53,19 @@ def write_report(run_dir: str | os.PathLike[str]) -> Path:
         The path of the page.
 
     Raises:
-        ConfigurationError: there is nothing to report on, or a record cannot be read.
+        ConfigurationError: there is nothing to report on, a record cannot be read, or the page
+            cannot be written.
     """
-    run_dir = find_run_dir(run_dir)
+    try:
+        return _write_report(find_run_dir(run_dir))
+    except OSError as error:
+        raise ConfigurationError(
+            f"{error.filename or run_dir} cannot be read or written ({error.strerror}); look at "
+            "what it is and who may use it."
+        ) from error
+
+
+def _write_report(run_dir: Path) -> Path:
     metrics = read_metrics(run_dir)
     counts = count_rollouts(run_dir)
     if not metrics and not counts:

@@ -1,11 +1,50 @@
+import dataclasses
+import json
+import os
 import subprocess
 import sys
 
 import pytest
+from tiny import char_tokenizer, tiny_model
 
 from cb_rollout import __version__
-from cb_rollout.cli import main
-from cb_rollout.records import RunRecorder, StepMetrics
+from cb_rollout.cli import create_parser, main
+from cb_rollout.dataset import DatasetOptions
+from cb_rollout.records import METRICS_FILE, RunRecorder, StepMetrics
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    path = tmp_path_factory.mktemp("checkpoint")
+    tokenizer = char_tokenizer()
+    tokenizer.save_pretrained(path)
+    tiny_model(vocab_size=len(tokenizer)).save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def jsonl(tmp_path):
+    path = tmp_path / "in.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"{n} = "}) + "\n" for n in range(4)))
+    return path
+
+
+def generate(checkpoint, jsonl, *more):
+    return main(
+        [
+            *("generate", "--model", str(checkpoint), "--input", str(jsonl)),
+            *("--output", str(jsonl.with_name("out.jsonl")), "--max-new-tokens", "8", *more),
+        ]
+    )
+
+
+def the_fault(capsys):
+    """What a command said of the one thing that kept it from its work."""
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    fault = printed.err.splitlines()[-1]
+    assert fault.startswith("cb-rollout: ")
+    return fault
 
 
 def test_report_writes_the_page_and_prints_its_path(tmp_path, capsys):
@@ -26,23 +65,138 @@ def test_a_fault_is_one_line_on_stderr_and_exit_code_2(tmp_path, capsys):
     assert printed.err.count("\n") == 1
 
 
+def test_report_on_what_is_no_run_is_one_line(tmp_path, capsys):
+    (tmp_path / "file").write_text("hello")
+    (tmp_path / "directories" / METRICS_FILE).mkdir(parents=True)
+    (tmp_path / "empty").mkdir()
+    os.mkfifo(tmp_path / "empty" / METRICS_FILE)
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    for name in ("missing", "file", "directories", "empty", "loop"):
+        assert main(["report", str(tmp_path / name)]) == 2
+        assert f"no records of a run in {tmp_path / name}" in the_fault(capsys)
+    assert main(["report", str(tmp_path / ("x" * 300))]) == 2
+    assert "File name too long" in the_fault(capsys)
+
+
+def test_report_where_the_page_cannot_be_written_is_one_line(tmp_path, capsys):
+    RunRecorder(tmp_path).record_metrics(StepMetrics(1, "train", {"reward": 0.5}, [3]))
+    (tmp_path / "report.html").mkdir()
+    assert main(["report", str(tmp_path)]) == 2
+    assert "report.html cannot be read or written (Is a directory)" in the_fault(capsys)
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        b"\xff\xfe",
+        b"{}",
+        b"3",
+        b'{"step": "first", "mode": "train", "scalars": {}, "completion_lengths": []}',
+        b'{"step": 1, "mode": "test", "scalars": {}, "completion_lengths": []}',
+        b'{"step": 1, "mode": "train", "scalars": {"reward": "high"}, "completion_lengths": []}',
+        b'{"step": 1, "mode": "train", "scalars": {}, "completion_lengths": ["long"]}',
+    ],
+)
+def test_report_names_the_line_that_is_no_record(tmp_path, capsys, record):
+    (tmp_path / METRICS_FILE).write_bytes(record + b"\n")
+    assert main(["report", str(tmp_path)]) == 2
+    assert f"line 1 of {tmp_path / METRICS_FILE} is not a record" in the_fault(capsys)
+
+
+def test_generate_writes_the_output_and_prints_what_it_came_to(
+    checkpoint, jsonl, capsys, tmp_path, monkeypatch
+):
+    (tmp_path / "lengths.py").write_text("def length(row):\n    return len(row['token_ids'])\n")
+    monkeypatch.chdir(tmp_path)
+    options = ["--temperature", "1", "--num-return-sequences", "2", "--evaluate", "lengths:length"]
+    assert generate(checkpoint, jsonl, *options) == 0
+    printed = capsys.readouterr()
+    assert printed.out.startswith(f"8 sequences of 4 rows in {tmp_path / 'out.jsonl'}\n")
+    assert "score  rows  sequences" in printed.out
+    assert "8/8" in printed.err
+    assert "tokens/s" in printed.err
+    assert generate(checkpoint, jsonl, *options) == 0
+    assert "8 of them from before" in capsys.readouterr().out
+
+
+def test_generate_with_failed_sequences_exits_with_code_1(checkpoint, jsonl, capsys):
+    with jsonl.open("a") as file:
+        file.write(json.dumps({"prompt": "x" * 600}) + "\n")
+    assert generate(checkpoint, jsonl) == 1
+    assert "1 of them failed" in capsys.readouterr().out
+
+
+def test_an_interrupted_command_exits_with_code_130_and_says_how_to_go_on(
+    checkpoint, jsonl, capsys, tmp_path, monkeypatch
+):
+    (tmp_path / "impatient.py").write_text(
+        "import signal\ndef score(row):\n    signal.raise_signal(signal.SIGINT)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    assert generate(checkpoint, jsonl, "--evaluate", "impatient:score", "--no-progress-bar") == 130
+    fault = the_fault(capsys)
+    assert "interrupted: 0 of 4 sequences" in fault
+    assert "run the same again" in fault
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--input", "missing.jsonl"], "missing.jsonl does not exist"),
+        (["--model", "./missing"], "'./missing' does not exist"),
+        (["--output", "in.jsonl"], "in.jsonl is the input"),
+        (["--output", "/"], "/ cannot be written (Is a directory)"),
+        (["--temperature", "-1"], "temperature=-1.0"),
+        (["--num-return-sequences", "0"], "num_return_sequences=0 is below 1"),
+        (["--num-return-sequences", "2"], "greedy decoding"),
+        (["--max-memory-percent", "40"], "max_memory_percent=40.0 is outside (0, 1]"),
+        (["--max-num-seqs", "0"], "max_requests_per_batch=0"),
+        (["--seed", "-1"], "seed=-1"),
+        (["--dtype", "int3"], "dtype='int3'"),
+        (["--evaluate", "json"], "module:function"),
+        (["--generation-config", "mine"], "generation_config='mine'"),
+    ],
+)
+def test_what_generate_cannot_do_is_one_line(checkpoint, jsonl, capsys, monkeypatch, options, said):
+    monkeypatch.chdir(jsonl.parent)
+    before = jsonl.read_bytes()
+    assert generate(checkpoint, jsonl, *options) == 2
+    assert said in the_fault(capsys)
+    assert jsonl.read_bytes() == before
+
+
+def test_generate_has_every_option_of_the_data_set_function(checkpoint, jsonl):
+    required = ["generate", "--model", "m", "--input", "i", "--output", "o"]
+    plain = vars(create_parser().parse_args(required))
+    assert set(plain) == {"model", "dataset", "output", "run"}
+    for field in dataclasses.fields(DatasetOptions):
+        flag = f"--{field.name.replace('_', '-')}"
+        given = [flag] if field.default is False else [flag, "1"]
+        parsed = vars(create_parser().parse_args([*required, *given]))
+        assert set(parsed) - set(plain) == {field.name}
+
+
 def test_the_version_is_the_packages(capsys):
     with pytest.raises(SystemExit, match=r"^0$"):
         main(["--version"])
     assert capsys.readouterr().out == f"cb-rollout {__version__}\n"
 
 
-@pytest.mark.parametrize("argv", [[], ["unknown"], ["report"]])
+@pytest.mark.parametrize("argv", [[], ["unknown"], ["report"], ["generate", "--model", "x"]])
 def test_wrong_options_exit_with_code_2(argv, capsys):
     with pytest.raises(SystemExit, match=r"^2$"):
         main(argv)
     assert "usage: cb-rollout" in capsys.readouterr().err
 
 
-def test_the_command_line_loads_neither_torch_nor_wandb():
+def test_help_loads_neither_torch_nor_wandb():
     code = (
-        "import sys, cb_rollout.cli; "
-        "print(sorted({'torch', 'transformers', 'wandb'} & set(sys.modules)))"
+        "import sys, contextlib, cb_rollout.cli\n"
+        "for command in ([], ['generate'], ['report'], ['doctor']):\n"
+        "    with contextlib.suppress(SystemExit):\n"
+        "        cb_rollout.cli.main([*command, '--help'])\n"
+        "heavy = {'torch', 'transformers', 'wandb', 'datasets', 'numpy', 'pyarrow', 'tqdm'}\n"
+        "print(sorted(heavy & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    assert done.stdout.splitlines()[-1] == "[]"

@@ -1,20 +1,22 @@
 """The command line, `cb-rollout`.
 
 Owns options and exit codes; the work is done by the module that a subcommand names. A fault of the
-world (`RolloutError`) is one line on stderr and exit code 2. Loads no torch.
+world (`RolloutError`) is one line on stderr and exit code 2. Loads no torch before a command that
+needs it runs.
 """
 
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from cb_rollout import __version__
+from cb_rollout.cli.codes import EXIT_FAULT, EXIT_INTERRUPTED
+from cb_rollout.cli.doctor import add_doctor
+from cb_rollout.cli.generate import add_generate
+from cb_rollout.cli.report import add_report
 from cb_rollout.errors import RolloutError
-from cb_rollout.report import write_report
 
-EXIT_FAULT = 2
-# The code that argparse gives wrong options, which are faults of the world too.
+__all__ = ["create_parser", "main"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -24,15 +26,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the arguments behind the program's name; None: those of the process.
 
     Returns:
-        The exit code: 0, or 2 when the command could not be done.
+        The exit code: 0; 1 when the command ran and not all is well; 2 when it could not be done;
+        130 when it was interrupted.
     """
     arguments = create_parser().parse_args(argv)
     try:
-        arguments.run(arguments)
+        return arguments.run(arguments)
     except RolloutError as error:
-        sys.stderr.write(f"cb-rollout: {' '.join(str(error).split())}\n")
+        _say(str(error))
         return EXIT_FAULT
-    return 0
+    except KeyboardInterrupt as interrupt:
+        _say(str(interrupt) or "interrupted.")
+        return EXIT_INTERRUPTED
 
 
 def create_parser() -> argparse.ArgumentParser:
@@ -42,25 +47,11 @@ def create_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-
-    report = commands.add_parser(
-        "report",
-        help="write a run's report.html",
-        description="Write report.html about a run, from the records it left, beside them.",
-    )
-    report.add_argument(
-        "run_dir",
-        metavar="RUN_DIR",
-        type=Path,
-        help="a trainer's output_dir, or the cb_rollout directory in it",
-    )
-    report.set_defaults(run=_report)
+    add_generate(commands)
+    add_report(commands)
+    add_doctor(commands)
     return parser
 
 
-def _report(arguments: argparse.Namespace) -> None:
-    sys.stdout.write(f"{write_report(arguments.run_dir)}\n")
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def _say(text: str) -> None:
+    sys.stderr.write(f"cb-rollout: {' '.join(text.split())}\n")

@@ -1,0 +1,136 @@
+"""Scores of completions by a function of the user's, and what they come to.
+
+Owns finding the function, checking what it returns, and the table of means. A row's samples are
+not independent, so the standard errors are those of the mean over rows.
+"""
+
+import importlib
+import math
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+from cb_rollout.errors import ConfigurationError
+
+Scorer = Callable[[dict[str, Any]], float | bool | Mapping[str, float]]
+# Given a result row: the input's keys, the completion, and the sequence's number as "sample".
+
+LONE_SCORE = "score"
+# The name of a score that a function returns without one.
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreSummary:
+    """One score over all rows."""
+
+    name: str
+    num_rows: int
+    num_sequences: int
+    mean: float
+    """Mean over rows of the mean over a row's sequences; of a right-or-wrong score, pass@1."""
+    mean_error: float
+    """Standard error of `mean`; NaN for a single row."""
+    best: float
+    """Mean over rows of the best of a row's sequences; of a right-or-wrong score, pass@n."""
+    best_error: float
+    """Standard error of `best`; NaN for a single row."""
+
+
+def load_scorer(name: str) -> Scorer:
+    """The function that `module:function` names; the working directory is searched too.
+
+    Raises:
+        ConfigurationError: there is no such function, or its module fails to load.
+    """
+    module_name, _, function_name = name.partition(":")
+    if not module_name or not function_name:
+        raise ConfigurationError(f"evaluate={name!r} is not of the form module:function.")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:
+        raise ConfigurationError(
+            f"evaluate={name!r}: {module_name} does not load ({type(error).__name__}: {error}); "
+            "run from its directory, or put that on PYTHONPATH."
+        ) from error
+    scorer: Any = getattr(module, function_name, None)
+    if not callable(scorer):
+        raise ConfigurationError(f"evaluate={name!r}: {module_name} has no such function.")
+    return cast("Scorer", scorer)
+
+
+def name_of(scorer: Scorer) -> str:
+    """`module:function` of a function."""
+    return f"{scorer.__module__}:{getattr(scorer, '__qualname__', type(scorer).__qualname__)}"
+
+
+def scores_of(scorer: Scorer, result: Mapping[str, Any], label: str) -> dict[str, float]:
+    """What a function says about one result, by name.
+
+    Raises:
+        ConfigurationError: it raised, or returned what is no score; names the row and the function.
+    """
+    where = f"{name_of(scorer)} on {label} (id {result['id']!r}, sample {result['sample']})"
+    try:
+        returned = scorer(dict(result))
+    except Exception as error:
+        raise ConfigurationError(
+            f"{where} raised {type(error).__name__}: {error}; mend it and run the same again, what "
+            "is scored stays."
+        ) from error
+    named = dict(returned) if isinstance(returned, Mapping) else {LONE_SCORE: returned}
+    scores = {}
+    for name, value in named.items():
+        try:
+            scores[str(name)] = float(value)  # type: ignore[arg-type]
+        except (TypeError, ValueError):
+            scores[str(name)] = math.nan
+        if not math.isfinite(scores[str(name)]):
+            raise ConfigurationError(f"{where} gave {name}={value!r}; return a finite number.")
+    return scores
+
+
+def summaries(results: Iterable[Mapping[str, Any]]) -> list[ScoreSummary]:
+    """Every score over the results that have it, in the order in which they first appear."""
+    by_name: dict[str, dict[Any, tuple[int, float, float]]] = {}
+    for result in results:
+        for name, value in result.get("scores", {}).items():
+            of_rows = by_name.setdefault(name, {})
+            count, total, best = of_rows.get(result["id"], (0, 0.0, -math.inf))
+            of_rows[result["id"]] = (count + 1, total + value, max(best, value))
+    made = []
+    for name, of_rows in by_name.items():
+        means = [total / count for count, total, _ in of_rows.values()]
+        bests = [best for _, _, best in of_rows.values()]
+        num_sequences = sum(count for count, _, _ in of_rows.values())
+        figures = *_mean_and_error(means), *_mean_and_error(bests)
+        made.append(ScoreSummary(name, len(of_rows), num_sequences, *figures))
+    return made
+
+
+def _mean_and_error(values: list[float]) -> tuple[float, float]:
+    mean = math.fsum(values) / len(values)
+    if len(values) < 2:
+        return mean, math.nan
+    variance = math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1)
+    return mean, math.sqrt(variance / len(values))
+
+
+def table(scores: Iterable[ScoreSummary], num_return_sequences: int) -> str:
+    """The scores as lines of text; the best of a row's sequences where it has several."""
+    several = num_return_sequences > 1
+    header = ["score", "rows", "sequences", "mean", "+-"]
+    lines = [header + ([f"best of {num_return_sequences}", "+-"] if several else [])]
+    for score in scores:
+        counts = [score.name, f"{score.num_rows:,}", f"{score.num_sequences:,}"]
+        figures = [score.mean, score.mean_error]
+        figures += [score.best, score.best_error] if several else []
+        lines.append(counts + [f"{figure:.4f}" for figure in figures])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])])
+        for line in lines
+    )

@@ -1,0 +1,149 @@
+"""Where prompts come from: the rows of a JSONL file, a Parquet file, or a `datasets` data set.
+
+Owns reading, one row at a time. What a row must hold is `rows`' affair.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from cb_rollout.errors import ConfigurationError
+
+JSONL_SUFFIXES = (".jsonl", ".ndjson", ".json")
+PARQUET_SUFFIX = ".parquet"
+PARQUET_BATCH_ROWS = 256
+# Rows decoded together; a few megabytes of long chats.
+
+
+class RawRow(NamedTuple):
+    """What was read where a row should be."""
+
+    label: str
+    """Where it was read, for people: the file and line, or the data set and row."""
+    value: Any
+    """The row; None where it could not be read."""
+    problem: str | None = None
+    """Why it could not be read."""
+
+
+class Source(Protocol):
+    """Rows that can be read again and again, each time in the same order."""
+
+    def __iter__(self) -> Iterator[RawRow]:
+        """Read from the start."""
+        ...
+
+
+def create_source(name: str, *, split: str = "train", subset: str | None = None) -> Source:
+    """Open what `name` stands for.
+
+    Args:
+        name: a JSONL or Parquet file, a directory, or the name of a data set on the hub.
+        split: which split of a data set; files have none.
+        subset: which subset, by its name; None: the only one.
+
+    Raises:
+        ConfigurationError: there is nothing of that name, or it cannot be read.
+    """
+    path = Path(name)
+    try:
+        is_file = path.is_file()
+        if is_file:
+            path.open("rb").close()
+    except OSError as error:
+        raise ConfigurationError(f"{name} cannot be read ({error.strerror}).") from error
+    if path.suffix in JSONL_SUFFIXES or path.suffix == PARQUET_SUFFIX or is_file:
+        if not is_file:
+            state = "is not a file" if path.exists() else "does not exist"
+            raise ConfigurationError(f"{name} {state}; pass a JSONL or Parquet file.")
+        if path.suffix in JSONL_SUFFIXES:
+            return JsonlSource(path)
+        if path.suffix == PARQUET_SUFFIX:
+            return ParquetSource(path)
+        known = ", ".join((*JSONL_SUFFIXES, PARQUET_SUFFIX))
+        raise ConfigurationError(f"{name} ends in none of {known}; convert it to one of them.")
+    return DatasetSource(name, split, subset)
+
+
+class JsonlSource:
+    """A JSON object on each line; blank lines are passed over."""
+
+    def __init__(self, path: Path) -> None:
+        """Read nothing yet."""
+        self._path = path
+
+    def __iter__(self) -> Iterator[RawRow]:
+        """Read from the start."""
+        with self._path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if not line.strip():
+                    continue
+                label = f"{self._path} line {number}"
+                try:
+                    yield RawRow(label, json.loads(line))
+                except (ValueError, RecursionError) as error:
+                    yield RawRow(label, None, f"is not JSON ({error})")
+
+
+class ParquetSource:
+    """The rows of one Parquet file."""
+
+    def __init__(self, path: Path) -> None:
+        """Open it.
+
+        Raises:
+            ConfigurationError: it is not a Parquet file.
+        """
+        import pyarrow
+        import pyarrow.parquet
+
+        self._path = path
+        try:
+            self._file = pyarrow.parquet.ParquetFile(path)
+        except (pyarrow.ArrowException, OSError) as error:
+            raise ConfigurationError(f"{path} is not a Parquet file ({error}).") from error
+
+    def __iter__(self) -> Iterator[RawRow]:
+        """Read from the start."""
+        number = 0
+        for batch in self._file.iter_batches(batch_size=PARQUET_BATCH_ROWS):
+            for row in batch.to_pylist():
+                yield RawRow(f"{self._path} row {number}", row)
+                number += 1
+
+
+class DatasetSource:
+    """One split of a data set, which the `datasets` library keeps on disk."""
+
+    def __init__(self, name: str, split: str, subset: str | None) -> None:
+        """Load it.
+
+        Raises:
+            ConfigurationError: the library does not find it, or finds several subsets.
+        """
+        # Only this kind of input needs the library, which takes seconds to import.
+        import datasets
+        from datasets.exceptions import DatasetsError
+
+        try:
+            if (Path(name) / "state.json").is_file() or (
+                Path(name) / "dataset_dict.json"
+            ).is_file():
+                loaded = datasets.load_from_disk(name)
+                self._rows = loaded[split] if isinstance(loaded, datasets.DatasetDict) else loaded
+            else:
+                self._rows = datasets.load_dataset(name, subset, split=split)
+        except (OSError, ValueError, KeyError, DatasetsError) as error:
+            first_line = next(iter(str(error).splitlines()), "")
+            raise ConfigurationError(
+                f"split {split!r} of {name!r} cannot be loaded ({type(error).__name__}: "
+                f"{first_line}); pass a file, a data set's directory or name, and its split and "
+                "subset."
+            ) from error
+        self._name = f"{name} {split}"
+
+    def __iter__(self) -> Iterator[RawRow]:
+        """Read from the start."""
+        for number, row in enumerate(self._rows):
+            yield RawRow(f"{self._name} row {number}", dict(row))

@@ -1,0 +1,146 @@
+"""What the machine has: versions, kernels, device, memory, and which settings it is refused."""
+
+import importlib.metadata
+import importlib.util
+import platform
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+import torch
+from packaging.requirements import Requirement
+
+import cb_rollout
+from cb_rollout.checkpoint import torch_device
+from cb_rollout.config import RolloutConfig
+from cb_rollout.doctor.container import container_memory
+from cb_rollout.doctor.finding import Finding, Level
+from cb_rollout.engine import device as devices
+from cb_rollout.errors import ConfigurationError
+from cb_rollout.memory import GIB
+
+NEEDED = ("torch", "transformers")
+# Nothing runs without these; the others serve training only.
+
+SERVE_TRAINING = ("trl", "accelerate", "peft", "wandb")
+
+KERNELS = (
+    "flash_attn",
+    "kernels",
+    "triton",
+    "torch_memory_saver",
+    "torch.nn.attention.varlen",
+)
+
+FASTER = {
+    "CUDA graphs": {"use_cuda_graph": True},
+    "compiled forwards": {"use_default_compile_configs": True},
+    "host and device overlap": {"use_async_batching": True},
+    "rollout weights in a copy": {"weight_sync": "copy"},
+}
+# What a rollout may be asked to do beyond the plain way; the config says which it refuses.
+
+
+def machine_findings(device: str = "auto") -> Iterator[Finding]:
+    """Look at everything that no checkpoint is needed for."""
+    yield Finding(Level.OK, "cb_rollout", cb_rollout.__version__)
+    yield _python()
+    for package in (*NEEDED, *SERVE_TRAINING):
+        yield _version(package)
+    for name in KERNELS:
+        yield _kernel(name)
+    yield Finding(
+        Level.OK, "attention", "the model's own, over gathered pages; needs none of these kernels"
+    )
+    for name, setting in FASTER.items():
+        yield _may_be_asked(name, setting)
+    try:
+        target = torch_device(device)
+    except ConfigurationError as error:
+        yield Finding(Level.BAD, "device", str(error))
+        return
+    yield from _device(target)
+
+
+def _requirements() -> dict[str, Requirement]:
+    """What this package says it was tested with; empty where it is not installed."""
+    try:
+        lines = importlib.metadata.requires("cb_rollout") or []
+    except importlib.metadata.PackageNotFoundError:
+        return {}
+    requirements = [Requirement(line) for line in lines]
+    return {r.name: r for r in requirements if r.marker is None}
+
+
+def _python() -> Finding:
+    return Finding(Level.OK, "python", platform.python_version())
+
+
+def _version(package: str) -> Finding:
+    try:
+        version = importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        if package in NEEDED:
+            return Finding(Level.BAD, package, f"is missing; pip install {package}")
+        return Finding(Level.WARNING, package, "is missing; training with it needs it")
+    requirement = _requirements().get(package)
+    if requirement is None:
+        return Finding(Level.OK, package, f"{version} (cb_rollout is not installed: not compared)")
+    if not (tested := str(requirement.specifier)):
+        return Finding(Level.OK, package, version)
+    if requirement.specifier.contains(version, prereleases=True):
+        return Finding(Level.OK, package, f"{version} (tested: {tested})")
+    return Finding(
+        Level.WARNING,
+        package,
+        f"{version} is outside what is tested; pip install '{package}{tested}'",
+    )
+
+
+def _kernel(name: str) -> Finding:
+    try:
+        is_there = importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:
+        is_there = False
+    return Finding(Level.OK, name, "found" if is_there else "not found")
+
+
+def _may_be_asked(name: str, setting: dict[str, Any]) -> Finding:
+    asked = ", ".join(f"{key}={value!r}" for key, value in setting.items())
+    try:
+        RolloutConfig(**setting)
+    except ConfigurationError as error:
+        return Finding(Level.OK, name, f"not used: {error}")
+    return Finding(Level.OK, name, f"when asked for, by {asked}")
+
+
+def _device(target: torch.device) -> Iterator[Finding]:
+    if target.type == "cuda":
+        properties = torch.cuda.get_device_properties(target)
+        text = f"{properties.name}, compute capability {properties.major}.{properties.minor}"
+        if (count := torch.cuda.device_count()) > 1:
+            text += f", the first used of {count}; one process uses one"
+    else:
+        text = f"{target.type}, {torch.get_num_threads()} threads of {psutil.cpu_count()} cores"
+        if not torch.cuda.is_available():
+            text += f"; no GPU: torch {torch.__version__} sees none"
+    yield Finding(Level.OK, "device", text)
+    free = devices.free_bytes(target)
+    yield Finding(Level.OK, "memory free", f"{free / GIB:.1f} GiB on {target.type}")
+    if target.type != "cuda":
+        yield _container(free)
+
+
+def _container(free_bytes: int) -> Finding:
+    """The plan goes by what the system calls free, which a container may not take."""
+    container = container_memory()
+    if container.left_bytes >= free_bytes:
+        return Finding(Level.OK, "container limit", "none below what is free")
+    share = container.left_bytes / free_bytes
+    return Finding(
+        Level.WARNING,
+        "container limit",
+        f"{container.left_bytes / GIB:.1f} GiB left of {container.limit_bytes / GIB:.1f}; the plan "
+        f"goes by the {free_bytes / GIB:.1f} GiB that the system calls free, so set "
+        f"max_memory_percent below {share:.2f}",
+    )
