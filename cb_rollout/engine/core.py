@@ -16,7 +16,7 @@ from cb_rollout.engine import device as devices
 from cb_rollout.engine.limits import Limits
 from cb_rollout.engine.request import Prefill, Request
 from cb_rollout.engine.runner import ModelRunner, leased
-from cb_rollout.engine.sampler import SamplingBatch, create_sampling_batch, sample
+from cb_rollout.engine.sampling import TokenGiver
 from cb_rollout.engine.scheduler import Scheduler
 from cb_rollout.engine.storage import CacheStorage, plan_memory
 from cb_rollout.metrics import EngineCounters
@@ -46,7 +46,6 @@ class Engine:
         self.counters = EngineCounters()
         self.policy_version = 0
         self._runner = ModelRunner(model, autocast_dtype)
-        self._logprobs_mode = LogprobsMode(config.logprobs_mode)
         self._lease = ExitStack()
         self._is_leased = False
         self._probe()
@@ -70,7 +69,7 @@ class Engine:
 
     def _start_empty(self) -> None:
         self._storage = CacheStorage(self.layout, self.limits, self.memory_plan, self.device)
-        self._sampling: tuple[list[Request], SamplingBatch] | None = None
+        self._token_giver = TokenGiver(self.device, LogprobsMode(self.config.logprobs_mode))
         self._scheduler = Scheduler(self.limits, self.counters, self._storage.grow)
         self._scheduler.policy_version = self.policy_version
 
@@ -207,7 +206,7 @@ class Engine:
         rows, requests = self._fork(prefills)
         if requests:
             row_index = torch.tensor(rows, device=self.device)
-            self._sample(logits_BV.index_select(0, row_index), requests, None)
+            self._sample(logits_BV.index_select(0, row_index), requests, is_recurring=False)
         self.counters.prefill_forwards += 1
         self.counters.prefill_tokens += sum(map(len, chunks))
         self.counters.prefill_seconds += time.perf_counter() - started
@@ -247,7 +246,7 @@ class Engine:
         )
         self._scheduler.complete_decode()
         touched = list(running)
-        self._sample(logits_BV, touched, self._sampling_batch(running))
+        self._sample(logits_BV, touched, is_recurring=True)
         self.counters.decode_forwards += 1
         self.counters.decode_seconds += time.perf_counter() - started
         return touched
@@ -262,36 +261,13 @@ class Engine:
             ]
         )
 
-    def _sampling_batch(self, running: list[Request]) -> SamplingBatch:
-        """The running rows' parameters, kept until the rows change."""
-        if self._sampling is None or self._sampling[0] != running:
-            batch = create_sampling_batch(running, self.device)
-            self._sampling = (list(running), batch)
-        return self._sampling[1]
-
     def _sample(
-        self, logits_BV: torch.Tensor, requests: list[Request], batch: SamplingBatch | None
+        self, logits_BV: torch.Tensor, requests: list[Request], *, is_recurring: bool
     ) -> None:
-        """Give each request its next token, or end it where its logits make no distribution."""
-        if batch is None:
-            batch = create_sampling_batch(requests, self.device)
-        indices_B = torch.tensor([r.num_generated for r in requests], device=self.device)
-        tokens, logprobs, is_valid = (
-            result.tolist() for result in sample(logits_BV, batch, indices_B, self._logprobs_mode)
+        """Give each request its next token, or end it where there is none for it."""
+        self.counters.tokens_generated += self._token_giver.extend(
+            requests, logits_BV, self.policy_version, is_recurring=is_recurring
         )
-        for request, token, logprob, valid in zip(
-            requests, tokens, logprobs, is_valid, strict=True
-        ):
-            if valid:
-                request.append(token, logprob, self.policy_version)
-            else:
-                request.end(
-                    RequestStatus.FAILED,
-                    FinishReason.ERROR,
-                    f"the model's logits after {request.num_tokens} tokens are NaN or infinite; "
-                    "look at the weights (a diverged step?) or raise rollout_dtype.",
-                )
-        self.counters.tokens_generated += sum(is_valid)
         self.counters.requests_finished += sum(r.status.is_final for r in requests)
         self.counters.kv_blocks_peak = max(
             self.counters.kv_blocks_peak, self._scheduler.pool.num_used

@@ -117,7 +117,7 @@ def test_tokens_are_as_frequent_as_they_are_likely(temperature, truncation):
     batch = batch_of([params] * rows)
     counts_V = torch.zeros(8)
     for index in range(draws_each):
-        tokens_B, _, _ = sample(logits_1V.expand(rows, 8), batch, zeros(rows) + index, POLICY)
+        tokens_B, *_ = sample(logits_1V.expand(rows, 8), batch, zeros(rows) + index, POLICY)
         counts_V += tokens_B.bincount(minlength=8)
     assert chi_squared_is_small(counts_V, warped(logits_1V, params)[0].softmax(-1))
     assert not chi_squared_is_small(counts_V, (logits_1V[0] / (temperature + 0.4)).softmax(-1))
@@ -197,7 +197,7 @@ def test_the_first_and_last_possible_tokens_are_drawn_at_the_ends():
 def test_logprobs_are_of_the_distribution_that_the_mode_names(mode):
     many = [SamplingParams(temperature=t, **f) for t in (0.7, 1.3) for f in ({}, *TRUNCATIONS)]
     logits_BV = random_logits(7, len(many), 40)
-    tokens_B, logprobs_B, is_valid_B = sample(logits_BV, batch_of(many), zeros(len(many)), mode)
+    tokens_B, logprobs_B, is_valid_B, *_ = sample(logits_BV, batch_of(many), zeros(len(many)), mode)
     assert is_valid_B.all()
     assert logprobs_B.dtype == torch.float32
     for logits_V, params, token, logprob in zip(logits_BV, many, tokens_B, logprobs_B, strict=True):
@@ -214,7 +214,7 @@ def test_logprobs_are_of_the_distribution_that_the_mode_names(mode):
 )
 def test_greedy_takes_the_most_likely_token_and_reports_temperature_1(params, mode):
     logits_BV = random_logits(8, 5, 40)
-    tokens_B, logprobs_B, _ = sample(logits_BV, batch_of([params] * 5), zeros(5), mode)
+    tokens_B, logprobs_B, *_ = sample(logits_BV, batch_of([params] * 5), zeros(5), mode)
     assert tokens_B.tolist() == logits_BV.argmax(-1).tolist()
     expected_B = logits_BV.log_softmax(-1).max(-1).values
     torch.testing.assert_close(logprobs_B, expected_B, rtol=0, atol=2e-6)
@@ -223,7 +223,7 @@ def test_greedy_takes_the_most_likely_token_and_reports_temperature_1(params, mo
 def test_greedy_and_sampled_rows_share_a_batch():
     many = [SamplingParams(temperature=0), SamplingParams(), SamplingParams(top_k=1)] * 2
     logits_BV = random_logits(9, 6, 40)
-    tokens_B, _, _ = sample(logits_BV, batch_of(many), zeros(6), POLICY)
+    tokens_B, *_ = sample(logits_BV, batch_of(many), zeros(6), POLICY)
     most_likely_B = logits_BV.argmax(-1)
     expected_B = draw(logits_BV, uniforms(torch.arange(6), zeros(6)))
     for row in range(6):
@@ -235,11 +235,11 @@ def test_a_row_draws_the_same_alone_as_in_any_batch():
     many = [SamplingParams(), *(SamplingParams(**t) for t in TRUNCATIONS)] * 4
     seeds = [7 * row - 50 for row in range(20)]
     logits_BV, indices_B = random_logits(2, 20, 60), torch.arange(20)
-    tokens_B, logprobs_B, _ = sample(logits_BV, batch_of(many, seeds), indices_B, PROCESSED)
+    tokens_B, logprobs_B, *_ = sample(logits_BV, batch_of(many, seeds), indices_B, PROCESSED)
     for row in range(20):
         alone = batch_of([many[row]], [seeds[row]])
         one = slice(row, row + 1)
-        token, logprob, _ = sample(logits_BV[one], alone, indices_B[one], PROCESSED)
+        token, logprob, *_ = sample(logits_BV[one], alone, indices_B[one], PROCESSED)
         assert (token.item(), logprob.item()) == (tokens_B[row].item(), logprobs_B[row].item())
 
 
@@ -252,10 +252,10 @@ def test_rows_without_a_distribution_are_reported_and_leave_the_others_alone(par
     broken_BV[2, 0] = torch.inf
     broken_BV[4] = -torch.inf
     batch = batch_of([params] * 6)
-    tokens_B, logprobs_B, is_valid_B = sample(broken_BV, batch, zeros(6), mode)
+    tokens_B, logprobs_B, is_valid_B, *_ = sample(broken_BV, batch, zeros(6), mode)
     assert is_valid_B.tolist() == [True, False, False, True, False, True]
     assert ((tokens_B >= 0) & (tokens_B < 30)).all()
-    sound_tokens_B, sound_logprobs_B, _ = sample(sound_BV, batch, zeros(6), mode)
+    sound_tokens_B, sound_logprobs_B, *_ = sample(sound_BV, batch, zeros(6), mode)
     assert torch.equal(tokens_B[is_valid_B], sound_tokens_B[is_valid_B])
     assert torch.equal(logprobs_B[is_valid_B], sound_logprobs_B[is_valid_B])
 
@@ -265,13 +265,15 @@ def test_a_greedy_row_without_a_distribution_is_reported(broken):
     logits_BV = random_logits(4, 1, 30)
     logits_BV[0, 3] = broken
     batch = batch_of([SamplingParams(temperature=0)])
-    _, _, is_valid_B = sample(logits_BV, batch, zeros(1), POLICY)
+    _, _, is_valid_B, *_ = sample(logits_BV, batch, zeros(1), POLICY)
     assert is_valid_B.tolist() == [False]
 
 
 def test_a_forbidden_token_leaves_a_distribution():
     logits_BV = torch.tensor([[0.0, -torch.inf, 1.0]])
-    _, logprobs_B, is_valid_B = sample(logits_BV, batch_of([SamplingParams()]), zeros(1), POLICY)
+    _, logprobs_B, is_valid_B, *_ = sample(
+        logits_BV, batch_of([SamplingParams()]), zeros(1), POLICY
+    )
     assert is_valid_B.all()
     assert logprobs_B.isfinite().all()
 
