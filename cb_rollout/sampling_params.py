@@ -152,14 +152,12 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         """Check every type and range, and keep plain numbers."""
-        for name in ("do_sample", "ignore_eos"):
-            self._set(name, values.flag(name, getattr(self, name)))
-        for name, (number, is_in_range, complaint) in _RANGES.items():
-            if (value := getattr(self, name)) is not None or name not in _OPEN:
-                self._set(name, number(name, value, is_in_range, complaint))
-        for name, plain in _SHAPES.items():
-            if (value := getattr(self, name)) is not None:
-                self._set(name, plain(name, value))
+        for name, plain in _READERS.items():
+            value, default = getattr(self, name), _DEFAULTS[name]
+            if value is default:
+                continue
+            is_empty = value is None and default == ()
+            object.__setattr__(self, name, default if is_empty else plain(name, value))
         if min((self.eos_token_id or (0,)), default=0) < -1:  # type: ignore[arg-type]
             raise InvalidRequestError(f"eos_token_id={self.eos_token_id} is below -1; -1 is none.")
         if self.grammar is not None and not isinstance(self.grammar, Grammar):
@@ -167,9 +165,6 @@ class SamplingParams:
                 f"grammar={self.grammar!r} has no matcher(); wrap it in a "
                 "cb_rollout.grammar.Grammar, as cb_rollout.integrations.xgrammar does."
             )
-
-    def _set(self, name: str, value: Any) -> None:
-        object.__setattr__(self, name, value)
 
     @property
     def is_greedy(self) -> bool:
@@ -205,9 +200,6 @@ class SamplingParams:
         return frozenset(token for token in eos if token >= 0) | frozenset(self.stop_token_ids)
 
 
-_OPEN = ("max_new_tokens", "max_length", "seed")
-# None leaves these to be filled in.
-
 _ADJUSTING = (
     "logit_bias", "bad_words", "begin_suppress_tokens", "forced_eos_token_id", "min_new_tokens",
     "min_length", "logits_processors",
@@ -215,48 +207,57 @@ _ADJUSTING = (
 # Each changes the logits unless it is empty.
 
 
-def _is_change(value: float) -> bool:
-    return abs(value) <= LARGEST_CHANGE
+_DEFAULTS = {field.name: field.default for field in dataclasses.fields(SamplingParams)}
+
+_FROM_0, _FROM_1 = "is not a whole number >= 0", "is not a whole number >= 1"
+
+_SOME_CHANGE = f"is outside [{1 / LARGEST_CHANGE:g}, {LARGEST_CHANGE:g}]"
 
 
-_NOT_POSITIVE, _NEGATIVE = "is not a whole number >= 1", "is not a whole number >= 0"
+def _real(is_in_range: Callable[[float], bool], complaint: str) -> Callable[[str, Any], float]:
+    return functools.partial(values.real, is_in_range=is_in_range, complaint=complaint)
 
-_RANGES: dict[str, tuple[Callable[..., Any], Callable[[Any], bool], str]] = {
-    "temperature": (
-        values.real,
+
+def _whole(is_in_range: Callable[[int], bool], complaint: str) -> Callable[[str, Any], int]:
+    return functools.partial(values.whole, is_in_range=is_in_range, complaint=complaint)
+
+
+_READERS: dict[str, Callable[[str, Any], Any]] = {
+    "temperature": _real(
         lambda v: v == 0 or LEAST_TEMPERATURE <= v < math.inf,
         f"is not a finite number >= {LEAST_TEMPERATURE:g}; use 0 for greedy",
     ),
-    "top_k": (values.whole, lambda v: v >= 0, f"{_NEGATIVE}; use 0 to switch it off"),
-    "top_p": (values.real, lambda v: 0 < v <= 1, "is outside (0, 1]; use 1 to switch it off"),
-    "min_p": (values.real, lambda v: 0 <= v <= 1, "is outside [0, 1]; use 0 to switch it off"),
-    "repetition_penalty": (
-        values.real,
+    "top_k": _whole(lambda v: v >= 0, f"{_FROM_0}; use 0 to switch it off"),
+    "top_p": _real(lambda v: 0 < v <= 1, "is outside (0, 1]; use 1 to switch it off"),
+    "min_p": _real(lambda v: 0 <= v <= 1, "is outside [0, 1]; use 0 to switch it off"),
+    "do_sample": values.flag,
+    "repetition_penalty": _real(
         lambda v: 1 / LARGEST_CHANGE <= v <= LARGEST_CHANGE,
-        f"is outside [{1 / LARGEST_CHANGE:g}, {LARGEST_CHANGE:g}]; use 1 to switch it off",
+        f"{_SOME_CHANGE}; use 1 to switch it off",
     ),
-    "presence_penalty": (values.real, _is_change, "is not finite; use 0 to switch it off"),
-    "frequency_penalty": (values.real, _is_change, "is not finite; use 0 to switch it off"),
-    "max_new_tokens": (values.whole, lambda v: v >= 1, f"{_NOT_POSITIVE}; None is no limit"),
-    "max_length": (values.whole, lambda v: v >= 1, f"{_NOT_POSITIVE}; None is no limit"),
-    "min_new_tokens": (values.whole, lambda v: v >= 0, f"{_NEGATIVE}; 0 is no minimum"),
-    "min_length": (values.whole, lambda v: v >= 0, f"{_NEGATIVE}; 0 is no minimum"),
-    "top_logprobs": (values.whole, lambda v: v >= 0, f"{_NEGATIVE}; 0 is none"),
-    "seed": (values.whole, lambda _: True, "is not a whole number"),
-}
-# What reads it, its range, and what to say when it is neither.
-
-_SHAPES: dict[str, Callable[[str, Any], Any]] = {
-    "eos_token_id": values.token_ids,
-    "stop_token_ids": values.token_ids,
-    "begin_suppress_tokens": values.token_ids,
-    "forced_eos_token_id": values.token_ids,
-    "bad_words": values.token_sequences,
-    "stop": values.texts,
+    "presence_penalty": _real(
+        lambda v: abs(v) <= LARGEST_CHANGE, "is not finite; use 0 to switch it off"
+    ),
+    "frequency_penalty": _real(
+        lambda v: abs(v) <= LARGEST_CHANGE, "is not finite; use 0 to switch it off"
+    ),
     "logit_bias": functools.partial(values.biases, largest=LARGEST_CHANGE),
+    "bad_words": values.token_sequences,
+    "begin_suppress_tokens": values.token_ids,
+    "max_new_tokens": _whole(lambda v: v >= 1, f"{_FROM_1}; None is no limit"),
+    "max_length": _whole(lambda v: v >= 1, f"{_FROM_1}; None is no limit"),
+    "min_new_tokens": _whole(lambda v: v >= 0, f"{_FROM_0}; 0 is no minimum"),
+    "min_length": _whole(lambda v: v >= 0, f"{_FROM_0}; 0 is no minimum"),
+    "eos_token_id": values.token_ids,
+    "ignore_eos": values.flag,
+    "forced_eos_token_id": values.token_ids,
+    "stop_token_ids": values.token_ids,
+    "stop": values.texts,
+    "top_logprobs": _whole(lambda v: v >= 0, f"{_FROM_0}; 0 is none"),
     "logits_processors": values.callables,
+    "seed": _whole(lambda _: True, "is not a whole number"),
 }
-# What reads each field that is no single number.
+# What makes each field plain, or says what is wrong with it; a default is both already.
 
 
 def resolved(
@@ -286,4 +287,6 @@ def resolved(
         says_length = chosen if chosen.max_new_tokens or chosen.max_length else defaults
         given["max_new_tokens"] = says_length.max_new_tokens
         given["max_length"] = says_length.max_length
+    if all(getattr(chosen, name) == value for name, value in given.items()):
+        return chosen
     return replace(chosen, **given)

@@ -34,6 +34,9 @@ class Request:
     matcher: GrammarMatcher | None = None
     """How far this sequence has come through its grammar; None: it has none."""
 
+    is_adjusted: bool = field(init=False)
+    """Whether its logits are changed before the temperature."""
+
     status: RequestStatus = RequestStatus.PENDING
     finish_reason: FinishReason | None = None
     error: str | None = None
@@ -59,6 +62,7 @@ class Request:
     def __post_init__(self) -> None:
         """Start from the prompt."""
         self.token_ids = list(self.prompt_ids)
+        self.is_adjusted = self.params.is_adjusted
 
     @property
     def num_tokens(self) -> int:
@@ -94,19 +98,26 @@ class Request:
         if self.records_timestamps:
             self.timestamps.append(time.perf_counter())
         is_last = token_id in self.stop_tokens
-        if self.stop_strings is not None:
-            with self.failing_with("decoding for stop="):
-                is_found = self.stop_strings.found_with(token_id)
-                is_last |= is_found and self.num_generated >= self.min_generated
-        if self.matcher is not None:
-            with self.failing_with("the grammar"):
-                is_last |= self._is_grammar_done(self.matcher, token_id)
-        if self.status.is_final:
-            return
+        if self.stop_strings is not None or self.matcher is not None:
+            is_last |= self._is_text_done(token_id)
+            if self.status.is_final:
+                return
         if is_last:
             self.end(RequestStatus.FINISHED, FinishReason.STOP)
         elif self.num_generated >= self.max_new_tokens:
             self.end(RequestStatus.FINISHED, FinishReason.LENGTH)
+
+    def _is_text_done(self, token_id: int) -> bool:
+        """Whether a stop string or the grammar ends the sequence with this token."""
+        is_done = False
+        if self.stop_strings is not None:
+            with self.failing_with("decoding for stop="):
+                is_found = self.stop_strings.found_with(token_id)
+                is_done = is_found and self.num_generated >= self.min_generated
+        if self.matcher is not None:
+            with self.failing_with("the grammar"):
+                is_done |= self._is_grammar_done(self.matcher, token_id)
+        return is_done
 
     def _is_grammar_done(self, matcher: GrammarMatcher, token_id: int) -> bool:
         is_accepted = matcher.accept_token(token_id)

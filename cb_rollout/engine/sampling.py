@@ -70,7 +70,7 @@ class TokenGiver:
         if is_recurring and self._kept is not None and self._kept[0] == requests:
             return self._kept[1:]
         batch, processing = create_sampling_batch(requests, self._device), None
-        if any(request.params.is_adjusted for request in requests):
+        if any(request.is_adjusted for request in requests):
             previous = self._kept[2] if is_recurring and self._kept is not None else None
             processing = LogitsProcessing(requests, vocab_size, self._device, previous)
         if is_recurring:

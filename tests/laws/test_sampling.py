@@ -50,13 +50,6 @@ def generated(model, prompt, **settings):
     return output[0, len(prompt) :].tolist()
 
 
-def eager_to_end(model):
-    """The model, its end-of-sequence token now likely."""
-    with torch.no_grad():
-        model.lm_head.weight[EOS] = model.lm_head.weight.mean(0) + 0.8 * model.lm_head.weight[40]
-    return model
-
-
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("family", ["qwen3", "gpt2", "lfm2"])
 def test_greedy_tokens_under_a_setting_are_those_of_generate(family, setting):

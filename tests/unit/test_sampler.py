@@ -123,6 +123,79 @@ def test_tokens_are_as_frequent_as_they_are_likely(temperature, truncation):
     assert not chi_squared_is_small(counts_V, (logits_1V[0] / (temperature + 0.4)).softmax(-1))
 
 
+@pytest.mark.parametrize("truncation", [{}, *TRUNCATIONS])
+def test_what_is_sampled_from_processed_logits_is_what_processed_logprobs_say(truncation):
+    params = SamplingParams(temperature=0.8, **truncation)
+    rows, draws_each = 3000, 4
+    logits_1V = random_logits(3, 1, 8, spread=0.8)
+    processed_1V = logits_1V.flip(-1)
+    processed_1V[0, 2] = -torch.inf
+    expected_V = warped(processed_1V, params)[0].log_softmax(-1)
+    batch, counts_V = batch_of([params] * rows), torch.zeros(8)
+    for index in range(draws_each):
+        sampled = sample(
+            logits_1V.expand(rows, 8),
+            batch,
+            zeros(rows) + index,
+            PROCESSED,
+            processed_1V.expand(rows, 8),
+        )
+        counts_V += sampled.token_ids_B.bincount(minlength=8)
+        torch.testing.assert_close(
+            sampled.logprobs_B, expected_V[sampled.token_ids_B], rtol=0, atol=2e-6
+        )
+    assert chi_squared_is_small(counts_V, expected_V.exp())
+    assert not chi_squared_is_small(counts_V, logits_1V[0].softmax(-1))
+
+
+def test_policy_logprobs_are_of_the_models_logits_whatever_was_processed():
+    many = [SamplingParams(temperature=0.7), SamplingParams(temperature=0), SamplingParams(top_k=2)]
+    logits_BV, processed_BV = random_logits(3, 3, 20), random_logits(4, 3, 20)
+    sampled = sample(logits_BV, batch_of(many), zeros(3), POLICY, processed_BV)
+    plain = sample(processed_BV, batch_of(many), zeros(3), POLICY)
+    assert sampled.token_ids_B.tolist() == plain.token_ids_B.tolist()
+    scaled_BV = logits_BV / torch.tensor([[0.7], [1.0], [1.0]])
+    expected_B = scaled_BV.log_softmax(-1).gather(1, sampled.token_ids_B[:, None])[:, 0]
+    torch.testing.assert_close(sampled.logprobs_B, expected_B, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("mode", [POLICY, PROCESSED])
+@pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(**TRUNCATIONS[-1])])
+def test_a_row_that_has_no_token_left_is_told_from_one_without_a_distribution(params, mode):
+    logits_BV = random_logits(4, 3, 30)
+    logits_BV[2, 1] = torch.nan
+    processed_BV = logits_BV.clone()
+    processed_BV[1] = -torch.inf
+    sampled = sample(logits_BV, batch_of([params] * 3), zeros(3), mode, processed_BV)
+    assert sampled.is_valid_B.tolist() == [True, True, False]
+    assert sampled.is_possible_B.tolist()[:2] == [True, False]
+    plain = sample(logits_BV, batch_of([params] * 3), zeros(3), mode)
+    assert sampled.token_ids_B[0] == plain.token_ids_B[0]
+    assert plain.is_possible_B is None
+
+
+@pytest.mark.parametrize("mode", [POLICY, PROCESSED])
+def test_the_most_likely_tokens_come_with_rows_that_want_them(mode):
+    many = [
+        SamplingParams(top_logprobs=2, top_k=3),
+        SamplingParams(),
+        SamplingParams(top_logprobs=50, temperature=0.5),
+    ]
+    logits_BV = random_logits(5, 3, 20)
+    batch = batch_of(many)
+    assert batch.top_rows.tolist() == [0, 2]
+    sampled = sample(logits_BV, batch, zeros(3), mode)
+    ids_KN, logprobs_KN = sampled.top_KN
+    assert ids_KN.shape == (2, 20)
+    for place, row in enumerate((0, 2)):
+        of_V = logits_BV[row] / many[row].temperature
+        if mode is PROCESSED:
+            of_V = warped(logits_BV[row : row + 1], many[row])[0]
+        likely = of_V.log_softmax(-1).topk(3)
+        assert ids_KN[place, :3].tolist() == likely.indices.tolist()
+        torch.testing.assert_close(logprobs_KN[place, :3], likely.values, rtol=0, atol=2e-6)
+
+
 def borders_are_clear(logits_BV, params):
     """Whether no token is so near a cutoff that rounding decides."""
     ranked_BV = warped(logits_BV, replace(params, top_p=1.0, min_p=0.0))
@@ -151,7 +224,9 @@ def test_truncation_keeps_what_transformers_keeps(
         )
 
 
-@pytest.mark.parametrize("truncation", [{"top_p": 1e-6}, {"min_p": 1.0}, {"top_k": 1}])
+@pytest.mark.parametrize(
+    "truncation", [{"top_p": 1e-6}, {"top_p": 1e-300}, {"min_p": 1.0}, {"top_k": 1}]
+)
 def test_the_most_likely_token_always_stays(truncation):
     logits_BV = random_logits(5, 4, 20)
     kept_BV = truncated(logits_BV, SamplingParams(**truncation)).isfinite()

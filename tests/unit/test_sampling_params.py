@@ -87,6 +87,8 @@ def test_every_value_in_range_is_accepted_and_kept(**values):
         ("logit_bias", {np.int64(3): np.float32(0.5)}, {3: 0.5}),
         ("stop", "END", ("END",)),
         ("stop", ["a", "b"], ("a", "b")),
+        ("stop", None, ()),
+        ("bad_words", None, ()),
     ],
 )
 def test_scalars_and_arrays_of_other_libraries_become_plain_values(field, value, plain):
