@@ -7,6 +7,7 @@ V: logits.
 """
 
 import importlib
+import json
 from typing import Any, Self
 
 import torch
@@ -42,7 +43,8 @@ class XGrammar:
             tokenizer: the model's transformers tokenizer.
             vocab_size: how many logits the model gives.
         """
-        return cls(_compiler(tokenizer, vocab_size).compile_json_schema(schema))
+        text = schema if isinstance(schema, str) else json.dumps(schema)
+        return cls(_compiler(tokenizer, vocab_size).compile_json_schema(text))
 
     @classmethod
     def from_regex(cls, regex: str, tokenizer: Any, vocab_size: int) -> Self:
