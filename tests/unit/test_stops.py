@@ -139,3 +139,11 @@ def test_bytes_that_never_make_a_character_do_not_pile_up():
     for _ in range(100):
         stops.found_with(half_a_character)
     assert max(lengths) <= 8
+
+
+def test_a_string_beside_half_a_character_is_found_once():
+    pieces = [b"x", b"b\xe2", b"\x82\xac", b"b"]
+    stops = StopStrings(
+        ["b"], lambda ids: b"".join(pieces[i] for i in ids).decode(errors="replace")
+    )
+    assert [stops.found_with(token) for token in range(4)] == [False, True, False, True]
