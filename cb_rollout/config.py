@@ -153,7 +153,7 @@ class RolloutConfig:
     logprobs_mode: str = _setting(
         "policy",
         "policy: log-softmax of logits/temperature over the whole vocabulary (what the loss "
-        "recomputes); processed: after top-k, top-p and min-p too (what was sampled from).",
+        "recomputes); processed: after penalties, bans and truncation too (what was sampled from).",
     )
     old_logps: str = _setting("trainer", "trainer: old log-probabilities come from a forward.")
     verify_every_steps: int = _setting(

@@ -16,13 +16,14 @@ from cb_rollout import _compat
 from cb_rollout.delivery import Mailbox
 from cb_rollout.engine.request import Request
 from cb_rollout.errors import ConfigurationError, IncompleteRolloutError, InvalidRequestError
+from cb_rollout.generation_config import from_generation_config
 from cb_rollout.intake import grouped
 from cb_rollout.logprobs import DriftReport, drift
 from cb_rollout.manager import ContinuousBatchingManager
 from cb_rollout.memory import MemoryPlan
 from cb_rollout.precision import autocast_dtype
 from cb_rollout.prompts import Prompt, encoded
-from cb_rollout.sampling_params import SamplingParams, from_generation_config, resolved
+from cb_rollout.sampling_params import SamplingParams, resolved
 from cb_rollout.transformers_config import as_rollout_config
 from cb_rollout.types import GenerationOutput, RequestStatus, SyncReport
 
@@ -48,7 +49,7 @@ class RolloutGenerator:
             model: a causal language model; PEFT, DDP, `torch.compile` and accelerate wrappers are
                 seen through. Its weights are used in place.
             config: a `RolloutConfig`, or a transformers `ContinuousBatchingConfig`.
-            tokenizer: allows prompts that are strings or chats.
+            tokenizer: allows prompts that are strings or chats, and stop strings.
             generation_config: defaults of every request; None: the model's own.
             accelerator: tells the rank, and the precision that the trainer's forward computes in.
 
@@ -65,6 +66,7 @@ class RolloutGenerator:
             self.config,
             autocast_dtype=autocast_dtype(self.config, module, accelerator),
             rank=0 if accelerator is None else accelerator.process_index,
+            tokenizer=tokenizer,
         )
         self._is_asleep = False
         self._last_rollout: list[Request] = []
@@ -250,14 +252,14 @@ class RolloutGenerator:
         """Recompute sequences of the last rollout with plain forwards, and compare.
 
         Takes sequences evenly over the rollout. Those whose log-probabilities are not the policy's
-        (`logprobs_mode="processed"` under truncation) or whose weights have since changed are
-        passed over.
+        (`logprobs_mode="processed"` where logits were changed) or whose weights have since changed
+        are passed over.
         """
         comparable = [
             request
             for request in self._last_rollout
             if request.policy_versions == [(self.policy_version, request.num_generated)]
-            and not (self.config.logprobs_mode == "processed" and request.params.is_truncated)
+            and not (self.config.logprobs_mode == "processed" and request.params.is_processed)
         ]
         if num_sequences < 1:
             raise InvalidRequestError(f"num_sequences={num_sequences} is below 1.")

@@ -4,6 +4,7 @@ Owns validation, request ids, seeds and the folding of equal prompts. Runs in th
 before anything is queued, so a bad request never meets a good one.
 """
 
+import copy
 import hashlib
 import itertools
 import operator
@@ -13,8 +14,11 @@ import struct
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
 
 from cb_rollout.engine.request import Request
+from cb_rollout.engine.stops import Decode, StopStrings
 from cb_rollout.errors import InvalidRequestError
 from cb_rollout.sampling_params import SamplingParams
 
@@ -36,9 +40,12 @@ class ServingLimits:
 class Intake:
     """Makes requests."""
 
-    def __init__(self, limits: ServingLimits, seed: int | None, rank: int) -> None:
+    def __init__(
+        self, limits: ServingLimits, seed: int | None, rank: int, tokenizer: Any = None
+    ) -> None:
         """Draw a fresh seed where none is given; the global generators are not asked."""
         self.limits = limits
+        self._tokenizer = tokenizer
         self._seed = secrets.randbits(63) if seed is None else seed
         self._rank = rank
         self._lock = threading.Lock()
@@ -77,6 +84,7 @@ class Intake:
         members = members or [0] * len(prompts)
         for index, (prompt, wanted) in enumerate(zip(prompts, params, strict=True)):
             key = tuple(prompt)
+            self._require_tokens_in_vocabulary(wanted)
             if key not in groups:
                 groups[key] = next(self._group_numbers)
             number, made_id = self._numbered(request_id)
@@ -91,8 +99,11 @@ class Intake:
                     group=groups[key],
                     is_streaming=is_streaming,
                     records_timestamps=records_timestamps,
+                    stop_strings=self._stop_strings(wanted),
+                    matcher=None if wanted.grammar is None else wanted.grammar.matcher(),
                 )
             )
+            _require_reachable_minimum(made[-1], index)
         return made
 
     def _numbered(self, given_id: str | None) -> tuple[int, str]:
@@ -141,6 +152,47 @@ class Intake:
                 )
         return wanted or min(limit for limit, _, _ in limits) - len(prompt)
 
+    def _require_tokens_in_vocabulary(self, params: SamplingParams) -> None:
+        """The parameters' own token ids; the end-of-sequence token may be one never sampled."""
+        named = {
+            "stop_token_ids": params.stop_token_ids,
+            "logit_bias": params.logit_bias or (),
+            "bad_words": [token for word in params.bad_words for token in word],
+            "begin_suppress_tokens": params.begin_suppress_tokens,
+            "forced_eos_token_id": params.forced_eos_token_id,
+        }
+        for name, tokens in named.items():
+            for token in tokens:
+                if not 0 <= token < self.limits.vocab_size:
+                    raise InvalidRequestError(
+                        f"{name} holds token id {token}, outside the model's vocabulary of "
+                        f"{self.limits.vocab_size}; leave it out, or look it up in the model's own "
+                        "tokenizer."
+                    )
+        if params.top_logprobs > self.limits.vocab_size:
+            raise InvalidRequestError(
+                f"top_logprobs={params.top_logprobs} is more than the model's vocabulary of "
+                f"{self.limits.vocab_size}; lower it."
+            )
+
+    def _stop_strings(self, params: SamplingParams) -> StopStrings | None:
+        if not params.stop:
+            return None
+        if self._tokenizer is None:
+            raise InvalidRequestError(
+                f"stop={params.stop!r} is looked for in text, which takes a tokenizer; make the "
+                "generator or the manager with tokenizer=, or give stop_token_ids."
+            )
+        return StopStrings(params.stop, self._decode)
+
+    @cached_property
+    def _decode(self) -> Decode:
+        # A copy, because a fast tokenizer that encodes in one thread refuses to decode in another.
+        tokenizer = copy.deepcopy(self._tokenizer)
+        return partial(
+            tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+
     def _request_seed(self, params: SamplingParams, number: int, member: int) -> int:
         """A seed of its own for every sequence, the same whenever the same things are asked again.
 
@@ -154,6 +206,17 @@ class Intake:
             words = ("config", self._seed, self._rank, number)
         digest = hashlib.blake2b(repr(words).encode(), digest_size=8).digest()
         return struct.unpack("<q", digest)[0]
+
+
+def _require_reachable_minimum(request: Request, index: int) -> None:
+    if request.min_generated > request.max_new_tokens:
+        params = request.params
+        raise InvalidRequestError(
+            f"input {index}: min_new_tokens={params.min_new_tokens} and min_length="
+            f"{params.min_length} ask for {request.min_generated} tokens after a prompt of "
+            f"{len(request.prompt_ids)}, and at most {request.max_new_tokens} may come; lower "
+            "them or raise max_new_tokens."
+        )
 
 
 _CACHE_ADVICE = "shorten it, or raise num_blocks, max_blocks_per_request or max_memory_percent"

@@ -17,9 +17,10 @@ from cb_rollout.config import InFlight, RolloutConfig
 from cb_rollout.delivery import Mailbox
 from cb_rollout.engine.core import Engine
 from cb_rollout.errors import ConfigurationError, EngineDeadError
+from cb_rollout.generation_config import from_generation_config
 from cb_rollout.intake import Intake, ServingLimits, grouped
 from cb_rollout.loop import EngineLoop
-from cb_rollout.sampling_params import SamplingParams, from_generation_config, resolved
+from cb_rollout.sampling_params import SamplingParams, resolved
 from cb_rollout.transformers_config import as_rollout_config
 from cb_rollout.types import CancelResult, FinishReason, GenerationOutput, RequestStatus
 
@@ -65,6 +66,7 @@ class ContinuousBatchingManager:
         *,
         autocast_dtype: torch.dtype | None = None,
         rank: int = 0,
+        tokenizer: Any = None,
     ) -> None:
         """Probe the model and plan the memory; nothing runs before `start()`.
 
@@ -74,6 +76,7 @@ class ContinuousBatchingManager:
             continuous_batching_config: a `RolloutConfig`, or transformers' own.
             autocast_dtype: run forwards under autocast to this dtype; None: as the model is.
             rank: keeps the random draws of data-parallel processes apart.
+            tokenizer: allows stop strings.
 
         Raises:
             ConfigurationError: a setting or the model cannot be honoured.
@@ -82,7 +85,9 @@ class ContinuousBatchingManager:
         module = _compat.unwrap(model)
         _compat.refuse_what_cannot_generate(module)
         _compat.refuse_sharded(module)
-        self.defaults = from_generation_config(generation_config or module.generation_config)
+        if generation_config is None:
+            generation_config = module.generation_config
+        self.defaults = from_generation_config(generation_config)
         self.engine = Engine(module, self.config, autocast_dtype)
         limits = ServingLimits(
             vocab_size=_compat.vocab_size(module),
@@ -90,7 +95,7 @@ class ContinuousBatchingManager:
             max_cached_tokens=self.engine.max_sequence_tokens,
             model_eos=_compat.model_eos_token_ids(module),
         )
-        self.intake = Intake(limits, self.config.seed, rank)
+        self.intake = Intake(limits, self.config.seed, rank, tokenizer)
         self.loop = EngineLoop(
             self.engine,
             max_queue_size=self.config.max_queue_size,

@@ -1,66 +1,170 @@
-"""How one sequence is sampled, and how a `GenerationConfig` is read as that.
+"""How one sequence is sampled.
 
 Owns the meaning and the ranges of sampling parameters. Loads no torch.
 """
 
+import dataclasses
+import difflib
+import functools
 import math
-import operator
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
+from cb_rollout import sampling_values as values
 from cb_rollout.errors import ConfigurationError, InvalidRequestError
+from cb_rollout.grammar import Grammar
+
+T = TypeVar("T")
+
+LEAST_TEMPERATURE = 1e-6
+# Logits divided by less overflow float32, or are too coarse for log-probabilities to mean anything.
+
+LARGEST_CHANGE = 1e30
+# Of a logit: float32 holds it, and no logit comes near.
+
+NEIGHBOURS_WORDS = {
+    "max_tokens": "max_new_tokens",
+    "min_tokens": "min_new_tokens",
+    "stop_strings": "stop",
+    "bad_words_ids": "bad_words",
+    "sequence_bias": "logit_bias",
+    "logprobs": "top_logprobs",
+    "structured_outputs": "grammar",
+}
+# What vLLM and transformers call the same thing.
 
 
+def _known_fields_only(cls: type[T]) -> type[T]:
+    """Make a keyword dataclass refuse an unknown field with an error that names the right one."""
+    init = cls.__init__
+    names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
+
+    @functools.wraps(init)
+    def checked(self: T, **given: Any) -> None:
+        for name in given:
+            if name not in names:
+                close = difflib.get_close_matches(name, names, n=1)
+                known = NEIGHBOURS_WORDS.get(name) or (close[0] if close else None)
+                hint = f"did you mean {known!r}?" if known else f"known: {', '.join(names)}."
+                raise InvalidRequestError(f"SamplingParams has no field {name!r}; {hint}")
+        init(self, **given)
+
+    cls.__init__ = checked
+    return cls
+
+
+def _setting(default: Any, help_text: str, counterpart: str = "-") -> Any:
+    """A field with its help text, and the `GenerationConfig` field that is read as it."""
+    metadata = {"help": help_text, "counterpart": counterpart}
+    # A dict has no hash; equal params hash alike without the fields that are left open.
+    return dataclasses.field(default=default, metadata=metadata, hash=default is not None)
+
+
+@_known_fields_only
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
     """How one sequence is sampled; complete in itself, except where a field says otherwise.
 
     Raises:
-        InvalidRequestError: a value is out of its range.
+        InvalidRequestError: a field is unknown, or a value is out of its range.
     """
 
-    temperature: float = 1.0
-    """Divides the logits; 0 is greedy."""
-    top_k: int = 0
-    """Sample among the k most likely tokens; 0 is off."""
-    top_p: float = 1.0
-    """Sample among the fewest tokens whose probabilities reach this sum; 1 is off."""
-    min_p: float = 0.0
-    """Drop tokens less likely than this share of the most likely one; 0 is off."""
-    do_sample: bool = True
-    """False is greedy, whatever the temperature."""
-    max_new_tokens: int | None = None
-    """None: as many as the model and the cache can hold."""
-    max_length: int | None = None
-    """Longest sequence, prompt included, where `max_new_tokens` is None; None: no limit."""
-    eos_token_id: int | tuple[int, ...] | None = None
-    """Ends the sequence and is kept in it. None: the model's own. -1: none."""
-    ignore_eos: bool = False
-    """True: no token ends the sequence."""
-    stop_token_ids: tuple[int, ...] = ()
-    """End the sequence too, beside the end-of-sequence token; kept in it."""
-    seed: int | None = None
-    """Fixes this sequence's random draws, whatever else is in the batch. None: drawn from the
-    config's seed, the rank and the call."""
+    temperature: float = _setting(1.0, "Divides the logits; 0 is greedy.", "temperature")
+    top_k: int = _setting(0, "Sample among the k most likely tokens; 0 is off.", "top_k")
+    top_p: float = _setting(
+        1.0, "Sample among the fewest tokens whose probabilities reach this sum; 1 is off.", "top_p"
+    )
+    min_p: float = _setting(
+        0.0, "Drop tokens less likely than this share of the most likely one; 0 is off.", "min_p"
+    )
+    do_sample: bool = _setting(True, "False is greedy, whatever the temperature.", "do_sample")
+    repetition_penalty: float = _setting(
+        1.0,
+        "Divides the positive and multiplies the negative logits of tokens that the prompt or the "
+        "completion holds; above 1 discourages, 1 is off.",
+        "repetition_penalty",
+    )
+    presence_penalty: float = _setting(
+        0.0, "Subtracted from the logits of tokens that the completion holds; 0 is off."
+    )
+    frequency_penalty: float = _setting(
+        0.0, "Subtracted from a token's logit as often as the completion holds it; 0 is off."
+    )
+    logit_bias: Mapping[int, float] | None = _setting(
+        None,
+        "Added to the logits of the tokens named; -inf forbids one.",
+        "sequence_bias (single tokens), suppress_tokens",
+    )
+    bad_words: tuple[tuple[int, ...], ...] = _setting(
+        (), "Token-id sequences that are never completed.", "bad_words_ids"
+    )
+    begin_suppress_tokens: tuple[int, ...] = _setting(
+        (), "Tokens that are never sampled first.", "begin_suppress_tokens"
+    )
+    max_new_tokens: int | None = _setting(
+        None, "None: as many as the model and the cache can hold.", "max_new_tokens"
+    )
+    max_length: int | None = _setting(
+        None,
+        "Longest sequence, prompt included, where `max_new_tokens` is None; None: no limit.",
+        "max_length",
+    )
+    min_new_tokens: int = _setting(
+        0, "No end-of-sequence or stop token, and no stop string, ends it before.", "min_new_tokens"
+    )
+    min_length: int = _setting(0, "The same, with the prompt counted in.", "min_length")
+    eos_token_id: int | tuple[int, ...] | None = _setting(
+        None,
+        "Ends the sequence and is kept in it. None: the model's own. -1: none.",
+        "eos_token_id",
+    )
+    ignore_eos: bool = _setting(False, "True: no end-of-sequence token ends it.")
+    forced_eos_token_id: tuple[int, ...] = _setting(
+        (), "Sampled as the last token that the length allows.", "forced_eos_token_id"
+    )
+    stop_token_ids: tuple[int, ...] = _setting(
+        (), "End the sequence too, beside the end-of-sequence token; kept in it."
+    )
+    stop: tuple[str, ...] = _setting(
+        (),
+        "Strings that end the sequence once the completion's text holds one, special tokens "
+        "counted as text; kept in the tokens. Needs a tokenizer.",
+        "stop_strings",
+    )
+    top_logprobs: int = _setting(
+        0, "How many of the most likely tokens to deliver with each one sampled; 0 is none."
+    )
+    logits_processors: tuple[Any, ...] = _setting(
+        (),
+        "transformers `LogitsProcessor`s, called for each sequence by itself with its `input_ids` "
+        "`[1, T]` and `scores` `[1, V]`, before the temperature. One that keeps state between "
+        "calls would mix sequences.",
+    )
+    grammar: Grammar | None = _setting(  # noqa: RUF009  a field like the others
+        None, "Says which tokens may come next: a `cb_rollout.grammar.Grammar`."
+    )
+    seed: int | None = _setting(
+        None,
+        "Fixes this sequence's random draws, whatever else is in the batch. None: drawn from the "
+        "config's seed, the rank and the call.",
+    )
 
     def __post_init__(self) -> None:
-        """Check every type and range."""
-        for name, (is_whole, is_in_range, complaint) in _RANGES.items():
-            value = getattr(self, name)
-            if value is None and name in _OPEN:
+        """Check every type and range, and keep plain numbers."""
+        for name, plain in _READERS.items():
+            value, default = getattr(self, name), _DEFAULTS[name]
+            if value is default:
                 continue
-            kinds = int if is_whole else int | float
-            if not isinstance(value, kinds) or isinstance(value, bool) or not is_in_range(value):
-                raise InvalidRequestError(f"{name}={value!r} {complaint}.")
-        for name in ("do_sample", "ignore_eos"):
-            if not isinstance(getattr(self, name), bool):
-                raise InvalidRequestError(f"{name}={getattr(self, name)!r} is not True or False.")
-        for name in ("eos_token_id", "stop_token_ids"):
-            given = getattr(self, name)
-            if given is not None:
-                object.__setattr__(self, name, _token_ids(name, given))
+            is_empty = value is None and default == ()
+            object.__setattr__(self, name, default if is_empty else plain(name, value))
+        if min((self.eos_token_id or (0,)), default=0) < -1:  # type: ignore[arg-type]
+            raise InvalidRequestError(f"eos_token_id={self.eos_token_id} is below -1; -1 is none.")
+        if self.grammar is not None and not isinstance(self.grammar, Grammar):
+            raise InvalidRequestError(
+                f"grammar={self.grammar!r} has no matcher(); wrap it in a "
+                "cb_rollout.grammar.Grammar, as cb_rollout.integrations.xgrammar does."
+            )
 
     @property
     def is_greedy(self) -> bool:
@@ -72,133 +176,117 @@ class SamplingParams:
         """Whether some tokens can never be sampled (top-k, top-p or min-p is on)."""
         return not self.is_greedy and bool(self.top_k or self.top_p < 1 or self.min_p)
 
+    @property
+    def is_penalized(self) -> bool:
+        """Whether tokens become less or more likely by having been used."""
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
+
+    @property
+    def is_adjusted(self) -> bool:
+        """Whether the logits are changed before the temperature."""
+        is_plain = self.grammar is None and not any(getattr(self, name) for name in _ADJUSTING)
+        return self.is_penalized or not is_plain
+
+    @property
+    def is_processed(self) -> bool:
+        """Whether tokens are sampled from another distribution than the policy's."""
+        return self.is_truncated or self.is_adjusted
+
     def stop_tokens(self, model_eos: Iterable[int]) -> frozenset[int]:
         """The token ids that end a sequence, given the model's own end-of-sequence ids."""
         if self.ignore_eos:
             return frozenset(self.stop_token_ids)
-        if self.eos_token_id is None:
-            eos: Iterable[int] = model_eos
-        elif isinstance(self.eos_token_id, int):
-            eos = (self.eos_token_id,)
-        else:
-            eos = self.eos_token_id
+        eos: Any = model_eos if self.eos_token_id is None else self.eos_token_id
         return frozenset(token for token in eos if token >= 0) | frozenset(self.stop_token_ids)
 
 
-def _token_ids(name: str, given: Any) -> tuple[int, ...]:
-    """One id or several, as plain numbers, whatever holds them."""
-    try:
-        with suppress(TypeError):
-            return (operator.index(given),)
-        return tuple(operator.index(token) for token in given)
-    except (TypeError, ValueError) as error:
-        raise InvalidRequestError(f"{name}={given!r} is not made of token ids.") from error
+_ADJUSTING = (
+    "logit_bias", "bad_words", "begin_suppress_tokens", "forced_eos_token_id", "min_new_tokens",
+    "min_length", "logits_processors",
+)  # fmt: skip
+# Each changes the logits unless it is empty.
 
 
-_OPEN = ("max_new_tokens", "max_length", "seed")
-# None leaves these to be filled in.
+_DEFAULTS = {field.name: field.default for field in dataclasses.fields(SamplingParams)}
 
-_RANGES: dict[str, tuple[bool, Callable[[Any], bool], str]] = {
-    "temperature": (
-        False,
-        lambda v: 0 <= v < math.inf,
-        "is not a finite number >= 0; use 0 for greedy",
+_FROM_0, _FROM_1 = "is not a whole number >= 0", "is not a whole number >= 1"
+
+_SOME_CHANGE = f"is outside [{1 / LARGEST_CHANGE:g}, {LARGEST_CHANGE:g}]"
+
+
+def _real(is_in_range: Callable[[float], bool], complaint: str) -> Callable[[str, Any], float]:
+    return functools.partial(values.real, is_in_range=is_in_range, complaint=complaint)
+
+
+def _whole(is_in_range: Callable[[int], bool], complaint: str) -> Callable[[str, Any], int]:
+    return functools.partial(values.whole, is_in_range=is_in_range, complaint=complaint)
+
+
+_READERS: dict[str, Callable[[str, Any], Any]] = {
+    "temperature": _real(
+        lambda v: v == 0 or LEAST_TEMPERATURE <= v < math.inf,
+        f"is not a finite number >= {LEAST_TEMPERATURE:g}; use 0 for greedy",
     ),
-    "top_k": (True, lambda v: v >= 0, "is not a whole number >= 0; use 0 to switch it off"),
-    "top_p": (False, lambda v: 0 < v <= 1, "is outside (0, 1]; use 1 to switch it off"),
-    "min_p": (False, lambda v: 0 <= v <= 1, "is outside [0, 1]; use 0 to switch it off"),
-    "max_new_tokens": (
-        True,
-        lambda v: v >= 1,
-        "is not a whole number >= 1; None is no limit",
+    "top_k": _whole(lambda v: v >= 0, f"{_FROM_0}; use 0 to switch it off"),
+    "top_p": _real(lambda v: 0 < v <= 1, "is outside (0, 1]; use 1 to switch it off"),
+    "min_p": _real(lambda v: 0 <= v <= 1, "is outside [0, 1]; use 0 to switch it off"),
+    "do_sample": values.flag,
+    "repetition_penalty": _real(
+        lambda v: 1 / LARGEST_CHANGE <= v <= LARGEST_CHANGE,
+        f"{_SOME_CHANGE}; use 1 to switch it off",
     ),
-    "max_length": (True, lambda v: v >= 1, "is not a whole number >= 1; None is no limit"),
-    "seed": (True, lambda _: True, "is not a whole number"),
+    "presence_penalty": _real(
+        lambda v: abs(v) <= LARGEST_CHANGE, "is not finite; use 0 to switch it off"
+    ),
+    "frequency_penalty": _real(
+        lambda v: abs(v) <= LARGEST_CHANGE, "is not finite; use 0 to switch it off"
+    ),
+    "logit_bias": functools.partial(values.biases, largest=LARGEST_CHANGE),
+    "bad_words": values.token_sequences,
+    "begin_suppress_tokens": values.token_ids,
+    "max_new_tokens": _whole(lambda v: v >= 1, f"{_FROM_1}; None is no limit"),
+    "max_length": _whole(lambda v: v >= 1, f"{_FROM_1}; None is no limit"),
+    "min_new_tokens": _whole(lambda v: v >= 0, f"{_FROM_0}; 0 is no minimum"),
+    "min_length": _whole(lambda v: v >= 0, f"{_FROM_0}; 0 is no minimum"),
+    "eos_token_id": values.token_ids,
+    "ignore_eos": values.flag,
+    "forced_eos_token_id": values.token_ids,
+    "stop_token_ids": values.token_ids,
+    "stop": values.texts,
+    "top_logprobs": _whole(lambda v: v >= 0, f"{_FROM_0}; 0 is none"),
+    "logits_processors": values.callables,
+    "seed": _whole(lambda _: True, "is not a whole number"),
 }
-# Whether it must be whole, its range, and what to say when it is neither.
-
-
-HONOURED = (
-    "temperature", "top_k", "top_p", "min_p", "do_sample", "max_new_tokens", "max_length",
-    "eos_token_id",
-)  # fmt: skip
-
-INERT = {
-    "num_return_sequences", "pad_token_id", "bos_token_id", "use_cache", "cache_implementation",
-    "cache_config", "max_cache_len", "compile_config", "disable_compile", "low_memory",
-    "early_stopping", "length_penalty", "transformers_version", "output_attentions",
-    "output_hidden_states", "output_scores", "output_logits", "return_dict_in_generate",
-    "prefill_chunk_size", "continuous_batching_config", "decoder_start_token_id", "use_mtp",
-}  # fmt: skip
-# Read elsewhere, or without effect on which tokens continuous batching samples.
-
-NEUTRAL = {
-    "num_beams": 1, "num_beam_groups": 1, "repetition_penalty": 1.0, "min_length": 0,
-    "encoder_repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "min_new_tokens": 0,
-    "encoder_no_repeat_ngram_size": 0,
-    "typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "diversity_penalty": 0.0,
-    "guidance_scale": 1, "renormalize_logits": False, "remove_invalid_values": False,
-    "token_healing": False, "is_assistant": False,
-}  # fmt: skip
-# The value at which each setting that is not honoured changes nothing.
-
-ASSISTED_DECODING = (
-    "num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold",
-    "assistant_early_exit", "assistant_lookbehind", "target_lookbehind",
-    "assistant_ensemble_weight", "max_matching_ngram_size",
-)  # fmt: skip
-# Tune a draft model that continuous batching does not have; they never change what is sampled.
-
-
-def from_generation_config(generation_config: Any) -> SamplingParams:
-    """The sampling that a transformers `GenerationConfig` asks for.
-
-    Fields that are None are at rest: `do_sample=None` is greedy and `top_k=None` is off.
-
-    Raises:
-        ConfigurationError: a field asks for something that is not honoured.
-        InvalidRequestError: a value is out of its range.
-    """
-    settings = {
-        name: value
-        for name, value in vars(generation_config).items()
-        if value is not None and not name.startswith("_")
-    }
-    for name, value in settings.items():
-        if name in HONOURED or name in INERT or name in ASSISTED_DECODING:
-            continue
-        if NEUTRAL.get(name) != value:
-            raise ConfigurationError(
-                f"GenerationConfig.{name}={value!r} is not honoured by cb_rollout; set it to "
-                f"{NEUTRAL.get(name)!r} or use model.generate."
-            )
-    values = {name: settings[name] for name in HONOURED if name in settings}
-    values.setdefault("do_sample", False)
-    return SamplingParams(**values)
+# What makes each field plain, or says what is wrong with it; a default is both already.
 
 
 def resolved(
-    params: SamplingParams | None,
+    params: Any,
     defaults: SamplingParams,
     max_new_tokens: int | None = None,
     eos_token_id: int | Sequence[int] | None = None,
 ) -> SamplingParams:
     """What a request is sampled with: its own words first, then `params`, then `defaults`.
 
-    `params` is complete in itself: only the length and the end of sequence, where it leaves them
-    open, are taken from `defaults`. Without `params`, everything is.
+    `params`, a `SamplingParams`, is complete in itself: only the length and the end of sequence,
+    where it leaves them open, are taken from `defaults`. Where it is None, everything is.
+
+    Raises:
+        ConfigurationError: `params` is something else.
     """
+    if not isinstance(params, SamplingParams | None):
+        raise ConfigurationError(
+            f"sampling_params is a {type(params).__name__}, {params!r}; pass a SamplingParams, or "
+            "a transformers GenerationConfig as generation_config."
+        )
     chosen = params or defaults
     if eos_token_id is None:
         eos_token_id = defaults.eos_token_id if chosen.eos_token_id is None else chosen.eos_token_id
-    if not isinstance(eos_token_id, int | None):
-        eos_token_id = tuple(eos_token_id)
-    if max_new_tokens is not None:
-        return replace(chosen, max_new_tokens=max_new_tokens, eos_token_id=eos_token_id)
-    says_length = chosen if chosen.max_new_tokens or chosen.max_length else defaults
-    return replace(
-        chosen,
-        max_new_tokens=says_length.max_new_tokens,
-        max_length=says_length.max_length,
-        eos_token_id=eos_token_id,
-    )
+    given: dict[str, Any] = {"eos_token_id": eos_token_id, "max_new_tokens": max_new_tokens}
+    if max_new_tokens is None:
+        says_length = chosen if chosen.max_new_tokens or chosen.max_length else defaults
+        given["max_new_tokens"] = says_length.max_new_tokens
+        given["max_length"] = says_length.max_length
+    if all(getattr(chosen, name) == value for name, value in given.items()):
+        return chosen
+    return replace(chosen, **given)

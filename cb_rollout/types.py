@@ -62,6 +62,9 @@ class GenerationOutput:
     """`time.perf_counter()` seconds of each token; None unless asked for."""
     policy_versions: list[tuple[int, int]] = field(default_factory=list)
     """Runs of `(policy_version, num_tokens)`, in order, that sum to the generated length."""
+    top_logprobs: list[list[tuple[int, float]]] | None = None
+    """For each generated token the most likely ones, `(token id, natural logarithm)`, most likely
+    first; None unless asked for."""
 
     def is_finished(self) -> bool:
         """Whether the request reached a final status: finished, cancelled or failed."""

@@ -159,7 +159,6 @@ def create_model() -> Qwen3ForCausalLM:
             pad_token_id=PAD,
             eos_token_id=EOS,
             bos_token_id=None,
-            attn_implementation="exact",
         )
     )
     for layer in model.model.layers:  # At their start of 1 they bound how sharp attention gets.
@@ -324,6 +323,7 @@ def main() -> int:
     assert not {problem.prompt for problem in train} & {problem.prompt for problem in held_out}
     tokenizer, model = create_tokenizer(), create_model()
     warm_start(model, args.warmup_steps, rng)
+    model.set_attn_implementation("exact")
 
     trainer = create_trainer(model, tokenizer, train, held_out[:16], args)
     with cb_rollout.attach(trainer, cb_rollout.RolloutConfig()) as generator:

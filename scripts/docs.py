@@ -1,4 +1,6 @@
-"""Writes what the documents take from code and measurements: configuration.md, the README's table.
+"""Writes what the documents take from code and measurements.
+
+configuration.md and sampling.md, from help texts, and the README's table.
 
 python scripts/docs.py            # write
 python scripts/docs.py --check    # fail if something would change
@@ -12,6 +14,7 @@ import sys
 from pathlib import Path
 
 from cb_rollout.config import RolloutConfig
+from cb_rollout.sampling_params import SamplingParams
 
 ROOT = Path(__file__).parent.parent
 BENCHMARKS = ROOT / "docs" / "benchmarks"
@@ -23,6 +26,60 @@ Every field of `RolloutConfig`, from its help text. A field that cannot be honou
 
 | field | default | meaning |
 |---|---|---|
+"""
+
+SAMPLING_HEADER = """# Sampling
+
+Every field of `SamplingParams`, from its help text, and the field of transformers'
+`GenerationConfig` that is read as it. What a `GenerationConfig` asks for and is not here raises
+`ConfigurationError`; nothing is ignored. Written by `scripts/docs.py`.
+
+```python
+params = SamplingParams(temperature=0.8, repetition_penalty=1.1, stop="\\n\\n", max_new_tokens=256)
+outputs = generator.generate_batch(prompts, sampling_params=params)
+```
+
+| field | default | meaning | GenerationConfig |
+|---|---|---|---|
+"""
+
+SAMPLING_FOOTER = """
+## In which order
+
+As in `generate`: `logit_bias`; the repetition, presence and frequency penalties; `bad_words`; what
+may not come yet (`min_new_tokens`, `min_length`, `begin_suppress_tokens`); the forced last token;
+`logits_processors`; then the grammar, which nothing can overrule; then the temperature, top-k,
+top-p and min-p. Greedy decoding takes the most likely token before the temperature.
+
+Two things differ from `generate`: a stop string is looked for in the completion alone, not across
+its border with the prompt, and one that comes before `min_new_tokens` does not end the sequence.
+
+## Log-probabilities
+
+With `logprobs_mode="policy"` a token's log-probability, and those of `top_logprobs`, are of the
+model's own distribution at this temperature over the whole vocabulary, whatever was done to the
+logits: it is what a trainer recomputes. With `"processed"` they are of the distribution that was
+sampled from, after everything above. Where the two differ, what is sampled is not what is trained:
+the ratio of a policy-gradient loss then has a bias that only the processed ones can measure.
+
+## Faults
+
+A processor or a grammar that raises fails its own request, with what it raised in `error`; so does
+one that leaves no token to sample. Token ids outside the vocabulary, and minimum lengths that can
+not be reached, are refused in the caller.
+
+## Grammars
+
+`grammar` takes anything with the methods of `cb_rollout.grammar.Grammar`: one matcher a sequence,
+which fills a mask of the tokens that may come next, accepts the sampled one, and says when it is
+done. With the extra `grammar` (`pip install 'cb_rollout[grammar]'`), xgrammar's are ready:
+
+```python
+from cb_rollout.integrations.xgrammar import XGrammar
+
+grammar = XGrammar.from_json_schema(schema, tokenizer, vocab_size=model.config.vocab_size)
+outputs = generator.generate_batch(prompts, sampling_params=SamplingParams(grammar=grammar))
+```
 """
 
 WORKLOADS = {
@@ -39,6 +96,16 @@ def configuration() -> str:
         for field in dataclasses.fields(RolloutConfig)
     ]
     return CONFIGURATION_HEADER + "\n".join(rows) + "\n"
+
+
+def sampling() -> str:
+    """The page on sampling."""
+    rows = [
+        f"| `{field.name}` | `{field.default!r}` | {field.metadata['help']} | "
+        f"{field.metadata['counterpart']} |"
+        for field in dataclasses.fields(SamplingParams)
+    ]
+    return SAMPLING_HEADER + "\n".join(rows) + "\n" + SAMPLING_FOOTER
 
 
 def benchmark_table() -> str:
@@ -85,6 +152,7 @@ def main() -> int:
     readme_path = ROOT / "README.md"
     wanted = {
         ROOT / "docs" / "configuration.md": configuration(),
+        ROOT / "docs" / "sampling.md": sampling(),
         readme_path: readme(readme_path.read_text()),
     }
     stale = [path for path, text in wanted.items() if not path.exists() or path.read_text() != text]

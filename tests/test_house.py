@@ -17,6 +17,7 @@ import pytest
 import cb_rollout
 from cb_rollout import errors
 from cb_rollout.config import RolloutConfig
+from cb_rollout.sampling_params import SamplingParams
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "cb_rollout"
@@ -168,8 +169,11 @@ def test_the_config_has_every_field_of_the_contract():
     assert set(OWN_FIELDS) <= names
 
 
-@pytest.mark.parametrize("field", dataclasses.fields(RolloutConfig), ids=lambda field: field.name)
-def test_every_config_field_has_a_help_text(field):
+FIELDS = [*dataclasses.fields(RolloutConfig), *dataclasses.fields(SamplingParams)]
+
+
+@pytest.mark.parametrize("field", FIELDS, ids=lambda field: field.name)
+def test_every_setting_has_a_help_text(field):
     assert field.metadata["help"].endswith(".")
 
 

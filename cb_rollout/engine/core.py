@@ -15,6 +15,7 @@ from cb_rollout.engine import device as devices
 from cb_rollout.engine.limits import Limits
 from cb_rollout.engine.request import Request
 from cb_rollout.engine.runner import ModelRunner, leased
+from cb_rollout.engine.sampling import TokenGiver
 from cb_rollout.engine.scheduler import Scheduler
 from cb_rollout.engine.steps import Steps
 from cb_rollout.engine.storage import CacheStorage, plan_memory
@@ -47,7 +48,6 @@ class Engine:
         self.counters = EngineCounters()
         self.policy_version = 0
         self._runner = ModelRunner(model, autocast_dtype)
-        self._logprobs_mode = LogprobsMode(config.logprobs_mode)
         self._prefills_first = config.scheduler_type == SchedulerType.PREFILL_FIRST
         self._lease: ExitStack | None = None
         self._has_just_prefilled = False
@@ -80,7 +80,11 @@ class Engine:
             self.limits, self.counters, self._storage.grow, self.policy_version
         )
         self._steps = Steps(
-            self._runner, self._scheduler, self._storage, self._logprobs_mode, self.counters
+            self._runner,
+            self._scheduler,
+            self._storage,
+            TokenGiver(self.device, LogprobsMode(self.config.logprobs_mode)),
+            self.counters,
         )
 
     @property

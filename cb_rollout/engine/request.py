@@ -1,8 +1,12 @@
 """One sequence on its way through the engine: what was asked, what is cached, what came out."""
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from cb_rollout.engine.stops import StopStrings
+from cb_rollout.grammar import GrammarMatcher
 from cb_rollout.sampling_params import SamplingParams
 from cb_rollout.types import FinishReason, GenerationOutput, RequestStatus
 
@@ -25,6 +29,13 @@ class Request:
     """Queue neighbours of one number have one prompt; None: a prompt of its own."""
     is_streaming: bool = False
     records_timestamps: bool = False
+    stop_strings: StopStrings | None = None
+    """Looks for the strings that end this sequence; None: there are none."""
+    matcher: GrammarMatcher | None = None
+    """How far this sequence has come through its grammar; None: it has none."""
+
+    is_adjusted: bool = field(init=False)
+    """Whether its logits are changed before the temperature."""
 
     status: RequestStatus = RequestStatus.PENDING
     finish_reason: FinishReason | None = None
@@ -34,6 +45,8 @@ class Request:
     token_ids: list[int] = field(default_factory=list)
     """The prompt, then what was sampled."""
     logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
+    """With each sampled token, the most likely ones; empty unless asked for."""
     timestamps: list[float] = field(default_factory=list)
     policy_versions: list[tuple[int, int]] = field(default_factory=list)
     created_time: float = field(default_factory=time.perf_counter)
@@ -53,6 +66,7 @@ class Request:
     def __post_init__(self) -> None:
         """Start from the prompt."""
         self.token_ids = list(self.prompt_ids)
+        self.is_adjusted = self.params.is_adjusted
 
     @property
     def num_tokens(self) -> int:
@@ -64,20 +78,67 @@ class Request:
         """Tokens sampled so far."""
         return len(self.token_ids) - len(self.prompt_ids)
 
-    def append(self, token_id: int, logprob: float, policy_version: int) -> None:
+    @property
+    def min_generated(self) -> int:
+        """Tokens to sample before anything but the length may end this sequence."""
+        return max(self.params.min_new_tokens, self.params.min_length - len(self.prompt_ids))
+
+    def append(
+        self,
+        token_id: int,
+        logprob: float,
+        policy_version: int,
+        top_logprobs: list[tuple[int, float]] | None = None,
+    ) -> None:
         """Take a sampled token, and finish if it was the last."""
         self.token_ids.append(token_id)
         self.logprobs.append(logprob)
+        if top_logprobs is not None:
+            self.top_logprobs.append(top_logprobs)
         if self.policy_versions and self.policy_versions[-1][0] == policy_version:
             self.policy_versions[-1] = (policy_version, self.policy_versions[-1][1] + 1)
         else:
             self.policy_versions.append((policy_version, 1))
         if self.records_timestamps:
             self.timestamps.append(time.perf_counter())
-        if token_id in self.stop_tokens:
+        is_last = token_id in self.stop_tokens
+        if self.stop_strings is not None or self.matcher is not None:
+            is_last |= self._is_text_done(token_id)
+            if self.status.is_final:
+                return
+        if is_last:
             self.end(RequestStatus.FINISHED, FinishReason.STOP)
         elif self.num_generated >= self.max_new_tokens:
             self.end(RequestStatus.FINISHED, FinishReason.LENGTH)
+
+    def _is_text_done(self, token_id: int) -> bool:
+        """Whether a stop string or the grammar ends the sequence with this token."""
+        is_done = False
+        if self.stop_strings is not None:
+            with self.failing_with("decoding for stop="):
+                is_found = self.stop_strings.found_with(token_id)
+                is_done = is_found and self.num_generated >= self.min_generated
+        if self.matcher is not None:
+            with self.failing_with("the grammar"):
+                is_done |= self._is_grammar_done(self.matcher, token_id)
+        return is_done
+
+    def _is_grammar_done(self, matcher: GrammarMatcher, token_id: int) -> bool:
+        is_accepted = matcher.accept_token(token_id)
+        # A stop token that the grammar does not know still ends the sequence.
+        if not is_accepted and token_id not in self.stop_tokens:
+            raise ValueError(f"token id {token_id}, which its own mask allowed, was not accepted")
+        return matcher.is_terminated()
+
+    @contextmanager
+    def failing_with(self, culprit: str) -> Iterator[None]:
+        """Let an exception of somebody else's code end this sequence, and no other."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001  it may be anything, and is told to the caller
+            if not self.status.is_final:
+                said = f"{culprit} raised {type(error).__name__}: {error}"
+                self.end(RequestStatus.FAILED, FinishReason.ERROR, said)
 
     def end(self, status: RequestStatus, reason: FinishReason, error: str | None = None) -> None:
         """Reach a final status."""
@@ -105,6 +166,7 @@ class Request:
             created_time=self.created_time,
             timestamps=list(self.timestamps) if self.records_timestamps else None,
             policy_versions=list(self.policy_versions),
+            top_logprobs=list(self.top_logprobs) if self.params.top_logprobs else None,
         )
 
 

@@ -9,6 +9,7 @@ B: rows, V: vocabulary.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -49,6 +50,9 @@ def _shift_right(z: torch.Tensor, bits: int) -> torch.Tensor:
 NO_TOP_K = 2**31 - 1
 # More tokens than any vocabulary has.
 
+LEAST_TOP_P = 1e-30
+# Less may be zero in float32, and not even the most likely token would stay.
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingBatch:
@@ -65,6 +69,26 @@ class SamplingBatch:
     """One per truncated row, as the next two."""
     top_p_R: torch.Tensor
     min_p_R: torch.Tensor
+    top_rows: torch.Tensor | None
+    """Rows whose most likely tokens are delivered too; None: there are none."""
+    num_top: int
+    """How many the row that wants most wants."""
+
+
+class Sampled(NamedTuple):
+    """What each row got."""
+
+    token_ids_B: torch.Tensor
+    """int64"""
+    logprobs_B: torch.Tensor
+    """float32, natural logarithm."""
+    is_valid_B: torch.Tensor
+    """Whether the row's logits made a distribution at all (bool): a row of NaN or infinity does
+    not, and its token and log-probability mean nothing."""
+    is_possible_B: torch.Tensor | None
+    """Whether any token was left to sample (bool); None: the logits were not processed."""
+    top_KN: tuple[torch.Tensor, torch.Tensor] | None
+    """The `num_top` most likely tokens of each of `top_rows` and their log-probabilities."""
 
 
 def create_sampling_batch(requests: Sequence[Request], device: torch.device) -> SamplingBatch:
@@ -72,6 +96,7 @@ def create_sampling_batch(requests: Sequence[Request], device: torch.device) -> 
     params = [request.params for request in requests]
     greedy = [row for row, p in enumerate(params) if p.is_greedy]
     truncated = [row for row, p in enumerate(params) if p.is_truncated]
+    with_top = [row for row, p in enumerate(params) if p.top_logprobs]
 
     def floats(values: list[float]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.float32, device=device)
@@ -85,8 +110,10 @@ def create_sampling_batch(requests: Sequence[Request], device: torch.device) -> 
         greedy_rows=integers(greedy) if greedy else None,
         truncated_rows=integers(truncated) if truncated else None,
         top_k_R=integers([params[r].top_k or NO_TOP_K for r in truncated]),
-        top_p_R=floats([params[r].top_p for r in truncated]),
+        top_p_R=floats([max(params[r].top_p, LEAST_TOP_P) for r in truncated]),
         min_p_R=floats([params[r].min_p for r in truncated]),
+        top_rows=integers(with_top) if with_top else None,
+        num_top=max(p.top_logprobs for p in params),
     )
 
 
@@ -122,33 +149,44 @@ def draw(logits_BV: torch.Tensor, uniforms_B: torch.Tensor) -> torch.Tensor:
 
 
 def sample(
-    logits_BV: torch.Tensor, batch: SamplingBatch, indices_B: torch.Tensor, mode: LogprobsMode
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    logits_BV: torch.Tensor,
+    batch: SamplingBatch,
+    indices_B: torch.Tensor,
+    mode: LogprobsMode,
+    processed_BV: torch.Tensor | None = None,
+) -> Sampled:
     """Choose each row's next token.
 
     Args:
-        logits_BV: float32.
+        logits_BV: float32, as the model gave them.
         batch: the rows' parameters.
         indices_B: int64, how many tokens each row has sampled before.
         mode: which distribution the log-probabilities are of.
-
-    Returns:
-        Token ids (int64, B), their log-probabilities (float32, B, natural logarithm), and whether
-        the row's logits made a distribution at all (bool, B): a row of NaN or infinity does not,
-        and its token and log-probability mean nothing.
+        processed_BV: the logits to sample from instead, float32; None: the same ones.
     """
     scaled_BV = logits_BV / batch.temperatures_B[:, None]
+    is_same = processed_BV is None
+    choose_BV = logits_BV if is_same else processed_BV
+    sampled_from_BV = scaled_BV if is_same else processed_BV / batch.temperatures_B[:, None]
     if batch.truncated_rows is not None:
-        kept_RV = truncate(scaled_BV.index_select(0, batch.truncated_rows), batch)
-        sampled_from_BV = scaled_BV.index_copy(0, batch.truncated_rows, kept_RV)
-    else:
-        sampled_from_BV = scaled_BV
+        kept_RV = truncate(sampled_from_BV.index_select(0, batch.truncated_rows), batch)
+        sampled_from_BV = sampled_from_BV.index_copy(0, batch.truncated_rows, kept_RV)
     token_ids_B = draw(sampled_from_BV, uniforms(batch.seeds_B, indices_B))
     if batch.greedy_rows is not None:
-        most_likely_R = logits_BV.index_select(0, batch.greedy_rows).argmax(-1)
+        most_likely_R = choose_BV.index_select(0, batch.greedy_rows).argmax(-1)
         token_ids_B = token_ids_B.index_copy(0, batch.greedy_rows, most_likely_R)
     token_ids_B = token_ids_B.clamp(max=logits_BV.shape[-1] - 1)
     logprobs_B, normalizers_B = chosen_logprobs(scaled_BV, token_ids_B)
-    if mode == LogprobsMode.PROCESSED and batch.truncated_rows is not None:
-        logprobs_B, _ = chosen_logprobs(sampled_from_BV, token_ids_B)
-    return token_ids_B, logprobs_B, normalizers_B.isfinite()
+    is_valid_B, is_possible_B = normalizers_B.isfinite(), None
+    reported_BV = scaled_BV
+    if mode == LogprobsMode.PROCESSED and sampled_from_BV is not scaled_BV:
+        reported_BV = sampled_from_BV
+        logprobs_B, normalizers_B = chosen_logprobs(sampled_from_BV, token_ids_B)
+    if not is_same:
+        is_possible_B = sampled_from_BV.logsumexp(-1).isfinite()
+    top_KN = None
+    if batch.top_rows is not None:
+        num_top = min(batch.num_top, logits_BV.shape[-1])
+        likely = reported_BV.index_select(0, batch.top_rows).topk(num_top)
+        top_KN = likely.indices, likely.values - normalizers_B[batch.top_rows, None]
+    return Sampled(token_ids_B, logprobs_B, is_valid_B, is_possible_B, top_KN)

@@ -7,12 +7,11 @@ from collections.abc import Sequence
 
 import torch
 
-from cb_rollout.config import LogprobsMode
 from cb_rollout.engine import device as devices
 from cb_rollout.engine.faults import Outcome, is_out_of_memory, out_of_memory, run_isolated
 from cb_rollout.engine.request import Prefill, Request
 from cb_rollout.engine.runner import ModelRunner
-from cb_rollout.engine.sampler import SamplingBatch, create_sampling_batch, sample
+from cb_rollout.engine.sampling import TokenGiver
 from cb_rollout.engine.scheduler import Scheduler
 from cb_rollout.engine.storage import CacheStorage
 from cb_rollout.errors import RolloutError
@@ -28,15 +27,14 @@ class Steps:
         runner: ModelRunner,
         scheduler: Scheduler,
         storage: CacheStorage,
-        logprobs_mode: LogprobsMode,
+        token_giver: TokenGiver,
         counters: EngineCounters,
     ) -> None:
         """Join the parts of one engine."""
         self.counters = counters
         self.device = runner.device
         self._runner, self._scheduler, self._storage = runner, scheduler, storage
-        self._logprobs_mode = logprobs_mode
-        self._sampling: tuple[list[Request], SamplingBatch] | None = None
+        self._token_giver = token_giver
 
     def prefill(self) -> list[Request] | None:
         """Run one forward of prompts; None: there is none to run."""
@@ -64,7 +62,7 @@ class Steps:
         rows, requests = self._fork([prefills[row] for row in outcome.rows])
         if requests:
             row_index = torch.tensor(rows, device=self.device)
-            self._sample(outcome.logits_BV.index_select(0, row_index), requests, None)
+            self._sample(outcome.logits_BV.index_select(0, row_index), requests, is_recurring=False)
         return failed + requests
 
     def _forward(
@@ -137,7 +135,7 @@ class Steps:
         self._scheduler.complete_decode()
         survivors = [running[row] for row in outcome.rows]
         if survivors:
-            self._sample(outcome.logits_BV, survivors, self._sampling_batch(survivors))
+            self._sample(outcome.logits_BV, survivors, is_recurring=True)
         self.counters.decode_forwards += 1
         return failed + survivors
 
@@ -151,36 +149,14 @@ class Steps:
             ]
         )
 
-    def _sampling_batch(self, running: list[Request]) -> SamplingBatch:
-        """The running rows' parameters, kept until the rows change."""
-        if self._sampling is None or self._sampling[0] != running:
-            batch = create_sampling_batch(running, self.device)
-            self._sampling = (list(running), batch)
-        return self._sampling[1]
-
     def _sample(
-        self, logits_BV: torch.Tensor, requests: list[Request], batch: SamplingBatch | None
+        self, logits_BV: torch.Tensor, requests: list[Request], *, is_recurring: bool
     ) -> None:
-        """Give each request its next token, or end it where its logits make no distribution."""
-        if batch is None:
-            batch = create_sampling_batch(requests, self.device)
-        indices_B = torch.tensor([r.num_generated for r in requests], device=self.device)
-        tokens, logprobs, is_valid = (
-            result.tolist() for result in sample(logits_BV, batch, indices_B, self._logprobs_mode)
+        """Give each request its next token, or end it where there is none for it."""
+        version = self._scheduler.blocks.policy_version
+        self.counters.tokens_generated += self._token_giver.extend(
+            requests, logits_BV, version, is_recurring=is_recurring
         )
-        for request, token, logprob, valid in zip(
-            requests, tokens, logprobs, is_valid, strict=True
-        ):
-            if valid:
-                request.append(token, logprob, self._scheduler.blocks.policy_version)
-            else:
-                request.end(
-                    RequestStatus.FAILED,
-                    FinishReason.ERROR,
-                    f"the model's logits after {request.num_tokens} tokens are NaN or infinite; "
-                    "look at the weights (a diverged step?) or raise rollout_dtype.",
-                )
-        self.counters.tokens_generated += sum(is_valid)
         self.counters.requests_finished += sum(r.status.is_final for r in requests)
         self.counters.kv_blocks_peak = max(
             self.counters.kv_blocks_peak, self._scheduler.pool.num_used

@@ -15,7 +15,7 @@ from cb_rollout import (
     SamplingParams,
     attach,
 )
-from cb_rollout.engine import steps
+from cb_rollout.engine import sampling
 from cb_rollout.records import read_metrics, read_rollouts
 
 EVALUATES = {"eval_strategy": "steps", "eval_steps": 2}
@@ -139,13 +139,13 @@ def test_an_idle_passenger_changes_no_bit_of_the_training(tmp_path):
 def test_drift_beyond_the_allowed_stops_the_run_and_says_where(tmp_path, monkeypatch):
     trainer = tiny_trainer(tmp_path)
     generator = attach(trainer, RolloutConfig(max_logprob_drift=0.01))
-    sample = steps.sample
+    sample = sampling.sample
 
     def lying_sample(*arguments):
-        token_ids, logprobs, is_valid = sample(*arguments)
-        return token_ids, logprobs + 0.5, is_valid
+        sampled = sample(*arguments)
+        return sampled._replace(logprobs_B=sampled.logprobs_B + 0.5)
 
-    monkeypatch.setattr(steps, "sample", lying_sample)
+    monkeypatch.setattr(sampling, "sample", lying_sample)
     with pytest.raises(LogprobDriftError, match=r"req_\d+, generated token \d+.*0\.5 nats"):
         trainer.train()
     generator.close()
@@ -159,7 +159,7 @@ def test_drift_beyond_the_allowed_stops_the_run_and_says_where(tmp_path, monkeyp
             {"loss_type": "vespo", "vllm_importance_sampling_mode": "sequence_mask"},
             "vllm_importance_sampling_mode",
         ),
-        ({"repetition_penalty": 1.2}, "repetition_penalty=1.2"),
+        ({"generation_kwargs": {"typical_p": 0.9}}, "typical_p=0.9"),
         ({"generation_kwargs": {"num_beams": 3}}, "num_beams=3"),
     ],
 )

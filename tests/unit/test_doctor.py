@@ -102,7 +102,7 @@ def test_what_cannot_be_rolled_out_is_one_line_and_exit_code_1(places, capsys, n
         (["--dtype", "float8"], "dtype='float8' is not one of"),
         (["--device", "abacus"], "device='abacus' cannot be used"),
         (["--max-memory-percent", "1.5"], "max_memory_percent=1.5 is outside"),
-        (["--max-memory-percent", "1e-12"], "raise num_blocks"),
+        (["--max-memory-percent", "1e-12"], "raise max_memory_percent"),
     ],
 )
 def test_a_setting_that_cannot_be_honoured_is_a_finding(places, capsys, option, said):

@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tiny import char_tokenizer
 
 from cb_rollout.errors import InvalidRequestError
 from cb_rollout.intake import Intake, ServingLimits, grouped
@@ -177,3 +178,38 @@ def test_without_a_seed_each_intake_draws_fresh_and_asks_no_global_generator():
     assert seeds(intake_of(seed=None)) != seeds(intake_of(seed=None))
     assert torch.equal(torch.get_rng_state(), before[0])
     assert random.getstate() == before[1]
+
+
+@pytest.mark.parametrize(
+    ("params", "said"),
+    [
+        ({"stop_token_ids": (100,)}, "stop_token_ids holds token id 100"),
+        ({"stop_token_ids": (-1,)}, "stop_token_ids holds token id -1"),
+        ({"bad_words": ((3,), (4, 100))}, "bad_words holds token id 100"),
+        ({"logit_bias": {-5: 1.0}}, "logit_bias holds token id -5"),
+        ({"top_logprobs": 101}, "top_logprobs=101 is more than the model's vocabulary of 100"),
+    ],
+)
+def test_settings_outside_the_vocabulary_are_refused_by_name(params, said):
+    assert refusal(**params).startswith(said)
+
+
+def test_an_end_of_sequence_token_that_is_never_sampled_is_no_fault():
+    assert one(intake_of(), eos_token_id=50_256).stop_tokens == {50_256}
+
+
+def test_a_least_length_counts_the_prompt_where_it_says_so():
+    assert one(intake_of(), [3, 4, 5], min_new_tokens=2, min_length=9).min_generated == 6
+    assert one(intake_of(), [3, 4, 5], min_new_tokens=8, min_length=9).min_generated == 8
+
+
+def test_a_least_length_that_cannot_be_reached_is_refused_with_the_numbers():
+    message = refusal([3, 4, 5], min_length=20, max_new_tokens=10)
+    assert "min_length=20 ask for 17 tokens after a prompt of 3, and at most 10" in message
+
+
+def test_stop_strings_take_a_tokenizer():
+    assert "make the generator or the manager with tokenizer=" in refusal(stop="END")
+    intake = Intake(intake_of().limits, 0, 0, char_tokenizer())
+    first, second = (one(intake, stop="END") for _ in range(2))
+    assert first.stop_strings is not second.stop_strings

@@ -117,10 +117,83 @@ def test_tokens_are_as_frequent_as_they_are_likely(temperature, truncation):
     batch = batch_of([params] * rows)
     counts_V = torch.zeros(8)
     for index in range(draws_each):
-        tokens_B, _, _ = sample(logits_1V.expand(rows, 8), batch, zeros(rows) + index, POLICY)
+        tokens_B, *_ = sample(logits_1V.expand(rows, 8), batch, zeros(rows) + index, POLICY)
         counts_V += tokens_B.bincount(minlength=8)
     assert chi_squared_is_small(counts_V, warped(logits_1V, params)[0].softmax(-1))
     assert not chi_squared_is_small(counts_V, (logits_1V[0] / (temperature + 0.4)).softmax(-1))
+
+
+@pytest.mark.parametrize("truncation", [{}, *TRUNCATIONS])
+def test_what_is_sampled_from_processed_logits_is_what_processed_logprobs_say(truncation):
+    params = SamplingParams(temperature=0.8, **truncation)
+    rows, draws_each = 3000, 4
+    logits_1V = random_logits(3, 1, 8, spread=0.8)
+    processed_1V = logits_1V.flip(-1)
+    processed_1V[0, 2] = -torch.inf
+    expected_V = warped(processed_1V, params)[0].log_softmax(-1)
+    batch, counts_V = batch_of([params] * rows), torch.zeros(8)
+    for index in range(draws_each):
+        sampled = sample(
+            logits_1V.expand(rows, 8),
+            batch,
+            zeros(rows) + index,
+            PROCESSED,
+            processed_1V.expand(rows, 8),
+        )
+        counts_V += sampled.token_ids_B.bincount(minlength=8)
+        torch.testing.assert_close(
+            sampled.logprobs_B, expected_V[sampled.token_ids_B], rtol=0, atol=2e-6
+        )
+    assert chi_squared_is_small(counts_V, expected_V.exp())
+    assert not chi_squared_is_small(counts_V, logits_1V[0].softmax(-1))
+
+
+def test_policy_logprobs_are_of_the_models_logits_whatever_was_processed():
+    many = [SamplingParams(temperature=0.7), SamplingParams(temperature=0), SamplingParams(top_k=2)]
+    logits_BV, processed_BV = random_logits(3, 3, 20), random_logits(4, 3, 20)
+    sampled = sample(logits_BV, batch_of(many), zeros(3), POLICY, processed_BV)
+    plain = sample(processed_BV, batch_of(many), zeros(3), POLICY)
+    assert sampled.token_ids_B.tolist() == plain.token_ids_B.tolist()
+    scaled_BV = logits_BV / torch.tensor([[0.7], [1.0], [1.0]])
+    expected_B = scaled_BV.log_softmax(-1).gather(1, sampled.token_ids_B[:, None])[:, 0]
+    torch.testing.assert_close(sampled.logprobs_B, expected_B, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("mode", [POLICY, PROCESSED])
+@pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(**TRUNCATIONS[-1])])
+def test_a_row_that_has_no_token_left_is_told_from_one_without_a_distribution(params, mode):
+    logits_BV = random_logits(4, 3, 30)
+    logits_BV[2, 1] = torch.nan
+    processed_BV = logits_BV.clone()
+    processed_BV[1] = -torch.inf
+    sampled = sample(logits_BV, batch_of([params] * 3), zeros(3), mode, processed_BV)
+    assert sampled.is_valid_B.tolist() == [True, True, False]
+    assert sampled.is_possible_B.tolist()[:2] == [True, False]
+    plain = sample(logits_BV, batch_of([params] * 3), zeros(3), mode)
+    assert sampled.token_ids_B[0] == plain.token_ids_B[0]
+    assert plain.is_possible_B is None
+
+
+@pytest.mark.parametrize("mode", [POLICY, PROCESSED])
+def test_the_most_likely_tokens_come_with_rows_that_want_them(mode):
+    many = [
+        SamplingParams(top_logprobs=2, top_k=3),
+        SamplingParams(),
+        SamplingParams(top_logprobs=50, temperature=0.5),
+    ]
+    logits_BV = random_logits(5, 3, 20)
+    batch = batch_of(many)
+    assert batch.top_rows.tolist() == [0, 2]
+    sampled = sample(logits_BV, batch, zeros(3), mode)
+    ids_KN, logprobs_KN = sampled.top_KN
+    assert ids_KN.shape == (2, 20)
+    for place, row in enumerate((0, 2)):
+        of_V = logits_BV[row] / many[row].temperature
+        if mode is PROCESSED:
+            of_V = warped(logits_BV[row : row + 1], many[row])[0]
+        likely = of_V.log_softmax(-1).topk(5)
+        assert ids_KN[place, :3].tolist() == likely.indices[:3].tolist()
+        torch.testing.assert_close(logprobs_KN[place, :5], likely.values, rtol=0, atol=2e-6)
 
 
 def borders_are_clear(logits_BV, params):
@@ -151,7 +224,9 @@ def test_truncation_keeps_what_transformers_keeps(
         )
 
 
-@pytest.mark.parametrize("truncation", [{"top_p": 1e-6}, {"min_p": 1.0}, {"top_k": 1}])
+@pytest.mark.parametrize(
+    "truncation", [{"top_p": 1e-6}, {"top_p": 1e-300}, {"min_p": 1.0}, {"top_k": 1}]
+)
 def test_the_most_likely_token_always_stays(truncation):
     logits_BV = random_logits(5, 4, 20)
     kept_BV = truncated(logits_BV, SamplingParams(**truncation)).isfinite()
@@ -197,7 +272,7 @@ def test_the_first_and_last_possible_tokens_are_drawn_at_the_ends():
 def test_logprobs_are_of_the_distribution_that_the_mode_names(mode):
     many = [SamplingParams(temperature=t, **f) for t in (0.7, 1.3) for f in ({}, *TRUNCATIONS)]
     logits_BV = random_logits(7, len(many), 40)
-    tokens_B, logprobs_B, is_valid_B = sample(logits_BV, batch_of(many), zeros(len(many)), mode)
+    tokens_B, logprobs_B, is_valid_B, *_ = sample(logits_BV, batch_of(many), zeros(len(many)), mode)
     assert is_valid_B.all()
     assert logprobs_B.dtype == torch.float32
     for logits_V, params, token, logprob in zip(logits_BV, many, tokens_B, logprobs_B, strict=True):
@@ -214,7 +289,7 @@ def test_logprobs_are_of_the_distribution_that_the_mode_names(mode):
 )
 def test_greedy_takes_the_most_likely_token_and_reports_temperature_1(params, mode):
     logits_BV = random_logits(8, 5, 40)
-    tokens_B, logprobs_B, _ = sample(logits_BV, batch_of([params] * 5), zeros(5), mode)
+    tokens_B, logprobs_B, *_ = sample(logits_BV, batch_of([params] * 5), zeros(5), mode)
     assert tokens_B.tolist() == logits_BV.argmax(-1).tolist()
     expected_B = logits_BV.log_softmax(-1).max(-1).values
     torch.testing.assert_close(logprobs_B, expected_B, rtol=0, atol=2e-6)
@@ -223,7 +298,7 @@ def test_greedy_takes_the_most_likely_token_and_reports_temperature_1(params, mo
 def test_greedy_and_sampled_rows_share_a_batch():
     many = [SamplingParams(temperature=0), SamplingParams(), SamplingParams(top_k=1)] * 2
     logits_BV = random_logits(9, 6, 40)
-    tokens_B, _, _ = sample(logits_BV, batch_of(many), zeros(6), POLICY)
+    tokens_B, *_ = sample(logits_BV, batch_of(many), zeros(6), POLICY)
     most_likely_B = logits_BV.argmax(-1)
     expected_B = draw(logits_BV, uniforms(torch.arange(6), zeros(6)))
     for row in range(6):
@@ -235,11 +310,11 @@ def test_a_row_draws_the_same_alone_as_in_any_batch():
     many = [SamplingParams(), *(SamplingParams(**t) for t in TRUNCATIONS)] * 4
     seeds = [7 * row - 50 for row in range(20)]
     logits_BV, indices_B = random_logits(2, 20, 60), torch.arange(20)
-    tokens_B, logprobs_B, _ = sample(logits_BV, batch_of(many, seeds), indices_B, PROCESSED)
+    tokens_B, logprobs_B, *_ = sample(logits_BV, batch_of(many, seeds), indices_B, PROCESSED)
     for row in range(20):
         alone = batch_of([many[row]], [seeds[row]])
         one = slice(row, row + 1)
-        token, logprob, _ = sample(logits_BV[one], alone, indices_B[one], PROCESSED)
+        token, logprob, *_ = sample(logits_BV[one], alone, indices_B[one], PROCESSED)
         assert (token.item(), logprob.item()) == (tokens_B[row].item(), logprobs_B[row].item())
 
 
@@ -252,10 +327,10 @@ def test_rows_without_a_distribution_are_reported_and_leave_the_others_alone(par
     broken_BV[2, 0] = torch.inf
     broken_BV[4] = -torch.inf
     batch = batch_of([params] * 6)
-    tokens_B, logprobs_B, is_valid_B = sample(broken_BV, batch, zeros(6), mode)
+    tokens_B, logprobs_B, is_valid_B, *_ = sample(broken_BV, batch, zeros(6), mode)
     assert is_valid_B.tolist() == [True, False, False, True, False, True]
     assert ((tokens_B >= 0) & (tokens_B < 30)).all()
-    sound_tokens_B, sound_logprobs_B, _ = sample(sound_BV, batch, zeros(6), mode)
+    sound_tokens_B, sound_logprobs_B, *_ = sample(sound_BV, batch, zeros(6), mode)
     assert torch.equal(tokens_B[is_valid_B], sound_tokens_B[is_valid_B])
     assert torch.equal(logprobs_B[is_valid_B], sound_logprobs_B[is_valid_B])
 
@@ -265,13 +340,15 @@ def test_a_greedy_row_without_a_distribution_is_reported(broken):
     logits_BV = random_logits(4, 1, 30)
     logits_BV[0, 3] = broken
     batch = batch_of([SamplingParams(temperature=0)])
-    _, _, is_valid_B = sample(logits_BV, batch, zeros(1), POLICY)
+    _, _, is_valid_B, *_ = sample(logits_BV, batch, zeros(1), POLICY)
     assert is_valid_B.tolist() == [False]
 
 
 def test_a_forbidden_token_leaves_a_distribution():
     logits_BV = torch.tensor([[0.0, -torch.inf, 1.0]])
-    _, logprobs_B, is_valid_B = sample(logits_BV, batch_of([SamplingParams()]), zeros(1), POLICY)
+    _, logprobs_B, is_valid_B, *_ = sample(
+        logits_BV, batch_of([SamplingParams()]), zeros(1), POLICY
+    )
     assert is_valid_B.all()
     assert logprobs_B.isfinite().all()
 

@@ -1,12 +1,14 @@
 import dataclasses
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import GenerationConfig
 
 from cb_rollout.errors import ConfigurationError, InvalidRequestError
-from cb_rollout.sampling_params import SamplingParams, from_generation_config, resolved
+from cb_rollout.sampling_params import SamplingParams, resolved
 
 MODEL_EOS = (1, 7)
 
@@ -24,6 +26,20 @@ def test_the_defaults_sample_from_the_whole_distribution():
         ("temperature", -0.1, "use 0 for greedy"),
         ("temperature", float("inf"), "use 0 for greedy"),
         ("temperature", float("nan"), "use 0 for greedy"),
+        ("temperature", 1e-310, "use 0 for greedy"),
+        ("temperature", 1e-7, "use 0 for greedy"),
+        ("temperature", True, "use 0 for greedy"),
+        ("temperature", "1", "use 0 for greedy"),
+        ("repetition_penalty", 0.0, "use 1 to switch it off"),
+        ("repetition_penalty", 1e-310, "use 1 to switch it off"),
+        ("presence_penalty", float("inf"), "use 0 to switch it off"),
+        ("frequency_penalty", 1e300, "use 0 to switch it off"),
+        ("min_new_tokens", -1, "0 is no minimum"),
+        ("min_length", 2.5, "0 is no minimum"),
+        ("top_logprobs", -1, "0 is none"),
+        ("top_k", True, "use 0 to switch it off"),
+        ("top_k", np.bool_(True), "use 0 to switch it off"),
+        ("seed", 1.5, "not a whole number"),
         ("top_p", 0.0, "use 1 to switch it off"),
         ("top_p", 1.5, "use 1 to switch it off"),
         ("top_p", float("nan"), "use 1 to switch it off"),
@@ -37,12 +53,12 @@ def test_the_defaults_sample_from_the_whole_distribution():
 def test_a_value_out_of_range_is_refused_with_what_to_use(field, value, advice):
     with pytest.raises(InvalidRequestError) as raised:
         SamplingParams(**{field: value})
-    assert str(raised.value).startswith(f"{field}={value} ")
+    assert str(raised.value).startswith(f"{field}={value!r} ")
     assert advice in str(raised.value)
 
 
 @given(
-    temperature=st.floats(0, 100),
+    temperature=st.just(0.0) | st.floats(1e-6, 100),
     top_k=st.integers(0, 1000),
     top_p=st.floats(0, 1, exclude_min=True),
     min_p=st.floats(0, 1),
@@ -51,6 +67,111 @@ def test_a_value_out_of_range_is_refused_with_what_to_use(field, value, advice):
 def test_every_value_in_range_is_accepted_and_kept(**values):
     params = SamplingParams(**values)
     assert {name: getattr(params, name) for name in values} == values
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "plain"),
+    [
+        ("temperature", np.float32(0.5), 0.5),
+        ("temperature", torch.tensor(0.5), 0.5),
+        ("temperature", 1, 1.0),
+        ("top_k", np.int64(5), 5),
+        ("top_k", torch.tensor(5), 5),
+        ("seed", np.uint8(3), 3),
+        ("do_sample", np.bool_(False), False),
+        ("stop_token_ids", torch.tensor([3, 4]), (3, 4)),
+        ("stop_token_ids", np.int32(3), (3,)),
+        ("stop_token_ids", {3}, (3,)),
+        ("eos_token_id", torch.tensor(3), (3,)),
+        ("bad_words", [np.array([3, 4]), [5]], ((3, 4), (5,))),
+        ("logit_bias", {np.int64(3): np.float32(0.5)}, {3: 0.5}),
+        ("stop", "END", ("END",)),
+        ("stop", ["a", "b"], ("a", "b")),
+        ("stop", None, ()),
+        ("bad_words", None, ()),
+    ],
+)
+def test_scalars_and_arrays_of_other_libraries_become_plain_values(field, value, plain):
+    kept = getattr(SamplingParams(**{field: value}), field)
+    assert kept == plain
+    assert type(kept) is type(plain)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("stop_token_ids", (3, True), "is not made of token ids"),
+        ("stop_token_ids", (3.5,), "is not made of token ids"),
+        ("stop_token_ids", "3", "is not made of token ids"),
+        ("eos_token_id", -2, "-1 is none"),
+        ("bad_words", (3, 4), "sequence of token-id sequences"),
+        ("bad_words", ((),), "sequence of token-id sequences"),
+        ("bad_words", ("word",), "tokenizer(word, add_special_tokens=False)"),
+        ("logit_bias", [(3, 1.0)], "not a dict"),
+        ("logit_bias", {3: float("nan")}, "logit_bias[3]=nan"),
+        ("logit_bias", {3: float("inf")}, "logit_bias[3]=inf"),
+        ("logit_bias", {"3": 1.0}, "is not made of token ids"),
+        ("stop", "", "not empty"),
+        ("stop", ("a", ""), "not empty"),
+        ("stop", 5, "not a text"),
+        ("logits_processors", len, "(processor,)"),
+        ("logits_processors", (5,), "callables"),
+        ("grammar", "a+", "cb_rollout.grammar.Grammar"),
+        ("ignore_eos", 1, "not True or False"),
+    ],
+)
+def test_a_value_of_the_wrong_shape_is_refused_by_name(field, value, said):
+    with pytest.raises(InvalidRequestError) as raised:
+        SamplingParams(**{field: value})
+    assert field in str(raised.value)
+    assert said in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("word", "ours"),
+    [
+        ("max_tokens", "max_new_tokens"),
+        ("min_tokens", "min_new_tokens"),
+        ("stop_strings", "stop"),
+        ("temperature_", "temperature"),
+    ],
+)
+def test_a_neighbours_word_is_answered_with_ours(word, ours):
+    with pytest.raises(InvalidRequestError, match=f"no field '{word}'; did you mean '{ours}'"):
+        SamplingParams(**{word: 1})
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"repetition_penalty": 1.1},
+        {"presence_penalty": 0.5},
+        {"frequency_penalty": -0.5},
+        {"logit_bias": {3: 1.0}},
+        {"bad_words": ((3,),)},
+        {"begin_suppress_tokens": (3,)},
+        {"forced_eos_token_id": 3},
+        {"min_new_tokens": 3},
+        {"min_length": 3},
+        {"logits_processors": (len,)},
+    ],
+)
+def test_whatever_changes_the_logits_is_known_to(field):
+    assert SamplingParams(**field).is_adjusted
+    assert SamplingParams(**field).is_processed
+    assert not SamplingParams(stop="END", top_logprobs=3, stop_token_ids=(3,)).is_adjusted
+
+
+def test_equal_params_have_one_hash():
+    first, second = (SamplingParams(logit_bias={3: 1.0}, seed=s, stop="END") for s in (1, 1))
+    assert first == second
+    assert hash(first) == hash(second)
+
+
+@pytest.mark.parametrize("given", [{"temperature": 0.5}, GenerationConfig(), "greedy"])
+def test_what_are_no_sampling_params_is_refused(given):
+    with pytest.raises(ConfigurationError, match=r"(?s)sampling_params is a .*; pass a"):
+        resolved(given, DEFAULTS)
 
 
 def test_params_are_frozen():
@@ -90,92 +211,6 @@ def test_a_sequence_stops_at_the_tokens_asked_for(params, expected):
 
 def test_a_model_without_eos_never_stops_by_itself():
     assert SamplingParams().stop_tokens(()) == frozenset()
-
-
-def test_a_generation_config_at_rest_is_greedy():
-    assert from_generation_config(GenerationConfig()) == SamplingParams(do_sample=False)
-
-
-def test_a_generation_config_is_read_field_by_field():
-    asked = GenerationConfig(
-        do_sample=True,
-        temperature=0.7,
-        top_k=20,
-        top_p=0.9,
-        min_p=0.05,
-        max_new_tokens=12,
-        max_length=40,
-        eos_token_id=[1, 7],
-    )
-    assert from_generation_config(asked) == SamplingParams(
-        temperature=0.7,
-        top_k=20,
-        top_p=0.9,
-        min_p=0.05,
-        max_new_tokens=12,
-        max_length=40,
-        eos_token_id=(1, 7),
-    )
-
-
-def test_the_reference_way_to_switch_off_eos_is_read():
-    params = from_generation_config(GenerationConfig(eos_token_id=-1))
-    assert params.stop_tokens(MODEL_EOS) == frozenset()
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("repetition_penalty", 1.2),
-        ("min_new_tokens", 4),
-        ("min_length", 4),
-        ("no_repeat_ngram_size", 3),
-        ("num_beams", 2),
-        ("typical_p", 0.9),
-        ("stop_strings", ["END"]),
-        ("bad_words_ids", [[3]]),
-        ("suppress_tokens", [3]),
-        ("sequence_bias", [[[3], 1.0]]),
-        ("forced_eos_token_id", 1),
-        ("max_time", 1.0),
-        ("renormalize_logits", True),
-    ],
-)
-def test_a_generation_setting_that_is_not_honoured_is_refused(field, value):
-    with pytest.raises(ConfigurationError) as raised:
-        from_generation_config(GenerationConfig(**{field: value}))
-    assert str(raised.value).startswith(f"GenerationConfig.{field}={value!r} is not honoured")
-    assert "model.generate" in str(raised.value)
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [("repetition_penalty", 1.0), ("num_beams", 1), ("typical_p", 1.0), ("min_new_tokens", 0)],
-)
-def test_a_generation_setting_at_rest_is_accepted(field, value):
-    asked = GenerationConfig(do_sample=True, **{field: value})
-    assert from_generation_config(asked) == SamplingParams()
-
-
-def test_a_generation_setting_without_effect_is_accepted():
-    asked = GenerationConfig(
-        do_sample=True, pad_token_id=0, use_cache=False, num_assistant_tokens=5
-    )
-    assert from_generation_config(asked) == SamplingParams()
-
-
-def test_a_setting_that_transformers_does_not_know_is_refused_not_dropped():
-    asked = GenerationConfig()
-    asked.entropy_floor = 0.5
-    with pytest.raises(ConfigurationError, match=r"GenerationConfig\.entropy_floor=0\.5"):
-        from_generation_config(asked)
-
-
-def test_a_generation_value_out_of_range_is_refused():
-    asked = GenerationConfig(do_sample=True)
-    asked.top_p = 1.5
-    with pytest.raises(InvalidRequestError, match=r"top_p=1\.5"):
-        from_generation_config(asked)
 
 
 DEFAULTS = SamplingParams(temperature=0.3, max_new_tokens=8, eos_token_id=(1,), seed=5)

@@ -1,0 +1,117 @@
+"""Gives sequences their next tokens: logits in, tokens appended, or the sequence ended.
+
+Owns what is kept between steps of the same rows. Called by the thread that steps the engine.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from cb_rollout.config import LogprobsMode
+from cb_rollout.engine.processors import LogitsProcessing
+from cb_rollout.engine.request import Request
+from cb_rollout.engine.sampler import Sampled, SamplingBatch, create_sampling_batch, sample
+from cb_rollout.types import FinishReason, RequestStatus
+
+
+class TokenGiver:
+    """Samples for one engine."""
+
+    def __init__(self, device: torch.device, mode: LogprobsMode) -> None:
+        """Keep nothing yet.
+
+        Args:
+            device: where the logits are.
+            mode: which distribution the log-probabilities are of.
+        """
+        self._device = device
+        self._mode = mode
+        self._kept: tuple[list[Request], SamplingBatch, LogitsProcessing | None] | None = None
+
+    def extend(
+        self,
+        requests: Sequence[Request],
+        logits_BV: torch.Tensor,
+        policy_version: int,
+        *,
+        is_recurring: bool,
+    ) -> int:
+        """Append a token to every sequence, or end it as failed where there is none for it.
+
+        Args:
+            requests: the rows' sequences.
+            logits_BV: float32 logits after each one's last token.
+            policy_version: what the tokens are stamped with.
+            is_recurring: whether the same rows are likely to come next time.
+
+        Returns:
+            How many got a token.
+        """
+        batch, processing = self._prepared(requests, logits_BV.shape[-1], is_recurring)
+        indices_B = torch.tensor([r.num_generated for r in requests], device=self._device)
+        processed_BV = None if processing is None else processing(logits_BV, indices_B)
+        sampled = sample(logits_BV, batch, indices_B, self._mode, processed_BV)
+        tokens, logprobs, is_valid = (result.tolist() for result in sampled[:3])
+        if processed_BV is not None or batch.top_rows is not None:
+            return _append_one_by_one(requests, batch, sampled, policy_version)
+        for request, token, logprob, valid in zip(
+            requests, tokens, logprobs, is_valid, strict=True
+        ):
+            if valid:
+                request.append(token, logprob, policy_version)
+            else:
+                _fail_without_distribution(request)
+        return sum(is_valid)
+
+    def _prepared(
+        self, requests: Sequence[Request], vocab_size: int, is_recurring: bool
+    ) -> tuple[SamplingBatch, LogitsProcessing | None]:
+        """The rows' parameters, kept until the rows change."""
+        if is_recurring and self._kept is not None and self._kept[0] == requests:
+            return self._kept[1:]
+        batch, processing = create_sampling_batch(requests, self._device), None
+        if any(request.is_adjusted for request in requests):
+            previous = self._kept[2] if is_recurring and self._kept is not None else None
+            processing = LogitsProcessing(requests, vocab_size, self._device, previous)
+        if is_recurring:
+            self._kept = (list(requests), batch, processing)
+        return batch, processing
+
+
+def _append_one_by_one(
+    requests: Sequence[Request], batch: SamplingBatch, sampled: Sampled, policy_version: int
+) -> int:
+    """Append where a sequence may have failed already, or wants its most likely tokens."""
+    tokens, logprobs, is_valid = (result.tolist() for result in sampled[:3])
+    is_possible = is_valid if sampled.is_possible_B is None else sampled.is_possible_B.tolist()
+    top: dict[int, list[tuple[int, float]]] = {}
+    if sampled.top_KN is not None and batch.top_rows is not None:
+        ids_KN, logprobs_KN = (result.tolist() for result in sampled.top_KN)
+        for row, ids, values in zip(batch.top_rows.tolist(), ids_KN, logprobs_KN, strict=True):
+            wanted = requests[row].params.top_logprobs
+            # What can not be sampled at all is no alternative.
+            pairs = zip(ids[:wanted], values[:wanted], strict=True)
+            top[row] = [(token, value) for token, value in pairs if value > -torch.inf]
+    num_appended = 0
+    for row, request in enumerate(requests):
+        if request.status.is_final:
+            continue
+        if not is_valid[row]:
+            _fail_without_distribution(request)
+        elif not is_possible[row]:
+            said = f"after {request.num_tokens} tokens none may follow: bad_words, logit_bias, "
+            said += "min_new_tokens, a logits processor and the grammar forbid all; loosen them."
+            request.end(RequestStatus.FAILED, FinishReason.ERROR, said)
+        else:
+            request.append(tokens[row], logprobs[row], policy_version, top.get(row))
+            num_appended += 1
+    return num_appended
+
+
+def _fail_without_distribution(request: Request) -> None:
+    request.end(
+        RequestStatus.FAILED,
+        FinishReason.ERROR,
+        f"the model's logits after {request.num_tokens} tokens are NaN or infinite; look at the "
+        "weights (a diverged step?) or raise rollout_dtype.",
+    )

@@ -1,0 +1,105 @@
+"""How a transformers `GenerationConfig` is read as `SamplingParams`.
+
+Owns which of its fields are honoured, and refuses every other one that would change what is
+sampled. Loads no torch.
+"""
+
+import math
+from typing import Any
+
+from cb_rollout.errors import ConfigurationError
+from cb_rollout.sampling_params import SamplingParams
+
+SAME_NAME = (
+    "temperature", "top_k", "top_p", "min_p", "do_sample", "repetition_penalty", "max_new_tokens",
+    "max_length", "min_new_tokens", "min_length", "eos_token_id", "forced_eos_token_id",
+    "begin_suppress_tokens",
+)  # fmt: skip
+OTHER_NAME = ("stop_strings", "bad_words_ids", "sequence_bias", "suppress_tokens")
+# What is honoured, under transformers' word or ours.
+
+INERT = {
+    "num_return_sequences", "pad_token_id", "bos_token_id", "use_cache", "cache_implementation",
+    "cache_config", "max_cache_len", "compile_config", "disable_compile", "low_memory",
+    "early_stopping", "length_penalty", "transformers_version", "output_attentions",
+    "output_hidden_states", "output_scores", "output_logits", "return_dict_in_generate",
+    "prefill_chunk_size", "continuous_batching_config", "decoder_start_token_id", "use_mtp",
+}  # fmt: skip
+# Read elsewhere, or without effect on which tokens continuous batching samples.
+
+NEUTRAL = {
+    "num_beams": 1, "num_beam_groups": 1, "encoder_repetition_penalty": 1.0,
+    "no_repeat_ngram_size": 0, "encoder_no_repeat_ngram_size": 0, "typical_p": 1.0,
+    "epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "diversity_penalty": 0.0, "guidance_scale": 1,
+    "renormalize_logits": False, "remove_invalid_values": False, "token_healing": False,
+    "is_assistant": False,
+}  # fmt: skip
+# The value at which each setting that is not honoured changes nothing.
+
+ASSISTED_DECODING = (
+    "num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold",
+    "assistant_early_exit", "assistant_lookbehind", "target_lookbehind",
+    "assistant_ensemble_weight", "max_matching_ngram_size",
+)  # fmt: skip
+# Tune a draft model that continuous batching does not have; they never change what is sampled.
+
+
+def from_generation_config(generation_config: Any) -> SamplingParams:
+    """The sampling that a transformers `GenerationConfig` asks for.
+
+    Fields that are None are at rest: `do_sample=None` is greedy and `top_k=None` is off.
+
+    Raises:
+        ConfigurationError: it is something else, or a field asks for something not honoured.
+        InvalidRequestError: a value is out of its range.
+    """
+    # By name, so that reading a config never loads torch.
+    if "GenerationConfig" not in {kind.__name__ for kind in type(generation_config).__mro__}:
+        is_params = isinstance(generation_config, SamplingParams)
+        advice = "pass it as sampling_params" if is_params else "pass a transformers one"
+        raise ConfigurationError(
+            f"generation_config is a {type(generation_config).__name__}, {generation_config!r}; "
+            f"{advice}."
+        )
+    settings = {
+        name: value
+        for name, value in vars(generation_config).items()
+        if value is not None and not name.startswith("_")
+    }
+    known = {*SAME_NAME, *OTHER_NAME, *INERT, *ASSISTED_DECODING}
+    for name, value in settings.items():
+        if name not in known and NEUTRAL.get(name) != value:
+            raise ConfigurationError(
+                f"GenerationConfig.{name}={value!r} is not honoured by cb_rollout; set it to "
+                f"{NEUTRAL.get(name)!r} or use model.generate."
+            )
+    given = {name: settings[name] for name in SAME_NAME if name in settings}
+    given.setdefault("do_sample", False)
+    eos = given.get("eos_token_id")
+    return SamplingParams(
+        **given,
+        stop=settings.get("stop_strings", ()),
+        bad_words=_bad_words(settings.get("bad_words_ids", ()), eos),
+        logit_bias=_logit_bias(settings),
+    )
+
+
+def _bad_words(words: Any, eos: Any) -> Any:
+    """All but the end-of-sequence tokens, which transformers' processor passes over as words."""
+    eos_ids = eos if isinstance(eos, list | tuple) else (eos,)
+    return tuple(word for word in words if list(word) not in [[token] for token in eos_ids])
+
+
+def _logit_bias(settings: dict[str, Any]) -> dict[int, float] | None:
+    """`sequence_bias`, in either of its spellings, and `suppress_tokens`."""
+    given = settings.get("sequence_bias", {})
+    pairs = given.items() if isinstance(given, dict) else given
+    bias = {}
+    for sequence, value in pairs:
+        if len(sequence) != 1:
+            raise ConfigurationError(
+                f"GenerationConfig.sequence_bias names {list(sequence)}, and cb_rollout biases "
+                "single tokens only; use bad_words_ids to forbid a sequence, or model.generate."
+            )
+        bias[sequence[0]] = value
+    return bias | dict.fromkeys(settings.get("suppress_tokens", ()), -math.inf) or None

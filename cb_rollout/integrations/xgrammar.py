@@ -1,0 +1,106 @@
+"""Grammars, JSON schemas and regular expressions, compiled by xgrammar.
+
+Owns the way from an xgrammar `CompiledGrammar` to a `cb_rollout.grammar.Grammar`. Needs the extra
+`grammar`: pip install 'cb_rollout[grammar]'.
+
+V: logits.
+"""
+
+import importlib
+import json
+from typing import Any, Self
+
+import torch
+
+BITS = 32
+# Of one word of xgrammar's masks.
+
+
+class XGrammar:
+    """A compiled grammar, for `SamplingParams.grammar`; may be shared by any number of requests.
+
+    grammar = XGrammar.from_json_schema(schema, tokenizer, vocab_size=model.config.vocab_size)
+    SamplingParams(grammar=grammar)
+    """
+
+    def __init__(self, compiled: Any) -> None:
+        """Take what an `xgrammar.GrammarCompiler` made, for the model's own vocabulary size.
+
+        Raises:
+            ImportError: xgrammar is not installed.
+        """
+        self._xgrammar = _import_xgrammar()
+        self._compiled = compiled
+
+    @classmethod
+    def from_json_schema(
+        cls, schema: str | dict[str, Any], tokenizer: Any, vocab_size: int
+    ) -> Self:
+        """JSON that obeys `schema`.
+
+        Args:
+            schema: a JSON schema, as text or as a dict.
+            tokenizer: the model's transformers tokenizer.
+            vocab_size: how many logits the model gives.
+        """
+        text = schema if isinstance(schema, str) else json.dumps(schema)
+        return cls(_compiler(tokenizer, vocab_size).compile_json_schema(text))
+
+    @classmethod
+    def from_regex(cls, regex: str, tokenizer: Any, vocab_size: int) -> Self:
+        """Text that matches `regex` as a whole."""
+        return cls(_compiler(tokenizer, vocab_size).compile_regex(regex))
+
+    @classmethod
+    def from_ebnf(cls, grammar: str, tokenizer: Any, vocab_size: int) -> Self:
+        """Text of a grammar in xgrammar's EBNF."""
+        return cls(_compiler(tokenizer, vocab_size).compile_grammar(grammar))
+
+    def matcher(self) -> "XGrammarMatcher":
+        """A new sequence's place: the start."""
+        return XGrammarMatcher(self._xgrammar.GrammarMatcher(self._compiled))
+
+
+class XGrammarMatcher:
+    """How far one sequence has come; satisfies `cb_rollout.grammar.GrammarMatcher`."""
+
+    def __init__(self, matcher: Any) -> None:
+        """Take an `xgrammar.GrammarMatcher`, or what acts as one."""
+        self._matcher = matcher
+
+    def fill_allowed_tokens(self, mask_V: torch.Tensor) -> None:
+        """Set True where a token may come next."""
+        num_words = -(-len(mask_V) // BITS)
+        # -1 allows all, which is what it means where the matcher leaves the mask alone.
+        words = torch.full((1, num_words), -1, dtype=torch.int32)
+        self._matcher.fill_next_token_bitmask(words, 0)
+        mask_V.copy_(unpacked(words[0], len(mask_V)))
+
+    def accept_token(self, token_id: int) -> bool:
+        """Go on by one sampled token; False where the grammar does not allow it."""
+        return self._matcher.accept_token(token_id)
+
+    def is_terminated(self) -> bool:
+        """Whether nothing may follow."""
+        return self._matcher.is_terminated()
+
+
+def unpacked(words: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    """A mask of one bit a token (int32, lowest bit first) as one of bools."""
+    bits = words[:, None] >> torch.arange(BITS, dtype=torch.int32)
+    return (bits & 1).view(-1)[:num_tokens].bool()
+
+
+def _compiler(tokenizer: Any, vocab_size: int) -> Any:
+    xgrammar = _import_xgrammar()
+    info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocab_size)
+    return xgrammar.GrammarCompiler(info)
+
+
+def _import_xgrammar() -> Any:
+    try:
+        return importlib.import_module("xgrammar")
+    except ModuleNotFoundError as error:
+        raise ImportError(
+            "grammars need xgrammar, which is not installed: pip install 'cb_rollout[grammar]'."
+        ) from error
