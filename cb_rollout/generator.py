@@ -22,10 +22,10 @@ from cb_rollout.intake import grouped
 from cb_rollout.logprobs import DriftReport, drift
 from cb_rollout.manager import ContinuousBatchingManager
 from cb_rollout.memory import MemoryPlan
-from cb_rollout.precision import autocast_dtype
 from cb_rollout.prompts import Prompt, encoded
 from cb_rollout.sampling_params import SamplingParams, from_generation_config, resolved
 from cb_rollout.types import GenerationOutput, RequestStatus, SyncReport
+from cb_rollout.weights import create_weight_sync, require_equal
 
 PROGRESS_SECONDS = 0.25
 # How often a progress bar moves while nothing finishes.
@@ -46,8 +46,7 @@ class RolloutGenerator:
         """Probe the model and plan the memory.
 
         Args:
-            model: a causal language model; PEFT, DDP, `torch.compile` and accelerate wrappers are
-                seen through. Its weights are used in place.
+            model: a causal language model, plain or wrapped by PEFT, accelerate or torch.
             config: a `RolloutConfig`, or a transformers `ContinuousBatchingConfig`.
             tokenizer: allows prompts that are strings or chats.
             generation_config: defaults of every request; None: the model's own.
@@ -59,13 +58,14 @@ class RolloutGenerator:
         self.config: RolloutConfig = as_rollout_config(config)
         self._tokenizer = tokenizer
         self._generation_config = generation_config
-        module = _compat.unwrap(model)
+        self._weights = create_weight_sync(_compat.unwrap(model), self.config, accelerator)
         self.manager = ContinuousBatchingManager(
-            module,
+            self._weights.module,
             generation_config,
             self.config,
-            autocast_dtype=autocast_dtype(self.config, module, accelerator),
+            autocast_dtype=self._weights.autocast_dtype,
             rank=0 if accelerator is None else accelerator.process_index,
+            trained=self._weights.trained,
         )
         self._sleep: ExitStack | None = None
         self._last_rollout: list[Request] = []
@@ -203,14 +203,18 @@ class RolloutGenerator:
     def sync_weights(self) -> SyncReport:
         """The model's weights changed: every token from now on comes from the new ones.
 
-        The engine runs the training module itself, so nothing is copied. No key computed under the
-        old weights is read again: what is in flight is computed anew, tokens kept.
+        What is in flight is computed anew, tokens kept. Every process of a sharded model calls it.
+
+        Raises:
+            WeightSyncError: the model and its copy no longer have the same tensors.
         """
-        started = time.perf_counter()
+        started, version = time.perf_counter(), self.policy_version + 1
         with self.manager.pause():
-            version = self.policy_version + 1
+            num_bytes = self._weights.sync()
             self.manager.engine.set_policy_version(version)
-        return SyncReport(version, time.perf_counter() - started, bytes_copied=0)
+            if self.config.verify_weight_sync:
+                require_equal(self._weights)
+        return SyncReport(version, time.perf_counter() - started, num_bytes)
 
     @property
     def is_asleep(self) -> bool:
@@ -247,9 +251,8 @@ class RolloutGenerator:
     def verify(self, num_sequences: int) -> DriftReport:
         """Recompute sequences of the last rollout with plain forwards, and compare.
 
-        Takes sequences evenly over the rollout. Those whose log-probabilities are not the policy's
-        (`logprobs_mode="processed"` under truncation) or whose weights have since changed are
-        passed over.
+        Takes sequences evenly over the rollout, none whose log-probabilities are not the policy's
+        (`logprobs_mode="processed"` under truncation) or whose weights have since changed.
         """
         comparable = [
             request
@@ -259,8 +262,11 @@ class RolloutGenerator:
         ]
         stride = max(1, len(comparable) // num_sequences)
         chosen = comparable[::stride][:num_sequences]
+        # Every process of a sharded model calls this, and must run as many forwards.
+        num_spare = num_sequences - len(chosen) if self._weights.is_collective else 0
+        forwards = self._last_rollout[:1] * num_spare + chosen
         with self.manager.pause():
-            recomputed = {r.request_id: self.manager.engine.recompute(r) for r in chosen}
+            recomputed = {r.request_id: self.manager.engine.recompute(r) for r in forwards}
         return drift({r.request_id: r.logprobs for r in chosen}, recomputed)
 
     def close(self) -> None:

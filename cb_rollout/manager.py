@@ -11,12 +11,13 @@ from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from cb_rollout import _compat
-from cb_rollout.config import RolloutConfig, as_rollout_config
+from cb_rollout.config import RolloutConfig, WeightSync, as_rollout_config
 from cb_rollout.delivery import Mailbox
 from cb_rollout.engine.core import Engine
-from cb_rollout.errors import EngineDeadError, RolloutError
+from cb_rollout.errors import ConfigurationError, EngineDeadError, RolloutError
 from cb_rollout.intake import Intake, ServingLimits, grouped
 from cb_rollout.loop import EngineLoop
 from cb_rollout.sampling_params import SamplingParams, from_generation_config, resolved
@@ -58,6 +59,7 @@ class ContinuousBatchingManager:
         *,
         autocast_dtype: torch.dtype | None = None,
         rank: int = 0,
+        trained: PreTrainedModel | None = None,
     ) -> None:
         """Probe the model and plan the memory; nothing runs before `start()`.
 
@@ -67,16 +69,22 @@ class ContinuousBatchingManager:
             continuous_batching_config: a `RolloutConfig`, or transformers' own.
             autocast_dtype: run forwards under autocast to this dtype; None: as the model is.
             rank: keeps the random draws of data-parallel processes apart.
+            trained: the model that trains, where `model` is a copy of it; None: `model` itself.
 
         Raises:
             ConfigurationError: a setting or the model cannot be honoured.
         """
         self.config: RolloutConfig = as_rollout_config(continuous_batching_config)
         module = _compat.unwrap(model)
+        if self.config.weight_sync == WeightSync.COPY and trained is None:
+            raise ConfigurationError(
+                "weight_sync='copy' needs somebody to keep the copy up to date; make a "
+                "RolloutGenerator, whose .manager is this class, or leave it at 'auto'."
+            )
         _compat.refuse_what_cannot_generate(module)
         _compat.refuse_sharded(module)
         self.defaults = from_generation_config(generation_config or module.generation_config)
-        self.engine = Engine(module, self.config, autocast_dtype)
+        self.engine = Engine(module, self.config, autocast_dtype, trained)
         limits = ServingLimits(
             vocab_size=_compat.vocab_size(module),
             max_positions=_compat.max_positions(module),

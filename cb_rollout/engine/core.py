@@ -31,6 +31,7 @@ class Engine:
         model: PreTrainedModel,
         config: RolloutConfig,
         autocast_dtype: torch.dtype | None = None,
+        trained: PreTrainedModel | None = None,
     ) -> None:
         """Probe the model and plan the memory; pages are allocated at the first step.
 
@@ -38,6 +39,7 @@ class Engine:
             model: the unwrapped model.
             config: settings; what it leaves open is chosen here.
             autocast_dtype: run forwards under autocast to this dtype; None: as the model is.
+            trained: the model that trains, where `model` is a copy of it; None: `model` itself.
 
         Raises:
             ConfigurationError: the model cannot run on pages.
@@ -46,6 +48,7 @@ class Engine:
         self.counters = EngineCounters()
         self.policy_version = 0
         self._runner = ModelRunner(model, autocast_dtype)
+        self.trained = trained or model
         self._logprobs_mode = LogprobsMode(config.logprobs_mode)
         self._lease = ExitStack()
         self._is_leased = False
@@ -54,8 +57,8 @@ class Engine:
 
     def _probe(self) -> None:
         """Learn the cache's layout, and plan its memory."""
-        model, config = self._runner.model, self.config
-        self._identity = _compat.forward_identity(model)
+        config = self.config
+        self._identity = _compat.forward_identity(self.model)
         self.layout = self._runner.probe()
         self.device = self._runner.device
         self.limits = Limits(
@@ -66,7 +69,7 @@ class Engine:
             can_share_blocks=config.allow_block_sharing,
             can_resume_prompts=not self.layout.is_recurrent,
         )
-        self.memory_plan = plan_memory(model, config, self.layout, self.limits, self.device)
+        self.memory_plan = plan_memory(self.trained, config, self.layout, self.limits, self.device)
 
     def _start_empty(self) -> None:
         self._storage = CacheStorage(self.layout, self.limits, self.memory_plan, self.device)
@@ -139,10 +142,9 @@ class Engine:
         self._scheduler.waiting.extend(waiting)
 
     def recompute(self, request: Request) -> list[float]:
-        """A sequence's log-probabilities by one plain forward, without the cache."""
-        temperature = 1.0 if request.params.is_greedy else request.params.temperature
-        with leased(self.model):
-            return self._runner.recompute(request.token_ids, len(request.prompt_ids), temperature)
+        """A sequence's log-probabilities by one plain forward of the model that trains."""
+        with leased(self.trained):
+            return self._runner.recompute(self.trained, request)
 
     def step(self) -> list[Request]:
         """Run at most one prefill and one decode forward.
