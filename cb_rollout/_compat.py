@@ -4,6 +4,7 @@ Nothing here keeps state. A change upstream breaks this file, and no other.
 """
 
 import inspect
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -25,7 +26,25 @@ def unwrap(model: torch.nn.Module) -> PreTrainedModel:
     Raises:
         ConfigurationError: there is none, or its adapter needs the wrapper's own forward.
     """
+    *_, innermost = _wrappers(model)
+    assert isinstance(innermost, PreTrainedModel)
+    return innermost
+
+
+def collective_forward(model: torch.nn.Module) -> torch.nn.Module:
+    """What to call for the model's own forward: under FSDP2 its root, else the innermost model.
+
+    FSDP2's root gathers what its units do not, and accelerate 1.15 makes a PEFT wrapper the root.
+    DDP's forward is not needed, and would talk to other processes.
+    """
+    wrappers = list(_wrappers(model))
+    return next((w for w in wrappers if isinstance(w, FSDPModule)), wrappers[-1])
+
+
+def _wrappers(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """The model and what is inside it, down to the transformers model."""
     module: Any = model
+    yield module
     while not isinstance(module, PreTrainedModel):
         if hasattr(module, "_orig_mod"):  # torch 2.13, `OptimizedModule`
             module = module._orig_mod
@@ -48,7 +67,7 @@ def unwrap(model: torch.nn.Module) -> PreTrainedModel:
                 f"model is a {type(model).__name__}; pass a transformers causal language model, "
                 "plain or wrapped by PEFT, DDP, torch.compile or accelerate."
             )
-    return module
+        yield module
 
 
 def refuse_what_cannot_generate(model: PreTrainedModel) -> None:
@@ -100,7 +119,12 @@ def zero3_slice(tensor: Any) -> torch.Tensor:
 
 
 def is_sharded(model: PreTrainedModel) -> bool:
-    """Whether processes hold different parts of any parameter."""
+    """Whether processes hold different parts of any parameter.
+
+    FSDP2's modules show whole parameters after a forward, so they are asked for by their class.
+    """
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        return True
     return any(is_dtensor(p) or is_zero3(p) for p in model.parameters())
 
 
@@ -119,16 +143,33 @@ def local_part(parameter: torch.Tensor) -> torch.Tensor:
     return zero3_slice(parameter) if is_zero3(parameter) else parameter
 
 
-def fsdp_param_dtype(model: PreTrainedModel) -> torch.dtype | None:
-    """What FSDP2's mixed precision casts every parameter to for a forward; None: nothing."""
+def _fsdp_groups(model: torch.nn.Module) -> Iterator[Any]:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             state: Any = module._get_fsdp_state()
             # torch 2.13 has a list of groups, torch 2.11 one group or None.
             one = getattr(state, "_fsdp_param_group", None)
-            for group in getattr(state, "_fsdp_param_groups", [one] if one else []):
-                return group.mp_policy.param_dtype
-    return None
+            yield from getattr(state, "_fsdp_param_groups", [one] if one else [])
+
+
+def fsdp_shards(model: torch.nn.Module) -> dict[int, torch.Tensor]:
+    """The shard behind each parameter that FSDP2 shows whole now, by the parameter's id.
+
+    A forward leaves some parameters whole until the next backward, cast to what it computed in;
+    resharding them by `reshard()` upsets groups of several modules (torch 2.13).
+    """
+    return {
+        id(parameter._unsharded_param): parameter.sharded_param
+        for group in _fsdp_groups(model)
+        for parameter in group.fsdp_params
+        if hasattr(parameter, "_unsharded_param")
+    }
+
+
+def fsdp_param_dtype(model: PreTrainedModel) -> torch.dtype | None:
+    """What FSDP2's mixed precision casts every parameter to for a forward; None: nothing."""
+    groups = list(_fsdp_groups(model))
+    return groups[0].mp_policy.param_dtype if groups else None
 
 
 def is_quantized(model: PreTrainedModel) -> bool:

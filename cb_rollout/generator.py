@@ -13,7 +13,6 @@ from typing import Any, Literal, Self
 import torch
 from tqdm.auto import tqdm
 
-from cb_rollout import _compat
 from cb_rollout.config import RolloutConfig, as_rollout_config
 from cb_rollout.delivery import Mailbox
 from cb_rollout.engine.request import Request
@@ -58,7 +57,7 @@ class RolloutGenerator:
         self.config: RolloutConfig = as_rollout_config(config)
         self._tokenizer = tokenizer
         self._generation_config = generation_config
-        self._weights = create_weight_sync(_compat.unwrap(model), self.config, accelerator)
+        self._weights = create_weight_sync(model, self.config, accelerator)
         self.manager = ContinuousBatchingManager(
             self._weights.module,
             generation_config,

@@ -11,7 +11,6 @@ from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
 from cb_rollout import _compat
 from cb_rollout.config import RolloutConfig, WeightSync, as_rollout_config
@@ -59,7 +58,7 @@ class ContinuousBatchingManager:
         *,
         autocast_dtype: torch.dtype | None = None,
         rank: int = 0,
-        trained: PreTrainedModel | None = None,
+        trained: torch.nn.Module | None = None,
     ) -> None:
         """Probe the model and plan the memory; nothing runs before `start()`.
 

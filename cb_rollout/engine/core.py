@@ -31,7 +31,7 @@ class Engine:
         model: PreTrainedModel,
         config: RolloutConfig,
         autocast_dtype: torch.dtype | None = None,
-        trained: PreTrainedModel | None = None,
+        trained: torch.nn.Module | None = None,
     ) -> None:
         """Probe the model and plan the memory; pages are allocated at the first step.
 

@@ -137,14 +137,15 @@ class ModelRunner:
         assert logits_BV.shape[0] == B
         return logits_BV
 
-    def recompute(self, model: PreTrainedModel, request: Request) -> list[float]:
+    def recompute(self, model: torch.nn.Module, request: Request) -> list[float]:
         """Log-probabilities of a request's tokens, by a forward of `model` without a cache."""
         num_prompt = len(request.prompt_ids)
         temperature = 1.0 if request.params.is_greedy else request.params.temperature
         input_ids = self._integers([request.token_ids])
+        forward = _compat.collective_forward(model)
         # no_grad, not inference_mode: some models keep buffers that a later training forward uses.
         with torch.no_grad(), self._autocast():
-            output = model(input_ids=input_ids, attention_mask=torch.ones_like(input_ids))
+            output = forward(input_ids=input_ids, attention_mask=torch.ones_like(input_ids))
         logits_TV = output.logits[0, num_prompt - 1 : -1].float() / temperature
         logprobs_T, _ = chosen_logprobs(logits_TV, input_ids[0, num_prompt:])
         return logprobs_T.tolist()

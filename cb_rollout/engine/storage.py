@@ -4,7 +4,6 @@ Owns when memory is taken. What lies where is the cache's affair.
 """
 
 import torch
-from transformers import PreTrainedModel
 
 from cb_rollout import _compat
 from cb_rollout.config import RolloutConfig
@@ -17,7 +16,7 @@ from cb_rollout.memory import GIB, MemoryPlan, create_memory_plan, training_rese
 
 
 def plan_memory(
-    model: PreTrainedModel,
+    model: torch.nn.Module,
     config: RolloutConfig,
     layout: CacheLayout,
     limits: Limits,

@@ -5,6 +5,7 @@
 
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
 from cb_rollout import _compat
@@ -21,12 +22,12 @@ __all__ = ["WeightSynchronizer", "create_weight_sync", "require_equal"]
 
 
 def create_weight_sync(
-    model: PreTrainedModel, config: RolloutConfig, accelerator: Any = None
+    model: torch.nn.Module, config: RolloutConfig, accelerator: Any = None
 ) -> WeightSynchronizer:
     """The module that generates for `model`, and how it is kept up to date.
 
     Args:
-        model: the unwrapped training module.
+        model: the training module, wrapped or not.
         config: `weight_sync` and `rollout_dtype` choose.
         accelerator: the trainer's, whose precision and device are taken.
 
@@ -34,14 +35,15 @@ def create_weight_sync(
         ConfigurationError: the model's weights cannot be used as the config says.
         WeightSyncError: a copy made from the model's config has other tensors than the model.
     """
-    precision = rollout_precision(config, model, accelerator)
+    module = _compat.unwrap(model)
+    precision = rollout_precision(config, module, accelerator)
     weight_sync = config.weight_sync
     if weight_sync == WeightSync.AUTO:
         will_be_sharded = accelerator is not None and _compat.shards_models(accelerator)
-        weight_sync = WeightSync.COPY if will_be_sharded else _fitting(model, precision)
+        weight_sync = WeightSync.COPY if will_be_sharded else _fitting(module, precision)
     if weight_sync == WeightSync.SHARED:
-        return SharedWeights(model, precision.autocast_dtype)
-    if _compat.is_quantized(model):
+        return SharedWeights(module, precision.autocast_dtype)
+    if _compat.is_quantized(module):
         raise ConfigurationError(
             "weight_sync='copy' of a quantised model: its weights are no plain tensors; use "
             "'shared', which runs them in place with any adapter unmerged."

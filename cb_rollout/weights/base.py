@@ -16,8 +16,8 @@ class WeightSynchronizer(Protocol):
 
     module: PreTrainedModel
     """Generates. Its parameters' storage never moves."""
-    trained: PreTrainedModel
-    """Is trained; its forward is what log-probabilities are held against."""
+    trained: torch.nn.Module
+    """Is trained, maybe wrapped; its forward is what log-probabilities are held against."""
     autocast_dtype: torch.dtype | None
     """What forwards of either are autocast to; None: nothing."""
     is_collective: bool

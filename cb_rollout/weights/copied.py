@@ -7,8 +7,8 @@ weights are made whole a bucket at a time. Called from the training thread, the 
 from collections.abc import Iterator, Sequence
 
 import torch
-from transformers import PreTrainedModel
 
+from cb_rollout import _compat
 from cb_rollout.precision import Precision
 from cb_rollout.weights.gathering import Gathering, create_gathering
 from cb_rollout.weights.replica import create_replica, require_match, tensors_by_name
@@ -24,12 +24,12 @@ class CopiedWeights:
     """Generates with its own module; the trainer's may change meanwhile."""
 
     def __init__(
-        self, trained: PreTrainedModel, precision: Precision, device: torch.device | None
+        self, trained: torch.nn.Module, precision: Precision, device: torch.device | None
     ) -> None:
         """Make the copy and fill it.
 
         Args:
-            trained: the unwrapped training module.
+            trained: the training module, wrapped or not.
             precision: what the copy computes in.
             device: where it lies; None: where the training module does.
 
@@ -37,13 +37,13 @@ class CopiedWeights:
             ConfigurationError: an adapter cannot be merged.
             WeightSyncError: the model's config describes other tensors than the model has.
         """
-        self.trained = trained
+        self.trained, self._source = trained, _compat.unwrap(trained)
         self.autocast_dtype = precision.autocast_dtype
         self.is_collective = False
         self._taken: dict[tuple[str, ...], tuple[Signature, tuple[float, ...]]] = {}
         _, weights, shapes = self._read()
         device = device or next(trained.parameters()).device
-        self.module = create_replica(trained, weights, shapes, precision, device)
+        self.module = create_replica(self._source, weights, shapes, precision, device)
         self.sync()
 
     def sync(self) -> int:
@@ -78,9 +78,9 @@ class CopiedWeights:
 
     def _read(self) -> tuple[Gathering, list[Weight], dict[Weight, torch.Size]]:
         """The training module as it is now; a trainer may have sharded it since the last time."""
-        gathering = create_gathering(self.trained)
+        gathering = create_gathering(self._source)
         self.is_collective = gathering.is_collective
-        weights = weights_of(self.trained)
+        weights = weights_of(self._source, gathering.stored)
         return gathering, weights, {weight: gathering.shape(weight.base) for weight in weights}
 
     def _is_stale(self, weight: Weight, gathering: Gathering) -> bool:

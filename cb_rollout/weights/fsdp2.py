@@ -4,8 +4,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+
+from cb_rollout import _compat
 
 
 class Fsdp2Gathering:
@@ -14,10 +15,12 @@ class Fsdp2Gathering:
     is_collective = True
 
     def __init__(self, model: torch.nn.Module) -> None:
-        """Reshard: a forward leaves the root's parameters whole, in the dtype it computed in."""
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        """Find the shards of what a forward left whole."""
+        self._shards = _compat.fsdp_shards(model)
+
+    def stored(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The shard that the optimizer steps, in the dtype it trains in."""
+        return self._shards.get(id(tensor), tensor)
 
     def shape(self, tensor: torch.Tensor) -> torch.Size:
         """A DTensor's own is the whole one."""

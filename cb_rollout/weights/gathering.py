@@ -18,6 +18,10 @@ class Gathering(Protocol):
     is_collective: bool
     """Whether every process must ask for the same tensors in the same order."""
 
+    def stored(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What is trained, where a module shows something that is made from it."""
+        ...
+
     def shape(self, tensor: torch.Tensor) -> torch.Size:
         """Shape of the whole tensor."""
         ...
@@ -36,6 +40,10 @@ class PlainGathering:
 
     is_collective = False
 
+    def stored(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Its own."""
+        return tensor
+
     def shape(self, tensor: torch.Tensor) -> torch.Size:
         """Its own."""
         return tensor.shape
@@ -52,9 +60,6 @@ class PlainGathering:
 
 def create_gathering(model: PreTrainedModel) -> Gathering:
     """How the model's tensors are read as they lie now; a trainer may shard them at any time."""
-    parameters = list(model.parameters())
-    if any(_compat.is_dtensor(parameter) for parameter in parameters):
-        return Fsdp2Gathering(model)
-    if any(_compat.is_zero3(parameter) for parameter in parameters):
+    if any(_compat.is_zero3(parameter) for parameter in model.parameters()):
         return Zero3Gathering()
-    return PlainGathering()
+    return Fsdp2Gathering(model) if _compat.is_sharded(model) else PlainGathering()

@@ -13,7 +13,8 @@ class SharedWeights:
 
     def __init__(self, model: PreTrainedModel, autocast_dtype: torch.dtype | None) -> None:
         """Generate with the training module."""
-        self.module = self.trained = model
+        self.module = model
+        self.trained: torch.nn.Module = model
         self.autocast_dtype = autocast_dtype
 
     def sync(self) -> int:

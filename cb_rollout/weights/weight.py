@@ -4,8 +4,8 @@ Owns the names a plain model has, seen through PEFT, compile and checkpointing w
 nothing.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -49,18 +49,25 @@ class Weight:
         return value
 
 
-def weights_of(model: torch.nn.Module) -> list[Weight]:
+def weights_of(
+    model: torch.nn.Module, stored: Callable[[torch.Tensor], torch.Tensor]
+) -> list[Weight]:
     """Every tensor of the plain model inside `model`, each once, in the model's order.
+
+    Args:
+        model: the training module.
+        stored: what is trained behind a tensor that the module shows.
 
     Raises:
         ConfigurationError: an adapter cannot be expressed as a plain model's weight.
     """
     grouped: dict[tuple[int, ...], Weight] = {}
     for name, base, added, is_buffer in _walk(model, "", ()):
-        weight = Weight((name,), base, added, is_buffer)
+        added = tuple(replace(one, A=stored(one.A), B=stored(one.B)) for one in added)
+        weight = Weight((name,), stored(base), added, is_buffer)
         key = tuple(id(tensor) for tensor in weight.tensors)
         if key in grouped:
-            weight = Weight((*grouped[key].names, name), base, added, is_buffer)
+            weight = replace(weight, names=(*grouped[key].names, name))
         grouped[key] = weight
     return list(grouped.values())
 

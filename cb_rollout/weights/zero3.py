@@ -17,6 +17,10 @@ class Zero3Gathering:
 
     is_collective = True
 
+    def stored(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Its own."""
+        return tensor
+
     def shape(self, tensor: torch.Tensor) -> torch.Size:
         """What deepspeed notes on a parameter."""
         return _compat.zero3_shape(tensor) if _compat.is_zero3(tensor) else tensor.shape

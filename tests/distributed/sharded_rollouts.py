@@ -4,6 +4,7 @@ Writes, for each way of distributing it, how far the rollouts are from a plain m
 process trains on the same batches. Run by `processes.run_processes`.
 """
 
+import faulthandler
 import json
 import sys
 from pathlib import Path
@@ -112,14 +113,20 @@ def follow(model: Any, reference: Any, config: RolloutConfig) -> dict[str, Any]:
     }
 
 
+STUCK_SECONDS = 60
+# Past this a process ends itself and says where it waited.
+
+
 def main() -> None:
     """Every way, one after the other."""
+    faulthandler.dump_traceback_later(STUCK_SECONDS, exit=True)
     dist.init_process_group("gloo")
     checked = RolloutConfig(seed=dist.get_rank(), verify_weight_sync=True)
     half = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     tied = {"tie_word_embeddings": True}
     results = {
         "fsdp2": follow(sharded(plain()), plain(), checked),
+        "fsdp2_root": follow(fully_shard(plain()), plain(), checked),
         "fsdp2_tied": follow(sharded(plain(**tied)), plain(**tied), checked),
         "fsdp2_bf16": follow(sharded(plain(), mp_policy=half), plain(), checked),
         "fsdp2_lora": follow(sharded(with_lora()), with_lora(), checked),

@@ -12,7 +12,7 @@ def ranks():
     return run_processes("sharded_rollouts.py")
 
 
-@pytest.mark.parametrize("way", ["fsdp2", "fsdp2_tied", "fsdp2_lora", "ddp"])
+@pytest.mark.parametrize("way", ["fsdp2", "fsdp2_root", "fsdp2_tied", "fsdp2_lora", "ddp"])
 def test_rollouts_are_the_whole_models_after_every_step(ranks, way):
     for rank in ranks:
         assert rank[way]["moved"] > 1e-3
