@@ -118,7 +118,7 @@ def zero3_slice(tensor: Any) -> torch.Tensor:
     return tensor.ds_tensor
 
 
-def is_sharded(model: PreTrainedModel) -> bool:
+def is_sharded(model: torch.nn.Module) -> bool:
     """Whether processes hold different parts of any parameter.
 
     FSDP2's modules show whole parameters after a forward, so they are asked for by their class.
@@ -166,7 +166,7 @@ def fsdp_shards(model: torch.nn.Module) -> dict[int, torch.Tensor]:
     }
 
 
-def fsdp_param_dtype(model: PreTrainedModel) -> torch.dtype | None:
+def fsdp_param_dtype(model: torch.nn.Module) -> torch.dtype | None:
     """What FSDP2's mixed precision casts every parameter to for a forward; None: nothing."""
     groups = list(_fsdp_groups(model))
     return groups[0].mp_policy.param_dtype if groups else None
@@ -232,6 +232,6 @@ def max_positions(model: PreTrainedModel) -> int | None:
     return None
 
 
-def compute_dtype(model: PreTrainedModel) -> torch.dtype:
+def compute_dtype(model: torch.nn.Module) -> torch.dtype:
     """The dtype of the first floating-point parameter."""
     return next(p.dtype for p in model.parameters() if p.is_floating_point())

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
 from cb_rollout import _compat
 from cb_rollout.config import RolloutConfig, WeightSync
@@ -24,7 +23,7 @@ class Precision:
     """Hold every parameter of a copy in this; None: as `autocast_dtype` leads to."""
 
 
-def rollout_precision(config: RolloutConfig, model: PreTrainedModel, accelerator: Any) -> Precision:
+def rollout_precision(config: RolloutConfig, model: torch.nn.Module, accelerator: Any) -> Precision:
     """What a rollout of `model` computes in.
 
     Raises:
@@ -59,7 +58,7 @@ def rollout_precision(config: RolloutConfig, model: PreTrainedModel, accelerator
     )
 
 
-def _sharded_compute_dtype(model: PreTrainedModel, accelerator: Any) -> torch.dtype | None:
+def _sharded_compute_dtype(model: torch.nn.Module, accelerator: Any) -> torch.dtype | None:
     """What FSDP2 casts every parameter to, by the model or, before it is sharded, the plan."""
     policy: Any = None
     if accelerator is not None:

@@ -36,11 +36,12 @@ def create_weight_sync(
         WeightSyncError: a copy made from the model's config has other tensors than the model.
     """
     module = _compat.unwrap(model)
-    precision = rollout_precision(config, module, accelerator)
+    precision = rollout_precision(config, model, accelerator)
     weight_sync = config.weight_sync
     if weight_sync == WeightSync.AUTO:
         will_be_sharded = accelerator is not None and _compat.shards_models(accelerator)
-        weight_sync = WeightSync.COPY if will_be_sharded else _fitting(module, precision)
+        is_sharded = will_be_sharded or _compat.is_sharded(model)
+        weight_sync = WeightSync.COPY if is_sharded else _fitting(module, precision)
     if weight_sync == WeightSync.SHARED:
         return SharedWeights(module, precision.autocast_dtype)
     if _compat.is_quantized(module):
@@ -53,8 +54,6 @@ def create_weight_sync(
 
 def _fitting(model: PreTrainedModel, precision: Precision) -> WeightSync:
     """Shared where the module itself computes what the trainer computes, at no cost a step."""
-    if _compat.is_sharded(model):
-        return WeightSync.COPY
     # Rounding after a merge is not the trainer's rounding before it, so adapters stay unmerged.
     if _compat.is_quantized(model) or has_adapters(model):
         return WeightSync.SHARED

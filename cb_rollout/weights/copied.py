@@ -78,7 +78,7 @@ class CopiedWeights:
 
     def _read(self) -> tuple[Gathering, list[Weight], dict[Weight, torch.Size]]:
         """The training module as it is now; a trainer may have sharded it since the last time."""
-        gathering = create_gathering(self._source)
+        gathering = create_gathering(self.trained)
         self.is_collective = gathering.is_collective
         weights = weights_of(self._source, gathering.stored)
         return gathering, weights, {weight: gathering.shape(weight.base) for weight in weights}

@@ -5,7 +5,6 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
 import torch
-from transformers import PreTrainedModel
 
 from cb_rollout import _compat
 from cb_rollout.weights.fsdp2 import Fsdp2Gathering
@@ -58,8 +57,11 @@ class PlainGathering:
         yield list(tensors)
 
 
-def create_gathering(model: PreTrainedModel) -> Gathering:
-    """How the model's tensors are read as they lie now; a trainer may shard them at any time."""
+def create_gathering(model: torch.nn.Module) -> Gathering:
+    """How the model's tensors are read as they lie now; a trainer may shard them at any time.
+
+    `model` comes with its wrappers: one of them may be what FSDP2 hangs parameters on.
+    """
     if any(_compat.is_zero3(parameter) for parameter in model.parameters()):
         return Zero3Gathering()
     return Fsdp2Gathering(model) if _compat.is_sharded(model) else PlainGathering()

@@ -7,6 +7,7 @@ process trains on the same batches. Run by `processes.run_processes`.
 import faulthandler
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +38,11 @@ def with_lora() -> torch.nn.Module:
 
 
 def sharded(model: Any, **settings: Any) -> Any:
-    """`model` under FSDP2, a layer a unit."""
+    """`model` under FSDP2, a layer a unit; a PEFT wrapper is the root, as accelerate makes it."""
     base = model.get_base_model() if hasattr(model, "peft_config") else model
     for layer in base.model.layers:
         fully_shard(layer, **settings)
-    return fully_shard(model if base is model else base, **settings) and model
+    return fully_shard(model, **settings)
 
 
 def train_step(model: Any, optimizer: torch.optim.Optimizer) -> None:
@@ -53,9 +54,9 @@ def train_step(model: Any, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
 
 
-def local_parts(model: torch.nn.Module) -> list[torch.Tensor]:
+def local_parts(parameters: list[torch.Tensor]) -> list[torch.Tensor]:
     """This process's parts of the parameters, copied."""
-    parts = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
+    parts = [p.to_local() if isinstance(p, DTensor) else p for p in parameters]
     return [part.detach().clone() for part in parts]
 
 
@@ -66,18 +67,21 @@ def follow(model: Any, reference: Any, config: RolloutConfig) -> dict[str, Any]:
         for m in (model, reference)
     ]
     rank = dist.get_rank()
+    # Those that the optimizer steps, whatever the modules show later.
+    parameters = list(model.parameters())
     before = plain_logprobs(reference, [5, 6], [7, 8, 9])
     differences, drifts, parts_kept, num_bytes = [], [], True, []
     with RolloutGenerator(model, config) as generator:
-        for _ in range(NUM_STEPS):
+        for step in range(NUM_STEPS):
             for trained, optimizer in zip((model, reference), optimizers, strict=True):
                 train_step(trained, optimizer)
             # As a trainer does for old log-probabilities; leaves the root's parameters whole.
-            with torch.no_grad():
-                model(input_ids=BATCH)
+            if step % 2:
+                with torch.no_grad():
+                    model(input_ids=BATCH)
             report = generator.sync_weights()
             num_bytes.append(report.bytes_copied)
-            parts = local_parts(model)
+            parts = local_parts(parameters)
             # Ranks roll out different prompts, and unequally many.
             prompts = [[5 + rank, 6, 7], [8, 9], [10 + rank]][: 2 + rank]
             outputs = generator.generate_batch(prompts, sampling_params=PARAMS).values()
@@ -93,7 +97,7 @@ def follow(model: Any, reference: Any, config: RolloutConfig) -> dict[str, Any]:
             ]
             drifts.append(generator.verify(3).max)
             generator.sync_weights()
-            same = [torch.equal(a, b) for a, b in zip(parts, local_parts(model), strict=True)]
+            same = [torch.equal(a, b) for a, b in zip(parts, local_parts(parameters), strict=True)]
             parts_kept = parts_kept and all(same)
         is_shared = generator.manager.engine.model is generator.manager.engine.trained
         # Every process takes part in the model's forward.
@@ -101,6 +105,8 @@ def follow(model: Any, reference: Any, config: RolloutConfig) -> dict[str, Any]:
         with torch.no_grad():
             logits = model(input_ids=BATCH).logits
             own = generator.manager.engine.model(input_ids=BATCH).logits
+        generator.sync_weights()
+        head = generator.manager.engine.model.lm_head.weight
     after = plain_logprobs(reference, [5, 6], [7, 8, 9])
     return {
         "difference": max(differences),
@@ -109,6 +115,7 @@ def follow(model: Any, reference: Any, config: RolloutConfig) -> dict[str, Any]:
         "parts_kept": parts_kept,
         "bytes_copied": num_bytes,
         "is_shared": is_shared,
+        "head_is_rounded": torch.equal(head, head.bfloat16().to(head.dtype)),
         "forwards_equal": torch.equal(logits, own.to(logits.dtype)),
     }
 
@@ -123,12 +130,14 @@ def main() -> None:
     dist.init_process_group("gloo")
     checked = RolloutConfig(seed=dist.get_rank(), verify_weight_sync=True)
     half = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    exact = replace(checked, weight_sync="copy", rollout_dtype="float32")
     tied = {"tie_word_embeddings": True}
     results = {
         "fsdp2": follow(sharded(plain()), plain(), checked),
         "fsdp2_root": follow(fully_shard(plain()), plain(), checked),
         "fsdp2_tied": follow(sharded(plain(**tied)), plain(**tied), checked),
         "fsdp2_bf16": follow(sharded(plain(), mp_policy=half), plain(), checked),
+        "fsdp2_bf16_exact": follow(sharded(plain(), mp_policy=half), plain(), exact),
         "fsdp2_lora": follow(sharded(with_lora()), with_lora(), checked),
         "ddp": follow(DistributedDataParallel(plain()), plain(), checked),
     }

@@ -28,6 +28,12 @@ def test_under_mixed_precision_the_copy_computes_what_the_trainers_forward_does(
         assert rank["fsdp2_bf16"]["drift"] < 0.2
 
 
+def test_a_copy_holds_what_the_optimizer_steps_not_what_a_forward_left_whole(ranks):
+    for rank in ranks:
+        assert rank["fsdp2_bf16"]["head_is_rounded"]
+        assert not rank["fsdp2_bf16_exact"]["head_is_rounded"]
+
+
 def test_what_is_copied_is_counted(ranks):
     layer = tiny_model().model.layers[0]
     adapted = layer.self_attn.q_proj.weight.nbytes + layer.mlp.up_proj.weight.nbytes

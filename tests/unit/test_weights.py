@@ -35,7 +35,9 @@ def change(model) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_copy_is_the_model_buffers_included_and_never_moves(family):
     model = tiny_model(family)
+    state = torch.get_rng_state()
     weights = create_weight_sync(model, COPY)
+    assert torch.equal(torch.get_rng_state(), state)
     assert torch.equal(logits(weights.module), logits(model))
     places = {name: t.data_ptr() for name, t in tensors_by_name(weights.module).items()}
     assert not any(t.is_meta for t in tensors_by_name(weights.module).values())
