@@ -4,9 +4,12 @@ Nothing here keeps state. A change upstream breaks this file, and no other.
 """
 
 import inspect
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from cb_rollout.errors import ConfigurationError
@@ -23,7 +26,25 @@ def unwrap(model: torch.nn.Module) -> PreTrainedModel:
     Raises:
         ConfigurationError: there is none, or its adapter needs the wrapper's own forward.
     """
+    *_, innermost = _wrappers(model)
+    assert isinstance(innermost, PreTrainedModel)
+    return innermost
+
+
+def collective_forward(model: torch.nn.Module) -> torch.nn.Module:
+    """What to call for the model's own forward: under FSDP2 its root, else the innermost model.
+
+    FSDP2's root gathers what its units do not, and accelerate 1.15 makes a PEFT wrapper the root.
+    DDP's forward is not needed, and would talk to other processes.
+    """
+    wrappers = list(_wrappers(model))
+    return next((w for w in wrappers if isinstance(w, FSDPModule)), wrappers[-1])
+
+
+def _wrappers(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """The model and what is inside it, down to the transformers model."""
     module: Any = model
+    yield module
     while not isinstance(module, PreTrainedModel):
         if hasattr(module, "_orig_mod"):  # torch 2.13, `OptimizedModule`
             module = module._orig_mod
@@ -34,6 +55,11 @@ def unwrap(model: torch.nn.Module) -> PreTrainedModel:
                     "lives inside the model's layers."
                 )
             module = module.get_base_model()
+        elif type(module).__name__ == "FullyShardedDataParallel":  # torch 2.13, FSDP1
+            raise ConfigurationError(
+                "FSDP1 (FullyShardedDataParallel) keeps no tensor of the model whole or named; "
+                "shard with FSDP2: fully_shard, or fsdp_version: 2 in accelerate."
+            )
         elif isinstance(getattr(module, "module", None), torch.nn.Module):
             module = module.module
         else:
@@ -41,7 +67,7 @@ def unwrap(model: torch.nn.Module) -> PreTrainedModel:
                 f"model is a {type(model).__name__}; pass a transformers causal language model, "
                 "plain or wrapped by PEFT, DDP, torch.compile or accelerate."
             )
-    return module
+        yield module
 
 
 def refuse_what_cannot_generate(model: PreTrainedModel) -> None:
@@ -59,19 +85,108 @@ def refuse_what_cannot_generate(model: PreTrainedModel) -> None:
 
 def refuse_sharded(model: PreTrainedModel) -> None:
     """Raise `ConfigurationError` where no process, or no device, holds the whole model."""
-    parameters = list(model.parameters())
-    # torch 2.13 marks FSDP2 and tensor-parallel parameters by type, DeepSpeed ZeRO-3 by `ds_id`.
-    if any(type(p).__name__ == "DTensor" or hasattr(p, "ds_id") for p in parameters):
+    if is_sharded(model):
         raise ConfigurationError(
-            "the model's parameters are sharded over processes, which is not supported; train on "
-            "one device or under DDP."
+            "the model's parameters are sharded over processes, so its forward needs all of them "
+            "at every step; roll out with a RolloutGenerator and weight_sync='copy' (or 'auto')."
         )
-    devices = {p.device for p in parameters}
+    devices = {p.device for p in model.parameters()}
     if len(devices) > 1:
         raise ConfigurationError(
             f"the model lies on {len(devices)} devices, which is not supported; load it on one "
             "(device_map={'': 0})."
         )
+
+
+def is_dtensor(tensor: torch.Tensor) -> bool:
+    """Whether FSDP2 or tensor parallelism laid it over processes (torch 2.13)."""
+    return isinstance(tensor, DTensor)
+
+
+def is_zero3(tensor: torch.Tensor) -> bool:
+    """Whether DeepSpeed ZeRO-3 laid it over processes (0.18 marks it by `ds_id`)."""
+    return hasattr(tensor, "ds_id")
+
+
+def zero3_shape(tensor: Any) -> torch.Size:
+    """The whole shape of a ZeRO-3 parameter, whose own is empty (DeepSpeed 0.18)."""
+    return torch.Size(tensor.ds_shape)
+
+
+def zero3_slice(tensor: Any) -> torch.Tensor:
+    """This process's flat slice of a ZeRO-3 parameter (DeepSpeed 0.18)."""
+    return tensor.ds_tensor
+
+
+def is_sharded(model: torch.nn.Module) -> bool:
+    """Whether processes hold different parts of any parameter.
+
+    FSDP2's modules show whole parameters after a forward, so they are asked for by their class.
+    """
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        return True
+    return any(is_dtensor(p) or is_zero3(p) for p in model.parameters())
+
+
+def shards_models(accelerator: Any) -> bool:
+    """Whether accelerate 1.15 lays the models that it prepares over processes: FSDP, ZeRO-3."""
+    state = accelerator.state
+    if getattr(state, "fsdp_plugin", None) is not None:
+        return True
+    return getattr(getattr(state, "deepspeed_plugin", None), "zero_stage", 0) == 3
+
+
+def local_part(parameter: torch.Tensor) -> torch.Tensor:
+    """What this process holds of a parameter."""
+    if isinstance(parameter, DTensor):
+        return parameter.to_local()
+    return zero3_slice(parameter) if is_zero3(parameter) else parameter
+
+
+def _fsdp_groups(model: torch.nn.Module) -> Iterator[Any]:
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            state: Any = module._get_fsdp_state()
+            # torch 2.13 has a list of groups, torch 2.11 one group or None.
+            one = getattr(state, "_fsdp_param_group", None)
+            yield from getattr(state, "_fsdp_param_groups", [one] if one else [])
+
+
+def fsdp_shards(model: torch.nn.Module) -> dict[int, torch.Tensor]:
+    """The shard behind each parameter that FSDP2 shows whole now, by the parameter's id.
+
+    A forward leaves some parameters whole until the next backward, cast to what it computed in;
+    resharding them by `reshard()` upsets groups of several modules (torch 2.13).
+    """
+    return {
+        id(parameter._unsharded_param): parameter.sharded_param
+        for group in _fsdp_groups(model)
+        for parameter in group.fsdp_params
+        if hasattr(parameter, "_unsharded_param")
+    }
+
+
+def fsdp_param_dtype(model: torch.nn.Module) -> torch.dtype | None:
+    """What FSDP2's mixed precision casts every parameter to for a forward; None: nothing."""
+    groups = list(_fsdp_groups(model))
+    return groups[0].mp_policy.param_dtype if groups else None
+
+
+def is_quantized(model: PreTrainedModel) -> bool:
+    """Whether weights are packed; transformers 5.23 marks the model, bitsandbytes the dtype."""
+    is_marked = getattr(model, "is_quantized", False) or getattr(model, "hf_quantizer", None)
+    return bool(is_marked) or any(not p.is_floating_point() for p in model.parameters())
+
+
+def plain_class(model: PreTrainedModel) -> type[PreTrainedModel]:
+    """The model's class; `fully_shard` of torch 2.13 derives one of its own from it."""
+    return next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
+
+
+def wrapped_layer(module: Any) -> torch.nn.Module | None:
+    """The layer inside torch 2.13's wrappers for compilation and checkpointing, if it is one."""
+    inner = vars(module).get("_modules", {})
+    return inner.get("_orig_mod") or inner.get("_checkpoint_wrapped_module")
 
 
 def forward_argument_names(model: PreTrainedModel) -> frozenset[str]:
@@ -117,6 +232,6 @@ def max_positions(model: PreTrainedModel) -> int | None:
     return None
 
 
-def compute_dtype(model: PreTrainedModel) -> torch.dtype:
+def compute_dtype(model: torch.nn.Module) -> torch.dtype:
     """The dtype of the first floating-point parameter."""
     return next(p.dtype for p in model.parameters() if p.is_floating_point())

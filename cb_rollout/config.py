@@ -145,10 +145,17 @@ class RolloutConfig:
     )
 
     weight_sync: str = _setting(
-        "auto", "shared: generate with the training module itself; auto: the same."
+        "auto",
+        "shared: generate with the training module; copy: with a copy that each sync updates in "
+        "place; auto: copy if sharded or if autocast casts the weights anyway, else shared.",
     )
     rollout_dtype: str = _setting(
-        "auto", "auto: what the trainer's forward computes in; else autocast to this dtype."
+        "auto",
+        "auto: what the trainer's forward computes in; else autocast to this dtype or, with "
+        "weight_sync='copy' and weights that are not float32, hold the copy in it.",
+    )
+    verify_weight_sync: bool = _setting(
+        False, "After a sync compare every tensor of a copy; WeightSyncError if any differs."
     )
     logprobs_mode: str = _setting(
         "policy",
@@ -179,9 +186,9 @@ class RolloutConfig:
             _require_choice(name, getattr(self, name), kind)
         for name, (least, may_be_none) in _INTEGERS.items():
             _require_integer(name, getattr(self, name), least, may_be_none)
-        for name in ("allow_block_sharing", "return_logprobs"):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigurationError(f"{name}={getattr(self, name)!r} is not True or False.")
+        for name in ("allow_block_sharing", "return_logprobs", "verify_weight_sync"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise ConfigurationError(f"{name}={value!r} is not True or False.")
         if not _is_number(self.max_memory_percent) or not 0 < self.max_memory_percent <= 1:
             raise ConfigurationError(
                 f"max_memory_percent={self.max_memory_percent!r} is outside (0, 1]; 0.4 is 40%."
@@ -235,7 +242,6 @@ _NOT_AVAILABLE: dict[str, tuple[Any, ...]] = {
     "varlen_compile_config": (None,),
     "decode_compile_config": (None,),
     "use_default_compile_configs": (False,),
-    "weight_sync": ("auto", "shared"),
     "old_logps": ("trainer",),
 }
 # Each field's values that can be honoured today, the first one being the advice.

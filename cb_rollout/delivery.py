@@ -4,12 +4,15 @@ Owns outputs between the thread that produces them and the threads that take the
 taken exactly once. Every wait ends in an output, a timeout, or the error that stopped production.
 """
 
+import asyncio
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
 
 from cb_rollout.errors import EngineDeadError
-from cb_rollout.types import GenerationOutput
+from cb_rollout.types import FinishReason, GenerationOutput, RequestStatus
 
 
 class Mailbox:
@@ -78,3 +81,33 @@ class Mailbox:
         if not numbers:
             del self._numbers[output.request_id]
         return output
+
+
+class Handler:
+    """Gives one request's outputs to a callback on an asyncio loop."""
+
+    def __init__(
+        self,
+        request_id: str,
+        callback: Callable[[GenerationOutput], None],
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
+        """Call `callback` on `loop`, from whatever thread."""
+        self._request_id, self._callback, self._loop = request_id, callback, loop
+
+    def put(self, output: GenerationOutput) -> None:
+        """Deliver an output."""
+        # A closed loop has nobody left to tell.
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._callback, output)
+
+    def close(self, error: EngineDeadError) -> None:
+        """Nothing more will come: the request failed."""
+        self.put(
+            GenerationOutput(
+                request_id=self._request_id,
+                status=RequestStatus.FAILED,
+                finish_reason=FinishReason.ERROR,
+                error=str(error),
+            )
+        )

@@ -12,7 +12,7 @@ from typing import Any, Literal, Self
 import torch
 from tqdm.auto import tqdm
 
-from cb_rollout import _compat
+from cb_rollout.config import InFlight
 from cb_rollout.delivery import Mailbox
 from cb_rollout.engine.request import Request
 from cb_rollout.errors import ConfigurationError, IncompleteRolloutError, InvalidRequestError
@@ -21,11 +21,11 @@ from cb_rollout.intake import grouped
 from cb_rollout.logprobs import DriftReport, drift
 from cb_rollout.manager import ContinuousBatchingManager
 from cb_rollout.memory import MemoryPlan
-from cb_rollout.precision import autocast_dtype
-from cb_rollout.prompts import Prompt, encoded
+from cb_rollout.prompts import Prompt, encoded, one_per_input
 from cb_rollout.sampling_params import SamplingParams, resolved
 from cb_rollout.transformers_config import as_rollout_config
 from cb_rollout.types import GenerationOutput, RequestStatus, SyncReport
+from cb_rollout.weights import create_weight_sync, require_equal
 
 PROGRESS_SECONDS = 0.25
 # How often a progress bar moves while nothing finishes.
@@ -46,8 +46,7 @@ class RolloutGenerator:
         """Probe the model and plan the memory.
 
         Args:
-            model: a causal language model; PEFT, DDP, `torch.compile` and accelerate wrappers are
-                seen through. Its weights are used in place.
+            model: a causal language model, plain or wrapped by PEFT, accelerate or torch.
             config: a `RolloutConfig`, or a transformers `ContinuousBatchingConfig`.
             tokenizer: allows prompts that are strings or chats, and stop strings.
             generation_config: defaults of every request; None: the model's own.
@@ -59,14 +58,15 @@ class RolloutGenerator:
         self.config = as_rollout_config(config)
         self._tokenizer = tokenizer
         self._generation_config = generation_config
-        module = _compat.unwrap(model)
+        self._weights = create_weight_sync(model, self.config, accelerator)
         self.manager = ContinuousBatchingManager(
-            module,
+            self._weights.module,
             generation_config,
             self.config,
-            autocast_dtype=autocast_dtype(self.config, module, accelerator),
+            autocast_dtype=self._weights.autocast_dtype,
             rank=0 if accelerator is None else accelerator.process_index,
             tokenizer=tokenizer,
+            trained=self._weights.trained,
         )
         self._is_asleep = False
         self._last_rollout: list[Request] = []
@@ -143,8 +143,8 @@ class RolloutGenerator:
         defaults = self.manager.defaults
         if generation_config is not None:
             defaults = from_generation_config(generation_config)
-        many_params = _one_per_input("sampling_params", sampling_params, num_inputs)
-        many_lengths = _one_per_input("max_new_tokens", max_new_tokens, num_inputs)
+        many_params = one_per_input("sampling_params", sampling_params, num_inputs)
+        many_lengths = one_per_input("max_new_tokens", max_new_tokens, num_inputs)
         return [
             resolved(params, defaults, length)
             for params, length in zip(many_params, many_lengths, strict=True)
@@ -206,15 +206,21 @@ class RolloutGenerator:
     ) -> SyncReport:
         """The model's weights changed: every token from now on comes from the new ones.
 
-        The engine runs the training module itself, so nothing is copied.
+        Every process of a sharded model calls it.
 
         Args:
             in_flight: what becomes of unfinished sequences; see `ContinuousBatchingManager.pause`.
+
+        Raises:
+            WeightSyncError: the model and its copy no longer have the same tensors.
         """
         started = time.perf_counter()
         with self.manager.pause(in_flight):
-            pass
-        return SyncReport(self.policy_version, time.perf_counter() - started, bytes_copied=0)
+            num_bytes = self._weights.sync()
+            self.manager.loop.begin_policy_version(InFlight(in_flight))
+            if self.config.verify_weight_sync:
+                require_equal(self._weights)
+        return SyncReport(self.policy_version, time.perf_counter() - started, num_bytes)
 
     @property
     def is_asleep(self) -> bool:
@@ -265,8 +271,11 @@ class RolloutGenerator:
             raise InvalidRequestError(f"num_sequences={num_sequences} is below 1.")
         stride = max(1, len(comparable) // num_sequences)
         chosen = comparable[::stride][:num_sequences]
+        # Every process of a sharded model calls this, and must run as many forwards.
+        num_spare = num_sequences - len(chosen) if self._weights.is_collective else 0
+        forwards = self._last_rollout[:1] * num_spare + chosen
         with self.manager.loop.paused():
-            recomputed = {r.request_id: self.manager.engine.recompute(r) for r in chosen}
+            recomputed = {r.request_id: self.manager.engine.recompute(r) for r in forwards}
         return drift({r.request_id: r.logprobs for r in chosen}, recomputed)
 
     def close(self) -> None:
@@ -286,13 +295,3 @@ class RolloutGenerator:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
-
-
-def _one_per_input(name: str, value: Any, num_inputs: int) -> list[Any]:
-    if isinstance(value, Sequence):
-        if len(value) != num_inputs:
-            raise InvalidRequestError(
-                f"{name} has {len(value)} entries for {num_inputs} inputs; give one, or one each."
-            )
-        return list(value)
-    return [value] * num_inputs

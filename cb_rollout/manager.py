@@ -7,52 +7,25 @@ thread; none waits without an end.
 import asyncio
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
 
 from cb_rollout import _compat
-from cb_rollout.config import InFlight, RolloutConfig
-from cb_rollout.delivery import Mailbox
+from cb_rollout.config import InFlight, RolloutConfig, WeightSync
+from cb_rollout.delivery import Handler, Mailbox
 from cb_rollout.engine.core import Engine
-from cb_rollout.errors import ConfigurationError, EngineDeadError
+from cb_rollout.errors import ConfigurationError
 from cb_rollout.generation_config import from_generation_config
 from cb_rollout.intake import Intake, ServingLimits, grouped
 from cb_rollout.loop import EngineLoop
 from cb_rollout.sampling_params import SamplingParams, resolved
 from cb_rollout.transformers_config import as_rollout_config
-from cb_rollout.types import CancelResult, FinishReason, GenerationOutput, RequestStatus
+from cb_rollout.types import CancelResult, GenerationOutput
 
 POLL_SECONDS = 0.1
 # How long an iterator waits before it looks whether anything is still in flight.
-
-
-class _Handler:
-    """Gives one request's outputs to a callback on an asyncio loop."""
-
-    def __init__(
-        self,
-        request_id: str,
-        callback: Callable[[GenerationOutput], None],
-        loop: asyncio.AbstractEventLoop,
-    ) -> None:
-        self._request_id, self._callback, self._loop = request_id, callback, loop
-
-    def put(self, output: GenerationOutput) -> None:
-        # A closed loop has nobody left to tell.
-        with suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._callback, output)
-
-    def close(self, error: EngineDeadError) -> None:
-        self.put(
-            GenerationOutput(
-                request_id=self._request_id,
-                status=RequestStatus.FAILED,
-                finish_reason=FinishReason.ERROR,
-                error=str(error),
-            )
-        )
 
 
 class ContinuousBatchingManager:
@@ -67,6 +40,7 @@ class ContinuousBatchingManager:
         autocast_dtype: torch.dtype | None = None,
         rank: int = 0,
         tokenizer: Any = None,
+        trained: torch.nn.Module | None = None,
     ) -> None:
         """Probe the model and plan the memory; nothing runs before `start()`.
 
@@ -77,18 +51,25 @@ class ContinuousBatchingManager:
             autocast_dtype: run forwards under autocast to this dtype; None: as the model is.
             rank: keeps the random draws of data-parallel processes apart.
             tokenizer: allows stop strings.
+            trained: the model that trains, where `model` is a copy of it; None: `model` itself.
 
         Raises:
             ConfigurationError: a setting or the model cannot be honoured.
         """
         self.config: RolloutConfig = as_rollout_config(continuous_batching_config)
         module = _compat.unwrap(model)
+        if self.config.weight_sync == WeightSync.COPY and trained is None:
+            raise ConfigurationError(
+                "weight_sync='copy' needs somebody to keep the copy up to date; make a "
+                "RolloutGenerator, whose .manager is this class, or leave it at 'auto'."
+            )
         _compat.refuse_what_cannot_generate(module)
         _compat.refuse_sharded(module)
         if generation_config is None:
             generation_config = module.generation_config
         self.defaults = from_generation_config(generation_config)
-        self.engine = Engine(module, self.config, autocast_dtype)
+        self.engine = Engine(module, self.config, autocast_dtype, trained)
+        self._runs_a_copy = self.engine.trained is not module
         limits = ServingLimits(
             vocab_size=_compat.vocab_size(module),
             max_positions=_compat.max_positions(module),
@@ -155,8 +136,8 @@ class ContinuousBatchingManager:
         """Hold the engine still between two forwards, with requests staying in flight.
 
         Inside, the caller may change weights, and only one thread is inside at a time. The wait for
-        it is at most one forward. Leaving it begins a new policy version: every token from then on
-        is stamped with it, and no key computed before is matched again.
+        it is at most one forward. Leaving it begins a policy version, unless a copy of the model
+        generates: every token from then on is stamped with it, and no older key is matched again.
 
         Args:
             in_flight: what becomes of unfinished sequences. "recompute": they go on, their keys
@@ -176,8 +157,8 @@ class ContinuousBatchingManager:
             try:
                 yield
             finally:
-                # A sync inside has begun one already.
-                if self.engine.policy_version == version:
+                # A sync inside has begun one already; a copy changes by a sync only.
+                if self.engine.policy_version == version and not self._runs_a_copy:
                     self.loop.begin_policy_version(InFlight(in_flight))
 
     def add_request(
@@ -299,5 +280,5 @@ class ContinuousBatchingManager:
         Raises:
             InvalidRequestError: the request ended, and all of it was delivered.
         """
-        handler = _Handler(request_id, callback, asyncio.get_running_loop())
+        handler = Handler(request_id, callback, asyncio.get_running_loop())
         self.loop.redirect(request_id, handler, self._mailbox)

@@ -1,43 +1,67 @@
 """What a rollout computes in, so that it is what the trainer's own forward computes in."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
 from cb_rollout import _compat
-from cb_rollout.config import RolloutConfig
+from cb_rollout.config import RolloutConfig, WeightSync
 from cb_rollout.errors import ConfigurationError
 
 MIXED_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # accelerate's words; its others ("no", "fp8") leave the forward as it is.
 
 
-def autocast_dtype(
-    config: RolloutConfig, model: PreTrainedModel, accelerator: Any
-) -> torch.dtype | None:
-    """What to autocast a rollout's forwards to; None: nothing.
+@dataclass(frozen=True)
+class Precision:
+    """What rollouts compute in."""
+
+    autocast_dtype: torch.dtype | None
+    """Run forwards under autocast to this; None: as the weights are."""
+    copy_dtype: torch.dtype | None
+    """Hold every parameter of a copy in this; None: as `autocast_dtype` leads to."""
+
+
+def rollout_precision(config: RolloutConfig, model: torch.nn.Module, accelerator: Any) -> Precision:
+    """What a rollout of `model` computes in.
 
     Raises:
         ConfigurationError: `rollout_dtype` asks for what the model's own weights cannot give.
     """
+    word = "no" if accelerator is None else accelerator.mixed_precision
+    trainers_autocast = MIXED_PRECISION.get(word)
     if config.rollout_dtype == "auto":
-        return None if accelerator is None else MIXED_PRECISION.get(accelerator.mixed_precision)
-    if accelerator is not None and accelerator.mixed_precision in MIXED_PRECISION:
-        wanted_word = {"bf16": "bfloat16", "fp16": "float16"}[accelerator.mixed_precision]
-        if config.rollout_dtype != wanted_word:
-            raise ConfigurationError(
-                f"rollout_dtype={config.rollout_dtype!r} under accelerate's mixed precision "
-                f"{accelerator.mixed_precision!r}, in which the model's forward computes whoever "
-                "calls it; use 'auto'."
-            )
+        return Precision(trainers_autocast, _sharded_compute_dtype(model, accelerator))
+    is_copy = config.weight_sync == WeightSync.COPY
     wanted: torch.dtype = getattr(torch, config.rollout_dtype)
+    if trainers_autocast is not None:
+        if wanted == trainers_autocast:
+            return Precision(wanted, None)
+        if is_copy:
+            return Precision(None, wanted)
+        raise ConfigurationError(
+            f"rollout_dtype={config.rollout_dtype!r} under accelerate's mixed precision {word!r}, "
+            "in which the model's forward computes whoever calls it; use 'auto', or "
+            "weight_sync='copy'."
+        )
     held = _compat.compute_dtype(model)
     if wanted == held:
-        return None
-    if held != torch.float32:
-        raise ConfigurationError(
-            f"rollout_dtype={config.rollout_dtype!r} needs other weights than the model's {held}; "
-            "use 'auto', or load the model in float32."
-        )
-    return wanted
+        return Precision(None, None)
+    if held == torch.float32:
+        return Precision(wanted, None)
+    if is_copy:
+        return Precision(None, wanted)
+    raise ConfigurationError(
+        f"rollout_dtype={config.rollout_dtype!r} needs other weights than the model's {held}; use "
+        "'auto', or weight_sync='copy'."
+    )
+
+
+def _sharded_compute_dtype(model: torch.nn.Module, accelerator: Any) -> torch.dtype | None:
+    """What FSDP2 casts every parameter to, by the model or, before it is sharded, the plan."""
+    policy: Any = None
+    if accelerator is not None:
+        plugin = getattr(accelerator.state, "fsdp_plugin", None)
+        policy = getattr(plugin, "mixed_precision_policy", None)
+    return getattr(policy, "param_dtype", None) or _compat.fsdp_param_dtype(model)

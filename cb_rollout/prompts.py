@@ -48,3 +48,14 @@ def _encoded(prompt: Any, index: int, tokenizer: Any) -> Any:
     return tokenizer.apply_chat_template(
         prompt, add_generation_prompt=True, tokenize=True, return_dict=True
     )["input_ids"]
+
+
+def one_per_input(name: str, value: Any, num_inputs: int) -> list[Any]:
+    """A setting for every input, given as one for all or as one each."""
+    if isinstance(value, Sequence):
+        if len(value) != num_inputs:
+            raise InvalidRequestError(
+                f"{name} has {len(value)} entries for {num_inputs} inputs; give one, or one each."
+            )
+        return list(value)
+    return [value] * num_inputs

@@ -32,6 +32,7 @@ class Engine:
         model: PreTrainedModel,
         config: RolloutConfig,
         autocast_dtype: torch.dtype | None = None,
+        trained: torch.nn.Module | None = None,
     ) -> None:
         """Probe the model and plan the memory; pages are allocated at the first step.
 
@@ -39,6 +40,7 @@ class Engine:
             model: the unwrapped model.
             config: settings; what it leaves open is chosen here.
             autocast_dtype: run forwards under autocast to this dtype; None: as the model is.
+            trained: the model that trains, where `model` is a copy of it; None: `model` itself.
 
         Raises:
             ConfigurationError: the model cannot run on pages.
@@ -51,6 +53,7 @@ class Engine:
         self._prefills_first = config.scheduler_type == SchedulerType.PREFILL_FIRST
         self._lease: ExitStack | None = None
         self._has_just_prefilled = False
+        self.trained = trained or model
         self._probe()
         if not (self.memory_plan.num_blocks and self.memory_plan.num_slots):
             raise OutOfCacheMemoryError(
@@ -61,11 +64,11 @@ class Engine:
 
     def _probe(self) -> None:
         """Learn the cache's layout, and plan its memory."""
-        model, config = self._runner.model, self.config
-        self._identity = _compat.forward_identity(model)
+        config = self.config
+        self._identity = _compat.forward_identity(self.model)
         self.layout = self._runner.probe()
         self.device = self._runner.device
-        self.memory_plan = plan_memory(model, config, self.layout, self.device)
+        self.memory_plan = plan_memory(self.trained, config, self.layout, self.device)
         self.limits = Limits(
             block_size=config.block_size,
             max_batch_tokens=config.max_batch_tokens or devices.max_batch_tokens(self.device),
@@ -159,10 +162,9 @@ class Engine:
             self._scheduler.add(request)
 
     def recompute(self, request: Request) -> list[float]:
-        """A sequence's log-probabilities by one plain forward, without the cache."""
-        temperature = 1.0 if request.params.is_greedy else request.params.temperature
-        with leased(self.model):
-            return self._runner.recompute(request.token_ids, len(request.prompt_ids), temperature)
+        """A sequence's log-probabilities by one plain forward of the model that trains."""
+        with leased(self.trained):
+            return self._runner.recompute(self.trained, request)
 
     def step(self) -> list[Request]:
         """Run at most one forward, of prompts or of running sequences.

@@ -18,6 +18,7 @@ from transformers.cache_utils import Cache
 from cb_rollout import _compat
 from cb_rollout.engine.cache import PADDING_PLACE, BlockTable, PagedCache, Step
 from cb_rollout.engine.probe import CacheLayout, probe
+from cb_rollout.engine.request import Request
 from cb_rollout.errors import ConfigurationError
 from cb_rollout.logprobs import chosen_logprobs
 
@@ -144,12 +145,15 @@ class ModelRunner:
         assert logits_BV.shape[0] == B
         return logits_BV
 
-    def recompute(self, token_ids: list[int], num_prompt: int, temperature: float) -> list[float]:
-        """Log-probabilities of the tokens after the prompt, by a forward without a cache."""
-        input_ids = self._integers([token_ids])
+    def recompute(self, model: torch.nn.Module, request: Request) -> list[float]:
+        """Log-probabilities of a request's tokens, by a forward of `model` without a cache."""
+        num_prompt = len(request.prompt_ids)
+        temperature = 1.0 if request.params.is_greedy else request.params.temperature
+        input_ids = self._integers([request.token_ids])
+        forward = _compat.collective_forward(model)
         # no_grad, not inference_mode: some models keep buffers that a later training forward uses.
         with torch.no_grad(), self._autocast():
-            output = self.model(input_ids=input_ids, attention_mask=torch.ones_like(input_ids))
+            output = forward(input_ids=input_ids, attention_mask=torch.ones_like(input_ids))
         logits_TV = output.logits[0, num_prompt - 1 : -1].float() / temperature
         logprobs_T, _ = chosen_logprobs(logits_TV, input_ids[0, num_prompt:])
         return logprobs_T.tolist()

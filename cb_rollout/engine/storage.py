@@ -4,8 +4,8 @@ Owns when memory is taken. What lies where is the cache's affair.
 """
 
 import torch
-from transformers import PreTrainedModel
 
+from cb_rollout import _compat
 from cb_rollout.config import RolloutConfig
 from cb_rollout.engine import device as devices
 from cb_rollout.engine.cache import BlockTable, PagedCache
@@ -17,7 +17,7 @@ from cb_rollout.memory import GIB, MemoryPlan, create_memory_plan, training_rese
 
 
 def plan_memory(
-    model: PreTrainedModel,
+    model: torch.nn.Module,
     config: RolloutConfig,
     layout: CacheLayout,
     device: torch.device,
@@ -31,8 +31,8 @@ def plan_memory(
     if isinstance(reserve, str):
         trainable = [p for p in model.parameters() if p.requires_grad and model.training]
         reserve_bytes = training_reserve(
-            sum(p.nbytes for p in trainable),
-            sum(p.grad.nbytes for p in trainable if p.grad is not None),
+            sum(_compat.local_part(p).nbytes for p in trainable),
+            sum(_compat.local_part(p.grad).nbytes for p in trainable if p.grad is not None),
         )
     else:
         reserve_bytes = int(reserve * GIB)

@@ -117,9 +117,13 @@ def _require_settings(trainer: Any) -> None:
             f"temperature={trainer.args.temperature}: the completions of a group would all be the "
             "same; raise it in the trainer's config."
         )
-    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+    if trainer.is_deepspeed_enabled:
         raise ConfigurationError(
-            "sharded training (FSDP, DeepSpeed) is not supported; run on one device or under DDP."
+            "attach() does not support DeepSpeed; run on one device, under DDP or with FSDP2."
+        )
+    if trainer.is_fsdp_enabled and not trainer.accelerator.is_fsdp2:
+        raise ConfigurationError(
+            "attach() does not support FSDP1; shard with FSDP2 (fsdp_config={'version': 2})."
         )
     corrects = getattr(trainer, "vllm_importance_sampling_correction", False)
     mode = getattr(trainer, "vllm_importance_sampling_mode", None)

@@ -315,9 +315,7 @@ def test_what_failed_is_generated_again_when_asked(model, jsonl, tmp_path):
 
 
 def test_a_cache_without_room_is_refused_before_anything_is_written(model, jsonl, tmp_path):
-    with pytest.raises(
-        OutOfCacheMemoryError, match="no memory for a KV cache"
-    ):
+    with pytest.raises(OutOfCacheMemoryError, match="no memory for a KV cache"):
         generate(model, jsonl, tmp_path / "out.jsonl", max_memory_percent=1e-12)
     assert (tmp_path / "out.jsonl").read_bytes() == b""
 

@@ -99,9 +99,10 @@ def test_a_whole_number_is_nothing_else(field, value):
         RolloutConfig(**{field: value})
 
 
-def test_a_switch_is_true_or_false():
-    with pytest.raises(ConfigurationError, match="allow_block_sharing='no' is not True or False"):
-        RolloutConfig(allow_block_sharing="no")
+@pytest.mark.parametrize("name", ["allow_block_sharing", "return_logprobs", "verify_weight_sync"])
+def test_a_switch_is_true_or_false(name):
+    with pytest.raises(ConfigurationError, match=f"{name}='no' is not True or False"):
+        RolloutConfig(**{name: "no"})
 
 
 def test_graphs_that_are_off_are_off():

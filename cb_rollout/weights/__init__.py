@@ -1,0 +1,60 @@
+"""Any trainer's weights, every step: which module generates, and how it gets them.
+
+`create_weight_sync` is the switch. It imports no trainer's framework but what the model needs.
+"""
+
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from cb_rollout import _compat
+from cb_rollout.config import RolloutConfig, WeightSync
+from cb_rollout.errors import ConfigurationError
+from cb_rollout.precision import Precision, rollout_precision
+from cb_rollout.weights.adapters import has_adapters
+from cb_rollout.weights.base import WeightSynchronizer, require_equal
+from cb_rollout.weights.copied import CopiedWeights
+from cb_rollout.weights.replica import casts_weights
+from cb_rollout.weights.shared import SharedWeights
+
+__all__ = ["WeightSynchronizer", "create_weight_sync", "require_equal"]
+
+
+def create_weight_sync(
+    model: torch.nn.Module, config: RolloutConfig, accelerator: Any = None
+) -> WeightSynchronizer:
+    """The module that generates for `model`, and how it is kept up to date.
+
+    Args:
+        model: the training module, wrapped or not.
+        config: `weight_sync` and `rollout_dtype` choose.
+        accelerator: the trainer's, whose precision and device are taken.
+
+    Raises:
+        ConfigurationError: the model's weights cannot be used as the config says.
+        WeightSyncError: a copy made from the model's config has other tensors than the model.
+    """
+    module = _compat.unwrap(model)
+    precision = rollout_precision(config, model, accelerator)
+    weight_sync = config.weight_sync
+    if weight_sync == WeightSync.AUTO:
+        will_be_sharded = accelerator is not None and _compat.shards_models(accelerator)
+        is_sharded = will_be_sharded or _compat.is_sharded(model)
+        weight_sync = WeightSync.COPY if is_sharded else _fitting(module, precision)
+    if weight_sync == WeightSync.SHARED:
+        return SharedWeights(module, precision.autocast_dtype)
+    if _compat.is_quantized(module):
+        raise ConfigurationError(
+            "weight_sync='copy' of a quantised model: its weights are no plain tensors; use "
+            "'shared', which runs them in place with any adapter unmerged."
+        )
+    return CopiedWeights(model, precision, getattr(accelerator, "device", None))
+
+
+def _fitting(model: PreTrainedModel, precision: Precision) -> WeightSync:
+    """Shared where the module itself computes what the trainer computes, at no cost a step."""
+    # Rounding after a merge is not the trainer's rounding before it, so adapters stay unmerged.
+    if _compat.is_quantized(model) or has_adapters(model):
+        return WeightSync.SHARED
+    return WeightSync.COPY if casts_weights(model, precision) else WeightSync.SHARED

@@ -1,0 +1,92 @@
+"""PEFT adapters as they bear on a plain model's weights. The only file that imports peft.
+
+Reads the layers and changes none: nothing is merged in place. What cannot be merged exactly, out of
+place, is refused with the strategy that runs it unmerged.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from peft.tuners import lora
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
+
+from cb_rollout.errors import ConfigurationError
+
+MERGEABLE = (lora.Linear, lora.Embedding)
+# peft 0.21's layers whose forward is that of one weight, base + scaling * B @ A.
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """What one adapter adds to a weight: `scaling * (B @ A)`."""
+
+    A: torch.Tensor
+    B: torch.Tensor
+    scaling: float
+    is_transposed: bool
+    """Whether the product is added transposed, as embeddings and GPT-2's layers store weights."""
+
+
+def has_adapters(model: torch.nn.Module) -> bool:
+    """Whether any layer runs through PEFT."""
+    kinds = (BaseTunerLayer, AuxiliaryTrainingWrapper)
+    return any(isinstance(module, kinds) for module in model.modules())
+
+
+def wrapped_by_peft(module: Any) -> torch.nn.Module | None:
+    """The plain module whose place a PEFT module took; None: it is no PEFT module.
+
+    Raises:
+        ConfigurationError: its forward is not that of one plain layer.
+    """
+    if isinstance(module, ModulesToSaveWrapper):
+        if module.disable_adapters or not module.active_adapters:
+            return module.original_module
+        return module.modules_to_save[module.active_adapters[0]]
+    if _is_adapted(module):
+        return module.base_layer
+    if isinstance(module, AuxiliaryTrainingWrapper):
+        raise _cannot_merge(type(module).__name__)
+    return None
+
+
+def low_ranks(module: Any) -> tuple[LowRank, ...]:
+    """What the active adapters of a PEFT layer add to its base weight now.
+
+    Raises:
+        ConfigurationError: the layer is of a kind that is no low-rank sum.
+    """
+    if not _is_adapted(module) or module.disable_adapters or module.merged:
+        return ()
+    if type(module) not in MERGEABLE or _is_adapted(module.base_layer):
+        raise _cannot_merge(f"{type(module).__module__}.{type(module).__name__}")
+    return tuple(
+        _low_rank(module, name)
+        for name in module.active_adapters
+        if name in module.lora_A or name in module.lora_embedding_A
+    )
+
+
+def _is_adapted(module: torch.nn.Module) -> bool:
+    return isinstance(module, BaseTunerLayer)
+
+
+def _low_rank(layer: Any, name: str) -> LowRank:
+    if name in layer.lora_variant:
+        raise _cannot_merge(type(layer.lora_variant[name]).__name__)
+    if layer.lora_bias.get(name):
+        raise _cannot_merge("lora_bias=True")
+    if isinstance(layer, lora.Embedding):
+        A, B = layer.lora_embedding_A[name], layer.lora_embedding_B[name]
+        return LowRank(A, B, layer.scaling[name], is_transposed=True)
+    A, B = layer.lora_A[name].weight, layer.lora_B[name].weight
+    return LowRank(A, B, layer.scaling[name], is_transposed=layer.fan_in_fan_out)
+
+
+def _cannot_merge(what: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"weight_sync='copy' merges plain LoRA only, not {what}; use 'shared', which runs any "
+        "adapter unmerged."
+    )

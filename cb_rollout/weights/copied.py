@@ -1,0 +1,132 @@
+"""An engine-owned copy of the weights, updated in place.
+
+Owns the copy and what it last took over. The training module is read, never changed; sharded
+weights are made whole a bucket at a time. Called from the training thread, the engine paused.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from cb_rollout import _compat
+from cb_rollout.precision import Precision
+from cb_rollout.weights.gathering import Gathering, create_gathering
+from cb_rollout.weights.replica import create_replica, require_match, tensors_by_name
+from cb_rollout.weights.weight import Weight, weights_of
+
+BUCKET_BYTES = 256 * 2**20
+# Sharded weights made whole at once: enough for one large tensor, little beside a model.
+
+Signature = tuple[tuple[int, int], ...]
+
+
+class CopiedWeights:
+    """Generates with its own module; the trainer's may change meanwhile."""
+
+    def __init__(
+        self, trained: torch.nn.Module, precision: Precision, device: torch.device | None
+    ) -> None:
+        """Make the copy and fill it.
+
+        Args:
+            trained: the training module, wrapped or not.
+            precision: what the copy computes in.
+            device: where it lies; None: where the training module does.
+
+        Raises:
+            ConfigurationError: an adapter cannot be merged.
+            WeightSyncError: the model's config describes other tensors than the model has.
+        """
+        self.trained, self._source = trained, _compat.unwrap(trained)
+        self.autocast_dtype = precision.autocast_dtype
+        self.is_collective = False
+        self._taken: dict[tuple[str, ...], tuple[Signature, tuple[float, ...]]] = {}
+        _, weights, shapes = self._read()
+        device = device or next(trained.parameters()).device
+        self.module = create_replica(self._source, weights, shapes, precision, device)
+        self.sync()
+
+    def sync(self) -> int:
+        """Copy every tensor that could have changed since the last time; returns bytes written.
+
+        Trainable tensors always could; frozen ones where torch counted a write to them, or their
+        storage moved. Adapters are merged into a fresh value of the frozen base.
+        """
+        gathering, weights, shapes = self._read()
+        require_match(self.module, weights, shapes)
+        stale = [weight for weight in weights if self._is_stale(weight, gathering)]
+        held = tensors_by_name(self.module)
+        num_bytes = 0
+        with torch.no_grad():
+            for weight, value in _values(stale, gathering):
+                target = held[weight.names[0]]
+                target.copy_(value)
+                num_bytes += target.nbytes
+                self._taken[weight.names] = _state(weight, gathering)
+        return num_bytes
+
+    def differing(self) -> list[str]:
+        """Names of the tensors whose bits are not those of a fresh full sync."""
+        gathering, weights, _ = self._read()
+        held = tensors_by_name(self.module)
+        with torch.no_grad():
+            return [
+                weight.names[0]
+                for weight, value in _values(weights, gathering)
+                if not _is_equal(held[weight.names[0]], value)
+            ]
+
+    def _read(self) -> tuple[Gathering, list[Weight], dict[Weight, torch.Size]]:
+        """The training module as it is now; a trainer may have sharded it since the last time."""
+        gathering = create_gathering(self.trained)
+        self.is_collective = gathering.is_collective
+        weights = weights_of(self._source, gathering.stored)
+        return gathering, weights, {weight: gathering.shape(weight.base) for weight in weights}
+
+    def _is_stale(self, weight: Weight, gathering: Gathering) -> bool:
+        # torch counts no writes to inference tensors.
+        if weight.is_buffer or any(t.requires_grad or t.is_inference() for t in weight.tensors):
+            return True
+        return self._taken.get(weight.names) != _state(weight, gathering)
+
+
+def _state(weight: Weight, gathering: Gathering) -> tuple[Signature, tuple[float, ...]]:
+    """Changes when torch knows of a write to any tensor that the weight depends on."""
+    local = [gathering.local(tensor) for tensor in weight.tensors]
+    writes = (0 if part.is_inference() else part._version for part in local)
+    return tuple(zip((p.data_ptr() for p in local), writes, strict=True)), weight.scalings
+
+
+def _values(
+    weights: Sequence[Weight], gathering: Gathering
+) -> Iterator[tuple[Weight, torch.Tensor]]:
+    """Each weight with its whole value, which is good until the next one is asked for."""
+    for bucket in _buckets(weights, gathering):
+        needed = [tensor for weight in bucket for tensor in weight.tensors]
+        with gathering.whole(needed) as whole:
+            start = 0
+            for weight in bucket:
+                end = start + len(weight.tensors)
+                yield weight, weight.value(whole[start:end])
+                start = end
+
+
+def _buckets(weights: Sequence[Weight], gathering: Gathering) -> Iterator[list[Weight]]:
+    """Neighbours together, up to `BUCKET_BYTES` of whole tensors, and at least one."""
+    bucket: list[Weight] = []
+    num_bytes = 0
+    for weight in weights:
+        size = sum(gathering.shape(t).numel() * t.element_size() for t in weight.tensors)
+        if bucket and num_bytes + size > BUCKET_BYTES:
+            yield bucket
+            bucket, num_bytes = [], 0
+        bucket.append(weight)
+        num_bytes += size
+    if bucket:
+        yield bucket
+
+
+def _is_equal(held: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether every element is the same, a NaN where a NaN is."""
+    wanted = value.to(held.device, held.dtype)
+    return bool(((held == wanted) | ((held != held) & (wanted != wanted))).all())

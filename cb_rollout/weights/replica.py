@@ -1,0 +1,112 @@
+"""An engine-owned module with the training module's tensors, made without a second full copy.
+
+Owns which dtype each of its tensors has. Fills nothing in.
+"""
+
+import copy
+from collections.abc import Mapping, Sequence
+
+import torch
+from accelerate import init_empty_weights
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from cb_rollout import _compat
+from cb_rollout.errors import WeightSyncError
+from cb_rollout.precision import Precision
+from cb_rollout.weights.weight import Weight
+
+MULTIPLIED_BY = (torch.nn.Linear, Conv1D)
+# Layers of which autocast casts every parameter, whatever the model around them does.
+
+
+def held_dtype(
+    owners: Sequence[torch.nn.Module], dtype: torch.dtype, precision: Precision
+) -> torch.dtype:
+    """The dtype in which a replica holds a parameter of `owners` that is trained in `dtype`.
+
+    Under autocast, what it would cast at every use is kept cast, and nothing else: the forward is
+    then bit by bit the one of the uncast weights under autocast.
+    """
+    if not dtype.is_floating_point:
+        return dtype
+    if precision.copy_dtype is not None:
+        return precision.copy_dtype
+    # Tied to an embedding, which autocast reads as it is, a weight stays as it is.
+    is_cast = all(isinstance(owner, MULTIPLIED_BY) for owner in owners)
+    if precision.autocast_dtype is None or not is_cast or dtype == torch.float64:
+        return dtype
+    return precision.autocast_dtype
+
+
+def casts_weights(model: PreTrainedModel, precision: Precision) -> bool:
+    """Whether a replica of `model` would hold any parameter in another dtype."""
+    return any(
+        held_dtype([module], parameter.dtype, precision) != parameter.dtype
+        for module in model.modules()
+        for parameter in module.parameters(recurse=False)
+    )
+
+
+def create_replica(
+    trained: PreTrainedModel,
+    weights: Sequence[Weight],
+    shapes: Mapping[Weight, torch.Size],
+    precision: Precision,
+    device: torch.device,
+) -> PreTrainedModel:
+    """A module of the model's class with empty tensors, tied as the training module's are.
+
+    Built from the config with parameters that take no memory, and never initialised; buffers are
+    real, so whatever a constructor computes from them is right.
+
+    Raises:
+        WeightSyncError: the config describes other tensors than the training module has.
+    """
+    make = _compat.plain_class(trained)
+    with torch.random.fork_rng(devices=[]), init_empty_weights(include_buffers=False):
+        replica = make(copy.deepcopy(trained.config))
+    require_match(replica, weights, shapes)
+    for weight in weights:
+        owners = [replica.get_submodule(name.rpartition(".")[0]) for name in weight.names]
+        dtype = weight.base.dtype
+        if not weight.is_buffer:
+            dtype = held_dtype(owners, dtype, precision)
+        held = torch.empty(shapes[weight], dtype=dtype, device=device)
+        if not weight.is_buffer:
+            held = torch.nn.Parameter(held, requires_grad=False)
+        for owner, name in zip(owners, weight.names, strict=True):
+            setattr(owner, name.rpartition(".")[2], held)
+    replica.generation_config = trained.generation_config
+    return replica.eval()
+
+
+def tensors_by_name(replica: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """The replica's parameters and buffers as they are now, tied ones under each name."""
+    return dict(replica.named_parameters(remove_duplicate=False)) | dict(
+        replica.named_buffers(remove_duplicate=False)
+    )
+
+
+def require_match(
+    replica: PreTrainedModel, weights: Sequence[Weight], shapes: Mapping[Weight, torch.Size]
+) -> None:
+    """Raise one `WeightSyncError` with every tensor that has no counterpart of its shape."""
+    held = {name: tensor.shape for name, tensor in tensors_by_name(replica).items()}
+    trained = {name: shapes[weight] for weight in weights for name in weight.names}
+    faults = [
+        *(f"{name}: not in the training module" for name in held.keys() - trained.keys()),
+        *(f"{name}: in the training module only" for name in trained.keys() - held.keys()),
+        *(
+            f"{name}: {tuple(trained[name])} in the training module, {tuple(held[name])} here"
+            for name in held.keys() & trained.keys()
+            if held[name] != trained[name]
+        ),
+    ]
+    if faults:
+        raise WeightSyncError(
+            f"{len(faults)} tensors of the training module and of its copy, which is made from "
+            "the model's config, do not match; nothing was copied. Make a new generator if the "
+            "model was changed after this one, or use weight_sync='shared':\n  "
+            + "\n  ".join(sorted(faults))
+        )

@@ -1,0 +1,39 @@
+"""Whole tensors of a model under DeepSpeed ZeRO-3. The only file that imports deepspeed.
+
+deepspeed is no dependency: it is imported when a parameter carries its marks.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from cb_rollout import _compat
+
+
+class Zero3Gathering:
+    """Each process holds a flat slice of every parameter, whose own storage is empty."""
+
+    is_collective = True
+
+    def stored(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Its own."""
+        return tensor
+
+    def shape(self, tensor: torch.Tensor) -> torch.Size:
+        """What deepspeed notes on a parameter."""
+        return _compat.zero3_shape(tensor) if _compat.is_zero3(tensor) else tensor.shape
+
+    def local(self, tensor: torch.Tensor) -> torch.Tensor:
+        """This process's slice."""
+        return _compat.zero3_slice(tensor) if _compat.is_zero3(tensor) else tensor
+
+    @contextmanager
+    def whole(self, tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+        """The parameters themselves, filled inside the context and emptied after it."""
+        import deepspeed  # pyright: ignore[reportMissingImports]  # optional
+
+        sharded: list[Any] = [tensor for tensor in tensors if _compat.is_zero3(tensor)]
+        with deepspeed.zero.GatheredParameters(sharded, modifier_rank=None):
+            yield [tensor.data for tensor in tensors]
