@@ -14,6 +14,7 @@ from cb_rollout import _compat
 from cb_rollout.config import LogprobsMode, RolloutConfig
 from cb_rollout.engine import device as devices
 from cb_rollout.engine.limits import Limits
+from cb_rollout.engine.rehearsal import rehearse
 from cb_rollout.engine.request import Prefill, Request
 from cb_rollout.engine.runner import ModelRunner, leased
 from cb_rollout.engine.sampler import SamplingBatch, create_sampling_batch, sample
@@ -56,7 +57,7 @@ class Engine:
         """Learn the cache's layout, and plan its memory."""
         model, config = self._runner.model, self.config
         self._identity = _compat.forward_identity(model)
-        self.layout = self._runner.probe()
+        self.layout = rehearse(self._runner)
         self.device = self._runner.device
         self.limits = Limits(
             block_size=config.block_size,

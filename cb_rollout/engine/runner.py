@@ -9,6 +9,7 @@ B: rows, Q: new tokens of the longest row, S: tokens of the longest row, V: voca
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from enum import StrEnum
 from weakref import WeakKeyDictionary
 
 import torch
@@ -47,6 +48,16 @@ def leased(model: torch.nn.Module) -> Iterator[None]:
                     module.training = True
 
 
+class RowForm(StrEnum):
+    """How a model takes rows of different lengths together."""
+
+    PADDED = "padded"
+    """Left-padded, with a mask and each token's position: one forward for all."""
+    ALIKE = "alike"
+    """Only rows of one length together, positions left to the model, as `generate` would run them
+    alone: for models that count positions themselves, or know no padding."""
+
+
 class ModelRunner:
     """Feeds rows to one model."""
 
@@ -59,6 +70,7 @@ class ModelRunner:
         """
         self.model = model
         self.device = next(model.parameters()).device
+        self.row_form = RowForm.PADDED
         self._autocast_dtype = autocast_dtype
         self._names = _compat.forward_argument_names(model)
         caches = [name for name in _compat.CACHE_ARGUMENTS if name in self._names]
@@ -77,6 +89,11 @@ class ModelRunner:
 
         with leased(self.model):
             return probe(self.model.config, forward)
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """What forwards compute in."""
+        return self._autocast_dtype or _compat.compute_dtype(self.model)
 
     def logits(
         self,
@@ -98,6 +115,36 @@ class ModelRunner:
         Returns:
             float32 logits after each row's last token, `[B, V]`.
         """
+        if self.row_form is RowForm.PADDED:
+            return self._forward(new_tokens, lengths, slots, cache, table)
+        # Without keys there is no history to align, so only the new tokens must be alike.
+        has_keys = cache.layout.has_keys
+        alike: dict[tuple[int, ...], list[int]] = {}
+        for row, (new, length) in enumerate(zip(new_tokens, lengths, strict=True)):
+            key = (len(new), length) if has_keys else (len(new), len(new) == length)
+            alike.setdefault(key, []).append(row)
+        parts = [
+            self._forward(
+                [new_tokens[row] for row in rows],
+                [lengths[row] for row in rows],
+                [slots[row] for row in rows],
+                cache,
+                table,
+            )
+            for rows in alike.values()
+        ]
+        order = self._integers([row for rows in alike.values() for row in rows])
+        return torch.cat(parts).index_select(0, order.argsort())
+
+    def _forward(
+        self,
+        new_tokens: Sequence[Sequence[int]],
+        lengths: Sequence[int],
+        slots: Sequence[int],
+        cache: PagedCache,
+        table: BlockTable,
+    ) -> torch.Tensor:
+        """Run rows in one forward."""
         num_new = [len(row) for row in new_tokens]
         Q, B = max(num_new), len(new_tokens)
         is_fresh = all(length == new for length, new in zip(lengths, num_new, strict=True))
@@ -128,9 +175,14 @@ class ModelRunner:
             read_places_BS=None
             if is_fresh
             else table.places(slots_B, positions_BS).masked_fill(~is_token_BS, PADDING_PLACE),
+            positions_BS=positions_BS,
         )
-        cache.begin(step, is_fresh)
+        cache.begin(step, is_fresh, is_contiguous=self.row_form is RowForm.ALIKE)
         mask_BS = is_token_BS.to(torch.int64)
+        if not cache.layout.has_keys:
+            mask_BS = mask_BS[:, S - Q :]
+        if self.row_form is RowForm.ALIKE:
+            positions_BQ = None
         logits_BV = self._call(input_ids_BQ, mask_BS, positions_BQ, cache)
         cache.end(step)
         assert logits_BV.shape[0] == B
@@ -138,13 +190,18 @@ class ModelRunner:
 
     def recompute(self, token_ids: list[int], num_prompt: int, temperature: float) -> list[float]:
         """Log-probabilities of the tokens after the prompt, by a forward without a cache."""
+        logits_TV = self.plain_logits(token_ids)[num_prompt - 1 : -1] / temperature
+        chosen_T = self._integers(token_ids[num_prompt:])
+        logprobs_T, _ = chosen_logprobs(logits_TV, chosen_T)
+        return logprobs_T.tolist()
+
+    def plain_logits(self, token_ids: list[int]) -> torch.Tensor:
+        """float32 logits after every token, `[T, V]`, by a forward without a cache."""
         input_ids = self._integers([token_ids])
         # no_grad, not inference_mode: some models keep buffers that a later training forward uses.
         with torch.no_grad(), self._autocast():
             output = self.model(input_ids=input_ids, attention_mask=torch.ones_like(input_ids))
-        logits_TV = output.logits[0, num_prompt - 1 : -1].float() / temperature
-        logprobs_T, _ = chosen_logprobs(logits_TV, input_ids[0, num_prompt:])
-        return logprobs_T.tolist()
+        return output.logits[0].float()
 
     def _call(
         self,

@@ -53,6 +53,7 @@ def step_of(blocks_of_rows, block_size, lengths, num_new):
         write_tokens=None if min(num_new) == Q else torch.tensor([token for token, _ in writes]),
         write_places=torch.tensor([at for _, at in writes]),
         read_places_BS=None if is_fresh else torch.tensor(reads),
+        positions_BS=torch.tensor([[max(0, n - S + i) for i in range(S)] for n in lengths]),
     )
 
 
@@ -196,14 +197,17 @@ def test_states_start_anew_and_come_back_to_the_slot_they_were_saved_from():
     state = StateShape((2, 3), torch.float32)
     cache = cache_of(CacheLayout((LayerStates(recurrent=(state,), conv=(None,)),)), num_blocks=0)
     (layer,) = cache.layers
-    step = Step(0, torch.tensor([2, 0]), None, torch.tensor([]), None)
+    step = Step(0, torch.tensor([2, 0]), None, torch.tensor([]), None, torch.tensor([]))
     states = torch.randn(2, 2, 3)
     cache.begin(step, is_fresh=True)
     assert not layer.has_previous_state[0]
     layer.update_recurrent_state(states)
     cache.end(step)
     cache.copy_slots([2], [3])
-    cache.begin(Step(0, torch.tensor([3, 2, 0]), None, torch.tensor([]), None), is_fresh=False)
+    cache.begin(
+        Step(0, torch.tensor([3, 2, 0]), None, torch.tensor([]), None, torch.tensor([])),
+        is_fresh=False,
+    )
     assert layer.has_previous_state[0]
     assert torch.equal(layer.recurrent_states[0], states[[0, 0, 1]])
 
