@@ -11,8 +11,9 @@ from transformers import PreTrainedModel, cache_utils
 
 from cb_rollout.errors import ConfigurationError
 
-CACHE_ARGUMENTS = ("past_key_values", "cache_params")
-# The names under which transformers 5.23's models take a Cache; Mamba's says `cache_params`.
+CACHE_ARGUMENTS = ("past_key_values", "cache_params", "state")
+# The names under which transformers 5.23's models take their past; Mamba's says `cache_params`,
+# RWKV's `state`, which is no Cache.
 
 
 def unwrap(model: torch.nn.Module) -> PreTrainedModel:
@@ -80,6 +81,12 @@ def forward_argument_names(model: PreTrainedModel) -> frozenset[str]:
     Read from the class: accelerate 1.15 replaces `forward` on the instance.
     """
     return frozenset(inspect.signature(type(model).forward).parameters)
+
+
+def forward_passes_on(model: PreTrainedModel) -> bool:
+    """Whether the model class's own forward takes any name, and hands it to a model inside."""
+    parameters = inspect.signature(type(model).forward).parameters.values()
+    return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
 
 
 def forward_identity(model: PreTrainedModel) -> tuple[Any, ...]:

@@ -17,11 +17,11 @@ from cb_rollout.engine.probe import CacheLayout
 from cb_rollout.engine.runner import ModelRunner, RowForm, leased
 from cb_rollout.errors import ConfigurationError
 
-PROMPT_LENGTHS = (7, 4)
-# Two, so that one row is padded.
+PROMPT_LENGTHS = (7, 4, 4)
+# Two lengths, so that rows are padded, and two rows of one, which run together unpadded.
 
 BLOCK_SIZE = 4
-# The longer prompt ends within its second block, which the next token fills.
+# Small, so that every row lies in several blocks.
 
 LARGEST_DIFFERENCE = 0.01
 # Nats, in float32. Sound models stay a hundred times below; a wrong position or mask shows tenths.
@@ -50,6 +50,8 @@ def rehearse(runner: ModelRunner) -> CacheLayout:
                 "language model, or use model.generate."
             ) from failure
         layout, failure = _attempt(runner.probe)
+        if layout is None:
+            layout, _ = _attempt(runner.probe_carried)
         if layout is None:
             raise ConfigurationError(
                 f"{name} does not take transformers' own cache ({_said(failure)}); roll it out "
@@ -80,11 +82,11 @@ Result = TypeVar("Result")
 
 
 def _rows(runner: ModelRunner) -> list[list[int]]:
-    """Prompts with one token more, of distinct ids that stand for text."""
+    """Prompts with two tokens more, of distinct ids that stand for text."""
     special = _compat.special_token_ids(runner.model)
     ordinary = [i for i in range(min(256, _compat.vocab_size(runner.model))) if i not in special]
     drawn = itertools.cycle(ordinary or [0])
-    return [[next(drawn) for _ in range(length + 1)] for length in PROMPT_LENGTHS]
+    return [[next(drawn) for _ in range(length + 2)] for length in PROMPT_LENGTHS]
 
 
 def _attempt(function: Callable[[], Result]) -> tuple[Result, None] | tuple[None, Exception]:
@@ -98,13 +100,17 @@ def _attempt(function: Callable[[], Result]) -> tuple[Result, None] | tuple[None
 
 
 def _plain(runner: ModelRunner, rows: list[list[int]]) -> torch.Tensor:
-    """Log-probabilities after each prompt and after the token that follows it: `[2, rows, V]`."""
-    logits = torch.stack([runner.plain_logits(row)[-2:] for row in rows], 1)
+    """Log-probabilities after each prompt and each token that follows it: `[3, rows, V]`."""
+    logits = torch.stack([runner.plain_logits(row)[-3:] for row in rows], 1)
     return logits.log_softmax(-1)
 
 
 def _paged(runner: ModelRunner, layout: CacheLayout, rows: list[list[int]]) -> torch.Tensor:
-    """The same, by a prefill of all prompts and one decode."""
+    """The same, by a prefill of all prompts, a decode of each row alone, and one of all rows.
+
+    Alone, a row stands in other columns than beside a longer one, which shows a model that counts
+    columns for positions.
+    """
     blocks_per_row = -(-max(map(len, rows)) // BLOCK_SIZE)
     slots = list(range(len(rows)))
     cache = PagedCache(
@@ -122,10 +128,14 @@ def _paged(runner: ModelRunner, layout: CacheLayout, rows: list[list[int]]) -> t
             for index in range(blocks_per_row)
         ]
     )
-    prompts, lengths = [row[:-1] for row in rows], [len(row) for row in rows]
-    after_prompts = runner.logits(prompts, list(PROMPT_LENGTHS), slots, cache, table)
-    after_tokens = runner.logits([row[-1:] for row in rows], lengths, slots, cache, table)
-    return torch.stack([after_prompts, after_tokens]).log_softmax(-1)
+    lengths = [len(row) for row in rows]
+    together = runner.logits([r[:-2] for r in rows], [n - 2 for n in lengths], slots, cache, table)
+    alone = [
+        runner.logits([row[-2:-1]], [length - 1], [slot], cache, table)
+        for slot, row, length in zip(slots, rows, lengths, strict=True)
+    ]
+    again = runner.logits([row[-1:] for row in rows], lengths, slots, cache, table)
+    return torch.stack([together, torch.cat(alone), again]).log_softmax(-1)
 
 
 def _difference(

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import StrEnum
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -18,7 +19,9 @@ from transformers.cache_utils import Cache
 
 from cb_rollout import _compat
 from cb_rollout.engine.cache import PADDING_PLACE, BlockTable, PagedCache, Step
-from cb_rollout.engine.probe import CacheLayout, probe
+from cb_rollout.engine.carried import PROBE_ROWS, CarriedStates
+from cb_rollout.engine.probe import PROBE_TOKENS, CacheLayout, probe
+from cb_rollout.engine.states import StateLayer
 from cb_rollout.errors import ConfigurationError
 from cb_rollout.logprobs import chosen_logprobs
 
@@ -56,6 +59,8 @@ class RowForm(StrEnum):
     ALIKE = "alike"
     """Only rows of one length together, positions left to the model, as `generate` would run them
     alone: for models that count positions themselves, or know no padding."""
+    ALONE = "alone"
+    """One row at a time: for models that mix the rows of a batch."""
 
 
 class ModelRunner:
@@ -73,6 +78,8 @@ class ModelRunner:
         self.row_form = RowForm.PADDED
         self._autocast_dtype = autocast_dtype
         self._names = _compat.forward_argument_names(model)
+        self._passes_on = _compat.forward_passes_on(model)
+        self._carried: CarriedStates | None = None
         caches = [name for name in _compat.CACHE_ARGUMENTS if name in self._names]
         if not caches:
             raise ConfigurationError(
@@ -87,8 +94,20 @@ class ModelRunner:
         def forward(input_ids: torch.Tensor, cache: Cache) -> object:
             return self._call(input_ids.to(self.device), None, None, cache)
 
+        self._carried = None
         with leased(self.model):
             return probe(self.model.config, forward)
+
+    def probe_carried(self) -> CacheLayout:
+        """Learn what a model that takes no transformers cache carries in an object of its own."""
+        with leased(self.model):
+            made = [
+                self._run(self._integers([row] * PROBE_ROWS), {"use_cache": True})
+                for row in ([0], [0] * PROBE_TOKENS)
+            ]
+        short, long = (getattr(output, self._cache_argument, None) for output in made)
+        self._carried = CarriedStates(short, long)
+        return self._carried.layout
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -122,6 +141,8 @@ class ModelRunner:
         alike: dict[tuple[int, ...], list[int]] = {}
         for row, (new, length) in enumerate(zip(new_tokens, lengths, strict=True)):
             key = (len(new), length) if has_keys else (len(new), len(new) == length)
+            if self.row_form is RowForm.ALONE:
+                key = (row,)
             alike.setdefault(key, []).append(row)
         parts = [
             self._forward(
@@ -177,11 +198,11 @@ class ModelRunner:
             else table.places(slots_B, positions_BS).masked_fill(~is_token_BS, PADDING_PLACE),
             positions_BS=positions_BS,
         )
-        cache.begin(step, is_fresh, is_contiguous=self.row_form is RowForm.ALIKE)
+        cache.begin(step, is_fresh, is_contiguous=self.row_form is not RowForm.PADDED)
         mask_BS = is_token_BS.to(torch.int64)
         if not cache.layout.has_keys:
             mask_BS = mask_BS[:, S - Q :]
-        if self.row_form is RowForm.ALIKE:
+        if self.row_form is not RowForm.PADDED:
             positions_BQ = None
         logits_BV = self._call(input_ids_BQ, mask_BS, positions_BQ, cache)
         cache.end(step)
@@ -198,10 +219,9 @@ class ModelRunner:
     def plain_logits(self, token_ids: list[int]) -> torch.Tensor:
         """float32 logits after every token, `[T, V]`, by a forward without a cache."""
         input_ids = self._integers([token_ids])
-        # no_grad, not inference_mode: some models keep buffers that a later training forward uses.
-        with torch.no_grad(), self._autocast():
-            output = self.model(input_ids=input_ids, attention_mask=torch.ones_like(input_ids))
-        return output.logits[0].float()
+        arguments = {"attention_mask": torch.ones_like(input_ids), "use_cache": False}
+        known = {name: value for name, value in arguments.items() if name in self._names}
+        return self._run(input_ids, known).logits[0].float()
 
     def _call(
         self,
@@ -217,11 +237,23 @@ class ModelRunner:
             "logits_to_keep": 1,
         }
         known = {name: value for name, value in arguments.items() if name in self._names}
-        known[self._cache_argument] = cache
+        if self._passes_on and positions_BQ is not None:
+            known["position_ids"] = positions_BQ
+        if self._carried is None:
+            known[self._cache_argument] = cache
+            return self._run(input_ids_BQ, known).logits[:, -1].float()
+        layer = cache.layers[0]
+        assert isinstance(layer, StateLayer)
+        known[self._cache_argument] = self._carried.given(layer)
+        output = self._run(input_ids_BQ, known)
+        made = getattr(output, self._cache_argument)
+        self._carried.take(layer, made, num_rows=input_ids_BQ.shape[0])
+        return output.logits[:, -1].float()
+
+    def _run(self, input_ids_BQ: torch.Tensor, arguments: dict[str, object]) -> Any:
         # no_grad, not inference_mode: some models keep buffers that a later training forward uses.
         with torch.no_grad(), self._autocast():
-            output = self.model(input_ids=input_ids_BQ, **known)
-        return output.logits[:, -1].float()
+            return self.model(input_ids=input_ids_BQ, **arguments)
 
     def _autocast(self) -> AbstractContextManager[object]:
         if self._autocast_dtype is None:
