@@ -16,7 +16,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tests" / "families"))
 
-from configs import NOT_BUILT, OWN_GENERATE, REFUSED  # noqa: E402 - a folder of the tests
+from configs import ENCODERS, NOT_BUILT, OWN_GENERATE, REFUSED  # noqa: E402 - a folder of the tests
 from parity import TOLERANCE, Parity, check, create_model  # noqa: E402
 
 HEADER = """# Architectures
@@ -42,7 +42,9 @@ Written by `scripts/architectures.py` with torch {torch_version} on {machine}.
 
 def remark(model_type: str, found: Parity) -> str:
     """What a reader should know of a type that runs."""
-    remarks = [OWN_GENERATE[model_type]] if model_type in OWN_GENERATE else []
+    remarks = ["with `is_decoder=True`"] if model_type in ENCODERS else []
+    if model_type in OWN_GENERATE:
+        remarks.append(OWN_GENERATE[model_type])
     if found.drift > TOLERANCE:
         remarks.append(f"its plain forward is itself {found.rounding:.0e} off float64")
     return f" {'; '.join(remarks)}" if remarks else ""

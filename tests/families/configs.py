@@ -204,6 +204,26 @@ CORE = (
 )
 # The types that every test run checks: each kind of attention, cache and recurrence once or twice.
 
+ENCODERS = (
+    "bert",
+    "bert-generation",
+    "big_bird",
+    "camembert",
+    "data2vec-text",
+    "electra",
+    "ernie",
+    "megatron-bert",
+    "rembert",
+    "roberta",
+    "roberta-prelayernorm",
+    "roc_bert",
+    "roformer",
+    "xlm-roberta",
+    "xlm-roberta-xl",
+    "xmod",
+)
+# Types that look ahead unless their config says is_decoder=True, as the tiny ones' do.
+
 OWN_GENERATE = {
     **dict.fromkeys(
         (

@@ -4,10 +4,10 @@ import re
 from pathlib import Path
 
 import pytest
-from configs import CORE, NOT_BUILT, OWN_GENERATE, REFUSED, tiny_config
+from configs import CORE, ENCODERS, NOT_BUILT, OWN_GENERATE, REFUSED, tiny_config
 from huggingface_hub.errors import StrictDataclassError
 from parity import check, create_model
-from transformers import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, AutoModelForSeq2SeqLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from cb_rollout import RolloutGenerator
@@ -41,18 +41,23 @@ def test_a_type_that_cannot_run_is_refused_when_an_engine_is_made(model_type):
         RolloutGenerator(model)
 
 
-def takes_decoder_flag(model_type):
-    return CONFIG_MAPPING[model_type]().to_dict().get("is_decoder") is False
-
-
-ENCODERS = [t for t in RUNNING if takes_decoder_flag(t)]
-
-
 @pytest.mark.parametrize("model_type", slow_beside(("bert", "roberta"), ENCODERS))
 def test_an_encoder_that_looks_ahead_is_refused_and_told_how_not_to(model_type):
     model = create_model(model_type, is_decoder=False)
     with pytest.raises(ConfigurationError, match=r"nats off its plain forward.*is_decoder=True"):
         RolloutGenerator(model)
+
+
+def test_an_encoder_is_refused_in_half_precision_too():
+    with pytest.raises(ConfigurationError, match="nats off its plain forward"):
+        RolloutGenerator(create_model("rembert", is_decoder=False).bfloat16())
+
+
+@pytest.mark.parametrize("model_type", ["bart", "mbart", "t5"])
+def test_an_encoder_decoder_is_refused(model_type):
+    config = CONFIG_MAPPING[model_type](d_model=32, vocab_size=64, num_layers=1)
+    with pytest.raises(ConfigurationError, match="is an encoder-decoder"):
+        RolloutGenerator(AutoModelForSeq2SeqLM.from_config(config))
 
 
 @pytest.mark.parametrize("model_type", NOT_BUILT)
@@ -70,7 +75,9 @@ def test_a_tiny_model_has_every_kind_of_layer_that_its_type_has(model_type):
 
 
 def test_the_tables_name_types_that_are_mapped():
-    assert set(CORE) | set(OWN_GENERATE) | set(REFUSED) | set(NOT_BUILT) <= set(MAPPED)
+    assert set(CORE) | set(ENCODERS) | set(OWN_GENERATE) | set(REFUSED) | set(NOT_BUILT) <= set(
+        MAPPED
+    )
     assert len(RUNNING) >= 120
 
 
