@@ -44,7 +44,22 @@ def tokens_of_transformers(model, inputs):
     return {tuple(output.prompt_ids): output.generated_tokens for output in outputs.values()}
 
 
-@pytest.mark.parametrize("model_type", BOTH_RUN)
+BOTH_RUN_TOO = (
+    "cohere2",
+    "ernie4_5",
+    "glm4",
+    "helium",
+    "mixtral",
+    "olmoe",
+    "phi",
+    "seed_oss",
+    "starcoder2",
+)
+
+
+@pytest.mark.parametrize(
+    "model_type", [*BOTH_RUN, *(pytest.param(t, marks=pytest.mark.slow) for t in BOTH_RUN_TOO)]
+)
 def test_transformers_manager_and_ours_sample_the_same_greedy_tokens(model_type):
     inputs = prompts(*LENGTHS)
     params = SamplingParams(do_sample=False, max_new_tokens=NEW_TOKENS, ignore_eos=True)
