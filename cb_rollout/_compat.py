@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, cache_utils
 
 from cb_rollout.errors import ConfigurationError
 
-CACHE_ARGUMENTS = ("past_key_values", "cache_params")
-# The names under which transformers 5.23's models take a Cache; Mamba's says `cache_params`.
+CACHE_ARGUMENTS = ("past_key_values", "cache_params", "state")
+# The names under which transformers 5.23's models take their past; Mamba's says `cache_params`,
+# RWKV's `state`, which is no Cache.
 
 
 def unwrap(model: torch.nn.Module) -> PreTrainedModel:
@@ -197,6 +198,12 @@ def forward_argument_names(model: PreTrainedModel) -> frozenset[str]:
     return frozenset(inspect.signature(type(model).forward).parameters)
 
 
+def forward_passes_on(model: PreTrainedModel) -> bool:
+    """Whether the model class's own forward takes any name, and hands it to a model inside."""
+    parameters = inspect.signature(type(model).forward).parameters.values()
+    return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
+
+
 def forward_identity(model: PreTrainedModel) -> tuple[Any, ...]:
     """Changes when what a forward computes in may have changed.
 
@@ -222,6 +229,15 @@ def vocab_size(model: PreTrainedModel) -> int:
     return embedding.weight.shape[0]
 
 
+def special_token_ids(model: PreTrainedModel) -> frozenset[int]:
+    """The ids that a config names: padding, ends, and the places of images and sounds."""
+    named: dict[str, Any] = {}
+    for config in (model.config, model.config.get_text_config(decoder=True)):
+        named |= vars(config)
+    ids = [i for name, i in named.items() if name.endswith(("_token_id", "_token_index"))]
+    return frozenset(i for i in ids if isinstance(i, int))
+
+
 def max_positions(model: PreTrainedModel) -> int | None:
     """The longest sequence the model was made for; None when its config names no limit."""
     text_config = model.config.get_text_config(decoder=True)
@@ -230,6 +246,44 @@ def max_positions(model: PreTrainedModel) -> int | None:
         if isinstance(limit, int) and limit > 0:
             return limit
     return None
+
+
+PAGEABLE_KINDS = (
+    "full_attention",
+    "sliding_attention",
+    "chunked_attention",
+    "indexed_attention",
+    "minimax_m3_sparse",
+    "conv",
+    "linear_attention",
+    "hybrid",
+    "hybrid_sliding",
+)
+# transformers 5.23's names of cache layers that hold keys, values and an index per token, or
+# states per sequence. A model may register layers that hold more; those are not taken for these.
+
+
+def pageable_layers() -> tuple[type, ...]:
+    """The cache layers whose contents can be kept in pages and slots.
+
+    Asked anew each time: a model's own layer is registered when its module is imported.
+    """
+    kinds = cache_utils.DYNAMIC_LAYER_TYPE_MAPPING
+    return tuple({kinds[kind] for kind in PAGEABLE_KINDS if kind in kinds})
+
+
+def token_index(layer: Any) -> tuple[torch.Tensor | None, int]:
+    """What a sparse-attention cache layer holds beside keys and values.
+
+    Returns:
+        The index, `[1, heads, tokens, size]`, and how many position ids it keeps of each token.
+    """
+    # transformers 5.23: DeepSeek V3.2 and its kin say `indexer_keys`, MiniMax M3 `idx_keys`.
+    index = getattr(layer, "idx_keys", None)
+    if getattr(layer, "indexer_keys", None) is not None:
+        index = layer.indexer_keys[:, None]
+    positions = getattr(layer, "indexer_position_ids", None)
+    return index, 0 if positions is None else positions.shape[0]
 
 
 def compute_dtype(model: torch.nn.Module) -> torch.dtype:

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer, LinearAttentionLayer
+from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer
 
 from cb_rollout.engine.blocks import NULL_BLOCK
 from cb_rollout.engine.probe import CacheLayout, LayerStates, StateShape
+from cb_rollout.engine.states import StateLayer
 
 PADDING_PLACE = 0
 # The first place of the null block: finite keys for the columns that every mask hides.
@@ -60,6 +61,8 @@ class Step:
     read_places_BS: torch.Tensor | None
     """int64; where each row's history lies, padding read from the null block. None: no row has
     any history, so the new keys are all there is."""
+    positions_BS: torch.Tensor
+    """int64; each column's place in its sequence, 0 in the padding."""
 
 
 class PagedLayer(CacheLayerMixin):
@@ -72,10 +75,21 @@ class PagedLayer(CacheLayerMixin):
         """Allocate pages for `num_places` tokens."""
         super().__init__()
         self.is_initialized = True
-        self.pages = [
-            _pages(shape, num_places, device) for shape in (states.keys, states.values) if shape
-        ]
+        # Some models look at these before their own update, to see whether anything is there.
+        self.keys = self.values = torch.empty(0, device=device)
+        self.pages = [_pages(shape, num_places, device) for shape in states.per_token]
         self.step: Step | None = None
+        self.is_contiguous = False
+        self.num_index_positions = states.num_index_positions
+        self.indexer_position_ids: torch.Tensor | None = None
+
+    def begin(self, step: Step, is_contiguous: bool) -> None:
+        """Aim at the coming forward's tokens."""
+        self.step, self.is_contiguous = step, is_contiguous
+        self.indexer_position_ids = None
+        if self.num_index_positions and step.num_cached:
+            cached = step.positions_BS[:, : step.num_cached]
+            self.indexer_position_ids = cached.expand(self.num_index_positions, -1, -1)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Nothing to do: the pages exist."""
@@ -84,16 +98,24 @@ class PagedLayer(CacheLayerMixin):
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: object, **__: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write `[B, H, Q, D]` new states; return `[B, H, S, D]` of each row, right-aligned."""
-        new = (key_states, value_states)
-        for pages_NF, states_BHQD in zip(self.pages, new, strict=True):
-            self._write(pages_NF, states_BHQD)
+        keys_NF, values_NF = self.pages[:2]
+        return self._exchanged(keys_NF, key_states), self._exchanged(values_NF, value_states)
+
+    def update_index(self, states: torch.Tensor) -> torch.Tensor:
+        """As `update`, for what a sparse attention ranks its tokens by."""
+        return self._exchanged(self.pages[2], states)
+
+    def update_indexer(self, states: torch.Tensor) -> torch.Tensor:
+        """As `update_index`, for `[B, Q, D]` without heads."""
+        return self.update_index(states[:, None])[:, 0]
+
+    def _exchanged(self, pages_NF: torch.Tensor, new_BHQD: torch.Tensor) -> torch.Tensor:
+        """The rows' whole history, after the new states were written."""
+        self._write(pages_NF, new_BHQD)
         if self._step.read_places_BS is None:
-            return new
-        keys, values = (
-            self._read(pages_NF, states_BHQD)
-            for pages_NF, states_BHQD in zip(self.pages, new, strict=True)
-        )
-        return keys, values
+            return new_BHQD
+        history_BHSD = self._read(pages_NF, new_BHQD)
+        return history_BHSD.contiguous() if self.is_contiguous else history_BHSD
 
     @property
     def _step(self) -> Step:
@@ -126,39 +148,6 @@ class PagedLayer(CacheLayerMixin):
         return -1
 
 
-class StateLayer(LinearAttentionLayer):
-    """Convolution and recurrent states of one layer, one slot a sequence."""
-
-    def __init__(self, states: LayerStates, num_slots: int, device: torch.device) -> None:
-        """Allocate `num_slots` slots."""
-        LinearAttentionLayer.__init__(self, number_of_states=len(states.conv))
-        self.slots = {
-            "conv_states": [_slots(shape, num_slots, device) for shape in states.conv],
-            "recurrent_states": [_slots(shape, num_slots, device) for shape in states.recurrent],
-        }
-
-    def load(self, slots_B: torch.Tensor | None) -> None:
-        """Hold the rows' states for the coming forward; None: the rows start anew."""
-        LinearAttentionLayer.__init__(self, number_of_states=self.number_of_states)
-        if slots_B is None:
-            return
-        for name, all_slots in self.slots.items():
-            for index, states in enumerate(all_slots):
-                if states is not None:
-                    getattr(self, name)[index] = states.index_select(0, slots_B)
-                    getattr(self, f"is_{name}_initialized")[index] = True
-                    if name == "conv_states":
-                        self.conv_kernel_size[index] = states.shape[-1]
-                self.has_previous_state[index] = True
-
-    def save(self, slots_B: torch.Tensor) -> None:
-        """Put the rows' states back after the forward."""
-        for name, all_slots in self.slots.items():
-            for index, states in enumerate(all_slots):
-                if states is not None:
-                    states.index_copy_(0, slots_B, getattr(self, name)[index])
-
-
 class PagedStateLayer(StateLayer, PagedLayer):
     """A layer with both attention and recurrence."""
 
@@ -188,10 +177,11 @@ class PagedCache(Cache):
         device: torch.device,
     ) -> None:
         """Allocate the storage for `num_blocks` blocks beside the null block."""
-        self._layout, self._num_slots, self._device = layout, num_slots, device
+        self.layout, self._num_slots, self._device = layout, num_slots, device
         self.block_size = block_size
         num_places = (num_blocks + 1) * block_size
         super().__init__(layers=[self._layer(states, num_places) for states in layout.layers])
+        self._step: Step | None = None
         self._paged = [layer for layer in self.layers if isinstance(layer, PagedLayer)]
         self._stateful = [layer for layer in self.layers if isinstance(layer, StateLayer)]
 
@@ -202,7 +192,19 @@ class PagedCache(Cache):
             return PagedLayer(states, num_places, self._device)
         if states.is_recurrent:
             return StateLayer(states, self._num_slots, self._device)
-        return DummyLayer()
+        nothing = DummyLayer()
+        # A layer that reads what an encoder left looks there first; text alone leaves nothing.
+        nothing.is_initialized = False
+        return nothing
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Columns before the new tokens, whichever layer is asked, recurrent ones included."""
+        assert self._step is not None, "the cache was used outside a step"
+        return self._step.num_cached
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Length and offset of the keys that a mask must cover, whichever layer is asked."""
+        return self.get_seq_length() + query_length, 0
 
     @property
     def num_bytes(self) -> int:
@@ -217,10 +219,18 @@ class PagedCache(Cache):
         ]
         return sum(tensor.nbytes for tensor in (*pages, *slots))
 
-    def begin(self, step: Step, is_fresh: bool) -> None:
-        """Aim every layer at the coming forward; `is_fresh`: its rows have no history."""
+    def begin(self, step: Step, is_fresh: bool, is_contiguous: bool = False) -> None:
+        """Aim every layer at the coming forward.
+
+        Args:
+            step: where its tokens go.
+            is_fresh: its rows have no history.
+            is_contiguous: hand histories back in the layout that transformers' own cache has, at
+                the price of a copy.
+        """
+        self._step = step
         for layer in self._paged:
-            layer.step = step
+            layer.begin(step, is_contiguous)
         for layer in self._stateful:
             layer.load(None if is_fresh else step.slots_B)
 
@@ -268,9 +278,3 @@ def _pages(shape: StateShape, num_places: int, device: torch.device) -> torch.Te
     pages_NF = torch.empty(num_places, heads * size, dtype=shape.dtype, device=device)
     pages_NF[PADDING_PLACE].zero_()
     return pages_NF
-
-
-def _slots(shape: StateShape | None, num_slots: int, device: torch.device) -> torch.Tensor | None:
-    if shape is None:
-        return None
-    return torch.zeros(num_slots, *shape.shape, dtype=shape.dtype, device=device)

@@ -13,6 +13,7 @@ from cb_rollout import _compat
 from cb_rollout.config import LogprobsMode, RolloutConfig, SchedulerType
 from cb_rollout.engine import device as devices
 from cb_rollout.engine.limits import Limits
+from cb_rollout.engine.rehearsal import rehearse
 from cb_rollout.engine.request import Request
 from cb_rollout.engine.runner import ModelRunner, leased
 from cb_rollout.engine.sampling import TokenGiver
@@ -66,7 +67,7 @@ class Engine:
         """Learn the cache's layout, and plan its memory."""
         config = self.config
         self._identity = _compat.forward_identity(self.model)
-        self.layout = self._runner.probe()
+        self.layout = rehearse(self._runner)
         self.device = self._runner.device
         self.memory_plan = plan_memory(self.trained, config, self.layout, self.device)
         self.limits = Limits(

@@ -12,27 +12,14 @@ from transformers.cache_utils import (
     Cache,
     CacheLayerMixin,
     DynamicCache,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionAndSlidingWindowAttentionLayer,
     LinearAttentionLayer,
 )
 
+from cb_rollout import _compat
 from cb_rollout.errors import ConfigurationError
 
 PROBE_TOKENS = 4
 # Enough for the short convolutions in front of recurrent layers to be filled.
-
-PAGEABLE_LAYERS = (
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    LinearAttentionLayer,
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionAndSlidingWindowAttentionLayer,
-)
-# The layers whose contents are known to be keys and values per token, or states per sequence. A
-# subclass may keep more, so it is not taken for its parent.
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,15 +42,24 @@ class LayerStates:
     keys: StateShape | None = None
     """Heads x size, for each token; None: the layer stores no keys (shared, recurrent, or none)."""
     values: StateShape | None = None
+    index: StateShape | None = None
+    """Heads x size of what a sparse attention ranks its tokens by, for each token."""
+    num_index_positions: int = 0
+    """Positions of each token that a sparse attention keeps beside its index; 0: it keeps none."""
     conv: tuple[StateShape | None, ...] = ()
     """Convolution states of one sequence."""
     recurrent: tuple[StateShape | None, ...] = ()
     """Recurrent states of one sequence; None where the layer leaves that one unused."""
 
     @property
+    def per_token(self) -> tuple[StateShape, ...]:
+        """What is kept of every token: keys and values, and an index where there is one."""
+        return tuple(s for s in (self.keys, self.values, self.index) if s)
+
+    @property
     def bytes_per_token(self) -> int:
         """Bytes that grow with every cached token."""
-        return sum(s.num_bytes for s in (self.keys, self.values) if s)
+        return sum(s.num_bytes for s in self.per_token)
 
     @property
     def bytes_per_sequence(self) -> int:
@@ -91,6 +87,11 @@ class CacheLayout:
     def bytes_per_sequence(self) -> int:
         """Bytes of fixed-size states that every running sequence takes, over all layers."""
         return sum(layer.bytes_per_sequence for layer in self.layers)
+
+    @property
+    def has_keys(self) -> bool:
+        """Whether any layer keeps something of every token."""
+        return any(layer.keys for layer in self.layers)
 
     @property
     def is_recurrent(self) -> bool:
@@ -140,21 +141,39 @@ class RecordingCache(DynamicCache):
         self.arrived[layer_idx] = (_per_token(key_states), _per_token(value_states))
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Zero where every layer is recurrent, of which transformers 5.23 will not be asked."""
+        is_counted = any(isinstance(layer, CacheLayerMixin) for layer in self.layers)
+        return super().get_seq_length(layer_idx) if is_counted else 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """As above."""
+        is_counted = any(isinstance(layer, CacheLayerMixin) for layer in self.layers)
+        return super().get_mask_sizes(query_length, layer_idx) if is_counted else (query_length, 0)
+
 
 def _read(layer: object, keys: StateShape | None, values: StateShape | None) -> LayerStates:
-    if type(layer) not in PAGEABLE_LAYERS:
+    if type(layer) not in _compat.pageable_layers():
         if isinstance(layer, CacheLayerMixin):
             raise ConfigurationError(
                 f"a {type(layer).__name__} layer stores what the engine cannot keep in pages; "
                 "roll this model out with model.generate."
             )
         return LayerStates()
+    index, num_index_positions = _compat.token_index(layer)
     conv, recurrent = (), ()
     if isinstance(layer, LinearAttentionLayer):
         indices = range(layer.number_of_states)
         conv = tuple(_per_sequence(layer.conv_states[i]) for i in indices)
         recurrent = tuple(_per_sequence(layer.recurrent_states[i]) for i in indices)
-    return LayerStates(keys, values, conv, recurrent)
+    return LayerStates(
+        keys,
+        values,
+        None if index is None else _per_token(index),
+        num_index_positions,
+        conv,
+        recurrent,
+    )
 
 
 def _per_token(states: torch.Tensor) -> StateShape:

@@ -9,6 +9,8 @@ B: rows, Q: new tokens of the longest row, S: tokens of the longest row, V: voca
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from enum import StrEnum
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -17,8 +19,10 @@ from transformers.cache_utils import Cache
 
 from cb_rollout import _compat
 from cb_rollout.engine.cache import PADDING_PLACE, BlockTable, PagedCache, Step
-from cb_rollout.engine.probe import CacheLayout, probe
+from cb_rollout.engine.carried import PROBE_ROWS, CarriedStates
+from cb_rollout.engine.probe import PROBE_TOKENS, CacheLayout, probe
 from cb_rollout.engine.request import Request
+from cb_rollout.engine.states import StateLayer
 from cb_rollout.errors import ConfigurationError
 from cb_rollout.logprobs import chosen_logprobs
 
@@ -40,12 +44,25 @@ def leased(model: torch.nn.Module) -> Iterator[None]:
         yield
     finally:
         with _LEASE_LOCK:
-            num_holders, training = _LEASES.pop(model)
+            # Where an engine is dropped amid its work, the model may be gone before its lease.
+            num_holders, training = _LEASES.pop(model, (1, []))
             if num_holders > 1:
                 _LEASES[model] = (num_holders - 1, training)
             else:
                 for module in training:
                     module.training = True
+
+
+class RowForm(StrEnum):
+    """How a model takes rows of different lengths together."""
+
+    PADDED = "padded"
+    """Left-padded, with a mask and each token's position: one forward for all."""
+    ALIKE = "alike"
+    """Only rows of one length together, positions left to the model, as `generate` would run them
+    alone: for models that count positions themselves, or know no padding."""
+    ALONE = "alone"
+    """One row at a time: for models that mix the rows of a batch."""
 
 
 class ModelRunner:
@@ -60,8 +77,11 @@ class ModelRunner:
         """
         self.model = model
         self.device = next(model.parameters()).device
+        self.row_form = RowForm.PADDED
         self._autocast_dtype = autocast_dtype
         self._names = _compat.forward_argument_names(model)
+        self._passes_on = _compat.forward_passes_on(model)
+        self._carried: CarriedStates | None = None
         caches = [name for name in _compat.CACHE_ARGUMENTS if name in self._names]
         if not caches:
             raise ConfigurationError(
@@ -76,16 +96,33 @@ class ModelRunner:
         def forward(input_ids: torch.Tensor, cache: Cache) -> object:
             return self._call(input_ids.to(self.device), None, None, cache)
 
+        self._carried = None
         with leased(self.model):
             return probe(self.model.config, forward)
 
     def is_sound(self) -> bool:
-        """Whether the model still runs the tiny forward that it was probed with."""
+        """Whether the model still runs the tiny forward without a cache."""
         try:
-            self.probe()
+            self.plain_logits([0] * PROBE_TOKENS)
         except Exception:  # noqa: BLE001  what it raises is the answer
             return False
         return True
+
+    def probe_carried(self) -> CacheLayout:
+        """Learn what a model that takes no transformers cache carries in an object of its own."""
+        with leased(self.model):
+            made = [
+                self._run(self._integers([row] * PROBE_ROWS), {"use_cache": True})
+                for row in ([0], [0] * PROBE_TOKENS)
+            ]
+        short, long = (getattr(output, self._cache_argument, None) for output in made)
+        self._carried = CarriedStates(short, long)
+        return self._carried.layout
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """What forwards compute in."""
+        return self._autocast_dtype or _compat.compute_dtype(self.model)
 
     def logits(
         self,
@@ -107,6 +144,38 @@ class ModelRunner:
         Returns:
             float32 logits after each row's last token, `[B, V]`.
         """
+        if self.row_form is RowForm.PADDED:
+            return self._forward(new_tokens, lengths, slots, cache, table)
+        # Without keys there is no history to align, so only the new tokens must be alike.
+        has_keys = cache.layout.has_keys
+        alike: dict[tuple[int, ...], list[int]] = {}
+        for row, (new, length) in enumerate(zip(new_tokens, lengths, strict=True)):
+            key = (len(new), length) if has_keys else (len(new), len(new) == length)
+            if self.row_form is RowForm.ALONE:
+                key = (row,)
+            alike.setdefault(key, []).append(row)
+        parts = [
+            self._forward(
+                [new_tokens[row] for row in rows],
+                [lengths[row] for row in rows],
+                [slots[row] for row in rows],
+                cache,
+                table,
+            )
+            for rows in alike.values()
+        ]
+        order = self._integers([row for rows in alike.values() for row in rows])
+        return torch.cat(parts).index_select(0, order.argsort())
+
+    def _forward(
+        self,
+        new_tokens: Sequence[Sequence[int]],
+        lengths: Sequence[int],
+        slots: Sequence[int],
+        cache: PagedCache,
+        table: BlockTable,
+    ) -> torch.Tensor:
+        """Run rows in one forward."""
         num_new = [len(row) for row in new_tokens]
         Q, B = max(num_new), len(new_tokens)
         is_fresh = all(length == new for length, new in zip(lengths, num_new, strict=True))
@@ -137,9 +206,14 @@ class ModelRunner:
             read_places_BS=None
             if is_fresh
             else table.places(slots_B, positions_BS).masked_fill(~is_token_BS, PADDING_PLACE),
+            positions_BS=positions_BS,
         )
-        cache.begin(step, is_fresh)
+        cache.begin(step, is_fresh, is_contiguous=self.row_form is not RowForm.PADDED)
         mask_BS = is_token_BS.to(torch.int64)
+        if not cache.layout.has_keys:
+            mask_BS = mask_BS[:, S - Q :]
+        if self.row_form is not RowForm.PADDED:
+            positions_BQ = None
         logits_BV = self._call(input_ids_BQ, mask_BS, positions_BQ, cache)
         cache.end(step)
         assert logits_BV.shape[0] == B
@@ -149,14 +223,24 @@ class ModelRunner:
         """Log-probabilities of a request's tokens, by a forward of `model` without a cache."""
         num_prompt = len(request.prompt_ids)
         temperature = 1.0 if request.params.is_greedy else request.params.temperature
-        input_ids = self._integers([request.token_ids])
-        forward = _compat.collective_forward(model)
-        # no_grad, not inference_mode: some models keep buffers that a later training forward uses.
-        with torch.no_grad(), self._autocast():
-            output = forward(input_ids=input_ids, attention_mask=torch.ones_like(input_ids))
-        logits_TV = output.logits[0, num_prompt - 1 : -1].float() / temperature
-        logprobs_T, _ = chosen_logprobs(logits_TV, input_ids[0, num_prompt:])
+        logits_TV = self.plain_logits(request.token_ids, _compat.collective_forward(model))
+        chosen_T = self._integers(request.token_ids[num_prompt:])
+        logprobs_T, _ = chosen_logprobs(logits_TV[num_prompt - 1 : -1] / temperature, chosen_T)
         return logprobs_T.tolist()
+
+    def plain_logits(
+        self, token_ids: list[int], model: torch.nn.Module | None = None
+    ) -> torch.Tensor:
+        """float32 logits after every token, `[T, V]`, by a forward without a cache.
+
+        Args:
+            token_ids: the tokens.
+            model: whose forward; None: the model that generates.
+        """
+        input_ids = self._integers([token_ids])
+        arguments = {"attention_mask": torch.ones_like(input_ids), "use_cache": False}
+        known = {name: value for name, value in arguments.items() if name in self._names}
+        return self._run(input_ids, known, model).logits[0].float()
 
     def _call(
         self,
@@ -172,11 +256,28 @@ class ModelRunner:
             "logits_to_keep": 1,
         }
         known = {name: value for name, value in arguments.items() if name in self._names}
-        known[self._cache_argument] = cache
+        if self._passes_on and positions_BQ is not None:
+            known["position_ids"] = positions_BQ
+        if self._carried is None:
+            known[self._cache_argument] = cache
+            return self._run(input_ids_BQ, known).logits[:, -1].float()
+        layer = cache.layers[0]
+        assert isinstance(layer, StateLayer)
+        known[self._cache_argument] = self._carried.given(layer)
+        output = self._run(input_ids_BQ, known)
+        made = getattr(output, self._cache_argument)
+        self._carried.take(layer, made, num_rows=input_ids_BQ.shape[0])
+        return output.logits[:, -1].float()
+
+    def _run(
+        self,
+        input_ids_BQ: torch.Tensor,
+        arguments: dict[str, object],
+        model: torch.nn.Module | None = None,
+    ) -> Any:
         # no_grad, not inference_mode: some models keep buffers that a later training forward uses.
         with torch.no_grad(), self._autocast():
-            output = self.model(input_ids=input_ids_BQ, **known)
-        return output.logits[:, -1].float()
+            return (model or self.model)(input_ids=input_ids_BQ, **arguments)
 
     def _autocast(self) -> AbstractContextManager[object]:
         if self._autocast_dtype is None:

@@ -10,7 +10,7 @@ import torch
 from cb_rollout.engine import device as devices
 from cb_rollout.engine.faults import Outcome, is_out_of_memory, out_of_memory, run_isolated
 from cb_rollout.engine.request import Prefill, Request
-from cb_rollout.engine.runner import ModelRunner
+from cb_rollout.engine.runner import ModelRunner, RowForm
 from cb_rollout.engine.sampling import TokenGiver
 from cb_rollout.engine.scheduler import Scheduler
 from cb_rollout.engine.storage import CacheStorage
@@ -87,7 +87,10 @@ class Steps:
                 self._storage.table,
             )
 
-        outcome = run_isolated(forward, len(requests))
+        rows = range(len(requests))
+        if any(starts) and not self._can_repeat:
+            return Outcome([forward(rows)], list(rows), []), []
+        outcome = run_isolated(forward, len(rows))
         if outcome.failures and not outcome.rows and not self._runner.is_sound():
             raise outcome.failures[0][1]
         for row, error in outcome.failures:
@@ -117,12 +120,23 @@ class Steps:
             try:
                 return self._run_decode()
             except Exception as error:
-                if not is_out_of_memory(error):
+                is_memory = is_out_of_memory(error)
+                if not is_memory and self._can_repeat:
                     raise
                 devices.empty_cache(self.device)
                 if not self._scheduler.narrow_decode():
-                    return self.fail(self._scheduler.running[:1], out_of_memory(error))
+                    told = out_of_memory(error) if is_memory else error
+                    return self.fail(self._scheduler.running[:1], told)
         return None
+
+    @property
+    def _can_repeat(self) -> bool:
+        """Whether a decode that raised can be run again: no row's recurrent state has moved on.
+
+        Rows that are not padded run in several forwards, each of which keeps its states.
+        """
+        layout = self._storage.cache.layout
+        return self._runner.row_form is RowForm.PADDED or not layout.is_recurrent
 
     def _run_decode(self) -> list[Request]:
         extended = self._scheduler.schedule_decode()

@@ -17,7 +17,7 @@ PARAMS = SamplingParams(temperature=0, max_new_tokens=8, ignore_eos=True)
 
 
 class FaultyModel:
-    """Raises from the model's forward while `should_fail(input_ids)` says so."""
+    """Raises from the model's forward, once armed, while `should_fail(input_ids)` says so."""
 
     def __init__(self, should_fail, error):
         self.model = tiny_model()
@@ -31,7 +31,7 @@ class FaultyModel:
                 raise error
             return forward(input_ids)
 
-        embed.forward = faulty
+        self.arm = lambda: setattr(embed, "forward", faulty)
         self.heal = lambda: setattr(embed, "forward", forward)
 
     def assert_right(self, output):
@@ -51,6 +51,7 @@ def test_a_forward_that_raises_fails_the_request_it_raises_for_alone(num_good):
     faulty = FaultyModel(failing_on(17), cause)
     inputs = [[5, 17, 7], *([5 + i, 6] for i in range(num_good))]
     with RolloutGenerator(faulty.model) as generator:
+        faulty.arm()
         with pytest.raises(
             IncompleteRolloutError, match=r"1 of .*req_0: ValueError: no such token"
         ) as caught:
@@ -66,6 +67,7 @@ def test_a_forward_that_raises_fails_the_request_it_raises_for_alone(num_good):
 def test_members_of_a_group_fail_one_by_one_and_each_is_delivered():
     faulty = FaultyModel(failing_on(17), ValueError("no such token"))
     with RolloutGenerator(faulty.model) as generator:
+        faulty.arm()
         outputs = generator.generate_batch(
             [[5, 17], [5, 6]], num_return_sequences=3, sampling_params=PARAMS, on_error="return"
         )
@@ -81,6 +83,7 @@ def test_a_passing_fault_harms_nobody():
 
     faulty = FaultyModel(third_call, RuntimeError("a hiccup"))
     with RolloutGenerator(faulty.model) as generator:
+        faulty.arm()
         outputs = generator.generate_batch([[5, 6], [7, 8, 9], [10]], sampling_params=PARAMS)
     for output in outputs.values():
         faulty.assert_right(output)
@@ -90,6 +93,7 @@ def test_a_model_that_runs_nothing_any_more_is_the_engines_death():
     cause = ValueError("gone")
     faulty = FaultyModel(lambda input_ids: faulty.num_calls > 3, cause)
     with RolloutGenerator(faulty.model) as generator:
+        faulty.arm()
         with pytest.raises(EngineDeadError, match="ValueError: gone") as caught:
             generator.generate_batch([[5, 6], [7, 8, 9]], sampling_params=PARAMS)
         assert caught.value.__cause__ is cause
@@ -101,6 +105,7 @@ def test_a_prefill_without_memory_is_done_in_smaller_parts():
     faulty = FaultyModel(lambda input_ids: input_ids.numel() > 64, torch.OutOfMemoryError("full"))
     prompts = [[5 + i] * 50 for i in range(5)]
     with RolloutGenerator(faulty.model) as generator:
+        faulty.arm()
         outputs = generator.generate_batch(prompts, sampling_params=PARAMS)
     assert len(outputs) == 5
     for output in outputs.values():
@@ -113,6 +118,7 @@ def test_a_decode_without_memory_is_done_with_fewer_rows():
         torch.OutOfMemoryError("full"),
     )
     with RolloutGenerator(faulty.model) as generator:
+        faulty.arm()
         outputs = generator.generate_batch([[5 + i, 6] for i in range(9)], sampling_params=PARAMS)
         assert generator.metrics()["rollout/preemptions"] == 9 + 4
     for output in outputs.values():
@@ -124,6 +130,7 @@ def test_a_sequence_that_has_no_memory_alone_fails_with_the_knob_to_turn():
         lambda input_ids: bool((input_ids == 17).any()), torch.OutOfMemoryError("full")
     )
     with RolloutGenerator(faulty.model) as generator:
+        faulty.arm()
         with pytest.raises(
             IncompleteRolloutError, match=r"1 of 2 .*\(full\); lower max_memory_percent"
         ) as caught:

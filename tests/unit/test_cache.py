@@ -53,6 +53,7 @@ def step_of(blocks_of_rows, block_size, lengths, num_new):
         write_tokens=None if min(num_new) == Q else torch.tensor([token for token, _ in writes]),
         write_places=torch.tensor([at for _, at in writes]),
         read_places_BS=None if is_fresh else torch.tensor(reads),
+        positions_BS=torch.tensor([[max(0, n - S + i) for i in range(S)] for n in lengths]),
     )
 
 
@@ -196,21 +197,63 @@ def test_states_start_anew_and_come_back_to_the_slot_they_were_saved_from():
     state = StateShape((2, 3), torch.float32)
     cache = cache_of(CacheLayout((LayerStates(recurrent=(state,), conv=(None,)),)), num_blocks=0)
     (layer,) = cache.layers
-    step = Step(0, torch.tensor([2, 0]), None, torch.tensor([]), None)
+    step = Step(0, torch.tensor([2, 0]), None, torch.tensor([]), None, torch.tensor([]))
     states = torch.randn(2, 2, 3)
     cache.begin(step, is_fresh=True)
     assert not layer.has_previous_state[0]
     layer.update_recurrent_state(states)
     cache.end(step)
     cache.copy_slots([2], [3])
-    cache.begin(Step(0, torch.tensor([3, 2, 0]), None, torch.tensor([]), None), is_fresh=False)
+    cache.begin(
+        Step(0, torch.tensor([3, 2, 0]), None, torch.tensor([]), None, torch.tensor([])),
+        is_fresh=False,
+    )
     assert layer.has_previous_state[0]
     assert torch.equal(layer.recurrent_states[0], states[[0, 0, 1]])
+
+
+def test_the_index_of_a_sparse_attention_comes_back_with_each_row_s_positions():
+    index = StateShape((1, 4), torch.float32)
+    cache = cache_of(layout_of(index=index, num_index_positions=3), num_blocks=4)
+    (layer,) = cache.layers
+    blocks = [[1, 2], [3]]
+    first, second = torch.randn(2, 3, 4), torch.randn(2, 1, 4)
+    cache.begin(step_of(blocks, 2, [3, 1], [3, 1]), is_fresh=True)
+    assert layer.indexer_position_ids is None
+    assert torch.equal(layer.update_indexer(first), first)
+    cache.begin(step_of(blocks, 2, [4, 2], [1, 1]), is_fresh=False)
+    assert layer.indexer_position_ids.tolist() == [[[0, 1, 2], [0, 0, 0]]] * 3
+    expected = [torch.cat([first[0], second[0]]), torch.cat([first[1, 2:], second[1]])]
+    got = cache.update_indexer(second, 0)
+    assert torch.equal(got[0], expected[0])
+    assert torch.equal(got[1, 2:], expected[1])
+    assert not got[1, :2].any()
+
+
+@pytest.mark.parametrize("is_contiguous", [False, True])
+def test_histories_are_laid_out_as_transformers_lays_them_where_that_is_asked(is_contiguous):
+    cache = cache_of(layout_of(), num_blocks=2)
+    new = (torch.randn(1, HEADS, 2, KEY_SIZE), torch.randn(1, HEADS, 2, VALUE_SIZE))
+    cache.begin(step_of([[1, 2]], 2, [2], [2]), is_fresh=True)
+    cache.update(*new, layer_idx=0)
+    cache.begin(step_of([[1, 2]], 2, [4], [2]), is_fresh=False, is_contiguous=is_contiguous)
+    keys, values = cache.update(*new, layer_idx=0)
+    assert keys.is_contiguous() == values.is_contiguous() == is_contiguous
+    assert torch.equal(keys, torch.cat([new[0], new[0]], 2))
+
+
+def test_a_cache_of_recurrent_layers_alone_says_how_long_its_rows_are():
+    state = StateShape((2, 3), torch.float32)
+    cache = cache_of(CacheLayout((LayerStates(recurrent=(state,), conv=(None,)),)), num_blocks=0)
+    cache.begin(Step(5, torch.tensor([0]), None, torch.tensor([]), None, torch.tensor([])), False)
+    assert cache.get_seq_length() == 5
+    assert cache.get_mask_sizes(1, 0) == (6, 0)
 
 
 def test_a_layer_that_keeps_nothing_takes_no_memory():
     cache = cache_of(CacheLayout((LayerStates(),)), num_blocks=100)
     assert isinstance(cache.layers[0], DummyLayer)
+    assert not cache.layers[0].is_initialized
     assert cache.num_bytes == 0
 
 

@@ -1,11 +1,22 @@
 import pytest
 import torch
-from tiny import tiny_model
+from tiny import FAMILIES, SMALL, tiny_model
+from transformers import AutoModelForCausalLM, DeepseekV32Config, MambaConfig
 from transformers.cache_utils import DynamicLayer
 
 from cb_rollout.engine.probe import CacheLayout, LayerStates, StateShape, probe
 from cb_rollout.engine.runner import ModelRunner
 from cb_rollout.errors import ConfigurationError
+
+SPARSE = {
+    **{name: value for name, value in SMALL.items() if name != "head_dim"},
+    **{name: value for name, value in FAMILIES["deepseek_v3"].items() if value is not None},
+    "num_hidden_layers": 1,
+    "vocab_size": 64,
+    "index_n_heads": 4,
+    "index_head_dim": 12,
+    "index_topk": 8,
+}
 
 
 def layers_of(family, autocast_dtype=None):
@@ -43,6 +54,19 @@ def test_a_hybrid_keeps_states_in_one_layer_and_keys_in_the_other(
         LayerStates(conv=(conv,), recurrent=(recurrent,)),
         LayerStates(f32(*attention), f32(*attention)),
     )
+
+
+def test_a_sparse_attention_keeps_an_index_of_every_token():
+    config = DeepseekV32Config(**SPARSE)
+    (layer,) = ModelRunner(AutoModelForCausalLM.from_config(config).eval(), None).probe().layers
+    assert layer == LayerStates(f32(1, 16), f32(1, 8), index=f32(1, 12))
+    assert layer.bytes_per_token == (16 + 8 + 12) * 4
+
+
+def test_a_model_whose_layers_are_all_recurrent_is_probed():
+    config = MambaConfig(hidden_size=64, num_hidden_layers=2, vocab_size=64, state_size=8)
+    layers = ModelRunner(AutoModelForCausalLM.from_config(config).eval(), None).probe().layers
+    assert layers == (LayerStates(conv=(f32(128, 4),), recurrent=(f32(128, 8),)),) * 2
 
 
 def test_under_autocast_keys_and_values_may_have_different_dtypes():

@@ -1,0 +1,152 @@
+"""A model is tried on pages before anyone relies on it: its own plain forward says what is right.
+
+Chooses how rows are laid out for it, or refuses it. Runs once, where an engine is made, in the
+caller's thread. Reads no architecture: a model that looks ahead, counts positions in its own way or
+keeps its past elsewhere is known by its log-probabilities.
+"""
+
+import itertools
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+from cb_rollout import _compat
+from cb_rollout.engine.cache import BlockTable, PagedCache
+from cb_rollout.engine.probe import CacheLayout
+from cb_rollout.engine.runner import ModelRunner, RowForm, leased
+from cb_rollout.errors import ConfigurationError
+
+PROMPT_LENGTHS = (7, 4, 4)
+# Two lengths, so that rows are padded, and two rows of one, which run together unpadded.
+
+BLOCK_SIZE = 4
+# Small, so that every row lies in several blocks.
+
+LARGEST_DIFFERENCE = 0.01
+# Nats, in float32. Sound models stay a hundred times below; a wrong position or mask shows tenths.
+
+LARGEST_SHARE = 0.25
+# Of the spread of the log-probabilities, in half precision. Rounding, and the experts that it makes
+# a router choose otherwise, stay at hundredths; a model that looks ahead shows tenths.
+
+
+def rehearse(runner: ModelRunner) -> CacheLayout:
+    """Learn what the model's layers keep, and set how the runner lays out its rows.
+
+    Returns:
+        The layout, under which the model agrees with its plain forward.
+
+    Raises:
+        ConfigurationError: it cannot be made to agree.
+    """
+    name = type(runner.model).__name__
+    rows = _rows(runner)
+    with leased(runner.model):
+        plain, failure = _attempt(lambda: _plain(runner, rows))
+        if plain is None:
+            raise ConfigurationError(
+                f"{name} does not run on token ids alone ({_said(failure)}); load a decoder-only "
+                "language model, or use model.generate."
+            ) from failure
+        layout, failure = _attempt(runner.probe)
+        if layout is None:
+            layout, _ = _attempt(runner.probe_carried)
+        if layout is None:
+            raise ConfigurationError(
+                f"{name} does not take transformers' own cache ({_said(failure)}); roll it out "
+                "with model.generate."
+            ) from failure
+        if plain.isnan().any():
+            # Diverged weights show nothing about pages; the sampler refuses their tokens.
+            return layout
+        found = ""
+        for runner.row_form in RowForm:
+            paged, failure = _attempt(lambda: _paged(runner, layout, rows))
+            if paged is None:
+                found = f"its forward fails ({_said(failure)})"
+                continue
+            distances = torch.where(plain == paged, 0.0, (plain - paged).abs())
+            if _is_rounding(distances, plain, runner.compute_dtype):
+                return layout
+            found = f"log-probabilities are {distances.max():.2g} nats off its plain forward"
+    raise ConfigurationError(
+        f"{name} cannot run on a paged cache: {found}. Set is_decoder=True in the config of an "
+        "encoder; roll other models out with model.generate."
+    ) from failure
+
+
+Result = TypeVar("Result")
+
+
+def _rows(runner: ModelRunner) -> list[list[int]]:
+    """Prompts with two tokens more, of distinct ids that stand for text."""
+    special = _compat.special_token_ids(runner.model)
+    ordinary = [i for i in range(min(256, _compat.vocab_size(runner.model))) if i not in special]
+    drawn = itertools.cycle(ordinary or [0])
+    return [[next(drawn) for _ in range(length + 2)] for length in PROMPT_LENGTHS]
+
+
+def _attempt(function: Callable[[], Result]) -> tuple[Result, None] | tuple[None, Exception]:
+    """What a model gives, or what it raises: any exception but our own is the model's answer."""
+    try:
+        return function(), None
+    except (ConfigurationError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # noqa: BLE001 - raised as the cause of a refusal
+        return None, error
+
+
+def _plain(runner: ModelRunner, rows: list[list[int]]) -> torch.Tensor:
+    """Log-probabilities after each prompt and each token that follows it: `[3, rows, V]`."""
+    logits = torch.stack([runner.plain_logits(row)[-3:] for row in rows], 1)
+    return logits.log_softmax(-1)
+
+
+def _paged(runner: ModelRunner, layout: CacheLayout, rows: list[list[int]]) -> torch.Tensor:
+    """The same, by a prefill of all prompts, a decode of each row alone, and one of all rows.
+
+    Alone, a row stands in other columns than beside a longer one, which shows a model that counts
+    columns for positions.
+    """
+    blocks_per_row = -(-max(map(len, rows)) // BLOCK_SIZE)
+    slots = list(range(len(rows)))
+    cache = PagedCache(
+        layout,
+        num_blocks=len(rows) * blocks_per_row,
+        block_size=BLOCK_SIZE,
+        num_slots=len(rows),
+        device=runner.device,
+    )
+    table = BlockTable(len(rows), BLOCK_SIZE, runner.device)
+    table.write(
+        [
+            (slot, index, 1 + slot * blocks_per_row + index)
+            for slot in slots
+            for index in range(blocks_per_row)
+        ]
+    )
+    lengths = [len(row) for row in rows]
+    together = runner.logits([r[:-2] for r in rows], [n - 2 for n in lengths], slots, cache, table)
+    alone = [
+        runner.logits([row[-2:-1]], [length - 1], [slot], cache, table)
+        for slot, row, length in zip(slots, rows, lengths, strict=True)
+    ]
+    again = runner.logits([row[-1:] for row in rows], lengths, slots, cache, table)
+    return torch.stack([together, torch.cat(alone), again]).log_softmax(-1)
+
+
+def _is_rounding(distances: torch.Tensor, plain: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether a dtype explains how far the log-probabilities are off the plain forward's."""
+    if dtype.itemsize >= torch.float32.itemsize:
+        return distances.max().item() <= LARGEST_DIFFERENCE
+    # What a model rules out altogether is no part of the spread.
+    possible = plain.masked_fill(plain.isinf(), float("nan"))
+    spread = (possible - possible.nanmean(-1, keepdim=True)).square().nanmean(-1).sqrt()
+    return bool((distances.square().mean(-1).sqrt() <= LARGEST_SHARE * spread).all())
+
+
+def _said(error: Exception | None) -> str:
+    """An exception in one line."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"

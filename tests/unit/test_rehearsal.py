@@ -1,0 +1,99 @@
+import pytest
+import torch
+from tiny import tiny_model
+
+from cb_rollout import ConfigurationError, RolloutGenerator
+from cb_rollout.engine.rehearsal import rehearse
+from cb_rollout.engine.runner import ModelRunner, RowForm
+
+
+def row_form(model):
+    runner = ModelRunner(model, None)
+    rehearse(runner)
+    return runner.row_form
+
+
+class Altered:
+    """Wraps the inner model's forward of a tiny qwen3; `change(arguments)` comes before it."""
+
+    def __init__(self, change):
+        self.model = tiny_model("qwen3")
+        inner, forward = self.model.model, self.model.model.forward
+
+        def altered(*args, **kwargs):
+            return forward(*args, **change(kwargs))
+
+        inner.forward = altered
+
+
+def without_positions(arguments):
+    return arguments | {"position_ids": None}
+
+
+def with_one_row_only(arguments):
+    if arguments["input_ids"].shape[0] > 1:
+        raise ValueError("one row at a time")
+    return without_positions(arguments)
+
+
+def with_late_keys(arguments):
+    cache = arguments["past_key_values"]
+    if cache is not None and cache.get_seq_length():
+        arguments["input_ids"] = arguments["input_ids"].roll(1) * 0 + 5
+    return arguments
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bloom", "lfm2", "deepseek_v3"])
+def test_a_model_that_takes_positions_and_masks_has_its_rows_padded(family):
+    assert row_form(tiny_model(family)) is RowForm.PADDED
+
+
+def test_a_model_that_counts_columns_for_positions_has_rows_of_one_length_together():
+    assert row_form(Altered(without_positions).model) is RowForm.ALIKE
+
+
+def test_a_model_that_raises_for_many_rows_has_them_run_alone():
+    assert row_form(Altered(with_one_row_only).model) is RowForm.ALONE
+
+
+def test_a_model_that_does_otherwise_with_a_cache_is_refused_with_the_difference():
+    with pytest.raises(ConfigurationError, match=r"Qwen3ForCausalLM .*\d nats off its plain"):
+        RolloutGenerator(Altered(with_late_keys).model)
+
+
+def test_a_model_that_fails_on_token_ids_is_refused_with_what_it_said():
+    def failing(arguments):
+        raise RuntimeError("where is the image?")
+
+    with pytest.raises(ConfigurationError, match=r"on token ids alone .*where is the image\?"):
+        RolloutGenerator(Altered(failing).model)
+
+
+def test_memory_that_runs_out_is_not_taken_for_a_fault_of_the_model():
+    def exhausted(arguments):
+        raise torch.OutOfMemoryError("2 GiB")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        RolloutGenerator(Altered(exhausted).model)
+
+
+def test_diverged_weights_are_not_taken_for_a_fault_of_the_model():
+    model = tiny_model("qwen3")
+    with torch.no_grad():
+        model.lm_head.weight.fill_(float("nan"))
+    assert row_form(model) is RowForm.PADDED
+
+
+def test_half_precision_is_held_to_what_it_can_give():
+    model = tiny_model("qwen3").bfloat16()
+    assert row_form(model) is RowForm.PADDED
+
+
+def test_a_rehearsal_leaves_no_trace_on_the_model():
+    model = tiny_model("qwen3").train()
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    random_state = torch.get_rng_state()
+    rehearse(ModelRunner(model, None))
+    assert all(module.training for module in model.modules())
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items())
