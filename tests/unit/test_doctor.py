@@ -132,7 +132,7 @@ def test_whatever_a_model_raises_is_a_finding(places, monkeypatch):
     def fail(_):
         raise RuntimeError("the wheels came off\nat once")
 
-    monkeypatch.setattr(core.ModelRunner, "probe", fail)
+    monkeypatch.setattr(core, "rehearse", fail)
     last = list(checkpoint_findings(str(places / "qwen3")))[-1]
     assert last.level is Level.BAD
     assert "(RuntimeError: the wheels came off)" in last.text

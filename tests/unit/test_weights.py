@@ -3,6 +3,7 @@
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from tiny import FAMILIES, tiny_model
 
 from cb_rollout import (
@@ -190,6 +191,14 @@ def wrapped_layers(model):
     for index, layer in enumerate(model.model.layers):
         model.model.layers[index] = torch.compile(layer, backend="eager")
     return model
+
+
+@pytest.fixture(autouse=True)
+def accelerate_starts_anew():
+    """Its state is the process's, and refuses another precision than the first one's."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def prepared(model):
