@@ -156,8 +156,8 @@ def _fsdp_groups(model: torch.nn.Module) -> Iterator[Any]:
 def fsdp_shards(model: torch.nn.Module) -> dict[int, torch.Tensor]:
     """The shard behind each parameter that FSDP2 shows whole now, by the parameter's id.
 
-    A forward leaves some parameters whole until the next backward, cast to what it computed in;
-    resharding them by `reshard()` upsets groups of several modules (torch 2.13).
+    A forward leaves some parameters whole until the next backward, cast to what it computed in
+    (torch 2.13).
     """
     return {
         id(parameter._unsharded_param): parameter.sharded_param

@@ -2,6 +2,7 @@
 
     python scripts/bench.py rollout            # one rollout: prompts in, completions out
     python scripts/bench.py step               # one GRPO step through TRL
+    python scripts/bench.py bookkeeping        # what a decode step takes beside its forward
     python scripts/bench.py roofline           # what this machine can do at most
 
 Contenders take turns, so that a slow spell of the machine meets all of them; figures are medians
@@ -407,7 +408,58 @@ def bench_roofline(device: str, repetitions: int) -> dict[str, Any]:
     }
 
 
-BENCHES = {"rollout": bench_rollout, "step": bench_step, "roofline": bench_roofline}
+def bench_bookkeeping(device: str, repetitions: int) -> dict[str, Any]:
+    """Seconds of a decode step of 256 sequences, and the share that is not forward or sampling."""
+    from cb_rollout.engine.runner import ModelRunner
+    from cb_rollout.engine.sampling import TokenGiver
+    from cb_rollout.manager import ContinuousBatchingManager
+
+    results = {}
+    for num_waiting in (0, 100, 10_000):
+        model = create_model(device)
+        config = cb_rollout.RolloutConfig(seed=SEED, max_requests_per_batch=256)
+        manager = ContinuousBatchingManager(model, continuous_batching_config=config)
+        requests = manager.intake.requests(
+            [[2 + i % 2000, 3 + i // 2000] for i in range(256 + num_waiting)],
+            [cb_rollout.SamplingParams(ignore_eos=True, max_new_tokens=400)] * (256 + num_waiting),
+        )
+        inside = 0.0
+
+        def watched(function: Callable[..., Any]) -> Callable[..., Any]:
+            def run(*args: Any, **kwargs: Any) -> Any:
+                nonlocal inside
+                started = time.perf_counter()
+                try:
+                    return function(*args, **kwargs)
+                finally:
+                    inside += time.perf_counter() - started
+
+            return run
+
+        forward, extend = ModelRunner.logits, TokenGiver.extend
+        ModelRunner.logits, TokenGiver.extend = watched(forward), watched(extend)
+        try:
+            for request in requests:
+                manager.engine.add(request)
+            while sum(r.num_generated > 0 for r in requests[:256]) < 256:
+                manager.engine.step()
+            totals, shares = [], []
+            for _ in range(10 * repetitions):
+                inside = 0.0
+                total = timed(manager.engine.step)
+                totals.append(total)
+                shares.append(1 - inside / total)
+        finally:
+            ModelRunner.logits, TokenGiver.extend = forward, extend
+        results[f"{num_waiting} waiting"] = {
+            "step_milliseconds": 1000 * statistics.median(totals),
+            "bookkeeping_percent": 100 * statistics.median(shares),
+        }
+        manager.engine.abandon()
+    return results
+
+
+BENCHES = {"bookkeeping": bench_bookkeeping, "rollout": bench_rollout, "step": bench_step, "roofline": bench_roofline}
 
 
 def print_table(results: dict[str, Any]) -> None:
