@@ -7,66 +7,21 @@ import dataclasses
 import difflib
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, TypeVar
 
+from cb_rollout.choices import (
+    LogprobsMode,
+    OldLogps,
+    ReleaseCache,
+    RolloutDtype,
+    SchedulerType,
+    WeightSync,
+)
 from cb_rollout.errors import ConfigurationError
 
 T = TypeVar("T")
-
-
-class SchedulerType(StrEnum):
-    """Whether prompts wait for running sequences."""
-
-    FIFO = "fifo"
-    PREFILL_FIRST = "prefill_first"
-
-
-class InFlight(StrEnum):
-    """What becomes of unfinished sequences when the weights change."""
-
-    KEEP = "keep"
-    RECOMPUTE = "recompute"
-    ABORT = "abort"
-
-
-class WeightSync(StrEnum):
-    """Which weights generate."""
-
-    AUTO = "auto"
-    SHARED = "shared"
-    COPY = "copy"
-
-
-class RolloutDtype(StrEnum):
-    """What the rollout computes in."""
-
-    AUTO = "auto"
-    FLOAT32 = "float32"
-    BFLOAT16 = "bfloat16"
-    FLOAT16 = "float16"
-
-
-class LogprobsMode(StrEnum):
-    """Which distribution the log-probabilities are taken from."""
-
-    POLICY = "policy"
-    PROCESSED = "processed"
-
-
-class OldLogps(StrEnum):
-    """Where the trainer's old log-probabilities come from."""
-
-    TRAINER = "trainer"
-    ROLLOUT = "rollout"
-
-
-class ReleaseCache(StrEnum):
-    """When the KV memory is given back."""
-
-    BETWEEN_STEPS = "between_steps"
-    NEVER = "never"
 
 
 def _reject_unknown_fields(cls: type[T]) -> type[T]:
@@ -87,9 +42,9 @@ def _reject_unknown_fields(cls: type[T]) -> type[T]:
     return cls
 
 
-def _setting(default: Any, help_text: str) -> Any:
-    """A config field whose help text is kept beside it, for the command line and the docs."""
-    return dataclasses.field(default=default, metadata={"help": help_text})
+def _setting(default: Any, help_text: str, cost: str = "") -> Any:
+    """A field with what it means, and what it costs or when to touch it."""
+    return field(default=default, metadata={"help": help_text, "cost": cost})
 
 
 @_reject_unknown_fields
@@ -102,24 +57,40 @@ class RolloutConfig:
             says what to set instead.
     """
 
-    block_size: int = _setting(32, "Tokens per KV cache block.")
+    block_size: int = _setting(
+        32,
+        "Tokens per KV cache block.",
+        cost="Larger: less bookkeeping, more waste in last blocks and less shared.",
+    )
     num_blocks: int | None = _setting(
-        None, "KV cache blocks; None: as many as the workload uses, within max_memory_percent."
+        None,
+        "KV cache blocks; None: as many as the workload uses, within max_memory_percent.",
+        cost="Set it for a cache of a known size; it is then taken at once.",
     )
     max_batch_tokens: int | None = _setting(
-        None, "Most prompt tokens in one forward, padding included; None: chosen by device."
+        None,
+        "Most prompt tokens in one forward, padding included; None: chosen by device.",
+        cost="Lower it where prompts run out of memory; higher, prompts start sooner.",
     )
     max_requests_per_batch: int | None = _setting(
-        None, "Most sequences decoded together; None: chosen by device."
+        None,
+        "Most sequences decoded together; None: chosen by device.",
+        cost="Lower it to bound a decode step's memory and time.",
     )
     max_memory_percent: float = _setting(
-        0.8, "Share of the free memory, after the training reserve, that the KV cache may take."
+        0.8,
+        "Share of the free memory, after the training reserve, that the KV cache may take.",
+        cost="Lower it where training runs out of memory.",
     )
     max_blocks_per_request: int | None = _setting(
-        None, "Most KV cache blocks of one sequence; None or 0: bounded by the model and the cache."
+        None,
+        "Most KV cache blocks of one sequence; None or 0: bounded by the model and the cache.",
+        cost="Set it to bound what one sequence may take from the others.",
     )
     allow_block_sharing: bool = _setting(
-        True, "Share the blocks of equal prefixes between sequences under one policy version."
+        True,
+        "Share the blocks of equal prefixes between sequences under one policy version.",
+        cost="Off costs a copy of the prompt per completion; for comparisons only.",
     )
     use_async_batching: bool | None = _setting(None, "Overlap host and device work; not available.")
     use_cuda_graph: bool | None = _setting(None, "Decode under CUDA graphs; not available.")
@@ -135,49 +106,77 @@ class RolloutConfig:
         "fifo",
         "fifo: prefill and decode take turns, in order of arrival; prefill_first: decode only when "
         "no prompt can be admitted.",
+        cost="prefill_first fills the batch sooner, while running sequences wait.",
     )
-    return_logprobs: bool = _setting(True, "Deliver the log-probability of every sampled token.")
+    return_logprobs: bool = _setting(
+        True,
+        "Deliver the log-probability of every sampled token.",
+        cost="Off saves nothing but the copies in the outputs.",
+    )
     max_queue_size: int = _setting(
-        0, "Most requests that may wait; one more raises QueueFullError. 0: unlimited."
+        0,
+        "Most requests that may wait; one more raises QueueFullError. 0: unlimited.",
+        cost="Set it where many threads submit, as in a service.",
     )
     seed: int | None = _setting(
-        None, "Seed of the random draws; None: the trainer's seed when attached, else fresh."
+        None,
+        "Seed of the random draws; None: the trainer's seed when attached, else fresh.",
+        cost="Set it to have the same run twice.",
     )
 
     weight_sync: str = _setting(
         "auto",
         "shared: generate with the training module; copy: with a copy that each sync updates in "
         "place; auto: copy if sharded or if autocast casts the weights anyway, else shared.",
+        cost="A copy costs its memory and a copy per sync; see weights.md.",
     )
     rollout_dtype: str = _setting(
         "auto",
         "auto: what the trainer's forward computes in; else autocast to this dtype or, with "
         "weight_sync='copy' and weights that are not float32, hold the copy in it.",
+        cost="A smaller dtype is faster, and its log-probabilities are not the trainer's.",
     )
     verify_weight_sync: bool = _setting(
-        False, "After a sync compare every tensor of a copy; WeightSyncError if any differs."
+        False,
+        "After a sync compare every tensor of a copy; WeightSyncError if any differs.",
+        cost="Costs one pass over the weights per sync.",
     )
     logprobs_mode: str = _setting(
         "policy",
         "policy: log-softmax of logits/temperature over the whole vocabulary (what the loss "
         "recomputes); processed: after penalties, bans and truncation too (what was sampled from).",
+        cost="processed is biased for TRL's correction under truncation.",
     )
     old_logps: str = _setting("trainer", "trainer: old log-probabilities come from a forward.")
     verify_every_steps: int = _setting(
-        10, "Recompute some sequences with a plain forward every this many rollouts; 0: never."
+        10,
+        "Recompute some sequences with a plain forward every this many rollouts; 0: never.",
+        cost="Costs verify_num_sequences forwards each time.",
     )
-    verify_num_sequences: int = _setting(2, "How many sequences each verification recomputes.")
+    verify_num_sequences: int = _setting(
+        2,
+        "How many sequences each verification recomputes.",
+        cost="Raise it when looking for a difference.",
+    )
     max_logprob_drift: float | None = _setting(
-        None, "Raise LogprobDriftError beyond this difference, in nats; None: only report it."
+        None,
+        "Raise LogprobDriftError beyond this difference, in nats; None: only report it.",
+        cost="Set it once the run's own drift is known.",
     )
     record_num_sequences: int = _setting(
-        4, "Sequences per rollout written, token by token, to the run's records; 0: none."
+        4,
+        "Sequences per rollout written, token by token, to the run's records; 0: none.",
+        cost="Costs disk, one line per sequence.",
     )
     release_cache: str = _setting(
-        "between_steps", "between_steps: give the KV memory back while training runs; never: keep."
+        "between_steps",
+        "between_steps: give the KV memory back while training runs; never: keep.",
+        cost="between_steps costs an allocation per rollout; never: its memory while training.",
     )
     training_reserve_gib: float | str = _setting(
-        "auto", "GiB that training will still allocate, kept out of the KV budget; auto: estimated."
+        "auto",
+        "GiB that training will still allocate, kept out of the KV budget; auto: estimated.",
+        cost="Set it where the estimate is wrong: another optimizer, long activations.",
     )
 
     def __post_init__(self) -> None:

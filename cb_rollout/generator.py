@@ -12,7 +12,7 @@ from typing import Any, Literal, Self
 import torch
 from tqdm.auto import tqdm
 
-from cb_rollout.config import InFlight
+from cb_rollout.choices import InFlight
 from cb_rollout.delivery import Mailbox
 from cb_rollout.engine.request import Request
 from cb_rollout.errors import ConfigurationError, IncompleteRolloutError, InvalidRequestError

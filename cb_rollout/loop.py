@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
-from cb_rollout.config import InFlight
+from cb_rollout.choices import InFlight
 from cb_rollout.delivery import Mailbox
 from cb_rollout.engine.core import Engine
 from cb_rollout.engine.request import Request

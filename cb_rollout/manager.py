@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 
 from cb_rollout import _compat
-from cb_rollout.config import InFlight, RolloutConfig, WeightSync
+from cb_rollout.choices import InFlight, WeightSync
 from cb_rollout.delivery import Handler, Mailbox
 from cb_rollout.engine.core import Engine
 from cb_rollout.errors import ConfigurationError
@@ -56,7 +56,7 @@ class ContinuousBatchingManager:
         Raises:
             ConfigurationError: a setting or the model cannot be honoured.
         """
-        self.config: RolloutConfig = as_rollout_config(continuous_batching_config)
+        self.config = as_rollout_config(continuous_batching_config)
         module = _compat.unwrap(model)
         if self.config.weight_sync == WeightSync.COPY and trained is None:
             raise ConfigurationError(

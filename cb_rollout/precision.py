@@ -6,7 +6,8 @@ from typing import Any
 import torch
 
 from cb_rollout import _compat
-from cb_rollout.config import RolloutConfig, WeightSync
+from cb_rollout.choices import WeightSync
+from cb_rollout.config import RolloutConfig
 from cb_rollout.errors import ConfigurationError
 
 MIXED_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}

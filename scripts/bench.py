@@ -459,7 +459,12 @@ def bench_bookkeeping(device: str, repetitions: int) -> dict[str, Any]:
     return results
 
 
-BENCHES = {"bookkeeping": bench_bookkeeping, "rollout": bench_rollout, "step": bench_step, "roofline": bench_roofline}
+BENCHES = {
+    "bookkeeping": bench_bookkeeping,
+    "rollout": bench_rollout,
+    "step": bench_step,
+    "roofline": bench_roofline,
+}
 
 
 def print_table(results: dict[str, Any]) -> None:

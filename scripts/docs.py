@@ -24,8 +24,8 @@ CONFIGURATION_HEADER = """# Configuration
 Every field of `RolloutConfig`, from its help text. A field that cannot be honoured raises
 `ConfigurationError`; none is ignored. Written by `scripts/docs.py`.
 
-| field | default | meaning |
-|---|---|---|
+| field | default | meaning | cost, or when to touch it |
+|---|---|---|---|
 """
 
 SAMPLING_HEADER = """# Sampling
@@ -92,7 +92,8 @@ WORKLOADS = {
 def configuration() -> str:
     """The configuration page."""
     rows = [
-        f"| `{field.name}` | `{field.default!r}` | {field.metadata['help']} |"
+        f"| `{field.name}` | `{field.default!r}` | {field.metadata['help']} "
+        f"| {field.metadata['cost']} |"
         for field in dataclasses.fields(RolloutConfig)
     ]
     return CONFIGURATION_HEADER + "\n".join(rows) + "\n"

@@ -10,7 +10,8 @@ import torch
 from transformers import PreTrainedModel
 
 from cb_rollout import _compat
-from cb_rollout.config import LogprobsMode, RolloutConfig, SchedulerType
+from cb_rollout.choices import LogprobsMode, SchedulerType
+from cb_rollout.config import RolloutConfig
 from cb_rollout.engine import device as devices
 from cb_rollout.engine.limits import Limits
 from cb_rollout.engine.rehearsal import rehearse

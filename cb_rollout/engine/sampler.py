@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from cb_rollout.config import LogprobsMode
+from cb_rollout.choices import LogprobsMode
 from cb_rollout.engine.request import Request
 from cb_rollout.logprobs import chosen_logprobs
 

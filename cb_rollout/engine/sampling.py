@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from cb_rollout.config import LogprobsMode
+from cb_rollout.choices import LogprobsMode
 from cb_rollout.engine.processors import LogitsProcessing
 from cb_rollout.engine.request import Request
 from cb_rollout.engine.sampler import Sampled, SamplingBatch, create_sampling_batch, sample

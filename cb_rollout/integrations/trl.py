@@ -19,7 +19,8 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from trl import GRPOTrainer, RLOOTrainer
 from trl.generation.vllm_generation import VLLMGeneration
 
-from cb_rollout.config import ReleaseCache, RolloutConfig
+from cb_rollout.choices import ReleaseCache
+from cb_rollout.config import RolloutConfig
 from cb_rollout.errors import ConfigurationError
 from cb_rollout.generator import RolloutGenerator
 from cb_rollout.integrations.trainer_rollouts import TrainerRollouts

@@ -9,7 +9,8 @@ import torch
 from transformers import PreTrainedModel
 
 from cb_rollout import _compat
-from cb_rollout.config import RolloutConfig, WeightSync
+from cb_rollout.choices import WeightSync
+from cb_rollout.config import RolloutConfig
 from cb_rollout.errors import ConfigurationError
 from cb_rollout.precision import Precision, rollout_precision
 from cb_rollout.weights.adapters import has_adapters

@@ -14,7 +14,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from cb_rollout.config import LogprobsMode
+from cb_rollout.choices import LogprobsMode
 from cb_rollout.engine.request import Request
 from cb_rollout.engine.sampler import create_sampling_batch, draw, sample, truncate, uniforms
 from cb_rollout.sampling_params import SamplingParams
