@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from cb_rollout.errors import ConfigurationError
+from cb_rollout.errors import ConfigurationError, said
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 # "auto" is what the checkpoint was saved in.
@@ -87,12 +87,6 @@ def load_tokenizer(name: str) -> Any:
             "tokenizer.save_pretrained."
         )
     return tokenizer
-
-
-def said(error: BaseException) -> str:
-    """An exception in one short line: its type and the first line of what it says."""
-    first_line = next(iter(str(error).strip().splitlines()), "")
-    return f"{type(error).__name__}: {first_line}" if first_line else type(error).__name__
 
 
 def torch_device(device: str) -> torch.device:

@@ -20,6 +20,12 @@ from collections.abc import Mapping
 from cb_rollout.types import GenerationOutput
 
 
+def said(error: BaseException) -> str:
+    """Any exception in one short line: its type and the first line of what it says."""
+    first_line = next(iter(str(error).strip().splitlines()), "")
+    return f"{type(error).__name__}: {first_line}" if first_line else type(error).__name__
+
+
 class RolloutError(Exception):
     """Base of every error raised by cb_rollout."""
 

@@ -17,7 +17,7 @@ from cb_rollout.engine.core import Engine
 from cb_rollout.engine.request import Request
 from cb_rollout.errors import EngineDeadError, InvalidRequestError, QueueFullError, RolloutError
 from cb_rollout.gate import Gate
-from cb_rollout.types import CancelResult, FinishReason, GenerationOutput, RequestStatus
+from cb_rollout.types import CancelResult, GenerationOutput
 
 HALT_TIMEOUT_SECONDS = 10.0
 # Longer than a step should take; past it the process ends without the thread.
@@ -151,8 +151,7 @@ class EngineLoop:
             InvalidRequestError: it ended, and all of it was delivered.
         """
         with self._changed:
-            waiting = iter(lambda: undelivered.take(request_id, 0.0), None)
-            outputs = list(waiting)
+            outputs = list(iter(lambda: undelivered.take(request_id, 0.0), None))
             for output in outputs:
                 recipient.put(output)
             if request_id in self._live:
@@ -195,14 +194,13 @@ class EngineLoop:
             self.engine.hand_back_model()
             yield
 
-    def begin_policy_version(self, in_flight: InFlight) -> int:
-        """The weights changed, in the pause that this is called in; returns the new version."""
+    def begin_policy_version(self, in_flight: InFlight) -> None:
+        """The weights changed, in the pause that this is called in."""
         with self._changed:
             if in_flight is InFlight.ABORT:
                 self._cancelled |= dict.fromkeys(self._live)
             version = self.engine.policy_version + 1
             self.engine.begin_policy_version(version, keep_keys=in_flight is InFlight.KEEP)
-        return version
 
     def _could_step(self) -> bool:
         return self.is_running() and not self._is_ending
@@ -243,7 +241,7 @@ class EngineLoop:
         for request_id in self._cancelled:
             if request_id in self._live:
                 request, _ = self._live[request_id]
-                self.engine.end(request, RequestStatus.CANCELLED, FinishReason.CANCELLED)
+                self.engine.cancel(request)
                 ended.append(request)
         self._cancelled = {}
         if ended and not self.engine.has_work:

@@ -124,10 +124,7 @@ def create_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def exact_attention(module, query, key, value, attention_mask, scaling=None, **_):
-    """Attention in float64: a row's rounding does not depend on how the batch is padded.
-
-    It is the one place where a rollout's forward and the trainer's round differently.
-    """
+    """Attention in float64: how the batch is padded hardly changes a row's rounding there."""
     groups = query.shape[1] // key.shape[1]
     output = scaled_dot_product_attention(
         query.double(),

@@ -48,6 +48,9 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from trl import GRPOConfig, GRPOTrainer
 
 import cb_rollout
+from cb_rollout.engine.runner import ModelRunner
+from cb_rollout.engine.sampling import TokenGiver
+from cb_rollout.manager import ContinuousBatchingManager
 
 BENCHMARKS = Path(__file__).parent.parent / "docs" / "benchmarks"
 NUM_PROMPTS, NUM_COMPLETIONS = 16, 8
@@ -258,13 +261,15 @@ def interleaved(contenders: dict[str, Contender], repetitions: int) -> dict[str,
     return seconds
 
 
-def bench_rollout(device: str, repetitions: int) -> dict[str, Any]:
-    """Useful tokens per second of one rollout, long-tailed groups and equal lengths."""
+def bench_rollout(device: str, repetitions: int, batch_size: int | None = None) -> dict[str, Any]:
+    """Useful tokens per second of one rollout, long-tailed groups and equal lengths.
+
+    `generate` runs in batches of what is best for it on the CPU model, which `--batch-size` shows.
+    """
     results = {}
     for kind, equal in (("long_tailed_groups", False), ("equal_lengths", True)):
         model, workload = create_model(device), create_workload(device, equal)
-        # Its best of 16, 32, 64 and 128 on the CPU model.
-        batch = 128 if equal else 64
+        batch = batch_size or (128 if equal else 64)
         print(f"rollout, {kind}: {len(workload.prompts)} sequences, {workload.num_tokens} tokens")
         contenders = {
             "cb_rollout": lambda m=model, w=workload: cb_rollout_contender(m, w),
@@ -410,10 +415,6 @@ def bench_roofline(device: str, repetitions: int) -> dict[str, Any]:
 
 def bench_bookkeeping(device: str, repetitions: int) -> dict[str, Any]:
     """Seconds of a decode step of 256 sequences, and the share that is not forward or sampling."""
-    from cb_rollout.engine.runner import ModelRunner
-    from cb_rollout.engine.sampling import TokenGiver
-    from cb_rollout.manager import ContinuousBatchingManager
-
     results = {}
     for num_waiting in (0, 100, 10_000):
         model = create_model(device)
@@ -491,11 +492,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("bench", choices=BENCHES)
     parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--batch-size", type=int, help="of model.generate in rollout")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--output-dir", type=Path, default=BENCHMARKS)
     arguments = parser.parse_args()
     transformers.logging.set_verbosity_error()
-    results = BENCHES[arguments.bench](arguments.device, arguments.repetitions)
+    settings = {"batch_size": arguments.batch_size} if arguments.bench == "rollout" else {}
+    results = BENCHES[arguments.bench](arguments.device, arguments.repetitions, **settings)
     print_table(results)
     device = arguments.device
     record = {

@@ -25,7 +25,7 @@ from cb_rollout.dataset.results import ResultFile
 from cb_rollout.dataset.rows import Row, rows, survey
 from cb_rollout.dataset.scores import Scorer, load_scorer, name_of, scores_of, summaries
 from cb_rollout.dataset.source import create_source
-from cb_rollout.errors import ConfigurationError, OutOfCacheMemoryError
+from cb_rollout.errors import ConfigurationError
 from cb_rollout.manager import ContinuousBatchingManager
 
 WEIGHTS_SAMPLED = 64
@@ -131,13 +131,11 @@ class _Run:
         is_plain = options.generation_config == "none"
         config = options.rollout_config(_seed(options.seed, results.num_done))
         self._manager = ContinuousBatchingManager(
-            model, GenerationConfig(do_sample=True) if is_plain else None, config
+            model,
+            GenerationConfig(do_sample=True) if is_plain else None,
+            config,
+            tokenizer=tokenizer,
         )
-        if not self._manager.engine.max_sequence_tokens:
-            raise OutOfCacheMemoryError(
-                f"the KV cache has room for no token:\n{self._manager.engine.memory_plan}\nRaise "
-                "max_memory_percent, or free memory."
-            )
         params = options.sampling_params(self._manager.defaults)
         if params.is_greedy and options.num_return_sequences > 1:
             raise ConfigurationError(

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from transformers import PreTrainedModel
 
 from cb_rollout import _compat
-from cb_rollout.checkpoint import load_model, load_tokenizer, said
+from cb_rollout.checkpoint import load_model, load_tokenizer
 from cb_rollout.config import RolloutConfig
 from cb_rollout.doctor.finding import Finding, Level
 from cb_rollout.engine.probe import CacheLayout
-from cb_rollout.errors import ConfigurationError, RolloutError
+from cb_rollout.errors import ConfigurationError, RolloutError, said
 from cb_rollout.generator import RolloutGenerator
 from cb_rollout.memory import GIB
 from cb_rollout.sampling_params import SamplingParams

@@ -129,15 +129,9 @@ class Engine:
         """Queue a validated sequence."""
         self._scheduler.add(request)
 
-    def end(
-        self,
-        request: Request,
-        status: RequestStatus,
-        reason: FinishReason,
-        error: str | None = None,
-    ) -> None:
-        """End an unfinished sequence from outside, keeping what it has."""
-        request.end(status, reason, error)
+    def cancel(self, request: Request) -> None:
+        """End an unfinished sequence, keeping what it has."""
+        request.end(RequestStatus.CANCELLED, FinishReason.CANCELLED)
         self._scheduler.retire(request)
 
     def begin_policy_version(self, policy_version: int, keep_keys: bool = False) -> None:

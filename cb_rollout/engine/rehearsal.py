@@ -7,7 +7,7 @@ keeps its past elsewhere is known by its log-probabilities.
 
 import itertools
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -15,7 +15,7 @@ from cb_rollout import _compat
 from cb_rollout.engine.cache import BlockTable, PagedCache
 from cb_rollout.engine.probe import CacheLayout
 from cb_rollout.engine.runner import ModelRunner, RowForm, leased
-from cb_rollout.errors import ConfigurationError
+from cb_rollout.errors import ConfigurationError, said
 
 PROMPT_LENGTHS = (7, 4, 4)
 # Two lengths, so that rows are padded, and two rows of one, which run together unpadded.
@@ -46,7 +46,7 @@ def rehearse(runner: ModelRunner) -> CacheLayout:
         plain, failure = _attempt(lambda: _plain(runner, rows))
         if plain is None:
             raise ConfigurationError(
-                f"{name} does not run on token ids alone ({_said(failure)}); load a decoder-only "
+                f"{name} does not run on token ids alone ({said(failure)}); load a decoder-only "
                 "language model, or use model.generate."
             ) from failure
         layout, failure = _attempt(runner.probe)
@@ -54,7 +54,7 @@ def rehearse(runner: ModelRunner) -> CacheLayout:
             layout, _ = _attempt(runner.probe_carried)
         if layout is None:
             raise ConfigurationError(
-                f"{name} does not take transformers' own cache ({_said(failure)}); roll it out "
+                f"{name} does not take transformers' own cache ({said(failure)}); roll it out "
                 "with model.generate."
             ) from failure
         if plain.isnan().any():
@@ -64,7 +64,7 @@ def rehearse(runner: ModelRunner) -> CacheLayout:
         for runner.row_form in RowForm:
             paged, failure = _attempt(lambda: _paged(runner, layout, rows))
             if paged is None:
-                found = f"its forward fails ({_said(failure)})"
+                found = f"its forward fails ({said(failure)})"
                 continue
             distances = torch.where(plain == paged, 0.0, (plain - paged).abs())
             if _is_rounding(distances, plain, runner.compute_dtype):
@@ -87,8 +87,8 @@ def _rows(runner: ModelRunner) -> list[list[int]]:
     return [[next(drawn) for _ in range(length + 2)] for length in PROMPT_LENGTHS]
 
 
-def _attempt(function: Callable[[], Result]) -> tuple[Result, None] | tuple[None, Exception]:
-    """What a model gives, or what it raises: any exception but our own is the model's answer."""
+def _attempt(function: Callable[[], Result]) -> tuple[Result | None, Any]:
+    """What a model gives and None, or None and what it raises: its answer, unless it is our own."""
     try:
         return function(), None
     except (ConfigurationError, torch.OutOfMemoryError):
@@ -144,9 +144,3 @@ def _is_rounding(distances: torch.Tensor, plain: torch.Tensor, dtype: torch.dtyp
     possible = plain.masked_fill(plain.isinf(), float("nan"))
     spread = (possible - possible.nanmean(-1, keepdim=True)).square().nanmean(-1).sqrt()
     return bool((distances.square().mean(-1).sqrt() <= LARGEST_SHARE * spread).all())
-
-
-def _said(error: Exception | None) -> str:
-    """An exception in one line."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"
