@@ -7,28 +7,26 @@ the cache when the weights change. Called from the training thread.
 import time
 from collections.abc import Iterable, Sequence
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
-from tqdm.auto import tqdm
 
 from cb_rollout.choices import InFlight
-from cb_rollout.delivery import Mailbox
-from cb_rollout.engine.request import Request
 from cb_rollout.errors import ConfigurationError, IncompleteRolloutError, InvalidRequestError
 from cb_rollout.generation_config import from_generation_config
-from cb_rollout.intake import grouped
-from cb_rollout.logprobs import DriftReport, drift
+from cb_rollout.logprobs import DriftReport
 from cb_rollout.manager import ContinuousBatchingManager
 from cb_rollout.memory import MemoryPlan
 from cb_rollout.prompts import Prompt, encoded, one_per_input
+from cb_rollout.rollout import run_rollout
 from cb_rollout.sampling_params import SamplingParams, resolved
 from cb_rollout.transformers_config import as_rollout_config
 from cb_rollout.types import GenerationOutput, RequestStatus, SyncReport
+from cb_rollout.verification import verified
 from cb_rollout.weights import create_weight_sync, require_equal
 
-PROGRESS_SECONDS = 0.25
-# How often a progress bar moves while nothing finishes.
+if TYPE_CHECKING:
+    from cb_rollout.engine.request import Request
 
 
 class RolloutGenerator:
@@ -121,7 +119,9 @@ class RolloutGenerator:
             members=[member for _ in prompts for member in range(count)],
             records_timestamps=record_timestamps,
         )
-        outputs = self._generate(requests, progress_bar)
+        self.wake()
+        outputs, self._last_metrics = run_rollout(self.manager, requests, progress_bar)
+        self._last_rollout = requests
         failed = [o for o in outputs.values() if o.status is not RequestStatus.FINISHED]
         if failed and on_error == "raise":
             raise IncompleteRolloutError(
@@ -149,52 +149,6 @@ class RolloutGenerator:
             resolved(params, defaults, length)
             for params, length in zip(many_params, many_lengths, strict=True)
         ]
-
-    def _generate(self, requests: list[Request], progress_bar: bool) -> dict[str, GenerationOutput]:
-        """Run requests to their end, and measure how it went."""
-        self.wake()
-        self.manager.start()
-        counters = self.manager.engine.counters
-        before = counters.copy()
-        counters.kv_blocks_peak = 0
-        started = time.perf_counter()
-        finished = self._await(requests, progress_bar) if requests else {}
-        seconds = time.perf_counter() - started
-        added = counters.since(before)
-        self._last_rollout = requests
-        self._last_metrics = {
-            "rollout/seconds": seconds,
-            "rollout/tokens_per_second": added.tokens_generated / seconds if requests else 0.0,
-            "rollout/tokens": added.tokens_generated,
-            "rollout/kv_blocks_peak": added.kv_blocks_peak,
-            "rollout/prefill_tokens": added.prefill_tokens,
-            "rollout/prefill_tokens_saved": added.prefill_tokens_saved,
-            "rollout/preemptions": added.preemptions,
-        }
-        return {request.request_id: finished[request.request_id] for request in requests}
-
-    def _await(self, requests: list[Request], progress_bar: bool) -> dict[str, GenerationOutput]:
-        mailbox, loop = Mailbox(), self.manager.loop
-        finished: dict[str, GenerationOutput] = {}
-        counters = self.manager.engine.counters
-        tokens_before = counters.tokens_generated
-        loop.gate.require_open_for_me()
-        loop.submit(grouped(requests), mailbox)
-        with tqdm(total=len(requests), desc="rollout", unit="seq", disable=not progress_bar) as bar:
-            try:
-                while len(finished) < len(requests):
-                    output = mailbox.take(timeout=PROGRESS_SECONDS if progress_bar else None)
-                    if output is not None:
-                        finished[output.request_id] = output
-                        bar.update(1)
-                    num_tokens = counters.tokens_generated - tokens_before
-                    bar.set_postfix(tokens=num_tokens, refresh=output is None)
-            except BaseException:
-                loop.cancel([request.request_id for request in requests])
-                # The caller gets its model back before it gets the exception.
-                with loop.paused():
-                    raise
-        return finished
 
     @property
     def policy_version(self) -> int:
@@ -261,22 +215,8 @@ class RolloutGenerator:
         (`logprobs_mode="processed"` where logits were changed) or whose weights have since changed
         are passed over.
         """
-        comparable = [
-            request
-            for request in self._last_rollout
-            if request.policy_versions == [(self.policy_version, request.num_generated)]
-            and not (self.config.logprobs_mode == "processed" and request.params.is_processed)
-        ]
-        if num_sequences < 1:
-            raise InvalidRequestError(f"num_sequences={num_sequences} is below 1.")
-        stride = max(1, len(comparable) // num_sequences)
-        chosen = comparable[::stride][:num_sequences]
-        # Every process of a sharded model calls this, and must run as many forwards.
-        num_spare = num_sequences - len(chosen) if self._weights.is_collective else 0
-        forwards = self._last_rollout[:1] * num_spare + chosen
-        with self.manager.loop.paused():
-            recomputed = {r.request_id: self.manager.engine.recompute(r) for r in forwards}
-        return drift({r.request_id: r.logprobs for r in chosen}, recomputed)
+        is_collective = self._weights.is_collective
+        return verified(self.manager, self._last_rollout, num_sequences, is_collective)
 
     def close(self) -> None:
         """End the background thread and free the cache; generating again starts them anew."""

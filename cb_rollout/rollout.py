@@ -1,0 +1,72 @@
+"""One rollout: requests in, their outputs back, and the figures of how it went.
+
+Owns the wait of the training thread, and that nothing keeps running where it is interrupted.
+"""
+
+import time
+
+from tqdm.auto import tqdm
+
+from cb_rollout.delivery import Mailbox
+from cb_rollout.engine.request import Request
+from cb_rollout.intake import grouped
+from cb_rollout.manager import ContinuousBatchingManager
+from cb_rollout.types import GenerationOutput
+
+PROGRESS_SECONDS = 0.25
+# How often a progress bar moves while nothing finishes.
+
+
+def run_rollout(
+    manager: ContinuousBatchingManager, requests: list[Request], progress_bar: bool
+) -> tuple[dict[str, GenerationOutput], dict[str, float]]:
+    """Run requests to their end, in a manager that is started if need be.
+
+    Returns:
+        Outputs by request id, in the order of `requests`; and the rollout's metrics by name.
+    """
+    manager.start()
+    counters = manager.engine.counters
+    before = counters.copy()
+    counters.kv_blocks_peak = 0
+    started = time.perf_counter()
+    finished = _finished(manager, requests, progress_bar) if requests else {}
+    seconds = time.perf_counter() - started
+    added = counters.since(before)
+    metrics = {
+        "rollout/seconds": seconds,
+        "rollout/tokens_per_second": added.tokens_generated / seconds if requests else 0.0,
+        "rollout/tokens": added.tokens_generated,
+        "rollout/kv_blocks_peak": added.kv_blocks_peak,
+        "rollout/prefill_tokens": added.prefill_tokens,
+        "rollout/prefill_tokens_saved": added.prefill_tokens_saved,
+        "rollout/preemptions": added.preemptions,
+    }
+    return {request.request_id: finished[request.request_id] for request in requests}, metrics
+
+
+def _finished(
+    manager: ContinuousBatchingManager, requests: list[Request], progress_bar: bool
+) -> dict[str, GenerationOutput]:
+    """Every request's output; an exception in the wait cancels what is unfinished."""
+    mailbox, loop = Mailbox(), manager.loop
+    finished: dict[str, GenerationOutput] = {}
+    counters = manager.engine.counters
+    tokens_before = counters.tokens_generated
+    loop.gate.require_open_for_me()
+    loop.submit(grouped(requests), mailbox)
+    with tqdm(total=len(requests), desc="rollout", unit="seq", disable=not progress_bar) as bar:
+        try:
+            while len(finished) < len(requests):
+                output = mailbox.take(timeout=PROGRESS_SECONDS if progress_bar else None)
+                if output is not None:
+                    finished[output.request_id] = output
+                    bar.update(1)
+                num_tokens = counters.tokens_generated - tokens_before
+                bar.set_postfix(tokens=num_tokens, refresh=output is None)
+        except BaseException:
+            loop.cancel([request.request_id for request in requests])
+            # The caller gets its model back before it gets the exception.
+            with loop.paused():
+                raise
+    return finished
