@@ -34,6 +34,12 @@ class Mailbox:
             self._num_delivered += 1
             self._changed.notify_all()
 
+    @property
+    def has_news(self) -> bool:
+        """Whether taking any output would not wait."""
+        with self._changed:
+            return bool(self._outputs) or self._error is not None
+
     def close(self, error: EngineDeadError) -> None:
         """Nothing more will come: whoever waits for what is not here gets `error`."""
         with self._changed:

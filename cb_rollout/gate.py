@@ -1,6 +1,6 @@
-"""Who may touch the engine: the loop's thread in a step, or the one caller that holds it still.
+"""Who may touch the engine: the thread that steps, or the one caller that holds it still.
 
-Owns pauses and sleep, not the engine. Shares the loop's condition, so that whoever waits hears of
+Owns turns, pauses and sleep, not the engine. Shares the loop's condition, so that whoever waits hears of
 every change.
 """
 
@@ -19,13 +19,12 @@ class Gate:
 
         Args:
             changed: the loop's condition.
-            could_step: whether the loop's thread is there to step.
+            could_step: whether a thread is there to step.
         """
         self._changed, self._could_step = changed, could_step
-        self.is_stepping = False
-        """Set by the loop's thread around each step."""
-        self.owes_turn = False
-        """Whether a pause ended and no step has run since; reset by the loop's thread."""
+        self._stepping_thread: int | None = None
+        self._driving_thread: int | None = None
+        self._owes_turn = False
         self._is_held = False
         self._pausing_thread: int | None = None
         self._pause_depth = 0
@@ -34,6 +33,55 @@ class Gate:
     def is_shut(self) -> bool:
         """Whether no step may begin."""
         return self._is_held or self._pausing_thread is not None
+
+    @property
+    def is_stepping_here(self) -> bool:
+        """Whether the calling thread is inside a step."""
+        return self._stepping_thread == threading.get_ident()
+
+    @property
+    def is_my_turn(self) -> bool:
+        """Whether the calling thread is the one that steps: a driving caller, or else the loop's.
+
+        Never while another thread is in a step.
+        """
+        me = threading.get_ident()
+        return self._stepping_thread is None and self._driving_thread in (None, me)
+
+    def begin_step(self) -> None:
+        """The calling thread, whose turn it is, steps."""
+        self._stepping_thread = threading.get_ident()
+        self.pass_turn()
+
+    def end_step(self) -> None:
+        """The calling thread is in no step any more."""
+        if self.is_stepping_here:
+            self._stepping_thread = None
+            # A loop's thread that stands by for a driving caller sleeps on.
+            if self._pausing_thread is not None or not self.is_my_turn:
+                self._changed.notify_all()
+
+    def pass_turn(self) -> None:
+        """The engine had its turn after a pause, whether there was something to do or not."""
+        if self._owes_turn:
+            self._owes_turn = False
+            self._changed.notify_all()
+
+    @contextmanager
+    def driving(self) -> Iterator[bool]:
+        """Step in the loop's thread's place; gives whether the calling thread may."""
+        with self._changed:
+            is_mine = self._driving_thread is None
+            if is_mine:
+                self._driving_thread = threading.get_ident()
+        try:
+            yield is_mine
+        finally:
+            if is_mine:
+                with self._changed:
+                    self.end_step()
+                    self._driving_thread = None
+                    self._changed.notify_all()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -50,7 +98,7 @@ class Gate:
             self._pause_depth += 1
         try:
             with self._changed:
-                while self.is_stepping:
+                while self._stepping_thread is not None:
                     self._changed.wait()
             yield
         finally:
@@ -58,14 +106,14 @@ class Gate:
                 self._pause_depth -= 1
                 if not self._pause_depth:
                     self._pausing_thread = None
-                    self.owes_turn = True
+                    self._owes_turn = True
                 self._changed.notify_all()
 
     def _must_queue(self, me: int) -> bool:
         if self._pausing_thread is not None:
             return self._pausing_thread != me
         # Whoever pauses again and again leaves the engine a step in between.
-        return self.owes_turn and not self._is_held and self._could_step()
+        return self._owes_turn and not self._is_held and self._could_step()
 
     def hold(self) -> None:
         """Stay shut after the pause that this is called in, until `let_go()`."""

@@ -1,13 +1,13 @@
-"""The background thread that steps the engine while there is work.
+"""Steps the engine while there is work: on a background thread, or on that of a waiting caller.
 
-Owns the thread, the inbox and death. The engine is touched by this thread alone, or by the one
-caller that is inside `paused()`. The thread is a daemon, and whoever makes a loop halts it when
-done.
+Owns the thread, the inbox and death. The engine is touched by one thread at a time: the background
+one, a caller in `drive()`, or one inside `paused()`. The background thread is a daemon, and whoever
+makes a loop halts it when done.
 """
 
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -17,6 +17,7 @@ from cb_rollout.engine.core import Engine
 from cb_rollout.engine.request import Request
 from cb_rollout.errors import EngineDeadError, InvalidRequestError, QueueFullError, RolloutError
 from cb_rollout.gate import Gate
+from cb_rollout.interrupts import interrupts_deferred
 from cb_rollout.types import CancelResult, GenerationOutput
 
 HALT_TIMEOUT_SECONDS = 10.0
@@ -30,7 +31,7 @@ class Recipient(Protocol):
     """Who gets a request's outputs."""
 
     def put(self, output: GenerationOutput) -> None:
-        """Take an output; called on the background thread."""
+        """Take an output; called on the thread that steps."""
         ...
 
     def close(self, error: EngineDeadError) -> None:
@@ -188,8 +189,8 @@ class EngineLoop:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Hold the engine still between two forwards, and be the only one who does; see `Gate`."""
-        if threading.current_thread() is self._thread:
-            raise RolloutError("a result handler cannot pause the loop that calls it.")
+        if self.gate.is_stepping_here or threading.current_thread() is self._thread:
+            raise RolloutError("what runs inside a step cannot pause the engine that runs it.")
         with self.gate.paused():
             self.engine.hand_back_model()
             yield
@@ -202,35 +203,53 @@ class EngineLoop:
             version = self.engine.policy_version + 1
             self.engine.begin_policy_version(version, keep_keys=in_flight is InFlight.KEEP)
 
+    @contextmanager
+    def driving(self) -> Iterator[Callable[[Callable[[], bool]], None]]:
+        """Step on the calling thread, in the background one's place.
+
+        A caller that waits anyway does the work better: on a CPU every thread that computes has a
+        pool of workers, and libgomp's, once two pools share the cores, sleep instead of spinning.
+
+        Gives a function that steps until its argument says that it is done. It returns at once
+        where another caller drives, or the loop ended.
+        """
+        with self.gate.driving() as is_mine:
+            yield self._step_until if is_mine else lambda _: None
+
     def _could_step(self) -> bool:
         return self.is_running() and not self._is_ending
 
     def _run(self) -> None:
-        try:
-            while self._await_work():
-                self._deliver(self.engine.step())
-        except BaseException as error:  # noqa: BLE001  whatever it is, the waiters must hear it
-            self._die(error)
+        self._step_until(lambda: False)
 
-    def _await_work(self) -> bool:
-        """Wait until there is a step to run; False when it is time to end."""
+    def _step_until(self, is_done: Callable[[], bool]) -> None:
+        while self._await_work(is_done):
+            with interrupts_deferred():
+                try:
+                    self._deliver(self.engine.step())
+                except BaseException as error:  # noqa: BLE001  the waiters must hear it
+                    self._die(error)
+
+    def _await_work(self, is_done: Callable[[], bool]) -> bool:
+        """Wait until this thread has a step to run; False when it is done, or the loop is."""
         with self._changed:
-            self.gate.is_stepping = False
-            while True:
+            self.gate.end_step()
+            while self._death is None and not is_done():
                 is_halting = self._is_stopping and not self._is_draining
-                if is_halting or not self.gate.is_shut:
-                    self.gate.owes_turn = False
+                if self.gate.is_my_turn and (is_halting or not self.gate.is_shut):
                     self._take_inbox()
                     if self.engine.has_work and not is_halting:
-                        self.gate.is_stepping = True
-                        self._changed.notify_all()
+                        self.gate.begin_step()
                         return True
                     if self._is_stopping:
-                        self._is_ending = True
+                        self._is_ending = threading.current_thread() is self._thread
                         self._changed.notify_all()
                         return False
-                self._changed.notify_all()
+                    self.gate.pass_turn()
+                    if is_done():
+                        return False
                 self._changed.wait()
+            return False
 
     def _take_inbox(self) -> None:
         while self._inbox:
@@ -270,7 +289,7 @@ class EngineLoop:
             self._expected.clear()
             self._inbox.clear()
             self._cancelled = {}
-            self.gate.is_stepping, self._is_ending = False, True
+            self._is_ending = True
             self.engine.abandon()
             self._changed.notify_all()
         for recipient in recipients.values():

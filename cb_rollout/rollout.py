@@ -54,16 +54,19 @@ def _finished(
     counters = manager.engine.counters
     tokens_before = counters.tokens_generated
     loop.gate.require_open_for_me()
-    loop.submit(grouped(requests), mailbox)
     with tqdm(total=len(requests), desc="rollout", unit="seq", disable=not progress_bar) as bar:
         try:
-            while len(finished) < len(requests):
-                output = mailbox.take(timeout=PROGRESS_SECONDS if progress_bar else None)
-                if output is not None:
-                    finished[output.request_id] = output
-                    bar.update(1)
-                num_tokens = counters.tokens_generated - tokens_before
-                bar.set_postfix(tokens=num_tokens, refresh=output is None)
+            with loop.driving() as step_until:
+                loop.submit(grouped(requests), mailbox)
+                while len(finished) < len(requests):
+                    refresh = time.monotonic() + PROGRESS_SECONDS
+                    step_until(lambda at=refresh: mailbox.has_news or time.monotonic() > at)
+                    output = mailbox.take(timeout=PROGRESS_SECONDS)
+                    if output is not None:
+                        finished[output.request_id] = output
+                        bar.update(1)
+                    num_tokens = counters.tokens_generated - tokens_before
+                    bar.set_postfix(tokens=num_tokens, refresh=output is None)
         except BaseException:
             loop.cancel([request.request_id for request in requests])
             # The caller gets its model back before it gets the exception.

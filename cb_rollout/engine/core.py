@@ -168,7 +168,7 @@ class Engine:
         Returns:
             The sequences that got a token or ended, each once.
         """
-        with devices.current(self.device):
+        with devices.current(self.device), devices.plain_modes(self.device):
             touched = self._step()
         self._scheduler.retire_running()
         if not self.has_work:

@@ -1,6 +1,7 @@
 """What a device reports about its memory, and the defaults that suit its kind."""
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 import psutil
 import torch
@@ -30,6 +31,20 @@ def free_bytes(device: torch.device) -> int:
 def current(device: torch.device) -> AbstractContextManager[object]:
     """Make `device` the calling thread's current one, where kernels launch."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+@contextmanager
+def plain_modes(device: torch.device) -> Iterator[None]:
+    """Leave the autocast and the inference mode that the calling thread may be in.
+
+    Pages made in inference mode could not be written outside of it.
+    """
+    with ExitStack() as stack:
+        if torch.is_inference_mode_enabled():
+            stack.enter_context(torch.inference_mode(False))
+        if torch.is_autocast_enabled(device.type):
+            stack.enter_context(torch.autocast(device.type, enabled=False))
+        yield
 
 
 def empty_cache(device: torch.device) -> None:

@@ -211,7 +211,7 @@ def test_a_handler_that_would_pause_its_own_loop_is_refused(loop):
     loop.submit([request_of("a")], mailbox)
     loop.start()
     assert mailbox.take("a", LONG).is_finished()
-    assert errors == ["a result handler cannot pause the loop that calls it."]
+    assert errors == ["what runs inside a step cannot pause the engine that runs it."]
 
 
 def test_a_cancelled_request_delivers_what_it_had(loop):
