@@ -204,17 +204,17 @@ class EngineLoop:
             self.engine.begin_policy_version(version, keep_keys=in_flight is InFlight.KEEP)
 
     @contextmanager
-    def driving(self) -> Iterator[Callable[[Callable[[], bool]], None]]:
+    def driving(self) -> Iterator[Callable[[Callable[[], bool]], None] | None]:
         """Step on the calling thread, in the background one's place.
 
         A caller that waits anyway does the work better: on a CPU every thread that computes has a
         pool of workers, and libgomp's, once two pools share the cores, sleep instead of spinning.
 
-        Gives a function that steps until its argument says that it is done. It returns at once
-        where another caller drives, or the loop ended.
+        Gives a function that steps until its argument says that it is done; None where another
+        caller drives, whose steps serve this one too.
         """
         with self.gate.driving() as is_mine:
-            yield self._step_until if is_mine else lambda _: None
+            yield self._step_until if is_mine else None
 
     def _could_step(self) -> bool:
         return self.is_running() and not self._is_ending

@@ -60,8 +60,9 @@ def _finished(
                 loop.submit(grouped(requests), mailbox)
                 while len(finished) < len(requests):
                     refresh = time.monotonic() + PROGRESS_SECONDS
-                    step_until(lambda at=refresh: mailbox.has_news or time.monotonic() > at)
-                    output = mailbox.take(timeout=PROGRESS_SECONDS)
+                    if step_until is not None:
+                        step_until(lambda at=refresh: mailbox.has_news or time.monotonic() > at)
+                    output = mailbox.take(timeout=0.0 if step_until else PROGRESS_SECONDS)
                     if output is not None:
                         finished[output.request_id] = output
                         bar.update(1)
