@@ -1,2 +1,1 @@
-"""Attention that reads the pages where they lie: kernels, when they are used, and how a model's own
-forward comes to call them."""
+"""Decode steps that read the pages where they lie, and how a model's own forward uses them."""
