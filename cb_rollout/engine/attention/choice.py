@@ -57,6 +57,7 @@ def choose_attention(
 
 
 def device_obstacle(device: torch.device) -> str | None:
+    """Why a device cannot run the kernels; None: it can."""
     if device.type != "cuda":
         return f"the kernels need a CUDA device, and the model is on {device.type}"
     if importlib.util.find_spec("triton") is None:
