@@ -93,10 +93,28 @@ class RolloutConfig:
         cost="Off costs a copy of the prompt per completion; for comparisons only.",
     )
     use_async_batching: bool | None = _setting(None, "Overlap host and device work; not available.")
-    use_cuda_graph: bool | None = _setting(None, "Decode under CUDA graphs; not available.")
-    q_padding_interval_size: int = _setting(0, "Query padding under CUDA graphs; not available.")
-    kv_padding_interval_size: int = _setting(0, "KV padding under CUDA graphs; not available.")
-    max_cached_graphs: int = _setting(0, "CUDA graphs kept; not available.")
+    use_cuda_graph: bool | tuple[bool, bool] | None = _setting(
+        None,
+        "Decode under CUDA graphs; None: where device and model allow; a pair, as transformers has "
+        "it: of prefill, which must be False, and of decode.",
+        cost="Off saves the graphs' memory and the seconds of capturing them; see gpu.md.",
+    )
+    q_padding_interval_size: int = _setting(
+        0,
+        "Rows of a decode graph are rounded up to a multiple of this; 0: chosen.",
+        cost="Larger: fewer graphs to capture, more rows of padding.",
+    )
+    kv_padding_interval_size: int = _setting(
+        0,
+        "A decode graph splits keys for the longest row, rounded up to a multiple of this; 0: "
+        "chosen.",
+        cost="Larger: fewer graphs to capture, more splits than short rows need.",
+    )
+    max_cached_graphs: int = _setting(
+        0,
+        "Decode graphs kept; 0: chosen.",
+        cost="Fewer take less memory, and are captured again when needed again.",
+    )
     varlen_compile_config: object | None = _setting(
         None, "torch.compile of prefill; not available."
     )
@@ -198,12 +216,18 @@ class RolloutConfig:
                 raise ConfigurationError(
                     f"{name}={value!r} is neither {rest!r} nor a finite number >= 0 of {unit}."
                 )
-        for name, rest in _NOT_AVAILABLE.items():
+        for name, available in _AVAILABLE.items():
             value = getattr(self, name)
-            if value not in rest:
+            if value not in available:
                 raise ConfigurationError(
-                    f"{name}={value!r} is not available; leave it at {rest[0]!r}."
+                    f"{name}={value!r} is not available; leave it at {available[0]!r}."
                 )
+
+    @property
+    def wants_graphs(self) -> bool | None:
+        """Whether decode steps should run as CUDA graphs; None: where they can."""
+        asked = self.use_cuda_graph
+        return asked[1] if isinstance(asked, tuple | list) else asked
 
 
 _CHOICES: dict[str, type[StrEnum]] = {
@@ -222,6 +246,9 @@ _INTEGERS: dict[str, tuple[int, bool]] = {
     "max_requests_per_batch": (1, True),
     "max_blocks_per_request": (0, True),
     "max_queue_size": (0, False),
+    "q_padding_interval_size": (0, False),
+    "kv_padding_interval_size": (0, False),
+    "max_cached_graphs": (0, False),
     "verify_every_steps": (0, False),
     "verify_num_sequences": (1, False),
     "record_num_sequences": (0, False),
@@ -232,12 +259,12 @@ _INTEGERS: dict[str, tuple[int, bool]] = {
 _AMOUNTS = {"training_reserve_gib": ("auto", "GiB"), "max_logprob_drift": (None, "nats")}
 # Each amount's resting value and its unit.
 
-_NOT_AVAILABLE: dict[str, tuple[Any, ...]] = {
+_AVAILABLE: dict[str, tuple[Any, ...]] = {
     "use_async_batching": (None, False),
-    "use_cuda_graph": (None, False, (False, False), [False, False]),
-    "q_padding_interval_size": (0,),
-    "kv_padding_interval_size": (0,),
-    "max_cached_graphs": (0,),
+    # A pair is of prefill, which is not captured, and of decode.
+    "use_cuda_graph": (
+        *(None, True, False, (False, True), (False, False), [False, True], [False, False]),
+    ),
     "varlen_compile_config": (None,),
     "decode_compile_config": (None,),
     "use_default_compile_configs": (False,),

@@ -9,7 +9,12 @@ os.environ["WANDB_MODE"] = "offline"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 
+import torch
 from hypothesis import settings
+
+# Triton's kernels run in its interpreter where there is no GPU; it is asked for before the import.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 # The same commit passes or fails everywhere, on slow machines too.
 settings.register_profile("cb_rollout", deadline=None, derandomize=True)

@@ -16,6 +16,8 @@ from cb_rollout.config import RolloutConfig
 from cb_rollout.doctor.container import container_memory
 from cb_rollout.doctor.finding import Finding, Level
 from cb_rollout.engine import device as devices
+from cb_rollout.engine.attention.choice import choose_attention
+from cb_rollout.engine.graph_choice import graph_obstacle
 from cb_rollout.errors import ConfigurationError
 from cb_rollout.memory import GIB
 
@@ -33,7 +35,6 @@ KERNELS = (
 )
 
 FASTER = {
-    "CUDA graphs": {"use_cuda_graph": True},
     "compiled forwards": {"use_default_compile_configs": True},
     "host and device overlap": {"use_async_batching": True},
     "rollout weights in a copy": {"weight_sync": "copy"},
@@ -49,9 +50,6 @@ def machine_findings(device: str = "auto") -> Iterator[Finding]:
         yield _version(package)
     for name in KERNELS:
         yield _kernel(name)
-    yield Finding(
-        Level.OK, "attention", "the model's own, over gathered pages; needs none of these kernels"
-    )
     for name, setting in FASTER.items():
         yield _may_be_asked(name, setting)
     try:
@@ -59,6 +57,10 @@ def machine_findings(device: str = "auto") -> Iterator[Finding]:
     except ConfigurationError as error:
         yield Finding(Level.BAD, "device", str(error))
         return
+    yield Finding(Level.OK, "attention", str(choose_attention(target)))
+    obstacle = graph_obstacle(target)
+    said = f"not used: use_cuda_graph=True {obstacle}" if obstacle else "where the model allows"
+    yield Finding(Level.OK, "CUDA graphs", said)
     yield from _device(target)
 
 

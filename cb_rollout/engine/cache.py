@@ -30,6 +30,11 @@ class BlockTable:
         self.block_size = block_size
         self._blocks = torch.full((num_slots, 8), NULL_BLOCK, dtype=torch.int64, device=device)
 
+    @property
+    def blocks(self) -> torch.Tensor:
+        """int64, `[slots, blocks of the longest]`; widening moves it."""
+        return self._blocks
+
     def write(self, entries: list[tuple[int, int, int]]) -> None:
         """Set blocks, each given as slot, index within the sequence, and block."""
         if not entries:

@@ -3,6 +3,7 @@
 Owns the paged cache and the policy version that tokens are stamped with. One thread calls it.
 """
 
+import logging
 from contextlib import ExitStack
 from itertools import islice
 
@@ -13,6 +14,7 @@ from cb_rollout import _compat
 from cb_rollout.choices import LogprobsMode, SchedulerType
 from cb_rollout.config import RolloutConfig
 from cb_rollout.engine import device as devices
+from cb_rollout.engine.graph_choice import create_graphs
 from cb_rollout.engine.limits import Limits
 from cb_rollout.engine.rehearsal import rehearse
 from cb_rollout.engine.request import Request
@@ -24,6 +26,8 @@ from cb_rollout.engine.storage import CacheStorage, plan_memory
 from cb_rollout.errors import OutOfCacheMemoryError
 from cb_rollout.metrics import EngineCounters
 from cb_rollout.types import FinishReason, RequestStatus
+
+_LOGGER = logging.getLogger(__name__)
 
 
 class Engine:
@@ -78,6 +82,11 @@ class Engine:
             can_share_blocks=config.allow_block_sharing,
             can_resume_prompts=not self.layout.is_recurrent,
         )
+        self._graphs, told = create_graphs(
+            self._runner, config, self.limits.max_requests, self.layout.is_recurrent
+        )
+        self.decode_path = f"{self._runner.attention}; {told}"
+        _LOGGER.info("%s", self.decode_path)
 
     def _start_empty(self) -> None:
         self._storage = CacheStorage(self.layout, self.limits, self.memory_plan, self.device)
@@ -90,6 +99,7 @@ class Engine:
             self._storage,
             TokenGiver(self.device, LogprobsMode(self.config.logprobs_mode)),
             self.counters,
+            self._graphs,
         )
 
     @property
@@ -179,6 +189,8 @@ class Engine:
         if self._lease is None:
             self._lease = ExitStack()
             self._lease.enter_context(leased(self.model))
+            if self._graphs is not None:
+                self._graphs.check_weights()
         if not self._storage.is_allocated:
             try:
                 self._allocate()

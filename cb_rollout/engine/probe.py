@@ -50,6 +50,8 @@ class LayerStates:
     """Convolution states of one sequence."""
     recurrent: tuple[StateShape | None, ...] = ()
     """Recurrent states of one sequence; None where the layer leaves that one unused."""
+    window: int | None = None
+    """Newest tokens that transformers' own cache would keep; None: all."""
 
     @property
     def per_token(self) -> tuple[StateShape, ...]:
@@ -173,6 +175,7 @@ def _read(layer: object, keys: StateShape | None, values: StateShape | None) -> 
         num_index_positions,
         conv,
         recurrent,
+        getattr(layer, "sliding_window", None),
     )
 
 

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from cb_rollout import _compat
+from cb_rollout.engine.attention.choice import AttentionChoice, DecodePath, choose_attention
 from cb_rollout.engine.cache import BlockTable, PagedCache
 from cb_rollout.engine.probe import CacheLayout
 from cb_rollout.engine.runner import ModelRunner, RowForm, leased
@@ -30,6 +31,9 @@ LARGEST_SHARE = 0.25
 # Of the spread of the log-probabilities, in half precision. Rounding, and the experts that it makes
 # a router choose otherwise, stay at hundredths; a model that looks ahead shows tenths.
 
+LARGEST_SHARE_OF_KERNELS = 0.1
+# Of the same spread, between two ways to attend over the same pages.
+
 
 def rehearse(runner: ModelRunner) -> CacheLayout:
     """Learn what the model's layers keep, and set how the runner lays out its rows.
@@ -42,6 +46,7 @@ def rehearse(runner: ModelRunner) -> CacheLayout:
     """
     name = type(runner.model).__name__
     rows = _rows(runner)
+    runner.decoding = None
     with leased(runner.model):
         plain, failure = _attempt(lambda: _plain(runner, rows))
         if plain is None:
@@ -68,12 +73,35 @@ def rehearse(runner: ModelRunner) -> CacheLayout:
                 continue
             distances = torch.where(plain == paged, 0.0, (plain - paged).abs())
             if _is_rounding(distances, plain, runner.compute_dtype):
+                runner.attention = _chosen_attention(runner, layout, rows, paged)
                 return layout
             found = f"log-probabilities are {distances.max():.2g} nats off its plain forward"
     raise ConfigurationError(
         f"{name} cannot run on a paged cache: {found}. Set is_decoder=True in the config of an "
         "encoder; roll other models out with model.generate."
     ) from failure
+
+
+def _chosen_attention(
+    runner: ModelRunner, layout: CacheLayout, rows: list[list[int]], gathered: torch.Tensor
+) -> AttentionChoice:
+    """Set how the runner's decode steps read the pages: directly, where that agrees."""
+    is_padded = runner.row_form is RowForm.PADDED
+    choice = choose_attention(runner.device, layout, is_padded=is_padded)
+    if choice.path is DecodePath.TRITON:
+        from cb_rollout.engine.attention.decoding import PagedDecoding
+
+        runner.decoding = PagedDecoding(layout, runner.device)
+        direct, failure = _attempt(lambda: _paged(runner, layout, rows))
+        found = f"the model does not run on it: {said(failure)}"
+        if direct is not None:
+            distances = torch.where(gathered == direct, 0.0, (gathered - direct).abs())
+            if _is_rounding(distances, gathered, runner.compute_dtype, LARGEST_SHARE_OF_KERNELS):
+                return choice
+            found = f"it is {distances.max():.2g} nats off the model's own attention"
+        runner.decoding = None
+        choice = AttentionChoice(DecodePath.GATHERED, found)
+    return choice
 
 
 Result = TypeVar("Result")
@@ -136,11 +164,13 @@ def _paged(runner: ModelRunner, layout: CacheLayout, rows: list[list[int]]) -> t
     return torch.stack([together, torch.cat(alone), again]).log_softmax(-1)
 
 
-def _is_rounding(distances: torch.Tensor, plain: torch.Tensor, dtype: torch.dtype) -> bool:
+def _is_rounding(
+    distances: torch.Tensor, plain: torch.Tensor, dtype: torch.dtype, share: float = LARGEST_SHARE
+) -> bool:
     """Whether a dtype explains how far the log-probabilities are off the plain forward's."""
     if dtype.itemsize >= torch.float32.itemsize:
         return distances.max().item() <= LARGEST_DIFFERENCE
     # What a model rules out altogether is no part of the spread.
     possible = plain.masked_fill(plain.isinf(), float("nan"))
     spread = (possible - possible.nanmean(-1, keepdim=True)).square().nanmean(-1).sqrt()
-    return bool((distances.square().mean(-1).sqrt() <= LARGEST_SHARE * spread).all())
+    return bool((distances.square().mean(-1).sqrt() <= share * spread).all())

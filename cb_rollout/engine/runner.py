@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from cb_rollout import _compat
+from cb_rollout.engine.attention.choice import choose_attention
 from cb_rollout.engine.cache import PADDING_PLACE, BlockTable, PagedCache, Step
 from cb_rollout.engine.carried import PROBE_ROWS, CarriedStates
 from cb_rollout.engine.probe import PROBE_TOKENS, CacheLayout, probe
@@ -25,6 +26,9 @@ from cb_rollout.engine.request import Request
 from cb_rollout.engine.states import StateLayer
 from cb_rollout.errors import ConfigurationError
 from cb_rollout.logprobs import chosen_logprobs
+
+if TYPE_CHECKING:
+    from cb_rollout.engine.attention.decoding import PagedDecoding
 
 _LEASE_LOCK = threading.Lock()
 _LEASES: WeakKeyDictionary[torch.nn.Module, tuple[int, list[torch.nn.Module]]] = WeakKeyDictionary()
@@ -82,6 +86,9 @@ class ModelRunner:
         self._names = _compat.forward_argument_names(model)
         self._passes_on = _compat.forward_passes_on(model)
         self._carried: CarriedStates | None = None
+        self.attention = choose_attention(self.device)
+        self.decoding: PagedDecoding | None = None
+        """Runs decode steps on the pages themselves; None: their history is gathered."""
         caches = [name for name in _compat.CACHE_ARGUMENTS if name in self._names]
         if not caches:
             raise ConfigurationError(
@@ -94,7 +101,7 @@ class ModelRunner:
         """Learn what each layer keeps, from one tiny forward."""
 
         def forward(input_ids: torch.Tensor, cache: Cache) -> object:
-            return self._call(input_ids.to(self.device), None, None, cache)
+            return self.forward(input_ids.to(self.device), None, None, cache)
 
         self._carried = None
         with leased(self.model):
@@ -144,6 +151,8 @@ class ModelRunner:
         Returns:
             float32 logits after each row's last token, `[B, V]`.
         """
+        if self.decoding is not None and max(map(len, new_tokens)) == 1 < min(lengths):
+            return self.decoding.logits(self.forward, new_tokens, lengths, slots, cache, table)
         if self.row_form is RowForm.PADDED:
             return self._forward(new_tokens, lengths, slots, cache, table)
         # Without keys there is no history to align, so only the new tokens must be alike.
@@ -214,7 +223,7 @@ class ModelRunner:
             mask_BS = mask_BS[:, S - Q :]
         if self.row_form is not RowForm.PADDED:
             positions_BQ = None
-        logits_BV = self._call(input_ids_BQ, mask_BS, positions_BQ, cache)
+        logits_BV = self.forward(input_ids_BQ, mask_BS, positions_BQ, cache)
         cache.end(step)
         assert logits_BV.shape[0] == B
         return logits_BV
@@ -242,13 +251,14 @@ class ModelRunner:
         known = {name: value for name, value in arguments.items() if name in self._names}
         return self._run(input_ids, known, model).logits[0].float()
 
-    def _call(
+    def forward(
         self,
         input_ids_BQ: torch.Tensor,
         mask_BS: torch.Tensor | None,
         positions_BQ: torch.Tensor | None,
         cache: Cache,
     ) -> torch.Tensor:
+        """One call of the model; float32 logits after each row's last token."""
         arguments = {
             "attention_mask": mask_BS,
             "position_ids": positions_BQ,

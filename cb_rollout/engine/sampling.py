@@ -54,14 +54,7 @@ class TokenGiver:
         tokens, logprobs, is_valid = (result.tolist() for result in sampled[:3])
         if processed_BV is not None or batch.top_rows is not None:
             return _append_one_by_one(requests, batch, sampled, policy_version)
-        for request, token, logprob, valid in zip(
-            requests, tokens, logprobs, is_valid, strict=True
-        ):
-            if valid:
-                request.append(token, logprob, policy_version)
-            else:
-                _fail_without_distribution(request)
-        return sum(is_valid)
+        return append_each(requests, tokens, logprobs, is_valid, policy_version)
 
     def _prepared(
         self, requests: Sequence[Request], vocab_size: int, is_recurring: bool
@@ -76,6 +69,26 @@ class TokenGiver:
         if is_recurring:
             self._kept = (list(requests), batch, processing)
         return batch, processing
+
+
+def append_each(
+    requests: Sequence[Request],
+    tokens: Sequence[int],
+    logprobs: Sequence[float],
+    is_valid: Sequence[bool],
+    policy_version: int,
+) -> int:
+    """Append each sequence's token, or end it where its logits made no distribution.
+
+    Returns:
+        How many got a token.
+    """
+    for request, token, logprob, valid in zip(requests, tokens, logprobs, is_valid, strict=True):
+        if valid:
+            request.append(token, logprob, policy_version)
+        else:
+            _fail_without_distribution(request)
+    return sum(is_valid)
 
 
 def _append_one_by_one(

@@ -4,6 +4,7 @@ Owns what happens where a forward fails. Made anew with each cache.
 """
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -11,12 +12,15 @@ from cb_rollout.engine import device as devices
 from cb_rollout.engine.faults import Outcome, is_out_of_memory, out_of_memory, run_isolated
 from cb_rollout.engine.request import Prefill, Request
 from cb_rollout.engine.runner import ModelRunner, RowForm
-from cb_rollout.engine.sampling import TokenGiver
+from cb_rollout.engine.sampling import TokenGiver, append_each
 from cb_rollout.engine.scheduler import Scheduler
 from cb_rollout.engine.storage import CacheStorage
 from cb_rollout.errors import RolloutError
 from cb_rollout.metrics import EngineCounters
 from cb_rollout.types import FinishReason, RequestStatus
+
+if TYPE_CHECKING:
+    from cb_rollout.engine.graphs import GraphedDecoding
 
 
 class Steps:
@@ -29,8 +33,10 @@ class Steps:
         storage: CacheStorage,
         token_giver: TokenGiver,
         counters: EngineCounters,
+        graphs: "GraphedDecoding | None" = None,
     ) -> None:
-        """Join the parts of one engine."""
+        """Join the parts of one engine; `graphs`: runs decode steps, where a device can."""
+        self._graphs = graphs
         self.counters = counters
         self.device = runner.device
         self._runner, self._scheduler, self._storage = runner, scheduler, storage
@@ -144,6 +150,8 @@ class Steps:
         if not running:
             return []
         self._storage.table.write([(r.slot, len(r.block_ids) - 1, block) for r, block in extended])
+        if self._graphs is not None:
+            return self._run_graph(self._graphs, running)
         ends = [request.num_tokens for request in running]
         outcome, failed = self._forward(running, [end - 1 for end in ends], ends)
         self._scheduler.complete_decode()
@@ -152,6 +160,21 @@ class Steps:
             self._sample(outcome.logits_BV, survivors, is_recurring=True)
         self.counters.decode_forwards += 1
         return failed + survivors
+
+    def _run_graph(self, graphs: "GraphedDecoding", running: list[Request]) -> list[Request]:
+        """Replay one step; sample in it where nobody asks for more than it does."""
+        cache, table = self._storage.cache, self._storage.table
+        sampled = graphs.sampled(running, cache, table)
+        if sampled is None:
+            logits_BV = graphs.logits(running, cache, table)
+            self._scheduler.complete_decode()
+            self._sample(logits_BV, running, is_recurring=True)
+        else:
+            self._scheduler.complete_decode()
+            version = self._scheduler.blocks.policy_version
+            self._count(running, append_each(running, *sampled, version))
+        self.counters.decode_forwards += 1
+        return running
 
     def _write_tables(self) -> None:
         """Tell the block table about sequences that were just seated."""
@@ -168,9 +191,14 @@ class Steps:
     ) -> None:
         """Give each request its next token, or end it where there is none for it."""
         version = self._scheduler.blocks.policy_version
-        self.counters.tokens_generated += self._token_giver.extend(
+        num_given = self._token_giver.extend(
             requests, logits_BV, version, is_recurring=is_recurring
         )
+        self._count(requests, num_given)
+
+    def _count(self, requests: list[Request], num_given: int) -> None:
+        """Note what a forward brought."""
+        self.counters.tokens_generated += num_given
         self.counters.requests_finished += sum(r.status.is_final for r in requests)
         self.counters.kv_blocks_peak = max(
             self.counters.kv_blocks_peak, self._scheduler.pool.num_used

@@ -109,6 +109,17 @@ def test_graphs_that_are_off_are_off():
     assert as_rollout_config(ContinuousBatchingConfig(use_cuda_graph=(False, False)))
 
 
+@pytest.mark.parametrize(
+    ("asked", "wanted"),
+    [(None, None), (True, True), ((False, True), True), ([False, False], False)],
+)
+def test_graphs_are_asked_for_of_decode_alone_or_as_a_pair(asked, wanted):
+    assert RolloutConfig(use_cuda_graph=asked).wants_graphs is wanted
+    theirs = ContinuousBatchingConfig(use_cuda_graph=asked, q_padding_interval_size=64)
+    assert as_rollout_config(theirs).wants_graphs is wanted
+    assert as_rollout_config(theirs).q_padding_interval_size == 64
+
+
 @pytest.mark.parametrize("value", ["auto", 0, 2.5])
 def test_the_training_reserve_is_kept_as_given(value):
     assert RolloutConfig(training_reserve_gib=value).training_reserve_gib == value
@@ -139,10 +150,8 @@ def test_every_rollout_dtype_is_accepted(dtype):
     ("field", "value"),
     [
         ("use_async_batching", True),
-        ("use_cuda_graph", True),
-        ("q_padding_interval_size", 64),
-        ("kv_padding_interval_size", 64),
-        ("max_cached_graphs", 8),
+        ("use_cuda_graph", (True, True)),
+        ("use_cuda_graph", "yes"),
         ("varlen_compile_config", {"mode": "default"}),
         ("decode_compile_config", {"mode": "default"}),
         ("use_default_compile_configs", True),
@@ -229,9 +238,8 @@ def test_a_transformers_field_without_counterpart_is_refused(field, value):
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("use_cuda_graph", True),
+        ("use_cuda_graph", (True, False)),
         ("use_async_batching", True),
-        ("q_padding_interval_size", 64),
         ("decode_compile_config", CompileConfig()),
     ],
 )

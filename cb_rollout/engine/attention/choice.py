@@ -1,0 +1,83 @@
+"""Which attention an engine's decode steps use, and why not more. Asked once, where it is made."""
+
+import importlib.util
+from dataclasses import dataclass
+from enum import StrEnum
+
+import torch
+
+from cb_rollout.engine.probe import CacheLayout
+
+LEAST_CAPABILITY = (8, 0)
+# Ampere: the first whose tensor cores take bfloat16, and that copies memory asynchronously.
+
+LARGEST_HEAD = 256
+# A tile of longer keys does not fit the shared memory of every card.
+
+KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class DecodePath(StrEnum):
+    """How a decode step reads the keys of the past."""
+
+    GATHERED = "gathered"
+    """Each row's history is gathered for the model's own attention; right for every model."""
+    TRITON = "triton"
+    """Triton kernels read the pages where they lie."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionChoice:
+    """What was chosen, and why."""
+
+    path: DecodePath
+    reason: str
+
+    def __str__(self) -> str:
+        """One line."""
+        return f"decode attention: {self.path.value} ({self.reason})"
+
+
+def choose_attention(
+    device: torch.device, layout: CacheLayout | None = None, *, is_padded: bool = True
+) -> AttentionChoice:
+    """The best decode path that a device and a model can have.
+
+    Args:
+        device: where the model is.
+        layout: what its layers keep; None: an ordinary model's.
+        is_padded: whether rows of different lengths may stand in one forward.
+    """
+    obstacle = device_obstacle(device) or (layout and _layout_obstacle(layout))
+    if obstacle is None and not is_padded:
+        obstacle = "the model takes only rows of one length together"
+    if obstacle:
+        return AttentionChoice(DecodePath.GATHERED, obstacle)
+    return AttentionChoice(DecodePath.TRITON, "kernels read the pages, with no gather")
+
+
+def device_obstacle(device: torch.device) -> str | None:
+    """Why a device cannot run the kernels; None: it can."""
+    if device.type != "cuda":
+        return f"the kernels need a CUDA device, and the model is on {device.type}"
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed; pip install triton"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < LEAST_CAPABILITY:
+        needed, got = (".".join(map(str, numbers)) for numbers in (LEAST_CAPABILITY, capability))
+        return f"the kernels need compute capability {needed}, and the device has {got}"
+    return None
+
+
+def _layout_obstacle(layout: CacheLayout) -> str | None:
+    keyed = [layer for layer in layout.layers if layer.keys]
+    if not keyed:
+        return "no layer keeps keys"
+    if any(layer.index or layer.is_recurrent for layer in keyed):
+        return "some layers keep more than keys and values"
+    for states in (states for layer in keyed for states in layer.per_token):
+        if states.shape[1] > LARGEST_HEAD:
+            return f"heads of {states.shape[1]} are larger than {LARGEST_HEAD}"
+        if states.dtype not in KERNEL_DTYPES:
+            return f"keys are {states.dtype}"
+    return None

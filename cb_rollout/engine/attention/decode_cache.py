@@ -1,0 +1,183 @@
+"""What a model sees as its cache in a decode step on the fast path.
+
+A layer writes the new key and value into their pages and hands them back as they came; the
+attention function, called with that very key, reads the row's whole history from the pages. So
+nothing is gathered, no mask is made, and every shape is known before the step.
+
+B: rows, H: query heads, D: size of a key, E: size of a value.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer
+
+from cb_rollout.engine.attention.dispatch import attending
+from cb_rollout.engine.attention.places import Form, Places
+from cb_rollout.engine.attention.triton_decode import TYPES, attend, shared_rows, write
+from cb_rollout.engine.cache import BlockTable, PagedCache, PagedLayer
+from cb_rollout.engine.probe import CacheLayout, LayerStates
+from cb_rollout.engine.states import StateLayer
+
+HARMLESS = {
+    *("cache", "cache_position", "dropout", "is_causal", "labels", "layer_idx"),
+    *("num_items_in_batch", "output_attentions", "output_hidden_states", "output_router_logits"),
+    *("past_key_values", "position_embeddings", "position_ids", "return_dict", "use_cache"),
+}
+# What models hand to an attention function that changes nothing about one new token a row.
+
+
+class NotOrdinaryError(Exception):
+    """A layer asks for attention that the kernels do not do."""
+
+
+class DecodeLayer(CacheLayerMixin):
+    """One attention layer's pages, in decode steps."""
+
+    def __init__(self, index: int, states: LayerStates, device: torch.device) -> None:
+        """Know the layer's number and form; its pages are found by their addresses."""
+        super().__init__()
+        assert states.keys is not None
+        assert states.values is not None
+        self.is_initialized = True
+        self.keys = self.values = torch.empty(0, device=device)
+        self.index, self.window = index, states.window
+        self.num_key_heads, self.value_size = states.values.shape
+        self.types = TYPES[states.keys.dtype], TYPES[states.values.dtype]
+        self.places: Places | None = None
+        self.written: torch.Tensor | None = None
+        """The key that the last update wrote, by which the attention function knows its layer."""
+        self.rows_per_tile = 1
+        """Rows of a shared tile; known once the layer has attended."""
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Nothing to do: the pages exist."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *_: object, **__: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write `[B, heads, 1, size]` states into their pages, and hand them back."""
+        assert self.places is not None, "the cache was used outside a step"
+        write(key_states[:, :, 0], value_states[:, :, 0], self.places, self.index, self.types)
+        self.written = key_states
+        return key_states, value_states
+
+    def attend(self, query_BH1D: torch.Tensor, form: Form) -> torch.Tensor:
+        """Attention over the pages: `[B, 1, H, E]`."""
+        assert self.places is not None
+        heads_per_key = query_BH1D.shape[1] // self.num_key_heads
+        self.rows_per_tile = shared_rows(heads_per_key, max(query_BH1D.shape[3], self.value_size))
+        outputs_BHE = attend(
+            query_BH1D[:, :, 0],
+            self.num_key_heads,
+            self.value_size,
+            self.places,
+            self.index,
+            self.types,
+            form,
+        )
+        return outputs_BHE[:, None]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length and offset of what a mask, which nobody reads, should cover."""
+        return query_length, 0
+
+    def get_seq_length(self) -> int:
+        """None before the new tokens: a token's place is told by its position alone."""
+        return 0
+
+    def get_max_length(self) -> int:
+        """No limit of its own (-1)."""
+        return -1
+
+
+class DecodeCache(Cache):
+    """The paged cache, as decode steps on the fast path see it."""
+
+    def __init__(self, layout: CacheLayout, device: torch.device) -> None:
+        """Look at no pages yet."""
+        self.paged = [
+            DecodeLayer(index, states, device)
+            for index, states in enumerate(layout.layers)
+            if states.keys
+        ]
+        super().__init__(layers=[DummyLayer() for _ in layout.layers])
+        self._stateful: list[StateLayer] = []
+        self._addresses = torch.zeros(2 * len(self.layers) + 2, dtype=torch.int64, device=device)
+        self._known: list[int] = []
+
+    def find(self, cache: PagedCache, table: BlockTable) -> torch.Tensor:
+        """Where the pages and the table lie now, as the kernels take it: in one place for good."""
+        blocks = table.blocks
+        addresses = [blocks.data_ptr(), blocks.shape[1]]
+        for layer in cache.layers:
+            pages = layer.pages[:2] if isinstance(layer, PagedLayer) else []
+            addresses += [p.data_ptr() for p in pages] or [0, 0]
+        if addresses != self._known:
+            self._addresses.copy_(torch.tensor(addresses))
+            self._known = addresses
+            self.layers = list(cache.layers)
+            for layer in self.paged:
+                self.layers[layer.index] = layer
+            self._stateful = [layer for layer in self.layers if isinstance(layer, StateLayer)]
+        return self._addresses
+
+    @contextmanager
+    def reading(self, places: Places) -> Iterator[None]:
+        """Within, a model that is given this cache runs one new token of each row at `places`."""
+        for layer in self.paged:
+            layer.places, layer.written = places, None
+        for layer in self._stateful:
+            layer.load(places.slots_B)
+        with attending(self.attend):
+            yield
+        for layer in self._stateful:
+            layer.save(places.slots_B.long())
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """See `DecodeLayer`; whichever layer is asked."""
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """See `DecodeLayer`; whichever layer is asked."""
+        return query_length, 0
+
+    def attend(
+        self,
+        found: Callable[..., Any],
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        **asked: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """Stand in for the attention function that a layer would have `found`.
+
+        Raises:
+            NotOrdinaryError: the layer asks for what the kernels do not do.
+        """
+        layer = next((layer for layer in self.paged if layer.written is key), None)
+        if layer is None:
+            return found(module, query, key, value, attention_mask, **asked)
+        layer.written = None
+        return layer.attend(query, _form(query, layer, asked)), None
+
+
+def _form(query: torch.Tensor, layer: DecodeLayer, asked: dict[str, Any]) -> Form:
+    """What a layer's attention does, from what it hands to its attention function."""
+    rest = dict(asked)
+    scale = rest.pop("scaling", None)
+    window, softcap, sinks = (rest.pop(n, None) for n in ("sliding_window", "softcap", "s_aux"))
+    unknown = [
+        name
+        for name, value in rest.items()
+        if name not in HARMLESS and value is not None and value is not False
+    ]
+    if unknown or asked.get("dropout"):
+        raise NotOrdinaryError(f"its attention takes {', '.join(unknown or ['dropout'])}")
+    if window != layer.window:
+        raise NotOrdinaryError(f"its attention sees {window} tokens, its cache {layer.window}")
+    return Form(query.shape[-1] ** -0.5 if scale is None else scale, window, softcap or None, sinks)

@@ -1,0 +1,286 @@
+"""Decode steps as CUDA graphs: forward, sampling, log-probabilities and the next inputs in one.
+
+What a step reads stands in buffers that never move: each row's newest token, length, slot and
+sampling parameters. A step writes the next ones over them, so while the same sequences run nothing
+goes to the device but a new block now and then, and one small tensor comes back. Graphs find pages
+by address (see `triton_decode`) and weights where they are: they stay valid while weights change in
+place and while the cache grows, sleeps and wakes. One thread calls it.
+
+B: rows of a graph, N: most rows, V: vocabulary.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import torch
+
+from cb_rollout.engine.attention.decoding import PagedDecoding
+from cb_rollout.engine.attention.places import Places
+from cb_rollout.engine.attention.sharing import shared_tiles
+from cb_rollout.engine.cache import BlockTable, PagedCache
+from cb_rollout.engine.graph_sizes import GraphSizes
+from cb_rollout.engine.request import Request
+from cb_rollout.engine.runner import ModelRunner
+from cb_rollout.engine.sampler import draw, uniforms
+from cb_rollout.logprobs import chosen_logprobs
+
+Replay = Callable[[], torch.Tensor]
+# Runs a captured step again; returns what its first run returned, with new contents.
+
+
+class Line(IntEnum):
+    """The lines of the input buffer, one number a row, or a tile, in each."""
+
+    TOKEN = 0
+    LENGTH = 1
+    """Tokens, the newest included; 0: no row."""
+    SLOT = 2
+    SEED = 3
+    INDEX = 4
+    """Tokens sampled before."""
+    IS_GREEDY = 5
+    TEMPERATURE = 6
+    """The bits of a float64."""
+    NUM_SHARED = 7
+    """Leading tokens that a shared tile reads."""
+    TILE_FIRST = 8
+    TILE_COUNT = 9
+
+
+@dataclass(frozen=True, slots=True)
+class GraphKey:
+    """What is fixed when a graph is captured."""
+
+    num_rows: int
+    num_splits: int
+    has_shared: bool
+    samples: bool
+    """Whether tokens are sampled in the graph; False: it ends with the logits."""
+
+
+class GraphedDecoding:
+    """Runs decode steps of running sequences by replaying graphs."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        decoding: PagedDecoding,
+        sizes: GraphSizes,
+        max_rows: int,
+        capture: Callable[[Replay], Replay] | None = None,
+    ) -> None:
+        """Allocate the buffers; nothing is captured yet.
+
+        Args:
+            runner: calls the model.
+            decoding: reads the pages.
+            sizes: of the graphs, and how many are kept.
+            max_rows: most sequences that run together.
+            capture: makes a graph of a step; None: on the device's own streams.
+        """
+        self._runner, self._decoding, self._sizes = runner, decoding, sizes
+        self._capture = capture or CudaCapture(runner.device)
+        num_rows = sizes.padded(max_rows)
+        is_cuda = runner.device.type == "cuda"
+        self._host = torch.zeros(len(Line), num_rows, dtype=torch.int64, pin_memory=is_cuda)
+        self._inputs = torch.zeros_like(self._host, device=runner.device)
+        self._results = torch.zeros(num_rows, 3, dtype=torch.float64, device=runner.device)
+        self._host_results = torch.zeros(num_rows, 3, dtype=torch.float64, pin_memory=is_cuda)
+        self._graphs: OrderedDict[GraphKey, Replay] = OrderedDict()
+        self._weights: list[object] = []
+        self._loaded: list[Request] = []
+        self._expected: list[tuple[int, int]] = []
+        self._has_shared = False
+
+    @property
+    def num_graphs(self) -> int:
+        """Graphs held now."""
+        return len(self._graphs)
+
+    def check_weights(self) -> None:
+        """Forget every graph if a weight no longer is where it was, or an adapter was switched."""
+        weights = _weights(self._runner.model)
+        if weights != self._weights:
+            self._graphs.clear()
+            self._weights = weights
+
+    def sampled(
+        self, requests: Sequence[Request], cache: PagedCache, table: BlockTable
+    ) -> tuple[list[int], list[float], list[bool]] | None:
+        """Run one step and sample in it: token ids, log-probabilities, and whether each is valid.
+
+        None: some sequence wants what the graph does not do; nothing ran.
+        """
+        if any(r.is_adjusted or r.params.is_truncated or r.params.top_logprobs for r in requests):
+            return None
+        self._run(requests, cache, table, samples=True)
+        self._expected = [(slot, length + 1) for slot, length in self._expected]
+        num_rows = len(requests)
+        self._host_results[:num_rows].copy_(self._results[:num_rows], non_blocking=True)
+        if self._runner.device.type == "cuda":
+            torch.cuda.current_stream(self._runner.device).synchronize()
+        tokens, logprobs, is_valid = self._host_results[:num_rows].unbind(1)
+        return tokens.long().tolist(), logprobs.tolist(), is_valid.bool().tolist()
+
+    def logits(
+        self, requests: Sequence[Request], cache: PagedCache, table: BlockTable
+    ) -> torch.Tensor:
+        """Run one step; float32 logits after each row's last token, `[rows, V]`."""
+        logits_BV = self._run(requests, cache, table, samples=False)
+        self._expected = []
+        return logits_BV[: len(requests)]
+
+    def _run(
+        self, requests: Sequence[Request], cache: PagedCache, table: BlockTable, *, samples: bool
+    ) -> torch.Tensor:
+        addresses = self._decoding.cache.find(cache, table)
+        state = [(request.slot, request.num_tokens) for request in requests]
+        is_loaded = self._loaded == requests and self._expected == state
+        if not is_loaded:
+            self._prepare(requests, table.block_size)
+        longest = self._sizes.padded_keys(max(length for _, length in state))
+        num_rows = self._sizes.padded(len(requests))
+        num_splits = self._decoding.splits(num_rows, longest)
+        key = GraphKey(num_rows, num_splits, self._has_shared, samples)
+        replay = self._graphs.get(key)
+        if replay is None:
+            # Captured with no rows at all, which touches no page.
+            self._inputs.zero_()
+            step = self._step(key, addresses, table.block_size)
+            replay = self._graphs[key] = self._capture(step)
+            while len(self._graphs) > self._sizes.max_graphs:
+                self._graphs.popitem(last=False)
+            if is_loaded:
+                self._prepare(requests, table.block_size)
+                is_loaded = False
+        if not is_loaded:
+            self._inputs.copy_(self._host, non_blocking=True)
+            self._loaded, self._expected = list(requests), state
+        self._graphs.move_to_end(key)
+        return replay()
+
+    def _prepare(self, requests: Sequence[Request], block_size: int) -> None:
+        """Write the rows' inputs to the host's buffer."""
+        host, params = self._host.zero_(), [request.params for request in requests]
+        tiles = shared_tiles(
+            [request.block_ids for request in requests], block_size, self._decoding.rows_per_tile
+        )
+        shared = [0] * len(requests)
+        for tile in tiles:
+            last = tile.first_row + tile.num_rows
+            shared[tile.first_row : last] = [tile.num_tokens] * tile.num_rows
+        lines = {
+            Line.TOKEN: [request.token_ids[-1] for request in requests],
+            Line.LENGTH: [request.num_tokens for request in requests],
+            Line.SLOT: [request.slot for request in requests],
+            Line.SEED: [request.seed for request in requests],
+            Line.INDEX: [request.num_generated for request in requests],
+            Line.IS_GREEDY: [p.is_greedy for p in params],
+            Line.NUM_SHARED: shared,
+            Line.TILE_FIRST: [tile.first_row for tile in tiles],
+            Line.TILE_COUNT: [tile.num_rows for tile in tiles],
+        }
+        for line, values in lines.items():
+            host[line, : len(values)] = torch.tensor(values, dtype=torch.int64)
+        temperatures = [1.0 if p.is_greedy else p.temperature for p in params]
+        padding = [1.0] * (host.shape[1] - len(params))
+        host[Line.TEMPERATURE].view(torch.float64).copy_(torch.tensor(temperatures + padding))
+        self._has_shared = bool(tiles)
+
+    def _step(self, key: GraphKey, addresses: torch.Tensor, block_size: int) -> Replay:
+        """The work of one step, as it is captured."""
+        inputs_LB = self._inputs[:, : key.num_rows]
+        tokens_B, lengths_B, indices_B = (
+            inputs_LB[line] for line in (Line.TOKEN, Line.LENGTH, Line.INDEX)
+        )
+        num_tiles = key.num_rows // 2 if key.has_shared else 0
+
+        def run() -> torch.Tensor:
+            small = inputs_LB.to(torch.int32)
+            places = Places(
+                addresses,
+                block_size,
+                small[Line.SLOT],
+                small[Line.LENGTH],
+                key.num_splits,
+                shared_B=small[Line.NUM_SHARED] if num_tiles else None,
+                first_T=small[Line.TILE_FIRST, :num_tiles] if num_tiles else None,
+                count_T=small[Line.TILE_COUNT, :num_tiles] if num_tiles else None,
+                rows_per_tile=self._decoding.rows_per_tile,
+            )
+            positions_B1 = (lengths_B - 1).clamp(min=0)[:, None]
+            forward = self._runner.forward
+            logits_BV = self._decoding.run(forward, tokens_B[:, None], positions_B1, places)
+            if not key.samples:
+                return logits_BV
+            results_B3 = sample_plainly(logits_BV, inputs_LB)
+            tokens_B.copy_(results_B3[:, 0])
+            lengths_B.add_(lengths_B > 0)
+            indices_B.add_(1)
+            return self._results[: key.num_rows].copy_(results_B3)
+
+        return run
+
+
+def sample_plainly(logits_BV: torch.Tensor, inputs_LB: torch.Tensor) -> torch.Tensor:
+    """Each row's next token, its log-probability and whether it is valid, as one float64 tensor.
+
+    The same arithmetic as `sampler.sample` where nothing is truncated, without a word to the host.
+    """
+    temperatures_B = inputs_LB[Line.TEMPERATURE].view(torch.float64).float()
+    scaled_BV = logits_BV / temperatures_B[:, None]
+    drawn_B = draw(scaled_BV, uniforms(inputs_LB[Line.SEED], inputs_LB[Line.INDEX]))
+    is_greedy_B = inputs_LB[Line.IS_GREEDY].bool()
+    tokens_B = torch.where(is_greedy_B, logits_BV.argmax(-1), drawn_B)
+    tokens_B = tokens_B.clamp(max=logits_BV.shape[-1] - 1)
+    logprobs_B, normalizers_B = chosen_logprobs(scaled_BV, tokens_B)
+    return torch.stack(
+        [tokens_B.double(), logprobs_B.double(), normalizers_B.isfinite().double()], 1
+    )
+
+
+def _weights(model: torch.nn.Module) -> list[object]:
+    """What a captured forward relies on: where tensors lie, and which adapters peft mixes in."""
+    tensors = [*model.parameters(), *model.buffers()]
+    found: list[object] = [tensor.data_ptr() for tensor in tensors]
+    module: Any
+    for module in model.modules():
+        if hasattr(module, "merged_adapters"):
+            found += [
+                tuple(module.active_adapters),
+                module.disable_adapters,
+                tuple(module.merged_adapters),
+                dict(getattr(module, "scaling", {})),
+            ]
+    return found
+
+
+class CudaCapture:
+    """Captures steps into CUDA graphs that share one memory pool."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Take a pool."""
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, step: Replay) -> Replay:
+        """Run a step aside, so that kernels are compiled and libraries set up; then capture it."""
+        stream = torch.cuda.Stream(self._device)
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                step()
+        torch.cuda.current_stream(self._device).wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        # Other threads may train, and allocate, meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            result = step()
+
+        def replay() -> torch.Tensor:
+            graph.replay()
+            return result
+
+        return replay

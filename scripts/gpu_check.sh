@@ -1,0 +1,27 @@
+#!/usr/bin/env bash
+# Everything that needs one CUDA device: the tests marked `gpu`, the kernels' tests compiled for the
+# device, and a bench on GPU shapes, in under eight minutes. Needs no network and no install:
+# torch >= 2.11, triton, transformers >= 5.17, pytest and hypothesis.
+#
+#     bash scripts/gpu_check.sh [FOLDER FOR THE RESULTS]
+set -uo pipefail
+cd "$(dirname "$0")/.."
+
+python=${PYTHON:-python3}
+results=${1:-runs/gpu}
+mkdir -p "$results"
+export PYTHONPATH="$PWD:$PWD/tests${PYTHONPATH:+:$PYTHONPATH}" HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1
+
+# The settings of pyproject.toml ask for a newer pytest than a machine without network may have.
+timeout 170 "$python" -m pytest -c /dev/null --rootdir . --import-mode=importlib \
+  -p no:cacheprovider -q -x --durations=5 \
+  tests/unit/test_attention_kernels.py tests/gpu 2>&1 | tee "$results/tests.txt"
+tests=$?
+
+timeout 300 "$python" scripts/gpu_bench.py --seconds 270 --output "$results/gpu.json" 2>&1 |
+  tee "$results/bench.txt"
+bench=$?
+
+echo "tests: $([ $tests = 0 ] && echo passed || echo "FAILED, see $results/tests.txt")"
+echo "bench: $([ $bench = 0 ] && echo "$results/gpu.json" || echo "FAILED, see $results/bench.txt")"
+exit $((tests != 0 || bench != 0))

@@ -1,0 +1,39 @@
+"""The fast decode path on a machine without a GPU: Triton's interpreter, and graphs played back."""
+
+import torch
+
+from cb_rollout.engine import graph_choice, graphs
+from cb_rollout.engine.attention import choice
+
+
+class Playback:
+    """Stands in for a CUDA graph: a replay does the step again, from the same buffers.
+
+    Like a capture, making one runs the step beforehand, which must leave no trace.
+    """
+
+    num_captures = 0
+
+    def __init__(self, device):
+        assert device.type == "cpu"
+
+    def __call__(self, step):
+        type(self).num_captures += 1
+        for _ in range(2):
+            step()
+        kept = step()
+
+        def replay():
+            return kept.copy_(step())
+
+        return replay
+
+
+def pretend_cuda(monkeypatch):
+    """Have engines on the CPU choose what they would choose on a GPU."""
+    if torch.cuda.is_available():
+        return
+    monkeypatch.setattr(choice, "device_obstacle", lambda device: None)
+    monkeypatch.setattr(graph_choice, "graph_obstacle", lambda device: None)
+    monkeypatch.setattr(graphs, "CudaCapture", Playback)
+    Playback.num_captures = 0

@@ -1,0 +1,192 @@
+"""Decode steps that read the pages, and graphs of them, give what the gathered path gives."""
+
+import re
+
+import pytest
+import torch
+from fast_path import Playback, pretend_cuda
+from tiny import plain_logprobs, tiny_model
+
+from cb_rollout import ConfigurationError, RolloutConfig, RolloutGenerator, SamplingParams
+from cb_rollout.engine.attention.choice import DecodePath
+from cb_rollout.engine.request import Request
+from cb_rollout.engine.scheduler import Scheduler
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu does this on a GPU")
+
+SMALL = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 1}
+LONG = [3 + (5 * place) % 200 for place in range(70)]
+SHORT = [9, 8, 7, 6]
+
+
+@pytest.fixture
+def fast(monkeypatch):
+    pretend_cuda(monkeypatch)
+
+
+def params(**settings):
+    return SamplingParams(**{"ignore_eos": True, "max_new_tokens": 3} | settings)
+
+
+def rollout(generator, inputs, many_params, **settings):
+    outputs = generator.generate_batch(inputs, sampling_params=many_params, **settings).values()
+    return [output.generated_tokens for output in outputs], [output.logprobs for output in outputs]
+
+
+def generator_of(model, **settings):
+    return RolloutGenerator(model, RolloutConfig(seed=1, block_size=8, **settings))
+
+
+def attention_of(generator):
+    return generator.manager.engine._runner.attention
+
+
+def assert_same(found, expected, tolerance=1e-5):
+    assert found[0] == expected[0]
+    for ours, theirs in zip(found[1], expected[1], strict=True):
+        assert ours == pytest.approx(theirs, abs=tolerance)
+
+
+@pytest.mark.parametrize("use_cuda_graph", [False, True])
+def test_tokens_and_log_probabilities_are_those_of_the_gathered_path(use_cuda_graph, monkeypatch):
+    """Groups that share a prompt, greedy and sampled, that end one by one."""
+    model = tiny_model("qwen3", **SMALL)
+    inputs = [LONG, SHORT]
+    many = [params(max_new_tokens=6), params(temperature=0.0)]
+    with generator_of(model) as generator:
+        expected = rollout(generator, inputs, many, num_return_sequences=2)
+    pretend_cuda(monkeypatch)
+    with generator_of(model, use_cuda_graph=use_cuda_graph) as generator:
+        assert attention_of(generator).path is DecodePath.TRITON
+        assert_same(rollout(generator, inputs, many, num_return_sequences=2), expected)
+        assert generator.manager.engine.num_blocks_used == 0
+    assert bool(Playback.num_captures) is use_cuda_graph
+    for tokens, logprobs in zip(*expected, strict=True):
+        prompt = LONG if len(tokens) == 6 else SHORT
+        assert logprobs == pytest.approx(plain_logprobs(model, prompt, tokens), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [{"top_k": 5}, pytest.param({"repetition_penalty": 1.5}, marks=pytest.mark.slow)],
+    ids=["truncated", "penalised"],
+)
+def test_what_a_graph_cannot_sample_is_sampled_from_its_logits(asked, fast, monkeypatch):
+    model = tiny_model("qwen3", **SMALL)
+    both = [params(**asked), params(temperature=0.0)]
+    with generator_of(model, use_cuda_graph=True) as generator:
+        found = rollout(generator, [SHORT, SHORT], both)
+    with generator_of(model, use_cuda_graph=False) as generator:
+        assert_same(found, rollout(generator, [SHORT, SHORT], both))
+
+
+def test_graphs_are_kept_while_weights_change_in_place_and_the_cache_sleeps_wakes_and_grows(fast):
+    model = tiny_model("qwen3", **SMALL)
+    greedy = params(temperature=0.0)
+    with generator_of(model, use_cuda_graph=True) as generator:
+        rollout(generator, [SHORT], [greedy])
+        captured = Playback.num_captures
+        assert captured
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.1)
+        generator.sync_weights()
+        generator.sleep()
+        generator.wake()
+        tokens, logprobs = rollout(generator, [SHORT], [greedy])
+        assert logprobs[0] == pytest.approx(plain_logprobs(model, SHORT, tokens[0]), abs=1e-5)
+        generator.generate_batch([LONG], sampling_params=greedy)
+        (tokens, logprobs) = rollout(generator, [SHORT], [greedy])
+        assert logprobs[0] == pytest.approx(plain_logprobs(model, SHORT, tokens[0]), abs=1e-5)
+        assert Playback.num_captures == captured
+        model.model.norm.weight.data = model.model.norm.weight.data.clone()
+        rollout(generator, [SHORT], [greedy])
+        assert Playback.num_captures == captured + 1
+
+
+def test_only_so_many_graphs_are_kept_and_rows_are_padded_as_asked(fast):
+    model = tiny_model("qwen3", **SMALL)
+    with generator_of(model, max_cached_graphs=1, q_padding_interval_size=3) as generator:
+        rollout(generator, [SHORT] * 4, [params(max_new_tokens=n) for n in (2, 3, 3, 3)])
+        assert generator.manager.engine._graphs.num_graphs == 1
+    # Six rows, then three, each while all of them run.
+    assert Playback.num_captures == 2
+
+
+def test_a_preempted_sequence_resumes_under_graphs_as_if_nothing_had_been(fast, monkeypatch):
+    preempted = []
+    secure = Scheduler.preempt
+    monkeypatch.setattr(
+        Scheduler, "preempt", lambda self, rows: (preempted.extend(rows), secure(self, rows))[1]
+    )
+    model = tiny_model("qwen3", **SMALL)
+    many = [params(max_new_tokens=14, temperature=0.0)] * 2
+    with generator_of(model, num_blocks=4, use_cuda_graph=True) as generator:
+        tokens, logprobs = rollout(generator, [SHORT, SHORT[::-1]], many)
+    assert preempted
+    assert isinstance(preempted[0], Request)
+    for prompt, row, values in zip([SHORT, SHORT[::-1]], tokens, logprobs, strict=True):
+        assert values == pytest.approx(plain_logprobs(model, prompt, row), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("gpt_oss", {"sliding_window": 4, "num_hidden_layers": 2}),
+        pytest.param("gpt2", {}, marks=pytest.mark.slow),
+        pytest.param("lfm2", {}, marks=pytest.mark.slow),
+    ],
+)
+def test_other_families_run_on_the_kernels_too(family, settings, fast):
+    model = tiny_model(family, **settings)
+    with generator_of(model) as generator:
+        assert attention_of(generator).path is DecodePath.TRITON
+        tokens, logprobs = rollout(generator, [SHORT * 2], [params()])
+    assert logprobs[0] == pytest.approx(plain_logprobs(model, SHORT * 2, tokens[0]), abs=1e-5)
+
+
+def test_a_window_that_nobody_told_the_cache_of_is_not_believed(fast):
+    model = tiny_model("qwen3", **SMALL)
+    model.model.layers[0].self_attn.sliding_window = 300
+    with generator_of(model) as generator:
+        assert attention_of(generator).path is DecodePath.GATHERED
+        assert "its attention sees 300 tokens, its cache None" in attention_of(generator).reason
+
+
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [
+        ("bloom", "the model does not run on it: ValueError"),
+        ("deepseek_v3", r"it is \d.* nats off the model's own attention"),
+    ],
+)
+def test_attention_that_the_kernels_do_otherwise_is_gathered(family, reason, fast):
+    """Bloom's mask holds a bias; DeepSeek's cache keeps what its attention first unfolds."""
+    model = tiny_model(family)
+    model.set_attn_implementation("eager")
+    with generator_of(model) as generator:
+        assert attention_of(generator).path is DecodePath.GATHERED
+        assert re.search(reason, attention_of(generator).reason)
+        tokens, logprobs = rollout(generator, [SHORT], [params()])
+    assert logprobs[0] == pytest.approx(plain_logprobs(model, SHORT, tokens[0]), abs=1e-5)
+    with pytest.raises(ConfigurationError, match=r"use_cuda_graph=True needs decode steps without"):
+        generator_of(model, use_cuda_graph=True)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"use_cuda_graph": True},
+        {"use_cuda_graph": (False, True)},
+        {"q_padding_interval_size": 16},
+        {"kv_padding_interval_size": 512},
+        {"max_cached_graphs": 4},
+    ],
+)
+def test_graphs_are_refused_on_a_cpu_with_what_to_set(asked):
+    (name, value), *_ = asked.items()
+    with pytest.raises(ConfigurationError) as raised:
+        generator_of(tiny_model("qwen3", **SMALL), **asked)
+    assert f"{name}={value!r} needs a CUDA device, and the model is on cpu" in str(raised.value)
+    assert "leave use_cuda_graph" in str(raised.value)
