@@ -11,6 +11,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import AttentionInterface, PreTrainedModel, cache_utils
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from cb_rollout.errors import ConfigurationError
 
@@ -296,3 +297,8 @@ def swap_attention_lookup(lookup: Callable[..., Any]) -> Callable[..., Any]:
     found = AttentionInterface.get_interface
     AttentionInterface.get_interface = lookup
     return found
+
+
+def sdpa_attention() -> Callable[..., Any]:
+    """What transformers calls for `sdpa` attention."""
+    return ALL_ATTENTION_FUNCTIONS["sdpa"]

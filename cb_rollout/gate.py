@@ -1,7 +1,7 @@
 """Who may touch the engine: the thread that steps, or the one caller that holds it still.
 
-Owns turns, pauses and sleep, not the engine. Shares the loop's condition, so that whoever waits hears of
-every change.
+Owns turns, pauses and sleep, not the engine. Shares the loop's condition, so that whoever waits
+hears of every change.
 """
 
 import threading

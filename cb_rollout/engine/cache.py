@@ -8,7 +8,7 @@ B: rows, Q: new tokens of the longest row, S: tokens of the longest row, H: head
 head, N: token places in all blocks, F: H x D.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -68,6 +68,19 @@ class Step:
     any history, so the new keys are all there is."""
     positions_BS: torch.Tensor
     """int64; each column's place in its sequence, 0 in the padding."""
+    _head_places: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def head_places(self, num_heads: int) -> torch.Tensor:
+        """Where each row's and head's history lies in pages of single heads, `[B x H x S]`.
+
+        Made once for all the layers with so many heads.
+        """
+        assert self.read_places_BS is not None
+        if num_heads not in self._head_places:
+            heads_H1 = torch.arange(num_heads, device=self.read_places_BS.device)[:, None]
+            places_BHS = self.read_places_BS[:, None] * num_heads + heads_H1
+            self._head_places[num_heads] = places_BHS.view(-1)
+        return self._head_places[num_heads]
 
 
 class PagedLayer(CacheLayerMixin):
@@ -84,13 +97,12 @@ class PagedLayer(CacheLayerMixin):
         self.keys = self.values = torch.empty(0, device=device)
         self.pages = [_pages(shape, num_places, device) for shape in states.per_token]
         self.step: Step | None = None
-        self.is_contiguous = False
         self.num_index_positions = states.num_index_positions
         self.indexer_position_ids: torch.Tensor | None = None
 
-    def begin(self, step: Step, is_contiguous: bool) -> None:
+    def begin(self, step: Step) -> None:
         """Aim at the coming forward's tokens."""
-        self.step, self.is_contiguous = step, is_contiguous
+        self.step = step
         self.indexer_position_ids = None
         if self.num_index_positions and step.num_cached:
             cached = step.positions_BS[:, : step.num_cached]
@@ -119,8 +131,7 @@ class PagedLayer(CacheLayerMixin):
         self._write(pages_NF, new_BHQD)
         if self._step.read_places_BS is None:
             return new_BHQD
-        history_BHSD = self._read(pages_NF, new_BHQD)
-        return history_BHSD.contiguous() if self.is_contiguous else history_BHSD
+        return self._read(pages_NF, new_BHQD)
 
     @property
     def _step(self) -> Step:
@@ -134,11 +145,13 @@ class PagedLayer(CacheLayerMixin):
         pages_NF.index_copy_(0, self._step.write_places, tokens_TF)
 
     def _read(self, pages_NF: torch.Tensor, states_BHQD: torch.Tensor) -> torch.Tensor:
+        """`[B, H, S, D]`, in the memory layout that transformers' own cache has."""
         places_BS = self._step.read_places_BS
         assert places_BS is not None
         B, S = places_BS.shape
         H, D = states_BHQD.shape[1], states_BHQD.shape[3]
-        return pages_NF.index_select(0, places_BS.view(-1)).view(B, S, H, D).transpose(1, 2)
+        history = pages_NF.view(-1, D).index_select(0, self._step.head_places(H))
+        return history.view(B, H, S, D)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and offset of the keys that a mask must cover."""
@@ -224,18 +237,16 @@ class PagedCache(Cache):
         ]
         return sum(tensor.nbytes for tensor in (*pages, *slots))
 
-    def begin(self, step: Step, is_fresh: bool, is_contiguous: bool = False) -> None:
+    def begin(self, step: Step, is_fresh: bool) -> None:
         """Aim every layer at the coming forward.
 
         Args:
             step: where its tokens go.
             is_fresh: its rows have no history.
-            is_contiguous: hand histories back in the layout that transformers' own cache has, at
-                the price of a copy.
         """
         self._step = step
         for layer in self._paged:
-            layer.begin(step, is_contiguous)
+            layer.begin(step)
         for layer in self._stateful:
             layer.load(None if is_fresh else step.slots_B)
 

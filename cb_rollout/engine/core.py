@@ -15,10 +15,11 @@ from cb_rollout.choices import LogprobsMode, SchedulerType
 from cb_rollout.config import RolloutConfig
 from cb_rollout.engine import device as devices
 from cb_rollout.engine.graph_choice import create_graphs
+from cb_rollout.engine.lease import leased
 from cb_rollout.engine.limits import Limits
 from cb_rollout.engine.rehearsal import rehearse
 from cb_rollout.engine.request import Request
-from cb_rollout.engine.runner import ModelRunner, leased
+from cb_rollout.engine.runner import ModelRunner
 from cb_rollout.engine.sampling import TokenGiver
 from cb_rollout.engine.scheduler import Scheduler
 from cb_rollout.engine.steps import Steps

@@ -14,8 +14,9 @@ import torch
 from cb_rollout import _compat
 from cb_rollout.engine.attention.choice import AttentionChoice, DecodePath, choose_attention
 from cb_rollout.engine.cache import BlockTable, PagedCache
+from cb_rollout.engine.lease import leased
 from cb_rollout.engine.probe import CacheLayout
-from cb_rollout.engine.runner import ModelRunner, RowForm, leased
+from cb_rollout.engine.runner import ModelRunner, RowForm
 from cb_rollout.errors import ConfigurationError, said
 
 PROMPT_LENGTHS = (7, 4, 4)

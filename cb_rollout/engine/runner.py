@@ -1,26 +1,26 @@
-"""Runs the model's own forward over rows of new tokens, and puts the model back as it was.
+"""Runs the model's own forward over rows of new tokens.
 
-Owns how a batch is laid out: left-padded rows, newest token last. Changes nothing on the model but
-its `training` flags, and those only inside `leased()`.
+Owns how a batch is laid out: left-padded rows, newest token last.
 
 B: rows, Q: new tokens of the longest row, S: tokens of the longest row, V: vocabulary.
 """
 
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from cb_rollout import _compat
+from cb_rollout.engine.attention.batched import BatchedAttention
 from cb_rollout.engine.attention.choice import choose_attention
+from cb_rollout.engine.attention.dispatch import attending
 from cb_rollout.engine.cache import PADDING_PLACE, BlockTable, PagedCache, Step
 from cb_rollout.engine.carried import PROBE_ROWS, CarriedStates
+from cb_rollout.engine.lease import leased
 from cb_rollout.engine.probe import PROBE_TOKENS, CacheLayout, probe
 from cb_rollout.engine.request import Request
 from cb_rollout.engine.states import StateLayer
@@ -29,32 +29,6 @@ from cb_rollout.logprobs import chosen_logprobs
 
 if TYPE_CHECKING:
     from cb_rollout.engine.attention.decoding import PagedDecoding
-
-_LEASE_LOCK = threading.Lock()
-_LEASES: WeakKeyDictionary[torch.nn.Module, tuple[int, list[torch.nn.Module]]] = WeakKeyDictionary()
-# How many engines hold each model, and the modules to put back in training mode.
-
-
-@contextmanager
-def leased(model: torch.nn.Module) -> Iterator[None]:
-    """Hold the model in evaluation mode; after its last holder, set every `training` flag back."""
-    with _LEASE_LOCK:
-        num_holders, training = _LEASES.get(model, (0, []))
-        found = [module for module in model.modules() if module.training]
-        for module in found:
-            module.training = False
-        _LEASES[model] = (num_holders + 1, training + found)
-    try:
-        yield
-    finally:
-        with _LEASE_LOCK:
-            # Where an engine is dropped amid its work, the model may be gone before its lease.
-            num_holders, training = _LEASES.pop(model, (1, []))
-            if num_holders > 1:
-                _LEASES[model] = (num_holders - 1, training)
-            else:
-                for module in training:
-                    module.training = True
 
 
 class RowForm(StrEnum):
@@ -217,16 +191,21 @@ class ModelRunner:
             else table.places(slots_B, positions_BS).masked_fill(~is_token_BS, PADDING_PLACE),
             positions_BS=positions_BS,
         )
-        cache.begin(step, is_fresh, is_contiguous=self.row_form is not RowForm.PADDED)
+        cache.begin(step, is_fresh)
         mask_BS = is_token_BS.to(torch.int64)
         if not cache.layout.has_keys:
             mask_BS = mask_BS[:, S - Q :]
         if self.row_form is not RowForm.PADDED:
             positions_BQ = None
-        logits_BV = self.forward(input_ids_BQ, mask_BS, positions_BQ, cache)
+        with attending(BatchedAttention()) if self._attends_batched(Q) else nullcontext():
+            logits_BV = self.forward(input_ids_BQ, mask_BS, positions_BQ, cache)
         cache.end(step)
         assert logits_BV.shape[0] == B
         return logits_BV
+
+    def _attends_batched(self, num_new: int) -> bool:
+        """Whether this forward's attention is better computed as batched products."""
+        return num_new == 1 and self.device.type == "cpu"
 
     def recompute(self, model: torch.nn.Module, request: Request) -> list[float]:
         """Log-probabilities of a request's tokens, by a forward of `model` without a cache."""

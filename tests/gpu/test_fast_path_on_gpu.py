@@ -6,8 +6,8 @@ from tiny import tiny_model
 
 from cb_rollout import RolloutConfig, RolloutGenerator, SamplingParams
 from cb_rollout.engine.attention.choice import DecodePath
+from cb_rollout.engine.lease import leased
 from cb_rollout.engine.rehearsal import BLOCK_SIZE, _paged, _plain, _rows
-from cb_rollout.engine.runner import leased
 
 pytestmark = pytest.mark.gpu
 

@@ -230,15 +230,16 @@ def test_the_index_of_a_sparse_attention_comes_back_with_each_row_s_positions():
     assert not got[1, :2].any()
 
 
-@pytest.mark.parametrize("is_contiguous", [False, True])
-def test_histories_are_laid_out_as_transformers_lays_them_where_that_is_asked(is_contiguous):
-    cache = cache_of(layout_of(), num_blocks=2)
-    new = (torch.randn(1, HEADS, 2, KEY_SIZE), torch.randn(1, HEADS, 2, VALUE_SIZE))
-    cache.begin(step_of([[1, 2]], 2, [2], [2]), is_fresh=True)
+def test_histories_are_laid_out_as_transformers_lays_them():
+    cache = cache_of(layout_of(), num_blocks=4)
+    new = (torch.randn(2, HEADS, 2, KEY_SIZE), torch.randn(2, HEADS, 2, VALUE_SIZE))
+    blocks = [[1, 2], [3, 4]]
+    cache.begin(step_of(blocks, 2, [2, 2], [2, 2]), is_fresh=True)
     cache.update(*new, layer_idx=0)
-    cache.begin(step_of([[1, 2]], 2, [4], [2]), is_fresh=False, is_contiguous=is_contiguous)
+    cache.begin(step_of(blocks, 2, [4, 4], [2, 2]), is_fresh=False)
     keys, values = cache.update(*new, layer_idx=0)
-    assert keys.is_contiguous() == values.is_contiguous() == is_contiguous
+    assert keys.is_contiguous()
+    assert values.is_contiguous()
     assert torch.equal(keys, torch.cat([new[0], new[0]], 2))
 
 

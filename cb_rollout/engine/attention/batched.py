@@ -1,0 +1,89 @@
+"""Attention of decode steps as two batched matrix products: what a CPU does best.
+
+PyTorch's own kernel for a CPU makes two small products for every row and head, and the cost of each
+call is more than its work. Used where a model asks for `sdpa` and gives nothing that it would not
+honour; the result is the same up to rounding.
+
+B: rows, H: key heads, G: queries of each key head, S: tokens of the longest row, D: size of a head.
+"""
+
+from typing import Any
+
+import torch
+
+from cb_rollout import _compat
+
+DTYPES = (torch.float32, torch.float64)
+# In shorter types the scores between the two products would be rounded, which the kernel avoids.
+
+
+class BatchedAttention:
+    """Attends in one forward of one new token a row."""
+
+    def __init__(self) -> None:
+        """Know no mask yet."""
+        self._added: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def __call__(
+        self,
+        found: Any,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """As the attention function that the model found, of the same arguments.
+
+        Args:
+            found: that function; called where this one does not know what it would do.
+            module: the model's attention module.
+            query: `[B, H x G, 1, D]`.
+            key: `[B, H, S, D]`.
+            value: `[B, H, S, D]`, or with heads of another size.
+            attention_mask: `[B, 1, 1, S]`, True or 0 where a token is seen; None: all are.
+            kwargs: what else the model says.
+
+        Returns:
+            `[B, 1, H x G, D]`, and no weights.
+        """
+        B, num_heads, Q, D = query.shape
+        is_known = (
+            Q == 1
+            and found is _compat.sdpa_attention()
+            and query.dtype in DTYPES
+            and query.dtype == key.dtype == value.dtype
+            and num_heads % key.shape[1] == 0
+            and (attention_mask is None or attention_mask.shape == (B, 1, 1, key.shape[2]))
+            and not any(kwargs.get(name) for name in ("dropout", "softcap", "cache"))
+            and kwargs.get("position_bias") is None
+        )
+        if not is_known:
+            return found(module, query, key, value, attention_mask, **kwargs)
+        H, S = key.shape[1:3]
+        scale = kwargs.get("scaling")
+        scale = D**-0.5 if scale is None else scale
+        queries, keys = query.reshape(B * H, -1, D), key.reshape(B * H, S, D)
+        if attention_mask is None:
+            scores = torch.bmm(queries * scale, keys.transpose(1, 2))
+        else:
+            added = self._added_to_scores(attention_mask, H, query.dtype)
+            scores = torch.baddbmm(added, queries, keys.transpose(1, 2), alpha=scale)
+        output = torch.bmm(scores.softmax(-1), value.reshape(B * H, S, -1))
+        return output.view(B, 1, num_heads, -1), None
+
+    def _added_to_scores(
+        self, mask_B11S: torch.Tensor, num_key_heads: int, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """The mask as `[B x H, 1, S]` to be added, made once for all the layers that share it."""
+        known = self._added.get(id(mask_B11S))
+        if known is None or known[1].shape[0] != num_key_heads * mask_B11S.shape[0]:
+            added = mask_B11S.to(dtype)
+            if mask_B11S.dtype == torch.bool:
+                added = torch.zeros_like(added).masked_fill_(~mask_B11S, -torch.inf)
+            B, S = mask_B11S.shape[0], mask_B11S.shape[3]
+            spread = added.expand(B, num_key_heads, 1, S).reshape(-1, 1, S)
+            # The mask is kept too, so that its id stays its own.
+            known = self._added[id(mask_B11S)] = (mask_B11S, spread)
+        return known[1]
