@@ -6,6 +6,7 @@ Owns the queues. Knows tokens and blocks, never tensors.
 import heapq
 from collections import deque
 from collections.abc import Callable
+from itertools import islice
 
 from cb_rollout.engine.block_manager import BlockManager
 from cb_rollout.engine.limits import Limits
@@ -55,6 +56,19 @@ class Scheduler:
     def has_work(self) -> bool:
         """Whether any sequence is unfinished."""
         return bool(len(self.waiting) or self.prefilling or self.running)
+
+    def num_usable_blocks(self) -> list[int]:
+        """How many blocks each sequence that can hold a slot may come to need; shared ones twice.
+
+        Those that wait count as far as slots go.
+        """
+        seated = [m for prefill in self.prefilling for m in (prefill.leader, *prefill.followers)]
+        seated += self.running
+        waiting = islice(self.waiting, self.limits.max_requests - len(seated))
+        return [
+            self.blocks.num_needed(len(request.prompt_ids) + request.max_new_tokens)
+            for request in (*seated, *waiting)
+        ]
 
     def add(self, request: Request) -> None:
         """Queue a sequence."""
