@@ -3,7 +3,6 @@
 Owns the paged cache and the policy version that tokens are stamped with. One thread calls it.
 """
 
-import weakref
 from contextlib import ExitStack
 
 import torch
@@ -96,10 +95,7 @@ class Engine:
 
     def _start_empty(self) -> None:
         self._storage.release(self.limits, self.memory_plan)
-        me = weakref.proxy(self)  # a dropped engine frees its cache at once
-        self._scheduler = Scheduler(
-            self.limits, self.counters, lambda count: me._grow(count), self.policy_version
-        )
+        self._scheduler = Scheduler(self.limits, self.counters, self._grow, self.policy_version)
         self._steps = Steps(
             self._runner,
             self._scheduler,
