@@ -189,7 +189,7 @@ class RolloutConfig:
     cpu_offload_gib: float = _setting(
         0.0,
         "GiB of host memory for the keys of preempted sequences; 0: they are computed anew.",
-        cost="Set it on a GPU where rollout/preemptions is high and sequences are long.",
+        cost="Set it on a GPU where rollout/preemptions is high; on a CPU raise num_blocks.",
     )
 
     def __post_init__(self) -> None:

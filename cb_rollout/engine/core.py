@@ -13,6 +13,7 @@ from cb_rollout.choices import LogprobsMode, SchedulerType
 from cb_rollout.config import RolloutConfig
 from cb_rollout.engine import device as devices
 from cb_rollout.engine.limits import Limits
+from cb_rollout.engine.offload import HostKeys
 from cb_rollout.engine.planning import kept_layout, plan_memory
 from cb_rollout.engine.rehearsal import rehearse
 from cb_rollout.engine.request import Request
@@ -24,6 +25,7 @@ from cb_rollout.engine.steps import Steps
 from cb_rollout.engine.storage import CacheStorage
 from cb_rollout.engine.training import TrainingMemory
 from cb_rollout.errors import OutOfCacheMemoryError
+from cb_rollout.memory import GIB
 from cb_rollout.metrics import EngineCounters
 from cb_rollout.types import FinishReason, RequestStatus
 
@@ -95,7 +97,16 @@ class Engine:
 
     def _start_empty(self) -> None:
         self._storage.release(self.limits, self.memory_plan)
-        self._scheduler = Scheduler(self.limits, self.counters, self._grow, self.policy_version)
+        offload_bytes = int(self.config.cpu_offload_gib * GIB)
+        self._scheduler = Scheduler(
+            self.limits,
+            self.counters,
+            self._grow,
+            self.policy_version,
+            HostKeys(self._storage, self.limits.block_size, offload_bytes)
+            if offload_bytes
+            else None,
+        )
         self._steps = Steps(
             self._runner,
             self._scheduler,
@@ -243,4 +254,6 @@ class Engine:
 
     def _grow(self, count: int) -> int:
         """Make room for more blocks, as far as plan and work allow; returns how many there are."""
+        if (num_blocks := self._scheduler.pool.num_blocks) >= self.memory_plan.num_blocks:
+            return num_blocks
         return self._storage.grow(count, usable=sum(self._scheduler.num_usable_blocks()))

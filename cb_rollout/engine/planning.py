@@ -21,8 +21,13 @@ def kept_layout(layout: CacheLayout, config: RolloutConfig, device: torch.device
     """The layout in which the cache keeps what a model stores.
 
     Raises:
-        ConfigurationError: `kv_dtype` cannot be honoured.
+        ConfigurationError: `kv_dtype` or `cpu_offload_gib` cannot be honoured.
     """
+    if config.cpu_offload_gib and layout.is_recurrent:
+        raise ConfigurationError(
+            f"cpu_offload_gib={config.cpu_offload_gib}: this model keeps recurrent states, which "
+            "cannot be continued from kept keys; leave it at 0."
+        )
     if config.kv_dtype == KvDtype.AUTO:
         return layout
     if not devices.has_float8(device):

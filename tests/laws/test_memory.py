@@ -1,7 +1,6 @@
 """Memory is shared with training without a fight, in real processes."""
 
 import dataclasses
-import gc
 import os
 import subprocess
 import sys
