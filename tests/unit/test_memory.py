@@ -103,6 +103,25 @@ def test_more_memory_never_means_fewer_blocks_or_sequences(settings, more):
     assert plan_of(**larger).num_slots >= plan_of(**settings).num_slots
 
 
+@given(
+    free=st.integers(0, 300),
+    more=st.integers(1, 20),
+    block=st.integers(1, 20),
+    states=st.integers(1, 60),
+    percent=st.sampled_from([0.3, 0.5, 1.0]),
+)
+def test_a_hybrid_that_gains_a_sequence_loses_no_block(free, more, block, states, percent):
+    sizes = {
+        "training": TrainingBytes(),
+        "bytes_per_block": block,
+        "bytes_per_sequence": states,
+        "max_memory_percent": percent,
+    }
+    before, after = (plan_of(free_bytes=f, **sizes) for f in (free, free + more))
+    assert after.num_blocks >= before.num_blocks
+    assert after.num_slots >= before.num_slots
+
+
 @given(settings=settings_of(), less=BYTES | st.integers(0, 200))
 def test_a_smaller_reserve_never_means_fewer_blocks(settings, less):
     reserve = TrainingBytes(set_reserve=settings["training"].reserve)
