@@ -54,3 +54,10 @@ class ReleaseCache(StrEnum):
 
     BETWEEN_STEPS = "between_steps"
     NEVER = "never"
+
+
+class KvDtype(StrEnum):
+    """What keys and values are kept in."""
+
+    AUTO = "auto"
+    FLOAT8_E4M3FN = "float8_e4m3fn"

@@ -12,6 +12,7 @@ from enum import StrEnum
 from typing import Any, TypeVar
 
 from cb_rollout.choices import (
+    KvDtype,
     LogprobsMode,
     OldLogps,
     ReleaseCache,
@@ -196,6 +197,18 @@ class RolloutConfig:
         "GiB that training will still allocate, kept out of the KV budget; auto: estimated.",
         cost="Set it where the estimate is wrong: another optimizer, long activations.",
     )
+    kv_dtype: str = _setting(
+        "auto",
+        "auto: keep keys and values as the model makes them; float8_e4m3fn: rounded, on GPUs that "
+        "have it.",
+        cost="float8 holds two or four times as many, and log-probabilities drift from the "
+        "trainer's by its rounding.",
+    )
+    cpu_offload_gib: float = _setting(
+        0.0,
+        "GiB of host memory for the keys of preempted sequences; 0: they are computed anew.",
+        cost="Set it on a GPU where rollout/preemptions is high; on a CPU raise num_blocks.",
+    )
 
     def __post_init__(self) -> None:
         """Check every type and range, and refuse what cannot be honoured."""
@@ -237,6 +250,7 @@ _CHOICES: dict[str, type[StrEnum]] = {
     "logprobs_mode": LogprobsMode,
     "old_logps": OldLogps,
     "release_cache": ReleaseCache,
+    "kv_dtype": KvDtype,
 }
 
 _INTEGERS: dict[str, tuple[int, bool]] = {
@@ -256,7 +270,11 @@ _INTEGERS: dict[str, tuple[int, bool]] = {
 }
 # Each whole number's least value, and whether None is allowed.
 
-_AMOUNTS = {"training_reserve_gib": ("auto", "GiB"), "max_logprob_drift": (None, "nats")}
+_AMOUNTS = {
+    "training_reserve_gib": ("auto", "GiB"),
+    "max_logprob_drift": (None, "nats"),
+    "cpu_offload_gib": (0.0, "GiB"),
+}
 # Each amount's resting value and its unit.
 
 _AVAILABLE: dict[str, tuple[Any, ...]] = {

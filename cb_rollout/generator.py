@@ -40,6 +40,7 @@ class RolloutGenerator:
         tokenizer: Any = None,
         generation_config: Any = None,
         accelerator: Any = None,
+        optimizer: torch.optim.Optimizer | str | None = None,
     ) -> None:
         """Probe the model and plan the memory.
 
@@ -49,6 +50,8 @@ class RolloutGenerator:
             tokenizer: allows prompts that are strings or chats, and stop strings.
             generation_config: defaults of every request; None: the model's own.
             accelerator: tells the rank, and the precision that the trainer's forward computes in.
+            optimizer: what will step the model, or its name, from which the memory it will take is
+                estimated. None: like Adam for a model in training mode, nothing for any other.
 
         Raises:
             ConfigurationError: a setting or the model cannot be honoured.
@@ -65,6 +68,7 @@ class RolloutGenerator:
             rank=0 if accelerator is None else accelerator.process_index,
             tokenizer=tokenizer,
             trained=self._weights.trained,
+            optimizer=optimizer,
         )
         self._is_asleep = False
         self._last_rollout: list[Request] = []

@@ -12,7 +12,7 @@ import re
 import secrets
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -32,8 +32,8 @@ class ServingLimits:
     vocab_size: int
     max_positions: int | None
     """The longest sequence that the model was made for; None: no limit known."""
-    max_cached_tokens: int
-    """The longest sequence that the KV cache can hold."""
+    max_cached_tokens: Callable[[], int]
+    """The longest sequence that the KV cache can hold, by the plan of the moment."""
     model_eos: tuple[int, ...]
 
 
@@ -137,7 +137,7 @@ class Intake:
 
     def _max_new_tokens(self, prompt: list[int], params: SamplingParams, index: int) -> int:
         """How many tokens this sequence may grow by, checked against the model and the cache."""
-        limits = [(self.limits.max_cached_tokens, "the KV cache holds", _CACHE_ADVICE)]
+        limits = [(self.limits.max_cached_tokens(), "the KV cache holds", _CACHE_ADVICE)]
         if self.limits.max_positions is not None:
             limits.append((self.limits.max_positions, "the model takes", _MODEL_ADVICE))
         if params.max_length is not None and params.max_new_tokens is None:

@@ -41,6 +41,7 @@ class ContinuousBatchingManager:
         rank: int = 0,
         tokenizer: Any = None,
         trained: torch.nn.Module | None = None,
+        optimizer: torch.optim.Optimizer | str | None = None,
     ) -> None:
         """Probe the model and plan the memory; nothing runs before `start()`.
 
@@ -52,6 +53,7 @@ class ContinuousBatchingManager:
             rank: keeps the random draws of data-parallel processes apart.
             tokenizer: allows stop strings.
             trained: the model that trains, where `model` is a copy of it; None: `model` itself.
+            optimizer: what will step it, or its name; None: not known.
 
         Raises:
             ConfigurationError: a setting or the model cannot be honoured.
@@ -68,12 +70,13 @@ class ContinuousBatchingManager:
         if generation_config is None:
             generation_config = module.generation_config
         self.defaults = from_generation_config(generation_config)
-        self.engine = Engine(module, self.config, autocast_dtype, trained)
+        self.engine = Engine(module, self.config, autocast_dtype, trained, optimizer)
         self._runs_a_copy = self.engine.trained is not module
+        engine = self.engine
         limits = ServingLimits(
             vocab_size=_compat.vocab_size(module),
             max_positions=_compat.max_positions(module),
-            max_cached_tokens=self.engine.max_sequence_tokens,
+            max_cached_tokens=lambda: engine.max_sequence_tokens,
             model_eos=_compat.model_eos_token_ids(module),
         )
         self.intake = Intake(limits, self.config.seed, rank, tokenizer)

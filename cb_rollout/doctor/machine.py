@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import importlib.util
+import math
 import platform
 from collections.abc import Iterator
 from typing import Any
@@ -13,11 +14,11 @@ from packaging.requirements import Requirement
 import cb_rollout
 from cb_rollout.checkpoint import torch_device
 from cb_rollout.config import RolloutConfig
-from cb_rollout.doctor.container import container_memory
 from cb_rollout.doctor.finding import Finding, Level
 from cb_rollout.engine import device as devices
 from cb_rollout.engine.attention.choice import choose_attention
 from cb_rollout.engine.graph_choice import graph_obstacle
+from cb_rollout.engine.host import container_memory
 from cb_rollout.errors import ConfigurationError
 from cb_rollout.memory import GIB
 
@@ -127,22 +128,18 @@ def _device(target: torch.device) -> Iterator[Finding]:
         if not torch.cuda.is_available():
             text += f"; no GPU: torch {torch.__version__} sees none"
     yield Finding(Level.OK, "device", text)
-    free = devices.free_bytes(target)
-    yield Finding(Level.OK, "memory free", f"{free / GIB:.1f} GiB on {target.type}")
+    memory = devices.memory(target)
+    free, total = memory.free_bytes / GIB, memory.total_bytes / GIB
+    yield Finding(Level.OK, "memory free", f"{free:.1f} of {total:.1f} GiB on {target.type}")
     if target.type != "cuda":
-        yield _container(free)
+        yield _container()
 
 
-def _container(free_bytes: int) -> Finding:
-    """The plan goes by what the system calls free, which a container may not take."""
+def _container() -> Finding:
     container = container_memory()
-    if container.left_bytes >= free_bytes:
-        return Finding(Level.OK, "container limit", "none below what is free")
-    share = container.left_bytes / free_bytes
+    if container.limit_bytes == math.inf:
+        return Finding(Level.OK, "container limit", "none")
+    left, limit = container.left_bytes / GIB, container.limit_bytes / GIB
     return Finding(
-        Level.WARNING,
-        "container limit",
-        f"{container.left_bytes / GIB:.1f} GiB left of {container.limit_bytes / GIB:.1f}; the plan "
-        f"goes by the {free_bytes / GIB:.1f} GiB that the system calls free, so set "
-        f"max_memory_percent below {share:.2f}",
+        Level.OK, "container limit", f"{left:.1f} GiB left of {limit:.1f}; counted above"
     )

@@ -15,6 +15,7 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer
 
 from cb_rollout.engine.blocks import NULL_BLOCK
+from cb_rollout.engine.pages import packed, page_dtype, unpacked
 from cb_rollout.engine.probe import CacheLayout, LayerStates, StateShape
 from cb_rollout.engine.states import StateLayer
 
@@ -142,6 +143,8 @@ class PagedLayer(CacheLayerMixin):
         tokens_TF = states_BHQD.transpose(1, 2).reshape(-1, pages_NF.shape[1])
         if self._step.write_tokens is not None:
             tokens_TF = tokens_TF.index_select(0, self._step.write_tokens)
+        if pages_NF.dtype == torch.uint8:
+            tokens_TF = packed(tokens_TF)
         pages_NF.index_copy_(0, self._step.write_places, tokens_TF)
 
     def _read(self, pages_NF: torch.Tensor, states_BHQD: torch.Tensor) -> torch.Tensor:
@@ -151,6 +154,8 @@ class PagedLayer(CacheLayerMixin):
         B, S = places_BS.shape
         H, D = states_BHQD.shape[1], states_BHQD.shape[3]
         history = pages_NF.view(-1, D).index_select(0, self._step.head_places(H))
+        if history.dtype == torch.uint8:
+            history = unpacked(history, states_BHQD.dtype)
         return history.view(B, H, S, D)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -225,8 +230,8 @@ class PagedCache(Cache):
         return self.get_seq_length() + query_length, 0
 
     @property
-    def num_bytes(self) -> int:
-        """Bytes of all pages and slots."""
+    def tensors(self) -> list[torch.Tensor]:
+        """All pages and slots."""
         pages = [pages for layer in self._paged for pages in layer.pages]
         slots = [
             states
@@ -235,7 +240,12 @@ class PagedCache(Cache):
             for states in all_slots
             if states is not None
         ]
-        return sum(tensor.nbytes for tensor in (*pages, *slots))
+        return [*pages, *slots]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all pages and slots."""
+        return sum(tensor.nbytes for tensor in self.tensors)
 
     def begin(self, step: Step, is_fresh: bool) -> None:
         """Aim every layer at the coming forward.
@@ -291,6 +301,7 @@ class PagedCache(Cache):
 def _pages(shape: StateShape, num_places: int, device: torch.device) -> torch.Tensor:
     """Uninitialised pages, apart from what padding reads: all else is written before it is read."""
     heads, size = shape.shape
-    pages_NF = torch.empty(num_places, heads * size, dtype=shape.dtype, device=device)
+    dtype = page_dtype(shape.dtype)
+    pages_NF = torch.empty(num_places, heads * size, dtype=dtype, device=device)
     pages_NF[PADDING_PLACE].zero_()
     return pages_NF

@@ -5,7 +5,6 @@ Owns the paged cache and the policy version that tokens are stamped with. One th
 
 import logging
 from contextlib import ExitStack
-from itertools import islice
 
 import torch
 from transformers import PreTrainedModel
@@ -17,14 +16,19 @@ from cb_rollout.engine import device as devices
 from cb_rollout.engine.graph_choice import create_graphs
 from cb_rollout.engine.lease import leased
 from cb_rollout.engine.limits import Limits
+from cb_rollout.engine.offload import HostKeys
+from cb_rollout.engine.planning import kept_layout, plan_memory
 from cb_rollout.engine.rehearsal import rehearse
 from cb_rollout.engine.request import Request
 from cb_rollout.engine.runner import ModelRunner
 from cb_rollout.engine.sampling import TokenGiver
+from cb_rollout.engine.saver import create_saver
 from cb_rollout.engine.scheduler import Scheduler
 from cb_rollout.engine.steps import Steps
-from cb_rollout.engine.storage import CacheStorage, plan_memory
+from cb_rollout.engine.storage import CacheStorage
+from cb_rollout.engine.training import TrainingMemory
 from cb_rollout.errors import OutOfCacheMemoryError
+from cb_rollout.memory import GIB
 from cb_rollout.metrics import EngineCounters
 from cb_rollout.types import FinishReason, RequestStatus
 
@@ -40,6 +44,7 @@ class Engine:
         config: RolloutConfig,
         autocast_dtype: torch.dtype | None = None,
         trained: torch.nn.Module | None = None,
+        optimizer: torch.optim.Optimizer | str | None = None,
     ) -> None:
         """Probe the model and plan the memory; pages are allocated at the first step.
 
@@ -48,6 +53,7 @@ class Engine:
             config: settings; what it leaves open is chosen here.
             autocast_dtype: run forwards under autocast to this dtype; None: as the model is.
             trained: the model that trains, where `model` is a copy of it; None: `model` itself.
+            optimizer: what will step it, or its name; None: not known.
 
         Raises:
             ConfigurationError: the model cannot run on pages.
@@ -61,25 +67,35 @@ class Engine:
         self._lease: ExitStack | None = None
         self._has_just_prefilled = False
         self.trained = trained or model
+        self.device = self._runner.device
+        self.training = TrainingMemory(
+            self.trained, model, self.device, optimizer, config.training_reserve_gib
+        )
         self._probe()
-        if not (self.memory_plan.num_blocks and self.memory_plan.num_slots):
-            raise OutOfCacheMemoryError(
-                "no memory for a KV cache; raise max_memory_percent, lower training_reserve_gib, "
-                f"or free some on {self.device}.\n{self.memory_plan}"
-            )
         self._start_empty()
 
     def _probe(self) -> None:
         """Learn the cache's layout, and plan its memory."""
-        config = self.config
         self._identity = _compat.forward_identity(self.model)
-        self.layout = rehearse(self._runner)
-        self.device = self._runner.device
-        self.memory_plan = plan_memory(self.trained, config, self.layout, self.device)
+        self.layout = kept_layout(rehearse(self._runner), self.config, self.device)
+        self._plan()
+        saver = create_saver(self.device)
+        self._storage = CacheStorage(self.layout, self.limits, self.memory_plan, self.device, saver)
+
+    def _plan(self) -> None:
+        """Divide what is free now, where no cache is held."""
+        config = self.config
+        plan = plan_memory(self._runner, self.training, config, self.layout)
+        if not (plan.num_blocks and plan.num_slots):
+            raise OutOfCacheMemoryError(
+                "no memory for a KV cache; raise max_memory_percent, lower training_reserve_gib or "
+                f"max_requests_per_batch, or free some on {self.device}.\n{plan}"
+            )
+        self.memory_plan = plan
         self.limits = Limits(
             block_size=config.block_size,
             max_batch_tokens=config.max_batch_tokens or devices.max_batch_tokens(self.device),
-            max_requests=self.memory_plan.num_slots,
+            max_requests=plan.num_slots,
             can_share_blocks=config.allow_block_sharing,
             can_resume_prompts=not self.layout.is_recurrent,
         )
@@ -90,9 +106,16 @@ class Engine:
         _LOGGER.info("%s", self.decode_path)
 
     def _start_empty(self) -> None:
-        self._storage = CacheStorage(self.layout, self.limits, self.memory_plan, self.device)
+        self._storage.release(self.limits, self.memory_plan)
+        offload_bytes = int(self.config.cpu_offload_gib * GIB)
         self._scheduler = Scheduler(
-            self.limits, self.counters, self._storage.grow, self.policy_version
+            self.limits,
+            self.counters,
+            self._grow,
+            self.policy_version,
+            HostKeys(self._storage, self.limits.block_size, offload_bytes)
+            if offload_bytes
+            else None,
         )
         self._steps = Steps(
             self._runner,
@@ -155,10 +178,19 @@ class Engine:
         """
         self.policy_version = policy_version
         self._scheduler.begin_policy_version(policy_version, keep_keys)
-        if _compat.forward_identity(self.model) != self._identity:
-            self.release_cache()
+        is_changed = _compat.forward_identity(self.model) != self._identity
+        is_due = self.training.calls_for_plan and not (keep_keys and self.has_work)
+        if not (is_changed or is_due):
+            return
+        self.training.busy(self.cache_bytes)
+        if is_due:
+            self.training.settle()
+        self.release_cache()
+        if is_changed:
             self._probe()
-            self.release_cache()
+        else:
+            self._plan()
+        self.release_cache()
 
     def release_cache(self) -> None:
         """Give the cache's memory back; unfinished sequences are computed anew afterwards."""
@@ -188,6 +220,7 @@ class Engine:
 
     def _step(self) -> list[Request]:
         if self._lease is None:
+            self.training.busy(self.cache_bytes)
             self._lease = ExitStack()
             self._lease.enter_context(leased(self.model))
             if self._graphs is not None:
@@ -210,7 +243,8 @@ class Engine:
         assert request is not None, "there is work, and none of it can run"
         error = OutOfCacheMemoryError(
             f"{request.num_tokens} tokens do not fit {self._scheduler.pool.num_blocks} KV cache "
-            f"blocks of {self.limits.block_size}; raise num_blocks or max_memory_percent."
+            f"blocks of {self.limits.block_size}; raise num_blocks or max_memory_percent.\n"
+            f"{self.memory_plan}"
         )
         return steps.fail([request], error)
 
@@ -219,6 +253,7 @@ class Engine:
         if self._lease is not None:
             self._lease.close()
             self._lease = None
+            self.training.idle()
 
     def abandon(self) -> None:
         """Forget every request and everything cached."""
@@ -227,7 +262,11 @@ class Engine:
 
     def _allocate(self) -> None:
         """Allocate pages for what waits, within the plan."""
-        waiting = islice(self._scheduler.waiting, self.limits.max_requests)
-        num_tokens = [len(r.prompt_ids) + r.max_new_tokens for r in waiting]
-        needed = [-(-count // self.limits.block_size) for count in num_tokens]
-        self._scheduler.pool.grow(self._storage.allocate(sum(needed), at_least=max(needed)))
+        needed = self._scheduler.num_usable_blocks()
+        self._scheduler.pool.grow(self._storage.allocate(sum(needed), at_least=min(needed)))
+
+    def _grow(self, count: int) -> int:
+        """Make room for more blocks, as far as plan and work allow; returns how many there are."""
+        if (num_blocks := self._scheduler.pool.num_blocks) >= self.memory_plan.num_blocks:
+            return num_blocks
+        return self._storage.grow(count, usable=sum(self._scheduler.num_usable_blocks()))

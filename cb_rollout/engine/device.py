@@ -1,10 +1,17 @@
 """What a device reports about its memory, and the defaults that suit its kind."""
 
+import ctypes
+import os
+import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from pathlib import Path
+from typing import NamedTuple
 
-import psutil
 import torch
+from torch import distributed
+
+from cb_rollout.engine.host import host_memory
 
 MAX_BATCH_TOKENS = {"cpu": 1024}
 DEFAULT_MAX_BATCH_TOKENS = 8192
@@ -14,18 +21,76 @@ MAX_REQUESTS_PER_BATCH = {"cpu": 256}
 DEFAULT_MAX_REQUESTS_PER_BATCH = 1024
 # Past this many rows a decode step gains nothing per token.
 
+FLOAT8_CAPABILITY = (8, 9)
+# The first compute capability that converts float8 in hardware.
 
-def free_bytes(device: torch.device) -> int:
-    """Memory that this process could still take on `device`.
+STATUS, CLEAR_REFERENCES = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+RESET_PEAK = "5"
+# What Linux takes, since 4.0, to begin the peak of the resident size anew.
+
+
+class DeviceMemory(NamedTuple):
+    """What a device has for this process, in bytes."""
+
+    total_bytes: int
+    free_bytes: int
+
+
+def memory(device: torch.device) -> DeviceMemory:
+    """What this process could still take on `device`.
 
     On an accelerator: what the driver reports free, other processes counted, and what torch's
-    allocator holds unused. On a CPU: what the system calls available.
+    allocator holds unused. On a CPU: what the system, the container and the process's own limits
+    leave. Processes of one launch that share the memory each have an equal share.
     """
     if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
+        free, total = torch.cuda.mem_get_info(device)
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return free + unused
-    return psutil.virtual_memory().available
+        return DeviceMemory(total, free // num_sharers(device) + unused)
+    host = host_memory(num_sharers(device))
+    return DeviceMemory(int(host.limit_bytes), int(host.left_bytes))
+
+
+def num_sharers(device: torch.device) -> int:
+    """Processes of this launch that take from the same memory, this one included.
+
+    A launcher says how many it started on this machine. They share the memory of a CPU; of GPUs
+    each has its own, unless there are more processes than GPUs.
+    """
+    started = int(os.environ.get("LOCAL_WORLD_SIZE", 0))
+    if not started:
+        is_group = distributed.is_available() and distributed.is_initialized()
+        started = distributed.get_world_size() if is_group else 1
+    if device.type != "cuda":
+        return started
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named is not None and "," not in named:  # each process was given its own
+        return 1
+    return -(-started // max(1, torch.cuda.device_count()))
+
+
+def used_and_peak(device: torch.device) -> tuple[int, int] | None:
+    """Bytes that this process holds now, and the most since `reset_peak`; None: not known."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
+    try:
+        lines = [line.split() for line in STATUS.read_text().splitlines()]
+    except OSError:
+        return None
+    kib = {line[0]: int(line[1]) for line in lines if line[0] in ("VmRSS:", "VmHWM:")}
+    return kib["VmRSS:"] * 1024, kib["VmHWM:"] * 1024
+
+
+def reset_peak(device: torch.device) -> bool:
+    """Begin the peak anew; False where that cannot be done."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return True
+    try:
+        CLEAR_REFERENCES.write_text(RESET_PEAK)
+    except OSError:
+        return False
+    return True
 
 
 def current(device: torch.device) -> AbstractContextManager[object]:
@@ -48,9 +113,21 @@ def plain_modes(device: torch.device) -> Iterator[None]:
 
 
 def empty_cache(device: torch.device) -> None:
-    """Have torch's allocator give back what it holds unused."""
+    """Have the allocator give back what it holds unused."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
+    elif device.type == "cpu" and sys.platform == "linux":
+        # glibc keeps freed tensors below its mmap threshold, up to 32 MiB each, for itself.
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)
+
+
+def has_float8(device: torch.device) -> bool:
+    """Whether the device itself converts float8."""
+    if device.type != "cuda":
+        return False
+    return torch.cuda.get_device_capability(device) >= FLOAT8_CAPABILITY
 
 
 def max_batch_tokens(device: torch.device) -> int:

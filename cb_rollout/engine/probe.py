@@ -30,9 +30,14 @@ class StateShape:
     dtype: torch.dtype
 
     @property
+    def num_elements(self) -> int:
+        """Elements of one such tensor."""
+        return torch.Size(self.shape).numel()
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of one such tensor."""
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
+        return self.num_elements * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,10 @@ Owns the queues. Knows tokens and blocks, never tensors.
 import heapq
 from collections import deque
 from collections.abc import Callable
+from itertools import islice
 
 from cb_rollout.engine.block_manager import BlockManager
+from cb_rollout.engine.key_store import KeyStore
 from cb_rollout.engine.limits import Limits
 from cb_rollout.engine.request import NO_SLOT, Prefill, Request
 from cb_rollout.engine.waiting import WaitingQueue
@@ -27,6 +29,7 @@ class Scheduler:
         counters: EngineCounters,
         grow: Callable[[int], int],
         policy_version: int = 0,
+        key_store: KeyStore | None = None,
     ) -> None:
         """Start empty, with no block.
 
@@ -36,8 +39,10 @@ class Scheduler:
             grow: asked for this many more blocks, makes as many as it can and returns how many
                 there are in all.
             policy_version: under which keys are computed.
+            key_store: may keep the keys of preempted sequences; None: they are computed anew.
         """
         self.limits = limits
+        self._key_store = key_store or KeyStore()
         self.blocks = BlockManager(limits, grow, policy_version)
         self.pool = self.blocks.pool
         self.waiting = WaitingQueue()
@@ -55,6 +60,19 @@ class Scheduler:
     def has_work(self) -> bool:
         """Whether any sequence is unfinished."""
         return bool(len(self.waiting) or self.prefilling or self.running)
+
+    def num_usable_blocks(self) -> list[int]:
+        """How many blocks each sequence that can hold a slot may come to need; shared ones twice.
+
+        Those that wait count as far as slots go.
+        """
+        seated = [m for prefill in self.prefilling for m in (prefill.leader, *prefill.followers)]
+        seated += self.running
+        waiting = islice(self.waiting, self.limits.max_requests - len(seated))
+        return [
+            self.blocks.num_needed(len(request.prompt_ids) + request.max_new_tokens)
+            for request in (*seated, *waiting)
+        ]
 
     def add(self, request: Request) -> None:
         """Queue a sequence."""
@@ -92,6 +110,7 @@ class Scheduler:
             return None
         self.waiting.take()
         self._seat(leader)
+        self._key_store.restore(leader)
         self._counters.prefill_tokens_saved += leader.num_computed
         prefill = Prefill(leader)
         self._admit_followers(prefill)
@@ -167,6 +186,7 @@ class Scheduler:
             request = self.running[index]
             if self.blocks.num_needed(request.num_tokens) > len(request.block_ids):
                 if not self.blocks.secure(1):
+                    self._key_store.save(self.running[-1])
                     self.preempt([self.running[-1]])
                     continue
                 (block,) = self.pool.allocate(1)
@@ -196,6 +216,7 @@ class Scheduler:
         A waiting one is passed over when its turn comes.
         """
         assert request.status.is_final
+        self._key_store.drop(request)
         if request.slot == NO_SLOT:
             self.waiting.note_ended()
             return
@@ -216,6 +237,7 @@ class Scheduler:
         Running sequences go on with the keys they have (`keep_keys`), which no other sequence will
         share, or are computed anew; unfinished prompts always are.
         """
+        self._key_store.clear()
         if keep_keys:
             for request in self.running:
                 request.has_old_keys = True

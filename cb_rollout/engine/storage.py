@@ -1,62 +1,42 @@
-"""The cache's tensors: planned from what the device has, allocated when needed, given back.
+"""The cache's tensors: allocated when needed, within the plan, and given back.
 
 Owns when memory is taken. What lies where is the cache's affair.
 """
 
+import logging
+
 import torch
 
-from cb_rollout import _compat
-from cb_rollout.config import RolloutConfig
 from cb_rollout.engine import device as devices
 from cb_rollout.engine.cache import BlockTable, PagedCache
 from cb_rollout.engine.faults import is_out_of_memory
 from cb_rollout.engine.limits import Limits
 from cb_rollout.engine.probe import CacheLayout
+from cb_rollout.engine.saver import MemorySaver
 from cb_rollout.errors import OutOfCacheMemoryError
-from cb_rollout.memory import GIB, MemoryPlan, create_memory_plan, training_reserve
+from cb_rollout.memory import GIB, MemoryPlan
 
-
-def plan_memory(
-    model: torch.nn.Module,
-    config: RolloutConfig,
-    layout: CacheLayout,
-    device: torch.device,
-) -> MemoryPlan:
-    """What the cache may take of what is free now, and how many sequences it may serve at once.
-
-    The automatic reserve counts the gradients and Adam moments of trainable parameters that have
-    no gradient yet, for a model in training mode.
-    """
-    reserve = config.training_reserve_gib
-    if isinstance(reserve, str):
-        trainable = [p for p in model.parameters() if p.requires_grad and model.training]
-        reserve_bytes = training_reserve(
-            sum(_compat.local_part(p).nbytes for p in trainable),
-            sum(_compat.local_part(p.grad).nbytes for p in trainable if p.grad is not None),
-        )
-    else:
-        reserve_bytes = int(reserve * GIB)
-    return create_memory_plan(
-        free_bytes=devices.free_bytes(device),
-        training_reserve_bytes=reserve_bytes,
-        max_memory_percent=config.max_memory_percent,
-        bytes_per_block=layout.bytes_per_token * config.block_size,
-        bytes_per_sequence=layout.bytes_per_sequence,
-        max_requests=config.max_requests_per_batch or devices.max_requests_per_batch(device),
-        num_blocks=config.num_blocks,
-    )
+logger = logging.getLogger(__name__)
 
 
 class CacheStorage:
     """A paged cache and its block table, for as long as they are needed."""
 
     def __init__(
-        self, layout: CacheLayout, limits: Limits, plan: MemoryPlan, device: torch.device
+        self,
+        layout: CacheLayout,
+        limits: Limits,
+        plan: MemoryPlan,
+        device: torch.device,
+        saver: MemorySaver | None = None,
     ) -> None:
-        """Hold nothing yet."""
+        """Hold nothing yet; `saver` keeps addresses while memory is given back."""
         self._layout, self._limits, self._plan, self._device = layout, limits, plan, device
+        self._saver = saver
         self._num_blocks = 0
         self._held: tuple[PagedCache, BlockTable] | None = None
+        self._tag: str | None = None
+        self._paused: tuple[int, int] | None = None
 
     @property
     def is_allocated(self) -> bool:
@@ -80,46 +60,104 @@ class CacheStorage:
         """Bytes held for keys, values and states."""
         return self.cache.num_bytes if self._held else 0
 
+    def release(self, limits: Limits, plan: MemoryPlan) -> None:
+        """Give the memory back, and follow another plan from now on."""
+        if self._held is not None:
+            if self._saver is not None and self._tag is not None:
+                self._saver.pause(self._tag, self.cache)
+                self._paused = (self._num_blocks, self._limits.max_requests)
+            self._held, self._num_blocks = None, 0
+            devices.empty_cache(self._device)
+        self._limits, self._plan = limits, plan
+
     def allocate(self, num_blocks: int, at_least: int = 1) -> int:
         """Take memory for `num_blocks` blocks, or as many as there are; returns how many.
 
         Args:
             num_blocks: what the workload can use; the plan may allow less, or fix another number.
-            at_least: where the device refuses, half as many are tried, down to this.
+            at_least: where there is less memory than that, fewer are taken, down to this.
 
         Raises:
-            OutOfCacheMemoryError: the device refused even that.
+            OutOfCacheMemoryError: there is not even that much.
         """
-        planned = self._plan.num_blocks
-        num_blocks = planned if self._plan.is_fixed else min(num_blocks, planned)
+        wanted = self._plan.num_blocks
+        if not self._plan.is_fixed:
+            wanted = min(num_blocks, wanted)
+        at_least = min(at_least, wanted)
+        num_blocks = min(wanted, self._num_affordable(self._plan.state_bytes))
         while True:
+            if num_blocks < at_least:
+                raise self._out_of_memory(at_least)
             try:
-                cache = PagedCache(
-                    self._layout,
-                    num_blocks=num_blocks,
-                    block_size=self._limits.block_size,
-                    num_slots=self._limits.max_requests,
-                    device=self._device,
-                )
+                cache = self._woken(num_blocks) or self._made(num_blocks)
                 break
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
                 devices.empty_cache(self._device)
-                if num_blocks <= at_least:
-                    raise OutOfCacheMemoryError(
-                        f"no memory for {num_blocks} KV cache blocks; lower max_memory_percent "
-                        f"(now {self._plan.max_memory_percent}) or num_blocks.\n{self._plan}"
-                    ) from error
+                if num_blocks == at_least:
+                    raise self._out_of_memory(at_least) from error
                 num_blocks = max(at_least, num_blocks // 2)
+        if num_blocks < wanted:
+            logger.warning(
+                "no memory for %d KV cache blocks (%s): %d are taken (%s); %s. Fewer sequences run "
+                "together. Lower max_memory_percent, or set training_reserve_gib.",
+                wanted,
+                self._size(wanted),
+                num_blocks,
+                self._size(num_blocks),
+                self._free_now(),
+            )
         table = BlockTable(self._limits.max_requests, self._limits.block_size, self._device)
         self._num_blocks, self._held = num_blocks, (cache, table)
         return num_blocks
 
-    def grow(self, count: int) -> int:
-        """Make room for `count` more blocks, or as many as there are; returns the total."""
+    def _num_affordable(self, other_bytes: int = 0) -> int:
+        """Blocks that fit what is free now, beside something else.
+
+        A CPU grants more than it has, and ends the process that uses it.
+        """
+        free = devices.memory(self._device).free_bytes - other_bytes
+        return max(0, free) // max(1, self._plan.bytes_per_block)
+
+    def _woken(self, num_blocks: int) -> PagedCache | None:
+        """The paused pool of this size, at its old addresses; None where there is none."""
+        size = (num_blocks, self._limits.max_requests)
+        if self._saver is None or self._tag is None or self._paused != size:
+            return None
+        self._paused = None
+        cache: PagedCache = self._saver.resume(self._tag)
+        for tensor in cache.tensors:  # what was in them is lost
+            tensor.zero_()
+        return cache
+
+    def _made(self, num_blocks: int) -> PagedCache:
+        self._tag = self._paused = None
+        if self._saver is None:
+            return self._new(num_blocks)
+        with self._saver.allocating() as tag:
+            cache = self._new(num_blocks)
+        self._tag = tag
+        return cache
+
+    def _new(self, num_blocks: int) -> PagedCache:
+        return PagedCache(
+            self._layout,
+            num_blocks=num_blocks,
+            block_size=self._limits.block_size,
+            num_slots=self._limits.max_requests,
+            device=self._device,
+        )
+
+    def grow(self, count: int, usable: int) -> int:
+        """Make room for `count` more blocks, or as many as there are; returns the total.
+
+        Twice as many are taken, so that growing stays rare, but never more than `usable`.
+        """
         now = self._num_blocks
-        target = min(self._plan.num_blocks, max(2 * now, now + count))
+        target = min(self._plan.num_blocks, max(2 * now, now + count), max(usable, now + count))
+        if target > now:
+            target = min(target, now + self._num_affordable())
         while self._held is not None and target > now:
             try:
                 self.cache.grow(target)
@@ -130,5 +168,20 @@ class CacheStorage:
                 target = (now + target) // 2
             else:
                 self._num_blocks = target
+                self._tag = None  # the new pages lie elsewhere
                 break
         return self._num_blocks
+
+    def _out_of_memory(self, num_blocks: int) -> OutOfCacheMemoryError:
+        return OutOfCacheMemoryError(
+            f"no memory for {num_blocks} KV cache blocks ({self._size(num_blocks)}), which the "
+            f"shortest request needs: {self._free_now()}. Free some, lower max_new_tokens or "
+            f"max_requests_per_batch. The plan was:\n{self._plan}"
+        )
+
+    def _size(self, num_blocks: int) -> str:
+        return f"{num_blocks * self._plan.bytes_per_block / GIB:.3f} GiB"
+
+    def _free_now(self) -> str:
+        free = devices.memory(self._device).free_bytes
+        return f"{free / GIB:.3f} GiB are free on {self._device}"

@@ -68,6 +68,7 @@ def attach(trainer: Any, config: Any = None) -> RolloutGenerator:
         tokenizer=trainer.processing_class,
         generation_config=trainer.generation_config,
         accelerator=trainer.accelerator,
+        optimizer=_optimizer(trainer),
     )
     _require_room(trainer, generator)
     _warn_of_dropout(trainer)
@@ -81,6 +82,14 @@ def attach(trainer: Any, config: Any = None) -> RolloutGenerator:
         trainer._generate = rollouts.sleeping_after(trainer._generate)
     trainer.add_callback(RolloutCallback(rollouts))
     return generator
+
+
+def _optimizer(trainer: Any) -> Any:
+    """What will step the model: the optimizer, where it exists, or its name."""
+    if trainer.optimizer is not None:
+        return trainer.optimizer
+    chosen = getattr(trainer, "optimizer_cls_and_kwargs", None)
+    return trainer.args.optim if chosen is None else chosen[0].__name__
 
 
 def _require_seam(trainer: Any) -> None:
@@ -143,7 +152,7 @@ def _require_room(trainer: Any, generator: RolloutGenerator) -> None:
     length = trainer.args.max_completion_length
     for limit, holder in (
         (limits.max_positions, "the model takes"),
-        (limits.max_cached_tokens, "the KV cache holds"),
+        (limits.max_cached_tokens(), "the KV cache holds"),
     ):
         if limit is not None and length >= limit:
             raise ConfigurationError(

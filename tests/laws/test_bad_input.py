@@ -163,11 +163,17 @@ def test_text_and_chats_are_encoded_by_the_tokenizer():
 
 def test_what_no_longer_fits_after_a_new_plan_fails_with_the_numbers():
     with RolloutGenerator(tiny_model(), RolloutConfig(num_blocks=10, block_size=16)) as generator:
-        engine = generator.manager.engine
-        engine.memory_plan = dataclasses.replace(engine.memory_plan, num_blocks=2)
-        engine.release_cache()
-        with pytest.raises(IncompleteRolloutError, match=r"33 tokens do not fit 2 KV cache blocks"):
-            generator.generate_batch([[5] * 20], max_new_tokens=50, sampling_params=PARAMS)
+        manager, engine = generator.manager, generator.manager.engine
+        manager.start()
+        with manager.pause():
+            manager.add_request([5] * 20, max_new_tokens=50, sampling_params=PARAMS)
+            engine.memory_plan = dataclasses.replace(engine.memory_plan, num_blocks=2)
+            engine.release_cache()
+        output = manager.get_result(timeout=60)
+        assert "33 tokens do not fit 2 KV cache blocks" in output.error
+        assert "KV cache" in output.error.splitlines()[-2], "the plan is told too"
+        with pytest.raises(InvalidRequestError, match="holds at most 32 of one sequence"):
+            manager.add_request([5] * 20, max_new_tokens=50)
 
 
 def test_the_number_of_sequences_of_the_generators_own_config_counts():

@@ -1,7 +1,6 @@
 """The doctor says what a machine and a checkpoint give, and never fails with a traceback."""
 
 import json
-import math
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from transformers import (
 
 from cb_rollout.cli import main
 from cb_rollout.doctor import Level, checkpoint_findings, machine_findings
-from cb_rollout.doctor.container import container_memory
 from cb_rollout.engine import core
 
 
@@ -143,47 +141,3 @@ def test_the_machine_is_described_without_a_checkpoint():
     assert {"python", "torch", "transformers", "trl", "wandb", "flash_attn", "triton"} <= set(found)
     assert "not used: use_cuda_graph=True" in found["CUDA graphs"].text
     assert found["memory free"].text.endswith("GiB on cpu")
-
-
-GIB = 1024**3
-
-
-def container(tmp_path, membership, **files):
-    for path, text in files.items():
-        file = tmp_path / "cgroup" / path.replace("__", "/").replace("_dot_", ".")
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(f"{text}\n")
-    (tmp_path / "membership").write_text(membership)
-    return container_memory(tmp_path / "cgroup", tmp_path / "membership")
-
-
-def test_the_tightest_limit_around_a_process_is_its_containers(tmp_path):
-    found = container(
-        tmp_path,
-        "0::/pod/box\n",
-        pod__memory_dot_max=8 * GIB,
-        pod__memory_dot_current=5 * GIB,
-        pod__box__memory_dot_max=4 * GIB,
-        pod__box__memory_dot_current=GIB,
-    )
-    assert found == (4 * GIB, GIB)
-    assert found.left_bytes == 3 * GIB
-
-
-def test_the_older_files_are_read_too(tmp_path):
-    found = container(
-        tmp_path,
-        "9:name=systemd:/\n4:cpuset,memory:/box\n0::/\n",
-        memory__memory_dot_limit_in_bytes=9223372036854771712,
-        memory__memory_dot_usage_in_bytes=7,
-        memory__box__memory_dot_limit_in_bytes=2 * GIB,
-        memory__box__memory_dot_usage_in_bytes=3 * GIB,
-    )
-    assert found.left_bytes == 0
-
-
-@pytest.mark.parametrize("limit", ["max", "9223372036854771712", "garbage"])
-def test_no_limit_is_infinite(tmp_path, limit):
-    found = container(tmp_path, "0::/\n", memory_dot_max=limit, memory_dot_current=5)
-    assert found.left_bytes == math.inf
-    assert container_memory(tmp_path, tmp_path / "missing").left_bytes == math.inf

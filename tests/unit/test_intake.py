@@ -18,7 +18,9 @@ def intake_of(seed=0, rank=0, **limits):
         "max_cached_tokens": 80,
         "model_eos": (1, 7),
     }
-    return Intake(ServingLimits(**(defaults | limits)), seed, rank)
+    values = defaults | limits
+    cached = values.pop("max_cached_tokens")
+    return Intake(ServingLimits(**values, max_cached_tokens=lambda: cached), seed, rank)
 
 
 def one(intake, prompt=(3, 4), **params):

@@ -1,0 +1,158 @@
+"""What the training beside an engine takes: estimated, and measured once over a full step.
+
+Watches from its making to the first optimizer step of the trained model, in any trainer or loop.
+Meanwhile it begins the peak of torch's allocator, or of the process's resident size, anew whenever
+the engine falls idle. The engine's thread calls it; the step is noted on the training thread.
+"""
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from cb_rollout import _compat
+from cb_rollout.engine import device as devices
+from cb_rollout.memory import GIB, TrainingBytes
+from cb_rollout.optimizer_states import optimizer_state_bytes
+
+UNKNOWN_OPTIMIZER = "adam"
+# The estimate for whoever does not say: most train with one of its kind.
+
+
+class TrainingMemory:
+    """Tells what training holds and will still take."""
+
+    def __init__(
+        self,
+        trained: torch.nn.Module,
+        generating: torch.nn.Module,
+        device: torch.device,
+        optimizer: torch.optim.Optimizer | str | None,
+        reserve_gib: float | str,
+    ) -> None:
+        """Wait for the first optimizer step.
+
+        Args:
+            trained: the model that trains, or does not.
+            generating: the model that generates, where that is a copy.
+            device: whose memory counts.
+            optimizer: which will step it, or its name; None: not known, and whether it will be
+                stepped at all is known by its being in training mode.
+            reserve_gib: what training will still take; "auto": found out here.
+        """
+        self._trained, self._generating, self._device = trained, generating, device
+        self._optimizer_name = optimizer if isinstance(optimizer, str) else UNKNOWN_OPTIMIZER
+        self._optimizer: weakref.ref[torch.optim.Optimizer] | None = None
+        if isinstance(optimizer, torch.optim.Optimizer):
+            self._optimizer = weakref.ref(optimizer)
+        self._is_expected = optimizer is not None or trained.training
+        self._set_reserve = None if isinstance(reserve_gib, str) else int(reserve_gib * GIB)
+        self._is_watching = False
+        self._peak: int | None = None
+        self.has_stepped = False
+        """Whether the trained model's optimizer made its first step."""
+        self.is_settled = False
+        """Whether the plan that followed it was made."""
+        self._watch_optimizers()
+
+    def _watch_optimizers(self) -> None:
+        me = weakref.ref(self)
+
+        def note(optimizer: torch.optim.Optimizer, *_: object) -> None:
+            training = me()
+            if training is not None and training.note_step(optimizer):
+                hook.remove()
+
+        hook = register_optimizer_step_post_hook(note)
+        weakref.finalize(self, hook.remove)
+
+    def note_step(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Some optimizer made a step; returns whether it was the trained model's."""
+        ours = {id(parameter) for parameter in self._trainable()}
+        steps = (id(p) for group in optimizer.param_groups for p in group["params"])
+        if ours.isdisjoint(steps):
+            return False
+        self._optimizer, self.has_stepped = weakref.ref(optimizer), True
+        return True
+
+    @property
+    def calls_for_plan(self) -> bool:
+        """Whether the first step was made since the plan was."""
+        return self.has_stepped and not self.is_settled
+
+    def settle(self) -> None:
+        """Stop watching; what is known now goes into the plan."""
+        self.is_settled, self._is_watching = True, False
+
+    def idle(self) -> None:
+        """The engine falls idle: from here on it is training that takes memory."""
+        if self._is_expected and not self.is_settled and self._set_reserve is None:
+            self._is_watching = devices.reset_peak(self._device)
+
+    def busy(self, cache_bytes: int) -> None:
+        """The engine is about to run, or to plan, and holds this much of a cache.
+
+        What training took while the cache was given back is nothing that the cache must leave.
+        """
+        if not self._is_watching:
+            return
+        self._is_watching = False
+        found = devices.used_and_peak(self._device)
+        if found is not None:
+            used, peak = found
+            beside = max(0, peak - used) if cache_bytes else 0
+            self._peak = max(self._peak or 0, beside)
+
+    def in_bytes(self) -> TrainingBytes:
+        """What goes into a plan now."""
+        trainable = [_compat.local_part(parameter) for parameter in self._trainable()]
+        gradients = _sizes(p.grad for p in self._trainable() if p.grad is not None)
+        models = {id(model): model for model in (self._trained, self._generating)}.values()
+        tensors = {id(t): t for m in models for t in (*m.parameters(), *m.buffers())}
+        states = self._states_now()
+        is_measured = self.has_stepped and self._peak is not None
+        gradients_to_come = states_to_come = 0
+        if self._is_expected and not is_measured:
+            gradients_to_come = max(0, _sizes(trainable) - gradients)
+            if not self.has_stepped:
+                states_to_come = max(0, self._estimated_states(trainable) - states)
+        return TrainingBytes(
+            weights=_sizes(t for t in tensors.values() if t.device.type == self._device.type),
+            gradients=gradients,
+            optimizer_states=states,
+            gradients_to_come=gradients_to_come,
+            optimizer_states_to_come=states_to_come,
+            activations=self._peak or 0 if is_measured else 0,
+            is_measured=is_measured,
+            set_reserve=self._set_reserve,
+        )
+
+    def _trainable(self) -> list[torch.nn.Parameter]:
+        return [p for p in self._trained.parameters() if p.requires_grad]
+
+    def _states_now(self) -> int:
+        """What a known optimizer keeps on the device."""
+        optimizer = self._optimizer and self._optimizer()
+        if optimizer is None:
+            return 0
+        tensors = (value for state in optimizer.state.values() for value in _values(state))
+        return _sizes(t for t in tensors if t.device.type == self._device.type)
+
+    def _estimated_states(self, trainable: list[torch.Tensor]) -> int:
+        optimizer = self._optimizer and self._optimizer()
+        name, settings = self._optimizer_name, {}
+        if optimizer is not None:
+            name, settings = type(optimizer).__name__, optimizer.defaults
+        num_elements = sum(part.numel() for part in trainable)
+        return optimizer_state_bytes(name, settings, num_elements, _sizes(trainable))
+
+
+def _values(state: Any) -> Iterable[torch.Tensor]:
+    values = state.values() if isinstance(state, dict) else ()
+    return (value for value in values if isinstance(value, torch.Tensor))
+
+
+def _sizes(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(_compat.local_part(tensor).nbytes for tensor in tensors)
