@@ -100,6 +100,16 @@ class GraphedDecoding:
         """Graphs held now."""
         return len(self._graphs)
 
+    def rehearse(self, block_size: int) -> None:
+        """Capture the smallest graph, before there is any cache.
+
+        Raises:
+            Exception: the model's forward cannot be captured; it asks the host what to do.
+        """
+        self.check_weights()
+        key = GraphKey(self._sizes.padded(1), 1, has_shared=False, samples=True)
+        self._add(key, self._decoding.cache.addresses, block_size)
+
     def check_weights(self) -> None:
         """Forget every graph if a weight no longer is where it was, or an adapter was switched."""
         weights = _weights(self._runner.model)
@@ -145,14 +155,8 @@ class GraphedDecoding:
         num_rows = self._sizes.padded(len(requests))
         num_splits = self._decoding.splits(num_rows, longest)
         key = GraphKey(num_rows, num_splits, self._has_shared, samples)
-        replay = self._graphs.get(key)
-        if replay is None:
-            # Captured with no rows at all, which touches no page.
-            self._inputs.zero_()
-            step = self._step(key, addresses, table.block_size)
-            replay = self._graphs[key] = self._capture(step)
-            while len(self._graphs) > self._sizes.max_graphs:
-                self._graphs.popitem(last=False)
+        if key not in self._graphs:
+            self._add(key, addresses, table.block_size)
             if is_loaded:
                 self._prepare(requests, table.block_size)
                 is_loaded = False
@@ -160,7 +164,14 @@ class GraphedDecoding:
             self._inputs.copy_(self._host, non_blocking=True)
             self._loaded, self._expected = list(requests), state
         self._graphs.move_to_end(key)
-        return replay()
+        return self._graphs[key]()
+
+    def _add(self, key: GraphKey, addresses: torch.Tensor, block_size: int) -> None:
+        """Capture a graph, with no rows at all, which touches no page."""
+        self._inputs.zero_()
+        self._graphs[key] = self._capture(self._step(key, addresses, block_size))
+        while len(self._graphs) > self._sizes.max_graphs:
+            self._graphs.popitem(last=False)
 
     def _prepare(self, requests: Sequence[Request], block_size: int) -> None:
         """Write the rows' inputs to the host's buffer."""
@@ -199,7 +210,8 @@ class GraphedDecoding:
         num_tiles = key.num_rows // 2 if key.has_shared else 0
 
         def run() -> torch.Tensor:
-            small = inputs_LB.to(torch.int32)
+            # Of full width, so that every line begins where Triton likes pointers to.
+            small = self._inputs.to(torch.int32)[:, : key.num_rows]
             places = Places(
                 addresses,
                 block_size,
