@@ -107,7 +107,9 @@ class GraphedDecoding:
             Exception: the model's forward cannot be captured; it asks the host what to do.
         """
         self.check_weights()
-        key = GraphKey(self._sizes.padded(1), 1, has_shared=False, samples=True)
+        num_rows = self._sizes.padded(1)
+        num_splits = self._decoding.splits(num_rows, self._sizes.padded_keys(1))
+        key = GraphKey(num_rows, num_splits, has_shared=False, samples=True)
         self._add(key, self._decoding.cache.addresses, block_size)
 
     def check_weights(self) -> None:

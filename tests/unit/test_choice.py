@@ -1,4 +1,5 @@
 import importlib.util
+import os
 import subprocess
 import sys
 
@@ -61,9 +62,8 @@ def test_a_device_that_cannot_says_so(monkeypatch):
     assert choose_attention(CUDA).reason == "triton is not installed; pip install triton"
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    assert "needs compute capability 8.0, and the device has 7.5" in (
-        choose_attention(CUDA).reason.replace("kernels need", "kernels needs")
-    )
+    expected = "the kernels need compute capability 8.0, and the device has 7.5"
+    assert choose_attention(CUDA).reason == expected
 
 
 def test_windows_are_those_that_transformers_own_cache_keeps():
@@ -87,10 +87,10 @@ print(len(outputs), [name for name in sys.modules if name.startswith("triton.")]
 def test_without_triton_the_package_runs():
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_TRITON],
-        env={"PYTHONPATH": ":".join(sys.path), "HF_HUB_OFFLINE": "1"},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["1", "[]"]
