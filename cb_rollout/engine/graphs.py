@@ -13,7 +13,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
 
 import torch
 
@@ -21,14 +20,12 @@ from cb_rollout.engine.attention.decoding import PagedDecoding
 from cb_rollout.engine.attention.places import Places
 from cb_rollout.engine.attention.sharing import shared_tiles
 from cb_rollout.engine.cache import BlockTable, PagedCache
+from cb_rollout.engine.capture import CudaCapture, Replay, captured_weights
 from cb_rollout.engine.graph_sizes import GraphSizes
 from cb_rollout.engine.request import Request
 from cb_rollout.engine.runner import ModelRunner
 from cb_rollout.engine.sampler import draw, uniforms
 from cb_rollout.logprobs import chosen_logprobs
-
-Replay = Callable[[], torch.Tensor]
-# Runs a captured step again; returns what its first run returned, with new contents.
 
 
 class Line(IntEnum):
@@ -114,7 +111,7 @@ class GraphedDecoding:
 
     def check_weights(self) -> None:
         """Forget every graph if a weight no longer is where it was, or an adapter was switched."""
-        weights = _weights(self._runner.model)
+        weights = captured_weights(self._runner.model)
         if weights != self._weights:
             self._graphs.clear()
             self._weights = weights
@@ -254,47 +251,3 @@ def sample_plainly(logits_BV: torch.Tensor, inputs_LB: torch.Tensor) -> torch.Te
     return torch.stack(
         [tokens_B.double(), logprobs_B.double(), normalizers_B.isfinite().double()], 1
     )
-
-
-def _weights(model: torch.nn.Module) -> list[object]:
-    """What a captured forward relies on: where tensors lie, and which adapters peft mixes in."""
-    tensors = [*model.parameters(), *model.buffers()]
-    found: list[object] = [tensor.data_ptr() for tensor in tensors]
-    module: Any
-    for module in model.modules():
-        if hasattr(module, "merged_adapters"):
-            found += [
-                tuple(module.active_adapters),
-                module.disable_adapters,
-                tuple(module.merged_adapters),
-                dict(getattr(module, "scaling", {})),
-            ]
-    return found
-
-
-class CudaCapture:
-    """Captures steps into CUDA graphs that share one memory pool."""
-
-    def __init__(self, device: torch.device) -> None:
-        """Take a pool."""
-        self._device = device
-        self._pool = torch.cuda.graph_pool_handle()
-
-    def __call__(self, step: Replay) -> Replay:
-        """Run a step aside, so that kernels are compiled and libraries set up; then capture it."""
-        stream = torch.cuda.Stream(self._device)
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):
-            for _ in range(2):
-                step()
-        torch.cuda.current_stream(self._device).wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        # Other threads may train, and allocate, meanwhile.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            result = step()
-
-        def replay() -> torch.Tensor:
-            graph.replay()
-            return result
-
-        return replay
