@@ -19,6 +19,9 @@ CACHE_ARGUMENTS = ("past_key_values", "cache_params", "state")
 # The names under which transformers 5.23's models take their past; Mamba's says `cache_params`,
 # RWKV's `state`, which is no Cache.
 
+DummyLayer: Any = getattr(cache_utils, "DummyLayer", cache_utils.DynamicLayer)
+# A cache layer that keeps nothing; transformers 5.17 has none, and is content with an empty one.
+
 
 def unwrap(model: torch.nn.Module) -> PreTrainedModel:
     """The transformers model inside DDP, `torch.compile` and PEFT wrappers.
@@ -294,8 +297,7 @@ def compute_dtype(model: torch.nn.Module) -> torch.dtype:
 
 def swap_attention_lookup(lookup: Callable[..., Any]) -> Callable[..., Any]:
     """Have models look their attention up by `lookup`; returns what they used (5.17 to 5.23)."""
-    found = AttentionInterface.get_interface
-    AttentionInterface.get_interface = lookup
+    found, AttentionInterface.get_interface = AttentionInterface.get_interface, lookup
     return found
 
 

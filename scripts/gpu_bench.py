@@ -252,7 +252,7 @@ def line(row: dict[str, Any]) -> str:
         "tokens_per_second": "{:10,.0f} tokens/s", "share_of_bandwidth": "{:5.0%} of bandwidth",
     }  # fmt: skip
     shown = [text.format(row[name]) for name, text in figures.items() if name in row]
-    return f"{row['what']:<66}{'  '.join(shown) or row['skipped']}"
+    return f"{row['what']:<66}{'  '.join(shown) or row['note']}"
 
 
 def machine() -> dict[str, Any]:
@@ -275,7 +275,7 @@ def machine() -> dict[str, Any]:
 def main() -> None:
     """Measure what fits the time, print it, write it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["8B", "0.6B", "4B"])
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["8B", "4B", "0.6B"])
     parser.add_argument("--seconds", type=float, default=270.0, help="no new part starts after")
     parser.add_argument("--output", type=Path, help="where to write JSON")
     options = parser.parse_args()
@@ -284,36 +284,45 @@ def main() -> None:
     deadline = time.perf_counter() + options.seconds
     rows: list[dict[str, Any]] = []
     peak = bandwidth()
-    print(machine(), f"copy bandwidth {peak / 1e12:.2f} TB/s", sep="\n")
-    for shape in options.shapes:
-        if time.perf_counter() > deadline:
-            rows.append({"what": shape, "skipped": "no time left"})
-            continue
-        model = create_model(shape, "cuda")
-        parts = [lambda m=model, s=shape: bench_decode(s, m, peak)]
-        if shape == "0.6B":
-            parts += [lambda m=model, k=kind: bench_rollout(m, k) for kind in ("equal", "tailed")]
-        parts.append(lambda m=model, s=shape: bench_lifecycle(s, m))
-        for part in parts:
-            try:
-                for row in part():
-                    rows.append(row)
-                    print(line(row), flush=True)
-                    if time.perf_counter() > deadline:
-                        rows.append({"what": f"the rest of {shape}", "skipped": "no time left"})
-                        break
-            except Exception as error:  # noqa: BLE001 - one part's failure is a row of the table
-                rows.append({"what": shape, "skipped": f"{type(error).__name__}: {error}"})
-                print(line(rows[-1]), flush=True)
-        peak_gib = torch.cuda.max_memory_allocated() / (1 << 30)
-        rows.append({"what": f"{shape} peak memory", "skipped": f"{peak_gib:.1f} GiB allocated"})
-        del model, parts
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-    print("", *map(line, rows), sep="\n")
     record = machine() | {"copy_bytes_per_second": peak, "rows": rows}
-    if options.output:
-        options.output.write_text(json.dumps(record, indent=2) + "\n")
+    print(machine(), f"copy bandwidth {peak / 1e12:.2f} TB/s", sep="\n")
+
+    def add(row: dict[str, Any]) -> None:
+        """Kept at once: what comes later may run out of time."""
+        rows.append(row)
+        print(line(row), flush=True)
+        if options.output:
+            options.output.write_text(json.dumps(record, indent=2) + "\n")
+
+    for shape in options.shapes:
+        torch.cuda.reset_peak_memory_stats()
+        model = create_model(shape, "cuda")
+        for name, measure in parts(shape, model, peak).items():
+            if time.perf_counter() > deadline:
+                add({"what": f"{shape} {name}", "note": "skipped: no time left"})
+                continue
+            try:
+                for row in measure():
+                    add(row)
+            except Exception as error:  # noqa: BLE001 - one part's failure is a row of the table
+                add({"what": f"{shape} {name}", "note": f"{type(error).__name__}: {error}"})
+        peak_gib = torch.cuda.max_memory_allocated() / (1 << 30)
+        add({"what": f"{shape} peak memory", "note": f"{peak_gib:.1f} GiB allocated"})
+        del model
+        torch.cuda.empty_cache()
+    print("", *map(line, rows), sep="\n")
+
+
+def parts(shape: str, model: Any, peak: float) -> dict[str, Callable[[], Iterator[dict[str, Any]]]]:
+    """What is measured of a model, the surest first."""
+    measured: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {
+        "decode": lambda: bench_decode(shape, model, peak),
+        "lifecycle": lambda: bench_lifecycle(shape, model),
+    }
+    if shape == "0.6B":
+        for kind in ("tailed", "equal"):
+            measured[f"rollout, {kind}"] = lambda kind=kind: bench_rollout(model, kind)
+    return measured
 
 
 if __name__ == "__main__":

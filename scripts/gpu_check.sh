@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Everything that needs one CUDA device: the tests marked `gpu`, the kernels' tests compiled for the
 # device, and a bench on GPU shapes, in under eight minutes. Needs no network and no install:
-# torch >= 2.11, triton, transformers >= 5.17, pytest and hypothesis.
+# torch >= 2.11, triton, transformers >= 5.17, accelerate, peft, psutil, pytest and hypothesis. What a
+# machine lacks may lie in a folder named by PYTHONPATH.
 #
 #     bash scripts/gpu_check.sh [FOLDER FOR THE RESULTS]
 set -uo pipefail
@@ -12,13 +13,16 @@ results=${1:-runs/gpu}
 mkdir -p "$results"
 export PYTHONPATH="$PWD:$PWD/tests${PYTHONPATH:+:$PYTHONPATH}" HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1
 
+# Most of the tests' time is compiling kernels.
+workers=$("$python" -c "import xdist; print('-n 8')" 2>/dev/null || true)
+
 # The settings of pyproject.toml ask for a newer pytest than a machine without network may have.
-timeout 170 "$python" -m pytest -c /dev/null --rootdir . --import-mode=importlib \
-  -p no:cacheprovider -q -x --durations=5 \
+timeout 190 "$python" -m pytest -c /dev/null --rootdir . --import-mode=importlib \
+  -p no:cacheprovider -q --durations=5 $workers \
   tests/unit/test_attention_kernels.py tests/gpu 2>&1 | tee "$results/tests.txt"
 tests=$?
 
-timeout 300 "$python" scripts/gpu_bench.py --seconds 270 --output "$results/gpu.json" 2>&1 |
+timeout 270 "$python" scripts/gpu_bench.py --seconds 220 --output "$results/gpu.json" 2>&1 |
   tee "$results/bench.txt"
 bench=$?
 

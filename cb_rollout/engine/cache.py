@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer
+from transformers.cache_utils import Cache, CacheLayerMixin
 
+from cb_rollout import _compat
 from cb_rollout.engine.blocks import NULL_BLOCK
 from cb_rollout.engine.pages import packed, page_dtype, unpacked
 from cb_rollout.engine.probe import CacheLayout, LayerStates, StateShape
@@ -208,14 +209,14 @@ class PagedCache(Cache):
         self._paged = [layer for layer in self.layers if isinstance(layer, PagedLayer)]
         self._stateful = [layer for layer in self.layers if isinstance(layer, StateLayer)]
 
-    def _layer(self, states: LayerStates, num_places: int) -> PagedLayer | StateLayer | DummyLayer:
+    def _layer(self, states: LayerStates, num_places: int) -> Any:
         if states.keys and states.is_recurrent:
             return PagedStateLayer(states, num_places, self._num_slots, self._device)
         if states.keys:
             return PagedLayer(states, num_places, self._device)
         if states.is_recurrent:
             return StateLayer(states, self._num_slots, self._device)
-        nothing = DummyLayer()
+        nothing = _compat.DummyLayer()
         # A layer that reads what an encoder left looks there first; text alone leaves nothing.
         nothing.is_initialized = False
         return nothing

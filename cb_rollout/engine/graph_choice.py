@@ -6,10 +6,11 @@ import torch
 
 from cb_rollout import _compat
 from cb_rollout.config import RolloutConfig
+from cb_rollout.engine import device as devices
 from cb_rollout.engine.attention.choice import DecodePath
 from cb_rollout.engine.graph_sizes import GraphSizes
-from cb_rollout.engine.runner import ModelRunner
-from cb_rollout.errors import ConfigurationError
+from cb_rollout.engine.runner import ModelRunner, leased
+from cb_rollout.errors import ConfigurationError, said
 
 if TYPE_CHECKING:
     from cb_rollout.engine.graphs import GraphedDecoding
@@ -30,25 +31,43 @@ def create_graphs(
     """
     if config.wants_graphs is False:
         return None, "CUDA graphs: off, as asked"
-    if obstacle := _obstacle(runner, is_recurrent):
-        asked = [
-            f"{name}={getattr(config, name)!r}"
-            for name, rest in _SETTINGS.items()
-            if getattr(config, name) not in rest
-        ]
-        if asked:
-            raise ConfigurationError(
-                f"{', '.join(asked)} {obstacle}; leave use_cuda_graph and the settings of its "
-                "graphs at their defaults."
-            )
-        return None, f"CUDA graphs: off ({obstacle})"
+    graphs, obstacle = None, _obstacle(runner, is_recurrent)
+    if obstacle is None:
+        graphs, obstacle = _rehearsed(runner, config, max_rows)
+    if graphs is not None:
+        return graphs, "CUDA graphs: on"
+    asked = [
+        f"{name}={getattr(config, name)!r}"
+        for name, rest in _SETTINGS.items()
+        if getattr(config, name) not in rest
+    ]
+    if asked:
+        raise ConfigurationError(
+            f"{', '.join(asked)} {obstacle}; leave use_cuda_graph and the settings of its graphs "
+            "at their defaults."
+        )
+    return None, f"CUDA graphs: off ({obstacle})"
+
+
+def _rehearsed(
+    runner: ModelRunner, config: RolloutConfig, max_rows: int
+) -> tuple["GraphedDecoding | None", str | None]:
+    """Graphs of which the smallest was captured, or None and why it could not be."""
     from cb_rollout.engine.graphs import GraphedDecoding
 
     assert runner.decoding is not None
     sizes = GraphSizes(
         config.q_padding_interval_size, config.kv_padding_interval_size, config.max_cached_graphs
     )
-    return GraphedDecoding(runner, runner.decoding, sizes, max_rows), "CUDA graphs: on"
+    graphs = GraphedDecoding(runner, runner.decoding, sizes, max_rows)
+    try:
+        with leased(runner.model), devices.current(runner.device):
+            graphs.rehearse(config.block_size)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # noqa: BLE001  what it raises is the answer
+        return None, f"needs a forward that asks the host nothing ({said(error)})"
+    return graphs, None
 
 
 _SETTINGS = {

@@ -13,7 +13,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
 
 import torch
 
@@ -21,14 +20,12 @@ from cb_rollout.engine.attention.decoding import PagedDecoding
 from cb_rollout.engine.attention.places import Places
 from cb_rollout.engine.attention.sharing import shared_tiles
 from cb_rollout.engine.cache import BlockTable, PagedCache
+from cb_rollout.engine.capture import CudaCapture, Replay, captured_weights
 from cb_rollout.engine.graph_sizes import GraphSizes
 from cb_rollout.engine.request import Request
 from cb_rollout.engine.runner import ModelRunner
 from cb_rollout.engine.sampler import draw, uniforms
 from cb_rollout.logprobs import chosen_logprobs
-
-Replay = Callable[[], torch.Tensor]
-# Runs a captured step again; returns what its first run returned, with new contents.
 
 
 class Line(IntEnum):
@@ -100,9 +97,21 @@ class GraphedDecoding:
         """Graphs held now."""
         return len(self._graphs)
 
+    def rehearse(self, block_size: int) -> None:
+        """Capture the smallest graph, before there is any cache.
+
+        Raises:
+            Exception: the model's forward cannot be captured; it asks the host what to do.
+        """
+        self.check_weights()
+        num_rows = self._sizes.padded(1)
+        num_splits = self._decoding.splits(num_rows, self._sizes.padded_keys(1))
+        key = GraphKey(num_rows, num_splits, has_shared=False, samples=True)
+        self._add(key, self._decoding.cache.addresses, block_size)
+
     def check_weights(self) -> None:
         """Forget every graph if a weight no longer is where it was, or an adapter was switched."""
-        weights = _weights(self._runner.model)
+        weights = captured_weights(self._runner.model)
         if weights != self._weights:
             self._graphs.clear()
             self._weights = weights
@@ -145,14 +154,8 @@ class GraphedDecoding:
         num_rows = self._sizes.padded(len(requests))
         num_splits = self._decoding.splits(num_rows, longest)
         key = GraphKey(num_rows, num_splits, self._has_shared, samples)
-        replay = self._graphs.get(key)
-        if replay is None:
-            # Captured with no rows at all, which touches no page.
-            self._inputs.zero_()
-            step = self._step(key, addresses, table.block_size)
-            replay = self._graphs[key] = self._capture(step)
-            while len(self._graphs) > self._sizes.max_graphs:
-                self._graphs.popitem(last=False)
+        if key not in self._graphs:
+            self._add(key, addresses, table.block_size)
             if is_loaded:
                 self._prepare(requests, table.block_size)
                 is_loaded = False
@@ -160,7 +163,14 @@ class GraphedDecoding:
             self._inputs.copy_(self._host, non_blocking=True)
             self._loaded, self._expected = list(requests), state
         self._graphs.move_to_end(key)
-        return replay()
+        return self._graphs[key]()
+
+    def _add(self, key: GraphKey, addresses: torch.Tensor, block_size: int) -> None:
+        """Capture a graph, with no rows at all, which touches no page."""
+        self._inputs.zero_()
+        self._graphs[key] = self._capture(self._step(key, addresses, block_size))
+        while len(self._graphs) > self._sizes.max_graphs:
+            self._graphs.popitem(last=False)
 
     def _prepare(self, requests: Sequence[Request], block_size: int) -> None:
         """Write the rows' inputs to the host's buffer."""
@@ -199,7 +209,8 @@ class GraphedDecoding:
         num_tiles = key.num_rows // 2 if key.has_shared else 0
 
         def run() -> torch.Tensor:
-            small = inputs_LB.to(torch.int32)
+            # Of full width, so that every line begins where Triton likes pointers to.
+            small = self._inputs.to(torch.int32)[:, : key.num_rows]
             places = Places(
                 addresses,
                 block_size,
@@ -240,47 +251,3 @@ def sample_plainly(logits_BV: torch.Tensor, inputs_LB: torch.Tensor) -> torch.Te
     return torch.stack(
         [tokens_B.double(), logprobs_B.double(), normalizers_B.isfinite().double()], 1
     )
-
-
-def _weights(model: torch.nn.Module) -> list[object]:
-    """What a captured forward relies on: where tensors lie, and which adapters peft mixes in."""
-    tensors = [*model.parameters(), *model.buffers()]
-    found: list[object] = [tensor.data_ptr() for tensor in tensors]
-    module: Any
-    for module in model.modules():
-        if hasattr(module, "merged_adapters"):
-            found += [
-                tuple(module.active_adapters),
-                module.disable_adapters,
-                tuple(module.merged_adapters),
-                dict(getattr(module, "scaling", {})),
-            ]
-    return found
-
-
-class CudaCapture:
-    """Captures steps into CUDA graphs that share one memory pool."""
-
-    def __init__(self, device: torch.device) -> None:
-        """Take a pool."""
-        self._device = device
-        self._pool = torch.cuda.graph_pool_handle()
-
-    def __call__(self, step: Replay) -> Replay:
-        """Run a step aside, so that kernels are compiled and libraries set up; then capture it."""
-        stream = torch.cuda.Stream(self._device)
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):
-            for _ in range(2):
-                step()
-        torch.cuda.current_stream(self._device).wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        # Other threads may train, and allocate, meanwhile.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            result = step()
-
-        def replay() -> torch.Tensor:
-            graph.replay()
-            return result
-
-        return replay

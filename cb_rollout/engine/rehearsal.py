@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from cb_rollout import _compat
+from cb_rollout.engine import device as devices
 from cb_rollout.engine.attention.choice import AttentionChoice, DecodePath, choose_attention
 from cb_rollout.engine.cache import BlockTable, PagedCache
 from cb_rollout.engine.lease import leased
@@ -93,7 +94,8 @@ def _chosen_attention(
         from cb_rollout.engine.attention.decoding import PagedDecoding
 
         runner.decoding = PagedDecoding(layout, runner.device)
-        direct, failure = _attempt(lambda: _paged(runner, layout, rows))
+        with devices.current(runner.device):
+            direct, failure = _attempt(lambda: _paged(runner, layout, rows))
         found = f"the model does not run on it: {said(failure)}"
         if direct is not None:
             distances = torch.where(gathered == direct, 0.0, (gathered - direct).abs())

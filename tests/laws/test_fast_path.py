@@ -8,6 +8,7 @@ from fast_path import Playback, pretend_cuda
 from tiny import plain_logprobs, tiny_model
 
 from cb_rollout import ConfigurationError, RolloutConfig, RolloutGenerator, SamplingParams
+from cb_rollout.engine import graphs
 from cb_rollout.engine.attention.choice import DecodePath
 from cb_rollout.engine.request import Request
 from cb_rollout.engine.scheduler import Scheduler
@@ -85,9 +86,10 @@ def test_graphs_are_kept_while_weights_change_in_place_and_the_cache_sleeps_wake
     model = tiny_model("qwen3", **SMALL)
     greedy = params(temperature=0.0)
     with generator_of(model, use_cuda_graph=True) as generator:
-        rollout(generator, [SHORT], [greedy])
         captured = Playback.num_captures
         assert captured
+        rollout(generator, [SHORT], [greedy])
+        assert Playback.num_captures == captured
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(1.1)
@@ -110,8 +112,8 @@ def test_only_so_many_graphs_are_kept_and_rows_are_padded_as_asked(fast):
     with generator_of(model, max_cached_graphs=1, q_padding_interval_size=3) as generator:
         rollout(generator, [SHORT] * 4, [params(max_new_tokens=n) for n in (2, 3, 3, 3)])
         assert generator.manager.engine._graphs.num_graphs == 1
-    # Six rows, then three, each while all of them run.
-    assert Playback.num_captures == 2
+    # One before anything runs, then for six rows, then for three.
+    assert Playback.num_captures == 3
 
 
 def test_a_preempted_sequence_resumes_under_graphs_as_if_nothing_had_been(fast, monkeypatch):
@@ -171,6 +173,20 @@ def test_attention_that_the_kernels_do_otherwise_is_gathered(family, reason, fas
         tokens, logprobs = rollout(generator, [SHORT], [params()])
     assert logprobs[0] == pytest.approx(plain_logprobs(model, SHORT, tokens[0]), abs=1e-5)
     with pytest.raises(ConfigurationError, match=r"use_cuda_graph=True needs decode steps without"):
+        generator_of(model, use_cuda_graph=True)
+
+
+def test_a_forward_that_asks_the_host_is_not_captured(fast, monkeypatch):
+    def capture(step):
+        raise RuntimeError("operation not permitted when stream is capturing\nat line 7")
+
+    monkeypatch.setattr(graphs, "CudaCapture", lambda device: capture)
+    model = tiny_model("qwen3", **SMALL)
+    with generator_of(model) as generator:
+        assert generator.manager.engine._graphs is None
+        assert "(RuntimeError: operation not permitted" in generator.manager.engine.decode_path
+        rollout(generator, [SHORT], [params()])
+    with pytest.raises(ConfigurationError, match="use_cuda_graph=True needs a forward that asks"):
         generator_of(model, use_cuda_graph=True)
 
 

@@ -12,8 +12,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer
+from transformers.cache_utils import Cache, CacheLayerMixin
 
+from cb_rollout import _compat
 from cb_rollout.engine.attention.dispatch import attending
 from cb_rollout.engine.attention.places import Form, Places
 from cb_rollout.engine.attention.triton_decode import TYPES, attend, shared_rows, write
@@ -103,9 +104,13 @@ class DecodeCache(Cache):
             for index, states in enumerate(layout.layers)
             if states.keys
         ]
-        super().__init__(layers=[DummyLayer() for _ in layout.layers])
+        layers: list[Any] = [_compat.DummyLayer() for _ in layout.layers]
+        for layer in self.paged:
+            layers[layer.index] = layer
+        super().__init__(layers=layers)
         self._stateful: list[StateLayer] = []
-        self._addresses = torch.zeros(2 * len(self.layers) + 2, dtype=torch.int64, device=device)
+        self.addresses = torch.zeros(2 * len(layers) + 2, dtype=torch.int64, device=device)
+        """As `Places` takes them; all zero until `find`."""
         self._known: list[int] = []
 
     def find(self, cache: PagedCache, table: BlockTable) -> torch.Tensor:
@@ -116,13 +121,13 @@ class DecodeCache(Cache):
             pages = layer.pages[:2] if isinstance(layer, PagedLayer) else []
             addresses += [p.data_ptr() for p in pages] or [0, 0]
         if addresses != self._known:
-            self._addresses.copy_(torch.tensor(addresses))
+            self.addresses.copy_(torch.tensor(addresses))
             self._known = addresses
             self.layers = list(cache.layers)
             for layer in self.paged:
                 self.layers[layer.index] = layer
             self._stateful = [layer for layer in self.layers if isinstance(layer, StateLayer)]
-        return self._addresses
+        return self.addresses
 
     @contextmanager
     def reading(self, places: Places) -> Iterator[None]:

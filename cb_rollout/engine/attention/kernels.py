@@ -59,7 +59,7 @@ def write_kernel(
         tl.store(values + place * (NUM_KEY_HEADS * VALUE_SIZE) + offsets, new, mask=is_value)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits", "num_parts", "first_part", "window"])
 def attend_kernel(
     queries,
     outputs,
@@ -216,7 +216,7 @@ def attend_kernel(
         tl.store(sums + part, largest + known, mask=is_query)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_parts", "num_own_parts"])
 def join_kernel(
     outputs,
     partials,

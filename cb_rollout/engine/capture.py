@@ -1,0 +1,53 @@
+"""What it is to capture a step as a CUDA graph, and what a captured forward relies on."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+Replay = Callable[[], torch.Tensor]
+# Runs a captured step again; returns what its first run returned, with new contents.
+
+
+def captured_weights(model: torch.nn.Module) -> list[object]:
+    """What a captured forward relies on: where tensors lie, and which adapters peft mixes in."""
+    tensors = [*model.parameters(), *model.buffers()]
+    found: list[object] = [tensor.data_ptr() for tensor in tensors]
+    module: Any
+    for module in model.modules():
+        if hasattr(module, "merged_adapters"):
+            found += [
+                tuple(module.active_adapters),
+                module.disable_adapters,
+                tuple(module.merged_adapters),
+                dict(getattr(module, "scaling", {})),
+            ]
+    return found
+
+
+class CudaCapture:
+    """Captures steps into CUDA graphs that share one memory pool."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Take a pool."""
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, step: Replay) -> Replay:
+        """Run a step aside, so that kernels are compiled and libraries set up; then capture it."""
+        stream = torch.cuda.Stream(self._device)
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                step()
+        torch.cuda.current_stream(self._device).wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        # Other threads may train, and allocate, meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            result = step()
+
+        def replay() -> torch.Tensor:
+            graph.replay()
+            return result
+
+        return replay
