@@ -215,16 +215,3 @@ def test_wrappers_are_seen_through(wrap):
 def test_a_copy_of_a_prepared_model_has_its_class_forward():
     module = create_weight_sync(_compat.unwrap(prepared(tiny_model())), COPY).module
     assert "forward" not in vars(module)
-
-
-class FullyShardedDataParallel(torch.nn.Module):
-    """Named as FSDP1's wrapper, which needs an accelerator to be made."""
-
-    def __init__(self, module):
-        super().__init__()
-        self.module = module
-
-
-def test_fsdp1_is_refused_with_what_to_use_instead():
-    with pytest.raises(ConfigurationError, match="shard with FSDP2"):
-        RolloutGenerator(FullyShardedDataParallel(tiny_model()))
