@@ -95,6 +95,19 @@ def refuse_sharded(model: PreTrainedModel) -> None:
         )
 
 
+def refuse_tensor_parallel(model: PreTrainedModel) -> None:
+    """Raise `ConfigurationError` where transformers 5.23 split layers by a `tp_plan`.
+
+    Processes of one group get the same data, and would sample it with seeds of their own.
+    """
+    if (num_processes := getattr(model, "tp_size", None) or 1) > 1:
+        raise ConfigurationError(
+            f"the model is split over {num_processes} tensor-parallel processes, which cannot roll "
+            "out as one; load it without tp_plan and shard it with FSDP2 (recipes/accelerate/"
+            "fsdp2.yaml), or generate on a server that splits inference."
+        )
+
+
 def is_dtensor(tensor: torch.Tensor) -> bool:
     """Whether FSDP2 or tensor parallelism laid it over processes (torch 2.13)."""
     return isinstance(tensor, DTensor)

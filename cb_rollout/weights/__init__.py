@@ -33,10 +33,11 @@ def create_weight_sync(
         accelerator: the trainer's, whose precision and device are taken.
 
     Raises:
-        ConfigurationError: the model's weights cannot be used as the config says.
+        ConfigurationError: the model's weights cannot be used as the config says, or at all.
         WeightSyncError: a copy made from the model's config has other tensors than the model.
     """
     module = _compat.unwrap(model)
+    _compat.refuse_tensor_parallel(module)
     precision = rollout_precision(config, model, accelerator)
     weight_sync = config.weight_sync
     if weight_sync == WeightSync.AUTO:

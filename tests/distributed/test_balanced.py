@@ -6,7 +6,7 @@ from processes import run_processes
 
 @pytest.fixture(scope="module")
 def ranks():
-    return run_processes("balanced_rollouts.py")
+    return run_processes("distributed/balanced_rollouts.py")
 
 
 @pytest.mark.parametrize("name", ["", "_again"])

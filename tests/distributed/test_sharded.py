@@ -16,13 +16,13 @@ SHARED = ["plain", "ddp", "zero1", "zero2"]
 
 @pytest.fixture(scope="module")
 def ranks():
-    return run_processes("sharded_rollouts.py")
+    return run_processes("distributed/sharded_rollouts.py")
 
 
 @pytest.fixture(scope="module")
 def zero_ranks():
     pytest.importorskip("deepspeed", reason="ZeRO is tested where deepspeed is installed")
-    return run_processes("zero_rollouts.py")
+    return run_processes("distributed/zero_rollouts.py")
 
 
 def require_followed(ranks, way):

@@ -12,13 +12,13 @@ ZERO = ["zero1", "zero3", "zero3_lora"]
 
 @pytest.fixture(scope="module")
 def ranks():
-    return run_processes("trl_sharded.py", *FSDP, *BF16)
+    return run_processes("distributed/trl_sharded.py", *FSDP, *BF16)
 
 
 @pytest.fixture(scope="module")
 def zero_ranks():
     pytest.importorskip("deepspeed", reason="ZeRO is tested where deepspeed is installed")
-    return run_processes("trl_sharded.py", *ZERO)
+    return run_processes("distributed/trl_sharded.py", *ZERO)
 
 
 def require_followed(rank):

@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,13 @@ def main() -> None:
         Path(folder) / os.environ["RANK"], reward=Failing(how), per_device_train_batch_size=8
     )
     with attach(trainer, RolloutConfig(verify_every_steps=0)):
-        trainer.train()
+        try:
+            trainer.train()
+        except ValueError:
+            if how != "linger":
+                raise
+            # As in a notebook: the error is caught, and the process stays.
+            threading.Event().wait()
 
 
 if __name__ == "__main__":
