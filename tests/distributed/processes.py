@@ -28,13 +28,8 @@ def run_processes(script: str, *arguments: str, num_processes: int = 2) -> list[
     Each gets `arguments` and, as its last one, a file to write a JSON object to. Returns the
     objects by rank; fails with what the processes said if any of them did.
     """
-    paths = [
-        TESTS.parent,
-        TESTS,
-        TESTS / "training",
-        TESTS / "distributed",
-        os.environ.get("PYTHONPATH", ""),
-    ]
+    folders = [TESTS.parent, TESTS, TESTS / "training", TESTS / "distributed"]
+    paths = [*folders, os.environ.get("PYTHONPATH", "")]
     shared = {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),

@@ -36,10 +36,8 @@ def main() -> None:
     ours = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     os.environ |= {name: value for name, value in environment.items() if name not in ours}
     sys.argv = [recipe, *arguments]
-    try:
-        runpy.run_path(recipe, run_name="__main__")
-    except SystemExit as end:
-        assert not end.code, end.code
+    exit_code = runpy.run_path(recipe)["main"]()
+    assert exit_code == 0, exit_code
     Path(path).write_text(json.dumps({}))
 
 

@@ -220,5 +220,5 @@ def test_a_copy_of_a_prepared_model_has_its_class_forward():
 def test_a_tensor_parallel_model_is_refused_with_what_to_use_instead():
     model = tiny_model()
     model._tp_size = 2
-    with pytest.raises(ConfigurationError, match="2 tensor-parallel processes.*FSDP2"):
+    with pytest.raises(ConfigurationError, match=r"2 tensor-parallel processes.*FSDP2"):
         RolloutGenerator(model)
