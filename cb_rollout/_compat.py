@@ -165,6 +165,17 @@ def is_quantized(model: PreTrainedModel) -> bool:
     return bool(is_marked) or any(not p.is_floating_point() for p in model.parameters())
 
 
+def keep_differentiable(model: PreTrainedModel) -> None:
+    """Keep an evaluation from packing 4-bit weights in a way that training cannot use.
+
+    bitsandbytes 0.50 does so in place, on CPUs with AVX512-BF16, at the first forward in evaluation
+    mode; the forwards of the training that follows then have no gradient through these layers.
+    """
+    for module in model.modules():
+        if getattr(module, "support_avx512bf16_for_cpu", False):
+            module.support_avx512bf16_for_cpu = False
+
+
 def plain_class(model: PreTrainedModel) -> type[PreTrainedModel]:
     """The model's class; `fully_shard` of torch 2.13 derives one of its own from it."""
     return next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))

@@ -51,6 +51,7 @@ def create_weight_sync(
         else:
             weight_sync = _fitting(module, precision)
     if weight_sync == WeightSync.SHARED:
+        _compat.keep_differentiable(module)
         return SharedWeights(module, precision.autocast_dtype)
     if _compat.is_quantized(module):
         raise ConfigurationError(

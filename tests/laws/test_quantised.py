@@ -37,7 +37,7 @@ def test_log_probabilities_are_those_of_the_trainers_forward_after_every_step(mo
     assert {p.dtype for p in model.parameters()} > {torch.float32}
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     params = SamplingParams(max_new_tokens=8, ignore_eos=True)
-    before, versions = packed(model), []
+    before, versions, drifts = packed(model), [], []
     with RolloutGenerator(model, RolloutConfig(seed=0)) as generator:
         assert generator.manager.engine.model is model.get_base_model()
         for _ in range(3):
@@ -48,7 +48,8 @@ def test_log_probabilities_are_those_of_the_trainers_forward_after_every_step(mo
             assert generator.sync_weights().bytes_copied == 0
             outputs = generator.generate_batch([[5, 6, 7], [8, 9]], sampling_params=params)
             versions.append([o.logprobs for o in outputs.values()])
-            assert generator.verify(2).max <= SHARPNESS * 1e-5
+            drifts.append(generator.verify(2).max)
+    assert max(drifts) <= SHARPNESS * 1e-5
     assert versions[0] != versions[1] != versions[2]
     assert all(torch.equal(p, packed(model)[name]) for name, p in before.items())
 
