@@ -171,7 +171,8 @@ def keep_differentiable(model: PreTrainedModel) -> None:
     bitsandbytes 0.50 does so in place, on CPUs with AVX512-BF16, at the first forward in evaluation
     mode; the forwards of the training that follows then have no gradient through these layers.
     """
-    for module in model.modules():
+    modules: Iterator[Any] = model.modules()
+    for module in modules:
         if getattr(module, "support_avx512bf16_for_cpu", False):
             module.support_avx512bf16_for_cpu = False
 

@@ -11,7 +11,7 @@ from tiny import char_tokenizer, tiny_model
 
 from cb_rollout import RolloutConfig, RolloutGenerator, SamplingParams
 
-STUCK_SECONDS = 150
+STUCK_SECONDS = 280
 # Past this a process ends itself and says where it waited.
 
 PROMPTS = [[[5, 6, 7], [8, 9], [5, 6, 7, 8]], [[10, 11]]]

@@ -180,7 +180,7 @@ def refusal(model: Any) -> str:
     return ""
 
 
-STUCK_SECONDS = 150
+STUCK_SECONDS = 280
 # Past this a process ends itself and says where it waited.
 
 

@@ -77,7 +77,7 @@ def train(output_dir: Path, settings: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-STUCK_SECONDS = 240
+STUCK_SECONDS = 280
 # Past this a process ends itself and says where it waited.
 
 

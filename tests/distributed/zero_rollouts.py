@@ -20,7 +20,7 @@ from sharded_rollouts import BATCH, follow, plain, sgd, with_lora
 
 from cb_rollout import RolloutConfig
 
-STUCK_SECONDS = 240
+STUCK_SECONDS = 280
 # Past this a process ends itself and says where it waited.
 
 
