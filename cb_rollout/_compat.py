@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from transformers import AttentionInterface, PreTrainedModel, cache_utils
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -37,13 +37,14 @@ def unwrap(model: torch.nn.Module) -> PreTrainedModel:
 
 
 def collective_forward(model: torch.nn.Module) -> torch.nn.Module:
-    """What to call for the model's own forward: under FSDP2 its root, else the innermost model.
+    """What to call for the model's own forward: under FSDP its root, else the innermost model.
 
-    FSDP2's root gathers what its units do not, and accelerate 1.15 makes a PEFT wrapper the root.
+    FSDP's root gathers what its units do not, and accelerate 1.15 makes a PEFT wrapper the root.
     DDP's forward is not needed, and would talk to other processes.
     """
     wrappers = list(_wrappers(model))
-    return next((w for w in wrappers if isinstance(w, FSDPModule)), wrappers[-1])
+    roots = (w for w in wrappers if isinstance(w, FSDPModule | FullyShardedDataParallel))
+    return next(roots, wrappers[-1])
 
 
 def _wrappers(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
@@ -60,11 +61,6 @@ def _wrappers(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
                     "lives inside the model's layers."
                 )
             module = module.get_base_model()
-        elif type(module).__name__ == "FullyShardedDataParallel":  # torch 2.13, FSDP1
-            raise ConfigurationError(
-                "FSDP1 (FullyShardedDataParallel) keeps no tensor of the model whole or named; "
-                "shard with FSDP2: fully_shard, or fsdp_version: 2 in accelerate."
-            )
         elif isinstance(getattr(module, "module", None), torch.nn.Module):
             module = module.module
         else:
@@ -103,6 +99,19 @@ def refuse_sharded(model: PreTrainedModel) -> None:
         )
 
 
+def refuse_tensor_parallel(model: PreTrainedModel) -> None:
+    """Raise `ConfigurationError` where transformers 5.23 split layers by a `tp_plan`.
+
+    Processes of one group get the same data, and would sample it with seeds of their own.
+    """
+    if (num_processes := getattr(model, "tp_size", None) or 1) > 1:
+        raise ConfigurationError(
+            f"the model is split over {num_processes} tensor-parallel processes, which cannot roll "
+            "out as one; load it without tp_plan and shard it with FSDP2 (recipes/accelerate/"
+            "fsdp2.yaml), or generate on a server that splits inference."
+        )
+
+
 def is_dtensor(tensor: torch.Tensor) -> bool:
     """Whether FSDP2 or tensor parallelism laid it over processes (torch 2.13)."""
     return isinstance(tensor, DTensor)
@@ -126,19 +135,25 @@ def zero3_slice(tensor: Any) -> torch.Tensor:
 def is_sharded(model: torch.nn.Module) -> bool:
     """Whether processes hold different parts of any parameter.
 
-    FSDP2's modules show whole parameters after a forward, so they are asked for by their class.
+    FSDP's modules may show whole parameters after a forward, so they are asked for by their class.
     """
-    if any(isinstance(module, FSDPModule) for module in model.modules()):
+    sharding = FSDPModule | FullyShardedDataParallel
+    if any(isinstance(module, sharding) for module in model.modules()):
         return True
     return any(is_dtensor(p) or is_zero3(p) for p in model.parameters())
 
 
 def shards_models(accelerator: Any) -> bool:
     """Whether accelerate 1.15 lays the models that it prepares over processes: FSDP, ZeRO-3."""
-    state = accelerator.state
-    if getattr(state, "fsdp_plugin", None) is not None:
+    if getattr(accelerator.state, "fsdp_plugin", None) is not None:
         return True
-    return getattr(getattr(state, "deepspeed_plugin", None), "zero_stage", 0) == 3
+    return zero_stage(accelerator) == 3
+
+
+def zero_stage(accelerator: Any) -> int | None:
+    """The ZeRO stage of accelerate 1.15's DeepSpeed plugin; None: there is none."""
+    plugin = getattr(accelerator.state, "deepspeed_plugin", None)
+    return None if plugin is None else plugin.zero_stage
 
 
 def local_part(parameter: torch.Tensor) -> torch.Tensor:
@@ -148,39 +163,22 @@ def local_part(parameter: torch.Tensor) -> torch.Tensor:
     return zero3_slice(parameter) if is_zero3(parameter) else parameter
 
 
-def _fsdp_groups(model: torch.nn.Module) -> Iterator[Any]:
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            state: Any = module._get_fsdp_state()
-            # torch 2.13 has a list of groups, torch 2.11 one group or None.
-            one = getattr(state, "_fsdp_param_group", None)
-            yield from getattr(state, "_fsdp_param_groups", [one] if one else [])
-
-
-def fsdp_shards(model: torch.nn.Module) -> dict[int, torch.Tensor]:
-    """The shard behind each parameter that FSDP2 shows whole now, by the parameter's id.
-
-    A forward leaves some parameters whole until the next backward, cast to what it computed in
-    (torch 2.13).
-    """
-    return {
-        id(parameter._unsharded_param): parameter.sharded_param
-        for group in _fsdp_groups(model)
-        for parameter in group.fsdp_params
-        if hasattr(parameter, "_unsharded_param")
-    }
-
-
-def fsdp_param_dtype(model: torch.nn.Module) -> torch.dtype | None:
-    """What FSDP2's mixed precision casts every parameter to for a forward; None: nothing."""
-    groups = list(_fsdp_groups(model))
-    return groups[0].mp_policy.param_dtype if groups else None
-
-
 def is_quantized(model: PreTrainedModel) -> bool:
     """Whether weights are packed; transformers 5.23 marks the model, bitsandbytes the dtype."""
     is_marked = getattr(model, "is_quantized", False) or getattr(model, "hf_quantizer", None)
     return bool(is_marked) or any(not p.is_floating_point() for p in model.parameters())
+
+
+def keep_differentiable(model: PreTrainedModel) -> None:
+    """Keep an evaluation from packing 4-bit weights in a way that training cannot use.
+
+    bitsandbytes 0.50 does so in place, on CPUs with AVX512-BF16, at the first forward in evaluation
+    mode; the forwards of the training that follows then have no gradient through these layers.
+    """
+    modules: Iterator[Any] = model.modules()
+    for module in modules:
+        if getattr(module, "support_avx512bf16_for_cpu", False):
+            module.support_avx512bf16_for_cpu = False
 
 
 def plain_class(model: PreTrainedModel) -> type[PreTrainedModel]:
@@ -189,9 +187,10 @@ def plain_class(model: PreTrainedModel) -> type[PreTrainedModel]:
 
 
 def wrapped_layer(module: Any) -> torch.nn.Module | None:
-    """The layer inside torch 2.13's wrappers for compilation and checkpointing, if it is one."""
+    """The layer inside torch 2.13's wrappers: compilation, checkpointing, FSDP1; None: no such."""
     inner = vars(module).get("_modules", {})
-    return inner.get("_orig_mod") or inner.get("_checkpoint_wrapped_module")
+    names = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+    return next((inner[name] for name in names if name in inner), None)
 
 
 def forward_argument_names(model: PreTrainedModel) -> frozenset[str]:

@@ -187,6 +187,12 @@ class RolloutConfig:
         "Sequences per rollout written, token by token, to the run's records; 0: none.",
         cost="Costs disk, one line per sequence.",
     )
+    balance_ranks: bool = _setting(
+        False,
+        "Deal each rollout's prompts over the data-parallel processes by expected length; every "
+        "process must generate at the same time.",
+        cost="Costs an exchange of prompts and moved completions per rollout; see distributed.md.",
+    )
     release_cache: str = _setting(
         "between_steps",
         "between_steps: give the KV memory back while training runs; never: keep.",
@@ -216,7 +222,7 @@ class RolloutConfig:
             _require_choice(name, getattr(self, name), kind)
         for name, (least, may_be_none) in _INTEGERS.items():
             _require_integer(name, getattr(self, name), least, may_be_none)
-        for name in ("allow_block_sharing", "return_logprobs", "verify_weight_sync"):
+        for name in _BOOLEANS:
             if not isinstance(value := getattr(self, name), bool):
                 raise ConfigurationError(f"{name}={value!r} is not True or False.")
         if not _is_number(self.max_memory_percent) or not 0 < self.max_memory_percent <= 1:
@@ -242,6 +248,8 @@ class RolloutConfig:
         asked = self.use_cuda_graph
         return asked[1] if isinstance(asked, tuple | list) else asked
 
+
+_BOOLEANS = ("allow_block_sharing", "return_logprobs", "verify_weight_sync", "balance_ranks")
 
 _CHOICES: dict[str, type[StrEnum]] = {
     "scheduler_type": SchedulerType,

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 
+from cb_rollout.balancing import Balancer
 from cb_rollout.choices import InFlight
+from cb_rollout.distributed import is_distributed
 from cb_rollout.errors import ConfigurationError, IncompleteRolloutError, InvalidRequestError
 from cb_rollout.generation_config import from_generation_config
 from cb_rollout.logprobs import DriftReport
@@ -70,6 +72,8 @@ class RolloutGenerator:
             trained=self._weights.trained,
             optimizer=optimizer,
         )
+        is_one_of_many = self.config.balance_ranks and is_distributed()
+        self._balancer = Balancer(self.manager) if is_one_of_many else None
         self._is_asleep = False
         self._last_rollout: list[Request] = []
         self._last_metrics: dict[str, float] = {}
@@ -124,8 +128,12 @@ class RolloutGenerator:
             records_timestamps=record_timestamps,
         )
         self.wake()
-        outputs, self._last_metrics = run_rollout(self.manager, requests, progress_bar)
-        self._last_rollout = requests
+        if self._balancer is not None:
+            dealt = self._balancer.run(requests, progress_bar)
+            outputs, self._last_metrics, self._last_rollout = dealt
+        else:
+            outputs, self._last_metrics = run_rollout(self.manager, requests, progress_bar)
+            self._last_rollout = requests
         failed = [o for o in outputs.values() if o.status is not RequestStatus.FINISHED]
         if failed and on_error == "raise":
             raise IncompleteRolloutError(
@@ -158,6 +166,11 @@ class RolloutGenerator:
     def policy_version(self) -> int:
         """The version that tokens are stamped with; 0 before the first sync."""
         return self.manager.engine.policy_version
+
+    def follow(self, model: torch.nn.Module) -> None:
+        """The trainer has put the model into another wrapper since; sync from there."""
+        self._weights.follow(model)
+        self.manager.engine.trained = self._weights.trained
 
     def sync_weights(
         self, in_flight: Literal["keep", "recompute", "abort"] = "recompute"

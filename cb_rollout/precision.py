@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from cb_rollout import _compat
+from cb_rollout import _compat, _compat_fsdp
 from cb_rollout.choices import WeightSync
 from cb_rollout.config import RolloutConfig
 from cb_rollout.errors import ConfigurationError
@@ -32,7 +32,11 @@ def rollout_precision(config: RolloutConfig, model: torch.nn.Module, accelerator
     """
     word = "no" if accelerator is None else accelerator.mixed_precision
     trainers_autocast = MIXED_PRECISION.get(word)
+    is_deepspeed = accelerator is not None and _compat.zero_stage(accelerator) is not None
     if config.rollout_dtype == "auto":
+        if is_deepspeed:
+            # It casts the module itself, and runs it without autocast.
+            return Precision(None, trainers_autocast)
         return Precision(trainers_autocast, _sharded_compute_dtype(model, accelerator))
     is_copy = config.weight_sync == WeightSync.COPY
     wanted: torch.dtype = getattr(torch, config.rollout_dtype)
@@ -60,9 +64,9 @@ def rollout_precision(config: RolloutConfig, model: torch.nn.Module, accelerator
 
 
 def _sharded_compute_dtype(model: torch.nn.Module, accelerator: Any) -> torch.dtype | None:
-    """What FSDP2 casts every parameter to, by the model or, before it is sharded, the plan."""
+    """What FSDP casts every parameter to, by the model or, before it is sharded, the plan."""
     policy: Any = None
     if accelerator is not None:
         plugin = getattr(accelerator.state, "fsdp_plugin", None)
         policy = getattr(plugin, "mixed_precision_policy", None)
-    return getattr(policy, "param_dtype", None) or _compat.fsdp_param_dtype(model)
+    return getattr(policy, "param_dtype", None) or _compat_fsdp.fsdp_param_dtype(model)

@@ -5,6 +5,7 @@ number after "####", in a box, or else the last number in it, is the gold answer
 
 Launch:   accelerate launch recipes/gsm8k_grpo.py --model Qwen/Qwen3-0.6B --max-steps 200
           accelerate launch recipes/gsm8k_grpo.py --model ./checkpoint --dataset ./train.jsonl
+          accelerate launch --config_file recipes/accelerate/ddp.yaml recipes/gsm8k_grpo.py
 Hardware: one GPU, or several as data-parallel processes; a CPU for tiny checkpoints
 Prints last: where the report lies
 """

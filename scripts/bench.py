@@ -2,6 +2,7 @@
 
     python scripts/bench.py rollout            # one rollout: prompts in, completions out
     python scripts/bench.py step               # one GRPO step through TRL
+    python scripts/bench.py sync               # a weight sync, beside bare tensor copies
     python scripts/bench.py bookkeeping        # what a decode step takes beside its forward
     python scripts/bench.py roofline           # what this machine can do at most
 
@@ -460,10 +461,59 @@ def bench_bookkeeping(device: str, repetitions: int) -> dict[str, Any]:
     return results
 
 
+def bench_sync(device: str, repetitions: int) -> dict[str, Any]:
+    """Milliseconds of a sync, and the copy's bandwidth beside that of bare tensor copies.
+
+    Both read and write the same bytes, and take turns; a rollout before each leaves caches as in
+    training.
+    """
+    model = create_model(device)
+    prompts = [[2, 3, 4]] * 4
+    params = cb_rollout.SamplingParams(max_new_tokens=4, ignore_eos=True)
+    tensors = [*model.parameters(), *model.buffers()]
+    targets = [torch.empty_like(tensor) for tensor in tensors]
+
+    @torch.no_grad()
+    def copy_bare() -> None:
+        for target, tensor in zip(targets, tensors, strict=True):
+            target.copy_(tensor)
+
+    generators = {
+        kind: cb_rollout.RolloutGenerator(
+            model, cb_rollout.RolloutConfig(seed=SEED, weight_sync=kind)
+        )
+        for kind in ("shared", "copy")
+    }
+    works: dict[str, Callable[[], Any]] = {"bare copies": copy_bare}
+    works |= {f"{kind} sync": generator.sync_weights for kind, generator in generators.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in works}
+    for _ in range(20 * repetitions + 1):
+        for name, work in works.items():
+            for generator in generators.values():
+                generator.generate_batch(prompts, sampling_params=params)
+            seconds[name].append(timed(work))
+    medians = {name: statistics.median(values[1:]) for name, values in seconds.items()}
+    num_bytes = generators["copy"].sync_weights().bytes_copied
+    for generator in generators.values():
+        generator.close()
+    figures = {f"{name}, milliseconds": 1000 * value for name, value in medians.items()}
+    bare, copied = (2 * num_bytes / medians[name] / 1e9 for name in ("bare copies", "copy sync"))
+    return {
+        "sync": figures
+        | {
+            "megabytes": num_bytes / 1e6,
+            "bare copies, GB/s read and written": bare,
+            "copy sync, GB/s read and written": copied,
+            "copy sync, percent of bare": 100 * copied / bare,
+        }
+    }
+
+
 BENCHES = {
     "bookkeeping": bench_bookkeeping,
     "rollout": bench_rollout,
     "step": bench_step,
+    "sync": bench_sync,
     "roofline": bench_roofline,
 }
 

@@ -39,6 +39,7 @@ class TrainerRollouts:
 
     def sync_weights(self) -> None:
         """Called by the trainer once per optimizer step, before it generates."""
+        self._generator.follow(self._trainer.model_wrapped)
         self._generator.sync_weights()
 
     def generate(

@@ -21,6 +21,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 from cb_rollout.choices import ReleaseCache
 from cb_rollout.config import RolloutConfig
+from cb_rollout.distributed import create_failure_watch
 from cb_rollout.errors import ConfigurationError
 from cb_rollout.generator import RolloutGenerator
 from cb_rollout.integrations.trainer_rollouts import TrainerRollouts
@@ -70,6 +71,8 @@ def attach(trainer: Any, config: Any = None) -> RolloutGenerator:
         accelerator=trainer.accelerator,
         optimizer=_optimizer(trainer),
     )
+    if config.balance_ranks:
+        _require_one_turn(trainer)
     _require_room(trainer, generator)
     _warn_of_dropout(trainer)
     rollouts = TrainerRollouts(trainer, generator)
@@ -81,6 +84,9 @@ def attach(trainer: Any, config: Any = None) -> RolloutGenerator:
     if config.release_cache == ReleaseCache.BETWEEN_STEPS:
         trainer._generate = rollouts.sleeping_after(trainer._generate)
     trainer.add_callback(RolloutCallback(rollouts))
+    watch = create_failure_watch()
+    if watch is not None:
+        trainer.train, trainer.evaluate = map(watch.watching, (trainer.train, trainer.evaluate))
     return generator
 
 
@@ -127,14 +133,6 @@ def _require_settings(trainer: Any) -> None:
             f"temperature={trainer.args.temperature}: the completions of a group would all be the "
             "same; raise it in the trainer's config."
         )
-    if trainer.is_deepspeed_enabled:
-        raise ConfigurationError(
-            "attach() does not support DeepSpeed; run on one device, under DDP or with FSDP2."
-        )
-    if trainer.is_fsdp_enabled and not trainer.accelerator.is_fsdp2:
-        raise ConfigurationError(
-            "attach() does not support FSDP1; shard with FSDP2 (fsdp_config={'version': 2})."
-        )
     corrects = getattr(trainer, "vllm_importance_sampling_correction", False)
     mode = getattr(trainer, "vllm_importance_sampling_mode", None)
     if getattr(trainer, "loss_type", None) == "vespo" and corrects:
@@ -158,6 +156,16 @@ def _require_room(trainer: Any, generator: RolloutGenerator) -> None:
             raise ConfigurationError(
                 f"max_completion_length={length} leaves no room for a prompt: {holder} at most "
                 f"{limit} tokens of one sequence; lower it in the trainer's config."
+            )
+
+
+def _require_one_turn(trainer: Any) -> None:
+    """Refuse to deal prompts where processes generate at different times, or not at all."""
+    for name in ("tools", "environments", "rollout_func"):
+        if getattr(trainer, name, None):
+            raise ConfigurationError(
+                f"balance_ranks=True deals prompts when all processes generate at once, which with "
+                f"{name} they do not; leave it False."
             )
 
 

@@ -33,17 +33,25 @@ def create_weight_sync(
         accelerator: the trainer's, whose precision and device are taken.
 
     Raises:
-        ConfigurationError: the model's weights cannot be used as the config says.
+        ConfigurationError: the model's weights cannot be used as the config says, or at all.
         WeightSyncError: a copy made from the model's config has other tensors than the model.
     """
     module = _compat.unwrap(model)
+    _compat.refuse_tensor_parallel(module)
     precision = rollout_precision(config, model, accelerator)
     weight_sync = config.weight_sync
     if weight_sync == WeightSync.AUTO:
         will_be_sharded = accelerator is not None and _compat.shards_models(accelerator)
         is_sharded = will_be_sharded or _compat.is_sharded(model)
-        weight_sync = WeightSync.COPY if is_sharded else _fitting(module, precision)
+        if is_sharded:
+            weight_sync = WeightSync.COPY
+        elif accelerator is not None and _compat.zero_stage(accelerator) is not None:
+            # deepspeed casts the module itself when it takes it, so that nothing is saved.
+            weight_sync = WeightSync.SHARED
+        else:
+            weight_sync = _fitting(module, precision)
     if weight_sync == WeightSync.SHARED:
+        _compat.keep_differentiable(module)
         return SharedWeights(module, precision.autocast_dtype)
     if _compat.is_quantized(module):
         raise ConfigurationError(

@@ -23,6 +23,10 @@ class WeightSynchronizer(Protocol):
     is_collective: bool
     """Whether a sync, and a forward of `trained`, need every process at once."""
 
+    def follow(self, trained: torch.nn.Module) -> None:
+        """The same model is trained in another wrapper from now on."""
+        ...
+
     def sync(self) -> int:
         """Take the trained weights over; returns the bytes that were written.
 

@@ -13,6 +13,7 @@ from cb_rollout.precision import Precision
 from cb_rollout.weights.gathering import Gathering, create_gathering
 from cb_rollout.weights.replica import create_replica, require_match, tensors_by_name
 from cb_rollout.weights.weight import Weight, weights_of
+from cb_rollout.weights.zero3 import register_head
 
 BUCKET_BYTES = 256 * 2**20
 # Sharded weights made whole at once: enough for one large tensor, little beside a model.
@@ -37,7 +38,7 @@ class CopiedWeights:
             ConfigurationError: an adapter cannot be merged.
             WeightSyncError: the model's config describes other tensors than the model has.
         """
-        self.trained, self._source = trained, _compat.unwrap(trained)
+        self.follow(trained)
         self.autocast_dtype = precision.autocast_dtype
         self.is_collective = False
         self._taken: dict[tuple[str, ...], tuple[Signature, tuple[float, ...]]] = {}
@@ -45,6 +46,11 @@ class CopiedWeights:
         device = device or next(trained.parameters()).device
         self.module = create_replica(self._source, weights, shapes, precision, device)
         self.sync()
+
+    def follow(self, trained: torch.nn.Module) -> None:
+        """FSDP1 and deepspeed wrap a model when training starts, and its forward is theirs then."""
+        self.trained, self._source = trained, _compat.unwrap(trained)
+        register_head(self._source)
 
     def sync(self) -> int:
         """Copy every tensor that could have changed since the last time; returns bytes written.
@@ -55,6 +61,8 @@ class CopiedWeights:
         gathering, weights, shapes = self._read()
         require_match(self.module, weights, shapes)
         stale = [weight for weight in weights if self._is_stale(weight, gathering)]
+        # While a shard is whole, its storage is another one.
+        states = {weight: _state(weight, gathering) for weight in stale}
         held = tensors_by_name(self.module)
         num_bytes = 0
         with torch.no_grad():
@@ -62,7 +70,7 @@ class CopiedWeights:
                 target = held[weight.names[0]]
                 target.copy_(value)
                 num_bytes += target.nbytes
-                self._taken[weight.names] = _state(weight, gathering)
+                self._taken[weight.names] = states[weight]
         return num_bytes
 
     def differing(self) -> list[str]:
@@ -112,16 +120,16 @@ def _values(
 
 
 def _buckets(weights: Sequence[Weight], gathering: Gathering) -> Iterator[list[Weight]]:
-    """Neighbours together, up to `BUCKET_BYTES` of whole tensors, and at least one."""
+    """Neighbours together, up to `BUCKET_BYTES` of what is made whole, and at least one."""
     bucket: list[Weight] = []
-    num_bytes = 0
+    held: dict[int, int] = {}
     for weight in weights:
-        size = sum(gathering.shape(t).numel() * t.element_size() for t in weight.tensors)
-        if bucket and num_bytes + size > BUCKET_BYTES:
+        added = gathering.pieces(weight.tensors)
+        if bucket and added.keys() - held and sum((held | added).values()) > BUCKET_BYTES:
             yield bucket
-            bucket, num_bytes = [], 0
+            bucket, held = [], {}
         bucket.append(weight)
-        num_bytes += size
+        held |= added
     if bucket:
         yield bucket
 

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch.distributed.tensor import DTensor
 
-from cb_rollout import _compat
+from cb_rollout import _compat_fsdp
 
 
 class Fsdp2Gathering:
@@ -16,7 +16,7 @@ class Fsdp2Gathering:
 
     def __init__(self, model: torch.nn.Module) -> None:
         """Find the shards of what a forward left whole."""
-        self._shards = _compat.fsdp_shards(model)
+        self._shards = _compat_fsdp.fsdp_shards(model)
 
     def stored(self, tensor: torch.Tensor) -> torch.Tensor:
         """The shard that the optimizer steps, in the dtype it trains in."""
@@ -29,6 +29,10 @@ class Fsdp2Gathering:
     def local(self, tensor: torch.Tensor) -> torch.Tensor:
         """This process's shard."""
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+    def pieces(self, tensors: Sequence[torch.Tensor]) -> dict[int, int]:
+        """The tensors."""
+        return {id(t): self.shape(t).numel() * t.element_size() for t in tensors}
 
     @contextmanager
     def whole(self, tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

@@ -6,7 +6,8 @@ from typing import Protocol
 
 import torch
 
-from cb_rollout import _compat
+from cb_rollout import _compat, _compat_fsdp
+from cb_rollout.weights.fsdp1 import Fsdp1Gathering
 from cb_rollout.weights.fsdp2 import Fsdp2Gathering
 from cb_rollout.weights.zero3 import Zero3Gathering
 
@@ -27,6 +28,10 @@ class Gathering(Protocol):
 
     def local(self, tensor: torch.Tensor) -> torch.Tensor:
         """The part that this process holds, whose storage and version tell a change."""
+        ...
+
+    def pieces(self, tensors: Sequence[torch.Tensor]) -> dict[int, int]:
+        """What must be whole at once to read these, by identity, each with its bytes."""
         ...
 
     def whole(self, tensors: Sequence[torch.Tensor]) -> AbstractContextManager[list[torch.Tensor]]:
@@ -51,6 +56,10 @@ class PlainGathering:
         """All of it."""
         return tensor
 
+    def pieces(self, tensors: Sequence[torch.Tensor]) -> dict[int, int]:
+        """The tensors."""
+        return {id(tensor): tensor.nbytes for tensor in tensors}
+
     @contextmanager
     def whole(self, tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
         """The tensors themselves."""
@@ -60,8 +69,10 @@ class PlainGathering:
 def create_gathering(model: torch.nn.Module) -> Gathering:
     """How the model's tensors are read as they lie now; a trainer may shard them at any time.
 
-    `model` comes with its wrappers: one of them may be what FSDP2 hangs parameters on.
+    `model` comes with its wrappers: one of them may be what FSDP hangs parameters on.
     """
+    if _compat_fsdp.fsdp1_units(model):
+        return Fsdp1Gathering(model)
     if any(_compat.is_zero3(parameter) for parameter in model.parameters()):
         return Zero3Gathering()
     return Fsdp2Gathering(model) if _compat.is_sharded(model) else PlainGathering()

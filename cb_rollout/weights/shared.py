@@ -17,6 +17,9 @@ class SharedWeights:
         self.trained: torch.nn.Module = model
         self.autocast_dtype = autocast_dtype
 
+    def follow(self, trained: torch.nn.Module) -> None:
+        """A wrapper changes nothing of the module inside."""
+
     def sync(self) -> int:
         """Nothing to copy.
 

@@ -8,8 +8,23 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from cb_rollout import _compat
+
+
+def register_head(model: PreTrainedModel) -> None:
+    """Tell ZeRO-3 that the model itself reads the weight of its language-model head.
+
+    TRL 1.16's loss multiplies by it without calling the head. DeepSpeed 0.19 finds that out by
+    itself, but not after a forward that did call it, and then the backward meets an empty weight.
+    """
+    head: Any = model.get_output_embeddings()
+    weight = getattr(head, "weight", None)
+    if isinstance(weight, torch.nn.Parameter) and _compat.is_zero3(weight):
+        import deepspeed  # pyright: ignore[reportMissingImports]  # optional
+
+        deepspeed.zero.register_external_parameter(model, weight)
 
 
 class Zero3Gathering:
@@ -28,6 +43,10 @@ class Zero3Gathering:
     def local(self, tensor: torch.Tensor) -> torch.Tensor:
         """This process's slice."""
         return _compat.zero3_slice(tensor) if _compat.is_zero3(tensor) else tensor
+
+    def pieces(self, tensors: Sequence[torch.Tensor]) -> dict[int, int]:
+        """The tensors."""
+        return {id(t): self.shape(t).numel() * t.element_size() for t in tensors}
 
     @contextmanager
     def whole(self, tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

@@ -4,9 +4,11 @@ Writes, for each way of distributing it, how far the rollouts are from a plain m
 process trains on the same batches. Run by `processes.run_processes`.
 """
 
+import copy
 import faulthandler
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,15 +17,22 @@ import torch
 import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 from tiny import plain_logprobs, tiny_model
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from cb_rollout import RolloutConfig, RolloutGenerator, SamplingParams
+from cb_rollout import ConfigurationError, RolloutConfig, RolloutGenerator, SamplingParams
 
 BATCH = torch.randint(3, 256, (4, 16), generator=torch.Generator().manual_seed(0))
 PARAMS = SamplingParams(max_new_tokens=8, ignore_eos=True)
-NUM_STEPS = 3
+NUM_STEPS = 5
 
 
 def plain(**settings: Any) -> torch.nn.Module:
@@ -45,36 +54,69 @@ def sharded(model: Any, **settings: Any) -> Any:
     return fully_shard(model, **settings)
 
 
-def train_step(model: Any, optimizer: torch.optim.Optimizer) -> None:
-    """One step on the batch, the same on every process."""
-    model.train()
-    loss = model(input_ids=BATCH, labels=BATCH).loss
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
+def fsdp1(model: Any, **settings: Any) -> FullyShardedDataParallel:
+    """`model` under FSDP1, a layer a unit."""
+    base = model.get_base_model() if hasattr(model, "peft_config") else model
+    return FullyShardedDataParallel(
+        model,
+        auto_wrap_policy=ModuleWrapPolicy({type(base.model.layers[0])}),
+        device_id=torch.device("cpu"),
+        **{"use_orig_params": True, **settings},
+    )
+
+
+def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
+    """Over what trains."""
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+
+
+def stepping(model: Any) -> Callable[[], None]:
+    """What takes one step on the batch, the same on every process."""
+    optimizer = sgd(model)
+
+    def step() -> None:
+        model.train()
+        model(input_ids=BATCH, labels=BATCH).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def gathered(model: Any) -> dict[str, torch.Tensor]:
+    """Every tensor whole, by torch's own way of saving a model."""
+    return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
 
 
 def local_parts(parameters: list[torch.Tensor]) -> list[torch.Tensor]:
     """This process's parts of the parameters, copied."""
-    parts = [p.to_local() if isinstance(p, DTensor) else p for p in parameters]
+    parts = [
+        p.to_local() if isinstance(p, DTensor) else getattr(p, "ds_tensor", p) for p in parameters
+    ]
     return [part.detach().clone() for part in parts]
 
 
-def follow(model: Any, reference: Any, config: RolloutConfig) -> dict[str, Any]:
+def follow(
+    model: Any,
+    reference: Any,
+    config: RolloutConfig,
+    step_of: Callable[[Any], Callable[[], None]] = stepping,
+    gather: Callable[[Any], dict[str, torch.Tensor]] = gathered,
+) -> dict[str, Any]:
     """Train both, roll the distributed one out after every step, and compare."""
-    optimizers = [
-        torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=0.1)
-        for m in (model, reference)
-    ]
+    steps = (step_of(model), stepping(reference))
     rank = dist.get_rank()
     # Those that the optimizer steps, whatever the modules show later.
     parameters = list(model.parameters())
     before = plain_logprobs(reference, [5, 6], [7, 8, 9])
-    differences, drifts, parts_kept, num_bytes = [], [], True, []
+    differences, apart, drifts, parts_kept, num_bytes, num_unequal = [], [], [], True, [], 0
+    # Holds the gathered weights; adapters are held against the reference alone.
+    probe = reference if hasattr(reference, "peft_config") else copy.deepcopy(reference).eval()
+    has_adapters = hasattr(reference, "peft_config")
     with RolloutGenerator(model, config) as generator:
         for step in range(NUM_STEPS):
-            for trained, optimizer in zip((model, reference), optimizers, strict=True):
-                train_step(trained, optimizer)
+            for train in steps:
+                train()
             # As a trainer does for old log-probabilities; leaves the root's parameters whole.
             if step % 2:
                 with torch.no_grad():
@@ -82,19 +124,21 @@ def follow(model: Any, reference: Any, config: RolloutConfig) -> dict[str, Any]:
             report = generator.sync_weights()
             num_bytes.append(report.bytes_copied)
             parts = local_parts(parameters)
+            if not has_adapters:
+                held, whole = generator.manager.engine.model.state_dict(), gather(model)
+                probe.load_state_dict(whole)
+                num_unequal += len(held.keys() ^ whole.keys()) + sum(
+                    not torch.equal(held[name], whole[name].to(held[name].dtype))
+                    for name in held.keys() & whole.keys()
+                )
             # Ranks roll out different prompts, and unequally many.
             prompts = [[5 + rank, 6, 7], [8, 9], [10 + rank]][: 2 + rank]
             outputs = generator.generate_batch(prompts, sampling_params=PARAMS).values()
             reference.eval()
-            differences += [
-                abs(a - b)
-                for o in outputs
-                for a, b in zip(
-                    o.logprobs,
-                    plain_logprobs(reference, o.prompt_ids, o.generated_tokens),
-                    strict=True,
-                )
-            ]
+            for trained, found in ((probe, differences), (reference, apart)):
+                for o in outputs:
+                    wanted = plain_logprobs(trained, o.prompt_ids, o.generated_tokens)
+                    found += [abs(a - b) for a, b in zip(o.logprobs, wanted, strict=True)]
             drifts.append(generator.verify(3).max)
             generator.sync_weights()
             same = [torch.equal(a, b) for a, b in zip(parts, local_parts(parameters), strict=True)]
@@ -107,20 +151,36 @@ def follow(model: Any, reference: Any, config: RolloutConfig) -> dict[str, Any]:
             own = generator.manager.engine.model(input_ids=BATCH).logits
         generator.sync_weights()
         head = generator.manager.engine.model.lm_head.weight
+        if not rank and not is_shared:
+            with torch.no_grad():
+                generator.manager.engine.model.model.norm.weight[3] += 1
+        spoiled = generator._weights.differing()
     after = plain_logprobs(reference, [5, 6], [7, 8, 9])
     return {
         "difference": max(differences),
+        "apart": max(apart),
         "drift": max(drifts),
         "moved": max(abs(a - b) for a, b in zip(before, after, strict=True)),
         "parts_kept": parts_kept,
         "bytes_copied": num_bytes,
+        "num_unequal": num_unequal,
+        "spoiled": spoiled,
         "is_shared": is_shared,
         "head_is_rounded": torch.equal(head, head.bfloat16().to(head.dtype)),
         "forwards_equal": torch.equal(logits, own.to(logits.dtype)),
     }
 
 
-STUCK_SECONDS = 60
+def refusal(model: Any) -> str:
+    """What a generator of `model` says against it."""
+    try:
+        RolloutGenerator(model)
+    except ConfigurationError as error:
+        return str(error)
+    return ""
+
+
+STUCK_SECONDS = 280
 # Past this a process ends itself and says where it waited.
 
 
@@ -130,17 +190,27 @@ def main() -> None:
     dist.init_process_group("gloo")
     checked = RolloutConfig(seed=dist.get_rank(), verify_weight_sync=True)
     half = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    half1 = MixedPrecision(param_dtype=torch.bfloat16)
     exact = replace(checked, weight_sync="copy", rollout_dtype="float32")
+    copied = replace(checked, weight_sync="copy")
     tied = {"tie_word_embeddings": True}
-    results = {
+    results: dict[str, Any] = {
         "fsdp2": follow(sharded(plain()), plain(), checked),
         "fsdp2_root": follow(fully_shard(plain()), plain(), checked),
         "fsdp2_tied": follow(sharded(plain(**tied)), plain(**tied), checked),
         "fsdp2_bf16": follow(sharded(plain(), mp_policy=half), plain(), checked),
         "fsdp2_bf16_exact": follow(sharded(plain(), mp_policy=half), plain(), exact),
+        "fsdp1": follow(fsdp1(plain()), plain(), checked),
+        "fsdp1_tied": follow(fsdp1(plain(**tied)), plain(**tied), checked),
+        "fsdp1_bf16": follow(fsdp1(plain(), mixed_precision=half1), plain(), checked),
+        "fsdp1_lora": follow(fsdp1(with_lora()), with_lora(), checked),
         "fsdp2_lora": follow(sharded(with_lora()), with_lora(), checked),
         "ddp": follow(DistributedDataParallel(plain()), plain(), checked),
+        "ddp_copy": follow(DistributedDataParallel(plain()), plain(), copied),
+        "plain": follow(plain(), plain(), checked),
+        "plain_copy": follow(plain(), plain(), copied),
     }
+    results["refusal"] = refusal(fsdp1(plain(), use_orig_params=False))
     Path(sys.argv[-1]).write_text(json.dumps(results))
     dist.barrier()
     dist.destroy_process_group()

@@ -5,27 +5,58 @@ from processes import run_processes
 from tiny import tiny_model
 
 MODEL_BYTES = sum(tensor.nbytes for tensor in [*tiny_model().parameters(), *tiny_model().buffers()])
+NUM_STEPS = 5
+
+SHARDED = ["fsdp2", "fsdp2_root", "fsdp2_tied", "fsdp2_lora", "fsdp1", "fsdp1_tied", "fsdp1_lora"]
+WHOLE = ["plain", "plain_copy", "ddp", "ddp_copy"]
+ZERO = ["zero1", "zero2", "zero3", "zero3_tied", "zero3_lora"]
+SHARED = ["plain", "ddp", "zero1", "zero2"]
+# Of these, the ways in which nothing is copied.
 
 
 @pytest.fixture(scope="module")
 def ranks():
-    return run_processes("sharded_rollouts.py")
+    return run_processes("distributed/sharded_rollouts.py")
 
 
-@pytest.mark.parametrize("way", ["fsdp2", "fsdp2_root", "fsdp2_tied", "fsdp2_lora", "ddp"])
-def test_rollouts_are_the_whole_models_after_every_step(ranks, way):
-    for rank in ranks:
+@pytest.fixture(scope="module")
+def zero_ranks():
+    pytest.importorskip("deepspeed", reason="ZeRO is tested where deepspeed is installed")
+    return run_processes("distributed/zero_rollouts.py")
+
+
+def require_followed(ranks, way):
+    is_shared = way in SHARED
+    for index, rank in enumerate(ranks):
         assert rank[way]["moved"] > 1e-3
         assert rank[way]["difference"] <= 1e-5
         assert rank[way]["drift"] <= 1e-5
         assert rank[way]["parts_kept"]
-        assert rank[way]["is_shared"] == (way == "ddp")
+        assert rank[way]["num_unequal"] == 0
+        assert rank[way]["is_shared"] == is_shared
+        # One process spoiled one tensor of its copy at the end, and finds that one alone.
+        assert rank[way]["spoiled"] == ([] if index or is_shared else ["model.norm.weight"])
 
 
-def test_under_mixed_precision_the_copy_computes_what_the_trainers_forward_does(ranks):
+@pytest.mark.parametrize("way", WHOLE + SHARDED)
+def test_rollouts_are_the_whole_models_after_every_step(ranks, way):
+    require_followed(ranks, way)
+    # A process that trains alone on the same batches ends in the same policy.
+    assert max(rank[way]["apart"] for rank in ranks) <= 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ZERO)
+def test_under_deepspeed_too(zero_ranks, way):
+    require_followed(zero_ranks, way)
+
+
+@pytest.mark.parametrize("way", ["fsdp2_bf16", "fsdp1_bf16"])
+def test_under_mixed_precision_the_copy_computes_what_the_trainers_forward_does(ranks, way):
     for rank in ranks:
-        assert rank["fsdp2_bf16"]["forwards_equal"]
-        assert rank["fsdp2_bf16"]["drift"] < 0.2
+        assert rank[way]["forwards_equal"]
+        assert rank[way]["num_unequal"] == 0
+        assert rank[way]["drift"] < 0.2
 
 
 def test_a_copy_holds_what_the_optimizer_steps_not_what_a_forward_left_whole(ranks):
@@ -34,11 +65,22 @@ def test_a_copy_holds_what_the_optimizer_steps_not_what_a_forward_left_whole(ran
         assert not rank["fsdp2_bf16_exact"]["head_is_rounded"]
 
 
-def test_what_is_copied_is_counted(ranks):
+@pytest.mark.parametrize("way", ["fsdp2_lora", "fsdp1_lora"])
+def test_only_adapted_layers_are_copied(ranks, way):
     layer = tiny_model().model.layers[0]
     adapted = layer.self_attn.q_proj.weight.nbytes + layer.mlp.up_proj.weight.nbytes
     num_buffer_bytes = sum(buffer.nbytes for buffer in tiny_model().buffers())
     for rank in ranks:
-        assert rank["fsdp2"]["bytes_copied"] == [MODEL_BYTES] * 3
-        assert rank["fsdp2_lora"]["bytes_copied"] == [2 * adapted + num_buffer_bytes] * 3
-        assert rank["ddp"]["bytes_copied"] == [0] * 3
+        assert rank[way]["bytes_copied"] == [2 * adapted + num_buffer_bytes] * NUM_STEPS
+
+
+def test_fsdp1_without_the_models_own_parameters_is_refused_with_advice(ranks):
+    for rank in ranks:
+        assert "set use_orig_params=True" in rank["refusal"]
+
+
+def test_what_is_copied_is_counted(ranks):
+    for rank in ranks:
+        for way in ("fsdp2", "fsdp1", "ddp_copy"):
+            assert rank[way]["bytes_copied"] == [MODEL_BYTES] * NUM_STEPS
+        assert rank["ddp"]["bytes_copied"] == [0] * NUM_STEPS

@@ -5,7 +5,7 @@ import torch
 from peft import LoraConfig
 from tiny_trainer import tiny_trainer
 
-from cb_rollout import ConfigurationError, RolloutConfig, attach
+from cb_rollout import RolloutConfig, attach
 
 CHECKED = {"verify_every_steps": 1, "verify_weight_sync": True}
 LORA = LoraConfig(r=4, target_modules=["q_proj", "up_proj"], task_type="CAUSAL_LM")
@@ -54,14 +54,3 @@ def test_bf16_training_with_adapters_runs_them_unmerged(tmp_path):
     assert generator.manager.engine.model is trainer.model.get_base_model()
     assert max(logged(trainer, "sampling/sampling_logp_difference/mean")) < 0.05
     generator.close()
-
-
-@pytest.mark.parametrize(
-    ("enabled", "said"), [("is_deepspeed_enabled", "DeepSpeed"), ("is_fsdp_enabled", "FSDP1")]
-)
-def test_sharding_that_attach_cannot_follow_is_refused(tmp_path, enabled, said):
-    trainer = tiny_trainer(tmp_path)
-    setattr(trainer, enabled, True)
-    with pytest.raises(ConfigurationError, match=rf"attach\(\) does not support {said}.*FSDP2"):
-        attach(trainer)
-    assert not trainer.use_vllm

@@ -217,14 +217,8 @@ def test_a_copy_of_a_prepared_model_has_its_class_forward():
     assert "forward" not in vars(module)
 
 
-class FullyShardedDataParallel(torch.nn.Module):
-    """Named as FSDP1's wrapper, which needs an accelerator to be made."""
-
-    def __init__(self, module):
-        super().__init__()
-        self.module = module
-
-
-def test_fsdp1_is_refused_with_what_to_use_instead():
-    with pytest.raises(ConfigurationError, match="shard with FSDP2"):
-        RolloutGenerator(FullyShardedDataParallel(tiny_model()))
+def test_a_tensor_parallel_model_is_refused_with_what_to_use_instead():
+    model = tiny_model()
+    model._tp_size = 2
+    with pytest.raises(ConfigurationError, match=r"2 tensor-parallel processes.*FSDP2"):
+        RolloutGenerator(model)

@@ -17,8 +17,14 @@ class FakeDeepspeed:
     """One process of ZeRO-3: every parameter's storage is empty outside `GatheredParameters`."""
 
     def __init__(self):
-        self.zero = SimpleNamespace(GatheredParameters=self.gathered)
+        self.zero = SimpleNamespace(
+            GatheredParameters=self.gathered, register_external_parameter=self.register
+        )
+        self.registered = []
         self.most_bytes, self.num_gathers = 0, 0
+
+    def register(self, module, parameter):
+        self.registered.append((module, parameter))
 
     def partition(self, model):
         for index, parameter in enumerate(model.parameters()):

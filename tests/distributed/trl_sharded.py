@@ -1,0 +1,98 @@
+"""One process of several that train stock GRPOTrainers under FSDP2, FSDP1 or DeepSpeed.
+
+Run by `processes.run_processes`, with the names of the ways to try.
+"""
+
+import faulthandler
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerated import allow_deepspeed, allow_fsdp
+from peft import LoraConfig
+from tiny import plain_logprobs
+from tiny_trainer import tiny_trainer
+
+from cb_rollout import RolloutConfig, attach
+
+PROMPT, COMPLETION = [5, 6], [7, 8, 9]
+ADAPTERS = {"peft_config": LoraConfig(r=4, target_modules=["q_proj"])}
+
+
+def fsdp(version: int) -> dict[str, Any]:
+    """Trainer settings: a unit a layer."""
+    layers = {"transformer_layer_cls_to_wrap": ["Qwen3DecoderLayer"]}
+    # Every process has made the same model; loading on one alone needs an accelerator.
+    loading = {"cpu_ram_efficient_loading": False, "sync_module_states": False}
+    return {"fsdp": True, "fsdp_config": {"version": version, **layers, **loading}}
+
+
+def zero(stage: int) -> dict[str, Any]:
+    """Trainer settings: every parameter partitioned, with torch's own optimizer."""
+    config = {
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "zero_allow_untested_optimizer": True,
+    }
+    return {"deepspeed": config, "use_cpu": False, "max_grad_norm": 1.0}
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "fsdp2": fsdp(2),
+    "fsdp2_lora": {**fsdp(2), "trainer_arguments": ADAPTERS},
+    "fsdp2_bf16": {**fsdp(2), "bf16": True},
+    "fsdp1": fsdp(1),
+    "fsdp1_lora": {**fsdp(1), "trainer_arguments": ADAPTERS},
+    "fsdp1_bf16": {**fsdp(1), "bf16": True},
+    "zero1": zero(1),
+    "zero3": zero(3),
+    "zero3_lora": {**zero(3), "trainer_arguments": ADAPTERS},
+}
+
+
+def train(output_dir: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """Train one trainer for three steps, and return what it logged."""
+    settings = {"per_device_train_batch_size": 8, "learning_rate": 1e-2, **settings}
+    trainer = tiny_trainer(output_dir, **settings)
+    assert trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
+    generator = attach(trainer, RolloutConfig(verify_every_steps=1, verify_weight_sync=True))
+    engine = generator.manager.engine
+    before = plain_logprobs(engine.model, PROMPT, COMPLETION)
+    trainer.train()
+    generator.sync_weights()
+    after = plain_logprobs(engine.model, PROMPT, COMPLETION)
+    steps = [row for row in trainer.state.log_history if "reward" in row]
+    generator.close()
+    return {
+        "is_shared": engine.model is engine.trained,
+        "trained": type(engine.trained).__name__,
+        "moved": max(abs(a - b) for a, b in zip(before, after, strict=True)),
+        "dtypes": sorted({str(p.dtype) for p in engine.model.parameters()}),
+        "policy_version": generator.policy_version,
+        "drifts": [row["rollout/logprob_drift_max"] for row in steps],
+        "differences": [row["sampling/sampling_logp_difference/mean"] for row in steps],
+    }
+
+
+STUCK_SECONDS = 280
+# Past this a process ends itself and says where it waited.
+
+
+def main() -> None:
+    """Every way that was named, one after the other."""
+    faulthandler.dump_traceback_later(STUCK_SECONDS, exit=True)
+    *ways, path = sys.argv[1:]
+    allow = allow_deepspeed if "zero" in ways[0] else allow_fsdp
+    allow()
+    output_dir = Path(path).with_suffix(".out")
+    results = {way: train(output_dir, WAYS[way]) for way in ways}
+    Path(path).write_text(json.dumps(results))
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""Each GSM8K variant is the one before it plus one feature, and runs on two processes."""
+
+import difflib
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from processes import run_processes
+from tiny import char_tokenizer, tiny_model
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+MOST_CHANGED_LINES = 16
+# A feature, the header's sentence about it, and where the run lies.
+
+
+def read(name):
+    return yaml.safe_load((RECIPES / "accelerate" / f"{name}.yaml").read_text())
+
+
+def test_the_lora_recipe_is_the_plain_one_and_a_few_lines():
+    plain, lora = (
+        (RECIPES / f"{name}.py").read_text().splitlines() for name in ("gsm8k_grpo", "gsm8k_lora")
+    )
+    changes = [line for line in difflib.ndiff(plain, lora) if line.startswith("+ ")]
+    assert any("peft_config=LoraConfig" in line for line in changes)
+    assert len(changes) <= MOST_CHANGED_LINES
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "settings"),
+    [("fsdp2", "FSDP", "fsdp_config"), ("zero3", "DEEPSPEED", "deepspeed_config")],
+)
+def test_sharding_is_one_section_beside_ddp(name, kind, settings):
+    config = read(name)
+    assert config.pop(settings)
+    assert config == read("ddp") | {"distributed_type": kind}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("checkpoint")
+    tokenizer = char_tokenizer()
+    tokenizer.save_pretrained(folder)
+    tiny_model(vocab_size=len(tokenizer)).save_pretrained(folder)
+    rows = [{"question": f"What is {i} + 1?", "answer": f"#### {i + 1}"} for i in range(8)]
+    (folder / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("recipe", "config"),
+    [
+        ("gsm8k_grpo", "ddp"),
+        ("gsm8k_lora", "ddp"),
+        ("gsm8k_lora", "fsdp2"),
+        ("gsm8k_lora", "zero3"),
+    ],
+)
+def test_two_steps_on_two_processes(checkpoint, tmp_path, recipe, config):
+    if config == "zero3":
+        pytest.importorskip("deepspeed", reason="ZeRO is tested where deepspeed is installed")
+    run_processes(
+        "recipes/on_cpu.py",
+        *(str(RECIPES / "accelerate" / f"{config}.yaml"), str(RECIPES / f"{recipe}.py")),
+        *("--model", str(checkpoint), "--dataset", str(checkpoint / "train.jsonl")),
+        *("--output-dir", str(tmp_path), "--max-steps", "2", "--batch-size", "8"),
+        *("--num-generations", "4", "--max-completion-length", "16"),
+    )
+    steps = [json.loads(row) for row in (tmp_path / "cb_rollout" / "metrics.jsonl").open()]
+    assert [step["step"] for step in steps if "reward" in step["scalars"]] == [1, 2]
+    drifts = [s["scalars"].get("sampling/sampling_logp_difference/max", 0.0) for s in steps]
+    assert max(drifts) <= 1e-5
+    saved = "adapter_model.safetensors" if recipe == "gsm8k_lora" else "model.safetensors"
+    assert (tmp_path / saved).exists()
