@@ -14,8 +14,10 @@ from typing import Any, TypeVar
 from cb_rollout.choices import (
     LogprobsMode,
     OldLogps,
+    OnLogprobDrift,
     ReleaseCache,
     RolloutDtype,
+    SamplingMask,
     SchedulerType,
     WeightSync,
 )
@@ -145,9 +147,21 @@ class RolloutConfig:
         "policy",
         "policy: log-softmax of logits/temperature over the whole vocabulary (what the loss "
         "recomputes); processed: after penalties, bans and truncation too (what was sampled from).",
-        cost="processed is biased for TRL's correction under truncation.",
+        cost="Under truncation policy ignores it and processed measures it; see training.md.",
     )
-    old_logps: str = _setting("trainer", "trainer: old log-probabilities come from a forward.")
+    sampling_mask: str = _setting(
+        "ignore",
+        "ignore: the loss is of the whole vocabulary, whatever was sampled from; replay: each "
+        "token's top-k, top-p or min-p set is kept, and log-probabilities are over it alone, here "
+        "and in the loss.",
+        cost="replay costs 4 bytes per kept token id, and the loss's logits whole.",
+    )
+    old_logps: str = _setting(
+        "trainer",
+        "trainer: the trainer's forward recomputes the old log-probabilities; rollout: the sampled "
+        "ones are the old ones, and that forward is saved.",
+        cost="rollout saves a forward per rollout; set max_logprob_drift with it.",
+    )
     verify_every_steps: int = _setting(
         10,
         "Recompute some sequences with a plain forward every this many rollouts; 0: never.",
@@ -160,8 +174,13 @@ class RolloutConfig:
     )
     max_logprob_drift: float | None = _setting(
         None,
-        "Raise LogprobDriftError beyond this difference, in nats; None: only report it.",
+        "Act as on_logprob_drift says beyond this difference, in nats; None: only report it.",
         cost="Set it once the run's own drift is known.",
+    )
+    on_logprob_drift: str = _setting(
+        "raise",
+        "raise: LogprobDriftError; recompute: warn, and from then on old_logps='trainer'.",
+        cost="recompute costs the saved forward from then on.",
     )
     record_num_sequences: int = _setting(
         4,
@@ -204,6 +223,7 @@ class RolloutConfig:
                 raise ConfigurationError(
                     f"{name}={value!r} is not available; leave it at {rest[0]!r}."
                 )
+        _require_something_to_fall_back_to(self)
 
 
 _CHOICES: dict[str, type[StrEnum]] = {
@@ -211,7 +231,9 @@ _CHOICES: dict[str, type[StrEnum]] = {
     "weight_sync": WeightSync,
     "rollout_dtype": RolloutDtype,
     "logprobs_mode": LogprobsMode,
+    "sampling_mask": SamplingMask,
     "old_logps": OldLogps,
+    "on_logprob_drift": OnLogprobDrift,
     "release_cache": ReleaseCache,
 }
 
@@ -241,9 +263,18 @@ _NOT_AVAILABLE: dict[str, tuple[Any, ...]] = {
     "varlen_compile_config": (None,),
     "decode_compile_config": (None,),
     "use_default_compile_configs": (False,),
-    "old_logps": ("trainer",),
 }
 # Each field's values that can be honoured today, the first one being the advice.
+
+
+def _require_something_to_fall_back_to(config: RolloutConfig) -> None:
+    if config.on_logprob_drift == OnLogprobDrift.RECOMPUTE and (
+        config.old_logps == OldLogps.TRAINER or config.max_logprob_drift is None
+    ):
+        raise ConfigurationError(
+            "on_logprob_drift='recompute' needs old_logps='rollout' and a max_logprob_drift; set "
+            "both, or leave it at 'raise'."
+        )
 
 
 def _is_number(value: object) -> bool:
