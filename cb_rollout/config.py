@@ -217,7 +217,7 @@ class RolloutConfig:
                 raise ConfigurationError(
                     f"{name}={value!r} is neither {rest!r} nor a finite number >= 0 of {unit}."
                 )
-        for name, rest in _NOT_AVAILABLE.items():
+        for name, rest in NOT_AVAILABLE.items():
             value = getattr(self, name)
             if value not in rest:
                 raise ConfigurationError(
@@ -254,7 +254,7 @@ _INTEGERS: dict[str, tuple[int, bool]] = {
 _AMOUNTS = {"training_reserve_gib": ("auto", "GiB"), "max_logprob_drift": (None, "nats")}
 # Each amount's resting value and its unit.
 
-_NOT_AVAILABLE: dict[str, tuple[Any, ...]] = {
+NOT_AVAILABLE: dict[str, tuple[Any, ...]] = {
     "use_async_batching": (None, False),
     "use_cuda_graph": (None, False, (False, False), [False, False]),
     "q_padding_interval_size": (0,),
@@ -265,6 +265,11 @@ _NOT_AVAILABLE: dict[str, tuple[Any, ...]] = {
     "use_default_compile_configs": (False,),
 }
 # Each field's values that can be honoured today, the first one being the advice.
+
+
+def choices_of(name: str) -> tuple[str, ...]:
+    """The words that a field may be; empty where it is not one word of a few."""
+    return tuple(choice.value for choice in _CHOICES.get(name, ()))
 
 
 def _require_something_to_fall_back_to(config: RolloutConfig) -> None:

@@ -4,15 +4,14 @@ Called by the trainer, on its thread. Knows the trainer by its attributes only.
 """
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cb_rollout.choices import ReleaseCache
 from cb_rollout.errors import InvalidRequestError
 from cb_rollout.generator import RolloutGenerator
 from cb_rollout.records import Mode
-
-if TYPE_CHECKING:
-    from cb_rollout.types import GenerationOutput
+from cb_rollout.sampling_params import SamplingParams
+from cb_rollout.types import GenerationOutput
 
 
 class TrainerRollouts:
@@ -62,12 +61,19 @@ class TrainerRollouts:
         if images is not None:
             raise InvalidRequestError("images are not supported; train on text, or use vLLM.")
         with profiler or nullcontext():
-            outputs = list(self._generator.generate_batch(prompts).values())
-        self.outputs += outputs
-        self._turns.append(self._generator.metrics())
+            outputs = self.sample(prompts)
         completions = [output.generated_tokens for output in outputs]
         logprobs = [[[logprob] for logprob in output.logprobs] for output in outputs]
         return prompts, completions, logprobs, [[[t] for t in tokens] for tokens in completions]
+
+    def sample(
+        self, prompts: list[list[int]], sampling_params: SamplingParams | None = None
+    ) -> list[GenerationOutput]:
+        """One completion of every prompt, in order, as a part of the rollout in progress."""
+        outputs = self._generator.generate_batch(prompts, sampling_params=sampling_params)
+        self.outputs += outputs.values()
+        self._turns.append(self._generator.metrics())
+        return list(outputs.values())
 
     def begin_rollout(self) -> None:
         """Another rollout starts, of one turn or, with tools, several."""
