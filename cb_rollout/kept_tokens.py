@@ -7,8 +7,9 @@ kept: 4 bytes a token id, exactly as many as were left. Arithmetic only.
 N: tokens, V: vocabulary, M: kept ids of all tokens together.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -23,12 +24,12 @@ class KeptTokens:
     """int64, at least 1"""
 
     @classmethod
-    def joined(cls, kept: Iterable[Sequence[int]]) -> "KeptTokens":
-        """Of one sequence of ids, anything with the buffer of an int32 array, for each token."""
-        parts = [torch.frombuffer(ids, dtype=torch.int32) for ids in kept]
-        counts_N = torch.tensor([len(part) for part in parts], dtype=torch.int64)
-        ids_M = torch.cat(parts) if parts else torch.empty(0, dtype=torch.int32)
-        return cls(ids_M, counts_N)
+    def joined(cls, kept: Sequence[Any]) -> "KeptTokens":
+        """Of one `array("i")` of ids for each token."""
+        ids_M = torch.empty(0, dtype=torch.int32)
+        if kept:
+            ids_M = torch.frombuffer(bytearray(b"".join(kept)), dtype=torch.int32)
+        return cls(ids_M, torch.tensor([len(ids) for ids in kept], dtype=torch.int64))
 
 
 def kept_logprobs(

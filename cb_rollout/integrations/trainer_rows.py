@@ -4,6 +4,7 @@ A row is a prompt and a completion; with tools the completion alternates between
 and what the tools said, and each sampled part is the end of one rollout's output.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -62,7 +63,10 @@ def rows_from(generated: Sequence[Any], outputs: Iterable[GenerationOutput]) -> 
     ):
         is_sampled = [bool(value) for value in mask]
         turns = _turns(list(prompt_ids), list(completion_ids), is_sampled, by_prompt)
-        values = None if logprobs is None else list(logprobs[index])
+        values = None
+        if logprobs is not None:
+            # A rollout_func may say None, as vLLM's does, where it knows none.
+            values = [math.nan if value is None else value for value in logprobs[index]]
         if not is_grpo and turns:
             values = turns[0].output.logprobs
         rows.append(Row(list(prompt_ids), list(completion_ids), is_sampled, values, turns))

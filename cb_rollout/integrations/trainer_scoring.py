@@ -97,7 +97,7 @@ class TrainerScoring:
         finally:
             kept, self._kept, self._is_old_due = self._kept, None, False
         sampled_BT = batch.get("sampling_per_token_logps")
-        if self._guard.is_trusted and sampled_BT is not None:
+        if self._guard.is_trusted and sampled_BT is not None and sampled_BT.isfinite().all():
             batch.setdefault("old_per_token_logps", sampled_BT)
         num_rows = len(self._rows)
         batch[ROW_KEY] = torch.arange(self._num_rows, self._num_rows + num_rows)
@@ -199,7 +199,7 @@ class TrainerScoring:
         """What was sampled, 0 in the padding; None where some is missing or no number."""
         sampled_BT = torch.zeros(mask_BT.shape, dtype=torch.float32)
         for number, row in enumerate(self._rows):
-            if row.logprobs is None or not all(map(_is_finite, row.logprobs)):
+            if row.logprobs is None or not all(map(math.isfinite, row.logprobs)):
                 return None
             sampled_BT[number, : len(row.logprobs)] = torch.tensor(row.logprobs)
         return sampled_BT.to(mask_BT.device)
@@ -219,10 +219,6 @@ class TrainerScoring:
             self._guard.check(
                 self._rows, batch["completion_mask"], lambda numbers: run(numbers=numbers)[0]
             )
-
-
-def _is_finite(logprob: float | None) -> bool:
-    return logprob is not None and math.isfinite(logprob)
 
 
 def _recomputes_old_logprobs(trainer: Any) -> bool:

@@ -4,8 +4,9 @@ import pytest
 import torch
 from datasets import Dataset
 from playback import TOOLS, Counter, double, watched, with_tools
+from tiny import tiny_model
 from tiny_trainer import PROBLEMS, share_of_sevens, tiny_trainer
-from trl import GRPOConfig, GRPOTrainer, ModelConfig, ScriptArguments, TrlParser
+from trl import GRPOConfig, ModelConfig, ScriptArguments, TrlParser
 
 from cb_rollout import (
     ConfigurationError,
@@ -225,17 +226,11 @@ def test_the_records_hold_what_the_loss_saw_of_every_rollout(tmp_path):
 
 
 def test_a_reference_model_is_left_alone(tmp_path):
-    model = tiny_trainer(tmp_path / "model", **QUICK).model
-    model.save_pretrained(tmp_path / "saved")
+    tiny_model(vocab_size=99).save_pretrained(tmp_path / "saved")
     for name in ("rollout", "trainer"):
-        trainer = tiny_trainer(tmp_path / name, **QUICK)
-        trainer = GRPOTrainer(
-            model=str(tmp_path / "saved"),
-            reward_funcs=share_of_sevens,
-            args=GRPOConfig(**(trainer.args.to_dict() | {"beta": 0.5, "max_steps": 2})),
-            train_dataset=trainer.train_dataset,
-            processing_class=trainer.processing_class,
-        )
+        model = str(tmp_path / "saved")
+        trainer = tiny_trainer(tmp_path / name, model=model, beta=0.5, max_steps=2, **QUICK)
+        assert trainer.ref_model is not None
         generator = attach(trainer, RolloutConfig(old_logps=name, verify_every_steps=0))
         record = watched(trainer)
         trainer.train()

@@ -24,6 +24,7 @@ def tiny_trainer(
     trainer_arguments: dict[str, Any] | None = None,
     prepare_tokenizer: Any = None,
     num_hidden_layers: int = 2,
+    model: Any = None,
     **settings: Any,
 ) -> Any:
     """A trainer of three steps of 16 completions, eight a prompt, in float32 on the CPU."""
@@ -52,7 +53,7 @@ def tiny_trainer(
         "eval_dataset": Dataset.from_list(PROBLEMS[-4:]),
     }
     return trainer_class(
-        model=tiny_model(vocab_size=len(tokenizer), num_hidden_layers=num_hidden_layers),
+        model=model or tiny_model(vocab_size=len(tokenizer), num_hidden_layers=num_hidden_layers),
         reward_funcs=reward,
         args=config_class(**(defaults | settings)),
         processing_class=tokenizer,

@@ -24,7 +24,7 @@ def test_they_are_a_log_softmax_of_masked_logits_with_its_gradient(
     tokens_N = torch.randint(vocab_size, (rows,), generator=generator)
     is_kept_NV = torch.rand(rows, vocab_size, generator=generator) < 0.5
     is_kept_NV[torch.arange(rows), tokens_N] = True
-    kept = KeptTokens.joined(array("i", row.nonzero()[:, 0].tolist()) for row in is_kept_NV)
+    kept = KeptTokens.joined([array("i", row.nonzero()[:, 0].tolist()) for row in is_kept_NV])
     ours_NV, theirs_NV = logits_NV.clone().requires_grad_(), logits_NV.clone().requires_grad_()
     logprobs_N, entropies_N = kept_logprobs(ours_NV, tokens_N, kept, temperature)
     masked_NV = (theirs_NV / temperature).masked_fill(~is_kept_NV, -torch.inf).log_softmax(-1)
