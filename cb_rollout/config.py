@@ -22,6 +22,7 @@ from cb_rollout.choices import (
     WeightSync,
 )
 from cb_rollout.errors import ConfigurationError
+from cb_rollout.setting_values import is_number, require_choice, require_integer
 
 T = TypeVar("T")
 
@@ -201,19 +202,19 @@ class RolloutConfig:
     def __post_init__(self) -> None:
         """Check every type and range, and refuse what cannot be honoured."""
         for name, kind in _CHOICES.items():
-            _require_choice(name, getattr(self, name), kind)
+            require_choice(name, getattr(self, name), kind)
         for name, (least, may_be_none) in _INTEGERS.items():
-            _require_integer(name, getattr(self, name), least, may_be_none)
+            require_integer(name, getattr(self, name), least, may_be_none)
         for name in ("allow_block_sharing", "return_logprobs", "verify_weight_sync"):
             if not isinstance(value := getattr(self, name), bool):
                 raise ConfigurationError(f"{name}={value!r} is not True or False.")
-        if not _is_number(self.max_memory_percent) or not 0 < self.max_memory_percent <= 1:
+        if not is_number(self.max_memory_percent) or not 0 < self.max_memory_percent <= 1:
             raise ConfigurationError(
                 f"max_memory_percent={self.max_memory_percent!r} is outside (0, 1]; 0.4 is 40%."
             )
         for name, (rest, unit) in _AMOUNTS.items():
             value = getattr(self, name)
-            if value != rest and not (_is_number(value) and 0 <= value < math.inf):
+            if value != rest and not (is_number(value) and 0 <= value < math.inf):
                 raise ConfigurationError(
                     f"{name}={value!r} is neither {rest!r} nor a finite number >= 0 of {unit}."
                 )
@@ -280,22 +281,3 @@ def _require_something_to_fall_back_to(config: RolloutConfig) -> None:
             "on_logprob_drift='recompute' needs old_logps='rollout' and a max_logprob_drift; set "
             "both, or leave it at 'raise'."
         )
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _require_integer(name: str, value: object, least: int, may_be_none: bool) -> None:
-    if value is None and may_be_none:
-        return
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise ConfigurationError(f"{name}={value!r} is not a whole number.")
-    if value < least:
-        raise ConfigurationError(f"{name}={value} is below {least}; raise it.")
-
-
-def _require_choice(name: str, value: object, kind: type[StrEnum]) -> None:
-    choices = [choice.value for choice in kind]
-    if value not in choices:
-        raise ConfigurationError(f"{name}={value!r} is not one of {', '.join(choices)}.")

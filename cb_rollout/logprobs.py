@@ -72,22 +72,21 @@ def drift(sampled: dict[str, list[float]], recomputed: dict[str, list[float]]) -
     if not pairs:
         return DriftReport(0.0, 0.0, 0, "", 0)
     log_ratios_N = torch.tensor([b - a for a, b, _, _ in pairs], dtype=torch.float64)
-    is_unknown_N = log_ratios_N.isnan()
-    sizes_N = log_ratios_N.abs().masked_fill(is_unknown_N, math.inf)
+    sizes_N = log_ratios_N.abs().nan_to_num(nan=math.inf, posinf=math.inf)
     worst = int(sizes_N.argmax())
     _, _, request_id, position = pairs[worst]
     starts_at = worst - position
     notable = (sizes_N[starts_at : worst + 1] > NOTABLE_DRIFT).nonzero()
-    estimates = {"k1": math.inf, "k3": math.inf, "chi_squared": math.inf}
-    estimates["effective_sample_size"] = 0.0
-    if not is_unknown_N.any():
+    # Of ratios that are no numbers nothing can be estimated: as far off as can be.
+    k1 = k3 = chi_squared = math.inf
+    effective_sample_size = 0.0
+    square = float(log_ratios_N.mul(2).exp().mean())
+    if math.isfinite(square) and log_ratios_N.isfinite().all():
         ratios_N = log_ratios_N.exp()
-        square = float(ratios_N.square().mean())
-        estimates["k1"] = float(-log_ratios_N.mean())
-        estimates["k3"] = float((ratios_N - 1 - log_ratios_N).mean())
-        estimates["chi_squared"] = square - 1
-        share = float(ratios_N.mean()) ** 2 / square if 0 < square < math.inf else 0.0
-        estimates["effective_sample_size"] = share
+        k1 = float(-log_ratios_N.mean())
+        k3 = float((ratios_N - 1 - log_ratios_N).mean())
+        chi_squared = square - 1
+        effective_sample_size = float(ratios_N.mean()) ** 2 / square if square else 0.0
     return DriftReport(
         max=float(sizes_N[worst]),
         mean=float(sizes_N.mean()),
@@ -95,5 +94,8 @@ def drift(sampled: dict[str, list[float]], recomputed: dict[str, list[float]]) -
         request_id=request_id,
         position=position,
         first_position=int(notable[0]) if len(notable) else None,
-        **estimates,
+        k1=k1,
+        k3=k3,
+        chi_squared=chi_squared,
+        effective_sample_size=effective_sample_size,
     )

@@ -38,11 +38,14 @@ def require_known_distribution(trainer: Any, config: RolloutConfig, params: Samp
             "truncation or penalties against the loss's, which are before; set "
             "sampling_mask='replay' or logprobs_mode='policy'."
         )
-    if trainer.mask_truncated_completions and (params.stop or params.stop_token_ids):
+    ends: Any = params.eos_token_id or ()
+    unknown_ends = {token for token in ends if token >= 0} - set(trainer.eos_token_ids)
+    if trainer.mask_truncated_completions and (params.stop or unknown_ends):
+        ended_by = "a stop string" if params.stop else f"token {min(unknown_ends)}"
         raise ConfigurationError(
-            "mask_truncated_completions=True would leave out completions that a stop string ended: "
-            "the trainer takes for whole only what ends in its end-of-sequence token; leave it "
-            "False, or take stop_strings out of generation_kwargs."
+            f"mask_truncated_completions=True would leave out completions that {ended_by} ended: "
+            "the trainer takes for whole only what ends in its own end-of-sequence token; leave it "
+            "False, or take stop_strings and eos_token_id out of generation_kwargs."
         )
 
 

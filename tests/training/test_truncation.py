@@ -105,7 +105,12 @@ def test_a_temperature_that_the_loss_does_not_know_is_warned_of(tmp_path):
         attach(trainer).close()
 
 
-def test_completions_ended_by_a_stop_string_are_not_left_out_unseen(tmp_path):
-    settings = {"generation_kwargs": {"stop_strings": ["7"]}, "mask_truncated_completions": True}
-    with pytest.raises(ConfigurationError, match="mask_truncated_completions=True would leave out"):
+@pytest.mark.parametrize(
+    ("end", "said"),
+    [({"stop_strings": ["7"]}, "a stop string ended"), ({"eos_token_id": [1, 9]}, "token 9 ended")],
+)
+def test_completions_whose_end_the_trainer_does_not_know_are_not_left_out(tmp_path, end, said):
+    settings = {"generation_kwargs": end, "mask_truncated_completions": True}
+    with pytest.raises(ConfigurationError, match=f"would leave out completions that {said}"):
         attach(tiny_trainer(tmp_path, **settings))
+    attach(tiny_trainer(tmp_path, generation_kwargs=end)).close()
