@@ -63,8 +63,11 @@ class LogprobGuard:
         if not self.is_due or any(row.logprobs is None for row in rows):
             return
         self.is_due = False
-        stride = max(1, len(rows) // self._config.verify_num_sequences)
-        chosen = list(range(0, len(rows), stride))[: self._config.verify_num_sequences]
+        num_chosen = self._config.verify_num_sequences
+        stride = max(1, len(rows) // num_chosen)
+        # Others each time, so that none is passed over for ever.
+        first = (self._num_rollouts - 1) // self._config.verify_every_steps % stride
+        chosen = list(range(first, len(rows), stride))[:num_chosen]
         recomputed = recompute(chosen).float().tolist()
         sampled: dict[str, list[float]] = {}
         trained: dict[str, list[float]] = {}

@@ -11,6 +11,7 @@ from trl import RLOOConfig, RLOOTrainer
 from cb_rollout import ConfigurationError, LogprobDriftError, RolloutConfig, attach
 from cb_rollout.engine import sampling
 from cb_rollout.engine.cache import PagedLayer
+from cb_rollout.integrations import logprob_guard as guard_module
 
 QUICK = {"per_device_train_batch_size": 8, "num_generations": 4, "optim": "sgd"}
 UNGUARDED = {"old_logps": "rollout", "verify_every_steps": 0}
@@ -82,6 +83,19 @@ def test_a_lie_in_the_log_probabilities_is_named(tmp_path, monkeypatch):
     said = r"row 0, req_\d+, generated token 3 \('.*'\).*is 0\.5 nats.*max_logprob_drift=0\.01"
     with pytest.raises(LogprobDriftError, match=said):
         trained(tmp_path, GUARDED)
+
+
+def test_each_verification_takes_other_sequences(tmp_path, monkeypatch):
+    names, seen = [], guard_module.drift
+
+    def watched_drift(sampled, recomputed):
+        names.append([int(name.split()[1].rstrip(",")) for name in sampled])
+        return seen(sampled, recomputed)
+
+    monkeypatch.setattr(guard_module, "drift", watched_drift)
+    config = {"verify_every_steps": 1, "verify_num_sequences": 3}
+    trained(tmp_path, config, max_steps=4)
+    assert names == [[0, 2, 4], [1, 3, 5], [0, 2, 4], [1, 3, 5]]
 
 
 def test_no_number_is_drift(tmp_path, monkeypatch):
