@@ -1,6 +1,7 @@
 """Every loss, under every correction and every feature of TRL's, learns what it would from TRL's
 own `generate` path, given the same tokens."""
 
+import gc
 import itertools
 import shutil
 
@@ -37,6 +38,15 @@ FEATURES = {
 }
 SEQUENCE_LOSSES = {"vespo"}
 # Refused with the modes that weigh whole sequences, by TRL and by attach.
+
+
+@pytest.fixture(autouse=True)
+def what_was_imported_is_no_garbage():
+    """Each `train()` collects garbage, which takes four times as long as the rest of a cell."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 def cells():
