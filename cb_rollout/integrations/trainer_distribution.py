@@ -68,9 +68,10 @@ def warn_of_bias(trainer: Any, config: RolloutConfig, params: SamplingParams) ->
     if params.top_p < 1 and not params.top_k and not params.min_p:
         lowest = length * math.log(params.top_p)
         bound = f" (at least {params.top_p:g} a token; e**{lowest:.0f} over {length} tokens)"
-    effect = "the importance-sampling correction multiplies that mass into the loss"
-    if config.logprobs_mode == LogprobsMode.POLICY:
-        effect = "and nothing corrects for it (logprobs_mode='policy')"
+    effect = "nothing corrects for it"
+    corrects = getattr(trainer, "vllm_importance_sampling_correction", False)
+    if corrects and config.logprobs_mode == LogprobsMode.PROCESSED:
+        effect = "the importance-sampling correction multiplies that mass into the loss"
     warnings.warn(
         f"{said}: completions are sampled from part of the distribution{bound}, the loss is of all "
         f"of it; {effect}. rollout/log_kept_mass says how much is cut. Set sampling_mask='replay' "

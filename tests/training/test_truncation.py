@@ -4,8 +4,10 @@ import math
 
 import pytest
 import torch
-from playback import watched
-from tiny_trainer import tiny_trainer
+from datasets import Dataset
+from peft import LoraConfig
+from playback import TOOLS, double, watched, with_tools
+from tiny_trainer import PROBLEMS, tiny_trainer
 from trl import RLOOConfig, RLOOTrainer
 
 from cb_rollout import ConfigurationError, RolloutConfig, attach
@@ -79,6 +81,36 @@ def test_replay_and_sampled_old_log_probabilities_go_together(tmp_path, trainer_
     _, theirs = trained(tmp_path / "b", replay, **settings)
     assert ours.turns == theirs.turns
     torch.testing.assert_close(ours.losses, theirs.losses, rtol=1e-5, atol=1e-5)
+
+
+def test_adapters_and_their_reference_are_replayed(tmp_path):
+    lora = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    settings = {"beta": 0.1, "top_p": 0.8, "trainer_arguments": {"peft_config": lora}}
+    config = {"sampling_mask": "replay", "old_logps": "rollout", "verify_every_steps": 1}
+    trainer, _ = trained(tmp_path, config, **settings)
+    assert max(logged(trainer, "rollout/logprob_drift_max")) <= 1e-5
+    # A fresh adapter changes nothing, so policy and reference agree over the same sets.
+    assert logged(trainer, "kl")[0] == pytest.approx(0, abs=1e-6)
+    # Of a nucleus, not of all 99 tokens.
+    assert max(logged(trainer, "entropy")) < 0.95 * math.log(99)
+
+
+def test_each_turn_of_a_tool_loop_is_replayed_with_its_own_sets(tmp_path, monkeypatch):
+    rows = [{"prompt": [{"role": "user", "content": row["prompt"]}]} for row in PROBLEMS[:8]]
+    trainer = tiny_trainer(
+        tmp_path,
+        reward=lambda completions, **_: [float(len(str(c)) % 3) for c in completions],
+        prepare_tokenizer=lambda tokenizer: with_tools(monkeypatch, tokenizer),
+        trainer_arguments={"train_dataset": Dataset.from_list(rows), "tools": [double]},
+        **(QUICK | TOOLS | {"max_steps": 2, "top_k": 20}),
+    )
+    generator = attach(trainer, RolloutConfig(sampling_mask="replay", verify_every_steps=1))
+    record = watched(trainer)
+    trainer.train()
+    generator.close()
+    assert len(record.turns) > 2
+    assert logged(trainer, RATIO) == pytest.approx([1] * 2, abs=1e-4)
+    assert max(logged(trainer, "sampling/sampling_logp_difference/max")) <= 1e-5
 
 
 def test_penalties_cannot_be_replayed(tmp_path):
