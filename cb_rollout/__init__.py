@@ -11,6 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from cb_rollout.arguments import RolloutArguments
     from cb_rollout.config import RolloutConfig
     from cb_rollout.errors import (
         ConfigurationError,
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
         WeightSyncError,
     )
     from cb_rollout.generator import RolloutGenerator
-    from cb_rollout.integrations.trl import attach
+    from cb_rollout.integrations.rollout_func import make_rollout_func
+    from cb_rollout.integrations.trl import attach, detach
     from cb_rollout.manager import ContinuousBatchingManager
     from cb_rollout.memory import MemoryPlan
     from cb_rollout.one_call import generate_batch
@@ -46,6 +48,7 @@ __all__ = [
     "OutOfCacheMemoryError",
     "QueueFullError",
     "RequestStatus",
+    "RolloutArguments",
     "RolloutConfig",
     "RolloutError",
     "RolloutGenerator",
@@ -53,14 +56,18 @@ __all__ = [
     "SyncReport",
     "WeightSyncError",
     "attach",
+    "detach",
     "generate_batch",
+    "make_rollout_func",
 ]
 
 _HOMES = {
+    "arguments": ("RolloutArguments",),
     "config": ("RolloutConfig",),
     "errors": tuple(name for name in __all__ if name.endswith("Error")),
     "generator": ("RolloutGenerator",),
-    "integrations.trl": ("attach",),
+    "integrations.rollout_func": ("make_rollout_func",),
+    "integrations.trl": ("attach", "detach"),
     "manager": ("ContinuousBatchingManager",),
     "memory": ("MemoryPlan",),
     "one_call": ("generate_batch",),

@@ -49,6 +49,20 @@ class OldLogps(StrEnum):
     ROLLOUT = "rollout"
 
 
+class OnLogprobDrift(StrEnum):
+    """What follows a drift beyond `max_logprob_drift`."""
+
+    RAISE = "raise"
+    RECOMPUTE = "recompute"
+
+
+class SamplingMask(StrEnum):
+    """Whether the loss knows which tokens truncated sampling left to choose from."""
+
+    IGNORE = "ignore"
+    REPLAY = "replay"
+
+
 class ReleaseCache(StrEnum):
     """When the KV memory is given back."""
 

@@ -15,12 +15,15 @@ from cb_rollout.choices import (
     KvDtype,
     LogprobsMode,
     OldLogps,
+    OnLogprobDrift,
     ReleaseCache,
     RolloutDtype,
+    SamplingMask,
     SchedulerType,
     WeightSync,
 )
 from cb_rollout.errors import ConfigurationError
+from cb_rollout.setting_values import is_number, require_choice, require_integer
 
 T = TypeVar("T")
 
@@ -164,9 +167,21 @@ class RolloutConfig:
         "policy",
         "policy: log-softmax of logits/temperature over the whole vocabulary (what the loss "
         "recomputes); processed: after penalties, bans and truncation too (what was sampled from).",
-        cost="processed is biased for TRL's correction under truncation.",
+        cost="Under truncation policy ignores it and processed measures it; see training.md.",
     )
-    old_logps: str = _setting("trainer", "trainer: old log-probabilities come from a forward.")
+    sampling_mask: str = _setting(
+        "ignore",
+        "ignore: the loss is of the whole vocabulary, whatever was sampled from; replay: each "
+        "token's top-k, top-p or min-p set is kept, and log-probabilities are over it alone, here "
+        "and in the loss.",
+        cost="replay costs 4 bytes per kept token id, and the loss's logits whole.",
+    )
+    old_logps: str = _setting(
+        "trainer",
+        "trainer: the trainer's forward recomputes the old log-probabilities; rollout: the sampled "
+        "ones are the old ones, and that forward is saved.",
+        cost="rollout saves a forward per rollout; set max_logprob_drift with it.",
+    )
     verify_every_steps: int = _setting(
         10,
         "Recompute some sequences with a plain forward every this many rollouts; 0: never.",
@@ -179,8 +194,13 @@ class RolloutConfig:
     )
     max_logprob_drift: float | None = _setting(
         None,
-        "Raise LogprobDriftError beyond this difference, in nats; None: only report it.",
+        "Act as on_logprob_drift says beyond this difference, in nats; None: only report it.",
         cost="Set it once the run's own drift is known.",
+    )
+    on_logprob_drift: str = _setting(
+        "raise",
+        "raise: LogprobDriftError; recompute: warn, and from then on old_logps='trainer'.",
+        cost="recompute costs the saved forward from then on.",
     )
     record_num_sequences: int = _setting(
         4,
@@ -219,28 +239,29 @@ class RolloutConfig:
     def __post_init__(self) -> None:
         """Check every type and range, and refuse what cannot be honoured."""
         for name, kind in _CHOICES.items():
-            _require_choice(name, getattr(self, name), kind)
+            require_choice(name, getattr(self, name), kind)
         for name, (least, may_be_none) in _INTEGERS.items():
-            _require_integer(name, getattr(self, name), least, may_be_none)
+            require_integer(name, getattr(self, name), least, may_be_none)
         for name in _BOOLEANS:
             if not isinstance(value := getattr(self, name), bool):
                 raise ConfigurationError(f"{name}={value!r} is not True or False.")
-        if not _is_number(self.max_memory_percent) or not 0 < self.max_memory_percent <= 1:
+        if not is_number(self.max_memory_percent) or not 0 < self.max_memory_percent <= 1:
             raise ConfigurationError(
                 f"max_memory_percent={self.max_memory_percent!r} is outside (0, 1]; 0.4 is 40%."
             )
         for name, (rest, unit) in _AMOUNTS.items():
             value = getattr(self, name)
-            if value != rest and not (_is_number(value) and 0 <= value < math.inf):
+            if value != rest and not (is_number(value) and 0 <= value < math.inf):
                 raise ConfigurationError(
                     f"{name}={value!r} is neither {rest!r} nor a finite number >= 0 of {unit}."
                 )
-        for name, available in _AVAILABLE.items():
+        for name, available in AVAILABLE.items():
             value = getattr(self, name)
             if value not in available:
                 raise ConfigurationError(
                     f"{name}={value!r} is not available; leave it at {available[0]!r}."
                 )
+        _require_something_to_fall_back_to(self)
 
     @property
     def wants_graphs(self) -> bool | None:
@@ -256,7 +277,9 @@ _CHOICES: dict[str, type[StrEnum]] = {
     "weight_sync": WeightSync,
     "rollout_dtype": RolloutDtype,
     "logprobs_mode": LogprobsMode,
+    "sampling_mask": SamplingMask,
     "old_logps": OldLogps,
+    "on_logprob_drift": OnLogprobDrift,
     "release_cache": ReleaseCache,
     "kv_dtype": KvDtype,
 }
@@ -285,7 +308,7 @@ _AMOUNTS = {
 }
 # Each amount's resting value and its unit.
 
-_AVAILABLE: dict[str, tuple[Any, ...]] = {
+AVAILABLE: dict[str, tuple[Any, ...]] = {
     "use_async_batching": (None, False),
     # A pair is of prefill, which is not captured, and of decode.
     "use_cuda_graph": (
@@ -294,25 +317,20 @@ _AVAILABLE: dict[str, tuple[Any, ...]] = {
     "varlen_compile_config": (None,),
     "decode_compile_config": (None,),
     "use_default_compile_configs": (False,),
-    "old_logps": ("trainer",),
 }
 # Each field's values that can be honoured today, the first one being the advice.
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def choices_of(name: str) -> tuple[str, ...]:
+    """The words that a field may be; empty where it is not one word of a few."""
+    return tuple(choice.value for choice in _CHOICES.get(name, ()))
 
 
-def _require_integer(name: str, value: object, least: int, may_be_none: bool) -> None:
-    if value is None and may_be_none:
-        return
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise ConfigurationError(f"{name}={value!r} is not a whole number.")
-    if value < least:
-        raise ConfigurationError(f"{name}={value} is below {least}; raise it.")
-
-
-def _require_choice(name: str, value: object, kind: type[StrEnum]) -> None:
-    choices = [choice.value for choice in kind]
-    if value not in choices:
-        raise ConfigurationError(f"{name}={value!r} is not one of {', '.join(choices)}.")
+def _require_something_to_fall_back_to(config: RolloutConfig) -> None:
+    if config.on_logprob_drift == OnLogprobDrift.RECOMPUTE and (
+        config.old_logps == OldLogps.TRAINER or config.max_logprob_drift is None
+    ):
+        raise ConfigurationError(
+            "on_logprob_drift='recompute' needs old_logps='rollout' and a max_logprob_drift; set "
+            "both, or leave it at 'raise'."
+        )

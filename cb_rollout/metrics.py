@@ -16,6 +16,12 @@ class EngineCounters:
     preemptions: int = 0
     prefill_forwards: int = 0
     decode_forwards: int = 0
+    truncated_tokens: int = 0
+    """Tokens that were sampled under top-k, top-p or min-p."""
+    kept_tokens: int = 0
+    """How many token ids those were chosen from, all together."""
+    log_kept_mass: float = 0.0
+    """Logarithms of the probability that was left to them, all together."""
     kv_blocks_peak: int = 0
     """Most blocks in use at once; a maximum, not a sum."""
 

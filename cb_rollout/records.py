@@ -10,7 +10,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -40,6 +40,13 @@ class TokenRow(NamedTuple):
     policy_version: int | None
     """The version that sampled the token; None when none was recorded."""
     reward: float | None
+    trainer_logprob: float | None = None
+    """By the trainer's forward, in the loss that first saw the token; None: none was recorded."""
+    entropy: float | None = None
+    """Nats, of the distribution that the loss saw; None: none was recorded."""
+    advantage: float | None = None
+    mask: int | None = None
+    """1 where the loss counts the token, 0 where it does not; None: not recorded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,17 +84,27 @@ class SequenceRecord:
     """None: not scored, or not finite."""
     finish_reason: str | None
     """A `FinishReason`; None: not known."""
+    trainer_logprobs: list[float] = field(default_factory=list)
+    """By the trainer's forward, in the loss that first saw each token; empty: not recorded."""
+    entropies: list[float] = field(default_factory=list)
+    """Nats, of the distribution that the loss saw; empty: not recorded."""
+    advantage: float | None = None
+    """None: not known, or not finite."""
+    mask: list[int] = field(default_factory=list)
+    """1 where the loss counts the token, 0 where it does not (a tool wrote it, or the sequence is
+    left out); empty: not recorded."""
 
     def __post_init__(self) -> None:
         """Hold the lengths together."""
         num_tokens = len(self.tokens)
         num_stamped = sum(num for _, num in self.policy_versions)
         assert len(self.token_ids) == num_tokens, (len(self.token_ids), num_tokens)
-        assert len(self.logprobs) in (0, num_tokens), (len(self.logprobs), num_tokens)
+        for values in (self.logprobs, self.trainer_logprobs, self.entropies, self.mask):
+            assert len(values) in (0, num_tokens), (len(values), num_tokens)
         assert num_stamped == num_tokens or not self.policy_versions, (num_stamped, num_tokens)
 
     def token_rows(self) -> Iterator[TokenRow]:
-        """Each sampled token with its log-probability, policy version and reward, in order."""
+        """Each token with what was recorded of it and of its sequence, in order."""
         versions = [version for version, num in self.policy_versions for _ in range(num)]
         for position, (token, token_id) in enumerate(zip(self.tokens, self.token_ids, strict=True)):
             yield TokenRow(
@@ -95,9 +112,13 @@ class SequenceRecord:
                 position=position,
                 token=token,
                 token_id=token_id,
-                logprob=_finite(self.logprobs[position]) if self.logprobs else None,
+                logprob=_finite_at(self.logprobs, position),
                 policy_version=versions[position] if versions else None,
                 reward=self.reward,
+                trainer_logprob=_finite_at(self.trainer_logprobs, position),
+                entropy=_finite_at(self.entropies, position),
+                advantage=self.advantage,
+                mask=self.mask[position] if self.mask else None,
             )
 
 
@@ -114,34 +135,16 @@ class RunRecorder:
     def record_metrics(self, metrics: StepMetrics) -> None:
         """Append one step's metrics."""
         scalars = {name: _finite(value) for name, value in metrics.scalars.items()}
-        self._append(
-            METRICS_FILE,
-            {
-                "step": metrics.step,
-                "mode": metrics.mode,
-                "scalars": scalars,
-                "completion_lengths": metrics.completion_lengths,
-            },
-        )
+        self._append(METRICS_FILE, asdict(metrics) | {"scalars": scalars})
 
     def record_sequence(self, sequence: SequenceRecord) -> None:
         """Append one sequence."""
-        reward = sequence.reward
-        self._append(
-            ROLLOUTS_FILE,
-            {
-                "step": sequence.step,
-                "mode": sequence.mode,
-                "request_id": sequence.request_id,
-                "prompt": sequence.prompt,
-                "tokens": sequence.tokens,
-                "token_ids": sequence.token_ids,
-                "logprobs": [_finite(value) for value in sequence.logprobs],
-                "policy_versions": sequence.policy_versions,
-                "reward": None if reward is None else _finite(reward),
-                "finish_reason": sequence.finish_reason,
-            },
-        )
+        row = asdict(sequence)
+        for name in ("reward", "advantage"):
+            row[name] = None if row[name] is None else _finite(row[name])
+        for name in ("logprobs", "trainer_logprobs", "entropies"):
+            row[name] = [_finite(value) for value in row[name]]
+        self._append(ROLLOUTS_FILE, row)
 
     def _append(self, name: str, row: Mapping[str, Any]) -> None:
         line = json.dumps(row, allow_nan=False, separators=(",", ":")) + "\n"
@@ -238,11 +241,20 @@ def _sequence_from(row: Mapping[str, Any]) -> SequenceRecord:
         prompt=str(row["prompt"]),
         tokens=[str(token) for token in row["tokens"]],
         token_ids=[int(token_id) for token_id in row["token_ids"]],
-        logprobs=[math.nan if value is None else float(value) for value in row["logprobs"]],
+        logprobs=_numbers(row["logprobs"]),
         policy_versions=[(int(version), int(num)) for version, num in row["policy_versions"]],
         reward=None if row["reward"] is None else float(row["reward"]),
         finish_reason=row["finish_reason"],
+        # Runs that were recorded before these were have none of them.
+        trainer_logprobs=_numbers(row.get("trainer_logprobs", [])),
+        entropies=_numbers(row.get("entropies", [])),
+        advantage=None if row.get("advantage") is None else float(row["advantage"]),
+        mask=[int(value) for value in row.get("mask", [])],
     )
+
+
+def _numbers(values: list[Any]) -> list[float]:
+    return [math.nan if value is None else float(value) for value in values]
 
 
 def _mode(mode: str) -> Mode:
@@ -254,6 +266,10 @@ def _mode(mode: str) -> Mode:
 def _finite(value: float) -> float | None:
     value = float(value)
     return value if math.isfinite(value) else None
+
+
+def _finite_at(values: list[float], position: int) -> float | None:
+    return _finite(values[position]) if values else None
 
 
 def _remove_half_line(path: Path, chunk_bytes: int = 1 << 16) -> None:

@@ -42,6 +42,9 @@ def run_rollout(
         "rollout/prefill_tokens_saved": added.prefill_tokens_saved,
         "rollout/preemptions": added.preemptions,
     }
+    if added.truncated_tokens:
+        metrics["rollout/log_kept_mass"] = added.log_kept_mass / added.truncated_tokens
+        metrics["rollout/kept_tokens"] = added.kept_tokens / added.truncated_tokens
     return {request.request_id: finished[request.request_id] for request in requests}, metrics
 
 

@@ -1,6 +1,7 @@
 """The records that cross the package's surface: plain data, without torch."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -65,6 +66,9 @@ class GenerationOutput:
     top_logprobs: list[list[tuple[int, float]]] | None = None
     """For each generated token the most likely ones, `(token id, natural logarithm)`, most likely
     first; None unless asked for."""
+    kept_token_ids: list[Sequence[int]] | None = None
+    """For each generated token the ids that top-k, top-p and min-p left to choose from, each an
+    `array("i")`; None unless `sampling_mask="replay"` and something was cut."""
 
     def is_finished(self) -> bool:
         """Whether the request reached a final status: finished, cancelled or failed."""

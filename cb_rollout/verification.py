@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from cb_rollout.choices import LogprobsMode
+from cb_rollout.choices import LogprobsMode, SamplingMask
 from cb_rollout.engine.request import Request
 from cb_rollout.errors import InvalidRequestError
 from cb_rollout.logprobs import DriftReport, drift
@@ -27,12 +27,14 @@ def verified(
     if num_sequences < 1:
         raise InvalidRequestError(f"num_sequences={num_sequences} is below 1.")
     engine = manager.engine
-    is_processed = engine.config.logprobs_mode == LogprobsMode.PROCESSED
+    replays = engine.config.sampling_mask == SamplingMask.REPLAY
+    is_processed = replays or engine.config.logprobs_mode == LogprobsMode.PROCESSED
     comparable = [
         request
         for request in rollout
         if request.policy_versions == [(engine.policy_version, request.num_generated)]
-        and not (is_processed and request.params.is_processed)
+        and not (is_processed and request.params.is_adjusted)
+        and not (is_processed and request.params.is_truncated and not replays)
     ]
     stride = max(1, len(comparable) // num_sequences)
     chosen = comparable[::stride][:num_sequences]

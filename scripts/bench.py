@@ -306,6 +306,10 @@ def char_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
     )
 
 
+SAMPLED_OLD_LOGPS = "cb_rollout, old_logps=rollout"
+# The contender of a step that saves the forward of the old log-probabilities.
+
+
 class StepClock(TrainerCallback):
     """Seconds of each optimizer step, from before its rollout to after its update."""
 
@@ -355,10 +359,12 @@ def step_seconds(device: str, workload: Workload, kind: str, num_steps: int) -> 
             train_dataset=Dataset.from_list([{"prompt": prompt} for prompt in prompts]),
             processing_class=tokenizer,
         )  # fmt: skip
-    if kind == "cb_rollout":
-        cb_rollout.attach(
-            trainer, cb_rollout.RolloutConfig(record_num_sequences=0, verify_every_steps=0)
+    if kind.startswith("cb_rollout"):
+        old_logps = "rollout" if kind == SAMPLED_OLD_LOGPS else "trainer"
+        config = cb_rollout.RolloutConfig(
+            record_num_sequences=0, verify_every_steps=0, old_logps=old_logps
         )
+        cb_rollout.attach(trainer, config)
     trainer.vllm_importance_sampling_mode = "token_truncate"
     trainer.remove_callback(PrinterCallback)
     clock = StepClock()
@@ -370,7 +376,7 @@ def step_seconds(device: str, workload: Workload, kind: str, num_steps: int) -> 
 def bench_step(device: str, repetitions: int) -> dict[str, Any]:
     """Seconds of one GRPO step, through each generation path of TRL that is installed here."""
     workload = create_workload(device, equal=False)
-    kinds = ("cb_rollout", "TRL continuous batching", "TRL generate")
+    kinds = ("cb_rollout", SAMPLED_OLD_LOGPS, "TRL continuous batching", "TRL generate")
     print("step: vLLM, TRL's third path, is not installed here and is left out")
     seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
     for repetition in range(repetitions):

@@ -36,6 +36,7 @@ PUBLIC = [
     "OutOfCacheMemoryError",
     "QueueFullError",
     "RequestStatus",
+    "RolloutArguments",
     "RolloutConfig",
     "RolloutError",
     "RolloutGenerator",
@@ -43,7 +44,9 @@ PUBLIC = [
     "SyncReport",
     "WeightSyncError",
     "attach",
+    "detach",
     "generate_batch",
+    "make_rollout_func",
 ]
 
 REFERENCE_FIELDS = [

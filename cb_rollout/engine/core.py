@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from cb_rollout import _compat
-from cb_rollout.choices import LogprobsMode, SchedulerType
+from cb_rollout.choices import LogprobsMode, SamplingMask, SchedulerType
 from cb_rollout.config import RolloutConfig
 from cb_rollout.engine import device as devices
 from cb_rollout.engine.graph_choice import create_graphs
@@ -121,10 +121,17 @@ class Engine:
             self._runner,
             self._scheduler,
             self._storage,
-            TokenGiver(self.device, LogprobsMode(self.config.logprobs_mode)),
+            self._token_giver(),
             self.counters,
             self._graphs,
         )
+
+    def _token_giver(self) -> TokenGiver:
+        mode = LogprobsMode(self.config.logprobs_mode)
+        keeps_ids = self.config.sampling_mask == SamplingMask.REPLAY
+        if keeps_ids:
+            mode = LogprobsMode.PROCESSED
+        return TokenGiver(self.device, mode, self.counters, keeps_ids=keeps_ids)
 
     @property
     def model(self) -> PreTrainedModel:

@@ -1,7 +1,7 @@
 """One sequence on its way through the engine: what was asked, what is cached, what came out."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -47,6 +47,8 @@ class Request:
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
     """With each sampled token, the most likely ones; empty unless asked for."""
+    kept_token_ids: list[Sequence[int]] = field(default_factory=list)
+    """With each sampled token, the ids that truncation left; empty unless they are kept."""
     timestamps: list[float] = field(default_factory=list)
     policy_versions: list[tuple[int, int]] = field(default_factory=list)
     created_time: float = field(default_factory=time.perf_counter)
@@ -167,6 +169,7 @@ class Request:
             timestamps=list(self.timestamps) if self.records_timestamps else None,
             policy_versions=list(self.policy_versions),
             top_logprobs=list(self.top_logprobs) if self.params.top_logprobs else None,
+            kept_token_ids=self.kept_token_ids[: self.num_generated] or None,
         )
 
 

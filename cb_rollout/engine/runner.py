@@ -25,6 +25,7 @@ from cb_rollout.engine.probe import PROBE_TOKENS, CacheLayout, probe
 from cb_rollout.engine.request import Request
 from cb_rollout.engine.states import StateLayer
 from cb_rollout.errors import ConfigurationError
+from cb_rollout.kept_tokens import KeptTokens, kept_logprobs
 from cb_rollout.logprobs import chosen_logprobs
 
 if TYPE_CHECKING:
@@ -213,7 +214,11 @@ class ModelRunner:
         temperature = 1.0 if request.params.is_greedy else request.params.temperature
         logits_TV = self.plain_logits(request.token_ids, _compat.collective_forward(model))
         chosen_T = self._integers(request.token_ids[num_prompt:])
-        logprobs_T, _ = chosen_logprobs(logits_TV[num_prompt - 1 : -1] / temperature, chosen_T)
+        logits_TV = logits_TV[num_prompt - 1 : -1]
+        if request.kept_token_ids:
+            kept = KeptTokens.joined(request.kept_token_ids[: len(chosen_T)])
+            return kept_logprobs(logits_TV, chosen_T, kept, temperature)[0].tolist()
+        logprobs_T, _ = chosen_logprobs(logits_TV / temperature, chosen_T)
         return logprobs_T.tolist()
 
     def plain_logits(

@@ -89,6 +89,11 @@ class Sampled(NamedTuple):
     """Whether any token was left to sample (bool); None: the logits were not processed."""
     top_KN: tuple[torch.Tensor, torch.Tensor] | None
     """The `num_top` most likely tokens of each of `top_rows` and their log-probabilities."""
+    log_mass_R: torch.Tensor | None
+    """float32; logarithm of the probability that truncation left, of each truncated row; None:
+    there are none."""
+    kept_RV: torch.Tensor | None
+    """Which tokens truncation left (bool); None: no row is truncated."""
 
 
 def create_sampling_batch(requests: Sequence[Request], device: torch.device) -> SamplingBatch:
@@ -168,8 +173,12 @@ def sample(
     is_same = processed_BV is None
     choose_BV = logits_BV if is_same else processed_BV
     sampled_from_BV = scaled_BV if is_same else processed_BV / batch.temperatures_B[:, None]
+    log_mass_R = is_kept_RV = None
     if batch.truncated_rows is not None:
-        kept_RV = truncate(sampled_from_BV.index_select(0, batch.truncated_rows), batch)
+        whole_RV = sampled_from_BV.index_select(0, batch.truncated_rows)
+        kept_RV = truncate(whole_RV, batch)
+        log_mass_R = kept_RV.logsumexp(-1) - whole_RV.logsumexp(-1)
+        is_kept_RV = kept_RV > -torch.inf
         sampled_from_BV = sampled_from_BV.index_copy(0, batch.truncated_rows, kept_RV)
     token_ids_B = draw(sampled_from_BV, uniforms(batch.seeds_B, indices_B))
     if batch.greedy_rows is not None:
@@ -189,4 +198,6 @@ def sample(
         num_top = min(batch.num_top, logits_BV.shape[-1])
         likely = reported_BV.index_select(0, batch.top_rows).topk(num_top)
         top_KN = likely.indices, likely.values - normalizers_B[batch.top_rows, None]
-    return Sampled(token_ids_B, logprobs_B, is_valid_B, is_possible_B, top_KN)
+    return Sampled(
+        token_ids_B, logprobs_B, is_valid_B, is_possible_B, top_KN, log_mass_R, is_kept_RV
+    )

@@ -3,6 +3,7 @@
 Owns what is kept between steps of the same rows. Called by the thread that steps the engine.
 """
 
+from array import array
 from collections.abc import Sequence
 
 import torch
@@ -11,19 +12,30 @@ from cb_rollout.choices import LogprobsMode
 from cb_rollout.engine.processors import LogitsProcessing
 from cb_rollout.engine.request import Request
 from cb_rollout.engine.sampler import Sampled, SamplingBatch, create_sampling_batch, sample
+from cb_rollout.metrics import EngineCounters
 from cb_rollout.types import FinishReason, RequestStatus
 
 
 class TokenGiver:
     """Samples for one engine."""
 
-    def __init__(self, device: torch.device, mode: LogprobsMode) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        mode: LogprobsMode,
+        counters: EngineCounters,
+        *,
+        keeps_ids: bool = False,
+    ) -> None:
         """Keep nothing yet.
 
         Args:
             device: where the logits are.
             mode: which distribution the log-probabilities are of.
+            counters: told how much truncation left.
+            keeps_ids: whether sequences remember what truncation left them.
         """
+        self._counters, self._keeps_ids = counters, keeps_ids
         self._device = device
         self._mode = mode
         self._kept: tuple[list[Request], SamplingBatch, LogitsProcessing | None] | None = None
@@ -51,10 +63,29 @@ class TokenGiver:
         indices_B = torch.tensor([r.num_generated for r in requests], device=self._device)
         processed_BV = None if processing is None else processing(logits_BV, indices_B)
         sampled = sample(logits_BV, batch, indices_B, self._mode, processed_BV)
+        if batch.truncated_rows is not None:
+            self._note_truncation(requests, batch.truncated_rows, sampled)
         tokens, logprobs, is_valid = (result.tolist() for result in sampled[:3])
         if processed_BV is not None or batch.top_rows is not None:
             return _append_one_by_one(requests, batch, sampled, policy_version)
         return append_each(requests, tokens, logprobs, is_valid, policy_version)
+
+    def _note_truncation(
+        self, requests: Sequence[Request], rows_R: torch.Tensor, sampled: Sampled
+    ) -> None:
+        """Count what truncation left, and remember its ids where a trainer will want them."""
+        assert sampled.log_mass_R is not None
+        assert sampled.kept_RV is not None
+        masses_R = sampled.log_mass_R[sampled.log_mass_R.isfinite()]
+        self._counters.truncated_tokens += len(masses_R)
+        self._counters.log_kept_mass += float(masses_R.sum())
+        self._counters.kept_tokens += int(sampled.kept_RV.sum())
+        if not self._keeps_ids:
+            return
+        ids = sampled.kept_RV.nonzero()[:, 1].int().cpu().numpy()
+        ends = sampled.kept_RV.sum(-1).cumsum(0).tolist()
+        for row, start, end in zip(rows_R.tolist(), [0, *ends], ends, strict=False):
+            requests[row].kept_token_ids.append(array("i", ids[start:end].tobytes()))
 
     def _prepared(
         self, requests: Sequence[Request], vocab_size: int, is_recurring: bool

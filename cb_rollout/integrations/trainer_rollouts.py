@@ -1,36 +1,33 @@
-"""A trainer's generation backend, and the log and records of what it rolled out.
+"""A trainer's generation backend, and the figures of what it rolled out.
 
 Called by the trainer, on its thread. Knows the trainer by its attributes only.
 """
 
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import Any
 
-import torch
-
-from cb_rollout.errors import InvalidRequestError, LogprobDriftError
+from cb_rollout.choices import ReleaseCache
+from cb_rollout.errors import InvalidRequestError
 from cb_rollout.generator import RolloutGenerator
-from cb_rollout.records import RunRecorder, SequenceRecord, StepMetrics
+from cb_rollout.records import Mode
+from cb_rollout.sampling_params import SamplingParams
+from cb_rollout.types import GenerationOutput
 
 
 class TrainerRollouts:
-    """What the trainer takes for its generation backend; also keeps the rollout's records."""
+    """What the trainer takes for its generation backend."""
 
     def __init__(self, trainer: Any, generator: RolloutGenerator) -> None:
         """Stand between the two."""
         self._trainer, self._generator = trainer, generator
-        self._num_rollouts = 0
-        self._outputs = []
-        self._records: list[SequenceRecord] = []
-        self._completion_lengths: list[int] = []
+        self.outputs: list[GenerationOutput] = []
+        """Everything sampled for the rollout in progress, or the last one, tool turns included."""
+        self._turns: list[dict[str, float]] = []
         self._seconds_this_step = 0.0
-        self._recorder: RunRecorder | None = None
-        if trainer.accelerator.is_main_process:
-            self._recorder = RunRecorder(Path(trainer.args.output_dir) / "cb_rollout")
 
     @property
-    def _mode(self) -> Any:
+    def mode(self) -> Mode:
+        """What the trainer is doing."""
         return "train" if self._trainer.model.training else "eval"
 
     def forget_synced_step(self) -> None:
@@ -65,97 +62,35 @@ class TrainerRollouts:
         if images is not None:
             raise InvalidRequestError("images are not supported; train on text, or use vLLM.")
         with profiler or nullcontext():
-            outputs = list(self._generator.generate_batch(prompts).values())
-        self._outputs = outputs
-        self._log_metrics()
-        self._verify()
+            outputs = self.sample(prompts)
         completions = [output.generated_tokens for output in outputs]
         logprobs = [[[logprob] for logprob in output.logprobs] for output in outputs]
         return prompts, completions, logprobs, [[[t] for t in tokens] for tokens in completions]
 
-    def _log_metrics(self) -> None:
-        """Put the rollout's figures where the trainer's own logger finds them."""
-        metrics = self._generator.metrics()
-        for name, value in metrics.items():
-            self._log(name, value)
-        if self._mode == "train":
-            self._seconds_this_step += metrics["rollout/seconds"]
-            self._completion_lengths += [len(o.generated_tokens) for o in self._outputs]
+    def sample(
+        self, prompts: list[list[int]], sampling_params: SamplingParams | None = None
+    ) -> list[GenerationOutput]:
+        """One completion of every prompt, in order, as a part of the rollout in progress."""
+        outputs = self._generator.generate_batch(prompts, sampling_params=sampling_params)
+        self.outputs += outputs.values()
+        self._turns.append(self._generator.metrics())
+        return list(outputs.values())
 
-    def _log(self, name: str, value: float) -> None:
-        self._trainer._metrics[self._mode][name].append(value)
+    def begin_rollout(self) -> None:
+        """Another rollout starts, of one turn or, with tools, several."""
+        self.outputs.clear()
+        self._turns.clear()
 
-    def _verify(self) -> None:
-        """Every `verify_every_steps` training rollouts, hold some sequences against a forward."""
-        config = self._generator.config
-        if self._mode != "train" or not config.verify_every_steps:
-            return
-        self._num_rollouts += 1
-        if (self._num_rollouts - 1) % config.verify_every_steps:
-            return
-        report = self._generator.verify(config.verify_num_sequences)
-        if not report.num_tokens:
-            return
-        self._log("rollout/logprob_drift_max", report.max)
-        self._log("rollout/logprob_drift_mean", report.mean)
-        if config.max_logprob_drift is not None and report.max > config.max_logprob_drift:
-            raise LogprobDriftError(
-                f"{report.request_id}, generated token {report.position}: sampled log-probability "
-                f"is {report.max:.3g} nats from the trainer's forward, max_logprob_drift="
-                f"{config.max_logprob_drift:.3g}; raise it, or look for what changes the forward "
-                "between rollout and loss."
-            )
-
-    def sleeping_after(self, generate: Any) -> Any:
-        """`generate`, then the KV memory given back for the training that follows."""
-
-        def generate_and_sleep(*args: Any, **kwargs: Any) -> Any:
-            try:
-                return generate(*args, **kwargs)
-            finally:
-                self._generator.sleep()
-
-        return generate_and_sleep
-
-    def recording_rewards(self, calculate_rewards: Any) -> Any:
-        """`calculate_rewards`, with the first sequences kept for the run's records."""
-
-        def calculate_and_record(
-            inputs: Any, prompts: Any, completions: Any, completion_ids: Any
-        ) -> torch.Tensor:
-            rewards = calculate_rewards(inputs, prompts, completions, completion_ids)
-            self._record(completion_ids, rewards)
-            return rewards
-
-        return calculate_and_record
-
-    def _record(self, completion_ids: list[list[int]], rewards_per_function: torch.Tensor) -> None:
-        """Keep the first sequences of this process, when they are exactly what was generated."""
-        outputs = self._outputs[: self._generator.config.record_num_sequences]
-        if self._recorder is None or [o.generated_tokens for o in outputs] != [
-            list(ids) for ids in completion_ids[: len(outputs)]
-        ]:
-            return
-        weights = self._trainer.reward_weights.to(rewards_per_function.device)
-        rewards = (rewards_per_function * weights).nansum(1).tolist()
-        tokenizer = self._trainer.processing_class
-        self._records = [
-            SequenceRecord(
-                step=self._trainer.state.global_step,
-                mode=self._mode,
-                request_id=output.request_id,
-                prompt=tokenizer.decode(output.prompt_ids),
-                tokens=[tokenizer.decode([token]) for token in output.generated_tokens],
-                token_ids=output.generated_tokens,
-                logprobs=output.logprobs,
-                policy_versions=output.policy_versions,
-                reward=reward,
-                finish_reason=output.finish_reason,
-            )
-            for output, reward in zip(outputs, rewards, strict=False)
-        ]
-        for record in self._records:
-            self._recorder.record_sequence(record)
+    def end_rollout(self) -> None:
+        """Log the figures where the trainer's own are; give the KV memory back where wanted."""
+        if self._turns:
+            figures = _combined(self._turns)
+            for name, value in figures.items():
+                self._trainer._metrics[self.mode][name].append(value)
+            if self.mode == "train":
+                self._seconds_this_step += figures["rollout/seconds"]
+        if self._generator.config.release_cache == ReleaseCache.BETWEEN_STEPS:
+            self._generator.sleep()
 
     def end_step(self, seconds: float) -> None:
         """Log which share of an optimizer step of `seconds` went into rollouts."""
@@ -164,23 +99,24 @@ class TrainerRollouts:
         )
         self._seconds_this_step = 0.0
 
-    def write_log(self, step: int, logs: dict[str, Any]) -> None:
-        """Keep what the trainer logged, and send the token table where wandb is on."""
-        if self._recorder is None:
-            return
-        is_eval = any(name.startswith("eval_") for name in logs)
-        self._recorder.record_metrics(
-            StepMetrics(
-                step=step,
-                mode="eval" if is_eval else "train",
-                scalars={k: float(v) for k, v in logs.items() if isinstance(v, int | float)},
-                completion_lengths=[] if is_eval else self._completion_lengths,
-            )
-        )
-        if not is_eval:
-            self._completion_lengths = []
-        if "wandb" in self._trainer.args.report_to:
-            from cb_rollout.integrations.wandb import log_token_table
 
-            log_token_table(self._records, step)
-        self._records = []
+SUMMED = ("seconds", "tokens", "prefill_tokens", "prefill_tokens_saved", "preemptions")
+AVERAGED = ("log_kept_mass", "kept_tokens")
+# How the figures of a rollout's turns make those of the rollout; of the others the largest counts.
+
+
+def _combined(turns: list[dict[str, float]]) -> dict[str, float]:
+    """The figures of a rollout, by metric name, from those of its turns."""
+    figures: dict[str, float] = {}
+    for turn in turns:
+        for name, value in turn.items():
+            figures[name] = max(value, figures.get(name, value))
+    for name in SUMMED:
+        figures[f"rollout/{name}"] = sum(turn[f"rollout/{name}"] for turn in turns)
+    num_tokens, seconds = figures["rollout/tokens"], figures["rollout/seconds"]
+    figures["rollout/tokens_per_second"] = num_tokens / seconds if seconds else 0.0
+    for name in (f"rollout/{name}" for name in AVERAGED):
+        if name in figures:
+            weighed = sum(turn[name] * turn["rollout/tokens"] for turn in turns)
+            figures[name] = weighed / num_tokens
+    return figures

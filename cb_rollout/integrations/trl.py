@@ -7,24 +7,32 @@ never imported. The only file that imports trl.
 """
 
 import inspect
-import time
 import warnings
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import trl
 from packaging.version import Version
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from trl import GRPOTrainer, RLOOTrainer
 from trl.generation.vllm_generation import VLLMGeneration
 
-from cb_rollout.choices import ReleaseCache
+from cb_rollout.choices import SamplingMask
 from cb_rollout.config import RolloutConfig
 from cb_rollout.distributed import create_failure_watch
 from cb_rollout.errors import ConfigurationError
 from cb_rollout.generator import RolloutGenerator
+from cb_rollout.integrations.logprob_guard import LogprobGuard
+from cb_rollout.integrations.trainer_callback import RolloutCallback
+from cb_rollout.integrations.trainer_distribution import (
+    are_comparable,
+    require_known_distribution,
+    warn_of_bias,
+)
+from cb_rollout.integrations.trainer_hooks import TrainerHooks
+from cb_rollout.integrations.trainer_records import TrainerRecords
 from cb_rollout.integrations.trainer_rollouts import TrainerRollouts
+from cb_rollout.integrations.trainer_scoring import TrainerScoring
 from cb_rollout.transformers_config import as_rollout_config
 
 TESTED_VERSIONS = "trl>=1.16,<2"
@@ -33,7 +41,15 @@ GENERATION_MODE = "cb_rollout"
 # Any word but TRL's own "server" and "colocate", each of which has code of its own.
 
 SEAM_ATTRIBUTES = ("use_vllm", "vllm_mode", "generation_config", "_metrics", "state", "accelerator")
-SEAM_METHODS = ("_generate_single_turn", "_generate", "_calculate_rewards")
+SEAM_METHODS = (
+    "_generate_single_turn",
+    "_generate",
+    "_generate_and_score_completions",
+    "_calculate_rewards",
+    "_get_per_token_logps_and_entropies",
+    "compute_loss",
+)
+LOGPROBS_ARGUMENTS = ["model", "input_ids", "attention_mask", "logits_to_keep", "batch_size"]
 SEAM_ARGUMENTS = ["self", "prompts", "images", "num_generations", "profiler"]
 
 
@@ -73,21 +89,61 @@ def attach(trainer: Any, config: Any = None) -> RolloutGenerator:
     )
     if config.balance_ranks:
         _require_one_turn(trainer)
+    defaults = generator.manager.defaults
+    require_known_distribution(trainer, config, defaults)
     _require_room(trainer, generator)
+    warn_of_bias(trainer, config, defaults)
     _warn_of_dropout(trainer)
+    hooks = TrainerHooks(trainer)
     rollouts = TrainerRollouts(trainer, generator)
-    trainer.vllm_generation = rollouts
-    trainer.vllm_mode = GENERATION_MODE
-    trainer.use_vllm = True
-    rollouts.forget_synced_step()
-    trainer._calculate_rewards = rollouts.recording_rewards(trainer._calculate_rewards)
-    if config.release_cache == ReleaseCache.BETWEEN_STEPS:
-        trainer._generate = rollouts.sleeping_after(trainer._generate)
-    trainer.add_callback(RolloutCallback(rollouts))
+    replays = config.sampling_mask == SamplingMask.REPLAY
+    guard = LogprobGuard(trainer, config, are_comparable(config, defaults))
+    records = None
+    if trainer.accelerator.is_main_process:
+        records = TrainerRecords(trainer, config.record_num_sequences)
+    scoring = TrainerScoring(trainer, rollouts, guard, records, replays=replays)
+    callback = RolloutCallback(rollouts, records)
+    hooks.put("vllm_generation", rollouts)
+    hooks.put("vllm_mode", GENERATION_MODE)
+    hooks.put("use_vllm", True)
+    hooks.put("_last_loaded_step", -1)
+    hooks.put(ATTACHMENT, Attachment(generator, hooks, callback))
+    scoring.hook(hooks)
     watch = create_failure_watch()
     if watch is not None:
-        trainer.train, trainer.evaluate = map(watch.watching, (trainer.train, trainer.evaluate))
+        hooks.put("train", watch.watching(trainer.train))
+        hooks.put("evaluate", watch.watching(trainer.evaluate))
+    trainer.add_callback(callback)
     return generator
+
+
+ATTACHMENT = "_cb_rollout"
+# The trainer's attribute that says what was attached.
+
+
+class Attachment(NamedTuple):
+    """What `detach` needs to know."""
+
+    generator: RolloutGenerator
+    hooks: TrainerHooks
+    callback: RolloutCallback
+
+
+def detach(trainer: Any) -> None:
+    """Put a trainer back as it was before `attach`, and close its generator.
+
+    Its weights, optimizer and step count stay as they are.
+
+    Raises:
+        ConfigurationError: nothing is attached to it.
+    """
+    attachment = getattr(trainer, ATTACHMENT, None)
+    if not isinstance(attachment, Attachment):
+        raise ConfigurationError("cb_rollout is not attached to this trainer.")
+    attachment.callback.finish()
+    trainer.remove_callback(attachment.callback)
+    attachment.hooks.restore()
+    attachment.generator.close()
 
 
 def _optimizer(trainer: Any) -> Any:
@@ -107,6 +163,10 @@ def _require_seam(trainer: Any) -> None:
         )
     missing = [name for name in (*SEAM_ATTRIBUTES, *SEAM_METHODS) if not hasattr(trainer, name)]
     arguments = list(inspect.signature(VLLMGeneration.generate).parameters)
+    if not missing:
+        taken = list(inspect.signature(trainer._get_per_token_logps_and_entropies).parameters)
+        if taken[: len(LOGPROBS_ARGUMENTS)] != LOGPROBS_ARGUMENTS:
+            missing = ["_get_per_token_logps_and_entropies as it was"]
     if missing or arguments != SEAM_ARGUMENTS or Version(trl.__version__) < Version("1.16"):
         raise ConfigurationError(
             f"trl {trl.__version__} generates in another way than cb_rollout knows (missing: "
@@ -182,47 +242,3 @@ def _warn_of_dropout(trainer: Any) -> None:
             "and attention_dropout=0 where they are set.",
             stacklevel=3,
         )
-
-
-class RolloutCallback(TrainerCallback):
-    """Tells `TrainerRollouts` when steps end and what was logged."""
-
-    def __init__(self, rollouts: TrainerRollouts) -> None:
-        """Time from now on."""
-        self._rollouts = rollouts
-        self._step_started = time.perf_counter()
-
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
-        """Training starts, its step count with it."""
-        self._rollouts.forget_synced_step()
-
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
-        """Training is done; the best weights may have been loaded at an unchanged step count."""
-        self._rollouts.forget_synced_step()
-
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
-        """An optimizer step starts, with the rollout it needs."""
-        self._step_started = time.perf_counter()
-
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
-        """An optimizer step is done."""
-        self._rollouts.end_step(time.perf_counter() - self._step_started)
-
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **_: Any,
-    ) -> None:
-        """The trainer logged."""
-        self._rollouts.write_log(state.global_step, logs or {})

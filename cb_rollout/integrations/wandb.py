@@ -22,6 +22,10 @@ COLUMNS = (
     "logprob",
     "policy_version",
     "reward",
+    "trainer_logprob",
+    "entropy",
+    "advantage",
+    "mask",
 )
 
 MAX_PROMPT_CHARACTERS = 500
@@ -51,6 +55,10 @@ def log_token_table(records: Iterable[SequenceRecord], step: int) -> None:
             row.logprob,
             row.policy_version,
             row.reward,
+            row.trainer_logprob,
+            row.entropy,
+            row.advantage,
+            row.mask,
         ]
         for record in records
         for row in record.token_rows()

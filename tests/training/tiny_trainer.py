@@ -22,10 +22,15 @@ def tiny_trainer(
     config_class: Any = GRPOConfig,
     reward: Any = share_of_sevens,
     trainer_arguments: dict[str, Any] | None = None,
+    prepare_tokenizer: Any = None,
+    num_hidden_layers: int = 2,
+    model: Any = None,
     **settings: Any,
 ) -> Any:
     """A trainer of three steps of 16 completions, eight a prompt, in float32 on the CPU."""
     tokenizer = char_tokenizer()
+    if prepare_tokenizer is not None:
+        prepare_tokenizer(tokenizer)
     defaults = {
         "output_dir": str(output_dir),
         "max_steps": 3,
@@ -43,12 +48,14 @@ def tiny_trainer(
         "activation_checkpointing": False,
         "beta": 0.0,
     }
+    data = {
+        "train_dataset": Dataset.from_list(PROBLEMS[:-4]),
+        "eval_dataset": Dataset.from_list(PROBLEMS[-4:]),
+    }
     return trainer_class(
-        model=tiny_model(vocab_size=len(tokenizer)),
+        model=model or tiny_model(vocab_size=len(tokenizer), num_hidden_layers=num_hidden_layers),
         reward_funcs=reward,
         args=config_class(**(defaults | settings)),
-        train_dataset=Dataset.from_list(PROBLEMS[:-4]),
-        eval_dataset=Dataset.from_list(PROBLEMS[-4:]),
         processing_class=tokenizer,
-        **(trainer_arguments or {}),
+        **(data | (trainer_arguments or {})),
     )

@@ -42,6 +42,35 @@ def test_drift_is_the_largest_and_the_mean_difference_and_says_where():
     assert (report.request_id, report.position) == ("a", 0)
 
 
+def test_the_estimates_are_those_of_the_probability_ratios():
+    sampled, recomputed = [-1.0, -2.0, -3.0, -1.0], [-1.2, -1.9, -3.0, -1.001]
+    report = drift({"a": sampled}, {"a": recomputed})
+    logs = [b - a for a, b in zip(sampled, recomputed, strict=True)]
+    ratios = [math.exp(log) for log in logs]
+    squares = sum(ratio**2 for ratio in ratios)
+    assert report.k1 == pytest.approx(-sum(logs) / 4)
+    assert report.k3 == pytest.approx((sum(ratios) - 4 - sum(logs)) / 4)
+    assert report.chi_squared == pytest.approx(squares / 4 - 1)
+    assert report.effective_sample_size == pytest.approx(sum(ratios) ** 2 / (4 * squares))
+
+
+def test_the_first_notable_difference_is_of_the_worst_sequence():
+    report = drift(
+        {"a": [-1.0, -1.0], "b": [-1.0, -1.0, -1.0, -1.0]},
+        {"a": [-1.1, -1.0], "b": [-1.001, -1.02, -1.0, -3.0]},
+    )
+    assert (report.request_id, report.position, report.first_position) == ("b", 3, 1)
+    assert drift({"a": [-1.0]}, {"a": [-1.001]}).first_position is None
+
+
+@pytest.mark.parametrize("recomputed", [math.nan, -math.inf, math.inf])
+def test_an_infinite_difference_gives_no_nan(recomputed):
+    report = drift({"a": [-1.0, -2.0]}, {"a": [-1.0, recomputed]})
+    assert report.max == report.mean == math.inf
+    assert not any(map(math.isnan, (report.k1, report.k3, report.chi_squared)))
+    assert 0 <= report.effective_sample_size <= 1
+
+
 def test_nothing_compared_is_no_drift():
     report = drift({}, {})
     assert (report.max, report.mean, report.num_tokens, report.request_id) == (0.0, 0.0, 0, "")

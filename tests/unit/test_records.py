@@ -48,6 +48,10 @@ def sequence_records(draw):
         policy_versions=draw(st.sampled_from([runs, []])),
         reward=draw(st.none() | numbers),
         finish_reason=draw(st.none() | st.sampled_from(["stop", "length"])),
+        trainer_logprobs=draw(st.one_of(st.just([]), st.lists(numbers, **lists))),
+        entropies=draw(st.one_of(st.just([]), st.lists(numbers, **lists))),
+        advantage=draw(st.none() | numbers),
+        mask=draw(st.one_of(st.just([]), st.lists(st.integers(0, 1), **lists))),
     )
 
 
@@ -181,3 +185,16 @@ def test_a_place_without_records_is_refused_with_what_was_looked_for(tmp_path):
         find_run_dir(tmp_path)
     for expected in (str(tmp_path), METRICS_FILE, ROLLOUTS_FILE, "output_dir"):
         assert expected in str(raised.value)
+
+
+def test_a_run_recorded_before_the_trainers_figures_were_is_still_read(tmp_path):
+    recorder = RunRecorder(tmp_path)
+    recorder.record_sequence(a_sequence())
+    path = tmp_path / ROLLOUTS_FILE
+    row = json.loads(path.read_text())
+    for name in ("trainer_logprobs", "entropies", "advantage", "mask"):
+        del row[name]
+    path.write_text(json.dumps(row) + "\n")
+    assert read_rollouts(tmp_path) == [a_sequence()]
+    (token, *_) = read_rollouts(tmp_path)[0].token_rows()
+    assert (token.trainer_logprob, token.entropy, token.advantage, token.mask) == (None,) * 4

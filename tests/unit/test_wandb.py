@@ -19,6 +19,10 @@ def a_sequence(prompt="2+2="):
         policy_versions=[(6, 1), (7, 2)],
         reward=1.0,
         finish_reason="stop",
+        trainer_logprobs=[-0.5, -1.5, -2.5],
+        entropies=[1.0, float("nan"), 0.5],
+        advantage=-0.75,
+        mask=[1, 0, 1],
     )
 
 
@@ -49,9 +53,9 @@ def test_tokens_are_logged_as_a_table_in_the_trainers_next_row(tmp_path, offline
     table = json.loads(path.read_text())
     assert table["columns"] == list(COLUMNS)
     assert table["data"] == [
-        [3, "r0", "2+2=", 0, "4", -0.25, 6, 1.0],
-        [3, "r0", "2+2=", 1, "\\ud83d", None, 7, 1.0],
-        [3, "r0", "2+2=", 2, "</s>", -0.5, 7, 1.0],
+        [3, "r0", "2+2=", 0, "4", -0.25, 6, 1.0, -0.5, 1.0, -0.75, 1],
+        [3, "r0", "2+2=", 1, "\\ud83d", None, 7, 1.0, -1.5, None, -0.75, 0],
+        [3, "r0", "2+2=", 2, "</s>", -0.5, 7, 1.0, -2.5, 0.5, -0.75, 1],
     ]
 
 

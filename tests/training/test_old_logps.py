@@ -1,0 +1,170 @@
+"""The sampled log-probabilities as the old ones: the same learning, a forward less, and a guard."""
+
+import math
+
+import pytest
+import torch
+from playback import assert_learned_alike, play_back, watched
+from tiny_trainer import tiny_trainer
+from trl import RLOOConfig, RLOOTrainer
+
+from cb_rollout import ConfigurationError, LogprobDriftError, RolloutConfig, attach
+from cb_rollout.engine import sampling
+from cb_rollout.engine.cache import PagedLayer
+from cb_rollout.integrations import logprob_guard as guard_module
+
+QUICK = {"per_device_train_batch_size": 8, "num_generations": 4, "optim": "sgd"}
+UNGUARDED = {"old_logps": "rollout", "verify_every_steps": 0}
+RLOO = {"trainer_class": RLOOTrainer, "config_class": RLOOConfig}
+
+
+def trained(output_dir, config, turns=None, **settings):
+    trainer = tiny_trainer(output_dir, **(QUICK | settings))
+    generator = attach(trainer, RolloutConfig(**config))
+    record = watched(trainer) if turns is None else play_back(trainer, turns)
+    trainer.train()
+    generator.close()
+    return trainer, record
+
+
+@pytest.mark.parametrize(
+    ("settings", "num_saved"),
+    [({}, 3), ({"num_iterations": 2, "max_steps": 4}, 2), (RLOO, 3)],
+    ids=["grpo", "iterations", "rloo"],
+)
+def test_a_forward_is_saved_and_the_loss_stays_the_same(tmp_path, settings, num_saved):
+    _, ours = trained(tmp_path / "rollout", UNGUARDED, **settings)
+    _, theirs = trained(tmp_path / "trainer", {"verify_every_steps": 0}, **settings)
+    assert_learned_alike(ours, theirs)
+    assert (ours.num_scoring_forwards, theirs.num_scoring_forwards) == (0, num_saved)
+
+
+def test_without_the_correction_the_sampled_ones_are_the_old_ones_too(tmp_path):
+    settings = {"vllm_importance_sampling_correction": False}
+    _, ours = trained(tmp_path / "ours", UNGUARDED, **settings)
+    theirs = tiny_trainer(tmp_path / "theirs", **(QUICK | settings))
+    record = play_back(theirs, ours.turns)
+    theirs.train()
+    assert_learned_alike(ours, record)
+
+
+def test_the_guard_logs_how_far_they_are_from_the_trainers(tmp_path):
+    config = {"old_logps": "rollout", "verify_every_steps": 2, "max_logprob_drift": 1e-3}
+    trainer, record = trained(tmp_path, config)
+    rows = [row for row in trainer.state.log_history if "rollout/logprob_drift_max" in row]
+    assert [row["step"] for row in rows] == [1, 3]
+    assert record.num_scoring_forwards == 2
+    for row in rows:
+        assert 0 < row["rollout/logprob_drift_mean"] <= row["rollout/logprob_drift_max"] <= 1e-5
+        assert abs(row["rollout/logprob_drift_k1"]) <= 1e-5
+        assert 0 <= row["rollout/logprob_drift_k3"] <= 1e-9
+        assert abs(row["rollout/logprob_drift_chi_squared"]) <= 1e-5
+        assert row["rollout/logprob_drift_effective_sample_size"] == pytest.approx(1)
+        assert "rollout/logprob_drift_first_token" not in row
+
+
+def off_by_half(monkeypatch, value=0.5, index=3):
+    """Report the sequences' `index`-th log-probabilities wrong."""
+    sample = sampling.sample
+
+    def lying_sample(logits_BV, batch, indices_B, *rest):
+        sampled = sample(logits_BV, batch, indices_B, *rest)
+        lie_B = torch.where(indices_B == index, value, 0.0)
+        return sampled._replace(logprobs_B=sampled.logprobs_B + lie_B)
+
+    monkeypatch.setattr(sampling, "sample", lying_sample)
+
+
+GUARDED = {"old_logps": "rollout", "verify_every_steps": 1, "max_logprob_drift": 0.01}
+
+
+def test_a_lie_in_the_log_probabilities_is_named(tmp_path, monkeypatch):
+    off_by_half(monkeypatch)
+    said = r"row 0, req_\d+, generated token 3 \('.*'\).*is 0\.5 nats.*max_logprob_drift=0\.01"
+    with pytest.raises(LogprobDriftError, match=said):
+        trained(tmp_path, GUARDED)
+
+
+def test_each_verification_takes_other_sequences(tmp_path, monkeypatch):
+    names, seen = [], guard_module.drift
+
+    def watched_drift(sampled, recomputed):
+        names.append([int(name.split()[1].rstrip(",")) for name in sampled])
+        return seen(sampled, recomputed)
+
+    monkeypatch.setattr(guard_module, "drift", watched_drift)
+    config = {"verify_every_steps": 1, "verify_num_sequences": 3}
+    trained(tmp_path, config, max_steps=4)
+    assert names == [[0, 2, 4], [1, 3, 5], [0, 2, 4], [1, 3, 5]]
+
+
+def test_no_number_is_drift(tmp_path, monkeypatch):
+    off_by_half(monkeypatch, math.nan)
+    config = GUARDED | {"old_logps": "trainer"}
+    with pytest.raises(LogprobDriftError, match=r"generated token 3 .*is inf nats"):
+        trained(tmp_path, config)
+
+
+def test_a_fault_in_the_cached_keys_is_named_where_it_begins(tmp_path, monkeypatch):
+    update, num_writes = PagedLayer.update, [0]
+
+    def faulty_update(self, keys, values, *arguments, **named):
+        if keys.shape[2] == 1:
+            num_writes[0] += 1
+            if num_writes[0] in (9, 10):  # both layers, fifth decode step
+                keys = keys + 3.0
+        return update(self, keys, values, *arguments, **named)
+
+    trainer = tiny_trainer(tmp_path, **QUICK)
+    attach(trainer, RolloutConfig(**GUARDED))
+    monkeypatch.setattr(PagedLayer, "update", faulty_update)
+    with pytest.raises(LogprobDriftError, match=r"row \d, req_\d+, generated token \d+ ") as caught:
+        trainer.train()
+    assert "token 5" in str(caught.value)
+
+
+def test_a_run_falls_back_to_recomputing(tmp_path, monkeypatch):
+    off_by_half(monkeypatch)
+    with pytest.warns(UserWarning, match="recomputed by the trainer from now on"):
+        trainer, ours = trained(tmp_path / "a", GUARDED | {"on_logprob_drift": "recompute"})
+    theirs = tiny_trainer(tmp_path / "b", **QUICK)
+    attach(theirs, RolloutConfig(verify_every_steps=0))
+    record = watched(theirs)
+    theirs.train()
+    assert_learned_alike(ours, record)
+    # One for the rows that were verified, then all.
+    assert ours.num_scoring_forwards == 1 + 3
+    assert trainer.state.global_step == 3
+
+
+def test_a_verification_that_left_all_rows_out_finds_nothing(tmp_path):
+    config = GUARDED | {"old_logps": "trainer"}
+    trainer, _ = trained(tmp_path, config, mask_truncated_completions=True)
+    drifts = [r.get("rollout/logprob_drift_max", 0) for r in trainer.state.log_history]
+    assert max(drifts) <= 1e-5
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"on_logprob_drift": "recompute"}, "needs old_logps='rollout' and a max_logprob_drift"),
+        ({"old_logps": "rollout", "on_logprob_drift": "recompute"}, "a max_logprob_drift"),
+    ],
+)
+def test_a_fallback_from_nothing_is_refused(config, said):
+    with pytest.raises(ConfigurationError, match=said):
+        RolloutConfig(**config)
+
+
+def test_old_log_probabilities_of_another_distribution_are_refused(tmp_path):
+    trainer = tiny_trainer(tmp_path, top_p=0.8)
+    config = RolloutConfig(old_logps="rollout", logprobs_mode="processed")
+    with pytest.raises(ConfigurationError, match="sampling_mask='replay' or logprobs_mode"):
+        attach(trainer, config)
+    assert not trainer.use_vllm
+
+
+def test_bf16_keeps_old_log_probabilities_in_float32(tmp_path):
+    _, record = trained(tmp_path, UNGUARDED, bf16=True)
+    assert all(map(math.isfinite, record.losses))
+    assert record.num_scoring_forwards == 0
