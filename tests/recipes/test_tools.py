@@ -51,7 +51,7 @@ def run(monkeypatch, capsys):
 def test_the_tool_demo_runs_two_steps_and_ends_with_its_figures(run, tmp_path):
     lines = run(
         arithmetic_tool_cpu,
-        *("--warmup-steps", 60, "--max-steps", 2, "--output-dir", tmp_path / "run"),
+        *("--warmup-steps", 2, "--max-steps", 2, "--output-dir", tmp_path / "run"),
     )
     assert lines[-2].startswith("right answers ")
     before, after = lines[-1].removeprefix("calls per answer").split("->")
@@ -97,6 +97,7 @@ def test_the_calculator_does_nothing_else(expression):
         tools_grpo.calculate(expression)
 
 
+@pytest.mark.slow
 def test_tools_run_two_steps_on_a_local_checkpoint(run, checkpoint, tmp_path):
     rows = [{"question": f"What is {i} + 1?", "answer": f"#### {i + 1}"} for i in range(8)]
     (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -110,6 +111,7 @@ def test_tools_run_two_steps_on_a_local_checkpoint(run, checkpoint, tmp_path):
     assert (tmp_path / "run" / "model.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_a_game_is_played_for_two_steps_on_a_local_checkpoint(run, checkpoint, tmp_path):
     lines = run(
         multi_turn_grpo,
