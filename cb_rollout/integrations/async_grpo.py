@@ -12,11 +12,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from typing import Any, Literal
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from cb_rollout.errors import ConfigurationError, RolloutError, WeightSyncError, said
 from cb_rollout.generator import RolloutGenerator
@@ -32,13 +31,13 @@ from cb_rollout.integrations.async_samples import (
     samples_of,
     summed_rewards,
 )
+from cb_rollout.integrations.async_settings import engine_config, own_model, require_settings
 from cb_rollout.integrations.async_without_cuda import (
     register_plain_tree_attention,
     report_no_peak_flops,
 )
 from cb_rollout.sampling_params import SamplingParams
 from cb_rollout.strategies import Group, GroupCollector, Plain, Strategy
-from cb_rollout.transformers_config import as_rollout_config
 from cb_rollout.types import GenerationOutput
 
 
@@ -75,21 +74,19 @@ class AsyncRollouts:
         Raises:
             ConfigurationError: a setting asks for a server, or cannot be honoured.
         """
-        _require_settings(args, in_flight)
+        require_settings(args, in_flight)
         self._args, self._dataset = args, train_dataset
         self._in_flight: Literal["keep", "recompute"] = in_flight
         self._reward_funcs = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
         if args.device.type != "cuda":
             report_no_peak_flops()
         if processing_class is None:
+            if not isinstance(model, str):
+                raise ConfigurationError("a module has no tokenizer; pass processing_class too.")
             processing_class = AutoTokenizer.from_pretrained(model)
         self._tokenizer = processing_class
-        config = as_rollout_config(config)
-        changes: dict[str, Any] = {"seed": args.seed} if config.seed is None else {}
-        if config.rollout_dtype == "auto" and (args.bf16 or args.fp16):
-            changes["rollout_dtype"] = "bfloat16" if args.bf16 else "float16"
         self.generator = RolloutGenerator(
-            _loaded(model, args), replace(config, **changes), tokenizer=processing_class
+            own_model(model, args), engine_config(config, args), tokenizer=processing_class
         )
         samples_per_step = (
             args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
@@ -263,33 +260,3 @@ class AsyncRollouts:
 
     def _reward(self, row: Any, outputs: list[GenerationOutput]) -> list[float | None]:
         return summed_rewards(self._reward_funcs, row, outputs, self._texts(outputs))
-
-
-def _require_settings(args: Any, in_flight: str) -> None:
-    """Refuse what would reach for a server, or would be ignored."""
-    if args.token_budget is None:
-        raise ConfigurationError(
-            "token_budget=None asks a vLLM server for its limit; set it to the most tokens of one "
-            "forward, or to 0 for batches of per_device_train_batch_size completions."
-        )
-    if in_flight not in ("keep", "recompute"):
-        raise ConfigurationError(f"in_flight={in_flight!r} is not 'keep' or 'recompute'.")
-    if not args.temperature > 0:
-        raise ConfigurationError(
-            f"temperature={args.temperature}: the completions of a group would all be the same; "
-            "raise it."
-        )
-    if args.chat_template_kwargs:
-        raise ConfigurationError(
-            "chat_template_kwargs is not honoured here; give the prompts as text, rendered."
-        )
-
-
-def _loaded(model: str | torch.nn.Module, args: Any) -> torch.nn.Module:
-    """The engine's own module, on the trainer's device and in its dtype."""
-    if isinstance(model, torch.nn.Module):
-        return model.to(args.device)
-    settings = {"dtype": args.dtype, "trust_remote_code": args.trust_remote_code}
-    given = args.model_init_kwargs or {}
-    loaded = AutoModelForCausalLM.from_pretrained(model, **(settings | given))
-    return loaded.to(args.device)

@@ -168,6 +168,31 @@ def test_a_setting_that_cannot_be_honoured_is_refused(checkpoint, tmp_path, chan
         rollouts_of(checkpoint, settings_of(tmp_path, **changes))
 
 
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (RolloutConfig(weight_sync="copy"), "is a copy already"),
+        (RolloutConfig(return_logprobs=False), "return_logprobs=False"),
+    ],
+)
+def test_an_engine_setting_that_cannot_be_honoured_is_refused(checkpoint, tmp_path, config, said):
+    with pytest.raises(ConfigurationError, match=said):
+        AsyncRollouts(checkpoint, settings_of(tmp_path), [], share_of_sevens, config=config)
+
+
+def test_weights_that_were_sent_begin_a_version_under_autocast_too(checkpoint, tmp_path):
+    rollouts = rollouts_of(checkpoint, settings_of(tmp_path, bf16=True))
+    generator = rollouts.generator
+    generator.generate_batch([[5, 6, 7]], max_new_tokens=2)
+    rollouts.pause()
+    rollouts.send_weights(iter(generator.manager.engine.model.named_parameters()))
+    rollouts.resume()
+    rollouts.update_model_version(1)
+    (output,) = generator.generate_batch([[5, 6, 7]], max_new_tokens=2).values()
+    assert output.policy_versions == [(1, 2)]
+    rollouts.stop()
+
+
 def test_weights_of_another_model_are_refused(checkpoint, tmp_path):
     rollouts = rollouts_of(checkpoint, settings_of(tmp_path))
     with pytest.raises(WeightSyncError, match=r"sends lm_head.weight \(3, 3\)"):
