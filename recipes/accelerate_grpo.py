@@ -10,7 +10,7 @@ Hardware: two CPU cores or GPUs, 1 GiB of memory a process, no network
 Minutes:  about two
 Prints last:
 
-    held-out accuracy 57.6% -> 91.2%
+    held-out accuracy <share> -> <share>
 """
 
 import argparse
