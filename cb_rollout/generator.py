@@ -59,7 +59,7 @@ class RolloutGenerator:
             ConfigurationError: a setting or the model cannot be honoured.
         """
         self.config = as_rollout_config(config)
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._generation_config = generation_config
         self._weights = create_weight_sync(model, self.config, accelerator)
         self.manager = ContinuousBatchingManager(
@@ -119,7 +119,7 @@ class RolloutGenerator:
         count = 1 if count is None else count
         if not isinstance(count, int) or count < 1:
             raise InvalidRequestError(f"num_return_sequences={count!r} is no whole number >= 1.")
-        prompts = encoded(inputs, self._tokenizer)
+        prompts = encoded(inputs, self.tokenizer)
         params = self._params(len(prompts), generation_config, sampling_params, max_new_tokens)
         requests = self.manager.intake.requests(
             [prompt for prompt in prompts for _ in range(count)],

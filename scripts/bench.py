@@ -3,6 +3,7 @@
     python scripts/bench.py rollout            # one rollout: prompts in, completions out
     python scripts/bench.py step               # one GRPO step through TRL
     python scripts/bench.py sync               # a weight sync, beside bare tensor copies
+    python scripts/bench.py strategies         # over-sampling and its like, against plain
     python scripts/bench.py bookkeeping        # what a decode step takes beside its forward
     python scripts/bench.py roofline           # what this machine can do at most
 
@@ -11,6 +12,7 @@ over the repetitions, and only ratios within one run mean anything.
 """
 
 import argparse
+import itertools
 import json
 import os
 import platform
@@ -52,11 +54,20 @@ import cb_rollout
 from cb_rollout.engine.runner import ModelRunner
 from cb_rollout.engine.sampling import TokenGiver
 from cb_rollout.manager import ContinuousBatchingManager
+from cb_rollout.strategies import (
+    DynamicSampling,
+    Flight,
+    GroupCollector,
+    OverSampling,
+    PartialRollouts,
+    Plain,
+)
 
 BENCHMARKS = Path(__file__).parent.parent / "docs" / "benchmarks"
 NUM_PROMPTS, NUM_COMPLETIONS = 16, 8
 SEED = 0
 STEPS_PER_TURN = 1
+STRATEGY_STEPS = 4
 EOS, MEAN_LENGTH = 1, 50
 # The mean completion of a GRPO step; the longest allowed is 256.
 
@@ -515,11 +526,69 @@ def bench_sync(device: str, repetitions: int) -> dict[str, Any]:
     }
 
 
+def bench_strategies(device: str, repetitions: int) -> dict[str, Any]:
+    """Useful tokens and reward per second of each strategy, on groups with a long tail.
+
+    A step is a collection of groups and a stand-in for the training that follows; the weights are
+    called changed after it, so what is carried is computed anew.
+    """
+    model, workload = create_model(device, tied=False), create_workload(device, equal=False)
+    end_after(model, MEAN_LENGTH)
+    num_groups, longest = NUM_PROMPTS // 2, 512 if device == "cpu" else 4096
+
+    def hard_or_easy(prompt: list[int], outputs: list[Any]) -> list[float]:
+        """Half of the prompts have no advantage to learn from."""
+        if sum(prompt) % 2:
+            return [0.0] * len(outputs)
+        return [float(output.generated_tokens[0] % 2) for output in outputs]
+
+    strategies = {
+        "plain": Plain(),
+        "over_sampling": OverSampling(num_extra_groups=num_groups // 2),
+        "dynamic_sampling": DynamicSampling(num_extra_groups=2),
+        "partial_rollouts": PartialRollouts(num_extra_groups=num_groups, max_staleness=4),
+    }
+    prompts = workload.prompts[::NUM_COMPLETIONS]
+    params = cb_rollout.SamplingParams(max_new_tokens=longest)
+    figures: dict[str, dict[str, list[float]]] = {name: {} for name in strategies}
+    for repetition in range(repetitions):
+        for name, strategy in strategies.items():
+            config = cb_rollout.RolloutConfig(seed=SEED + repetition)
+            with cb_rollout.RolloutGenerator(model, config) as generator:
+                collector = GroupCollector(
+                    Flight(generator, params), itertools.cycle(prompts), hard_or_easy, strategy,
+                    num_generations=NUM_COMPLETIONS,
+                )  # fmt: skip
+                collector.collect(num_groups)
+                generator.sync_weights()
+                groups, seconds = [], 0.0
+                for _ in range(STRATEGY_STEPS):
+                    started = time.perf_counter()
+                    groups += collector.collect(num_groups)
+                    seconds += time.perf_counter() - started
+                    generator.sync_weights()
+                collector.close()
+            measured = {
+                "useful_tokens_per_second": sum(group.num_tokens for group in groups) / seconds,
+                "reward_per_second": sum(sum(group.rewards) for group in groups) / seconds,
+                "groups_with_advantage_per_second": sum(g.has_advantage for g in groups) / seconds,
+            }
+            for unit, value in measured.items():
+                figures[name].setdefault(unit, []).append(value)
+            said = ", ".join(f"{value:,.1f} {unit}" for unit, value in measured.items())
+            print(f"  {repetition + 1}/{repetitions} {name:<20}{said}", flush=True)
+    return {
+        unit: {name: summary(values[unit], unit) for name, values in figures.items()}
+        for unit in next(iter(figures.values()))
+    }
+
+
 BENCHES = {
     "bookkeeping": bench_bookkeeping,
     "rollout": bench_rollout,
     "step": bench_step,
     "sync": bench_sync,
+    "strategies": bench_strategies,
     "roofline": bench_roofline,
 }
 
@@ -528,6 +597,12 @@ def print_table(results: dict[str, Any]) -> None:
     """One table a workload, with ratios to cb_rollout."""
     for workload, contenders in results.items():
         print(f"\n{workload}")
+        if "plain" in contenders:
+            plain = contenders["plain"]["median"]
+            for name, figures in contenders.items():
+                ratio = figures["median"] / plain
+                print(f"  {name:<28}{figures['median']:12.2f}  {ratio:.2f}x plain")
+            continue
         if "cb_rollout" not in contenders:
             for name, value in contenders.items():
                 print(f"  {name:<34}{value:12.1f}")

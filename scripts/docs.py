@@ -1,6 +1,6 @@
 """Writes what the documents take from code and measurements.
 
-configuration.md and sampling.md, from help texts, and the README's table.
+configuration.md, sampling.md and metrics.md, from the code, and the README's table.
 
 python scripts/docs.py            # write
 python scripts/docs.py --check    # fail if something would change
@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 from cb_rollout.config import RolloutConfig
+from cb_rollout.metric_names import METRICS
 from cb_rollout.sampling_params import SamplingParams
 
 ROOT = Path(__file__).parent.parent
@@ -82,6 +83,23 @@ outputs = generator.generate_batch(prompts, sampling_params=SamplingParams(gramm
 ```
 """
 
+METRICS_HEADER = """# Metrics
+
+Every figure that is logged, from `cb_rollout/metric_names.py`. Under `attach` they go through the
+trainer's own logger, to whatever it reports to (wandb, TensorBoard, trackio), and to
+`<output_dir>/cb_rollout/metrics.jsonl`; a `RolloutGenerator` and a `GroupCollector` give theirs by
+`metrics()`. `cb-rollout report RUN [RUN]` draws one run, or two side by side;
+`scripts/wandb_panels.py` makes the panels of a wandb workspace. Written by `scripts/docs.py`.
+
+"""
+
+METRICS_FOOTER = """
+Under `attach`, TRL logs beside them `sampling/sampling_logp_difference/{mean,max}`, the same drift
+against the trainer's own forward on every completion, and `sampling/importance_sampling_ratio/*`,
+the correction that follows. `AsyncGRPOTrainer` logs `sample/staleness_*`, which is per completion,
+of its oldest token.
+"""
+
 WORKLOADS = {
     "long_tailed_groups": "rollout, 16 prompts x 8 completions, long-tailed lengths",
     "equal_lengths": "rollout, 128 prompts, 64 tokens each",
@@ -107,6 +125,20 @@ def sampling() -> str:
         for field in dataclasses.fields(SamplingParams)
     ]
     return SAMPLING_HEADER + "\n".join(rows) + "\n" + SAMPLING_FOOTER
+
+
+def metrics() -> str:
+    """The page on metrics, a table for each panel."""
+    tables = []
+    for panel in dict.fromkeys(metric.panel for metric in METRICS):
+        rows = [
+            f"| `{m.name}` | {m.unit} | {m.meaning} | {m.advice} |"
+            for m in METRICS
+            if m.panel == panel
+        ]
+        head = f"## {panel}\n\n| name | unit | meaning | when it moves |\n|---|---|---|---|\n"
+        tables.append(head + "\n".join(rows) + "\n")
+    return METRICS_HEADER + "\n".join(tables) + METRICS_FOOTER
 
 
 def benchmark_table() -> str:
@@ -153,6 +185,7 @@ def main() -> int:
     readme_path = ROOT / "README.md"
     wanted = {
         ROOT / "docs" / "configuration.md": configuration(),
+        ROOT / "docs" / "metrics.md": metrics(),
         ROOT / "docs" / "sampling.md": sampling(),
         readme_path: readme(readme_path.read_text()),
     }

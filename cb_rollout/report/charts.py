@@ -62,12 +62,12 @@ def learning_figure(metrics: Sequence[StepMetrics]) -> str:
         keys.append(("b", "evaluation"))
     chart = curve_chart(
         curves,
-        x=_step_axis(points),
+        x=step_axis(points),
         y=linear_axis(value for _, value in points),
         title=f"Reward over {len(points)} steps",
-        tips=_tips(reward or evaluation, lambda value: f"reward {compact(value)}"),
+        tips=tips_at(reward or evaluation, lambda value: f"reward {compact(value)}"),
     )
-    return _figure("Reward", "mean of each step", chart, keys, style="wide")
+    return figure("Reward", "mean of each step", chart, keys, style="wide")
 
 
 def throughput_figure(metrics: Sequence[StepMetrics]) -> str:
@@ -77,12 +77,12 @@ def throughput_figure(metrics: Sequence[StepMetrics]) -> str:
         return ""
     chart = curve_chart(
         _filled(speed),
-        x=_step_axis(speed),
+        x=step_axis(speed),
         y=linear_axis((value for _, value in speed), low=0, num_ticks=4),
         title=f"Tokens per second over {len(speed)} steps",
-        tips=_tips(speed, lambda value: f"{compact(value)} tokens/s"),
+        tips=tips_at(speed, lambda value: f"{compact(value)} tokens/s"),
     )
-    return _figure("Throughput", "sampled tokens per second of rollout", chart)
+    return figure("Throughput", "sampled tokens per second of rollout", chart)
 
 
 def share_figure(metrics: Sequence[StepMetrics]) -> str:
@@ -92,12 +92,12 @@ def share_figure(metrics: Sequence[StepMetrics]) -> str:
         return ""
     chart = curve_chart(
         _filled(share),
-        x=_step_axis(share),
+        x=step_axis(share),
         y=linear_axis([], low=0, high=1, num_ticks=4, label=percent),
         title=f"Share of each of {len(share)} steps spent in rollout",
-        tips=_tips(share, lambda value: f"{value:.1%} of the step"),
+        tips=tips_at(share, lambda value: f"{value:.1%} of the step"),
     )
-    return _figure("Rollout's share of a step", "of its wall-clock time", chart)
+    return figure("Rollout's share of a step", "of its wall-clock time", chart)
 
 
 def drift_figure(metrics: Sequence[StepMetrics]) -> str:
@@ -114,15 +114,15 @@ def drift_figure(metrics: Sequence[StepMetrics]) -> str:
     points = [point for *_, drift in found for point in drift]
     chart = curve_chart(
         [Curve(drift, style, has_dots=len(drift) <= MAX_DOTS) for style, _, drift in found],
-        x=_step_axis(points),
+        x=step_axis(points),
         y=log_axis((value for _, value in points), floor=DRIFT_FLOOR),
         title=f"Log-probability drift over {len(points)} measurements, logarithmic",
-        tips=_tips(found[-1][2], lambda value: f"{scientific(value)} nats"),
+        tips=tips_at(found[-1][2], lambda value: f"{scientific(value)} nats"),
     )
     keys = [(style, name) for style, name, _ in found]
     has_zeros = any(value <= DRIFT_FLOOR for _, value in points)
     note = "largest of a step, nats" + ("; zero lies on the axis" if has_zeros else "")
-    return _figure("Log-probability drift", note, chart, keys)
+    return figure("Log-probability drift", note, chart, keys)
 
 
 def lengths_figure(metrics: Sequence[StepMetrics]) -> str:
@@ -148,12 +148,13 @@ def lengths_figure(metrics: Sequence[StepMetrics]) -> str:
         for style, name, group in named
     ]
     note = "first against last third of the steps, tokens" if late else "tokens"
-    return _figure("Completion lengths", note, chart, keys)
+    return figure("Completion lengths", note, chart, keys)
 
 
-def _figure(
+def figure(
     title: str, note: str, chart: str, keys: Sequence[tuple[str, str]] = (), style: str = ""
 ) -> str:
+    """A chart under its title, note and legend; `keys` are pairs of style and name."""
     legend = "".join(
         f'<span class="key {key_style}"><i></i>{escape(text)}</span>' for key_style, text in keys
     )
@@ -169,10 +170,12 @@ def _filled(points: Sequence[Point]) -> list[Curve]:
     return [Curve(points, "raw"), Curve(smoothed(points), "a", is_filled=True)]
 
 
-def _step_axis(points: Sequence[Point]) -> Axis:
+def step_axis(points: Sequence[Point]) -> Axis:
+    """The axis of steps that `points` need."""
     steps = [step for step, _ in points]
     return linear_axis(steps, low=min(steps), high=max(steps), num_ticks=6, is_whole=True)
 
 
-def _tips(points: Sequence[Point], text: Callable[[float], str]) -> list[tuple[float, str]]:
+def tips_at(points: Sequence[Point], text: Callable[[float], str]) -> list[tuple[float, str]]:
+    """What to say at each step when it is pointed at."""
     return [(step, f"step {step:,}: {text(value)}") for step, value in points]

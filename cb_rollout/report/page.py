@@ -74,7 +74,18 @@ def _write_report(run_dir: Path) -> Path:
             "first step of the run, or check that it is the main process that records."
         )
     rollouts = read_rollouts(run_dir, steps=steps_shown(list(counts)))
-    page = _page(_run_name(run_dir), metrics, counts, rollouts)
+    name = run_name(run_dir)
+    page = html_page(
+        name,
+        f"""<header class="top">
+<p class="kicker">Rollout report</p>
+<h1>{visible_html(name)}</h1>
+{_key_figures(metrics, counts)}
+</header>
+{_charts(metrics)}
+{_completions(counts, rollouts)}
+<footer>{_sources(metrics, counts)}</footer>""",
+    )
     path = run_dir / REPORT_FILE
     path.write_text(page, encoding="utf-8")
     return path
@@ -85,19 +96,15 @@ def steps_shown(steps: Sequence[int]) -> list[int]:
     return sorted({steps[0], steps[(len(steps) - 1) // 2], steps[-1]}) if steps else []
 
 
-def _run_name(run_dir: Path) -> str:
+def run_name(run_dir: Path) -> str:
+    """What a run is called: its output directory."""
     resolved = run_dir.resolve()
     return resolved.parent.name if resolved.name == RUN_DIR_NAME else resolved.name
 
 
-def _page(
-    name: str,
-    metrics: Sequence[StepMetrics],
-    counts: dict[int, int],
-    rollouts: Sequence[SequenceRecord],
-) -> str:
+def html_page(name: str, content: str) -> str:
+    """A page that needs nothing but a browser, around its content."""
     style = files("cb_rollout.report").joinpath("report.css").read_text(encoding="utf-8")
-    title = visible_html(name)
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -105,20 +112,13 @@ def _page(
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
-<title>{title} &middot; rollout report</title>
+<title>{visible_html(name)} &middot; rollout report</title>
 <style>
 {style}</style>
 </head>
 <body>
 <main>
-<header class="top">
-<p class="kicker">Rollout report</p>
-<h1>{title}</h1>
-{_key_figures(metrics, counts)}
-</header>
-{_charts(metrics)}
-{_completions(counts, rollouts)}
-<footer>{_sources(metrics, counts)}</footer>
+{content}
 </main>
 </body>
 </html>
@@ -128,12 +128,12 @@ def _page(
 def _key_figures(metrics: Sequence[StepMetrics], counts: dict[int, int]) -> str:
     figures = "".join(
         f'<div><dt>{label}</dt><dd>{value}</dd><dd class="note">{note}</dd></div>'
-        for label, value, note in _figures(metrics, counts)
+        for label, value, note in key_figures(metrics, counts)
     )
     return f'<dl class="figures">{figures}</dl>'
 
 
-def _figures(
+def key_figures(
     metrics: Sequence[StepMetrics], counts: dict[int, int]
 ) -> Iterator[tuple[str, str, str]]:
     """What a figure is, its value, and how to read it."""

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from cb_rollout.errors import ConfigurationError
 from cb_rollout.records import METRICS_FILE, RunRecorder, SequenceRecord, StepMetrics
-from cb_rollout.report import write_report
+from cb_rollout.report import write_comparison, write_report
 from cb_rollout.report.page import MAX_SEQUENCES_PER_STEP, steps_shown
 from cb_rollout.report.series import early_and_late, series, shares_by_bin, smoothed
 from cb_rollout.report.svg import compact, linear_axis, log_axis
@@ -280,3 +280,45 @@ def test_a_log_axis_puts_zero_at_its_low_end_and_a_decade_at_equal_distances():
 )
 def test_numbers_are_written_in_few_characters(value, text):
     assert compact(value) == text
+
+
+def recorded_run(folder, num_steps=20):
+    recorder = RunRecorder(folder / "cb_rollout")
+    for metrics in training_steps(num_steps):
+        recorder.record_metrics(metrics)
+    return folder
+
+
+def test_two_runs_are_drawn_on_one_page_with_both_names_and_figures(tmp_path):
+    first = recorded_run(tmp_path / "first")
+    second = recorded_run(tmp_path / "<second>", num_steps=7)
+    path = write_comparison(first, second)
+    assert path == first / "cb_rollout" / "comparison.html"
+    page = Page(path.read_text())
+    assert not FORBIDDEN & set(page.tags)
+    assert "first" in page.text
+    assert "<second>" in page.text
+    for label in ("Steps", "Last reward", "Tokens per second", "Largest drift"):
+        assert label in page.text
+    assert "from 1 to 20" not in page.text
+    assert {"20", "7"} <= set(re.findall(r"\d+", page.text))
+    drawn = re.findall(r'class="line (\w+)"', path.read_text())
+    assert drawn.count("a") == drawn.count("b") >= 4
+
+
+def test_a_metric_of_one_run_is_drawn_with_that_run_alone(tmp_path):
+    first = recorded_run(tmp_path / "first")
+    recorder = RunRecorder(tmp_path / "second")
+    recorder.record_metrics(StepMetrics(1, "train", {"reward": 0.5}, []))
+    text = write_comparison(first, tmp_path / "second").read_text()
+    assert "Throughput of 1 runs" in text
+    assert "Reward of 2 runs" in text
+
+
+def test_runs_that_cannot_be_compared_are_refused(tmp_path):
+    first = recorded_run(tmp_path / "first")
+    with pytest.raises(ConfigurationError, match="are one run; name two"):
+        write_comparison(first, first / "cb_rollout")
+    RunRecorder(tmp_path / "empty").record_sequence(a_sequence())
+    with pytest.raises(ConfigurationError, match="holds no metrics to compare"):
+        write_comparison(first, tmp_path / "empty")

@@ -1,0 +1,63 @@
+"""What an `AsyncGRPOConfig` means for an engine in its process. Knows it by its fields only."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from cb_rollout.config import RolloutConfig
+from cb_rollout.errors import ConfigurationError
+from cb_rollout.transformers_config import as_rollout_config
+
+
+def engine_config(config: Any, args: Any) -> RolloutConfig:
+    """The engine's settings: it runs a copy of the weights already, in the trainer's precision."""
+    if isinstance(config, RolloutConfig):
+        if config.weight_sync == "copy":
+            raise ConfigurationError(
+                "weight_sync='copy': the engine's model is a copy already, which the trainer "
+                "writes; leave it at 'auto'."
+            )
+        if not config.return_logprobs:
+            raise ConfigurationError(
+                "return_logprobs=False: the trainer needs them; leave it True."
+            )
+    resolved = as_rollout_config(config)
+    # transformers' own config leaves log-probabilities out by default.
+    changes: dict[str, Any] = {"weight_sync": "shared", "return_logprobs": True}
+    if resolved.seed is None:
+        changes["seed"] = args.seed
+    if resolved.rollout_dtype == "auto" and (args.bf16 or args.fp16):
+        changes["rollout_dtype"] = "bfloat16" if args.bf16 else "float16"
+    return replace(resolved, **changes)
+
+
+def require_settings(args: Any, in_flight: str) -> None:
+    """Refuse what would reach for a server, or would be ignored."""
+    if args.token_budget is None:
+        raise ConfigurationError(
+            "token_budget=None asks a vLLM server for its limit; set it to the most tokens of one "
+            "forward, or to 0 for batches of per_device_train_batch_size completions."
+        )
+    if in_flight not in ("keep", "recompute"):
+        raise ConfigurationError(f"in_flight={in_flight!r} is not 'keep' or 'recompute'.")
+    if not args.temperature > 0:
+        raise ConfigurationError(
+            f"temperature={args.temperature}: the completions of a group would all be the same; "
+            "raise it."
+        )
+    if args.chat_template_kwargs:
+        raise ConfigurationError(
+            "chat_template_kwargs is not honoured here; give the prompts as text, rendered."
+        )
+
+
+def own_model(model: str | torch.nn.Module, args: Any) -> torch.nn.Module:
+    """The engine's own module, on the trainer's device and in its dtype."""
+    if isinstance(model, torch.nn.Module):
+        return model.to(args.device)
+    settings = {"dtype": args.dtype, "trust_remote_code": args.trust_remote_code}
+    given = args.model_init_kwargs or {}
+    loaded = AutoModelForCausalLM.from_pretrained(model, **(settings | given))
+    return loaded.to(args.device)

@@ -1,0 +1,29 @@
+"""Over-sampling: more is submitted than is wanted, and stragglers are cancelled."""
+
+from dataclasses import dataclass
+
+from cb_rollout.errors import ConfigurationError
+from cb_rollout.strategies.base import Strategy, require_whole_numbers
+
+
+@dataclass(frozen=True, kw_only=True)
+class OverSampling(Strategy):
+    """Keeps the first complete groups and cancels the others.
+
+    What is kept is biased towards short completions, the more so the more is over-sampled;
+    `PartialRollouts` has no such bias.
+    """
+
+    name = "over_sampling"
+
+    num_extra_groups: int = 4
+    num_extra_members: int = 0
+
+    def __post_init__(self) -> None:
+        """Check the numbers."""
+        require_whole_numbers(self, num_extra_groups=0, num_extra_members=0)
+        if not self.num_extra_groups + self.num_extra_members:
+            raise ConfigurationError(
+                "OverSampling with no extra groups and no extra members is Plain; raise "
+                "num_extra_groups or num_extra_members."
+            )
