@@ -169,7 +169,7 @@ class RolloutGenerator:
             WeightSyncError: the model and its copy no longer have the same tensors.
         """
         started = time.perf_counter()
-        with self.manager.pause(in_flight):
+        with self.manager.loop.observers.span("sync_weights"), self.manager.pause(in_flight):
             num_bytes = self._weights.sync()
             self.manager.loop.begin_policy_version(InFlight(in_flight))
             if self.config.verify_weight_sync:
@@ -184,9 +184,10 @@ class RolloutGenerator:
     def sleep(self) -> None:
         """Give the KV memory back and hold the engine still; what is in flight waits."""
         if not self._is_asleep:
-            with self.manager.loop.paused():
+            loop = self.manager.loop
+            with loop.observers.span("sleep"), loop.paused():
                 self.manager.engine.release_cache()
-                self.manager.loop.gate.hold()
+                loop.gate.hold()
             self._is_asleep = True
 
     def wake(self) -> None:

@@ -30,7 +30,8 @@ def run_rollout(
     before = counters.copy()
     counters.kv_blocks_peak = 0
     started = time.perf_counter()
-    finished = _finished(manager, requests, progress_bar) if requests else {}
+    with manager.loop.observers.span("rollout"):
+        finished = _finished(manager, requests, progress_bar) if requests else {}
     seconds = time.perf_counter() - started
     added = counters.since(before)
     metrics = {

@@ -116,6 +116,11 @@ class Engine:
         return len(self._scheduler.waiting)
 
     @property
+    def num_running(self) -> int:
+        """Sequences that hold a slot."""
+        return self._scheduler.num_seated
+
+    @property
     def num_blocks_used(self) -> int:
         """KV cache blocks in use by unfinished sequences."""
         return self._scheduler.pool.num_used
