@@ -27,6 +27,7 @@ from cb_rollout.weights import create_weight_sync, require_equal
 
 if TYPE_CHECKING:
     from cb_rollout.engine.request import Request
+    from cb_rollout.server import ServerHandle
 
 
 class RolloutGenerator:
@@ -67,6 +68,7 @@ class RolloutGenerator:
             trained=self._weights.trained,
         )
         self._is_asleep = False
+        self._servers: list[ServerHandle] = []
         self._last_rollout: list[Request] = []
         self._last_metrics: dict[str, float] = {}
 
@@ -219,8 +221,31 @@ class RolloutGenerator:
         is_collective = self._weights.is_collective
         return verified(self.manager, self._last_rollout, num_sequences, is_collective)
 
+    def serve(self, **options: Any) -> "ServerHandle":
+        """Let OpenAI clients talk to the policy as it is now, in this process.
+
+        Requests share the engine with `generate_batch`, and go on through every `sync_weights()`.
+        Weights that the engine shares with the trainer are to be changed inside `manager.pause()`.
+
+        Args:
+            **options: the fields of `cb_rollout.server.ServerOptions`: `host`, `port`, `api_key`...
+
+        Returns:
+            The server, with its `url`; it ends with its `close()`, or the generator's.
+
+        Raises:
+            ConfigurationError: an option, no tokenizer, or an address that cannot be bound.
+        """
+        from cb_rollout.server import ServerOptions, start_server
+
+        server = start_server(self.manager, self._tokenizer, ServerOptions(**options))
+        self._servers.append(server)
+        return server
+
     def close(self) -> None:
-        """End the background thread and free the cache; generating again starts them anew."""
+        """End servers and the background thread, free the cache; generating starts it anew."""
+        while self._servers:
+            self._servers.pop().close()
         self.manager.loop.halt()
         if not self.manager.is_running():
             self.manager.engine.release_cache()

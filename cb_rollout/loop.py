@@ -175,6 +175,11 @@ class EngineLoop:
                 return False
             return bool(self._live) if request_id is None else request_id in self._live
 
+    @property
+    def is_dead(self) -> bool:
+        """Whether the engine stopped on an exception, and was not started since."""
+        return self._death is not None
+
     def require_alive(self) -> None:
         """Raise what the engine died of, if it did."""
         if self._death is not None:
