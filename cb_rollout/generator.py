@@ -115,14 +115,15 @@ class RolloutGenerator:
             raise InvalidRequestError(f"num_return_sequences={count!r} is no whole number >= 1.")
         prompts = encoded(inputs, self._tokenizer)
         params = self._params(len(prompts), generation_config, sampling_params, max_new_tokens)
-        requests = self.manager.intake.requests(
-            [prompt for prompt in prompts for _ in range(count)],
-            [wanted for wanted in params for _ in range(count)],
-            members=[member for _ in prompts for member in range(count)],
-            records_timestamps=record_timestamps,
-        )
-        self.wake()
-        outputs, self._last_metrics = run_rollout(self.manager, requests, progress_bar)
+        with self.manager.loop.observers.span("rollout"):
+            requests = self.manager.intake.requests(
+                [prompt for prompt in prompts for _ in range(count)],
+                [wanted for wanted in params for _ in range(count)],
+                members=[member for _ in prompts for member in range(count)],
+                records_timestamps=record_timestamps,
+            )
+            self.wake()
+            outputs, self._last_metrics = run_rollout(self.manager, requests, progress_bar)
         self._last_rollout = requests
         failed = [o for o in outputs.values() if o.status is not RequestStatus.FINISHED]
         if failed and on_error == "raise":

@@ -30,8 +30,7 @@ def run_rollout(
     before = counters.copy()
     counters.kv_blocks_peak = 0
     started = time.perf_counter()
-    with manager.loop.observers.span("rollout"):
-        finished = _finished(manager, requests, progress_bar) if requests else {}
+    finished = _finished(manager, requests, progress_bar) if requests else {}
     seconds = time.perf_counter() - started
     added = counters.since(before)
     metrics = {

@@ -28,12 +28,19 @@ def served(
     config = config or RolloutConfig(seed=0, block_size=16)
     with RolloutGenerator(model, config, tokenizer=tokenizer) as generator:
         yield generator, generator.serve(port=0, **options)
+    while _clients:
+        _clients.pop().close()
+
+
+_clients: list[openai.OpenAI] = []
+# What tests made; closed with the server.
 
 
 def client(server: ServerHandle, **settings: Any) -> openai.OpenAI:
     """The official client, which tries nothing twice."""
     settings = {"api_key": "none", "timeout": TIMEOUT_SECONDS, "max_retries": 0, **settings}
-    return openai.OpenAI(base_url=f"{server.url}/v1", **settings)
+    _clients.append(openai.OpenAI(base_url=f"{server.url}/v1", **settings))
+    return _clients[-1]
 
 
 class Script:
@@ -45,7 +52,9 @@ class Script:
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         ids, size = input_ids[0].tolist(), len(self._opening)
-        starts = (at for at in range(len(ids) - size, -1, -1) if ids[at : at + size] == self._opening)
+        starts = (
+            at for at in range(len(ids) - size, -1, -1) if ids[at : at + size] == self._opening
+        )
         num_said = len(ids) - next(starts) - size
         forced = torch.full_like(scores, -torch.inf)
         forced[0, self._tokens[num_said]] = 0.0

@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.exceptions import HTTPException
 
 import cb_rollout
-from cb_rollout.errors import InvalidRequestError, RolloutError
+from cb_rollout.errors import RolloutError
 from cb_rollout.observability.prometheus import CONTENT_TYPE, exposition
 from cb_rollout.server import schemas
 from cb_rollout.server.answers import Answer, require_sound
@@ -240,10 +240,8 @@ async def _events(answer: Answer, submission: Submission) -> AsyncIterator[str]:
                     yield _event(chunk)
             for chunk in answer.closing():
                 yield _event(chunk)
-        except RolloutError as error:
+        except (ApiError, RolloutError, TimeoutError) as error:
             yield _event(as_api_error(error).body)
-        except ApiError as error:
-            yield _event(error.body)
         yield "data: [DONE]\n\n"
 
 
@@ -265,9 +263,8 @@ def _answer_errors(app: FastAPI) -> None:
 
         app.add_exception_handler(kind, handle)
 
-    on(ApiError, lambda error: error)
-    on(RolloutError, as_api_error)
-    on(InvalidRequestError, as_api_error)
+    for kind in (ApiError, RolloutError, TimeoutError):
+        on(kind, as_api_error)
     on(HTTPException, lambda error: ApiError(error.status_code, f"{error.detail}."))
     on(RequestValidationError, lambda error: ApiError(400, _faults(error), _first_field(error)))
     on(Exception, lambda _: ApiError(500, "the server failed; its log says why."))

@@ -22,8 +22,14 @@ from cb_rollout.types import GenerationOutput
 class Courier:
     """What an engine's loop delivers to; made on the asyncio thread that takes from it."""
 
-    def __init__(self, loop: EngineLoop) -> None:
-        """Stand between an engine's loop and the running asyncio loop."""
+    def __init__(self, loop: EngineLoop, timeout_seconds: float) -> None:
+        """Stand between an engine's loop and the running asyncio loop.
+
+        Args:
+            loop: the engine's.
+            timeout_seconds: longest that a submission's sequences may take.
+        """
+        self._timeout_seconds = timeout_seconds
         self._engine_loop = loop
         self._asyncio_loop = asyncio.get_running_loop()
         self._lock = threading.Lock()
@@ -39,7 +45,8 @@ class Courier:
 
     def submit(self, requests: Sequence[Request]) -> "Submission":
         """Queue sequences; enter what is returned to take their outputs."""
-        submission = Submission(self, requests)
+        deadline = self._asyncio_loop.time() + self._timeout_seconds
+        submission = Submission(self, requests, deadline)
         self._engine_loop.submit(grouped(requests), self)
         self._submissions |= dict.fromkeys(submission.unfinished, submission)
         return submission
@@ -92,8 +99,9 @@ class Courier:
 class Submission:
     """The sequences of one request; leaving it cancels those that have not ended."""
 
-    def __init__(self, courier: Courier, requests: Sequence[Request]) -> None:
-        """Number the sequences as they were asked for."""
+    def __init__(self, courier: Courier, requests: Sequence[Request], deadline: float) -> None:
+        """Number the sequences as they were asked for; `deadline` is on the asyncio loop's clock."""
+        self._deadline = deadline
         self._courier = courier
         self.unfinished = {request.request_id: index for index, request in enumerate(requests)}
         self._news: dict[int, GenerationOutput] = {}
@@ -118,9 +126,11 @@ class Submission:
 
         Raises:
             EngineDeadError: the engine stopped on an exception.
+            TimeoutError: they took too long.
         """
         while self.unfinished or self._news:
-            await self._changed.wait()
+            async with asyncio.timeout_at(self._deadline):
+                await self._changed.wait()
             self._changed.clear()
             news, self._news = self._news, {}
             for index, output in news.items():

@@ -53,8 +53,10 @@ class ApiError(Exception):
         return {"retry-after": str(RETRY_AFTER_SECONDS)} if self.status == 429 else {}
 
 
-def as_api_error(error: RolloutError) -> ApiError:
+def as_api_error(error: ApiError | RolloutError | TimeoutError) -> ApiError:
     """What a fault of the engine's or of the request's is to a client."""
+    if isinstance(error, ApiError):
+        return error
     if isinstance(error, InvalidRequestError):
         # A client has one prompt, and does not know it as an input of a batch.
         return ApiError(400, re.sub(r"^input 0 (?=has|is|holds)", "the prompt ", str(error)))
@@ -62,4 +64,6 @@ def as_api_error(error: RolloutError) -> ApiError:
         return ApiError(429, str(error))
     if isinstance(error, EngineDeadError):
         return ApiError(503, "the engine stopped, and its log says why; try again later.")
+    if isinstance(error, TimeoutError):
+        return ApiError(503, "the request took longer than the server allows; ask for less.")
     return ApiError(503, str(error))

@@ -11,7 +11,7 @@ import json
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from cb_rollout.server.errors import ApiError
+from cb_rollout.server.errors import ApiError, as_api_error
 from cb_rollout.server.options import ServerOptions, is_loopback
 
 Message = MutableMapping[str, Any]
@@ -43,8 +43,10 @@ class Guard:
             has_begun = True
             await send(message)
 
+        # To send the body, to be answered, and to take the answer.
+        seconds = self._options.request_timeout_seconds + 2 * self._options.body_timeout_seconds
         try:
-            async with asyncio.timeout(self._options.request_timeout_seconds):
+            async with asyncio.timeout(seconds):
                 self._require_let_in(scope)
                 body = await self._body(scope, receive)
                 await self._application(scope, _replayed(body, receive), watched_send)
@@ -53,8 +55,7 @@ class Guard:
         except TimeoutError:
             # Of an answer that has begun, the closed connection says that it is not whole.
             if not has_begun:
-                seconds = self._options.request_timeout_seconds
-                await _answer(ApiError(503, f"the request took longer than {seconds:g} s."), send)
+                await _answer(as_api_error(TimeoutError()), send)
 
     def _require_let_in(self, scope: MutableMapping[str, Any]) -> None:
         headers = dict(scope["headers"])

@@ -39,7 +39,9 @@ class ServerOptions:
     request_timeout_seconds: float = _option(
         600.0, "Longest a request may take; it is cancelled then."
     )
-    body_timeout_seconds: float = _option(30.0, "Longest a request's body may take to arrive.")
+    body_timeout_seconds: float = _option(
+        30.0, "Longest a body may take to arrive, or the end of an answer to be taken."
+    )
 
     def __post_init__(self) -> None:
         """Check ranges, and refuse to stand open."""

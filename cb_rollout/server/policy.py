@@ -82,7 +82,7 @@ class Policy:
 
     def start(self) -> None:
         """Be ready for requests, on the running asyncio loop."""
-        self.courier = Courier(self.manager.loop)
+        self.courier = Courier(self.manager.loop, self.options.request_timeout_seconds)
         self.manager.loop.observers.add(self.recorder)
 
     def stop(self) -> None:

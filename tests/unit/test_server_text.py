@@ -63,7 +63,9 @@ def test_characters_of_byte_tokens_come_whole(text):
     assert "".join(streamed(TextStream(decoder(FALLBACK)), tokens)) == text
 
 
-@given(st.text(alphabet="ab", max_size=12), st.lists(st.text("ab", min_size=1, max_size=4), max_size=3))
+@given(
+    st.text(alphabet="ab", max_size=12), st.lists(st.text("ab", min_size=1, max_size=4), max_size=3)
+)
 def test_a_stop_string_and_none_of_its_beginning_is_seen(text, stops):
     ends = [(text.find(stop) + len(stop), stop) for stop in stops if stop in text]
     num_tokens = min((end for end, _ in ends), default=len(text))
