@@ -171,7 +171,9 @@ def main() -> int:
                 optimizer.step()
                 optimizer.zero_grad()
             print(f"step {step:3}  hits {hits[-1]:5.1%}  versions {generator.policy_version}")
-    print(f"\nhits, first and last five steps        {fmean(hits[:5]):.1%} -> {fmean(hits[-5:]):.1%}")
+    print(
+        f"\nhits, first and last five steps        {fmean(hits[:5]):.1%} -> {fmean(hits[-5:]):.1%}"
+    )
     print(f"largest |log-probability difference|  {largest_difference:.1e}")
     print(f"turns whose history was rewritten     {num_drifts}")
     return 0

@@ -85,6 +85,7 @@ outputs = generator.generate_batch(prompts, sampling_params=SamplingParams(gramm
 WORKLOADS = {
     "long_tailed_groups": "rollout, 16 prompts x 8 completions, long-tailed lengths",
     "equal_lengths": "rollout, 128 prompts, 64 tokens each",
+    "served": "the long-tailed rollout's requests, over HTTP",
     "grpo_step": "one GRPO step through TRL",
 }
 

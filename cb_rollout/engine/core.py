@@ -16,7 +16,7 @@ from cb_rollout.engine import device as devices
 from cb_rollout.engine.limits import Limits
 from cb_rollout.engine.rehearsal import rehearse
 from cb_rollout.engine.request import Request
-from cb_rollout.engine.runner import ModelRunner, leased
+from cb_rollout.engine.runner import ModelRunner, RowForm, leased
 from cb_rollout.engine.sampling import TokenGiver
 from cb_rollout.engine.scheduler import Scheduler
 from cb_rollout.engine.steps import Steps
@@ -96,6 +96,11 @@ class Engine:
     def model(self) -> PreTrainedModel:
         """The model that generates."""
         return self._runner.model
+
+    @property
+    def row_form(self) -> RowForm:
+        """How sequences share a forward."""
+        return self._runner.row_form
 
     @property
     def max_sequence_tokens(self) -> int:

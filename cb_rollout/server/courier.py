@@ -100,7 +100,7 @@ class Submission:
     """The sequences of one request; leaving it cancels those that have not ended."""
 
     def __init__(self, courier: Courier, requests: Sequence[Request], deadline: float) -> None:
-        """Number the sequences as they were asked for; `deadline` is on the asyncio loop's clock."""
+        """Number the sequences as asked for; `deadline` is on the asyncio loop's clock."""
         self._deadline = deadline
         self._courier = courier
         self.unfinished = {request.request_id: index for index, request in enumerate(requests)}

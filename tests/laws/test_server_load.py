@@ -166,11 +166,11 @@ HEADERS = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: ap
 
 
 def test_a_body_that_does_not_come_is_not_waited_for(server):
-    with raw(server, HEADERS + b'Content-Length: 100\r\n\r\n{"prompt"') as connection:
-        with http.client.HTTPResponse(connection) as answer:
-            answer.begin()
-            assert answer.status == 400
-            assert "did not arrive within 1 s" in json.loads(answer.read())["error"]["message"]
+    half = HEADERS + b'Content-Length: 100\r\n\r\n{"prompt"'
+    with raw(server, half) as connection, http.client.HTTPResponse(connection) as answer:
+        answer.begin()
+        assert answer.status == 400
+        assert "did not arrive within 1 s" in json.loads(answer.read())["error"]["message"]
 
 
 def test_clients_that_vanish_anywhere_leave_nothing(serving, server):
@@ -254,66 +254,86 @@ def test_closing_ends_what_is_in_flight_with_an_answer():
         server.close()
 
 
+class Trainer:
+    """Changes a model's weights while clients talk to it, and remembers every version."""
+
+    def __init__(self, model):
+        self.model = model
+        self._optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        self.versions = [self._weights()]
+
+    def _weights(self):
+        return {name: value.clone() for name, value in self.model.state_dict().items()}
+
+    def update(self, generator):
+        ids = torch.randint(3, 250, (2, 16))
+        self.model(input_ids=ids).logits.square().mean().backward()
+        with generator.manager.pause():
+            self._optimizer.step()
+            self._optimizer.zero_grad()
+            self.versions.append(self._weights())
+
+    def logprobs(self, version, before, tokens):
+        self.model.load_state_dict(self.versions[version])
+        return plain_logprobs(self.model, before, tokens)
+
+
+class Talkers:
+    """Clients that ask one thing after another, until they are told to stop."""
+
+    def __init__(self, server, number):
+        self.answers, self.failures = [], []
+        self._is_done = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._talk, args=(client(server), n)) for n in range(number)
+        ]
+
+    def _talk(self, openai_client, number):
+        message = {"role": "user", "content": f"Hello from {number}"}
+        while not self._is_done.is_set() and not self.failures:
+            try:
+                answer = openai_client.chat.completions.create(
+                    model="policy", messages=[message], max_tokens=48, logprobs=True,
+                    extra_body=LONG,
+                )  # fmt: skip
+                self.answers.append(answer)
+            except openai.APIError as error:
+                self.failures.append(error)
+
+    def __enter__(self):
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self._is_done.set()
+        for thread in self._threads:
+            thread.join()
+
+
 def test_weights_change_under_load_and_every_token_is_its_versions():
     torch.manual_seed(0)
-    num_updates, num_clients = 20, 4
-    model = tiny_model(vocab_size=len(TOKENIZER), max_position_embeddings=4096)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    snapshots, answers, failures = [], [], []
-    is_done = threading.Event()
-
-    def snapshot():
-        return {name: value.clone() for name, value in model.state_dict().items()}
-
-    def talk(number):
-        chats = client(server).chat.completions
-        try:
-            for turn in range(1000):
-                if is_done.is_set():
-                    return
-                answers.append(
-                    chats.create(
-                        model="policy",
-                        messages=[{"role": "user", "content": f"{number} {turn}"}],
-                        max_tokens=48,
-                        logprobs=True,
-                        extra_body=LONG,
-                    )
-                )
-        except openai.APIError as error:
-            failures.append(error)
-
-    with served(model=model) as (generator, server):
-        snapshots.append(snapshot())
-        clients = [threading.Thread(target=talk, args=(n,)) for n in range(num_clients)]
-        for thread in clients:
-            thread.start()
-        for _ in range(num_updates):
-            num_before = len(answers)
-            while len(answers) < num_before + 2 and not failures:
-                time.sleep(0.005)
-            loss = model(input_ids=torch.randint(3, 250, (2, 16))).logits.square().mean()
-            loss.backward()
-            with generator.manager.pause():
-                optimizer.step()
-                optimizer.zero_grad()
-                snapshots.append(snapshot())
-        is_done.set()
-        for thread in clients:
-            thread.join()
-        assert not failures
+    num_updates = 20
+    trainer = Trainer(tiny_model(vocab_size=len(TOKENIZER), max_position_embeddings=4096))
+    with served(model=trainer.model) as (generator, server):
+        with Talkers(server, 4) as talkers:
+            for _ in range(num_updates):
+                num_before = len(talkers.answers)
+                while len(talkers.answers) < num_before + 2 and not talkers.failures:
+                    time.sleep(0.005)
+                trainer.update(generator)
+        assert not talkers.failures
         assert generator.policy_version == num_updates
-    versions = {version for a in answers for version, _ in a.choices[0].policy_versions}
-    assert versions == set(range(num_updates + 1)) - ({num_updates} - versions)
-    assert any(len(a.choices[0].policy_versions) > 1 for a in answers)
-    for answer in answers[:: max(1, len(answers) // 40)]:
-        (choice,) = answer.choices
+    choices = [(answer.prompt_token_ids, answer.choices[0]) for answer in talkers.answers]
+    versions = {version for _, choice in choices for version, _ in choice.policy_versions}
+    assert versions >= set(range(num_updates))
+    assert any(len(choice.policy_versions) > 1 for _, choice in choices)
+    for prompt_ids, choice in choices[:: max(1, len(choices) // 40)]:
         assert sum(count for _, count in choice.policy_versions) == 48
         done = 0
         for version, count in choice.policy_versions:
-            model.load_state_dict(snapshots[version])
-            before = [*answer.prompt_token_ids, *choice.token_ids[:done]]
-            plain = plain_logprobs(model, before, choice.token_ids[done : done + count])
-            told = [e.logprob for e in choice.logprobs.content[done : done + count]]
-            assert told == pytest.approx(plain, abs=1e-5)
+            before = [*prompt_ids, *choice.token_ids[:done]]
+            tokens = choice.token_ids[done : done + count]
+            told = [entry.logprob for entry in choice.logprobs.content[done : done + count]]
+            assert told == pytest.approx(trainer.logprobs(version, before, tokens), abs=1e-5)
             done += count

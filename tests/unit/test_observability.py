@@ -1,6 +1,9 @@
+import json
+import re
 import threading
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import (
@@ -18,6 +21,8 @@ from cb_rollout.observability.recorder import Histogram, Recorder
 from cb_rollout.observability.status import LiveStatus
 from cb_rollout.observer import Observer
 
+DOCUMENT = Path(__file__).parents[2] / "docs" / "observability.md"
+DASHBOARD = DOCUMENT.with_name("grafana-dashboard.json")
 PARAMS = SamplingParams(max_new_tokens=12, ignore_eos=True, seed=0)
 PROMPTS = [[5, 6, 7], [8, 9], [8, 9]]
 
@@ -186,6 +191,27 @@ def test_an_observer_that_raises_is_dropped_and_harms_nothing(generator, caplog)
         assert len(outputs) == 3
     assert seen == [3]
     assert "is told nothing more" in caplog.text
+
+
+def test_the_dashboard_draws_every_metric_and_no_other(generator):
+    board = json.loads(DASHBOARD.read_text())
+    drawn = {
+        name
+        for panel in board["panels"]
+        for target in panel["targets"]
+        for name in re.findall(r"cb_rollout_\w+", target["expr"])
+    }
+    text = exposition(generator.manager, Recorder())
+    told = set(re.findall(r"^(cb_rollout_\w+)", text, re.MULTILINE))
+    assert drawn <= told
+    families = {re.sub(r"_(total|bucket|sum|count)$", "", name) for name in told}
+    assert {re.sub(r"_(total|bucket|sum|count)$", "", name) for name in drawn} == families
+
+
+def test_the_document_lists_every_name():
+    text = DOCUMENT.read_text()
+    assert [i.name for i in INSTRUMENTS if f"`{i.name}`" not in text] == []
+    assert [d.name for d in DISTRIBUTIONS if f"`{d.name}`" not in text] == []
 
 
 def test_every_name_is_one_of_a_kind():
