@@ -124,7 +124,7 @@ def test_the_queue_is_bounded(serving, server):
         (b'{"prompt": [true, false]}', "prompt"),
         (b'{"prompt": [-1]}', "vocabulary"),
         (b'{"prompt": [[5], []]}', "empty"),
-        (b'{"prompt": "a", "temprature": 1}', "temprature"),
+        (b'{"prompt": "a", "heat": 1}', "heat"),
         (b"\xff\xfe\x00", "body"),
     ],
 )
