@@ -1,11 +1,14 @@
 """An agent that learns by playing: a stock OpenAI client talks to the policy while it trains.
 
-The game is "higher or lower": the environment thinks of a digit, and the policy has four guesses,
-each answered by ">" (it is higher), "<" or "=". The environment is a plain coroutine with the
-official `openai` client, as it would be for any served model; it knows nothing of training. What
-the policy sampled comes back token by token with log-probabilities and policy versions, becomes a
-`Trajectory`, and trains the same weights in the same process. A turn whose history is not the
-tokens that were sampled is noticed, and that history is masked.
+The game is "higher or lower": the environment thinks of a digit, of some more often than of others,
+and the policy has four guesses, each answered by ">" (it is higher), "<" or "=". It starts out with
+random guesses, and learns which digits to try first.
+
+The environment is a plain coroutine with the official `openai` client, as it would be for any
+served model; it knows nothing of training. What the policy sampled comes back token by token, with
+log-probabilities and policy versions, becomes a `Trajectory`, and trains the same weights in the
+same process. A turn whose history is not the tokens that were sampled is noticed, and that history
+is masked.
 
 Launch:   python recipes/agent_openai.py
 Hardware: two CPU cores, 1 GiB of memory, no network, no account
@@ -39,7 +42,9 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 MAX_GUESSES = 4
-WARM_STEPS = 150
+WARM_STEPS = 80
+FAVOURITES = [7, 7, 2]
+# Half of the secrets are the first, a quarter the last, and the rest any digit.
 
 
 def create_tokenizer() -> PreTrainedTokenizerFast:
@@ -137,9 +142,9 @@ def train_on(model, samples: list[Sample], advantages: list[float]) -> float:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--max-steps", type=int, default=60)
+    parser.add_argument("--max-steps", type=int, default=40)
     parser.add_argument("--games", type=int, default=60, help="played together, each step")
-    parser.add_argument("--learning-rate", type=float, default=2e-3)
+    parser.add_argument("--learning-rate", type=float, default=5e-3)
     args = parser.parse_args()
     torch.manual_seed(0)
     tokenizer, model = create_tokenizer(), create_model()
@@ -150,20 +155,18 @@ def main() -> int:
     with RolloutGenerator(model, RolloutConfig(seed=0), tokenizer=tokenizer) as generator:
         server = generator.serve(port=0)
         for step in range(args.max_steps):
-            secrets = [game % 10 for game in range(args.games)]
-            rng.shuffle(secrets)
+            secrets = [rng.choice([*FAVOURITES, rng.randrange(10)]) for _ in range(args.games)]
             games = asyncio.run(play_all(server.url, secrets))
             hits.append(fmean(reward > 0 for _, reward in games))
             # Games with the same secret are compared with each other.
-            means = [
-                fmean(r for (_, r), s in zip(games, secrets, strict=True) if s == secret)
-                for secret in range(10)
-            ]
+            rewards = {s: [] for s in secrets}
+            for (_, reward), secret in zip(games, secrets, strict=True):
+                rewards[secret].append(reward)
             samples, advantages = [], []
             for (trajectory, reward), secret in zip(games, secrets, strict=True):
                 num_drifts += trajectory.num_drifts
                 samples += trajectory.samples
-                advantages += [reward - means[secret]] * len(trajectory.samples)
+                advantages += [reward - fmean(rewards[secret])] * len(trajectory.samples)
             difference = train_on(model, samples, advantages)
             largest_difference = max(largest_difference, difference)
             # The weights change while the engine stands still; tokens are of a new version then.

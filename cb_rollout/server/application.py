@@ -46,16 +46,18 @@ class Json(JSONResponse):
 class EventStream(StreamingResponse):
     """Server-sent events; whatever ends it ends what it is made of."""
 
-    def __init__(self, events: AsyncIterator[str]) -> None:
-        """Send `events` as they come."""
+    def __init__(self, events: AsyncIterator[str], submission: Submission) -> None:
+        """Send `events` as they come; they are made of `submission`."""
         super().__init__(events, media_type="text/event-stream")
+        self._submission = submission
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Send until the end, or until the client is gone."""
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            await self.body_iterator.aclose()  # type: ignore[union-attr]
+        with self._submission:
+            try:
+                await super().__call__(scope, receive, send)
+            finally:
+                await self.body_iterator.aclose()  # type: ignore[union-attr]
 
 
 def create_application(policy: Policy) -> Guard:
@@ -114,7 +116,7 @@ def _add_inspection(app: FastAPI, policy: Policy) -> None:
         """The one model that is served."""
         return Json({"object": "list", "data": [_card(policy)]})
 
-    @app.get("/v1/models/{model}")
+    @app.get("/v1/models/{model:path}")
     async def model(model: str) -> Response:
         """The same, by name."""
         policy.require_known(model)
@@ -192,7 +194,7 @@ async def _answered(
     answer: Answer, submission: Submission, is_streaming: bool, request: Request
 ) -> Response:
     if is_streaming:
-        return EventStream(_events(answer, submission))
+        return EventStream(_events(answer, submission), submission)
     with submission:
         outputs = await _unless_gone(_finished(submission), request)
     if outputs is None:
@@ -230,19 +232,18 @@ async def _gone(request: Request) -> None:
 
 async def _events(answer: Answer, submission: Submission) -> AsyncIterator[str]:
     """A stream's events; an error, once it has begun, is its last one."""
-    with submission:
-        try:
-            for chunk in answer.opening():
+    try:
+        for chunk in answer.opening():
+            yield _event(chunk)
+        async for index, output in submission.updates():
+            require_sound(output)
+            for chunk in answer.delta(index, output):
                 yield _event(chunk)
-            async for index, output in submission.updates():
-                require_sound(output)
-                for chunk in answer.delta(index, output):
-                    yield _event(chunk)
-            for chunk in answer.closing():
-                yield _event(chunk)
-        except (ApiError, RolloutError, TimeoutError) as error:
-            yield _event(as_api_error(error).body)
-        yield "data: [DONE]\n\n"
+        for chunk in answer.closing():
+            yield _event(chunk)
+    except (ApiError, RolloutError, TimeoutError) as error:
+        yield _event(as_api_error(error).body)
+    yield "data: [DONE]\n\n"
 
 
 def _event(content: dict[str, Any]) -> str:

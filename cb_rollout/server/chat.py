@@ -7,6 +7,7 @@ in the prefix cache, and a trajectory's turns are one sequence. One thread at a 
 """
 
 import json
+from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,15 +17,16 @@ from jinja2 import TemplateError
 
 from cb_rollout.errors import InvalidRequestError, said
 
-MAX_KNOWN_TOKENS = 1 << 20
-# In all conversations together, about 10 MB; the longest unused go first.
+MAX_KNOWN_TOKENS, MAX_KNOWN = 1 << 20, 1 << 12
+# Of all conversations together, and how many: about 10 MB, and a millisecond to look through. The
+# longest unused go first.
 
 
 @dataclass(frozen=True, slots=True)
 class Known:
     """What was said in one conversation so far."""
 
-    token_ids: tuple[int, ...]
+    token_ids: "array[int]"
     """Without the token that ended it."""
     end_text: str
     """Of the token that ended it, which some templates write and others do not."""
@@ -85,11 +87,11 @@ class PromptFormat:
             # A character is torn between the last tokens.
             body, end, body_text = tuple(tokens), (), whole_text
         text = prompt_text + body_text
-        known = Known((*prompt_ids, *body), whole_text[len(body_text) :], end)
+        known = Known(array("i", [*prompt_ids, *body]), whole_text[len(body_text) :], end)
         self._forget(text)
         self._known[text] = known
         self._num_known_tokens += len(known.token_ids)
-        while self._num_known_tokens > MAX_KNOWN_TOKENS:
+        while self._num_known_tokens > MAX_KNOWN_TOKENS or len(self._known) > MAX_KNOWN:
             self._forget(next(iter(self._known)))
 
     def _forget(self, text: str) -> None:

@@ -135,6 +135,9 @@ class Policy:
 
     async def params(self, body: CompletionRequest | ChatRequest) -> SamplingParams:
         """How a body's sequences are sampled."""
+        asks_logprobs = body.logprobs is not None and body.logprobs is not False
+        if asks_logprobs and not self.manager.config.return_logprobs:
+            raise ApiError(400, "this server keeps no log-probabilities.", "logprobs")
         given = {name: value for name in SAME_NAME if (value := getattr(body, name)) is not None}
         # Clients ask for the most likely tokens with temperature 0, whatever the model's habit is.
         given["do_sample"] = True

@@ -65,7 +65,7 @@ def _read_tagged(text: str) -> tuple[str | None, list[dict[str, str]]]:
     found = list(CALL.finditer(text))
     try:
         calls = [_call(json.loads(match[1])) for match in found]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return text, []
     content = text[: found[0].start()].strip() if found else text
     return content or None, calls

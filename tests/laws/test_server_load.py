@@ -337,3 +337,10 @@ def test_weights_change_under_load_and_every_token_is_its_versions():
             told = [entry.logprob for entry in choice.logprobs.content[done : done + count]]
             assert told == pytest.approx(trainer.logprobs(version, before, tokens), abs=1e-5)
             done += count
+
+
+def test_log_probabilities_that_are_not_kept_are_refused():
+    with served(RolloutConfig(return_logprobs=False)) as (_, server):
+        assert complete(server).choices
+        with pytest.raises(openai.BadRequestError, match="keeps no log-probabilities"):
+            complete(server, logprobs=0)
