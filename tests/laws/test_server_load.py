@@ -24,7 +24,7 @@ LONG = {"ignore_eos": True, **IDS}
 @pytest.fixture(scope="module")
 def serving():
     config = RolloutConfig(seed=0, block_size=16, max_queue_size=400)
-    with served(config, body_timeout_seconds=1.0, max_body_bytes=1 << 16) as (generator, server):
+    with served(config, max_body_bytes=1 << 16) as (generator, server):
         yield generator, server
 
 
@@ -165,9 +165,13 @@ def raw(server, data):
 HEADERS = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 
 
-def test_a_body_that_does_not_come_is_not_waited_for(server):
+def test_a_body_that_does_not_come_is_not_waited_for():
     half = HEADERS + b'Content-Length: 100\r\n\r\n{"prompt"'
-    with raw(server, half) as connection, http.client.HTTPResponse(connection) as answer:
+    with (
+        served(body_timeout_seconds=1.0) as (_, server),
+        raw(server, half) as connection,
+        http.client.HTTPResponse(connection) as answer,
+    ):
         answer.begin()
         assert answer.status == 400
         assert "did not arrive within 1 s" in json.loads(answer.read())["error"]["message"]
