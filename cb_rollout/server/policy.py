@@ -6,8 +6,11 @@ compiled on threads of their own, so that a long prompt holds up nobody's stream
 
 import asyncio
 import copy
+import hashlib
+import itertools
 import json
 import time
+from array import array
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -37,6 +40,9 @@ SAME_NAME = (
     "frequency_penalty", "seed", "stop", "stop_token_ids", "ignore_eos",
 )  # fmt: skip
 # Fields that a body and `SamplingParams` both have.
+
+NUM_PROMPTS_KEPT = 4096
+# Digests of prompts that may be asked for again while they wait.
 
 NUM_GRAMMARS_KEPT = 64
 # Compiled, by their schemas' text.
@@ -72,6 +78,10 @@ class Policy:
         self._grammar_thread = ThreadPoolExecutor(1, "cb_rollout-grammar")
         compiling = copy.deepcopy(tokenizer)
         vocab_size = manager.intake.limits.vocab_size
+        # Equal prompts that wait beside each other are computed once, whoever sent them; numbers
+        # below 0 are none that the intake gives.
+        numbers = itertools.count(-1, -1)
+        self._group_of = lru_cache(maxsize=NUM_PROMPTS_KEPT)(lambda _: next(numbers))
         self._grammar_of = lru_cache(maxsize=NUM_GRAMMARS_KEPT)(
             lambda schema: (
                 XGrammar.from_json_schema(schema, compiling, vocab_size)
@@ -198,7 +208,13 @@ class Policy:
             members=[member for _ in prompts for member in range(n)],
             is_streaming=is_streaming,
         )
+        for request in requests:
+            request.group = self._group_of(_digest(request.prompt_ids))
         return self.courier.submit(requests)
+
+
+def _digest(prompt: Sequence[int]) -> bytes:
+    return hashlib.blake2b(array("q", prompt).tobytes(), digest_size=16).digest()
 
 
 def _biases(given: dict[str, float]) -> dict[int, float]:

@@ -104,6 +104,25 @@ def test_the_queue_is_bounded(serving, server):
         thread.join()
 
 
+def test_equal_prompts_of_many_clients_are_computed_once(serving, server):
+    generator, _ = serving
+    loop, counters = generator.manager.loop, generator.manager.engine.counters
+    prompt = [9, 8, 7, 6, 5, 4, 3]
+    with generator.manager.pause():
+        before = counters.copy()
+        arguments = {"prompt": prompt, "max_tokens": 4}
+        clients = [
+            threading.Thread(target=complete, args=(server,), kwargs=arguments) for _ in range(8)
+        ]
+        for thread in clients:
+            thread.start()
+        while len(loop._inbox) < 8:
+            time.sleep(0.01)
+    for thread in clients:
+        thread.join()
+    assert counters.since(before).prefill_tokens == len(prompt)
+
+
 @pytest.mark.parametrize(
     ("content", "said"),
     [
