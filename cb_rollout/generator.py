@@ -29,6 +29,7 @@ from cb_rollout.weights import create_weight_sync, require_equal
 
 if TYPE_CHECKING:
     from cb_rollout.engine.request import Request
+    from cb_rollout.server import ServerHandle
 
 
 class RolloutGenerator:
@@ -75,6 +76,7 @@ class RolloutGenerator:
         is_one_of_many = self.config.balance_ranks and is_distributed()
         self._balancer = Balancer(self.manager) if is_one_of_many else None
         self._is_asleep = False
+        self._servers: list[ServerHandle] = []
         self._last_rollout: list[Request] = []
         self._last_metrics: dict[str, float] = {}
 
@@ -121,19 +123,20 @@ class RolloutGenerator:
             raise InvalidRequestError(f"num_return_sequences={count!r} is no whole number >= 1.")
         prompts = encoded(inputs, self.tokenizer)
         params = self._params(len(prompts), generation_config, sampling_params, max_new_tokens)
-        requests = self.manager.intake.requests(
-            [prompt for prompt in prompts for _ in range(count)],
-            [wanted for wanted in params for _ in range(count)],
-            members=[member for _ in prompts for member in range(count)],
-            records_timestamps=record_timestamps,
-        )
-        self.wake()
-        if self._balancer is not None:
-            dealt = self._balancer.run(requests, progress_bar)
-            outputs, self._last_metrics, self._last_rollout = dealt
-        else:
-            outputs, self._last_metrics = run_rollout(self.manager, requests, progress_bar)
-            self._last_rollout = requests
+        with self.manager.loop.observers.span("rollout"):
+            requests = self.manager.intake.requests(
+                [prompt for prompt in prompts for _ in range(count)],
+                [wanted for wanted in params for _ in range(count)],
+                members=[member for _ in prompts for member in range(count)],
+                records_timestamps=record_timestamps,
+            )
+            self.wake()
+            if self._balancer is not None:
+                dealt = self._balancer.run(requests, progress_bar)
+                outputs, self._last_metrics, self._last_rollout = dealt
+            else:
+                outputs, self._last_metrics = run_rollout(self.manager, requests, progress_bar)
+                self._last_rollout = requests
         failed = [o for o in outputs.values() if o.status is not RequestStatus.FINISHED]
         if failed and on_error == "raise":
             raise IncompleteRolloutError(
@@ -186,7 +189,7 @@ class RolloutGenerator:
             WeightSyncError: the model and its copy no longer have the same tensors.
         """
         started = time.perf_counter()
-        with self.manager.pause(in_flight):
+        with self.manager.loop.observers.span("sync_weights"), self.manager.pause(in_flight):
             num_bytes = self._weights.sync()
             self.manager.loop.begin_policy_version(InFlight(in_flight))
             if self.config.verify_weight_sync:
@@ -201,9 +204,10 @@ class RolloutGenerator:
     def sleep(self) -> None:
         """Give the KV memory back and hold the engine still; what is in flight waits."""
         if not self._is_asleep:
-            with self.manager.loop.paused():
+            loop = self.manager.loop
+            with loop.observers.span("sleep"), loop.paused():
                 self.manager.engine.release_cache()
-                self.manager.loop.gate.hold()
+                loop.gate.hold()
             self._is_asleep = True
 
     def wake(self) -> None:
@@ -235,8 +239,31 @@ class RolloutGenerator:
         is_collective = self._weights.is_collective
         return verified(self.manager, self._last_rollout, num_sequences, is_collective)
 
+    def serve(self, **options: Any) -> "ServerHandle":
+        """Let OpenAI clients talk to the policy as it is now, in this process.
+
+        Requests share the engine with `generate_batch`, and go on through every `sync_weights()`.
+        Weights that the engine shares with the trainer are to be changed inside `manager.pause()`.
+
+        Args:
+            **options: the fields of `cb_rollout.server.ServerOptions`: `host`, `port`, `api_key`...
+
+        Returns:
+            The server, with its `url`; it ends with its `close()`, or the generator's.
+
+        Raises:
+            ConfigurationError: an option, no tokenizer, or an address that cannot be bound.
+        """
+        from cb_rollout.server import ServerOptions, start_server
+
+        server = start_server(self.manager, self.tokenizer, ServerOptions(**options))
+        self._servers.append(server)
+        return server
+
     def close(self) -> None:
-        """End the background thread and free the cache; generating again starts them anew."""
+        """End servers and the background thread, free the cache; generating starts it anew."""
+        while self._servers:
+            self._servers.pop().close()
         self.manager.loop.halt()
         if not self.manager.is_running():
             self.manager.engine.release_cache()

@@ -6,6 +6,7 @@ makes a loop halts it when done.
 """
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from cb_rollout.engine.request import Request
 from cb_rollout.errors import EngineDeadError, InvalidRequestError, QueueFullError, RolloutError
 from cb_rollout.gate import Gate
 from cb_rollout.interrupts import interrupts_deferred
+from cb_rollout.observer import Observers
 from cb_rollout.types import CancelResult, GenerationOutput
 
 HALT_TIMEOUT_SECONDS = 10.0
@@ -59,6 +61,7 @@ class EngineLoop:
         self._is_ending = False
         self.gate = Gate(self._changed, self._could_step)
         self._death: BaseException | None = None
+        self.observers = Observers()
 
     def start(self) -> None:
         """Start the thread, or call off its stop; after a death, start over with nothing queued."""
@@ -127,6 +130,7 @@ class EngineLoop:
             for request in requests:
                 expected = self._expected.pop(request.request_id, recipient)
                 self._live[request.request_id] = (request, expected)
+            self.observers.submitted(requests)
             self._inbox.extend(requests)
             self._changed.notify_all()
 
@@ -171,6 +175,11 @@ class EngineLoop:
             if not self.is_running():
                 return False
             return bool(self._live) if request_id is None else request_id in self._live
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether the engine stopped on an exception, and was not started since."""
+        return self._death is not None
 
     def require_alive(self) -> None:
         """Raise what the engine died of, if it did."""
@@ -226,9 +235,18 @@ class EngineLoop:
         while self._await_work(is_done):
             with interrupts_deferred():
                 try:
-                    self._deliver(self.engine.step())
+                    self._deliver(self._step())
                 except BaseException as error:  # noqa: BLE001  the waiters must hear it
                     self._die(error)
+
+    def _step(self) -> list[Request]:
+        if not self.observers:
+            return self.engine.step()
+        started, num_prefills = time.perf_counter(), self.engine.counters.prefill_forwards
+        touched = self.engine.step()
+        is_prefill = self.engine.counters.prefill_forwards > num_prefills
+        self.observers.stepped(time.perf_counter() - started, is_prefill)
+        return touched
 
     def _await_work(self, is_done: Callable[[], bool]) -> bool:
         """Wait until this thread has a step to run; False when it is done, or the loop is."""
@@ -272,6 +290,8 @@ class EngineLoop:
             is_final = request.status.is_final
             if not is_final and not request.is_streaming:
                 continue
+            if is_final:
+                self.observers.ended(request)
             output = request.output(self._return_logprobs)
             with self._changed:
                 _, recipient = self._live[request.request_id]

@@ -4,6 +4,7 @@
     python scripts/bench.py step               # one GRPO step through TRL
     python scripts/bench.py sync               # a weight sync, beside bare tensor copies
     python scripts/bench.py strategies         # over-sampling and its like, against plain
+    python scripts/bench.py serve              # the same requests over HTTP on this machine
     python scripts/bench.py bookkeeping        # what a decode step takes beside its forward
     python scripts/bench.py roofline           # what this machine can do at most
 
@@ -18,6 +19,7 @@ import os
 import platform
 import random
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -583,7 +585,82 @@ def bench_strategies(device: str, repetitions: int) -> dict[str, Any]:
     }
 
 
+CLIENT = """
+import asyncio, json, sys
+import httpx
+
+async def main():
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=sys.argv[1], timeout=600, limits=limits) as client:
+        async def ask(body):
+            answer = (await client.post("/v1/completions", json=body)).raise_for_status().json()
+            (choice,) = answer["choices"]
+            assert len(choice["token_ids"]) == body["max_tokens"]
+            assert len(choice["logprobs"]["token_logprobs"]) == body["max_tokens"]
+        for line in sys.stdin:
+            await asyncio.gather(*map(ask, json.loads(line)))
+            print("done", flush=True)
+
+asyncio.run(main())
+"""
+# A process of its own, as clients are; each line of its input is one batch of requests.
+
+
+@contextmanager
+def served_contender(model: Any, workload: Workload) -> Iterator[Callable[[], None]]:
+    """The same requests, each by itself over HTTP, from another process on this machine."""
+    bodies = [
+        {
+            "prompt": prompt, "max_tokens": length, "ignore_eos": True, "logprobs": 0,
+            "return_token_ids": True,
+        }
+        for prompt, length in zip(workload.prompts, workload.lengths, strict=True)
+    ]  # fmt: skip
+    config = cb_rollout.RolloutConfig(seed=SEED)
+    tokenizer = char_tokenizer(workload.vocab_size)
+    with cb_rollout.RolloutGenerator(model, config, tokenizer=tokenizer) as generator:
+        server = generator.serve(port=0)
+        client = subprocess.Popen(
+            [sys.executable, "-c", CLIENT, server.url],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        requests, answers = client.stdin, client.stdout
+        assert requests is not None
+        assert answers is not None
+
+        def run() -> None:
+            requests.write(f"{json.dumps(bodies)}\n")
+            requests.flush()
+            assert answers.readline() == "done\n", "the client failed"
+            generator.sync_weights()
+
+        try:
+            yield run
+        finally:
+            requests.close()
+            client.wait()
+            answers.close()
+
+
+def bench_serve(device: str, repetitions: int) -> dict[str, Any]:
+    """Useful tokens per second of one rollout, called and served."""
+    model, workload = create_model(device), create_workload(device, equal=False)
+    contenders = {
+        "cb_rollout": lambda: cb_rollout_contender(model, workload),
+        "served on loopback": lambda: served_contender(model, workload),
+    }
+    seconds = interleaved(contenders, repetitions)
+    results = {
+        name: summary([workload.num_tokens / s for s in values], "tokens_per_second")
+        for name, values in seconds.items()
+    }
+    return {"served": results}
+
+
 BENCHES = {
+    "serve": bench_serve,
     "bookkeeping": bench_bookkeeping,
     "rollout": bench_rollout,
     "step": bench_step,

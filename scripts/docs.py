@@ -103,6 +103,7 @@ of its oldest token.
 WORKLOADS = {
     "long_tailed_groups": "rollout, 16 prompts x 8 completions, long-tailed lengths",
     "equal_lengths": "rollout, 128 prompts, 64 tokens each",
+    "served": "the long-tailed rollout's requests, over HTTP",
     "grpo_step": "one GRPO step through TRL",
 }
 

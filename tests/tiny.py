@@ -131,3 +131,36 @@ def char_tokenizer() -> PreTrainedTokenizerFast:
         unk_token="<unk>",
         chat_template=CHAT_TEMPLATE,
     )
+
+
+CHAT_MARKERS = ["<|pad|>", "<|end|>", "<|start|>"]
+
+TOOL_TEMPLATE = """\
+{%- if tools %}<|start|>tools
+{{ tools | tojson }}<|end|>
+{% endif %}
+{%- for message in messages %}<|start|>{{ message.role }}
+{{ message.content }}
+{%- for call in message.tool_calls or [] %}<tool_call>
+{{ {"name": call.function.name, "arguments": call.function.arguments} | tojson }}
+</tool_call>
+{%- endfor %}<|end|>
+{% endfor %}
+{%- if add_generation_prompt %}<|start|>assistant
+{% endif %}"""
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """One token a byte of UTF-8, as byte-level vocabularies write them; 259 tokens."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {word: index for index, word in enumerate([*CHAT_MARKERS, *letters])}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token="<|pad|>",
+        eos_token="<|end|>",
+        additional_special_tokens=["<|start|>"],
+        chat_template=TOOL_TEMPLATE,
+    )

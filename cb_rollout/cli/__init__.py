@@ -14,6 +14,7 @@ from cb_rollout.cli.codes import EXIT_FAULT, EXIT_INTERRUPTED
 from cb_rollout.cli.doctor import add_doctor
 from cb_rollout.cli.generate import add_generate
 from cb_rollout.cli.report import add_report
+from cb_rollout.cli.serve import add_serve
 from cb_rollout.errors import RolloutError
 
 __all__ = ["create_parser", "main"]
@@ -48,6 +49,7 @@ def create_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     add_generate(commands)
+    add_serve(commands)
     add_report(commands)
     add_doctor(commands)
     return parser

@@ -4,11 +4,15 @@ Owns which rows are asked for and which results have come. The calling thread en
 over; the manager's thread generates meanwhile.
 """
 
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from cb_rollout.dataset.rows import Row
+from cb_rollout.delivery import Mailbox
 from cb_rollout.errors import InvalidRequestError
+from cb_rollout.intake import grouped
 from cb_rollout.manager import ContinuousBatchingManager
 from cb_rollout.sampling_params import SamplingParams
 from cb_rollout.types import GenerationOutput
@@ -44,12 +48,14 @@ class Flight:
 
         Args:
             manager: started.
-            params: how each sequence is sampled.
+            params: how each sequence is sampled. With a `seed`, a sequence's draws follow from it,
+                its row's id and its number alone, whatever was generated before it.
             token_ids: encodes a row; may raise `InvalidRequestError`.
         """
         self._manager, self._params, self._token_ids = manager, params, token_ids
         self._most = IN_FLIGHT_PER_SEAT * manager.engine.limits.max_requests
         self._in_flight: dict[str, tuple[Row, int]] = {}
+        self._mailbox = Mailbox()
 
     def landings(self, wanted: Iterator[tuple[Row, list[int]]]) -> Iterator[list[Landed]]:
         """Generate all that is wanted; yield what has ended, at least every `POLL_SECONDS`.
@@ -64,11 +70,11 @@ class Flight:
                 landed += self._take_off(*upcoming)
                 upcoming = next(wanted, None)
             if self._in_flight:
-                output = self._manager.get_result(timeout=POLL_SECONDS)
+                output = self._mailbox.take(timeout=POLL_SECONDS)
                 while output is not None:
                     row, sample = self._in_flight.pop(output.request_id)
                     landed.append(Landed(row, sample, output, output.error))
-                    output = self._manager.get_result(timeout=0)
+                    output = self._mailbox.take(timeout=0)
             yield landed
 
     def _has_room_for(self, num_sequences: int) -> bool:
@@ -76,15 +82,22 @@ class Flight:
 
     def _take_off(self, row: Row, samples: list[int]) -> list[Landed]:
         """Queue a row's sequences together, so that their prompt is computed once."""
+        params = replace(self._params, seed=_row_seed(self._params.seed, row))
         try:
-            token_ids = self._token_ids(row)
-            request_ids = self._manager.add_requests(
-                [token_ids] * len(samples), sampling_params=self._params
+            requests = self._manager.intake.requests(
+                [self._token_ids(row)] * len(samples), [params] * len(samples), members=samples
             )
         except InvalidRequestError as error:
             return [Landed(row, sample, None, str(error)) for sample in samples]
-        self._in_flight |= {
-            request_id: (row, sample)
-            for request_id, sample in zip(request_ids, samples, strict=True)
-        }
+        self._manager.loop.submit(grouped(requests), self._mailbox)
+        for request, sample in zip(requests, samples, strict=True):
+            self._in_flight[request.request_id] = (row, sample)
         return []
+
+
+def _row_seed(seed: int | None, row: Row) -> int | None:
+    """A seed for the row; its sequences differ by their numbers."""
+    if seed is None:
+        return None
+    digest = hashlib.blake2b(repr((seed, row.id)).encode(), digest_size=7).digest()
+    return int.from_bytes(digest)

@@ -129,11 +129,10 @@ class _Run:
         scorer: Scorer | None,
     ) -> None:
         is_plain = options.generation_config == "none"
-        config = options.rollout_config(_seed(options.seed, results.num_done))
         self._manager = ContinuousBatchingManager(
             model,
             GenerationConfig(do_sample=True) if is_plain else None,
-            config,
+            options.rollout_config(),
             tokenizer=tokenizer,
         )
         params = options.sampling_params(self._manager.defaults)
@@ -207,18 +206,6 @@ def _missing(
         samples = [s for s in range(num_return_sequences) if not results.has(row.id, s)]
         if samples:
             yield row, samples
-
-
-def _seed(seed: int | None, num_done: int) -> int | None:
-    """The engine's seed: another one whenever a run is gone on with.
-
-    An engine's draws follow from its seed and how many sequences it was asked for, so the same
-    seed again could give a row the very sequence it has.
-    """
-    if seed is None or num_done == 0:
-        return seed
-    digest = hashlib.blake2b(repr((seed, num_done)).encode(), digest_size=7).digest()
-    return int.from_bytes(digest)
 
 
 def _digest_of_weights(model: PreTrainedModel) -> str:

@@ -49,7 +49,7 @@ class DatasetOptions:
     )
     ignore_eos: bool = _option(False, "Generate on past the model's end of sequence.")
     seed: int | None = _option(
-        None, "Makes a run that is not interrupted repeatable; None: fresh draws."
+        None, "Makes a run repeatable, interrupted or not; None: fresh draws."
     )
     system_prompt: str | None = _option(None, "A system message before each chat.")
     chat: bool = _option(False, "Make each prompt that is text a chat of one user message.")
@@ -84,7 +84,7 @@ class DatasetOptions:
                 f"generation_config={self.generation_config!r} is neither model nor none."
             )
         self.sampling_params(SamplingParams())
-        self.rollout_config(self.seed)
+        self.rollout_config()
 
     def sampling_params(self, defaults: SamplingParams) -> SamplingParams:
         """How each sequence is sampled, where `defaults` says what these options leave open."""
@@ -101,16 +101,17 @@ class DatasetOptions:
             **samples,
             max_new_tokens=self.max_new_tokens,
             max_length=None,
+            seed=self.seed,
             ignore_eos=self.ignore_eos,
         )
 
-    def rollout_config(self, seed: int | None) -> RolloutConfig:
+    def rollout_config(self) -> RolloutConfig:
         """The engine's settings; nothing is trained beside it."""
         return RolloutConfig(
             max_requests_per_batch=self.max_num_seqs,
             max_memory_percent=self.max_memory_percent,
             return_logprobs=self.logprobs,
-            seed=seed,
+            seed=self.seed,
             training_reserve_gib=0,
         )
 

@@ -13,6 +13,7 @@ from cb_rollout.checkpoint import load_model, load_tokenizer
 from cb_rollout.config import RolloutConfig
 from cb_rollout.doctor.finding import Finding, Level
 from cb_rollout.engine.probe import CacheLayout
+from cb_rollout.engine.runner import RowForm
 from cb_rollout.errors import ConfigurationError, RolloutError, said
 from cb_rollout.generator import RolloutGenerator
 from cb_rollout.memory import GIB
@@ -48,6 +49,7 @@ def checkpoint_findings(
         yield _tokenizer(name)
         with RolloutGenerator(model, config) as generator:
             yield from _cache(generator.manager.engine.layout)
+            yield _rows(generator.manager.engine.row_form)
             yield from _memory(generator, model)
             yield _comparison(generator, model)
     except RolloutError as error:
@@ -101,6 +103,18 @@ def _cache(layout: CacheLayout) -> Iterator[Finding]:
         yield Finding(Level.OK, "chunks, known prefixes", why_not)
     else:
         yield Finding(Level.OK, "chunks, known prefixes", "used")
+
+
+def _rows(form: RowForm) -> Finding:
+    """How sequences share a forward, as the rehearsal found it."""
+    texts = {
+        RowForm.PADDED: "of any lengths together in one forward",
+        RowForm.ALIKE: "of equal length together; others take a forward each, because the model "
+        "counts positions itself or knows no padding",
+        RowForm.ALONE: "one to a forward, because the model mixes the rows of a batch; slow",
+    }
+    level = Level.OK if form is RowForm.PADDED else Level.WARNING
+    return Finding(level, "sequences run", texts[form])
 
 
 def _memory(generator: RolloutGenerator, model: PreTrainedModel) -> Iterator[Finding]:

@@ -4,7 +4,7 @@ import importlib.metadata
 import importlib.util
 import math
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import psutil
@@ -35,6 +35,13 @@ KERNELS = (
     "torch.nn.attention.varlen",
 )
 
+EXTRAS = {
+    "server": ("fastapi", "uvicorn"),
+    "grammar": ("xgrammar",),
+    "otel": ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"),
+}
+# What each extra of the package brings.
+
 FASTER = {
     "compiled forwards": {"use_default_compile_configs": True},
     "host and device overlap": {"use_async_batching": True},
@@ -49,6 +56,8 @@ def machine_findings(device: str = "auto") -> Iterator[Finding]:
     yield _python()
     for package in (*NEEDED, *SERVE_TRAINING):
         yield _version(package)
+    for extra, modules in EXTRAS.items():
+        yield _extra(extra, modules)
     for name in KERNELS:
         yield _kernel(name)
     for name, setting in FASTER.items():
@@ -100,12 +109,21 @@ def _version(package: str) -> Finding:
     )
 
 
+def _extra(extra: str, modules: Sequence[str]) -> Finding:
+    missing = [name for name in modules if not _is_there(name)]
+    text = f"lacks {', '.join(missing)}; pip install 'cb_rollout[{extra}]'" if missing else "found"
+    return Finding(Level.OK, f"extra {extra!r}", text)
+
+
 def _kernel(name: str) -> Finding:
+    return Finding(Level.OK, name, "found" if _is_there(name) else "not found")
+
+
+def _is_there(module: str) -> bool:
     try:
-        is_there = importlib.util.find_spec(name) is not None
+        return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:
-        is_there = False
-    return Finding(Level.OK, name, "found" if is_there else "not found")
+        return False
 
 
 def _may_be_asked(name: str, setting: dict[str, Any]) -> Finding:

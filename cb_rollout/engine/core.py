@@ -20,7 +20,7 @@ from cb_rollout.engine.offload import HostKeys
 from cb_rollout.engine.planning import kept_layout, plan_memory
 from cb_rollout.engine.rehearsal import rehearse
 from cb_rollout.engine.request import Request
-from cb_rollout.engine.runner import ModelRunner
+from cb_rollout.engine.runner import ModelRunner, RowForm
 from cb_rollout.engine.sampling import TokenGiver
 from cb_rollout.engine.saver import create_saver
 from cb_rollout.engine.scheduler import Scheduler
@@ -139,6 +139,11 @@ class Engine:
         return self._runner.model
 
     @property
+    def row_form(self) -> RowForm:
+        """How sequences share a forward."""
+        return self._runner.row_form
+
+    @property
     def max_sequence_tokens(self) -> int:
         """Tokens, prompt and completion together, of the longest sequence that fits the cache."""
         num_blocks = self.memory_plan.num_blocks
@@ -155,6 +160,11 @@ class Engine:
     def num_waiting(self) -> int:
         """Sequences that are not admitted yet."""
         return len(self._scheduler.waiting)
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that hold a slot."""
+        return self._scheduler.num_seated
 
     @property
     def num_blocks_used(self) -> int:

@@ -52,6 +52,10 @@ class Request:
     timestamps: list[float] = field(default_factory=list)
     policy_versions: list[tuple[int, int]] = field(default_factory=list)
     created_time: float = field(default_factory=time.perf_counter)
+    seated_time: float | None = None
+    """When it first left the queue."""
+    first_token_time: float | None = None
+    num_preemptions: int = 0
 
     slot: int = NO_SLOT
     """Row of the block table and of the recurrent states."""

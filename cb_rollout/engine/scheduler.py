@@ -4,6 +4,7 @@ Owns the queues. Knows tokens and blocks, never tensors.
 """
 
 import heapq
+import time
 from collections import deque
 from collections.abc import Callable
 from itertools import islice
@@ -118,9 +119,13 @@ class Scheduler:
         return prefill
 
     @property
+    def num_seated(self) -> int:
+        """Sequences that hold a slot."""
+        return self.limits.max_requests - len(self._free_slots)
+
+    @property
     def _can_seat(self) -> bool:
-        num_seated = self.limits.max_requests - len(self._free_slots)
-        return num_seated < self.max_seated
+        return self.num_seated < self.max_seated
 
     def _admit_followers(self, prefill: Prefill) -> None:
         """Seat the neighbours that ask for the same prompt; they share its whole blocks."""
@@ -139,6 +144,8 @@ class Scheduler:
     def _seat(self, request: Request) -> None:
         request.slot = heapq.heappop(self._free_slots)
         request.status = RequestStatus.PREFILLING
+        if request.seated_time is None:
+            request.seated_time = time.perf_counter()
         self._seated.append(request)
 
     def take_seated(self) -> list[Request]:
@@ -268,6 +275,8 @@ class Scheduler:
         """Give up what running sequences hold; they resume later with all their tokens."""
         preempted = [request for request in requests if request in self.running]
         self._counters.preemptions += len(preempted)
+        for request in preempted:
+            request.num_preemptions += 1
         self.running = [request for request in self.running if request not in preempted]
         self._requeue_all(preempted)
 

@@ -3,6 +3,7 @@
 Owns what happens where a forward fails. Made anew with each cache.
 """
 
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -69,6 +70,9 @@ class Steps:
         if requests:
             row_index = torch.tensor(rows, device=self.device)
             self._sample(outcome.logits_BV.index_select(0, row_index), requests, is_recurring=False)
+            now = time.perf_counter()
+            for request in requests:
+                request.first_token_time = request.first_token_time or now
         return failed + requests
 
     def _forward(

@@ -8,12 +8,22 @@ V: logits.
 
 import importlib
 import json
+from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, Self
 
 import torch
 
+from cb_rollout.errors import InvalidRequestError, said
+
 BITS = 32
 # Of one word of xgrammar's masks.
+
+MAX_WHITESPACE = 16
+# In a row between a JSON text's tokens: enough to indent, and no model loops in it for ever.
+
+NUM_COMPILERS_KEPT = 2
+# Each holds its tokenizer, and what it compiled. To make one takes a pass over the vocabulary.
 
 
 class XGrammar:
@@ -42,19 +52,35 @@ class XGrammar:
             schema: a JSON schema, as text or as a dict.
             tokenizer: the model's transformers tokenizer.
             vocab_size: how many logits the model gives.
+
+        Raises:
+            InvalidRequestError: it is no schema, or says what xgrammar does not know.
         """
         text = schema if isinstance(schema, str) else json.dumps(schema)
-        return cls(_compiler(tokenizer, vocab_size).compile_json_schema(text))
+        compiler = _compiler(tokenizer, vocab_size)
+        return cls(
+            _compiled(
+                lambda: compiler.compile_json_schema(text, max_whitespace_cnt=MAX_WHITESPACE),
+                "JSON schema",
+            )
+        )
+
+    @classmethod
+    def from_json(cls, tokenizer: Any, vocab_size: int) -> Self:
+        """Any JSON object or array."""
+        return cls(_compiler(tokenizer, vocab_size).compile_builtin_json_grammar())
 
     @classmethod
     def from_regex(cls, regex: str, tokenizer: Any, vocab_size: int) -> Self:
         """Text that matches `regex` as a whole."""
-        return cls(_compiler(tokenizer, vocab_size).compile_regex(regex))
+        compiler = _compiler(tokenizer, vocab_size)
+        return cls(_compiled(lambda: compiler.compile_regex(regex), "regular expression"))
 
     @classmethod
     def from_ebnf(cls, grammar: str, tokenizer: Any, vocab_size: int) -> Self:
         """Text of a grammar in xgrammar's EBNF."""
-        return cls(_compiler(tokenizer, vocab_size).compile_grammar(grammar))
+        compiler = _compiler(tokenizer, vocab_size)
+        return cls(_compiled(lambda: compiler.compile_grammar(grammar), "grammar"))
 
     def matcher(self) -> "XGrammarMatcher":
         """A new sequence's place: the start."""
@@ -91,6 +117,17 @@ def unpacked(words: torch.Tensor, num_tokens: int) -> torch.Tensor:
     return (bits & 1).view(-1)[:num_tokens].bool()
 
 
+def _compiled(compile_it: Callable[[], Any], what: str) -> Any:
+    try:
+        return compile_it()
+    except (RuntimeError, ValueError) as error:
+        raise InvalidRequestError(
+            f"the {what} cannot be compiled ({said(error)}); mend it, or leave out what xgrammar "
+            "does not support."
+        ) from error
+
+
+@lru_cache(maxsize=NUM_COMPILERS_KEPT)
 def _compiler(tokenizer: Any, vocab_size: int) -> Any:
     xgrammar = _import_xgrammar()
     info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocab_size)

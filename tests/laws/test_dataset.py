@@ -176,18 +176,20 @@ def test_cut_off_anywhere_it_is_gone_on_with(model, jsonl, tmp_path, share):
     assert report.num_resumed == kept.count(b"\n")
     assert keys(read_jsonl(output)) == ALL_KEYS
     assert output.read_bytes().startswith(kept[: kept.rfind(b"\n") + 1])
+    assert sorted(output.read_bytes().splitlines()) == sorted(whole.splitlines())
     again = output.read_bytes()
     assert generate(model, jsonl, output, seed=0).num_tokens == 0
     assert output.read_bytes() == again
 
 
-def test_a_row_that_lacks_some_of_its_sequences_gets_others_than_it_has(model, tmp_path):
+@pytest.mark.parametrize("seed", [0, None])
+def test_a_row_that_lacks_some_of_its_sequences_gets_others_than_it_has(model, tmp_path, seed):
     jsonl = write_jsonl(tmp_path / "in.jsonl", ROWS[:1])
     output = tmp_path / "out.jsonl"
-    generate(model, jsonl, output, seed=0, ignore_eos=True)
+    generate(model, jsonl, output, seed=seed, ignore_eos=True)
     first = next(line for line in output.read_text().splitlines() if '"sample":0' in line)
     output.write_text(first + "\n")
-    generate(model, jsonl, output, seed=0, ignore_eos=True)
+    generate(model, jsonl, output, seed=seed, ignore_eos=True)
     results = read_jsonl(output)
     assert len({tuple(result["token_ids"]) for result in results}) == SAMPLES
 

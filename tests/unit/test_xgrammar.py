@@ -1,8 +1,11 @@
 import importlib.util
+import json
 
 import pytest
 import torch
+from tiny import char_tokenizer, tiny_model
 
+from cb_rollout import InvalidRequestError, RolloutConfig, RolloutGenerator, SamplingParams
 from cb_rollout.integrations.xgrammar import XGrammar, XGrammarMatcher, unpacked
 
 needs_no_xgrammar = pytest.mark.skipif(
@@ -57,12 +60,56 @@ def test_without_xgrammar_the_error_says_which_extra_to_install():
         XGrammar(compiled=None)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("xgrammar") is None, reason="xgrammar is missing")
-def test_a_regular_expression_is_obeyed():
-    from tiny import char_tokenizer
+needs_xgrammar = pytest.mark.skipif(
+    importlib.util.find_spec("xgrammar") is None, reason="xgrammar is missing"
+)
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"enum": ["Ada", "Bob"]},
+        "ages": {"type": "array", "items": {"enum": [1, 20, 300]}, "minItems": 1, "maxItems": 3},
+    },
+    "required": ["name", "ages"],
+    "additionalProperties": False,
+}
 
+
+@needs_xgrammar
+def test_a_regular_expression_is_obeyed():
     tokenizer = char_tokenizer()
     matcher = XGrammar.from_regex("[0-9]{2}", tokenizer, len(tokenizer)).matcher()
     mask_V = torch.zeros(len(tokenizer), dtype=torch.bool)
     matcher.fill_allowed_tokens(mask_V)
     assert tokenizer.decode(mask_V.nonzero()[:, 0].tolist()) == "0123456789"
+
+
+@needs_xgrammar
+def test_a_random_model_writes_json_that_obeys_its_schema():
+    tokenizer = char_tokenizer()
+    # More logits than the tokenizer has tokens, as checkpoints have.
+    model = tiny_model(vocab_size=120)
+    grammar = XGrammar.from_json_schema(SCHEMA, tokenizer, vocab_size=120)
+    params = SamplingParams(grammar=grammar, max_new_tokens=300)
+    with RolloutGenerator(model, RolloutConfig(seed=0), tokenizer=tokenizer) as generator:
+        outputs = generator.generate_batch(["x", "yz"], sampling_params=params)
+        outputs |= generator.generate_batch(["z"] * 6, sampling_params=params)
+    for output in outputs.values():
+        assert output.finish_reason == "stop"
+        value = json.loads(tokenizer.decode(output.generated_tokens, skip_special_tokens=True))
+        assert set(value) == {"name", "ages"}
+        assert value["name"] in ("Ada", "Bob")
+        assert 1 <= len(value["ages"]) <= 3
+        assert set(value["ages"]) <= {1, 20, 300}
+    assert len({tuple(output.generated_tokens) for output in outputs.values()}) > 2
+
+
+@needs_xgrammar
+def test_what_cannot_be_compiled_is_an_invalid_request():
+    tokenizer = char_tokenizer()
+    for broken in ("not JSON", {"type": "nonsense"}, {"$ref": "#/nowhere"}):
+        with pytest.raises(InvalidRequestError, match="JSON schema cannot be compiled"):
+            XGrammar.from_json_schema(broken, tokenizer, len(tokenizer))
+    with pytest.raises(InvalidRequestError, match="regular expression cannot be compiled"):
+        XGrammar.from_regex("[0-9", tokenizer, len(tokenizer))
+    with pytest.raises(InvalidRequestError, match="grammar cannot be compiled"):
+        XGrammar.from_ebnf("root ::= nothing", tokenizer, len(tokenizer))

@@ -1,0 +1,180 @@
+"""Traces and metrics to any OpenTelemetry collector. The only file that imports opentelemetry.
+
+Owns which spans there are and how they nest: `rollout`, `sync_weights` and `sleep` on the thread
+that calls them; for each sequence `request`, with `queue`, `prefill` and `decode` in it, under the
+span in which it was asked for. Needs the extra `otel`: pip install 'cb_rollout[otel]'.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from cb_rollout import __version__
+from cb_rollout.engine.request import Request
+from cb_rollout.errors import ConfigurationError
+from cb_rollout.generator import RolloutGenerator
+from cb_rollout.manager import ContinuousBatchingManager
+from cb_rollout.observability.instruments import (
+    BUCKETS,
+    DISTRIBUTIONS,
+    INSTRUMENTS,
+    Distribution,
+    Instrument,
+    Kind,
+)
+from cb_rollout.observability.recorder import Recorder
+
+try:
+    from opentelemetry import context, trace
+    from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    from opentelemetry.metrics import Meter, Observation
+    from opentelemetry.sdk.metrics import MeterProvider
+    from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+except ModuleNotFoundError as error:
+    raise ConfigurationError(
+        f"telemetry needs {error.name}: pip install 'cb_rollout[otel]'."
+    ) from error
+
+PREFIX = "cb_rollout."
+MILLISECONDS = 1000
+
+
+def export(
+    generator: RolloutGenerator,
+    endpoint: str,
+    *,
+    service_name: str = "cb_rollout",
+    interval_seconds: float = 10.0,
+) -> "Telemetry":
+    """Send a generator's traces and metrics to a collector, until `close()`.
+
+    Args:
+        generator: may be attached to a trainer, or served.
+        endpoint: of OTLP over HTTP, as http://localhost:4318.
+        service_name: what the collector knows this process as.
+        interval_seconds: between two readings of the metrics.
+    """
+    resource = Resource.create({"service.name": service_name})
+    base = endpoint.rstrip("/")
+    tracers = TracerProvider(resource=resource)
+    tracers.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(f"{base}/v1/traces")))
+    reader = PeriodicExportingMetricReader(
+        OTLPMetricExporter(f"{base}/v1/metrics"),
+        export_interval_millis=interval_seconds * MILLISECONDS,
+    )
+    meters = MeterProvider(metric_readers=[reader], resource=resource)
+    return Telemetry(generator.manager, tracers, meters)
+
+
+class Telemetry(Recorder):
+    """Looks on and reports; thread-safe."""
+
+    def __init__(
+        self, manager: ContinuousBatchingManager, tracers: TracerProvider, meters: MeterProvider
+    ) -> None:
+        """Look on from now on.
+
+        Args:
+            manager: whose engine.
+            tracers: where spans go.
+            meters: where metrics go.
+        """
+        super().__init__()
+        self._manager, self._tracers, self._meters = manager, tracers, meters
+        self._tracer = tracers.get_tracer("cb_rollout", __version__)
+        self._wall_clock_ns = time.time_ns() - time.perf_counter_ns()
+        self._lock = threading.Lock()
+        self._asked_in: dict[str, context.Context] = {}
+        meter = meters.get_meter("cb_rollout", __version__)
+        for instrument in INSTRUMENTS:
+            _create(meter, instrument, manager)
+        self._histograms = {
+            distribution.name: meter.create_histogram(
+                f"{PREFIX}{distribution.name.removesuffix('_seconds')}",
+                unit="s",
+                description=distribution.help,
+                explicit_bucket_boundaries_advisory=BUCKETS,
+            )
+            for distribution in DISTRIBUTIONS
+        }
+        manager.loop.observers.add(self)
+
+    def close(self) -> None:
+        """Look on no longer, and send what is not sent."""
+        self._manager.loop.observers.remove(self)
+        self._tracers.shutdown()
+        self._meters.shutdown()
+
+    def record(self, distribution: Distribution, seconds: float) -> None:
+        """One thing happened."""
+        self._histograms[distribution.name].record(seconds)
+
+    def submitted(self, requests: Sequence[Request]) -> None:
+        """Note under which span sequences were asked for."""
+        here = context.get_current()
+        with self._lock:
+            self._asked_in |= {request.request_id: here for request in requests}
+
+    def ended(self, request: Request) -> None:
+        """Report a sequence's life."""
+        super().ended(request)
+        with self._lock:
+            parent = self._asked_in.pop(request.request_id, None)
+        now = time.perf_counter()
+        span = self._tracer.start_span(
+            "request",
+            parent,
+            start_time=self._ns(request.created_time),
+            attributes={
+                "request_id": request.request_id,
+                "prompt_tokens": len(request.prompt_ids),
+                "generated_tokens": request.num_generated,
+                "preemptions": request.num_preemptions,
+                "policy_version": request.policy_versions[-1][0] if request.policy_versions else -1,
+                "finish_reason": str(request.finish_reason),
+            },
+        )
+        inside = trace.set_span_in_context(span, parent)
+        times = (request.created_time, request.seated_time, request.first_token_time, now)
+        for name, started, ended in zip(
+            ("queue", "prefill", "decode"), times, times[1:], strict=False
+        ):
+            if started is None:
+                break
+            until = now if ended is None else ended
+            part = self._tracer.start_span(name, inside, start_time=self._ns(started))
+            part.end(self._ns(until))
+        span.end(self._ns(now))
+
+    @contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        """Something that takes time is done inside."""
+        version = self._manager.engine.policy_version
+        with (
+            super().span(name),
+            self._tracer.start_as_current_span(name, attributes={"policy_version": version}),
+        ):
+            yield
+
+    def _ns(self, seconds: float) -> int:
+        """`time.perf_counter()` seconds on the collector's clock."""
+        return self._wall_clock_ns + int(seconds * 1e9)
+
+
+def _create(meter: Meter, instrument: Instrument, manager: ContinuousBatchingManager) -> None:
+    create: Callable[..., Any] = (
+        meter.create_observable_counter
+        if instrument.kind is Kind.COUNTER
+        else meter.create_observable_gauge
+    )
+    create(
+        f"{PREFIX}{instrument.name}",
+        callbacks=[lambda _: [Observation(instrument.read(manager))]],
+        description=instrument.help,
+    )

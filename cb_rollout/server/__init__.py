@@ -1,0 +1,22 @@
+"""The live policy as a service that speaks OpenAI's protocol.
+
+Names load on first use, so that the command line learns the options without torch or FastAPI.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from cb_rollout.server.handle import ServerHandle, start_server
+    from cb_rollout.server.options import ServerOptions
+
+__all__ = ["ServerHandle", "ServerOptions", "start_server"]
+
+_HOME_OF = {"ServerHandle": "handle", "ServerOptions": "options", "start_server": "handle"}
+
+
+def __getattr__(name: str) -> Any:
+    """Load a public name from its module on first use (PEP 562)."""
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'cb_rollout.server' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOME_OF[name]}"), name)

@@ -1,0 +1,133 @@
+"""A server in a thread of its own: bound before it starts, ended by whoever holds it.
+
+The thread is a daemon, and keeps no process alive.
+"""
+
+import importlib.util
+import socket
+import threading
+import time
+from types import TracebackType
+from typing import Any, Self
+
+from cb_rollout.errors import ConfigurationError, RolloutError
+from cb_rollout.manager import ContinuousBatchingManager
+from cb_rollout.server.options import ServerOptions
+
+START_SECONDS = 30.0
+CLOSE_SECONDS = 10.0
+# Longer than either takes; past it something else is wrong.
+
+GRACE_SECONDS = 2
+# For answers that are being sent when the server is closed.
+
+BACKLOG = 2048
+# Connections that may wait to be taken.
+
+
+def start_server(
+    manager: ContinuousBatchingManager, tokenizer: Any, options: ServerOptions
+) -> "ServerHandle":
+    """Serve a manager's model until the handle is closed.
+
+    Raises:
+        ConfigurationError: the extra `server` is not installed, there is no tokenizer, or the
+            address cannot be bound.
+    """
+    missing = [name for name in ("fastapi", "uvicorn") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigurationError(
+            f"serving needs {' and '.join(missing)}: pip install 'cb_rollout[server]'."
+        )
+    if tokenizer is None:
+        raise ConfigurationError("serving needs the model's tokenizer; set tokenizer=.")
+    listening = _bound(options)
+    try:
+        manager.start()
+        return ServerHandle(manager, tokenizer, options, listening)
+    except BaseException:
+        listening.close()
+        raise
+
+
+def _bound(options: ServerOptions) -> socket.socket:
+    try:
+        (family, *_, address), *_ = socket.getaddrinfo(
+            options.host, options.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+        return socket.create_server(address[:2], family=family, backlog=BACKLOG)
+    except OSError as error:
+        raise ConfigurationError(
+            f"host={options.host!r} port={options.port} cannot be bound ({error.strerror}); name "
+            "another, or port 0 for any that is free."
+        ) from error
+
+
+class ServerHandle:
+    """A running server."""
+
+    def __init__(
+        self,
+        manager: ContinuousBatchingManager,
+        tokenizer: Any,
+        options: ServerOptions,
+        listening: socket.socket,
+    ) -> None:
+        """Start it; returns once it answers."""
+        import uvicorn
+
+        from cb_rollout.server.application import create_application
+        from cb_rollout.server.policy import Policy
+
+        host, port = listening.getsockname()[:2]
+        self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        self.policy = Policy(manager, tokenizer, options)
+        self._server = uvicorn.Server(
+            uvicorn.Config(
+                create_application(self.policy),
+                log_level="warning",
+                access_log=False,
+                ws="none",
+                backlog=BACKLOG,
+                timeout_graceful_shutdown=GRACE_SECONDS,
+                server_header=False,
+            )
+        )
+        self._thread = threading.Thread(
+            target=self._server.run, args=([listening],), name="cb_rollout-server", daemon=True
+        )
+        self._thread.start()
+        self._await_start()
+
+    def _await_start(self) -> None:
+        deadline = time.monotonic() + START_SECONDS
+        while not self._server.started:
+            if not self._thread.is_alive() or time.monotonic() > deadline:
+                raise RolloutError("the server did not start; its log says why.")
+            time.sleep(0.005)
+
+    def is_running(self) -> bool:
+        """Whether it still answers."""
+        return self._thread.is_alive()
+
+    def close(self) -> None:
+        """Cancel what is in flight, answer it, and end; closing again does nothing."""
+        self._server.should_exit = True
+        if self.is_running():
+            self.policy.courier.cancel_all()
+        self._thread.join(CLOSE_SECONDS)
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait for its end, at most `timeout` seconds."""
+        self._thread.join(timeout)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()

@@ -1,0 +1,83 @@
+"""`ServerOptions`: where a server listens, whom it lets in, and how much one request may ask.
+
+Owns names, defaults and what is refused before anything listens. Loads neither torch nor FastAPI.
+"""
+
+import dataclasses
+import ipaddress
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from cb_rollout.errors import ConfigurationError
+
+
+def _option(default: Any, help_text: str, **settings: Any) -> Any:
+    """A field with its help text."""
+    return dataclasses.field(default=default, metadata={"help": help_text}, **settings)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerOptions:
+    """How a policy is served; closed unless opened.
+
+    Raises:
+        ConfigurationError: a value is out of its range, or the server would stand open.
+    """
+
+    host: str = _option("127.0.0.1", "Address to bind; beyond this machine it takes an API key.")
+    port: int = _option(8000, "Port to bind; 0: any that is free.")
+    api_key: str | None = _option(
+        None, "What clients must send as their key; None: no key, on this machine only.", repr=False
+    )
+    model_name: str = _option("policy", "What clients call the model.")
+    max_body_bytes: int = _option(8 * 1024**2, "Largest request body.")
+    max_prompt_tokens: int | None = _option(
+        None, "Longest prompt; None: what the model and the cache can hold."
+    )
+    max_sequences: int = _option(128, "Most sequences of one request: its prompts times `n`.")
+    request_timeout_seconds: float = _option(
+        600.0, "Longest a request may take; it is cancelled then."
+    )
+    body_timeout_seconds: float = _option(
+        30.0, "Longest a body may take to arrive, or the end of an answer to be taken."
+    )
+
+    def __post_init__(self) -> None:
+        """Check ranges, and refuse to stand open."""
+        for name in ("host", "model_name"):
+            if not isinstance(value := getattr(self, name), str) or not value:
+                raise ConfigurationError(f"{name}={value!r} is no text.")
+        if not _is_whole(self.port, 0) or self.port >= 1 << 16:
+            raise ConfigurationError(f"port={self.port!r} is outside [0, 65535].")
+        for name in ("max_body_bytes", "max_prompt_tokens", "max_sequences"):
+            value = getattr(self, name)
+            is_left_open = value is None and name == "max_prompt_tokens"
+            if not is_left_open and not _is_whole(value, 1):
+                raise ConfigurationError(f"{name}={value!r} is not a whole number >= 1.")
+        for name in ("request_timeout_seconds", "body_timeout_seconds"):
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or not 0 < value < math.inf:
+                raise ConfigurationError(f"{name}={value!r} is not a finite number above 0.")
+        self._refuse_to_stand_open()
+
+    def _refuse_to_stand_open(self) -> None:
+        if self.api_key is None and not is_loopback(self.host):
+            raise ConfigurationError(
+                f"host={self.host!r} can be reached from other machines; set api_key, or host to "
+                "127.0.0.1."
+            )
+        if self.api_key is not None and not (self.api_key.isascii() and self.api_key.strip()):
+            raise ConfigurationError("api_key is empty or not ASCII, which no header can carry.")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a name or address is this machine's own, reached from nowhere else."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _is_whole(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least

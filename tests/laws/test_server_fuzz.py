@@ -1,0 +1,58 @@
+"""Whatever the OpenAPI document allows, and much that it does not, is answered without a 500."""
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+from schemathesis import GenerationMode
+from schemathesis.checks import not_a_server_error
+from served import TIMEOUT_SECONDS, served
+
+from cb_rollout import RolloutConfig
+
+MAX_EXAMPLES = 25
+# Of each path and kind.
+
+
+@pytest.fixture(scope="module")
+def serving():
+    config = RolloutConfig(seed=0, max_queue_size=64)
+    limits = {"max_prompt_tokens": 64, "max_sequences": 4, "request_timeout_seconds": 0.5}
+    with served(config, **limits) as pair:
+        yield pair
+
+
+@pytest.mark.parametrize("mode", GenerationMode)
+def test_no_request_makes_the_server_fail(serving, mode):
+    generator, server = serving
+    document = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
+    seen = {}
+    for found in document.get_all_operations():
+        operation = found.ok()
+        if mode is GenerationMode.NEGATIVE and not operation.body:
+            continue  # There is nothing in it to be wrong.
+
+        @given(case=operation.as_strategy(generation_mode=mode))
+        @settings(max_examples=MAX_EXAMPLES, suppress_health_check=list(HealthCheck))
+        def answered(case):
+            answer = case.call(timeout=TIMEOUT_SECONDS)
+            seen.setdefault(case.operation.path, set()).add(answer.status_code)
+            if answer.status_code == 503:
+                # The time limit's answer, which is no fault of the server's.
+                assert "took longer" in answer.json()["error"]["message"]
+                return
+            case.validate_response(answer, checks=[not_a_server_error])
+            if answer.status_code >= 400:
+                assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+
+        answered()
+    bodies = {"/v1/completions", "/v1/chat/completions", "/tokenize"}
+    assert bodies <= set(seen)
+    if mode is GenerationMode.POSITIVE:
+        assert set(seen) - bodies == {"/v1/models", "/v1/models/{model}", "/health", "/metrics"}
+        assert 200 in seen["/v1/completions"] | seen["/v1/chat/completions"]
+    loop = generator.manager.loop
+    with loop._changed:
+        assert loop._changed.wait_for(lambda: not loop._live, timeout=TIMEOUT_SECONDS)
+    assert generator.manager.engine.num_blocks_used == 0
+    assert server.is_running()
+    assert not loop.is_dead

@@ -1,0 +1,68 @@
+"""A tiny policy behind a real server on this machine, and the official client to talk to it."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import openai
+import torch
+from tiny import byte_tokenizer, tiny_model
+
+from cb_rollout import RolloutConfig, RolloutGenerator
+from cb_rollout.server import ServerHandle
+
+TIMEOUT_SECONDS = 60.0
+# A request that hangs fails its test.
+
+IDS = {"return_token_ids": True}
+
+
+@contextmanager
+def served(
+    config: RolloutConfig | None = None, model: Any = None, tokenizer: Any = None, **options: Any
+) -> Iterator[tuple[RolloutGenerator, ServerHandle]]:
+    """A generator and its server; nothing is left in the engine when it is over."""
+    tokenizer = tokenizer or byte_tokenizer()
+    model = model or tiny_model(vocab_size=len(tokenizer), max_position_embeddings=4096)
+    config = config or RolloutConfig(seed=0, block_size=16)
+    with RolloutGenerator(model, config, tokenizer=tokenizer) as generator:
+        yield generator, generator.serve(port=0, **options)
+    while _clients:
+        _clients.pop().close()
+
+
+_clients: list[openai.OpenAI] = []
+# What tests made; closed with the server.
+
+
+def client(server: ServerHandle, **settings: Any) -> openai.OpenAI:
+    """The official client, which tries nothing twice."""
+    settings = {"api_key": "none", "timeout": TIMEOUT_SECONDS, "max_retries": 0, **settings}
+    _clients.append(openai.OpenAI(base_url=f"{server.url}/v1", **settings))
+    return _clients[-1]
+
+
+class Script:
+    """A logits processor that makes any model say one text after `<|start|>assistant`, and end."""
+
+    def __init__(self, tokenizer: Any, text: str) -> None:
+        self._tokens = [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
+        self._opening = tokenizer("<|start|>assistant\n")["input_ids"]
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        ids, size = input_ids[0].tolist(), len(self._opening)
+        starts = (
+            at for at in range(len(ids) - size, -1, -1) if ids[at : at + size] == self._opening
+        )
+        num_said = len(ids) - next(starts) - size
+        forced = torch.full_like(scores, -torch.inf)
+        forced[0, self._tokens[num_said]] = 0.0
+        return forced
+
+
+def let_say(generator: RolloutGenerator, text: str) -> None:
+    """Every answer from now on is `text`."""
+    script = Script(byte_tokenizer(), text)
+    manager = generator.manager
+    manager.defaults = replace(manager.defaults, logits_processors=(script,))

@@ -1,0 +1,112 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny import byte_tokenizer
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
+
+from cb_rollout.server.text import TextStream, cut
+from cb_rollout.server.tokens import TokenTable
+
+BYTES = byte_tokenizer()
+FIRST_BYTE = 3
+
+
+def byte_fallback_tokenizer():
+    """Letters, and single bytes for all else, as sentencepiece vocabularies have."""
+    words = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *"abc "]
+    backend = Tokenizer(models.BPE({w: i for i, w in enumerate(words)}, [], byte_fallback=True))
+    backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    return PreTrainedTokenizerFast(tokenizer_object=backend)
+
+
+FALLBACK = byte_fallback_tokenizer()
+
+
+def decoder(tokenizer):
+    return lambda tokens: tokenizer.decode(tokens, skip_special_tokens=True)
+
+
+def streamed(stream, tokens, is_stopped=False):
+    parts = [stream.push([token]) for token in tokens]
+    return [*parts, stream.finish(is_stopped=is_stopped)]
+
+
+def ids_of(data):
+    """Token ids of raw bytes."""
+    table = TokenTable(BYTES)
+    byte_of = {table._look_up(i)[1][0]: i for i in range(FIRST_BYTE, len(BYTES))}
+    return [byte_of[byte] for byte in data]
+
+
+IDS_OF_BYTES = ids_of(range(256))
+
+
+@given(st.text(max_size=40))
+def test_the_parts_of_a_text_are_the_text_and_none_ends_in_half_a_character(text):
+    tokens = BYTES(text)["input_ids"]
+    parts = streamed(TextStream(decoder(BYTES)), tokens)
+    assert "".join(parts) == text
+    assert all("\N{REPLACEMENT CHARACTER}" not in part for part in parts) or "\ufffd" in text
+
+
+@given(st.binary(max_size=40))
+def test_the_parts_of_what_is_no_text_are_what_decoding_it_at_once_gives(data):
+    tokens = [IDS_OF_BYTES[byte] for byte in data]
+    parts = streamed(TextStream(decoder(BYTES)), tokens)
+    assert "".join(parts) == data.decode(errors="replace") == BYTES.decode(tokens)
+
+
+@given(st.text(alphabet="abc \u00e9\u4e2d\U0001f600", max_size=30))
+def test_characters_of_byte_tokens_come_whole(text):
+    tokens = FALLBACK(text, add_special_tokens=False)["input_ids"]
+    assert "".join(streamed(TextStream(decoder(FALLBACK)), tokens)) == text
+
+
+@given(
+    st.text(alphabet="ab", max_size=12), st.lists(st.text("ab", min_size=1, max_size=4), max_size=3)
+)
+def test_a_stop_string_and_none_of_its_beginning_is_seen(text, stops):
+    ends = [(text.find(stop) + len(stop), stop) for stop in stops if stop in text]
+    num_tokens = min((end for end, _ in ends), default=len(text))
+    is_stopped = bool(ends)
+    tokens = BYTES(text[:num_tokens])["input_ids"]
+    expected = text[:num_tokens]
+    if is_stopped:
+        expected = expected[: min(expected.find(stop) for stop in stops if stop in expected)]
+    stream = TextStream(decoder(BYTES), stops)
+    parts = streamed(stream, tokens, is_stopped)
+    assert "".join(parts) == expected
+    at_once = TextStream(decoder(BYTES), stops)
+    assert at_once.push(tokens) + at_once.finish(is_stopped=is_stopped) == expected
+    # No part has to be taken back.
+    assert all(expected.startswith("".join(parts[:n])) for n in range(len(parts)))
+
+
+def test_text_that_cannot_be_a_stop_string_is_not_held_back():
+    stream = TextStream(decoder(BYTES), ["STOP"])
+    tokens = BYTES("a STO b S")["input_ids"]
+    parts = [stream.push([token]) for token in tokens]
+    assert parts == ["a", " ", "", "", "", "STO ", "b", " ", ""]
+    assert stream.finish(is_stopped=False) == "S"
+
+
+def test_a_stop_string_that_did_not_end_the_sequence_is_text():
+    # As with min_tokens: it came too early, and an end-of-sequence token came later.
+    stream = TextStream(decoder(BYTES), ["xx"])
+    tokens = [*BYTES("axxb")["input_ids"], BYTES.eos_token_id]
+    assert "".join(streamed(stream, tokens, is_stopped=True)) == "axxb"
+    assert cut("axxbxx", 5, ["xx"]) == "axxb"
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "token", "expected"),
+    [
+        (BYTES, IDS_OF_BYTES[0xE4], [0xE4]),
+        (BYTES, IDS_OF_BYTES[0x20], [0x20]),
+        (FALLBACK, FALLBACK.convert_tokens_to_ids("<0xE4>"), [0xE4]),
+        (FALLBACK, FALLBACK.convert_tokens_to_ids("a"), [0x61]),
+    ],
+)
+def test_a_tokens_bytes_are_its_own_where_they_are_no_character(tokenizer, token, expected):
+    assert TokenTable(tokenizer)._look_up(token)[1] == expected
