@@ -78,6 +78,8 @@ def used_and_peak(device: torch.device) -> tuple[int, int] | None:
     except OSError:
         return None
     kib = {line[0]: int(line[1]) for line in lines if line[0] in ("VmRSS:", "VmHWM:")}
+    if len(kib) < 2:
+        return None
     return kib["VmRSS:"] * 1024, kib["VmHWM:"] * 1024
 
 

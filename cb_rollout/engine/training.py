@@ -14,6 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from cb_rollout import _compat
 from cb_rollout.engine import device as devices
+from cb_rollout.errors import ConfigurationError
 from cb_rollout.memory import GIB, TrainingBytes
 from cb_rollout.optimizer_states import optimizer_state_bytes
 
@@ -41,12 +42,21 @@ class TrainingMemory:
             optimizer: which will step it, or its name; None: not known, and whether it will be
                 stepped at all is known by its being in training mode.
             reserve_gib: what training will still take; "auto": found out here.
+
+        Raises:
+            ConfigurationError: `optimizer` is neither an optimizer nor a name.
         """
         self._trained, self._generating, self._device = trained, generating, device
         self._optimizer_name = optimizer if isinstance(optimizer, str) else UNKNOWN_OPTIMIZER
         self._optimizer: weakref.ref[torch.optim.Optimizer] | None = None
         if isinstance(optimizer, torch.optim.Optimizer):
-            self._optimizer = weakref.ref(optimizer)
+            # accelerate wraps the one that its `prepare` is given.
+            self._optimizer = weakref.ref(getattr(optimizer, "optimizer", optimizer))
+        elif not (optimizer is None or isinstance(optimizer, str)):
+            raise ConfigurationError(
+                f"optimizer={optimizer!r} is neither a torch optimizer nor the name of one; leave "
+                "it out to have Adam's memory reserved."
+            )
         self._is_expected = optimizer is not None or trained.training
         self._set_reserve = None if isinstance(reserve_gib, str) else int(reserve_gib * GIB)
         self._is_watching = False

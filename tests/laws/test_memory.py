@@ -160,6 +160,21 @@ def test_the_plan_is_redone_once_after_the_first_optimizer_step_in_any_loop():
         assert generator.memory_plan() is measured
 
 
+def test_every_stretch_between_rollouts_is_measured_and_the_most_counts(monkeypatch):
+    model = tiny_model().train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-5)
+    told = [(100, 105), (100, 103)]
+    monkeypatch.setattr(devices, "reset_peak", lambda _: True)
+    monkeypatch.setattr(devices, "used_and_peak", lambda _: told.pop(0))
+    with RolloutGenerator(model, optimizer=optimizer) as generator:
+        generator.generate_batch(PROMPTS, sampling_params=GREEDY)
+        generator.generate_batch(PROMPTS, sampling_params=GREEDY)
+        steps(model, optimizer)
+        generator.sync_weights()
+        assert told == []
+        assert generator.memory_plan().training.activations == 5
+
+
 def test_keys_that_are_kept_outlive_a_new_plan_that_comes_due():
     model = tiny_model().train()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)

@@ -7,6 +7,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks as hooks
 
 from cb_rollout.engine import training as trainings
 from cb_rollout.engine.training import TrainingMemory
+from cb_rollout.errors import ConfigurationError
 from cb_rollout.memory import GIB
 
 CPU = torch.device("cpu")
@@ -28,6 +29,10 @@ def step(model, optimizer):
     for parameter in parameters_of(model):
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
+
+
+class Wrapped(torch.optim.Adam):
+    """As accelerate wraps an optimizer: one itself, the real one inside."""
 
 
 class Peaks:
@@ -85,6 +90,15 @@ def test_a_model_that_is_not_trained_reserves_nothing_until_an_optimizer_is_name
     model = tiny_model()
     assert training_of(model).in_bytes().reserve == 0
     assert training_of(model, "adamw_torch").in_bytes().reserve == 3 * size_of(model)
+
+
+def test_what_is_no_optimizer_is_refused_and_a_wrapped_one_is_seen_through():
+    with pytest.raises(ConfigurationError, match="optimizer=3 is neither a torch optimizer nor"):
+        training_of(tiny_model(), 3)
+    model = tiny_model()
+    wrapped = Wrapped(model.parameters())
+    wrapped.optimizer = torch.optim.SGD(model.parameters())
+    assert training_of(model, wrapped).in_bytes().reserve == size_of(model)
 
 
 def test_a_set_reserve_wins_over_everything(peaks):
