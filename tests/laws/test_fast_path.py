@@ -107,6 +107,17 @@ def test_graphs_are_kept_while_weights_change_in_place_and_the_cache_sleeps_wake
         assert Playback.num_captures == captured + 1
 
 
+def test_capturing_touches_no_page(fast):
+    with generator_of(tiny_model("qwen3", **SMALL), use_cuda_graph=True) as generator:
+        rollout(generator, [SHORT], [params()])
+        engine = generator.manager.engine
+        pages = engine._storage.cache.layers[0].pages
+        before = [tensor.clone() for tensor in pages]
+        key = next(iter(engine._graphs._graphs))
+        engine._graphs._add(key, engine._runner.decoding.cache.addresses, 8)
+        assert all(map(torch.equal, before, pages))
+
+
 def test_only_so_many_graphs_are_kept_and_rows_are_padded_as_asked(fast):
     model = tiny_model("qwen3", **SMALL)
     with generator_of(model, max_cached_graphs=1, q_padding_interval_size=3) as generator:
