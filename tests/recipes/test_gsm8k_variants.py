@@ -68,7 +68,8 @@ def test_two_steps_on_two_processes(checkpoint, tmp_path, recipe, config):
         *("--output-dir", str(tmp_path), "--max-steps", "2", "--batch-size", "8"),
         *("--num-generations", "4", "--max-completion-length", "16"),
     )
-    steps = [json.loads(row) for row in (tmp_path / "cb_rollout" / "metrics.jsonl").open()]
+    written = (tmp_path / "cb_rollout" / "metrics.jsonl").read_text()
+    steps = [json.loads(row) for row in written.splitlines()]
     assert [step["step"] for step in steps if "reward" in step["scalars"]] == [1, 2]
     drifts = [s["scalars"].get("sampling/sampling_logp_difference/max", 0.0) for s in steps]
     assert max(drifts) <= 1e-5
