@@ -110,7 +110,7 @@ class Policy:
     def max_model_len(self) -> int:
         """Longest sequence, prompt and completion together."""
         limits = self.manager.intake.limits
-        return min(limits.max_cached_tokens(), limits.max_positions or limits.max_cached_tokens)
+        return min(limits.max_cached_tokens(), limits.max_positions or limits.max_cached_tokens())
 
     def require_known(self, model: str | None) -> None:
         """Raise 404 where a client asks for another model."""
