@@ -13,8 +13,8 @@ is masked.
 Launch:   python recipes/agent_openai.py
 Hardware: two CPU cores, 1 GiB of memory, no network, no account
 Minutes:  a few
-Prints last (rewritten are turns in which the policy said a special token after its digit, which the
-chat leaves out):
+Prints last (rewritten are turns in which the policy said a special token beside its digit, which
+the chat leaves out):
 
     hits, first and last five steps        43.0% -> 72.7%
     largest |log-probability difference|  2.9e-06
