@@ -4,14 +4,13 @@ Nothing here keeps state. A change upstream breaks this file, and no other.
 """
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
-from transformers import AttentionInterface, PreTrainedModel, cache_utils
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers import PreTrainedModel, cache_utils
 
 from cb_rollout.errors import ConfigurationError
 
@@ -292,14 +291,3 @@ def token_index(layer: Any) -> tuple[torch.Tensor | None, int]:
 def compute_dtype(model: torch.nn.Module) -> torch.dtype:
     """The dtype of the first floating-point parameter."""
     return next(p.dtype for p in model.parameters() if p.is_floating_point())
-
-
-def swap_attention_lookup(lookup: Callable[..., Any]) -> Callable[..., Any]:
-    """Have models look their attention up by `lookup`; returns what they used (5.17 to 5.23)."""
-    found, AttentionInterface.get_interface = AttentionInterface.get_interface, lookup
-    return found
-
-
-def sdpa_attention() -> Callable[..., Any]:
-    """What transformers calls for `sdpa` attention."""
-    return ALL_ATTENTION_FUNCTIONS["sdpa"]

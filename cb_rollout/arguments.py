@@ -8,7 +8,8 @@ import dataclasses
 from contextlib import suppress
 from typing import Any, Literal, get_args, get_type_hints
 
-from cb_rollout.config import AVAILABLE, RolloutConfig, choices_of
+from cb_rollout.config import RolloutConfig
+from cb_rollout.setting_rules import AVAILABLE, choices_of
 
 _HINTS = get_type_hints(RolloutConfig)
 

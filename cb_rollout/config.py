@@ -6,24 +6,11 @@ Owns names, defaults and ranges; resolves nothing that needs a model or a device
 import dataclasses
 import difflib
 import functools
-import math
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Any, TypeVar
 
-from cb_rollout.choices import (
-    KvDtype,
-    LogprobsMode,
-    OldLogps,
-    OnLogprobDrift,
-    ReleaseCache,
-    RolloutDtype,
-    SamplingMask,
-    SchedulerType,
-    WeightSync,
-)
 from cb_rollout.errors import ConfigurationError
-from cb_rollout.setting_values import is_number, require_choice, require_integer
+from cb_rollout.setting_rules import require_valid
 
 T = TypeVar("T")
 
@@ -238,99 +225,10 @@ class RolloutConfig:
 
     def __post_init__(self) -> None:
         """Check every type and range, and refuse what cannot be honoured."""
-        for name, kind in _CHOICES.items():
-            require_choice(name, getattr(self, name), kind)
-        for name, (least, may_be_none) in _INTEGERS.items():
-            require_integer(name, getattr(self, name), least, may_be_none)
-        for name in _BOOLEANS:
-            if not isinstance(value := getattr(self, name), bool):
-                raise ConfigurationError(f"{name}={value!r} is not True or False.")
-        if not is_number(self.max_memory_percent) or not 0 < self.max_memory_percent <= 1:
-            raise ConfigurationError(
-                f"max_memory_percent={self.max_memory_percent!r} is outside (0, 1]; 0.4 is 40%."
-            )
-        for name, (rest, unit) in _AMOUNTS.items():
-            value = getattr(self, name)
-            if value != rest and not (is_number(value) and 0 <= value < math.inf):
-                raise ConfigurationError(
-                    f"{name}={value!r} is neither {rest!r} nor a finite number >= 0 of {unit}."
-                )
-        for name, available in AVAILABLE.items():
-            value = getattr(self, name)
-            if value not in available:
-                raise ConfigurationError(
-                    f"{name}={value!r} is not available; leave it at {available[0]!r}."
-                )
-        _require_something_to_fall_back_to(self)
+        require_valid(self)
 
     @property
     def wants_graphs(self) -> bool | None:
         """Whether decode steps should run as CUDA graphs; None: where they can."""
         asked = self.use_cuda_graph
         return asked[1] if isinstance(asked, tuple | list) else asked
-
-
-_BOOLEANS = ("allow_block_sharing", "return_logprobs", "verify_weight_sync", "balance_ranks")
-
-_CHOICES: dict[str, type[StrEnum]] = {
-    "scheduler_type": SchedulerType,
-    "weight_sync": WeightSync,
-    "rollout_dtype": RolloutDtype,
-    "logprobs_mode": LogprobsMode,
-    "sampling_mask": SamplingMask,
-    "old_logps": OldLogps,
-    "on_logprob_drift": OnLogprobDrift,
-    "release_cache": ReleaseCache,
-    "kv_dtype": KvDtype,
-}
-
-_INTEGERS: dict[str, tuple[int, bool]] = {
-    "block_size": (1, False),
-    "num_blocks": (1, True),
-    "max_batch_tokens": (1, True),
-    "max_requests_per_batch": (1, True),
-    "max_blocks_per_request": (0, True),
-    "max_queue_size": (0, False),
-    "q_padding_interval_size": (0, False),
-    "kv_padding_interval_size": (0, False),
-    "max_cached_graphs": (0, False),
-    "verify_every_steps": (0, False),
-    "verify_num_sequences": (1, False),
-    "record_num_sequences": (0, False),
-    "seed": (0, True),
-}
-# Each whole number's least value, and whether None is allowed.
-
-_AMOUNTS = {
-    "training_reserve_gib": ("auto", "GiB"),
-    "max_logprob_drift": (None, "nats"),
-    "cpu_offload_gib": (0.0, "GiB"),
-}
-# Each amount's resting value and its unit.
-
-AVAILABLE: dict[str, tuple[Any, ...]] = {
-    "use_async_batching": (None, False),
-    # A pair is of prefill, which is not captured, and of decode.
-    "use_cuda_graph": (
-        *(None, True, False, (False, True), (False, False), [False, True], [False, False]),
-    ),
-    "varlen_compile_config": (None,),
-    "decode_compile_config": (None,),
-    "use_default_compile_configs": (False,),
-}
-# Each field's values that can be honoured today, the first one being the advice.
-
-
-def choices_of(name: str) -> tuple[str, ...]:
-    """The words that a field may be; empty where it is not one word of a few."""
-    return tuple(choice.value for choice in _CHOICES.get(name, ()))
-
-
-def _require_something_to_fall_back_to(config: RolloutConfig) -> None:
-    if config.on_logprob_drift == OnLogprobDrift.RECOMPUTE and (
-        config.old_logps == OldLogps.TRAINER or config.max_logprob_drift is None
-    ):
-        raise ConfigurationError(
-            "on_logprob_drift='recompute' needs old_logps='rollout' and a max_logprob_drift; set "
-            "both, or leave it at 'raise'."
-        )

@@ -10,9 +10,22 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Protocol
 
 from cb_rollout.errors import EngineDeadError
 from cb_rollout.types import FinishReason, GenerationOutput, RequestStatus
+
+
+class Recipient(Protocol):
+    """Who gets a request's outputs."""
+
+    def put(self, output: GenerationOutput) -> None:
+        """Take an output; called on the thread that steps."""
+        ...
+
+    def close(self, error: EngineDeadError) -> None:
+        """Learn that nothing more will come."""
+        ...
 
 
 class Mailbox:

@@ -6,39 +6,25 @@ makes a loop halts it when done.
 """
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
 
 from cb_rollout.choices import InFlight
-from cb_rollout.delivery import Mailbox
+from cb_rollout.delivery import Mailbox, Recipient
 from cb_rollout.engine.core import Engine
 from cb_rollout.engine.request import Request
 from cb_rollout.errors import EngineDeadError, InvalidRequestError, QueueFullError, RolloutError
 from cb_rollout.gate import Gate
 from cb_rollout.interrupts import interrupts_deferred
 from cb_rollout.observer import Observers
-from cb_rollout.types import CancelResult, GenerationOutput
+from cb_rollout.types import CancelResult
 
 HALT_TIMEOUT_SECONDS = 10.0
 # Longer than a step should take; past it the process ends without the thread.
 
 NUM_ENDED_IDS_KEPT = 10_000
 # So that a late cancel can tell an ended request from one that never was.
-
-
-class Recipient(Protocol):
-    """Who gets a request's outputs."""
-
-    def put(self, output: GenerationOutput) -> None:
-        """Take an output; called on the thread that steps."""
-        ...
-
-    def close(self, error: EngineDeadError) -> None:
-        """Learn that nothing more will come."""
-        ...
 
 
 class EngineLoop:
@@ -235,18 +221,9 @@ class EngineLoop:
         while self._await_work(is_done):
             with interrupts_deferred():
                 try:
-                    self._deliver(self._step())
+                    self._deliver(self.observers.step(self.engine))
                 except BaseException as error:  # noqa: BLE001  the waiters must hear it
                     self._die(error)
-
-    def _step(self) -> list[Request]:
-        if not self.observers:
-            return self.engine.step()
-        started, num_prefills = time.perf_counter(), self.engine.counters.prefill_forwards
-        touched = self.engine.step()
-        is_prefill = self.engine.counters.prefill_forwards > num_prefills
-        self.observers.stepped(time.perf_counter() - started, is_prefill)
-        return touched
 
     def _await_work(self, is_done: Callable[[], bool]) -> bool:
         """Wait until this thread has a step to run; False when it is done, or the loop is."""
@@ -299,6 +276,8 @@ class EngineLoop:
                 if is_final:
                     del self._live[request.request_id]
                     self._ended_ids.append(request.request_id)
+                    if not self._live:
+                        self._changed.notify_all()
 
     def _die(self, error: BaseException) -> None:
         with self._changed:

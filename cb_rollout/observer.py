@@ -4,9 +4,11 @@ Owns the fan-out to those who look, and that none of them can harm the work. Kno
 """
 
 import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
+from cb_rollout.engine.core import Engine
 from cb_rollout.engine.request import Request
 
 logger = logging.getLogger(__name__)
@@ -55,6 +57,16 @@ class Observers(Observer):
     def stepped(self, seconds: float, is_prefill: bool) -> None:
         """One step was run."""
         self._tell(lambda observer: observer.stepped(seconds, is_prefill))
+
+    def step(self, engine: Engine) -> list[Request]:
+        """Step the engine, and tell how long it took; returns what `Engine.step` does."""
+        if not self:
+            return engine.step()
+        started, num_prefills = time.perf_counter(), engine.counters.prefill_forwards
+        touched = engine.step()
+        is_prefill = engine.counters.prefill_forwards > num_prefills
+        self.stepped(time.perf_counter() - started, is_prefill)
+        return touched
 
     def ended(self, request: Request) -> None:
         """A sequence reached its final status."""

@@ -15,42 +15,12 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from cb_rollout import _compat
-from cb_rollout.engine.blocks import NULL_BLOCK
 from cb_rollout.engine.pages import packed, page_dtype, unpacked
 from cb_rollout.engine.probe import CacheLayout, LayerStates, StateShape
 from cb_rollout.engine.states import StateLayer
 
 PADDING_PLACE = 0
 # The first place of the null block: finite keys for the columns that every mask hides.
-
-
-class BlockTable:
-    """Which blocks each slot's sequence lies in, as one tensor that a forward can index."""
-
-    def __init__(self, num_slots: int, block_size: int, device: torch.device) -> None:
-        """Start with every slot empty."""
-        self.block_size = block_size
-        self._blocks = torch.full((num_slots, 8), NULL_BLOCK, dtype=torch.int64, device=device)
-
-    @property
-    def blocks(self) -> torch.Tensor:
-        """int64, `[slots, blocks of the longest]`; widening moves it."""
-        return self._blocks
-
-    def write(self, entries: list[tuple[int, int, int]]) -> None:
-        """Set blocks, each given as slot, index within the sequence, and block."""
-        if not entries:
-            return
-        slots, indices, blocks = torch.tensor(entries, device=self._blocks.device).unbind(1)
-        while max(index for _, index, _ in entries) >= self._blocks.shape[1]:
-            self._blocks = torch.cat([self._blocks, torch.zeros_like(self._blocks)], 1)
-        self._blocks[slots, indices] = blocks
-
-    def places(self, slots_B: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Where in the pages each row's token positions (`[B]` or `[B, S]`) lie."""
-        rows = slots_B[:, None] if positions.dim() == 2 else slots_B
-        blocks = self._blocks[rows, positions // self.block_size]
-        return blocks * self.block_size + positions % self.block_size
 
 
 @dataclass(slots=True)

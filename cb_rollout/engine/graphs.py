@@ -19,7 +19,8 @@ import torch
 from cb_rollout.engine.attention.decoding import PagedDecoding
 from cb_rollout.engine.attention.places import Places
 from cb_rollout.engine.attention.sharing import shared_tiles
-from cb_rollout.engine.cache import BlockTable, PagedCache
+from cb_rollout.engine.block_table import BlockTable
+from cb_rollout.engine.cache import PagedCache
 from cb_rollout.engine.capture import CudaCapture, Replay, captured_weights
 from cb_rollout.engine.graph_sizes import GraphSizes
 from cb_rollout.engine.request import Request

@@ -14,7 +14,8 @@ import torch
 from cb_rollout import _compat
 from cb_rollout.engine import device as devices
 from cb_rollout.engine.attention.choice import AttentionChoice, DecodePath, choose_attention
-from cb_rollout.engine.cache import BlockTable, PagedCache
+from cb_rollout.engine.block_table import BlockTable
+from cb_rollout.engine.cache import PagedCache
 from cb_rollout.engine.lease import leased
 from cb_rollout.engine.probe import CacheLayout
 from cb_rollout.engine.runner import ModelRunner, RowForm

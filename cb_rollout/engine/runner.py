@@ -18,7 +18,8 @@ from cb_rollout import _compat
 from cb_rollout.engine.attention.batched import BatchedAttention
 from cb_rollout.engine.attention.choice import choose_attention
 from cb_rollout.engine.attention.dispatch import attending
-from cb_rollout.engine.cache import PADDING_PLACE, BlockTable, PagedCache, Step
+from cb_rollout.engine.block_table import BlockTable
+from cb_rollout.engine.cache import PADDING_PLACE, PagedCache, Step
 from cb_rollout.engine.carried import PROBE_ROWS, CarriedStates
 from cb_rollout.engine.lease import leased
 from cb_rollout.engine.probe import PROBE_TOKENS, CacheLayout, probe

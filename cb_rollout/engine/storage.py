@@ -8,7 +8,8 @@ import logging
 import torch
 
 from cb_rollout.engine import device as devices
-from cb_rollout.engine.cache import BlockTable, PagedCache
+from cb_rollout.engine.block_table import BlockTable
+from cb_rollout.engine.cache import PagedCache
 from cb_rollout.engine.faults import is_out_of_memory
 from cb_rollout.engine.limits import Limits
 from cb_rollout.engine.probe import CacheLayout

@@ -4,7 +4,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.cache_utils import DummyLayer
 
-from cb_rollout.engine.cache import PADDING_PLACE, BlockTable, PagedCache, Step
+from cb_rollout.engine.block_table import BlockTable
+from cb_rollout.engine.cache import PADDING_PLACE, PagedCache, Step
 from cb_rollout.engine.probe import CacheLayout, LayerStates, StateShape
 
 CPU = torch.device("cpu")

@@ -2,7 +2,8 @@ import pytest
 import torch
 from tiny import tiny_model
 
-from cb_rollout.engine.cache import BlockTable, PagedCache
+from cb_rollout.engine.block_table import BlockTable
+from cb_rollout.engine.cache import PagedCache
 from cb_rollout.engine.runner import ModelRunner, RowForm
 
 BLOCKS_PER_ROW = 3

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from cb_rollout import _compat
+from cb_rollout import _compat_attention
 
 DTYPES = (torch.float32, torch.float64)
 # In shorter types the scores between the two products would be rounded, which the kernel avoids.
@@ -51,7 +51,7 @@ class BatchedAttention:
         B, num_heads, Q, D = query.shape
         is_known = (
             Q == 1
-            and found is _compat.sdpa_attention()
+            and found is _compat_attention.sdpa_attention()
             and query.dtype in DTYPES
             and query.dtype == key.dtype == value.dtype
             and num_heads % key.shape[1] == 0

@@ -18,7 +18,8 @@ from cb_rollout import _compat
 from cb_rollout.engine.attention.dispatch import attending
 from cb_rollout.engine.attention.places import Form, Places
 from cb_rollout.engine.attention.triton_decode import TYPES, attend, shared_rows, write
-from cb_rollout.engine.cache import BlockTable, PagedCache, PagedLayer
+from cb_rollout.engine.block_table import BlockTable
+from cb_rollout.engine.cache import PagedCache, PagedLayer
 from cb_rollout.engine.probe import CacheLayout, LayerStates
 from cb_rollout.engine.states import StateLayer
 

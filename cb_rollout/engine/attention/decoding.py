@@ -11,7 +11,8 @@ from transformers.cache_utils import Cache
 from cb_rollout.engine.attention.decode_cache import DecodeCache
 from cb_rollout.engine.attention.places import Places
 from cb_rollout.engine.attention.sharing import num_splits
-from cb_rollout.engine.cache import BlockTable, PagedCache
+from cb_rollout.engine.block_table import BlockTable
+from cb_rollout.engine.cache import PagedCache
 from cb_rollout.engine.probe import CacheLayout
 
 Forward = Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor | None, Cache], torch.Tensor]

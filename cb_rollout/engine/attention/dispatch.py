@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from cb_rollout import _compat
+from cb_rollout import _compat_attention
 
 Attention = Callable[..., Any]
 # Called with the function that would have been found, then with its arguments.
@@ -41,7 +41,7 @@ def attending(attend: Attention) -> Iterator[None]:
     assert _HERE.attend is None, "a forward within a forward"
     with _LOCK:
         if not _INSIDE:
-            _FOUND[:] = [_compat.swap_attention_lookup(_lookup)]
+            _FOUND[:] = [_compat_attention.swap_attention_lookup(_lookup)]
         _INSIDE.append(attend)
     _HERE.attend = attend
     try:
@@ -51,4 +51,4 @@ def attending(attend: Attention) -> Iterator[None]:
         with _LOCK:
             _INSIDE.remove(attend)
             if not _INSIDE:
-                _compat.swap_attention_lookup(_FOUND[-1])
+                _compat_attention.swap_attention_lookup(_FOUND[-1])
