@@ -87,18 +87,18 @@ class LogprobGuard:
 
     def _log(self, report: DriftReport, places: dict[str, tuple[Row, list[int]]]) -> None:
         figures = {
-            "max": report.max,
-            "mean": report.mean,
-            "k1": report.k1,
-            "k3": report.k3,
-            "chi_squared": report.chi_squared,
-            "effective_sample_size": report.effective_sample_size,
+            "rollout/logprob_drift_max": report.max,
+            "rollout/logprob_drift_mean": report.mean,
+            "rollout/logprob_drift_k1": report.k1,
+            "rollout/logprob_drift_k3": report.k3,
+            "rollout/logprob_drift_chi_squared": report.chi_squared,
+            "rollout/logprob_drift_effective_sample_size": report.effective_sample_size,
         }
         if report.first_position is not None:
             _, positions = places[report.request_id]
-            figures["first_token"] = positions[report.first_position]
+            figures["rollout/logprob_drift_first_token"] = positions[report.first_position]
         for name, value in figures.items():
-            self._trainer._metrics["train"][f"rollout/logprob_drift_{name}"].append(value)
+            self._trainer._metrics["train"][name].append(value)
 
     def _act(self, report: DriftReport, places: dict[str, tuple[Row, list[int]]]) -> None:
         """Raise, or trust them no longer, where the difference is beyond what is allowed."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from cb_rollout.metric_names import METRICS
 
 ROOT = Path(__file__).parents[2]
-NAME = re.compile(r"rollout/[a-z_]+")
+NAME = re.compile(r"rollout/[a-z_0-9]+")
 REGISTRY = "metric_names.py"
 
 
