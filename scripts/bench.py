@@ -5,6 +5,7 @@
     python scripts/bench.py sync               # a weight sync, beside bare tensor copies
     python scripts/bench.py strategies         # over-sampling and its like, against plain
     python scripts/bench.py serve              # the same requests over HTTP on this machine
+    python scripts/bench.py scaling            # from one request at once to 1,024
     python scripts/bench.py bookkeeping        # what a decode step takes beside its forward
     python scripts/bench.py roofline           # what this machine can do at most
 
@@ -480,6 +481,37 @@ def bench_bookkeeping(device: str, repetitions: int) -> dict[str, Any]:
     return results
 
 
+SCALES = (1, 4, 16, 64, 256, 1024)
+
+
+def bench_scaling(device: str, repetitions: int) -> dict[str, Any]:
+    """Useful tokens per second by how many requests of 64 tokens are there at once.
+
+    `generate` runs in batches of 128 at most: larger ones are slower on the CPU model.
+    """
+    model, draws = create_model(device), random.Random(SEED)
+    vocab_size = model.config.vocab_size
+    results = {}
+    for count in SCALES:
+        prompts = [
+            [draws.randrange(2, vocab_size) for _ in range(draws.randint(20, 60))]
+            for _ in range(count)
+        ]
+        workload = Workload(prompts, [64] * count, vocab_size)
+        contenders = {
+            "cb_rollout": lambda w=workload: cb_rollout_contender(model, w),
+            "transformers CB": lambda w=workload: transformers_contender(model, w),
+            "model.generate": lambda w=workload: generate_contender(model, w, 128),
+        }
+        print(f"scaling: {count} requests")
+        seconds = interleaved(contenders, repetitions)
+        results[f"{count} requests"] = {
+            name: summary([workload.num_tokens / s for s in values], "tokens_per_second")
+            for name, values in seconds.items()
+        }
+    return results
+
+
 def bench_sync(device: str, repetitions: int) -> dict[str, Any]:
     """Milliseconds of a sync, and the copy's bandwidth beside that of bare tensor copies.
 
@@ -664,6 +696,7 @@ BENCHES = {
     "bookkeeping": bench_bookkeeping,
     "rollout": bench_rollout,
     "step": bench_step,
+    "scaling": bench_scaling,
     "sync": bench_sync,
     "strategies": bench_strategies,
     "roofline": bench_roofline,
