@@ -151,9 +151,8 @@ def assert_learned_alike(ours: Watched, theirs: Watched, tolerance: float = 1e-5
     assert ours.turns == theirs.turns
     assert len(ours.gradients) == len(theirs.gradients) > 0
     sizes = [max(float(g.abs().max()) for g in other.values()) for other in theirs.gradients]
-    # A loss whose terms cancel is rounded as its terms are, whose size its gradients show.
-    atol = tolerance * max(1.0, *sizes)
-    torch.testing.assert_close(ours.losses, theirs.losses, rtol=tolerance, atol=atol)
+    # Some losses add hundreds of tokens' terms that cancel, and are rounded as those are.
+    torch.testing.assert_close(ours.losses, theirs.losses, rtol=tolerance, atol=3 * tolerance)
     for own, other, size in zip(ours.gradients, theirs.gradients, sizes, strict=True):
         assert own.keys() == other.keys()
         for name, gradient in own.items():
