@@ -10,7 +10,8 @@ import torch
 
 from cb_rollout import _compat
 from cb_rollout.precision import Precision
-from cb_rollout.weights.gathering import Gathering, create_gathering
+from cb_rollout.weights.adapters import has_adapters
+from cb_rollout.weights.gathering import Gathering, PlainGathering, create_gathering
 from cb_rollout.weights.replica import create_replica, require_match, tensors_by_name
 from cb_rollout.weights.weight import Weight, weights_of
 from cb_rollout.weights.zero3 import register_head
@@ -42,6 +43,7 @@ class CopiedWeights:
         self.autocast_dtype = precision.autocast_dtype
         self.is_collective = False
         self._taken: dict[tuple[str, ...], tuple[Signature, tuple[float, ...]]] = {}
+        self._matched: tuple[list[int], Gathering, list[Weight]] | None = None
         _, weights, shapes = self._read()
         device = device or next(trained.parameters()).device
         self.module = create_replica(self._source, weights, shapes, precision, device)
@@ -58,8 +60,7 @@ class CopiedWeights:
         Trainable tensors always could; frozen ones where torch counted a write to them, or their
         storage moved. Adapters are merged into a fresh value of the frozen base.
         """
-        gathering, weights, shapes = self._read()
-        require_match(self.module, weights, shapes)
+        gathering, weights = self._matching()
         stale = [weight for weight in weights if self._is_stale(weight, gathering)]
         # While a shard is whole, its storage is another one.
         states = {weight: _state(weight, gathering) for weight in stale}
@@ -84,6 +85,22 @@ class CopiedWeights:
                 if not _is_equal(held[weight.names[0]], value)
             ]
 
+    def _matching(self) -> tuple[Gathering, list[Weight]]:
+        """The training module as it is now, every tensor of which the copy has.
+
+        What was found is kept while the module holds the very same tensors, whole and without
+        adapters: matching them by name takes longer than copying a small model.
+        """
+        held = [id(self.trained), *map(id, _tensors(self.trained))]
+        if self._matched is not None and self._matched[0] == held:
+            return self._matched[1:]
+        gathering, weights, shapes = self._read()
+        require_match(self.module, weights, shapes)
+        is_kept = isinstance(gathering, PlainGathering) and not has_adapters(self._source)
+        # The weights keep the tensors, so no other tensor takes over an id.
+        self._matched = (held, gathering, weights) if is_kept else None
+        return gathering, weights
+
     def _read(self) -> tuple[Gathering, list[Weight], dict[Weight, torch.Size]]:
         """The training module as it is now; a trainer may have sharded it since the last time."""
         gathering = create_gathering(self.trained)
@@ -96,6 +113,13 @@ class CopiedWeights:
         if weight.is_buffer or any(t.requires_grad or t.is_inference() for t in weight.tensors):
             return True
         return self._taken.get(weight.names) != _state(weight, gathering)
+
+
+def _tensors(model: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """Every parameter and buffer, as often as it is held."""
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            yield from (tensor for tensor in tensors.values() if tensor is not None)
 
 
 def _state(weight: Weight, gathering: Gathering) -> tuple[Signature, tuple[float, ...]]:

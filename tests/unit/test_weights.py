@@ -222,3 +222,18 @@ def test_a_tensor_parallel_model_is_refused_with_what_to_use_instead():
     model._tp_size = 2
     with pytest.raises(ConfigurationError, match=r"2 tensor-parallel processes.*FSDP2"):
         RolloutGenerator(model)
+
+
+def test_a_tensor_that_takes_another_ones_place_is_found():
+    model = tiny_model()
+    weights = create_weight_sync(model, RolloutConfig(weight_sync="copy"))
+    weights.sync()
+    before = weights.module.lm_head.weight.data_ptr()
+    with torch.no_grad():
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight + 1)
+    weights.sync()
+    assert torch.equal(weights.module.lm_head.weight, model.lm_head.weight)
+    assert weights.module.lm_head.weight.data_ptr() == before
+    model.lm_head = torch.nn.Linear(4, 4)
+    with pytest.raises(WeightSyncError, match=r"lm_head\.weight"):
+        weights.sync()
