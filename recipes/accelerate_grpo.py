@@ -10,7 +10,7 @@ Hardware: two CPU cores or GPUs, 1 GiB of memory a process, no network
 Minutes:  about two
 Prints last:
 
-    held-out accuracy <share> -> <share>
+    held-out accuracy 54.7% -> 90.6%
 """
 
 import argparse

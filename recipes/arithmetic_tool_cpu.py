@@ -10,8 +10,8 @@ Hardware: two CPU cores, 2 GiB of memory, no network, no account
 Minutes:  about three
 Prints last (means over the first and the last tenth of the steps):
 
-    right answers    <share> -> <share>
-    calls per answer <number> -> <number>
+    right answers     21.9% ->  39.1%
+    calls per answer   0.29 ->   0.46
 """
 
 import argparse

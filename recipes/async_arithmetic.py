@@ -10,8 +10,8 @@ Hardware: two CPU cores, 2 GiB of memory, no network, no account
 Minutes:  about four
 Prints last (held-out accuracy, sampled, before and after):
 
-    asynchronous  <share> -> <share>  in <seconds> s
-    synchronous   <share> -> <share>  in <seconds> s
+    asynchronous   49.2% ->  95.8%  in  15 s
+    synchronous    49.2% ->  96.2%  in  22 s
 """
 
 import argparse
