@@ -1,8 +1,8 @@
 """Steps the engine while there is work: on a background thread, or on that of a waiting caller.
 
 Owns the thread, the inbox and death. The engine is touched by one thread at a time: the background
-one, a caller in `drive()`, or one inside `paused()`. The background thread is a daemon, and whoever
-makes a loop halts it when done.
+one, a caller in `driving()`, or one inside `paused()`. The background thread is a daemon, and
+whoever makes a loop halts it when done.
 """
 
 import threading
@@ -237,8 +237,9 @@ class EngineLoop:
                         self.gate.begin_step()
                         return True
                     if self._is_stopping:
-                        self._is_ending = threading.current_thread() is self._thread
-                        self._changed.notify_all()
+                        if threading.current_thread() is self._thread:
+                            self._is_ending = True
+                            self._changed.notify_all()
                         return False
                     self.gate.pass_turn()
                     if is_done():

@@ -7,7 +7,6 @@ import importlib.util
 import socket
 import threading
 import time
-from types import TracebackType
 from typing import Any, Self
 
 from cb_rollout.errors import ConfigurationError, RolloutError
@@ -124,10 +123,5 @@ class ServerHandle:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
