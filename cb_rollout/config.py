@@ -86,8 +86,9 @@ class RolloutConfig:
     use_async_batching: bool | None = _setting(None, "Overlap host and device work; not available.")
     use_cuda_graph: bool | tuple[bool, bool] | None = _setting(
         None,
-        "Decode under CUDA graphs; None: where device and model allow; a pair, as transformers has "
-        "it: of prefill, which must be False, and of decode.",
+        "Decode under CUDA graphs; None: where device and model allow; False: also no trace of the "
+        "forward on a CPU; a pair, as transformers has it: of prefill, which must be False, and of "
+        "decode.",
         cost="Off saves the graphs' memory and the seconds of capturing them; see gpu.md.",
     )
     q_padding_interval_size: int = _setting(

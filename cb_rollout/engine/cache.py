@@ -8,8 +8,9 @@ B: rows, Q: new tokens of the longest row, S: tokens of the longest row, H: head
 head, N: token places in all blocks, F: H x D.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
@@ -21,6 +22,18 @@ from cb_rollout.engine.states import StateLayer
 
 PADDING_PLACE = 0
 # The first place of the null block: finite keys for the columns that every mask hides.
+
+Forward = Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor | None, Cache], torch.Tensor]
+# Token ids, mask, positions and cache to float32 logits: one call of the model.
+
+
+class HeldCopy(Protocol):
+    """What else is held of the pages' contents, and goes when they go."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes held."""
+        ...
 
 
 @dataclass(slots=True)
@@ -175,9 +188,14 @@ class PagedCache(Cache):
         self.block_size = block_size
         num_places = (num_blocks + 1) * block_size
         super().__init__(layers=[self._layer(states, num_places) for states in layout.layers])
+        self.window: HeldCopy | None = None
+        """A copy of the running sequences' keys, where decode steps read one."""
         self._step: Step | None = None
         self._paged = [layer for layer in self.layers if isinstance(layer, PagedLayer)]
-        self._stateful = [layer for layer in self.layers if isinstance(layer, StateLayer)]
+        self.stateful = {
+            index: layer for index, layer in enumerate(self.layers) if isinstance(layer, StateLayer)
+        }
+        """The layers with recurrent states, by their number."""
 
     def _layer(self, states: LayerStates, num_places: int) -> Any:
         if states.keys and states.is_recurrent:
@@ -206,7 +224,7 @@ class PagedCache(Cache):
         pages = [pages for layer in self._paged for pages in layer.pages]
         slots = [
             states
-            for layer in self._stateful
+            for layer in self.stateful.values()
             for all_slots in layer.slots.values()
             for states in all_slots
             if states is not None
@@ -214,9 +232,15 @@ class PagedCache(Cache):
         return [*pages, *slots]
 
     @property
+    def page_bytes(self) -> int:
+        """Bytes of all pages."""
+        return sum(pages.nbytes for layer in self._paged for pages in layer.pages)
+
+    @property
     def num_bytes(self) -> int:
-        """Bytes of all pages and slots."""
-        return sum(tensor.nbytes for tensor in self.tensors)
+        """Bytes of all pages and slots, and of the window."""
+        held = 0 if self.window is None else self.window.num_bytes
+        return held + sum(tensor.nbytes for tensor in self.tensors)
 
     def begin(self, step: Step, is_fresh: bool) -> None:
         """Aim every layer at the coming forward.
@@ -228,12 +252,12 @@ class PagedCache(Cache):
         self._step = step
         for layer in self._paged:
             layer.begin(step)
-        for layer in self._stateful:
+        for layer in self.stateful.values():
             layer.load(None if is_fresh else step.slots_B)
 
     def end(self, step: Step) -> None:
         """Keep what the forward left in the recurrent layers."""
-        for layer in self._stateful:
+        for layer in self.stateful.values():
             layer.save(step.slots_B)
 
     def copy_blocks(self, sources: list[int], targets: list[int]) -> None:
@@ -251,7 +275,7 @@ class PagedCache(Cache):
         """Copy recurrent states from slot to slot, in every layer."""
         if not sources:
             return
-        for layer in self._stateful:
+        for layer in self.stateful.values():
             for all_slots in layer.slots.values():
                 for states in all_slots:
                     if states is not None:

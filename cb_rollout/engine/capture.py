@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.nn.modules import module as _module
 
 Replay = Callable[[], torch.Tensor]
 # Runs a captured step again; returns what its first run returned, with new contents.
@@ -23,6 +24,13 @@ def captured_weights(model: torch.nn.Module) -> list[object]:
                 dict(getattr(module, "scaling", {})),
             ]
     return found
+
+
+def has_hooks(model: torch.nn.Module) -> bool:
+    """Whether anyone is called at each forward of a module, which no captured forward would do."""
+    return bool(_module._has_any_global_hook()) or any(
+        module._forward_hooks or module._forward_pre_hooks for module in model.modules()
+    )
 
 
 class CudaCapture:

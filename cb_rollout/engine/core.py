@@ -240,8 +240,7 @@ class Engine:
             self.training.busy(self.cache_bytes)
             self._lease = ExitStack()
             self._lease.enter_context(leased(self.model))
-            if self._graphs is not None:
-                self._graphs.check_weights()
+            self._check_captured()
         if not self._storage.is_allocated:
             try:
                 self._allocate()
@@ -264,6 +263,12 @@ class Engine:
             f"{self.memory_plan}"
         )
         return steps.fail([request], error)
+
+    def _check_captured(self) -> None:
+        """Forget captured forwards that rely on weights that are elsewhere now."""
+        if self._graphs is not None:
+            self._graphs.check_weights()
+        self._runner.check_weights()
 
     def hand_back_model(self) -> None:
         """Put the model's training flags back; the next step takes it again."""

@@ -8,6 +8,7 @@ from cb_rollout import _compat
 from cb_rollout.config import RolloutConfig
 from cb_rollout.engine import device as devices
 from cb_rollout.engine.attention.choice import DecodePath
+from cb_rollout.engine.attention.window_decoding import WindowDecoding
 from cb_rollout.engine.graph_sizes import GraphSizes
 from cb_rollout.engine.runner import ModelRunner, leased
 from cb_rollout.errors import ConfigurationError, said
@@ -30,6 +31,8 @@ def create_graphs(
         ConfigurationError: graphs are asked for, and cannot be.
     """
     if config.wants_graphs is False:
+        if isinstance(runner.decoding, WindowDecoding):
+            runner.decoding.stay_untraced()
         return None, "CUDA graphs: off, as asked"
     graphs, obstacle = None, _obstacle(runner, is_recurrent)
     if obstacle is None:
@@ -53,9 +56,10 @@ def _rehearsed(
     runner: ModelRunner, config: RolloutConfig, max_rows: int
 ) -> tuple["GraphedDecoding | None", str | None]:
     """Graphs of which the smallest was captured, or None and why it could not be."""
+    from cb_rollout.engine.attention.decoding import PagedDecoding
     from cb_rollout.engine.graphs import GraphedDecoding
 
-    assert runner.decoding is not None
+    assert isinstance(runner.decoding, PagedDecoding)
     sizes = GraphSizes(
         config.q_padding_interval_size, config.kv_padding_interval_size, config.max_cached_graphs
     )

@@ -14,11 +14,12 @@ import torch
 from cb_rollout import _compat
 from cb_rollout.engine import device as devices
 from cb_rollout.engine.attention.choice import AttentionChoice, DecodePath, choose_attention
+from cb_rollout.engine.attention.window_decoding import WindowDecoding
 from cb_rollout.engine.block_table import BlockTable
 from cb_rollout.engine.cache import PagedCache
 from cb_rollout.engine.lease import leased
 from cb_rollout.engine.probe import CacheLayout
-from cb_rollout.engine.runner import ModelRunner, RowForm
+from cb_rollout.engine.runner import Decoding, ModelRunner, RowForm
 from cb_rollout.errors import ConfigurationError, said
 
 PROMPT_LENGTHS = (7, 4, 4)
@@ -91,10 +92,8 @@ def _chosen_attention(
     """Set how the runner's decode steps read the pages: directly, where that agrees."""
     is_padded = runner.row_form is RowForm.PADDED
     choice = choose_attention(runner.device, layout, is_padded=is_padded)
-    if choice.path is DecodePath.TRITON:
-        from cb_rollout.engine.attention.decoding import PagedDecoding
-
-        runner.decoding = PagedDecoding(layout, runner.device)
+    if choice.path is not DecodePath.GATHERED:
+        runner.decoding = _decoding(choice.path, layout, runner.device)
         with devices.current(runner.device):
             direct, failure = _attempt(lambda: _paged(runner, layout, rows))
         found = f"the model does not run on it: {said(failure)}"
@@ -106,6 +105,14 @@ def _chosen_attention(
         runner.decoding = None
         choice = AttentionChoice(DecodePath.GATHERED, found)
     return choice
+
+
+def _decoding(path: DecodePath, layout: CacheLayout, device: torch.device) -> Decoding:
+    if path is DecodePath.WINDOW:
+        return WindowDecoding(layout)
+    from cb_rollout.engine.attention.decoding import PagedDecoding  # needs triton
+
+    return PagedDecoding(layout, device)
 
 
 Result = TypeVar("Result")

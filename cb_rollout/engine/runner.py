@@ -8,7 +8,7 @@ B: rows, Q: new tokens of the longest row, S: tokens of the longest row, V: voca
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from transformers import PreTrainedModel
@@ -19,7 +19,7 @@ from cb_rollout.engine.attention.batched import BatchedAttention
 from cb_rollout.engine.attention.choice import choose_attention
 from cb_rollout.engine.attention.dispatch import attending
 from cb_rollout.engine.block_table import BlockTable
-from cb_rollout.engine.cache import PADDING_PLACE, PagedCache, Step
+from cb_rollout.engine.cache import PADDING_PLACE, Forward, PagedCache, Step
 from cb_rollout.engine.carried import PROBE_ROWS, CarriedStates
 from cb_rollout.engine.lease import leased
 from cb_rollout.engine.probe import PROBE_TOKENS, CacheLayout, probe
@@ -29,8 +29,25 @@ from cb_rollout.errors import ConfigurationError
 from cb_rollout.kept_tokens import KeptTokens, kept_logprobs
 from cb_rollout.logprobs import chosen_logprobs
 
-if TYPE_CHECKING:
-    from cb_rollout.engine.attention.decoding import PagedDecoding
+
+class Decoding(Protocol):
+    """Runs decode steps without a gather."""
+
+    def logits(
+        self,
+        forward: Forward,
+        new_tokens: Sequence[Sequence[int]],
+        lengths: Sequence[int],
+        slots: Sequence[int],
+        cache: PagedCache,
+        table: BlockTable,
+    ) -> torch.Tensor | None:
+        """As `ModelRunner.logits`, for rows of one new token each; None: not these rows."""
+        ...
+
+    def check_weights(self, model: torch.nn.Module) -> None:
+        """Forget what relies on weights that no longer are where they were."""
+        ...
 
 
 class RowForm(StrEnum):
@@ -63,8 +80,8 @@ class ModelRunner:
         self._passes_on = _compat.forward_passes_on(model)
         self._carried: CarriedStates | None = None
         self.attention = choose_attention(self.device)
-        self.decoding: PagedDecoding | None = None
-        """Runs decode steps on the pages themselves; None: their history is gathered."""
+        self.decoding: Decoding | None = None
+        """Runs decode steps without a gather; None: their history is gathered."""
         caches = [name for name in _compat.CACHE_ARGUMENTS if name in self._names]
         if not caches:
             raise ConfigurationError(
@@ -102,6 +119,11 @@ class ModelRunner:
         self._carried = CarriedStates(short, long)
         return self._carried.layout
 
+    def check_weights(self) -> None:
+        """Forget what relies on weights that no longer are where they were."""
+        if self.decoding is not None:
+            self.decoding.check_weights(self.model)
+
     @property
     def compute_dtype(self) -> torch.dtype:
         """What forwards compute in."""
@@ -128,7 +150,9 @@ class ModelRunner:
             float32 logits after each row's last token, `[B, V]`.
         """
         if self.decoding is not None and max(map(len, new_tokens)) == 1 < min(lengths):
-            return self.decoding.logits(self.forward, new_tokens, lengths, slots, cache, table)
+            logits = self.decoding.logits(self.forward, new_tokens, lengths, slots, cache, table)
+            if logits is not None:
+                return logits
         if self.row_form is RowForm.PADDED:
             return self._forward(new_tokens, lengths, slots, cache, table)
         # Without keys there is no history to align, so only the new tokens must be alike.

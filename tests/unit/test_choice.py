@@ -57,7 +57,7 @@ def test_rows_that_cannot_stand_together_are_gathered():
 
 
 def test_a_device_that_cannot_says_so(monkeypatch):
-    assert "on cpu" in choose_attention(torch.device("cpu")).reason
+    assert "on mps" in choose_attention(torch.device("mps")).reason
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert choose_attention(CUDA).reason == "triton is not installed; pip install triton"
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())

@@ -15,6 +15,7 @@ LARGEST_HEAD = 256
 # A tile of longer keys does not fit the shared memory of every card.
 
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+WINDOW_DTYPES = (torch.float32, torch.float64)
 
 
 class DecodePath(StrEnum):
@@ -24,6 +25,8 @@ class DecodePath(StrEnum):
     """Each row's history is gathered for the model's own attention; right for every model."""
     TRITON = "triton"
     """Triton kernels read the pages where they lie."""
+    WINDOW = "window"
+    """A dense copy of the running sequences' keys is extended step by step; for CPUs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +51,22 @@ def choose_attention(
         layout: what its layers keep; None: an ordinary model's.
         is_padded: whether rows of different lengths may stand in one forward.
     """
-    obstacle = device_obstacle(device) or (layout and _layout_obstacle(layout))
-    if obstacle is None and not is_padded:
-        obstacle = "the model takes only rows of one length together"
+    path = DecodePath.TRITON
+    if obstacle := device_obstacle(device):
+        path = DecodePath.WINDOW
+    if obstacle is None or device.type == "cpu":
+        obstacle = layout and _layout_obstacle(layout, path)
+        if obstacle is None and not is_padded:
+            obstacle = "the model takes only rows of one length together"
     if obstacle:
         return AttentionChoice(DecodePath.GATHERED, obstacle)
-    return AttentionChoice(DecodePath.TRITON, "kernels read the pages, with no gather")
+    return AttentionChoice(path, _REASONS[path])
+
+
+_REASONS = {
+    DecodePath.TRITON: "kernels read the pages, with no gather",
+    DecodePath.WINDOW: "running sequences lie side by side, with no gather",
+}
 
 
 def device_obstacle(device: torch.device) -> str | None:
@@ -69,15 +82,16 @@ def device_obstacle(device: torch.device) -> str | None:
     return None
 
 
-def _layout_obstacle(layout: CacheLayout) -> str | None:
+def _layout_obstacle(layout: CacheLayout, path: DecodePath) -> str | None:
     keyed = [layer for layer in layout.layers if layer.keys]
     if not keyed:
         return "no layer keeps keys"
     if any(layer.index or layer.is_recurrent for layer in keyed):
         return "some layers keep more than keys and values"
+    is_kernel = path is DecodePath.TRITON
     for states in (states for layer in keyed for states in layer.per_token):
-        if states.shape[1] > LARGEST_HEAD:
+        if is_kernel and states.shape[1] > LARGEST_HEAD:
             return f"heads of {states.shape[1]} are larger than {LARGEST_HEAD}"
-        if states.dtype not in KERNEL_DTYPES:
+        if states.dtype not in (KERNEL_DTYPES if is_kernel else WINDOW_DTYPES):
             return f"keys are {states.dtype}"
     return None

@@ -1,27 +1,25 @@
 """What a model sees as its cache in a decode step on the fast path.
 
-A layer writes the new key and value into their pages and hands them back as they came; the
-attention function, called with that very key, reads the row's whole history from the pages. So
-nothing is gathered, no mask is made, and every shape is known before the step.
+A layer hands the new key and value back as they came; the attention function, called with that very
+key, has the step's reader write them and read the row's whole history. So nothing is gathered, no
+mask is made, and every shape is known before the step.
 
-B: rows, H: query heads, D: size of a key, E: size of a value.
+B: rows, H: query heads, K: key heads, D: size of a key, E: size of a value.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from cb_rollout import _compat
 from cb_rollout.engine.attention.dispatch import attending
-from cb_rollout.engine.attention.places import Form, Places
-from cb_rollout.engine.attention.triton_decode import TYPES, attend, shared_rows, write
+from cb_rollout.engine.attention.places import Form, NotOrdinaryError
 from cb_rollout.engine.block_table import BlockTable
 from cb_rollout.engine.cache import PagedCache, PagedLayer
 from cb_rollout.engine.probe import CacheLayout, LayerStates
-from cb_rollout.engine.states import StateLayer
 
 HARMLESS = {
     *("cache", "cache_position", "dropout", "is_causal", "labels", "layer_idx"),
@@ -31,15 +29,40 @@ HARMLESS = {
 # What models hand to an attention function that changes nothing about one new token a row.
 
 
-class NotOrdinaryError(Exception):
-    """A layer asks for attention that the kernels do not do."""
+class Reader(Protocol):
+    """Attends in one decode step."""
+
+    def attend(
+        self,
+        layer: "DecodeLayer",
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        form: Form,
+    ) -> torch.Tensor:
+        """Write each row's new key and value; attention of its query over all that it has.
+
+        Args:
+            layer: whose pages.
+            query: `[B, H, 1, D]`.
+            key: `[B, K, 1, D]`.
+            value: `[B, K, 1, E]`.
+            form: scale, window, cap and sinks.
+
+        Returns:
+            `[B, 1, H, E]`, in the query's dtype.
+
+        Raises:
+            NotOrdinaryError: the reader does not do that.
+        """
+        ...
 
 
 class DecodeLayer(CacheLayerMixin):
-    """One attention layer's pages, in decode steps."""
+    """One attention layer, in decode steps."""
 
     def __init__(self, index: int, states: LayerStates, device: torch.device) -> None:
-        """Know the layer's number and form; its pages are found by their addresses."""
+        """Know the layer's number and form; what it holds is the reader's affair."""
         super().__init__()
         assert states.keys is not None
         assert states.values is not None
@@ -47,12 +70,11 @@ class DecodeLayer(CacheLayerMixin):
         self.keys = self.values = torch.empty(0, device=device)
         self.index, self.window = index, states.window
         self.num_key_heads, self.value_size = states.values.shape
-        self.types = TYPES[states.keys.dtype], TYPES[states.values.dtype]
-        self.places: Places | None = None
-        self.written: torch.Tensor | None = None
-        """The key that the last update wrote, by which the attention function knows its layer."""
+        self.key_dtype, self.value_dtype = states.keys.dtype, states.values.dtype
+        self.given: tuple[torch.Tensor, torch.Tensor] | None = None
+        """The last update's key and value, by which the attention function knows its layer."""
         self.rows_per_tile = 1
-        """Rows of a shared tile; known once the layer has attended."""
+        """Rows of a shared tile; known once kernels have attended."""
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Nothing to do: the pages exist."""
@@ -60,27 +82,9 @@ class DecodeLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: object, **__: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write `[B, heads, 1, size]` states into their pages, and hand them back."""
-        assert self.places is not None, "the cache was used outside a step"
-        write(key_states[:, :, 0], value_states[:, :, 0], self.places, self.index, self.types)
-        self.written = key_states
-        return key_states, value_states
-
-    def attend(self, query_BH1D: torch.Tensor, form: Form) -> torch.Tensor:
-        """Attention over the pages: `[B, 1, H, E]`."""
-        assert self.places is not None
-        heads_per_key = query_BH1D.shape[1] // self.num_key_heads
-        self.rows_per_tile = shared_rows(heads_per_key, max(query_BH1D.shape[3], self.value_size))
-        outputs_BHE = attend(
-            query_BH1D[:, :, 0],
-            self.num_key_heads,
-            self.value_size,
-            self.places,
-            self.index,
-            self.types,
-            form,
-        )
-        return outputs_BHE[:, None]
+        """Remember `[B, heads, 1, size]` states, and hand them back."""
+        self.given = key_states, value_states
+        return self.given
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and offset of what a mask, which nobody reads, should cover."""
@@ -109,10 +113,10 @@ class DecodeCache(Cache):
         for layer in self.paged:
             layers[layer.index] = layer
         super().__init__(layers=layers)
-        self._stateful: list[StateLayer] = []
         self.addresses = torch.zeros(2 * len(layers) + 2, dtype=torch.int64, device=device)
         """As `Places` takes them; all zero until `find`."""
         self._known: list[int] = []
+        self._reader: Reader | None = None
 
     def find(self, cache: PagedCache, table: BlockTable) -> torch.Tensor:
         """Where the pages and the table lie now, as the kernels take it: in one place for good."""
@@ -124,23 +128,34 @@ class DecodeCache(Cache):
         if addresses != self._known:
             self.addresses.copy_(torch.tensor(addresses))
             self._known = addresses
-            self.layers = list(cache.layers)
-            for layer in self.paged:
-                self.layers[layer.index] = layer
-            self._stateful = [layer for layer in self.layers if isinstance(layer, StateLayer)]
         return self.addresses
 
     @contextmanager
-    def reading(self, places: Places) -> Iterator[None]:
-        """Within, a model that is given this cache runs one new token of each row at `places`."""
+    def reading(
+        self, reader: Reader, slots_B: torch.Tensor, cache: PagedCache | None = None
+    ) -> Iterator[None]:
+        """Within, a model that is given this cache runs one new token of each row.
+
+        Args:
+            reader: attends, and knows where the rows lie.
+            slots_B: integers; each row's slot.
+            cache: where recurrent states are; None: there are none.
+        """
+        self._reader = reader
         for layer in self.paged:
-            layer.places, layer.written = places, None
-        for layer in self._stateful:
-            layer.load(places.slots_B)
-        with attending(self.attend):
-            yield
-        for layer in self._stateful:
-            layer.save(places.slots_B.long())
+            layer.given = None
+        layers, stateful = self.layers, cache.stateful if cache else {}
+        self.layers = [stateful.get(index, layer) for index, layer in enumerate(layers)]
+        for layer in stateful.values():
+            layer.load(slots_B)
+        try:
+            with attending(self.attend):
+                yield
+            for layer in stateful.values():
+                layer.save(slots_B.long())
+        finally:
+            # Nothing here may keep pages, states or a window that are given back.
+            self._reader, self.layers = None, layers
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """See `DecodeLayer`; whichever layer is asked."""
@@ -165,11 +180,12 @@ class DecodeCache(Cache):
         Raises:
             NotOrdinaryError: the layer asks for what the kernels do not do.
         """
-        layer = next((layer for layer in self.paged if layer.written is key), None)
+        assert self._reader is not None, "the cache was used outside a step"
+        layer = next((layer for layer in self.paged if layer.given and layer.given[0] is key), None)
         if layer is None:
             return found(module, query, key, value, attention_mask, **asked)
-        layer.written = None
-        return layer.attend(query, _form(query, layer, asked)), None
+        layer.given = None
+        return self._reader.attend(layer, query, key, value, _form(query, layer, asked)), None
 
 
 def _form(query: torch.Tensor, layer: DecodeLayer, asked: dict[str, Any]) -> Form:

@@ -3,20 +3,49 @@
 B: rows, V: vocabulary.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
-from transformers.cache_utils import Cache
 
-from cb_rollout.engine.attention.decode_cache import DecodeCache
-from cb_rollout.engine.attention.places import Places
+from cb_rollout.engine.attention.decode_cache import DecodeCache, DecodeLayer
+from cb_rollout.engine.attention.places import Form, Places
 from cb_rollout.engine.attention.sharing import num_splits
+from cb_rollout.engine.attention.triton_decode import TYPES, attend, shared_rows, write
 from cb_rollout.engine.block_table import BlockTable
-from cb_rollout.engine.cache import PagedCache
+from cb_rollout.engine.cache import Forward, PagedCache
 from cb_rollout.engine.probe import CacheLayout
 
-Forward = Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor | None, Cache], torch.Tensor]
-# Token ids, mask, positions and cache to float32 logits: one call of the model.
+
+@dataclass(frozen=True, slots=True)
+class PageReader:
+    """Attends by kernels that read the pages where they lie."""
+
+    places: Places
+
+    def attend(
+        self,
+        layer: DecodeLayer,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        form: Form,
+    ) -> torch.Tensor:
+        """See `Reader`."""
+        types = TYPES[layer.key_dtype], TYPES[layer.value_dtype]
+        write(key[:, :, 0], value[:, :, 0], self.places, layer.index, types)
+        heads_per_key = query.shape[1] // layer.num_key_heads
+        layer.rows_per_tile = shared_rows(heads_per_key, max(query.shape[3], layer.value_size))
+        outputs_BHE = attend(
+            query[:, :, 0],
+            layer.num_key_heads,
+            layer.value_size,
+            self.places,
+            layer.index,
+            types,
+            form,
+        )
+        return outputs_BHE[:, None]
 
 
 class PagedDecoding:
@@ -52,7 +81,10 @@ class PagedDecoding:
             self.splits(len(lengths), max(lengths)),
         )
         tokens_B1 = torch.tensor(new_tokens, device=self._device)
-        return self.run(forward, tokens_B1, lengths_B.long()[:, None] - 1, places)
+        return self.run(forward, tokens_B1, lengths_B.long()[:, None] - 1, places, cache)
+
+    def check_weights(self, model: torch.nn.Module) -> None:
+        """Nothing here relies on where weights are; graphs look for themselves."""
 
     def run(
         self,
@@ -60,11 +92,15 @@ class PagedDecoding:
         tokens_B1: torch.Tensor,
         positions_B1: torch.Tensor,
         places: Places,
+        cache: PagedCache | None = None,
     ) -> torch.Tensor:
-        """float32 logits, `[B, V]`, by one forward that reads and writes at `places`."""
+        """float32 logits, `[B, V]`, by one forward that reads and writes at `places`.
+
+        `cache` is where recurrent states are; None: there are none.
+        """
         # A mask of four dimensions is taken as it is, and nobody reads it; recurrent layers would.
         mask = None if self._is_recurrent else tokens_B1.new_ones(tokens_B1.shape[0], 1, 1, 1)
-        with self.cache.reading(places):
+        with self.cache.reading(PageReader(places), places.slots_B, cache):
             return forward(tokens_B1, mask, positions_B1, self.cache)
 
     @property

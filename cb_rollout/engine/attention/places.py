@@ -1,4 +1,4 @@
-"""Where a decode step's rows lie, and what a layer's attention does: records for the kernels.
+"""Where a decode step's rows lie, and what a layer's attention does: records for the fast paths.
 
 B: rows, H: query heads, T: shared tiles.
 """
@@ -35,6 +35,10 @@ class Places:
     """Most rows of a tile; see `shared_rows`."""
     num_shared_splits: int = 1
     """Stretches that a shared prompt is cut into, at most."""
+
+
+class NotOrdinaryError(Exception):
+    """A layer asks for attention that the fast paths do not do."""
 
 
 @dataclass(frozen=True, slots=True)

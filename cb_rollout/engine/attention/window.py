@@ -1,0 +1,144 @@
+"""The running sequences' keys and values side by side, for decode steps on a CPU.
+
+Pages stay where everything is kept. A window is a dense copy of what the rows of a decode step
+hold, made when a sequence joins and from then on extended by one column a step, so that nothing is
+gathered and attention is two batched matrix products. PyTorch's own attention kernel for a CPU
+makes two small products for every row and head, each of which costs more than its work.
+
+B: rows of a step, R: rows there is room for, H: key heads, G: queries of each key head, S: columns
+of the longest row, C: columns there is room for, D: size of a key, E: size of a value.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from cb_rollout.engine.block_table import BlockTable
+from cb_rollout.engine.cache import PADDING_PLACE, PagedCache, PagedLayer
+
+COLUMNS_AT_A_TIME = 64
+# Room for this many more steps is made at once.
+
+
+@dataclass(slots=True)
+class Row:
+    """What one row of a window holds."""
+
+    slot: int
+    seating: int
+    """Which of the sequences that sat in the slot it is."""
+    num_tokens: int
+    """Leading columns that are its keys."""
+
+
+class KeyWindow:
+    """Keys and values of the sequences that decode, `[R, H, C, D]` a layer; zeros elsewhere."""
+
+    def __init__(self, cache: PagedCache, table: BlockTable) -> None:
+        """Copy nothing yet."""
+        self._layers = {
+            index: layer
+            for index, layer in enumerate(cache.layers)
+            if isinstance(layer, PagedLayer)
+        }
+        self._shapes = {
+            index: tuple(shape.shape for shape in cache.layout.layers[index].per_token[:2])
+            for index in self._layers
+        }
+        self._table = table
+        self._rows: list[Row] = []
+        self._num_rows = self._num_columns = 0
+        self._held: dict[int, list[torch.Tensor]] = {}
+
+    @property
+    def slots(self) -> list[int]:
+        """The slot of each row."""
+        return [row.slot for row in self._rows]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes held."""
+        return sum(tensor.nbytes for pair in self._held.values() for tensor in pair)
+
+    def held(self, layer: int) -> list[torch.Tensor]:
+        """Keys and values of one layer, `[R, H, C, D]` and `[R, H, C, E]`."""
+        return self._held[layer]
+
+    def pages(self, layer: int) -> list[torch.Tensor]:
+        """Pages of keys and of values of one layer."""
+        return self._layers[layer].pages[:2]
+
+    def seat(self, slots: Sequence[int], lengths: Sequence[int]) -> None:
+        """Hold what the sequences in `slots` have in their pages, and room for one token more.
+
+        Args:
+            slots: of the coming step's rows; others are dropped.
+            lengths: each one's tokens, the new one included.
+        """
+        seatings = self._table.seatings
+        wanted = {
+            slot: Row(slot, seatings[slot], length - 1)
+            for slot, length in zip(slots, lengths, strict=True)
+        }
+        self._drop(wanted)
+        known = set(self.slots)
+        joining = [row for slot, row in wanted.items() if slot not in known]
+        self._reserve(len(wanted), max(lengths))
+        if joining:
+            self._load(joining)
+
+    def advance(self) -> None:
+        """Note that every row got its token."""
+        for row in self._rows:
+            row.num_tokens += 1
+
+    def _drop(self, wanted: dict[int, Row]) -> None:
+        """Take out rows that are not wanted as they are; the last row moves into each gap."""
+        index = 0
+        while index < len(self._rows):
+            row = self._rows[index]
+            if wanted.get(row.slot) == row:
+                index += 1
+                continue
+            last = self._rows.pop()
+            if last is row:
+                return
+            self._rows[index] = last
+            for tensor in (tensor for pair in self._held.values() for tensor in pair):
+                tensor[index] = tensor[len(self._rows)]
+
+    def _reserve(self, num_rows: int, num_columns: int) -> None:
+        """Make room."""
+        if num_rows <= self._num_rows and num_columns <= self._num_columns:
+            return
+        if num_columns > self._num_columns:
+            self._num_columns = num_columns + COLUMNS_AT_A_TIME
+        self._num_rows = num_rows
+        for index, layer in self._layers.items():
+            old, new = self._held.pop(index, []), []
+            for (heads, size), pages in zip(self._shapes[index], layer.pages, strict=False):
+                new.append(pages.new_zeros(num_rows, heads, self._num_columns, size))
+            for old_RHCD, new_RHCD in zip(old, new, strict=False):
+                kept = len(self._rows)
+                new_RHCD[:kept, :, : old_RHCD.shape[2]] = old_RHCD[:kept]
+            self._held[index] = new
+
+    def _load(self, joining: list[Row]) -> None:
+        """Copy what sequences that join have in their pages."""
+        first, last = len(self._rows), len(self._rows) + len(joining)
+        lengths = torch.tensor([row.num_tokens for row in joining])
+        columns = torch.arange(int(lengths.max()))
+        places = self._table.places(
+            torch.tensor([row.slot for row in joining]), columns.expand(len(joining), -1)
+        )
+        places = places.masked_fill(columns >= lengths[:, None], PADDING_PLACE)
+        for index, layer in self._layers.items():
+            for held_RHCD, pages_NF in zip(self._held[index], layer.pages, strict=False):
+                heads, size = held_RHCD.shape[1], held_RHCD.shape[3]
+                found = pages_NF.index_select(0, places.view(-1))
+                found = found.view(*places.shape, heads, size).transpose(1, 2)
+                held_RHCD[first:last, :, : len(columns)] = found
+                # What lay there may be no number, and zero times that is none either.
+                held_RHCD[first:last, :, len(columns) :] = 0
+        self._rows += joining

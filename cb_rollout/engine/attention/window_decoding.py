@@ -1,0 +1,107 @@
+"""Decode steps of one model over a window of its running sequences.
+
+B: rows, V: vocabulary.
+"""
+
+import logging
+from collections.abc import Sequence
+
+import torch
+
+from cb_rollout.engine.attention.decode_cache import DecodeCache
+from cb_rollout.engine.attention.trace import Trace, UntraceableError
+from cb_rollout.engine.attention.window import KeyWindow
+from cb_rollout.engine.attention.window_step import WindowStep
+from cb_rollout.engine.block_table import BlockTable
+from cb_rollout.engine.cache import Forward, PagedCache
+from cb_rollout.engine.capture import captured_weights, has_hooks
+from cb_rollout.engine.probe import CacheLayout
+
+LEAST_BYTES = 64 << 20
+# A window this small is never too large, however few pages there are.
+
+STEPS_BEFORE_TRACE = 64
+# With the same weights: making a trace takes as long as some hundred of its steps save.
+
+MOST_TRACES = 3
+# A model whose weights move at every sync is not worth one.
+
+_LOGGER = logging.getLogger(__name__)
+
+
+class WindowDecoding:
+    """Runs decode steps with no gather, on a CPU."""
+
+    def __init__(self, layout: CacheLayout) -> None:
+        """Prepare for pages of this layout."""
+        self.cache = DecodeCache(layout, torch.device("cpu"))
+        self.trace: Trace | None = None
+        """Runs the forward from a list; None: not yet, or the model itself runs."""
+        self._bytes_per_token = layout.bytes_per_token
+        self._num_traces = MOST_TRACES if layout.is_recurrent else 0
+        self._num_steps = 0
+        self._weights: list[object] = []
+
+    def check_weights(self, model: torch.nn.Module) -> None:
+        """Forget the trace if a weight no longer is where it was, or an adapter was switched."""
+        if self._num_traces >= MOST_TRACES and self.trace is None:
+            return
+        weights = captured_weights(model)
+        if weights != self._weights or has_hooks(model):
+            self._weights, self.trace, self._num_steps = weights, None, 0
+        if has_hooks(model):
+            self._num_traces = MOST_TRACES
+
+    def stay_untraced(self) -> None:
+        """Have the model itself run, always."""
+        self._num_traces, self.trace = MOST_TRACES, None
+
+    def logits(
+        self,
+        forward: Forward,
+        new_tokens: Sequence[Sequence[int]],
+        lengths: Sequence[int],
+        slots: Sequence[int],
+        cache: PagedCache,
+        table: BlockTable,
+    ) -> torch.Tensor | None:
+        """As `ModelRunner.logits`, for rows of one new token each; None: a window is too large."""
+        if len(slots) * max(lengths) * self._bytes_per_token > max(cache.page_bytes, LEAST_BYTES):
+            return None
+        window = cache.window
+        if not isinstance(window, KeyWindow):
+            window = cache.window = KeyWindow(cache, table)
+        window.seat(slots, lengths)
+        rows_by_slot = {slot: row for row, slot in enumerate(slots)}
+        order = [rows_by_slot[slot] for slot in window.slots]
+        lengths_B = [lengths[row] for row in order]
+        tokens_B1 = torch.tensor([new_tokens[row] for row in order])
+        slots_B = torch.tensor(window.slots)
+        positions_B1 = torch.tensor(lengths_B)[:, None] - 1
+        write_places_B = table.places(slots_B, positions_B1[:, 0])
+        step = WindowStep(window, lengths_B, write_places_B)
+        self._consider_trace(forward)
+        if self.trace is not None:
+            logits_BV = self.trace(tokens_B1, positions_B1, step)
+        else:
+            # A mask of four dimensions is taken as it is, and nobody reads it, but recurrent
+            # layers would.
+            mask = None if cache.layout.is_recurrent else tokens_B1.new_ones(len(order), 1, 1, 1)
+            with self.cache.reading(step, slots_B, cache):
+                logits_BV = forward(tokens_B1, mask, positions_B1, self.cache)
+        window.advance()
+        if order == sorted(order):
+            return logits_BV
+        return logits_BV.index_select(0, torch.tensor(order).argsort())
+
+    def _consider_trace(self, forward: Forward) -> None:
+        """Make a trace once it is likely to pay."""
+        self._num_steps += 1
+        if self.trace or self._num_steps <= STEPS_BEFORE_TRACE or self._num_traces >= MOST_TRACES:
+            return
+        self._num_traces += 1
+        try:
+            self.trace = Trace(forward, self.cache)
+        except UntraceableError as error:
+            self._num_traces = MOST_TRACES
+            _LOGGER.info("decode forwards run by the model itself, not from a list: %s", error)

@@ -1,0 +1,112 @@
+"""Attention of one decode step over a window: two batched matrix products a layer.
+
+B: rows of a step, H: key heads, G: queries of each key head, S: columns read, C: columns of the
+window, D: size of a key, E: size of a value.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from cb_rollout.engine.attention.decode_cache import DecodeLayer
+from cb_rollout.engine.attention.places import Form, NotOrdinaryError
+from cb_rollout.engine.attention.window import KeyWindow
+
+DTYPES = (torch.float32, torch.float64)
+# In shorter types the scores between the two products would be rounded, which no kernel does.
+
+
+class WindowStep:
+    """Reads a window, for one step."""
+
+    def __init__(
+        self, window: KeyWindow, lengths: Sequence[int], write_places_B: torch.Tensor
+    ) -> None:
+        """Read a window that holds the rows.
+
+        Args:
+            window: where keys and values are.
+            lengths: each row's tokens, the new one included, in the window's order.
+            write_places_B: int64; where in the pages each new token goes.
+        """
+        self._window, self._write_places_B = window, write_places_B
+        self._lengths_B = torch.tensor(lengths)
+        self._longest, self._shortest = max(lengths), min(lengths)
+        self._lines: dict[tuple[int, int], torch.Tensor] = {}
+        self._masks: dict[tuple[int, int | None], torch.Tensor | None] = {}
+
+    def attend(
+        self,
+        layer: DecodeLayer,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        form: Form,
+    ) -> torch.Tensor:
+        """See `Reader`; everything in one of `DTYPES`."""
+        if query.dtype not in DTYPES or not query.dtype == key.dtype == value.dtype:
+            raise NotOrdinaryError(f"its queries are {query.dtype}, its keys {key.dtype}")
+        B, num_heads, _, D = query.shape
+        H = key.shape[1]
+        keys, values = (
+            self._with_new(held, pages, new)
+            for held, pages, new in zip(
+                self._window.held(layer.index),
+                self._window.pages(layer.index),
+                (key, value),
+                strict=True,
+            )
+        )
+        first = max(0, self._shortest - form.window) if form.window else 0
+        queries, keys, values = query.reshape(B * H, -1, D), keys[:, first:], values[:, first:]
+        mask = self._mask(H, form.window)
+        if mask is None or form.softcap:
+            scores = torch.bmm(queries * form.scale, keys.transpose(1, 2))
+        else:
+            scores = torch.baddbmm(mask, queries, keys.transpose(1, 2), alpha=form.scale)
+        if form.softcap:
+            scores = (scores / form.softcap).tanh_().mul_(form.softcap)
+            scores = scores if mask is None else scores.add_(mask)
+        weights = _softmax(scores, form.sinks_H, H)
+        return torch.bmm(weights, values).view(B, 1, num_heads, -1)
+
+    def _with_new(
+        self, held_RHCD: torch.Tensor, pages_NF: torch.Tensor, new_BH1D: torch.Tensor
+    ) -> torch.Tensor:
+        """Write new states to their pages and columns; all that the rows have, `[B x H, S, D]`."""
+        B, H, _, D = new_BH1D.shape
+        pages_NF.index_copy_(0, self._write_places_B, new_BH1D.reshape(B, H * D))
+        C = held_RHCD.shape[2]
+        lines = self._lines.get((H, C))
+        if lines is None:
+            heads_BH = torch.arange(B * H).view(B, H)
+            lines = self._lines[H, C] = (heads_BH * C + self._lengths_B[:, None] - 1).view(-1)
+        held_RHCD.view(-1, D).index_copy_(0, lines, new_BH1D.reshape(B * H, D))
+        return held_RHCD.view(-1, C, D)[: B * H, : self._longest]
+
+    def _mask(self, num_key_heads: int, window: int | None) -> torch.Tensor | None:
+        """What is added to the scores, `[B x H, 1, S]`; None: every row sees every column."""
+        if self._shortest == self._longest:
+            return None
+        key = (num_key_heads, window)
+        if key not in self._masks:
+            first = max(0, self._shortest - window) if window else 0
+            columns_S = torch.arange(first, self._longest)
+            lengths_B1 = self._lengths_B[:, None]
+            is_hidden_BS = columns_S >= lengths_B1
+            if window:
+                is_hidden_BS |= columns_S < lengths_B1 - window
+            added_BS = torch.zeros(is_hidden_BS.shape).masked_fill_(is_hidden_BS, -torch.inf)
+            self._masks[key] = added_BS.repeat_interleave(num_key_heads, 0)[:, None]
+        return self._masks[key]
+
+
+def _softmax(
+    scores_NGS: torch.Tensor, sinks: torch.Tensor | None, num_key_heads: int
+) -> torch.Tensor:
+    """Weights of the columns; a sink takes its share and gives no value."""
+    if sinks is None:
+        return scores_NGS.softmax(-1)
+    N, G, S = scores_NGS.shape
+    sinks_NG1 = sinks.view(num_key_heads, G, 1).repeat(N // num_key_heads, 1, 1)
+    return torch.cat([scores_NGS, sinks_NG1], -1).softmax(-1)[..., :S]

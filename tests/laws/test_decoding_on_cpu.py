@@ -1,0 +1,154 @@
+"""Decode steps on a CPU: gathered, over a window, or from a trace, the tokens are the same."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from tiny import plain_logprobs, tiny_model
+
+from cb_rollout import RolloutConfig, RolloutGenerator, SamplingParams
+from cb_rollout.engine import rehearsal
+from cb_rollout.engine.attention import window_decoding
+from cb_rollout.engine.attention.choice import AttentionChoice, DecodePath
+
+PROMPTS = [[5, 6, 7], [8, 9, 10, 11, 12, 13], [5, 6, 7], [20] * 17]
+LENGTHS = [20, 3, 11, 6]
+PARAMS = [SamplingParams(ignore_eos=True, temperature=t) for t in (0.0, 1.0, 0.7, 1.0)]
+
+
+@pytest.fixture
+def soon(monkeypatch):
+    """Traces are made in the first rollout, after as many steps as a model is tried with."""
+    monkeypatch.setattr(window_decoding, "STEPS_BEFORE_TRACE", 4)
+
+
+def runner_of(generator):
+    return generator.manager.engine._runner
+
+
+def rollout(generator):
+    outputs = generator.generate_batch(PROMPTS, sampling_params=PARAMS, max_new_tokens=LENGTHS)
+    return list(outputs.values())
+
+
+def assert_right(outputs, model):
+    for output, prompt, params in zip(outputs, PROMPTS, PARAMS, strict=True):
+        plain = plain_logprobs(model, prompt, output.generated_tokens, params.temperature or 1.0)
+        assert output.logprobs == pytest.approx(plain, abs=1e-5)
+
+
+def tokens_of(outputs):
+    return [output.generated_tokens for output in outputs]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama", "gpt2", "mistral", "lfm2"])
+def test_every_path_gives_the_same_tokens(family, monkeypatch):
+    model = tiny_model(family)
+    gathered = AttentionChoice(DecodePath.GATHERED, "for comparison")
+    with monkeypatch.context() as patched:
+        patched.setattr(rehearsal, "choose_attention", lambda *_, **__: gathered)
+        with RolloutGenerator(model, RolloutConfig(seed=3)) as generator:
+            assert runner_of(generator).decoding is None
+            expected = tokens_of(rollout(generator))
+    with RolloutGenerator(model, RolloutConfig(seed=3, use_cuda_graph=False)) as generator:
+        assert runner_of(generator).attention.path is DecodePath.WINDOW
+        outputs = rollout(generator)
+        assert tokens_of(outputs) == expected
+        assert_right(outputs, model)
+    monkeypatch.setattr(window_decoding, "STEPS_BEFORE_TRACE", 4)
+    with RolloutGenerator(model, RolloutConfig(seed=3)) as generator:
+        outputs = rollout(generator)
+        assert (runner_of(generator).decoding.trace is not None) == (family != "lfm2")
+        assert tokens_of(outputs) == expected
+        assert_right(outputs, model)
+
+
+@pytest.mark.usefixtures("soon")
+def test_a_trace_stays_while_weights_change_in_place():
+    model = tiny_model("qwen3")
+    with RolloutGenerator(model, RolloutConfig(seed=3)) as generator:
+        assert_right(rollout(generator), model)
+        trace = runner_of(generator).decoding.trace
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.3)
+        generator.sync_weights()
+        assert_right(rollout(generator), model)
+        assert runner_of(generator).decoding.trace is trace
+
+
+@pytest.mark.usefixtures("soon")
+def test_a_trace_is_made_anew_for_another_weight_or_adapter():
+    model = tiny_model("qwen3")
+    wrapped = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
+    with torch.no_grad():
+        for name, parameter in wrapped.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_()
+    with RolloutGenerator(wrapped, RolloutConfig(seed=3)) as generator:
+        decoding = runner_of(generator).decoding
+        with_adapter = rollout(generator)
+        assert_right(with_adapter, wrapped)
+        with wrapped.disable_adapter():
+            generator.sync_weights()
+            without = rollout(generator)
+            assert_right(without, wrapped)
+        assert decoding.trace is not None
+        assert tokens_of(without) != tokens_of(with_adapter)
+
+
+@pytest.mark.usefixtures("soon")
+def test_weights_that_keep_moving_and_hooks_end_traces():
+    model = tiny_model("qwen3")
+    with RolloutGenerator(model, RolloutConfig(seed=3)) as generator:
+        decoding = runner_of(generator).decoding
+        for turn in range(window_decoding.MOST_TRACES + 2):
+            weight = model.lm_head.weight
+            model.lm_head.weight = torch.nn.Parameter(weight.detach() * 1.1)
+            generator.sync_weights()
+            assert_right(rollout(generator), model)
+            assert (decoding.trace is not None) == (turn < window_decoding.MOST_TRACES)
+    with RolloutGenerator(model, RolloutConfig(seed=3)) as generator:
+        decoding = runner_of(generator).decoding
+        rollout(generator)
+        assert decoding.trace is not None
+        seen = []
+        hook = model.model.layers[0].register_forward_hook(lambda *_: seen.append(1))
+        rollout(generator)
+        assert len(seen) >= max(LENGTHS)
+        assert decoding.trace is None
+        hook.remove()
+
+
+def test_rows_that_do_not_fit_a_window_are_gathered(monkeypatch):
+    model = tiny_model("qwen3")
+    monkeypatch.setattr(window_decoding, "LEAST_BYTES", 0)
+    with RolloutGenerator(model, RolloutConfig(seed=3, block_size=2)) as generator:
+        decoding, seen = runner_of(generator).decoding, []
+        logits = decoding.logits
+
+        def noted(*args):
+            seen.append(logits(*args))
+            return seen[-1]
+
+        decoding.logits = noted
+        assert_right(rollout(generator), model)
+    assert any(found is None for found in seen)
+    assert any(found is not None for found in seen)
+
+
+def test_a_window_goes_with_the_cache():
+    model = tiny_model("qwen3")
+    with RolloutGenerator(model, RolloutConfig(seed=3)) as generator:
+        rollout(generator)
+        engine = generator.manager.engine
+        window = weakref.ref(engine._storage.cache.window)
+        assert engine.cache_bytes > engine._storage.cache.page_bytes
+        generator.sleep()
+        gc.collect()
+        assert window() is None
+        assert engine.cache_bytes == 0
+        generator.wake()
+        assert_right(rollout(generator), model)

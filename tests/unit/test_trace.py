@@ -1,0 +1,85 @@
+"""A traced forward does what the model's own forward does, or there is none."""
+
+import pytest
+import torch
+from tiny import tiny_model
+
+from cb_rollout.engine.attention import trace
+from cb_rollout.engine.attention.trace import Trace, UntraceableError
+from cb_rollout.engine.rehearsal import rehearse
+from cb_rollout.engine.runner import ModelRunner
+
+TRACEABLE = ["qwen3", "llama", "gpt2", "mistral"]
+
+
+def runner_of(model):
+    runner = ModelRunner(model.eval(), None)
+    rehearse(runner)
+    return runner
+
+
+def trace_of(runner):
+    return Trace(runner.forward, runner.decoding.cache)
+
+
+def both(runner, traced, num_rows):
+    """Logits of the model itself, and by its trace."""
+    tokens = torch.randint(3, 60, (num_rows, 1), generator=torch.Generator().manual_seed(num_rows))
+    positions = torch.arange(num_rows)[:, None] + 5
+    with torch.no_grad():
+        own = trace._run(runner.forward, runner.decoding.cache, trace._StandIn(), tokens, positions)
+    return own, traced(tokens, positions, trace._StandIn())
+
+
+@pytest.mark.parametrize("family", TRACEABLE)
+def test_a_trace_agrees_for_any_number_of_rows(family):
+    runner = runner_of(tiny_model(family))
+    traced = trace_of(runner)
+    for num_rows in (1, 2, 3, 5, 64, 65, 200):
+        torch.testing.assert_close(*both(runner, traced, num_rows), atol=2e-5, rtol=1e-5)
+
+
+def test_a_trace_sees_weights_that_change_in_place_or_by_their_data():
+    runner = runner_of(tiny_model("qwen3"))
+    traced = trace_of(runner)
+    before = both(runner, traced, 4)[1]
+    with torch.no_grad():
+        for index, parameter in enumerate(runner.model.parameters()):
+            if index % 2:
+                parameter.mul_(1.1)
+            else:
+                parameter.data = parameter.data * 0.9
+    own, after = both(runner, traced, 4)
+    torch.testing.assert_close(own, after, atol=2e-5, rtol=1e-5)
+    assert not torch.allclose(before, after, atol=1e-3)
+
+
+def test_no_module_runs_in_a_trace():
+    runner = runner_of(tiny_model("llama"))
+    traced = trace_of(runner)
+    runner.model.model.layers[0].forward = None
+    with pytest.raises(TypeError):
+        both(runner, traced, 2)
+    tokens = torch.tensor([[3], [4]])
+    assert traced(tokens, tokens, trace._StandIn()).isfinite().all()
+
+
+def asks_for_a_number(module, args, output):
+    return output if output.sum().item() > 0 else output * 1.0
+
+
+def depends_on_rows(module, args, output):
+    return output * 2 if output.shape[0] > 7 else output
+
+
+def scales_by_rows(module, args, output):
+    return output * len(output.tolist())
+
+
+@pytest.mark.parametrize("hook", [asks_for_a_number, depends_on_rows, scales_by_rows])
+def test_a_forward_that_is_not_the_same_every_time_has_no_trace(hook, caplog):
+    runner = runner_of(tiny_model("llama"))
+    runner.model.model.layers[0].mlp.register_forward_hook(hook)
+    with pytest.raises(UntraceableError):
+        trace_of(runner)
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
