@@ -48,6 +48,7 @@ def traced(
     with torch.no_grad(), _quiet():
         module = make_fx(function, tracing_mode="symbolic", _allow_non_fake_inputs=True)(*examples)
     shapes = module.shape_env
+    assert shapes is not None
     return module, bool(shapes.guards or shapes.replacements or shapes.deferred_runtime_asserts)
 
 

@@ -7,6 +7,7 @@ the engine falls idle. The engine's thread calls it; the step is noted on the tr
 
 import weakref
 from collections.abc import Iterable
+from functools import cache
 from typing import Any
 
 import torch
@@ -20,6 +21,9 @@ from cb_rollout.optimizer_states import optimizer_state_bytes
 
 UNKNOWN_OPTIMIZER = "adam"
 # The estimate for whoever does not say: most train with one of its kind.
+
+_WATCHERS: "weakref.WeakSet[TrainingMemory]" = weakref.WeakSet()
+# Those that wait for the first step of the model that they look after.
 
 
 class TrainingMemory:
@@ -65,18 +69,8 @@ class TrainingMemory:
         """Whether the trained model's optimizer made its first step."""
         self.is_settled = False
         """Whether the plan that followed it was made."""
-        self._watch_optimizers()
-
-    def _watch_optimizers(self) -> None:
-        me = weakref.ref(self)
-
-        def note(optimizer: torch.optim.Optimizer, *_: object) -> None:
-            training = me()
-            if training is not None and training.note_step(optimizer):
-                hook.remove()
-
-        hook = register_optimizer_step_post_hook(note)
-        weakref.finalize(self, hook.remove)
+        _watch_optimizers()
+        _WATCHERS.add(self)
 
     def note_step(self, optimizer: torch.optim.Optimizer) -> bool:
         """Some optimizer made a step; returns whether it was the trained model's."""
@@ -166,3 +160,18 @@ def _values(state: Any) -> Iterable[torch.Tensor]:
 
 def _sizes(tensors: Iterable[torch.Tensor]) -> int:
     return sum(_compat.local_part(tensor).nbytes for tensor in tensors)
+
+
+@cache
+def _watch_optimizers() -> None:
+    """Have every optimizer's step noted, from now on.
+
+    torch goes through its hooks while it calls them, so none may ever be taken out.
+    """
+    register_optimizer_step_post_hook(_note)
+
+
+def _note(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    for training in list(_WATCHERS):
+        if training.note_step(optimizer):
+            _WATCHERS.discard(training)

@@ -119,15 +119,13 @@ def test_a_copy_that_generates_is_weight_too():
 
 def test_the_first_step_is_seen_whoever_makes_it_and_once(peaks):
     model, other = tiny_model().train(), tiny_model()
-    num_hooks = len(hooks)
     training = training_of(model)
-    assert len(hooks) == num_hooks + 1
     step(other, torch.optim.Adam(other.parameters()))
     assert not training.calls_for_plan
     optimizer = torch.optim.Adam(model.parameters())
     step(model, optimizer)
     assert training.calls_for_plan
-    assert len(hooks) == num_hooks
+    assert training not in trainings._WATCHERS
     training.settle()
     step(model, optimizer)
     assert not training.calls_for_plan
@@ -136,12 +134,24 @@ def test_the_first_step_is_seen_whoever_makes_it_and_once(peaks):
 
 
 def test_who_is_gone_watches_no_longer():
-    gc.collect()
-    num_hooks = len(hooks)
     training = training_of(tiny_model())
-    assert len(hooks) == num_hooks + 1
+    assert training in trainings._WATCHERS
+    num_watchers = len(trainings._WATCHERS)
     del training
     gc.collect()
+    assert len(trainings._WATCHERS) < num_watchers
+
+
+def test_several_engines_see_a_step_and_no_hook_ever_goes():
+    """torch would raise "OrderedDict mutated during iteration" out of the optimizer's step."""
+    models = [tiny_model().train() for _ in range(3)]
+    watching = [training_of(model) for model in models]
+    num_hooks = len(hooks)
+    parameters = [parameter for model in models for parameter in model.parameters()]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    torch.optim.SGD(parameters, lr=0.1).step()
+    assert all(training.has_stepped for training in watching)
     assert len(hooks) == num_hooks
 
 

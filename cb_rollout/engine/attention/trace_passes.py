@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.nn import functional
 
 from cb_rollout import _compat_tracing
 
@@ -40,7 +41,7 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {
     aten.cat.default: torch.cat,
     aten.div.Tensor: torch.div,
     aten.embedding.default: torch.embedding,
-    aten.gelu.default: torch._C._nn.gelu,
+    aten.gelu.default: functional.gelu,
     aten.mean.dim: torch.mean,
     aten.mul.Tensor: torch.mul,
     aten.native_layer_norm.default: torch.native_layer_norm,
@@ -48,7 +49,7 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {
     aten.pow.Tensor_Scalar: torch.pow,
     aten.rsqrt.default: torch.rsqrt,
     aten.select.int: torch.select,
-    aten.silu.default: torch._C._nn.silu,
+    aten.silu.default: functional.silu,
     aten.split.Tensor: torch.split,
     aten.split_with_sizes.default: torch.split_with_sizes,
     aten.sub.Tensor: torch.sub,
