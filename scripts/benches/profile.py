@@ -35,7 +35,7 @@ ROWS = {
     "sampling": SAMPLING,
     "bookkeeping": STEP,
     "delivery": DELIVERY,
-    "intake and collecting": None,
+    "intake, collecting, sync": None,
 }
 # Each row with the function whose calls are counted in it; None: what is outside of all.
 
@@ -85,7 +85,7 @@ def _coarse(
                 row = row_of(path)
                 seconds[row] += spent
                 calls[row] += spans.calls[path] if path[-1] == ROWS[row] else 0
-    seconds["intake and collecting"] = watched_total - sum(seconds.values())
+    seconds["intake, collecting, sync"] = watched_total - sum(seconds.values())
     return unwatched / repetitions, {
         row: {
             "seconds": seconds[row] / repetitions,

@@ -56,6 +56,6 @@ def _contender_parts(name: str, row: dict[str, Any], rows: dict[str, Any]) -> It
     if "matmul_share" in row:
         yield f"{row['matmul_share']:.0%} of the matmul bound"
     if row.get("forwards_matmul_share"):
-        yield f"{row['forwards_matmul_share']:.0%} of that of its own forwards"
+        yield f"{row['forwards_matmul_share']:.0%} of its own forwards' bound"
     if "peak_resident_mib" in row:
         yield f"peak {row['peak_resident_mib']:,.0f} MiB"

@@ -8,18 +8,16 @@ from typing import Any, NamedTuple
 import torch
 
 from benches.contenders import Contender
+from benches.resident import ResidentPeak
 from benches.workload import Workload
-from cb_rollout.engine import device as devices
-
-HOST = torch.device("cpu")
 
 
 class Turn(NamedTuple):
     """One timed run."""
 
     seconds: float
-    peak_resident_bytes: int | None
-    """Most that the process held since the contender was made; None: the system does not say."""
+    peak_resident_bytes: int
+    """Most that the process held while the contender was there."""
 
 
 def synchronize() -> None:
@@ -51,12 +49,10 @@ def take_turn(
         workload: what is timed.
         warm_up: what is run before; None: the workload.
     """
-    is_peak_known = devices.reset_peak(HOST)
-    with contender.create(model, workload) as run:
+    with ResidentPeak() as peak, contender.create(model, workload) as run:
         run(warm_up or workload)
         seconds = timed(lambda: run(workload))
-        found = devices.used_and_peak(HOST) if is_peak_known else None
-        return Turn(seconds, found and found[1])
+    return Turn(seconds, peak.num_bytes)
 
 
 def interleaved(
@@ -89,5 +85,4 @@ def throughput(contender: Contender, turns: list[Turn], num_tokens: int) -> dict
     """Tokens per second of a contender's turns, and the most memory of any."""
     rates = [num_tokens / turn.seconds for turn in turns]
     figures = summary(rates, "tokens_per_second", contender.settings)
-    peaks = [t.peak_resident_bytes for t in turns if t.peak_resident_bytes is not None]
-    return figures | ({"peak_resident_mib": max(peaks) / 2**20} if peaks else {})
+    return figures | {"peak_resident_mib": max(t.peak_resident_bytes for t in turns) / 2**20}

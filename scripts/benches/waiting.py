@@ -69,6 +69,8 @@ def _allocations() -> Iterator[tracemalloc.Snapshot]:
 
 def _said(frame: tracemalloc.Frame) -> str:
     """A line of code, and where it is."""
+    if frame.filename == "<string>":
+        return f"<a dataclass's __init__>:{frame.lineno}"
     path = Path(frame.filename)
     name = path.relative_to(PACKAGE.parent) if path.is_relative_to(PACKAGE) else path.name
     return f"{name}:{frame.lineno} {linecache.getline(frame.filename, frame.lineno).strip()}"

@@ -8,6 +8,7 @@ import gpu_bench
 from benches.contenders import generate, ours, transformers_batching
 from benches.machine import flops_counted, needed_flops
 from benches.model import create_ending_model, create_model, matmul_parameters
+from benches.resident import ResidentPeak
 from benches.scaling import LONGEST_TURN_SECONDS, _is_feasible
 from benches.sizes import CPU, QWEN3, TINY
 from benches.spans import Seam, watched
@@ -52,6 +53,16 @@ def test_a_function_that_raises_is_left_as_well():
 def test_a_seam_that_is_gone_fails_loudly():
     with pytest.raises(AttributeError, match="fry"), watched([Seam("fry", Kitchen, "fry")]):
         pass
+
+
+def test_the_most_memory_held_is_remembered_when_it_is_gone():
+    with ResidentPeak() as peak:
+        before = peak.num_bytes
+        held = torch.ones(1 << 24)
+        peak.look()
+        num_bytes = held.nbytes
+        del held
+    assert peak.num_bytes >= before + 0.9 * num_bytes
 
 
 def test_the_needed_products_are_those_of_each_prompt_once_and_of_each_decoded_token():
@@ -144,7 +155,7 @@ def small_gpu_bench(monkeypatch):
     monkeypatch.setattr(gpu_bench, "LONG", 2)
     monkeypatch.setattr(gpu_bench, "ROWS", 2)
     monkeypatch.setattr(gpu_bench, "long_tailed_lengths", lambda *_: [3] * 16)
-    return create_model(TINY.shape, "cpu")
+    return create_model(TINY.shape, "cpu", num_hidden_layers=1)
 
 
 @pytest.mark.slow

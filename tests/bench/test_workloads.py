@@ -74,7 +74,7 @@ def test_a_profile_accounts_for_the_whole_rollout(recorded):
     assert sum(part["percent"] for part in parts.values()) == pytest.approx(100)
     assert sum(part["percent"] for part in results["operators"].values()) == pytest.approx(100)
     uncounted = [name for name, part in parts.items() if not part["calls"]]
-    assert uncounted == ["intake and collecting"], "functions of seams.py are called no longer"
+    assert uncounted == ["intake, collecting, sync"], "functions of seams.py are called no longer"
 
 
 def test_what_a_waiting_request_holds_is_told_beside_its_tokens(recorded):
