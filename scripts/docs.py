@@ -1,6 +1,6 @@
 """Writes what the documents take from code and measurements.
 
-configuration.md, sampling.md and metrics.md, from the code, and the README's table.
+configuration.md, sampling.md and metrics.md, from the code, and the README's tables.
 
 python scripts/docs.py            # write
 python scripts/docs.py --check    # fail if something would change
@@ -12,7 +12,9 @@ import json
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
+from benches.table import OURS, number_text, times_better, value_text
 from cb_rollout.config import RolloutConfig
 from cb_rollout.metric_names import METRICS
 from cb_rollout.sampling_params import SamplingParams
@@ -101,11 +103,19 @@ of its oldest token.
 """
 
 WORKLOADS = {
-    "long_tailed_groups": "rollout, 16 prompts x 8 completions, long-tailed lengths",
-    "equal_lengths": "rollout, 128 prompts, 64 tokens each",
-    "served": "the long-tailed rollout's requests, over HTTP",
-    "grpo_step": "one GRPO step through TRL",
+    "long_tailed_groups": "One rollout: 16 prompts x 8 completions, long-tailed lengths",
+    "equal_lengths": "One rollout: 128 prompts, 64 tokens each",
+    "served": "The long-tailed rollout's requests over HTTP",
+    "grpo_step": "One GRPO step through TRL",
 }
+
+VERSIONS_SHOWN = ("torch", "transformers", "trl")
+# Those of the peers; the record has them all.
+
+SHARES = (
+    "The matmul bound: the matrix products that no rollout of these can do without, at the rate "
+    "measured in the same run."
+)
 
 
 def configuration() -> str:
@@ -142,37 +152,55 @@ def metrics() -> str:
     return METRICS_HEADER + "\n".join(tables) + METRICS_FOOTER
 
 
-def benchmark_table() -> str:
-    """The README's table, from the recorded runs."""
-    lines = ["| workload | contender | median | cb_rollout is |", "|---|---|---|---|"]
-    for path in sorted(BENCHMARKS.glob("*.json")):
-        record = json.loads(path.read_text())
-        known = {w: c for w, c in record["results"].items() if w in WORKLOADS}
-        if not known:
-            continue
-        for workload, contenders in known.items():
-            ours = contenders["cb_rollout"]["median"]
-            for name, figures in contenders.items():
-                is_time = figures["unit"] == "seconds"
-                ratio = figures["median"] / ours if is_time else ours / figures["median"]
-                value = (
-                    f"{figures['median']:.2f} s"
-                    if is_time
-                    else f"{figures['median']:,.0f} tokens/s"
-                )
-                said = "-" if name == "cb_rollout" else f"{ratio:.1f}x as fast"
-                lines.append(f"| {WORKLOADS[workload]} | {name} | {value} | {said} |")
-        versions = ", ".join(f"{k} {v}" for k, v in record["versions"].items())
-        device = f"{record['device']}, {record['threads']} threads"
-        lines.append(f"| *{device}, {record['date']}, {versions}* | | | |")
-    return "\n".join(lines) + "\n"
+def benchmark_tables() -> str:
+    """The README's tables, one a workload, from the recorded runs."""
+    records = [json.loads(path.read_text()) for path in sorted(BENCHMARKS.glob("*.json"))]
+    tables = [
+        workload_table(title, record["results"][workload], record)
+        for workload, title in WORKLOADS.items()
+        for record in records
+        if workload in record["results"]
+    ]
+    return "\n".join(tables)
+
+
+def workload_table(title: str, contenders: dict[str, Any], record: dict[str, Any]) -> str:
+    """A table of one workload: medians, their spread, and how cb_rollout compares."""
+    has_shares = all("matmul_share" in figures for figures in contenders.values())
+    columns = {
+        "contender": list(contenders),
+        "median": [value_text(row["median"], row["unit"]) for row in contenders.values()],
+    }
+    if record["repetitions"] > 1:
+        columns["min to max"] = [
+            f"{number_text(row['min'])} to {number_text(row['max'])}" for row in contenders.values()
+        ]
+    columns["cb_rollout is"] = [
+        "-" if name == OURS else f"{times_better(contenders[OURS], row):.1f}x as fast"
+        for name, row in contenders.items()
+    ]
+    if has_shares:
+        columns["of the matmul bound"] = [f"{r['matmul_share']:.0%}" for r in contenders.values()]
+    rows = [list(columns), ["---"] * len(columns), *zip(*columns.values(), strict=True)]
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    return "\n".join([f"**{title}**", "", *lines, "", caption(record, has_shares), ""])
+
+
+def caption(record: dict[str, Any], has_shares: bool) -> str:
+    """What a table was measured on, and with."""
+    shares = f" {SHARES}" if has_shares else ""
+    versions = {k: v for k, v in record["versions"].items() if k in VERSIONS_SHOWN}
+    said = ", ".join(f"{name} {number}" for name, number in versions.items())
+    turns = f"{record['repetitions']} turn{'s' * (record['repetitions'] != 1)} each"
+    machine = f"{record['device']}, {record['threads']} threads"
+    return f"<sub>{machine}, {turns}, {record['date']}; {said}.{shares}</sub>"
 
 
 def readme(text: str) -> str:
-    """The README with its table renewed."""
+    """The README with its tables renewed."""
     return re.sub(
         r"(?<=<!-- benchmarks -->\n).*?(?=<!-- end of benchmarks -->)",
-        lambda _: benchmark_table(),
+        lambda _: f"\n{benchmark_tables()}\n",
         text,
         flags=re.DOTALL,
     )

@@ -3,51 +3,58 @@
 python scripts/plots.py
 """
 
+import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 import matplotlib.pyplot as plt
 
 BENCHMARKS = Path(__file__).parent.parent / "docs" / "benchmarks"
 
 
-def save(figure: plt.Figure, name: str) -> None:
+def save(figure: plt.Figure, name: str, folder: Path) -> None:
     """Write one plot in both forms."""
     for suffix in ("png", "svg"):
-        path = BENCHMARKS / f"{name}.{suffix}"
-        figure.savefig(
-            path, dpi=120, bbox_inches="tight", metadata={"Date": None} if suffix == "svg" else None
-        )
+        path = folder / f"{name}.{suffix}"
+        metadata = {"Date": None} if suffix == "svg" else None
+        figure.savefig(path, dpi=120, bbox_inches="tight", metadata=metadata)
         print(f"written to {path}")
+    plt.close(figure)
 
 
-def draw_scaling(record: dict) -> plt.Figure:
+def draw_scaling(record: dict[str, Any]) -> plt.Figure:
     """Throughput against concurrency, a line a contender."""
     figure, axes = plt.subplots(figsize=(6, 3.5))
-    results = record["results"]
-    counts = [int(name.split()[0]) for name in results]
-    for contender in next(iter(results.values())):
-        figures = [results[f"{count} requests"][contender] for count in counts]
-        axes.plot(counts, [f["median"] for f in figures], marker="o", label=contender)
-        axes.fill_between(
-            counts, [f["min"] for f in figures], [f["max"] for f in figures], alpha=0.2
-        )
+    points = {
+        int(name.split()[0]): contenders
+        for name, contenders in record["results"].items()
+        if name.endswith(" requests")
+    }
+    # A contender that would take too long at a point was left out of it.
+    for contender in dict.fromkeys(name for point in points.values() for name in point):
+        found = {count: point[contender] for count, point in points.items() if contender in point}
+        medians, low, high = ([f[key] for f in found.values()] for key in ("median", "min", "max"))
+        axes.plot(list(found), medians, marker="o", label=contender)
+        axes.fill_between(list(found), low, high, alpha=0.2)
     axes.set(
         xscale="log", xlabel="requests at once", ylabel="tokens per second",
-        title=f"Rollout of 64 tokens each, {record['device']}, {record['threads']} threads",
+        title=f"Throughput, {record['device']}, {record['threads']} threads",
     )  # fmt: skip
-    axes.set_xticks(counts, [str(count) for count in counts], minor=False)
+    axes.set_ylim(bottom=0)
+    axes.set_xticks(list(points), [f"{count:,}" for count in points], minor=False)
     axes.minorticks_off()
     axes.legend()
     return figure
 
 
-def draw_step(record: dict) -> plt.Figure:
+def draw_step(record: dict[str, Any]) -> plt.Figure:
     """Seconds of one GRPO step, a bar a contender."""
     figure, axes = plt.subplots(figsize=(6, 2.2))
     contenders = record["results"]["grpo_step"]
     names = list(contenders)[::-1]
-    bars = axes.barh(names, [contenders[name]["median"] for name in names])
+    colours = ["tab:blue" if name.startswith("cb_rollout") else "tab:gray" for name in names]
+    bars = axes.barh(names, [contenders[name]["median"] for name in names], color=colours)
     axes.bar_label(bars, fmt="%.1f s", padding=3)
     axes.set(xlabel="seconds", title="One GRPO step through TRL")
     axes.margins(x=0.12)
@@ -57,12 +64,15 @@ def draw_step(record: dict) -> plt.Figure:
 PLOTS = {"scaling_cpu": draw_scaling, "step_cpu": draw_step}
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     """Draw every plot whose record is there."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--folder", type=Path, default=BENCHMARKS, help="of the records")
+    folder = parser.parse_args(arguments).folder
     for name, draw in PLOTS.items():
-        path = BENCHMARKS / f"{name}.json"
+        path = folder / f"{name}.json"
         if path.exists():
-            save(draw(json.loads(path.read_text())), name)
+            save(draw(json.loads(path.read_text())), name, folder)
 
 
 if __name__ == "__main__":

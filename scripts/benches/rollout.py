@@ -1,0 +1,61 @@
+"""One rollout, prompts in and completions out: long-tailed groups, and equal lengths.
+
+Beside each figure stands the share of it that matrix products alone would need: `matmul_share` for
+those that the workload cannot do without, `forwards_matmul_share` for those of the forwards that
+the contender ran, with all their padding and repeats.
+"""
+
+from typing import Any
+
+from benches.contenders import Contender, generate, ours, transformers_batching
+from benches.machine import flops_counted, matmul_flops, needed_flops
+from benches.model import create_model
+from benches.sizes import Setup
+from benches.turns import interleaved, throughput
+from benches.workload import Workload, equal_lengths, long_tailed
+
+BATCH_OF_TAILS = 64
+# The best for `generate` on the CPU model: a larger batch waits longer for its longest sequence.
+
+
+def bench(setup: Setup) -> dict[str, Any]:
+    """Useful tokens per second of both kinds."""
+    sizes = setup.sizes
+    kinds = {
+        "long_tailed_groups": (long_tailed(sizes), setup.batch_size or BATCH_OF_TAILS),
+        "equal_lengths": (equal_lengths(sizes), setup.batch_size or sizes.num_sequences),
+    }
+    results = {}
+    for kind, (workload, batch_size) in kinds.items():
+        print(f"rollout, {kind}: {len(workload.prompts)} sequences, {workload.num_tokens} tokens")
+        results[kind] = _bench_kind(setup, workload, batch_size)
+    return results
+
+
+def _bench_kind(setup: Setup, workload: Workload, batch_size: int) -> dict[str, Any]:
+    model = create_model(setup.sizes.shape, setup.device)
+    contenders = {
+        "cb_rollout": ours(),
+        "transformers CB": transformers_batching(),
+        "model.generate": generate(batch_size),
+    }
+    rate = matmul_flops(model, len(workload.prompts))
+    turns = interleaved(contenders, model, workload, setup.repetitions)
+    needed = needed_flops(model, workload)
+    results = {}
+    for name, contender in contenders.items():
+        figures = throughput(contender, turns[name], workload.num_tokens)
+        speed = figures["median"] / workload.num_tokens
+        ran = _flops_run(contender, model, workload, needed)
+        results[name] = figures | {
+            "matmul_share": needed / rate * speed,
+            "forwards_matmul_share": ran and ran / rate * speed,
+        }
+    return results
+
+
+def _flops_run(contender: Contender, model: Any, workload: Workload, needed: int) -> int | None:
+    """Operations of the matrix products of a contender's forwards; None: not all were seen."""
+    with contender.create(model, workload) as run, flops_counted(model) as counted:
+        run(workload)
+    return counted[0] if counted[0] >= needed else None

@@ -1,0 +1,39 @@
+"""Where the engine can be watched: the functions behind each word of a profile.
+
+The one file of the bench that knows the engine's inside. A function that is gone fails loudly.
+"""
+
+import torch
+
+from benches.spans import Seam
+from cb_rollout.engine.attention.batched import BatchedAttention
+from cb_rollout.engine.attention.decode_cache import DecodeLayer
+from cb_rollout.engine.cache import PagedLayer
+from cb_rollout.engine.core import Engine
+from cb_rollout.engine.runner import ModelRunner
+from cb_rollout.engine.sampling import TokenGiver
+from cb_rollout.engine.steps import Steps
+from cb_rollout.loop import EngineLoop
+
+STEP, PREFILL, DECODE, FORWARD = "step", "prefill", "decode", "forward"
+ATTENTION, KEYS, LINEAR = "attention", "keys", "linear"
+SAMPLING, DELIVERY = "sampling", "delivery"
+
+COARSE = (
+    Seam(FORWARD, ModelRunner, "logits"),
+    Seam(SAMPLING, TokenGiver, "extend"),
+)
+# What a step is there for; the rest of it is bookkeeping.
+
+FINE = (
+    *COARSE,
+    Seam(STEP, Engine, "step"),
+    Seam(PREFILL, Steps, "prefill"),
+    Seam(DECODE, Steps, "decode"),
+    Seam(ATTENTION, BatchedAttention, "__call__"),
+    Seam(ATTENTION, DecodeLayer, "attend"),
+    Seam(KEYS, PagedLayer, "update"),
+    Seam(KEYS, DecodeLayer, "update"),
+    Seam(LINEAR, torch.nn.Linear, "forward"),
+    Seam(DELIVERY, EngineLoop, "_deliver"),
+)

@@ -1,0 +1,61 @@
+"""Results as lines to read. Loads no framework: the README's table is made of the same parts.
+
+Results are groups of rows. A row is what a contender did, against the group's first; or figures.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+OURS = "cb_rollout"
+UNITS = {"tokens_per_second": "tokens/s", "seconds": "s"}
+
+
+def times_better(base: dict[str, Any], other: dict[str, Any]) -> float:
+    """How many times as fast `base` is as `other`; 0 where one did nothing."""
+    slow, fast = other["median"], base["median"]
+    if base["unit"] == "seconds":
+        slow, fast = fast, slow
+    return fast / slow if slow else 0.0
+
+
+def number_text(value: float) -> str:
+    """Three digits, or more of a large number."""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def value_text(value: float, unit: str) -> str:
+    """A median with its unit."""
+    return f"{number_text(value)} {UNITS.get(unit, unit.replace('_', ' '))}"
+
+
+def print_table(results: dict[str, Any]) -> None:
+    """Every group, a line a row."""
+    for group, rows in results.items():
+        width = max(map(len, rows))
+        print(f"\n{group}")
+        for name, row in rows.items():
+            print(f"  {name:<{width}}  {'  '.join(_parts(name, row, rows))}")
+
+
+def _parts(name: str, row: Any, rows: dict[str, Any]) -> Iterator[str]:
+    if not isinstance(row, dict):
+        yield f"{number_text(row):>10}"
+    elif "median" in row:
+        yield from _contender_parts(name, row, rows)
+    else:
+        for figure, value in row.items():
+            yield f"{number_text(value):>8} {figure.replace('_', ' ')}"
+
+
+def _contender_parts(name: str, row: dict[str, Any], rows: dict[str, Any]) -> Iterator[str]:
+    yield f"{value_text(row['median'], row['unit']):>18}"
+    yield f"({number_text(row['min'])} to {number_text(row['max'])})"
+    base = next(iter(rows))
+    if name != base and (times := times_better(rows[base], row)):
+        yield f"cb_rollout is {times:.2f}x" if base == OURS else f"{1 / times:.2f}x {base}"
+    if "matmul_share" in row:
+        yield f"{row['matmul_share']:.0%} of the matmul bound"
+    if row.get("forwards_matmul_share"):
+        yield f"{row['forwards_matmul_share']:.0%} of its own forwards' bound"
+    if "peak_resident_mib" in row:
+        yield f"peak {row['peak_resident_mib']:,.0f} MiB"

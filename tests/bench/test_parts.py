@@ -1,0 +1,188 @@
+import time
+
+import pytest
+import torch
+from fast_path import pretend_cuda
+
+import gpu_bench
+from benches.contenders import generate, ours, transformers_batching
+from benches.machine import flops_counted, needed_flops
+from benches.model import create_ending_model, create_model, matmul_parameters
+from benches.resident import ResidentPeak
+from benches.scaling import LONGEST_TURN_SECONDS, _is_feasible
+from benches.sizes import CPU, QWEN3, TINY
+from benches.spans import Seam, watched
+from benches.table import number_text, print_table, times_better, value_text
+from benches.turns import summary, take_turn
+from benches.workload import Workload, equal_lengths, long_tailed
+
+
+class Kitchen:
+    def cook(self):
+        self.chop()
+        self.chop()
+        time.perf_counter()
+
+    def chop(self):
+        pass
+
+
+def test_time_counts_for_the_innermost_watched_function_only():
+    plain = Kitchen.cook, Kitchen.chop
+    seams = (Seam("cook", Kitchen, "cook"), Seam("chop", Kitchen, "chop"))
+    with watched(seams) as spans:
+        Kitchen().cook()
+        Kitchen().chop()
+    assert spans.calls == {("cook",): 1, ("cook", "chop"): 2, ("chop",): 1}
+    assert spans.within("cook", "chop") == pytest.approx(sum(spans.seconds.values()))
+    assert spans.within("chop") < spans.within("cook", "chop")
+    assert (Kitchen.cook, Kitchen.chop) == plain
+
+
+def test_a_function_that_raises_is_left_as_well():
+    class Failing:
+        def run(self):
+            raise ValueError
+
+    with watched([Seam("run", Failing, "run")]) as spans:
+        with pytest.raises(ValueError):  # noqa: PT011  there is nothing to match
+            Failing().run()
+        assert spans._path == ()
+
+
+def test_a_seam_that_is_gone_fails_loudly():
+    with pytest.raises(AttributeError, match="fry"), watched([Seam("fry", Kitchen, "fry")]):
+        pass
+
+
+def test_the_most_memory_held_is_remembered_when_it_is_gone():
+    with ResidentPeak() as peak:
+        before = peak.num_bytes
+        held = torch.ones(1 << 24)
+        peak.look()
+        num_bytes = held.nbytes
+        del held
+    assert peak.num_bytes >= before + 0.9 * num_bytes
+
+
+def test_the_needed_products_are_those_of_each_prompt_once_and_of_each_decoded_token():
+    model = create_model(TINY.shape, "cpu")
+    body, head = matmul_parameters(model)
+    workload = Workload([[2, 3, 4], [2, 3, 4], [5, 6]], [1, 3, 2])
+    # Prompts of 3 and 2 tokens; 0, 2 and 1 decoded after them.
+    assert needed_flops(model, workload) == 2 * (body * (3 + 2 + 3) + head * (2 + 3))
+
+
+def test_the_products_of_a_forward_are_counted_and_the_hooks_go():
+    model = create_model(TINY.shape, "cpu")
+    body, head = matmul_parameters(model)
+    ids = torch.tensor([[2, 3, 4], [5, 6, 7]])
+    with flops_counted(model) as counted:
+        model(ids, logits_to_keep=1)
+    assert counted == [2 * (6 * body + 2 * head)]
+    with flops_counted(model):
+        pass
+    model(ids)
+    assert counted == [2 * (6 * body + 2 * head)]
+
+
+def test_completions_end_by_themselves_about_where_they_should():
+    model = create_ending_model(TINY.shape, "cpu", 4)
+    logits = model(torch.randint(3, 64, (16, 8))).logits
+    assert logits.softmax(-1)[..., 1].mean().item() == pytest.approx(1 / 4, rel=0.3)
+
+
+def test_the_workloads_are_those_of_the_contract():
+    tailed, equal = long_tailed(CPU), equal_lengths(CPU)
+    assert len(tailed.prompts) == len(equal.prompts) == 128
+    assert all(20 <= len(prompt) <= 60 for prompt in tailed.prompts)
+    assert tailed.prompts[:8] == [tailed.prompts[0]] * 8
+    assert tailed.num_tokens == 5834
+    assert max(tailed.lengths) <= 512
+    assert equal.num_tokens == 128 * 64
+    assert equal.first(3).num_tokens == 3 * 64
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("contender", [ours(), transformers_batching(), generate(2)])
+def test_a_contender_runs_a_part_of_what_it_was_made_for(contender):
+    model, workload = create_model(TINY.shape, "cpu"), long_tailed(TINY)
+    turn = take_turn(contender, model, workload, warm_up=workload.first(1))
+    assert turn.seconds > 0
+
+
+def test_a_contender_is_left_out_where_its_turn_would_be_long(capsys):
+    workload = Workload([[2]] * 10, [100] * 10)
+    limit = workload.num_tokens / LONGEST_TURN_SECONDS
+    assert _is_feasible("new", {}, workload)
+    assert _is_feasible("fast", {"fast": limit * 1.01}, workload)
+    assert not _is_feasible("slow", {"slow": limit * 0.99}, workload)
+    assert "slow is left out" in capsys.readouterr().out
+
+
+def test_ratios_are_of_speed_whatever_the_unit():
+    rates, seconds = (
+        [summary([value], unit) for value in (4.0, 2.0)]
+        for unit in ("tokens_per_second", "seconds")
+    )
+    assert times_better(*rates) == 2.0
+    assert times_better(*seconds) == 0.5
+    assert times_better(rates[0], summary([0.0], "tokens_per_second")) == 0.0
+
+
+def test_a_table_shows_contenders_against_the_first_and_figures_as_they_are(capsys):
+    rows = {"cb_rollout": summary([4.0], "seconds"), "other": summary([8.0], "seconds")}
+    print_table({"race": rows, "plain figures": {"a": 1.0, "b": {"x_y": 1234.5}}})
+    printed = capsys.readouterr().out
+    assert "cb_rollout is 2.00x" in printed
+    assert "1,234 x y" in printed
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(2419.6, "2,420 tokens/s"), (23.09, "23.1 tokens/s"), (0.5, "0.5 tokens/s")]
+)
+def test_a_value_has_three_digits(value, text):
+    assert value_text(value, "tokens_per_second") == text
+    assert text.startswith(number_text(value))
+
+
+@pytest.fixture
+def small_gpu_bench(monkeypatch):
+    """The parts of the GPU's bench that run anywhere, on few and short rows."""
+    monkeypatch.setattr(gpu_bench, "PROMPT", 3)
+    monkeypatch.setattr(gpu_bench, "GROUP", 1)
+    monkeypatch.setattr(gpu_bench, "SHORT", 1)
+    monkeypatch.setattr(gpu_bench, "LONG", 2)
+    monkeypatch.setattr(gpu_bench, "ROWS", 2)
+    monkeypatch.setattr(gpu_bench, "long_tailed_lengths", lambda *_: [3] * 16)
+    return create_model(TINY.shape, "cpu", num_hidden_layers=1)
+
+
+@pytest.mark.slow
+def test_a_decode_step_is_timed_on_every_path_of_a_gpu(small_gpu_bench, monkeypatch):
+    pretend_cuda(monkeypatch)
+    rows = list(gpu_bench.bench_decode("0.6B", small_gpu_bench, peak=1e9))
+    assert [row["what"].split()[-1] for row in rows] == [
+        "graphs", "kernels", "gathered", "graphs", "gathered", "graphs", "kernels"
+    ]  # fmt: skip
+    assert all("ms/step" in gpu_bench.line(row) for row in rows)
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("kind", ["equal", "tailed"])
+def test_a_rollout_is_timed_beside_the_peers_on_a_gpu(small_gpu_bench, kind):
+    rows = list(gpu_bench.bench_rollout(small_gpu_bench, kind))
+    assert len(rows) == {"equal": 3, "tailed": 2}[kind]
+    assert all(row["tokens_per_second"] > 0 for row in rows)
+
+
+def test_what_a_step_must_read_is_weights_and_keys():
+    model = create_model(TINY.shape, "cpu")
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    own, shared = 8 * (16 + 80) / 2, 256
+    assert gpu_bench.bytes_per_step(model, 8, 10) == weights + (own + shared) * 10
+
+
+def test_the_shapes_of_a_gpu_are_those_of_qwen3():
+    assert set(QWEN3) == {"0.6B", "4B", "8B"}
+    assert all(shape["vocab_size"] == 151936 for shape in QWEN3.values())

@@ -1,0 +1,111 @@
+"""Every workload of the bench runs, on models and sizes that say nothing of speed."""
+
+import json
+import math
+
+import pytest
+
+import bench
+import docs
+import plots
+
+# What the peers warn of is theirs.
+pytestmark = pytest.mark.filterwarnings("default")
+
+SLOW = {"step"}
+# TRL's continuous batching begins and ends with seconds of its own.
+
+
+WORKLOADS = [
+    pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in bench.WORKLOADS
+]
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    """The record of a tiny run of each workload, made once."""
+    folder = tmp_path_factory.mktemp("records")
+
+    def record(workload):
+        path = folder / f"{workload}_cpu.json"
+        if not path.exists():
+            arguments = ["--tiny", "--repetitions", "1", "--device", "cpu"]
+            bench.main([workload, *arguments, "--output-dir", str(folder)])
+        return json.loads(path.read_text())
+
+    return record
+
+
+def figures(results):
+    for value in results.values():
+        if isinstance(value, dict):
+            yield from figures(value)
+        elif not isinstance(value, str) and value is not None:
+            yield value
+
+
+@pytest.mark.parametrize("workload", WORKLOADS)
+def test_a_workload_runs_and_its_record_is_of_finite_figures(workload, recorded):
+    record = recorded(workload)
+    assert record["bench"] == workload
+    assert record["repetitions"] == 1
+    found = list(figures(record["results"]))
+    assert found
+    assert all(math.isfinite(value) for value in found)
+
+
+def test_a_tiny_run_never_replaces_a_record(capsys):
+    with pytest.raises(SystemExit):
+        bench.main(["roofline", "--tiny"])
+    assert "--output-dir" in capsys.readouterr().err
+
+
+def test_a_rollout_says_what_share_of_the_bound_each_contender_has(recorded):
+    for contenders in recorded("rollout")["results"].values():
+        for contender in contenders.values():
+            assert 0 < contender["matmul_share"] <= contender["forwards_matmul_share"]
+            assert contender["peak_resident_mib"] > 0
+            assert contender["settings"]
+
+
+def test_a_profile_accounts_for_the_whole_rollout(recorded):
+    results = recorded("profile")["results"]
+    parts = results["where the time goes"]
+    assert sum(part["percent"] for part in parts.values()) == pytest.approx(100)
+    assert sum(part["percent"] for part in results["operators"].values()) == pytest.approx(100)
+    uncounted = [name for name, part in parts.items() if not part["calls"]]
+    assert uncounted == ["intake, collecting, sync"], "functions of seams.py are called no longer"
+
+
+def test_what_a_waiting_request_holds_is_told_beside_its_tokens(recorded):
+    waiting = recorded("scaling")["results"]["waiting"]
+    assert waiting["bytes a request beside its tokens"] > 0
+    assert waiting["bytes a token"] >= 8
+
+
+def test_the_plots_are_drawn_from_records(recorded, tmp_path):
+    record = recorded("scaling")
+    step = {"results": {"grpo_step": {"cb_rollout": {"median": 1.0}, "other": {"median": 2.0}}}}
+    (tmp_path / "step_cpu.json").write_text(json.dumps(step))
+    # As where a contender is left out of the larger points.
+    del record["results"]["2 requests"]["transformers CB"]
+    (tmp_path / "scaling_cpu.json").write_text(json.dumps(record))
+    plots.main(["--folder", str(tmp_path)])
+    assert {path.name for path in tmp_path.glob("*.[ps][nv]g")} == {
+        f"{name}_cpu.{form}" for name in ("scaling", "step") for form in ("png", "svg")
+    }
+
+
+def test_a_table_of_the_readme_gives_ratio_spread_and_share(recorded):
+    record = recorded("rollout")
+    contenders = record["results"]["equal_lengths"]
+    contenders["cb_rollout"] |= {"median": 300.0, "min": 250.0, "max": 320.0, "matmul_share": 0.5}
+    contenders["model.generate"] |= {
+        "median": 200.0, "min": 99.5, "max": 210.0, "matmul_share": 0.25
+    }  # fmt: skip
+    assert "min to max" not in docs.workload_table("Equal", contenders, record)
+    table = docs.workload_table("Equal", contenders, record | {"repetitions": 2})
+    assert "| cb_rollout | 300 tokens/s | 250 to 320 | - | 50% |" in table
+    assert "| model.generate | 200 tokens/s | 99.5 to 210 | 1.5x as fast | 25% |" in table
+    assert "2 turns each" in table
+    assert docs.SHARES in table
