@@ -13,11 +13,10 @@ import time
 from collections.abc import Iterator, Mapping
 from io import FileIO
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from cb_rollout.dataset.rows import RowId
-from cb_rollout.errors import ConfigurationError
+from cb_rollout.errors import ConfigurationError, said
 
 SETTINGS_SUFFIX = ".settings.json"
 
@@ -108,12 +107,7 @@ class ResultFile:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._sync()
         self._file.close()
 
@@ -206,8 +200,8 @@ class ResultFile:
                     _key(result)
                 except (ValueError, KeyError, TypeError) as error:
                     raise ConfigurationError(
-                        f"line {number} of {self.path} is not a result ({type(error).__name__}: "
-                        f"{error}); remove the line to go on with the others."
+                        f"line {number} of {self.path} is not a result ({said(error)}); remove "
+                        "the line to go on with the others."
                     ) from error
                 yield end, line, result
 
