@@ -48,7 +48,7 @@ def is_number(value: object) -> bool:
 
 
 def require_integer(name: str, value: object, least: int, may_be_none: bool) -> None:
-    """Raise `ConfigurationError` for what is no whole number, or below the least."""
+    """Raise `ConfigurationError` for what is not a whole number, or below the least."""
     if value is None and may_be_none:
         return
     if not isinstance(value, int) or isinstance(value, bool):

@@ -71,7 +71,7 @@ def scores_of(scorer: Scorer, result: Mapping[str, Any], label: str) -> dict[str
     """What a function says about one result, by name.
 
     Raises:
-        ConfigurationError: it raised, or returned what is no score; names the row and the function.
+        ConfigurationError: it raised, or returned no score; names the row and the function.
     """
     where = f"{name_of(scorer)} on {label} (id {result['id']!r}, sample {result['sample']})"
     try:
