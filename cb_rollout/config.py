@@ -3,34 +3,12 @@
 Owns names, defaults and ranges; resolves nothing that needs a model or a device. Loads no torch.
 """
 
-import dataclasses
-import difflib
-import functools
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 from cb_rollout.errors import ConfigurationError
 from cb_rollout.setting_rules import require_valid
-
-T = TypeVar("T")
-
-
-def _reject_unknown_fields(cls: type[T]) -> type[T]:
-    """Make a keyword dataclass refuse an unknown field with an error that names it."""
-    init = cls.__init__
-    names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
-
-    @functools.wraps(init)
-    def checked(self: T, **values: Any) -> None:
-        for name in values:
-            if name not in names:
-                close = difflib.get_close_matches(name, names, n=1)
-                hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(names)}."
-                raise ConfigurationError(f"{cls.__name__} has no field {name!r}; {hint}")
-        init(self, **values)
-
-    cls.__init__ = checked
-    return cls
+from cb_rollout.setting_values import known_fields_only
 
 
 def _setting(default: Any, help_text: str, cost: str = "") -> Any:
@@ -38,7 +16,7 @@ def _setting(default: Any, help_text: str, cost: str = "") -> Any:
     return field(default=default, metadata={"help": help_text, "cost": cost})
 
 
-@_reject_unknown_fields
+@known_fields_only(ConfigurationError)
 @dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
     """Settings of a rollout generator; every one is honoured or refused, none ignored.

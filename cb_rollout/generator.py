@@ -119,7 +119,7 @@ class RolloutGenerator:
             count = getattr(chosen, "num_return_sequences", None)
         count = 1 if count is None else count
         if not isinstance(count, int) or count < 1:
-            raise InvalidRequestError(f"num_return_sequences={count!r} is no whole number >= 1.")
+            raise InvalidRequestError(f"num_return_sequences={count!r} is not a whole number >= 1.")
         prompts = encoded(inputs, self.tokenizer)
         params = self._params(len(prompts), generation_config, sampling_params, max_new_tokens)
         with self.manager.loop.observers.span("rollout"):

@@ -23,6 +23,11 @@ from cb_rollout.errors import InvalidRequestError
 from cb_rollout.sampling_params import SamplingParams
 
 MADE_ID = re.compile(r"req_([0-9]{1,18})")
+# What an id that is made here looks like; a caller's own may look so too.
+
+_CACHE_ADVICE = "shorten it, or raise num_blocks, max_blocks_per_request or max_memory_percent"
+_MAX_LENGTH_ADVICE = "set max_new_tokens instead"
+_MODEL_ADVICE = "shorten the prompt or lower max_new_tokens"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,16 +237,3 @@ def _require_reachable_minimum(request: Request, index: int) -> None:
             f"{len(request.prompt_ids)}, and at most {request.max_new_tokens} may come; lower "
             "them or raise max_new_tokens."
         )
-
-
-_CACHE_ADVICE = "shorten it, or raise num_blocks, max_blocks_per_request or max_memory_percent"
-_MAX_LENGTH_ADVICE = "set max_new_tokens instead"
-_MODEL_ADVICE = "shorten the prompt or lower max_new_tokens"
-
-
-def grouped(requests: Sequence[Request]) -> list[Request]:
-    """The requests, each group together, groups in order of arrival."""
-    arrival: dict[int | None, int] = {}
-    for request in requests:
-        arrival.setdefault(request.group, len(arrival))
-    return sorted(requests, key=lambda request: arrival[request.group])

@@ -77,7 +77,7 @@ def drift(sampled: dict[str, list[float]], recomputed: dict[str, list[float]]) -
     _, _, request_id, position = pairs[worst]
     starts_at = worst - position
     notable = (sizes_N[starts_at : worst + 1] > NOTABLE_DRIFT).nonzero()
-    # Of ratios that are no numbers nothing can be estimated: as far off as can be.
+    # Nothing can be estimated from ratios that are not numbers: as far off as can be.
     k1 = k3 = chi_squared = math.inf
     effective_sample_size = 0.0
     square = float(log_ratios_N.mul(2).exp().mean())

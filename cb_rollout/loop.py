@@ -83,7 +83,7 @@ class EngineLoop:
         self.join(HALT_TIMEOUT_SECONDS)
 
     def submit(self, requests: Sequence[Request], recipient: Recipient) -> None:
-        """Queue requests, all or none.
+        """Queue requests, all or none, the members of a group as neighbours.
 
         Raises:
             EngineDeadError: the engine stopped on an exception.
@@ -113,11 +113,13 @@ class EngineLoop:
                         f"request_id={request.request_id!r} is in use; choose another, or leave it "
                         "out to have one made."
                     )
+            arrival: dict[int | None, int] = {}
             for request in requests:
+                arrival.setdefault(request.group, len(arrival))
                 expected = self._expected.pop(request.request_id, recipient)
                 self._live[request.request_id] = (request, expected)
             self.observers.submitted(requests)
-            self._inbox.extend(requests)
+            self._inbox.extend(sorted(requests, key=lambda request: arrival[request.group]))
             self._changed.notify_all()
 
     def cancel(self, request_ids: Sequence[str]) -> list[CancelResult]:

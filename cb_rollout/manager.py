@@ -18,7 +18,7 @@ from cb_rollout.delivery import Handler, Mailbox
 from cb_rollout.engine.core import Engine
 from cb_rollout.errors import ConfigurationError
 from cb_rollout.generation_config import from_generation_config
-from cb_rollout.intake import Intake, ServingLimits, grouped
+from cb_rollout.intake import Intake, ServingLimits
 from cb_rollout.loop import EngineLoop
 from cb_rollout.sampling_params import SamplingParams, resolved
 from cb_rollout.transformers_config import as_rollout_config
@@ -223,7 +223,7 @@ class ContinuousBatchingManager:
             is_streaming=streaming,
             records_timestamps=record_timestamps,
         )
-        self.loop.submit(grouped(requests), self._mailbox)
+        self.loop.submit(requests, self._mailbox)
         return [request.request_id for request in requests]
 
     def cancel_request(self, request_id: str) -> CancelResult:

@@ -1,6 +1,7 @@
 """`generate_batch`, the reference's one function."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -52,11 +53,11 @@ def generate_batch(
         Outputs by request id; see `RolloutGenerator.generate_batch`.
     """
     config = as_rollout_config(continuous_batching_config)
-    if persistent_manager:
-        generator = _kept_generator(model, config)
-    else:
-        generator = RolloutGenerator(model, config)
-    try:
+    with (
+        nullcontext(_kept_generator(model, config))
+        if persistent_manager
+        else RolloutGenerator(model, config)
+    ) as generator:
         return generator.generate_batch(
             inputs,
             generation_config,
@@ -64,9 +65,6 @@ def generate_batch(
             progress_bar=progress_bar,
             **kwargs,
         )
-    finally:
-        if not persistent_manager:
-            generator.close()
 
 
 def _kept_generator(model: torch.nn.Module, config: RolloutConfig) -> RolloutGenerator:

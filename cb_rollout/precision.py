@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from cb_rollout import _compat, _compat_fsdp
-from cb_rollout.choices import WeightSync
+from cb_rollout.choices import RolloutDtype, WeightSync
 from cb_rollout.config import RolloutConfig
 from cb_rollout.errors import ConfigurationError
 
@@ -33,7 +33,7 @@ def rollout_precision(config: RolloutConfig, model: torch.nn.Module, accelerator
     word = "no" if accelerator is None else accelerator.mixed_precision
     trainers_autocast = MIXED_PRECISION.get(word)
     is_deepspeed = accelerator is not None and _compat.zero_stage(accelerator) is not None
-    if config.rollout_dtype == "auto":
+    if config.rollout_dtype == RolloutDtype.AUTO:
         if is_deepspeed:
             # It casts the module itself, and runs it without autocast.
             return Precision(None, trainers_autocast)

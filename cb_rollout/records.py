@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
-from cb_rollout.errors import ConfigurationError
+from cb_rollout.errors import ConfigurationError, said
 
 T = TypeVar("T")
 
@@ -218,8 +218,8 @@ def _records(path: Path, parse: Callable[[Mapping[str, Any]], T]) -> Iterator[T]
                 record = parse(json.loads(line))
             except (ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
                 raise ConfigurationError(
-                    f"line {number} of {path} is not a record ({type(error).__name__}: {error}); "
-                    "remove the line to read the others."
+                    f"line {number} of {path} is not a record ({said(error)}); remove the line to "
+                    "read the others."
                 ) from error
             yield record
 

@@ -9,7 +9,6 @@ from tqdm.auto import tqdm
 
 from cb_rollout.delivery import Mailbox
 from cb_rollout.engine.request import Request
-from cb_rollout.intake import grouped
 from cb_rollout.manager import ContinuousBatchingManager
 from cb_rollout.types import GenerationOutput
 
@@ -60,7 +59,7 @@ def _finished(
     with tqdm(total=len(requests), desc="rollout", unit="seq", disable=not progress_bar) as bar:
         try:
             with loop.driving() as step_until:
-                loop.submit(grouped(requests), mailbox)
+                loop.submit(requests, mailbox)
                 while len(finished) < len(requests):
                     refresh = time.monotonic() + PROGRESS_SECONDS
                     if step_until is not None:

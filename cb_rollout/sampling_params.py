@@ -4,18 +4,16 @@ Owns the meaning and the ranges of sampling parameters. Loads no torch.
 """
 
 import dataclasses
-import difflib
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 from cb_rollout import sampling_values as values
 from cb_rollout.errors import ConfigurationError, InvalidRequestError
 from cb_rollout.grammar import Grammar
-
-T = TypeVar("T")
+from cb_rollout.setting_values import known_fields_only
 
 LEAST_TEMPERATURE = 1e-6
 # Logits divided by less overflow float32, or are too coarse for log-probabilities to mean anything.
@@ -35,25 +33,6 @@ NEIGHBOURS_WORDS = {
 # What vLLM and transformers call the same thing.
 
 
-def _known_fields_only(cls: type[T]) -> type[T]:
-    """Make a keyword dataclass refuse an unknown field with an error that names the right one."""
-    init = cls.__init__
-    names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
-
-    @functools.wraps(init)
-    def checked(self: T, **given: Any) -> None:
-        for name in given:
-            if name not in names:
-                close = difflib.get_close_matches(name, names, n=1)
-                known = NEIGHBOURS_WORDS.get(name) or (close[0] if close else None)
-                hint = f"did you mean {known!r}?" if known else f"known: {', '.join(names)}."
-                raise InvalidRequestError(f"SamplingParams has no field {name!r}; {hint}")
-        init(self, **given)
-
-    cls.__init__ = checked
-    return cls
-
-
 def _setting(default: Any, help_text: str, counterpart: str = "-") -> Any:
     """A field with its help text, and the `GenerationConfig` field that is read as it."""
     metadata = {"help": help_text, "counterpart": counterpart}
@@ -61,7 +40,7 @@ def _setting(default: Any, help_text: str, counterpart: str = "-") -> Any:
     return dataclasses.field(default=default, metadata=metadata, hash=default is not None)
 
 
-@_known_fields_only
+@known_fields_only(InvalidRequestError, NEIGHBOURS_WORDS)
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
     """How one sequence is sampled; complete in itself, except where a field says otherwise.

@@ -51,3 +51,18 @@ def as_rollout_config(config: Any) -> RolloutConfig:
         elif value is not None:
             values[_RENAMED.get(field.name, field.name)] = value
     return RolloutConfig(**values)
+
+
+def as_trainers_config(config: Any, seed: int) -> RolloutConfig:
+    """As `as_rollout_config`, with log-probabilities, and a trainer's seed where none is set.
+
+    Raises:
+        ConfigurationError: also where a `RolloutConfig` leaves log-probabilities out.
+    """
+    if isinstance(config, RolloutConfig) and not config.return_logprobs:
+        raise ConfigurationError("return_logprobs=False: the trainer needs them; leave it True.")
+    resolved = as_rollout_config(config)
+    # transformers' own config leaves them out by default.
+    return dataclasses.replace(
+        resolved, return_logprobs=True, seed=seed if resolved.seed is None else resolved.seed
+    )

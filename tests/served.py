@@ -43,6 +43,13 @@ def client(server: ServerHandle, **settings: Any) -> openai.OpenAI:
     return _clients[-1]
 
 
+def idle(generator: RolloutGenerator) -> bool:
+    """Whether nothing is in flight any more, some time soon."""
+    loop = generator.manager.loop
+    with loop._changed:
+        return loop._changed.wait_for(lambda: not loop._live, timeout=TIMEOUT_SECONDS)
+
+
 class Script:
     """A logits processor that makes any model say one text after `<|start|>assistant`, and end."""
 

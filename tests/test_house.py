@@ -216,6 +216,12 @@ def test_a_foreign_framework_is_imported_in_one_place(framework):
     assert len(importers(framework)) <= 1
 
 
+def test_the_architecture_says_what_every_module_owns():
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    names = {path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in MODULES}
+    assert {name for name in names if not re.search(rf"`{name}[`/]", text)} == {"__init__"}
+
+
 def test_the_type_marker_is_shipped():
     assert (PACKAGE / "py.typed").read_text() == ""
 

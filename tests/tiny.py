@@ -3,7 +3,8 @@
 Everything here is deterministic and leaves the global random state as it found it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerFast,
 )
+
+from cb_rollout import GenerationOutput
 
 PAD, EOS, BOS = 0, 1, 2
 
@@ -112,6 +115,21 @@ def plain_logprobs(
     return logprobs.gather(-1, torch.tensor(list(generated_ids))[:, None])[:, 0].tolist()
 
 
+def largest_difference(
+    model: torch.nn.Module, outputs: Iterable[GenerationOutput], temperature: float = 1.0
+) -> float:
+    """Between any delivered log-probability and the plain forward's, in nats."""
+    return max(
+        abs(ours - theirs)
+        for output in outputs
+        for ours, theirs in zip(
+            output.logprobs,
+            plain_logprobs(model, output.prompt_ids, output.generated_tokens, temperature),
+            strict=True,
+        )
+    )
+
+
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
@@ -131,6 +149,14 @@ def char_tokenizer() -> PreTrainedTokenizerFast:
         unk_token="<unk>",
         chat_template=CHAT_TEMPLATE,
     )
+
+
+def save_checkpoint(path: Path) -> Path:
+    """A model and its tokenizer of characters, in a directory."""
+    tokenizer = char_tokenizer()
+    tokenizer.save_pretrained(path)
+    tiny_model(vocab_size=len(tokenizer)).save_pretrained(path)
+    return path
 
 
 CHAT_MARKERS = ["<|pad|>", "<|end|>", "<|start|>"]

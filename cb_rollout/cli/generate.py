@@ -10,7 +10,7 @@ from cb_rollout.dataset.options import DatasetOptions
 
 DESCRIPTION = """\
 Generate completions of every row of a data set. Results are appended as they end; run the same
-command again to go on with what was interrupted.
+command again to resume what was interrupted.
 
 Input rows have `prompt` (text, messages, or token ids) or `messages`, perhaps an `id`, and any
 other keys, which are carried over. Exit code 1: some sequences failed, and say why in `error`."""
@@ -32,14 +32,14 @@ def add_generate(commands: Any) -> None:
         dest="dataset",
         help="A JSONL or Parquet file, or a `datasets` directory or hub name.",
     )
-    parser.add_argument("--output", required=True, help="JSONL; gone on with if it is there.")
+    parser.add_argument("--output", required=True, help="JSONL; resumed if it exists.")
     parser.add_argument(
         "--evaluate",
         metavar="MODULE:FUNCTION",
         help="Score each result: function(row) -> number, bool, or a dict of numbers.",
     )
     parser.add_argument(
-        "--overwrite", action="store_true", help="Begin anew, whatever the output holds."
+        "--overwrite", action="store_true", help="Start over, whatever the output holds."
     )
     parser.add_argument(
         "--retry-failed",

@@ -12,7 +12,6 @@ from typing import NamedTuple
 from cb_rollout.dataset.rows import Row
 from cb_rollout.delivery import Mailbox
 from cb_rollout.errors import InvalidRequestError
-from cb_rollout.intake import grouped
 from cb_rollout.manager import ContinuousBatchingManager
 from cb_rollout.sampling_params import SamplingParams
 from cb_rollout.types import GenerationOutput
@@ -89,7 +88,7 @@ class Flight:
             )
         except InvalidRequestError as error:
             return [Landed(row, sample, None, str(error)) for sample in samples]
-        self._manager.loop.submit(grouped(requests), self._mailbox)
+        self._manager.loop.submit(requests, self._mailbox)
         for request, sample in zip(requests, samples, strict=True):
             self._in_flight[request.request_id] = (row, sample)
         return []

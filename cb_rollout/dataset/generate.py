@@ -49,19 +49,19 @@ def generate_dataset(
 ) -> DatasetReport:
     """Generate completions of every row, and write each as it ends.
 
-    An output that is there is gone on with: what it holds is not generated again. So the same call
-    ends what was begun, whatever stopped it.
+    An output that exists is resumed: what it holds is not generated again, so the same call
+    finishes what an interrupted one began.
 
     Args:
         model: a checkpoint's directory or hub name; or a model.
         dataset: a JSONL or Parquet file, or what the `datasets` library loads. A row has `prompt`
-            (text, messages, or token ids) or `messages`, perhaps an `id`, and what else it likes.
+            (text, messages, or token ids) or `messages`, perhaps an `id`, and any other keys.
         output: JSONL, a line for each sequence: its row, `sample` (its number among the row's, from
             0), `completion`, `token_ids` and `finish_reason`; `logprobs` and `scores` where asked
             for; `error` instead where it failed.
         tokenizer: None: the checkpoint's.
         evaluate: scores each result: a function of its line as a dict, or its `module:function`.
-        overwrite: begin anew, whatever `output` holds.
+        overwrite: start over, whatever `output` holds.
         retry_failed: generate again what `output` holds as an error.
         progress_bar: show sequences done, tokens per second and time left on stderr.
         **options: the fields of `DatasetOptions`.
@@ -170,7 +170,7 @@ class _Run:
         except KeyboardInterrupt as interrupt:
             raise KeyboardInterrupt(
                 f"interrupted: {self._results.num_done:,} of {num_wanted:,} sequences are in "
-                f"{self._results.path}; run the same again to go on from there."
+                f"{self._results.path}; run the same again to resume."
             ) from interrupt
         finally:
             self._manager.stop(timeout=0)

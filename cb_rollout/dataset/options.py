@@ -12,6 +12,9 @@ from cb_rollout.errors import ConfigurationError
 from cb_rollout.sampling_params import SamplingParams
 
 GENERATION_CONFIGS = ("model", "none")
+# The one saved with the model, or none at all.
+
+_SAMPLING_HELP = {f.name: f.metadata["help"] for f in dataclasses.fields(SamplingParams)}
 
 
 def _option(default: Any, help_text: str, *, shapes_results: bool = True) -> Any:
@@ -37,13 +40,9 @@ class DatasetOptions:
     temperature: float | None = _option(
         None, "Divides the logits; 0 is greedy. None: the generation config's, as for the next 3."
     )
-    top_k: int | None = _option(None, "Sample among the k most likely tokens; 0 is off.")
-    top_p: float | None = _option(
-        None, "Sample among the fewest tokens whose probabilities reach this sum; 1 is off."
-    )
-    min_p: float | None = _option(
-        None, "Drop tokens less likely than this share of the most likely one; 0 is off."
-    )
+    top_k: int | None = _option(None, _SAMPLING_HELP["top_k"])
+    top_p: float | None = _option(None, _SAMPLING_HELP["top_p"])
+    min_p: float | None = _option(None, _SAMPLING_HELP["min_p"])
     generation_config: str = _option(
         "model", "model: the one saved with the model; none: temperature 1, nothing truncated."
     )

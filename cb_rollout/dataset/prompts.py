@@ -6,7 +6,7 @@ from typing import Any
 from jinja2 import TemplateError
 
 from cb_rollout.dataset.rows import Row, Survey
-from cb_rollout.errors import ConfigurationError, InvalidRequestError
+from cb_rollout.errors import ConfigurationError, InvalidRequestError, said
 from cb_rollout.prompts import encoded
 
 
@@ -56,6 +56,4 @@ class PromptEncoder:
         try:
             return encoded([prompt], self._tokenizer)[0]
         except (TemplateError, ValueError, TypeError, KeyError, AttributeError) as error:
-            raise InvalidRequestError(
-                f"the prompt cannot be encoded ({type(error).__name__}: {error})."
-            ) from error
+            raise InvalidRequestError(f"the prompt cannot be encoded ({said(error)}).") from error

@@ -1,7 +1,7 @@
 """The file of results: one JSON line for each sequence, there once its newline is written.
 
 Owns what survives a kill. A half line is cut off when the file is opened again; a sequence that has
-a line is never generated again; and a file is only gone on with under the settings it was begun
+a line is never generated again; and a file is only resumed under the settings that it was started
 with, which lie beside it. One process at a time writes.
 """
 
@@ -13,11 +13,10 @@ import time
 from collections.abc import Iterator, Mapping
 from io import FileIO
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from cb_rollout.dataset.rows import RowId
-from cb_rollout.errors import ConfigurationError
+from cb_rollout.errors import ConfigurationError, said
 
 SETTINGS_SUFFIX = ".settings.json"
 
@@ -38,16 +37,16 @@ class ResultFile:
         overwrite: bool = False,
         retry_failed: bool = False,
     ) -> None:
-        """Begin a file, or go on with one behind its last whole line.
+        """Start a file, or resume one after its last whole line.
 
         Args:
             path: the file; a small one with its settings is kept beside it.
             settings: whatever changes what a result means; plain values by name.
-            overwrite: begin anew, whatever is there.
+            overwrite: start over, whatever is there.
             retry_failed: take out the results that are errors, so that they are generated again.
 
         Raises:
-            ConfigurationError: the file was begun under other settings, is no file of results,
+            ConfigurationError: the file was started under other settings, does not hold results,
                 cannot be written, or another process writes it.
         """
         self.path = Path(path)
@@ -108,12 +107,7 @@ class ResultFile:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._sync()
         self._file.close()
 
@@ -145,21 +139,21 @@ class ResultFile:
     def _require_same_settings(self) -> None:
         advice = "name another output, or overwrite this one"
         try:
-            begun_with = json.loads(self._settings_path.read_bytes())
+            started_with = json.loads(self._settings_path.read_bytes())
         except (OSError, ValueError) as error:
             raise ConfigurationError(
                 f"{self.path} is there but {self._settings_path.name}, which says what it was made "
                 f"with, cannot be read; {advice}."
             ) from error
         changed = [
-            f"{name} was {begun_with.get(name)!r:.60} and is {self._settings.get(name)!r:.60}"
-            for name in dict.fromkeys([*begun_with, *self._settings])
-            if begun_with.get(name) != self._settings.get(name)
+            f"{name} was {started_with.get(name)!r:.60} and is {self._settings.get(name)!r:.60}"
+            for name in dict.fromkeys([*started_with, *self._settings])
+            if started_with.get(name) != self._settings.get(name)
         ]
         if changed:
             raise ConfigurationError(
-                f"{self.path} was begun with other settings: {'; '.join(changed)}. Go on with the "
-                f"same, {advice}."
+                f"{self.path} was started with other settings: {'; '.join(changed)}. Resume with "
+                f"the same, {advice}."
             )
 
     def _write_settings(self) -> None:
@@ -206,8 +200,8 @@ class ResultFile:
                     _key(result)
                 except (ValueError, KeyError, TypeError) as error:
                     raise ConfigurationError(
-                        f"line {number} of {self.path} is not a result ({type(error).__name__}: "
-                        f"{error}); remove the line to go on with the others."
+                        f"line {number} of {self.path} is not a result ({said(error)}); remove "
+                        "the line to keep the others."
                     ) from error
                 yield end, line, result
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
-from cb_rollout.errors import ConfigurationError
+from cb_rollout.errors import ConfigurationError, said
 
 Scorer = Callable[[dict[str, Any]], float | bool | Mapping[str, float]]
 # Given a result row: the input's keys, the completion, and the sequence's number as "sample".
@@ -53,8 +53,8 @@ def load_scorer(name: str) -> Scorer:
         module = importlib.import_module(module_name)
     except Exception as error:
         raise ConfigurationError(
-            f"evaluate={name!r}: {module_name} does not load ({type(error).__name__}: {error}); "
-            "run from its directory, or put that on PYTHONPATH."
+            f"evaluate={name!r}: {module_name} does not load ({said(error)}); run from its "
+            "directory, or put that on PYTHONPATH."
         ) from error
     scorer: Any = getattr(module, function_name, None)
     if not callable(scorer):
@@ -71,15 +71,14 @@ def scores_of(scorer: Scorer, result: Mapping[str, Any], label: str) -> dict[str
     """What a function says about one result, by name.
 
     Raises:
-        ConfigurationError: it raised, or returned what is no score; names the row and the function.
+        ConfigurationError: it raised, or returned no score; names the row and the function.
     """
     where = f"{name_of(scorer)} on {label} (id {result['id']!r}, sample {result['sample']})"
     try:
         returned = scorer(dict(result))
     except Exception as error:
         raise ConfigurationError(
-            f"{where} raised {type(error).__name__}: {error}; mend it and run the same again, what "
-            "is scored stays."
+            f"{where} raised {said(error)}; mend it and run the same again, what is scored stays."
         ) from error
     named = dict(returned) if isinstance(returned, Mapping) else {LONE_SCORE: returned}
     scores = {}

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from cb_rollout.errors import ConfigurationError
+from cb_rollout.errors import ConfigurationError, said
 
 JSONL_SUFFIXES = (".jsonl", ".ndjson", ".json")
 PARQUET_SUFFIX = ".parquet"
@@ -135,11 +135,9 @@ class DatasetSource:
             else:
                 self._rows = datasets.load_dataset(name, subset, split=split)
         except (OSError, ValueError, KeyError, DatasetsError) as error:
-            first_line = next(iter(str(error).splitlines()), "")
             raise ConfigurationError(
-                f"split {split!r} of {name!r} cannot be loaded ({type(error).__name__}: "
-                f"{first_line}); pass a file, a data set's directory or name, and its split and "
-                "subset."
+                f"split {split!r} of {name!r} cannot be loaded ({said(error)}); pass a file, a "
+                "data set's directory or name, and its split and subset."
             ) from error
         self._name = f"{name} {split}"
 

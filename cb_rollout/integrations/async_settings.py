@@ -6,31 +6,24 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
+from cb_rollout.choices import RolloutDtype, WeightSync
 from cb_rollout.config import RolloutConfig
 from cb_rollout.errors import ConfigurationError
-from cb_rollout.transformers_config import as_rollout_config
+from cb_rollout.transformers_config import as_trainers_config
 
 
 def engine_config(config: Any, args: Any) -> RolloutConfig:
     """The engine's settings: it runs a copy of the weights already, in the trainer's precision."""
-    if isinstance(config, RolloutConfig):
-        if config.weight_sync == "copy":
-            raise ConfigurationError(
-                "weight_sync='copy': the engine's model is a copy already, which the trainer "
-                "writes; leave it at 'auto'."
-            )
-        if not config.return_logprobs:
-            raise ConfigurationError(
-                "return_logprobs=False: the trainer needs them; leave it True."
-            )
-    resolved = as_rollout_config(config)
-    # transformers' own config leaves log-probabilities out by default.
-    changes: dict[str, Any] = {"weight_sync": "shared", "return_logprobs": True}
-    if resolved.seed is None:
-        changes["seed"] = args.seed
-    if resolved.rollout_dtype == "auto" and (args.bf16 or args.fp16):
-        changes["rollout_dtype"] = "bfloat16" if args.bf16 else "float16"
-    return replace(resolved, **changes)
+    resolved = as_trainers_config(config, args.seed)
+    if resolved.weight_sync == WeightSync.COPY:
+        raise ConfigurationError(
+            "weight_sync='copy': the engine's model is a copy already, which the trainer writes; "
+            "leave it at 'auto'."
+        )
+    dtype = resolved.rollout_dtype
+    if dtype == RolloutDtype.AUTO and (args.bf16 or args.fp16):
+        dtype = RolloutDtype.BFLOAT16 if args.bf16 else RolloutDtype.FLOAT16
+    return replace(resolved, weight_sync=WeightSync.SHARED, rollout_dtype=dtype)
 
 
 def require_settings(args: Any, in_flight: str) -> None:

@@ -2,6 +2,8 @@
 
 Owns when, how many, the figures that are logged, and what follows when they differ too much.
 Called by the trainer, on its thread; with several processes all of them call it together.
+
+B: rows of a batch, T: tokens of a completion.
 """
 
 import warnings

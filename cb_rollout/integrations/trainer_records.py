@@ -3,6 +3,8 @@
 A sequence is written once the loss has seen it, since the trainer's log-probabilities and entropies
 come from there; at the latest when the next rollout of its kind begins, or training ends. Called by
 the trainer's main process, on its thread.
+
+B: rows of a batch, T: tokens of a completion.
 """
 
 from collections.abc import Sequence

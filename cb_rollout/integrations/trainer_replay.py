@@ -2,6 +2,8 @@
 
 What DeepSeek-V3.2's report calls "Keep Sampling Mask". TRL's own forward never has logits, so the
 model's is run instead: a micro-batch's logits of the completion exist whole.
+
+B: rows, S: prompt and completion, T: completion, V: vocabulary, N: B x T.
 """
 
 from array import array
@@ -16,7 +18,7 @@ from cb_rollout.kept_tokens import KeptTokens, kept_logprobs
 
 
 def kept_tokens_of(row: Row) -> list[Any]:
-    """The kept ids of each completion token; a token that was not sampled is kept alone.
+    """The kept ids of each completion token, `array("i")`; one that was not sampled is kept alone.
 
     Such a token's log-probability is 0 and has no gradient, and no loss counts it.
     """
@@ -42,12 +44,16 @@ def replayed_logprobs(
     Args:
         trainer: gives temperature and precision.
         model: the policy, or the reference.
-        input_ids: prompts, left-padded, and completions, right-padded.
-        attention_mask: of the same shape.
-        logits_to_keep: the completions' padded length.
-        kept: for each row, as many arrays of ids as its completion has tokens.
+        input_ids: (B, S), int64: prompts, left-padded, and completions, right-padded.
+        attention_mask: (B, S), int64.
+        logits_to_keep: T.
+        kept: for each row, as many `array("i")` of ids as its completion has tokens.
         batch_size: rows in one forward; None: all.
         compute_aux_loss: also return a mixture of experts' load-balancing loss.
+
+    Returns:
+        Log-probabilities and entropies, both (B, T), float32, in nats, 0 in the padding; and that
+        loss, or None.
     """
     num_rows = input_ids.shape[0]
     batch_size = batch_size or num_rows

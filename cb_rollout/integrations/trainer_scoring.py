@@ -2,6 +2,8 @@
 
 Stands in for four of the trainer's methods and calls the originals. Called by the trainer, on its
 thread. Knows the trainer by its attributes only.
+
+B: rows of a batch, T: tokens of a completion.
 """
 
 import math
@@ -196,7 +198,7 @@ class TrainerScoring:
         return recomputed_BT
 
     def _sampled(self, mask_BT: torch.Tensor) -> torch.Tensor | None:
-        """What was sampled, 0 in the padding; None where some is missing or no number."""
+        """What was sampled, 0 in the padding; None where some is missing or not a number."""
         sampled_BT = torch.zeros(mask_BT.shape, dtype=torch.float32)
         for number, row in enumerate(self._rows):
             if row.logprobs is None or not all(map(math.isfinite, row.logprobs)):

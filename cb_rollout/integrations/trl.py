@@ -8,7 +8,6 @@ never imported. The only file that imports trl.
 
 import inspect
 import warnings
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +17,6 @@ from trl import GRPOTrainer, RLOOTrainer
 from trl.generation.vllm_generation import VLLMGeneration
 
 from cb_rollout.choices import SamplingMask
-from cb_rollout.config import RolloutConfig
 from cb_rollout.distributed import create_failure_watch
 from cb_rollout.errors import ConfigurationError
 from cb_rollout.generator import RolloutGenerator
@@ -33,7 +31,7 @@ from cb_rollout.integrations.trainer_hooks import TrainerHooks
 from cb_rollout.integrations.trainer_records import TrainerRecords
 from cb_rollout.integrations.trainer_rollouts import TrainerRollouts
 from cb_rollout.integrations.trainer_scoring import TrainerScoring
-from cb_rollout.transformers_config import as_rollout_config
+from cb_rollout.transformers_config import as_trainers_config
 
 TESTED_VERSIONS = "trl>=1.16,<2"
 
@@ -72,13 +70,7 @@ def attach(trainer: Any, config: Any = None) -> RolloutGenerator:
     """
     _require_seam(trainer)
     _require_settings(trainer)
-    given, config = config, as_rollout_config(config)
-    if isinstance(given, RolloutConfig) and not given.return_logprobs:
-        raise ConfigurationError("return_logprobs=False: the trainer needs them; leave it True.")
-    # transformers' own config leaves them out by default.
-    config = replace(config, return_logprobs=True)
-    if config.seed is None:
-        config = replace(config, seed=trainer.args.seed)
+    config = as_trainers_config(config, trainer.args.seed)
     generator = RolloutGenerator(
         trainer.model,
         config,

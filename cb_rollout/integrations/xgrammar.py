@@ -54,7 +54,7 @@ class XGrammar:
             vocab_size: how many logits the model gives.
 
         Raises:
-            InvalidRequestError: it is no schema, or says what xgrammar does not know.
+            InvalidRequestError: it is not a schema, or not one that xgrammar supports.
         """
         text = schema if isinstance(schema, str) else json.dumps(schema)
         compiler = _compiler(tokenizer, vocab_size)

@@ -41,8 +41,6 @@ class PromptFormat:
         self._tokenizer = tokenizer
         self._known: OrderedDict[str, Known] = OrderedDict()
         self._num_known_tokens = 0
-        self.num_mended = 0
-        """Chats that would have been tokenized in another way than they were sampled."""
 
     def encode_text(self, text: str) -> list[int]:
         """A prompt that is text, as the tokenizer encodes it for the model."""
@@ -115,7 +113,6 @@ class PromptFormat:
         # Some tokenizers change a text that is cut in two: then only the whole is right.
         if self._decode(token_ids) != self._decode(plain):
             return plain
-        self.num_mended += token_ids != plain
         return token_ids
 
     def _encode_part(self, text: str) -> list[int]:

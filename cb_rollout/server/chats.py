@@ -2,7 +2,9 @@
 
 from typing import Any
 
+from cb_rollout.sampling_params import SamplingParams
 from cb_rollout.server.answers import Answer
+from cb_rollout.server.policy import Policy
 from cb_rollout.server.schemas import ChatRequest
 from cb_rollout.types import GenerationOutput
 
@@ -16,11 +18,11 @@ class ChatAnswer(Answer):
 
     def __init__(
         self,
-        policy: Any,
+        policy: Policy,
         body: ChatRequest,
         prompt_text: str,
         prompt_ids: list[int],
-        params: Any,
+        params: SamplingParams,
         tools: list[dict[str, Any]] | None,
     ) -> None:
         """See `Answer`.

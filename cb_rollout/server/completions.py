@@ -2,7 +2,9 @@
 
 from typing import Any
 
+from cb_rollout.sampling_params import SamplingParams
 from cb_rollout.server.answers import Answer
+from cb_rollout.server.policy import Policy
 from cb_rollout.server.schemas import CompletionRequest
 from cb_rollout.types import GenerationOutput
 
@@ -13,7 +15,13 @@ class CompletionAnswer(Answer):
     id_prefix = "cmpl"
     kind = chunk_kind = "text_completion"
 
-    def __init__(self, policy: Any, body: CompletionRequest, prompts: Any, params: Any) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        body: CompletionRequest,
+        prompts: list[list[int]],
+        params: SamplingParams,
+    ) -> None:
         """See `Answer`."""
         super().__init__(policy, body, prompts, params)
         self._with_logprobs = body.logprobs is not None

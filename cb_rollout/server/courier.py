@@ -9,12 +9,10 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
-from types import TracebackType
 from typing import Self
 
 from cb_rollout.engine.request import Request
 from cb_rollout.errors import EngineDeadError
-from cb_rollout.intake import grouped
 from cb_rollout.loop import EngineLoop
 from cb_rollout.types import GenerationOutput
 
@@ -47,7 +45,7 @@ class Courier:
         """Queue sequences; enter what is returned to take their outputs."""
         deadline = self._asyncio_loop.time() + self._timeout_seconds
         submission = Submission(self, requests, deadline)
-        self._engine_loop.submit(grouped(requests), self)
+        self._engine_loop.submit(requests, self)
         self._submissions |= dict.fromkeys(submission.unfinished, submission)
         return submission
 
@@ -141,11 +139,6 @@ class Submission:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self.unfinished:
             self._courier.give_up(list(self.unfinished))

@@ -47,7 +47,7 @@ class ServerOptions:
         """Check ranges, and refuse to stand open."""
         for name in ("host", "model_name"):
             if not isinstance(value := getattr(self, name), str) or not value:
-                raise ConfigurationError(f"{name}={value!r} is no text.")
+                raise ConfigurationError(f"{name}={value!r} is not a text, or is empty.")
         if not _is_whole(self.port, 0) or self.port >= 1 << 16:
             raise ConfigurationError(f"port={self.port!r} is outside [0, 65535].")
         for name in ("max_body_bytes", "max_prompt_tokens", "max_sequences"):

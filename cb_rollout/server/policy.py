@@ -221,4 +221,4 @@ def _biases(given: dict[str, float]) -> dict[int, float]:
     try:
         return {int(token): bias for token, bias in given.items()}
     except ValueError as error:
-        raise ApiError(400, "logit_bias has a key that is no token id.", "logit_bias") from error
+        raise ApiError(400, "logit_bias has a key that is not a token id.", "logit_bias") from error

@@ -12,7 +12,7 @@ LONGEST_CHARACTER = 4
 # Bytes of UTF-8, and so tokens, that one character can take.
 
 LONGEST_WINDOW = 16
-# Tokens decoded again with each one, where bytes come that are no text at all.
+# Tokens decoded again with each one, where bytes come that are not text at all.
 
 Decode = Callable[[Sequence[int]], str]
 # From token ids to text, special tokens left out.

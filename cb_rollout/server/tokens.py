@@ -82,7 +82,7 @@ _BYTE_OF_LETTER = _byte_of_letter()
 
 
 def _bytes_of(token: str, text: str) -> list[int]:
-    """A token's bytes; from how its vocabulary writes it, where its text alone is no text."""
+    """A token's bytes; from how its vocabulary writes it, where it does not decode alone."""
     if "\N{REPLACEMENT CHARACTER}" in text:
         if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
             return [int(token[3:5], 16)]

@@ -36,10 +36,10 @@ class Strategy:
 
 
 def require_whole_numbers(strategy: Strategy, **least: int) -> None:
-    """Raise `ConfigurationError` for a setting that is no whole number, or below its least."""
+    """Raise `ConfigurationError` for a setting that is not a whole number, or below its least."""
     for name, low in least.items():
         value = getattr(strategy, name)
         if not isinstance(value, int) or isinstance(value, bool) or value < low:
             raise ConfigurationError(
-                f"{type(strategy).__name__}({name}={value!r}) is no whole number >= {low}."
+                f"{type(strategy).__name__}({name}={value!r}) is not a whole number >= {low}."
             )

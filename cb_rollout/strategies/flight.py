@@ -9,7 +9,6 @@ from typing import Protocol
 
 from cb_rollout.delivery import Mailbox
 from cb_rollout.generator import RolloutGenerator
-from cb_rollout.intake import grouped
 from cb_rollout.prompts import Prompt, encoded
 from cb_rollout.sampling_params import SamplingParams, resolved
 from cb_rollout.types import GenerationOutput
@@ -72,7 +71,7 @@ class Flight:
         )
         self._manager.start()
         self._mailbox.reopen()
-        self._manager.loop.submit(grouped(requests), self._mailbox)
+        self._manager.loop.submit(requests, self._mailbox)
         return [request.request_id for request in requests]
 
     def take(self) -> GenerationOutput:

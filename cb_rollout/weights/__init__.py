@@ -55,7 +55,7 @@ def create_weight_sync(
         return SharedWeights(module, precision.autocast_dtype)
     if _compat.is_quantized(module):
         raise ConfigurationError(
-            "weight_sync='copy' of a quantised model: its weights are no plain tensors; use "
+            "weight_sync='copy' of a quantised model: its weights are not plain tensors; use "
             "'shared', which runs them in place with any adapter unmerged."
         )
     return CopiedWeights(model, precision, getattr(accelerator, "device", None))

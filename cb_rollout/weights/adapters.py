@@ -56,7 +56,7 @@ def low_ranks(module: Any) -> tuple[LowRank, ...]:
     """What the active adapters of a PEFT layer add to its base weight now.
 
     Raises:
-        ConfigurationError: the layer is of a kind that is no low-rank sum.
+        ConfigurationError: the layer is of a kind that is not a low-rank sum.
     """
     if not _is_adapted(module) or module.disable_adapters or module.merged:
         return ()

@@ -1,6 +1,6 @@
 """Whole tensors of a model under DeepSpeed ZeRO-3. The only file that imports deepspeed.
 
-deepspeed is no dependency: it is imported when a parameter carries its marks.
+deepspeed is not a dependency: it is imported when a parameter carries its marks.
 """
 
 from collections.abc import Iterator, Sequence

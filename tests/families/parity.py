@@ -18,7 +18,6 @@ from cb_rollout import RolloutConfig, RolloutGenerator, SamplingParams
 from cb_rollout.engine.rehearsal import rehearse
 from cb_rollout.engine.request import Request
 from cb_rollout.engine.runner import ModelRunner
-from cb_rollout.intake import grouped
 
 TOLERANCE = 1e-5
 # Nats, in float32.
@@ -101,7 +100,7 @@ def check(model: PreTrainedModel) -> Parity:
             [greedy] * len(inputs) + [sampled] * GROUP_SIZE,
             members=[0] * len(inputs) + list(range(GROUP_SIZE)),
         )
-        for request in grouped(requests):
+        for request in requests:
             engine.add(request)
         while engine.has_work and requests[1].num_generated < TOKENS_BEFORE_CHANGE:
             engine.step()

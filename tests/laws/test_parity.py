@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from tiny import FAMILIES, plain_logprobs, tiny_model
+from tiny import FAMILIES, largest_difference, tiny_model
 
 from cb_rollout import GenerationOutput, RolloutConfig, RolloutGenerator, SamplingParams
 
@@ -15,18 +15,6 @@ PROMPT_LENGTHS = (1, 5, 40, 70)
 def prompts(*lengths: int, seed: int = 0) -> list[list[int]]:
     draws = random.Random(seed)
     return [[draws.randrange(3, 256) for _ in range(length)] for length in lengths]
-
-
-def largest_difference(model, outputs, temperature: float = 1.0) -> float:
-    return max(
-        abs(ours - theirs)
-        for output in outputs
-        for ours, theirs in zip(
-            output.logprobs,
-            plain_logprobs(model, output.prompt_ids, output.generated_tokens, temperature),
-            strict=True,
-        )
-    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -95,7 +83,7 @@ def test_a_prompt_asked_for_many_times_is_prefilled_once():
         assert largest_difference(model, outputs.values()) <= TOLERANCE
 
 
-def test_a_second_turn_prefills_only_what_is_new():
+def test_a_second_turn_prefills_only_what_is_new_until_the_weights_change():
     model = tiny_model()
     (prompt,) = prompts(64)
     params = SamplingParams(max_new_tokens=33, ignore_eos=True)
@@ -105,6 +93,9 @@ def test_a_second_turn_prefills_only_what_is_new():
         (second,) = generator.generate_batch([second_turn], sampling_params=params).values()
         # 64 + 33 tokens fill six blocks of 16; the last sampled token was never computed.
         assert generator.metrics()["rollout/prefill_tokens"] == len(second_turn) - 96
+        generator.sync_weights()
+        generator.generate_batch([second_turn], sampling_params=params)
+        assert generator.metrics()["rollout/prefill_tokens"] == len(second_turn)
     assert largest_difference(model, [second]) <= TOLERANCE
 
 

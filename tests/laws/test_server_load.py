@@ -11,7 +11,7 @@ import httpx
 import openai
 import pytest
 import torch
-from served import IDS, TIMEOUT_SECONDS, client, served
+from served import IDS, TIMEOUT_SECONDS, client, idle, served
 from tiny import byte_tokenizer, plain_logprobs, tiny_model
 
 from cb_rollout import RolloutConfig, SamplingParams
@@ -41,13 +41,6 @@ def server(serving):
 def complete(server, **settings):
     settings = {"prompt": [5, 6], "max_tokens": 2, **settings}
     return client(server).completions.create(model="policy", **settings)
-
-
-def idle(generator):
-    """Whether nothing is in flight any more, some time soon."""
-    loop = generator.manager.loop
-    with loop._changed:
-        return loop._changed.wait_for(lambda: not loop._live, timeout=TIMEOUT_SECONDS)
 
 
 def post(server, content, path="/v1/completions", **headers):

@@ -4,7 +4,7 @@ import json
 
 import openai
 import pytest
-from served import IDS, client, let_say, served
+from served import IDS, client, idle, let_say, served
 from tiny import byte_tokenizer, plain_logprobs
 
 from cb_rollout import SamplingParams
@@ -233,7 +233,7 @@ def test_json_obeys_its_schema_and_nothing_else_is_said(chat):
         ({"n": 0}, "n: Input should be greater"),
         ({"n": 1000}, "1000 sequences are more than the 128 allowed"),
         ({"max_tokens": 10**5}, "lower max_new_tokens"),
-        ({"logit_bias": {"x": 1}}, "no token id"),
+        ({"logit_bias": {"x": 1}}, "not a token id"),
         ({"logit_bias": {"99999": 1}}, "outside the model's vocabulary"),
         ({"top_logprobs": 3}, "top_logprobs needs logprobs"),
         ({"tool_choice": "required"}, "tool_choice"),
@@ -336,10 +336,3 @@ def test_a_client_that_gives_up_waiting_cancels_its_request(generator, serving):
             model="policy", prompt="x", max_tokens=4000, extra_body={"ignore_eos": True}, n=64
         )
     assert idle(generator)
-
-
-def idle(generator):
-    """Whether nothing is in flight any more, some time soon."""
-    loop = generator.manager.loop
-    with loop._changed:
-        return loop._changed.wait_for(lambda: not loop._live, timeout=30)

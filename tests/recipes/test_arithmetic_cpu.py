@@ -1,17 +1,10 @@
 """The arithmetic recipe: its task, its split, and two GRPO steps through its own main."""
 
-import os
 import random
-import subprocess
-import sys
-from pathlib import Path
 
 import arithmetic_cpu as recipe
 import pytest
-
-ROOT = Path(__file__).parents[2]
-TIMEOUT_SECONDS = 240
-# A run that hangs is killed and fails the test.
+from launching import run_recipe
 
 
 @pytest.mark.parametrize(
@@ -66,20 +59,7 @@ def test_a_working_breaks_off_after_a_whole_second_step_or_not_at_all():
 
 
 def test_two_steps_end_with_the_table_and_a_report(tmp_path):
-    command = [
-        *(sys.executable, str(ROOT / "recipes" / "arithmetic_cpu.py")),
-        *("--warmup-steps", "5", "--max-steps", "2", "--num-held-out", "20"),
-        *("--output-dir", str(tmp_path)),
-    ]
-    environment = os.environ | {"WANDB_MODE": "offline"}
-    result = subprocess.run(
-        command,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_SECONDS,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
-    assert "largest |log-probability difference|" in result.stdout
+    options = ("--warmup-steps", 5, "--max-steps", 2, "--num-held-out", 20)
+    printed = run_recipe("arithmetic_cpu", *options, "--output-dir", tmp_path)
+    assert "largest |log-probability difference|" in printed
     assert (tmp_path / "cb_rollout" / "report.html").exists()

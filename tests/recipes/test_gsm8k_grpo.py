@@ -1,18 +1,9 @@
 """The GSM8K recipe, for two steps on a tiny local checkpoint, through its own code."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import gsm8k_grpo as recipe
 import pytest
+from launching import ACCELERATE, run_recipe, write_questions
 from tiny import char_tokenizer, tiny_model
-
-ROOT = Path(__file__).parents[2]
-TIMEOUT_SECONDS = 240
-# A run that hangs is killed and fails the test.
 
 
 @pytest.mark.parametrize(
@@ -43,25 +34,14 @@ def test_two_steps_on_a_local_checkpoint(tmp_path, is_chat):
         tokenizer.chat_template = None
     tokenizer.save_pretrained(tmp_path / "model")
     tiny_model(vocab_size=len(tokenizer)).save_pretrained(tmp_path / "model")
-    rows = [{"question": f"What is {i} + 1?", "answer": f"#### {i + 1}"} for i in range(8)]
-    (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    command = [
-        *(sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1"),
-        *(str(ROOT / "recipes" / "gsm8k_grpo.py"), "--model", str(tmp_path / "model")),
-        *("--dataset", str(tmp_path / "train.jsonl"), "--output-dir", str(tmp_path / "run")),
-        *("--max-steps", "2", "--batch-size", "8", "--num-generations", "4"),
-        *("--max-completion-length", "16"),
-    ]
-    environment = os.environ | {"HF_DATASETS_CACHE": str(tmp_path / "cache")}
-    result = subprocess.run(
-        command,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_SECONDS,
-        check=False,
+    printed = run_recipe(
+        "gsm8k_grpo",
+        *("--model", tmp_path / "model", "--dataset", write_questions(tmp_path / "train.jsonl")),
+        *("--output-dir", tmp_path / "run", "--max-steps", 2, "--batch-size", 8),
+        *("--num-generations", 4, "--max-completion-length", 16),
+        launcher=(*ACCELERATE, "1"),
+        HF_DATASETS_CACHE=str(tmp_path / "cache"),
     )
-    assert result.returncode == 0, result.stderr[-3000:]
     assert (tmp_path / "run" / "cb_rollout" / "report.html").exists()
-    assert "sampling/sampling_logp_difference/max" in result.stdout
+    assert "sampling/sampling_logp_difference/max" in printed
     assert (tmp_path / "run" / "model.safetensors").exists()

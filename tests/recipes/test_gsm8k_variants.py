@@ -2,14 +2,13 @@
 
 import difflib
 import json
-from pathlib import Path
 
 import pytest
 import yaml
+from launching import RECIPES, write_questions
 from processes import run_processes
-from tiny import char_tokenizer, tiny_model
+from tiny import save_checkpoint
 
-RECIPES = Path(__file__).parents[2] / "recipes"
 MOST_CHANGED_LINES = 16
 # A feature, the header's sentence about it, and where the run lies.
 
@@ -39,12 +38,8 @@ def test_sharding_is_one_section_beside_ddp(name, kind, settings):
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("checkpoint")
-    tokenizer = char_tokenizer()
-    tokenizer.save_pretrained(folder)
-    tiny_model(vocab_size=len(tokenizer)).save_pretrained(folder)
-    rows = [{"question": f"What is {i} + 1?", "answer": f"#### {i + 1}"} for i in range(8)]
-    (folder / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    folder = save_checkpoint(tmp_path_factory.mktemp("checkpoint"))
+    write_questions(folder / "train.jsonl")
     return folder
 
 

@@ -1,21 +1,14 @@
 """The loops without a trainer: two steps each, in one process and in two."""
 
 import difflib
-import os
 import random
 import re
-import subprocess
 import sys
-from pathlib import Path
 
 import bare_loop
 import pytest
 import torch
-
-ROOT = Path(__file__).parents[2]
-RECIPES = ROOT / "recipes"
-TIMEOUT_SECONDS = 240
-# A run that hangs is killed and fails the test.
+from launching import ACCELERATE, RECIPES, run_recipe
 
 LAST_LINE = re.compile(r"held-out accuracy \d+\.\d% -> \d+\.\d%")
 
@@ -25,18 +18,10 @@ MOST_LINES_OF_ACCELERATE = 60
 
 @pytest.mark.slow
 def test_the_accelerate_loop_runs_two_steps_in_two_processes_and_says_each_line_once():
-    launch = ("-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2")
-    recipe = (str(RECIPES / "accelerate_grpo.py"), "--warmup-steps", "2", "--max-steps", "2")
-    result = subprocess.run(
-        [sys.executable, *launch, *recipe],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_SECONDS,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
-    lines = result.stdout.strip().splitlines()
+    steps = ("--warmup-steps", 2, "--max-steps", 2)
+    launcher = (*ACCELERATE, "2")
+    printed = run_recipe("accelerate_grpo", *steps, launcher=launcher, OMP_NUM_THREADS="1")
+    lines = printed.strip().splitlines()
     assert LAST_LINE.fullmatch(lines[-1]), lines
     assert [line.partition(":")[0] for line in lines[-3:-1]] == ["step 1", "step 2"]
 

@@ -1,6 +1,5 @@
 """The tool and multi-turn recipes: their rewards, and two steps each through their own code."""
 
-import json
 import random
 import sys
 import warnings
@@ -12,6 +11,7 @@ import pytest
 import tools_grpo
 import trl
 from accelerate.state import AcceleratorState, PartialState
+from launching import write_questions
 from tiny import char_tokenizer, tiny_model
 
 SCHEMA = Path(trl.__file__).parent / "chat_templates" / "qwen3.jinja"
@@ -99,11 +99,9 @@ def test_the_calculator_does_nothing_else(expression):
 
 @pytest.mark.slow
 def test_tools_run_two_steps_on_a_local_checkpoint(run, checkpoint, tmp_path):
-    rows = [{"question": f"What is {i} + 1?", "answer": f"#### {i + 1}"} for i in range(8)]
-    (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
     lines = run(
         tools_grpo,
-        *("--model", checkpoint, "--dataset", tmp_path / "train.jsonl"),
+        *("--model", checkpoint, "--dataset", write_questions(tmp_path / "train.jsonl")),
         *("--output-dir", tmp_path / "run", "--max-steps", 2, "--batch-size", 8),
         *("--num-generations", 4, "--max-completion-length", 16),
     )

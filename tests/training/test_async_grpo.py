@@ -5,7 +5,7 @@ import queue
 import pytest
 import torch
 from datasets import Dataset
-from tiny import char_tokenizer, plain_logprobs, tiny_model
+from tiny import char_tokenizer, plain_logprobs, save_checkpoint, tiny_model
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 
 from cb_rollout import ConfigurationError, RolloutConfig, RolloutError, WeightSyncError
@@ -18,11 +18,7 @@ ROWS = [{"prompt": f"{i}+{j}=", "answer": str(i + j)} for i in range(4) for j in
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    path = tmp_path_factory.mktemp("model")
-    tokenizer = char_tokenizer()
-    tokenizer.save_pretrained(path)
-    tiny_model(vocab_size=len(tokenizer)).save_pretrained(path)
-    return str(path)
+    return str(save_checkpoint(tmp_path_factory.mktemp("model")))
 
 
 def settings_of(tmp_path, **changes):

@@ -5,7 +5,7 @@ import torch
 from datasets import Dataset
 from playback import TOOLS, Counter, double, watched, with_tools
 from tiny import tiny_model
-from tiny_trainer import PROBLEMS, share_of_sevens, tiny_trainer
+from tiny_trainer import PROBLEMS, logged, share_of_sevens, tiny_trainer
 from trl import GRPOConfig, ModelConfig, ScriptArguments, TrlParser
 
 from cb_rollout import (
@@ -20,10 +20,6 @@ from cb_rollout import (
 from cb_rollout.records import read_metrics, read_rollouts
 
 QUICK = {"per_device_train_batch_size": 8, "num_generations": 4, "optim": "sgd"}
-
-
-def logged(trainer, name):
-    return [row[name] for row in trainer.state.log_history if name in row]
 
 
 def test_detach_puts_the_trainer_back(tmp_path):

@@ -3,16 +3,12 @@
 import pytest
 import torch
 from peft import LoraConfig
-from tiny_trainer import tiny_trainer
+from tiny_trainer import logged, tiny_trainer
 
 from cb_rollout import RolloutConfig, attach
 
 CHECKED = {"verify_every_steps": 1, "verify_weight_sync": True}
 LORA = LoraConfig(r=4, target_modules=["q_proj", "up_proj"], task_type="CAUSAL_LM")
-
-
-def logged(trainer, name):
-    return [row[name] for row in trainer.state.log_history if name in row]
 
 
 @pytest.mark.parametrize("peft_config", [None, LORA], ids=["whole", "lora"])
@@ -35,9 +31,11 @@ def test_a_trainer_rolls_out_from_a_copy_that_follows_every_step(tmp_path, peft_
 
 
 def test_bf16_training_of_float32_weights_takes_a_copy_by_itself(tmp_path):
-    trainer = tiny_trainer(tmp_path, bf16=True)
+    trainer = tiny_trainer(tmp_path, bf16=True, eval_strategy="steps", eval_steps=2)
     generator = attach(trainer, RolloutConfig(**CHECKED))
     trainer.train()
+    assert len(logged(trainer, "eval_reward")) == 2
+    assert generator.manager.engine.layout.layers[0].values.dtype == torch.bfloat16
     copy = generator.manager.engine.model
     assert copy is not generator.manager.engine.trained
     assert copy.model.layers[0].mlp.up_proj.weight.dtype == torch.bfloat16

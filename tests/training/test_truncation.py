@@ -7,7 +7,7 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig
 from playback import TOOLS, double, watched, with_tools
-from tiny_trainer import PROBLEMS, tiny_trainer
+from tiny_trainer import PROBLEMS, logged, tiny_trainer
 from trl import RLOOConfig, RLOOTrainer
 
 from cb_rollout import ConfigurationError, RolloutConfig, attach
@@ -15,10 +15,6 @@ from cb_rollout import ConfigurationError, RolloutConfig, attach
 QUICK = {"per_device_train_batch_size": 16, "num_generations": 8, "optim": "sgd"}
 SEQUENCES = {"vllm_importance_sampling_mode": "sequence_truncate"}
 RATIO = "sampling/importance_sampling_ratio/mean"
-
-
-def logged(trainer, name):
-    return [row[name] for row in trainer.state.log_history if name in row]
 
 
 def trained(output_dir, config, **settings):

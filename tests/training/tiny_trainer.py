@@ -59,3 +59,8 @@ def tiny_trainer(
         processing_class=tokenizer,
         **(data | (trainer_arguments or {})),
     )
+
+
+def logged(trainer: Any, name: str) -> list[float]:
+    """A figure wherever the trainer logged it, in order."""
+    return [row[name] for row in trainer.state.log_history if name in row]

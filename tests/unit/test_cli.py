@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from tiny import char_tokenizer, tiny_model
+from tiny import save_checkpoint
 
 from cb_rollout import __version__
 from cb_rollout.cli import create_parser, main
@@ -15,11 +15,7 @@ from cb_rollout.records import METRICS_FILE, RunRecorder, StepMetrics
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    path = tmp_path_factory.mktemp("checkpoint")
-    tokenizer = char_tokenizer()
-    tokenizer.save_pretrained(path)
-    tiny_model(vocab_size=len(tokenizer)).save_pretrained(path)
-    return path
+    return save_checkpoint(tmp_path_factory.mktemp("checkpoint"))
 
 
 @pytest.fixture

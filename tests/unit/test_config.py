@@ -189,32 +189,20 @@ def test_a_default_transformers_config_keeps_its_own_defaults():
 
 
 def test_a_transformers_config_is_read_field_by_field():
-    theirs = ContinuousBatchingConfig(
-        **{BLOCK_FIELD: 16},
-        num_blocks=64,
-        max_batch_tokens=128,
-        max_memory_percent=0.5,
-        max_blocks_per_request=4,
-        allow_block_sharing=False,
-        use_cuda_graph=False,
-        use_async_batching=False,
-        return_logprobs=True,
-        max_queue_size=3,
-        seed=11,
-    )
-    assert as_rollout_config(theirs) == RolloutConfig(
-        block_size=16,
-        num_blocks=64,
-        max_batch_tokens=128,
-        max_memory_percent=0.5,
-        max_blocks_per_request=4,
-        allow_block_sharing=False,
-        use_cuda_graph=False,
-        use_async_batching=False,
-        return_logprobs=True,
-        max_queue_size=3,
-        seed=11,
-    )
+    settings = {
+        "num_blocks": 64,
+        "max_batch_tokens": 128,
+        "max_memory_percent": 0.5,
+        "max_blocks_per_request": 4,
+        "allow_block_sharing": False,
+        "use_cuda_graph": False,
+        "use_async_batching": False,
+        "return_logprobs": True,
+        "max_queue_size": 3,
+        "seed": 11,
+    }
+    theirs = ContinuousBatchingConfig(**{BLOCK_FIELD: 16}, **settings)
+    assert as_rollout_config(theirs) == RolloutConfig(block_size=16, **settings)
 
 
 def test_the_deprecated_block_size_of_transformers_is_read_too():

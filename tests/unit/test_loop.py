@@ -130,30 +130,6 @@ def test_a_streaming_request_delivers_after_every_step_and_ends_once(loop):
     assert mailbox.take("a", 0) is None
 
 
-def test_two_threads_take_everything_from_one_mailbox_exactly_once(loop):
-    mailbox = Mailbox()
-    names = [f"r{i}" for i in range(40)]
-    taken = []
-
-    def take_all():
-        while (output := mailbox.take(timeout=LONG)).request_id != "end":
-            taken.append(output.request_id)
-
-    takers = [in_thread(take_all) for _ in range(2)]
-    loop.start()
-    for name in names:
-        loop.submit([request_of(name)], mailbox)
-    loop.stop(drain=True)
-    loop.join(LONG)
-    for _ in takers:
-        loop.start()
-        loop.submit([request_of("end", 1)], mailbox)
-        loop.stop(drain=True)
-        loop.join(LONG)
-    assert all(ended(taker) for taker in takers)
-    assert sorted(taken) == sorted(names)
-
-
 def test_nothing_steps_inside_a_pause(loop):
     mailbox, engine = Mailbox(), loop.engine
     loop.submit([request_of("a", 2000, is_streaming=True)], mailbox)
@@ -272,6 +248,14 @@ def test_a_full_queue_refuses_all_of_what_is_too_many(create_loop):
     loop.join(LONG)
     assert [mailbox.take(timeout=0).request_id for _ in range(2)] == ["a", "d"]
     assert mailbox.take(timeout=0) is None
+
+
+def test_members_of_a_group_wait_beside_each_other_groups_in_order_of_arrival(loop):
+    requests = [request_of(name) for name in "abc"]
+    requests[0].group = requests[2].group = 7
+    requests[1].group = 3
+    loop.submit(requests, Mailbox())
+    assert [request.request_id for request in loop._inbox] == ["a", "c", "b"]
 
 
 def test_outputs_can_be_redirected_while_a_request_lives(loop):
@@ -400,11 +384,6 @@ def test_starting_while_the_loop_drains_leaves_it_started(loop):
     mailbox = Mailbox()
     loop.submit([request_of("b")], mailbox)
     assert mailbox.take("b", LONG).is_finished()
-
-
-HANDED_BACK_LATE = (
-    "only step() hands the model back, and none follows when the last work is cancelled"
-)
 
 
 @pytest.mark.parametrize("end", ["halt", "cancel"])

@@ -430,7 +430,7 @@ def test_staleness_is_told_per_token():
     ("make", "said"),
     [
         (lambda: OverSampling(num_extra_groups=0), "no extra members is Plain"),
-        (lambda: OverSampling(num_extra_groups=-1), r"num_extra_groups=-1\) is no whole number"),
+        (lambda: OverSampling(num_extra_groups=-1), r"num_extra_groups=-1\) is not a whole"),
         (lambda: DynamicSampling(max_dropped_groups=0), "max_dropped_groups=0"),
         (lambda: PartialRollouts(max_staleness=0), "max_staleness=0"),
         (lambda: PartialRollouts(max_staleness=True), "max_staleness=True"),
