@@ -147,7 +147,7 @@ def _add_inspection(app: FastAPI, policy: Policy) -> None:
     async def health() -> Response:
         """Whether requests are generated."""
         if not policy.is_alive:
-            raise ApiError(503, "the engine does not run.")
+            raise ApiError(503, "the server is ending, or its engine stopped.")
         return Json({"status": "ok", "policy_version": policy.manager.engine.policy_version})
 
     @app.get("/metrics")

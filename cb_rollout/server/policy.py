@@ -65,6 +65,8 @@ class Policy:
             options: how much a request may ask.
         """
         self.manager, self.options = manager, options
+        self.is_ending = False
+        """Whether new requests are refused, as the server will end."""
         self.recorder = Recorder()
         self.created = int(time.time())
         reading = copy.deepcopy(tokenizer)
@@ -104,7 +106,8 @@ class Policy:
     @property
     def is_alive(self) -> bool:
         """Whether a request would be generated."""
-        return self.manager.loop.is_running() and not self.manager.loop.is_dead
+        loop = self.manager.loop
+        return loop.is_running() and not loop.is_dead and not self.is_ending
 
     @property
     def max_model_len(self) -> int:
@@ -195,6 +198,8 @@ class Policy:
             ApiError: more than one request may ask.
             RolloutError: the engine does not take them.
         """
+        if self.is_ending:
+            raise ApiError(503, "the server is ending; send it to another, or again later.")
         count = len(prompts) * n
         if count > self.options.max_sequences:
             most = self.options.max_sequences

@@ -1,0 +1,35 @@
+"""torch's worker threads end when they are released, and come back."""
+
+import subprocess
+import sys
+
+import pytest
+
+COUNTS = """
+import os, torch
+from cb_rollout._compat_openmp import release_workers
+
+def num_threads():
+    return len(os.listdir("/proc/self/task"))
+
+torch.set_num_threads(3)
+values = torch.arange(1 << 20, dtype=torch.float32)
+release_workers()
+before = num_threads()
+first = (values * 2).sum().item()
+working = num_threads()
+assert release_workers()
+released = num_threads()
+second = (values * 2).sum().item()
+print(working - before, released - before, num_threads() - before, first == second)
+"""
+
+
+@pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="torch brings libgomp on Linux only"
+)
+def test_workers_end_when_they_are_released_and_come_back():
+    done = subprocess.run(
+        [sys.executable, "-c", COUNTS], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["2", "0", "2", "True"]
