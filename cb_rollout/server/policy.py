@@ -11,7 +11,7 @@ import itertools
 import json
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -190,9 +190,21 @@ class Policy:
             raise ApiError(400, f"response_format: {error}", "response_format") from error
 
     def submit(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams, n: int, is_streaming: bool
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        n: int,
+        is_streaming: bool,
+        headers: Mapping[str, str],
     ) -> Submission:
         """Queue `n` sequences of every prompt, those of one prompt adjacent.
+
+        Args:
+            prompts: token ids of each.
+            params: how they are sampled.
+            n: sequences of each prompt.
+            is_streaming: whether every token is wanted as it comes.
+            headers: of the HTTP request, which may name a trace to join.
 
         Raises:
             ApiError: more than one request may ask.
@@ -215,7 +227,8 @@ class Policy:
         )
         for request in requests:
             request.group = self._group_of(_digest(request.prompt_ids))
-        return self.courier.submit(requests)
+        with self.manager.loop.observers.joined(headers):
+            return self.courier.submit(requests)
 
 
 def _digest(prompt: Sequence[int]) -> bytes:
