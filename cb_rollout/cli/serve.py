@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import gc
 import os
 import signal
 import sys
@@ -102,6 +103,8 @@ def _run(arguments: argparse.Namespace) -> int:
 
             export(generator, arguments.otlp_endpoint)
         server = generator.serve(**dataclasses.asdict(options))
+        # What is there now stays to the end, and to walk it for garbage stops every thread.
+        gc.freeze()
         sys.stdout.write(f"serving {options.model_name} at {server.url}/v1\n")
         sys.stdout.flush()
         status = _StatusLine(LiveStatus(generator.manager).line)
