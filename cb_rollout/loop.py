@@ -201,14 +201,14 @@ class EngineLoop:
             self.engine.begin_policy_version(version, keep_keys=in_flight is InFlight.KEEP)
 
     @contextmanager
-    def driving(self) -> Iterator[Callable[[Callable[[], bool]], None] | None]:
+    def driving(self) -> Iterator[Callable[..., None] | None]:
         """Step on the calling thread, in the background one's place.
 
         A caller that waits anyway does the work better: on a CPU every thread that computes has a
         pool of workers, and libgomp's, once two pools share the cores, sleep instead of spinning.
 
-        Gives a function that steps until its argument says that it is done; None where another
-        caller drives, whose steps serve this one too.
+        Gives a function that steps until its argument says that it is done, asked at every change
+        and every `look_seconds`; None where another caller drives, whose steps serve this one too.
         """
         with self.gate.driving() as is_mine:
             yield self._step_until if is_mine else None
@@ -219,15 +219,15 @@ class EngineLoop:
     def _run(self) -> None:
         self._step_until(lambda: False)
 
-    def _step_until(self, is_done: Callable[[], bool]) -> None:
-        while self._await_work(is_done):
+    def _step_until(self, is_done: Callable[[], bool], look_seconds: float | None = None) -> None:
+        while self._await_work(is_done, look_seconds):
             with interrupts_deferred():
                 try:
                     self._deliver(self.observers.step(self.engine))
                 except BaseException as error:  # noqa: BLE001  the waiters must hear it
                     self._die(error)
 
-    def _await_work(self, is_done: Callable[[], bool]) -> bool:
+    def _await_work(self, is_done: Callable[[], bool], look_seconds: float | None) -> bool:
         """Wait until this thread has a step to run; False when it is done, or the loop is."""
         with self._changed:
             self.gate.end_step()
@@ -246,7 +246,7 @@ class EngineLoop:
                     self.gate.pass_turn()
                     if is_done():
                         return False
-                self._changed.wait()
+                self._changed.wait(look_seconds)
             return False
 
     def _take_inbox(self) -> None:

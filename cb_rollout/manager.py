@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 
 from cb_rollout import _compat
+from cb_rollout._compat_openmp import release_workers
 from cb_rollout.choices import InFlight, WeightSync
 from cb_rollout.delivery import Handler, Mailbox
 from cb_rollout.engine.core import Engine
@@ -85,6 +86,8 @@ class ContinuousBatchingManager:
             max_queue_size=self.config.max_queue_size,
             return_logprobs=self.config.return_logprobs,
         )
+        self.is_served = False
+        """Whether requests come from outside, so that the background thread is who computes."""
         self._mailbox = Mailbox()
         # The thread holds the loop and not the manager, so a forgotten manager still ends it; the
         # finalizer also runs when the interpreter exits.
@@ -163,6 +166,8 @@ class ContinuousBatchingManager:
                 # A sync inside has begun one already; a copy changes by a sync only.
                 if self.engine.policy_version == version and not self._runs_a_copy:
                     self.loop.begin_policy_version(InFlight(in_flight))
+                if self.is_served:
+                    release_workers()
 
     def add_request(
         self,

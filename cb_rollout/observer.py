@@ -5,7 +5,7 @@ Owns the fan-out to those who look, and that none of them can harm the work. Kno
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 
 from cb_rollout.engine.core import Engine
@@ -29,6 +29,11 @@ class Observer:
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
         """Something that takes time is done inside, by the calling thread."""
+        yield
+
+    @contextmanager
+    def joined(self, headers: Mapping[str, str]) -> Iterator[None]:
+        """What the calling thread asks for inside is a client's, told of by its HTTP headers."""
         yield
 
 
@@ -77,6 +82,13 @@ class Observers(Observer):
         """Something that takes time is done inside."""
         with ExitStack() as spans:
             self._tell(lambda observer: spans.enter_context(observer.span(name)))
+            yield
+
+    @contextmanager
+    def joined(self, headers: Mapping[str, str]) -> Iterator[None]:
+        """What is asked for inside is a client's."""
+        with ExitStack() as clients:
+            self._tell(lambda observer: clients.enter_context(observer.joined(headers)))
             yield
 
     def _tell(self, what: Callable[[Observer], object]) -> None:

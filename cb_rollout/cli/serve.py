@@ -2,14 +2,17 @@
 
 import argparse
 import dataclasses
+import gc
 import os
 import signal
 import sys
-import threading
+import time
+from collections.abc import Callable
+from types import FrameType
 from typing import Any, get_args, get_type_hints
 
 from cb_rollout.config import RolloutConfig
-from cb_rollout.errors import ConfigurationError
+from cb_rollout.errors import ConfigurationError, RolloutError
 from cb_rollout.server.options import ServerOptions
 
 DESCRIPTION = """\
@@ -93,23 +96,59 @@ def _run(arguments: argparse.Namespace) -> int:
 
     tokenizer = load_tokenizer(arguments.model)
     model = load_model(arguments.model, arguments.dtype, arguments.device)
-    stopped = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stopped.set())
+    signals = _Signals()
     with RolloutGenerator(model, config, tokenizer=tokenizer) as generator:
         if arguments.otlp_endpoint is not None:
             from cb_rollout.integrations.otel import export
 
             export(generator, arguments.otlp_endpoint)
         server = generator.serve(**dataclasses.asdict(options))
+        # What is there now stays to the end, and to walk it for garbage stops every thread.
+        gc.freeze()
         sys.stdout.write(f"serving {options.model_name} at {server.url}/v1\n")
         sys.stdout.flush()
-        status = LiveStatus(generator.manager)
-        while not stopped.wait(STATUS_SECONDS) and server.is_running():
-            if arguments.status and sys.stderr.isatty():
-                sys.stderr.write(f"\r\x1b[K{status.line()}")
-                sys.stderr.flush()
+        status = _StatusLine(LiveStatus(generator.manager).line)
+        draws = arguments.status and sys.stderr.isatty()
+
+        def is_told_to_end() -> bool:
+            if draws:
+                status.draw()
+            return signals.num_caught > 0
+
+        server.run(is_told_to_end)
+        if not signals.num_caught:
+            raise RolloutError("the server ended by itself; its log says why.")
+        # The first SIGTERM lets what runs come to its end; Ctrl-C and any second signal do not.
+        server.drain(lambda: signals.is_urgent)
     return 0
+
+
+class _Signals:
+    """Ctrl-C and SIGTERM, counted instead of raised."""
+
+    def __init__(self) -> None:
+        self.num_caught, self.is_urgent = 0, False
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._catch)
+
+    def _catch(self, number: int, _: FrameType | None) -> None:
+        self.is_urgent = number == signal.SIGINT or self.num_caught > 0
+        self.num_caught += 1
+
+
+class _StatusLine:
+    """Draws live figures over each other on stderr."""
+
+    def __init__(self, line: Callable[[], str]) -> None:
+        self._line, self._due = line, time.monotonic()
+
+    def draw(self) -> None:
+        """Draw what `line` says, if it is time."""
+        if time.monotonic() < self._due:
+            return
+        self._due = time.monotonic() + STATUS_SECONDS
+        sys.stderr.write(f"\r\x1b[K{self._line()}")
+        sys.stderr.flush()
 
 
 def _options(arguments: argparse.Namespace) -> ServerOptions:

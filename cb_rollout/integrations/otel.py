@@ -2,12 +2,13 @@
 
 Owns which spans there are and how they nest: `rollout`, `sync_weights` and `sleep` on the thread
 that calls them; for each sequence `request`, with `queue`, `prefill` and `decode` in it, under the
-span in which it was asked for. Needs the extra `otel`: pip install 'cb_rollout[otel]'.
+span in which it was asked for, or that a server's client names. Needs the extra `otel`: pip install
+'cb_rollout[otel]'.
 """
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -36,6 +37,7 @@ try:
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 except ModuleNotFoundError as error:
     raise ConfigurationError(
         f"telemetry needs {error.name}: pip install 'cb_rollout[otel]'."
@@ -161,6 +163,16 @@ class Telemetry(Recorder):
             self._tracer.start_as_current_span(name, attributes={"policy_version": version}),
         ):
             yield
+
+    @contextmanager
+    def joined(self, headers: Mapping[str, str]) -> Iterator[None]:
+        """Sequences asked for inside are part of the trace that `traceparent` names (W3C)."""
+        client = TraceContextTextMapPropagator().extract(headers, context.get_current())
+        token = context.attach(client)
+        try:
+            yield
+        finally:
+            context.detach(token)
 
     def _ns(self, seconds: float) -> int:
         """`time.perf_counter()` seconds on the collector's clock."""

@@ -8,7 +8,7 @@ V: logits.
 
 import importlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, Self
 
@@ -69,6 +69,29 @@ class XGrammar:
     def from_json(cls, tokenizer: Any, vocab_size: int) -> Self:
         """Any JSON object or array."""
         return cls(_compiler(tokenizer, vocab_size).compile_builtin_json_grammar())
+
+    @classmethod
+    def from_framed_json(
+        cls, frames: Sequence[tuple[str, str, str]], tokenizer: Any, vocab_size: int
+    ) -> Self:
+        """One of several texts that each hold JSON: a text before, its schema, a text after.
+
+        Raises:
+            InvalidRequestError: a schema is none, or says what xgrammar does not know.
+        """
+        compiler, grammar = _compiler(tokenizer, vocab_size), _import_xgrammar().Grammar
+
+        def literal(text: str) -> Any:
+            return grammar.from_ebnf(f"root ::= {json.dumps(text, ensure_ascii=False)}")
+
+        def framed(before: str, schema: str, after: str) -> Any:
+            inside = grammar.from_json_schema(schema, max_whitespace_cnt=MAX_WHITESPACE)
+            return grammar.concat(literal(before), inside, literal(after))
+
+        def compiled() -> Any:
+            return compiler.compile_grammar(grammar.union(*(framed(*frame) for frame in frames)))
+
+        return cls(_compiled(compiled, "JSON schema"))
 
     @classmethod
     def from_regex(cls, regex: str, tokenizer: Any, vocab_size: int) -> Self:

@@ -91,7 +91,7 @@ def _add_generation(app: FastAPI, policy: Policy) -> None:
         prompts = await _prompts(policy, body.prompt)
         params = await policy.params(body)
         answer = CompletionAnswer(policy, body, prompts, params)
-        submission = policy.submit(prompts, params, body.n or 1, body.stream)
+        submission = policy.submit(prompts, params, body.n or 1, body.stream, request.headers)
         return await _answered(answer, submission, body.stream, request)
 
     @app.post("/v1/chat/completions", responses=STREAM)
@@ -106,7 +106,7 @@ def _add_generation(app: FastAPI, policy: Policy) -> None:
         prompt_text, prompt_ids = await policy.encode_chat(messages, tools)
         params = await policy.params(body)
         answer = ChatAnswer(policy, body, prompt_text, prompt_ids, params, tools)
-        submission = policy.submit([prompt_ids], params, body.n or 1, body.stream)
+        submission = policy.submit([prompt_ids], params, body.n or 1, body.stream, request.headers)
         return await _answered(answer, submission, body.stream, request)
 
 
@@ -147,7 +147,7 @@ def _add_inspection(app: FastAPI, policy: Policy) -> None:
     async def health() -> Response:
         """Whether requests are generated."""
         if not policy.is_alive:
-            raise ApiError(503, "the engine does not run.")
+            raise ApiError(503, "the server is ending, or its engine stopped.")
         return Json({"status": "ok", "policy_version": policy.manager.engine.policy_version})
 
     @app.get("/metrics")

@@ -53,20 +53,22 @@ class Courier:
         """Take an output; called on the engine's thread."""
         with self._lock:
             self._bag[output.request_id] = output
-            self._call()
+        self._call()
 
     def close(self, error: EngineDeadError) -> None:
         """Nothing more will come of what is in flight; called on the engine's thread."""
         with self._lock:
             self._error = error
-            self._call()
+        self._call()
 
     def _call(self) -> None:
+        """Have the other thread look, which it does at once: so not with the lock that it takes."""
+        with self._lock:
+            is_called, self._is_called = self._is_called, True
         # A closed loop has nobody left to tell.
         with suppress(RuntimeError):
-            if not self._is_called:
+            if not is_called:
                 self._asyncio_loop.call_soon_threadsafe(self._hand_out)
-                self._is_called = True
 
     def _hand_out(self) -> None:
         with self._lock:

@@ -7,8 +7,10 @@ import importlib.util
 import socket
 import threading
 import time
+from collections.abc import Callable
 from typing import Any, Self
 
+from cb_rollout._compat_openmp import release_workers
 from cb_rollout.errors import ConfigurationError, RolloutError
 from cb_rollout.manager import ContinuousBatchingManager
 from cb_rollout.server.options import ServerOptions
@@ -16,6 +18,9 @@ from cb_rollout.server.options import ServerOptions
 START_SECONDS = 30.0
 CLOSE_SECONDS = 10.0
 # Longer than either takes; past it something else is wrong.
+
+LOOK_SECONDS = 0.2
+# Between two looks at what a signal or another thread may have changed.
 
 GRACE_SECONDS = 2
 # For answers that are being sent when the server is closed.
@@ -43,10 +48,14 @@ def start_server(
     listening = _bound(options)
     try:
         manager.start()
+        manager.is_served = True
         return ServerHandle(manager, tokenizer, options, listening)
     except BaseException:
         listening.close()
         raise
+    finally:
+        # The engine's thread computes with workers of its own from here on.
+        release_workers()
 
 
 def _bound(options: ServerOptions) -> socket.socket:
@@ -109,11 +118,42 @@ class ServerHandle:
         """Whether it still answers."""
         return self._thread.is_alive()
 
+    def run(self, is_done: Callable[[], bool]) -> None:
+        """Serve until `is_done` or the server's end, stepping the engine on the calling thread.
+
+        A thread that would wait anyway does the work better, see `EngineLoop.driving`. It looks
+        at `is_done` every `LOOK_SECONDS`, between two steps.
+
+        Raises:
+            EngineDeadError: the engine stopped on an exception.
+        """
+        loop = self.policy.manager.loop
+        with loop.driving() as step_until:
+            while self.is_running() and not is_done():
+                again = time.monotonic() + LOOK_SECONDS
+                if step_until is None:
+                    time.sleep(LOOK_SECONDS)
+                else:
+                    step_until(lambda at=again: time.monotonic() >= at, LOOK_SECONDS)
+                loop.require_alive()
+
+    def drain(self, is_enough: Callable[[], bool] = lambda: False) -> None:
+        """Take no new requests, and wait for those that run; `close` is yet to be called.
+
+        Args:
+            is_enough: whether to wait no longer; at most `drain_seconds` in any case.
+        """
+        self.policy.is_ending = True
+        deadline = time.monotonic() + self.policy.options.drain_seconds
+        courier = self.policy.courier
+        self.run(lambda: not courier.num_in_flight or is_enough() or time.monotonic() >= deadline)
+
     def close(self) -> None:
         """Cancel what is in flight, answer it, and end; closing again does nothing."""
         self._server.should_exit = True
         if self.is_running():
             self.policy.courier.cancel_all()
+        self.policy.manager.is_served = False
         self._thread.join(CLOSE_SECONDS)
 
     def join(self, timeout: float | None = None) -> None:

@@ -43,6 +43,10 @@ class ServerOptions:
         30.0, "Longest a body may take to arrive, or the end of an answer to be taken."
     )
 
+    drain_seconds: float = _option(
+        20.0, "Longest that running requests go on once it is told to end; then they are cancelled."
+    )
+
     def __post_init__(self) -> None:
         """Check ranges, and refuse to stand open."""
         for name in ("host", "model_name"):
@@ -55,9 +59,10 @@ class ServerOptions:
             is_left_open = value is None and name == "max_prompt_tokens"
             if not is_left_open and not _is_whole(value, 1):
                 raise ConfigurationError(f"{name}={value!r} is not a whole number >= 1.")
-        for name in ("request_timeout_seconds", "body_timeout_seconds"):
+        for name in ("request_timeout_seconds", "body_timeout_seconds", "drain_seconds"):
             value = getattr(self, name)
-            if not isinstance(value, int | float) or not 0 < value < math.inf:
+            is_number = isinstance(value, int | float) and 0 <= value < math.inf
+            if not is_number or (value == 0 and name != "drain_seconds"):
                 raise ConfigurationError(f"{name}={value!r} is not a finite number above 0.")
         self._refuse_to_stand_open()
 

@@ -11,7 +11,7 @@ import itertools
 import json
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -25,6 +25,7 @@ from cb_rollout.sampling_params import SamplingParams, resolved
 from cb_rollout.server.chat import PromptFormat
 from cb_rollout.server.courier import Courier, Submission
 from cb_rollout.server.errors import ApiError
+from cb_rollout.server.forced_calls import call_format, forced_calls
 from cb_rollout.server.options import ServerOptions
 from cb_rollout.server.schemas import ChatRequest, CompletionRequest, ResponseFormat
 from cb_rollout.server.tokens import TokenTable
@@ -34,6 +35,9 @@ if TYPE_CHECKING:
     from cb_rollout.server.text import Decode
 
 T = TypeVar("T")
+
+Wanted = str | tuple[tuple[str, str, str], ...] | None
+# A JSON schema's text, calls as `forced_calls` gives them, or any JSON.
 
 SAME_NAME = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty",
@@ -65,6 +69,8 @@ class Policy:
             options: how much a request may ask.
         """
         self.manager, self.options = manager, options
+        self.is_ending = False
+        """Whether new requests are refused, as the server will end."""
         self.recorder = Recorder()
         self.created = int(time.time())
         reading = copy.deepcopy(tokenizer)
@@ -82,13 +88,17 @@ class Policy:
         # below 0 are none that the intake gives.
         numbers = itertools.count(-1, -1)
         self._group_of = lru_cache(maxsize=NUM_PROMPTS_KEPT)(lambda _: next(numbers))
-        self._grammar_of = lru_cache(maxsize=NUM_GRAMMARS_KEPT)(
-            lambda schema: (
-                XGrammar.from_json_schema(schema, compiling, vocab_size)
-                if schema
-                else XGrammar.from_json(compiling, vocab_size)
-            )
-        )
+        self._call_format = call_format(compiling)
+
+        @lru_cache(maxsize=NUM_GRAMMARS_KEPT)
+        def grammar_of(wanted: Wanted) -> XGrammar:
+            if isinstance(wanted, tuple):
+                return XGrammar.from_framed_json(wanted, compiling, vocab_size)
+            if wanted is not None:
+                return XGrammar.from_json_schema(wanted, compiling, vocab_size)
+            return XGrammar.from_json(compiling, vocab_size)
+
+        self._grammar_of = grammar_of
 
     def start(self) -> None:
         """Be ready for requests, on the running asyncio loop."""
@@ -104,7 +114,8 @@ class Policy:
     @property
     def is_alive(self) -> bool:
         """Whether a request would be generated."""
-        return self.manager.loop.is_running() and not self.manager.loop.is_dead
+        loop = self.manager.loop
+        return loop.is_running() and not loop.is_dead and not self.is_ending
 
     @property
     def max_model_len(self) -> int:
@@ -158,7 +169,11 @@ class Policy:
         if isinstance(body, ChatRequest):
             given["max_new_tokens"] = body.max_completion_tokens or body.max_tokens
             given["top_logprobs"] = body.top_logprobs or 0
-            given["grammar"] = await self._grammar(body.response_format)
+            calls = forced_calls(self._call_format, body.tools, body.tool_choice)
+            if calls:
+                given["grammar"] = await self._compiled(calls, "tool_choice")
+            else:
+                given["grammar"] = await self._grammar(body.response_format)
         else:
             given["max_new_tokens"] = body.max_tokens
             given["top_logprobs"] = body.logprobs or 0
@@ -174,27 +189,45 @@ class Policy:
             if wanted.json_schema is None or wanted.json_schema.json_schema is None:
                 raise ApiError(400, "response_format has no json_schema.schema.", "response_format")
             schema = json.dumps(wanted.json_schema.json_schema)
-            if len(schema) > MAX_SCHEMA_CHARACTERS:
-                raise ApiError(
-                    400,
-                    f"the JSON schema has {len(schema):,} characters of {MAX_SCHEMA_CHARACTERS:,}.",
-                    "response_format",
-                )
+        return await self._compiled(schema, "response_format")
+
+    async def _compiled(self, wanted: Wanted, param: str) -> XGrammar:
+        """The grammar of what a request's field `param` wants."""
+        size = sum(
+            map(len, itertools.chain(*wanted) if isinstance(wanted, tuple) else wanted or "")
+        )
+        if size > MAX_SCHEMA_CHARACTERS:
+            most = MAX_SCHEMA_CHARACTERS
+            raise ApiError(400, f"the JSON schema has {size:,} characters of {most:,}.", param)
         running = asyncio.get_running_loop()
         try:
-            return await running.run_in_executor(self._grammar_thread, self._grammar_of, schema)
+            return await running.run_in_executor(self._grammar_thread, self._grammar_of, wanted)
         except ImportError as error:
-            raise ApiError(400, f"response_format: {error}", "response_format") from error
+            raise ApiError(400, f"{param}: {error}", param) from error
 
     def submit(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams, n: int, is_streaming: bool
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        n: int,
+        is_streaming: bool,
+        headers: Mapping[str, str],
     ) -> Submission:
         """Queue `n` sequences of every prompt, those of one prompt adjacent.
+
+        Args:
+            prompts: token ids of each.
+            params: how they are sampled.
+            n: sequences of each prompt.
+            is_streaming: whether every token is wanted as it comes.
+            headers: of the HTTP request, which may name a trace to join.
 
         Raises:
             ApiError: more than one request may ask.
             RolloutError: the engine does not take them.
         """
+        if self.is_ending:
+            raise ApiError(503, "the server is ending; send it to another, or again later.")
         count = len(prompts) * n
         if count > self.options.max_sequences:
             most = self.options.max_sequences
@@ -210,7 +243,8 @@ class Policy:
         )
         for request in requests:
             request.group = self._group_of(_digest(request.prompt_ids))
-        return self.courier.submit(requests)
+        with self.manager.loop.observers.joined(headers):
+            return self.courier.submit(requests)
 
 
 def _digest(prompt: Sequence[int]) -> bytes:

@@ -106,6 +106,19 @@ class Tool(_Strict):
     function: FunctionDefinition
 
 
+class NamedFunction(_Strict):
+    """A function by its name."""
+
+    name: str
+
+
+class NamedToolChoice(_Strict):
+    """The tool that must be called."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
 class JsonSchema(_Strict):
     """What an answer's JSON must obey."""
 
@@ -132,7 +145,7 @@ class ChatRequest(_Sampling):
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     response_format: ResponseFormat | None = None
     tools: list[Tool] | None = None
-    tool_choice: Literal["auto", "none"] | None = None
+    tool_choice: Literal["auto", "none", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: Literal[True] | None = None
 
 

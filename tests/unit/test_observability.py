@@ -11,6 +11,7 @@ from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import (
 )
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from prometheus_client.parser import text_string_to_metric_families
+from served import client, served
 from tiny import tiny_model
 
 from cb_rollout import RolloutConfig, RolloutGenerator, SamplingParams
@@ -122,6 +123,39 @@ def test_a_collector_sees_a_rollout_step(generator):
     known = {f"cb_rollout.{i.name}" for i in INSTRUMENTS}
     known |= {f"cb_rollout.{d.name.removesuffix('_seconds')}" for d in DISTRIBUTIONS}
     assert set(metrics) <= known
+
+
+TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+
+
+def test_a_served_request_joins_its_clients_trace():
+    with served() as (generator, server), collector() as (url, received):
+        telemetry = export(generator, url)
+        openai_client = client(server)
+
+        def ask(traceparent, **settings):
+            return openai_client.completions.create(
+                model="policy", prompt="a", max_tokens=2, extra_headers=traceparent, **settings
+            )
+
+        ask({"traceparent": f"00-{TRACE}-{PARENT}-01"}, n=2)
+        openai_client.chat.completions.create(
+            model="policy", messages=[{"role": "user", "content": "a"}], max_tokens=2,
+            extra_headers={"traceparent": f"00-{TRACE}-{PARENT}-01"}, stream=True,
+        ).close()  # fmt: skip
+        # Not sampled by its client; malformed; none.
+        ask({"traceparent": f"00-{TRACE}-{PARENT}-00"})
+        ask({"traceparent": "00-nonsense"})
+        ask({})
+        generator.manager.stop(timeout=60)
+        telemetry.close()
+    requests = [span for span in spans_of(received) if span.name == "request"]
+    joined = [span for span in requests if span.trace_id.hex() == TRACE]
+    assert {span.parent_span_id.hex() for span in joined} == {PARENT}
+    assert len(joined) == 3
+    others = [span for span in requests if span.trace_id.hex() != TRACE]
+    assert [span.parent_span_id for span in others] == [b"", b""]
+    assert len({span.trace_id for span in others}) == 2
 
 
 def test_a_preemption_is_in_its_requests_span():
