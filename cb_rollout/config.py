@@ -14,6 +14,18 @@ from cb_rollout.setting_rules import require_valid
 
 T = TypeVar("T")
 
+NEIGHBOURS_WORDS = {
+    "max_num_seqs": "max_requests_per_batch",
+    "max_num_batched_tokens": "max_batch_tokens",
+    "gpu_memory_utilization": "max_memory_percent",
+    "enable_prefix_caching": "allow_block_sharing",
+    "kv_cache_dtype": "kv_dtype",
+    "dtype": "rollout_dtype",
+    "temperature": "SamplingParams(temperature=...)",
+    "max_new_tokens": "SamplingParams(max_new_tokens=...)",
+}
+# What vLLM calls the same thing, and what is looked for here and is elsewhere.
+
 
 def _reject_unknown_fields(cls: type[T]) -> type[T]:
     """Make a keyword dataclass refuse an unknown field with an error that names it."""
@@ -25,7 +37,8 @@ def _reject_unknown_fields(cls: type[T]) -> type[T]:
         for name in values:
             if name not in names:
                 close = difflib.get_close_matches(name, names, n=1)
-                hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(names)}."
+                known = NEIGHBOURS_WORDS.get(name) or (close[0] if close else None)
+                hint = f"did you mean {known!r}?" if known else f"known: {', '.join(names)}."
                 raise ConfigurationError(f"{cls.__name__} has no field {name!r}; {hint}")
         init(self, **values)
 

@@ -109,6 +109,7 @@ def generate_dataset(
             num_return_sequences=chosen.num_return_sequences,
             num_sequences=results.num_done,
             num_failed=results.num_failed,
+            first_error=results.first_error,
             num_resumed=num_resumed,
             num_tokens=num_tokens,
             seconds=time.perf_counter() - started,

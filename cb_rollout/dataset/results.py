@@ -55,6 +55,7 @@ class ResultFile:
         self._settings = json.loads(json.dumps(settings))
         self.num_done = 0
         self.num_failed = 0
+        self.first_error: str | None = None
         self._samples: dict[RowId, int] = {}
         self._synced = time.monotonic()
         try:
@@ -219,7 +220,9 @@ class ResultFile:
             )
         self._samples[row_id] = self._samples.get(row_id, 0) | 1 << sample
         self.num_done += 1
-        self.num_failed += "error" in result
+        if "error" in result:
+            self.num_failed += 1
+            self.first_error = self.first_error or str(result["error"])
 
 
 def _not_writable(path: Path, error: OSError) -> ConfigurationError:

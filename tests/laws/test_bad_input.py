@@ -10,12 +10,14 @@ from transformers import AutoModel, GenerationConfig, T5Config, T5ForConditional
 
 from cb_rollout import (
     ConfigurationError,
+    ContinuousBatchingManager,
     EngineDeadError,
     IncompleteRolloutError,
     InvalidRequestError,
     OutOfCacheMemoryError,
     RequestStatus,
     RolloutConfig,
+    RolloutError,
     RolloutGenerator,
     SamplingParams,
 )
@@ -129,6 +131,27 @@ def test_a_sampling_parameter_out_of_range_is_named(values, said):
 def test_an_unknown_config_field_is_named_with_the_nearest_known_one():
     with pytest.raises(ConfigurationError, match=r"no field 'max_memory_pct'.*max_memory_percent"):
         RolloutConfig(max_memory_pct=0.5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "neighbours_word", "said"),
+    [
+        (RolloutConfig, "max_num_seqs", "'max_requests_per_batch'"),
+        (RolloutConfig, "gpu_memory_utilization", "'max_memory_percent'"),
+        (RolloutConfig, "temperature", "SamplingParams"),
+        (SamplingParams, "n", "num_return_sequences"),
+    ],
+)
+def test_a_neighbours_word_is_answered_with_ours(settings, neighbours_word, said):
+    with pytest.raises(RolloutError, match=f"did you mean .*{said}"):
+        settings(**{neighbours_word: 1})
+
+
+def test_a_model_whose_weights_are_not_loaded_is_refused():
+    model = tiny_model().to("meta")
+    for create in (RolloutGenerator, ContinuousBatchingManager):
+        with pytest.raises(ConfigurationError, match="not loaded, or offloaded"):
+            create(model)
 
 
 def test_wrong_counts_and_words_are_refused(generator):

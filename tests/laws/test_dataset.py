@@ -299,6 +299,8 @@ def test_what_only_the_engine_sees_becomes_a_row_with_an_error(model, tmp_path):
     assert "the model takes at most 512" in errors["long"]
     assert f"{jsonl} line 3" in errors["foreign"]
     assert "outside the model's vocabulary" in errors["foreign"]
+    assert f"the first error: {report.first_error}\n" in str(report)
+    assert report.first_error in errors.values()
     assert report.scores[0].num_sequences == 3
     resumed = generate(model, jsonl, output, evaluate=lambda row: len(row["token_ids"]))
     assert (resumed.num_resumed, resumed.num_failed, resumed.num_tokens) == (9, 6, 0)
