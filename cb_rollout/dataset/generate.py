@@ -76,6 +76,11 @@ def generate_dataset(
         KeyboardInterrupt: says what is done.
     """
     chosen = DatasetOptions(**options)
+    if not isinstance(dataset, str | os.PathLike):
+        raise ConfigurationError(
+            f"dataset is a {type(dataset).__name__}; pass a file's path or a data set's name: "
+            "Dataset.to_json(path) writes JSONL."
+        )
     source = create_source(os.fspath(dataset), split=chosen.split, subset=chosen.subset)
     _refuse_same_file(dataset, output)
     found = survey(source)

@@ -358,6 +358,11 @@ def test_chats_go_through_the_template_with_the_system_prompt(model, tmp_path):
         generate(model, jsonl, tmp_path / "c.jsonl", tokenizer=templateless, **options)
 
 
+def test_rows_in_memory_are_refused_with_how_to_write_them(model, tmp_path):
+    with pytest.raises(ConfigurationError, match=r"dataset is a list; .*to_json"):
+        generate(model, ROWS, tmp_path / "out.jsonl")
+
+
 def test_a_chat_with_a_system_message_of_its_own_is_a_row_with_an_error(model, tmp_path):
     messages = [{"role": "system", "content": "A"}, {"role": "user", "content": "B"}]
     jsonl = write_jsonl(tmp_path / "in.jsonl", [{"messages": messages}])
