@@ -146,8 +146,8 @@ class ResultFile:
     def _require_same_settings(self) -> None:
         advice = "name another output, or overwrite this one"
         try:
-            begun_with = json.loads(self._settings_path.read_bytes())
-        except (OSError, ValueError) as error:
+            begun_with = dict(json.loads(self._settings_path.read_bytes()))
+        except (OSError, ValueError, TypeError) as error:
             raise ConfigurationError(
                 f"{self.path} is there but {self._settings_path.name}, which says what it was made "
                 f"with, cannot be read; {advice}."
