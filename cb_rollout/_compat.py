@@ -91,6 +91,11 @@ def refuse_sharded(model: PreTrainedModel) -> None:
             "at every step; roll out with a RolloutGenerator and weight_sync='copy' (or 'auto')."
         )
     devices = {p.device for p in model.parameters()}
+    if any(device.type == "meta" for device in devices):
+        raise ConfigurationError(
+            "the model's weights are on the meta device, so not loaded, or offloaded by a "
+            "device_map; load it whole on one (device_map={'': 0})."
+        )
     if len(devices) > 1:
         raise ConfigurationError(
             f"the model lies on {len(devices)} devices, which is not supported; load it on one "

@@ -77,8 +77,8 @@ def load_tokenizer(name: str) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(name)
     except Exception as error:
         raise ConfigurationError(
-            f"no tokenizer could be loaded from {name!r} ({said(error)}); save one there with "
-            "tokenizer.save_pretrained."
+            f"no tokenizer could be loaded from {_described(name)} ({said(error)}); mend the name, "
+            "or save one there with tokenizer.save_pretrained."
         ) from error
     # Where its files are missing, transformers 5.23 makes one of its special tokens alone.
     if len(tokenizer) <= len(tokenizer.all_special_ids):

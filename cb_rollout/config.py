@@ -10,13 +10,25 @@ from cb_rollout.errors import ConfigurationError
 from cb_rollout.setting_rules import require_valid
 from cb_rollout.setting_values import known_fields_only
 
+NEIGHBOURS_WORDS = {
+    "max_num_seqs": "max_requests_per_batch",
+    "max_num_batched_tokens": "max_batch_tokens",
+    "gpu_memory_utilization": "max_memory_percent",
+    "enable_prefix_caching": "allow_block_sharing",
+    "kv_cache_dtype": "kv_dtype",
+    "dtype": "rollout_dtype",
+    "temperature": "SamplingParams(temperature=...)",
+    "max_new_tokens": "SamplingParams(max_new_tokens=...)",
+}
+# What vLLM calls the same thing, and what is looked for here and is elsewhere.
+
 
 def _setting(default: Any, help_text: str, cost: str = "") -> Any:
     """A field with what it means, and what it costs or when to touch it."""
     return field(default=default, metadata={"help": help_text, "cost": cost})
 
 
-@known_fields_only(ConfigurationError)
+@known_fields_only(ConfigurationError, NEIGHBOURS_WORDS)
 @dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
     """Settings of a rollout generator; every one is honoured or refused, none ignored.

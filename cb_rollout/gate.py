@@ -128,6 +128,11 @@ class Gate:
 
     def require_open_for_me(self) -> None:
         """Raise where the calling thread would wait for what stands still until it acts."""
+        if self.is_stepping_here:
+            raise RolloutError(
+                "what runs inside a step cannot wait for the engine that runs it; generate before "
+                "or after, not in a logits processor or a model's hook."
+            )
         if threading.get_ident() == self._pausing_thread:
             raise RolloutError(
                 "this thread paused the engine, so what it waits for would never come; leave "

@@ -58,8 +58,8 @@ def from_generation_config(generation_config: Any) -> SamplingParams:
         is_params = isinstance(generation_config, SamplingParams)
         advice = "pass it as sampling_params" if is_params else "pass a transformers one"
         raise ConfigurationError(
-            f"generation_config is a {type(generation_config).__name__}, {generation_config!r}; "
-            f"{advice}."
+            f"generation_config is a {type(generation_config).__name__}, "
+            f"{generation_config!r:.60}; {advice}."
         )
     settings = {
         name: value

@@ -18,7 +18,7 @@ from cb_rollout.generation_config import from_generation_config
 from cb_rollout.logprobs import DriftReport
 from cb_rollout.manager import ContinuousBatchingManager
 from cb_rollout.memory import MemoryPlan
-from cb_rollout.prompts import Prompt, encoded, one_per_input
+from cb_rollout.prompts import Prompt, encoded, one_per_input, require_tokenizer
 from cb_rollout.rollout import run_rollout
 from cb_rollout.sampling_params import SamplingParams, resolved
 from cb_rollout.transformers_config import as_rollout_config
@@ -59,6 +59,7 @@ class RolloutGenerator:
             ConfigurationError: a setting or the model cannot be honoured.
         """
         self.config = as_rollout_config(config)
+        require_tokenizer(tokenizer)
         self.tokenizer = tokenizer
         self._generation_config = generation_config
         self._weights = create_weight_sync(model, self.config, accelerator)

@@ -83,6 +83,8 @@ class Intake:
         Raises:
             InvalidRequestError: one of them could never be served.
         """
+        if not isinstance(request_id, str | None):
+            raise InvalidRequestError(f"request_id={request_id!r} is no text; pass a str.")
         prompts = [self._prompt(input_ids, index) for index, input_ids in enumerate(inputs)]
         groups: dict[tuple[int, ...], int] = {}
         made = []
@@ -163,14 +165,14 @@ class Intake:
         if params.max_length is not None and params.max_new_tokens is None:
             limits.append((params.max_length, "max_length allows", _MAX_LENGTH_ADVICE))
         wanted = params.max_new_tokens
-        for limit, holds, advice in limits:
-            if len(prompt) + (wanted or 1) > limit:
-                completion = "" if wanted is None else f" and max_new_tokens={wanted}"
-                raise InvalidRequestError(
-                    f"input {index} has {len(prompt)} tokens{completion}, but {holds} at most "
-                    f"{limit} of one sequence; {advice}."
-                )
-        return wanted or min(limit for limit, _, _ in limits) - len(prompt)
+        limit, holds, advice = min(limits, key=operator.itemgetter(0))
+        if len(prompt) + (wanted or 1) > limit:
+            completion = "" if wanted is None else f" and max_new_tokens={wanted}"
+            raise InvalidRequestError(
+                f"input {index} has {len(prompt)} tokens{completion}, but {holds} at most "
+                f"{limit} of one sequence; {advice}."
+            )
+        return wanted or limit - len(prompt)
 
     def _require_tokens_in_vocabulary(self, params: SamplingParams) -> None:
         """The parameters' own token ids; the end-of-sequence token may be one never sampled."""

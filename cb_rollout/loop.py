@@ -178,7 +178,7 @@ class EngineLoop:
         cause = self._death
         error = EngineDeadError(
             f"the engine stopped on {type(cause).__name__}: {cause}. Its requests are lost; "
-            "start() starts it over."
+            "generating again, or start(), starts it over."
         )
         error.__cause__ = cause
         return error

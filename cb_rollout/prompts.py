@@ -1,12 +1,24 @@
 """Prompts as people write them, turned into token ids."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from numbers import Number
 from typing import Any
 
-from cb_rollout.errors import InvalidRequestError
+from jinja2 import TemplateError
+
+from cb_rollout.errors import ConfigurationError, InvalidRequestError, said
 
 Prompt = Sequence[int] | str | Sequence[Mapping[str, Any]]
 # Token ids, text, or a chat.
+
+
+def require_tokenizer(tokenizer: Any) -> None:
+    """Raise `ConfigurationError` for what is neither None nor a tokenizer."""
+    if tokenizer is not None and not callable(tokenizer):
+        raise ConfigurationError(
+            f"tokenizer is a {type(tokenizer).__name__}; pass the tokenizer itself, as "
+            "AutoTokenizer.from_pretrained(name) makes it."
+        )
 
 
 def encoded(prompts: Iterable[Prompt], tokenizer: Any) -> list[Sequence[int]]:
@@ -29,25 +41,55 @@ def encoded(prompts: Iterable[Prompt], tokenizer: Any) -> list[Sequence[int]]:
 
 
 def _encoded(prompt: Any, index: int, tokenizer: Any) -> Any:
+    _refuse_what_is_no_prompt(prompt, index)
     is_text = isinstance(prompt, str)
     is_chat = isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
     if not (is_text or is_chat):
         return prompt
     if tokenizer is None:
         raise InvalidRequestError(
-            f"input {index} is {'text' if is_text else 'a chat'}; pass token ids, or make the "
-            "generator with tokenizer=."
+            f"input {index} is {'text' if is_text else 'a chat'}; pass token ids, or make a "
+            "RolloutGenerator with tokenizer=."
         )
-    if is_text:
-        return tokenizer(prompt)["input_ids"]
-    if getattr(tokenizer, "chat_template", None) is None:
+    if is_chat and getattr(tokenizer, "chat_template", None) is None:
         raise InvalidRequestError(
             f"input {index} is a chat, but the tokenizer has no chat template; set "
             "tokenizer.chat_template, or pass text."
         )
-    return tokenizer.apply_chat_template(
-        prompt, add_generation_prompt=True, tokenize=True, return_dict=True
-    )["input_ids"]
+    try:
+        if is_text:
+            return tokenizer(prompt)["input_ids"]
+        return tokenizer.apply_chat_template(
+            prompt, add_generation_prompt=True, tokenize=True, return_dict=True
+        )["input_ids"]
+    except _NOT_ENCODED as error:
+        refused = (
+            "the tokenizer does not take this text"
+            if is_text
+            else "the tokenizer's chat template does not take this chat"
+        )
+        advice = "is it valid Unicode?" if is_text else "change its messages, or the template."
+        raise InvalidRequestError(f"input {index}: {refused} ({said(error)}); {advice}") from error
+
+
+_NOT_ENCODED = (TemplateError, ValueError, TypeError, KeyError, AttributeError)
+# What templates raise, on purpose and not, and tokenizers of lone surrogates.
+
+
+def _refuse_what_is_no_prompt(prompt: Any, index: int) -> None:
+    """What people pass in a prompt's place, each with what to pass instead."""
+    if isinstance(prompt, Mapping):
+        raise InvalidRequestError(
+            f"input {index} is a dict of {', '.join(map(str, prompt))}; a chat is a list of "
+            "messages, so one chat is [[message, ...]], and of a row pass its prompt."
+        )
+    if isinstance(prompt, Number) or getattr(prompt, "ndim", 1) == 0:
+        raise InvalidRequestError(
+            f"input {index} is a single number; pass a list of prompts, so one prompt is "
+            "[[5, 6, 7]]."
+        )
+    if isinstance(prompt, bytes | bytearray):
+        raise InvalidRequestError(f"input {index} is bytes; decode it to text, or pass token ids.")
 
 
 def one_per_input(name: str, value: Any, num_inputs: int) -> list[Any]:

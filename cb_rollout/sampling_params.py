@@ -29,6 +29,8 @@ NEIGHBOURS_WORDS = {
     "sequence_bias": "logit_bias",
     "logprobs": "top_logprobs",
     "structured_outputs": "grammar",
+    "n": "generate_batch(num_return_sequences=...)",
+    "num_return_sequences": "generate_batch(num_return_sequences=...)",
 }
 # What vLLM and transformers call the same thing.
 

@@ -76,6 +76,11 @@ def generate_dataset(
         KeyboardInterrupt: says what is done.
     """
     chosen = DatasetOptions(**options)
+    if not isinstance(dataset, str | os.PathLike):
+        raise ConfigurationError(
+            f"dataset is a {type(dataset).__name__}; pass a file's path or a data set's name: "
+            "Dataset.to_json(path) writes JSONL."
+        )
     source = create_source(os.fspath(dataset), split=chosen.split, subset=chosen.subset)
     _refuse_same_file(dataset, output)
     found = survey(source)
@@ -109,6 +114,7 @@ def generate_dataset(
             num_return_sequences=chosen.num_return_sequences,
             num_sequences=results.num_done,
             num_failed=results.num_failed,
+            first_error=results.first_error,
             num_resumed=num_resumed,
             num_tokens=num_tokens,
             seconds=time.perf_counter() - started,

@@ -3,10 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from jinja2 import TemplateError
-
 from cb_rollout.dataset.rows import Row, Survey
-from cb_rollout.errors import ConfigurationError, InvalidRequestError, said
+from cb_rollout.errors import ConfigurationError, InvalidRequestError
 from cb_rollout.prompts import encoded
 
 
@@ -53,7 +51,4 @@ class PromptEncoder:
                     "system_prompt out."
                 )
             prompt = [{"role": "system", "content": self._system_prompt}, *prompt]
-        try:
-            return encoded([prompt], self._tokenizer)[0]
-        except (TemplateError, ValueError, TypeError, KeyError, AttributeError) as error:
-            raise InvalidRequestError(f"the prompt cannot be encoded ({said(error)}).") from error
+        return encoded([prompt], self._tokenizer)[0]

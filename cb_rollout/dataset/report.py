@@ -15,6 +15,8 @@ class DatasetReport:
     num_sequences: int
     num_failed: int
     """Sequences whose result is an error."""
+    first_error: str | None
+    """What the first of them says; None: there is none."""
     num_resumed: int
     """Sequences that were there before this run."""
     num_tokens: int
@@ -32,6 +34,9 @@ class DatasetReport:
         if self.num_failed:
             counts += f", {self.num_failed:,} of them failed (rows with an error)"
         lines = [counts]
+        if self.first_error is not None:
+            lines.append(f"the first error: {self.first_error}")
+            lines.append("what failed stays so; retry_failed generates it again")
         if self.num_tokens:
             speed = self.num_tokens / self.seconds
             lines.append(

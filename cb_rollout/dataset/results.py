@@ -54,6 +54,7 @@ class ResultFile:
         self._settings = json.loads(json.dumps(settings))
         self.num_done = 0
         self.num_failed = 0
+        self.first_error: str | None = None
         self._samples: dict[RowId, int] = {}
         self._synced = time.monotonic()
         try:
@@ -139,8 +140,8 @@ class ResultFile:
     def _require_same_settings(self) -> None:
         advice = "name another output, or overwrite this one"
         try:
-            started_with = json.loads(self._settings_path.read_bytes())
-        except (OSError, ValueError) as error:
+            started_with = dict(json.loads(self._settings_path.read_bytes()))
+        except (OSError, ValueError, TypeError) as error:
             raise ConfigurationError(
                 f"{self.path} is there but {self._settings_path.name}, which says what it was made "
                 f"with, cannot be read; {advice}."
@@ -213,7 +214,9 @@ class ResultFile:
             )
         self._samples[row_id] = self._samples.get(row_id, 0) | 1 << sample
         self.num_done += 1
-        self.num_failed += "error" in result
+        if "error" in result:
+            self.num_failed += 1
+            self.first_error = self.first_error or str(result["error"])
 
 
 def _not_writable(path: Path, error: OSError) -> ConfigurationError:

@@ -31,7 +31,12 @@ from cb_rollout.integrations.async_samples import (
     samples_of,
     summed_rewards,
 )
-from cb_rollout.integrations.async_settings import engine_config, own_model, require_settings
+from cb_rollout.integrations.async_settings import (
+    engine_config,
+    own_model,
+    require_data,
+    require_settings,
+)
 from cb_rollout.integrations.async_without_cuda import (
     register_plain_tree_attention,
     report_no_peak_flops,
@@ -75,6 +80,7 @@ class AsyncRollouts:
             ConfigurationError: a setting asks for a server, or cannot be honoured.
         """
         require_settings(args, in_flight)
+        require_data(train_dataset, reward_funcs)
         self._args, self._dataset = args, train_dataset
         self._in_flight: Literal["keep", "recompute"] = in_flight
         self._reward_funcs = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]

@@ -1,5 +1,6 @@
 """What an `AsyncGRPOConfig` means for an engine in its process. Knows it by its fields only."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -43,6 +44,26 @@ def require_settings(args: Any, in_flight: str) -> None:
     if args.chat_template_kwargs:
         raise ConfigurationError(
             "chat_template_kwargs is not honoured here; give the prompts as text, rendered."
+        )
+
+
+def require_data(train_dataset: Any, reward_funcs: Any) -> None:
+    """Refuse what would end the run with its first completion."""
+    for reward in reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]:
+        if not callable(reward):
+            raise ConfigurationError(
+                f"reward_funcs holds {reward!r:.60}, which cannot be called; pass functions of "
+                "prompts and completions."
+            )
+    if not isinstance(train_dataset, Iterable):
+        raise ConfigurationError(
+            f"train_dataset is a {type(train_dataset).__name__}; pass the trainer's own."
+        )
+    columns = getattr(train_dataset, "column_names", None)
+    if columns is not None and "prompt" not in columns:
+        raise ConfigurationError(
+            f"train_dataset has no column 'prompt', only {', '.join(columns)}; rename the one that "
+            "holds it."
         )
 
 

@@ -71,7 +71,13 @@ class TrainerRollouts:
         self, prompts: list[list[int]], sampling_params: SamplingParams | None = None
     ) -> list[GenerationOutput]:
         """One completion of every prompt, in order, as a part of the rollout in progress."""
-        outputs = self._generator.generate_batch(prompts, sampling_params=sampling_params)
+        try:
+            outputs = self._generator.generate_batch(prompts, sampling_params=sampling_params)
+        except InvalidRequestError as error:
+            raise InvalidRequestError(
+                f"{error} Filter such prompts out of the data set; max_new_tokens is the trainer's "
+                "max_completion_length."
+            ) from error
         self.outputs += outputs.values()
         self._turns.append(self._generator.metrics())
         return list(outputs.values())

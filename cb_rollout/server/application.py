@@ -27,6 +27,9 @@ from cb_rollout.types import GenerationOutput
 FAULTS_SHOWN = 3
 # Of one body that is not as it should be.
 
+NOT_JSON = "json_invalid"
+# What FastAPI 0.165 calls the fault of a body that cannot be read at all.
+
 ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": schemas.ErrorBody} for status in (400, 401, 404, 413, 429, 503)
 }
@@ -274,11 +277,14 @@ def _answer_errors(app: FastAPI) -> None:
 def _faults(error: RequestValidationError) -> str:
     found = []
     for fault in error.errors()[:FAULTS_SHOWN]:
+        if fault["type"] == NOT_JSON:
+            return f"the body is not JSON ({fault['ctx']['error']} at byte {fault['loc'][-1]})"
         place = ".".join(str(part) for part in fault["loc"] if part != "body")
         found.append(f"{place}: {fault['msg']}" if place else str(fault["msg"]))
     return "; ".join(found)
 
 
 def _first_field(error: RequestValidationError) -> str | None:
-    place = error.errors()[0]["loc"]
-    return str(place[1]) if len(place) > 1 else None
+    first = error.errors()[0]
+    place = first["loc"]
+    return str(place[1]) if len(place) > 1 and first["type"] != NOT_JSON else None

@@ -58,8 +58,9 @@ def as_api_error(error: ApiError | RolloutError | TimeoutError) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, InvalidRequestError):
-        # A client has one prompt, and does not know it as an input of a batch.
-        return ApiError(400, re.sub(r"^input 0 (?=has|is|holds)", "the prompt ", str(error)))
+        # A client has one prompt, does not know it as an input of a batch, and has OpenAI's words.
+        text = re.sub(r"^input 0 (?=has|is|holds)", "the prompt ", str(error))
+        return ApiError(400, text.replace("max_new_tokens", "max_tokens"))
     if isinstance(error, QueueFullError):
         return ApiError(429, str(error))
     if isinstance(error, EngineDeadError):

@@ -53,7 +53,7 @@ class ServerOptions:
             if not isinstance(value := getattr(self, name), str) or not value:
                 raise ConfigurationError(f"{name}={value!r} is not a text, or is empty.")
         if not _is_whole(self.port, 0) or self.port >= 1 << 16:
-            raise ConfigurationError(f"port={self.port!r} is outside [0, 65535].")
+            raise ConfigurationError(f"port={self.port!r} is not a whole number in [0, 65535].")
         for name in ("max_body_bytes", "max_prompt_tokens", "max_sequences"):
             value = getattr(self, name)
             is_left_open = value is None and name == "max_prompt_tokens"
@@ -72,8 +72,10 @@ class ServerOptions:
                 f"host={self.host!r} can be reached from other machines; set api_key, or host to "
                 "127.0.0.1."
             )
-        if self.api_key is not None and not (self.api_key.isascii() and self.api_key.strip()):
-            raise ConfigurationError("api_key is empty or not ASCII, which no header can carry.")
+        if self.api_key is not None and not _is_key(self.api_key):
+            raise ConfigurationError(
+                "api_key is empty, no text or not ASCII, which no header can carry."
+            )
 
 
 def is_loopback(host: str) -> bool:
@@ -82,6 +84,10 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def _is_key(value: object) -> bool:
+    return isinstance(value, str) and value.isascii() and bool(value.strip())
 
 
 def _is_whole(value: object, least: int) -> bool:

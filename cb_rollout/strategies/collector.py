@@ -6,7 +6,7 @@ submitted is kept, dropped, cancelled, failed, or in flight. Called from one thr
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from statistics import fmean
 from typing import Any
 
@@ -48,9 +48,11 @@ class GroupCollector:
                 the engine sleeps then, as it must where it runs the training module.
 
         Raises:
-            ConfigurationError: `num_generations` does not fit the strategy.
+            ConfigurationError: `num_generations` does not fit the strategy, or something is not
+                what it should be.
         """
-        self.strategy = strategy or Plain()
+        self.strategy = Plain() if strategy is None else strategy
+        _require_kinds(prompts, reward, self.strategy)
         least = self.strategy.min_group_size or 1
         if num_generations < least:
             raise ConfigurationError(
@@ -241,3 +243,19 @@ class GroupCollector:
             "rollout/staleness_mean": fmean(staleness),
             "rollout/staleness_max": max(staleness),
         }
+
+
+def _require_kinds(prompts: Any, reward: Any, strategy: Any) -> None:
+    if isinstance(prompts, str | Mapping) or not isinstance(prompts, Iterable):
+        raise ConfigurationError(
+            f"prompts is a {type(prompts).__name__}; pass a list or an iterator of prompts or rows."
+        )
+    if not callable(reward):
+        raise ConfigurationError(
+            f"reward={reward!r} cannot be called; pass a function of a prompt and its completions."
+        )
+    if not isinstance(strategy, Strategy):
+        raise ConfigurationError(
+            f"strategy={strategy!r} is no strategy; make one, as DynamicSampling() or "
+            "create_strategy('dynamic_sampling')."
+        )

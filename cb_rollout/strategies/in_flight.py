@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from cb_rollout.errors import EngineDeadError
+from cb_rollout.errors import EngineDeadError, InvalidRequestError
 from cb_rollout.strategies.flight import Sampler
 from cb_rollout.strategies.group import Group
 from cb_rollout.strategies.tally import Tally
@@ -57,6 +57,11 @@ class GroupsInFlight:
     def submit_more(self, flying: FlyingGroup, num_sequences: int) -> None:
         """Queue further sequences of a group."""
         row = flying.group.prompt
+        if isinstance(row, Mapping) and "prompt" not in row:
+            raise InvalidRequestError(
+                f"a row has no 'prompt', only {', '.join(map(repr, row))}; rename the key that "
+                "holds it."
+            )
         prompt = row["prompt"] if isinstance(row, Mapping) else row
         request_ids = self._sampler.submit(prompt, num_sequences)
         flying.pending += request_ids

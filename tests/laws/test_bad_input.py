@@ -10,12 +10,14 @@ from transformers import AutoModel, GenerationConfig, T5Config, T5ForConditional
 
 from cb_rollout import (
     ConfigurationError,
+    ContinuousBatchingManager,
     EngineDeadError,
     IncompleteRolloutError,
     InvalidRequestError,
     OutOfCacheMemoryError,
     RequestStatus,
     RolloutConfig,
+    RolloutError,
     RolloutGenerator,
     SamplingParams,
 )
@@ -50,6 +52,57 @@ def test_a_bad_prompt_is_refused_before_anything_is_generated(generator, prompt,
     assert len(generator.generate_batch([[5, 6]], sampling_params=PARAMS)) == 1
 
 
+@pytest.mark.parametrize(
+    ("inputs", "said"),
+    [
+        ([{"role": "user", "content": "hi"}], "one chat is [[message, ...]]"),
+        ([{"prompt": "hi", "answer": "4"}], "a dict of prompt, answer"),
+        ([5, 6, 7], "one prompt is [[5, 6, 7]]"),
+        (torch.tensor([5, 6, 7]), "one prompt is [[5, 6, 7]]"),
+        ([b"text"], "decode it"),
+        (["\ud800"], "input 0: the tokenizer does not take this text"),
+    ],
+)
+def test_what_is_mistaken_for_a_prompt_is_named_with_what_to_pass(inputs, said):
+    with (
+        RolloutGenerator(tiny_model(), tokenizer=char_tokenizer()) as generator,
+        pytest.raises(InvalidRequestError, match=re.escape(said)),
+    ):
+        generator.generate_batch(inputs, sampling_params=PARAMS)
+
+
+@pytest.mark.parametrize(
+    "template", ["{{ raise_exception('roles must alternate') }}", "{{ a.b.c }}", "{% if %}"]
+)
+def test_a_chat_that_the_template_refuses_is_named(template):
+    tokenizer = char_tokenizer()
+    tokenizer.chat_template = template
+    chat = [{"role": "user", "content": "hi"}]
+    with (
+        RolloutGenerator(tiny_model(), tokenizer=tokenizer) as generator,
+        pytest.raises(InvalidRequestError, match=r"input 1: .*chat template does not take"),
+    ):
+        generator.generate_batch([[5, 6], chat], sampling_params=PARAMS)
+
+
+def test_a_tokenizers_name_is_no_tokenizer():
+    with pytest.raises(ConfigurationError, match="from_pretrained"):
+        RolloutGenerator(tiny_model(), tokenizer="Qwen/Qwen3-0.6B")
+
+
+def test_a_request_id_that_is_no_text_is_refused(generator):
+    with pytest.raises(InvalidRequestError, match="request_id=7 is no text"):
+        generator.manager.add_request([5, 6], 7)
+
+
+def test_of_two_limits_the_one_to_turn_first_is_named():
+    with (
+        RolloutGenerator(tiny_model(), RolloutConfig(num_blocks=20)) as generator,
+        pytest.raises(InvalidRequestError, match="the model takes at most 512"),
+    ):
+        generator.generate_batch([[5]], max_new_tokens=10_000)
+
+
 def test_a_prompt_longer_than_the_model_is_refused():
     with (
         RolloutGenerator(tiny_model()) as generator,
@@ -78,6 +131,27 @@ def test_a_sampling_parameter_out_of_range_is_named(values, said):
 def test_an_unknown_config_field_is_named_with_the_nearest_known_one():
     with pytest.raises(ConfigurationError, match=r"no field 'max_memory_pct'.*max_memory_percent"):
         RolloutConfig(max_memory_pct=0.5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "neighbours_word", "said"),
+    [
+        (RolloutConfig, "max_num_seqs", "'max_requests_per_batch'"),
+        (RolloutConfig, "gpu_memory_utilization", "'max_memory_percent'"),
+        (RolloutConfig, "temperature", "SamplingParams"),
+        (SamplingParams, "n", "num_return_sequences"),
+    ],
+)
+def test_a_neighbours_word_is_answered_with_ours(settings, neighbours_word, said):
+    with pytest.raises(RolloutError, match=f"did you mean .*{said}"):
+        settings(**{neighbours_word: 1})
+
+
+def test_a_model_whose_weights_are_not_loaded_is_refused():
+    model = tiny_model().to("meta")
+    for create in (RolloutGenerator, ContinuousBatchingManager):
+        with pytest.raises(ConfigurationError, match="not loaded, or offloaded"):
+            create(model)
 
 
 def test_wrong_counts_and_words_are_refused(generator):

@@ -299,6 +299,8 @@ def test_what_only_the_engine_sees_becomes_a_row_with_an_error(model, tmp_path):
     assert "the model takes at most 512" in errors["long"]
     assert f"{jsonl} line 3" in errors["foreign"]
     assert "outside the model's vocabulary" in errors["foreign"]
+    assert f"the first error: {report.first_error}\n" in str(report)
+    assert report.first_error in errors.values()
     assert report.scores[0].num_sequences == 3
     resumed = generate(model, jsonl, output, evaluate=lambda row: len(row["token_ids"]))
     assert (resumed.num_resumed, resumed.num_failed, resumed.num_tokens) == (9, 6, 0)
@@ -354,6 +356,11 @@ def test_chats_go_through_the_template_with_the_system_prompt(model, tmp_path):
     templateless.chat_template = None
     with pytest.raises(ConfigurationError, match=r"line 1 is a chat, .* no chat template"):
         generate(model, jsonl, tmp_path / "c.jsonl", tokenizer=templateless, **options)
+
+
+def test_rows_in_memory_are_refused_with_how_to_write_them(model, tmp_path):
+    with pytest.raises(ConfigurationError, match=r"dataset is a list; .*to_json"):
+        generate(model, ROWS, tmp_path / "out.jsonl")
 
 
 def test_a_chat_with_a_system_message_of_its_own_is_a_row_with_an_error(model, tmp_path):

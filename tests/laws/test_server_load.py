@@ -119,7 +119,7 @@ def test_equal_prompts_of_many_clients_are_computed_once(serving, server):
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (b"{bad", "JSON"),
+        (b"{bad", "the body is not JSON ("),
         (b"", "required"),
         (b"[1, 2]", "valid dictionary"),
         (b"null", "valid dictionary"),

@@ -295,7 +295,7 @@ def test_json_obeys_its_schema_and_nothing_else_is_said(chat):
         ({"top_p": 2.0}, "top_p=2"),
         ({"n": 0}, "n: Input should be greater"),
         ({"n": 1000}, "1000 sequences are more than the 128 allowed"),
-        ({"max_tokens": 10**5}, "lower max_new_tokens"),
+        ({"max_tokens": 10**5}, "lower max_tokens"),
         ({"logit_bias": {"x": 1}}, "not a token id"),
         ({"logit_bias": {"99999": 1}}, "outside the model's vocabulary"),
         ({"top_logprobs": 3}, "top_logprobs needs logprobs"),

@@ -176,6 +176,20 @@ def test_an_engine_setting_that_cannot_be_honoured_is_refused(checkpoint, tmp_pa
         AsyncRollouts(checkpoint, settings_of(tmp_path), [], share_of_sevens, config=config)
 
 
+@pytest.mark.parametrize(
+    ("dataset", "reward", "said"),
+    [
+        (Dataset.from_list([{"question": "1+1="}]), share_of_sevens, "'prompt', only question"),
+        (None, share_of_sevens, "train_dataset is a NoneType"),
+        ([], None, "holds None"),
+        ([], ["accuracy"], "holds 'accuracy'"),
+    ],
+)
+def test_data_that_would_end_the_run_is_refused(checkpoint, tmp_path, dataset, reward, said):
+    with pytest.raises(ConfigurationError, match=said):
+        AsyncRollouts(checkpoint, settings_of(tmp_path), dataset, reward)
+
+
 def test_weights_that_were_sent_begin_a_version_under_autocast_too(checkpoint, tmp_path):
     rollouts = rollouts_of(checkpoint, settings_of(tmp_path, bf16=True))
     generator = rollouts.generator

@@ -4,12 +4,14 @@ import re
 
 import pytest
 import torch
+from datasets import Dataset
 from tiny_trainer import logged, tiny_trainer
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from trl import RLOOConfig, RLOOTrainer
 
 from cb_rollout import (
     ConfigurationError,
+    InvalidRequestError,
     LogprobDriftError,
     RolloutConfig,
     SamplingParams,
@@ -38,6 +40,14 @@ def test_training_logs_agreement_with_the_trainers_forward(tmp_path):
     assert trainer.evaluate()["eval_reward"] >= 0
     assert not trainer.args.use_vllm
     generator.close()
+
+
+def test_a_row_longer_than_the_model_is_told_in_the_trainers_words(tmp_path):
+    rows = Dataset.from_list([{"prompt": "1" * 510}] * 4)
+    trainer = tiny_trainer(tmp_path, trainer_arguments={"train_dataset": rows})
+    attach(trainer)
+    with pytest.raises(InvalidRequestError, match=r"510 tokens .*out of the data set; .*max_compl"):
+        trainer.train()
 
 
 def test_other_sampling_settings_agree_too(tmp_path):

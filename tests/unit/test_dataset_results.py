@@ -111,3 +111,13 @@ def test_a_path_that_cannot_be_written_is_a_typed_error(tmp_path):
     (tmp_path / "out.jsonl.settings.json").mkdir()
     with pytest.raises(ConfigurationError, match="cannot be written"):
         ResultFile(tmp_path / "out.jsonl", SETTINGS)
+
+
+@pytest.mark.parametrize("settings", ["", "{", "[3]", "7", "null"])
+def test_settings_that_cannot_be_read_are_told(tmp_path, settings):
+    path = tmp_path / "out.jsonl"
+    with ResultFile(path, SETTINGS) as results:
+        results.append([result("a", 0)])
+    (tmp_path / "out.jsonl.settings.json").write_text(settings)
+    with pytest.raises(ConfigurationError, match=r"settings\.json, which says .* cannot be read"):
+        ResultFile(path, SETTINGS)

@@ -10,7 +10,7 @@ from tiny import tiny_model
 
 from cb_rollout import RolloutConfig, RolloutGenerator, SamplingParams
 from cb_rollout.engine.core import Engine
-from cb_rollout.errors import EngineDeadError, RolloutError
+from cb_rollout.errors import EngineDeadError, IncompleteRolloutError, RolloutError
 from cb_rollout.interrupts import interrupts_deferred
 
 LONG = 30.0
@@ -132,6 +132,17 @@ def test_a_step_cannot_pause_the_engine_that_runs_it(generator, monkeypatch):
     monkeypatch.setattr(Engine, "step", pausing)
     generate(generator)
     assert "inside a step" in told[0]
+
+
+def test_a_step_cannot_wait_for_the_engine_that_runs_it(generator):
+    def ask_again(input_ids, scores):
+        generator.generate_batch([[5]], max_new_tokens=2)
+        return scores
+
+    params = SamplingParams(max_new_tokens=4, logits_processors=[ask_again])
+    with pytest.raises(IncompleteRolloutError, match="cannot wait for the engine that runs it"):
+        generator.generate_batch([[5]], sampling_params=params)
+    assert len(generator.generate_batch([[5]], max_new_tokens=2)) == 1
 
 
 @pytest.mark.parametrize(

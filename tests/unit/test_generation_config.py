@@ -138,3 +138,4 @@ def test_what_is_no_generation_config_is_refused(given, said):
     with pytest.raises(ConfigurationError) as raised:
         from_generation_config(given)
     assert said in str(raised.value)
+    assert len(str(raised.value)) < 160

@@ -29,6 +29,7 @@ def test_this_machine_is_open_to_itself(host):
         {"model_name": ""}, {"max_body_bytes": 0}, {"max_sequences": 1.5},
         {"max_prompt_tokens": 0}, {"request_timeout_seconds": 0},
         {"body_timeout_seconds": float("inf")}, {"api_key": ""}, {"api_key": "sch\u00f6n"},
+        {"api_key": 3},
     ],
 )  # fmt: skip
 def test_a_value_out_of_its_range_is_refused_by_name(values):

@@ -12,6 +12,7 @@ from cb_rollout.errors import (
     ConfigurationError,
     EngineDeadError,
     IncompleteRolloutError,
+    InvalidRequestError,
     RolloutError,
 )
 from cb_rollout.strategies import (
@@ -402,6 +403,35 @@ def test_a_reward_of_another_length_is_refused():
     collector = collector_of(reward=lambda prompt, outputs: [0.0])
     with pytest.raises(RolloutError, match="gave 1 values for 4 completions"):
         collector.collect(1)
+
+
+@pytest.mark.parametrize(
+    ("returned", "said"),
+    [(1.0, "gave 1.0; .* one number for each"), (["good"] * GROUP, "gave 'good' for a completion")],
+)
+def test_a_reward_that_gives_no_numbers_is_refused(returned, said):
+    with pytest.raises(RolloutError, match=said):
+        collector_of(reward=lambda prompt, outputs: returned).collect(1)
+
+
+def test_a_row_without_a_prompt_is_refused_with_what_it_has():
+    with pytest.raises(InvalidRequestError, match="no 'prompt', only 'question', 'answer'"):
+        collector_of(prompts=[{"question": "1+1", "answer": "2"}]).collect(1)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"prompts": "one text"}, "prompts is a str"),
+        ({"prompts": 3}, "prompts is a int"),
+        ({"reward": 1.0}, "reward=1.0 cannot be called"),
+        ({"strategy": "plain"}, "strategy='plain' is no strategy"),
+        ({"strategy": DynamicSampling}, "create_strategy"),
+    ],
+)
+def test_what_a_collector_cannot_use_is_named(wrong, said):
+    with pytest.raises(ConfigurationError, match=said):
+        collector_of(**wrong)
 
 
 def test_a_dead_engine_is_raised_and_leaves_nothing_in_flight():
