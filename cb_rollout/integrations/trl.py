@@ -33,6 +33,8 @@ from cb_rollout.integrations.trainer_hooks import TrainerHooks
 from cb_rollout.integrations.trainer_records import TrainerRecords
 from cb_rollout.integrations.trainer_rollouts import TrainerRollouts
 from cb_rollout.integrations.trainer_scoring import TrainerScoring
+from cb_rollout.integrations.trainer_strategies import STRATEGY, drop_strategy
+from cb_rollout.integrations.trainer_truncation import TrainerTruncation
 from cb_rollout.transformers_config import as_rollout_config
 
 TESTED_VERSIONS = "trl>=1.16,<2"
@@ -101,7 +103,8 @@ def attach(trainer: Any, config: Any = None) -> RolloutGenerator:
     records = None
     if trainer.accelerator.is_main_process:
         records = TrainerRecords(trainer, config.record_num_sequences)
-    scoring = TrainerScoring(trainer, rollouts, guard, records, replays=replays)
+    truncation = TrainerTruncation(trainer, defaults)
+    scoring = TrainerScoring(trainer, rollouts, guard, records, truncation, replays=replays)
     callback = RolloutCallback(rollouts, records)
     hooks.put("vllm_generation", rollouts)
     hooks.put("vllm_mode", GENERATION_MODE)
@@ -132,7 +135,7 @@ class Attachment(NamedTuple):
 def detach(trainer: Any) -> None:
     """Put a trainer back as it was before `attach`, and close its generator.
 
-    Its weights, optimizer and step count stay as they are.
+    What `use_strategy` changed is put back too. Weights, optimizer and step count stay as they are.
 
     Raises:
         ConfigurationError: nothing is attached to it.
@@ -141,6 +144,7 @@ def detach(trainer: Any) -> None:
     if not isinstance(attachment, Attachment):
         raise ConfigurationError("cb_rollout is not attached to this trainer.")
     attachment.callback.finish()
+    drop_strategy(trainer)
     trainer.remove_callback(attachment.callback)
     attachment.hooks.restore()
     attachment.generator.close()
@@ -171,6 +175,10 @@ def _require_seam(trainer: Any) -> None:
         raise ConfigurationError(
             f"trl {trl.__version__} generates in another way than cb_rollout knows (missing: "
             f"{', '.join(missing) or 'nothing'}); install {TESTED_VERSIONS}."
+        )
+    if STRATEGY in vars(trainer):
+        raise ConfigurationError(
+            "use_strategy came before attach, so that it would be left out; call attach first."
         )
     if getattr(trainer, "use_vllm", False):
         is_ours = isinstance(getattr(trainer, "vllm_generation", None), TrainerRollouts)
