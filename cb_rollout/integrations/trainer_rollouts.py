@@ -106,6 +106,17 @@ class TrainerRollouts:
         self._turns.append(figures)
         return outputs
 
+    def sample_alone(
+        self, prompts: list[list[int]], sampling_params: SamplingParams | None = None
+    ) -> list[GenerationOutput]:
+        """As `sample`, for a trainer that does not know of this: a rollout of its own, synced."""
+        self.sync_once_a_step()
+        self.begin_rollout()
+        try:
+            return self.sample(prompts, sampling_params)
+        finally:
+            self.end_rollout()
+
     def begin_rollout(self) -> None:
         """Another rollout starts, of one turn or, with tools, several."""
         self.outputs.clear()

@@ -8,7 +8,6 @@ never imported. The only file that imports trl.
 
 import inspect
 import warnings
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -18,24 +17,24 @@ from trl import GRPOTrainer, RLOOTrainer
 from trl.generation.vllm_generation import VLLMGeneration
 
 from cb_rollout.choices import SamplingMask
-from cb_rollout.config import RolloutConfig
 from cb_rollout.distributed import create_failure_watch
 from cb_rollout.errors import ConfigurationError
 from cb_rollout.generator import RolloutGenerator
 from cb_rollout.integrations.logprob_guard import LogprobGuard
+from cb_rollout.integrations.rollout_func import end_own_engine
 from cb_rollout.integrations.trainer_callback import RolloutCallback
 from cb_rollout.integrations.trainer_distribution import (
     are_comparable,
     require_known_distribution,
     warn_of_bias,
 )
+from cb_rollout.integrations.trainer_generator import create_generator
 from cb_rollout.integrations.trainer_hooks import TrainerHooks
 from cb_rollout.integrations.trainer_records import TrainerRecords
 from cb_rollout.integrations.trainer_rollouts import TrainerRollouts
 from cb_rollout.integrations.trainer_scoring import TrainerScoring
 from cb_rollout.integrations.trainer_strategies import STRATEGY, drop_strategy
 from cb_rollout.integrations.trainer_truncation import TrainerTruncation
-from cb_rollout.transformers_config import as_rollout_config
 
 TESTED_VERSIONS = "trl>=1.16,<2"
 
@@ -74,26 +73,13 @@ def attach(trainer: Any, config: Any = None) -> RolloutGenerator:
     """
     _require_seam(trainer)
     _require_settings(trainer)
-    given, config = config, as_rollout_config(config)
-    if isinstance(given, RolloutConfig) and not given.return_logprobs:
-        raise ConfigurationError("return_logprobs=False: the trainer needs them; leave it True.")
-    # transformers' own config leaves them out by default.
-    config = replace(config, return_logprobs=True)
-    if config.seed is None:
-        config = replace(config, seed=trainer.args.seed)
-    generator = RolloutGenerator(
-        trainer.model,
-        config,
-        tokenizer=trainer.processing_class,
-        generation_config=trainer.generation_config,
-        accelerator=trainer.accelerator,
-        optimizer=_optimizer(trainer),
-    )
+    end_own_engine(trainer)
+    generator = create_generator(trainer, config)
+    config = generator.config
     if config.balance_ranks:
         _require_one_turn(trainer)
     defaults = generator.manager.defaults
     require_known_distribution(trainer, config, defaults)
-    _require_room(trainer, generator)
     warn_of_bias(trainer, config, defaults)
     _warn_of_dropout(trainer)
     hooks = TrainerHooks(trainer)
@@ -150,14 +136,6 @@ def detach(trainer: Any) -> None:
     attachment.generator.close()
 
 
-def _optimizer(trainer: Any) -> Any:
-    """What will step the model: the optimizer, where it exists, or its name."""
-    if trainer.optimizer is not None:
-        return trainer.optimizer
-    chosen = getattr(trainer, "optimizer_cls_and_kwargs", None)
-    return trainer.args.optim if chosen is None else chosen[0].__name__
-
-
 def _require_seam(trainer: Any) -> None:
     """Refuse what is not a trainer whose inside looks as it did when this was written."""
     if not isinstance(trainer, GRPOTrainer | RLOOTrainer):
@@ -209,21 +187,6 @@ def _require_settings(trainer: Any) -> None:
             raise ConfigurationError(
                 f"loss_type='vespo' needs vllm_importance_sampling_mode to be one of "
                 f"{', '.join(allowed)}, not {mode!r}."
-            )
-
-
-def _require_room(trainer: Any, generator: RolloutGenerator) -> None:
-    """Refuse completions that leave the model, or the cache, no room for a prompt."""
-    limits = generator.manager.intake.limits
-    length = trainer.args.max_completion_length
-    for limit, holder in (
-        (limits.max_positions, "the model takes"),
-        (limits.max_cached_tokens(), "the KV cache holds"),
-    ):
-        if limit is not None and length >= limit:
-            raise ConfigurationError(
-                f"max_completion_length={length} leaves no room for a prompt: {holder} at most "
-                f"{limit} tokens of one sequence; lower it in the trainer's config."
             )
 
 
