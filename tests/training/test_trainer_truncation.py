@@ -128,28 +128,31 @@ def test_the_last_turn_of_a_tool_loop_decides(tmp_path, monkeypatch):
         lambda row: {"prompt": [{"role": "user", "content": row["prompt"]}]}
     )
     generator = attach(trainer)
-    score, seen = trainer._generate_and_score_completions, []
+    score, generate, rows, seen = trainer._generate_and_score_completions, trainer._generate, [], []
+
+    def generate_and_keep(prompts):
+        generated = generate(prompts)
+        rows[:] = [tuple(p) + tuple(c) for p, c in zip(*generated[:2], strict=True)]
+        return generated
 
     def score_and_keep(inputs):
         batch = score(inputs)
-        by_end = {}
-        for output in trainer.vllm_generation.outputs:
-            by_end[(*output.prompt_ids, *output.generated_tokens)] = output.finish_reason
-        for row in range(8):
-            prompt = batch["prompt_ids"][row][batch["prompt_mask"][row].bool()].tolist()
-            mask = batch["completion_mask"][row].bool()
-            if mask.any():
-                tokens = batch["completion_ids"][row][mask].tolist()
-                seen.append(by_end[(*prompt, *tokens)] == "stop")
-            assert (batch["tool_mask"][row] * mask).any() == mask.any()
-        seen.append(None)
+        reasons = {
+            (*output.prompt_ids, *output.generated_tokens): output.finish_reason
+            for output in trainer.vllm_generation.outputs
+        }
+        mask_BT = batch["completion_mask"]
+        assert mask_BT.any(1).tolist() == [reasons.get(row) == "stop" for row in rows]
+        assert (batch["tool_mask"] * mask_BT).any(1).tolist() == mask_BT.any(1).tolist()
+        seen.extend(mask_BT.any(1).tolist())
         return batch
 
+    trainer._generate = generate_and_keep
     trainer._generate_and_score_completions = score_and_keep
     trainer.train()
     generator.close()
-    assert set(seen) == {True, None}
-    assert len(seen) < 3 * 9
+    assert len(trainer.vllm_generation.outputs) > 8
+    assert set(seen) == {True, False}
     assert all(math.isfinite(loss) for loss in logged(trainer, "loss"))
 
 
