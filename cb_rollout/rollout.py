@@ -4,6 +4,8 @@ Owns the wait of the training thread, and that nothing keeps running where it is
 """
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from tqdm.auto import tqdm
 
@@ -25,16 +27,25 @@ def run_rollout(
         Outputs by request id, in the order of `requests`; and the rollout's metrics by name.
     """
     manager.start()
+    with measured(manager) as metrics:
+        finished = _finished(manager, requests, progress_bar) if requests else {}
+    return {request.request_id: finished[request.request_id] for request in requests}, metrics
+
+
+@contextmanager
+def measured(manager: ContinuousBatchingManager) -> Iterator[dict[str, float]]:
+    """Fills a dictionary with the figures of what the engine did inside, by metric name."""
     counters = manager.engine.counters
     before = counters.copy()
     counters.kv_blocks_peak = 0
+    metrics: dict[str, float] = {}
     started = time.perf_counter()
-    finished = _finished(manager, requests, progress_bar) if requests else {}
+    yield metrics
     seconds = time.perf_counter() - started
     added = counters.since(before)
-    metrics = {
+    metrics |= {
         "rollout/seconds": seconds,
-        "rollout/tokens_per_second": added.tokens_generated / seconds if requests else 0.0,
+        "rollout/tokens_per_second": added.tokens_generated / seconds if seconds else 0.0,
         "rollout/tokens": added.tokens_generated,
         "rollout/kv_blocks_peak": added.kv_blocks_peak,
         "rollout/prefill_tokens": added.prefill_tokens,
@@ -44,7 +55,6 @@ def run_rollout(
     if added.truncated_tokens:
         metrics["rollout/log_kept_mass"] = added.log_kept_mass / added.truncated_tokens
         metrics["rollout/kept_tokens"] = added.kept_tokens / added.truncated_tokens
-    return {request.request_id: finished[request.request_id] for request in requests}, metrics
 
 
 def _finished(

@@ -49,6 +49,7 @@ class LogprobGuard:
     def check(
         self,
         rows: Sequence[Row],
+        policy_version: int,
         mask_BT: torch.Tensor,
         recompute: Callable[[list[int]], torch.Tensor],
     ) -> None:
@@ -56,6 +57,7 @@ class LogprobGuard:
 
         Args:
             rows: what was sampled.
+            policy_version: the trainer's; tokens of older ones are passed over.
             mask_BT: 0 where the trainer's forward leaves tokens out.
             recompute: the trainer's log-probabilities of the rows of these numbers, `[rows, T]`.
 
@@ -77,7 +79,12 @@ class LogprobGuard:
         masks = mask_BT[chosen].tolist()
         for number, values, mask in zip(chosen, recomputed, masks, strict=True):
             row = rows[number]
-            positions = [t for t, own in enumerate(row.is_sampled) if own and mask[t]]
+            versions = row.token_versions
+            positions = [
+                t
+                for t, own in enumerate(row.is_sampled)
+                if own and mask[t] and versions[t] in (None, policy_version)
+            ]
             name = f"row {number}, {row.name}"
             sampled[name] = [row.logprobs[t] for t in positions]  # type: ignore[index]
             trained[name] = [values[t] for t in positions]

@@ -1,44 +1,80 @@
-"""Completions of an attached trainer's generator, for a `rollout_func` of one's own.
+"""Completions for a trainer's `rollout_func`, from what is attached to it or an engine of its own.
 
-Called by the trainer, on its thread. Knows the trainer by its attributes only.
+Without `attach` TRL's loss knows nothing of cb_rollout: prompts go in, tokens come out, and the
+sampled log-probabilities are only passed on. Called by the trainer, on its thread; knows it by its
+attributes only.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
+from cb_rollout.config import RolloutConfig
 from cb_rollout.errors import ConfigurationError
+from cb_rollout.integrations.trainer_callback import RolloutCallback
+from cb_rollout.integrations.trainer_distribution import warn_of_bias
+from cb_rollout.integrations.trainer_generator import create_generator
+from cb_rollout.integrations.trainer_hooks import TrainerHooks
 from cb_rollout.integrations.trainer_rollouts import TrainerRollouts
-from cb_rollout.sampling_params import SamplingParams
+from cb_rollout.integrations.trainer_truncation import unknown_end
+from cb_rollout.sampling_params import SamplingParams, resolved
+from cb_rollout.transformers_config import as_rollout_config
+
+OWN = "_cb_rollout_own"
+# The trainer's attribute that holds the engine of its rollout functions, where none is attached.
+
+OF_THE_LOSS = {
+    "old_logps": (),
+    "sampling_mask": (),
+    "verify_every_steps": (0,),
+    "verify_num_sequences": (),
+    "max_logprob_drift": (),
+    "on_logprob_drift": (),
+    "record_num_sequences": (0,),
+    "balance_ranks": (),
+}
+# Settings that a rollout_func has no hand in; beside their defaults, what asks for nothing.
 
 
 def make_rollout_func(
-    sampling_params: SamplingParams | None = None,
+    sampling_params: SamplingParams | None = None, config: Any = None
 ) -> Callable[[list[Any], Any], dict[str, Any]]:
     """A `rollout_func` for `GRPOTrainer` that samples one completion of every prompt it is given.
 
     To be passed to the trainer as it is, or to be called, once or for each turn, by a function of
-    one's own. The trainer must be attached before it trains. TRL hands over each prompt as often
-    as it wants completions of it; equal ones are computed once.
+    one's own. TRL hands over each prompt as often as it wants completions of it; equal ones are
+    computed once. Where the trainer is attached it generates through that; if not, through an
+    engine that the trainer's functions share, made at the first call and synced once per optimizer
+    step.
 
     Args:
         sampling_params: how to sample; None: as the trainer's config says.
+        config: a `RolloutConfig`, or a transformers `ContinuousBatchingConfig`, of the engine where
+            nothing is attached. None: the defaults. What concerns the loss (old log-probabilities,
+            replay, verification) and records need `attach`.
 
     Returns:
         A function of prompts (texts, chats or token ids) and the trainer, which gives `prompt_ids`,
         `completion_ids` and `logprobs`, one list each a prompt.
+
+    Raises:
+        ConfigurationError: a setting that needs `attach`.
     """
+    _require_ours(as_rollout_config(config))
 
     def rollout(prompts: list[Any], trainer: Any) -> dict[str, Any]:
         rollouts = getattr(trainer, "vllm_generation", None)
-        if not isinstance(rollouts, TrainerRollouts):
+        is_attached = isinstance(rollouts, TrainerRollouts)
+        if is_attached and config is not None:
             raise ConfigurationError(
-                "a function of make_rollout_func() generates through what is attached to the "
-                "trainer, and nothing is; call cb_rollout.attach(trainer) before train()."
+                "the trainer is attached, so the config of make_rollout_func() would be ignored; "
+                "give it to attach() alone."
             )
+        if not is_attached:
+            rollouts = _own_rollouts(trainer, config, sampling_params)
         ids = prompts
         if prompts and not all(_are_token_ids(prompt) for prompt in prompts):
             ids, _, _ = trainer._tokenize_prompts(prompts)
-        outputs = rollouts.sample(ids, sampling_params)
+        outputs = (rollouts.sample if is_attached else rollouts.sample_alone)(ids, sampling_params)
         return {
             "prompt_ids": ids,
             "completion_ids": [output.generated_tokens for output in outputs],
@@ -46,6 +82,68 @@ def make_rollout_func(
         }
 
     return rollout
+
+
+class OwnEngine(NamedTuple):
+    """What the rollout functions of a trainer share."""
+
+    rollouts: TrainerRollouts
+    config: RolloutConfig
+    """As it was given."""
+    hooks: TrainerHooks
+    callback: RolloutCallback
+
+
+def end_own_engine(trainer: Any) -> None:
+    """Close the engine of a trainer's rollout functions, if there is one."""
+    own = vars(trainer).get(OWN)
+    if own is not None:
+        trainer.remove_callback(own.callback)
+        own.hooks.restore()
+        own.rollouts.generator.close()
+
+
+def _own_rollouts(trainer: Any, config: Any, params: SamplingParams | None) -> TrainerRollouts:
+    """Those of the trainer's own engine, which is made where there is none."""
+    own = vars(trainer).get(OWN)
+    if own is None:
+        if trainer.tools:
+            raise ConfigurationError(
+                "with tools the trainer generates each later turn itself; call "
+                "cb_rollout.attach(trainer) before train()."
+            )
+        generator = create_generator(trainer, config)
+        rollouts, hooks = TrainerRollouts(trainer, generator), TrainerHooks(trainer)
+        callback = RolloutCallback(rollouts, None)
+        own = OwnEngine(rollouts, as_rollout_config(config), hooks, callback)
+        hooks.put(OWN, own)
+        hooks.put("_last_loaded_step", -1)
+        trainer.add_callback(callback)
+        warn_of_bias(trainer, generator.config, resolved(params, generator.manager.defaults))
+    if own.config != as_rollout_config(config):
+        raise ConfigurationError(
+            "two functions of make_rollout_func() share the trainer's engine and have two configs; "
+            "give both the same."
+        )
+    ended_by = unknown_end(trainer, resolved(params, own.rollouts.generator.manager.defaults))
+    if trainer.mask_truncated_completions and ended_by:
+        raise ConfigurationError(
+            f"mask_truncated_completions=True would leave out completions that {ended_by} ended, "
+            "which only an attached trainer knows; call cb_rollout.attach(trainer) before train()."
+        )
+    return own.rollouts
+
+
+def _require_ours(config: RolloutConfig) -> None:
+    """Refuse what would be ignored without `attach`."""
+    default = RolloutConfig()
+    for name, harmless in OF_THE_LOSS.items():
+        value = getattr(config, name)
+        if value != getattr(default, name) and value not in harmless:
+            raise ConfigurationError(
+                f"make_rollout_func(config=RolloutConfig({name}={value!r})): a rollout_func has no "
+                "hand in that; call cb_rollout.attach(trainer, config) before train()."
+            )
 
 
 def _are_token_ids(prompt: Any) -> bool:

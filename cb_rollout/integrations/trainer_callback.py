@@ -36,6 +36,7 @@ class RolloutCallback(TrainerCallback):
     ) -> None:
         """Training is done; the best weights may have been loaded at an unchanged step count."""
         self._rollouts.forget_synced_step()
+        self._rollouts.end_carried()
         self.finish()
 
     def on_step_begin(
@@ -43,6 +44,7 @@ class RolloutCallback(TrainerCallback):
     ) -> None:
         """An optimizer step starts, with the rollout it needs."""
         self._step_started = time.perf_counter()
+        self._rollouts.hold_carried()
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any

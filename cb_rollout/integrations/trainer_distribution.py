@@ -11,6 +11,7 @@ from typing import Any
 from cb_rollout.choices import LogprobsMode, OldLogps, SamplingMask
 from cb_rollout.config import RolloutConfig
 from cb_rollout.errors import ConfigurationError
+from cb_rollout.integrations.trainer_truncation import unknown_end
 from cb_rollout.sampling_params import SamplingParams
 
 STACKLEVEL = 3
@@ -38,14 +39,14 @@ def require_known_distribution(trainer: Any, config: RolloutConfig, params: Samp
             "truncation or penalties against the loss's, which are before; set "
             "sampling_mask='replay' or logprobs_mode='policy'."
         )
-    ends: Any = params.eos_token_id or ()
-    unknown_ends = {token for token in ends if token >= 0} - set(trainer.eos_token_ids)
-    if trainer.mask_truncated_completions and (params.stop or unknown_ends):
-        ended_by = "a stop string" if params.stop else f"token {min(unknown_ends)}"
+    is_rloo = not hasattr(trainer, "rollout_func")
+    ended_by = unknown_end(trainer, params)
+    if trainer.mask_truncated_completions and is_rloo and ended_by:
         raise ConfigurationError(
             f"mask_truncated_completions=True would leave out completions that {ended_by} ended: "
-            "the trainer takes for whole only what ends in its own end-of-sequence token; leave it "
-            "False, or take stop_strings and eos_token_id out of generation_kwargs."
+            "RLOO's trainer takes for whole only what ends in its own end-of-sequence token, and "
+            "computes old log-probabilities and rewards from that; leave it False, or take "
+            "stop_strings and eos_token_id out of generation_kwargs."
         )
 
 

@@ -115,9 +115,9 @@ class TrainerRecords:
 def _policy_versions(row: Row) -> list[tuple[int, int]]:
     """Runs of versions; a tool's tokens count as of the version that asked for them."""
     versions: list[int] = []
-    for start, num_tokens, output in row.turns:
-        versions += versions[-1:] * (start - len(versions))
-        sampled = [version for version, num in output.policy_versions for _ in range(num)]
-        versions += sampled[:num_tokens]
-    versions += versions[-1:] * (len(row.completion_ids) - len(versions))
+    latest = next((version for version in row.token_versions if version is not None), None)
+    for version in row.token_versions:
+        latest = latest if version is None else version
+        if latest is not None:
+            versions.append(latest)
     return [(version, len(list(run))) for version, run in groupby(versions)]

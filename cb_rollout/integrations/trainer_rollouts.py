@@ -3,8 +3,9 @@
 Called by the trainer, on its thread. Knows the trainer by its attributes only.
 """
 
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
 
 from cb_rollout.choices import ReleaseCache
 from cb_rollout.errors import InvalidRequestError
@@ -13,15 +14,21 @@ from cb_rollout.records import Mode
 from cb_rollout.sampling_params import SamplingParams
 from cb_rollout.types import GenerationOutput
 
+if TYPE_CHECKING:
+    from cb_rollout.strategies import GroupCollector
+
 
 class TrainerRollouts:
     """What the trainer takes for its generation backend."""
 
     def __init__(self, trainer: Any, generator: RolloutGenerator) -> None:
         """Stand between the two."""
-        self._trainer, self._generator = trainer, generator
+        self._trainer, self.generator = trainer, generator
         self.outputs: list[GenerationOutput] = []
         """Everything sampled for the rollout in progress, or the last one, tool turns included."""
+        self.collector: GroupCollector | None = None
+        """Of a strategy that samples ahead of the trainer; None: its prompts, as it asks."""
+        self._collected: tuple[list[GenerationOutput], dict[str, float]] | None = None
         self._turns: list[dict[str, float]] = []
         self._seconds_this_step = 0.0
 
@@ -36,8 +43,26 @@ class TrainerRollouts:
 
     def sync_weights(self) -> None:
         """Called by the trainer once per optimizer step, before it generates."""
-        self._generator.follow(self._trainer.model_wrapped)
-        self._generator.sync_weights()
+        self.generator.follow(self._trainer.model_wrapped)
+        self.generator.sync_weights()
+
+    def sync_once_a_step(self) -> None:
+        """Sync as the trainer does before it generates (trl 1.16), where it has not yet."""
+        step = self._trainer.state.global_step
+        if step != self._trainer._last_loaded_step:
+            self.sync_weights()
+            self._trainer._last_loaded_step = step
+
+    @contextmanager
+    def collected(
+        self, outputs: list[GenerationOutput], figures: dict[str, float]
+    ) -> Iterator[None]:
+        """Give `outputs`, sampled already, for the prompts that the trainer asks for inside."""
+        self._collected = outputs, figures
+        try:
+            yield
+        finally:
+            self._collected = None
 
     def generate(
         self,
@@ -71,16 +96,37 @@ class TrainerRollouts:
         self, prompts: list[list[int]], sampling_params: SamplingParams | None = None
     ) -> list[GenerationOutput]:
         """One completion of every prompt, in order, as a part of the rollout in progress."""
+        if self._collected is not None:
+            (outputs, figures), self._collected = self._collected, None
+            assert [output.prompt_ids for output in outputs] == prompts, "collected for others"
+        else:
+            outputs, figures = self._generated(prompts, sampling_params), self.generator.metrics()
+        self.outputs += outputs
+        self._turns.append(figures)
+        return outputs
+
+    def sample_alone(
+        self, prompts: list[list[int]], sampling_params: SamplingParams | None = None
+    ) -> list[GenerationOutput]:
+        """As `sample`, for a trainer that does not know of this: a rollout of its own, synced."""
+        self.sync_once_a_step()
+        self.begin_rollout()
         try:
-            outputs = self._generator.generate_batch(prompts, sampling_params=sampling_params)
+            return self.sample(prompts, sampling_params)
+        finally:
+            self.end_rollout()
+
+    def _generated(
+        self, prompts: list[list[int]], sampling_params: SamplingParams | None
+    ) -> list[GenerationOutput]:
+        try:
+            batch = self.generator.generate_batch(prompts, sampling_params=sampling_params)
         except InvalidRequestError as error:
             raise InvalidRequestError(
                 f"{error} Filter such prompts out of the data set; max_new_tokens is the trainer's "
                 "max_completion_length."
             ) from error
-        self.outputs += outputs.values()
-        self._turns.append(self._generator.metrics())
-        return list(outputs.values())
+        return list(batch.values())
 
     def begin_rollout(self) -> None:
         """Another rollout starts, of one turn or, with tools, several."""
@@ -95,8 +141,24 @@ class TrainerRollouts:
                 self._trainer._metrics[self.mode][name].append(value)
             if self.mode == "train":
                 self._seconds_this_step += figures["rollout/seconds"]
-        if self._generator.config.release_cache == ReleaseCache.BETWEEN_STEPS:
-            self._generator.sleep()
+        self.release()
+
+    def release(self) -> None:
+        """Give the KV memory back where wanted, and keep what is carried from running on."""
+        if self.generator.config.release_cache == ReleaseCache.BETWEEN_STEPS:
+            self.generator.sleep()
+        self.hold_carried()
+
+    def hold_carried(self) -> None:
+        """Keep sequences that are carried into the next step still: their weights may change."""
+        if self.collector is not None and self.collector.num_in_flight:
+            self.generator.sleep()
+
+    def end_carried(self) -> None:
+        """Cancel sequences that are carried: no step will come for them."""
+        if self.collector is not None:
+            self.collector.close()
+            self.release()
 
     def end_step(self, seconds: float) -> None:
         """Log which share of an optimizer step of `seconds` went into rollouts."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from cb_rollout.errors import ConfigurationError
-from cb_rollout.types import GenerationOutput
+from cb_rollout.types import FinishReason, GenerationOutput
 
 
 class Turn(NamedTuple):
@@ -35,6 +35,25 @@ class Row:
     """One for each completion token, 0 where it was not sampled; None: the trainer has none."""
     turns: list[Turn] = field(default_factory=list)
     """In order; empty where something else than this rollout sampled it."""
+
+    @property
+    def token_versions(self) -> list[int | None]:
+        """What policy sampled each completion token; None where none did, or it is not known."""
+        versions: list[int | None] = [None] * len(self.completion_ids)
+        for start, num_tokens, output in self.turns:
+            sampled = [version for version, num in output.policy_versions for _ in range(num)]
+            versions[start : start + num_tokens] = sampled[:num_tokens]
+        return versions
+
+    @property
+    def ended_itself(self) -> bool:
+        """Whether its last token was sampled here, and ended it: by a token or a stop string."""
+        if not self.turns:
+            return False
+        start, num_tokens, output = self.turns[-1]
+        is_last = start + num_tokens == len(self.completion_ids)
+        is_all = num_tokens == len(output.generated_tokens)
+        return is_last and is_all and output.finish_reason is FinishReason.STOP
 
     @property
     def name(self) -> str:
@@ -81,7 +100,8 @@ def _turns(
 ) -> list[Turn]:
     """The outputs that a completion was put together from; empty where one is not to be found.
 
-    Equal tokens after an equal history are one and the same, whichever request they came from.
+    Of equal tokens after an equal history each row takes another request's, as long as there are;
+    where a rollout_func repeats one, they are one and the same.
     """
     turns = []
     starts = [t for t, own in enumerate(is_sampled) if own and not (t and is_sampled[t - 1])]
@@ -89,10 +109,13 @@ def _turns(
         end = next((t for t in range(start, len(is_sampled)) if not is_sampled[t]), None)
         part = completion_ids[start:end]
         candidates = by_prompt.get((*prompt_ids, *completion_ids[:start]), [])
-        found = next((o for o in candidates if o.generated_tokens[: len(part)] == part), None)
+        found = next(
+            (n for n, o in enumerate(candidates) if o.generated_tokens[: len(part)] == part), None
+        )
         if found is None:
             return []
-        turns.append(Turn(start, len(part), found))
+        candidates.append(candidates.pop(found))
+        turns.append(Turn(start, len(part), candidates[-1]))
     return turns
 
 

@@ -18,6 +18,7 @@ from cb_rollout.integrations.trainer_records import TrainerRecords
 from cb_rollout.integrations.trainer_replay import kept_tokens_of, replayed_logprobs
 from cb_rollout.integrations.trainer_rollouts import TrainerRollouts
 from cb_rollout.integrations.trainer_rows import Row, require_sampled_here, rows_from
+from cb_rollout.integrations.trainer_truncation import TrainerTruncation
 
 ROW_KEY, KEPT_KEY = "rollout_row", "kept_token_ids"
 # What travels with a batch into the loss, beside what the trainer puts there.
@@ -32,6 +33,7 @@ class TrainerScoring:
         rollouts: TrainerRollouts,
         guard: LogprobGuard,
         records: TrainerRecords | None,
+        truncation: TrainerTruncation,
         *,
         replays: bool,
     ) -> None:
@@ -42,10 +44,12 @@ class TrainerScoring:
             rollouts: where its completions come from.
             guard: says whether sampled log-probabilities may be used as the old ones.
             records: None: this process keeps none.
+            truncation: says which completions were cut off.
             replays: whether log-probabilities are over the kept tokens alone.
         """
         self._trainer, self._rollouts = trainer, rollouts
         self._guard, self._records, self._replays = guard, records, replays
+        self._truncation = truncation
         self._generate = trainer._generate
         self._score = trainer._generate_and_score_completions
         self._calculate_rewards = trainer._calculate_rewards
@@ -74,6 +78,7 @@ class TrainerScoring:
         finally:
             self._rollouts.end_rollout()
         self._rows = rows_from(generated, self._rollouts.outputs)
+        self._truncation.count(self._rows)
         if self._replays:
             require_sampled_here(self._rows)
             self._kept = [kept_tokens_of(row) for row in self._rows]
@@ -93,8 +98,11 @@ class TrainerScoring:
         self._guard.begin_rollout(is_training)
         self._is_old_due = _recomputes_old_logprobs(trainer)
         try:
-            batch = self._score(inputs)
+            with self._truncation.unmasked() as is_mask_due:
+                batch = self._score(inputs)
             assert not self._is_old_due, "the trainer did not ask for old log-probabilities"
+            if is_mask_due:
+                self._truncation.mask(batch, self._rows)
             self._check(batch)
         finally:
             kept, self._kept, self._is_old_due = self._kept, None, False
@@ -120,6 +128,7 @@ class TrainerScoring:
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *rest: Any, **named: Any) -> Any:
         """For `compute_loss`: lets the forward inside know which rows it is of."""
+        self._rollouts.hold_carried()
         self._kept = inputs.get(KEPT_KEY)
         self._loss_ids = inputs[ROW_KEY].tolist() if ROW_KEY in inputs else None
         try:
@@ -189,12 +198,13 @@ class TrainerScoring:
 
     def _old_logprobs(self, run: Any, mask_BT: torch.Tensor) -> torch.Tensor:
         """The sampled ones where they may be used, else the trainer's."""
+        version = self._rollouts.generator.policy_version
         if self._guard.is_trusted and (sampled_BT := self._sampled(mask_BT)) is not None:
-            self._guard.check(self._rows, mask_BT, lambda numbers: run(numbers=numbers)[0])
+            self._guard.check(self._rows, version, mask_BT, lambda numbers: run(numbers=numbers)[0])
             if self._guard.is_trusted:
                 return sampled_BT
         recomputed_BT = run()[0]
-        self._guard.check(self._rows, mask_BT, lambda numbers: recomputed_BT[numbers])
+        self._guard.check(self._rows, version, mask_BT, lambda numbers: recomputed_BT[numbers])
         return recomputed_BT
 
     def _sampled(self, mask_BT: torch.Tensor) -> torch.Tensor | None:
@@ -219,7 +229,10 @@ class TrainerScoring:
         )
         with torch.no_grad():
             self._guard.check(
-                self._rows, batch["completion_mask"], lambda numbers: run(numbers=numbers)[0]
+                self._rows,
+                self._rollouts.generator.policy_version,
+                batch["completion_mask"],
+                lambda numbers: run(numbers=numbers)[0],
             )
 
 

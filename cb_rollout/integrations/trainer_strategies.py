@@ -1,145 +1,185 @@
-"""Dynamic sampling under a stock trainer: groups without an advantage are replaced in its batch.
+"""Strategies under a stock trainer: which rows of its data set a training batch is made of.
 
-TRL fixes a batch's prompts before it generates, so a strategy cannot return other groups there.
-What can be done is to have the trainer generate and score once more, for other prompts of its own
-data set, and to put whole groups of that into the batch. Tools, environments and corrections then
-work as in any batch. Knows the trainer by its attributes only.
+TRL fixes a batch's prompts before it generates. What is done about it has two steps, of which a
+strategy needs one or both. Groups are sampled ahead, of the batch's rows and of others, and the
+trainer generates and scores a batch of the rows whose groups were complete first, and is given
+those completions. And what has no advantage then is replaced: the trainer generates and scores
+once more, and whole groups of that go into the batch. Knows the trainer by its attributes only.
 """
 
-import random
-from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
-
+from cb_rollout.choices import OldLogps
 from cb_rollout.errors import ConfigurationError
+from cb_rollout.integrations.trainer_batches import Batch, groups_of, merged
+from cb_rollout.integrations.trainer_collector import Example, TrainerCollector, other_rows
+from cb_rollout.integrations.trainer_hooks import TrainerHooks
+from cb_rollout.integrations.trainer_rollouts import TrainerRollouts
 from cb_rollout.strategies import DynamicSampling, Plain, Strategy
 
-Batch = dict[str, Any]
-
-LEFT_PADDED = ("prompt_ids", "prompt_mask")
-# Every other tensor of a batch is padded on the right.
+STRATEGY = "_cb_rollout_strategy"
+# The trainer's attribute that holds what was put between it and its batches.
 
 
 def use_strategy(trainer: Any, strategy: Strategy) -> None:
     """Have a `GRPOTrainer` sample its training batches as a strategy says; evaluation stays.
 
+    A further call replaces the strategy, `Plain()` takes it away, and so does `detach`.
+
     Args:
-        trainer: attached or not, not yet training.
-        strategy: `DynamicSampling`, or `Plain`, which changes nothing.
+        trainer: not training. Attached, or else the strategy submits no more than it keeps.
+        strategy: `OverSampling`, `DynamicSampling`, `PartialRollouts`, one that combines them, or
+            `Plain`.
 
     Raises:
         ConfigurationError: TRL's batch has no place for the strategy, or the trainer's settings
-            have none for dynamic sampling.
+            have none.
     """
-    if isinstance(strategy, Plain):
-        return
-    if type(strategy) is not DynamicSampling or strategy.num_extra_groups:
-        raise ConfigurationError(
-            f"{strategy} under {type(trainer).__name__}: TRL fixes the prompts of a batch before "
-            "it generates, so only DynamicSampling() without extra groups has a place there; use a "
-            "GroupCollector in a loop of your own, or AsyncGRPOTrainer with AsyncRollouts."
-        )
-    _require_settings(trainer)
-    trainer._generate_and_score_completions = _replacing(
-        trainer, strategy, trainer._generate_and_score_completions
-    )
+    if not isinstance(strategy, Plain):
+        _require_place(trainer, strategy)
+    drop_strategy(trainer)
+    if not isinstance(strategy, Plain):
+        TrainerStrategy(trainer, strategy).hook()
 
 
-def _require_settings(trainer: Any) -> None:
-    faults = {
-        "several processes, whose batches would come to differ": trainer.accelerator.num_processes
-        > 1,
-        "scale_rewards='batch', which mixes groups": trainer.scale_rewards == "batch",
-        "multi_objective_aggregation='normalize_then_sum', which mixes groups": (
-            trainer.multi_objective_aggregation != "sum_then_normalize"
-        ),
-        "a train_dataset without a length": not hasattr(trainer.train_dataset, "__len__"),
-    }
-    for fault, is_so in faults.items():
-        if is_so:
-            raise ConfigurationError(
-                f"dynamic sampling does not go with {fault}; use Plain(), or change that."
-            )
+def drop_strategy(trainer: Any) -> None:
+    """Take away what `use_strategy` put there, if it did; what is carried is cancelled."""
+    used = vars(trainer).get(STRATEGY)
+    if used is not None:
+        used.close()
 
 
-def _replacing(
-    trainer: Any, strategy: Strategy, generate_and_score: Callable[[list[Any]], Batch]
-) -> Callable[[list[Any]], Batch]:
-    """`generate_and_score`, called again for other rows while groups have no advantage."""
-    others = _other_rows(trainer)
+class TrainerStrategy:
+    """Stands in for a trainer's `_generate_and_score_completions`."""
 
-    def generate_and_score_and_replace(inputs: list[Any]) -> Batch:
-        size = trainer.num_generations
+    def __init__(self, trainer: Any, strategy: Strategy) -> None:
+        """Change nothing yet."""
+        self._trainer, self._strategy = trainer, strategy
+        self._hooks = TrainerHooks(trainer)
+        self._generate_and_score = trainer._generate_and_score_completions
+        self._others = other_rows(trainer)
+        self._rollouts = _rollouts(trainer)
+        self._collector: TrainerCollector | None = None
+        if _samples_ahead(strategy):
+            generator = self._rollouts.generator
+            self._collector = TrainerCollector(trainer, generator, strategy, self._others)
+
+    def hook(self) -> None:
+        """Take the method's place."""
+        self._hooks.put("_generate_and_score_completions", self.generate_and_score)
+        self._hooks.put(STRATEGY, self)
+        if self._collector is not None:
+            self._rollouts.collector = self._collector.groups
+
+    def close(self) -> None:
+        """Give the place back."""
+        self._hooks.restore()
+        if self._collector is not None:
+            self._rollouts.end_carried()
+            self._rollouts.collector = None
+
+    def generate_and_score(self, inputs: list[Example]) -> Batch:
+        """A batch of as many groups as the trainer wants, of rows that the strategy chose."""
+        trainer, size = self._trainer, self._trainer.num_generations
         if not trainer.model.training or len(inputs) % size:
-            return generate_and_score(inputs)
-        num_wanted, num_dropped = len(inputs) // size, 0
+            return self._generate_and_score(inputs)
+        rows = inputs[::size]
+        if not self._strategy.max_dropped_groups:
+            return self._scored(rows)
+        num_wanted, num_dropped = len(rows), 0
         kept: list[Batch] = []
         spare: list[Batch] = []
-        rows = inputs
         while True:
-            for group in _groups(generate_and_score(rows), size):
+            for group in groups_of(self._scored(rows), size):
                 has_advantage = bool((group["advantages"] != 0).any())
                 (kept if has_advantage else spare).append(group)
             num_missing = num_wanted - len(kept)
-            num_more = min(num_missing, strategy.max_dropped_groups - num_dropped)
+            num_more = min(num_missing, self._strategy.max_dropped_groups - num_dropped)
             if num_more <= 0:
                 break
             num_dropped += num_more
-            rows = [dict(row) for _ in range(num_more) for row in [next(others)] * size]
+            rows = [next(self._others) for _ in range(num_more)]
         trainer._metrics["train"]["rollout/groups_dropped"].append(float(num_dropped))
-        return _merged([*kept, *spare][:num_wanted], trainer)
+        return merged([*kept, *spare][:num_wanted], trainer._tokenizer.pad_token_id)
 
-    return generate_and_score_and_replace
+    def _scored(self, rows: list[Example]) -> Batch:
+        """A batch of one group for each row, or of others that were complete before."""
+        if self._collector is None:
+            return self._generate_and_score(self._repeated(rows))
+        self._rollouts.sync_once_a_step()
+        try:
+            collected = self._collector.collect(rows)
+        except BaseException:
+            self._rollouts.release()
+            raise
+        with self._rollouts.collected(collected.outputs, collected.figures):
+            return self._generate_and_score(self._repeated(collected.rows))
+
+    def _repeated(self, rows: list[Example]) -> list[Example]:
+        return [dict(row) for row in rows for _ in range(self._trainer.num_generations)]
 
 
-def _other_rows(trainer: Any) -> Iterator[dict[str, Any]]:
-    """Rows of the trainer's data set, in an order of their own, again and again."""
-    draws = random.Random(trainer.args.seed)
-    while True:
-        order = list(range(len(trainer.train_dataset)))
-        draws.shuffle(order)
-        for index in order:
-            yield trainer.train_dataset[index]
+def _rollouts(trainer: Any) -> Any:
+    """What is attached to the trainer; None: nothing."""
+    rollouts = getattr(trainer, "vllm_generation", None)
+    return rollouts if isinstance(rollouts, TrainerRollouts) else None
 
 
-def _groups(batch: Batch, size: int) -> list[Batch]:
-    """A batch as one batch a group."""
-    num_rows = len(batch["advantages"])
-    unknown = [
-        name
-        for name, value in batch.items()
-        if not isinstance(value, torch.Tensor) or (value.dim() and len(value) != num_rows)
-    ]
-    if unknown:
+def _samples_ahead(strategy: Strategy) -> bool:
+    return bool(strategy.num_extra_groups or strategy.num_extra_members or strategy.carries)
+
+
+def _require_place(trainer: Any, strategy: Strategy) -> None:
+    """Refuse what TRL's batch cannot hold, or these settings would make wrong."""
+    name = type(strategy).__name__
+    if not hasattr(trainer, "multi_objective_aggregation"):
         raise ConfigurationError(
-            f"dynamic sampling cannot divide a batch that holds {', '.join(unknown)}; use Plain()."
+            f"{name} under {type(trainer).__name__}: use_strategy takes a GRPOTrainer; use a "
+            "GroupCollector in a loop of your own."
         )
-    return [
-        {k: v[i : i + size] if v.dim() else v for k, v in batch.items()}
-        for i in range(0, num_rows, size)
-    ]
-
-
-def _merged(groups: list[Batch], trainer: Any) -> Batch:
-    """Groups as one batch, each tensor padded to the widest."""
-    batch = {
-        name: _stacked(name, [group[name] for group in groups], trainer._tokenizer.pad_token_id)
-        for name, value in groups[0].items()
-        if value.dim()
+    if strategy.max_retries or strategy.min_group_size is not None:
+        raise ConfigurationError(
+            f"{name} under {type(trainer).__name__}: its batch holds num_generations completions "
+            "of each prompt, and it scores them itself, so nothing can be tried again or left out; "
+            "use a GroupCollector in a loop of your own, or AsyncGRPOTrainer with AsyncRollouts."
+        )
+    if type(strategy).keeps not in (Strategy.keeps, DynamicSampling.keeps):
+        raise ConfigurationError(
+            f"{name}.keeps() under {type(trainer).__name__}: what is known of a group there is "
+            "whether it has an advantage; leave keeps() to DynamicSampling, or use a "
+            "GroupCollector in a loop of your own."
+        )
+    faults = {
+        "several processes, whose batches would come to differ": trainer.accelerator.num_processes
+        > 1,
+        "a train_dataset without a length": not hasattr(trainer.train_dataset, "__len__"),
     }
-    mask = batch["completion_mask"] * batch.get("tool_mask", 1)
-    return batch | {"num_items_in_batch": mask.sum()}
-
-
-def _stacked(name: str, tensors: list[torch.Tensor], pad_token_id: int) -> torch.Tensor:
-    if tensors[0].dim() == 1:
-        return torch.cat(tensors)
-    width = max(tensor.shape[1] for tensor in tensors)
-    fill = {"prompt_ids": pad_token_id, "completion_ids": pad_token_id, "tool_mask": 1}
-    padded = []
-    for tensor in tensors:
-        missing = width - tensor.shape[1]
-        sides = (missing, 0) if name in LEFT_PADDED else (0, missing)
-        padded.append(torch.nn.functional.pad(tensor, sides, value=fill.get(name, 0)))
-    return torch.cat(padded)
+    if strategy.max_dropped_groups:
+        faults |= {
+            "scale_rewards='batch', which mixes groups": trainer.scale_rewards == "batch",
+            "multi_objective_aggregation='normalize_then_sum', which mixes groups": (
+                trainer.multi_objective_aggregation != "sum_then_normalize"
+            ),
+        }
+    if _samples_ahead(strategy):
+        several = "whose later turns begin when a batch is fixed"
+        faults |= {
+            f"tools, {several}": bool(trainer.tools),
+            f"environments, {several}": trainer.environment_factories is not None,
+            "rollout_func, which samples for itself": trainer.rollout_func is not None,
+            "a trainer that is not attached (call attach first)": _rollouts(trainer) is None,
+        }
+    for fault, is_so in faults.items():
+        if is_so:
+            raise ConfigurationError(
+                f"{name} does not go with {fault}; use Plain(), or change that."
+            )
+    if strategy.carries:
+        config = _rollouts(trainer).generator.config
+        corrects = trainer.vllm_importance_sampling_correction
+        if not corrects and config.old_logps == OldLogps.TRAINER:
+            raise ConfigurationError(
+                f"{name} carries tokens of older policies, and with "
+                "vllm_importance_sampling_correction=False the loss would take them for its own; "
+                "leave that True, or set old_logps='rollout'."
+            )

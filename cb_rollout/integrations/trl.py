@@ -21,17 +21,20 @@ from cb_rollout.distributed import create_failure_watch
 from cb_rollout.errors import ConfigurationError
 from cb_rollout.generator import RolloutGenerator
 from cb_rollout.integrations.logprob_guard import LogprobGuard
+from cb_rollout.integrations.rollout_func import end_own_engine
 from cb_rollout.integrations.trainer_callback import RolloutCallback
 from cb_rollout.integrations.trainer_distribution import (
     are_comparable,
     require_known_distribution,
     warn_of_bias,
 )
+from cb_rollout.integrations.trainer_generator import create_generator
 from cb_rollout.integrations.trainer_hooks import TrainerHooks
 from cb_rollout.integrations.trainer_records import TrainerRecords
 from cb_rollout.integrations.trainer_rollouts import TrainerRollouts
 from cb_rollout.integrations.trainer_scoring import TrainerScoring
-from cb_rollout.transformers_config import as_trainers_config
+from cb_rollout.integrations.trainer_strategies import STRATEGY, drop_strategy
+from cb_rollout.integrations.trainer_truncation import TrainerTruncation
 
 TESTED_VERSIONS = "trl>=1.16,<2"
 
@@ -70,20 +73,13 @@ def attach(trainer: Any, config: Any = None) -> RolloutGenerator:
     """
     _require_seam(trainer)
     _require_settings(trainer)
-    config = as_trainers_config(config, trainer.args.seed)
-    generator = RolloutGenerator(
-        trainer.model,
-        config,
-        tokenizer=trainer.processing_class,
-        generation_config=trainer.generation_config,
-        accelerator=trainer.accelerator,
-        optimizer=_optimizer(trainer),
-    )
+    end_own_engine(trainer)
+    generator = create_generator(trainer, config)
+    config = generator.config
     if config.balance_ranks:
         _require_one_turn(trainer)
     defaults = generator.manager.defaults
     require_known_distribution(trainer, config, defaults)
-    _require_room(trainer, generator)
     warn_of_bias(trainer, config, defaults)
     _warn_of_dropout(trainer)
     hooks = TrainerHooks(trainer)
@@ -93,7 +89,8 @@ def attach(trainer: Any, config: Any = None) -> RolloutGenerator:
     records = None
     if trainer.accelerator.is_main_process:
         records = TrainerRecords(trainer, config.record_num_sequences)
-    scoring = TrainerScoring(trainer, rollouts, guard, records, replays=replays)
+    truncation = TrainerTruncation(trainer, defaults)
+    scoring = TrainerScoring(trainer, rollouts, guard, records, truncation, replays=replays)
     callback = RolloutCallback(rollouts, records)
     hooks.put("vllm_generation", rollouts)
     hooks.put("vllm_mode", GENERATION_MODE)
@@ -124,7 +121,7 @@ class Attachment(NamedTuple):
 def detach(trainer: Any) -> None:
     """Put a trainer back as it was before `attach`, and close its generator.
 
-    Its weights, optimizer and step count stay as they are.
+    What `use_strategy` changed is put back too. Weights, optimizer and step count stay as they are.
 
     Raises:
         ConfigurationError: nothing is attached to it.
@@ -133,17 +130,10 @@ def detach(trainer: Any) -> None:
     if not isinstance(attachment, Attachment):
         raise ConfigurationError("cb_rollout is not attached to this trainer.")
     attachment.callback.finish()
+    drop_strategy(trainer)
     trainer.remove_callback(attachment.callback)
     attachment.hooks.restore()
     attachment.generator.close()
-
-
-def _optimizer(trainer: Any) -> Any:
-    """What will step the model: the optimizer, where it exists, or its name."""
-    if trainer.optimizer is not None:
-        return trainer.optimizer
-    chosen = getattr(trainer, "optimizer_cls_and_kwargs", None)
-    return trainer.args.optim if chosen is None else chosen[0].__name__
 
 
 def _require_seam(trainer: Any) -> None:
@@ -163,6 +153,10 @@ def _require_seam(trainer: Any) -> None:
         raise ConfigurationError(
             f"trl {trl.__version__} generates in another way than cb_rollout knows (missing: "
             f"{', '.join(missing) or 'nothing'}); install {TESTED_VERSIONS}."
+        )
+    if STRATEGY in vars(trainer):
+        raise ConfigurationError(
+            "use_strategy came before attach, so that it would be left out; call attach first."
         )
     if getattr(trainer, "use_vllm", False):
         is_ours = isinstance(getattr(trainer, "vllm_generation", None), TrainerRollouts)
@@ -193,21 +187,6 @@ def _require_settings(trainer: Any) -> None:
             raise ConfigurationError(
                 f"loss_type='vespo' needs vllm_importance_sampling_mode to be one of "
                 f"{', '.join(allowed)}, not {mode!r}."
-            )
-
-
-def _require_room(trainer: Any, generator: RolloutGenerator) -> None:
-    """Refuse completions that leave the model, or the cache, no room for a prompt."""
-    limits = generator.manager.intake.limits
-    length = trainer.args.max_completion_length
-    for limit, holder in (
-        (limits.max_positions, "the model takes"),
-        (limits.max_cached_tokens(), "the KV cache holds"),
-    ):
-        if limit is not None and length >= limit:
-            raise ConfigurationError(
-                f"max_completion_length={length} leaves no room for a prompt: {holder} at most "
-                f"{limit} tokens of one sequence; lower it in the trainer's config."
             )
 
 

@@ -81,8 +81,6 @@ def test_a_rollout_func_generates_through_what_is_attached(tmp_path):
 
     arguments = {"rollout_func": twice_as_loud}
     trainer = tiny_trainer(tmp_path, reward=reward, trainer_arguments=arguments, **QUICK)
-    with pytest.raises(ConfigurationError, match=r"call cb_rollout\.attach\(trainer\)"):
-        trainer.train()
     config = {"old_logps": "rollout", "verify_every_steps": 1, "max_logprob_drift": 1e-4}
     generator = attach(trainer, RolloutConfig(**config))
     trainer.train()

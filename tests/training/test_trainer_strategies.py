@@ -6,7 +6,7 @@ from tiny_trainer import tiny_trainer
 import cb_rollout
 from cb_rollout import ConfigurationError, RolloutConfig
 from cb_rollout.integrations.trainer_strategies import use_strategy
-from cb_rollout.strategies import DynamicSampling, OverSampling, PartialRollouts, Plain
+from cb_rollout.strategies import DynamicSampling, Plain
 
 
 def often_equal(prompts, completions, **_):
@@ -74,12 +74,6 @@ def test_at_its_bound_a_batch_keeps_groups_as_they_come(tmp_path):
     assert batches[0]["advantages"].shape == (16,)
     assert not batches[0]["advantages"].any()
     assert trainer.state.log_history[0]["rollout/groups_dropped"] == 3
-
-
-@pytest.mark.parametrize("strategy", [OverSampling(), PartialRollouts()])
-def test_a_strategy_without_a_place_in_the_batch_is_refused(tmp_path, strategy):
-    with pytest.raises(ConfigurationError, match="fixes the prompts of a batch"):
-        use_strategy(tiny_trainer(tmp_path), strategy)
 
 
 def test_settings_that_mix_groups_are_refused_and_plain_changes_nothing(tmp_path):
