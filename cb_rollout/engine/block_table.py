@@ -16,6 +16,8 @@ class BlockTable:
         self.block_size = block_size
         self.seatings = [0] * num_slots
         """How many sequences have been seated in each slot."""
+        self.num_seatings = 0
+        """How many in all."""
         self._blocks = torch.full((num_slots, 8), NULL_BLOCK, dtype=torch.int64, device=device)
 
     @property
@@ -28,7 +30,9 @@ class BlockTable:
         if not entries:
             return
         for slot, index, _ in entries:
-            self.seatings[slot] += index == 0
+            if index == 0:
+                self.seatings[slot] += 1
+                self.num_seatings += 1
         slots, indices, blocks = torch.tensor(entries, device=self._blocks.device).unbind(1)
         while max(index for _, index, _ in entries) >= self._blocks.shape[1]:
             self._blocks = torch.cat([self._blocks, torch.zeros_like(self._blocks)], 1)

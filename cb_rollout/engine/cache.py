@@ -8,9 +8,8 @@ B: rows, Q: new tokens of the longest row, S: tokens of the longest row, H: head
 head, N: token places in all blocks, F: H x D.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
@@ -22,18 +21,6 @@ from cb_rollout.engine.states import StateLayer
 
 PADDING_PLACE = 0
 # The first place of the null block: finite keys for the columns that every mask hides.
-
-Forward = Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor | None, Cache], torch.Tensor]
-# Token ids, mask, positions and cache to float32 logits: one call of the model.
-
-
-class HeldCopy(Protocol):
-    """What else is held of the pages' contents, and goes when they go."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes held."""
-        ...
 
 
 @dataclass(slots=True)
@@ -182,14 +169,19 @@ class PagedCache(Cache):
         block_size: int,
         num_slots: int,
         device: torch.device,
+        window_bytes: int = 0,
     ) -> None:
-        """Allocate the storage for `num_blocks` blocks beside the null block."""
+        """Allocate the storage for `num_blocks` blocks beside the null block.
+
+        `window_bytes` is what a copy of the running sequences' keys may take.
+        """
         self.layout, self._num_slots, self._device = layout, num_slots, device
         self.block_size = block_size
         num_places = (num_blocks + 1) * block_size
         super().__init__(layers=[self._layer(states, num_places) for states in layout.layers])
-        self.window: HeldCopy | None = None
-        """A copy of the running sequences' keys, where decode steps read one."""
+        self.window_bytes = window_bytes
+        self.window: object | None = None
+        """What decode steps read in the pages' place; it goes when they go."""
         self._step: Step | None = None
         self._paged = [layer for layer in self.layers if isinstance(layer, PagedLayer)]
         self.stateful = {
@@ -232,15 +224,14 @@ class PagedCache(Cache):
         return [*pages, *slots]
 
     @property
-    def page_bytes(self) -> int:
-        """Bytes of all pages."""
-        return sum(pages.nbytes for layer in self._paged for pages in layer.pages)
+    def num_bytes(self) -> int:
+        """Bytes of all pages and slots."""
+        return sum(tensor.nbytes for tensor in self.tensors)
 
     @property
-    def num_bytes(self) -> int:
-        """Bytes of all pages and slots, and of the window."""
-        held = 0 if self.window is None else self.window.num_bytes
-        return held + sum(tensor.nbytes for tensor in self.tensors)
+    def is_packed(self) -> bool:
+        """Whether pages hold something else than what layers give."""
+        return any(pages.dtype == torch.uint8 for layer in self._paged for pages in layer.pages)
 
     def begin(self, step: Step, is_fresh: bool) -> None:
         """Aim every layer at the coming forward.

@@ -25,8 +25,7 @@ from cb_rollout.engine.capture import CudaCapture, Replay, captured_weights
 from cb_rollout.engine.graph_sizes import GraphSizes
 from cb_rollout.engine.request import Request
 from cb_rollout.engine.runner import ModelRunner
-from cb_rollout.engine.sampler import draw, uniforms
-from cb_rollout.logprobs import chosen_logprobs
+from cb_rollout.engine.sampler import draw, exponentials, uniforms
 
 
 class Line(IntEnum):
@@ -244,11 +243,12 @@ def sample_plainly(logits_BV: torch.Tensor, inputs_LB: torch.Tensor) -> torch.Te
     """
     temperatures_B = inputs_LB[Line.TEMPERATURE].view(torch.float64).float()
     scaled_BV = logits_BV / temperatures_B[:, None]
-    drawn_B = draw(scaled_BV, uniforms(inputs_LB[Line.SEED], inputs_LB[Line.INDEX]))
+    weights_BV, normalizers_B = exponentials(scaled_BV)
+    drawn_B = draw(weights_BV, uniforms(inputs_LB[Line.SEED], inputs_LB[Line.INDEX]))
     is_greedy_B = inputs_LB[Line.IS_GREEDY].bool()
     tokens_B = torch.where(is_greedy_B, logits_BV.argmax(-1), drawn_B)
     tokens_B = tokens_B.clamp(max=logits_BV.shape[-1] - 1)
-    logprobs_B, normalizers_B = chosen_logprobs(scaled_BV, tokens_B)
+    logprobs_B = scaled_BV.gather(1, tokens_B[:, None])[:, 0] - normalizers_B
     return torch.stack(
         [tokens_B.double(), logprobs_B.double(), normalizers_B.isfinite().double()], 1
     )

@@ -6,7 +6,6 @@ from cb_rollout import _compat
 from cb_rollout.choices import KvDtype
 from cb_rollout.config import RolloutConfig
 from cb_rollout.engine import device as devices
-from cb_rollout.engine.attention.choice import DecodePath
 from cb_rollout.engine.pages import in_float8
 from cb_rollout.engine.probe import CacheLayout
 from cb_rollout.engine.runner import ModelRunner
@@ -50,22 +49,20 @@ def plan_memory(
     """What the cache may take of what is free now, and how many sequences it may serve at once.
 
     A forward's workspace is counted as the logits of a full batch, and the history that one layer
-    after the other gathers; a window holds that of all layers.
+    after the other gathers.
     """
     device = runner.device
     max_requests = config.max_requests_per_batch or devices.max_requests_per_batch(device)
     memory = devices.memory(device)
     itemsize = runner.compute_dtype.itemsize
     kept = [sum(shape.num_elements for shape in layer.per_token) for layer in layout.layers]
-    is_window = runner.attention.path is DecodePath.WINDOW
-    num_copied = sum(kept) if is_window else max(kept, default=0)
     return create_memory_plan(
         total_bytes=memory.total_bytes,
         free_bytes=memory.free_bytes,
         training=training.in_bytes(),
         max_memory_percent=config.max_memory_percent,
         workspace_bytes=max_requests * _compat.vocab_size(runner.model) * 4 * FLOAT32_LOGITS,
-        workspace_bytes_per_block=num_copied * itemsize * config.block_size,
+        workspace_bytes_per_block=max(kept, default=0) * itemsize * config.block_size,
         bytes_per_block=layout.bytes_per_token * config.block_size,
         bytes_per_sequence=layout.bytes_per_sequence,
         max_requests=max_requests,

@@ -14,12 +14,13 @@ import torch
 from cb_rollout import _compat
 from cb_rollout.engine import device as devices
 from cb_rollout.engine.attention.choice import AttentionChoice, DecodePath, choose_attention
+from cb_rollout.engine.attention.seam import Decoding
 from cb_rollout.engine.attention.window_decoding import WindowDecoding
 from cb_rollout.engine.block_table import BlockTable
 from cb_rollout.engine.cache import PagedCache
 from cb_rollout.engine.lease import leased
 from cb_rollout.engine.probe import CacheLayout
-from cb_rollout.engine.runner import Decoding, ModelRunner, RowForm
+from cb_rollout.engine.runner import ModelRunner, RowForm
 from cb_rollout.errors import ConfigurationError, said
 
 PROMPT_LENGTHS = (7, 4, 4)

@@ -8,7 +8,7 @@ B: rows, Q: new tokens of the longest row, S: tokens of the longest row, V: voca
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedModel
@@ -19,7 +19,7 @@ from cb_rollout.engine.attention.batched import BatchedAttention
 from cb_rollout.engine.attention.choice import choose_attention
 from cb_rollout.engine.attention.dispatch import attending
 from cb_rollout.engine.block_table import BlockTable
-from cb_rollout.engine.cache import PADDING_PLACE, Forward, PagedCache, Step
+from cb_rollout.engine.cache import PADDING_PLACE, PagedCache, Step
 from cb_rollout.engine.carried import PROBE_ROWS, CarriedStates
 from cb_rollout.engine.lease import leased
 from cb_rollout.engine.probe import PROBE_TOKENS, CacheLayout, probe
@@ -29,25 +29,8 @@ from cb_rollout.errors import ConfigurationError
 from cb_rollout.kept_tokens import KeptTokens, kept_logprobs
 from cb_rollout.logprobs import chosen_logprobs
 
-
-class Decoding(Protocol):
-    """Runs decode steps without a gather."""
-
-    def logits(
-        self,
-        forward: Forward,
-        new_tokens: Sequence[Sequence[int]],
-        lengths: Sequence[int],
-        slots: Sequence[int],
-        cache: PagedCache,
-        table: BlockTable,
-    ) -> torch.Tensor | None:
-        """As `ModelRunner.logits`, for rows of one new token each; None: not these rows."""
-        ...
-
-    def check_weights(self, model: torch.nn.Module) -> None:
-        """Forget what relies on weights that no longer are where they were."""
-        ...
+if TYPE_CHECKING:
+    from cb_rollout.engine.attention.seam import Decoding
 
 
 class RowForm(StrEnum):

@@ -15,7 +15,6 @@ import torch
 
 from cb_rollout.choices import LogprobsMode
 from cb_rollout.engine.request import Request
-from cb_rollout.logprobs import chosen_logprobs
 
 GOLDEN_GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
 MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
@@ -58,8 +57,8 @@ LEAST_TOP_P = 1e-30
 class SamplingBatch:
     """The sampling parameters of a batch's rows, as tensors on the logits' device."""
 
-    temperatures_B: torch.Tensor
-    """1 where greedy, so that log-probabilities are reported at temperature 1."""
+    temperatures_B: torch.Tensor | None
+    """1 where greedy, so that log-probabilities are reported at temperature 1; None: 1 for all."""
     seeds_B: torch.Tensor
     greedy_rows: torch.Tensor | None
     """Rows that take the most likely token; None: there are none."""
@@ -73,6 +72,12 @@ class SamplingBatch:
     """Rows whose most likely tokens are delivered too; None: there are none."""
     num_top: int
     """How many the row that wants most wants."""
+
+    def scaled(self, logits_BV: torch.Tensor) -> torch.Tensor:
+        """Logits over temperatures."""
+        return (
+            logits_BV if self.temperatures_B is None else logits_BV / self.temperatures_B[:, None]
+        )
 
 
 class Sampled(NamedTuple):
@@ -109,8 +114,9 @@ def create_sampling_batch(requests: Sequence[Request], device: torch.device) -> 
     def integers(values: list[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64, device=device)
 
+    temperatures = [1.0 if p.is_greedy else p.temperature for p in params]
     return SamplingBatch(
-        temperatures_B=floats([1.0 if p.is_greedy else p.temperature for p in params]),
+        temperatures_B=None if set(temperatures) == {1.0} else floats(temperatures),
         seeds_B=integers([request.seed for request in requests]),
         greedy_rows=integers(greedy) if greedy else None,
         truncated_rows=integers(truncated) if truncated else None,
@@ -141,13 +147,25 @@ def truncate(logits_RV: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
     return torch.empty_like(kept_RV).scatter_(-1, order_RV, kept_RV)
 
 
-def draw(logits_BV: torch.Tensor, uniforms_B: torch.Tensor) -> torch.Tensor:
+def exponentials(logits_BV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each row's probabilities but for a factor, and its log-sum-exp.
+
+    Returns:
+        float32 `[B, V]`, 1 for the most likely token; and float32, B, which is finite exactly when
+        the row's logits make a distribution.
+    """
+    peaks_B1 = logits_BV.amax(-1, keepdim=True)
+    weights_BV = (logits_BV - peaks_B1).exp_()
+    return weights_BV, weights_BV.sum(-1, dtype=torch.float64).log().float() + peaks_B1[:, 0]
+
+
+def draw(weights_BV: torch.Tensor, uniforms_B: torch.Tensor) -> torch.Tensor:
     """The token whose share of the cumulative distribution holds each row's uniform number.
 
     Summed in float64: over a large vocabulary float32 would lose the tail. A token of probability
     zero spans nothing, so it is never drawn.
     """
-    cumulative_BV = logits_BV.softmax(-1).cumsum(-1, dtype=torch.float64)
+    cumulative_BV = weights_BV.cumsum(-1, dtype=torch.float64)
     total_B = cumulative_BV[:, -1]
     target_B = torch.minimum(uniforms_B * total_B, torch.nextafter(total_B, total_B.new_zeros(())))
     return torch.searchsorted(cumulative_BV, target_B[:, None], right=True)[:, 0]
@@ -169,10 +187,10 @@ def sample(
         mode: which distribution the log-probabilities are of.
         processed_BV: the logits to sample from instead, float32; None: the same ones.
     """
-    scaled_BV = logits_BV / batch.temperatures_B[:, None]
+    scaled_BV = batch.scaled(logits_BV)
     is_same = processed_BV is None
     choose_BV = logits_BV if is_same else processed_BV
-    sampled_from_BV = scaled_BV if is_same else processed_BV / batch.temperatures_B[:, None]
+    sampled_from_BV = scaled_BV if is_same else batch.scaled(processed_BV)
     log_mass_R = is_kept_RV = None
     if batch.truncated_rows is not None:
         whole_RV = sampled_from_BV.index_select(0, batch.truncated_rows)
@@ -180,19 +198,22 @@ def sample(
         log_mass_R = kept_RV.logsumexp(-1) - whole_RV.logsumexp(-1)
         is_kept_RV = kept_RV > -torch.inf
         sampled_from_BV = sampled_from_BV.index_copy(0, batch.truncated_rows, kept_RV)
-    token_ids_B = draw(sampled_from_BV, uniforms(batch.seeds_B, indices_B))
+    weights_BV, normalizers_B = exponentials(sampled_from_BV)
+    token_ids_B = draw(weights_BV, uniforms(batch.seeds_B, indices_B))
     if batch.greedy_rows is not None:
         most_likely_R = choose_BV.index_select(0, batch.greedy_rows).argmax(-1)
         token_ids_B = token_ids_B.index_copy(0, batch.greedy_rows, most_likely_R)
     token_ids_B = token_ids_B.clamp(max=logits_BV.shape[-1] - 1)
-    logprobs_B, normalizers_B = chosen_logprobs(scaled_BV, token_ids_B)
+    reported_BV = sampled_from_BV
     is_valid_B, is_possible_B = normalizers_B.isfinite(), None
-    reported_BV = scaled_BV
-    if mode == LogprobsMode.PROCESSED and sampled_from_BV is not scaled_BV:
-        reported_BV = sampled_from_BV
-        logprobs_B, normalizers_B = chosen_logprobs(sampled_from_BV, token_ids_B)
-    if not is_same:
-        is_possible_B = sampled_from_BV.logsumexp(-1).isfinite()
+    if sampled_from_BV is not scaled_BV:
+        if not is_same:
+            is_possible_B = is_valid_B
+        own_normalizers_B = exponentials(scaled_BV)[1]
+        is_valid_B = own_normalizers_B.isfinite()
+        if mode != LogprobsMode.PROCESSED:
+            reported_BV, normalizers_B = scaled_BV, own_normalizers_B
+    logprobs_B = reported_BV.gather(1, token_ids_B[:, None])[:, 0] - normalizers_B
     top_KN = None
     if batch.top_rows is not None:
         num_top = min(batch.num_top, logits_BV.shape[-1])

@@ -257,7 +257,10 @@ def test_a_token_of_probability_zero_is_never_drawn(seed, is_possible):
     possible_V = torch.tensor(is_possible)
     logits_1V = random_logits(seed, 1, len(is_possible), spread=10.0)
     logits_4V = logits_1V.masked_fill(~possible_V, -torch.inf).expand(4, -1)
-    drawn = draw(logits_4V, torch.tensor([0.0, 0.5, JUST_BELOW_1, 2.0**-53], dtype=torch.float64))
+    drawn = draw(
+        exponentials(logits_4V)[0],
+        torch.tensor([0.0, 0.5, JUST_BELOW_1, 2.0**-53], dtype=torch.float64),
+    )
     assert possible_V[drawn].all()
     assert drawn[0] == possible_V.nonzero()[0]
 
@@ -265,7 +268,7 @@ def test_a_token_of_probability_zero_is_never_drawn(seed, is_possible):
 def test_the_first_and_last_possible_tokens_are_drawn_at_the_ends():
     logits_2V = torch.tensor([[-torch.inf, 0.0, 0.0, 0.0, -torch.inf]]).expand(2, 5)
     ends = torch.tensor([0.0, JUST_BELOW_1], dtype=torch.float64)
-    assert draw(logits_2V, ends).tolist() == [1, 3]
+    assert draw(exponentials(logits_2V)[0], ends).tolist() == [1, 3]
 
 
 @pytest.mark.parametrize("mode", [POLICY, PROCESSED])
@@ -300,7 +303,7 @@ def test_greedy_and_sampled_rows_share_a_batch():
     logits_BV = random_logits(9, 6, 40)
     tokens_B, *_ = sample(logits_BV, batch_of(many), zeros(6), POLICY)
     most_likely_B = logits_BV.argmax(-1)
-    expected_B = draw(logits_BV, uniforms(torch.arange(6), zeros(6)))
+    expected_B = draw(exponentials(logits_BV)[0], uniforms(torch.arange(6), zeros(6)))
     for row in range(6):
         expected = expected_B[row] if row % 3 == 1 else most_likely_B[row]
         assert tokens_B[row] == expected

@@ -40,6 +40,7 @@ class Sequences:
         )
         for tensor in self.cache.tensors:
             tensor[BLOCK_SIZE:] = torch.nan  # whoever reads what nobody wrote shows it
+        torch.empty(1 << 20).fill_(torch.nan)  # and memory that is taken next
         self.table = BlockTable(NUM_SLOTS, BLOCK_SIZE, torch.device("cpu"))
         self.window = KeyWindow(self.cache, self.table)
         self.draws = torch.Generator().manual_seed(0)
@@ -62,12 +63,14 @@ class Sequences:
     def step(self, slots: list[int], form: Form) -> tuple[torch.Tensor, torch.Tensor]:
         """A new token for each row: what the window's attention gives, and what is right."""
         lengths = [len(self.histories[slot][0]) + 1 for slot in slots]
-        self.window.seat(slots, lengths)
+        asked = (slots, lengths)
+        self.window.seat(*asked)
         order = self.window.slots
         assert sorted(order) == sorted(slots)
         lengths = [len(self.histories[slot][0]) + 1 for slot in order]
-        ends = torch.tensor(lengths) - 1
-        step = WindowStep(self.window, lengths, self.table.places(torch.tensor(order), ends))
+        lengths_B = torch.tensor(lengths)
+        places_B = self.table.places(torch.tensor(order), lengths_B - 1)
+        step = WindowStep(self.window, lengths, lengths_B, places_B)
         queries, keys, values = (
             torch.randn(len(order), heads, 1, size, generator=self.draws)
             for heads, size in (
@@ -81,7 +84,7 @@ class Sequences:
             for index in (0, 2)
             for states in [(queries, keys, values)]
         ]
-        self.window.advance()
+        self.window.advance(*asked)
         assert torch.equal(*got)
         expected = []
         for row, slot in enumerate(order):
@@ -140,22 +143,29 @@ def test_a_window_grows_by_many_columns_at_once():
     assert len(sizes) == 3
 
 
-def test_a_window_is_made_smaller_when_few_rows_are_left():
+def test_what_was_no_number_in_a_row_before_is_never_read():
     sequences = Sequences()
-    for slot in range(NUM_SLOTS):
-        sequences.sit(slot, 3)
-    sequences.step(list(range(NUM_SLOTS)), FORMS["plain"])
-    wide = sequences.window.num_bytes
+    sequences.sit(0, 3)
+    sequences.sit(1, 60)
+    for _ in range(3):
+        sequences.step([0, 1], FORMS["plain"])
+    for layer in (0, 2):
+        for held in sequences.window.held(layer):
+            held[1] = torch.nan
+    sequences.sit(2, 5)
     for _ in range(70):
-        sequences.step([4], FORMS["plain"])
-    assert sequences.window.num_bytes < wide
+        got, expected = sequences.step([0, 2], FORMS["plain"])
+        torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+    sequences.sit(3, 90)
+    got, expected = sequences.step([2, 3], FORMS["plain"])
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_states_of_two_types_are_refused():
     sequences = Sequences()
     sequences.sit(0, 3)
     sequences.window.seat([0], [4])
-    step = WindowStep(sequences.window, [4], torch.tensor([7]))
+    step = WindowStep(sequences.window, [4], torch.tensor([4]), torch.tensor([7]))
     layer = DecodeLayer(0, sequences.states, torch.device("cpu"))
     states = [torch.zeros(1, HEADS, 1, size) for size in (KEY_SIZE, KEY_SIZE, VALUE_SIZE)]
     states[2] = states[2].bfloat16()

@@ -10,10 +10,11 @@ import torch
 
 from cb_rollout.engine.attention.decode_cache import DecodeCache, DecodeLayer
 from cb_rollout.engine.attention.places import Form, Places
+from cb_rollout.engine.attention.seam import Forward
 from cb_rollout.engine.attention.sharing import num_splits
 from cb_rollout.engine.attention.triton_decode import TYPES, attend, shared_rows, write
 from cb_rollout.engine.block_table import BlockTable
-from cb_rollout.engine.cache import Forward, PagedCache
+from cb_rollout.engine.cache import PagedCache
 from cb_rollout.engine.probe import CacheLayout
 
 

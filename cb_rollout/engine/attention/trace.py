@@ -17,8 +17,8 @@ from torch import fx
 from cb_rollout import _compat_tracing
 from cb_rollout.engine.attention.decode_cache import DecodeCache, DecodeLayer
 from cb_rollout.engine.attention.places import Form
+from cb_rollout.engine.attention.seam import Forward
 from cb_rollout.engine.attention.trace_passes import simplify
-from cb_rollout.engine.cache import Forward
 from cb_rollout.errors import said
 
 TRACED_ROWS, TRIED_ROWS = 3, (1, 3, 8)

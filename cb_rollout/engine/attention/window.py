@@ -5,8 +5,7 @@ hold, made when a sequence joins and from then on extended by one column a step,
 gathered and attention is two batched matrix products. PyTorch's own attention kernel for a CPU
 makes two small products for every row and head, each of which costs more than its work.
 
-B: rows of a step, R: rows there is room for, H: key heads, G: queries of each key head, S: columns
-of the longest row, C: columns there is room for, D: size of a key, E: size of a value.
+R: rows there is room for, H: key heads, C: columns there is room for, D: size of a key or a value.
 """
 
 from collections.abc import Sequence
@@ -33,7 +32,7 @@ class Row:
 
 
 class KeyWindow:
-    """Keys and values of the sequences that decode, `[R, H, C, D]` a layer; zeros elsewhere."""
+    """Keys and values of the sequences that decode, `[R, H, C, D]` a layer."""
 
     def __init__(self, cache: PagedCache, table: BlockTable) -> None:
         """Copy nothing yet."""
@@ -49,7 +48,11 @@ class KeyWindow:
         self._table = table
         self._rows: list[Row] = []
         self._num_rows = self._num_columns = 0
+        self._num_clean = 0
+        """Leading columns in which every row has numbers, its own or zeros."""
         self._held: dict[int, list[torch.Tensor]] = {}
+        self._expected: tuple[list[int], list[int], int] = ([], [], 0)
+        """Slots, lengths and seatings of a next step with the same rows."""
 
     @property
     def slots(self) -> list[int]:
@@ -59,39 +62,51 @@ class KeyWindow:
     @property
     def num_bytes(self) -> int:
         """Bytes held."""
-        return sum(tensor.nbytes for pair in self._held.values() for tensor in pair)
+        return sum(tensor.nbytes for tensor in self._tensors())
 
     def held(self, layer: int) -> list[torch.Tensor]:
-        """Keys and values of one layer, `[R, H, C, D]` and `[R, H, C, E]`."""
+        """Keys and values of one layer, each `[R, H, C, D]`."""
         return self._held[layer]
 
     def pages(self, layer: int) -> list[torch.Tensor]:
         """Pages of keys and of values of one layer."""
-        return self._layers[layer].pages[:2]
+        return self._layers[layer].pages
 
-    def seat(self, slots: Sequence[int], lengths: Sequence[int]) -> None:
+    def seat(self, slots: Sequence[int], lengths: Sequence[int]) -> bool:
         """Hold what the sequences in `slots` have in their pages, and room for one token more.
 
         Args:
             slots: of the coming step's rows; others are dropped.
             lengths: each one's tokens, the new one included.
-        """
-        seatings = self._table.seatings
-        wanted = {
-            slot: Row(slot, seatings[slot], length - 1)
-            for slot, length in zip(slots, lengths, strict=True)
-        }
-        self._drop(wanted)
-        known = set(self.slots)
-        joining = [row for slot, row in wanted.items() if slot not in known]
-        self._reserve(len(wanted), max(lengths))
-        if joining:
-            self._load(joining)
 
-    def advance(self) -> None:
-        """Note that every row got its token."""
+        Returns:
+            Whether rows came, went or moved.
+        """
+        is_new = (slots, lengths, self._table.num_seatings) != self._expected
+        if is_new:
+            seatings = self._table.seatings
+            wanted = {
+                slot: Row(slot, seatings[slot], length - 1)
+                for slot, length in zip(slots, lengths, strict=True)
+            }
+            self._drop(wanted)
+            known = set(self.slots)
+            joining = [row for slot, row in wanted.items() if slot not in known]
+            self._reserve(len(wanted), max(lengths))
+            if joining:
+                self._load(joining)
+        else:
+            self._reserve(len(slots), max(lengths))
+        # Until the step is done nothing is expected: it may fail, and come again.
+        self._expected = ([], [], 0)
+        return is_new
+
+    def advance(self, slots: Sequence[int], lengths: Sequence[int]) -> None:
+        """Note that every row got its token; the arguments are those of `seat`."""
         for row in self._rows:
             row.num_tokens += 1
+        longer = [length + 1 for length in lengths]
+        self._expected = (list(slots), longer, self._table.num_seatings)
 
     def _drop(self, wanted: dict[int, Row]) -> None:
         """Take out rows that are not wanted as they are; the last row moves into each gap."""
@@ -103,25 +118,38 @@ class KeyWindow:
                 continue
             last = self._rows.pop()
             if last is row:
-                return
+                break
             self._rows[index] = last
-            for tensor in (tensor for pair in self._held.values() for tensor in pair):
-                tensor[index] = tensor[len(self._rows)]
+            columns = slice(self._num_clean)
+            for held_RHCD in self._tensors():
+                held_RHCD[index, :, columns] = held_RHCD[len(self._rows), :, columns]
+        if not self._rows:
+            self._num_clean = 0
 
     def _reserve(self, num_rows: int, num_columns: int) -> None:
-        """Make room."""
-        if num_rows <= self._num_rows and num_columns <= self._num_columns:
-            return
+        """Make room, and have no column that is read hold what is no number.
+
+        A column hidden by a mask counts nothing, but zero times what is no number is none either.
+        """
+        if num_rows > self._num_rows or num_columns > self._num_columns:
+            self._enlarge(num_rows, num_columns)
+        if num_columns > self._num_clean:
+            num_clean = min(num_columns + COLUMNS_AT_A_TIME, self._num_columns)
+            for held_RHCD in self._tensors():
+                held_RHCD[: len(self._rows), :, self._num_clean : num_clean] = 0
+            self._num_clean = num_clean
+
+    def _enlarge(self, num_rows: int, num_columns: int) -> None:
+        self._num_rows = max(num_rows, self._num_rows)
         if num_columns > self._num_columns:
             self._num_columns = num_columns + COLUMNS_AT_A_TIME
-        self._num_rows = num_rows
         for index, layer in self._layers.items():
             old, new = self._held.pop(index, []), []
             for (heads, size), pages in zip(self._shapes[index], layer.pages, strict=False):
-                new.append(pages.new_zeros(num_rows, heads, self._num_columns, size))
+                new.append(pages.new_empty(self._num_rows, heads, self._num_columns, size))
+            kept = slice(len(self._rows)), slice(None), slice(self._num_clean)
             for old_RHCD, new_RHCD in zip(old, new, strict=False):
-                kept = len(self._rows)
-                new_RHCD[:kept, :, : old_RHCD.shape[2]] = old_RHCD[:kept]
+                new_RHCD[kept] = old_RHCD[kept]
             self._held[index] = new
 
     def _load(self, joining: list[Row]) -> None:
@@ -139,6 +167,8 @@ class KeyWindow:
                 found = pages_NF.index_select(0, places.view(-1))
                 found = found.view(*places.shape, heads, size).transpose(1, 2)
                 held_RHCD[first:last, :, : len(columns)] = found
-                # What lay there may be no number, and zero times that is none either.
-                held_RHCD[first:last, :, len(columns) :] = 0
+                held_RHCD[first:last, :, len(columns) : self._num_clean] = 0
         self._rows += joining
+
+    def _tensors(self) -> list[torch.Tensor]:
+        return [tensor for pair in self._held.values() for tensor in pair]

@@ -9,16 +9,17 @@ from collections.abc import Sequence
 import torch
 
 from cb_rollout.engine.attention.decode_cache import DecodeCache
+from cb_rollout.engine.attention.seam import Forward
 from cb_rollout.engine.attention.trace import Trace, UntraceableError
-from cb_rollout.engine.attention.window import KeyWindow
+from cb_rollout.engine.attention.window import COLUMNS_AT_A_TIME, KeyWindow
 from cb_rollout.engine.attention.window_step import WindowStep
 from cb_rollout.engine.block_table import BlockTable
-from cb_rollout.engine.cache import Forward, PagedCache
+from cb_rollout.engine.cache import PagedCache
 from cb_rollout.engine.capture import captured_weights, has_hooks
 from cb_rollout.engine.probe import CacheLayout
 
-LEAST_BYTES = 64 << 20
-# A window this small is never too large, however few pages there are.
+LEAST_BYTES = 16 << 20
+# A window this small is never too large.
 
 STEPS_BEFORE_TRACE = 64
 # With the same weights: making a trace takes as long as some hundred of its steps save.
@@ -41,6 +42,9 @@ class WindowDecoding:
         self._num_traces = MOST_TRACES if layout.is_recurrent else 0
         self._num_steps = 0
         self._weights: list[object] = []
+        self._order: list[int] = []
+        """The row of a step that stands at each row of the window."""
+        self._slots_B = torch.empty(0)
 
     def check_weights(self, model: torch.nn.Module) -> None:
         """Forget the trace if a weight no longer is where it was, or an adapter was switched."""
@@ -66,20 +70,26 @@ class WindowDecoding:
         table: BlockTable,
     ) -> torch.Tensor | None:
         """As `ModelRunner.logits`, for rows of one new token each; None: a window is too large."""
-        if len(slots) * max(lengths) * self._bytes_per_token > max(cache.page_bytes, LEAST_BYTES):
+        most_bytes = max(cache.window_bytes, LEAST_BYTES)
+        num_columns = max(lengths) + COLUMNS_AT_A_TIME
+        if len(slots) * num_columns * self._bytes_per_token > most_bytes or cache.is_packed:
+            cache.window = None
             return None
         window = cache.window
-        if not isinstance(window, KeyWindow):
+        if not isinstance(window, KeyWindow) or window.num_bytes > most_bytes:
             window = cache.window = KeyWindow(cache, table)
-        window.seat(slots, lengths)
-        rows_by_slot = {slot: row for row, slot in enumerate(slots)}
-        order = [rows_by_slot[slot] for slot in window.slots]
-        lengths_B = [lengths[row] for row in order]
+        if window.seat(slots, lengths):
+            rows_by_slot = {slot: row for row, slot in enumerate(slots)}
+            self._order = [rows_by_slot[slot] for slot in window.slots]
+            self._slots_B = torch.tensor(window.slots)
+        order = self._order
+        ordered_lengths = [lengths[row] for row in order]
         tokens_B1 = torch.tensor([new_tokens[row] for row in order])
-        slots_B = torch.tensor(window.slots)
-        positions_B1 = torch.tensor(lengths_B)[:, None] - 1
+        lengths_B = torch.tensor(ordered_lengths)
+        positions_B1 = (lengths_B - 1)[:, None]
+        slots_B = self._slots_B
         write_places_B = table.places(slots_B, positions_B1[:, 0])
-        step = WindowStep(window, lengths_B, write_places_B)
+        step = WindowStep(window, ordered_lengths, lengths_B, write_places_B)
         self._consider_trace(forward)
         if self.trace is not None:
             logits_BV = self.trace(tokens_B1, positions_B1, step)
@@ -89,8 +99,8 @@ class WindowDecoding:
             mask = None if cache.layout.is_recurrent else tokens_B1.new_ones(len(order), 1, 1, 1)
             with self.cache.reading(step, slots_B, cache):
                 logits_BV = forward(tokens_B1, mask, positions_B1, self.cache)
-        window.advance()
-        if order == sorted(order):
+        window.advance(slots, lengths)
+        if order == list(range(len(order))):
             return logits_BV
         return logits_BV.index_select(0, torch.tensor(order).argsort())
 

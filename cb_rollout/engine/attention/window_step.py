@@ -1,7 +1,7 @@
 """Attention of one decode step over a window: two batched matrix products a layer.
 
 B: rows of a step, H: key heads, G: queries of each key head, S: columns read, C: columns of the
-window, D: size of a key, E: size of a value.
+window, D: size of a key or a value.
 """
 
 from collections.abc import Sequence
@@ -20,20 +20,25 @@ class WindowStep:
     """Reads a window, for one step."""
 
     def __init__(
-        self, window: KeyWindow, lengths: Sequence[int], write_places_B: torch.Tensor
+        self,
+        window: KeyWindow,
+        lengths: Sequence[int],
+        lengths_B: torch.Tensor,
+        write_places_B: torch.Tensor,
     ) -> None:
         """Read a window that holds the rows.
 
         Args:
             window: where keys and values are.
             lengths: each row's tokens, the new one included, in the window's order.
+            lengths_B: int64; the same.
             write_places_B: int64; where in the pages each new token goes.
         """
         self._window, self._write_places_B = window, write_places_B
-        self._lengths_B = torch.tensor(lengths)
+        self._lengths_B = lengths_B
         self._longest, self._shortest = max(lengths), min(lengths)
         self._lines: dict[tuple[int, int], torch.Tensor] = {}
-        self._masks: dict[tuple[int, int | None], torch.Tensor | None] = {}
+        self._masks: dict[tuple[int, int | None], torch.Tensor] = {}
 
     def attend(
         self,
@@ -48,46 +53,40 @@ class WindowStep:
             raise NotOrdinaryError(f"its queries are {query.dtype}, its keys {key.dtype}")
         B, num_heads, _, D = query.shape
         H = key.shape[1]
-        keys, values = (
-            self._with_new(held, pages, new)
-            for held, pages, new in zip(
-                self._window.held(layer.index),
-                self._window.pages(layer.index),
-                (key, value),
-                strict=True,
-            )
-        )
+        held, pages = self._window.held(layer.index), self._window.pages(layer.index)
         first = max(0, self._shortest - form.window) if form.window else 0
-        queries, keys, values = query.reshape(B * H, -1, D), keys[:, first:], values[:, first:]
-        mask = self._mask(H, form.window)
-        if mask is None or form.softcap:
-            scores = torch.bmm(queries * form.scale, keys.transpose(1, 2))
-        else:
+        keys = self._with_new(held[0], pages[0], key, first)
+        values = self._with_new(held[1], pages[1], value, first)
+        queries = query.reshape(B * H, -1, D)
+        has_mask = self._shortest < self._longest
+        if has_mask and not form.softcap:
+            mask = self._mask(H, form.window)
             scores = torch.baddbmm(mask, queries, keys.transpose(1, 2), alpha=form.scale)
+        else:
+            scores = torch.bmm(queries, keys.transpose(1, 2)).mul_(form.scale)
         if form.softcap:
-            scores = (scores / form.softcap).tanh_().mul_(form.softcap)
-            scores = scores if mask is None else scores.add_(mask)
+            scores = scores.div_(form.softcap).tanh_().mul_(form.softcap)
+            scores = scores.add_(self._mask(H, form.window)) if has_mask else scores
         weights = _softmax(scores, form.sinks_H, H)
         return torch.bmm(weights, values).view(B, 1, num_heads, -1)
 
     def _with_new(
-        self, held_RHCD: torch.Tensor, pages_NF: torch.Tensor, new_BH1D: torch.Tensor
+        self, held_RHCD: torch.Tensor, pages_NF: torch.Tensor, new_BH1D: torch.Tensor, first: int
     ) -> torch.Tensor:
-        """Write new states to their pages and columns; all that the rows have, `[B x H, S, D]`."""
+        """Write new states to pages and columns; from column `first` on, `[B x H, S, D]`."""
         B, H, _, D = new_BH1D.shape
-        pages_NF.index_copy_(0, self._write_places_B, new_BH1D.reshape(B, H * D))
         C = held_RHCD.shape[2]
         lines = self._lines.get((H, C))
         if lines is None:
             heads_BH = torch.arange(B * H).view(B, H)
             lines = self._lines[H, C] = (heads_BH * C + self._lengths_B[:, None] - 1).view(-1)
-        held_RHCD.view(-1, D).index_copy_(0, lines, new_BH1D.reshape(B * H, D))
-        return held_RHCD.view(-1, C, D)[: B * H, : self._longest]
+        new_ND = new_BH1D.reshape(B * H, D)
+        pages_NF.index_copy_(0, self._write_places_B, new_ND.view(B, H * D))
+        held_RHCD.view(-1, D).index_copy_(0, lines, new_ND)
+        return held_RHCD.view(-1, C, D)[: B * H, first : self._longest]
 
-    def _mask(self, num_key_heads: int, window: int | None) -> torch.Tensor | None:
-        """What is added to the scores, `[B x H, 1, S]`; None: every row sees every column."""
-        if self._shortest == self._longest:
-            return None
+    def _mask(self, num_key_heads: int, window: int | None) -> torch.Tensor:
+        """What is added to the scores, `[B x H, 1, S]`, so that each row sees its own columns."""
         key = (num_key_heads, window)
         if key not in self._masks:
             first = max(0, self._shortest - window) if window else 0
