@@ -27,10 +27,14 @@ def captured_weights(model: torch.nn.Module) -> list[object]:
 
 
 def has_hooks(model: torch.nn.Module) -> bool:
-    """Whether anyone is called at each forward of a module, which no captured forward would do."""
-    return bool(_module._has_any_global_hook()) or any(
-        module._forward_hooks or module._forward_pre_hooks for module in model.modules()
-    )
+    """Whether anyone steps into the forward of a module, which no captured forward would notice."""
+    if _module._has_any_global_hook():
+        return True
+    for module in model.modules():
+        is_replaced = module is not model and "forward" in module.__dict__
+        if is_replaced or module._forward_hooks or module._forward_pre_hooks:
+            return True
+    return False
 
 
 class CudaCapture:

@@ -66,7 +66,10 @@ def row_of(path: Path) -> str:
         return "sampling"
     if FORWARD not in path:
         return "bookkeeping"
-    return DECODE_ROWS[path[-1]] if DECODE in path else "prefill forwards"
+    if DECODE not in path:
+        return "prefill forwards"
+    is_attention = path[-1] == LINEAR and ATTENTION in path
+    return DECODE_ROWS[ATTENTION if is_attention else path[-1]]
 
 
 def _coarse(

@@ -7,7 +7,8 @@ import torch
 
 from benches.spans import Seam
 from cb_rollout.engine.attention.batched import BatchedAttention
-from cb_rollout.engine.attention.decode_cache import DecodeLayer
+from cb_rollout.engine.attention.window import KeyWindow
+from cb_rollout.engine.attention.window_step import WindowStep
 from cb_rollout.engine.cache import PagedLayer
 from cb_rollout.engine.core import Engine
 from cb_rollout.engine.runner import ModelRunner
@@ -31,9 +32,14 @@ FINE = (
     Seam(PREFILL, Steps, "prefill"),
     Seam(DECODE, Steps, "decode"),
     Seam(ATTENTION, BatchedAttention, "__call__"),
-    Seam(ATTENTION, DecodeLayer, "attend"),
+    Seam(ATTENTION, WindowStep, "attend"),
     Seam(KEYS, PagedLayer, "update"),
-    Seam(KEYS, DecodeLayer, "update"),
+    Seam(KEYS, KeyWindow, "seat"),
+    Seam(KEYS, WindowStep, "_with_new"),
     Seam(LINEAR, torch.nn.Linear, "forward"),
+    # A trace calls no module, and attention calls the last of these too.
+    Seam(LINEAR, torch, "mm"),
+    Seam(LINEAR, torch, "addmm"),
+    Seam(LINEAR, torch, "bmm"),
     Seam(DELIVERY, EngineLoop, "_deliver"),
 )

@@ -120,6 +120,14 @@ def test_weights_that_keep_moving_and_hooks_end_traces():
         assert len(seen) >= max(LENGTHS)
         assert decoding.trace is None
         hook.remove()
+    with RolloutGenerator(model, RolloutConfig(seed=3)) as generator:
+        decoding, inner = runner_of(generator).decoding, model.model.layers[1].mlp
+        rollout(generator)
+        assert decoding.trace is not None
+        plain, inner.forward = inner.forward, lambda states: 2 * type(inner).forward(inner, states)
+        generator.sync_weights()
+        assert_right(rollout(generator), model)
+        inner.forward = plain
 
 
 def test_rows_that_do_not_fit_a_window_are_gathered(monkeypatch):

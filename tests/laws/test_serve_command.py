@@ -138,7 +138,7 @@ def test_a_port_in_use_is_one_line(checkpoint):
         (["./nowhere"], "'./nowhere' does not exist"),
         (["./nowhere", "--host", "0.0.0.0"], "host='0.0.0.0' can be reached from other machines"),
         (["./nowhere", "--api-key", ""], "--api-key is empty"),
-        (["./nowhere", "--port", "99999"], "port=99999 is outside"),
+        (["./nowhere", "--port", "99999"], "port=99999 is not a whole number"),
         (["./nowhere", "--drain-seconds", "-1"], "drain_seconds=-1.0"),
         (["./nowhere", "--max-num-seqs", "0"], "max_requests_per_batch=0"),
     ],

@@ -10,7 +10,7 @@ from trl import RLOOConfig, RLOOTrainer
 
 from cb_rollout import ConfigurationError, LogprobDriftError, RolloutConfig, attach
 from cb_rollout.engine import sampling
-from cb_rollout.engine.cache import PagedLayer
+from cb_rollout.engine.attention.decode_cache import DecodeLayer
 from cb_rollout.integrations import logprob_guard as guard_module
 
 QUICK = {"per_device_train_batch_size": 8, "num_generations": 4, "optim": "sgd"}
@@ -106,7 +106,7 @@ def test_no_number_is_drift(tmp_path, monkeypatch):
 
 
 def test_a_fault_in_the_cached_keys_is_named_where_it_begins(tmp_path, monkeypatch):
-    update, num_writes = PagedLayer.update, [0]
+    update, num_writes = DecodeLayer.update, [0]
 
     def faulty_update(self, keys, values, *arguments, **named):
         if keys.shape[2] == 1:
@@ -117,7 +117,7 @@ def test_a_fault_in_the_cached_keys_is_named_where_it_begins(tmp_path, monkeypat
 
     trainer = tiny_trainer(tmp_path, **QUICK)
     attach(trainer, RolloutConfig(**GUARDED))
-    monkeypatch.setattr(PagedLayer, "update", faulty_update)
+    monkeypatch.setattr(DecodeLayer, "update", faulty_update)
     with pytest.raises(LogprobDriftError, match=r"row \d, req_\d+, generated token \d+ ") as caught:
         trainer.train()
     assert "token 5" in str(caught.value)

@@ -16,7 +16,14 @@ from transformers.generation.logits_process import (
 
 from cb_rollout.choices import LogprobsMode
 from cb_rollout.engine.request import Request
-from cb_rollout.engine.sampler import create_sampling_batch, draw, sample, truncate, uniforms
+from cb_rollout.engine.sampler import (
+    create_sampling_batch,
+    draw,
+    exponentials,
+    sample,
+    truncate,
+    uniforms,
+)
 from cb_rollout.sampling_params import SamplingParams
 
 CPU = torch.device("cpu")
