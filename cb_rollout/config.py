@@ -104,8 +104,9 @@ class RolloutConfig:
     use_default_compile_configs: bool = _setting(False, "torch.compile of both; not available.")
     scheduler_type: str = _setting(
         "fifo",
-        "fifo: prefill and decode take turns, in order of arrival; prefill_first: decode only when "
-        "no prompt can be admitted.",
+        "fifo: in order of arrival; prompts run once they are many enough to be worth the decode "
+        "step that they delay, or after 8 steps; prefill_first: decode only when no prompt can be "
+        "admitted.",
         cost="prefill_first fills the batch sooner, while running sequences wait.",
     )
     return_logprobs: bool = _setting(

@@ -63,9 +63,7 @@ class Engine:
         self.counters = EngineCounters()
         self.policy_version = 0
         self._runner = ModelRunner(model, autocast_dtype)
-        self._prefills_first = config.scheduler_type == SchedulerType.PREFILL_FIRST
         self._lease: ExitStack | None = None
-        self._has_just_prefilled = False
         self.trained = trained or model
         self.device = self._runner.device
         self.training = TrainingMemory(
@@ -98,6 +96,7 @@ class Engine:
             max_requests=plan.num_slots,
             can_share_blocks=config.allow_block_sharing,
             can_resume_prompts=not self.layout.is_recurrent,
+            prefills_first=config.scheduler_type == SchedulerType.PREFILL_FIRST,
         )
         self._graphs, told = create_graphs(
             self._runner, config, self.limits.max_requests, self.layout.is_recurrent
@@ -246,15 +245,8 @@ class Engine:
                 self._allocate()
             except OutOfCacheMemoryError as error:
                 return self._steps.fail(list(self._scheduler.waiting), error)
-        # Prompts and running sequences take turns, unless prompts come first.
-        steps = self._steps
-        turns = [steps.prefill, steps.decode]
-        if self._has_just_prefilled and not self._prefills_first:
-            turns.reverse()
-        for run in turns:
-            if (touched := run()) is not None:
-                self._has_just_prefilled = run == steps.prefill
-                return touched
+        if (touched := self._steps.run()) is not None:
+            return touched
         request = self._scheduler.waiting.head
         assert request is not None, "there is work, and none of it can run"
         error = OutOfCacheMemoryError(
@@ -262,7 +254,7 @@ class Engine:
             f"blocks of {self.limits.block_size}; raise num_blocks or max_memory_percent.\n"
             f"{self.memory_plan}"
         )
-        return steps.fail([request], error)
+        return self._steps.fail([request], error)
 
     def _check_captured(self) -> None:
         """Forget captured forwards that rely on weights that are elsewhere now."""

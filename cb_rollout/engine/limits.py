@@ -15,6 +15,9 @@ class Limits:
     can_resume_prompts: bool
     """False where a layer is recurrent: no chunk or known prefix can be continued from its keys."""
 
+    prefills_first: bool = False
+    """Whether running sequences wait while any prompt could run."""
+
     @property
     def can_match_prefixes(self) -> bool:
         """Whether blocks of one sequence may serve a later one."""

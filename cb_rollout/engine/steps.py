@@ -24,6 +24,11 @@ if TYPE_CHECKING:
     from cb_rollout.engine.graphs import GraphedDecoding
 
 
+WORTHWHILE_SHARE, MOST_DECODES = 4, 8
+# A prefill of few prompts costs as much as a decode step of many rows. So prompts wait until there
+# is one for so many running sequences, or for so many decode steps.
+
+
 class Steps:
     """Runs what the scheduler chose."""
 
@@ -42,6 +47,27 @@ class Steps:
         self.device = runner.device
         self._runner, self._scheduler, self._storage = runner, scheduler, storage
         self._token_giver = token_giver
+        self._num_decodes = 0
+
+    def run(self) -> list[Request] | None:
+        """Run one forward, of prompts or of running sequences; None: neither can run."""
+        turns = [self.decode, self.prefill]
+        if self._is_prefill_due:
+            turns.reverse()
+        for run in turns:
+            if (touched := run()) is not None:
+                self._num_decodes = self._num_decodes + 1 if run == self.decode else 0
+                return touched
+        return None
+
+    @property
+    def _is_prefill_due(self) -> bool:
+        scheduler = self._scheduler
+        if scheduler.limits.prefills_first or self._num_decodes >= MOST_DECODES:
+            return True
+        num_startable = min(len(scheduler.waiting), scheduler.max_seated - scheduler.num_seated)
+        is_worthwhile = num_startable * WORTHWHILE_SHARE >= len(scheduler.running)
+        return self._num_decodes > 0 and (is_worthwhile or bool(scheduler.prefilling))
 
     def prefill(self) -> list[Request] | None:
         """Run one forward of prompts; None: there is none to run."""
