@@ -47,6 +47,7 @@ class CopiedWeights:
         _, weights, shapes = self._read()
         device = device or next(trained.parameters()).device
         self.module = create_replica(self._source, weights, shapes, precision, device)
+        self._held = tensors_by_name(self.module)
         self.sync()
 
     def follow(self, trained: torch.nn.Module) -> None:
@@ -64,11 +65,10 @@ class CopiedWeights:
         stale = [weight for weight in weights if self._is_stale(weight, gathering)]
         # While a shard is whole, its storage is another one.
         states = {weight: _state(weight, gathering) for weight in stale}
-        held = tensors_by_name(self.module)
         num_bytes = 0
         with torch.no_grad():
             for weight, value in _values(stale, gathering):
-                target = held[weight.names[0]]
+                target = self._held[weight.names[0]]
                 target.copy_(value)
                 num_bytes += target.nbytes
                 self._taken[weight.names] = states[weight]
@@ -77,12 +77,11 @@ class CopiedWeights:
     def differing(self) -> list[str]:
         """Names of the tensors whose bits are not those of a fresh full sync."""
         gathering, weights, _ = self._read()
-        held = tensors_by_name(self.module)
         with torch.no_grad():
             return [
                 weight.names[0]
                 for weight, value in _values(weights, gathering)
-                if not _is_equal(held[weight.names[0]], value)
+                if not _is_equal(self._held[weight.names[0]], value)
             ]
 
     def _matching(self) -> tuple[Gathering, list[Weight]]:
@@ -146,14 +145,18 @@ def _values(
 def _buckets(weights: Sequence[Weight], gathering: Gathering) -> Iterator[list[Weight]]:
     """Neighbours together, up to `BUCKET_BYTES` of what is made whole, and at least one."""
     bucket: list[Weight] = []
-    held: dict[int, int] = {}
+    held: set[int] = set()
+    num_bytes = 0
     for weight in weights:
-        added = gathering.pieces(weight.tensors)
-        if bucket and added.keys() - held and sum((held | added).values()) > BUCKET_BYTES:
+        pieces = gathering.pieces(weight.tensors)
+        added = sum(size for piece, size in pieces.items() if piece not in held)
+        if bucket and added and num_bytes + added > BUCKET_BYTES:
             yield bucket
-            bucket, held = [], {}
+            bucket, held, added = [], set(), sum(pieces.values())
+            num_bytes = 0
         bucket.append(weight)
-        held |= added
+        held.update(pieces)
+        num_bytes += added
     if bucket:
         yield bucket
 

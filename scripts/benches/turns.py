@@ -36,7 +36,11 @@ def timed(work: Callable[[], object]) -> float:
 
 
 def take_turn(
-    contender: Contender, model: Any, workload: Workload, warm_up: Workload | None = None
+    contender: Contender,
+    model: Any,
+    workload: Workload,
+    warm_up: Workload | None = None,
+    num_warm_ups: int = 1,
 ) -> Turn:
     """Make a contender, warm it up, and time it.
 
@@ -48,9 +52,11 @@ def take_turn(
         model: what it runs.
         workload: what is timed.
         warm_up: what is run before; None: the workload.
+        num_warm_ups: how often.
     """
     with ResidentPeak() as peak, contender.create(model, workload) as run:
-        run(warm_up or workload)
+        for _ in range(num_warm_ups):
+            run(warm_up or workload)
         seconds = timed(lambda: run(workload))
     return Turn(seconds, peak.num_bytes)
 

@@ -160,3 +160,37 @@ def test_a_window_goes_with_the_cache():
         assert engine.cache_bytes == 0
         generator.wake()
         assert_right(rollout(generator), model)
+
+
+@pytest.mark.usefixtures("soon")
+def test_what_a_trace_gives_may_be_written_to():
+    model = tiny_model("qwen3")
+
+    class Bans:
+        def __call__(self, context, logits):
+            logits[:, 7:] = -torch.inf
+            return logits
+
+    params = SamplingParams(ignore_eos=True, logits_processors=(Bans(),))
+    with RolloutGenerator(model, RolloutConfig(seed=3)) as generator:
+        outputs = generator.generate_batch(PROMPTS, sampling_params=params, max_new_tokens=20)
+        assert runner_of(generator).decoding.trace is not None
+    assert all(max(output.generated_tokens) < 7 for output in outputs.values())
+
+
+@pytest.mark.usefixtures("soon")
+def test_a_trace_that_fails_is_given_up_and_the_model_runs(caplog):
+    model = tiny_model("qwen3")
+    with RolloutGenerator(model, RolloutConfig(seed=3)) as generator:
+        expected = tokens_of(rollout(generator))
+        decoding = runner_of(generator).decoding
+
+        def fails(*_):
+            raise RuntimeError("not for so many rows")
+
+        decoding.trace._run = fails
+        outputs = rollout(generator)
+        assert_right(outputs, model)
+        assert decoding.trace is None
+    assert "a trace is given up after it failed: RuntimeError: not for so many rows" in caplog.text
+    assert len(expected) == len(outputs)

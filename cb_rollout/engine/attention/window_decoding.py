@@ -16,7 +16,9 @@ from cb_rollout.engine.attention.window_step import WindowStep
 from cb_rollout.engine.block_table import BlockTable
 from cb_rollout.engine.cache import PagedCache
 from cb_rollout.engine.capture import captured_weights, has_hooks
+from cb_rollout.engine.faults import is_out_of_memory
 from cb_rollout.engine.probe import CacheLayout
+from cb_rollout.errors import said
 
 LEAST_BYTES = 16 << 20
 # A window this small is never too large.
@@ -50,11 +52,11 @@ class WindowDecoding:
         """Forget the trace if a weight no longer is where it was, or an adapter was switched."""
         if self._num_traces >= MOST_TRACES and self.trace is None:
             return
-        weights = captured_weights(model)
-        if weights != self._weights or has_hooks(model):
+        weights, is_stepped_into = captured_weights(model), has_hooks(model)
+        if is_stepped_into or weights != self._weights:
             self._weights, self.trace, self._num_steps = weights, None, 0
-        if has_hooks(model):
-            self._num_traces = MOST_TRACES
+        if is_stepped_into:
+            self.stay_untraced()
 
     def stay_untraced(self) -> None:
         """Have the model itself run, always."""
@@ -91,18 +93,33 @@ class WindowDecoding:
         write_places_B = table.places(slots_B, positions_B1[:, 0])
         step = WindowStep(window, ordered_lengths, lengths_B, write_places_B)
         self._consider_trace(forward)
-        if self.trace is not None:
-            logits_BV = self.trace(tokens_B1, positions_B1, step)
-        else:
+        logits_BV = self._traced(tokens_B1, positions_B1, step)
+        if logits_BV is None:
             # A mask of four dimensions is taken as it is, and nobody reads it, but recurrent
             # layers would.
             mask = None if cache.layout.is_recurrent else tokens_B1.new_ones(len(order), 1, 1, 1)
             with self.cache.reading(step, slots_B, cache):
                 logits_BV = forward(tokens_B1, mask, positions_B1, self.cache)
         window.advance(slots, lengths)
-        if order == list(range(len(order))):
-            return logits_BV
-        return logits_BV.index_select(0, torch.tensor(order).argsort())
+        if order != list(range(len(order))):
+            return logits_BV.index_select(0, torch.tensor(order).argsort())
+        # Whoever processes logits may write to them, which an inference tensor does not allow.
+        return logits_BV.clone() if logits_BV.is_inference() else logits_BV
+
+    def _traced(
+        self, tokens_B1: torch.Tensor, positions_B1: torch.Tensor, step: WindowStep
+    ) -> torch.Tensor | None:
+        """The logits by the trace; None: there is none, or it failed where the model may not."""
+        if self.trace is None:
+            return None
+        try:
+            return self.trace(tokens_B1, positions_B1, step)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            _LOGGER.warning("a trace is given up after it failed: %s", said(error))
+            self.stay_untraced()
+            return None
 
     def _consider_trace(self, forward: Forward) -> None:
         """Make a trace once it is likely to pay."""
