@@ -25,7 +25,7 @@ def matmul_flops(model: Qwen3ForCausalLM, num_rows: int) -> float:
     """Operations per second of a layer's largest matrix product, with so many rows."""
     weight = model.model.layers[0].mlp.up_proj.weight.detach()
     rows = torch.randn(num_rows, weight.shape[1], device=weight.device, dtype=weight.dtype)
-    seconds = _best_seconds(lambda: functional.linear(rows, weight), 200)
+    seconds = best_seconds(lambda: functional.linear(rows, weight), 200)
     return 2 * num_rows * weight.numel() / seconds
 
 
@@ -37,7 +37,9 @@ def bandwidth(num_bytes: int, device: str) -> float:
     return 2 * num_bytes / statistics.median(times[3:])
 
 
-def _best_seconds(work: Callable[[], object], count: int) -> float:
+def best_seconds(work: Callable[[], object], count: int) -> float:
+    """Of one call, in the best of five runs of `count`."""
+
     def many() -> None:
         for _ in range(count):
             work()

@@ -2,9 +2,15 @@
 
 from typing import Any
 
-from benches.machine import bandwidth, matmul_flops
-from benches.model import create_model, matmul_parameters
+import torch
+
+from benches.machine import bandwidth, best_seconds, matmul_flops
+from benches.model import create_model, linear_layers, matmul_parameters
 from benches.sizes import Setup
+from cb_rollout.engine.attention.trace_passes import product
+
+ROWS = (1, 2, 4, 16, 64, 128)
+# Of a decode step.
 
 
 def bench(setup: Setup) -> dict[str, Any]:
@@ -17,4 +23,19 @@ def bench(setup: Setup) -> dict[str, Any]:
             "copy_gb_per_second": bandwidth(setup.sizes.copied_bytes, setup.device) / 1e9,
             "matmul_bound_tokens_per_second": flops / (2 * sum(matmul_parameters(model))),
         }
+    } | {f"linear layers of {rows} rows": _products(model, rows) for rows in ROWS}
+
+
+@torch.inference_mode()
+def _products(model: Any, num_rows: int) -> dict[str, float]:
+    """Milliseconds of all linear layers of one forward, as torch has them and as a trace does."""
+    weights = [layer.weight for layer in linear_layers(model)]
+    inputs = [weight.new_ones(num_rows, weight.shape[1]) for weight in weights]
+    ways = {"torch, milliseconds": torch.nn.functional.linear, "trace, milliseconds": product}
+    return {
+        name: 1e3
+        * best_seconds(
+            lambda way=way: [way(x, w) for x, w in zip(inputs, weights, strict=True)], 10
+        )
+        for name, way in ways.items()
     }
