@@ -5,7 +5,6 @@ B: rows, K: inputs of a linear layer, N: its outputs.
 
 import operator
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -43,20 +42,6 @@ def product_plus(
     if rows_BK.shape[0] > 1:
         return torch.addmm(bias_N[:, None], weight_NK, rows_BK.t()).t()
     return product(rows_BK, weight_NK).add_(bias_N)
-
-
-def inverse_rms(states: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """One over the root of the mean square along the last dimension, which is kept, of size 1."""
-    if not states.is_contiguous():
-        return torch.rsqrt(states.square().mean(-1, True).add_(epsilon))
-    norms = torch.linalg.vector_norm(states, 2, -1, True)
-    least = _scalar(epsilon, states.dtype)
-    return torch.addcmul(least, norms, norms, value=1 / states.shape[-1]).rsqrt_()
-
-
-@cache
-def _scalar(value: float, dtype: torch.dtype) -> torch.Tensor:
-    return torch.tensor(value, dtype=dtype)
 
 
 FUNCTIONS: dict[Any, Callable[..., Any]] = {
@@ -122,8 +107,6 @@ def simplify(module: fx.GraphModule, calls: Sequence[Sequence[Any]]) -> list[Any
             _flatten_product(node)
         elif node.target is aten.slice.Tensor:
             _narrow(node)
-        elif node.target is aten.rsqrt.default:
-            _join_rms(node)
     graph.eliminate_dead_code(lambda node: node.op != "placeholder" and _is_impure(node))
     for node in graph.nodes:
         if node.target in FUNCTIONS:
@@ -171,23 +154,6 @@ def _flatten_product(node: fx.Node) -> None:
         return
     node.args = (*node.args[:-1], transposed.args[0])
     node.target = product if len(node.args) == 2 else product_plus
-
-
-def _join_rms(node: fx.Node) -> None:
-    """Have the inverse root of a mean square, as a norm takes it, computed at once."""
-    chain = [node]
-    for target in (aten.add.Tensor, aten.mean.dim, aten.pow.Tensor_Scalar):
-        source = chain[-1].args[0]
-        if not isinstance(source, fx.Node) or source.target is not target or len(source.users) > 1:
-            return
-        chain.append(source)
-    _, plus, mean, square = chain
-    epsilon = plus.args[1]
-    if mean.args[1:] != ([-1], True) or square.args[1] != 2 or not isinstance(epsilon, float):
-        return
-    if mean.kwargs or plus.kwargs:
-        return
-    node.target, node.args = inverse_rms, (square.args[0], epsilon)
 
 
 def _narrow(node: fx.Node) -> None:
