@@ -16,7 +16,7 @@ Prints last (greedy and sampled accuracy are both on problems that no training s
     held-out accuracy, sampled            47.6% ->  96.2%
     rollout tokens/s                      8,064
     rollout share of step time              41%
-    largest |log-probability difference| 4.5e-06
+    largest |log-probability difference| 6.0e-06
     report                               runs/arithmetic/cb_rollout/report.html
 """
 
