@@ -2,7 +2,7 @@
 
 torch's wheels for Linux bring libgomp, which keeps a pool of workers for every thread that ever
 computed. As soon as all pools together have more threads than the process has cores, each of them
-sleeps at every barrier instead of spinning, and small models take about three times as long.
+sleeps at every barrier instead of spinning, which small models pay for most.
 """
 
 import ctypes

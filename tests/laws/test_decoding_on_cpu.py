@@ -66,6 +66,15 @@ def test_every_path_gives_the_same_tokens(family, monkeypatch):
 
 
 @pytest.mark.usefixtures("soon")
+def test_a_model_in_float64_has_a_window_and_a_trace():
+    model = tiny_model("qwen3").double()
+    with RolloutGenerator(model, RolloutConfig(seed=3)) as generator:
+        assert runner_of(generator).attention.path is DecodePath.WINDOW
+        assert_right(rollout(generator), model)
+        assert runner_of(generator).decoding.trace is not None
+
+
+@pytest.mark.usefixtures("soon")
 def test_a_trace_stays_while_weights_change_in_place():
     model = tiny_model("qwen3")
     with RolloutGenerator(model, RolloutConfig(seed=3)) as generator:

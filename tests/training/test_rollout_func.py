@@ -4,7 +4,7 @@ import pytest
 import torch
 from playback import assert_learned_alike, double, play_back, watched, with_tools
 from tiny import plain_logprobs, tiny_model
-from tiny_trainer import PROBLEMS, tiny_trainer
+from tiny_trainer import PROBLEMS, logged, tiny_trainer
 from transformers import TrainerCallback
 
 from cb_rollout import (
@@ -18,10 +18,6 @@ from cb_rollout import (
 from cb_rollout.integrations.rollout_func import OWN
 
 QUICK = {"per_device_train_batch_size": 8, "num_generations": 4, "optim": "sgd"}
-
-
-def logged(trainer, name):
-    return [row[name] for row in trainer.state.log_history if name in row]
 
 
 def with_rollout_func(output_dir, rollout, **settings):

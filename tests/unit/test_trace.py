@@ -83,3 +83,30 @@ def test_a_forward_that_is_not_the_same_every_time_has_no_trace(hook, caplog):
     with pytest.raises(UntraceableError):
         trace_of(runner)
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+def test_what_a_forward_computes_for_nobody_is_left_out():
+    runner = runner_of(tiny_model("llama"))
+    unused = torch.nn.Parameter(torch.ones(3))
+
+    def wastes(module, args, output):
+        _ = unused * 2
+        return output
+
+    runner.model.model.layers[0].mlp.register_forward_hook(wastes)
+    traced = trace_of(runner)
+    torch.testing.assert_close(*both(runner, traced, 4), atol=2e-5, rtol=1e-5)
+
+
+def test_a_bias_of_each_row_is_no_linear_layers_bias():
+    runner = runner_of(tiny_model("llama"))
+    weight = torch.nn.Parameter(torch.randn(64, 64, generator=torch.Generator().manual_seed(0)))
+
+    def adds(module, args, output):
+        rows = output.reshape(-1, 64)
+        return torch.addmm(rows, rows, weight.t()).view_as(output)
+
+    runner.model.model.layers[0].mlp.register_forward_hook(adds)
+    traced = trace_of(runner)
+    for num_rows in (1, 5, 64):
+        torch.testing.assert_close(*both(runner, traced, num_rows), atol=2e-4, rtol=1e-4)

@@ -12,9 +12,47 @@ from typing import Any
 import torch
 
 from cb_rollout import _compat_attention
+from cb_rollout.engine.attention.choice import BATCHED_DTYPES
+from cb_rollout.engine.attention.places import Form
 
-DTYPES = (torch.float32, torch.float64)
-# In shorter types the scores between the two products would be rounded, which the kernel avoids.
+
+def batched_attention(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    added: torch.Tensor | None,
+    form: Form,
+) -> torch.Tensor:
+    """One new token's attention, for every row and key head.
+
+    Args:
+        queries: `[B x H, G, D]`.
+        keys: `[B x H, S, D]`.
+        values: `[B x H, S, E]`.
+        added: `[B x H, 1, S]`, added to the scores: -inf hides a column; None: all are seen.
+        form: scale, cap and sinks; the window is told by `added`.
+
+    Returns:
+        `[B x H, G, E]`.
+    """
+    keys = keys.transpose(1, 2)
+    if added is None or form.softcap:
+        scores = torch.bmm(queries, keys).mul_(form.scale)
+    else:
+        scores = torch.baddbmm(added, queries, keys, alpha=form.scale)
+    if form.softcap:
+        scores = scores.div_(form.softcap).tanh_().mul_(form.softcap)
+        scores = scores if added is None else scores.add_(added)
+    return torch.bmm(_softmax(scores, form.sinks_H), values)
+
+
+def _softmax(scores_NGS: torch.Tensor, sinks_H: torch.Tensor | None) -> torch.Tensor:
+    """Weights of the columns; a sink takes its share and gives no value."""
+    if sinks_H is None:
+        return scores_NGS.softmax(-1)
+    N, G, S = scores_NGS.shape
+    sinks_NG1 = sinks_H.view(-1, G, 1).repeat(N * G // len(sinks_H), 1, 1)
+    return torch.cat([scores_NGS, sinks_NG1], -1).softmax(-1)[..., :S]
 
 
 class BatchedAttention:
@@ -52,7 +90,7 @@ class BatchedAttention:
         is_known = (
             Q == 1
             and found is _compat_attention.sdpa_attention()
-            and query.dtype in DTYPES
+            and query.dtype in BATCHED_DTYPES
             and query.dtype == key.dtype == value.dtype
             and num_heads % key.shape[1] == 0
             and (attention_mask is None or attention_mask.shape == (B, 1, 1, key.shape[2]))
@@ -64,13 +102,16 @@ class BatchedAttention:
         H, S = key.shape[1:3]
         scale = kwargs.get("scaling")
         scale = D**-0.5 if scale is None else scale
-        queries, keys = query.reshape(B * H, -1, D), key.reshape(B * H, S, D)
-        if attention_mask is None:
-            scores = torch.bmm(queries * scale, keys.transpose(1, 2))
-        else:
+        added = None
+        if attention_mask is not None:
             added = self._added_to_scores(attention_mask, H, query.dtype)
-            scores = torch.baddbmm(added, queries, keys.transpose(1, 2), alpha=scale)
-        output = torch.bmm(scores.softmax(-1), value.reshape(B * H, S, -1))
+        output = batched_attention(
+            query.reshape(B * H, -1, D),
+            key.reshape(B * H, S, D),
+            value.reshape(B * H, S, -1),
+            added,
+            Form(scale),
+        )
         return output.view(B, 1, num_heads, -1), None
 
     def _added_to_scores(

@@ -15,7 +15,10 @@ LARGEST_HEAD = 256
 # A tile of longer keys does not fit the shared memory of every card.
 
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-WINDOW_DTYPES = (torch.float32, torch.float64)
+
+BATCHED_DTYPES = (torch.float32, torch.float64)
+# Of batched products: in shorter types the scores between the two would be rounded, which no kernel
+# does.
 
 
 class DecodePath(StrEnum):
@@ -92,6 +95,6 @@ def _layout_obstacle(layout: CacheLayout, path: DecodePath) -> str | None:
     for states in (states for layer in keyed for states in layer.per_token):
         if is_kernel and states.shape[1] > LARGEST_HEAD:
             return f"heads of {states.shape[1]} are larger than {LARGEST_HEAD}"
-        if states.dtype not in (KERNEL_DTYPES if is_kernel else WINDOW_DTYPES):
+        if states.dtype not in (KERNEL_DTYPES if is_kernel else BATCHED_DTYPES):
             return f"keys are {states.dtype}"
     return None

@@ -23,8 +23,8 @@ PIECES = 8
 def product(rows_BK: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
     """`[B, N]`: a linear layer without its bias.
 
-    Transposed, since MKL takes few columns better than few rows: a third of the time at two rows,
-    nine tenths at 128.
+    Transposed, since MKL takes few columns better than few rows, and fewest best by far; what it
+    gives is printed by the bench's `roofline`.
     """
     if rows_BK.shape[0] > 1:
         return torch.mm(weight_NK, rows_BK.t()).t()
@@ -107,7 +107,8 @@ def simplify(module: fx.GraphModule, calls: Sequence[Sequence[Any]]) -> list[Any
             _flatten_product(node)
         elif node.target is aten.slice.Tensor:
             _narrow(node)
-    graph.eliminate_dead_code(lambda node: node.op != "placeholder" and _is_impure(node))
+    # Inputs stay, used or not: the trace is called with all of them.
+    graph.eliminate_dead_code(lambda node: node.op == "call_method" or node.is_impure())
     for node in graph.nodes:
         if node.target in FUNCTIONS:
             node.target = FUNCTIONS[node.target]
@@ -142,15 +143,13 @@ def _attribute(module: fx.GraphModule, name: Any) -> Any:
     return operator.attrgetter(name)(module)
 
 
-def _is_impure(node: fx.Node) -> bool:
-    return node.op in ("output", "call_method") or node.is_impure()
-
-
 def _flatten_product(node: fx.Node) -> None:
     """Have a product with a transposed weight take the weight as it is."""
-    transposed = node.args[-1]
+    *added, _, transposed = node.args
     assert isinstance(transposed, fx.Node)
     if transposed.target is not aten.t.default or node.kwargs:
+        return
+    if any(tensor.meta["val"].dim() != 1 for tensor in added if isinstance(tensor, fx.Node)):
         return
     node.args = (*node.args[:-1], transposed.args[0])
     node.target = product if len(node.args) == 2 else product_plus

@@ -24,7 +24,7 @@ LEAST_BYTES = 16 << 20
 # A window this small is never too large.
 
 STEPS_BEFORE_TRACE = 64
-# With the same weights: making a trace takes as long as some hundred of its steps save.
+# With the same weights: who takes fewer would wait for a trace longer than it saves.
 
 MOST_TRACES = 3
 # A model whose weights move at every sync is not worth one.

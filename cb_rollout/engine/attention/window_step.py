@@ -8,12 +8,11 @@ from collections.abc import Sequence
 
 import torch
 
+from cb_rollout.engine.attention.batched import batched_attention
+from cb_rollout.engine.attention.choice import BATCHED_DTYPES
 from cb_rollout.engine.attention.decode_cache import DecodeLayer
 from cb_rollout.engine.attention.places import Form, NotOrdinaryError
 from cb_rollout.engine.attention.window import KeyWindow
-
-DTYPES = (torch.float32, torch.float64)
-# In shorter types the scores between the two products would be rounded, which no kernel does.
 
 
 class WindowStep:
@@ -48,8 +47,8 @@ class WindowStep:
         value: torch.Tensor,
         form: Form,
     ) -> torch.Tensor:
-        """See `Reader`; everything in one of `DTYPES`."""
-        if query.dtype not in DTYPES or not query.dtype == key.dtype == value.dtype:
+        """See `Reader`; everything in one of `BATCHED_DTYPES`."""
+        if query.dtype not in BATCHED_DTYPES or not query.dtype == key.dtype == value.dtype:
             raise NotOrdinaryError(f"its queries are {query.dtype}, its keys {key.dtype}")
         B, num_heads, _, D = query.shape
         H = key.shape[1]
@@ -58,17 +57,9 @@ class WindowStep:
         keys = self._with_new(held[0], pages[0], key, first)
         values = self._with_new(held[1], pages[1], value, first)
         queries = query.reshape(B * H, -1, D)
-        has_mask = self._shortest < self._longest
-        if has_mask and not form.softcap:
-            mask = self._mask(H, form.window)
-            scores = torch.baddbmm(mask, queries, keys.transpose(1, 2), alpha=form.scale)
-        else:
-            scores = torch.bmm(queries, keys.transpose(1, 2)).mul_(form.scale)
-        if form.softcap:
-            scores = scores.div_(form.softcap).tanh_().mul_(form.softcap)
-            scores = scores.add_(self._mask(H, form.window)) if has_mask else scores
-        weights = _softmax(scores, form.sinks_H, H)
-        return torch.bmm(weights, values).view(B, 1, num_heads, -1)
+        added = self._mask(H, form.window, query.dtype) if self._shortest < self._longest else None
+        output = batched_attention(queries, keys, values, added, form)
+        return output.view(B, 1, num_heads, -1)
 
     def _with_new(
         self, held_RHCD: torch.Tensor, pages_NF: torch.Tensor, new_BH1D: torch.Tensor, first: int
@@ -85,7 +76,7 @@ class WindowStep:
         held_RHCD.view(-1, D).index_copy_(0, lines, new_ND)
         return held_RHCD.view(-1, C, D)[: B * H, first : self._longest]
 
-    def _mask(self, num_key_heads: int, window: int | None) -> torch.Tensor:
+    def _mask(self, num_key_heads: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
         """What is added to the scores, `[B x H, 1, S]`, so that each row sees its own columns."""
         key = (num_key_heads, window)
         if key not in self._masks:
@@ -95,17 +86,8 @@ class WindowStep:
             is_hidden_BS = columns_S >= lengths_B1
             if window:
                 is_hidden_BS |= columns_S < lengths_B1 - window
-            added_BS = torch.zeros(is_hidden_BS.shape).masked_fill_(is_hidden_BS, -torch.inf)
+            added_BS = torch.zeros(is_hidden_BS.shape, dtype=dtype).masked_fill_(
+                is_hidden_BS, -torch.inf
+            )
             self._masks[key] = added_BS.repeat_interleave(num_key_heads, 0)[:, None]
         return self._masks[key]
-
-
-def _softmax(
-    scores_NGS: torch.Tensor, sinks: torch.Tensor | None, num_key_heads: int
-) -> torch.Tensor:
-    """Weights of the columns; a sink takes its share and gives no value."""
-    if sinks is None:
-        return scores_NGS.softmax(-1)
-    N, G, S = scores_NGS.shape
-    sinks_NG1 = sinks.view(num_key_heads, G, 1).repeat(N // num_key_heads, 1, 1)
-    return torch.cat([scores_NGS, sinks_NG1], -1).softmax(-1)[..., :S]
