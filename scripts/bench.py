@@ -11,7 +11,8 @@
     python scripts/bench.py roofline           # what this machine can do at most
 
 Contenders take turns, so that a slow spell of the machine meets all of them; figures are medians
-over the repetitions, and only ratios within one run mean anything. The workloads are in `benches/`.
+over the repetitions, and only ratios within one run mean anything. The workloads are in
+`cb_rollout/bench/`.
 """
 
 import argparse
@@ -22,9 +23,11 @@ from pathlib import Path
 
 import torch
 
-from benches.record import BENCHMARKS, write_record
-from benches.sizes import CPU, GPU, TINY, Setup
-from benches.table import print_table
+from cb_rollout.bench.record import write_record
+from cb_rollout.bench.sizes import CPU, GPU, TINY, Setup
+from cb_rollout.bench.table import print_table
+
+BENCHMARKS = Path(__file__).parent.parent / "docs" / "benchmarks"
 
 WORKLOADS = (
     "rollout", "step", "sync", "strategies", "serve", "scaling", "profile", "bookkeeping",
@@ -51,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         batch_size=options.batch_size,
     )
     # A workload's own imports, trl's for one, are for it alone.
-    results = importlib.import_module(f"benches.{options.workload}").bench(setup)
+    results = importlib.import_module(f"cb_rollout.bench.{options.workload}").bench(setup)
     print_table(results)
     path = write_record(options.workload, setup, results, options.output_dir or BENCHMARKS)
     print(f"\nwritten to {path}")

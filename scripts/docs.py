@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benches.table import OURS, number_text, times_better, value_text
+from cb_rollout.bench.table import OURS, number_text, times_better, value_text
 from cb_rollout.config import RolloutConfig
 from cb_rollout.metric_names import METRICS
 from cb_rollout.sampling_params import SamplingParams
