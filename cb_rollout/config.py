@@ -113,6 +113,12 @@ class RolloutConfig:
         "compiled.",
         cost="As decode_compile_config; worth it from minutes of rollouts on.",
     )
+    num_speculative_tokens: int | None = _setting(
+        None,
+        "Most tokens of a draft, looked up in what a sequence and its group have said and checked "
+        "by a decode step of few sequences; what is sampled stays the same. None: chosen; 0: none.",
+        cost="Set 0 to compare. Steps under CUDA graphs have no drafts.",
+    )
     scheduler_type: str = _setting(
         "fifo",
         "fifo: in order of arrival; prompts run once they are many enough to be worth the decode "

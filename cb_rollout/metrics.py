@@ -16,6 +16,10 @@ class EngineCounters:
     preemptions: int = 0
     prefill_forwards: int = 0
     decode_forwards: int = 0
+    drafted_tokens: int = 0
+    """Tokens that were guessed, and checked in a decode forward."""
+    accepted_tokens: int = 0
+    """How many of them were sampled, so that no forward of their own was needed."""
     truncated_tokens: int = 0
     """Tokens that were sampled under top-k, top-p or min-p."""
     kept_tokens: int = 0

@@ -51,6 +51,8 @@ def measured(manager: ContinuousBatchingManager) -> Iterator[dict[str, float]]:
         "rollout/prefill_tokens": added.prefill_tokens,
         "rollout/prefill_tokens_saved": added.prefill_tokens_saved,
         "rollout/preemptions": added.preemptions,
+        "rollout/drafted_tokens": added.drafted_tokens,
+        "rollout/accepted_tokens": added.accepted_tokens,
     }
     if added.truncated_tokens:
         metrics["rollout/log_kept_mass"] = added.log_kept_mass / added.truncated_tokens

@@ -52,6 +52,7 @@ _INTEGERS: dict[str, tuple[int, bool]] = {
     "verify_every_steps": (0, False),
     "verify_num_sequences": (1, False),
     "record_num_sequences": (0, False),
+    "num_speculative_tokens": (0, True),
     "seed": (0, True),
 }
 # Each whole number's least value, and whether None is allowed.

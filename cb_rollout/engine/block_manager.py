@@ -81,6 +81,22 @@ class BlockManager:
         follower.block_ids = shared + self.pool.allocate(num_own)
         return True
 
+    def extend(self, request: Request, num_tokens: int) -> list[tuple[int, int, int]] | None:
+        """Give a seated sequence blocks for so many tokens.
+
+        Returns:
+            The new ones, each as slot, index within the sequence, and block; None: there are not
+            enough, and nothing was given.
+        """
+        num_held = len(request.block_ids)
+        num_missing = self.num_needed(num_tokens) - num_held
+        if num_missing > 0:
+            if not self.secure(num_missing):
+                return None
+            request.block_ids += self.pool.allocate(num_missing)
+        new = enumerate(request.block_ids[num_held:], num_held)
+        return [(request.slot, index, block) for index, block in new]
+
     def remember(self, request: Request) -> None:
         """Offer newly filled blocks to later sequences."""
         if not self.limits.can_match_prefixes or request.has_old_keys:

@@ -14,6 +14,8 @@ from cb_rollout.choices import LogprobsMode, SamplingMask, SchedulerType
 from cb_rollout.config import RolloutConfig
 from cb_rollout.engine import device as devices
 from cb_rollout.engine.compile_choice import choose_compilation
+from cb_rollout.engine.drafted_steps import DraftedSteps
+from cb_rollout.engine.drafting import Drafter
 from cb_rollout.engine.graph_choice import create_graphs
 from cb_rollout.engine.lease import leased
 from cb_rollout.engine.limits import Limits
@@ -118,14 +120,12 @@ class Engine:
             if offload_bytes
             else None,
         )
-        self._steps = Steps(
-            self._runner,
-            self._scheduler,
-            self._storage,
-            self._token_giver(),
-            self.counters,
-            self._graphs,
-        )
+        parts = self._runner, self._scheduler, self._storage, self._token_giver(), self.counters
+        drafted = None
+        # Rows of one sequence must be able to stand in one forward.
+        if self.row_form is RowForm.PADDED and not self.layout.is_recurrent:
+            drafted = DraftedSteps(Drafter(self.config.num_speculative_tokens), *parts)
+        self._steps = Steps(*parts, self._graphs, drafted)
 
     def _token_giver(self) -> TokenGiver:
         mode = LogprobsMode(self.config.logprobs_mode)

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from cb_rollout.engine.echoes import Echoes
 from cb_rollout.engine.stops import StopStrings
 from cb_rollout.grammar import GrammarMatcher
 from cb_rollout.sampling_params import SamplingParams
@@ -33,6 +34,9 @@ class Request:
     """Looks for the strings that end this sequence; None: there are none."""
     matcher: GrammarMatcher | None = None
     """How far this sequence has come through its grammar; None: it has none."""
+
+    echoes: Echoes | None = None
+    """Where drafts are looked up; None: nowhere."""
 
     is_adjusted: bool = field(init=False)
     """Whether its logits are changed before the temperature."""

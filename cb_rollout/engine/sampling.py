@@ -70,20 +70,77 @@ class TokenGiver:
             return _append_one_by_one(requests, batch, sampled, policy_version)
         return append_each(requests, tokens, logprobs, is_valid, policy_version)
 
+    def extend_drafted(
+        self,
+        requests: Sequence[Request],
+        drafts: Sequence[Sequence[int]],
+        logits_BV: torch.Tensor,
+        policy_version: int,
+    ) -> list[int]:
+        """Append to every sequence what is sampled as long as it is what was drafted, and one more.
+
+        Args:
+            requests: sequences of plain parameters; their logits are not adjusted.
+            drafts: what each was expected to say; may be empty.
+            logits_BV: float32 logits after each one's last token, then after each token drafted.
+            policy_version: what the tokens are stamped with.
+
+        Returns:
+            How many each got.
+        """
+        rows = [r for r, draft in zip(requests, drafts, strict=True) for _ in range(len(draft) + 1)]
+        places = [place for draft in drafts for place in range(len(draft) + 1)]
+        batch = create_sampling_batch(rows, self._device)
+        indices = [r.num_generated + place for r, place in zip(rows, places, strict=True)]
+        indices_B = torch.tensor(indices, device=self._device)
+        sampled = sample(logits_BV, batch, indices_B, self._mode)
+        tokens, logprobs, is_valid = (result.tolist() for result in sampled[:3])
+        num_given: list[int] = []
+        is_used: list[bool] = []
+        for request, draft in zip(requests, drafts, strict=True):
+            num_before, is_going = request.num_generated, True
+            for expected in (*draft, None):
+                row = len(is_used)
+                is_used.append(is_going)
+                if is_going:
+                    given = tokens[row : row + 1], logprobs[row : row + 1], is_valid[row : row + 1]
+                    append_each([request], *given, policy_version)
+                    is_going = tokens[row] == expected and not request.status.is_final
+            num_given.append(request.num_generated - num_before)
+        if batch.truncated_rows is not None:
+            is_used_B = torch.tensor(is_used, device=self._device)
+            self._note_truncation(rows, batch.truncated_rows, sampled, is_used_B)
+        return num_given
+
     def _note_truncation(
-        self, requests: Sequence[Request], rows_R: torch.Tensor, sampled: Sampled
+        self,
+        requests: Sequence[Request],
+        rows_R: torch.Tensor,
+        sampled: Sampled,
+        is_used_B: torch.Tensor | None = None,
     ) -> None:
-        """Count what truncation left, and remember its ids where a trainer will want them."""
-        assert sampled.log_mass_R is not None
-        assert sampled.kept_RV is not None
-        masses_R = sampled.log_mass_R[sampled.log_mass_R.isfinite()]
+        """Count what truncation left, and remember its ids where a trainer will want them.
+
+        `is_used_B` tells of which rows; None: of all.
+        """
+        log_mass_R, kept_RV = sampled.log_mass_R, sampled.kept_RV
+        assert log_mass_R is not None
+        assert kept_RV is not None
+        if is_used_B is not None:
+            is_used_R = is_used_B[rows_R]
+            rows_R, log_mass_R, kept_RV = (
+                rows_R[is_used_R],
+                log_mass_R[is_used_R],
+                kept_RV[is_used_R],
+            )
+        masses_R = log_mass_R[log_mass_R.isfinite()]
         self._counters.truncated_tokens += len(masses_R)
         self._counters.log_kept_mass += float(masses_R.sum())
-        self._counters.kept_tokens += int(sampled.kept_RV.sum())
+        self._counters.kept_tokens += int(kept_RV.sum())
         if not self._keeps_ids:
             return
-        ids = sampled.kept_RV.nonzero()[:, 1].int().cpu().numpy()
-        ends = sampled.kept_RV.sum(-1).cumsum(0).tolist()
+        ids = kept_RV.nonzero()[:, 1].int().cpu().numpy()
+        ends = kept_RV.sum(-1).cumsum(0).tolist()
         for row, start, end in zip(rows_R.tolist(), [0, *ends], ends, strict=False):
             requests[row].kept_token_ids.append(array("i", ids[start:end].tobytes()))
 

@@ -80,10 +80,7 @@ class Scheduler:
         self.waiting.append(request)
 
     def schedule_prefill(self) -> list[Prefill]:
-        """The prompts, or chunks of prompts, of the coming forward; empty when there are none.
-
-        Rows are padded to the longest, so the padded size is what stays within `max_batch_tokens`.
-        """
+        """The prompts, or chunks of them, of the coming forward: `max_batch_tokens` when padded."""
         chosen: list[Prefill] = []
         width = 0
         pending = deque(self.prefilling)
@@ -181,24 +178,23 @@ class Scheduler:
             self.running.append(request)
         return sources, targets
 
-    def schedule_decode(self) -> list[tuple[Request, int]]:
+    def schedule_decode(self) -> list[tuple[int, int, int]]:
         """Give every running sequence a place for its newest token, preempting where there is none.
 
         Returns:
-            The sequences that got a new block, with that block.
+            The blocks that sequences got, each as slot, index within the sequence, and block.
         """
-        extended = []
+        extended: list[tuple[int, int, int]] = []
         index = 0
         while index < len(self.running):
             request = self.running[index]
             if self.blocks.num_needed(request.num_tokens) > len(request.block_ids):
-                if not self.blocks.secure(1):
+                blocks = self.blocks.extend(request, request.num_tokens)
+                if blocks is None:
                     self._key_store.save(self.running[-1])
                     self.preempt([self.running[-1]])
                     continue
-                (block,) = self.pool.allocate(1)
-                request.block_ids.append(block)
-                extended.append((request, block))
+                extended += blocks
             index += 1
         return extended
 
@@ -206,6 +202,12 @@ class Scheduler:
         """Account for one computed token of every running sequence."""
         for request in self.running:
             request.num_computed += 1
+            self.blocks.remember(request)
+
+    def complete_drafted(self) -> None:
+        """Account for a step that brought several tokens: all but the newest are computed."""
+        for request in self.running:
+            request.num_computed = request.num_tokens - 1
             self.blocks.remember(request)
 
     def retire_running(self) -> list[Request]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from cb_rollout.engine import device as devices
+from cb_rollout.engine.drafted_steps import DraftedSteps
 from cb_rollout.engine.faults import Outcome, is_out_of_memory, out_of_memory, run_isolated
 from cb_rollout.engine.request import Prefill, Request
 from cb_rollout.engine.runner import ModelRunner, RowForm
@@ -40,9 +41,20 @@ class Steps:
         token_giver: TokenGiver,
         counters: EngineCounters,
         graphs: "GraphedDecoding | None" = None,
+        drafted: DraftedSteps | None = None,
     ) -> None:
-        """Join the parts of one engine; `graphs`: runs decode steps, where a device can."""
-        self._graphs = graphs
+        """Join the parts of one engine.
+
+        Args:
+            runner: runs forwards.
+            scheduler: chooses what runs.
+            storage: holds the cache.
+            token_giver: samples.
+            counters: told what was done.
+            graphs: runs decode steps, where a device can; None: the runner does.
+            drafted: runs them with drafts, where few sequences run; None: nobody does.
+        """
+        self._graphs, self._drafted = graphs, drafted
         self.counters = counters
         self.device = runner.device
         self._runner, self._scheduler, self._storage = runner, scheduler, storage
@@ -148,6 +160,8 @@ class Steps:
             group = [prefill.leader, *prefill.followers]
             rows += [row] * len(group)
             requests += group
+        if self._drafted is not None:
+            self._drafted.drafter.listen(requests)
         return rows, requests
 
     def decode(self) -> list[Request] | None:
@@ -179,9 +193,14 @@ class Steps:
         running = list(self._scheduler.running)
         if not running:
             return []
-        self._storage.table.write([(r.slot, len(r.block_ids) - 1, block) for r, block in extended])
+        self._storage.table.write(extended)
         if self._graphs is not None:
             return self._run_graph(self._graphs, running)
+        if self._drafted is not None:
+            num_given = self._drafted.run(running)
+            if num_given is not None:
+                self._count(running, num_given)
+                return running
         ends = [request.num_tokens for request in running]
         outcome, failed = self._forward(running, [end - 1 for end in ends], ends)
         self._scheduler.complete_decode()

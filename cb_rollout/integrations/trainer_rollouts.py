@@ -168,7 +168,10 @@ class TrainerRollouts:
         self._seconds_this_step = 0.0
 
 
-SUMMED = ("seconds", "tokens", "prefill_tokens", "prefill_tokens_saved", "preemptions")
+SUMMED = (
+    *("seconds", "tokens", "prefill_tokens", "prefill_tokens_saved", "preemptions"),
+    *("drafted_tokens", "accepted_tokens"),
+)
 AVERAGED = ("log_kept_mass", "kept_tokens")
 # How the figures of a rollout's turns make those of the rollout; of the others the largest counts.
 

@@ -50,6 +50,8 @@ INSTRUMENTS = (
     _total("preemptions", "Sequences that gave up their memory to resume later."),
     _total("prefill_forwards", "Forwards of prompts."),
     _total("decode_forwards", "Forwards of running sequences."),
+    _total("drafted_tokens", "Tokens that were guessed, and checked in a decode forward."),
+    _total("accepted_tokens", "Guessed tokens that were sampled."),
     Instrument(
         "requests_running",
         Kind.GAUGE,

@@ -120,8 +120,10 @@ class FakeEngine:
                 for request in (prefill.leader, *prefill.followers):
                     self.sample(request)
         self.scheduler.retire_running()
-        for request, block in self.scheduler.schedule_decode():
-            assert request.block_ids[-1] == block
+        extended = self.scheduler.schedule_decode()
+        seated = {request.slot: request for request in self.scheduler.running}
+        for slot, index, block in extended:
+            assert seated[slot].block_ids[index] == block
         decoding = list(self.scheduler.running)
         for request in decoding:
             assert request.num_computed == request.num_tokens - 1

@@ -60,17 +60,25 @@ class Sequences:
             for pages_NF, states in zip(layer.pages, (keys, values), strict=True):
                 pages_NF[places] = states.flatten(1)
 
-    def step(self, slots: list[int], form: Form) -> tuple[torch.Tensor, torch.Tensor]:
-        """A new token for each row: what the window's attention gives, and what is right."""
+    def step(
+        self, slots: list[int], form: Form, num_new: int = 1, num_right: int = 1
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """New tokens for each row, of which the first `num_right` turn out to be right.
+
+        Returns what the window's attention gives, and what it should.
+        """
         lengths = [len(self.histories[slot][0]) + 1 for slot in slots]
-        asked = (slots, lengths)
-        self.window.seat(*asked)
-        order = self.window.slots
-        assert sorted(order) == sorted(slots)
-        lengths = [len(self.histories[slot][0]) + 1 for slot in order]
-        lengths_B = torch.tensor(lengths)
+        self.window.seat(slots, lengths, max(lengths) + num_new - 1)
+        order = [slot for slot in self.window.slots for _ in range(num_new)]
+        assert sorted(self.window.slots) == sorted(slots)
+        ordered = [
+            len(self.histories[slot][0]) + 1 + place
+            for slot in self.window.slots
+            for place in range(num_new)
+        ]
+        lengths_B = torch.tensor(ordered)
         places_B = self.table.places(torch.tensor(order), lengths_B - 1)
-        step = WindowStep(self.window, lengths, lengths_B, places_B)
+        step = WindowStep(self.window, ordered, lengths_B, places_B, num_new)
         queries, keys, values = (
             torch.randn(len(order), heads, 1, size, generator=self.draws)
             for heads, size in (
@@ -84,7 +92,7 @@ class Sequences:
             for index in (0, 2)
             for states in [(queries, keys, values)]
         ]
-        self.window.advance(*asked)
+        self.window.advance(slots, lengths, num_new)
         assert torch.equal(*got)
         expected = []
         for row, slot in enumerate(order):
@@ -92,6 +100,9 @@ class Sequences:
                 known = self.histories[slot][kind]
                 self.histories[slot][kind] = torch.cat([known, new[row, :, 0][None]])
             expected.append(attended(queries[row, :, 0], *self.histories[slot], form))
+        for slot in slots:
+            kept = slice(len(self.histories[slot][0]) - num_new + num_right)
+            self.histories[slot] = [states[kept] for states in self.histories[slot]]
         return got[0], torch.stack(expected)[:, None]
 
 
@@ -127,7 +138,9 @@ def test_attention_over_rows_that_come_and_go_is_the_plain_one(name, data):
         if not rows or rows == [None]:
             continue
         for _ in range(data.draw(st.integers(1, 4), label="steps")):
-            got, expected = sequences.step(rows, FORMS[name])
+            num_new = data.draw(st.sampled_from([1, 1, 2, 5]), label="new tokens")
+            num_right = data.draw(st.integers(1, num_new), label="right ones")
+            got, expected = sequences.step(rows, FORMS[name], num_new, num_right)
             torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
 
 
@@ -161,10 +174,22 @@ def test_what_was_no_number_in_a_row_before_is_never_read():
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
 
 
+def test_a_row_stays_where_it_is_after_a_draft_that_was_right_in_part():
+    sequences = Sequences()
+    sequences.sit(0, 3)
+    sequences.sit(1, 7)
+    sequences.step([0, 1], FORMS["plain"], num_new=4, num_right=3)
+    for layer in (sequences.cache.layers[0], sequences.cache.layers[2]):
+        for pages_NF in layer.pages:
+            pages_NF.fill_(torch.nan)  # nothing is read from there again
+    got, expected = sequences.step([0, 1], FORMS["plain"])
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+
+
 def test_states_of_two_types_are_refused():
     sequences = Sequences()
     sequences.sit(0, 3)
-    sequences.window.seat([0], [4])
+    sequences.window.seat([0], [4], 4)
     step = WindowStep(sequences.window, [4], torch.tensor([4]), torch.tensor([7]))
     layer = DecodeLayer(0, sequences.states, torch.device("cpu"))
     states = [torch.zeros(1, HEADS, 1, size) for size in (KEY_SIZE, KEY_SIZE, VALUE_SIZE)]

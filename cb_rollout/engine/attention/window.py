@@ -29,6 +29,13 @@ class Row:
     """Which of the sequences that sat in the slot it is."""
     num_tokens: int
     """Leading columns that are its keys."""
+    num_drafted: int = 0
+    """Columns behind them that are too, as far as the draft that they are of was right."""
+
+    def holds(self, wanted: "Row") -> bool:
+        """Whether it has what is wanted, of the same sequence."""
+        is_same = (self.slot, self.seating) == (wanted.slot, wanted.seating)
+        return is_same and 0 <= wanted.num_tokens - self.num_tokens <= self.num_drafted
 
 
 class KeyWindow:
@@ -72,12 +79,13 @@ class KeyWindow:
         """Pages of keys and of values of one layer."""
         return self._layers[layer].pages
 
-    def seat(self, slots: Sequence[int], lengths: Sequence[int]) -> bool:
-        """Hold what the sequences in `slots` have in their pages, and room for one token more.
+    def seat(self, slots: Sequence[int], lengths: Sequence[int], longest: int) -> bool:
+        """Hold what the sequences in `slots` have in their pages, and room for new tokens.
 
         Args:
-            slots: of the coming step's rows; others are dropped.
-            lengths: each one's tokens, the new one included.
+            slots: of the coming step's sequences; others are dropped.
+            lengths: each one's tokens, the first new one included.
+            longest: of the longest one, all new ones included.
 
         Returns:
             Whether rows came, went or moved.
@@ -92,28 +100,34 @@ class KeyWindow:
             self._drop(wanted)
             known = set(self.slots)
             joining = [row for slot, row in wanted.items() if slot not in known]
-            self._reserve(len(wanted), max(lengths))
+            self._reserve(len(wanted), longest)
             if joining:
                 self._load(joining)
         else:
-            self._reserve(len(slots), max(lengths))
+            self._reserve(len(slots), longest)
         # Until the step is done nothing is expected: it may fail, and come again.
         self._expected = ([], [], 0)
         return is_new
 
-    def advance(self, slots: Sequence[int], lengths: Sequence[int]) -> None:
-        """Note that every row got its token; the arguments are those of `seat`."""
+    def advance(self, slots: Sequence[int], lengths: Sequence[int], num_new: int) -> None:
+        """Note that every row got so many tokens, all but the first of them drafted.
+
+        The other arguments are those of `seat`.
+        """
         for row in self._rows:
             row.num_tokens += 1
-        longer = [length + 1 for length in lengths]
-        self._expected = (list(slots), longer, self._table.num_seatings)
+            row.num_drafted = num_new - 1
+        if num_new == 1:
+            longer = [length + 1 for length in lengths]
+            self._expected = (list(slots), longer, self._table.num_seatings)
 
     def _drop(self, wanted: dict[int, Row]) -> None:
         """Take out rows that are not wanted as they are; the last row moves into each gap."""
         index = 0
         while index < len(self._rows):
             row = self._rows[index]
-            if wanted.get(row.slot) == row:
+            if row.slot in wanted and row.holds(wanted[row.slot]):
+                self._rows[index] = wanted[row.slot]
                 index += 1
                 continue
             last = self._rows.pop()

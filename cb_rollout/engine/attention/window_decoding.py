@@ -48,7 +48,7 @@ class WindowDecoding:
         self._inductor_options: Mapping[str, Any] | None = None
         self._weights: list[object] = []
         self._order: list[int] = []
-        """The row of a step that stands at each row of the window."""
+        """Which row of a step stands where, sequence by sequence as in the window."""
         self._slots_B = torch.empty(0)
 
     @property
@@ -83,27 +83,33 @@ class WindowDecoding:
         cache: PagedCache,
         table: BlockTable,
     ) -> torch.Tensor | None:
-        """As `ModelRunner.logits`, for rows of one new token each; None: a window is too large."""
+        """As `ModelRunner.logits`, for rows of one new token each; None: a window is too large.
+
+        The rows of a draft are neighbours, in one slot, each one token longer than the last.
+        """
+        starts = [row for row, slot in enumerate(slots) if not row or slot != slots[row - 1]]
+        seated, first_lengths = [slots[row] for row in starts], [lengths[row] for row in starts]
+        longest = max(lengths)
         most_bytes = max(cache.window_bytes, LEAST_BYTES)
-        num_columns = max(lengths) + COLUMNS_AT_A_TIME
-        if len(slots) * num_columns * self._bytes_per_token > most_bytes or cache.is_packed:
+        num_columns = longest + COLUMNS_AT_A_TIME
+        if len(seated) * num_columns * self._bytes_per_token > most_bytes or cache.is_packed:
             cache.window = None
             return None
         window = cache.window
         if not isinstance(window, KeyWindow) or window.num_bytes > most_bytes:
             window = cache.window = KeyWindow(cache, table)
-        if window.seat(slots, lengths):
-            rows_by_slot = {slot: row for row, slot in enumerate(slots)}
-            self._order = [rows_by_slot[slot] for slot in window.slots]
-            self._slots_B = torch.tensor(window.slots)
-        order = self._order
+        is_drafted = len(starts) < len(slots)
+        if window.seat(seated, first_lengths, longest) or is_drafted:
+            self._order = _window_order(slots, starts, window.slots)
+            self._slots_B = torch.tensor([slots[row] for row in self._order])
+        order, num_new = self._order, len(self._order) // len(starts)
         ordered_lengths = [lengths[row] for row in order]
         tokens_B1 = torch.tensor([new_tokens[row] for row in order])
         lengths_B = torch.tensor(ordered_lengths)
         positions_B1 = (lengths_B - 1)[:, None]
         slots_B = self._slots_B
         write_places_B = table.places(slots_B, positions_B1[:, 0])
-        step = WindowStep(window, ordered_lengths, lengths_B, write_places_B)
+        step = WindowStep(window, ordered_lengths, lengths_B, write_places_B, num_new)
         self._consider_trace(forward)
         logits_BV = self._traced(tokens_B1, positions_B1, step)
         if logits_BV is None:
@@ -112,9 +118,12 @@ class WindowDecoding:
             mask = None if cache.layout.is_recurrent else tokens_B1.new_ones(len(order), 1, 1, 1)
             with self.cache.reading(step, slots_B, cache):
                 logits_BV = forward(tokens_B1, mask, positions_B1, self.cache)
-        window.advance(slots, lengths)
-        if order != list(range(len(order))):
-            return logits_BV.index_select(0, torch.tensor(order).argsort())
+        window.advance(seated, first_lengths, num_new)
+        if order != list(range(len(slots))):
+            places = {row: place for place, row in enumerate(order)}
+            return logits_BV.index_select(
+                0, torch.tensor([places[row] for row in range(len(slots))])
+            )
         # Whoever processes logits may write to them, which an inference tensor does not allow.
         return logits_BV.clone() if logits_BV.is_inference() else logits_BV
 
@@ -150,3 +159,22 @@ class WindowDecoding:
                 return
             self._num_traces = MOST_TRACES
             _LOGGER.info("decode forwards run by the model itself, not from a list: %s", error)
+
+
+def _window_order(slots: Sequence[int], starts: Sequence[int], seated: Sequence[int]) -> list[int]:
+    """Rows of a step in the order of the window, as many of each sequence.
+
+    A sequence of fewer repeats its last, which writes the same once more.
+
+    Args:
+        slots: of the step's rows.
+        starts: where each sequence's rows begin.
+        seated: the window's slots.
+    """
+    ends = [*starts[1:], len(slots)]
+    num_new = max(end - start for start, end in zip(starts, ends, strict=True))
+    rows = {
+        slots[start]: [min(start + index, end - 1) for index in range(num_new)]
+        for start, end in zip(starts, ends, strict=True)
+    }
+    return [row for slot in seated for row in rows[slot]]

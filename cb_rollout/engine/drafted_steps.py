@@ -1,0 +1,81 @@
+"""Decode steps of few sequences, each with the tokens that it is expected to say.
+
+A drafted token is a further row of its sequence, one longer than the row before. Every layer writes
+the keys of all rows before any attends, so a row finds those of the rows before it, on every path.
+"""
+
+import logging
+
+import torch
+
+from cb_rollout.engine.drafting import Drafter
+from cb_rollout.engine.request import Request
+from cb_rollout.engine.runner import ModelRunner
+from cb_rollout.engine.sampling import TokenGiver
+from cb_rollout.engine.scheduler import Scheduler
+from cb_rollout.engine.storage import CacheStorage
+from cb_rollout.errors import said
+from cb_rollout.metrics import EngineCounters
+
+_LOGGER = logging.getLogger(__name__)
+
+
+class DraftedSteps:
+    """Runs them for one engine, whose model takes padded rows and has no recurrent states."""
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        runner: ModelRunner,
+        scheduler: Scheduler,
+        storage: CacheStorage,
+        token_giver: TokenGiver,
+        counters: EngineCounters,
+    ) -> None:
+        """Join the parts that a step has."""
+        self.drafter = drafter
+        self._runner, self._scheduler, self._storage = runner, scheduler, storage
+        self._token_giver, self._counters = token_giver, counters
+
+    def run(self, running: list[Request]) -> int | None:
+        """Run one forward of the running sequences and their drafts.
+
+        Returns:
+            How many tokens it brought; None: it was not run, since nothing is expected, or its
+            forward failed.
+        """
+        drafts = self.drafter.drafts(running)
+        if not drafts:
+            return None
+        drafts = [self._with_room(r, draft) for r, draft in zip(running, drafts, strict=True)]
+        try:
+            logits_BV = self._logits(running, drafts)
+        except Exception as error:  # noqa: BLE001  without drafts it is found out whose it is
+            _LOGGER.debug("a step runs again without its drafts: %s", said(error))
+            return None
+        version = self._scheduler.blocks.policy_version
+        num_given = self._token_giver.extend_drafted(running, drafts, logits_BV, version)
+        self._scheduler.complete_drafted()
+        for request, draft, num_tokens in zip(running, drafts, num_given, strict=True):
+            num_accepted = max(0, num_tokens - 1)
+            self.drafter.note(request, len(draft), num_accepted)
+            self._counters.drafted_tokens += len(draft)
+            self._counters.accepted_tokens += num_accepted
+        self._counters.decode_forwards += 1
+        return sum(num_given)
+
+    def _with_room(self, request: Request, draft: list[int]) -> list[int]:
+        """The draft, where there are blocks for it that nobody else needs."""
+        blocks = self._scheduler.blocks.extend(request, request.num_tokens + len(draft))
+        self._storage.table.write(blocks or [])
+        return [] if blocks is None else draft
+
+    def _logits(self, running: list[Request], drafts: list[list[int]]) -> torch.Tensor:
+        """float32, `[rows, V]`: after each sequence's last token, then after each drafted one."""
+        tokens, lengths, slots = [], [], []
+        for request, draft in zip(running, drafts, strict=True):
+            tokens += [[token] for token in (request.token_ids[-1], *draft)]
+            lengths += range(request.num_tokens, request.num_tokens + len(draft) + 1)
+            slots += [request.slot] * (len(draft) + 1)
+        cache, table = self._storage.cache, self._storage.table
+        return self._runner.logits(tokens, lengths, slots, cache, table)
