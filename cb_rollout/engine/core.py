@@ -56,7 +56,7 @@ class Engine:
             optimizer: what will step it, or its name; None: not known.
 
         Raises:
-            ConfigurationError: the model cannot run on pages.
+            ConfigurationError: the model cannot run on pages, or a setting cannot be honoured.
             OutOfCacheMemoryError: not even one block fits.
         """
         self.config = config
@@ -84,11 +84,6 @@ class Engine:
         """Divide what is free now, where no cache is held."""
         config = self.config
         plan = plan_memory(self._runner, self.training, config, self.layout)
-        if not (plan.num_blocks and plan.num_slots):
-            raise OutOfCacheMemoryError(
-                "no memory for a KV cache; raise max_memory_percent, lower training_reserve_gib or "
-                f"max_requests_per_batch, or free some on {self.device}.\n{plan}"
-            )
         self.memory_plan = plan
         self.limits = Limits(
             block_size=config.block_size,
