@@ -39,6 +39,17 @@ def test_a_trace_agrees_for_any_number_of_rows(family):
         torch.testing.assert_close(*both(runner, traced, num_rows), atol=2e-5, rtol=1e-5)
 
 
+def test_linear_layers_with_biases_have_a_trace():
+    runner = runner_of(tiny_model("llama", attention_bias=True, mlp_bias=True))
+    with torch.no_grad():
+        for name, parameter in runner.model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(generator=torch.Generator().manual_seed(0))
+    traced = trace_of(runner)
+    for num_rows in (1, 2, 5, 64):
+        torch.testing.assert_close(*both(runner, traced, num_rows), atol=2e-5, rtol=1e-5)
+
+
 def test_a_trace_sees_weights_that_change_in_place_or_by_their_data():
     runner = runner_of(tiny_model("qwen3"))
     traced = trace_of(runner)

@@ -135,6 +135,7 @@ class _Constants:
     def of(self, value: Any) -> fx.Node:
         if id(value) not in self._inputs:
             self._inputs[id(value)] = self.input(f"constant_{len(self.values)}")
+            self._inputs[id(value)].meta["val"] = value
             self.values.append(value)
         return self._inputs[id(value)]
 
