@@ -9,7 +9,7 @@ from cb_rollout.engine.attention.trace import Trace, UntraceableError
 from cb_rollout.engine.rehearsal import rehearse
 from cb_rollout.engine.runner import ModelRunner
 
-TRACEABLE = ["qwen3", "llama", "gpt2", "mistral"]
+TRACEABLE = ["qwen3", "llama", "gpt2", "mistral", "qwen3_moe", "gpt_oss"]
 
 
 def runner_of(model):

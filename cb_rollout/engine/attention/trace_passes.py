@@ -68,6 +68,7 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {
     aten.transpose.int: torch.transpose,
     aten.unsqueeze.default: torch.unsqueeze,
     operator.getitem: operator.getitem,
+    torch.ops.cb_rollout.grouped_product.default: _compat_tracing.grouped_product,
 }
 # torch's own functions take half the time to call that operators take.
 
