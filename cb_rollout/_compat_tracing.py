@@ -1,16 +1,20 @@
 """Reaches past torch's public API for its tracer, with the version and why.
 
 `torch.export` wants every input named and every mutation declared; `make_fx` (torch 2.11 to 2.13),
-which it is built on, writes down what runs.
+which it is built on, writes down what runs. `torch.compile` would look at the graph once more, and
+at guards at every call; `standalone_compile` takes a graph as it is.
 """
 
 import logging
-from collections.abc import Callable, Iterator
+import operator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import fx
+from torch._inductor import cpp_builder, list_mode_options, standalone_compile
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 
@@ -92,6 +96,61 @@ def traced(
     shapes = module.shape_env
     assert shapes is not None
     return module, bool(shapes.guards or shapes.replacements or shapes.deferred_runtime_asserts)
+
+
+def example(module: fx.GraphModule, node: fx.Node) -> torch.Tensor:
+    """A tensor without contents, of the form that an input or a value of a traced graph has."""
+    value = node.meta.get("val")
+    if node.op == "get_attr":
+        value = operator.attrgetter(str(node.target))(module)
+    assert isinstance(value, torch.Tensor)
+    if isinstance(value, FakeTensor):
+        return value
+    modes = (n.meta["val"].fake_mode for n in module.graph.nodes if _is_fake(n))
+    return next(modes).from_tensor(value.detach(), static_shapes=True)
+
+
+def _is_fake(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), FakeTensor)
+
+
+def compiled(module: fx.GraphModule, options: Mapping[str, Any]) -> Callable[..., Any]:
+    """A graph of tensors, whose placeholders carry examples, compiled by inductor.
+
+    Raises:
+        Exception: what inductor or its C++ compiler raises.
+    """
+    examples = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
+    # One at a time, in this process: workers would outlive a training run's forks.
+    patches = {"compile_threads": 1, **options}
+    with torch.no_grad():
+        artifact = standalone_compile(
+            module, examples, dynamic_shapes="from_graph", options={"config_patches": patches}
+        )
+
+    # A graph calls functions, not objects.
+    def stretch(*inputs: torch.Tensor) -> Any:
+        return artifact(*inputs)
+
+    return stretch
+
+
+def inductor_options(mode: str | None) -> dict[str, Any]:
+    """What a `mode` of `torch.compile` stands for.
+
+    Raises:
+        RuntimeError: there is no such mode.
+    """
+    return list_mode_options(mode) if mode else {}
+
+
+def compiler_obstacle() -> str | None:
+    """Why inductor cannot compile for a CPU; None: it can."""
+    try:
+        cpp_builder.get_cpp_compiler()
+    except Exception as error:  # noqa: BLE001  what it raises is the answer
+        return str(error)
+    return None
 
 
 @contextmanager

@@ -6,6 +6,7 @@ Owns names, defaults and ranges; resolves nothing that needs a model or a device
 from dataclasses import dataclass, field
 from typing import Any
 
+from cb_rollout.compile_settings import CompileSettings, compile_settings
 from cb_rollout.errors import ConfigurationError
 from cb_rollout.setting_rules import require_valid
 from cb_rollout.setting_values import known_fields_only
@@ -100,8 +101,18 @@ class RolloutConfig:
     varlen_compile_config: object | None = _setting(
         None, "torch.compile of prefill; not available."
     )
-    decode_compile_config: object | None = _setting(None, "torch.compile of decode; not available.")
-    use_default_compile_configs: bool = _setting(False, "torch.compile of both; not available.")
+    decode_compile_config: object | None = _setting(
+        None,
+        "torch.compile of decode steps on a CPU: a transformers CompileConfig, or a dict of its "
+        "fields.",
+        cost="Needs a C++ compiler, and seconds of compiling; see gpu.md.",
+    )
+    use_default_compile_configs: bool = _setting(
+        False,
+        "torch.compile of decode steps on a CPU, with inductor's defaults; prefill is not "
+        "compiled.",
+        cost="As decode_compile_config; worth it from minutes of rollouts on.",
+    )
     scheduler_type: str = _setting(
         "fifo",
         "fifo: in order of arrival; prompts run once they are many enough to be worth the decode "
@@ -218,6 +229,12 @@ class RolloutConfig:
     def __post_init__(self) -> None:
         """Check every type and range, and refuse what cannot be honoured."""
         require_valid(self)
+
+    @property
+    def compiles_decode(self) -> CompileSettings | None:
+        """How decode steps are compiled; None: they are not."""
+        default = CompileSettings() if self.use_default_compile_configs else None
+        return compile_settings("decode_compile_config", self.decode_compile_config) or default
 
     @property
     def wants_graphs(self) -> bool | None:

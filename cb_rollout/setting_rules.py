@@ -19,10 +19,14 @@ from cb_rollout.choices import (
     SchedulerType,
     WeightSync,
 )
+from cb_rollout.compile_settings import compile_settings
 from cb_rollout.errors import ConfigurationError
 from cb_rollout.setting_values import is_number, require_choice, require_integer
 
-_BOOLEANS = ("allow_block_sharing", "return_logprobs", "verify_weight_sync", "balance_ranks")
+_BOOLEANS = (
+    *("allow_block_sharing", "return_logprobs", "verify_weight_sync", "balance_ranks"),
+    "use_default_compile_configs",
+)
 
 _CHOICES: dict[str, type[StrEnum]] = {
     "scheduler_type": SchedulerType,
@@ -67,8 +71,6 @@ AVAILABLE: dict[str, tuple[Any, ...]] = {
         *(None, True, False, (False, True), (False, False), [False, True], [False, False]),
     ),
     "varlen_compile_config": (None,),
-    "decode_compile_config": (None,),
-    "use_default_compile_configs": (False,),
 }
 # Each field's values that can be honoured today, the first one being the advice.
 
@@ -125,6 +127,7 @@ def require_valid(settings: Any) -> None:
             raise ConfigurationError(
                 f"{name}={value!r} is not available; leave it at {available[0]!r}."
             )
+    compile_settings("decode_compile_config", settings.decode_compile_config)
     _require_something_to_fall_back_to(settings)
 
 

@@ -1,6 +1,7 @@
 """Writes what the documents take from code and measurements.
 
-configuration.md, sampling.md and metrics.md, from the code, and the README's tables.
+command_line.md, configuration.md, sampling.md and metrics.md, from the code, and the README's
+tables.
 
 python scripts/docs.py            # write
 python scripts/docs.py --check    # fail if something would change
@@ -14,13 +15,21 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benches.table import OURS, number_text, times_better, value_text
+from cb_rollout.bench.table import OURS, number_text, times_better, value_text
+from cb_rollout.cli import create_parser
 from cb_rollout.config import RolloutConfig
 from cb_rollout.metric_names import METRICS
 from cb_rollout.sampling_params import SamplingParams
 
 ROOT = Path(__file__).parent.parent
 BENCHMARKS = ROOT / "docs" / "benchmarks"
+
+COMMAND_LINE_HEADER = """# Command line
+
+Every command of `cb-rollout` and every option, from their help texts. Without the script,
+`python -m cb_rollout.cli` is the same. Exit codes: 0; 1, it ran and not all is well; 2, it could
+not be done, and one line says why; 130, it was interrupted. Written by `scripts/docs.py`.
+"""
 
 CONFIGURATION_HEADER = """# Configuration
 
@@ -118,6 +127,38 @@ SHARES = (
 )
 
 
+def command_line() -> str:
+    """The page on the command line, a table for each command."""
+    # argparse names no other way to a parser's commands and options.
+    (commands,) = (a for a in create_parser()._actions if isinstance(a.choices, dict))
+    return COMMAND_LINE_HEADER + "".join(
+        command(name, parser) for name, parser in commands.choices.items()
+    )
+
+
+def command(name: str, parser: argparse.ArgumentParser) -> str:
+    """One command's part of it."""
+    rows = [
+        f"| {option(action)} | {(action.help or '').replace('%%', '%')} |"
+        for action in parser._actions
+        if not isinstance(action, argparse._HelpAction)
+    ]
+    table = "\n".join(["| option | meaning |", "|---|---|", *rows])
+    after = f"\n```text\n{parser.epilog}\n```\n" if parser.epilog else ""
+    return f"\n## {name}\n\n{parser.description}\n\n{table}\n{after}"
+
+
+def option(action: argparse.Action) -> str:
+    """What is typed for an option."""
+    name = str(action.metavar or action.dest.upper())
+    if not action.option_strings:
+        return f"`[{name}]`" if action.nargs == "?" else f"`{name}`"
+    if not action.metavar and action.choices:
+        name = f"{{{','.join(action.choices)}}}"
+    value = "" if action.nargs == 0 else f" {name}"
+    return ", ".join(f"`{flag}{value}`" for flag in action.option_strings)
+
+
 def configuration() -> str:
     """The configuration page."""
     rows = [
@@ -213,6 +254,7 @@ def main() -> int:
     arguments = parser.parse_args()
     readme_path = ROOT / "README.md"
     wanted = {
+        ROOT / "docs" / "command_line.md": command_line(),
         ROOT / "docs" / "configuration.md": configuration(),
         ROOT / "docs" / "metrics.md": metrics(),
         ROOT / "docs" / "sampling.md": sampling(),

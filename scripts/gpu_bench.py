@@ -19,13 +19,13 @@ from typing import Any
 
 import torch
 
-from benches.contenders import Contender, generate, ours, transformers_batching
-from benches.machine import bandwidth, describe
-from benches.model import create_model
-from benches.sizes import GPU, QWEN3
-from benches.turns import timed
-from benches.workload import Workload, grouped, long_tailed_lengths, random_prompts
 from cb_rollout import RolloutConfig, RolloutGenerator, SamplingParams
+from cb_rollout.bench.contenders import Contender, generate, ours, transformers_batching
+from cb_rollout.bench.machine import bandwidth, describe
+from cb_rollout.bench.model import create_model
+from cb_rollout.bench.sizes import GPU, QWEN3
+from cb_rollout.bench.turns import timed
+from cb_rollout.bench.workload import Workload, grouped, long_tailed_lengths, random_prompts
 
 GIB = 1 << 30
 ROWS, PROMPT, GROUP = 256, 256, 8

@@ -10,7 +10,9 @@ import sys
 from collections.abc import Sequence
 
 from cb_rollout import __version__
+from cb_rollout.cli.bench import add_bench
 from cb_rollout.cli.codes import EXIT_FAULT, EXIT_INTERRUPTED
+from cb_rollout.cli.demo import add_demo
 from cb_rollout.cli.doctor import add_doctor
 from cb_rollout.cli.generate import add_generate
 from cb_rollout.cli.report import add_report
@@ -48,8 +50,10 @@ def create_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    add_demo(commands)
     add_generate(commands)
     add_serve(commands)
+    add_bench(commands)
     add_report(commands)
     add_doctor(commands)
     return parser

@@ -36,6 +36,7 @@ KERNELS = (
 )
 
 EXTRAS = {
+    "bench": ("fastapi", "httpx", "uvicorn"),
     "server": ("fastapi", "uvicorn"),
     "grammar": ("xgrammar",),
     "otel": ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"),

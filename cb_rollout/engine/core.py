@@ -13,6 +13,7 @@ from cb_rollout import _compat
 from cb_rollout.choices import LogprobsMode, SamplingMask, SchedulerType
 from cb_rollout.config import RolloutConfig
 from cb_rollout.engine import device as devices
+from cb_rollout.engine.compile_choice import choose_compilation
 from cb_rollout.engine.graph_choice import create_graphs
 from cb_rollout.engine.lease import leased
 from cb_rollout.engine.limits import Limits
@@ -103,7 +104,8 @@ class Engine:
         self._graphs, told = create_graphs(
             self._runner, config, self.limits.max_requests, self.layout.is_recurrent
         )
-        self.decode_path = f"{self._runner.attention}; {told}"
+        compiled = choose_compilation(self._runner, config)
+        self.decode_path = f"{self._runner.attention}; {told}{compiled}"
         _LOGGER.info("%s", self.decode_path)
 
     def _start_empty(self) -> None:

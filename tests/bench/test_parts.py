@@ -5,16 +5,16 @@ import torch
 from fast_path import pretend_cuda
 
 import gpu_bench
-from benches.contenders import generate, ours, transformers_batching
-from benches.machine import flops_counted, needed_flops
-from benches.model import create_ending_model, create_model, matmul_parameters
-from benches.resident import ResidentPeak
-from benches.scaling import LONGEST_TURN_SECONDS, _is_feasible
-from benches.sizes import CPU, QWEN3, TINY
-from benches.spans import Seam, watched
-from benches.table import number_text, print_table, times_better, value_text
-from benches.turns import summary, take_turn
-from benches.workload import Workload, equal_lengths, long_tailed
+from cb_rollout.bench.contenders import generate, ours, transformers_batching
+from cb_rollout.bench.machine import flops_counted, needed_flops
+from cb_rollout.bench.model import create_ending_model, create_model, matmul_parameters
+from cb_rollout.bench.resident import ResidentPeak
+from cb_rollout.bench.scaling import LONGEST_TURN_SECONDS, _is_feasible
+from cb_rollout.bench.sizes import CPU, QWEN3, TINY
+from cb_rollout.bench.spans import Seam, watched
+from cb_rollout.bench.table import number_text, print_table, times_better, value_text
+from cb_rollout.bench.turns import summary, take_turn
+from cb_rollout.bench.workload import Workload, equal_lengths, long_tailed
 
 
 class Kitchen:

@@ -2,12 +2,17 @@
 
 import json
 import math
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 import bench
 import docs
 import plots
+from cb_rollout.cli import create_parser
+from cb_rollout.cli.bench import WORKLOADS
 
 # What the peers warn of is theirs.
 pytestmark = pytest.mark.filterwarnings("default")
@@ -15,10 +20,7 @@ pytestmark = pytest.mark.filterwarnings("default")
 SLOW = {"step"}
 # TRL's continuous batching begins and ends with seconds of its own.
 
-
-WORKLOADS = [
-    pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in bench.WORKLOADS
-]
+TINIEST = ("--tiny", "--repetitions", "1", "--device", "cpu")
 
 
 @pytest.fixture(scope="module")
@@ -29,8 +31,7 @@ def recorded(tmp_path_factory):
     def record(workload):
         path = folder / f"{workload}_cpu.json"
         if not path.exists():
-            arguments = ["--tiny", "--repetitions", "1", "--device", "cpu"]
-            bench.main([workload, *arguments, "--output-dir", str(folder)])
+            assert bench.main([workload, *TINIEST, "--output-dir", str(folder)]) == 0
         return json.loads(path.read_text())
 
     return record
@@ -44,7 +45,10 @@ def figures(results):
             yield value
 
 
-@pytest.mark.parametrize("workload", WORKLOADS)
+@pytest.mark.parametrize(
+    "workload",
+    [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in WORKLOADS],
+)
 def test_a_workload_runs_and_its_record_is_of_finite_figures(workload, recorded):
     record = recorded(workload)
     assert record["bench"] == workload
@@ -55,9 +59,31 @@ def test_a_workload_runs_and_its_record_is_of_finite_figures(workload, recorded)
 
 
 def test_a_tiny_run_never_replaces_a_record(capsys):
-    with pytest.raises(SystemExit):
-        bench.main(["roofline", "--tiny"])
+    assert bench.main(["roofline", "--tiny"]) == 2
     assert "--output-dir" in capsys.readouterr().err
+
+
+def test_the_script_writes_where_the_documents_read(monkeypatch):
+    given = []
+    monkeypatch.setattr(bench.cli, "main", given.append)
+    bench.main(["rollout"])
+    bench.main(["rollout", "--output-dir", "elsewhere"])
+    parsed = [create_parser().parse_args(arguments).output_dir for arguments in given]
+    assert parsed == [docs.BENCHMARKS, Path("elsewhere")]
+
+
+def test_the_command_needs_no_checkout(tmp_path):
+    command = [sys.executable, "-m", "cb_rollout.cli", "bench", "rollout", *TINIEST]
+    done = subprocess.run(
+        [*command, "--output-dir", "here"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "written to here/rollout_cpu.json"
+    assert json.loads((tmp_path / "here" / "rollout_cpu.json").read_text())["bench"] == "rollout"
 
 
 def test_a_rollout_says_what_share_of_the_bound_each_contender_has(recorded):

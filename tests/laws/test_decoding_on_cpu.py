@@ -7,11 +7,13 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from tiny import plain_logprobs, tiny_model
+from torch._inductor import config as inductor_config
 
 from cb_rollout import RolloutConfig, RolloutGenerator, SamplingParams
 from cb_rollout.engine import rehearsal
-from cb_rollout.engine.attention import window_decoding
+from cb_rollout.engine.attention import trace_compile, window_decoding
 from cb_rollout.engine.attention.choice import AttentionChoice, DecodePath
+from cb_rollout.errors import ConfigurationError
 
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11, 12, 13], [5, 6, 7], [20] * 17]
 LENGTHS = [20, 3, 11, 6]
@@ -63,6 +65,62 @@ def test_every_path_gives_the_same_tokens(family, monkeypatch):
         assert (runner_of(generator).decoding.trace is not None) == (family != "lfm2")
         assert tokens_of(outputs) == expected
         assert_right(outputs, model)
+
+
+def test_compiled_decode_steps_give_the_same_tokens():
+    model = tiny_model("qwen3")
+    with RolloutGenerator(model, RolloutConfig(seed=3)) as generator:
+        expected = tokens_of(rollout(generator))
+    config = RolloutConfig(seed=3, use_default_compile_configs=True)
+    with RolloutGenerator(model, config) as generator:
+        assert generator.manager.engine.decode_path.endswith("; compiled")
+        outputs = rollout(generator)
+        assert tokens_of(outputs) == expected
+        assert_right(outputs, model)
+        trace = runner_of(generator).decoding.trace
+        assert trace is not None
+        with torch.no_grad():
+            model.lm_head.weight.mul_(1.5)
+        generator.sync_weights()
+        assert_right(rollout(generator), model)
+        assert runner_of(generator).decoding.trace is trace
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        (
+            {"use_default_compile_configs": True, "use_cuda_graph": False},
+            "use_default_compile_configs=True needs a trace of the forward, which "
+            "use_cuda_graph=False forbids; leave it at its default",
+        ),
+        ({"decode_compile_config": {"mode": "fastest"}}, "is of no known mode .*fastest"),
+    ],
+)
+def test_a_compilation_that_cannot_be_is_refused(settings, told):
+    with pytest.raises(ConfigurationError, match=told):
+        RolloutGenerator(tiny_model("qwen3"), RolloutConfig(**settings))
+
+
+def test_a_compilation_needs_a_compiler():
+    with (
+        inductor_config.patch({"cpp.cxx": ("no-such-compiler",)}),
+        pytest.raises(ConfigurationError, match=r"needs a C\+\+ compiler, by name in CXX"),
+    ):
+        RolloutGenerator(tiny_model("qwen3"), RolloutConfig(use_default_compile_configs=True))
+
+
+def test_a_forward_that_does_not_compile_runs_as_a_list(monkeypatch, caplog):
+    def fails(module, options):
+        raise RuntimeError("internal compiler error")
+
+    monkeypatch.setattr(trace_compile._compat_tracing, "compiled", fails)
+    model = tiny_model("qwen3")
+    config = RolloutConfig(seed=3, use_default_compile_configs=True)
+    with RolloutGenerator(model, config) as generator:
+        assert_right(rollout(generator), model)
+        assert runner_of(generator).decoding.trace is not None
+    assert "decode forwards are not compiled, as was asked: it does not compile" in caplog.text
 
 
 @pytest.mark.usefixtures("soon")
@@ -197,7 +255,7 @@ def test_a_trace_that_fails_is_given_up_and_the_model_runs(caplog):
         def fails(*_):
             raise RuntimeError("not for so many rows")
 
-        decoding.trace._run = fails
+        decoding.trace._row = decoding.trace._rows = fails
         outputs = rollout(generator)
         assert_right(outputs, model)
         assert decoding.trace is None

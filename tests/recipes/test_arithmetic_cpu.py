@@ -1,10 +1,17 @@
 """The arithmetic recipe: its task, its split, and two GRPO steps through its own main."""
 
+import json
 import random
+import subprocess
+import sys
+from pathlib import Path
 
 import arithmetic_cpu as recipe
 import pytest
 from launching import run_recipe
+
+from cb_rollout.cli import create_parser, demo, main
+from cb_rollout.records import METRICS_FILE
 
 
 @pytest.mark.parametrize(
@@ -63,3 +70,40 @@ def test_two_steps_end_with_the_table_and_a_report(tmp_path):
     printed = run_recipe("arithmetic_cpu", *options, "--output-dir", tmp_path)
     assert "largest |log-probability difference|" in printed
     assert (tmp_path / "cb_rollout" / "report.html").exists()
+
+
+def test_the_command_has_the_options_of_the_recipe_and_says_their_defaults(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["recipe"])
+    defaults = vars(recipe.parsed_arguments())
+    (commands,) = (a for a in create_parser()._actions if isinstance(a.choices, dict))
+    said = {a.dest: a.help for a in commands.choices["demo"]._actions if a.dest != "help"}
+    assert set(said) == set(defaults)
+    for name, default in defaults.items():
+        assert said[name].endswith(f" ({default})")
+
+
+def test_the_command_runs_the_recipe_with_what_it_was_given(tmp_path):
+    options = ["--warmup-steps", "5", "--steps", "2", "--num-held-out", "20", "--seed", "3"]
+    done = subprocess.run(
+        [sys.executable, "-m", "cb_rollout.cli", "demo", *options, "--output-dir", "run"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    page = Path("run", "cb_rollout", "report.html")
+    assert done.stdout.splitlines()[-1].split() == ["report", str(page)]
+    assert (tmp_path / page).exists()
+    metrics = (tmp_path / page).with_name(METRICS_FILE).read_text().splitlines()
+    assert {json.loads(line)["step"] for line in metrics} == {1, 2}
+
+
+def test_the_exit_code_of_the_recipe_is_the_commands(monkeypatch, tmp_path):
+    endings = {"sys.exit(1)": 1, "sys.exit(0)": 0, "pass": 0, "sys.exit('why')": 2}
+    before = sys.argv
+    for ending, code in endings.items():
+        (tmp_path / "recipe.py").write_text(f"import sys\n{ending}\n")
+        monkeypatch.setattr(demo, "recipe_path", lambda: tmp_path / "recipe.py")
+        assert main(["demo"]) == code
+        assert sys.argv is before

@@ -1,14 +1,17 @@
+import ast
 import dataclasses
 import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from tiny import save_checkpoint
 
-from cb_rollout import __version__
-from cb_rollout.cli import create_parser, main
+from cb_rollout import __version__, bench
+from cb_rollout.cli import create_parser, demo, main
+from cb_rollout.cli.bench import ENGINE_PACKAGES, WORKLOADS
 from cb_rollout.dataset import DatasetOptions
 from cb_rollout.records import METRICS_FILE, RunRecorder, StepMetrics
 
@@ -172,13 +175,78 @@ def test_generate_has_every_option_of_the_data_set_function(checkpoint, jsonl):
         assert set(parsed) - set(plain) == {field.name}
 
 
+def third_party_imports(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [node.module]
+        yield from {name.partition(".")[0] for name in names} - sys.stdlib_module_names
+
+
+def test_a_workload_is_a_module_and_names_every_package_that_it_imports():
+    folder = Path(bench.__file__).parent
+    asked_for = {name: {*ENGINE_PACKAGES, *work.packages} for name, work in WORKLOADS.items()}
+    modules = {path.stem: set(third_party_imports(path)) for path in folder.glob("*.py")}
+    assert set(asked_for) <= set(modules)
+    for name, imported in modules.items():
+        assert imported - {"cb_rollout"} <= asked_for.get(name, set(ENGINE_PACKAGES)), name
+
+
+def test_the_demo_names_every_package_that_its_recipe_imports():
+    imported = set(third_party_imports(demo.recipe_path()))
+    assert imported - {"cb_rollout"} <= set(demo.PACKAGES)
+
+
+@pytest.mark.parametrize(
+    ("package", "command", "requirement"),
+    [
+        ("httpx", ["bench", "serve"], "'cb_rollout[bench]'"),
+        ("fastapi", ["bench", "serve"], "'cb_rollout[bench]'"),
+        ("trl", ["bench", "step"], "'cb_rollout[bench]'"),
+        ("trl", ["demo"], "cb_rollout"),
+        ("wandb", ["demo"], "cb_rollout"),
+    ],
+)
+def test_a_missing_package_is_named_with_what_installs_it(
+    package, command, requirement, capsys, monkeypatch, tmp_path
+):
+    monkeypatch.chdir(tmp_path)
+    # What Python itself takes for a module that is not there.
+    monkeypatch.setitem(sys.modules, package, None)
+    assert main(command) == 2
+    fault = the_fault(capsys)
+    assert f"needs {package}, not installed here" in fault
+    assert fault.endswith(f"pip install {requirement}")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--repetitions", "0"], "--repetitions 0 is below 1"),
+        (["--batch-size", "-1"], "--batch-size -1 is below 1"),
+        (["--tiny"], "--output-dir"),
+        (["--output-dir", "taken"], "taken cannot be made (File exists)"),
+    ],
+)
+def test_what_bench_cannot_do_is_one_line(capsys, monkeypatch, tmp_path, options, said):
+    (tmp_path / "taken").write_text("a file")
+    monkeypatch.chdir(tmp_path)
+    assert main(["bench", "roofline", *options]) == 2
+    assert said in the_fault(capsys)
+
+
 def test_the_version_is_the_packages(capsys):
     with pytest.raises(SystemExit, match=r"^0$"):
         main(["--version"])
     assert capsys.readouterr().out == f"cb-rollout {__version__}\n"
 
 
-@pytest.mark.parametrize("argv", [[], ["unknown"], ["report"], ["generate", "--model", "x"]])
+@pytest.mark.parametrize(
+    "argv", [[], ["unknown"], ["report"], ["generate", "--model", "x"], ["bench", "x"]]
+)
 def test_wrong_options_exit_with_code_2(argv, capsys):
     with pytest.raises(SystemExit, match=r"^2$"):
         main(argv)
@@ -188,9 +256,9 @@ def test_wrong_options_exit_with_code_2(argv, capsys):
 def test_help_loads_neither_torch_nor_wandb():
     code = (
         "import sys, contextlib, cb_rollout.cli\n"
-        "for command in ([], ['generate'], ['report'], ['doctor']):\n"
+        "for command in ('', 'bench', 'demo', 'doctor', 'generate', 'report', 'serve'):\n"
         "    with contextlib.suppress(SystemExit):\n"
-        "        cb_rollout.cli.main([*command, '--help'])\n"
+        "        cb_rollout.cli.main([*filter(None, [command]), '--help'])\n"
         "heavy = {'torch', 'transformers', 'wandb', 'datasets', 'numpy', 'pyarrow', 'tqdm'}\n"
         "print(sorted(heavy & set(sys.modules)))"
     )

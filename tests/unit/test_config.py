@@ -3,6 +3,7 @@ import dataclasses
 import pytest
 from transformers.generation.configuration_utils import CompileConfig, ContinuousBatchingConfig
 
+from cb_rollout.compile_settings import CompileSettings
 from cb_rollout.config import RolloutConfig
 from cb_rollout.errors import ConfigurationError
 from cb_rollout.transformers_config import as_rollout_config
@@ -155,8 +156,6 @@ def test_every_rollout_dtype_is_accepted(dtype):
         ("use_cuda_graph", (True, True)),
         ("use_cuda_graph", "yes"),
         ("varlen_compile_config", {"mode": "default"}),
-        ("decode_compile_config", {"mode": "default"}),
-        ("use_default_compile_configs", True),
     ],
 )
 def test_what_is_not_available_is_refused_with_the_value_to_leave(field, value):
@@ -164,6 +163,29 @@ def test_what_is_not_available_is_refused_with_the_value_to_leave(field, value):
     with pytest.raises(ConfigurationError) as raised:
         RolloutConfig(**{field: value})
     assert str(raised.value) == f"{field}={value!r} is not available; leave it at {default!r}."
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        (True, "decode_compile_config=True is no CompileConfig; pass one, or a dict of mode,"),
+        ({"speed": 9}, "decode_compile_config has no 'speed'; it is a dict of mode,"),
+        ({"backend": "eager"}, "has backend='eager'; decode steps are compiled by 'inductor'"),
+        (CompileConfig(dynamic=False), "has dynamic=False, .* leave it at None"),
+        ({"options": 3}, "the one is a word, the other a dict"),
+    ],
+)
+def test_a_compilation_that_cannot_be_is_refused_with_what_can(value, told):
+    with pytest.raises(ConfigurationError, match=told):
+        RolloutConfig(decode_compile_config=value)
+
+
+def test_a_compilation_is_read_from_what_transformers_takes():
+    theirs = ContinuousBatchingConfig(decode_compile_config=CompileConfig(options={"a": 1}))
+    settings = as_rollout_config(theirs).compiles_decode
+    assert settings == CompileSettings(mode="reduce-overhead", options={"a": 1})
+    assert RolloutConfig(use_default_compile_configs=True).compiles_decode == CompileSettings()
+    assert RolloutConfig().compiles_decode is None
 
 
 @pytest.mark.parametrize("field", ["use_async_batching", "use_cuda_graph"])
@@ -230,7 +252,7 @@ def test_a_transformers_field_without_counterpart_is_refused(field, value):
     [
         ("use_cuda_graph", (True, False)),
         ("use_async_batching", True),
-        ("decode_compile_config", CompileConfig()),
+        ("varlen_compile_config", CompileConfig()),
     ],
 )
 def test_a_transformers_field_that_asks_for_graphs_or_compilation_is_refused(field, value):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from tiny import tiny_model
 
-from cb_rollout.engine.attention import trace
+from cb_rollout.engine.attention import trace, trace_compile
 from cb_rollout.engine.attention.trace import Trace, UntraceableError
 from cb_rollout.engine.rehearsal import rehearse
 from cb_rollout.engine.runner import ModelRunner
@@ -48,6 +48,41 @@ def test_linear_layers_with_biases_have_a_trace():
     traced = trace_of(runner)
     for num_rows in (1, 2, 5, 64):
         torch.testing.assert_close(*both(runner, traced, num_rows), atol=2e-5, rtol=1e-5)
+
+
+COMPILED = [
+    "qwen3",
+    *(pytest.param(family, marks=pytest.mark.slow) for family in TRACEABLE[1:]),
+]
+
+
+@pytest.mark.parametrize("family", COMPILED)
+def test_a_compiled_trace_agrees_for_any_number_of_rows(family):
+    runner = runner_of(tiny_model(family))
+    traced = Trace(runner.forward, runner.decoding.cache, {})
+    for num_rows in (1, 2, 3, 5, 64, 65, 200):
+        torch.testing.assert_close(*both(runner, traced, num_rows), atol=2e-5, rtol=1e-5)
+
+
+def test_layers_of_one_form_are_compiled_once(monkeypatch):
+    compiled = []
+
+    def counted(module, options):
+        compiled.append(module)
+        return lambda *inputs: module(*inputs)
+
+    monkeypatch.setattr(trace_compile._compat_tracing, "compiled", counted)
+    runner = runner_of(tiny_model("llama", num_hidden_layers=6))
+    traced = Trace(runner.forward, runner.decoding.cache, {})
+    torch.testing.assert_close(*both(runner, traced, 4), atol=2e-5, rtol=1e-5)
+    # The first stretch, one for all between layers, and the last.
+    assert len(compiled) == 3
+
+
+def test_what_a_compiler_raises_is_said():
+    runner = runner_of(tiny_model("llama"))
+    with pytest.raises(UntraceableError, match=r"it does not compile: .*no_such_option"):
+        Trace(runner.forward, runner.decoding.cache, {"no_such_option": 1})
 
 
 def test_a_trace_sees_weights_that_change_in_place_or_by_their_data():

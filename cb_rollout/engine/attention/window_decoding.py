@@ -4,7 +4,8 @@ B: rows, V: vocabulary.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -43,14 +44,25 @@ class WindowDecoding:
         self._bytes_per_token = layout.bytes_per_token
         self._num_traces = MOST_TRACES if layout.is_recurrent else 0
         self._num_steps = 0
+        self._steps_before_trace = STEPS_BEFORE_TRACE
+        self._inductor_options: Mapping[str, Any] | None = None
         self._weights: list[object] = []
         self._order: list[int] = []
         """The row of a step that stands at each row of the window."""
         self._slots_B = torch.empty(0)
 
+    @property
+    def can_trace(self) -> bool:
+        """Whether the forward may still come to run from a list."""
+        return self.trace is not None or self._num_traces < MOST_TRACES
+
+    def compile_with(self, inductor_options: Mapping[str, Any]) -> None:
+        """Have a trace made at once, and compiled."""
+        self._inductor_options, self._steps_before_trace = inductor_options, 0
+
     def check_weights(self, model: torch.nn.Module) -> None:
         """Forget the trace if a weight no longer is where it was, or an adapter was switched."""
-        if self._num_traces >= MOST_TRACES and self.trace is None:
+        if not self.can_trace:
             return
         weights, is_stepped_into = captured_weights(model), has_hooks(model)
         if is_stepped_into or weights != self._weights:
@@ -124,11 +136,17 @@ class WindowDecoding:
     def _consider_trace(self, forward: Forward) -> None:
         """Make a trace once it is likely to pay."""
         self._num_steps += 1
-        if self.trace or self._num_steps <= STEPS_BEFORE_TRACE or self._num_traces >= MOST_TRACES:
+        is_due = self._num_steps > self._steps_before_trace and self._num_traces < MOST_TRACES
+        if self.trace or not is_due:
             return
         self._num_traces += 1
         try:
-            self.trace = Trace(forward, self.cache)
+            self.trace = Trace(forward, self.cache, self._inductor_options)
         except UntraceableError as error:
+            if self._inductor_options is not None:
+                _LOGGER.warning("decode forwards are not compiled, as was asked: %s", error)
+                self._inductor_options = None
+                self._num_traces -= 1
+                return
             self._num_traces = MOST_TRACES
             _LOGGER.info("decode forwards run by the model itself, not from a list: %s", error)

@@ -4,10 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benches.machine import describe
-from benches.sizes import Setup
-
-BENCHMARKS = Path(__file__).parents[2] / "docs" / "benchmarks"
+from cb_rollout.bench.machine import describe
+from cb_rollout.bench.sizes import Setup
 
 
 def write_record(bench: str, setup: Setup, results: dict[str, Any], folder: Path) -> Path:

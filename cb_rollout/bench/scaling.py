@@ -6,12 +6,12 @@ would be long: the whole takes less than four minutes.
 
 from typing import Any
 
-from benches.contenders import Contender, generate, ours, transformers_batching
-from benches.model import create_model
-from benches.sizes import Setup
-from benches.turns import Turn, take_turn, throughput
-from benches.waiting import waiting_bytes
-from benches.workload import Workload, equal_lengths
+from cb_rollout.bench.contenders import Contender, generate, ours, transformers_batching
+from cb_rollout.bench.model import create_model
+from cb_rollout.bench.sizes import Setup
+from cb_rollout.bench.turns import Turn, take_turn, throughput
+from cb_rollout.bench.waiting import waiting_bytes
+from cb_rollout.bench.workload import Workload, equal_lengths
 
 LARGEST_BATCH = 128
 # Of `generate`: on the CPU model, larger ones are slower.

@@ -4,9 +4,9 @@ from typing import Any
 
 import torch
 
-from benches.machine import bandwidth, best_seconds, matmul_flops
-from benches.model import create_model, linear_layers, matmul_parameters
-from benches.sizes import Setup
+from cb_rollout.bench.machine import bandwidth, best_seconds, matmul_flops
+from cb_rollout.bench.model import create_model, linear_layers, matmul_parameters
+from cb_rollout.bench.sizes import Setup
 from cb_rollout.engine.attention.trace_passes import product
 
 ROWS = (1, 2, 4, 16, 64, 128)

@@ -5,7 +5,7 @@ The one file of the bench that knows the engine's inside. A function that is gon
 
 import torch
 
-from benches.spans import Seam
+from cb_rollout.bench.spans import Seam
 from cb_rollout.engine.attention.batched import BatchedAttention
 from cb_rollout.engine.attention.window import KeyWindow
 from cb_rollout.engine.attention.window_step import WindowStep

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benches.contenders import Contender
-from benches.resident import ResidentPeak
-from benches.workload import Workload
+from cb_rollout.bench.contenders import Contender
+from cb_rollout.bench.resident import ResidentPeak
+from cb_rollout.bench.workload import Workload
 
 
 class Turn(NamedTuple):

@@ -4,11 +4,11 @@ import statistics
 from typing import Any
 
 import cb_rollout
-from benches.model import create_model
-from benches.seams import COARSE, FORWARD, SAMPLING
-from benches.sizes import SEED, Setup
-from benches.spans import watched
-from benches.turns import synchronize, timed
+from cb_rollout.bench.model import create_model
+from cb_rollout.bench.seams import COARSE, FORWARD, SAMPLING
+from cb_rollout.bench.sizes import SEED, Setup
+from cb_rollout.bench.spans import watched
+from cb_rollout.bench.turns import synchronize, timed
 from cb_rollout.manager import ContinuousBatchingManager
 
 MAX_NEW_TOKENS = 400

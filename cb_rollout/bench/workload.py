@@ -3,7 +3,7 @@
 import random
 from dataclasses import dataclass
 
-from benches.sizes import SEED, Sizes
+from cb_rollout.bench.sizes import SEED, Sizes
 
 
 @dataclass(frozen=True)

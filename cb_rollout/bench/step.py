@@ -11,11 +11,11 @@ from transformers import PrinterCallback, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 import cb_rollout
-from benches.contenders import BATCHING_SETTINGS, batching_fields
-from benches.model import create_ending_model, word_tokenizer
-from benches.sizes import Setup, Sizes
-from benches.turns import summary, synchronize
-from benches.workload import long_tailed
+from cb_rollout.bench.contenders import BATCHING_SETTINGS, batching_fields
+from cb_rollout.bench.model import create_ending_model, word_tokenizer
+from cb_rollout.bench.sizes import Setup, Sizes
+from cb_rollout.bench.turns import summary, synchronize
+from cb_rollout.bench.workload import long_tailed
 
 STEPS_PER_TURN = 1
 

@@ -8,10 +8,10 @@ import itertools
 from typing import Any
 
 import cb_rollout
-from benches.model import create_ending_model
-from benches.sizes import SEED, Setup
-from benches.turns import summary, timed
-from benches.workload import long_tailed
+from cb_rollout.bench.model import create_ending_model
+from cb_rollout.bench.sizes import SEED, Setup
+from cb_rollout.bench.turns import summary, timed
+from cb_rollout.bench.workload import long_tailed
 from cb_rollout.strategies import (
     DynamicSampling,
     Flight,

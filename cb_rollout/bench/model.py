@@ -6,7 +6,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from benches.sizes import EOS, SEED
+from cb_rollout.bench.sizes import EOS, SEED
 
 
 def create_model(shape: dict[str, Any], device: str, **overrides: Any) -> Qwen3ForCausalLM:
@@ -17,7 +17,8 @@ def create_model(shape: dict[str, Any], device: str, **overrides: Any) -> Qwen3F
         device: where the model is.
         overrides: settings that come before the shape's.
     """
-    config = Qwen3Config(**shape | {"eos_token_id": EOS, "pad_token_id": 0} | overrides)
+    settings: dict[str, Any] = shape | {"eos_token_id": EOS, "pad_token_id": 0} | overrides
+    config = Qwen3Config(**settings)
     torch.manual_seed(SEED)
     torch.set_default_dtype(torch.float32 if device == "cpu" else torch.bfloat16)
     try:

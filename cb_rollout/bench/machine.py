@@ -13,9 +13,9 @@ from torch.nn import functional
 from transformers import Qwen3ForCausalLM
 
 import cb_rollout
-from benches.model import linear_layers, matmul_parameters
-from benches.turns import timed
-from benches.workload import Workload
+from cb_rollout.bench.model import linear_layers, matmul_parameters
+from cb_rollout.bench.turns import timed
+from cb_rollout.bench.workload import Workload
 
 PACKAGES = ("torch", "transformers", "trl", "triton", "flash_attn")
 # Whose versions decide what is measured.
@@ -23,7 +23,8 @@ PACKAGES = ("torch", "transformers", "trl", "triton", "flash_attn")
 
 def matmul_flops(model: Qwen3ForCausalLM, num_rows: int) -> float:
     """Operations per second of a layer's largest matrix product, with so many rows."""
-    weight = model.model.layers[0].mlp.up_proj.weight.detach()
+    layer: Any = model.model.layers[0]
+    weight = layer.mlp.up_proj.weight.detach()
     rows = torch.randn(num_rows, weight.shape[1], device=weight.device, dtype=weight.dtype)
     seconds = best_seconds(lambda: functional.linear(rows, weight), 200)
     return 2 * num_rows * weight.numel() / seconds

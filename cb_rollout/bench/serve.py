@@ -8,11 +8,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import cb_rollout
-from benches.contenders import Contender, Run, ours
-from benches.model import create_model, word_tokenizer
-from benches.sizes import SEED, Setup
-from benches.turns import interleaved, throughput
-from benches.workload import Workload, long_tailed
+from cb_rollout.bench.contenders import Contender, Run, ours
+from cb_rollout.bench.model import create_model, word_tokenizer
+from cb_rollout.bench.sizes import SEED, Setup
+from cb_rollout.bench.turns import interleaved, throughput
+from cb_rollout.bench.workload import Workload, long_tailed
 
 CLIENT = """
 import asyncio, json, sys

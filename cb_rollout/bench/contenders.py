@@ -12,8 +12,8 @@ from transformers import GenerationConfig, StoppingCriteria
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 import cb_rollout
-from benches.sizes import SEED
-from benches.workload import Workload
+from cb_rollout.bench.sizes import SEED
+from cb_rollout.bench.workload import Workload
 
 Run = Callable[[Workload], None]
 # Runs a workload, or a part of that which it was made for.
@@ -104,7 +104,7 @@ def _batching_config(
     return ContinuousBatchingConfig(**fields | settings, return_logprobs=True)
 
 
-def batching_fields(longest: list[int], device: str) -> dict[str, int]:
+def batching_fields(longest: list[int], device: str) -> dict[str, Any]:
     """What a `ContinuousBatchingConfig` is best told.
 
     Args:
@@ -114,7 +114,7 @@ def batching_fields(longest: list[int], device: str) -> dict[str, int]:
     """
     names = ContinuousBatchingConfig.__dataclass_fields__
     # Releases before 5.17 call a page a block.
-    fields = {"page_size" if "page_size" in names else "block_size": PAGE_SIZE}
+    fields: dict[str, Any] = {"page_size" if "page_size" in names else "block_size": PAGE_SIZE}
     if device == "cpu":
         num_pages = sum(-(-tokens // PAGE_SIZE) for tokens in longest)
         fields |= {"num_blocks": max(MIN_PAGES, num_pages), "max_batch_tokens": MAX_BATCH_TOKENS}
@@ -161,7 +161,7 @@ class StopAtLengths(StoppingCriteria):
     def __init__(self, prompt_width: int, lengths: list[int], device: torch.device) -> None:
         self.ends = prompt_width + torch.tensor(lengths, device=device)
 
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> Any:
         """Which rows are done."""
         return input_ids.shape[1] >= self.ends
 

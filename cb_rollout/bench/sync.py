@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 import cb_rollout
-from benches.model import create_model
-from benches.sizes import SEED, Setup
-from benches.turns import timed
+from cb_rollout.bench.model import create_model
+from cb_rollout.bench.sizes import SEED, Setup
+from cb_rollout.bench.turns import timed
 
 PROMPTS = [[2, 3, 4]] * 4
 PARAMS = cb_rollout.SamplingParams(max_new_tokens=4, ignore_eos=True)

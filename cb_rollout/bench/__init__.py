@@ -1,4 +1,4 @@
-"""What `scripts/bench.py` times: a module a workload, and what they share.
+"""What `cb-rollout bench` times: a module a workload, and what they share.
 
 Each workload's module has `bench(setup)`, which prints as it goes and returns its results. The
 shared parts: `sizes` and `model` say what is run, `workload` what is asked, `contenders` who does

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import cb_rollout
-from benches.model import create_model
-from benches.sizes import SEED, Setup
+from cb_rollout.bench.model import create_model
+from cb_rollout.bench.sizes import SEED, Setup
 from cb_rollout.manager import ContinuousBatchingManager
 
 ASKED_BYTES = 2048

@@ -7,12 +7,12 @@ the contender ran, with all their padding and repeats.
 
 from typing import Any
 
-from benches.contenders import Contender, generate, ours, transformers_batching
-from benches.machine import flops_counted, matmul_flops, needed_flops
-from benches.model import create_model
-from benches.sizes import Setup
-from benches.turns import interleaved, throughput
-from benches.workload import Workload, equal_lengths, long_tailed
+from cb_rollout.bench.contenders import Contender, generate, ours, transformers_batching
+from cb_rollout.bench.machine import flops_counted, matmul_flops, needed_flops
+from cb_rollout.bench.model import create_model
+from cb_rollout.bench.sizes import Setup
+from cb_rollout.bench.turns import interleaved, throughput
+from cb_rollout.bench.workload import Workload, equal_lengths, long_tailed
 
 BATCH_OF_TAILS = 64
 # The best for `generate` on the CPU model: a larger batch waits longer for its longest sequence.

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from benches.contenders import Contender, ours
-from benches.model import create_model
-from benches.seams import (
+from cb_rollout.bench.contenders import Contender, ours
+from cb_rollout.bench.model import create_model
+from cb_rollout.bench.seams import (
     ATTENTION,
     DECODE,
     DELIVERY,
@@ -21,10 +21,10 @@ from benches.seams import (
     SAMPLING,
     STEP,
 )
-from benches.sizes import Setup
-from benches.spans import Path, watched
-from benches.turns import synchronize, timed
-from benches.workload import Workload, long_tailed
+from cb_rollout.bench.sizes import Setup
+from cb_rollout.bench.spans import Path, watched
+from cb_rollout.bench.turns import synchronize, timed
+from cb_rollout.bench.workload import Workload, long_tailed
 
 ROWS = {
     "prefill forwards": FORWARD,
