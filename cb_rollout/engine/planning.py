@@ -18,8 +18,13 @@ from cb_rollout.memory import GIB, MemoryPlan, TrainingBytes, create_memory_plan
 FLOAT32_LOGITS = 3
 # Of every row at once: the logits, their probabilities and the sum of these along the vocabulary.
 
-TURNED = ("block_size", "max_requests_per_batch", "training_reserve_gib", "max_memory_percent")
-# Settings that may leave a cache no room, the surest first.
+TURNED = {
+    "block_size": "lower",
+    "max_requests_per_batch": "lower",
+    "training_reserve_gib": "lower",
+    "max_memory_percent": "raise",
+}
+# Settings that may leave a cache no room, the surest first, and the way out.
 
 
 def kept_layout(layout: CacheLayout, config: RolloutConfig, device: torch.device) -> CacheLayout:
@@ -89,7 +94,7 @@ def _no_room(
         f"{plan.training_reserve_bytes / GIB:.3f}, a forward {forward_bytes / GIB:.3f}, and a "
         f"block of {config.block_size} tokens {plan.bytes_per_block / GIB:.3f}"
     )
-    for name in TURNED:
+    for name, turn in TURNED.items():
         value, default = getattr(config, name), getattr(RolloutConfig, name)
         if value == default:
             continue
@@ -97,7 +102,7 @@ def _no_room(
         other = _planned(runner, training, replace(config, **{name: default}), layout)
         if _has_room(other):
             return OutOfCacheMemoryError(
-                f"no memory for a KV cache under {name}={value!r}: {found}; with {name}="
+                f"no memory for a KV cache under {name}={value!r}: {found}; {turn} {name}: with "
                 f"{default!r} there would be {other.num_blocks} blocks.\n{plan}"
             )
     return OutOfCacheMemoryError(
