@@ -16,10 +16,12 @@ from torch import fx
 from torch._inductor import cpp_builder, list_mode_options, standalone_compile
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
 
-MARK = "cb_rollout::attend"
+MARK, GROUPED = "cb_rollout::attend", "cb_rollout::grouped_product"
 
 torch.library.define(MARK, "(Tensor query, Tensor key, Tensor value, int call) -> Tensor")
+torch.library.define(GROUPED, "(Tensor rows, Tensor weights, Tensor ends) -> Tensor")
 
 
 @torch.library.register_fake(MARK)
@@ -27,6 +29,45 @@ def _shape_of_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: int
 ) -> torch.Tensor:
     return query.new_empty(query.shape[0], 1, query.shape[1], value.shape[3])
+
+
+def grouped_product(
+    rows_BK: torch.Tensor, weights_GKN: torch.Tensor, ends_G: torch.Tensor
+) -> torch.Tensor:
+    """`[B, N]`: each row times its group's weight; a group's rows end where `ends_G` says."""
+    return torch._grouped_mm(rows_BK, weights_GKN, ends_G)
+
+
+torch.library.impl(GROUPED, "CPU", grouped_product)
+
+
+@torch.library.register_fake(GROUPED)
+def _shape_of_grouped_product(
+    rows_BK: torch.Tensor, weights_GKN: torch.Tensor, ends_G: torch.Tensor
+) -> torch.Tensor:
+    return rows_BK.new_empty(rows_BK.shape[0], weights_GKN.shape[2])
+
+
+class _AnyDtypeGrouped(TorchFunctionMode):
+    """Has products with one weight a group traced as `grouped_product`.
+
+    torch's own, which transformers' experts call, has a kernel for float32 on a CPU, and refuses
+    anything but bfloat16 where it is asked for no more than a shape (torch 2.13).
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        is_plain = len(args) == 2 and kwargs.get("offs") is not None
+        is_plain &= kwargs.get("bias") is None and kwargs.get("out_dtype") is None
+        if func is torch._grouped_mm and is_plain and (args[0].dim(), args[1].dim()) == (2, 3):
+            return torch.ops.cb_rollout.grouped_product(*args, kwargs["offs"])
+        return func(*args, **kwargs)
 
 
 def mark(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: int) -> torch.Tensor:
@@ -50,7 +91,7 @@ def traced(
     Raises:
         Exception: the function asks for the contents of a tensor.
     """
-    with torch.no_grad(), _quiet():
+    with torch.no_grad(), _quiet(), _AnyDtypeGrouped():
         module = make_fx(function, tracing_mode="symbolic", _allow_non_fake_inputs=True)(*examples)
     shapes = module.shape_env
     assert shapes is not None

@@ -19,7 +19,7 @@ from cb_rollout.logprobs import DriftReport
 from cb_rollout.manager import ContinuousBatchingManager
 from cb_rollout.memory import MemoryPlan
 from cb_rollout.prompts import Prompt, encoded, one_per_input, require_tokenizer
-from cb_rollout.rollout import run_rollout
+from cb_rollout.rollout import run_rollout, standing
 from cb_rollout.sampling_params import SamplingParams, resolved
 from cb_rollout.transformers_config import as_rollout_config
 from cb_rollout.types import GenerationOutput, RequestStatus, SyncReport
@@ -222,12 +222,7 @@ class RolloutGenerator:
 
     def metrics(self) -> dict[str, float]:
         """Figures of the last rollout and of the engine now, by metric name."""
-        engine = self.manager.engine
-        return self._last_metrics | {
-            "rollout/policy_version": self.policy_version,
-            "rollout/kv_bytes": engine.cache_bytes,
-            "rollout/kv_blocks_used": engine.num_blocks_used,
-        }
+        return self._last_metrics | standing(self.manager.engine)
 
     def verify(self, num_sequences: int) -> DriftReport:
         """Recompute sequences of the last rollout with plain forwards, and compare.

@@ -86,24 +86,25 @@ class Intake:
         if not isinstance(request_id, str | None):
             raise InvalidRequestError(f"request_id={request_id!r} is no text; pass a str.")
         prompts = [self._prompt(input_ids, index) for index, input_ids in enumerate(inputs)]
-        groups: dict[tuple[int, ...], int] = {}
+        groups: dict[tuple[int, ...], tuple[int, list[int]]] = {}
         made = []
         members = members or [0] * len(prompts)
         for index, (prompt, wanted) in enumerate(zip(prompts, params, strict=True)):
             key = tuple(prompt)
             self._require_tokens_in_vocabulary(wanted)
             if key not in groups:
-                groups[key] = next(self._group_numbers)
+                groups[key] = (next(self._group_numbers), prompt)
+            group, shared_prompt = groups[key]
             number, made_id = self._numbered(request_id)
             made.append(
                 Request(
                     request_id=request_id or made_id,
-                    prompt_ids=prompt,
+                    prompt_ids=shared_prompt,
                     params=wanted,
                     max_new_tokens=self._max_new_tokens(prompt, wanted, index),
                     stop_tokens=wanted.stop_tokens(self.limits.model_eos),
                     seed=self._request_seed(wanted, number, members[index]),
-                    group=groups[key],
+                    group=group,
                     is_streaming=is_streaming,
                     records_timestamps=records_timestamps,
                     stop_strings=self._stop_strings(wanted),

@@ -14,13 +14,14 @@ import torch
 
 from cb_rollout import _compat
 from cb_rollout._compat_openmp import release_workers
-from cb_rollout.choices import InFlight, WeightSync
+from cb_rollout.choices import InFlight
 from cb_rollout.delivery import Handler, Mailbox
 from cb_rollout.engine.core import Engine
 from cb_rollout.errors import ConfigurationError
 from cb_rollout.generation_config import from_generation_config
 from cb_rollout.intake import Intake, ServingLimits
 from cb_rollout.loop import EngineLoop
+from cb_rollout.precision import autocast_alone
 from cb_rollout.sampling_params import SamplingParams, resolved
 from cb_rollout.transformers_config import as_rollout_config
 from cb_rollout.types import CancelResult, GenerationOutput
@@ -30,7 +31,11 @@ POLL_SECONDS = 0.1
 
 
 class ContinuousBatchingManager:
-    """Takes requests from any thread and generates them together, continuously."""
+    """Takes requests from any thread and generates them together, continuously.
+
+    Made by itself it knows no trainer's steps: it keeps its cache until `stop()`, and settings that
+    only a `RolloutGenerator` or an attached trainer acts on are refused.
+    """
 
     def __init__(
         self,
@@ -50,7 +55,8 @@ class ContinuousBatchingManager:
             model: a causal language model, wrapped or not; used as it is, never copied.
             generation_config: defaults of every request; None: the model's own.
             continuous_batching_config: a `RolloutConfig`, or transformers' own.
-            autocast_dtype: run forwards under autocast to this dtype; None: as the model is.
+            autocast_dtype: run forwards under autocast to this dtype; None: as `rollout_dtype`
+                says, where no trainer's model is given, else as the model is.
             rank: keeps the random draws of data-parallel processes apart.
             tokenizer: allows stop strings.
             trained: the model that trains, where `model` is a copy of it; None: `model` itself.
@@ -61,11 +67,8 @@ class ContinuousBatchingManager:
         """
         self.config = as_rollout_config(continuous_batching_config)
         module = _compat.unwrap(model)
-        if self.config.weight_sync == WeightSync.COPY and trained is None:
-            raise ConfigurationError(
-                "weight_sync='copy' needs somebody to keep the copy up to date; make a "
-                "RolloutGenerator, whose .manager is this class, or leave it at 'auto'."
-            )
+        if trained is None:
+            autocast_dtype = autocast_dtype or autocast_alone(self.config, module)
         _compat.refuse_what_cannot_generate(module)
         _compat.refuse_sharded(module)
         if generation_config is None:

@@ -9,6 +9,7 @@ from cb_rollout import _compat, _compat_fsdp
 from cb_rollout.choices import RolloutDtype, WeightSync
 from cb_rollout.config import RolloutConfig
 from cb_rollout.errors import ConfigurationError
+from cb_rollout.setting_rules import OF_A_GENERATOR, OF_A_TRAINER, require_left_alone
 
 MIXED_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # accelerate's words; its others ("no", "fp8") leave the forward as it is.
@@ -61,6 +62,19 @@ def rollout_precision(config: RolloutConfig, model: torch.nn.Module, accelerator
         f"rollout_dtype={config.rollout_dtype!r} needs other weights than the model's {held}; use "
         "'auto', or weight_sync='copy'."
     )
+
+
+def autocast_alone(config: RolloutConfig, model: torch.nn.Module) -> torch.dtype | None:
+    """What a manager without a generator autocasts its forwards to; None: nothing.
+
+    Raises:
+        ConfigurationError: also where a setting would need a generator or a trainer.
+    """
+    needs_trainer = "a manager alone has no trainer; use cb_rollout.attach(trainer, config)"
+    require_left_alone(config, OF_A_TRAINER, needs_trainer)
+    needs_generator = "a manager alone syncs no weights; use a RolloutGenerator, and its .manager"
+    require_left_alone(config, OF_A_GENERATOR, needs_generator)
+    return rollout_precision(config, model, None).autocast_dtype
 
 
 def _sharded_compute_dtype(model: torch.nn.Module, accelerator: Any) -> torch.dtype | None:

@@ -11,6 +11,9 @@ from cb_rollout.errors import ConfigurationError, InvalidRequestError, said
 Prompt = Sequence[int] | str | Sequence[Mapping[str, Any]]
 # Token ids, text, or a chat.
 
+ENCODING_FAULTS = (TemplateError, ValueError, TypeError, KeyError, AttributeError)
+# What templates raise, on purpose and not, and tokenizers of lone surrogates.
+
 
 def require_tokenizer(tokenizer: Any) -> None:
     """Raise `ConfigurationError` for what is neither None nor a tokenizer."""
@@ -62,7 +65,7 @@ def _encoded(prompt: Any, index: int, tokenizer: Any) -> Any:
         return tokenizer.apply_chat_template(
             prompt, add_generation_prompt=True, tokenize=True, return_dict=True
         )["input_ids"]
-    except _NOT_ENCODED as error:
+    except ENCODING_FAULTS as error:
         refused = (
             "the tokenizer does not take this text"
             if is_text
@@ -70,10 +73,6 @@ def _encoded(prompt: Any, index: int, tokenizer: Any) -> Any:
         )
         advice = "is it valid Unicode?" if is_text else "change its messages, or the template."
         raise InvalidRequestError(f"input {index}: {refused} ({said(error)}); {advice}") from error
-
-
-_NOT_ENCODED = (TemplateError, ValueError, TypeError, KeyError, AttributeError)
-# What templates raise, on purpose and not, and tokenizers of lone surrogates.
 
 
 def _refuse_what_is_no_prompt(prompt: Any, index: int) -> None:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from tqdm.auto import tqdm
 
 from cb_rollout.delivery import Mailbox
+from cb_rollout.engine.core import Engine
 from cb_rollout.engine.request import Request
 from cb_rollout.manager import ContinuousBatchingManager
 from cb_rollout.types import GenerationOutput
@@ -57,6 +58,15 @@ def measured(manager: ContinuousBatchingManager) -> Iterator[dict[str, float]]:
     if added.truncated_tokens:
         metrics["rollout/log_kept_mass"] = added.log_kept_mass / added.truncated_tokens
         metrics["rollout/kept_tokens"] = added.kept_tokens / added.truncated_tokens
+
+
+def standing(engine: Engine) -> dict[str, float]:
+    """The figures of what an engine holds now, by metric name."""
+    return {
+        "rollout/policy_version": engine.policy_version,
+        "rollout/kv_bytes": engine.cache_bytes,
+        "rollout/kv_blocks_used": engine.num_blocks_used,
+    }
 
 
 def _finished(

@@ -21,6 +21,9 @@ LEAST_TEMPERATURE = 1e-6
 LARGEST_CHANGE = 1e30
 # Of a logit: float32 holds it, and no logit comes near.
 
+NUM_SHARED_SETS = 64
+# Of stop tokens: few are in use at once, and each may be large.
+
 NEIGHBOURS_WORDS = {
     "max_tokens": "max_new_tokens",
     "min_tokens": "min_new_tokens",
@@ -175,10 +178,15 @@ class SamplingParams:
 
     def stop_tokens(self, model_eos: Iterable[int]) -> frozenset[int]:
         """The token ids that end a sequence, given the model's own end-of-sequence ids."""
-        if self.ignore_eos:
-            return frozenset(self.stop_token_ids)
         eos: Any = model_eos if self.eos_token_id is None else self.eos_token_id
-        return frozenset(token for token in eos if token >= 0) | frozenset(self.stop_token_ids)
+        named = () if self.ignore_eos else tuple(token for token in eos if token >= 0)
+        return _shared_set(named + self.stop_token_ids)
+
+
+@functools.lru_cache(maxsize=NUM_SHARED_SETS)
+def _shared_set(tokens: tuple[int, ...]) -> frozenset[int]:
+    """One set for all requests that name the same tokens: even an empty one takes 216 bytes."""
+    return frozenset(tokens)
 
 
 _ADJUSTING = (

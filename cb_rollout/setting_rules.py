@@ -4,6 +4,7 @@ Owns ranges; the settings themselves, and what they mean, are `config`'s. Loads 
 """
 
 import math
+from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any
 
@@ -75,6 +76,24 @@ AVAILABLE: dict[str, tuple[Any, ...]] = {
 # Each field's values that can be honoured today, the first one being the advice.
 
 
+OF_A_TRAINER: dict[str, tuple[Any, ...]] = {
+    "old_logps": (),
+    "verify_every_steps": (0,),
+    "verify_num_sequences": (),
+    "max_logprob_drift": (),
+    "on_logprob_drift": (),
+    "record_num_sequences": (0,),
+}
+# Settings that only an attached trainer acts on; beside their defaults, what asks for nothing.
+
+OF_A_GENERATOR: dict[str, tuple[Any, ...]] = {
+    "weight_sync": ("shared",),
+    "verify_weight_sync": (),
+    "balance_ranks": (),
+}
+# The same, of a generator.
+
+
 def choices_of(name: str) -> tuple[str, ...]:
     """The words that a field may be; empty where it is not one word of a few."""
     return tuple(choice.value for choice in _CHOICES.get(name, ()))
@@ -111,6 +130,25 @@ def require_valid(settings: Any) -> None:
             )
     compile_settings("decode_compile_config", settings.decode_compile_config)
     _require_something_to_fall_back_to(settings)
+
+
+def require_left_alone(
+    settings: Any, fields: Mapping[str, tuple[Any, ...]], complaint: str
+) -> None:
+    """Refuse settings on which nobody would act.
+
+    Args:
+        settings: a `RolloutConfig`.
+        fields: their names, each with the values beside its default that ask for nothing.
+        complaint: who does not act, and who would.
+
+    Raises:
+        ConfigurationError: one of them asks for something.
+    """
+    for name, harmless in fields.items():
+        value, default = getattr(settings, name), getattr(type(settings), name)
+        if value != default and value not in harmless:
+            raise ConfigurationError(f"{name}={value!r}: {complaint}; or leave it at {default!r}.")
 
 
 def _require_something_to_fall_back_to(settings: Any) -> None:

@@ -72,6 +72,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "mamba_d_state": 16,
         "mamba_n_groups": 1,
     },
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 32},
 }
 # What each family needs beside SMALL; None takes a setting of SMALL away.

@@ -30,7 +30,7 @@ from cb_rollout.engine.scheduler import Scheduler
 from cb_rollout.engine.steps import Steps
 from cb_rollout.engine.storage import CacheStorage
 from cb_rollout.engine.training import TrainingMemory
-from cb_rollout.errors import OutOfCacheMemoryError
+from cb_rollout.errors import OutOfCacheMemoryError, RolloutError
 from cb_rollout.memory import GIB
 from cb_rollout.metrics import EngineCounters
 from cb_rollout.types import FinishReason, RequestStatus
@@ -59,7 +59,7 @@ class Engine:
             optimizer: what will step it, or its name; None: not known.
 
         Raises:
-            ConfigurationError: the model cannot run on pages.
+            ConfigurationError: the model cannot run on pages, or a setting cannot be honoured.
             OutOfCacheMemoryError: not even one block fits.
         """
         self.config = config
@@ -77,21 +77,23 @@ class Engine:
 
     def _probe(self) -> None:
         """Learn the cache's layout, and plan its memory."""
-        self._identity = _compat.forward_identity(self.model)
+        devices.require_unmoved(self.model, self.device)
+        identity = _compat.forward_identity(self.model)
         self.layout = kept_layout(rehearse(self._runner), self.config, self.device)
         self._plan()
         saver = create_saver(self.device)
         self._storage = CacheStorage(self.layout, self.limits, self.memory_plan, self.device, saver)
+        self._identity = identity
+
+    @property
+    def _is_model_changed(self) -> bool:
+        """Whether forwards may compute in something else than when the model was probed."""
+        return _compat.forward_identity(self.model) != self._identity
 
     def _plan(self) -> None:
         """Divide what is free now, where no cache is held."""
         config = self.config
         plan = plan_memory(self._runner, self.training, config, self.layout)
-        if not (plan.num_blocks and plan.num_slots):
-            raise OutOfCacheMemoryError(
-                "no memory for a KV cache; raise max_memory_percent, lower training_reserve_gib or "
-                f"max_requests_per_batch, or free some on {self.device}.\n{plan}"
-            )
         self.memory_plan = plan
         self.limits = Limits(
             block_size=config.block_size,
@@ -196,15 +198,18 @@ class Engine:
         """
         self.policy_version = policy_version
         self._scheduler.begin_policy_version(policy_version, keep_keys)
-        is_changed = _compat.forward_identity(self.model) != self._identity
         is_due = self.training.calls_for_plan and not (keep_keys and self.has_work)
-        if not (is_changed or is_due):
+        if not (self._is_model_changed or is_due):
             return
         self.training.busy(self.cache_bytes)
         if is_due:
             self.training.settle()
+        self._plan_anew()
+
+    def _plan_anew(self) -> None:
+        """Probe the model where it changed, and divide the memory that is free without a cache."""
         self.release_cache()
-        if is_changed:
+        if self._is_model_changed:
             self._probe()
         else:
             self._plan()
@@ -239,6 +244,12 @@ class Engine:
     def _step(self) -> list[Request]:
         if self._lease is None:
             self.training.busy(self.cache_bytes)
+            if self._is_model_changed:
+                # To whoever casts a model its weights stay the same, so no sync told of it.
+                try:
+                    self._plan_anew()
+                except RolloutError as error:
+                    return self._steps.fail(list(self._scheduler.waiting), error)
             self._lease = ExitStack()
             self._lease.enter_context(leased(self.model))
             self._check_captured()

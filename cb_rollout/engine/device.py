@@ -12,6 +12,7 @@ import torch
 from torch import distributed
 
 from cb_rollout.engine.host import host_memory
+from cb_rollout.errors import ConfigurationError
 
 MAX_BATCH_TOKENS = {"cpu": 1024}
 DEFAULT_MAX_BATCH_TOKENS = 8192
@@ -67,6 +68,15 @@ def num_sharers(device: torch.device) -> int:
     if named is not None and "," not in named:  # each process was given its own
         return 1
     return -(-started // max(1, torch.cuda.device_count()))
+
+
+def require_unmoved(model: torch.nn.Module, device: torch.device) -> None:
+    """Raise `ConfigurationError` where a model no longer is on the device of its engine."""
+    if (now := next(model.parameters()).device) != device:
+        raise ConfigurationError(
+            f"the model was on {device} when its engine was made, and is on {now} now; move it "
+            "back, or make a new generator."
+        )
 
 
 def used_and_peak(device: torch.device) -> tuple[int, int] | None:

@@ -81,10 +81,34 @@ def rehearse(runner: ModelRunner) -> CacheLayout:
                 runner.attention = _chosen_attention(runner, layout, rows, paged)
                 return layout
             found = f"log-probabilities are {distances.max():.2g} nats off its plain forward"
+        advice, _ = _attempt(lambda: _advice(runner, rows))
     raise ConfigurationError(
-        f"{name} cannot run on a paged cache: {found}. Set is_decoder=True in the config of an "
-        "encoder; roll other models out with model.generate."
+        f"{name} cannot run on a paged cache: {found}. {advice or 'Roll'} it out with "
+        "model.generate."
     ) from failure
+
+
+def _advice(runner: ModelRunner, rows: list[list[int]]) -> str:
+    """What to do about a model that agrees in no way, by what its plain forward is seen to do."""
+
+    def is_same(logits_TV: torch.Tensor, expected_TV: torch.Tensor) -> bool:
+        pair = [logits.log_softmax(-1) for logits in (logits_TV, expected_TV)]
+        return _is_rounding((pair[0] - pair[1]).abs(), pair[1], runner.compute_dtype)
+
+    alike = [row[: min(map(len, rows))] for row in rows]
+    alone = [runner.plain_logits(row) for row in alike]
+    for index, row in enumerate(alike):
+        beside = alike[:index] + alike[index + 1 :]
+        if not is_same(runner.plain_logits(row, beside=beside), alone[index]):
+            return (
+                "What it computes for a sequence depends on what else is in the forward, as where "
+                "activations are quantised together (quantize_dynamic, or llm_int8_threshold above "
+                "0); quantise only the weights, or roll"
+            )
+    for row, logits_TV in zip(alike, alone, strict=True):
+        if not is_same(runner.plain_logits(row[:1]), logits_TV[:1]):
+            return "It looks ahead: set is_decoder=True in its config if it is an encoder, or roll"
+    return "Roll"
 
 
 def _chosen_attention(

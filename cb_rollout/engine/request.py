@@ -21,6 +21,7 @@ class Request:
 
     request_id: str
     prompt_ids: list[int]
+    """Never written to; a group's members may hold one list."""
     params: SamplingParams
     max_new_tokens: int
     stop_tokens: frozenset[int]
@@ -46,8 +47,8 @@ class Request:
     error: str | None = None
     cause: Exception | None = None
     """What made it fail, where that was an exception."""
-    token_ids: list[int] = field(default_factory=list)
-    """The prompt, then what was sampled."""
+    token_ids: list[int] = field(init=False)
+    """The prompt, then what was sampled; the prompt's own list until something was."""
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
     """With each sampled token, the most likely ones; empty unless asked for."""
@@ -75,7 +76,7 @@ class Request:
 
     def __post_init__(self) -> None:
         """Start from the prompt."""
-        self.token_ids = list(self.prompt_ids)
+        self.token_ids = self.prompt_ids
         self.is_adjusted = self.params.is_adjusted
 
     @property
@@ -101,6 +102,8 @@ class Request:
         top_logprobs: list[tuple[int, float]] | None = None,
     ) -> None:
         """Take a sampled token, and finish if it was the last."""
+        if self.token_ids is self.prompt_ids:
+            self.token_ids = list(self.prompt_ids)
         self.token_ids.append(token_id)
         self.logprobs.append(logprob)
         if top_logprobs is not None:

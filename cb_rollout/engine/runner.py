@@ -230,15 +230,19 @@ class ModelRunner:
         return logprobs_T.tolist()
 
     def plain_logits(
-        self, token_ids: list[int], model: torch.nn.Module | None = None
+        self,
+        token_ids: list[int],
+        model: torch.nn.Module | None = None,
+        beside: Sequence[list[int]] = (),
     ) -> torch.Tensor:
         """float32 logits after every token, `[T, V]`, by a forward without a cache.
 
         Args:
             token_ids: the tokens.
             model: whose forward; None: the model that generates.
+            beside: as many tokens of other rows in the same forward.
         """
-        input_ids = self._integers([token_ids])
+        input_ids = self._integers([token_ids, *beside])
         arguments = {"attention_mask": torch.ones_like(input_ids), "use_cache": False}
         known = {name: value for name, value in arguments.items() if name in self._names}
         return self._run(input_ids, known, model).logits[0].float()

@@ -102,12 +102,15 @@ class CacheStorage:
         if num_blocks < wanted:
             logger.warning(
                 "no memory for %d KV cache blocks (%s): %d are taken (%s); %s. Fewer sequences run "
-                "together. Lower max_memory_percent, or set training_reserve_gib.",
+                "together. Lower %s.",
                 wanted,
                 self._size(wanted),
                 num_blocks,
                 self._size(num_blocks),
                 self._free_now(),
+                "num_blocks"
+                if self._plan.is_fixed
+                else "max_memory_percent, or set training_reserve_gib",
             )
         table = BlockTable(self._limits.max_requests, self._limits.block_size, self._device)
         self._num_blocks, self._held = num_blocks, (cache, table)
@@ -176,10 +179,13 @@ class CacheStorage:
         return self._num_blocks
 
     def _out_of_memory(self, num_blocks: int) -> OutOfCacheMemoryError:
+        knobs = "max_new_tokens" if num_blocks > 1 else "block_size"
+        if self._plan.state_bytes:
+            knobs += " or max_requests_per_batch"
         return OutOfCacheMemoryError(
             f"no memory for {num_blocks} KV cache blocks ({self._size(num_blocks)}), which the "
-            f"shortest request needs: {self._free_now()}. Free some, lower max_new_tokens or "
-            f"max_requests_per_batch. The plan was:\n{self._plan}"
+            f"shortest request needs: {self._free_now()}. Free some, or lower {knobs}. The plan "
+            f"was:\n{self._plan}"
         )
 
     def _size(self, num_blocks: int) -> str:

@@ -17,21 +17,13 @@ from cb_rollout.integrations.trainer_hooks import TrainerHooks
 from cb_rollout.integrations.trainer_rollouts import TrainerRollouts
 from cb_rollout.integrations.trainer_truncation import unknown_end
 from cb_rollout.sampling_params import SamplingParams, resolved
+from cb_rollout.setting_rules import OF_A_TRAINER, require_left_alone
 from cb_rollout.transformers_config import as_rollout_config
 
 OWN = "_cb_rollout_own"
 # The trainer's attribute that holds the engine of its rollout functions, where none is attached.
 
-OF_THE_LOSS = {
-    "old_logps": (),
-    "sampling_mask": (),
-    "verify_every_steps": (0,),
-    "verify_num_sequences": (),
-    "max_logprob_drift": (),
-    "on_logprob_drift": (),
-    "record_num_sequences": (0,),
-    "balance_ranks": (),
-}
+BEYOND: dict[str, tuple[Any, ...]] = OF_A_TRAINER | {"sampling_mask": (), "balance_ranks": ()}
 # Settings that a rollout_func has no hand in; beside their defaults, what asks for nothing.
 
 
@@ -59,7 +51,10 @@ def make_rollout_func(
     Raises:
         ConfigurationError: a setting that needs `attach`.
     """
-    _require_ours(as_rollout_config(config))
+    complaint = (
+        "a rollout_func has no hand in that; call cb_rollout.attach(trainer, config) before train()"
+    )
+    require_left_alone(as_rollout_config(config), BEYOND, complaint)
 
     def rollout(prompts: list[Any], trainer: Any) -> dict[str, Any]:
         rollouts = getattr(trainer, "vllm_generation", None)
@@ -132,18 +127,6 @@ def _own_rollouts(trainer: Any, config: Any, params: SamplingParams | None) -> T
             "which only an attached trainer knows; call cb_rollout.attach(trainer) before train()."
         )
     return own.rollouts
-
-
-def _require_ours(config: RolloutConfig) -> None:
-    """Refuse what would be ignored without `attach`."""
-    default = RolloutConfig()
-    for name, harmless in OF_THE_LOSS.items():
-        value = getattr(config, name)
-        if value != getattr(default, name) and value not in harmless:
-            raise ConfigurationError(
-                f"make_rollout_func(config=RolloutConfig({name}={value!r})): a rollout_func has no "
-                "hand in that; call cb_rollout.attach(trainer, config) before train()."
-            )
 
 
 def _are_token_ids(prompt: Any) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from cb_rollout.generator import RolloutGenerator
-from cb_rollout.rollout import measured
+from cb_rollout.rollout import measured, standing
 from cb_rollout.strategies import Flight, GroupCollector, Strategy
 from cb_rollout.types import GenerationOutput
 
@@ -67,12 +67,7 @@ class TrainerCollector:
             groups = self.groups.collect(len(rows))
         found = self.groups.metrics()
         figures |= {name: found[name] for name in LOGGED}
-        engine = self._generator.manager.engine
-        figures |= {
-            "rollout/policy_version": engine.policy_version,
-            "rollout/kv_bytes": engine.cache_bytes,
-            "rollout/kv_blocks_used": engine.num_blocks_used,
-        }
+        figures |= standing(self._generator.manager.engine)
         outputs = [output for group in groups for output in group.outputs]
         return Collected([group.prompt["row"] for group in groups], outputs, figures)
 

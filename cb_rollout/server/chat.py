@@ -13,9 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jinja2 import TemplateError
-
 from cb_rollout.errors import InvalidRequestError, said
+from cb_rollout.prompts import ENCODING_FAULTS
 
 MAX_KNOWN_TOKENS, MAX_KNOWN = 1 << 20, 1 << 12
 # Of all conversations together, and how many: about 10 MB, and a millisecond to look through. The
@@ -71,7 +70,7 @@ class PromptFormat:
                 add_generation_prompt=True,
                 tokenize=False,
             )
-        except (TemplateError, ValueError, TypeError, KeyError, AttributeError) as error:
+        except ENCODING_FAULTS as error:
             raise InvalidRequestError(
                 f"the model's chat template refuses the messages ({said(error)})."
             ) from error

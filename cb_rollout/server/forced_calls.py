@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jinja2 import TemplateError
-
+from cb_rollout.prompts import ENCODING_FAULTS
 from cb_rollout.server.errors import ApiError
 from cb_rollout.server.schemas import NamedToolChoice, Tool
 from cb_rollout.server.tools import CALL, OPENING
@@ -52,7 +51,7 @@ def call_format(tokenizer: Any) -> CallFormat | None:
             tools=[{"type": "function", "function": {"name": NAME, "parameters": {}}}],
             tokenize=False,
         )
-    except (TemplateError, ValueError, TypeError, KeyError, AttributeError):
+    except ENCODING_FAULTS:
         return None
     # The last one: a template may show the model an example of a call.
     written = CALL.match(text, max(0, text.rfind(OPENING)))

@@ -45,7 +45,7 @@ def tokens_of(outputs):
     return [output.generated_tokens for output in outputs]
 
 
-@pytest.mark.parametrize("family", ["qwen3", "llama", "gpt2", "mistral", "lfm2"])
+@pytest.mark.parametrize("family", ["qwen3", "llama", "gpt2", "mistral", "lfm2", "qwen3_moe"])
 def test_every_path_gives_the_same_tokens(family, monkeypatch):
     model = tiny_model(family)
     gathered = AttentionChoice(DecodePath.GATHERED, "for comparison")

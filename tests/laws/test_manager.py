@@ -7,12 +7,14 @@ import pytest
 from tiny import plain_logprobs, tiny_model
 
 from cb_rollout import (
+    ConfigurationError,
     ContinuousBatchingManager,
     InvalidRequestError,
     QueueFullError,
     RequestStatus,
     RolloutConfig,
     RolloutError,
+    RolloutGenerator,
     SamplingParams,
 )
 from cb_rollout.types import CancelResult
@@ -139,3 +141,49 @@ def test_a_handler_is_called_on_the_loop_with_every_output(manager):
 
 async def _register_late(manager, request_id):
     manager.register_result_handler(request_id, print)
+
+
+@pytest.mark.parametrize(
+    ("settings", "who"),
+    [
+        ({"old_logps": "rollout"}, "attach"),
+        ({"verify_every_steps": 5}, "attach"),
+        ({"verify_num_sequences": 3}, "attach"),
+        ({"max_logprob_drift": 0.1}, "attach"),
+        ({"record_num_sequences": 1}, "attach"),
+        ({"verify_weight_sync": True}, "RolloutGenerator"),
+        ({"balance_ranks": True}, "RolloutGenerator"),
+    ],
+)
+def test_a_manager_alone_refuses_what_it_would_ignore(settings, who):
+    (name,) = settings
+    with pytest.raises(ConfigurationError, match=f"{name}=.*alone.*{who}.*or leave it at"):
+        ContinuousBatchingManager(tiny_model(), None, RolloutConfig(**settings))
+
+
+def test_a_manager_alone_takes_what_asks_for_nothing():
+    config = RolloutConfig(
+        verify_every_steps=0, record_num_sequences=0, release_cache="never", weight_sync="shared"
+    )
+    ContinuousBatchingManager(tiny_model(), None, config)
+
+
+def test_a_manager_alone_computes_in_rollout_dtype():
+    config = RolloutConfig(rollout_dtype="bfloat16", weight_sync="shared", seed=0)
+    outputs = []
+    for manager in (
+        ContinuousBatchingManager(tiny_model(), None, config),
+        RolloutGenerator(tiny_model(), config).manager,
+    ):
+        manager.start()
+        manager.add_request([5, 6], max_new_tokens=8, eos_token_id=-1)
+        outputs.append(manager.get_result(timeout=60))
+        manager.stop()
+    alone, generators = outputs
+    assert alone.logprobs == generators.logprobs
+    exact = plain_logprobs(tiny_model(), [5, 6], alone.generated_tokens)
+    assert max(abs(a - b) for a, b in zip(alone.logprobs, exact, strict=True)) > 1e-4
+    with pytest.raises(ConfigurationError, match="rollout_dtype='float32' needs other weights"):
+        ContinuousBatchingManager(
+            tiny_model().bfloat16(), None, RolloutConfig(rollout_dtype="float32")
+        )

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from tiny import tiny_model
 
 from cb_rollout import (
+    ConfigurationError,
     IncompleteRolloutError,
     InvalidRequestError,
     OutOfCacheMemoryError,
@@ -259,3 +261,30 @@ def test_the_pool_never_exceeds_what_the_workload_can_use(num_waves):
         longer = dataclasses.replace(GREEDY, max_new_tokens=40)
         generator.generate_batch([[20 + i, 9, 9, 9] for i in range(4)], sampling_params=longer)
         assert 8 < pool.num_blocks <= 2 * 11
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "reason", "default"),
+    [
+        ("block_size", 10**12, r"a block of 10{12} tokens \d{5}", "32"),
+        ("max_requests_per_batch", 10**10, r"a forward \d{4}", "None"),
+        ("training_reserve_gib", 1e9, "training will take 10{9}", "'auto'"),
+        ("max_memory_percent", 1e-12, "", "0.8"),
+    ],
+)
+def test_a_setting_that_leaves_the_cache_no_room_is_the_one_named(name, value, reason, default):
+    refusal = (
+        rf"no memory for a KV cache under {name}=.*{reason}.*; \w+ {name}: with {default} there"
+    )
+    with pytest.raises(OutOfCacheMemoryError, match=refusal) as raised:
+        RolloutGenerator(tiny_model(), RolloutConfig(**{name: value}))
+    told = re.findall(r"(\w+)=", str(raised.value))
+    assert set(told) == {name}
+
+
+def test_more_blocks_than_the_machine_could_ever_hold_are_refused_with_how_many_it_could():
+    refusal = r"num_blocks=10{12} .* are \d+\.\d+ GiB, .* cpu has \d+\.\d+; lower num_blocks"
+    with pytest.raises(ConfigurationError, match=refusal):
+        RolloutGenerator(tiny_model(), RolloutConfig(num_blocks=10**12))
+    with pytest.raises(ConfigurationError, match="lower block_size"):
+        RolloutGenerator(tiny_model(), RolloutConfig(num_blocks=2, block_size=10**12))

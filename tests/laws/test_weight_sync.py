@@ -6,7 +6,13 @@ import pytest
 import torch
 from tiny import largest_difference, plain_logprobs, tiny_model
 
-from cb_rollout import RolloutConfig, RolloutGenerator, SamplingParams, generate_batch
+from cb_rollout import (
+    IncompleteRolloutError,
+    RolloutConfig,
+    RolloutGenerator,
+    SamplingParams,
+    generate_batch,
+)
 from cb_rollout.engine.prefixes import PrefixIndex, PrefixKey
 
 GREEDY = SamplingParams(temperature=0, max_new_tokens=12, ignore_eos=True)
@@ -104,3 +110,31 @@ def test_a_kept_manager_never_reads_keys_of_an_earlier_call():
     (after,) = generate_batch(model, [PROMPT], **arguments).values()
     assert largest_difference(model, [after]) <= 1e-5
     generate_batch(model, [PROMPT], **{**arguments, "persistent_manager": False})
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("has_sampled", [False, True])
+def test_a_model_that_was_cast_since_is_sampled_as_it_is_now(dtype, has_sampled):
+    model = tiny_model()
+    with RolloutGenerator(model, RolloutConfig(block_size=16)) as generator:
+        plan = generator.memory_plan()
+        if has_sampled:
+            generator.generate_batch([PROMPT], sampling_params=GREEDY)
+        model.to(dtype)
+        (output,) = generator.generate_batch([PROMPT], sampling_params=GREEDY).values()
+        assert generator.metrics()["rollout/prefill_tokens"] == len(PROMPT), "no old key is read"
+        size = generator.memory_plan().bytes_per_block
+    assert size * torch.float32.itemsize == plan.bytes_per_block * dtype.itemsize
+    allowed = 1e-5 if dtype is torch.float64 else 1e-2
+    assert largest_difference(model, [output]) <= allowed
+
+
+def test_a_model_that_was_moved_away_is_told_of_and_serves_again_once_it_is_back():
+    model, kept = tiny_model(), tiny_model()
+    with RolloutGenerator(model) as generator:
+        model.to("meta")
+        with pytest.raises(IncompleteRolloutError, match=r"was on cpu .* is on meta now; move it"):
+            generator.generate_batch([PROMPT], sampling_params=GREEDY)
+        vars(model).update(vars(kept))
+        (output,) = generator.generate_batch([PROMPT], sampling_params=GREEDY).values()
+    assert largest_difference(model, [output]) <= 1e-5

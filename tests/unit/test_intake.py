@@ -116,6 +116,18 @@ def test_equal_prompts_of_one_call_are_one_group():
     assert a == c != b == d
 
 
+def test_what_waits_keeps_one_prompt_a_group_and_stop_tokens_once():
+    params = [SamplingParams(ignore_eos=True), SamplingParams(ignore_eos=True, seed=1)] * 2
+    waiting = intake_of().requests([[3, 4], [3, 4], (3, 4), [5]], params)
+    held = {id(tokens) for request in waiting for tokens in (request.prompt_ids, request.token_ids)}
+    assert len(held) == 2
+    assert len({id(request.stop_tokens) for request in waiting}) == 1
+    first, second, *_ = waiting
+    first.append(9, -1.0, 0)
+    assert (first.prompt_ids, first.token_ids, first.num_generated) == ([3, 4], [3, 4, 9], 1)
+    assert (second.prompt_ids, second.token_ids, second.num_generated) == ([3, 4], [3, 4], 0)
+
+
 def test_equal_prompts_of_two_calls_are_two_groups():
     intake = intake_of()
     assert one(intake).group != one(intake).group

@@ -34,14 +34,19 @@ MANY = [
 ]
 
 
+def sample(request, *tokens):
+    """Give a request tokens, however many it asked for."""
+    request.token_ids = [*request.token_ids, *tokens]
+
+
 def requests_of(params, num_generated, seed=0):
     generator = torch.Generator().manual_seed(seed)
     made = []
     for row, wanted in enumerate(params):
         prompt = torch.randint(VOCAB_SIZE, (2 + row % 4,), generator=generator).tolist()
         made.append(Request(f"r{row}", prompt, wanted, 6, frozenset(EOS), seed=row))
-        for token in torch.randint(2, VOCAB_SIZE, (num_generated,), generator=generator).tolist():
-            made[-1].token_ids.append(token)
+        sampled = torch.randint(2, VOCAB_SIZE, (num_generated,), generator=generator)
+        sample(made[-1], *sampled.tolist())
     return made
 
 
@@ -105,7 +110,7 @@ def test_every_case_of_the_comparison_changes_something():
 def test_presence_and_frequency_count_the_completion_only():
     params = SamplingParams(presence_penalty=0.5, frequency_penalty=0.25)
     request = Request("r", [2, 3, 3], params, 9, frozenset(EOS), seed=0)
-    request.token_ids += [4, 3, 4, 4]
+    sample(request, 4, 3, 4, 4)
     logits_1V = random_logits(0, 1)
     expected_1V = logits_1V.clone()
     expected_1V[0, 3] -= 0.5 + 0.25
@@ -118,7 +123,7 @@ def test_penalties_follow_bias_and_come_in_vllms_order():
         repetition_penalty=2.0, presence_penalty=1.0, frequency_penalty=0.5, logit_bias={3: 5.0}
     )
     request = Request("r", [2], params, 9, frozenset(), seed=0)
-    request.token_ids += [3, 3]
+    sample(request, 3, 3)
     logits_1V = torch.zeros(1, VOCAB_SIZE)
     assert processed([request], logits_1V)[0, 3] == 5.0 / 2.0 - 1.0 - 2 * 0.5
 
@@ -142,7 +147,7 @@ def test_rows_may_join_leave_and_come_back_between_steps():
         kept_BV = processed(wanted, logits_BV, processing)
         assert torch.equal(kept_BV, processed(wanted, logits_BV))
         for request in wanted[::2]:
-            request.token_ids.append(2 + step % (VOCAB_SIZE - 2))
+            sample(request, 2 + step % (VOCAB_SIZE - 2))
 
 
 def test_history_grows_past_its_spare_places():
@@ -152,7 +157,7 @@ def test_history_grows_past_its_spare_places():
     logits_1V = random_logits(0, 1)
     for step in range(600):
         kept_1V = processed([request], logits_1V, processing)
-        request.token_ids.append(3 if step < 599 else 4)
+        sample(request, 3 if step < 599 else 4)
     assert torch.equal(kept_1V, reference(request, logits_1V)) is False
     assert torch.equal(processed([request], logits_1V, processing), reference(request, logits_1V))
 

@@ -43,6 +43,11 @@ def with_late_keys(arguments):
     return arguments
 
 
+def without_mask(module, args, arguments):
+    module.is_causal = False
+    return args, arguments | {"attention_mask": None}
+
+
 @pytest.mark.parametrize("family", ["llama", "gpt2", "bloom", "lfm2", "deepseek_v3"])
 def test_a_model_that_takes_positions_and_masks_has_its_rows_padded(family):
     assert row_form(tiny_model(family)) is RowForm.PADDED
@@ -59,6 +64,26 @@ def test_a_model_that_raises_for_many_rows_has_them_run_alone():
 def test_a_model_that_does_otherwise_with_a_cache_is_refused_with_the_difference():
     with pytest.raises(ConfigurationError, match=r"Qwen3ForCausalLM .*\d nats off its plain"):
         RolloutGenerator(Altered(with_late_keys).model)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own, of a function that many still call
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_a_model_whose_activations_are_quantised_together_is_told_what_is_wrong(family):
+    plain = tiny_model(family)
+    model = torch.ao.quantization.quantize_dynamic(plain, {torch.nn.Linear}, dtype=torch.qint8)
+    with pytest.raises(ConfigurationError, match=r"depends on what else.*quantize_dynamic") as told:
+        RolloutGenerator(model)
+    assert "is_decoder" not in str(told.value)
+
+
+def test_an_encoders_setting_is_named_to_what_looks_ahead_and_to_no_other():
+    with pytest.raises(ConfigurationError, match=r"off its plain forward\. Roll it out with"):
+        RolloutGenerator(Altered(with_late_keys).model)
+    ahead = tiny_model("llama")
+    for layer in ahead.model.layers:
+        layer.self_attn.register_forward_pre_hook(without_mask, with_kwargs=True)
+    with pytest.raises(ConfigurationError, match="looks ahead: set is_decoder=True"):
+        RolloutGenerator(ahead)
 
 
 def test_a_model_that_fails_on_token_ids_is_refused_with_what_it_said():

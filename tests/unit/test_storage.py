@@ -114,6 +114,21 @@ def test_an_allocator_that_refuses_is_asked_for_less(refusing, caplog):
     assert storage_of(100, is_fixed=True).allocate(1, at_least=1) == 12
 
 
+def test_the_knob_named_is_one_that_was_turned(free, caplog):
+    free(12)
+    storage_of(100, is_fixed=True).allocate(1)
+    assert "Lower num_blocks" in caplog.text
+    assert "max_memory_percent" not in caplog.text
+    caplog.clear()
+    storage_of(100).allocate(100)
+    assert "Lower max_memory_percent" in caplog.text
+    assert "num_blocks" not in caplog.text
+    free(0.5)
+    with pytest.raises(OutOfCacheMemoryError, match="or lower block_size") as raised:
+        storage_of(100).allocate(1)
+    assert "max_new_tokens" not in str(raised.value)
+
+
 def test_below_one_requests_need_it_raises_with_the_plan(free, refusing):
     free(4)
     with pytest.raises(OutOfCacheMemoryError, match=r"(?s)no memory for 5 KV.*KV cache .*free"):

@@ -9,7 +9,7 @@ from cb_rollout.engine.attention.trace import Trace, UntraceableError
 from cb_rollout.engine.rehearsal import rehearse
 from cb_rollout.engine.runner import ModelRunner
 
-TRACEABLE = ["qwen3", "llama", "gpt2", "mistral"]
+TRACEABLE = ["qwen3", "llama", "gpt2", "mistral", "qwen3_moe", "gpt_oss"]
 
 
 def runner_of(model):
@@ -39,9 +39,20 @@ def test_a_trace_agrees_for_any_number_of_rows(family):
         torch.testing.assert_close(*both(runner, traced, num_rows), atol=2e-5, rtol=1e-5)
 
 
+def test_linear_layers_with_biases_have_a_trace():
+    runner = runner_of(tiny_model("llama", attention_bias=True, mlp_bias=True))
+    with torch.no_grad():
+        for name, parameter in runner.model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(generator=torch.Generator().manual_seed(0))
+    traced = trace_of(runner)
+    for num_rows in (1, 2, 5, 64):
+        torch.testing.assert_close(*both(runner, traced, num_rows), atol=2e-5, rtol=1e-5)
+
+
 COMPILED = [
     "qwen3",
-    *(pytest.param(family, marks=pytest.mark.slow) for family in ["llama", "gpt2", "mistral"]),
+    *(pytest.param(family, marks=pytest.mark.slow) for family in TRACEABLE[1:]),
 ]
 
 

@@ -68,6 +68,7 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {
     aten.transpose.int: torch.transpose,
     aten.unsqueeze.default: torch.unsqueeze,
     operator.getitem: operator.getitem,
+    torch.ops.cb_rollout.grouped_product.default: _compat_tracing.grouped_product,
 }
 # torch's own functions take half the time to call that operators take.
 
@@ -142,6 +143,7 @@ class _Constants:
     def of(self, value: Any) -> fx.Node:
         if id(value) not in self._inputs:
             self._inputs[id(value)] = self.input(f"constant_{len(self.values)}")
+            self._inputs[id(value)].meta["val"] = value
             self.values.append(value)
         return self._inputs[id(value)]
 
