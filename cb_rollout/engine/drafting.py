@@ -32,7 +32,7 @@ class Drafter:
         self._groups: WeakValueDictionary[int, Echoes] = WeakValueDictionary()
 
     def listen(self, requests: Sequence[Request]) -> None:
-        """Follow sequences that begin to decode; those that did before go on."""
+        """Follow sequences that got their first token; those that are followed go on to be."""
         if not self._most_drafted:
             return
         for request in requests:

@@ -108,6 +108,8 @@ class Steps:
         if requests:
             row_index = torch.tensor(rows, device=self.device)
             self._sample(outcome.logits_BV.index_select(0, row_index), requests, is_recurring=False)
+            if self._drafted is not None:
+                self._drafted.drafter.listen(requests)
             now = time.perf_counter()
             for request in requests:
                 request.first_token_time = request.first_token_time or now
@@ -160,8 +162,6 @@ class Steps:
             group = [prefill.leader, *prefill.followers]
             rows += [row] * len(group)
             requests += group
-        if self._drafted is not None:
-            self._drafted.drafter.listen(requests)
         return rows, requests
 
     def decode(self) -> list[Request] | None:

@@ -177,7 +177,8 @@ def test_weights_that_keep_moving_and_hooks_end_traces():
             generator.sync_weights()
             assert_right(rollout(generator), model)
             assert (decoding.trace is not None) == (turn < window_decoding.MOST_TRACES)
-    with RolloutGenerator(model, RolloutConfig(seed=3)) as generator:
+    config = RolloutConfig(seed=3, num_speculative_tokens=0)
+    with RolloutGenerator(model, config) as generator:
         decoding = runner_of(generator).decoding
         rollout(generator)
         assert decoding.trace is not None
