@@ -2,8 +2,7 @@
 
 import platform
 import statistics
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -13,7 +12,7 @@ from torch.nn import functional
 from transformers import Qwen3ForCausalLM
 
 import cb_rollout
-from cb_rollout.bench.model import linear_layers, matmul_parameters
+from cb_rollout.bench.model import matmul_parameters
 from cb_rollout.bench.turns import timed
 from cb_rollout.bench.workload import Workload
 
@@ -59,26 +58,6 @@ def needed_flops(model: Qwen3ForCausalLM, workload: Workload) -> int:
     num_decoded = workload.num_tokens - len(workload.prompts)
     num_tokens = sum(map(len, prompts)) + num_decoded
     return 2 * (body * num_tokens + head * (len(prompts) + num_decoded))
-
-
-@contextmanager
-def flops_counted(model: Qwen3ForCausalLM) -> Iterator[list[int]]:
-    """Operations of the linear layers of every forward inside, padding included, in a list of one.
-
-    What replays a graph, or multiplies the weights by itself, is not seen.
-    """
-    counted = [0]
-
-    def count(layer: torch.nn.Linear, inputs: tuple[torch.Tensor, ...]) -> None:
-        num_rows = inputs[0].numel() // layer.in_features
-        counted[0] += 2 * num_rows * layer.weight.numel()
-
-    hooks = [layer.register_forward_pre_hook(count) for layer in linear_layers(model)]
-    try:
-        yield counted
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def describe(device: str) -> dict[str, Any]:

@@ -1,15 +1,20 @@
 """One rollout, prompts in and completions out: long-tailed groups, and equal lengths.
 
-Beside each figure stands the share of it that matrix products alone would need: `matmul_share` for
-those that the workload cannot do without, `forwards_matmul_share` for those of the forwards that
-the contender ran, with all their padding and repeats.
+Beside each figure stands the share of its time that matrix products need. `matmul_share`: those
+that the workload cannot do without, at the rate of a large product. `forwards_matmul_share`: those
+of the forwards that the contender ran, with all their padding and repeats, at that rate.
+`forwards_products_share`: the same, as long as they take by themselves with as many rows as they
+had, for few rows never reach that rate.
 """
 
+from collections import Counter
 from typing import Any
 
+from cb_rollout._compat_tracing import compiler_obstacle
 from cb_rollout.bench.contenders import Contender, generate, ours, transformers_batching
-from cb_rollout.bench.machine import flops_counted, matmul_flops, needed_flops
+from cb_rollout.bench.machine import matmul_flops, needed_flops
 from cb_rollout.bench.model import create_model
+from cb_rollout.bench.products import Products, alone_seconds, num_flops, products_counted
 from cb_rollout.bench.sizes import Setup
 from cb_rollout.bench.turns import interleaved, throughput
 from cb_rollout.bench.workload import Workload, equal_lengths, long_tailed
@@ -39,6 +44,8 @@ def _bench_kind(setup: Setup, workload: Workload, batch_size: int) -> dict[str, 
         "transformers CB": transformers_batching(),
         "model.generate": generate(batch_size),
     }
+    if setup.device == "cpu" and compiler_obstacle() is None:
+        contenders["cb_rollout, compiled"] = ours(use_default_compile_configs=True)
     rate = matmul_flops(model, len(workload.prompts))
     turns = interleaved(contenders, model, workload, setup.repetitions)
     needed = needed_flops(model, workload)
@@ -46,16 +53,18 @@ def _bench_kind(setup: Setup, workload: Workload, batch_size: int) -> dict[str, 
     for name, contender in contenders.items():
         figures = throughput(contender, turns[name], workload.num_tokens)
         speed = figures["median"] / workload.num_tokens
-        ran = _flops_run(contender, model, workload, needed)
-        results[name] = figures | {
-            "matmul_share": needed / rate * speed,
-            "forwards_matmul_share": ran and ran / rate * speed,
-        }
+        results[name] = figures | {"matmul_share": needed / rate * speed}
+        ran = _products_run(contender, model, workload)
+        if (flops := num_flops(model, ran)) >= needed:
+            results[name] |= {
+                "forwards_matmul_share": flops / rate * speed,
+                "forwards_products_share": alone_seconds(model, ran) * speed,
+            }
     return results
 
 
-def _flops_run(contender: Contender, model: Any, workload: Workload, needed: int) -> int | None:
-    """Operations of the matrix products of a contender's forwards; None: not all were seen."""
-    with contender.create(model, workload) as run, flops_counted(model) as counted:
+def _products_run(contender: Contender, model: Any, workload: Workload) -> Counter[Products]:
+    """The matrix products of a contender's forwards, as far as they were seen."""
+    with contender.create(model, workload) as run, products_counted(model) as counted:
         run(workload)
-    return counted[0] if counted[0] >= needed else None
+    return counted

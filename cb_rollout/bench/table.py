@@ -55,7 +55,8 @@ def _contender_parts(name: str, row: dict[str, Any], rows: dict[str, Any]) -> It
         yield f"cb_rollout is {times:.2f}x" if base == OURS else f"{1 / times:.2f}x {base}"
     if "matmul_share" in row:
         yield f"{row['matmul_share']:.0%} of the matmul bound"
-    if row.get("forwards_matmul_share"):
+    if "forwards_matmul_share" in row:
         yield f"{row['forwards_matmul_share']:.0%} of its own forwards' bound"
+        yield f"{row['forwards_products_share']:.0%} are its own forwards' products"
     if "peak_resident_mib" in row:
         yield f"peak {row['peak_resident_mib']:,.0f} MiB"

@@ -26,6 +26,7 @@ WORKLOADS = {
         "the same requests over HTTP on this machine", ("fastapi", "httpx", "uvicorn")
     ),
     "scaling": Workload("from one request at once to 1,024"),
+    "drafts": Workload("few requests with drafts, and without"),
     "profile": Workload("where a rollout's time goes"),
     "bookkeeping": Workload("what a decode step takes beside its forward"),
     "roofline": Workload("what this machine can do at most"),

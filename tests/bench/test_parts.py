@@ -1,13 +1,16 @@
 import time
+from collections import Counter
 
 import pytest
 import torch
 from fast_path import pretend_cuda
 
 import gpu_bench
+from cb_rollout.bench import products
 from cb_rollout.bench.contenders import generate, ours, transformers_batching
-from cb_rollout.bench.machine import flops_counted, needed_flops
+from cb_rollout.bench.machine import needed_flops
 from cb_rollout.bench.model import create_ending_model, create_model, matmul_parameters
+from cb_rollout.bench.products import Products, alone_seconds, num_flops, products_counted
 from cb_rollout.bench.resident import ResidentPeak
 from cb_rollout.bench.scaling import LONGEST_TURN_SECONDS, _is_feasible
 from cb_rollout.bench.sizes import CPU, QWEN3, TINY
@@ -77,13 +80,22 @@ def test_the_products_of_a_forward_are_counted_and_the_hooks_go():
     model = create_model(TINY.shape, "cpu")
     body, head = matmul_parameters(model)
     ids = torch.tensor([[2, 3, 4], [5, 6, 7]])
-    with flops_counted(model) as counted:
+    with products_counted(model) as counted:
         model(ids, logits_to_keep=1)
-    assert counted == [2 * (6 * body + 2 * head)]
-    with flops_counted(model):
-        pass
+    assert counted == {Products(False, 6): 1, Products(True, 2): 1}
+    assert num_flops(model, counted) == 2 * (6 * body + 2 * head)
     model(ids)
-    assert counted == [2 * (6 * body + 2 * head)]
+    assert counted.total() == 2
+
+
+def test_products_take_as_long_as_their_neighbours_say(monkeypatch):
+    model = create_model(TINY.shape, "cpu")
+    times = {False: 2.0, True: 0.5}
+    monkeypatch.setattr(
+        products, "_seconds", lambda _, asked: times[asked.is_head] * asked.num_rows
+    )
+    counted = Counter({Products(False, 3): 10, Products(False, 70): 1, Products(True, 3): 4})
+    assert alone_seconds(model, counted) == pytest.approx(2 * (30 + 70) + 0.5 * 12)
 
 
 def test_completions_end_by_themselves_about_where_they_should():

@@ -90,6 +90,7 @@ def test_a_rollout_says_what_share_of_the_bound_each_contender_has(recorded):
     for contenders in recorded("rollout")["results"].values():
         for contender in contenders.values():
             assert 0 < contender["matmul_share"] <= contender["forwards_matmul_share"]
+            assert contender["forwards_products_share"] > 0
             assert contender["peak_resident_mib"] > 0
             assert contender["settings"]
 
