@@ -7,13 +7,13 @@ at guards at every call; `standalone_compile` takes a graph as it is.
 
 import logging
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import fx
-from torch._inductor import cpp_builder, list_mode_options, standalone_compile
+from torch._inductor import cpp_builder, list_mode_options, list_options, standalone_compile
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
@@ -142,6 +142,13 @@ def inductor_options(mode: str | None) -> dict[str, Any]:
         RuntimeError: there is no such mode.
     """
     return list_mode_options(mode) if mode else {}
+
+
+def unknown_inductor_options(options: Iterable[object]) -> list[object]:
+    """Those of the names that are no options of inductor."""
+    # As torch.compile reads them.
+    known = {name.replace("-", "_") for name in list_options()}
+    return [name for name in options if str(name).replace("-", "_") not in known]
 
 
 def compiler_obstacle() -> str | None:

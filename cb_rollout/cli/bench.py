@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from cb_rollout.cli.folders import require_writable
 from cb_rollout.cli.packages import require
 from cb_rollout.errors import ConfigurationError
 
@@ -104,11 +105,7 @@ def _run(arguments: argparse.Namespace) -> int:
         )
     packages = (*ENGINE_PACKAGES, *WORKLOADS[name].packages)
     require(f"the bench {name!r}", packages, "'cb_rollout[bench]'")
-    try:
-        # Before minutes are spent on what could not be kept.
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigurationError(f"{folder} cannot be made ({error.strerror}).") from error
+    require_writable(folder)
     # Importing torch and transformers takes seconds, which no other command should wait.
     from cb_rollout.bench.run import run_workload
 

@@ -10,13 +10,23 @@ from pathlib import Path
 from typing import Any
 
 from cb_rollout.cli.codes import EXIT_FAULT
+from cb_rollout.cli.folders import require_writable
 from cb_rollout.cli.packages import require
+from cb_rollout.errors import ConfigurationError
 
 RECIPE = Path("recipes", "arithmetic_cpu.py")
 # Below the package in a wheel, beside it in a checkout and under an editable install.
 
 PACKAGES = ("datasets", "tokenizers", "torch", "tqdm", "transformers", "trl", "wandb")
 # What the recipe imports, and where it reports to.
+
+RANGES = {
+    "seed": (0, 2**32 - 1),
+    "max_steps": (1, None),
+    "warmup_steps": (0, None),
+    "num_held_out": (1, None),
+}
+# The least and the largest value of each number; numpy's seeds set one of them.
 
 DESCRIPTION = """\
 Train a small model to finish its sums, by GRPO, on a laptop's CPU: about two minutes on
@@ -63,6 +73,15 @@ def _run(arguments: argparse.Namespace) -> int:
     require("the demo", PACKAGES, "cb_rollout")
     path = str(recipe_path())
     given = {name: value for name, value in vars(arguments).items() if name != "run"}
+    for name, (least, largest) in RANGES.items():
+        value = given.get(name, least)
+        option = f"--{name.replace('_', '-')} {value}"
+        if value < least:
+            raise ConfigurationError(f"{option} is below {least}.")
+        if largest is not None and value > largest:
+            raise ConfigurationError(f"{option} is above {largest}.")
+    if "output_dir" in given:
+        require_writable(Path(given["output_dir"]))
     before = sys.argv
     sys.argv = [path, *(f"--{name.replace('_', '-')}={value}" for name, value in given.items())]
     try:

@@ -24,6 +24,8 @@ def choose_compilation(runner: ModelRunner, config: RolloutConfig) -> str:
         options = _compat_tracing.inductor_options(settings.mode) | dict(settings.options)
     except RuntimeError as error:
         obstacle = f"is of no known mode ({error})"
+    if unknown := _compat_tracing.unknown_inductor_options(settings.options):
+        obstacle = f"has options that inductor does not know ({', '.join(map(repr, unknown))})"
     if obstacle is None:
         assert isinstance(decoding, WindowDecoding)
         decoding.compile_with(options)
@@ -39,8 +41,11 @@ def _obstacle(runner: ModelRunner, config: RolloutConfig) -> str | None:
         return f"is for a CPU; on {runner.device} decode steps run as CUDA graphs"
     if config.wants_graphs is False:
         return "needs a trace of the forward, which use_cuda_graph=False forbids"
-    if not isinstance(runner.decoding, WindowDecoding) or not runner.decoding.can_trace:
+    if not isinstance(runner.decoding, WindowDecoding):
         return f"needs a forward that can be traced ({runner.attention.reason})"
+    # One that was traced and is not any more is no obstacle: memory is planned anew amid training.
+    if runner.decoding.is_recurrent:
+        return "needs a forward that can be traced (this model keeps recurrent states)"
     if obstacle := _compat_tracing.compiler_obstacle():
         return f"needs a C++ compiler, by name in CXX ({obstacle})"
     return None

@@ -95,11 +95,37 @@ def test_compiled_decode_steps_give_the_same_tokens():
             "use_cuda_graph=False forbids; leave it at its default",
         ),
         ({"decode_compile_config": {"mode": "fastest"}}, "is of no known mode .*fastest"),
+        (
+            {"decode_compile_config": {"options": {"cpp.simdlen": 0, "speed": 9}}},
+            r"has options that inductor does not know \('speed'\)",
+        ),
     ],
 )
 def test_a_compilation_that_cannot_be_is_refused(settings, told):
     with pytest.raises(ConfigurationError, match=told):
         RolloutGenerator(tiny_model("qwen3"), RolloutConfig(**settings))
+
+
+def test_a_compilation_of_recurrent_states_is_refused_with_the_reason():
+    with pytest.raises(ConfigurationError, match=r"traced \(this model keeps recurrent states\)"):
+        RolloutGenerator(tiny_model("lfm2"), RolloutConfig(use_default_compile_configs=True))
+
+
+def test_training_goes_on_where_a_model_that_was_to_be_compiled_cannot_be_any_more():
+    model = tiny_model("qwen3")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    config = RolloutConfig(seed=3, use_default_compile_configs=True)
+    with RolloutGenerator(model, config, optimizer=optimizer) as generator:
+        model.lm_head.register_forward_hook(lambda *_: None)
+        for _ in range(2):
+            assert_right(rollout(generator), model)
+            input_ids = torch.tensor([PROMPTS[-1]])
+            model(input_ids=input_ids, labels=input_ids).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            generator.sync_weights()
+        assert_right(rollout(generator), model)
+        assert runner_of(generator).decoding.trace is None
 
 
 def test_a_compilation_needs_a_compiler():

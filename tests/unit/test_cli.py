@@ -229,12 +229,32 @@ def test_a_missing_package_is_named_with_what_installs_it(
         (["--batch-size", "-1"], "--batch-size -1 is below 1"),
         (["--tiny"], "--output-dir"),
         (["--output-dir", "taken"], "taken cannot be made (File exists)"),
+        (["--output-dir", "/proc/self"], "/proc/self cannot be"),
     ],
 )
 def test_what_bench_cannot_do_is_one_line(capsys, monkeypatch, tmp_path, options, said):
     (tmp_path / "taken").write_text("a file")
     monkeypatch.chdir(tmp_path)
     assert main(["bench", "roofline", *options]) == 2
+    assert said in the_fault(capsys)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--seed", "-1"], "--seed -1 is below 0"),
+        (["--seed", str(2**32)], f"--seed {2**32} is above {2**32 - 1}"),
+        (["--max-steps", "0"], "--max-steps 0 is below 1"),
+        (["--warmup-steps", "-1"], "--warmup-steps -1 is below 0"),
+        (["--num-held-out", "0"], "--num-held-out 0 is below 1"),
+        (["--output-dir", "taken"], "taken cannot be made (File exists)"),
+        (["--output-dir", "/proc/self"], "/proc/self cannot be"),
+    ],
+)
+def test_what_the_demo_cannot_do_is_one_line(capsys, monkeypatch, tmp_path, options, said):
+    (tmp_path / "taken").write_text("a file")
+    monkeypatch.chdir(tmp_path)
+    assert main(["demo", *options]) == 2
     assert said in the_fault(capsys)
 
 

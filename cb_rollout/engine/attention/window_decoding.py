@@ -42,6 +42,8 @@ class WindowDecoding:
         self.trace: Trace | None = None
         """Runs the forward from a list; None: not yet, or the model itself runs."""
         self._bytes_per_token = layout.bytes_per_token
+        self.is_recurrent = layout.is_recurrent
+        """Whether the forward moves states, which no trace does."""
         self._num_traces = MOST_TRACES if layout.is_recurrent else 0
         self._num_steps = 0
         self._steps_before_trace = STEPS_BEFORE_TRACE
