@@ -262,3 +262,20 @@ def test_a_trace_that_fails_is_given_up_and_the_model_runs(caplog):
         assert decoding.trace is None
     assert "a trace is given up after it failed: RuntimeError: not for so many rows" in caplog.text
     assert len(expected) == len(outputs)
+
+
+@pytest.mark.usefixtures("soon")
+@pytest.mark.parametrize("settings", [{}, {"use_default_compile_configs": True}])
+@pytest.mark.parametrize("bug", [KeyError("a bug"), MemoryError("a bug")])
+def test_a_trace_that_cannot_be_made_fails_no_request(bug, settings, monkeypatch, caplog):
+    def fails(*_):
+        raise bug
+
+    monkeypatch.setattr(window_decoding, "Trace", fails)
+    model = tiny_model("qwen3")
+    with RolloutGenerator(model, RolloutConfig(seed=3, **settings)) as generator:
+        assert_right(rollout(generator), model)
+        assert not runner_of(generator).decoding.can_trace
+        assert generator.manager.engine.counters.preemptions == 0
+    levels = {record.levelname for record in caplog.records if "a bug" in record.message}
+    assert levels == {"WARNING"}

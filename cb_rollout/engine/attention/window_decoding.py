@@ -151,14 +151,22 @@ class WindowDecoding:
         self._num_traces += 1
         try:
             self.trace = Trace(forward, self.cache, self._inductor_options)
-        except UntraceableError as error:
+        except Exception as error:
+            # Whatever is wrong with a trace fails no request: the model runs without one, and says
+            # itself where memory ran out.
+            is_answer = isinstance(error, UntraceableError)
+            told = str(error) if is_answer else said(error)
             if self._inductor_options is not None:
-                _LOGGER.warning("decode forwards are not compiled, as was asked: %s", error)
+                _LOGGER.warning("decode forwards are not compiled, as was asked: %s", told)
                 self._inductor_options = None
                 self._num_traces -= 1
                 return
-            self._num_traces = MOST_TRACES
-            _LOGGER.info("decode forwards run by the model itself, not from a list: %s", error)
+            self.stay_untraced()
+            _LOGGER.log(
+                logging.INFO if is_answer else logging.WARNING,
+                "decode forwards run by the model itself, not from a list: %s",
+                told,
+            )
 
 
 def _window_order(slots: Sequence[int], starts: Sequence[int], seated: Sequence[int]) -> list[int]:
