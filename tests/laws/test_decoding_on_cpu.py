@@ -188,6 +188,12 @@ def test_weights_that_keep_moving_and_hooks_end_traces():
         assert len(seen) >= max(LENGTHS)
         assert decoding.trace is None
         hook.remove()
+        assert_right(rollout(generator), model)
+        assert decoding.trace is not None
+        model.enable_input_require_grads()
+        rollout(generator)
+        assert decoding.trace is not None
+        model.disable_input_require_grads()
     with RolloutGenerator(model, RolloutConfig(seed=3)) as generator:
         decoding, inner = runner_of(generator).decoding, model.model.layers[1].mlp
         rollout(generator)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from cb_rollout._compat_hooks import has_hooks
 from cb_rollout.engine.attention.decode_cache import DecodeCache
 from cb_rollout.engine.attention.seam import Forward
 from cb_rollout.engine.attention.trace import Trace, UntraceableError
@@ -16,7 +17,7 @@ from cb_rollout.engine.attention.window import COLUMNS_AT_A_TIME, KeyWindow
 from cb_rollout.engine.attention.window_step import WindowStep
 from cb_rollout.engine.block_table import BlockTable
 from cb_rollout.engine.cache import PagedCache
-from cb_rollout.engine.capture import captured_weights, has_hooks
+from cb_rollout.engine.capture import captured_weights
 from cb_rollout.engine.faults import is_out_of_memory
 from cb_rollout.engine.probe import CacheLayout
 from cb_rollout.errors import said
@@ -47,6 +48,7 @@ class WindowDecoding:
         self._steps_before_trace = STEPS_BEFORE_TRACE
         self._inductor_options: Mapping[str, Any] | None = None
         self._weights: list[object] = []
+        self._is_stepped_into = False
         self._order: list[int] = []
         """Which row of a step stands where, sequence by sequence as in the window."""
         self._slots_B = torch.empty(0)
@@ -61,14 +63,15 @@ class WindowDecoding:
         self._inductor_options, self._steps_before_trace = inductor_options, 0
 
     def check_weights(self, model: torch.nn.Module) -> None:
-        """Forget the trace if a weight no longer is where it was, or an adapter was switched."""
+        """Forget the trace if a weight no longer is where it was, or an adapter was switched.
+
+        There is none while anyone steps into the forward, who would not be called.
+        """
         if not self.can_trace:
             return
-        weights, is_stepped_into = captured_weights(model), has_hooks(model)
-        if is_stepped_into or weights != self._weights:
+        weights, self._is_stepped_into = captured_weights(model), has_hooks(model)
+        if self._is_stepped_into or weights != self._weights:
             self._weights, self.trace, self._num_steps = weights, None, 0
-        if is_stepped_into:
-            self.stay_untraced()
 
     def stay_untraced(self) -> None:
         """Have the model itself run, always."""
@@ -146,14 +149,13 @@ class WindowDecoding:
         """Make a trace once it is likely to pay."""
         self._num_steps += 1
         is_due = self._num_steps > self._steps_before_trace and self._num_traces < MOST_TRACES
-        if self.trace or not is_due:
+        if self.trace or self._is_stepped_into or not is_due:
             return
         self._num_traces += 1
         try:
             self.trace = Trace(forward, self.cache, self._inductor_options)
-        except Exception as error:
-            # Whatever is wrong with a trace fails no request: the model runs without one, and says
-            # itself where memory ran out.
+        except Exception as error:  # noqa: BLE001  a trace fails no request, whatever is wrong
+            # Where memory ran out, the model's own forward says so itself.
             is_answer = isinstance(error, UntraceableError)
             told = str(error) if is_answer else said(error)
             if self._inductor_options is not None:
