@@ -110,7 +110,7 @@ class GraphedDecoding:
         num_rows = self._sizes.padded(1)
         num_splits = self._decoding.splits(num_rows, self._sizes.padded_keys(1))
         key = GraphKey(num_rows, num_splits, has_shared=False, samples=True)
-        self._add(key, self._decoding.cache.addresses, block_size)
+        self._add(key, self._decoding.addresses, block_size)
         if self.is_stepped_into:
             # What was captured does what a hook does, which may be gone by the first step.
             self._graphs.clear()
@@ -155,7 +155,7 @@ class GraphedDecoding:
     def _run(
         self, requests: Sequence[Request], cache: PagedCache, table: BlockTable, *, samples: bool
     ) -> torch.Tensor:
-        addresses = self._decoding.cache.find(cache, table)
+        addresses = self._decoding.find(cache, table)
         state = [(request.slot, request.num_tokens) for request in requests]
         is_loaded = self._loaded == requests and self._expected == state
         if not is_loaded:

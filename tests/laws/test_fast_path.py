@@ -137,7 +137,7 @@ def test_capturing_touches_no_page(fast):
         # Fresh pages hold whatever lay there, and a NaN equals nothing.
         before = [tensor.fill_(1).clone() for tensor in pages]
         key = next(iter(engine._graphs._graphs))
-        engine._graphs._add(key, engine._runner.decoding.cache.addresses, 8)
+        engine._graphs._add(key, engine._runner.decoding.addresses, 8)
         assert all(map(torch.equal, before, pages))
 
 

@@ -17,8 +17,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from cb_rollout import _compat
 from cb_rollout.engine.attention.dispatch import attending
 from cb_rollout.engine.attention.places import Form, NotOrdinaryError
-from cb_rollout.engine.block_table import BlockTable
-from cb_rollout.engine.cache import PagedCache, PagedLayer
+from cb_rollout.engine.cache import PagedCache
 from cb_rollout.engine.probe import CacheLayout, LayerStates
 
 HARMLESS = {
@@ -73,8 +72,6 @@ class DecodeLayer(CacheLayerMixin):
         self.key_dtype, self.value_dtype = states.keys.dtype, states.values.dtype
         self.given: tuple[torch.Tensor, torch.Tensor] | None = None
         """The last update's key and value, by which the attention function knows its layer."""
-        self.rows_per_tile = 1
-        """Rows of a shared tile; known once kernels have attended."""
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Nothing to do: the pages exist."""
@@ -113,22 +110,7 @@ class DecodeCache(Cache):
         for layer in self.paged:
             layers[layer.index] = layer
         super().__init__(layers=layers)
-        self.addresses = torch.zeros(2 * len(layers) + 2, dtype=torch.int64, device=device)
-        """As `Places` takes them; all zero until `find`."""
-        self._known: list[int] = []
         self._reader: Reader | None = None
-
-    def find(self, cache: PagedCache, table: BlockTable) -> torch.Tensor:
-        """Where the pages and the table lie now, as the kernels take it: in one place for good."""
-        blocks = table.blocks
-        addresses = [blocks.data_ptr(), blocks.shape[1]]
-        for layer in cache.layers:
-            pages = layer.pages[:2] if isinstance(layer, PagedLayer) else []
-            addresses += [p.data_ptr() for p in pages] or [0, 0]
-        if addresses != self._known:
-            self.addresses.copy_(torch.tensor(addresses))
-            self._known = addresses
-        return self.addresses
 
     @contextmanager
     def reading(
