@@ -102,6 +102,21 @@ def test_a_compilation_that_cannot_be_is_refused(settings, told):
         RolloutGenerator(tiny_model("qwen3"), RolloutConfig(**settings))
 
 
+def test_a_plan_made_anew_asks_nothing_of_a_forward_whose_weights_keep_moving(monkeypatch):
+    monkeypatch.setattr(window_decoding, "MOST_TRACES", 1)
+    model = tiny_model("qwen3")
+    config = RolloutConfig(seed=3, use_default_compile_configs=True)
+    with RolloutGenerator(model, config) as generator:
+        rollout(generator)
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach() * 1.1)
+        rollout(generator)
+        assert not runner_of(generator).decoding.can_trace
+        generator.manager.engine.training.has_stepped = True
+        generator.sync_weights()
+        assert generator.manager.engine.training.is_settled
+        assert_right(rollout(generator), model)
+
+
 def test_a_compilation_needs_a_compiler():
     with (
         inductor_config.patch({"cpp.cxx": ("no-such-compiler",)}),
