@@ -36,7 +36,7 @@ class Drafter:
         if not self._most_drafted:
             return
         for request in requests:
-            if request.echoes is not None:
+            if request.echoes is not None or request.status.is_final:
                 continue
             echoes = self._groups.get(request.group) if request.group is not None else None
             num_known = len(request.prompt_ids) if echoes else 0
