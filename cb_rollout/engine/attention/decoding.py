@@ -64,7 +64,7 @@ class PagedDecoding:
         """As `Places` takes them; all zero until `find`."""
         self._known: list[int] = []
         self._rows_per_tile = dict.fromkeys((layer.index for layer in self.cache.paged), 1)
-        self._device, self._is_recurrent = device, layout.is_recurrent
+        self._device = device
         self._num_key_heads = max(layer.keys.shape[0] for layer in layout.layers if layer.keys)
         self.num_processors = (
             torch.cuda.get_device_properties(device).multi_processor_count
@@ -108,11 +108,8 @@ class PagedDecoding:
 
         `cache` is where recurrent states are; None: there are none.
         """
-        # A mask of four dimensions is taken as it is, and nobody reads it; recurrent layers would.
-        mask = None if self._is_recurrent else tokens_B1.new_ones(tokens_B1.shape[0], 1, 1, 1)
         reader = PageReader(places, self._rows_per_tile)
-        with self.cache.reading(reader, places.slots_B, cache):
-            return forward(tokens_B1, mask, positions_B1, self.cache)
+        return self.cache.run(forward, reader, tokens_B1, positions_B1, places.slots_B, cache)
 
     def find(self, cache: PagedCache, table: BlockTable) -> torch.Tensor:
         """Where the pages and the table lie now, as the kernels take it: in one place for good."""

@@ -116,11 +116,7 @@ class WindowDecoding:
         self._consider_trace(forward)
         logits_BV = self._traced(tokens_B1, positions_B1, step)
         if logits_BV is None:
-            # A mask of four dimensions is taken as it is, and nobody reads it, but recurrent
-            # layers would.
-            mask = None if cache.layout.is_recurrent else tokens_B1.new_ones(len(order), 1, 1, 1)
-            with self.cache.reading(step, slots_B, cache):
-                logits_BV = forward(tokens_B1, mask, positions_B1, self.cache)
+            logits_BV = self.cache.run(forward, step, tokens_B1, positions_B1, slots_B, cache)
         window.advance(seated, first_lengths, num_new)
         if order != list(range(len(slots))):
             places = {row: place for place, row in enumerate(order)}
