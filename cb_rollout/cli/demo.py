@@ -19,7 +19,7 @@ PACKAGES = ("datasets", "tokenizers", "torch", "tqdm", "transformers", "trl", "w
 # What the recipe imports, and where it reports to.
 
 DESCRIPTION = """\
-Train a small model to finish its sums, by GRPO, on a laptop's CPU: about two and a half minutes on
+Train a small model to finish its sums, by GRPO, on a laptop's CPU: about two minutes on
 two cores, with no network and no account. Prints held-out accuracy before and after, and writes a
 report to open in a browser. Exit code 1: a whole run did not learn what it should have."""
 

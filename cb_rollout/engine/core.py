@@ -14,7 +14,7 @@ from cb_rollout.choices import LogprobsMode, SamplingMask, SchedulerType
 from cb_rollout.config import RolloutConfig
 from cb_rollout.engine import device as devices
 from cb_rollout.engine.compile_choice import choose_compilation
-from cb_rollout.engine.drafted_steps import DraftedSteps
+from cb_rollout.engine.drafted_steps import DraftedSteps, can_draft
 from cb_rollout.engine.drafting import Drafter
 from cb_rollout.engine.graph_choice import create_graphs
 from cb_rollout.engine.lease import leased
@@ -108,7 +108,9 @@ class Engine:
         self._graphs, told = create_graphs(
             self._runner, config, self.limits.max_requests, self.layout.is_recurrent
         )
-        self.decode_path = f"{self._runner.attention}; {told}{self._told_of_compilation}"
+        self._has_drafts = self._graphs is None and can_draft(self._runner, self.layout, config)
+        compiled, drafts = self._told_of_compilation, "on" if self._has_drafts else "off"
+        self.decode_path = f"{self._runner.attention}; {told}{compiled}; drafts: {drafts}"
         _LOGGER.info("%s", self.decode_path)
 
     def _start_empty(self) -> None:
@@ -124,10 +126,8 @@ class Engine:
             else None,
         )
         parts = self._runner, self._scheduler, self._storage, self._token_giver(), self.counters
-        drafted = None
-        # Rows of one sequence must be able to stand in one forward.
-        if self.row_form is RowForm.PADDED and not self.layout.is_recurrent:
-            drafted = DraftedSteps(Drafter(self.config.num_speculative_tokens), *parts)
+        drafter = Drafter(self.config.num_speculative_tokens)
+        drafted = DraftedSteps(drafter, *parts) if self._has_drafts else None
         self._steps = Steps(*parts, self._graphs, drafted)
 
     def _token_giver(self) -> TokenGiver:

@@ -8,9 +8,11 @@ import logging
 
 import torch
 
+from cb_rollout.config import RolloutConfig
 from cb_rollout.engine.drafting import Drafter
+from cb_rollout.engine.probe import CacheLayout
 from cb_rollout.engine.request import Request
-from cb_rollout.engine.runner import ModelRunner
+from cb_rollout.engine.runner import ModelRunner, RowForm
 from cb_rollout.engine.sampling import TokenGiver
 from cb_rollout.engine.scheduler import Scheduler
 from cb_rollout.engine.storage import CacheStorage
@@ -20,8 +22,14 @@ from cb_rollout.metrics import EngineCounters
 _LOGGER = logging.getLogger(__name__)
 
 
+def can_draft(runner: ModelRunner, layout: CacheLayout, config: RolloutConfig) -> bool:
+    """Whether rows of one sequence can stand in one forward, and drafts are not switched off."""
+    can_stand = runner.row_form is RowForm.PADDED and not layout.is_recurrent
+    return can_stand and config.num_speculative_tokens != 0
+
+
 class DraftedSteps:
-    """Runs them for one engine, whose model takes padded rows and has no recurrent states."""
+    """Runs them for one engine that can."""
 
     def __init__(
         self,

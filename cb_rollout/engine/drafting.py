@@ -33,8 +33,6 @@ class Drafter:
 
     def listen(self, requests: Sequence[Request]) -> None:
         """Follow sequences that got their first token; those that are followed go on to be."""
-        if not self._most_drafted:
-            return
         for request in requests:
             if request.echoes is not None or request.status.is_final:
                 continue

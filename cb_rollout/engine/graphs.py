@@ -253,11 +253,12 @@ def sample_plainly(logits_BV: torch.Tensor, inputs_LB: torch.Tensor) -> torch.Te
     """
     temperatures_B = inputs_LB[Line.TEMPERATURE].view(torch.float64).float()
     scaled_BV = logits_BV / temperatures_B[:, None]
-    weights_BV, normalizers_B = exponentials(scaled_BV)
-    drawn_B = draw(weights_BV, uniforms(inputs_LB[Line.SEED], inputs_LB[Line.INDEX]))
+    distribution = exponentials(scaled_BV)
+    drawn_B = draw(distribution, uniforms(inputs_LB[Line.SEED], inputs_LB[Line.INDEX]))
     is_greedy_B = inputs_LB[Line.IS_GREEDY].bool()
     tokens_B = torch.where(is_greedy_B, logits_BV.argmax(-1), drawn_B)
     tokens_B = tokens_B.clamp(max=logits_BV.shape[-1] - 1)
+    normalizers_B = distribution.normalizers_B
     logprobs_B = scaled_BV.gather(1, tokens_B[:, None])[:, 0] - normalizers_B
     return torch.stack(
         [tokens_B.double(), logprobs_B.double(), normalizers_B.isfinite().double()], 1

@@ -7,6 +7,7 @@ nothing else in the batch, resuming needs no saved state, and no global generato
 B: rows, V: vocabulary.
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -48,6 +49,10 @@ def _shift_right(z: torch.Tensor, bits: int) -> torch.Tensor:
 
 NO_TOP_K = 2**31 - 1
 # More tokens than any vocabulary has.
+
+LARGEST_CHUNK, SMALLEST_CHUNK = 256, 16
+# Tokens that are summed together before one is drawn: the sums of all tokens before each would be
+# more bytes than the logits.
 
 LEAST_TOP_P = 1e-30
 # Less may be zero in float32, and not even the most likely token would stay.
@@ -147,28 +152,68 @@ def truncate(logits_RV: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
     return torch.empty_like(kept_RV).scatter_(-1, order_RV, kept_RV)
 
 
-def exponentials(logits_BV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each row's probabilities but for a factor, and its log-sum-exp.
+class Exponentials(NamedTuple):
+    """Each row's probabilities but for a factor. C: chunks of the vocabulary."""
 
-    Returns:
-        float32 `[B, V]`, 1 for the most likely token; and float32, B, which is finite exactly when
-        the row's logits make a distribution.
-    """
+    weights_BV: torch.Tensor
+    """float32; 1 for the most likely token."""
+    sums_BC: torch.Tensor
+    """float64, of each chunk: over a large vocabulary float32 would lose the tail."""
+    normalizers_B: torch.Tensor
+    """float32, log-sum-exp; finite exactly when the row's logits make a distribution."""
+
+
+def exponentials(logits_BV: torch.Tensor) -> Exponentials:
+    """Exponentials of each row's logits, the largest of which becomes 1."""
     peaks_B1 = logits_BV.amax(-1, keepdim=True)
     weights_BV = (logits_BV - peaks_B1).exp_()
-    return weights_BV, weights_BV.sum(-1, dtype=torch.float64).log().float() + peaks_B1[:, 0]
+    sums_BC = _chunks(weights_BV).sum(-1, dtype=torch.float64)
+    return Exponentials(weights_BV, sums_BC, sums_BC.sum(-1).log().float() + peaks_B1[:, 0])
 
 
-def draw(weights_BV: torch.Tensor, uniforms_B: torch.Tensor) -> torch.Tensor:
+def _chunks(weights_BV: torch.Tensor) -> torch.Tensor:
+    """The vocabulary in chunks of one size, `[B, C, V / C]`."""
+    B, V = weights_BV.shape
+    return weights_BV.reshape(B, -1, _chunk_size(V))
+
+
+@functools.cache
+def _chunk_size(vocab_size: int) -> int:
+    """The largest that divides the vocabulary; all of it where only small ones do."""
+    sizes = range(LARGEST_CHUNK, SMALLEST_CHUNK - 1, -1)
+    return next((size for size in sizes if vocab_size % size == 0), vocab_size)
+
+
+def draw(exponentials: Exponentials, uniforms_B: torch.Tensor) -> torch.Tensor:
     """The token whose share of the cumulative distribution holds each row's uniform number.
 
-    Summed in float64: over a large vocabulary float32 would lose the tail. A token of probability
-    zero spans nothing, so it is never drawn.
+    First the chunk, then the token in it. What has probability zero spans nothing, so it is never
+    drawn.
     """
-    cumulative_BV = weights_BV.cumsum(-1, dtype=torch.float64)
-    total_B = cumulative_BV[:, -1]
-    target_B = torch.minimum(uniforms_B * total_B, torch.nextafter(total_B, total_B.new_zeros(())))
-    return torch.searchsorted(cumulative_BV, target_B[:, None], right=True)[:, 0]
+    weights_BCN = _chunks(exponentials.weights_BV)
+    points_B1 = (uniforms_B * exponentials.sums_BC.sum(-1))[:, None]
+    chunks_B1, points_B1 = _found(exponentials.sums_BC, points_B1)
+    chunk_size = weights_BCN.shape[2]
+    weights_BN = weights_BCN.gather(1, chunks_B1[:, :, None].expand(-1, -1, chunk_size))[:, 0]
+    places_B1, _ = _found(weights_BN.double(), points_B1)
+    return (chunks_B1 * chunk_size + places_B1)[:, 0]
+
+
+def _found(sums_BK: torch.Tensor, points_B1: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which of K stretches, laid end to end, holds a point, and where in it the point is.
+
+    Args:
+        sums_BK: float64; how long each stretch is.
+        points_B1: float64, at least 0.
+    """
+    ends_BK = sums_BK.cumsum(-1)
+    last_B1 = ends_BK[:, -1:]
+    # Rounding must lead neither behind the end nor before the beginning, where nothing may be.
+    points_B1 = torch.minimum(points_B1, torch.nextafter(last_B1, torch.zeros_like(last_B1)))
+    # A row without a distribution has no such stretch.
+    found_B1 = torch.searchsorted(ends_BK, points_B1, right=True).clamp(max=sums_BK.shape[1] - 1)
+    starts_B1 = (ends_BK - sums_BK).gather(1, found_B1)
+    return found_B1, (points_B1 - starts_B1).clamp(min=0)
 
 
 def sample(
@@ -198,8 +243,9 @@ def sample(
         log_mass_R = kept_RV.logsumexp(-1) - whole_RV.logsumexp(-1)
         is_kept_RV = kept_RV > -torch.inf
         sampled_from_BV = sampled_from_BV.index_copy(0, batch.truncated_rows, kept_RV)
-    weights_BV, normalizers_B = exponentials(sampled_from_BV)
-    token_ids_B = draw(weights_BV, uniforms(batch.seeds_B, indices_B))
+    distribution = exponentials(sampled_from_BV)
+    normalizers_B = distribution.normalizers_B
+    token_ids_B = draw(distribution, uniforms(batch.seeds_B, indices_B))
     if batch.greedy_rows is not None:
         most_likely_R = choose_BV.index_select(0, batch.greedy_rows).argmax(-1)
         token_ids_B = token_ids_B.index_copy(0, batch.greedy_rows, most_likely_R)
@@ -209,7 +255,7 @@ def sample(
     if sampled_from_BV is not scaled_BV:
         if not is_same:
             is_possible_B = is_valid_B
-        own_normalizers_B = exponentials(scaled_BV)[1]
+        own_normalizers_B = exponentials(scaled_BV).normalizers_B
         is_valid_B = own_normalizers_B.isfinite()
         if mode != LogprobsMode.PROCESSED:
             reported_BV, normalizers_B = scaled_BV, own_normalizers_B

@@ -118,9 +118,6 @@ def test_who_cannot_be_drafted_for_is_left_out():
     for adjusted in (request(loop, repetition_penalty=1.5), request(loop, top_logprobs=2)):
         assert drafter.drafts([plain, adjusted]) == []
     assert drafter.drafts([plain] * (MOST_ROWS // 2 + 1)) == []
-    silent = Drafter(0)
-    silent.listen([other := request(loop)])
-    assert silent.drafts([other]) == []
 
 
 def test_a_group_without_luck_is_tried_less_and_one_with_luck_more():

@@ -258,24 +258,37 @@ def test_rows_are_truncated_each_by_its_own_parameters():
 
 @given(
     seed=st.integers(0, 10**6),
-    is_possible=st.lists(st.booleans(), min_size=1, max_size=30).filter(any),
+    is_possible=st.lists(st.booleans(), min_size=1, max_size=30).filter(any)
+    | st.lists(st.booleans(), min_size=64, max_size=64).filter(any),
 )
 def test_a_token_of_probability_zero_is_never_drawn(seed, is_possible):
     possible_V = torch.tensor(is_possible)
     logits_1V = random_logits(seed, 1, len(is_possible), spread=10.0)
     logits_4V = logits_1V.masked_fill(~possible_V, -torch.inf).expand(4, -1)
     drawn = draw(
-        exponentials(logits_4V)[0],
+        exponentials(logits_4V),
         torch.tensor([0.0, 0.5, JUST_BELOW_1, 2.0**-53], dtype=torch.float64),
     )
     assert possible_V[drawn].all()
     assert drawn[0] == possible_V.nonzero()[0]
 
 
+@given(st.integers(0, 10**6), st.sampled_from([7, 32, 58, 512, 513]))
+def test_a_token_is_the_one_whose_share_holds_the_number(seed, vocab_size):
+    """Whether the vocabulary falls into chunks (32, 58, 512) or not."""
+    logits_BV = random_logits(seed, 5, vocab_size, spread=4.0)
+    uniforms_B = torch.rand(5, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    ends_BV = logits_BV.double().softmax(-1).cumsum(-1)
+    starts_BV = torch.cat([torch.zeros(5, 1), ends_BV[:, :-1]], 1)
+    tokens_B1 = draw(exponentials(logits_BV), uniforms_B)[:, None]
+    assert (starts_BV.gather(1, tokens_B1)[:, 0] <= uniforms_B + 1e-6).all()
+    assert (ends_BV.gather(1, tokens_B1)[:, 0] >= uniforms_B - 1e-6).all()
+
+
 def test_the_first_and_last_possible_tokens_are_drawn_at_the_ends():
     logits_2V = torch.tensor([[-torch.inf, 0.0, 0.0, 0.0, -torch.inf]]).expand(2, 5)
     ends = torch.tensor([0.0, JUST_BELOW_1], dtype=torch.float64)
-    assert draw(exponentials(logits_2V)[0], ends).tolist() == [1, 3]
+    assert draw(exponentials(logits_2V), ends).tolist() == [1, 3]
 
 
 @pytest.mark.parametrize("mode", [POLICY, PROCESSED])
@@ -310,7 +323,7 @@ def test_greedy_and_sampled_rows_share_a_batch():
     logits_BV = random_logits(9, 6, 40)
     tokens_B, *_ = sample(logits_BV, batch_of(many), zeros(6), POLICY)
     most_likely_B = logits_BV.argmax(-1)
-    expected_B = draw(exponentials(logits_BV)[0], uniforms(torch.arange(6), zeros(6)))
+    expected_B = draw(exponentials(logits_BV), uniforms(torch.arange(6), zeros(6)))
     for row in range(6):
         expected = expected_B[row] if row % 3 == 1 else most_likely_B[row]
         assert tokens_B[row] == expected

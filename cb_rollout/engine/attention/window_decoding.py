@@ -118,13 +118,11 @@ class WindowDecoding:
         if logits_BV is None:
             logits_BV = self.cache.run(forward, step, tokens_B1, positions_B1, slots_B, cache)
         window.advance(seated, first_lengths, num_new)
-        if order != list(range(len(slots))):
-            places = {row: place for place, row in enumerate(order)}
-            return logits_BV.index_select(
-                0, torch.tensor([places[row] for row in range(len(slots))])
-            )
-        # Whoever processes logits may write to them, which an inference tensor does not allow.
-        return logits_BV.clone() if logits_BV.is_inference() else logits_BV
+        if order == list(range(len(slots))):
+            return logits_BV
+        places = {row: place for place, row in enumerate(order)}
+        places_B = torch.tensor([places[row] for row in range(len(slots))])
+        return logits_BV.index_select(0, places_B)
 
     def _traced(
         self, tokens_B1: torch.Tensor, positions_B1: torch.Tensor, step: WindowStep
