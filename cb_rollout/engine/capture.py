@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.nn.modules import module as _module
 
 Replay = Callable[[], torch.Tensor]
 # Runs a captured step again; returns what its first run returned, with new contents.
@@ -24,17 +23,6 @@ def captured_weights(model: torch.nn.Module) -> list[object]:
                 dict(getattr(module, "scaling", {})),
             ]
     return found
-
-
-def has_hooks(model: torch.nn.Module) -> bool:
-    """Whether anyone steps into the forward of a module, which no captured forward would notice."""
-    if _module._has_any_global_hook():
-        return True
-    for module in model.modules():
-        is_replaced = module is not model and "forward" in module.__dict__
-        if is_replaced or module._forward_hooks or module._forward_pre_hooks:
-            return True
-    return False
 
 
 class CudaCapture:

@@ -76,10 +76,12 @@ class Engine:
         self._start_empty()
 
     def _probe(self) -> None:
-        """Learn the cache's layout, and plan its memory."""
+        """Learn the cache's layout, how decode steps run, and plan the memory."""
         devices.require_unmoved(self.model, self.device)
         identity = _compat.forward_identity(self.model)
         self.layout = kept_layout(rehearse(self._runner), self.config, self.device)
+        # Once for each layout: a later plan may find a trace given up, for reasons of its own.
+        self._told_of_compilation = choose_compilation(self._runner, self.config)
         self._plan()
         saver = create_saver(self.device)
         self._storage = CacheStorage(self.layout, self.limits, self.memory_plan, self.device, saver)
@@ -106,9 +108,8 @@ class Engine:
         self._graphs, told = create_graphs(
             self._runner, config, self.limits.max_requests, self.layout.is_recurrent
         )
-        compiled = choose_compilation(self._runner, config)
         self._has_drafts = self._graphs is None and can_draft(self._runner, self.layout, config)
-        drafts = "on" if self._has_drafts else "off"
+        compiled, drafts = self._told_of_compilation, "on" if self._has_drafts else "off"
         self.decode_path = f"{self._runner.attention}; {told}{compiled}; drafts: {drafts}"
         _LOGGER.info("%s", self.decode_path)
 

@@ -60,6 +60,8 @@ class DraftedSteps:
             logits_BV = self._logits(running, drafts)
         except Exception as error:  # noqa: BLE001  without drafts it is found out whose it is
             _LOGGER.debug("a step runs again without its drafts: %s", said(error))
+            for request, draft in zip(running, drafts, strict=True):
+                self.drafter.note(request, len(draft), 0)
             return None
         version = self._scheduler.blocks.policy_version
         num_given = self._token_giver.extend_drafted(running, drafts, logits_BV, version)

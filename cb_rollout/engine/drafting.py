@@ -34,7 +34,7 @@ class Drafter:
     def listen(self, requests: Sequence[Request]) -> None:
         """Follow sequences that got their first token; those that are followed go on to be."""
         for request in requests:
-            if request.echoes is not None:
+            if request.echoes is not None or request.status.is_final:
                 continue
             echoes = self._groups.get(request.group) if request.group is not None else None
             num_known = len(request.prompt_ids) if echoes else 0

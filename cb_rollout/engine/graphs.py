@@ -16,6 +16,7 @@ from enum import IntEnum
 
 import torch
 
+from cb_rollout._compat_hooks import has_hooks
 from cb_rollout.engine.attention.decoding import PagedDecoding
 from cb_rollout.engine.attention.places import Places
 from cb_rollout.engine.attention.sharing import shared_tiles
@@ -91,6 +92,8 @@ class GraphedDecoding:
         self._loaded: list[Request] = []
         self._expected: list[tuple[int, int]] = []
         self._has_shared = False
+        self.is_stepped_into = False
+        """Whether anyone steps into the forward, whom no replay would call: nothing is to run."""
 
     @property
     def num_graphs(self) -> int:
@@ -107,12 +110,19 @@ class GraphedDecoding:
         num_rows = self._sizes.padded(1)
         num_splits = self._decoding.splits(num_rows, self._sizes.padded_keys(1))
         key = GraphKey(num_rows, num_splits, has_shared=False, samples=True)
-        self._add(key, self._decoding.cache.addresses, block_size)
+        self._add(key, self._decoding.addresses, block_size)
+        if self.is_stepped_into:
+            # What was captured does what a hook does, which may be gone by the first step.
+            self._graphs.clear()
 
     def check_weights(self) -> None:
-        """Forget every graph if a weight no longer is where it was, or an adapter was switched."""
+        """Forget every graph if a weight no longer is where it was, or an adapter was switched.
+
+        And while anyone steps into the forward.
+        """
         weights = captured_weights(self._runner.model)
-        if weights != self._weights:
+        self.is_stepped_into = has_hooks(self._runner.model)
+        if self.is_stepped_into or weights != self._weights:
             self._graphs.clear()
             self._weights = weights
 
@@ -145,7 +155,7 @@ class GraphedDecoding:
     def _run(
         self, requests: Sequence[Request], cache: PagedCache, table: BlockTable, *, samples: bool
     ) -> torch.Tensor:
-        addresses = self._decoding.cache.find(cache, table)
+        addresses = self._decoding.find(cache, table)
         state = [(request.slot, request.num_tokens) for request in requests]
         is_loaded = self._loaded == requests and self._expected == state
         if not is_loaded:

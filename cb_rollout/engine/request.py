@@ -37,7 +37,7 @@ class Request:
     """How far this sequence has come through its grammar; None: it has none."""
 
     echoes: Echoes | None = None
-    """Where drafts are looked up; None: nowhere."""
+    """Where drafts are looked up; None: nowhere, as once it has ended."""
 
     is_adjusted: bool = field(init=False)
     """Whether its logits are changed before the temperature."""
@@ -157,6 +157,8 @@ class Request:
         """Reach a final status."""
         assert not self.status.is_final, f"{self.request_id} ended twice"
         self.status, self.finish_reason, self.error = status, reason, error
+        # What is kept of an ended sequence is not to keep what its group has said.
+        self.echoes = None
 
     def reset_cache(self) -> None:
         """Forget what was cached, keeping every token and log-probability."""

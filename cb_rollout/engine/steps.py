@@ -194,7 +194,7 @@ class Steps:
         if not running:
             return []
         self._storage.table.write(extended)
-        if self._graphs is not None:
+        if self._graphs is not None and not self._graphs.is_stepped_into:
             return self._run_graph(self._graphs, running)
         if self._drafted is not None:
             num_given = self._drafted.run(running)

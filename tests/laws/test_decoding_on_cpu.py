@@ -128,6 +128,21 @@ def test_training_goes_on_where_a_model_that_was_to_be_compiled_cannot_be_any_mo
         assert runner_of(generator).decoding.trace is None
 
 
+def test_a_plan_made_anew_asks_nothing_of_a_forward_whose_weights_keep_moving(monkeypatch):
+    monkeypatch.setattr(window_decoding, "MOST_TRACES", 1)
+    model = tiny_model("qwen3")
+    config = RolloutConfig(seed=3, use_default_compile_configs=True)
+    with RolloutGenerator(model, config) as generator:
+        rollout(generator)
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach() * 1.1)
+        rollout(generator)
+        assert not runner_of(generator).decoding.can_trace
+        generator.manager.engine.training.has_stepped = True
+        generator.sync_weights()
+        assert generator.manager.engine.training.is_settled
+        assert_right(rollout(generator), model)
+
+
 def test_a_compilation_needs_a_compiler():
     with (
         inductor_config.patch({"cpp.cxx": ("no-such-compiler",)}),
@@ -214,6 +229,12 @@ def test_weights_that_keep_moving_and_hooks_end_traces():
         assert len(seen) >= max(LENGTHS)
         assert decoding.trace is None
         hook.remove()
+        assert_right(rollout(generator), model)
+        assert decoding.trace is not None
+        model.enable_input_require_grads()
+        rollout(generator)
+        assert decoding.trace is not None
+        model.disable_input_require_grads()
     with RolloutGenerator(model, RolloutConfig(seed=3)) as generator:
         decoding, inner = runner_of(generator).decoding, model.model.layers[1].mlp
         rollout(generator)
@@ -288,3 +309,20 @@ def test_a_trace_that_fails_is_given_up_and_the_model_runs(caplog):
         assert decoding.trace is None
     assert "a trace is given up after it failed: RuntimeError: not for so many rows" in caplog.text
     assert len(expected) == len(outputs)
+
+
+@pytest.mark.usefixtures("soon")
+@pytest.mark.parametrize("settings", [{}, {"use_default_compile_configs": True}])
+@pytest.mark.parametrize("bug", [KeyError("a bug"), MemoryError("a bug")])
+def test_a_trace_that_cannot_be_made_fails_no_request(bug, settings, monkeypatch, caplog):
+    def fails(*_):
+        raise bug
+
+    monkeypatch.setattr(window_decoding, "Trace", fails)
+    model = tiny_model("qwen3")
+    with RolloutGenerator(model, RolloutConfig(seed=3, **settings)) as generator:
+        assert_right(rollout(generator), model)
+        assert not runner_of(generator).decoding.can_trace
+        assert generator.manager.engine.counters.preemptions == 0
+    levels = {record.levelname for record in caplog.records if "a bug" in record.message}
+    assert levels == {"WARNING"}

@@ -178,7 +178,8 @@ def test_a_forward_that_fails_with_a_draft_is_run_without(monkeypatch):
         with monkeypatch.context() as patched:
             patched.setattr(ModelRunner, "logits", fails)
             assert_same(outputs_of(generator), expected)
-        assert num_failed > 0
+        # A group whose drafts keep failing is tried less and less.
+        assert 0 < num_failed < 30
         assert counters_of(generator).drafted_tokens == 0
 
 

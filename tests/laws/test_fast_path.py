@@ -107,6 +107,28 @@ def test_graphs_are_kept_while_weights_change_in_place_and_the_cache_sleeps_wake
         assert Playback.num_captures == captured + 1
 
 
+def test_no_graph_is_replayed_while_anyone_steps_into_the_forward(fast):
+    model, seen = tiny_model("qwen3", **SMALL), []
+    hook = model.model.layers[0].register_forward_hook(lambda *_: seen.append(1))
+    with generator_of(model, use_cuda_graph=True, num_speculative_tokens=0) as generator:
+        graphs_made = generator.manager.engine._graphs
+        assert graphs_made.num_graphs == 0
+        seen.clear()
+        tokens, logprobs = rollout(generator, [SHORT], [params()])
+        assert len(seen) == len(tokens[0])
+        hook.remove()
+        assert rollout(generator, [SHORT], [params(seed=1)])[0]
+        assert graphs_made.num_graphs == 1
+        captured = Playback.num_captures
+        model.enable_input_require_grads()
+        rollout(generator, [SHORT], [params()])
+        assert (graphs_made.num_graphs, Playback.num_captures) == (1, captured)
+        doubled = model.lm_head.register_forward_hook(lambda *args: 2 * args[-1])
+        tokens, logprobs = rollout(generator, [SHORT], [params()])
+        assert logprobs[0] == pytest.approx(plain_logprobs(model, SHORT, tokens[0]), abs=1e-5)
+        doubled.remove()
+
+
 def test_capturing_touches_no_page(fast):
     with generator_of(tiny_model("qwen3", **SMALL), use_cuda_graph=True) as generator:
         rollout(generator, [SHORT], [params()])
@@ -115,7 +137,7 @@ def test_capturing_touches_no_page(fast):
         # Fresh pages hold whatever lay there, and a NaN equals nothing.
         before = [tensor.fill_(1).clone() for tensor in pages]
         key = next(iter(engine._graphs._graphs))
-        engine._graphs._add(key, engine._runner.decoding.cache.addresses, 8)
+        engine._graphs._add(key, engine._runner.decoding.addresses, 8)
         assert all(map(torch.equal, before, pages))
 
 

@@ -1,9 +1,12 @@
 """What is expected of a sequence is what followed the same words last time."""
 
+import gc
+import weakref
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cb_rollout import SamplingParams
+from cb_rollout import FinishReason, RequestStatus, SamplingParams
 from cb_rollout.engine.drafting import MOST_DRAFTED, MOST_ROWS, Drafter
 from cb_rollout.engine.echoes import GRAMS, Echoes
 from cb_rollout.engine.request import Request
@@ -77,6 +80,21 @@ def test_members_of_a_group_hear_each_other_and_nobody_else():
     del first
     # What a member that is gone has said stays, as long as one of them runs.
     assert drafter.drafts([second]) == [[6, 7]]
+
+
+def test_a_sequence_that_ended_holds_nothing_of_its_group():
+    drafter, prompt = Drafter(4), [1, 2, 3]
+    first, second = request(prompt, [4, 5, 6, 7], group=0), request(prompt, [4, 5], group=0)
+    drafter.listen([first, second])
+    known = weakref.ref(first.echoes)
+    first.end(RequestStatus.CANCELLED, FinishReason.CANCELLED)
+    assert first.echoes is None
+    assert drafter.drafts([second]) == [[6, 7]]
+    second.end(RequestStatus.CANCELLED, FinishReason.CANCELLED)
+    gc.collect()
+    assert known() is None
+    drafter.listen([first])
+    assert first.echoes is None
 
 
 def test_a_draft_leaves_room_for_the_last_token_and_is_no_longer_than_asked():

@@ -4,7 +4,7 @@ A layer hands the new key and value back as they came; the attention function, c
 key, has the step's reader write them and read the row's whole history. So nothing is gathered, no
 mask is made, and every shape is known before the step.
 
-B: rows, H: query heads, K: key heads, D: size of a key, E: size of a value.
+B: rows, V: vocabulary, H: query heads, K: key heads, D: size of a key, E: size of a value.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,8 +17,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from cb_rollout import _compat
 from cb_rollout.engine.attention.dispatch import attending
 from cb_rollout.engine.attention.places import Form, NotOrdinaryError
-from cb_rollout.engine.block_table import BlockTable
-from cb_rollout.engine.cache import PagedCache, PagedLayer
+from cb_rollout.engine.attention.seam import Forward
+from cb_rollout.engine.cache import PagedCache
 from cb_rollout.engine.probe import CacheLayout, LayerStates
 
 HARMLESS = {
@@ -73,8 +73,6 @@ class DecodeLayer(CacheLayerMixin):
         self.key_dtype, self.value_dtype = states.keys.dtype, states.values.dtype
         self.given: tuple[torch.Tensor, torch.Tensor] | None = None
         """The last update's key and value, by which the attention function knows its layer."""
-        self.rows_per_tile = 1
-        """Rows of a shared tile; known once kernels have attended."""
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Nothing to do: the pages exist."""
@@ -113,34 +111,38 @@ class DecodeCache(Cache):
         for layer in self.paged:
             layers[layer.index] = layer
         super().__init__(layers=layers)
-        self.addresses = torch.zeros(2 * len(layers) + 2, dtype=torch.int64, device=device)
-        """As `Places` takes them; all zero until `find`."""
-        self._known: list[int] = []
+        self._is_recurrent = layout.is_recurrent
         self._reader: Reader | None = None
 
-    def find(self, cache: PagedCache, table: BlockTable) -> torch.Tensor:
-        """Where the pages and the table lie now, as the kernels take it: in one place for good."""
-        blocks = table.blocks
-        addresses = [blocks.data_ptr(), blocks.shape[1]]
-        for layer in cache.layers:
-            pages = layer.pages[:2] if isinstance(layer, PagedLayer) else []
-            addresses += [p.data_ptr() for p in pages] or [0, 0]
-        if addresses != self._known:
-            self.addresses.copy_(torch.tensor(addresses))
-            self._known = addresses
-        return self.addresses
-
-    @contextmanager
-    def reading(
-        self, reader: Reader, slots_B: torch.Tensor, cache: PagedCache | None = None
-    ) -> Iterator[None]:
-        """Within, a model that is given this cache runs one new token of each row.
+    def run(
+        self,
+        forward: Forward,
+        reader: Reader,
+        tokens_B1: torch.Tensor,
+        positions_B1: torch.Tensor,
+        slots_B: torch.Tensor,
+        cache: PagedCache | None = None,
+    ) -> torch.Tensor:
+        """float32 logits, `[B, V]`, by one forward of one new token of each row.
 
         Args:
+            forward: calls the model.
             reader: attends, and knows where the rows lie.
+            tokens_B1: the new tokens.
+            positions_B1: each one's position.
             slots_B: integers; each row's slot.
             cache: where recurrent states are; None: there are none.
         """
+        # A mask of four dimensions is taken as it is, and nobody reads it; recurrent layers would.
+        mask = None if self._is_recurrent else tokens_B1.new_ones(tokens_B1.shape[0], 1, 1, 1)
+        with self._reading(reader, slots_B, cache):
+            return forward(tokens_B1, mask, positions_B1, self)
+
+    @contextmanager
+    def _reading(
+        self, reader: Reader, slots_B: torch.Tensor, cache: PagedCache | None
+    ) -> Iterator[None]:
+        """Within, a model that is given this cache runs one new token of each row."""
         self._reader = reader
         for layer in self.paged:
             layer.given = None

@@ -14,7 +14,7 @@ from cb_rollout.engine.attention.seam import Forward
 from cb_rollout.engine.attention.sharing import num_splits
 from cb_rollout.engine.attention.triton_decode import TYPES, attend, shared_rows, write
 from cb_rollout.engine.block_table import BlockTable
-from cb_rollout.engine.cache import PagedCache
+from cb_rollout.engine.cache import PagedCache, PagedLayer
 from cb_rollout.engine.probe import CacheLayout
 
 
@@ -23,6 +23,8 @@ class PageReader:
     """Attends by kernels that read the pages where they lie."""
 
     places: Places
+    rows_per_tile: dict[int, int]
+    """Rows of a shared tile of each layer, by its number; noted where a layer attends."""
 
     def attend(
         self,
@@ -36,7 +38,9 @@ class PageReader:
         types = TYPES[layer.key_dtype], TYPES[layer.value_dtype]
         write(key[:, :, 0], value[:, :, 0], self.places, layer.index, types)
         heads_per_key = query.shape[1] // layer.num_key_heads
-        layer.rows_per_tile = shared_rows(heads_per_key, max(query.shape[3], layer.value_size))
+        self.rows_per_tile[layer.index] = shared_rows(
+            heads_per_key, max(query.shape[3], layer.value_size)
+        )
         outputs_BHE = attend(
             query[:, :, 0],
             layer.num_key_heads,
@@ -55,7 +59,12 @@ class PagedDecoding:
     def __init__(self, layout: CacheLayout, device: torch.device) -> None:
         """Prepare for pages of this layout."""
         self.cache = DecodeCache(layout, device)
-        self._device, self._is_recurrent = device, layout.is_recurrent
+        num_addresses = 2 * len(layout.layers) + 2
+        self.addresses = torch.zeros(num_addresses, dtype=torch.int64, device=device)
+        """As `Places` takes them; all zero until `find`."""
+        self._known: list[int] = []
+        self._rows_per_tile = dict.fromkeys((layer.index for layer in self.cache.paged), 1)
+        self._device = device
         self._num_key_heads = max(layer.keys.shape[0] for layer in layout.layers if layer.keys)
         self.num_processors = (
             torch.cuda.get_device_properties(device).multi_processor_count
@@ -75,7 +84,7 @@ class PagedDecoding:
         """As `ModelRunner.logits`, for rows of one new token each."""
         lengths_B = self._integers(lengths)
         places = Places(
-            self.cache.find(cache, table),
+            self.find(cache, table),
             table.block_size,
             self._integers(slots),
             lengths_B,
@@ -99,15 +108,25 @@ class PagedDecoding:
 
         `cache` is where recurrent states are; None: there are none.
         """
-        # A mask of four dimensions is taken as it is, and nobody reads it; recurrent layers would.
-        mask = None if self._is_recurrent else tokens_B1.new_ones(tokens_B1.shape[0], 1, 1, 1)
-        with self.cache.reading(PageReader(places), places.slots_B, cache):
-            return forward(tokens_B1, mask, positions_B1, self.cache)
+        reader = PageReader(places, self._rows_per_tile)
+        return self.cache.run(forward, reader, tokens_B1, positions_B1, places.slots_B, cache)
+
+    def find(self, cache: PagedCache, table: BlockTable) -> torch.Tensor:
+        """Where the pages and the table lie now, as the kernels take it: in one place for good."""
+        blocks = table.blocks
+        addresses = [blocks.data_ptr(), blocks.shape[1]]
+        for layer in cache.layers:
+            pages = layer.pages[:2] if isinstance(layer, PagedLayer) else []
+            addresses += [p.data_ptr() for p in pages] or [0, 0]
+        if addresses != self._known:
+            self.addresses.copy_(torch.tensor(addresses))
+            self._known = addresses
+        return self.addresses
 
     @property
     def rows_per_tile(self) -> int:
         """Most rows that read a shared prompt together, in every layer."""
-        return min(layer.rows_per_tile for layer in self.cache.paged)
+        return min(self._rows_per_tile.values())
 
     def splits(self, num_rows: int, longest: int) -> int:
         """Stretches to cut the keys of so many rows into."""

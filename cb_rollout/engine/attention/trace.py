@@ -114,8 +114,7 @@ class _List:
 def _run(
     forward: Forward, cache: DecodeCache, reader: Any, tokens: torch.Tensor, positions: torch.Tensor
 ) -> torch.Tensor:
-    with cache.reading(reader, tokens[:, 0]):
-        return forward(tokens, tokens.new_ones(tokens.shape[0], 1, 1, 1), positions, cache)
+    return cache.run(forward, reader, tokens, positions, tokens[:, 0])
 
 
 def _example(num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:

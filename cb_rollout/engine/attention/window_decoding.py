@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from cb_rollout._compat_hooks import has_hooks
 from cb_rollout.engine.attention.decode_cache import DecodeCache
 from cb_rollout.engine.attention.seam import Forward
 from cb_rollout.engine.attention.trace import Trace, UntraceableError
@@ -16,7 +17,7 @@ from cb_rollout.engine.attention.window import COLUMNS_AT_A_TIME, KeyWindow
 from cb_rollout.engine.attention.window_step import WindowStep
 from cb_rollout.engine.block_table import BlockTable
 from cb_rollout.engine.cache import PagedCache
-from cb_rollout.engine.capture import captured_weights, has_hooks
+from cb_rollout.engine.capture import captured_weights
 from cb_rollout.engine.faults import is_out_of_memory
 from cb_rollout.engine.probe import CacheLayout
 from cb_rollout.errors import said
@@ -49,6 +50,7 @@ class WindowDecoding:
         self._steps_before_trace = STEPS_BEFORE_TRACE
         self._inductor_options: Mapping[str, Any] | None = None
         self._weights: list[object] = []
+        self._is_stepped_into = False
         self._order: list[int] = []
         """Which row of a step stands where, sequence by sequence as in the window."""
         self._slots_B = torch.empty(0)
@@ -63,14 +65,15 @@ class WindowDecoding:
         self._inductor_options, self._steps_before_trace = inductor_options, 0
 
     def check_weights(self, model: torch.nn.Module) -> None:
-        """Forget the trace if a weight no longer is where it was, or an adapter was switched."""
+        """Forget the trace if a weight no longer is where it was, or an adapter was switched.
+
+        There is none while anyone steps into the forward, who would not be called.
+        """
         if not self.can_trace:
             return
-        weights, is_stepped_into = captured_weights(model), has_hooks(model)
-        if is_stepped_into or weights != self._weights:
+        weights, self._is_stepped_into = captured_weights(model), has_hooks(model)
+        if self._is_stepped_into or weights != self._weights:
             self._weights, self.trace, self._num_steps = weights, None, 0
-        if is_stepped_into:
-            self.stay_untraced()
 
     def stay_untraced(self) -> None:
         """Have the model itself run, always."""
@@ -115,11 +118,7 @@ class WindowDecoding:
         self._consider_trace(forward)
         logits_BV = self._traced(tokens_B1, positions_B1, step)
         if logits_BV is None:
-            # A mask of four dimensions is taken as it is, and nobody reads it, but recurrent
-            # layers would.
-            mask = None if cache.layout.is_recurrent else tokens_B1.new_ones(len(order), 1, 1, 1)
-            with self.cache.reading(step, slots_B, cache):
-                logits_BV = forward(tokens_B1, mask, positions_B1, self.cache)
+            logits_BV = self.cache.run(forward, step, tokens_B1, positions_B1, slots_B, cache)
         window.advance(seated, first_lengths, num_new)
         if order == list(range(len(slots))):
             return logits_BV
@@ -146,19 +145,26 @@ class WindowDecoding:
         """Make a trace once it is likely to pay."""
         self._num_steps += 1
         is_due = self._num_steps > self._steps_before_trace and self._num_traces < MOST_TRACES
-        if self.trace or not is_due:
+        if self.trace or self._is_stepped_into or not is_due:
             return
         self._num_traces += 1
         try:
             self.trace = Trace(forward, self.cache, self._inductor_options)
-        except UntraceableError as error:
+        except Exception as error:  # noqa: BLE001  a trace fails no request, whatever is wrong
+            # Where memory ran out, the model's own forward says so itself.
+            is_answer = isinstance(error, UntraceableError)
+            told = str(error) if is_answer else said(error)
             if self._inductor_options is not None:
-                _LOGGER.warning("decode forwards are not compiled, as was asked: %s", error)
+                _LOGGER.warning("decode forwards are not compiled, as was asked: %s", told)
                 self._inductor_options = None
                 self._num_traces -= 1
                 return
-            self._num_traces = MOST_TRACES
-            _LOGGER.info("decode forwards run by the model itself, not from a list: %s", error)
+            self.stay_untraced()
+            _LOGGER.log(
+                logging.INFO if is_answer else logging.WARNING,
+                "decode forwards run by the model itself, not from a list: %s",
+                told,
+            )
 
 
 def _window_order(slots: Sequence[int], starts: Sequence[int], seated: Sequence[int]) -> list[int]:
