@@ -89,7 +89,14 @@ def check(model: PreTrainedModel) -> Parity:
         ConfigurationError: the engine refuses the model.
     """
     found = Parity()
-    config = RolloutConfig(seed=0, block_size=4, num_blocks=NUM_BLOCKS, max_batch_tokens=24)
+    # Drafts would end some before memory runs out.
+    config = RolloutConfig(
+        seed=0,
+        block_size=4,
+        num_blocks=NUM_BLOCKS,
+        max_batch_tokens=24,
+        num_speculative_tokens=0,
+    )
     with RolloutGenerator(model, config) as generator:
         engine = generator.manager.engine
         greedy = SamplingParams(do_sample=False, max_new_tokens=NEW_TOKENS, ignore_eos=True)

@@ -77,7 +77,9 @@ def windowed(monkeypatch):
 
 
 @pytest.mark.parametrize("path", [gathered, windowed, traced])
-@pytest.mark.parametrize("family", ["qwen3", "gpt2", "mistral", "gpt_oss"])
+@pytest.mark.parametrize(
+    "family", ["qwen3", "gpt2", "mistral", "gpt_oss", "bloom", "deepseek_v3", "qwen3_moe"]
+)
 def test_tokens_are_the_same_on_every_path(path, family, monkeypatch):
     model = looping_model(family)
     expected = without_drafts(model, num_return_sequences=2)
