@@ -19,6 +19,9 @@ from cb_rollout.bench.workload import Workload, random_prompts
 NUM_REQUESTS = (1, 4, 8)
 # No step of more has drafts.
 
+NUM_WARM_UPS = 4
+# A forward is traced after 64 steps, and with drafts a rollout has few.
+
 TEMPERATURES = {"greedy": 0.0, "at temperature 1": 1.0}
 
 
@@ -37,7 +40,7 @@ def bench(setup: Setup) -> dict[str, Any]:
             prompts = random_prompts(draws, count, sizes.prompt_tokens, sizes.shape["vocab_size"])
             workload = Workload(prompts, [sizes.longest_in_step] * count)
             print(f"drafts, {said}: {count} requests, {workload.num_tokens} tokens")
-            turns = interleaved(contenders, model, workload, setup.repetitions)
+            turns = interleaved(contenders, model, workload, setup.repetitions, NUM_WARM_UPS)
             results[f"{count} requests, {said}"] = {
                 name: throughput(contender, turns[name], workload.num_tokens)
                 for name, contender in contenders.items()

@@ -62,13 +62,18 @@ def take_turn(
 
 
 def interleaved(
-    contenders: dict[str, Contender], model: Any, workload: Workload, repetitions: int
+    contenders: dict[str, Contender],
+    model: Any,
+    workload: Workload,
+    repetitions: int,
+    num_warm_ups: int = 1,
 ) -> dict[str, list[Turn]]:
     """Each contender's turns."""
     turns: dict[str, list[Turn]] = {name: [] for name in contenders}
     for repetition in range(repetitions):
         for name, contender in contenders.items():
-            turns[name].append(take_turn(contender, model, workload))
+            turn = take_turn(contender, model, workload, num_warm_ups=num_warm_ups)
+            turns[name].append(turn)
             print(
                 f"  {repetition + 1}/{repetitions} {name:<28}{turns[name][-1].seconds:8.2f} s",
                 flush=True,
