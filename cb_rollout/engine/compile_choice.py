@@ -43,7 +43,6 @@ def _obstacle(runner: ModelRunner, config: RolloutConfig) -> str | None:
         return "needs a trace of the forward, which use_cuda_graph=False forbids"
     if not isinstance(runner.decoding, WindowDecoding):
         return f"needs a forward that can be traced ({runner.attention.reason})"
-    # One that was traced and is not any more is no obstacle: memory is planned anew amid training.
     if runner.decoding.is_recurrent:
         return "needs a forward that can be traced (this model keeps recurrent states)"
     if obstacle := _compat_tracing.compiler_obstacle():

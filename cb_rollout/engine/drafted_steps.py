@@ -75,7 +75,7 @@ class DraftedSteps:
         return sum(num_given)
 
     def _with_room(self, request: Request, draft: list[int]) -> list[int]:
-        """The draft, where there are blocks for it that nobody else needs."""
+        """The draft, where there are blocks for it without a preemption."""
         blocks = self._scheduler.blocks.extend(request, request.num_tokens + len(draft))
         self._storage.table.write(blocks or [])
         return [] if blocks is None else draft

@@ -13,8 +13,8 @@ from cb_rollout.engine.echoes import Echoes
 from cb_rollout.engine.request import Request
 
 MOST_ROWS = 16
-# Of a step with drafts: linear layers take so many rows in hardly more time than one, as the
-# bench's `roofline` prints; beyond, a row that is thrown away costs what it is.
+# Of a step with drafts: up to here a further row costs linear layers a small part of the first one,
+# as the bench's `roofline` prints.
 
 MOST_DRAFTED = 7
 # Tokens of one draft, where nobody says another number.

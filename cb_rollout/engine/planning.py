@@ -16,7 +16,7 @@ from cb_rollout.errors import ConfigurationError, OutOfCacheMemoryError
 from cb_rollout.memory import GIB, MemoryPlan, TrainingBytes, create_memory_plan
 
 FLOAT32_LOGITS = 3
-# Of every row at once: the logits, their probabilities and the sum of these along the vocabulary.
+# Of every row at once: the logits, these over their temperature, and their exponentials.
 
 TURNED = {
     "block_size": "lower",

@@ -80,7 +80,7 @@ class Scheduler:
         self.waiting.append(request)
 
     def schedule_prefill(self) -> list[Prefill]:
-        """The prompts, or chunks of them, of the coming forward: `max_batch_tokens` when padded."""
+        """The prompts, or chunks, of the coming forward; padded, `max_batch_tokens` at most."""
         chosen: list[Prefill] = []
         width = 0
         pending = deque(self.prefilling)

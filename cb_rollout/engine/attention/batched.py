@@ -23,13 +23,13 @@ def batched_attention(
     added: torch.Tensor | None,
     form: Form,
 ) -> torch.Tensor:
-    """One new token's attention, for every row and key head.
+    """Attention of new tokens, for every row and key head.
 
     Args:
-        queries: `[B x H, G, D]`.
+        queries: `[B x H, G, D]`; those of several new tokens one after the other.
         keys: `[B x H, S, D]`.
         values: `[B x H, S, E]`.
-        added: `[B x H, 1, S]`, added to the scores: -inf hides a column; None: all are seen.
+        added: `[B x H, 1 or G, S]`, added to the scores: -inf hides a column; None: all are seen.
         form: scale, cap and sinks; the window is told by `added`.
 
     Returns:
