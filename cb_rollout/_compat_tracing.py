@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._inductor import cpp_builder, list_mode_options, list_options, standalone_compile
+from torch._inductor import list_mode_options, list_options, standalone_compile
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
@@ -122,7 +122,8 @@ def compiled(module: fx.GraphModule, options: Mapping[str, Any]) -> Callable[...
     """
     examples = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
     # One at a time, in this process: workers would outlive a training run's forks.
-    patches = {"compile_threads": 1, **options}
+    # And what a trace is tried with needs no look at every tensor of every call.
+    patches = {"compile_threads": 1, "size_asserts": False, **options}
     with torch.no_grad():
         artifact = standalone_compile(
             module, examples, dynamic_shapes="from_graph", options={"config_patches": patches}
@@ -149,15 +150,6 @@ def unknown_inductor_options(options: Iterable[object]) -> list[object]:
     # As torch.compile reads them.
     known = {name.replace("-", "_") for name in list_options()}
     return [name for name in options if str(name).replace("-", "_") not in known]
-
-
-def compiler_obstacle() -> str | None:
-    """Why inductor cannot compile for a CPU; None: it can."""
-    try:
-        cpp_builder.get_cpp_compiler()
-    except Exception as error:  # noqa: BLE001  what it raises is the answer
-        return str(error)
-    return None
 
 
 @contextmanager

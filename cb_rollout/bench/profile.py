@@ -16,7 +16,6 @@ from cb_rollout.bench.seams import (
     DELIVERY,
     FINE,
     FORWARD,
-    KEYS,
     LINEAR,
     SAMPLING,
     STEP,
@@ -28,8 +27,7 @@ from cb_rollout.bench.workload import Workload, long_tailed
 
 ROWS = {
     "prefill forwards": FORWARD,
-    "decode forwards: attention": ATTENTION,
-    "decode forwards: keys written and gathered": KEYS,
+    "decode forwards: attention and its keys": ATTENTION,
     "decode forwards: linear layers": LINEAR,
     "decode forwards: other operations": FORWARD,
     "sampling": SAMPLING,

@@ -10,7 +10,7 @@ had, for few rows never reach that rate.
 from collections import Counter
 from typing import Any
 
-from cb_rollout._compat_tracing import compiler_obstacle
+from cb_rollout._compat_cpp import compiler_obstacle
 from cb_rollout.bench.contenders import Contender, generate, ours, transformers_batching
 from cb_rollout.bench.machine import matmul_flops, needed_flops
 from cb_rollout.bench.model import create_model

@@ -7,8 +7,7 @@ import torch
 
 from cb_rollout.bench.spans import Seam
 from cb_rollout.engine.attention.batched import BatchedAttention
-from cb_rollout.engine.attention.window import KeyWindow
-from cb_rollout.engine.attention.window_step import WindowStep
+from cb_rollout.engine.attention.cpp_decoding import CppReader
 from cb_rollout.engine.cache import PagedLayer
 from cb_rollout.engine.core import Engine
 from cb_rollout.engine.runner import ModelRunner
@@ -17,7 +16,7 @@ from cb_rollout.engine.steps import Steps
 from cb_rollout.loop import EngineLoop
 
 STEP, PREFILL, DECODE, FORWARD = "step", "prefill", "decode", "forward"
-ATTENTION, KEYS, LINEAR = "attention", "keys", "linear"
+ATTENTION, LINEAR = "attention", "linear"
 SAMPLING, DELIVERY = "sampling", "delivery"
 
 COARSE = (
@@ -32,10 +31,8 @@ FINE = (
     Seam(PREFILL, Steps, "prefill"),
     Seam(DECODE, Steps, "decode"),
     Seam(ATTENTION, BatchedAttention, "__call__"),
-    Seam(ATTENTION, WindowStep, "attend"),
-    Seam(KEYS, PagedLayer, "update"),
-    Seam(KEYS, KeyWindow, "seat"),
-    Seam(KEYS, WindowStep, "_with_new"),
+    Seam(ATTENTION, CppReader, "attend"),
+    Seam(ATTENTION, PagedLayer, "update"),
     Seam(LINEAR, torch.nn.Linear, "forward"),
     # A trace calls no module, and attention calls the last of these too.
     Seam(LINEAR, torch, "mm"),

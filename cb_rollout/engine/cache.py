@@ -169,19 +169,12 @@ class PagedCache(Cache):
         block_size: int,
         num_slots: int,
         device: torch.device,
-        window_bytes: int = 0,
     ) -> None:
-        """Allocate the storage for `num_blocks` blocks beside the null block.
-
-        `window_bytes` is what a copy of the running sequences' keys may take.
-        """
+        """Allocate the storage for `num_blocks` blocks beside the null block."""
         self.layout, self._num_slots, self._device = layout, num_slots, device
         self.block_size = block_size
         num_places = (num_blocks + 1) * block_size
         super().__init__(layers=[self._layer(states, num_places) for states in layout.layers])
-        self.window_bytes = window_bytes
-        self.window: object | None = None
-        """What decode steps read in the pages' place; it goes when they go."""
         self._step: Step | None = None
         self._paged = [layer for layer in self.layers if isinstance(layer, PagedLayer)]
         self.stateful = {
@@ -227,11 +220,6 @@ class PagedCache(Cache):
     def num_bytes(self) -> int:
         """Bytes of all pages and slots."""
         return sum(tensor.nbytes for tensor in self.tensors)
-
-    @property
-    def is_packed(self) -> bool:
-        """Whether pages hold something else than what layers give."""
-        return any(pages.dtype == torch.uint8 for layer in self._paged for pages in layer.pages)
 
     def begin(self, step: Step, is_fresh: bool) -> None:
         """Aim every layer at the coming forward.

@@ -2,7 +2,7 @@
 
 from cb_rollout import _compat_tracing
 from cb_rollout.config import RolloutConfig
-from cb_rollout.engine.attention.window_decoding import WindowDecoding
+from cb_rollout.engine.attention.cpp_decoding import CppDecoding
 from cb_rollout.engine.runner import ModelRunner
 from cb_rollout.errors import ConfigurationError
 
@@ -27,8 +27,8 @@ def choose_compilation(runner: ModelRunner, config: RolloutConfig) -> str:
     if unknown := _compat_tracing.unknown_inductor_options(settings.options):
         obstacle = f"has options that inductor does not know ({', '.join(map(repr, unknown))})"
     if obstacle is None:
-        assert isinstance(decoding, WindowDecoding)
-        decoding.compile_with(options)
+        assert isinstance(decoding, CppDecoding)
+        decoding.forward.compile_with(options)
         return "; compiled"
     asked = "use_default_compile_configs=True"
     if config.decode_compile_config is not None:
@@ -41,10 +41,8 @@ def _obstacle(runner: ModelRunner, config: RolloutConfig) -> str | None:
         return f"is for a CPU; on {runner.device} decode steps run as CUDA graphs"
     if config.wants_graphs is False:
         return "needs a trace of the forward, which use_cuda_graph=False forbids"
-    if not isinstance(runner.decoding, WindowDecoding):
+    if not isinstance(runner.decoding, CppDecoding):
         return f"needs a forward that can be traced ({runner.attention.reason})"
-    if runner.decoding.is_recurrent:
+    if not runner.decoding.forward.can_be_listed:
         return "needs a forward that can be traced (this model keeps recurrent states)"
-    if obstacle := _compat_tracing.compiler_obstacle():
-        return f"needs a C++ compiler, by name in CXX ({obstacle})"
     return None

@@ -5,12 +5,13 @@ Owns the paged cache and the policy version that tokens are stamped with. One th
 
 import logging
 from contextlib import ExitStack
+from functools import partial
 
 import torch
 from transformers import PreTrainedModel
 
 from cb_rollout import _compat
-from cb_rollout.choices import LogprobsMode, SamplingMask, SchedulerType
+from cb_rollout.choices import SchedulerType
 from cb_rollout.config import RolloutConfig
 from cb_rollout.engine import device as devices
 from cb_rollout.engine.compile_choice import choose_compilation
@@ -24,7 +25,7 @@ from cb_rollout.engine.planning import kept_layout, plan_memory
 from cb_rollout.engine.rehearsal import rehearse
 from cb_rollout.engine.request import Request
 from cb_rollout.engine.runner import ModelRunner, RowForm
-from cb_rollout.engine.sampling import TokenGiver
+from cb_rollout.engine.sampling import create_token_giver
 from cb_rollout.engine.saver import create_saver
 from cb_rollout.engine.scheduler import Scheduler
 from cb_rollout.engine.steps import Steps
@@ -79,7 +80,8 @@ class Engine:
         """Learn the cache's layout, how decode steps run, and plan the memory."""
         devices.require_unmoved(self.model, self.device)
         identity = _compat.forward_identity(self.model)
-        self.layout = kept_layout(rehearse(self._runner), self.config, self.device)
+        kept = partial(kept_layout, config=self.config, device=self.device)
+        self.layout = rehearse(self._runner, kept)
         # Once for each layout: a later plan may find a trace given up, for reasons of its own.
         self._told_of_compilation = choose_compilation(self._runner, self.config)
         self._plan()
@@ -125,17 +127,11 @@ class Engine:
             if offload_bytes
             else None,
         )
-        parts = self._runner, self._scheduler, self._storage, self._token_giver(), self.counters
+        token_giver = create_token_giver(self.config, self.device, self.counters)
+        parts = self._runner, self._scheduler, self._storage, token_giver, self.counters
         drafter = Drafter(self.config.num_speculative_tokens)
         drafted = DraftedSteps(drafter, *parts) if self._has_drafts else None
         self._steps = Steps(*parts, self._graphs, drafted)
-
-    def _token_giver(self) -> TokenGiver:
-        mode = LogprobsMode(self.config.logprobs_mode)
-        keeps_ids = self.config.sampling_mask == SamplingMask.REPLAY
-        if keeps_ids:
-            mode = LogprobsMode.PROCESSED
-        return TokenGiver(self.device, mode, self.counters, keeps_ids=keeps_ids)
 
     @property
     def model(self) -> PreTrainedModel:

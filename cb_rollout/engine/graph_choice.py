@@ -8,7 +8,7 @@ from cb_rollout import _compat
 from cb_rollout.config import RolloutConfig
 from cb_rollout.engine import device as devices
 from cb_rollout.engine.attention.choice import DecodePath
-from cb_rollout.engine.attention.window_decoding import WindowDecoding
+from cb_rollout.engine.attention.cpp_decoding import CppDecoding
 from cb_rollout.engine.graph_sizes import GraphSizes
 from cb_rollout.engine.runner import ModelRunner, leased
 from cb_rollout.errors import ConfigurationError, said
@@ -31,8 +31,8 @@ def create_graphs(
         ConfigurationError: graphs are asked for, and cannot be.
     """
     if config.wants_graphs is False:
-        if isinstance(runner.decoding, WindowDecoding):
-            runner.decoding.stay_untraced()
+        if isinstance(runner.decoding, CppDecoding):
+            runner.decoding.forward.stay_untraced()
         return None, "CUDA graphs: off, as asked"
     graphs, obstacle = None, _obstacle(runner, is_recurrent)
     if obstacle is None:

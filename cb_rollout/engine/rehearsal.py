@@ -14,8 +14,8 @@ import torch
 from cb_rollout import _compat
 from cb_rollout.engine import device as devices
 from cb_rollout.engine.attention.choice import AttentionChoice, DecodePath, choose_attention
+from cb_rollout.engine.attention.cpp_decoding import CppDecoding
 from cb_rollout.engine.attention.seam import Decoding
-from cb_rollout.engine.attention.window_decoding import WindowDecoding
 from cb_rollout.engine.block_table import BlockTable
 from cb_rollout.engine.cache import PagedCache
 from cb_rollout.engine.lease import leased
@@ -40,11 +40,17 @@ LARGEST_SHARE_OF_KERNELS = 0.1
 # Of the same spread, between two ways to attend over the same pages.
 
 
-def rehearse(runner: ModelRunner) -> CacheLayout:
+def rehearse(
+    runner: ModelRunner, kept: Callable[[CacheLayout], CacheLayout] = lambda layout: layout
+) -> CacheLayout:
     """Learn what the model's layers keep, and set how the runner lays out its rows.
 
+    Args:
+        runner: of the model.
+        kept: in what form pages will keep what a layout says.
+
     Returns:
-        The layout, under which the model agrees with its plain forward.
+        The kept form of the layout under which the model agrees with its plain forward.
 
     Raises:
         ConfigurationError: it cannot be made to agree.
@@ -69,7 +75,7 @@ def rehearse(runner: ModelRunner) -> CacheLayout:
             ) from failure
         if plain.isnan().any():
             # Diverged weights show nothing about pages; the sampler refuses their tokens.
-            return layout
+            return kept(layout)
         found = ""
         for runner.row_form in RowForm:
             paged, failure = _attempt(lambda: _paged(runner, layout, rows))
@@ -78,8 +84,9 @@ def rehearse(runner: ModelRunner) -> CacheLayout:
                 continue
             distances = torch.where(plain == paged, 0.0, (plain - paged).abs())
             if _is_rounding(distances, plain, runner.compute_dtype):
-                runner.attention = _chosen_attention(runner, layout, rows, paged)
-                return layout
+                pages = kept(layout)
+                runner.attention = _chosen_attention(runner, layout, pages, rows, paged)
+                return pages
             found = f"log-probabilities are {distances.max():.2g} nats off its plain forward"
         advice, _ = _attempt(lambda: _advice(runner, rows))
     raise ConfigurationError(
@@ -112,11 +119,15 @@ def _advice(runner: ModelRunner, rows: list[list[int]]) -> str:
 
 
 def _chosen_attention(
-    runner: ModelRunner, layout: CacheLayout, rows: list[list[int]], gathered: torch.Tensor
+    runner: ModelRunner,
+    layout: CacheLayout,
+    kept: CacheLayout,
+    rows: list[list[int]],
+    gathered: torch.Tensor,
 ) -> AttentionChoice:
     """Set how the runner's decode steps read the pages: directly, where that agrees."""
     is_padded = runner.row_form is RowForm.PADDED
-    choice = choose_attention(runner.device, layout, is_padded=is_padded)
+    choice = choose_attention(runner.device, kept, is_padded=is_padded)
     if choice.path is not DecodePath.GATHERED:
         runner.decoding = _decoding(choice.path, layout, runner.device)
         with devices.current(runner.device):
@@ -133,8 +144,8 @@ def _chosen_attention(
 
 
 def _decoding(path: DecodePath, layout: CacheLayout, device: torch.device) -> Decoding:
-    if path is DecodePath.WINDOW:
-        return WindowDecoding(layout)
+    if path is DecodePath.CPP:
+        return CppDecoding(layout)
     from cb_rollout.engine.attention.decoding import PagedDecoding  # needs triton
 
     return PagedDecoding(layout, device)

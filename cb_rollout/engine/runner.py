@@ -133,9 +133,7 @@ class ModelRunner:
             float32 logits after each row's last token, `[B, V]`.
         """
         if self.decoding is not None and max(map(len, new_tokens)) == 1 < min(lengths):
-            logits = self.decoding.logits(self.forward, new_tokens, lengths, slots, cache, table)
-            if logits is not None:
-                return logits
+            return self.decoding.logits(self.forward, new_tokens, lengths, slots, cache, table)
         if self.row_form is RowForm.PADDED:
             return self._forward(new_tokens, lengths, slots, cache, table)
         # Without keys there is no history to align, so only the new tokens must be alike.

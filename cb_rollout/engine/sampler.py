@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 
 from cb_rollout.choices import LogprobsMode
+from cb_rollout.engine.cpp_sampler import can_sample, sample_plain
 from cb_rollout.engine.request import Request
 
 GOLDEN_GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
@@ -77,6 +78,8 @@ class SamplingBatch:
     """Rows whose most likely tokens are delivered too; None: there are none."""
     num_top: int
     """How many the row that wants most wants."""
+    plain_temperatures_B: torch.Tensor | None = None
+    """float32, 0 where greedy; None: some row wants more than a token of its whole vocabulary."""
 
     def scaled(self, logits_BV: torch.Tensor) -> torch.Tensor:
         """Logits over temperatures."""
@@ -120,6 +123,9 @@ def create_sampling_batch(requests: Sequence[Request], device: torch.device) -> 
         return torch.tensor(values, dtype=torch.int64, device=device)
 
     temperatures = [1.0 if p.is_greedy else p.temperature for p in params]
+    plain = None
+    if not truncated and not with_top:
+        plain = floats([0.0 if p.is_greedy else p.temperature for p in params])
     return SamplingBatch(
         temperatures_B=None if set(temperatures) == {1.0} else floats(temperatures),
         seeds_B=integers([request.seed for request in requests]),
@@ -130,6 +136,7 @@ def create_sampling_batch(requests: Sequence[Request], device: torch.device) -> 
         min_p_R=floats([params[r].min_p for r in truncated]),
         top_rows=integers(with_top) if with_top else None,
         num_top=max(p.top_logprobs for p in params),
+        plain_temperatures_B=plain,
     )
 
 
@@ -232,8 +239,10 @@ def sample(
         mode: which distribution the log-probabilities are of.
         processed_BV: the logits to sample from instead, float32; None: the same ones.
     """
-    scaled_BV = batch.scaled(logits_BV)
     is_same = processed_BV is None
+    if is_same and batch.plain_temperatures_B is not None and can_sample(logits_BV):
+        return _sampled_plain(logits_BV, batch.plain_temperatures_B, batch.seeds_B, indices_B)
+    scaled_BV = batch.scaled(logits_BV)
     choose_BV = logits_BV if is_same else processed_BV
     sampled_from_BV = scaled_BV if is_same else batch.scaled(processed_BV)
     log_mass_R = is_kept_RV = None
@@ -268,3 +277,8 @@ def sample(
     return Sampled(
         token_ids_B, logprobs_B, is_valid_B, is_possible_B, top_KN, log_mass_R, is_kept_RV
     )
+
+
+def _sampled_plain(logits_BV: torch.Tensor, *rows: torch.Tensor) -> Sampled:
+    token_ids_B, logprobs_B = sample_plain(logits_BV, *rows)
+    return Sampled(token_ids_B, logprobs_B, logprobs_B == logprobs_B, None, None, None, None)

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 
 import torch
 
-from cb_rollout.choices import LogprobsMode
+from cb_rollout.choices import LogprobsMode, SamplingMask
+from cb_rollout.config import RolloutConfig
 from cb_rollout.engine.processors import LogitsProcessing
 from cb_rollout.engine.request import Request
 from cb_rollout.engine.sampler import Sampled, SamplingBatch, create_sampling_batch, sample
@@ -157,6 +158,17 @@ class TokenGiver:
         if is_recurring:
             self._kept = (list(requests), batch, processing)
         return batch, processing
+
+
+def create_token_giver(
+    config: RolloutConfig, device: torch.device, counters: EngineCounters
+) -> TokenGiver:
+    """What gives tokens as the settings say."""
+    mode = LogprobsMode(config.logprobs_mode)
+    keeps_ids = config.sampling_mask == SamplingMask.REPLAY
+    if keeps_ids:
+        mode = LogprobsMode.PROCESSED
+    return TokenGiver(device, mode, counters, keeps_ids=keeps_ids)
 
 
 def append_each(

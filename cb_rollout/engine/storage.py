@@ -151,8 +151,6 @@ class CacheStorage:
             block_size=self._limits.block_size,
             num_slots=self._limits.max_requests,
             device=self._device,
-            # No history is gathered where there is a window.
-            window_bytes=self._plan.num_blocks * self._plan.workspace_bytes_per_block,
         )
 
     def grow(self, count: int, usable: int) -> int:

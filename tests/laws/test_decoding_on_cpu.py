@@ -1,7 +1,4 @@
-"""Decode steps on a CPU: gathered, over a window, or from a trace, the tokens are the same."""
-
-import gc
-import weakref
+"""Decode steps on a CPU: gathered, by the kernel, or from a trace, the tokens are the same."""
 
 import pytest
 import torch
@@ -9,10 +6,11 @@ from peft import LoraConfig, get_peft_model
 from tiny import plain_logprobs, tiny_model
 from torch._inductor import config as inductor_config
 
-from cb_rollout import RolloutConfig, RolloutGenerator, SamplingParams
-from cb_rollout.engine import rehearsal
-from cb_rollout.engine.attention import trace_compile, window_decoding
+from cb_rollout import RolloutConfig, RolloutGenerator, SamplingParams, _compat_cpp
+from cb_rollout.engine import cpp_sampler, rehearsal
+from cb_rollout.engine.attention import cpp_decode, listed_forward, trace_compile
 from cb_rollout.engine.attention.choice import AttentionChoice, DecodePath
+from cb_rollout.engine.native import library
 from cb_rollout.errors import ConfigurationError
 
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11, 12, 13], [5, 6, 7], [20] * 17]
@@ -23,7 +21,7 @@ PARAMS = [SamplingParams(ignore_eos=True, temperature=t) for t in (0.0, 1.0, 0.7
 @pytest.fixture
 def soon(monkeypatch):
     """Traces are made in the first rollout, after as many steps as a model is tried with."""
-    monkeypatch.setattr(window_decoding, "STEPS_BEFORE_TRACE", 4)
+    monkeypatch.setattr(listed_forward, "STEPS_BEFORE_TRACE", 4)
 
 
 def runner_of(generator):
@@ -55,14 +53,14 @@ def test_every_path_gives_the_same_tokens(family, monkeypatch):
             assert runner_of(generator).decoding is None
             expected = tokens_of(rollout(generator))
     with RolloutGenerator(model, RolloutConfig(seed=3, use_cuda_graph=False)) as generator:
-        assert runner_of(generator).attention.path is DecodePath.WINDOW
+        assert runner_of(generator).attention.path is DecodePath.CPP
         outputs = rollout(generator)
         assert tokens_of(outputs) == expected
         assert_right(outputs, model)
-    monkeypatch.setattr(window_decoding, "STEPS_BEFORE_TRACE", 4)
+    monkeypatch.setattr(listed_forward, "STEPS_BEFORE_TRACE", 4)
     with RolloutGenerator(model, RolloutConfig(seed=3)) as generator:
         outputs = rollout(generator)
-        assert (runner_of(generator).decoding.trace is not None) == (family != "lfm2")
+        assert (runner_of(generator).decoding.forward.trace is not None) == (family != "lfm2")
         assert tokens_of(outputs) == expected
         assert_right(outputs, model)
 
@@ -77,13 +75,13 @@ def test_compiled_decode_steps_give_the_same_tokens():
         outputs = rollout(generator)
         assert tokens_of(outputs) == expected
         assert_right(outputs, model)
-        trace = runner_of(generator).decoding.trace
+        trace = runner_of(generator).decoding.forward.trace
         assert trace is not None
         with torch.no_grad():
             model.lm_head.weight.mul_(1.5)
         generator.sync_weights()
         assert_right(rollout(generator), model)
-        assert runner_of(generator).decoding.trace is trace
+        assert runner_of(generator).decoding.forward.trace is trace
 
 
 @pytest.mark.parametrize(
@@ -125,18 +123,18 @@ def test_training_goes_on_where_a_model_that_was_to_be_compiled_cannot_be_any_mo
             optimizer.zero_grad()
             generator.sync_weights()
         assert_right(rollout(generator), model)
-        assert runner_of(generator).decoding.trace is None
+        assert runner_of(generator).decoding.forward.trace is None
 
 
 def test_a_plan_made_anew_asks_nothing_of_a_forward_whose_weights_keep_moving(monkeypatch):
-    monkeypatch.setattr(window_decoding, "MOST_TRACES", 1)
+    monkeypatch.setattr(listed_forward, "MOST_TRACES", 1)
     model = tiny_model("qwen3")
     config = RolloutConfig(seed=3, use_default_compile_configs=True)
     with RolloutGenerator(model, config) as generator:
         rollout(generator)
         model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach() * 1.1)
         rollout(generator)
-        assert not runner_of(generator).decoding.can_trace
+        assert not runner_of(generator).decoding.forward.can_trace
         generator.manager.engine.training.has_stepped = True
         generator.sync_weights()
         assert generator.manager.engine.training.is_settled
@@ -146,7 +144,7 @@ def test_a_plan_made_anew_asks_nothing_of_a_forward_whose_weights_keep_moving(mo
 def test_a_compilation_needs_a_compiler():
     with (
         inductor_config.patch({"cpp.cxx": ("no-such-compiler",)}),
-        pytest.raises(ConfigurationError, match=r"needs a C\+\+ compiler, by name in CXX"),
+        pytest.raises(ConfigurationError, match=r"kernel needs a C\+\+ compiler, g\+\+ or"),
     ):
         RolloutGenerator(tiny_model("qwen3"), RolloutConfig(use_default_compile_configs=True))
 
@@ -160,17 +158,17 @@ def test_a_forward_that_does_not_compile_runs_as_a_list(monkeypatch, caplog):
     config = RolloutConfig(seed=3, use_default_compile_configs=True)
     with RolloutGenerator(model, config) as generator:
         assert_right(rollout(generator), model)
-        assert runner_of(generator).decoding.trace is not None
+        assert runner_of(generator).decoding.forward.trace is not None
     assert "decode forwards are not compiled, as was asked: it does not compile" in caplog.text
 
 
 @pytest.mark.usefixtures("soon")
-def test_a_model_in_float64_has_a_window_and_a_trace():
+def test_a_model_in_float64_has_a_kernel_and_a_trace():
     model = tiny_model("qwen3").double()
     with RolloutGenerator(model, RolloutConfig(seed=3)) as generator:
-        assert runner_of(generator).attention.path is DecodePath.WINDOW
+        assert runner_of(generator).attention.path is DecodePath.CPP
         assert_right(rollout(generator), model)
-        assert runner_of(generator).decoding.trace is not None
+        assert runner_of(generator).decoding.forward.trace is not None
 
 
 @pytest.mark.usefixtures("soon")
@@ -178,13 +176,13 @@ def test_a_trace_stays_while_weights_change_in_place():
     model = tiny_model("qwen3")
     with RolloutGenerator(model, RolloutConfig(seed=3)) as generator:
         assert_right(rollout(generator), model)
-        trace = runner_of(generator).decoding.trace
+        trace = runner_of(generator).decoding.forward.trace
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(1.3)
         generator.sync_weights()
         assert_right(rollout(generator), model)
-        assert runner_of(generator).decoding.trace is trace
+        assert runner_of(generator).decoding.forward.trace is trace
 
 
 @pytest.mark.usefixtures("soon")
@@ -203,7 +201,7 @@ def test_a_trace_is_made_anew_for_another_weight_or_adapter():
             generator.sync_weights()
             without = rollout(generator)
             assert_right(without, wrapped)
-        assert decoding.trace is not None
+        assert decoding.forward.trace is not None
         assert tokens_of(without) != tokens_of(with_adapter)
 
 
@@ -212,69 +210,78 @@ def test_weights_that_keep_moving_and_hooks_end_traces():
     model = tiny_model("qwen3")
     with RolloutGenerator(model, RolloutConfig(seed=3)) as generator:
         decoding = runner_of(generator).decoding
-        for turn in range(window_decoding.MOST_TRACES + 2):
+        for turn in range(listed_forward.MOST_TRACES + 2):
             weight = model.lm_head.weight
             model.lm_head.weight = torch.nn.Parameter(weight.detach() * 1.1)
             generator.sync_weights()
             assert_right(rollout(generator), model)
-            assert (decoding.trace is not None) == (turn < window_decoding.MOST_TRACES)
+            assert (decoding.forward.trace is not None) == (turn < listed_forward.MOST_TRACES)
     config = RolloutConfig(seed=3, num_speculative_tokens=0)
     with RolloutGenerator(model, config) as generator:
         decoding = runner_of(generator).decoding
         rollout(generator)
-        assert decoding.trace is not None
+        assert decoding.forward.trace is not None
         seen = []
         hook = model.model.layers[0].register_forward_hook(lambda *_: seen.append(1))
         rollout(generator)
         assert len(seen) >= max(LENGTHS)
-        assert decoding.trace is None
+        assert decoding.forward.trace is None
         hook.remove()
         assert_right(rollout(generator), model)
-        assert decoding.trace is not None
+        assert decoding.forward.trace is not None
         model.enable_input_require_grads()
         rollout(generator)
-        assert decoding.trace is not None
+        assert decoding.forward.trace is not None
         model.disable_input_require_grads()
     with RolloutGenerator(model, RolloutConfig(seed=3)) as generator:
         decoding, inner = runner_of(generator).decoding, model.model.layers[1].mlp
         rollout(generator)
-        assert decoding.trace is not None
+        assert decoding.forward.trace is not None
         plain, inner.forward = inner.forward, lambda states: 2 * type(inner).forward(inner, states)
         generator.sync_weights()
         assert_right(rollout(generator), model)
         inner.forward = plain
 
 
-def test_rows_that_do_not_fit_a_window_are_gathered(monkeypatch):
-    model = tiny_model("qwen3")
-    monkeypatch.setattr(window_decoding, "LEAST_BYTES", 100_000)
-    config = RolloutConfig(seed=3, num_blocks=30, block_size=4)
-    with RolloutGenerator(model, config) as generator:
-        decoding, seen = runner_of(generator).decoding, []
-        logits = decoding.logits
-
-        def noted(*args):
-            seen.append(logits(*args))
-            return seen[-1]
-
-        decoding.logits = noted
-        assert_right(rollout(generator), model)
-    assert any(found is None for found in seen)
-    assert any(found is not None for found in seen)
+def test_a_model_in_bfloat16_keeps_its_own_attention():
+    """It rounds as the trainer's does; a kernel that rounds less is further from both."""
+    with RolloutGenerator(tiny_model("qwen3").bfloat16(), RolloutConfig(seed=3)) as generator:
+        told = "decode attention: gathered (keys are torch.bfloat16)"
+        assert told in generator.manager.engine.decode_path
 
 
-def test_a_window_goes_with_the_cache():
+def test_without_a_compiler_keys_are_gathered_and_the_reason_is_told(monkeypatch):
     model = tiny_model("qwen3")
     with RolloutGenerator(model, RolloutConfig(seed=3)) as generator:
-        rollout(generator)
-        engine = generator.manager.engine
-        window = weakref.ref(engine._storage.cache.window)
-        generator.sleep()
-        gc.collect()
-        assert window() is None
-        assert engine.cache_bytes == 0
-        generator.wake()
+        expected = tokens_of(rollout(generator))
+    cpp_sampler._kernel.cache_clear()
+    monkeypatch.setattr(cpp_sampler, "_kernel", cpp_sampler._kernel.__wrapped__)
+    with (
+        inductor_config.patch({"cpp.cxx": ("no-such-compiler",)}),
+        RolloutGenerator(model, RolloutConfig(seed=3)) as generator,
+    ):
+        told = "gathered (the kernel needs a C++ compiler, g++ or the one that CXX names ("
+        assert told in generator.manager.engine.decode_path
+        outputs = rollout(generator)
+        assert tokens_of(outputs) == expected
+        assert_right(outputs, model)
+
+
+def test_a_kernel_that_does_not_compile_fails_no_request(monkeypatch, caplog):
+    def fails(source):
+        raise RuntimeError("internal compiler error")
+
+    monkeypatch.setattr(_compat_cpp, "compiled_library", fails)
+    monkeypatch.setattr(cpp_decode, "_kernel", cpp_decode._kernel.__wrapped__)
+    monkeypatch.setattr(cpp_sampler, "_kernel", cpp_sampler._kernel.__wrapped__)
+    monkeypatch.setattr(library, "library", library.library.__wrapped__)
+    for module in (cpp_decode, cpp_sampler):
+        monkeypatch.setattr(module, "library", library.library)
+    model = tiny_model("qwen3")
+    with RolloutGenerator(model, RolloutConfig(seed=3)) as generator:
+        assert "internal compiler error" in runner_of(generator).attention.reason
         assert_right(rollout(generator), model)
+    assert "sampled by torch's operators, not a kernel: RuntimeError: internal" in caplog.text
 
 
 @pytest.mark.usefixtures("soon")
@@ -289,7 +296,7 @@ def test_what_a_trace_gives_may_be_written_to():
     params = SamplingParams(ignore_eos=True, logits_processors=(Bans(),))
     with RolloutGenerator(model, RolloutConfig(seed=3)) as generator:
         outputs = generator.generate_batch(PROMPTS, sampling_params=params, max_new_tokens=20)
-        assert runner_of(generator).decoding.trace is not None
+        assert runner_of(generator).decoding.forward.trace is not None
     assert all(max(output.generated_tokens) < 7 for output in outputs.values())
 
 
@@ -303,10 +310,10 @@ def test_a_trace_that_fails_is_given_up_and_the_model_runs(caplog):
         def fails(*_):
             raise RuntimeError("not for so many rows")
 
-        decoding.trace._row = decoding.trace._rows = fails
+        decoding.forward.trace._run = fails
         outputs = rollout(generator)
         assert_right(outputs, model)
-        assert decoding.trace is None
+        assert decoding.forward.trace is None
     assert "a trace is given up after it failed: RuntimeError: not for so many rows" in caplog.text
     assert len(expected) == len(outputs)
 
@@ -318,11 +325,11 @@ def test_a_trace_that_cannot_be_made_fails_no_request(bug, settings, monkeypatch
     def fails(*_):
         raise bug
 
-    monkeypatch.setattr(window_decoding, "Trace", fails)
+    monkeypatch.setattr(listed_forward, "Trace", fails)
     model = tiny_model("qwen3")
     with RolloutGenerator(model, RolloutConfig(seed=3, **settings)) as generator:
         assert_right(rollout(generator), model)
-        assert not runner_of(generator).decoding.can_trace
+        assert not runner_of(generator).decoding.forward.can_trace
         assert generator.manager.engine.counters.preemptions == 0
     levels = {record.levelname for record in caplog.records if "a bug" in record.message}
     assert levels == {"WARNING"}

@@ -7,7 +7,7 @@ from tiny import plain_logprobs, tiny_model
 
 from cb_rollout import FinishReason, RolloutConfig, RolloutGenerator, SamplingParams
 from cb_rollout.engine import rehearsal
-from cb_rollout.engine.attention import window_decoding
+from cb_rollout.engine.attention import listed_forward
 from cb_rollout.engine.attention.choice import AttentionChoice, DecodePath
 from cb_rollout.engine.runner import ModelRunner
 
@@ -69,14 +69,14 @@ def gathered(monkeypatch):
 
 
 def traced(monkeypatch):
-    monkeypatch.setattr(window_decoding, "STEPS_BEFORE_TRACE", 2)
+    monkeypatch.setattr(listed_forward, "STEPS_BEFORE_TRACE", 2)
 
 
-def windowed(monkeypatch):
-    monkeypatch.setattr(window_decoding, "MOST_TRACES", 0)
+def untraced(monkeypatch):
+    monkeypatch.setattr(listed_forward, "MOST_TRACES", 0)
 
 
-@pytest.mark.parametrize("path", [gathered, windowed, traced])
+@pytest.mark.parametrize("path", [gathered, untraced, traced])
 @pytest.mark.parametrize(
     "family", ["qwen3", "gpt2", "mistral", "gpt_oss", "bloom", "deepseek_v3", "qwen3_moe"]
 )

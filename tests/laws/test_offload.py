@@ -1,6 +1,7 @@
 """Preempted sequences go on from their own keys, and nobody can tell from what they say."""
 
 import pytest
+from fast_path import pretend_cuda
 from tiny import tiny_model
 
 from cb_rollout import ConfigurationError, RolloutConfig, RolloutGenerator, SamplingParams
@@ -119,3 +120,15 @@ def test_float8_pages_generate_near_the_forward(family, monkeypatch):
     plain.close()
     assert drift.max > 1e-4, "pages are really rounded"
     assert drift.mean < 0.5
+
+
+def test_float8_pages_are_gathered_where_kernels_would_read_them(monkeypatch):
+    pytest.importorskip("triton")
+    pretend_cuda(monkeypatch)
+    monkeypatch.setattr("cb_rollout.engine.device.has_float8", lambda _: True)
+    model = tiny_model("qwen3")
+    with RolloutGenerator(model, RolloutConfig(kv_dtype="float8_e4m3fn", seed=0)) as generator:
+        told = "decode attention: gathered (keys are torch.float8_e4m3fn); CUDA graphs: off"
+        assert told in generator.manager.engine.decode_path
+        generator.generate_batch(PROMPTS, sampling_params=PARAMS)
+        assert generator.verify(6).mean < 0.5

@@ -80,7 +80,7 @@ GUARDED = {"old_logps": "rollout", "verify_every_steps": 1, "max_logprob_drift":
 
 def test_a_lie_in_the_log_probabilities_is_named(tmp_path, monkeypatch):
     off_by_half(monkeypatch)
-    said = r"row 0, req_\d+, generated token 3 \('.*'\).*is 0\.5 nats.*max_logprob_drift=0\.01"
+    said = r"row \d+, req_\d+, generated token 3 \('.*'\).*is 0\.5 nats.*max_logprob_drift=0\.01"
     with pytest.raises(LogprobDriftError, match=said):
         trained(tmp_path, GUARDED)
 

@@ -129,7 +129,7 @@ def test_a_rollout_that_is_not_the_models_forward_is_found(places, monkeypatch):
 
 
 def test_whatever_a_model_raises_is_a_finding(places, monkeypatch):
-    def fail(_):
+    def fail(*_):
         raise RuntimeError("the wheels came off\nat once")
 
     monkeypatch.setattr(core, "rehearse", fail)

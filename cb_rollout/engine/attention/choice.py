@@ -6,6 +6,7 @@ from enum import StrEnum
 
 import torch
 
+from cb_rollout import _compat_cpp
 from cb_rollout.engine.probe import CacheLayout
 
 LEAST_CAPABILITY = (8, 0)
@@ -14,11 +15,9 @@ LEAST_CAPABILITY = (8, 0)
 LARGEST_HEAD = 256
 # A tile of longer keys does not fit the shared memory of every card.
 
-KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-BATCHED_DTYPES = (torch.float32, torch.float64)
-# Of batched products: in shorter types the scores between the two would be rounded, which no kernel
-# does.
+CPP_DTYPES = (torch.float32, torch.float64)
 
 
 class DecodePath(StrEnum):
@@ -28,8 +27,8 @@ class DecodePath(StrEnum):
     """Each row's history is gathered for the model's own attention; right for every model."""
     TRITON = "triton"
     """Triton kernels read the pages where they lie."""
-    WINDOW = "window"
-    """A dense copy of the running sequences' keys is extended step by step; for CPUs."""
+    CPP = "cpp"
+    """A C++ kernel reads the pages where they lie; for CPUs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +53,10 @@ def choose_attention(
         layout: what its layers keep; None: an ordinary model's.
         is_padded: whether rows of different lengths may stand in one forward.
     """
-    path = DecodePath.TRITON
-    if obstacle := device_obstacle(device):
-        path = DecodePath.WINDOW
-    if obstacle is None or device.type == "cpu":
+    path, obstacle = DecodePath.TRITON, device_obstacle(device)
+    if obstacle and device.type == "cpu":
+        path, obstacle = DecodePath.CPP, _cpp_obstacle()
+    if obstacle is None:
         obstacle = layout and _layout_obstacle(layout, path)
         if obstacle is None and not is_padded:
             obstacle = "the model takes only rows of one length together"
@@ -68,7 +67,7 @@ def choose_attention(
 
 _REASONS = {
     DecodePath.TRITON: "kernels read the pages, with no gather",
-    DecodePath.WINDOW: "running sequences lie side by side, with no gather",
+    DecodePath.CPP: "a kernel reads the pages, with no gather",
 }
 
 
@@ -85,16 +84,22 @@ def device_obstacle(device: torch.device) -> str | None:
     return None
 
 
+def _cpp_obstacle() -> str | None:
+    if obstacle := _compat_cpp.compiler_obstacle():
+        return f"the kernel needs a C++ compiler, g++ or the one that CXX names ({obstacle})"
+    return None
+
+
 def _layout_obstacle(layout: CacheLayout, path: DecodePath) -> str | None:
     keyed = [layer for layer in layout.layers if layer.keys]
     if not keyed:
         return "no layer keeps keys"
     if any(layer.index or layer.is_recurrent for layer in keyed):
         return "some layers keep more than keys and values"
-    is_kernel = path is DecodePath.TRITON
+    is_triton = path is DecodePath.TRITON
     for states in (states for layer in keyed for states in layer.per_token):
-        if is_kernel and states.shape[1] > LARGEST_HEAD:
+        if is_triton and states.shape[1] > LARGEST_HEAD:
             return f"heads of {states.shape[1]} are larger than {LARGEST_HEAD}"
-        if states.dtype not in (KERNEL_DTYPES if is_kernel else BATCHED_DTYPES):
+        if states.dtype not in (TRITON_DTYPES if is_triton else CPP_DTYPES):
             return f"keys are {states.dtype}"
     return None

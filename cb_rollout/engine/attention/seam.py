@@ -27,8 +27,8 @@ class Decoding(Protocol):
         slots: Sequence[int],
         cache: PagedCache,
         table: BlockTable,
-    ) -> torch.Tensor | None:
-        """As `ModelRunner.logits`, for rows of one new token each; None: not these rows."""
+    ) -> torch.Tensor:
+        """As `ModelRunner.logits`, for rows of one new token each."""
         ...
 
     def check_weights(self, model: torch.nn.Module) -> None:

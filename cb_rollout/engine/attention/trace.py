@@ -9,7 +9,7 @@ rows, has no trace. Attention stays a call to the step's reader, so a trace fits
 B: rows, V: vocabulary, H: query heads, D: size of a key, E: size of a value.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from cb_rollout.engine.attention.decode_cache import DecodeCache, DecodeLayer
 from cb_rollout.engine.attention.places import Form
 from cb_rollout.engine.attention.seam import Forward
 from cb_rollout.engine.attention.trace_compile import compile_stretches
-from cb_rollout.engine.attention.trace_passes import copied, simplify
+from cb_rollout.engine.attention.trace_passes import simplify
 from cb_rollout.errors import said
 
 TRACED_ROWS, TRIED_ROWS = 3, (1, 3, 8)
@@ -66,14 +66,14 @@ class Trace:
             raise UntraceableError(said(error)) from error
         if has_guards:
             raise UntraceableError("its forward depends on the number of rows")
-        # A product with one row is done best by a list; see `trace_passes.product`.
-        self._row = self._rows = _List(module, recorder.calls)
+        self.is_compiled = inductor_options is not None
         if inductor_options is not None:
             try:
                 compile_stretches(module, inductor_options)
             except Exception as error:
                 raise UntraceableError(f"it does not compile: {said(error)}") from error
-            self._rows = _List(module, recorder.calls)
+        self._constants = simplify(module, recorder.calls)
+        self._run = fx.GraphModule(torch.nn.Module(), module.graph).forward
         for num_rows in TRIED_ROWS:
             self._try(forward, cache, num_rows)
 
@@ -83,8 +83,7 @@ class Trace:
         """float32 logits, `[B, V]`, as `Forward` with a cache that `reader` reads."""
         # Only operators run here: nothing can keep a tensor that remembers the mode.
         with torch.inference_mode():
-            run = self._rows if len(tokens_B1) > 1 else self._row
-            return run(tokens_B1, positions_B1, reader)
+            return self._run(tokens_B1, positions_B1, reader, *self._constants)
 
     def _try(self, forward: Forward, cache: DecodeCache, num_rows: int) -> None:
         inputs = _example(num_rows)
@@ -97,18 +96,6 @@ class Trace:
         allowed = LARGEST_DIFFERENCE * expected_BV.abs().max()
         if got_BV.shape != expected_BV.shape or not (got_BV - expected_BV).abs().max() <= allowed:
             raise UntraceableError(f"with {num_rows} rows it computes something else")
-
-
-class _List:
-    """A traced graph in the form that runs."""
-
-    def __init__(self, module: fx.GraphModule, calls: Sequence[Sequence[Any]]) -> None:
-        simplified = fx.GraphModule(module, copied(module.graph))
-        self._constants = simplify(simplified, calls)
-        self._run = fx.GraphModule(torch.nn.Module(), simplified.graph).forward
-
-    def __call__(self, *inputs: Any) -> torch.Tensor:
-        return self._run(*inputs, *self._constants)
 
 
 def _run(

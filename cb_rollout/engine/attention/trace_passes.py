@@ -119,13 +119,6 @@ def simplify(module: fx.GraphModule, calls: Sequence[Sequence[Any]]) -> list[Any
     return constants.values
 
 
-def copied(graph: fx.Graph) -> fx.Graph:
-    """A graph of the same nodes, to be rewritten apart."""
-    copy = fx.Graph()
-    copy.output(copy.graph_copy(graph, {}))
-    return copy
-
-
 class _Constants:
     """Inputs of a graph that are the same at every call, each once."""
 

@@ -1,0 +1,107 @@
+"""Calls the C++ kernel of a decode step; needs a C++ compiler, once.
+
+B: rows, H: query heads, K: key heads, D: size of a key, E: size of a value, P: places of the pages.
+"""
+
+import ctypes
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+
+from cb_rollout.engine.attention.places import Form
+from cb_rollout.engine.block_table import BlockTable
+from cb_rollout.engine.native.library import library
+
+TYPES = {torch.float32: "float", torch.float64: "double"}
+# In shorter types the model's own attention rounds between its two products, and the trainer's
+# forward with it: to be more exact is to be further from both.
+
+_STATES, _COUNT, _NUMBER = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
+_STRIDED = (_STATES, _COUNT, _COUNT, _COUNT)
+_ARGUMENTS = (
+    *(_STRIDED * 3),
+    *(_STATES, _STATES, _STATES),
+    *(_STATES, _COUNT, _COUNT, _STATES, _STATES, _COUNT),
+    *(_NUMBER, _NUMBER, _COUNT, _STATES),
+)
+
+
+def attend(
+    query_BH1D: torch.Tensor,
+    key_BK1D: torch.Tensor,
+    value_BK1E: torch.Tensor,
+    pages: Sequence[torch.Tensor],
+    table: BlockTable,
+    slots_B: torch.Tensor,
+    lengths_B: torch.Tensor,
+    form: Form,
+) -> torch.Tensor:
+    """Write each row's newest key and value; attention of its query over all that it has.
+
+    Every row's are written before any row attends, so that rows of one slot see each other.
+
+    Args:
+        query_BH1D: the new tokens' queries, in one of `TYPES`, as all states.
+        key_BK1D: their keys.
+        value_BK1E: their values.
+        pages: of keys and of values, `[P, K x D]` and `[P, K x E]`; written to.
+        table: where each slot's blocks are.
+        slots_B: int64.
+        lengths_B: int64; each row's tokens, the new one included, at least one.
+        form: scale, window, cap and sinks.
+
+    Returns:
+        `[B, 1, H, E]`, in the query's dtype.
+
+    Raises:
+        Exception: what the compiler raises, at the first call for states of a form.
+    """
+    B, H, _, D = query_BH1D.shape
+    _, K, _, E = value_BK1E.shape
+    outputs_B1HE = query_BH1D.new_empty(B, 1, H, E)
+    sinks_H = None if form.sinks_H is None else form.sinks_H.to(query_BH1D.dtype).contiguous()
+    blocks = table.blocks
+    _kernel(query_BH1D.dtype, H, K, D, E)(
+        *_strided(query_BH1D),
+        *_strided(key_BK1D),
+        *_strided(value_BK1E),
+        outputs_B1HE.data_ptr(),
+        pages[0].data_ptr(),
+        pages[1].data_ptr(),
+        blocks.data_ptr(),
+        blocks.shape[1],
+        table.block_size,
+        slots_B.data_ptr(),
+        lengths_B.data_ptr(),
+        B,
+        form.scale,
+        form.softcap or 0.0,
+        form.window or 0,
+        None if sinks_H is None else sinks_H.data_ptr(),
+    )
+    return outputs_B1HE
+
+
+@cache
+def _kernel(
+    dtype: torch.dtype, num_heads: int, num_key_heads: int, key_size: int, value_size: int
+) -> Callable[..., Any]:
+    """For states of one form: sizes that the compiler knows let it unroll loops."""
+    kernel = library(
+        "attend",
+        REAL=TYPES[dtype],
+        NUM_HEADS=num_heads,
+        NUM_KEY_HEADS=num_key_heads,
+        KEY_SIZE=key_size,
+        VALUE_SIZE=value_size,
+    ).attend
+    kernel.argtypes, kernel.restype = _ARGUMENTS, None
+    return kernel
+
+
+def _strided(states_BN1S: torch.Tensor) -> tuple[int, int, int, int]:
+    """Where they are, and how far apart rows, heads and numbers lie."""
+    row, head, _, number = states_BN1S.stride()
+    return states_BN1S.data_ptr(), row, head, number

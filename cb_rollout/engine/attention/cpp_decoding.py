@@ -1,0 +1,76 @@
+"""Decode steps of one model on the pages themselves, on a CPU.
+
+B: rows, V: vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from cb_rollout.engine.attention.cpp_decode import TYPES, attend
+from cb_rollout.engine.attention.decode_cache import DecodeCache, DecodeLayer
+from cb_rollout.engine.attention.listed_forward import ListedForward
+from cb_rollout.engine.attention.places import Form, NotOrdinaryError
+from cb_rollout.engine.attention.seam import Forward
+from cb_rollout.engine.block_table import BlockTable
+from cb_rollout.engine.cache import PagedCache, PagedLayer
+from cb_rollout.engine.probe import CacheLayout
+
+
+@dataclass(frozen=True, slots=True)
+class CppReader:
+    """Attends by a C++ kernel that reads the pages where they lie, for one step."""
+
+    cache: PagedCache
+    table: BlockTable
+    slots_B: torch.Tensor
+    lengths_B: torch.Tensor
+
+    def attend(
+        self,
+        layer: DecodeLayer,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        form: Form,
+    ) -> torch.Tensor:
+        """See `Reader`; everything in one of `TYPES`."""
+        if query.dtype not in TYPES or not query.dtype == key.dtype == value.dtype:
+            raise NotOrdinaryError(f"its queries are {query.dtype}, its keys {key.dtype}")
+        paged = self.cache.layers[layer.index]
+        assert isinstance(paged, PagedLayer)
+        where = paged.pages, self.table, self.slots_B, self.lengths_B
+        return attend(query, key, value, *where, form)
+
+
+class CppDecoding:
+    """Runs decode steps with no gather, on a CPU."""
+
+    def __init__(self, layout: CacheLayout) -> None:
+        """Prepare for pages of this layout."""
+        self.cache = DecodeCache(layout, torch.device("cpu"))
+        self.forward = ListedForward(self.cache, can_be_listed=not layout.is_recurrent)
+
+    def check_weights(self, model: torch.nn.Module) -> None:
+        """Forget what relies on weights that no longer are where they were."""
+        self.forward.check_weights(model)
+
+    def logits(
+        self,
+        forward: Forward,
+        new_tokens: Sequence[Sequence[int]],
+        lengths: Sequence[int],
+        slots: Sequence[int],
+        cache: PagedCache,
+        table: BlockTable,
+    ) -> torch.Tensor:
+        """As `ModelRunner.logits`, for rows of one new token each."""
+        if len(slots) == 1 and self.forward.is_compiled:
+            # A compiled product with one row runs on one core, and with two on all.
+            twice = 2 * [new_tokens[0]], 2 * [lengths[0]], 2 * [slots[0]]
+            return self.logits(forward, *twice, cache, table)[:1]
+        lengths_B, slots_B = torch.tensor(lengths), torch.tensor(slots)
+        reader = CppReader(cache, table, slots_B, lengths_B)
+        tokens_B1 = torch.tensor(new_tokens)
+        return self.forward(forward, reader, tokens_B1, (lengths_B - 1)[:, None], slots_B, cache)

@@ -1,0 +1,126 @@
+"""A model's decode forward, which comes to run from a list of operators where that pays.
+
+B: rows, V: vocabulary.
+"""
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from cb_rollout._compat_hooks import has_hooks
+from cb_rollout.engine.attention.decode_cache import DecodeCache, Reader
+from cb_rollout.engine.attention.seam import Forward
+from cb_rollout.engine.attention.trace import Trace, UntraceableError
+from cb_rollout.engine.cache import PagedCache
+from cb_rollout.engine.capture import captured_weights
+from cb_rollout.engine.faults import is_out_of_memory
+from cb_rollout.errors import said
+
+STEPS_BEFORE_TRACE = 64
+# With the same weights: who takes fewer would wait for a trace longer than it saves.
+
+MOST_TRACES = 3
+# A model whose weights move at every sync is not worth one.
+
+_LOGGER = logging.getLogger(__name__)
+
+
+class ListedForward:
+    """Runs decode forwards of one model: the model itself at first, then a trace of it."""
+
+    def __init__(self, cache: DecodeCache, *, can_be_listed: bool) -> None:
+        """Trace nothing yet.
+
+        Args:
+            cache: what the model is given as its cache.
+            can_be_listed: whether the forward does nothing but operators on tensors that it is
+                given; not where it moves recurrent states.
+        """
+        self.trace: Trace | None = None
+        """Runs the forward from a list; None: not yet, or the model itself runs."""
+        self.can_be_listed = can_be_listed
+        self._cache = cache
+        self._num_traces = 0 if can_be_listed else MOST_TRACES
+        self._num_steps = 0
+        self._steps_before_trace = STEPS_BEFORE_TRACE
+        self._inductor_options: Mapping[str, Any] | None = None
+        self._weights: list[object] = []
+        self._is_stepped_into = False
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether it runs from a list that was compiled."""
+        return self.trace is not None and self.trace.is_compiled
+
+    @property
+    def can_trace(self) -> bool:
+        """Whether the forward may still come to run from a list."""
+        return self.trace is not None or self._num_traces < MOST_TRACES
+
+    def compile_with(self, inductor_options: Mapping[str, Any]) -> None:
+        """Have a trace made at once, and compiled."""
+        self._inductor_options, self._steps_before_trace = inductor_options, 0
+
+    def check_weights(self, model: torch.nn.Module) -> None:
+        """Forget the trace if a weight no longer is where it was, or an adapter was switched.
+
+        There is none while anyone steps into the forward, who would not be called.
+        """
+        if not self.can_trace:
+            return
+        weights, self._is_stepped_into = captured_weights(model), has_hooks(model)
+        if self._is_stepped_into or weights != self._weights:
+            self._weights, self.trace, self._num_steps = weights, None, 0
+
+    def stay_untraced(self) -> None:
+        """Have the model itself run, always."""
+        self._num_traces, self.trace = MOST_TRACES, None
+
+    def __call__(
+        self,
+        forward: Forward,
+        reader: Reader,
+        tokens_B1: torch.Tensor,
+        positions_B1: torch.Tensor,
+        slots_B: torch.Tensor,
+        cache: PagedCache,
+    ) -> torch.Tensor:
+        """float32 logits, `[B, V]`; the arguments are those of `DecodeCache.run`."""
+        self._consider_trace(forward)
+        if self.trace is not None:
+            try:
+                return self.trace(tokens_B1, positions_B1, reader)
+            except Exception as error:
+                # The model itself may do what the list could not; memory it would need as well.
+                if is_out_of_memory(error):
+                    raise
+                _LOGGER.warning("a trace is given up after it failed: %s", said(error))
+                self.stay_untraced()
+        return self._cache.run(forward, reader, tokens_B1, positions_B1, slots_B, cache)
+
+    def _consider_trace(self, forward: Forward) -> None:
+        """Make a trace once it is likely to pay."""
+        self._num_steps += 1
+        is_due = self._num_steps > self._steps_before_trace and self._num_traces < MOST_TRACES
+        if self.trace or self._is_stepped_into or not is_due:
+            return
+        self._num_traces += 1
+        try:
+            self.trace = Trace(forward, self._cache, self._inductor_options)
+        except Exception as error:  # noqa: BLE001  a trace fails no request, whatever is wrong
+            # Where memory ran out, the model's own forward says so itself.
+            is_answer = isinstance(error, UntraceableError)
+            told = str(error) if is_answer else said(error)
+            if self._inductor_options is not None:
+                _LOGGER.warning("decode forwards are not compiled, as was asked: %s", told)
+                self._inductor_options = None
+                self._num_traces -= 1
+                return
+            self.stay_untraced()
+            _LOGGER.log(
+                logging.INFO if is_answer else logging.WARNING,
+                "decode forwards run by the model itself, not from a list: %s",
+                told,
+            )

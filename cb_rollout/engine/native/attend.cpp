@@ -1,0 +1,257 @@
+// Attention of a decode step on a CPU: one new token a row, over paged keys.
+//
+// Writes each row's new key and value into its page, then attends over all that the row has where it
+// lies. One row's queries of one key head are one piece of work: keys and values are read once, a tile
+// of keys at a time, with a softmax that is corrected as larger scores come (online softmax).
+//
+// Stands below vectors.h. Given are NUM_HEADS, NUM_KEY_HEADS, KEY_SIZE and VALUE_SIZE.
+
+#include <omp.h>
+
+namespace {
+
+constexpr int64_t HEADS_PER_KEY = NUM_HEADS / NUM_KEY_HEADS;
+constexpr int64_t TILE_KEYS = 32;
+
+// Vectors of one key or value, the last one filled up with zeros.
+constexpr int64_t vectors_of(int64_t size) { return (size + LANES - 1) / LANES; }
+constexpr int64_t KEY_VECTORS = vectors_of(KEY_SIZE);
+constexpr int64_t VALUE_VECTORS = vectors_of(VALUE_SIZE);
+
+// The `index`-th vector of a key or value, which may end within it.
+template <int64_t SIZE>
+inline Vector vector_at(const REAL* from, int64_t index) {
+    from += index * LANES;
+    if (index < SIZE / LANES) return lanes_at(from);
+    Vector last = {};
+    for (int64_t i = 0; i < SIZE % LANES; i++) last[i] = from[i];
+    return last;
+}
+
+// The largest of some scores, and of one more. Like all that is done to scores, to whole vectors.
+inline REAL largest_of(const REAL* scores, int64_t count, REAL largest) {
+    Vector most = Vector{} + largest;
+    for (int64_t t = 0; t < count; t += LANES) {
+        const Vector some = lanes_at(scores + t);
+        most = some > most ? some : most;
+    }
+    return largest_of(most);
+}
+
+// Makes scores weights; returns their sum.
+inline REAL exponentials(REAL* scores, int64_t count, REAL most) {
+    Vector total = {};
+    for (int64_t t = 0; t < count; t += LANES) {
+        const Vector weights = exponential(lanes_at(scores + t) - most);
+        std::memcpy(scores + t, &weights, sizeof(weights));
+        total += weights;
+    }
+    return sum_of(total);
+}
+
+// What layers give for their new tokens, as a tensor whose strides are counted in numbers.
+struct States {
+    const REAL* first;
+    int64_t row_stride, head_stride, stride;
+
+    const REAL* at(int64_t row, int64_t head) const {
+        return first + row * row_stride + head * head_stride;
+    }
+
+    void copy(int64_t row, int64_t head, int64_t count, REAL* to) const {
+        const REAL* from = at(row, head);
+        for (int64_t i = 0; i < count; i++) to[i] = from[i * stride];
+    }
+};
+
+struct Rows {
+    States queries;
+    REAL* outputs;
+    const REAL* keys;
+    const REAL* values;
+    const int64_t* table;
+    int64_t table_width, block_size;
+    const int64_t* slots;
+    const int64_t* lengths;
+    REAL scale, softcap;
+    int64_t window;
+    const REAL* sinks;
+};
+
+inline int64_t place_of(const Rows& rows, int64_t row, int64_t position) {
+    const int64_t* line = rows.table + rows.slots[row] * rows.table_width;
+    return line[position / rows.block_size] * rows.block_size + position % rows.block_size;
+}
+
+// Where some neighbouring keys and values of a row lie, all their heads together.
+struct Tile {
+    int64_t count;
+    const REAL* keys[TILE_KEYS];
+    const REAL* values[TILE_KEYS];
+
+    // Look up the keys from `start` on, and have some heads of them fetched from memory.
+    void find(const Rows& rows, int64_t row, int64_t start, int64_t end, int64_t first, int64_t last) {
+        count = end - start < TILE_KEYS ? end - start : TILE_KEYS;
+        int64_t place = 0, left = 0;
+        for (int64_t t = 0; t < count; t++, place++, left--) {
+            if (left == 0) {
+                place = place_of(rows, row, start + t);
+                left = rows.block_size - (start + t) % rows.block_size;
+            }
+            keys[t] = rows.keys + place * (NUM_KEY_HEADS * KEY_SIZE);
+            values[t] = rows.values + place * (NUM_KEY_HEADS * VALUE_SIZE);
+            fetch(keys[t] + first * KEY_SIZE, (last - first) * KEY_SIZE);
+            fetch(values[t] + first * VALUE_SIZE, (last - first) * VALUE_SIZE);
+        }
+    }
+
+    static void fetch(const REAL* from, int64_t count) {
+        for (int64_t i = 0; i < count; i += 64 / sizeof(REAL)) __builtin_prefetch(from + i);
+    }
+};
+
+// What one key head's queries have seen so far.
+struct Seen {
+    Vector outputs[HEADS_PER_KEY][VALUE_VECTORS];
+    REAL largest[HEADS_PER_KEY], totals[HEADS_PER_KEY];
+};
+
+// Attend over some keys and values, whose heads lie one after the other.
+void attend_tile(
+    const Rows& rows,
+    const Vector (&queries)[HEADS_PER_KEY][KEY_VECTORS],
+    const Tile& tile,
+    int64_t key_head,
+    Seen& seen) {
+    const int64_t count = tile.count;
+    alignas(32) REAL weights[HEADS_PER_KEY][TILE_KEYS];
+    for (int64_t t = 0; t < count; t++) {
+        const REAL* key = tile.keys[t] + key_head * KEY_SIZE;
+        Vector sums[HEADS_PER_KEY] = {};
+        for (int64_t i = 0; i < KEY_VECTORS; i++) {
+            const Vector part = vector_at<KEY_SIZE>(key, i);
+            for (int64_t g = 0; g < HEADS_PER_KEY; g++) sums[g] += queries[g][i] * part;
+        }
+        for (int64_t g = 0; g < HEADS_PER_KEY; g++) weights[g][t] = sum_of(sums[g]) * rows.scale;
+    }
+    for (int64_t g = 0; g < HEADS_PER_KEY; g++) {
+        REAL* scores = weights[g];
+        if (rows.softcap != 0)
+            for (int64_t t = 0; t < count; t++)
+                scores[t] = rows.softcap * std::tanh(scores[t] / rows.softcap);
+        for (int64_t t = count; t % LANES; t++) scores[t] = -INFINITE;
+        const REAL most = largest_of(scores, count, seen.largest[g]);
+        const REAL total = exponentials(scores, count, most);
+        const REAL shrink = std::exp(seen.largest[g] - most);
+        seen.totals[g] = seen.totals[g] * shrink + total;
+        seen.largest[g] = most;
+        for (int64_t i = 0; i < VALUE_VECTORS; i++) seen.outputs[g][i] *= shrink;
+    }
+    for (int64_t t = 0; t < count; t++)
+        for (int64_t i = 0; i < VALUE_VECTORS; i++) {
+            const Vector part = vector_at<VALUE_SIZE>(tile.values[t] + key_head * VALUE_SIZE, i);
+            for (int64_t g = 0; g < HEADS_PER_KEY; g++) seen.outputs[g][i] += weights[g][t] * part;
+        }
+}
+
+void attend_row(const Rows& rows, int64_t row, int64_t first, int64_t last) {
+    Vector queries[NUM_KEY_HEADS][HEADS_PER_KEY][KEY_VECTORS];
+    Seen seen[NUM_KEY_HEADS];
+    for (int64_t head = first; head < last; head++)
+        for (int64_t g = 0; g < HEADS_PER_KEY; g++) {
+            REAL query[KEY_SIZE];
+            rows.queries.copy(row, head * HEADS_PER_KEY + g, KEY_SIZE, query);
+            for (int64_t i = 0; i < KEY_VECTORS; i++)
+                queries[head][g][i] = vector_at<KEY_SIZE>(query, i);
+            for (int64_t i = 0; i < VALUE_VECTORS; i++) seen[head].outputs[g][i] = Vector{};
+            seen[head].largest[g] = -INFINITE;
+            seen[head].totals[g] = 0;
+        }
+    const int64_t length = rows.lengths[row];
+    int64_t start = rows.window && rows.window < length ? length - rows.window : 0;
+    Tile tiles[2];
+    tiles[0].find(rows, row, start, length, first, last);
+    for (int64_t index = 0; start < length; start += TILE_KEYS, index ^= 1) {
+        tiles[index ^ 1].find(rows, row, start + TILE_KEYS, length, first, last);
+        for (int64_t head = first; head < last; head++)
+            attend_tile(rows, queries[head], tiles[index], head, seen[head]);
+    }
+    for (int64_t head = first; head < last; head++)
+        for (int64_t g = 0; g < HEADS_PER_KEY; g++) {
+            const Vector(&output)[VALUE_VECTORS] = seen[head].outputs[g];
+            const REAL largest = seen[head].largest[g], total = seen[head].totals[g];
+            const int64_t query_head = head * HEADS_PER_KEY + g;
+            REAL share = 1 / total;
+            if (rows.sinks) {
+                const REAL sink = rows.sinks[query_head];
+                const REAL most = sink > largest ? sink : largest;
+                const REAL shrink = std::exp(largest - most);
+                share = shrink / (total * shrink + std::exp(sink - most));
+            }
+            REAL* to = rows.outputs + (row * NUM_HEADS + query_head) * VALUE_SIZE;
+            for (int64_t i = 0; i < VALUE_SIZE; i++) to[i] = output[i / LANES][i % LANES] * share;
+        }
+}
+
+}  // namespace
+
+// A window, a softcap or sinks of 0 are none.
+extern "C" void attend(
+    const REAL* queries,
+    int64_t query_row_stride,
+    int64_t query_head_stride,
+    int64_t query_stride,
+    const REAL* new_keys,
+    int64_t key_row_stride,
+    int64_t key_head_stride,
+    int64_t key_stride,
+    const REAL* new_values,
+    int64_t value_row_stride,
+    int64_t value_head_stride,
+    int64_t value_stride,
+    REAL* outputs,
+    REAL* keys,
+    REAL* values,
+    const int64_t* table,
+    int64_t table_width,
+    int64_t block_size,
+    const int64_t* slots,
+    const int64_t* lengths,
+    int64_t num_rows,
+    double scale,
+    double softcap,
+    int64_t window,
+    const REAL* sinks) {
+    const States new_key = {new_keys, key_row_stride, key_head_stride, key_stride};
+    const States new_value = {new_values, value_row_stride, value_head_stride, value_stride};
+    const Rows rows = {
+        {queries, query_row_stride, query_head_stride, query_stride},
+        outputs, keys, values, table, table_width, block_size, slots, lengths,
+        REAL(scale), REAL(softcap), window, sinks,
+    };
+    const int64_t wanted = (2 * omp_get_max_threads() + num_rows - 1) / num_rows;
+    const int64_t num_parts = wanted < NUM_KEY_HEADS ? wanted : NUM_KEY_HEADS;
+#pragma omp parallel
+    {
+#pragma omp for
+        for (int64_t row = 0; row < num_rows; row++) {
+            const int64_t place = place_of(rows, row, lengths[row] - 1);
+            for (int64_t head = 0; head < NUM_KEY_HEADS; head++) {
+                const int64_t written = place * NUM_KEY_HEADS + head;
+                new_key.copy(row, head, KEY_SIZE, keys + written * KEY_SIZE);
+                new_value.copy(row, head, VALUE_SIZE, values + written * VALUE_SIZE);
+            }
+        }
+        // Where rows are few their key heads are parts for different threads. Rows of one prompt
+        // come one after the other, so that its keys are read from a near cache.
+#pragma omp for schedule(static)
+        for (int64_t item = 0; item < num_rows * num_parts; item++) {
+            const int64_t part = item % num_parts;
+            attend_row(
+                rows,
+                item / num_parts,
+                NUM_KEY_HEADS * part / num_parts,
+                NUM_KEY_HEADS * (part + 1) / num_parts);
+        }
+    }
+}

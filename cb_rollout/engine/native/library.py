@@ -1,0 +1,20 @@
+"""Compiles the C++ beside this file."""
+
+import ctypes
+from functools import cache
+from pathlib import Path
+
+from cb_rollout import _compat_cpp
+
+
+@cache
+def library(name: str, **constants: object) -> ctypes.CDLL:
+    """What `name.cpp` exports, where some constants have these values; kept for good.
+
+    Raises:
+        Exception: what the compiler raises.
+    """
+    lines = [f"#define {constant} {value}" for constant, value in constants.items()]
+    folder = Path(__file__).parent
+    texts = [(folder / file).read_text() for file in ("vectors.h", f"{name}.cpp")]
+    return _compat_cpp.compiled_library("\n".join([*lines, *texts]))

@@ -1,0 +1,147 @@
+// The next token of each row, and its log-probability, in one pass over the logits.
+//
+// The vocabulary is taken a chunk at a time: its largest logit, and the sum of its exponentials over
+// that. A token is drawn by a uniform number, first its chunk, then within it; the numbers are those of
+// SplitMix64, as in sampler.py, which says what all of this must give.
+//
+// Stands below vectors.h. Given is REAL, float.
+
+#include <vector>
+
+namespace {
+
+constexpr int64_t CHUNK = 256;
+
+// One row's logits over its temperature.
+struct Row {
+    const float* logits;
+    int64_t count;
+    float temperature;
+
+    float at(int64_t token) const { return logits[token] / temperature; }
+
+    // Eight from `token` on; those behind the end are minus infinity.
+    Vector lanes(int64_t token) const {
+        if (token + LANES <= count) return lanes_at(logits + token) / temperature;
+        Vector last = Vector{} - INFINITE;
+        for (int64_t i = 0; token + i < count; i++) last[i] = at(token + i);
+        return last;
+    }
+};
+
+struct Chunk {
+    float largest;
+    // Of exponentials over the largest; none where any logit is none.
+    double sum;
+};
+
+Chunk chunk_at(const Row& row, int64_t start) {
+    const int64_t end = start + CHUNK < row.count ? start + CHUNK : row.count;
+    Vector most = Vector{} - INFINITE;
+    for (int64_t token = start; token < end; token += LANES) {
+        const Vector some = row.lanes(token);
+        most = some > most ? some : most;
+    }
+    const float largest = largest_of(most);
+    // A chunk of nothing but minus infinity has no largest to compare with.
+    const float base = largest == -INFINITE ? 0 : largest;
+    typedef float Four __attribute__((vector_size(16), may_alias));
+    typedef double Doubles __attribute__((vector_size(32)));
+    Doubles sums = {};
+    for (int64_t token = start; token < end; token += LANES) {
+        const Vector weights = exponential(row.lanes(token) - base);
+        const Four* halves = reinterpret_cast<const Four*>(&weights);
+        sums += __builtin_convertvector(halves[0], Doubles);
+        sums += __builtin_convertvector(halves[1], Doubles);
+    }
+    return {largest, (sums[0] + sums[1]) + (sums[2] + sums[3])};
+}
+
+double uniform(uint64_t seed, uint64_t index) {
+    uint64_t z = seed + (index + 1) * 0x9E3779B97F4A7C15u;
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
+    z = z ^ (z >> 31);
+    return double(z >> 11) * (1. / (int64_t(1) << 53));
+}
+
+// The first stretch, of those laid end to end, that ends behind a point; takes away what lies before.
+// Rounding may lead behind the end: then the last stretch that is not empty.
+template <typename Length>
+int64_t found(int64_t count, double& point, Length length) {
+    int64_t last = 0;
+    double before = 0, start = 0;
+    for (int64_t index = 0; index < count; index++) {
+        const double next = before + length(index);
+        if (next > before) last = index, start = before;
+        if (next > point) break;
+        before = next;
+    }
+    point -= start;
+    return last;
+}
+
+int64_t drawn(const Row& row, const std::vector<Chunk>& chunks, float largest, double point) {
+    const auto share = [&](int64_t index) {
+        const Chunk& chunk = chunks[index];
+        return chunk.sum == 0 ? 0 : chunk.sum * std::exp(double(chunk.largest) - largest);
+    };
+    const int64_t index = found(int64_t(chunks.size()), point, share);
+    point /= std::exp(double(chunks[index].largest) - largest);
+    alignas(32) float weights[CHUNK];
+    const int64_t start = index * CHUNK;
+    const int64_t count = row.count - start < CHUNK ? row.count - start : CHUNK;
+    for (int64_t i = 0; i < count; i += LANES) {
+        const Vector some = exponential(row.lanes(start + i) - chunks[index].largest);
+        std::memcpy(weights + i, &some, sizeof(some));
+    }
+    return start + found(count, point, [&](int64_t i) { return double(weights[i]); });
+}
+
+int64_t most_likely(const Row& row, const std::vector<Chunk>& chunks, float largest) {
+    for (int64_t index = 0; index < int64_t(chunks.size()); index++)
+        if (chunks[index].largest == largest)
+            for (int64_t token = index * CHUNK; token < row.count; token++)
+                if (row.at(token) == largest) return token;
+    return 0;
+}
+
+}  // namespace
+
+// A temperature of 0 takes the most likely token, and counts as 1 for its log-probability.
+// A row whose logits make no distribution gets a log-probability that is none.
+extern "C" void sample(
+    const float* logits,
+    int64_t num_rows,
+    int64_t vocab_size,
+    const float* temperatures,
+    const int64_t* seeds,
+    const int64_t* indices,
+    int64_t* token_ids,
+    float* logprobs) {
+#pragma omp parallel
+    {
+        std::vector<Chunk> chunks((vocab_size + CHUNK - 1) / CHUNK);
+#pragma omp for
+        for (int64_t i = 0; i < num_rows; i++) {
+            const bool is_greedy = temperatures[i] == 0;
+            const Row row = {logits + i * vocab_size, vocab_size, is_greedy ? 1 : temperatures[i]};
+            float largest = -INFINITE;
+            for (int64_t c = 0; c < int64_t(chunks.size()); c++) {
+                chunks[c] = chunk_at(row, c * CHUNK);
+                largest = chunks[c].largest > largest ? chunks[c].largest : largest;
+            }
+            double total = 0;
+            for (const Chunk& chunk : chunks)
+                if (chunk.sum != 0) total += chunk.sum * std::exp(double(chunk.largest) - largest);
+            const float normalizer = float(std::log(total)) + largest;
+            token_ids[i] = 0;
+            logprobs[i] = std::numeric_limits<float>::quiet_NaN();
+            if (!std::isfinite(normalizer)) continue;
+            token_ids[i] = is_greedy
+                ? most_likely(row, chunks, largest)
+                : drawn(row, chunks, largest, uniform(seeds[i], indices[i]) * total);
+            logprobs[i] = row.at(token_ids[i]) - normalizer;
+        }
+    }
+}

@@ -1,0 +1,58 @@
+// Vectors of numbers, as gcc and clang have them for every CPU. Given is REAL, float or double.
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <type_traits>
+
+namespace {
+
+constexpr REAL INFINITE = std::numeric_limits<REAL>::infinity();
+constexpr int64_t LANES = 32 / sizeof(REAL);
+
+typedef REAL Vector __attribute__((vector_size(32), may_alias));
+
+// One that may lie anywhere.
+typedef REAL Loose __attribute__((vector_size(32), aligned(sizeof(REAL)), may_alias));
+
+inline Vector lanes_at(const REAL* from) { return *reinterpret_cast<const Loose*>(from); }
+
+inline REAL sum_of(const Vector& lanes) {
+    REAL sum = 0;
+    for (int64_t i = 0; i < LANES / 2; i++) sum += lanes[i] + lanes[i + LANES / 2];
+    return sum;
+}
+
+// What is no number is passed over.
+inline REAL largest_of(const Vector& lanes) {
+    REAL largest = lanes[0];
+    for (int64_t i = 1; i < LANES; i++) largest = lanes[i] > largest ? lanes[i] : largest;
+    return largest;
+}
+
+// Of numbers that are not above zero, to about one rounding: 2 to a whole power, times a series.
+// What is no number stays none.
+inline Vector exponential(const Vector& numbers) {
+    constexpr bool is_double = sizeof(REAL) == 8;
+    typedef std::conditional_t<is_double, int64_t, int32_t> Integer;
+    typedef Integer Integers __attribute__((vector_size(32), may_alias));
+    constexpr int64_t fraction_bits = is_double ? 52 : 23;
+    constexpr Integer bias = is_double ? 1023 : 127;
+    constexpr int64_t terms = is_double ? 13 : 7;
+    // Below, the result would be smaller than numbers of full precision, and is taken for zero.
+    const Vector least = Vector{} - REAL(is_double ? 708 : 87);
+    const Vector x = numbers < least ? least : numbers;
+    // Adding and taking away so much rounds to an integer.
+    constexpr REAL much = REAL(3) * (int64_t(1) << (fraction_bits - 1));
+    const Vector power = (x * REAL(1.4426950408889634) + much) - much;
+    // The logarithm of 2 in two pieces, of which the first times a power is exact.
+    const Vector rest = x - power * REAL(0.693145751953125) - power * REAL(1.42860682030941723e-6);
+    Vector sum = Vector{} + 1;
+    for (int64_t term = terms; term > 0; term--) sum = sum * rest * (REAL(1) / term) + 1;
+    const Integers bits = (__builtin_convertvector(power, Integers) + bias) << fraction_bits;
+    const Vector found = sum * reinterpret_cast<const Vector&>(bits);
+    return numbers < least ? Vector{} : found;
+}
+
+}  // namespace
