@@ -223,8 +223,8 @@ class RolloutConfig:
         "auto",
         "auto: keep keys and values as the model makes them; float8_e4m3fn: rounded, on GPUs that "
         "have it.",
-        cost="float8 holds two or four times as many, and log-probabilities drift from the "
-        "trainer's by its rounding.",
+        cost="float8 holds two or four times as many; log-probabilities drift from the trainer's "
+        "by its rounding, and decode steps are gathered, without kernels or CUDA graphs.",
     )
     cpu_offload_gib: float = _setting(
         0.0,

@@ -14,10 +14,6 @@ class BlockTable:
     def __init__(self, num_slots: int, block_size: int, device: torch.device) -> None:
         """Start with every slot empty."""
         self.block_size = block_size
-        self.seatings = [0] * num_slots
-        """How many sequences have been seated in each slot."""
-        self.num_seatings = 0
-        """How many in all."""
         self._blocks = torch.full((num_slots, 8), NULL_BLOCK, dtype=torch.int64, device=device)
 
     @property
@@ -29,10 +25,6 @@ class BlockTable:
         """Set blocks, each given as slot, index within the sequence, and block."""
         if not entries:
             return
-        for slot, index, _ in entries:
-            if index == 0:
-                self.seatings[slot] += 1
-                self.num_seatings += 1
         slots, indices, blocks = torch.tensor(entries, device=self._blocks.device).unbind(1)
         while max(index for _, index, _ in entries) >= self._blocks.shape[1]:
             self._blocks = torch.cat([self._blocks, torch.zeros_like(self._blocks)], 1)

@@ -28,7 +28,7 @@ def choose_compilation(runner: ModelRunner, config: RolloutConfig) -> str:
         obstacle = f"has options that inductor does not know ({', '.join(map(repr, unknown))})"
     if obstacle is None:
         assert isinstance(decoding, CppDecoding)
-        decoding.forward.compile_with(options)
+        decoding.listed.compile_with(options)
         return "; compiled"
     asked = "use_default_compile_configs=True"
     if config.decode_compile_config is not None:
@@ -43,6 +43,6 @@ def _obstacle(runner: ModelRunner, config: RolloutConfig) -> str | None:
         return "needs a trace of the forward, which use_cuda_graph=False forbids"
     if not isinstance(runner.decoding, CppDecoding):
         return f"needs a forward that can be traced ({runner.attention.reason})"
-    if not runner.decoding.forward.can_be_listed:
+    if not runner.decoding.listed.can_be_listed:
         return "needs a forward that can be traced (this model keeps recurrent states)"
     return None

@@ -80,8 +80,8 @@ class Engine:
         """Learn the cache's layout, how decode steps run, and plan the memory."""
         devices.require_unmoved(self.model, self.device)
         identity = _compat.forward_identity(self.model)
-        kept = partial(kept_layout, config=self.config, device=self.device)
-        self.layout = rehearse(self._runner, kept)
+        kept_form = partial(kept_layout, config=self.config, device=self.device)
+        self.layout = rehearse(self._runner, kept_form)
         # Once for each layout: a later plan may find a trace given up, for reasons of its own.
         self._told_of_compilation = choose_compilation(self._runner, self.config)
         self._plan()

@@ -18,6 +18,11 @@ from cb_rollout.errors import said
 _LOGGER = logging.getLogger(__name__)
 
 
+def prepare() -> None:
+    """Compile the kernel, unless that was done or cannot be."""
+    _kernel()
+
+
 def can_sample(logits_BV: torch.Tensor) -> bool:
     """Whether the kernel takes such logits on this machine."""
     is_kind = logits_BV.device.type == "cpu" and logits_BV.dtype == torch.float32

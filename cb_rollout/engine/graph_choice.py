@@ -32,7 +32,7 @@ def create_graphs(
     """
     if config.wants_graphs is False:
         if isinstance(runner.decoding, CppDecoding):
-            runner.decoding.forward.stay_untraced()
+            runner.decoding.listed.stay_untraced()
         return None, "CUDA graphs: off, as asked"
     graphs, obstacle = None, _obstacle(runner, is_recurrent)
     if obstacle is None:

@@ -41,13 +41,13 @@ LARGEST_SHARE_OF_KERNELS = 0.1
 
 
 def rehearse(
-    runner: ModelRunner, kept: Callable[[CacheLayout], CacheLayout] = lambda layout: layout
+    runner: ModelRunner, kept_form: Callable[[CacheLayout], CacheLayout] = lambda layout: layout
 ) -> CacheLayout:
     """Learn what the model's layers keep, and set how the runner lays out its rows.
 
     Args:
         runner: of the model.
-        kept: in what form pages will keep what a layout says.
+        kept_form: in what form pages will keep what a layout says.
 
     Returns:
         The kept form of the layout under which the model agrees with its plain forward.
@@ -75,7 +75,7 @@ def rehearse(
             ) from failure
         if plain.isnan().any():
             # Diverged weights show nothing about pages; the sampler refuses their tokens.
-            return kept(layout)
+            return kept_form(layout)
         found = ""
         for runner.row_form in RowForm:
             paged, failure = _attempt(lambda: _paged(runner, layout, rows))
@@ -84,7 +84,7 @@ def rehearse(
                 continue
             distances = torch.where(plain == paged, 0.0, (plain - paged).abs())
             if _is_rounding(distances, plain, runner.compute_dtype):
-                pages = kept(layout)
+                pages = kept_form(layout)
                 runner.attention = _chosen_attention(runner, layout, pages, rows, paged)
                 return pages
             found = f"log-probabilities are {distances.max():.2g} nats off its plain forward"
@@ -121,13 +121,13 @@ def _advice(runner: ModelRunner, rows: list[list[int]]) -> str:
 def _chosen_attention(
     runner: ModelRunner,
     layout: CacheLayout,
-    kept: CacheLayout,
+    pages: CacheLayout,
     rows: list[list[int]],
     gathered: torch.Tensor,
 ) -> AttentionChoice:
     """Set how the runner's decode steps read the pages: directly, where that agrees."""
     is_padded = runner.row_form is RowForm.PADDED
-    choice = choose_attention(runner.device, kept, is_padded=is_padded)
+    choice = choose_attention(runner.device, pages, is_padded=is_padded)
     if choice.path is not DecodePath.GATHERED:
         runner.decoding = _decoding(choice.path, layout, runner.device)
         with devices.current(runner.device):

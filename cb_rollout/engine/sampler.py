@@ -79,7 +79,8 @@ class SamplingBatch:
     num_top: int
     """How many the row that wants most wants."""
     plain_temperatures_B: torch.Tensor | None = None
-    """float32, 0 where greedy; None: some row wants more than a token of its whole vocabulary."""
+    """float32, 0 where greedy; None: some row wants more than a token of its whole vocabulary, or
+    there is no kernel for the device."""
 
     def scaled(self, logits_BV: torch.Tensor) -> torch.Tensor:
         """Logits over temperatures."""
@@ -124,7 +125,7 @@ def create_sampling_batch(requests: Sequence[Request], device: torch.device) -> 
 
     temperatures = [1.0 if p.is_greedy else p.temperature for p in params]
     plain = None
-    if not truncated and not with_top:
+    if device.type == "cpu" and not truncated and not with_top:
         plain = floats([0.0 if p.is_greedy else p.temperature for p in params])
     return SamplingBatch(
         temperatures_B=None if set(temperatures) == {1.0} else floats(temperatures),
@@ -281,4 +282,4 @@ def sample(
 
 def _sampled_plain(logits_BV: torch.Tensor, *rows: torch.Tensor) -> Sampled:
     token_ids_B, logprobs_B = sample_plain(logits_BV, *rows)
-    return Sampled(token_ids_B, logprobs_B, logprobs_B == logprobs_B, None, None, None, None)
+    return Sampled(token_ids_B, logprobs_B, ~logprobs_B.isnan(), None, None, None, None)

@@ -10,6 +10,7 @@ import torch
 
 from cb_rollout.choices import LogprobsMode, SamplingMask
 from cb_rollout.config import RolloutConfig
+from cb_rollout.engine import cpp_sampler
 from cb_rollout.engine.processors import LogitsProcessing
 from cb_rollout.engine.request import Request
 from cb_rollout.engine.sampler import Sampled, SamplingBatch, create_sampling_batch, sample
@@ -168,6 +169,9 @@ def create_token_giver(
     keeps_ids = config.sampling_mask == SamplingMask.REPLAY
     if keeps_ids:
         mode = LogprobsMode.PROCESSED
+    if device.type == "cpu":
+        # Compiled now, not in a rollout's first step.
+        cpp_sampler.prepare()
     return TokenGiver(device, mode, counters, keeps_ids=keeps_ids)
 
 

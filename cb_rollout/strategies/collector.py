@@ -216,10 +216,19 @@ class GroupCollector:
         ) from scores.cause
 
     def _renew_stale(self) -> None:
-        """Start groups that were carried for too long anew."""
-        if self.strategy.max_staleness is not None:
-            oldest = self._sampler.policy_version - self.strategy.max_staleness
-            self._restart([flying for flying in self._in_flight if flying.policy_version < oldest])
+        """Start groups that were carried for too long anew, or kept since a call that raised."""
+        if self.strategy.max_staleness is None:
+            return
+        oldest = self._sampler.policy_version - self.strategy.max_staleness
+        self._restart([flying for flying in self._in_flight if flying.policy_version < oldest])
+        stale = [
+            g for g in self._kept if g.policy_version is not None and g.policy_version < oldest
+        ]
+        self._kept = [group for group in self._kept if group not in stale]
+        for group in stale:
+            self.tally.groups_cancelled += 1
+            self.tally.cancel(group.outputs)
+        self._returned_prompts.extendleft(group.prompt for group in reversed(stale))
 
     def _restart(self, groups: list[FlyingGroup]) -> None:
         """Cancel groups; their prompts come before others."""

@@ -60,7 +60,7 @@ def test_every_path_gives_the_same_tokens(family, monkeypatch):
     monkeypatch.setattr(listed_forward, "STEPS_BEFORE_TRACE", 4)
     with RolloutGenerator(model, RolloutConfig(seed=3)) as generator:
         outputs = rollout(generator)
-        assert (runner_of(generator).decoding.forward.trace is not None) == (family != "lfm2")
+        assert (runner_of(generator).decoding.listed.trace is not None) == (family != "lfm2")
         assert tokens_of(outputs) == expected
         assert_right(outputs, model)
 
@@ -75,13 +75,13 @@ def test_compiled_decode_steps_give_the_same_tokens():
         outputs = rollout(generator)
         assert tokens_of(outputs) == expected
         assert_right(outputs, model)
-        trace = runner_of(generator).decoding.forward.trace
+        trace = runner_of(generator).decoding.listed.trace
         assert trace is not None
         with torch.no_grad():
             model.lm_head.weight.mul_(1.5)
         generator.sync_weights()
         assert_right(rollout(generator), model)
-        assert runner_of(generator).decoding.forward.trace is trace
+        assert runner_of(generator).decoding.listed.trace is trace
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_training_goes_on_where_a_model_that_was_to_be_compiled_cannot_be_any_mo
             optimizer.zero_grad()
             generator.sync_weights()
         assert_right(rollout(generator), model)
-        assert runner_of(generator).decoding.forward.trace is None
+        assert runner_of(generator).decoding.listed.trace is None
 
 
 def test_a_plan_made_anew_asks_nothing_of_a_forward_whose_weights_keep_moving(monkeypatch):
@@ -134,7 +134,7 @@ def test_a_plan_made_anew_asks_nothing_of_a_forward_whose_weights_keep_moving(mo
         rollout(generator)
         model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach() * 1.1)
         rollout(generator)
-        assert not runner_of(generator).decoding.forward.can_trace
+        assert not runner_of(generator).decoding.listed.can_trace
         generator.manager.engine.training.has_stepped = True
         generator.sync_weights()
         assert generator.manager.engine.training.is_settled
@@ -158,7 +158,7 @@ def test_a_forward_that_does_not_compile_runs_as_a_list(monkeypatch, caplog):
     config = RolloutConfig(seed=3, use_default_compile_configs=True)
     with RolloutGenerator(model, config) as generator:
         assert_right(rollout(generator), model)
-        assert runner_of(generator).decoding.forward.trace is not None
+        assert runner_of(generator).decoding.listed.trace is not None
     assert "decode forwards are not compiled, as was asked: it does not compile" in caplog.text
 
 
@@ -168,7 +168,7 @@ def test_a_model_in_float64_has_a_kernel_and_a_trace():
     with RolloutGenerator(model, RolloutConfig(seed=3)) as generator:
         assert runner_of(generator).attention.path is DecodePath.CPP
         assert_right(rollout(generator), model)
-        assert runner_of(generator).decoding.forward.trace is not None
+        assert runner_of(generator).decoding.listed.trace is not None
 
 
 @pytest.mark.usefixtures("soon")
@@ -176,13 +176,13 @@ def test_a_trace_stays_while_weights_change_in_place():
     model = tiny_model("qwen3")
     with RolloutGenerator(model, RolloutConfig(seed=3)) as generator:
         assert_right(rollout(generator), model)
-        trace = runner_of(generator).decoding.forward.trace
+        trace = runner_of(generator).decoding.listed.trace
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(1.3)
         generator.sync_weights()
         assert_right(rollout(generator), model)
-        assert runner_of(generator).decoding.forward.trace is trace
+        assert runner_of(generator).decoding.listed.trace is trace
 
 
 @pytest.mark.usefixtures("soon")
@@ -201,7 +201,7 @@ def test_a_trace_is_made_anew_for_another_weight_or_adapter():
             generator.sync_weights()
             without = rollout(generator)
             assert_right(without, wrapped)
-        assert decoding.forward.trace is not None
+        assert decoding.listed.trace is not None
         assert tokens_of(without) != tokens_of(with_adapter)
 
 
@@ -215,28 +215,28 @@ def test_weights_that_keep_moving_and_hooks_end_traces():
             model.lm_head.weight = torch.nn.Parameter(weight.detach() * 1.1)
             generator.sync_weights()
             assert_right(rollout(generator), model)
-            assert (decoding.forward.trace is not None) == (turn < listed_forward.MOST_TRACES)
+            assert (decoding.listed.trace is not None) == (turn < listed_forward.MOST_TRACES)
     config = RolloutConfig(seed=3, num_speculative_tokens=0)
     with RolloutGenerator(model, config) as generator:
         decoding = runner_of(generator).decoding
         rollout(generator)
-        assert decoding.forward.trace is not None
+        assert decoding.listed.trace is not None
         seen = []
         hook = model.model.layers[0].register_forward_hook(lambda *_: seen.append(1))
         rollout(generator)
         assert len(seen) >= max(LENGTHS)
-        assert decoding.forward.trace is None
+        assert decoding.listed.trace is None
         hook.remove()
         assert_right(rollout(generator), model)
-        assert decoding.forward.trace is not None
+        assert decoding.listed.trace is not None
         model.enable_input_require_grads()
         rollout(generator)
-        assert decoding.forward.trace is not None
+        assert decoding.listed.trace is not None
         model.disable_input_require_grads()
     with RolloutGenerator(model, RolloutConfig(seed=3)) as generator:
         decoding, inner = runner_of(generator).decoding, model.model.layers[1].mlp
         rollout(generator)
-        assert decoding.forward.trace is not None
+        assert decoding.listed.trace is not None
         plain, inner.forward = inner.forward, lambda states: 2 * type(inner).forward(inner, states)
         generator.sync_weights()
         assert_right(rollout(generator), model)
@@ -254,7 +254,6 @@ def test_without_a_compiler_keys_are_gathered_and_the_reason_is_told(monkeypatch
     model = tiny_model("qwen3")
     with RolloutGenerator(model, RolloutConfig(seed=3)) as generator:
         expected = tokens_of(rollout(generator))
-    cpp_sampler._kernel.cache_clear()
     monkeypatch.setattr(cpp_sampler, "_kernel", cpp_sampler._kernel.__wrapped__)
     with (
         inductor_config.patch({"cpp.cxx": ("no-such-compiler",)}),
@@ -296,7 +295,7 @@ def test_what_a_trace_gives_may_be_written_to():
     params = SamplingParams(ignore_eos=True, logits_processors=(Bans(),))
     with RolloutGenerator(model, RolloutConfig(seed=3)) as generator:
         outputs = generator.generate_batch(PROMPTS, sampling_params=params, max_new_tokens=20)
-        assert runner_of(generator).decoding.forward.trace is not None
+        assert runner_of(generator).decoding.listed.trace is not None
     assert all(max(output.generated_tokens) < 7 for output in outputs.values())
 
 
@@ -310,10 +309,10 @@ def test_a_trace_that_fails_is_given_up_and_the_model_runs(caplog):
         def fails(*_):
             raise RuntimeError("not for so many rows")
 
-        decoding.forward.trace._run = fails
+        decoding.listed.trace._run = fails
         outputs = rollout(generator)
         assert_right(outputs, model)
-        assert decoding.forward.trace is None
+        assert decoding.listed.trace is None
     assert "a trace is given up after it failed: RuntimeError: not for so many rows" in caplog.text
     assert len(expected) == len(outputs)
 
@@ -329,7 +328,7 @@ def test_a_trace_that_cannot_be_made_fails_no_request(bug, settings, monkeypatch
     model = tiny_model("qwen3")
     with RolloutGenerator(model, RolloutConfig(seed=3, **settings)) as generator:
         assert_right(rollout(generator), model)
-        assert not runner_of(generator).decoding.forward.can_trace
+        assert not runner_of(generator).decoding.listed.can_trace
         assert generator.manager.engine.counters.preemptions == 0
     levels = {record.levelname for record in caplog.records if "a bug" in record.message}
     assert levels == {"WARNING"}

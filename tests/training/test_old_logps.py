@@ -1,6 +1,7 @@
 """The sampled log-probabilities as the old ones: the same learning, a forward less, and a guard."""
 
 import math
+import re
 
 import pytest
 import torch
@@ -80,9 +81,11 @@ GUARDED = {"old_logps": "rollout", "verify_every_steps": 1, "max_logprob_drift":
 
 def test_a_lie_in_the_log_probabilities_is_named(tmp_path, monkeypatch):
     off_by_half(monkeypatch)
-    said = r"row \d+, req_\d+, generated token 3 \('.*'\).*is 0\.5 nats.*max_logprob_drift=0\.01"
-    with pytest.raises(LogprobDriftError, match=said):
+    said = r"row (\d+), req_(\d+), generated token 3 \('.*'\).*is 0\.5 nats.*drift=0\.01"
+    with pytest.raises(LogprobDriftError, match=said) as raised:
         trained(tmp_path, GUARDED)
+    row, request = re.search(said, str(raised.value)).groups()
+    assert row == request, "of the first step's requests"
 
 
 def test_each_verification_takes_other_sequences(tmp_path, monkeypatch):

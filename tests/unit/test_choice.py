@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 from tiny import tiny_model
+from torch._inductor import config as inductor_config
 
 from cb_rollout.engine.attention.choice import DecodePath, choose_attention
 from cb_rollout.engine.probe import CacheLayout, LayerStates, StateShape
@@ -77,6 +78,7 @@ WITHOUT_TRITON = """
 import sys
 sys.modules["triton"] = None
 from tiny import tiny_model
+from torch._inductor import config as inductor_config
 from cb_rollout import RolloutGenerator, SamplingParams
 with RolloutGenerator(tiny_model()) as generator:
     outputs = generator.generate_batch([[5, 6]], sampling_params=SamplingParams(max_new_tokens=2))
@@ -94,3 +96,25 @@ def test_without_triton_the_package_runs():
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["1", "[]"]
+
+
+@pytest.mark.parametrize(
+    ("layout", "path", "reason"),
+    [
+        (layout_of(dtype=torch.float32), DecodePath.CPP, "a kernel reads the pages"),
+        (layout_of(size=320, dtype=torch.float64), DecodePath.CPP, "a kernel reads the pages"),
+        (layout_of(dtype=torch.bfloat16), DecodePath.GATHERED, "keys are torch.bfloat16"),
+        (CacheLayout((LayerStates(),)), DecodePath.GATHERED, "no layer keeps keys"),
+    ],
+)
+def test_a_cpu_has_a_kernel_for_what_is_not_rounded(layout, path, reason):
+    choice = choose_attention(torch.device("cpu"), layout)
+    assert choice.path is path
+    assert reason in choice.reason
+
+
+def test_a_cpu_without_a_compiler_is_told_what_to_install():
+    with inductor_config.patch({"cpp.cxx": ("no-such-compiler",)}):
+        choice = choose_attention(torch.device("cpu"), layout_of(dtype=torch.float32))
+    assert choice.path is DecodePath.GATHERED
+    assert "needs a C++ compiler, g++ or the one that CXX names" in choice.reason

@@ -114,7 +114,7 @@ def test_rows_of_one_slot_see_the_tokens_before_their_own():
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 5])
-def test_any_number_of_threads_shares_the_work(num_threads):
+def test_any_number_of_threads_gives_the_same(num_threads):
     torch.manual_seed(0)
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
@@ -158,5 +158,8 @@ def test_states_of_two_types_are_refused():
     row = torch.tensor([0]), torch.tensor([3])
     reader = CppReader(cache, BlockTable(1, 4, CPU), *row)
     key = torch.zeros(1, 2, 1, 8)
-    with pytest.raises(NotOrdinaryError, match=r"queries are torch\.float32"):
-        reader.attend(DecodeLayer(0, states[0], CPU), key, key, key.bfloat16(), Form(0.3))
+    layer = DecodeLayer(0, states[0], CPU)
+    with pytest.raises(NotOrdinaryError, match=r"are torch\.float32.*values torch\.bfloat16"):
+        reader.attend(layer, key, key, key.bfloat16(), Form(0.3))
+    with pytest.raises(NotOrdinaryError, match=r"torch\.float64, and its pages torch\.float32"):
+        reader.attend(layer, key.double(), key.double(), key.double(), Form(0.3))

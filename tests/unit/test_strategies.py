@@ -484,3 +484,24 @@ def test_a_strategy_is_found_by_its_name():
 def test_a_tally_tells_what_was_added():
     earlier = Tally(submitted=2, kept=1)
     assert Tally(submitted=5, kept=2).since(earlier) == Tally(submitted=3, kept=1)
+
+
+def test_groups_kept_since_a_call_that_raised_are_not_returned_too_late():
+    sampler, (taken, prompts) = Dice(order="first"), numbered()
+    calls = []
+
+    def reward(prompt, outputs):
+        calls.append(prompt)
+        if len(calls) == 2:
+            raise OSError("the environment is away")
+        return [float(i) for i in range(len(outputs))]
+
+    strategy = PartialRollouts(num_extra_groups=1, max_staleness=1)
+    collector = GroupCollector(sampler, prompts, reward, strategy, num_generations=GROUP)
+    with pytest.raises(OSError, match="away"):
+        collector.collect(2)
+    sampler.policy_version += 2
+    groups = collector.collect(1)
+    assert all(age == 0 for age in groups[0].token_staleness(sampler.policy_version))
+    assert groups[0].prompt == calls[0], "its prompt comes first"
+    assert collector.tally.groups_cancelled

@@ -1,4 +1,4 @@
-"""Attention of decode steps as two batched matrix products: what a CPU does best.
+"""Attention of gathered decode steps on a CPU, as two batched matrix products.
 
 PyTorch's own kernel for a CPU makes two small products for every row and head, and the cost of each
 call is more than its work. Used where a model asks for `sdpa` and gives nothing that it would not
@@ -12,10 +12,7 @@ from typing import Any
 import torch
 
 from cb_rollout import _compat_attention
-from cb_rollout.engine.attention.places import Form
-
-DTYPES = (torch.float32, torch.float64)
-# In shorter types the scores between the two products would be rounded, which no kernel does.
+from cb_rollout.engine.attention.choice import CPU_DTYPES
 
 
 def batched_attention(
@@ -23,38 +20,26 @@ def batched_attention(
     keys: torch.Tensor,
     values: torch.Tensor,
     added: torch.Tensor | None,
-    form: Form,
+    scale: float,
 ) -> torch.Tensor:
-    """Attention of new tokens, for every row and key head.
+    """Attention of one new token a row, for every row and key head.
 
     Args:
-        queries: `[B x H, G, D]`; those of several new tokens one after the other.
+        queries: `[B x H, G, D]`.
         keys: `[B x H, S, D]`.
         values: `[B x H, S, E]`.
-        added: `[B x H, 1 or G, S]`, added to the scores: -inf hides a column; None: all are seen.
-        form: scale, cap and sinks; the window is told by `added`.
+        added: `[B x H, 1, S]`, added to the scores: -inf hides a column; None: all are seen.
+        scale: of the scores.
 
     Returns:
         `[B x H, G, E]`.
     """
     keys = keys.transpose(1, 2)
-    if added is None or form.softcap:
-        scores = torch.bmm(queries, keys).mul_(form.scale)
+    if added is None:
+        scores = torch.bmm(queries, keys).mul_(scale)
     else:
-        scores = torch.baddbmm(added, queries, keys, alpha=form.scale)
-    if form.softcap:
-        scores = scores.div_(form.softcap).tanh_().mul_(form.softcap)
-        scores = scores if added is None else scores.add_(added)
-    return torch.bmm(_softmax(scores, form.sinks_H), values)
-
-
-def _softmax(scores_NGS: torch.Tensor, sinks_H: torch.Tensor | None) -> torch.Tensor:
-    """Weights of the columns; a sink takes its share and gives no value."""
-    if sinks_H is None:
-        return scores_NGS.softmax(-1)
-    N, G, S = scores_NGS.shape
-    sinks_NG1 = sinks_H.view(-1, G, 1).repeat(N * G // len(sinks_H), 1, 1)
-    return torch.cat([scores_NGS, sinks_NG1], -1).softmax(-1)[..., :S]
+        scores = torch.baddbmm(added, queries, keys, alpha=scale)
+    return torch.bmm(scores.softmax(-1), values)
 
 
 class BatchedAttention:
@@ -92,7 +77,7 @@ class BatchedAttention:
         is_known = (
             Q == 1
             and found is _compat_attention.sdpa_attention()
-            and query.dtype in DTYPES
+            and query.dtype in CPU_DTYPES
             and query.dtype == key.dtype == value.dtype
             and num_heads % key.shape[1] == 0
             and (attention_mask is None or attention_mask.shape == (B, 1, 1, key.shape[2]))
@@ -112,7 +97,7 @@ class BatchedAttention:
             key.reshape(B * H, S, D),
             value.reshape(B * H, S, -1),
             added,
-            Form(scale),
+            scale,
         )
         return output.view(B, 1, num_heads, -1), None
 

@@ -17,7 +17,11 @@ LARGEST_HEAD = 256
 
 TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-CPP_DTYPES = (torch.float32, torch.float64)
+# Of the Triton kernels: what tensor cores multiply.
+
+CPU_DTYPES = (torch.float32, torch.float64)
+# Of the C++ kernel and of batched products. In shorter types a model's own attention rounds between
+# its two products, and the trainer's forward with it: to be more exact is to be further from both.
 
 
 class DecodePath(StrEnum):
@@ -100,6 +104,6 @@ def _layout_obstacle(layout: CacheLayout, path: DecodePath) -> str | None:
     for states in (states for layer in keyed for states in layer.per_token):
         if is_triton and states.shape[1] > LARGEST_HEAD:
             return f"heads of {states.shape[1]} are larger than {LARGEST_HEAD}"
-        if states.dtype not in (TRITON_DTYPES if is_triton else CPP_DTYPES):
+        if states.dtype not in (TRITON_DTYPES if is_triton else CPU_DTYPES):
             return f"keys are {states.dtype}"
     return None

@@ -10,13 +10,12 @@ from typing import Any
 
 import torch
 
+from cb_rollout.engine.attention.choice import CPU_DTYPES
 from cb_rollout.engine.attention.places import Form
 from cb_rollout.engine.block_table import BlockTable
 from cb_rollout.engine.native.library import library
 
-TYPES = {torch.float32: "float", torch.float64: "double"}
-# In shorter types the model's own attention rounds between its two products, and the trainer's
-# forward with it: to be more exact is to be further from both.
+TYPES = dict(zip(CPU_DTYPES, ("float", "double"), strict=True))
 
 _STATES, _COUNT, _NUMBER = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 _STRIDED = (_STATES, _COUNT, _COUNT, _COUNT)

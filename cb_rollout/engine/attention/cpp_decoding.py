@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from cb_rollout.engine.attention.cpp_decode import TYPES, attend
+from cb_rollout.engine.attention.cpp_decode import attend
 from cb_rollout.engine.attention.decode_cache import DecodeCache, DecodeLayer
 from cb_rollout.engine.attention.listed_forward import ListedForward
 from cb_rollout.engine.attention.places import Form, NotOrdinaryError
@@ -35,9 +35,13 @@ class CppReader:
         value: torch.Tensor,
         form: Form,
     ) -> torch.Tensor:
-        """See `Reader`; everything in one of `TYPES`."""
-        if query.dtype not in TYPES or not query.dtype == key.dtype == value.dtype:
-            raise NotOrdinaryError(f"its queries are {query.dtype}, its keys {key.dtype}")
+        """See `Reader`; everything in the pages' type."""
+        given = {query.dtype, key.dtype, value.dtype}
+        if given != {layer.key_dtype} or layer.value_dtype != layer.key_dtype:
+            raise NotOrdinaryError(
+                f"its queries are {query.dtype}, its keys {key.dtype}, its values {value.dtype}, "
+                f"and its pages {layer.key_dtype} and {layer.value_dtype}"
+            )
         paged = self.cache.layers[layer.index]
         assert isinstance(paged, PagedLayer)
         where = paged.pages, self.table, self.slots_B, self.lengths_B
@@ -50,11 +54,11 @@ class CppDecoding:
     def __init__(self, layout: CacheLayout) -> None:
         """Prepare for pages of this layout."""
         self.cache = DecodeCache(layout, torch.device("cpu"))
-        self.forward = ListedForward(self.cache, can_be_listed=not layout.is_recurrent)
+        self.listed = ListedForward(self.cache, can_be_listed=not layout.is_recurrent)
 
     def check_weights(self, model: torch.nn.Module) -> None:
         """Forget what relies on weights that no longer are where they were."""
-        self.forward.check_weights(model)
+        self.listed.check_weights(model)
 
     def logits(
         self,
@@ -66,11 +70,11 @@ class CppDecoding:
         table: BlockTable,
     ) -> torch.Tensor:
         """As `ModelRunner.logits`, for rows of one new token each."""
-        if len(slots) == 1 and self.forward.is_compiled:
+        if len(slots) == 1 and self.listed.is_compiled:
             # A compiled product with one row runs on one core, and with two on all.
             twice = 2 * [new_tokens[0]], 2 * [lengths[0]], 2 * [slots[0]]
             return self.logits(forward, *twice, cache, table)[:1]
         lengths_B, slots_B = torch.tensor(lengths), torch.tensor(slots)
         reader = CppReader(cache, table, slots_B, lengths_B)
         tokens_B1 = torch.tensor(new_tokens)
-        return self.forward(forward, reader, tokens_B1, (lengths_B - 1)[:, None], slots_B, cache)
+        return self.listed(forward, reader, tokens_B1, (lengths_B - 1)[:, None], slots_B, cache)

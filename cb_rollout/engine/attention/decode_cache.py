@@ -156,7 +156,7 @@ class DecodeCache(Cache):
             for layer in stateful.values():
                 layer.save(slots_B.long())
         finally:
-            # Nothing here may keep pages, states or a window that are given back.
+            # Nothing here may keep pages or states that are given back.
             self._reader, self.layers = None, layers
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

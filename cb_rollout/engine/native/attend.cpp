@@ -1,8 +1,8 @@
 // Attention of a decode step on a CPU: one new token a row, over paged keys.
 //
-// Writes each row's new key and value into its page, then attends over all that the row has where it
-// lies. One row's queries of one key head are one piece of work: keys and values are read once, a tile
-// of keys at a time, with a softmax that is corrected as larger scores come (online softmax).
+// Writes each row's new key and value into its page, then attends over all that the row has where
+// it lies: all heads of a row together, so that memory is read in order, a tile of keys at a time,
+// with a softmax that is corrected as larger scores come (online softmax).
 //
 // Stands below vectors.h. Given are NUM_HEADS, NUM_KEY_HEADS, KEY_SIZE and VALUE_SIZE.
 
@@ -90,7 +90,8 @@ struct Tile {
     const REAL* values[TILE_KEYS];
 
     // Look up the keys from `start` on, and have some heads of them fetched from memory.
-    void find(const Rows& rows, int64_t row, int64_t start, int64_t end, int64_t first, int64_t last) {
+    void find(
+        const Rows& rows, int64_t row, int64_t start, int64_t end, int64_t first, int64_t last) {
         count = end - start < TILE_KEYS ? end - start : TILE_KEYS;
         int64_t place = 0, left = 0;
         for (int64_t t = 0; t < count; t++, place++, left--) {

@@ -1,8 +1,8 @@
 // The next token of each row, and its log-probability, in one pass over the logits.
 //
-// The vocabulary is taken a chunk at a time: its largest logit, and the sum of its exponentials over
-// that. A token is drawn by a uniform number, first its chunk, then within it; the numbers are those of
-// SplitMix64, as in sampler.py, which says what all of this must give.
+// The vocabulary is taken a chunk at a time: its largest logit, and the sum of its exponentials
+// over that. A token is drawn by a uniform number, first its chunk, then within it; the numbers are
+// those of SplitMix64, as in sampler.py, which says what all of this must give.
 //
 // Stands below vectors.h. Given is REAL, float.
 
@@ -65,8 +65,8 @@ double uniform(uint64_t seed, uint64_t index) {
     return double(z >> 11) * (1. / (int64_t(1) << 53));
 }
 
-// The first stretch, of those laid end to end, that ends behind a point; takes away what lies before.
-// Rounding may lead behind the end: then the last stretch that is not empty.
+// The first stretch, of those laid end to end, that ends behind a point; takes away what lies
+// before. Rounding may lead behind the end: then the last stretch that is not empty.
 template <typename Length>
 int64_t found(int64_t count, double& point, Length length) {
     int64_t last = 0;
