@@ -221,10 +221,11 @@ class GroupCollector:
             return
         oldest = self._sampler.policy_version - self.strategy.max_staleness
         self._restart([flying for flying in self._in_flight if flying.policy_version < oldest])
-        stale = [
-            g for g in self._kept if g.policy_version is not None and g.policy_version < oldest
-        ]
-        self._kept = [group for group in self._kept if group not in stale]
+        kept, self._kept, stale = self._kept, [], []
+        for group in kept:
+            version = group.policy_version
+            is_stale = version is not None and version < oldest
+            (stale if is_stale else self._kept).append(group)
         for group in stale:
             self.tally.groups_cancelled += 1
             self.tally.cancel(group.outputs)

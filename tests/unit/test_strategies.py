@@ -487,7 +487,7 @@ def test_a_tally_tells_what_was_added():
 
 
 def test_groups_kept_since_a_call_that_raised_are_not_returned_too_late():
-    sampler, (taken, prompts) = Dice(order="first"), numbered()
+    sampler, (_, prompts) = Dice(order="first"), numbered()
     calls = []
 
     def reward(prompt, outputs):
