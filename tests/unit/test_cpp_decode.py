@@ -1,5 +1,10 @@
 """The C++ kernel of decode steps against a plain softmax, over random shapes."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -113,13 +118,40 @@ def test_rows_of_one_slot_see_the_tokens_before_their_own():
     rows.check(Form(0.3))
 
 
+AFTER_A_FORK = """
+import os, signal, torch
+from test_cpp_decode import SHAPES, Rows
+from cb_rollout.engine.attention.places import Form
+
+torch.set_num_threads(2)
+Rows([900] * 8, SHAPES[0], torch.float32, 16).attend(Form(0.3))
+child = os.fork()
+signal.alarm(30)
+Rows([5, 9], SHAPES[0], torch.float32, 4).check(Form(0.3))
+if child:
+    assert os.waitpid(child, 0)[1] == 0
+os._exit(0)
+"""
+
+
+def test_a_forked_process_attends_where_work_is_small():
+    done = subprocess.run(
+        [sys.executable, "-c", AFTER_A_FORK],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize("num_threads", [1, 2, 5])
 def test_any_number_of_threads_gives_the_same(num_threads):
     torch.manual_seed(0)
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:
-        for lengths in ([70], [3, 40], [5] * 13):
+        for lengths in ([70], [900], [3, 400], [50] * 13):
             Rows(lengths, SHAPES[0], torch.float32, 4).check(Form(0.3))
     finally:
         torch.set_num_threads(before)

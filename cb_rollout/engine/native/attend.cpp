@@ -230,9 +230,13 @@ extern "C" void attend(
         outputs, keys, values, table, table_width, block_size, slots, lengths,
         REAL(scale), REAL(softcap), window, sinks,
     };
+    int64_t num_keys = 0;
+    for (int64_t row = 0; row < num_rows; row++) num_keys += lengths[row];
+    const bool has_threads = num_keys * NUM_HEADS * (KEY_SIZE + VALUE_SIZE) > LEAST_FOR_THREADS;
+    if (num_rows == 0) return;
     const int64_t wanted = (2 * omp_get_max_threads() + num_rows - 1) / num_rows;
     const int64_t num_parts = wanted < NUM_KEY_HEADS ? wanted : NUM_KEY_HEADS;
-#pragma omp parallel
+#pragma omp parallel if (has_threads)
     {
 #pragma omp for
         for (int64_t row = 0; row < num_rows; row++) {

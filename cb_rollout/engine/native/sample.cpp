@@ -119,7 +119,7 @@ extern "C" void sample(
     const int64_t* indices,
     int64_t* token_ids,
     float* logprobs) {
-#pragma omp parallel
+#pragma omp parallel if (num_rows * vocab_size > LEAST_FOR_THREADS)
     {
         std::vector<Chunk> chunks((vocab_size + CHUNK - 1) / CHUNK);
 #pragma omp for

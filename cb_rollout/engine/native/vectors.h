@@ -16,6 +16,10 @@ typedef REAL Vector __attribute__((vector_size(32), may_alias));
 // One that may lie anywhere.
 typedef REAL Loose __attribute__((vector_size(32), aligned(sizeof(REAL)), may_alias));
 
+// Numbers below which more threads cost more than they save, as torch has it. A forked process,
+// which has lost its parent's threads, waits for them for ever if it asks for any.
+constexpr int64_t LEAST_FOR_THREADS = 32768;
+
 inline Vector lanes_at(const REAL* from) { return *reinterpret_cast<const Loose*>(from); }
 
 inline REAL sum_of(const Vector& lanes) {
