@@ -125,9 +125,10 @@ from cb_rollout.engine.attention.places import Form
 
 torch.set_num_threads(2)
 Rows([900] * 8, SHAPES[0], torch.float32, 16).attend(Form(0.3))
+few = Rows([5, 9], SHAPES[0], torch.float32, 4)
 child = os.fork()
 signal.alarm(30)
-Rows([5, 9], SHAPES[0], torch.float32, 4).check(Form(0.3))
+assert few.attend(Form(0.3)).isfinite().all()
 if child:
     assert os.waitpid(child, 0)[1] == 0
 os._exit(0)

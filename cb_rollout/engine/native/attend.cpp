@@ -230,33 +230,28 @@ extern "C" void attend(
         outputs, keys, values, table, table_width, block_size, slots, lengths,
         REAL(scale), REAL(softcap), window, sinks,
     };
+    if (num_rows == 0) return;
     int64_t num_keys = 0;
     for (int64_t row = 0; row < num_rows; row++) num_keys += lengths[row];
-    const bool has_threads = num_keys * NUM_HEADS * (KEY_SIZE + VALUE_SIZE) > LEAST_FOR_THREADS;
-    if (num_rows == 0) return;
+    const bool is_much = num_keys * NUM_HEADS * (KEY_SIZE + VALUE_SIZE) > LEAST_FOR_THREADS;
+    for_each(num_rows, is_much, [&](int64_t row) {
+        const int64_t place = place_of(rows, row, lengths[row] - 1);
+        for (int64_t head = 0; head < NUM_KEY_HEADS; head++) {
+            const int64_t written = place * NUM_KEY_HEADS + head;
+            new_key.copy(row, head, KEY_SIZE, keys + written * KEY_SIZE);
+            new_value.copy(row, head, VALUE_SIZE, values + written * VALUE_SIZE);
+        }
+    });
+    // Where rows are few their key heads are parts for different threads. Rows of one prompt come
+    // one after the other, so that its keys are read from a near cache.
     const int64_t wanted = (2 * omp_get_max_threads() + num_rows - 1) / num_rows;
     const int64_t num_parts = wanted < NUM_KEY_HEADS ? wanted : NUM_KEY_HEADS;
-#pragma omp parallel if (has_threads)
-    {
-#pragma omp for
-        for (int64_t row = 0; row < num_rows; row++) {
-            const int64_t place = place_of(rows, row, lengths[row] - 1);
-            for (int64_t head = 0; head < NUM_KEY_HEADS; head++) {
-                const int64_t written = place * NUM_KEY_HEADS + head;
-                new_key.copy(row, head, KEY_SIZE, keys + written * KEY_SIZE);
-                new_value.copy(row, head, VALUE_SIZE, values + written * VALUE_SIZE);
-            }
-        }
-        // Where rows are few their key heads are parts for different threads. Rows of one prompt
-        // come one after the other, so that its keys are read from a near cache.
-#pragma omp for schedule(static)
-        for (int64_t item = 0; item < num_rows * num_parts; item++) {
-            const int64_t part = item % num_parts;
-            attend_row(
-                rows,
-                item / num_parts,
-                NUM_KEY_HEADS * part / num_parts,
-                NUM_KEY_HEADS * (part + 1) / num_parts);
-        }
-    }
+    for_each(num_rows * num_parts, is_much, [&](int64_t item) {
+        const int64_t part = item % num_parts;
+        attend_row(
+            rows,
+            item / num_parts,
+            NUM_KEY_HEADS * part / num_parts,
+            NUM_KEY_HEADS * (part + 1) / num_parts);
+    });
 }

@@ -119,29 +119,25 @@ extern "C" void sample(
     const int64_t* indices,
     int64_t* token_ids,
     float* logprobs) {
-#pragma omp parallel if (num_rows * vocab_size > LEAST_FOR_THREADS)
-    {
-        std::vector<Chunk> chunks((vocab_size + CHUNK - 1) / CHUNK);
-#pragma omp for
-        for (int64_t i = 0; i < num_rows; i++) {
-            const bool is_greedy = temperatures[i] == 0;
-            const Row row = {logits + i * vocab_size, vocab_size, is_greedy ? 1 : temperatures[i]};
-            float largest = -INFINITE;
-            for (int64_t c = 0; c < int64_t(chunks.size()); c++) {
-                chunks[c] = chunk_at(row, c * CHUNK);
-                largest = chunks[c].largest > largest ? chunks[c].largest : largest;
-            }
-            double total = 0;
-            for (const Chunk& chunk : chunks)
-                if (chunk.sum != 0) total += chunk.sum * std::exp(double(chunk.largest) - largest);
-            const float normalizer = float(std::log(total)) + largest;
-            token_ids[i] = 0;
-            logprobs[i] = std::numeric_limits<float>::quiet_NaN();
-            if (!std::isfinite(normalizer)) continue;
-            token_ids[i] = is_greedy
-                ? most_likely(row, chunks, largest)
-                : drawn(row, chunks, largest, uniform(seeds[i], indices[i]) * total);
-            logprobs[i] = row.at(token_ids[i]) - normalizer;
+    for_each(num_rows, num_rows * vocab_size > LEAST_FOR_THREADS, [&](int64_t i) {
+        const bool is_greedy = temperatures[i] == 0;
+        const Row row = {logits + i * vocab_size, vocab_size, is_greedy ? 1 : temperatures[i]};
+        std::vector<Chunk> chunks;
+        float largest = -INFINITE;
+        for (int64_t start = 0; start < vocab_size; start += CHUNK) {
+            chunks.push_back(chunk_at(row, start));
+            largest = chunks.back().largest > largest ? chunks.back().largest : largest;
         }
-    }
+        double total = 0;
+        for (const Chunk& chunk : chunks)
+            if (chunk.sum != 0) total += chunk.sum * std::exp(double(chunk.largest) - largest);
+        const float normalizer = float(std::log(total)) + largest;
+        token_ids[i] = 0;
+        logprobs[i] = std::numeric_limits<float>::quiet_NaN();
+        if (!std::isfinite(normalizer)) return;
+        token_ids[i] = is_greedy
+            ? most_likely(row, chunks, largest)
+            : drawn(row, chunks, largest, uniform(seeds[i], indices[i]) * total);
+        logprobs[i] = row.at(token_ids[i]) - normalizer;
+    });
 }

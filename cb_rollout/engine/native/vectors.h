@@ -16,9 +16,20 @@ typedef REAL Vector __attribute__((vector_size(32), may_alias));
 // One that may lie anywhere.
 typedef REAL Loose __attribute__((vector_size(32), aligned(sizeof(REAL)), may_alias));
 
-// Numbers below which more threads cost more than they save, as torch has it. A forked process,
-// which has lost its parent's threads, waits for them for ever if it asks for any.
+// Numbers below which more threads cost more than they save, as torch has it.
 constexpr int64_t LEAST_FOR_THREADS = 32768;
+
+// Do some work for each of `count` items, by threads where there is much of it. A forked process has
+// lost its parent's threads, and would wait for them: small work must not even ask.
+template <typename Work>
+inline void for_each(int64_t count, bool is_much, const Work& work) {
+    if (!is_much) {
+        for (int64_t item = 0; item < count; item++) work(item);
+        return;
+    }
+#pragma omp parallel for schedule(static)
+    for (int64_t item = 0; item < count; item++) work(item);
+}
 
 inline Vector lanes_at(const REAL* from) { return *reinterpret_cast<const Loose*>(from); }
 
