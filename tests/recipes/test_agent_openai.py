@@ -12,6 +12,7 @@ def test_the_environment_says_where_the_secret_is(secret, guess, said):
     assert recipe.answer(secret, guess) == said
 
 
+@pytest.mark.slow
 def test_two_steps_train_on_exactly_what_was_sampled():
     printed = run_recipe("agent_openai", "--max-steps", 2, "--games", 12)
     assert "versions 2" in printed
