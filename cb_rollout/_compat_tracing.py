@@ -122,7 +122,7 @@ def compiled(module: fx.GraphModule, options: Mapping[str, Any]) -> Callable[...
     """
     examples = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
     # One at a time, in this process: workers would outlive a training run's forks.
-    # And what a trace is tried with needs no look at every tensor of every call.
+    # A trace is tried before it is used, so a call need not look at the form of each tensor.
     patches = {"compile_threads": 1, "size_asserts": False, **options}
     with torch.no_grad():
         artifact = standalone_compile(

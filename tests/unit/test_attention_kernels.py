@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plain_attention import softmax_attention
 
 pytest.importorskip("triton")
 
@@ -14,20 +15,6 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 TOLERANCES = {torch.float32: 2e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 # Rounding of outputs of order one; float32 products are not rounded to tf32.
-
-
-def softmax_attention(query_HD, keys_LKD, values_LKE, form):
-    """What the kernels must compute for one row, in float64."""
-    repeats = query_HD.shape[0] // keys_LKD.shape[1]
-    keys, values = (s.double().repeat_interleave(repeats, 1) for s in (keys_LKD, values_LKE))
-    scores = torch.einsum("hd,lhd->hl", query_HD.double(), keys) * form.scale
-    if form.softcap:
-        scores = form.softcap * torch.tanh(scores / form.softcap)
-    if form.window:
-        scores[:, : max(0, len(keys) - form.window)] = -torch.inf
-    if form.sinks_H is not None:
-        scores = torch.cat([scores, form.sinks_H.double()[:, None]], 1)
-    return torch.einsum("hl,lhe->he", scores.softmax(-1)[:, : len(keys)], values)
 
 
 class Pages:

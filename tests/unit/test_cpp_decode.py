@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plain_attention import softmax_attention
 
 from cb_rollout.engine.attention.cpp_decode import TYPES, attend
 from cb_rollout.engine.attention.cpp_decoding import CppReader
@@ -24,20 +25,6 @@ TOLERANCES = {torch.float32: 2e-6, torch.float64: 1e-13}
 
 SHAPES = [(4, 2, 32, 32), (6, 1, 20, 12), (3, 3, 5, 80)]
 # Query heads, key heads, and sizes of keys and values: whole vectors, parts of one, and both.
-
-
-def softmax_attention(query_HD, keys_LKD, values_LKE, form):
-    """What the kernel must compute for one row, in float64."""
-    repeats = query_HD.shape[0] // keys_LKD.shape[1]
-    keys, values = (s.double().repeat_interleave(repeats, 1) for s in (keys_LKD, values_LKE))
-    scores = torch.einsum("hd,lhd->hl", query_HD.double(), keys) * form.scale
-    if form.softcap:
-        scores = form.softcap * torch.tanh(scores / form.softcap)
-    if form.window:
-        scores[:, : max(0, len(keys) - form.window)] = -torch.inf
-    if form.sinks_H is not None:
-        scores = torch.cat([scores, form.sinks_H.double()[:, None]], 1)
-    return torch.einsum("hl,lhe->he", scores.softmax(-1)[:, : len(keys)], values)
 
 
 class Rows:

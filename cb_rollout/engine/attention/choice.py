@@ -16,8 +16,7 @@ LARGEST_HEAD = 256
 # A tile of longer keys does not fit the shared memory of every card.
 
 TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-# Of the Triton kernels: what tensor cores multiply.
+# What tensor cores multiply.
 
 CPU_DTYPES = (torch.float32, torch.float64)
 # Of the C++ kernel and of batched products. In shorter types a model's own attention rounds between
