@@ -1,8 +1,8 @@
 """Reaches past torch's public API for its way to compile C++ for this machine.
 
-`torch.utils.cpp_extension` wants ninja, Python's headers and torch's own. What inductor compiles its
-kernels with (torch 2.11 to 2.13) knows the compiler, the flags of the CPU and the OpenMP that torch
-computes with, and keeps what it made on disk for the next process.
+`torch.utils.cpp_extension` wants ninja, Python's headers and torch's own. What inductor compiles
+its kernels with (torch 2.11 to 2.13) knows the compiler, the flags of the CPU and the OpenMP that
+torch computes with, and keeps what it made on disk for the next process.
 """
 
 import ctypes
