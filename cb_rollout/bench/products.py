@@ -12,7 +12,7 @@ from transformers import Qwen3ForCausalLM
 
 from cb_rollout.bench.machine import best_seconds
 from cb_rollout.bench.model import linear_layers
-from cb_rollout.engine.attention.trace_passes import product
+from cb_rollout.engine.attention.cpp_layers import product
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 # Where products are timed; between two of them, time grows evenly.

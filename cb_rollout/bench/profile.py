@@ -66,8 +66,7 @@ def row_of(path: Path) -> str:
         return "bookkeeping"
     if DECODE not in path:
         return "prefill forwards"
-    is_attention = path[-1] == LINEAR and ATTENTION in path
-    return DECODE_ROWS[ATTENTION if is_attention else path[-1]]
+    return DECODE_ROWS[path[-1]]
 
 
 def _coarse(

@@ -7,7 +7,7 @@ import torch
 from cb_rollout.bench.machine import bandwidth, best_seconds, matmul_flops
 from cb_rollout.bench.model import create_model, linear_layers, matmul_parameters
 from cb_rollout.bench.sizes import Setup
-from cb_rollout.engine.attention.trace_passes import product
+from cb_rollout.engine.attention.cpp_layers import product
 
 ROWS = (1, 2, 4, 16, 64, 128)
 # Of a decode step.

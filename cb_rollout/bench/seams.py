@@ -6,6 +6,7 @@ The one file of the bench that knows the engine's inside. A function that is gon
 import torch
 
 from cb_rollout.bench.spans import Seam
+from cb_rollout.engine.attention import cpp_layers
 from cb_rollout.engine.attention.batched import BatchedAttention
 from cb_rollout.engine.attention.cpp_decoding import CppReader
 from cb_rollout.engine.cache import PagedLayer
@@ -33,10 +34,7 @@ FINE = (
     Seam(ATTENTION, BatchedAttention, "__call__"),
     Seam(ATTENTION, CppReader, "attend"),
     Seam(ATTENTION, PagedLayer, "update"),
-    Seam(LINEAR, torch.nn.Linear, "forward"),
-    # A trace calls no module, and attention calls the last of these too.
-    Seam(LINEAR, torch, "mm"),
-    Seam(LINEAR, torch, "addmm"),
-    Seam(LINEAR, torch, "bmm"),
+    Seam(LINEAR, torch.nn.functional, "linear"),
+    Seam(LINEAR, cpp_layers, "multiply"),
     Seam(DELIVERY, EngineLoop, "_deliver"),
 )

@@ -70,10 +70,6 @@ class CppDecoding:
         table: BlockTable,
     ) -> torch.Tensor:
         """As `ModelRunner.logits`, for rows of one new token each."""
-        if len(slots) == 1 and self.listed.is_compiled:
-            # A compiled product with one row runs on one core, and with two on all.
-            twice = 2 * [new_tokens[0]], 2 * [lengths[0]], 2 * [slots[0]]
-            return self.logits(forward, *twice, cache, table)[:1]
         lengths_B, slots_B = torch.tensor(lengths), torch.tensor(slots)
         reader = CppReader(cache, table, slots_B, lengths_B)
         tokens_B1 = torch.tensor(new_tokens)

@@ -1,10 +1,11 @@
 """A decode forward written down once as a list of operators, and from then on run from that list.
 
 Most of a small decode step on a CPU is not arithmetic but Python: modules, decorators, arguments
-handed on. A trace runs the same operators on the same weights and leaves the rest out. It is made
-by running the model's own forward on tensors without contents, so that what it does cannot depend
-on the tokens; a model whose forward asks for a number, or does another thing for another number of
-rows, has no trace. Attention stays a call to the step's reader, so a trace fits every length.
+handed on. A trace runs the same operators on the same weights, or kernels that do what several of
+them do, and leaves the rest out. It is made by running the model's own forward on tensors without
+contents, so that what it does cannot depend on the tokens; a model whose forward asks for a number,
+or does another thing for another number of rows, has no trace. Attention stays a call to the step's
+reader, so a trace fits every length.
 
 B: rows, V: vocabulary, H: query heads, D: size of a key, E: size of a value.
 """
@@ -20,7 +21,8 @@ from cb_rollout.engine.attention.decode_cache import DecodeCache, DecodeLayer
 from cb_rollout.engine.attention.places import Form
 from cb_rollout.engine.attention.seam import Forward
 from cb_rollout.engine.attention.trace_compile import compile_stretches
-from cb_rollout.engine.attention.trace_passes import simplify
+from cb_rollout.engine.attention.trace_fusions import fuse
+from cb_rollout.engine.attention.trace_passes import simplify, take_products
 from cb_rollout.errors import said
 
 TRACED_ROWS, TRIED_ROWS = 3, (1, 3, 8)
@@ -66,12 +68,15 @@ class Trace:
             raise UntraceableError(said(error)) from error
         if has_guards:
             raise UntraceableError("its forward depends on the number of rows")
+        take_products(module.graph)
         self.is_compiled = inductor_options is not None
         if inductor_options is not None:
             try:
                 compile_stretches(module, inductor_options)
             except Exception as error:
                 raise UntraceableError(f"it does not compile: {said(error)}") from error
+        else:
+            fuse(module)
         self._constants = simplify(module, recorder.calls)
         self._run = fx.GraphModule(torch.nn.Module(), module.graph).forward
         for num_rows in TRIED_ROWS:

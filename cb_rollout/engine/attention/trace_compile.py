@@ -13,8 +13,6 @@ from torch import fx
 
 from cb_rollout import _compat_tracing
 
-aten = torch.ops.aten
-
 
 def compile_stretches(module: fx.GraphModule, options: Mapping[str, Any]) -> None:
     """Replace every stretch between two marks of a traced graph by one call, in place.
@@ -26,7 +24,6 @@ def compile_stretches(module: fx.GraphModule, options: Mapping[str, Any]) -> Non
     Raises:
         Exception: what tracing or a compiler raises.
     """
-    _transpose_products(module.graph)
     functions: dict[object, Callable[..., Any]] = {}
     for nodes in list(_stretches(module.graph)):
         stretch = _Stretch(module, nodes)
@@ -46,22 +43,6 @@ def _stretches(graph: fx.Graph) -> Iterator[list[fx.Node]]:
             nodes = []
         elif node.op not in ("placeholder", "get_attr"):
             nodes.append(node)
-
-
-def _transpose_products(graph: fx.Graph) -> None:
-    """Multiply weights with transposed rows; see `trace_passes.product`."""
-    for node in graph.find_nodes(op="call_function", target=aten.mm.default):
-        rows, transposed = node.args
-        if transposed.target is not aten.t.default:
-            continue
-        with graph.inserting_before(node):
-            columns = graph.call_function(aten.t.default, (rows,))
-            product = graph.call_function(aten.mm.default, (transposed.args[0], columns))
-            result = graph.call_function(aten.t.default, (product,))
-        for new in (columns, product, result):
-            new.meta = dict(node.meta)
-        node.replace_all_uses_with(result)
-    graph.eliminate_dead_code()
 
 
 class _Stretch:

@@ -1,7 +1,4 @@
-"""Makes a trace cheap to run: the same operators, called in the cheapest way that torch has.
-
-B: rows, K: inputs of a linear layer, N: its outputs.
-"""
+"""Makes a trace cheap to run: the same operators, called in the cheapest way that there is."""
 
 import operator
 from collections.abc import Callable, Sequence
@@ -12,37 +9,10 @@ from torch import fx
 from torch.nn import functional
 
 from cb_rollout import _compat_tracing
+from cb_rollout.engine.attention.choice import CPU_DTYPES
+from cb_rollout.engine.attention.cpp_layers import product
 
 aten = torch.ops.aten
-
-PIECES = 8
-# Of a weight that a single row is multiplied with: a product with a vector runs on one core, a
-# batch of them on all.
-
-
-def product(rows_BK: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
-    """`[B, N]`: a linear layer without its bias.
-
-    Transposed, since MKL takes few columns better than few rows, and fewest best by far; what it
-    gives is printed by the bench's `roofline`.
-    """
-    if rows_BK.shape[0] > 1:
-        return torch.mm(weight_NK, rows_BK.t()).t()
-    N, K = weight_NK.shape
-    if N % PIECES or not weight_NK.is_contiguous():
-        return torch.mm(rows_BK, weight_NK.t())
-    pieces = weight_NK.view(PIECES, N // PIECES, K)
-    return torch.bmm(pieces, rows_BK.t().expand(PIECES, K, 1)).view(1, N)
-
-
-def product_plus(
-    bias_N: torch.Tensor, rows_BK: torch.Tensor, weight_NK: torch.Tensor
-) -> torch.Tensor:
-    """`[B, N]`: a linear layer."""
-    if rows_BK.shape[0] > 1:
-        return torch.addmm(bias_N[:, None], weight_NK, rows_BK.t()).t()
-    return product(rows_BK, weight_NK).add_(bias_N)
-
 
 FUNCTIONS: dict[Any, Callable[..., Any]] = {
     aten.add.Tensor: torch.add,
@@ -69,16 +39,46 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {
     aten.unsqueeze.default: torch.unsqueeze,
     operator.getitem: operator.getitem,
     torch.ops.cb_rollout.grouped_product.default: _compat_tracing.grouped_product,
+    torch.ops.cb_rollout.product.default: product,
 }
 # torch's own functions take half the time to call that operators take.
 
 METHODS: dict[Any, str] = {
-    # After a transposed product a view would be refused.
+    # A kernel's outputs lie in order, whatever its inputs do; a view might be refused.
     aten._unsafe_view.default: "reshape",
     aten.expand.default: "expand",
     aten.sym_size.int: "size",
     aten.view.default: "reshape",
 }
+
+RESHAPES = (aten.view.default, aten._unsafe_view.default)
+
+
+def take_products(graph: fx.Graph) -> None:
+    """Have linear layers of a traced graph multiply by the kernel, in place."""
+    for target in (aten.mm.default, aten.addmm.default):
+        for node in graph.find_nodes(op="call_function", target=target):
+            *bias, rows, transposed = node.args
+            is_kind = node.meta["val"].dtype in CPU_DTYPES and not node.kwargs
+            is_linear = is_kind and transposed.target is aten.t.default
+            if is_linear and all(tensor.meta["val"].dim() == 1 for tensor in bias):
+                node.target = torch.ops.cb_rollout.product.default
+                node.args = (rows, transposed.args[0], *(bias or [None]))
+
+
+def _join_reshapes(graph: fx.Graph) -> None:
+    """Have a tensor of a traced graph reshaped once, whatever shapes it goes through, in place."""
+    known: dict[object, fx.Node] = {}
+    for node in graph.nodes:
+        if node.target not in RESHAPES:
+            continue
+        if node.args[0].target in RESHAPES:
+            node.args = (node.args[0].args[0], node.args[1])
+        source, sizes = node.args
+        if source.meta["val"].shape == node.meta["val"].shape:
+            node.replace_all_uses_with(source)
+        else:
+            node.replace_all_uses_with(known.setdefault((source, tuple(sizes)), node))
 
 
 def simplify(module: fx.GraphModule, calls: Sequence[Sequence[Any]]) -> list[Any]:
@@ -94,6 +94,7 @@ def simplify(module: fx.GraphModule, calls: Sequence[Sequence[Any]]) -> list[Any
         The weights, layers and forms that the graph takes.
     """
     graph, constants = module.graph, _Constants(module)
+    _join_reshapes(graph)
     reader = constants.input("reader")
     for node in list(graph.nodes):
         if node.op == "get_attr":
@@ -104,8 +105,6 @@ def simplify(module: fx.GraphModule, calls: Sequence[Sequence[Any]]) -> list[Any
             with graph.inserting_before(node):
                 attended = graph.call_method("attend", (reader, layer, query, key, value, form))
             node.replace_all_uses_with(attended)
-        elif node.target in (aten.mm.default, aten.addmm.default):
-            _flatten_product(node)
         elif node.target is aten.slice.Tensor:
             _narrow(node)
     # Inputs stay, used or not: the trace is called with all of them.
@@ -143,18 +142,6 @@ class _Constants:
 
 def _attribute(module: fx.GraphModule, name: Any) -> Any:
     return operator.attrgetter(name)(module)
-
-
-def _flatten_product(node: fx.Node) -> None:
-    """Have a product with a transposed weight take the weight as it is."""
-    *added, _, transposed = node.args
-    assert isinstance(transposed, fx.Node)
-    if transposed.target is not aten.t.default or node.kwargs:
-        return
-    if any(tensor.meta["val"].dim() != 1 for tensor in added if isinstance(tensor, fx.Node)):
-        return
-    node.args = (*node.args[:-1], transposed.args[0])
-    node.target = product if len(node.args) == 2 else product_plus
 
 
 def _narrow(node: fx.Node) -> None:

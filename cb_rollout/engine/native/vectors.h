@@ -33,10 +33,19 @@ inline void for_each(int64_t count, bool is_much, const Work& work) {
 
 inline Vector lanes_at(const REAL* from) { return *reinterpret_cast<const Loose*>(from); }
 
+// Some, and zeros behind them.
+inline Vector first_of(const REAL* from, int64_t count) {
+    Vector lanes{};
+    std::memcpy(&lanes, from, count * sizeof(REAL));
+    return lanes;
+}
+
 inline REAL sum_of(const Vector& lanes) {
-    REAL sum = 0;
-    for (int64_t i = 0; i < LANES / 2; i++) sum += lanes[i] + lanes[i + LANES / 2];
-    return sum;
+    typedef REAL Half __attribute__((vector_size(16), may_alias));
+    const Half* halves = reinterpret_cast<const Half*>(&lanes);
+    const Half sums = halves[0] + halves[1];
+    if constexpr (LANES == 4) return sums[0] + sums[1];
+    else return (sums[0] + sums[2]) + (sums[1] + sums[3]);
 }
 
 // What is no number is passed over.

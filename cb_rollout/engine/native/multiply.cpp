@@ -1,0 +1,93 @@
+// Products of a few rows with a linear layer's weight, each weight read from memory once.
+//
+// A tile of outputs is summed in registers: so many rows of the weight times so many rows given,
+// vector by vector along what both have in order. The weight's next rows are fetched meanwhile.
+//
+// Stands below vectors.h. Given is REAL, float or double.
+
+namespace {
+
+// With one vector for each row given, they fill the sixteen registers that a small CPU has.
+constexpr int64_t TILE_OUTPUTS = 3, TILE_ROWS = 4;
+
+constexpr int64_t CACHE_LINE = 64 / sizeof(REAL);
+
+struct Product {
+    const REAL* rows;
+    const REAL* weight;
+    // One for each output, or null.
+    const REAL* bias;
+    REAL* outputs;
+    int64_t num_rows, num_inputs, num_outputs;
+};
+
+template <int64_t OUTPUTS, int64_t ROWS>
+inline void multiply_tile(const Product& product, int64_t output, int64_t row, bool fetches) {
+    const int64_t count = product.num_inputs;
+    const REAL* weight = product.weight + output * count;
+    const REAL* given = product.rows + row * count;
+    Vector sums[OUTPUTS][ROWS] = {};
+    const auto add = [&](int64_t i, const auto& load) {
+        Vector weights[OUTPUTS];
+        for (int64_t o = 0; o < OUTPUTS; o++) weights[o] = load(weight + o * count + i);
+        for (int64_t r = 0; r < ROWS; r++) {
+            const Vector numbers = load(given + r * count + i);
+            for (int64_t o = 0; o < OUTPUTS; o++) sums[o][r] += weights[o] * numbers;
+        }
+    };
+    const int64_t rest = count % LANES;
+    for (int64_t i = 0; i < count - rest; i += LANES) {
+        if (fetches && i % CACHE_LINE == 0)
+            for (int64_t o = 0; o < OUTPUTS; o++)
+                __builtin_prefetch(weight + (OUTPUTS + o) * count + i);
+        add(i, [](const REAL* from) { return lanes_at(from); });
+    }
+    if (rest) add(count - rest, [&](const REAL* from) { return first_of(from, rest); });
+    REAL* outputs = product.outputs + row * product.num_outputs + output;
+    for (int64_t r = 0; r < ROWS; r++)
+        for (int64_t o = 0; o < OUTPUTS; o++)
+            outputs[r * product.num_outputs + o] = sum_of(sums[o][r]);
+    if (product.bias)
+        for (int64_t r = 0; r < ROWS; r++)
+            for (int64_t o = 0; o < OUTPUTS; o++)
+                outputs[r * product.num_outputs + o] += product.bias[output + o];
+}
+
+// All rows given, in tiles as equal as can be: a tile of one row reads as much as one of four.
+template <int64_t OUTPUTS>
+inline void multiply_outputs(const Product& product, int64_t output) {
+    const int64_t num_tiles = (product.num_rows + TILE_ROWS - 1) / TILE_ROWS;
+    for (int64_t tile = 0, row = 0; tile < num_tiles; tile++) {
+        const int64_t end = product.num_rows * (tile + 1) / num_tiles;
+        const bool fetches = tile == 0;
+        switch (end - row) {
+            case 1: multiply_tile<OUTPUTS, 1>(product, output, row, fetches); break;
+            case 2: multiply_tile<OUTPUTS, 2>(product, output, row, fetches); break;
+            case 3: multiply_tile<OUTPUTS, 3>(product, output, row, fetches); break;
+            default: multiply_tile<OUTPUTS, TILE_ROWS>(product, output, row, fetches);
+        }
+        row = end;
+    }
+}
+
+}  // namespace
+
+extern "C" void multiply(
+    const REAL* rows,
+    const REAL* weight,
+    const REAL* bias,
+    REAL* outputs,
+    int64_t num_rows,
+    int64_t num_inputs,
+    int64_t num_outputs) {
+    const Product product = {rows, weight, bias, outputs, num_rows, num_inputs, num_outputs};
+    const bool is_much = num_rows * num_inputs * num_outputs > LEAST_FOR_THREADS;
+    for_each((num_outputs + TILE_OUTPUTS - 1) / TILE_OUTPUTS, is_much, [&](int64_t tile) {
+        const int64_t output = tile * TILE_OUTPUTS;
+        if (output + TILE_OUTPUTS <= num_outputs) {
+            multiply_outputs<TILE_OUTPUTS>(product, output);
+            return;
+        }
+        for (int64_t last = output; last < num_outputs; last++) multiply_outputs<1>(product, last);
+    });
+}
