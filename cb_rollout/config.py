@@ -117,7 +117,7 @@ class RolloutConfig:
         None,
         "Most tokens of a draft, looked up in what a sequence and its group have said and checked "
         "by a decode step of few sequences; what is sampled stays the same. None: chosen; 0: none.",
-        cost="Set 0 to compare. Steps under CUDA graphs have no drafts.",
+        cost="Set 0 to compare.",
     )
     scheduler_type: str = _setting(
         "fifo",

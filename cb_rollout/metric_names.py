@@ -43,7 +43,7 @@ METRICS = (
            "Zero with groups: prompts of a group differ, or allow_block_sharing is off.", SPEED),
     Metric("rollout/drafted_tokens", "tokens",
            "Tokens that a sequence was expected to say, and that a decode step of few checked.",
-           "Zero: many sequences run, nothing repeats, or CUDA graphs are on.", SPEED),
+           "Zero: many sequences run, or nothing repeats.", SPEED),
     Metric("rollout/accepted_tokens", "tokens",
            "How many of them were sampled; each saves its sequence a step.",
            "Far below drafted_tokens: set num_speculative_tokens=0, and look at the speed.", SPEED),

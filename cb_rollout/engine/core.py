@@ -110,7 +110,7 @@ class Engine:
         self._graphs, told = create_graphs(
             self._runner, config, self.limits.max_requests, self.layout.is_recurrent
         )
-        self._has_drafts = self._graphs is None and can_draft(self._runner, self.layout, config)
+        self._has_drafts = can_draft(self._runner, self.layout, config)
         compiled, drafts = self._told_of_compilation, "on" if self._has_drafts else "off"
         self.decode_path = f"{self._runner.attention}; {told}{compiled}; drafts: {drafts}"
         _LOGGER.info("%s", self.decode_path)
@@ -130,7 +130,7 @@ class Engine:
         token_giver = create_token_giver(self.config, self.device, self.counters)
         parts = self._runner, self._scheduler, self._storage, token_giver, self.counters
         drafter = Drafter(self.config.num_speculative_tokens)
-        drafted = DraftedSteps(drafter, *parts) if self._has_drafts else None
+        drafted = DraftedSteps(drafter, *parts, self._graphs) if self._has_drafts else None
         self._steps = Steps(*parts, self._graphs, drafted)
 
     @property

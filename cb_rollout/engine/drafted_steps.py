@@ -5,10 +5,12 @@ the keys of all rows before any attends, so a row finds those of the rows before
 """
 
 import logging
+from typing import TYPE_CHECKING
 
 import torch
 
 from cb_rollout.config import RolloutConfig
+from cb_rollout.engine.decode_rows import DecodeRows
 from cb_rollout.engine.drafting import Drafter
 from cb_rollout.engine.probe import CacheLayout
 from cb_rollout.engine.request import Request
@@ -18,6 +20,9 @@ from cb_rollout.engine.scheduler import Scheduler
 from cb_rollout.engine.storage import CacheStorage
 from cb_rollout.errors import said
 from cb_rollout.metrics import EngineCounters
+
+if TYPE_CHECKING:
+    from cb_rollout.engine.graphs import GraphedDecoding
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -39,9 +44,10 @@ class DraftedSteps:
         storage: CacheStorage,
         token_giver: TokenGiver,
         counters: EngineCounters,
+        graphs: "GraphedDecoding | None" = None,
     ) -> None:
-        """Join the parts that a step has."""
-        self.drafter = drafter
+        """Join the parts that a step has; without graphs the runner runs it."""
+        self.drafter, self._graphs = drafter, graphs
         self._runner, self._scheduler, self._storage = runner, scheduler, storage
         self._token_giver, self._counters = token_giver, counters
 
@@ -82,10 +88,9 @@ class DraftedSteps:
 
     def _logits(self, running: list[Request], drafts: list[list[int]]) -> torch.Tensor:
         """float32, `[rows, V]`: after each sequence's last token, then after each drafted one."""
-        tokens, lengths, slots = [], [], []
-        for request, draft in zip(running, drafts, strict=True):
-            tokens += [[token] for token in (request.token_ids[-1], *draft)]
-            lengths += range(request.num_tokens, request.num_tokens + len(draft) + 1)
-            slots += [request.slot] * (len(draft) + 1)
         cache, table = self._storage.cache, self._storage.table
-        return self._runner.logits(tokens, lengths, slots, cache, table)
+        rows = DecodeRows.of(running, table.block_size, drafts)
+        if self._graphs is not None and not self._graphs.is_stepped_into:
+            return self._graphs.logits(rows, cache, table)
+        tokens = [[token_id] for token_id in rows.token_ids]
+        return self._runner.logits(tokens, rows.lengths, rows.slots, cache, table)

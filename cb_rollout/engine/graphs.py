@@ -23,6 +23,8 @@ from cb_rollout.engine.attention.sharing import shared_tiles
 from cb_rollout.engine.block_table import BlockTable
 from cb_rollout.engine.cache import PagedCache
 from cb_rollout.engine.capture import CudaCapture, Replay, captured_weights
+from cb_rollout.engine.decode_rows import DecodeRows
+from cb_rollout.engine.drafting import MOST_ROWS
 from cb_rollout.engine.graph_sizes import GraphSizes
 from cb_rollout.engine.request import Request
 from cb_rollout.engine.runner import ModelRunner
@@ -81,7 +83,7 @@ class GraphedDecoding:
         """
         self._runner, self._decoding, self._sizes = runner, decoding, sizes
         self._capture = capture or CudaCapture(runner.device)
-        num_rows = sizes.padded(max_rows)
+        num_rows = sizes.padded(max(max_rows, MOST_ROWS))
         is_cuda = runner.device.type == "cuda"
         self._host = torch.zeros(len(Line), num_rows, dtype=torch.int64, pin_memory=is_cuda)
         self._inputs = torch.zeros_like(self._host, device=runner.device)
@@ -135,67 +137,72 @@ class GraphedDecoding:
         """
         if any(r.is_adjusted or r.params.is_truncated or r.params.top_logprobs for r in requests):
             return None
-        self._run(requests, cache, table, samples=True)
-        self._expected = [(slot, length + 1) for slot, length in self._expected]
-        num_rows = len(requests)
+        addresses = self._decoding.find(cache, table)
+        state = [(request.slot, request.num_tokens) for request in requests]
+        is_loaded = self._loaded == requests and self._expected == state
+        if not is_loaded:
+            self._load(DecodeRows.of(requests, table.block_size), table.block_size, requests)
+        self._loaded = []
+        num_rows, longest = len(requests), max(length for _, length in state)
+        self._replay(num_rows, longest, addresses, table.block_size, samples=True)
+        self._loaded = list(requests)
+        self._expected = [(slot, length + 1) for slot, length in state]
         self._host_results[:num_rows].copy_(self._results[:num_rows], non_blocking=True)
         if self._runner.device.type == "cuda":
             torch.cuda.current_stream(self._runner.device).synchronize()
         tokens, logprobs, is_valid = self._host_results[:num_rows].unbind(1)
         return tokens.long().tolist(), logprobs.tolist(), is_valid.bool().tolist()
 
-    def logits(
-        self, requests: Sequence[Request], cache: PagedCache, table: BlockTable
-    ) -> torch.Tensor:
-        """Run one step; float32 logits after each row's last token, `[rows, V]`."""
-        logits_BV = self._run(requests, cache, table, samples=False)
-        self._expected = []
-        return logits_BV[: len(requests)]
-
-    def _run(
-        self, requests: Sequence[Request], cache: PagedCache, table: BlockTable, *, samples: bool
-    ) -> torch.Tensor:
+    def logits(self, rows: DecodeRows, cache: PagedCache, table: BlockTable) -> torch.Tensor:
+        """Run one step; float32 logits after each row's token, `[rows, V]`."""
         addresses = self._decoding.find(cache, table)
-        state = [(request.slot, request.num_tokens) for request in requests]
-        is_loaded = self._loaded == requests and self._expected == state
-        if not is_loaded:
-            self._prepare(requests, table.block_size)
-        longest = self._sizes.padded_keys(max(length for _, length in state))
-        num_rows = self._sizes.padded(len(requests))
-        num_splits = self._decoding.splits(num_rows, longest)
+        self._loaded = []
+        self._load(rows, table.block_size)
+        longest = max(rows.lengths)
+        logits_BV = self._replay(len(rows), longest, addresses, table.block_size, samples=False)
+        return logits_BV[: len(rows)]
+
+    def _replay(
+        self,
+        num_rows: int,
+        longest: int,
+        addresses: torch.Tensor,
+        block_size: int,
+        *,
+        samples: bool,
+    ) -> torch.Tensor:
+        """Run a graph on what was loaded; what its step returns."""
+        num_rows = self._sizes.padded(num_rows)
+        num_splits = self._decoding.splits(num_rows, self._sizes.padded_keys(longest))
         key = GraphKey(num_rows, num_splits, self._has_shared, samples)
         if key not in self._graphs:
-            self._add(key, addresses, table.block_size)
-            if is_loaded:
-                self._prepare(requests, table.block_size)
-                is_loaded = False
-        if not is_loaded:
-            self._inputs.copy_(self._host, non_blocking=True)
-            self._loaded, self._expected = list(requests), state
+            self._add(key, addresses, block_size)
         self._graphs.move_to_end(key)
         return self._graphs[key]()
 
     def _add(self, key: GraphKey, addresses: torch.Tensor, block_size: int) -> None:
         """Capture a graph, with no rows at all, which touches no page."""
+        loaded = self._inputs.clone()
         self._inputs.zero_()
-        self._graphs[key] = self._capture(self._step(key, addresses, block_size))
+        try:
+            self._graphs[key] = self._capture(self._step(key, addresses, block_size))
+        finally:
+            self._inputs.copy_(loaded)
         while len(self._graphs) > self._sizes.max_graphs:
             self._graphs.popitem(last=False)
 
-    def _prepare(self, requests: Sequence[Request], block_size: int) -> None:
-        """Write the rows' inputs to the host's buffer."""
+    def _load(self, rows: DecodeRows, block_size: int, requests: Sequence[Request] = ()) -> None:
+        """Write the rows' inputs to the device, and, where they are sampled there, how."""
         host, params = self._host.zero_(), [request.params for request in requests]
-        tiles = shared_tiles(
-            [request.block_ids for request in requests], block_size, self._decoding.rows_per_tile
-        )
-        shared = [0] * len(requests)
+        tiles = shared_tiles(rows.block_ids, block_size, self._decoding.rows_per_tile)
+        shared = [0] * len(rows)
         for tile in tiles:
             last = tile.first_row + tile.num_rows
             shared[tile.first_row : last] = [tile.num_tokens] * tile.num_rows
         lines = {
-            Line.TOKEN: [request.token_ids[-1] for request in requests],
-            Line.LENGTH: [request.num_tokens for request in requests],
-            Line.SLOT: [request.slot for request in requests],
+            Line.TOKEN: rows.token_ids,
+            Line.LENGTH: rows.lengths,
+            Line.SLOT: rows.slots,
             Line.SEED: [request.seed for request in requests],
             Line.INDEX: [request.num_generated for request in requests],
             Line.IS_GREEDY: [p.is_greedy for p in params],
@@ -208,6 +215,7 @@ class GraphedDecoding:
         temperatures = [1.0 if p.is_greedy else p.temperature for p in params]
         padding = [1.0] * (host.shape[1] - len(params))
         host[Line.TEMPERATURE].view(torch.float64).copy_(torch.tensor(temperatures + padding))
+        self._inputs.copy_(host, non_blocking=True)
         self._has_shared = bool(tiles)
 
     def _step(self, key: GraphKey, addresses: torch.Tensor, block_size: int) -> Replay:

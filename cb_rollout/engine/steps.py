@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from cb_rollout.engine import device as devices
+from cb_rollout.engine.decode_rows import DecodeRows
 from cb_rollout.engine.drafted_steps import DraftedSteps
 from cb_rollout.engine.faults import Outcome, is_out_of_memory, out_of_memory, run_isolated
 from cb_rollout.engine.request import Prefill, Request
@@ -194,13 +195,13 @@ class Steps:
         if not running:
             return []
         self._storage.table.write(extended)
-        if self._graphs is not None and not self._graphs.is_stepped_into:
-            return self._run_graph(self._graphs, running)
         if self._drafted is not None:
             num_given = self._drafted.run(running)
             if num_given is not None:
                 self._count(running, num_given)
                 return running
+        if self._graphs is not None and not self._graphs.is_stepped_into:
+            return self._run_graph(self._graphs, running)
         ends = [request.num_tokens for request in running]
         outcome, failed = self._forward(running, [end - 1 for end in ends], ends)
         self._scheduler.complete_decode()
@@ -215,7 +216,7 @@ class Steps:
         cache, table = self._storage.cache, self._storage.table
         sampled = graphs.sampled(running, cache, table)
         if sampled is None:
-            logits_BV = graphs.logits(running, cache, table)
+            logits_BV = graphs.logits(DecodeRows.of(running, table.block_size), cache, table)
             self._scheduler.complete_decode()
             self._sample(logits_BV, running, is_recurring=True)
         else:

@@ -56,6 +56,21 @@ def test_sampled_tokens_are_the_same_with_and_without_a_graph():
     assert rollout(model, "graphs", params)[0] == rollout(model, "kernels", params)[0]
 
 
+def test_drafts_under_graphs_change_no_token():
+    model = tiny_model("qwen3", vocab_size=24).cuda()
+    found, drafted = [], []
+    for most in (0, None):
+        with generator_of(model, num_speculative_tokens=most) as generator:
+            outputs = generator.generate_batch(
+                PROMPTS[3:], sampling_params=GREEDY, num_return_sequences=2
+            )
+            counters = generator.manager.engine.counters
+        found.append([output.generated_tokens for output in outputs.values()])
+        drafted.append(counters.accepted_tokens)
+    assert found[0] == found[1]
+    assert drafted[0] == 0 < drafted[1]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_in_half_precision_log_probabilities_are_as_near_the_plain_forward_as_the_gathered_ones(
     dtype,

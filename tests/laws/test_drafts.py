@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from fast_path import pretend_cuda
+from fast_path import Playback, pretend_cuda
 from tiny import plain_logprobs, tiny_model
 
 from cb_rollout import FinishReason, RolloutConfig, RolloutGenerator, SamplingParams
@@ -93,19 +93,33 @@ def test_tokens_are_the_same_on_every_path(path, family, monkeypatch):
     assert_right(outputs, model)
 
 
-def test_tokens_are_the_same_by_kernels(monkeypatch):
+@pytest.mark.parametrize(
+    ("use_cuda_graph", "temperature", "num_sequences"),
+    [(False, 0.0, 2), (None, 0.0, 1), (None, 0.1, 2)],
+)
+def test_tokens_are_the_same_by_kernels(use_cuda_graph, temperature, num_sequences, monkeypatch):
     pytest.importorskip("triton")
     model = looping_model(
         "qwen3", num_attention_heads=2, num_key_value_heads=1, num_hidden_layers=1
     )
-    params = SamplingParams(ignore_eos=True, temperature=0.0, max_new_tokens=12)
-    expected = without_drafts(model, params)
+    params = SamplingParams(ignore_eos=True, temperature=temperature, max_new_tokens=14)
+    # So long that what rows have in common, a prompt or all before a draft, is read once for all,
+    # and so that a draft begins in one block and ends in another.
+    inputs = [PROMPTS[0] * 12 + PROMPTS[0][:4]]
+    asked = {"params": params, "inputs": inputs, "num_return_sequences": num_sequences}
+    expected = without_drafts(model, **asked)
     pretend_cuda(monkeypatch)
-    config = RolloutConfig(seed=3, use_cuda_graph=False, block_size=8)
+    config = RolloutConfig(seed=3, use_cuda_graph=use_cuda_graph, block_size=8)
     with RolloutGenerator(model, config) as generator:
-        outputs = outputs_of(generator, params)
-        assert counters_of(generator).accepted_tokens > 0
+        outputs = outputs_of(generator, **asked)
+        counters, graphs = counters_of(generator), generator.manager.engine._graphs
+        assert counters.accepted_tokens > 0
     assert_same(outputs, expected)
+    if use_cuda_graph is None and not torch.cuda.is_available():
+        # Of drafted rows and of plain ones, taking turns.
+        forms = {(key.has_shared, key.samples) for key in graphs._graphs}
+        assert {(True, False), (num_sequences > 1, True)} <= forms
+        assert counters.decode_forwards > Playback.num_captures
 
 
 @pytest.mark.parametrize(

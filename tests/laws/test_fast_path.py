@@ -9,6 +9,7 @@ from tiny import plain_logprobs, tiny_model
 
 from cb_rollout import ConfigurationError, RolloutConfig, RolloutGenerator, SamplingParams
 from cb_rollout.engine import graphs
+from cb_rollout.engine.attention import sharing
 from cb_rollout.engine.attention.choice import DecodePath
 from cb_rollout.engine.request import Request
 from cb_rollout.engine.scheduler import Scheduler
@@ -240,3 +241,15 @@ def test_graphs_are_refused_on_a_cpu_with_what_to_set(asked):
         generator_of(tiny_model("qwen3", **SMALL), **asked)
     assert f"{name}={value!r} needs a CUDA device, and the model is on cpu" in str(raised.value)
     assert "leave use_cuda_graph" in str(raised.value)
+
+
+def test_a_graph_that_is_captured_while_the_same_rows_run_finds_their_inputs(fast, monkeypatch):
+    model = tiny_model("qwen3", **SMALL)
+    with generator_of(model, use_cuda_graph=False) as generator:
+        expected = rollout(generator, [SHORT], params(max_new_tokens=14))
+    # Keys are cut otherwise from one block to the next.
+    monkeypatch.setattr(sharing, "SHORT_STRETCH", 8)
+    with generator_of(model, kv_padding_interval_size=8) as generator:
+        before = Playback.num_captures
+        assert_same(rollout(generator, [SHORT], params(max_new_tokens=14)), expected)
+        assert Playback.num_captures - before == 2
