@@ -2,7 +2,7 @@
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -12,7 +12,8 @@ from transformers import Qwen3ForCausalLM
 
 from cb_rollout.bench.machine import best_seconds
 from cb_rollout.bench.model import linear_layers
-from cb_rollout.engine.attention.cpp_layers import product
+from cb_rollout.engine.attention.choice import DecodePath, choose_attention
+from cb_rollout.engine.attention.cpp_layers import multiply
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 # Where products are timed; between two of them, time grows evenly.
@@ -82,8 +83,16 @@ def _seconds(model: Qwen3ForCausalLM, products: Products) -> float:
     weights = [layer.weight for layer in _layers(model, products)]
     inputs = [weight.new_ones(products.num_rows, weight.shape[1]) for weight in weights]
     pairs = list(zip(inputs, weights, strict=True))
-    ways = (functional.linear, product)
+    ways = ways_to_multiply(model.device).values()
     return min(best_seconds(lambda w=way: [w(*pair) for pair in pairs], CALLS) for way in ways)
+
+
+def ways_to_multiply(device: torch.device) -> dict[str, Callable[..., torch.Tensor]]:
+    """Who computes linear layers on a device, by name; each takes rows and a weight."""
+    ways: dict[str, Callable[..., torch.Tensor]] = {"torch": functional.linear}
+    if choose_attention(device).path is DecodePath.CPP:
+        ways["kernel"] = multiply
+    return ways
 
 
 def _between(points: list[int], values: list[float], point: int) -> float:

@@ -6,10 +6,10 @@ import torch
 
 from cb_rollout.bench.machine import bandwidth, best_seconds, matmul_flops
 from cb_rollout.bench.model import create_model, linear_layers, matmul_parameters
+from cb_rollout.bench.products import ways_to_multiply
 from cb_rollout.bench.sizes import Setup
-from cb_rollout.engine.attention.cpp_layers import product
 
-ROWS = (1, 2, 4, 16, 64, 128)
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 # Of a decode step.
 
 
@@ -28,14 +28,13 @@ def bench(setup: Setup) -> dict[str, Any]:
 
 @torch.inference_mode()
 def _products(model: Any, num_rows: int) -> dict[str, float]:
-    """Milliseconds of all linear layers of one forward, as torch has them and as a trace does."""
+    """Milliseconds of all linear layers of one forward, in each way."""
     weights = [layer.weight for layer in linear_layers(model)]
     inputs = [weight.new_ones(num_rows, weight.shape[1]) for weight in weights]
-    ways = {"torch, milliseconds": torch.nn.functional.linear, "trace, milliseconds": product}
     return {
-        name: 1e3
+        f"{name}, milliseconds": 1e3
         * best_seconds(
             lambda way=way: [way(x, w) for x, w in zip(inputs, weights, strict=True)], 10
         )
-        for name, way in ways.items()
+        for name, way in ways_to_multiply(model.device).items()
     }

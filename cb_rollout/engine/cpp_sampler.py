@@ -3,7 +3,6 @@
 B: rows, V: vocabulary.
 """
 
-import ctypes
 import logging
 from collections.abc import Callable
 from functools import cache
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 
 from cb_rollout import _compat_cpp
-from cb_rollout.engine.native.library import library
+from cb_rollout.engine.native.library import COUNT, TENSOR, library
 from cb_rollout.errors import said
 
 _LOGGER = logging.getLogger(__name__)
@@ -75,7 +74,6 @@ def _kernel() -> Callable[..., Any] | None:
     except Exception as error:  # noqa: BLE001  torch's operators do the same
         _LOGGER.warning("tokens are sampled by torch's operators, not a kernel: %s", said(error))
         return None
-    tensor, count = ctypes.c_void_p, ctypes.c_int64
-    kernel.argtypes = (tensor, count, count, tensor, tensor, tensor, tensor, tensor)
+    kernel.argtypes = (TENSOR, COUNT, COUNT, TENSOR, TENSOR, TENSOR, TENSOR, TENSOR)
     kernel.restype = None
     return kernel

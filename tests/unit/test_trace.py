@@ -144,6 +144,22 @@ def test_what_a_forward_computes_for_nobody_is_left_out():
     torch.testing.assert_close(*both(runner, traced, 4), atol=2e-5, rtol=1e-5)
 
 
+def test_one_bias_for_all_outputs_is_added_to_each():
+    runner = runner_of(tiny_model("llama", mlp_bias=True))
+    for layer in runner.model.model.layers:
+        layer.mlp.up_proj.bias = torch.nn.Parameter(torch.full((1,), 0.5))
+    traced = trace_of(runner)
+    torch.testing.assert_close(*both(runner, traced, 4), atol=2e-5, rtol=1e-5)
+
+
+def test_a_list_reshapes_each_tensor_once():
+    listed = trace_of(runner_of(tiny_model("llama")))
+    reshapes = [n for n in listed._run.__self__.graph.nodes if n.target == "reshape"]
+    assert reshapes
+    assert not [node for node in reshapes if node.args[0] in reshapes]
+    assert len({str(node.args) for node in reshapes}) == len(reshapes)
+
+
 def test_a_bias_of_each_row_is_no_linear_layers_bias():
     runner = runner_of(tiny_model("llama"))
     weight = torch.nn.Parameter(torch.randn(64, 64, generator=torch.Generator().manual_seed(0)))

@@ -7,6 +7,7 @@ from enum import StrEnum
 import torch
 
 from cb_rollout import _compat_cpp
+from cb_rollout.engine.native.library import TYPES
 from cb_rollout.engine.probe import CacheLayout
 
 LEAST_CAPABILITY = (8, 0)
@@ -18,8 +19,8 @@ LARGEST_HEAD = 256
 TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # What tensor cores multiply.
 
-CPU_DTYPES = (torch.float32, torch.float64)
-# Of the C++ kernel and of batched products. In shorter types a model's own attention rounds between
+CPU_DTYPES = tuple(TYPES)
+# Of C++ kernels and of batched products. In shorter types a model's own attention rounds between
 # its two products, and the trainer's forward with it: to be more exact is to be further from both.
 
 

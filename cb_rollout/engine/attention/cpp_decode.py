@@ -3,27 +3,22 @@
 B: rows, H: query heads, K: key heads, D: size of a key, E: size of a value, P: places of the pages.
 """
 
-import ctypes
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
 import torch
 
-from cb_rollout.engine.attention.choice import CPU_DTYPES
 from cb_rollout.engine.attention.places import Form
 from cb_rollout.engine.block_table import BlockTable
-from cb_rollout.engine.native.library import library
+from cb_rollout.engine.native.library import COUNT, NUMBER, TENSOR, TYPES, library
 
-TYPES = dict(zip(CPU_DTYPES, ("float", "double"), strict=True))
-
-_STATES, _COUNT, _NUMBER = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
-_STRIDED = (_STATES, _COUNT, _COUNT, _COUNT)
+_STRIDED = (TENSOR, COUNT, COUNT, COUNT)
 _ARGUMENTS = (
     *(_STRIDED * 3),
-    *(_STATES, _STATES, _STATES),
-    *(_STATES, _COUNT, _COUNT, _STATES, _STATES, _COUNT),
-    *(_NUMBER, _NUMBER, _COUNT, _STATES),
+    *(TENSOR, TENSOR, TENSOR),
+    *(TENSOR, COUNT, COUNT, TENSOR, TENSOR, COUNT),
+    *(NUMBER, NUMBER, COUNT, TENSOR),
 )
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from cb_rollout.engine.attention import cpp_layers
 from cb_rollout.engine.attention.cpp_decode import attend
 from cb_rollout.engine.attention.decode_cache import DecodeCache, DecodeLayer
 from cb_rollout.engine.attention.listed_forward import ListedForward
@@ -55,6 +56,8 @@ class CppDecoding:
         """Prepare for pages of this layout."""
         self.cache = DecodeCache(layout, torch.device("cpu"))
         self.listed = ListedForward(self.cache, can_be_listed=not layout.is_recurrent)
+        if self.listed.can_be_listed:
+            cpp_layers.prepare(self.cache.paged[0].key_dtype)
 
     def check_weights(self, model: torch.nn.Module) -> None:
         """Forget what relies on weights that no longer are where they were."""

@@ -1,32 +1,36 @@
 """What layers do to a few rows, by C++ kernels; needs a C++ compiler, once.
 
-Everything is in one of `CPU_DTYPES`, and on a CPU.
+Everything is in one of `TYPES`, and on a CPU.
 
 B: rows, K: inputs of a linear layer, N: its outputs, H: heads, D: size of a head.
 """
 
-import ctypes
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
 import torch
 from torch.nn import functional
 
-from cb_rollout.engine.attention.choice import CPU_DTYPES
-from cb_rollout.engine.native.library import library
+from cb_rollout.engine.native.library import COUNT, NUMBER, TENSOR, TYPES, library
 
 MOST_ROWS = 64
 # Of a product by the kernel: with more, MKL's is the faster one (see the bench's `roofline`).
 
-_TENSOR, _COUNT, _NUMBER = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
-_TYPES = dict(zip(CPU_DTYPES, ("float", "double"), strict=True))
 _ARGUMENTS = {
-    "multiply": (*(_TENSOR,) * 4, *(_COUNT,) * 3),
-    "norm": (*(_TENSOR,) * 3, *(_COUNT,) * 2, _NUMBER),
-    "rotate": (_TENSOR, *(_COUNT,) * 2, *(_TENSOR,) * 3, *(_COUNT,) * 3),
-    "gate": (*(_TENSOR,) * 3, _COUNT),
+    "multiply": (*(TENSOR,) * 4, *(COUNT,) * 3),
+    "norm": (*(TENSOR,) * 3, *(COUNT,) * 2, NUMBER),
+    "rotate": (TENSOR, *(COUNT,) * 2, *(TENSOR,) * 3, *(COUNT,) * 3),
+    "gate": (*(TENSOR,) * 3, COUNT),
 }
+
+
+def prepare(dtype: torch.dtype) -> None:
+    """Compile the kernels now, not in a rollout; what fails is told where they are called."""
+    with suppress(Exception):
+        for name in _ARGUMENTS:
+            _kernel(name, dtype)
 
 
 def product(
@@ -39,16 +43,16 @@ def product(
 
 
 def multiply(
-    rows_BK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None
+    rows_BK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None
 ) -> torch.Tensor:
     """`[B, N]`: a linear layer, by the kernel, whose weight is contiguous."""
-    rows_BK = rows_BK.contiguous()
+    rows_BK, bias_N = rows_BK.contiguous(), None if bias_N is None else bias_N.contiguous()
     (B, K), N = rows_BK.shape, weight_NK.shape[0]
     outputs_BN = rows_BK.new_empty(B, N)
     _kernel("multiply", rows_BK.dtype)(
         rows_BK.data_ptr(),
         weight_NK.data_ptr(),
-        None if bias_N is None else bias_N.contiguous().data_ptr(),
+        None if bias_N is None else bias_N.data_ptr(),
         outputs_BN.data_ptr(),
         B,
         K,
@@ -117,6 +121,6 @@ torch.library.impl("cb_rollout::product", "CPU", product)
 @cache
 def _kernel(name: str, dtype: torch.dtype) -> Callable[..., Any]:
     file = "multiply" if name == "multiply" else "pointwise"
-    kernel = getattr(library(file, REAL=_TYPES[dtype]), name)
+    kernel = getattr(library(file, REAL=TYPES[dtype]), name)
     kernel.argtypes, kernel.restype = _ARGUMENTS[name], None
     return kernel

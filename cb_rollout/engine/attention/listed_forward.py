@@ -50,11 +50,6 @@ class ListedForward:
         self._is_stepped_into = False
 
     @property
-    def is_compiled(self) -> bool:
-        """Whether it runs from a list that was compiled."""
-        return self.trace is not None and self.trace.is_compiled
-
-    @property
     def can_trace(self) -> bool:
         """Whether the forward may still come to run from a list."""
         return self.trace is not None or self._num_traces < MOST_TRACES

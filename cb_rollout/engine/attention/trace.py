@@ -69,7 +69,6 @@ class Trace:
         if has_guards:
             raise UntraceableError("its forward depends on the number of rows")
         take_products(module.graph)
-        self.is_compiled = inductor_options is not None
         if inductor_options is not None:
             try:
                 compile_stretches(module, inductor_options)

@@ -72,21 +72,28 @@ class _Fusion(NamedTuple):
     pattern: Callable[..., Any]
     function: Callable[..., Any]
     """Does the same; takes the first of the pattern's inputs."""
+    num_tensors: int
+    """Of the inputs, those before the numbers."""
     fits: Callable[..., bool]
     """Whether the function takes such inputs: tensors without contents, and numbers."""
 
 
 _FUSIONS = (
-    _Fusion(_norm, norm, _is_norm),
-    _Fusion(_norm_weight_last, norm, _is_norm),
-    _Fusion(_rotation, rotate, _is_rotation),
-    _Fusion(_gate, gate, _is_gate),
-    _Fusion(_gate_last, gate, _is_gate),
+    _Fusion(_norm, norm, 2, _is_norm),
+    _Fusion(_norm_weight_last, norm, 2, _is_norm),
+    _Fusion(_rotation, rotate, 3, _is_rotation),
+    _Fusion(_gate, gate, 2, _is_gate),
+    _Fusion(_gate_last, gate, 2, _is_gate),
 )
 
 
 def fuse(module: fx.GraphModule) -> None:
-    """Have a traced graph call one function for each of what is found, in place."""
+    """Have a traced graph call one function for each of what is found, in place.
+
+    A graph that writes to its tensors stays, since a function runs later than its first operator.
+    """
+    if any(node.op == "call_function" and node.is_impure() for node in module.graph.nodes):
+        return
     for fusion in _FUSIONS:
         pattern = fx.symbolic_trace(fusion.pattern).graph
 
@@ -95,8 +102,8 @@ def fuse(module: fx.GraphModule) -> None:
                 given.meta["val"] if isinstance(given, fx.Node) else given
                 for given in match.placeholder_nodes
             ]
-            tensors = [given for given in inputs if isinstance(given, torch.Tensor)]
-            dtypes = {tensor.dtype for tensor in tensors}
+            tensors = inputs[: fusion.num_tensors]
+            dtypes = {given.dtype if isinstance(given, torch.Tensor) else None for given in tensors}
             return len(dtypes) == 1 and dtypes <= set(CPU_DTYPES) and fusion.fits(*inputs)
 
         for found in replace_pattern_with_filters(module, pattern, _calling(fusion), [fits]):

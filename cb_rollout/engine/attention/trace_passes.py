@@ -16,7 +16,6 @@ aten = torch.ops.aten
 
 FUNCTIONS: dict[Any, Callable[..., Any]] = {
     aten.add.Tensor: torch.add,
-    aten.bmm.default: torch.bmm,
     aten.cat.default: torch.cat,
     aten.div.Tensor: torch.div,
     aten.embedding.default: torch.embedding,
@@ -33,7 +32,6 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {
     aten.split_with_sizes.default: torch.split_with_sizes,
     aten.sub.Tensor: torch.sub,
     aten.sum.dim_IntList: torch.sum,
-    aten.t.default: torch.t,
     aten.tanh.default: torch.tanh,
     aten.transpose.int: torch.transpose,
     aten.unsqueeze.default: torch.unsqueeze,
@@ -59,9 +57,10 @@ def take_products(graph: fx.Graph) -> None:
     for target in (aten.mm.default, aten.addmm.default):
         for node in graph.find_nodes(op="call_function", target=target):
             *bias, rows, transposed = node.args
-            is_kind = node.meta["val"].dtype in CPU_DTYPES and not node.kwargs
+            outputs = node.meta["val"]
+            is_kind = outputs.dtype in CPU_DTYPES and not node.kwargs
             is_linear = is_kind and transposed.target is aten.t.default
-            if is_linear and all(tensor.meta["val"].dim() == 1 for tensor in bias):
+            if is_linear and all(b.meta["val"].shape == outputs.shape[1:] for b in bias):
                 node.target = torch.ops.cb_rollout.product.default
                 node.args = (rows, transposed.args[0], *(bias or [None]))
 
@@ -77,8 +76,8 @@ def _join_reshapes(graph: fx.Graph) -> None:
         source, sizes = node.args
         if source.meta["val"].shape == node.meta["val"].shape:
             node.replace_all_uses_with(source)
-        else:
-            node.replace_all_uses_with(known.setdefault((source, tuple(sizes)), node))
+        elif (first := known.setdefault((source, tuple(sizes)), node)) is not node:
+            node.replace_all_uses_with(first)
 
 
 def simplify(module: fx.GraphModule, calls: Sequence[Sequence[Any]]) -> list[Any]:

@@ -4,7 +4,15 @@ import ctypes
 from functools import cache
 from pathlib import Path
 
+import torch
+
 from cb_rollout import _compat_cpp
+
+TYPES = {torch.float32: "float", torch.float64: "double"}
+# What REAL may be.
+
+TENSOR, COUNT, NUMBER = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
+# Of kernels' arguments; a tensor is where it begins.
 
 
 @cache

@@ -7,10 +7,11 @@
 
 namespace {
 
-// With one vector for each row given, they fill the sixteen registers that a small CPU has.
+// Their twelve sums, three vectors of the weight and one of a row are the sixteen registers of AVX2.
 constexpr int64_t TILE_OUTPUTS = 3, TILE_ROWS = 4;
 
-constexpr int64_t CACHE_LINE = 64 / sizeof(REAL);
+// What one fetch brings.
+constexpr int64_t NUMBERS_PER_LINE = 64 / sizeof(REAL);
 
 struct Product {
     const REAL* rows;
@@ -37,7 +38,7 @@ inline void multiply_tile(const Product& product, int64_t output, int64_t row, b
     };
     const int64_t rest = count % LANES;
     for (int64_t i = 0; i < count - rest; i += LANES) {
-        if (fetches && i % CACHE_LINE == 0)
+        if (fetches && i % NUMBERS_PER_LINE == 0)
             for (int64_t o = 0; o < OUTPUTS; o++)
                 __builtin_prefetch(weight + (OUTPUTS + o) * count + i);
         add(i, [](const REAL* from) { return lanes_at(from); });

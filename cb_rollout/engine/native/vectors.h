@@ -44,8 +44,9 @@ inline REAL sum_of(const Vector& lanes) {
     typedef REAL Half __attribute__((vector_size(16), may_alias));
     const Half* halves = reinterpret_cast<const Half*>(&lanes);
     const Half sums = halves[0] + halves[1];
-    if constexpr (LANES == 4) return sums[0] + sums[1];
-    else return (sums[0] + sums[2]) + (sums[1] + sums[3]);
+    REAL sum = sums[0];
+    for (int64_t i = 1; i < LANES / 2; i++) sum += sums[i];
+    return sum;
 }
 
 // What is no number is passed over.
