@@ -99,6 +99,14 @@ def found_in(function, examples):
     return [node.target for node in module.graph.nodes if node.target in (norm, rotate, gate)]
 
 
+def changed_then_normed(rows, weight):
+    rows = rows * 1.0
+    rows.add_(5.0)
+    found = normed(rows, weight) + 1.0
+    rows.add_(1.0)
+    return found + rows
+
+
 @pytest.mark.parametrize(
     ("function", "examples", "kernel"),
     [
@@ -109,6 +117,7 @@ def found_in(function, examples):
         (rotated_in_part, (numbers(3, 4, 1, 12), *ANGLES), rotate),
         (gated, (ROWS, ROWS + 1), gate),
         (gated_last, (ROWS, ROWS + 1), gate),
+        (changed_then_normed, (ROWS * 2, WEIGHT), norm),
     ],
 )
 def test_what_a_kernel_does_is_found(function, examples, kernel):

@@ -6,6 +6,7 @@ not found stays as it is.
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -90,24 +91,38 @@ _FUSIONS = (
 def fuse(module: fx.GraphModule) -> None:
     """Have a traced graph call one function for each of what is found, in place.
 
-    A graph that writes to its tensors stays, since a function runs later than its first operator.
+    The function runs where its result is first used. What a tensor is written to before that, but
+    after the first of the operators, stays.
     """
-    if any(node.op == "call_function" and node.is_impure() for node in module.graph.nodes):
-        return
     for fusion in _FUSIONS:
         pattern = fx.symbolic_trace(fusion.pattern).graph
-
-        def fits(match: InternalMatch, *_: fx.Graph, fusion: _Fusion = fusion) -> bool:
-            inputs = [
-                given.meta["val"] if isinstance(given, fx.Node) else given
-                for given in match.placeholder_nodes
-            ]
-            tensors = inputs[: fusion.num_tensors]
-            dtypes = {given.dtype if isinstance(given, torch.Tensor) else None for given in tensors}
-            return len(dtypes) == 1 and dtypes <= set(CPU_DTYPES) and fusion.fits(*inputs)
-
-        for found in replace_pattern_with_filters(module, pattern, _calling(fusion), [fits]):
+        places = {node: place for place, node in enumerate(module.graph.nodes)}
+        fits = [partial(_fits, fusion, places)]
+        for found in replace_pattern_with_filters(module, pattern, _calling(fusion), fits):
             found.replacements[0].meta = dict(found.nodes_map[found.anchor].meta)
+
+
+def _fits(fusion: _Fusion, places: dict[fx.Node, int], match: InternalMatch, *_: fx.Graph) -> bool:
+    """Whether the function does what was found; `places` tells the order of the graph's nodes."""
+    inputs = [
+        given.meta["val"] if isinstance(given, fx.Node) else given
+        for given in match.placeholder_nodes
+    ]
+    tensors = inputs[: fusion.num_tensors]
+    dtypes = {given.dtype if isinstance(given, torch.Tensor) else None for given in tensors}
+    is_kind = len(dtypes) == 1 and dtypes <= set(CPU_DTYPES) and fusion.fits(*inputs)
+    return is_kind and not _is_written_within(match, places)
+
+
+def _is_written_within(match: InternalMatch, places: dict[fx.Node, int]) -> bool:
+    """Whether anything is written to between the first operator and the first use of the last."""
+    found = [match.nodes_map[node] for node in match.nodes_map if node.op == "call_function"]
+    first = min(places[node] for node in found)
+    last = min(places[user] for output in match.returning_nodes for user in output.users)
+    return any(
+        first < place < last and node.op == "call_function" and node.is_impure()
+        for node, place in places.items()
+    )
 
 
 def _calling(fusion: _Fusion) -> fx.Graph:
