@@ -99,6 +99,11 @@ def found_in(function, examples):
     return [node.target for node in module.graph.nodes if node.target in (norm, rotate, gate)]
 
 
+def gated_for_nobody(gates, values):
+    gated(gates, values)
+    return values * 2
+
+
 def changed_then_normed(rows, weight):
     rows = rows * 1.0
     rows.add_(5.0)
@@ -117,6 +122,7 @@ def changed_then_normed(rows, weight):
         (rotated_in_part, (numbers(3, 4, 1, 12), *ANGLES), rotate),
         (gated, (ROWS, ROWS + 1), gate),
         (gated_last, (ROWS, ROWS + 1), gate),
+        (gated_for_nobody, (ROWS, ROWS + 1), gate),
         (changed_then_normed, (ROWS * 2, WEIGHT), norm),
     ],
 )

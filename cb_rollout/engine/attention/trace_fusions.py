@@ -118,7 +118,8 @@ def _is_written_within(match: InternalMatch, places: dict[fx.Node, int]) -> bool
     """Whether anything is written to between the first operator and the first use of the last."""
     found = [match.nodes_map[node] for node in match.nodes_map if node.op == "call_function"]
     first = min(places[node] for node in found)
-    last = min(places[user] for output in match.returning_nodes for user in output.users)
+    users = [places[user] for output in match.returning_nodes for user in output.users]
+    last = min(users, default=len(places))
     return any(
         first < place < last and node.op == "call_function" and node.is_impure()
         for node, place in places.items()
