@@ -78,7 +78,11 @@ def untraced(monkeypatch):
 
 @pytest.mark.parametrize("path", [gathered, untraced, traced])
 @pytest.mark.parametrize(
-    "family", ["qwen3", "gpt2", "mistral", "gpt_oss", "bloom", "deepseek_v3", "qwen3_moe"]
+    "family",
+    [
+        *("qwen3", "gpt_oss", "deepseek_v3", "qwen3_moe"),
+        *(pytest.param(family, marks=pytest.mark.slow) for family in ("gpt2", "mistral", "bloom")),
+    ],
 )
 def test_tokens_are_the_same_on_every_path(path, family, monkeypatch):
     model = looping_model(family)
@@ -95,7 +99,7 @@ def test_tokens_are_the_same_on_every_path(path, family, monkeypatch):
 
 @pytest.mark.parametrize(
     ("use_cuda_graph", "temperature", "num_sequences"),
-    [(False, 0.0, 2), (None, 0.0, 1), (None, 0.1, 2)],
+    [(False, 0.0, 2), (None, 0.0, 1), pytest.param(None, 0.1, 2, marks=pytest.mark.slow)],
 )
 def test_tokens_are_the_same_by_kernels(use_cuda_graph, temperature, num_sequences, monkeypatch):
     pytest.importorskip("triton")

@@ -136,7 +136,8 @@ def test_a_strategy_drops_groups_of_an_asynchronous_run(checkpoint, tmp_path):
     trainer = trained(checkpoint, args, rollouts)
     logs = [log for log in trainer.state.log_history if "reward" in log]
     assert all(log["reward_std"] > 0 for log in logs)
-    assert sum(log["rollout/groups_dropped_total"] for log in logs) > 0
+    # Logged with the first step after a collection; one may fill two steps.
+    assert sum(log.get("rollout/groups_dropped_total", 0) for log in logs) > 0
 
 
 def test_a_reward_that_raises_ends_the_run_with_its_cause(checkpoint, tmp_path):

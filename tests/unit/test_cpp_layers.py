@@ -19,7 +19,7 @@ shapes = given(
     seed=st.integers(0, 10_000),
     is_strided=st.booleans(),
 )
-some = settings(max_examples=40, deadline=None)
+some = settings(max_examples=20, deadline=None)
 
 
 def numbers(*shape, dtype, is_strided=False):
