@@ -111,7 +111,7 @@ class RolloutConfig:
         False,
         "torch.compile of decode steps on a CPU, with inductor's defaults; prefill is not "
         "compiled.",
-        cost="As decode_compile_config; worth it from minutes of rollouts on.",
+        cost="As decode_compile_config; for long runs.",
     )
     num_speculative_tokens: int | None = _setting(
         None,

@@ -22,10 +22,7 @@ constexpr int64_t VALUE_VECTORS = vectors_of(VALUE_SIZE);
 template <int64_t SIZE>
 inline Vector vector_at(const REAL* from, int64_t index) {
     from += index * LANES;
-    if (index < SIZE / LANES) return lanes_at(from);
-    Vector last = {};
-    for (int64_t i = 0; i < SIZE % LANES; i++) last[i] = from[i];
-    return last;
+    return index < SIZE / LANES ? lanes_at(from) : first_of(from, SIZE % LANES);
 }
 
 // The largest of some scores, and of one more. Like all that is done to scores, to whole vectors.
