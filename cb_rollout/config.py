@@ -74,7 +74,12 @@ class RolloutConfig:
         "Share the blocks of equal prefixes between sequences under one policy version.",
         cost="Off costs a copy of the prompt per completion; for comparisons only.",
     )
-    use_async_batching: bool | None = _setting(None, "Overlap host and device work; not available.")
+    use_async_batching: bool | None = _setting(
+        None,
+        "Launch a decode step before the last one's tokens have come; None: where steps are CUDA "
+        "graphs.",
+        cost="Off leaves the device idle between steps; for comparisons.",
+    )
     use_cuda_graph: bool | tuple[bool, bool] | None = _setting(
         None,
         "Decode under CUDA graphs; None: where device and model allow; False: also no trace of the "
@@ -247,3 +252,8 @@ class RolloutConfig:
         """Whether decode steps should run as CUDA graphs; None: where they can."""
         asked = self.use_cuda_graph
         return asked[1] if isinstance(asked, tuple | list) else asked
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether graphs are launched before the results of the last are known."""
+        return self.use_async_batching is not False

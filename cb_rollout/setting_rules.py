@@ -66,7 +66,7 @@ _AMOUNTS = {
 # Each amount's resting value and its unit.
 
 AVAILABLE: dict[str, tuple[Any, ...]] = {
-    "use_async_batching": (None, False),
+    "use_async_batching": (None, True, False),
     # A pair is of prefill, which is not captured, and of decode.
     "use_cuda_graph": (
         *(None, True, False, (False, True), (False, False), [False, True], [False, False]),
@@ -122,14 +122,23 @@ def require_valid(settings: Any) -> None:
             raise ConfigurationError(
                 f"{name}={value!r} is neither {rest!r} nor a finite number >= 0 of {unit}."
             )
+    _require_available(settings)
+    compile_settings("decode_compile_config", settings.decode_compile_config)
+    _require_something_to_fall_back_to(settings)
+
+
+def _require_available(settings: Any) -> None:
     for name, available in AVAILABLE.items():
         value = getattr(settings, name)
         if value not in available:
             raise ConfigurationError(
                 f"{name}={value!r} is not available; leave it at {available[0]!r}."
             )
-    compile_settings("decode_compile_config", settings.decode_compile_config)
-    _require_something_to_fall_back_to(settings)
+    if settings.use_async_batching and settings.wants_graphs is False:
+        raise ConfigurationError(
+            "use_async_batching=True launches CUDA graphs ahead, and use_cuda_graph="
+            f"{settings.use_cuda_graph!r} has none; leave one of them at None."
+        )
 
 
 def require_left_alone(

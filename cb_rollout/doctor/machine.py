@@ -45,7 +45,6 @@ EXTRAS = {
 
 FASTER = {
     "compiled forwards": {"use_default_compile_configs": True},
-    "host and device overlap": {"use_async_batching": True},
     "rollout weights in a copy": {"weight_sync": "copy"},
 }
 # What a rollout may be asked to do beyond the plain way; the config says which it refuses.

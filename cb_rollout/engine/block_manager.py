@@ -3,7 +3,7 @@
 Joins the block pool, which counts references, with the prefix index, which knows tokens.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from cb_rollout.engine.blocks import BlockPool
 from cb_rollout.engine.limits import Limits
@@ -96,6 +96,17 @@ class BlockManager:
             request.block_ids += self.pool.allocate(num_missing)
         new = enumerate(request.block_ids[num_held:], num_held)
         return [(request.slot, index, block) for index, block in new]
+
+    def extend_ahead(self, requests: Sequence[Request]) -> list[tuple[int, int, int]] | None:
+        """Give seated sequences a place for one token more than they have.
+
+        Returns:
+            The new blocks, as `extend`; None: there are not enough for all, and nothing was given.
+        """
+        short = [r for r in requests if self.num_needed(r.num_tokens + 1) > len(r.block_ids)]
+        if not self.secure(len(short)):
+            return None
+        return [new for r in short for new in self.extend(r, r.num_tokens + 1) or ()]
 
     def remember(self, request: Request) -> None:
         """Offer newly filled blocks to later sequences."""

@@ -5,6 +5,7 @@ B: rows, S: tokens of the longest row.
 
 import torch
 
+from cb_rollout.engine import device as devices
 from cb_rollout.engine.blocks import NULL_BLOCK
 
 
@@ -25,7 +26,7 @@ class BlockTable:
         """Set blocks, each given as slot, index within the sequence, and block."""
         if not entries:
             return
-        slots, indices, blocks = torch.tensor(entries, device=self._blocks.device).unbind(1)
+        slots, indices, blocks = devices.sent(entries, self._blocks.device).unbind(1)
         while max(index for _, index, _ in entries) >= self._blocks.shape[1]:
             self._blocks = torch.cat([self._blocks, torch.zeros_like(self._blocks)], 1)
         self._blocks[slots, indices] = blocks

@@ -17,7 +17,7 @@ from cb_rollout.engine import device as devices
 from cb_rollout.engine.compile_choice import choose_compilation
 from cb_rollout.engine.drafted_steps import DraftedSteps, can_draft
 from cb_rollout.engine.drafting import Drafter
-from cb_rollout.engine.graph_choice import create_graphs
+from cb_rollout.engine.graph_choice import create_graphed_steps, create_graphs
 from cb_rollout.engine.lease import leased
 from cb_rollout.engine.limits import Limits
 from cb_rollout.engine.offload import HostKeys
@@ -131,7 +131,9 @@ class Engine:
         parts = self._runner, self._scheduler, self._storage, token_giver, self.counters
         drafter = Drafter(self.config.num_speculative_tokens)
         drafted = DraftedSteps(drafter, *parts, self._graphs) if self._has_drafts else None
-        self._steps = Steps(*parts, self._graphs, drafted)
+        expects = drafter if drafted else None
+        graphed = create_graphed_steps(self._graphs, self.config, *parts[1:], expects)
+        self._steps = Steps(*parts, graphed, drafted)
 
     @property
     def model(self) -> PreTrainedModel:
@@ -275,6 +277,7 @@ class Engine:
     def hand_back_model(self) -> None:
         """Put the model's training flags back; the next step takes it again."""
         if self._lease is not None:
+            self._steps.settle()
             self._lease.close()
             self._lease = None
             self.training.idle()

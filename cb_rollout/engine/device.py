@@ -3,7 +3,7 @@
 import ctypes
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import NamedTuple
@@ -108,6 +108,15 @@ def reset_peak(device: torch.device) -> bool:
 def current(device: torch.device) -> AbstractContextManager[object]:
     """Make `device` the calling thread's current one, where kernels launch."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def sent(values: Sequence[int] | Sequence[Sequence[int]], device: torch.device) -> torch.Tensor:
+    """An int64 tensor of these on the device, without waiting for what runs there."""
+    tensor = torch.tensor(values, dtype=torch.int64)
+    if device.type == "cuda":
+        # From memory that may move, the copy would wait for the whole stream.
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 @contextmanager

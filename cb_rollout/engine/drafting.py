@@ -43,14 +43,18 @@ class Drafter:
                 self._groups[request.group] = echoes
             echoes.listen(request.token_ids, num_known)
 
+    def most_drafted(self, num_rows: int) -> int:
+        """Tokens of the longest draft that each of so many sequences may have."""
+        return max(0, min(self._most_drafted, MOST_ROWS // num_rows - 1)) if num_rows else 0
+
     def drafts(self, running: Sequence[Request]) -> list[list[int]]:
         """What each sequence is expected to say; empty where none is to be tried.
 
         Args:
             running: all rows of the coming decode step.
         """
-        most = min(self._most_drafted, MOST_ROWS // len(running) - 1)
-        if most < 1 or any(r.is_adjusted or r.params.top_logprobs for r in running):
+        most = self.most_drafted(len(running))
+        if not most or any(r.is_adjusted or r.params.top_logprobs for r in running):
             return []
         drafts = [self._draft(request, most) for request in running]
         return drafts if any(drafts) else []

@@ -1,6 +1,6 @@
 """Whether decode steps run as CUDA graphs. Asked where an engine is made; answers in a line."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,6 +14,7 @@ from cb_rollout.engine.runner import ModelRunner, leased
 from cb_rollout.errors import ConfigurationError, said
 
 if TYPE_CHECKING:
+    from cb_rollout.engine.graphed_steps import GraphedSteps
     from cb_rollout.engine.graphs import GraphedDecoding
 
 
@@ -38,7 +39,7 @@ def create_graphs(
     if obstacle is None:
         graphs, obstacle = _rehearsed(runner, config, max_rows)
     if graphs is not None:
-        return graphs, "CUDA graphs: on"
+        return graphs, "CUDA graphs: on" + (", a step ahead" if config.looks_ahead else "")
     asked = [
         f"{name}={getattr(config, name)!r}"
         for name, rest in _SETTINGS.items()
@@ -50,6 +51,19 @@ def create_graphs(
             "at their defaults."
         )
     return None, f"CUDA graphs: off ({obstacle})"
+
+
+def create_graphed_steps(
+    graphs: "GraphedDecoding | None",
+    config: RolloutConfig,
+    *parts: Any,
+) -> "GraphedSteps | None":
+    """What runs decode steps by `graphs`, as the settings say; the parts are those it takes."""
+    if graphs is None:
+        return None
+    from cb_rollout.engine.graphed_steps import GraphedSteps
+
+    return GraphedSteps(graphs, *parts, looks_ahead=config.looks_ahead)
 
 
 def _rehearsed(
@@ -75,6 +89,7 @@ def _rehearsed(
 
 
 _SETTINGS = {
+    "use_async_batching": (None, False),
     "use_cuda_graph": (None, False, (False, False), [False, False]),
     "q_padding_interval_size": (0,),
     "kv_padding_interval_size": (0,),

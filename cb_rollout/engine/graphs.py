@@ -1,10 +1,10 @@
 """Decode steps as CUDA graphs: forward, sampling, log-probabilities and the next inputs in one.
 
-What a step reads stands in buffers that never move: each row's newest token, length, slot and
-sampling parameters. A step writes the next ones over them, so while the same sequences run nothing
-goes to the device but a new block now and then, and one small tensor comes back. Graphs find pages
-by address (see `triton_decode`) and weights where they are: they stay valid while weights change in
-place and while the cache grows, sleeps and wakes. One thread calls it.
+A step reads `GraphInputs` and writes the next ones over them, so while no sequence joins nothing
+goes to the device but a new block now and then, and one small tensor comes back, which the next
+step need not wait for. Graphs find pages by address (see `triton_decode`) and weights where they
+are: they stay valid while weights change in place and while the cache grows, sleeps and wakes. One
+thread calls it.
 
 B: rows of a graph, N: most rows, V: vocabulary.
 """
@@ -12,42 +12,23 @@ B: rows of a graph, N: most rows, V: vocabulary.
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 
 import torch
 
 from cb_rollout._compat_hooks import has_hooks
 from cb_rollout.engine.attention.decoding import PagedDecoding
 from cb_rollout.engine.attention.places import Places
-from cb_rollout.engine.attention.sharing import shared_tiles
 from cb_rollout.engine.block_table import BlockTable
 from cb_rollout.engine.cache import PagedCache
 from cb_rollout.engine.capture import CudaCapture, Replay, captured_weights
 from cb_rollout.engine.decode_rows import DecodeRows
 from cb_rollout.engine.drafting import MOST_ROWS
+from cb_rollout.engine.graph_inputs import GraphInputs, Line
 from cb_rollout.engine.graph_sizes import GraphSizes
+from cb_rollout.engine.launched import Launched
 from cb_rollout.engine.request import Request
 from cb_rollout.engine.runner import ModelRunner
 from cb_rollout.engine.sampler import draw, exponentials, uniforms
-
-
-class Line(IntEnum):
-    """The lines of the input buffer, one number a row, or a tile, in each."""
-
-    TOKEN = 0
-    LENGTH = 1
-    """Tokens, the newest included; 0: no row."""
-    SLOT = 2
-    SEED = 3
-    INDEX = 4
-    """Tokens sampled before."""
-    IS_GREEDY = 5
-    TEMPERATURE = 6
-    """The bits of a float64."""
-    NUM_SHARED = 7
-    """Leading tokens that a shared tile reads."""
-    TILE_FIRST = 8
-    TILE_COUNT = 9
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,17 +64,16 @@ class GraphedDecoding:
         """
         self._runner, self._decoding, self._sizes = runner, decoding, sizes
         self._capture = capture or CudaCapture(runner.device)
-        num_rows = sizes.padded(max(max_rows, MOST_ROWS))
-        is_cuda = runner.device.type == "cuda"
-        self._host = torch.zeros(len(Line), num_rows, dtype=torch.int64, pin_memory=is_cuda)
-        self._inputs = torch.zeros_like(self._host, device=runner.device)
-        self._results = torch.zeros(num_rows, 3, dtype=torch.float64, device=runner.device)
-        self._host_results = torch.zeros(num_rows, 3, dtype=torch.float64, pin_memory=is_cuda)
+        num_rows, device = sizes.padded(max(max_rows, MOST_ROWS)), runner.device
+        self._inputs = GraphInputs(num_rows, device)
+        self._results_N3 = torch.zeros(num_rows, 3, dtype=torch.float64, device=device)
+        # Of a step, and of the one after it.
+        self._host_results = [
+            torch.zeros(num_rows, 3, dtype=torch.float64, pin_memory=device.type == "cuda")
+            for _ in range(2)
+        ]
         self._graphs: OrderedDict[GraphKey, Replay] = OrderedDict()
         self._weights: list[object] = []
-        self._loaded: list[Request] = []
-        self._expected: list[tuple[int, int]] = []
-        self._has_shared = False
         self.is_stepped_into = False
         """Whether anyone steps into the forward, whom no replay would call: nothing is to run."""
 
@@ -128,99 +108,78 @@ class GraphedDecoding:
             self._graphs.clear()
             self._weights = weights
 
-    def sampled(
-        self, requests: Sequence[Request], cache: PagedCache, table: BlockTable
-    ) -> tuple[list[int], list[float], list[bool]] | None:
-        """Run one step and sample in it: token ids, log-probabilities, and whether each is valid.
+    def follows(self, requests: Sequence[Request], lengths: Sequence[int]) -> bool:
+        """Whether the last step left what a step of these sequences reads, in a graph of its size.
 
-        None: some sequence wants what the graph does not do; nothing ran.
+        Args:
+            requests: sequences, of which none was seated anew since that step.
+            lengths: tokens of each, the one that the last step sampled included.
         """
-        if any(r.is_adjusted or r.params.is_truncated or r.params.top_logprobs for r in requests):
-            return None
-        addresses = self._decoding.find(cache, table)
-        state = [(request.slot, request.num_tokens) for request in requests]
-        is_loaded = self._loaded == requests and self._expected == state
-        if not is_loaded:
-            self._load(DecodeRows.of(requests, table.block_size), table.block_size, requests)
-        self._loaded = []
-        num_rows, longest = len(requests), max(length for _, length in state)
-        self._replay(num_rows, longest, addresses, table.block_size, samples=True)
-        self._loaded = list(requests)
-        self._expected = [(slot, length + 1) for slot, length in state]
-        self._host_results[:num_rows].copy_(self._results[:num_rows], non_blocking=True)
-        if self._runner.device.type == "cuda":
-            torch.cuda.current_stream(self._runner.device).synchronize()
-        tokens, logprobs, is_valid = self._host_results[:num_rows].unbind(1)
-        return tokens.long().tolist(), logprobs.tolist(), is_valid.bool().tolist()
+        is_size = self._sizes.padded(len(requests)) == self._sizes.padded(self._inputs.num_rows)
+        return is_size and self._inputs.hold(requests, lengths)
+
+    def forget_rows(self) -> None:
+        """Have the next step's rows loaded anew: a sequence was seated, or took another way."""
+        self._inputs.forget()
+
+    def launch(
+        self,
+        requests: Sequence[Request],
+        lengths: Sequence[int],
+        cache: PagedCache,
+        table: BlockTable,
+    ) -> Launched:
+        """Have the device run one step, and sample in it.
+
+        Args:
+            requests: sequences that are `sampled_plainly`.
+            lengths: tokens of each; where the step `follows`, with one that is not known yet.
+            cache: their pages.
+            table: where each slot's blocks are, that of the newest token included.
+        """
+        addresses, inputs = self._decoding.find(cache, table), self._inputs
+        if self.follows(requests, lengths):
+            inputs.empty_all_but(requests)
+        else:
+            rows = DecodeRows.of(requests, table.block_size)
+            inputs.load(rows, table.block_size, self._decoding.rows_per_tile, requests)
+        self._replay(max(lengths), addresses, table.block_size, samples=True)
+        inputs.note_step()
+        self._host_results.reverse()
+        num_rows, host_N3 = inputs.num_rows, self._host_results[0]
+        host_N3[:num_rows].copy_(self._results_N3[:num_rows], non_blocking=True)
+        device = self._runner.device
+        return Launched(requests, inputs.rows_of(requests), host_N3, device)
 
     def logits(self, rows: DecodeRows, cache: PagedCache, table: BlockTable) -> torch.Tensor:
         """Run one step; float32 logits after each row's token, `[rows, V]`."""
         addresses = self._decoding.find(cache, table)
-        self._loaded = []
-        self._load(rows, table.block_size)
-        longest = max(rows.lengths)
-        logits_BV = self._replay(len(rows), longest, addresses, table.block_size, samples=False)
+        self._inputs.load(rows, table.block_size, self._decoding.rows_per_tile)
+        logits_BV = self._replay(max(rows.lengths), addresses, table.block_size, samples=False)
         return logits_BV[: len(rows)]
 
     def _replay(
-        self,
-        num_rows: int,
-        longest: int,
-        addresses: torch.Tensor,
-        block_size: int,
-        *,
-        samples: bool,
+        self, longest: int, addresses: torch.Tensor, block_size: int, *, samples: bool
     ) -> torch.Tensor:
         """Run a graph on what was loaded; what its step returns."""
-        num_rows = self._sizes.padded(num_rows)
+        num_rows = self._sizes.padded(self._inputs.num_rows)
         num_splits = self._decoding.splits(num_rows, self._sizes.padded_keys(longest))
-        key = GraphKey(num_rows, num_splits, self._has_shared, samples)
+        key = GraphKey(num_rows, num_splits, self._inputs.has_shared, samples)
         if key not in self._graphs:
             self._add(key, addresses, block_size)
         self._graphs.move_to_end(key)
         return self._graphs[key]()
 
     def _add(self, key: GraphKey, addresses: torch.Tensor, block_size: int) -> None:
-        """Capture a graph, with no rows at all, which touches no page."""
-        loaded = self._inputs.clone()
-        self._inputs.zero_()
-        try:
+        """Capture a graph."""
+        with self._inputs.emptied():
             self._graphs[key] = self._capture(self._step(key, addresses, block_size))
-        finally:
-            self._inputs.copy_(loaded)
         while len(self._graphs) > self._sizes.max_graphs:
             self._graphs.popitem(last=False)
 
-    def _load(self, rows: DecodeRows, block_size: int, requests: Sequence[Request] = ()) -> None:
-        """Write the rows' inputs to the device, and, where they are sampled there, how."""
-        host, params = self._host.zero_(), [request.params for request in requests]
-        tiles = shared_tiles(rows.block_ids, block_size, self._decoding.rows_per_tile)
-        shared = [0] * len(rows)
-        for tile in tiles:
-            last = tile.first_row + tile.num_rows
-            shared[tile.first_row : last] = [tile.num_tokens] * tile.num_rows
-        lines = {
-            Line.TOKEN: rows.token_ids,
-            Line.LENGTH: rows.lengths,
-            Line.SLOT: rows.slots,
-            Line.SEED: [request.seed for request in requests],
-            Line.INDEX: [request.num_generated for request in requests],
-            Line.IS_GREEDY: [p.is_greedy for p in params],
-            Line.NUM_SHARED: shared,
-            Line.TILE_FIRST: [tile.first_row for tile in tiles],
-            Line.TILE_COUNT: [tile.num_rows for tile in tiles],
-        }
-        for line, values in lines.items():
-            host[line, : len(values)] = torch.tensor(values, dtype=torch.int64)
-        temperatures = [1.0 if p.is_greedy else p.temperature for p in params]
-        padding = [1.0] * (host.shape[1] - len(params))
-        host[Line.TEMPERATURE].view(torch.float64).copy_(torch.tensor(temperatures + padding))
-        self._inputs.copy_(host, non_blocking=True)
-        self._has_shared = bool(tiles)
-
     def _step(self, key: GraphKey, addresses: torch.Tensor, block_size: int) -> Replay:
         """The work of one step, as it is captured."""
-        inputs_LB = self._inputs[:, : key.num_rows]
+        inputs_LB = self._inputs.tensor[:, : key.num_rows]
         tokens_B, lengths_B, indices_B = (
             inputs_LB[line] for line in (Line.TOKEN, Line.LENGTH, Line.INDEX)
         )
@@ -228,7 +187,7 @@ class GraphedDecoding:
 
         def run() -> torch.Tensor:
             # Of full width, so that every line begins where Triton likes pointers to.
-            small = self._inputs.to(torch.int32)[:, : key.num_rows]
+            small = self._inputs.tensor.to(torch.int32)[:, : key.num_rows]
             places = Places(
                 addresses,
                 block_size,
@@ -249,9 +208,16 @@ class GraphedDecoding:
             tokens_B.copy_(results_B3[:, 0])
             lengths_B.add_(lengths_B > 0)
             indices_B.add_(1)
-            return self._results[: key.num_rows].copy_(results_B3)
+            return self._results_N3[: key.num_rows].copy_(results_B3)
 
         return run
+
+
+def sampled_plainly(requests: Sequence[Request]) -> bool:
+    """Whether nobody wants more than is sampled in a graph."""
+    return not any(
+        r.is_adjusted or r.params.is_truncated or r.params.top_logprobs for r in requests
+    )
 
 
 def sample_plainly(logits_BV: torch.Tensor, inputs_LB: torch.Tensor) -> torch.Tensor:

@@ -198,9 +198,9 @@ class Scheduler:
             index += 1
         return extended
 
-    def complete_decode(self) -> None:
-        """Account for one computed token of every running sequence."""
-        for request in self.running:
+    def complete_decode(self, requests: list[Request]) -> None:
+        """Account for one computed token of each of these running sequences."""
+        for request in requests:
             request.num_computed += 1
             self.blocks.remember(request)
 

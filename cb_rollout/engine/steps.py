@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from cb_rollout.engine import device as devices
-from cb_rollout.engine.decode_rows import DecodeRows
 from cb_rollout.engine.drafted_steps import DraftedSteps
 from cb_rollout.engine.faults import Outcome, is_out_of_memory, out_of_memory, run_isolated
 from cb_rollout.engine.request import Prefill, Request
 from cb_rollout.engine.runner import ModelRunner, RowForm
-from cb_rollout.engine.sampling import TokenGiver, append_each
+from cb_rollout.engine.sampling import TokenGiver
 from cb_rollout.engine.scheduler import Scheduler
 from cb_rollout.engine.storage import CacheStorage
 from cb_rollout.errors import RolloutError
@@ -23,7 +22,7 @@ from cb_rollout.metrics import EngineCounters
 from cb_rollout.types import FinishReason, RequestStatus
 
 if TYPE_CHECKING:
-    from cb_rollout.engine.graphs import GraphedDecoding
+    from cb_rollout.engine.graphed_steps import GraphedSteps
 
 
 WORTHWHILE_SHARE, MOST_DECODES = 4, 8
@@ -41,7 +40,7 @@ class Steps:
         storage: CacheStorage,
         token_giver: TokenGiver,
         counters: EngineCounters,
-        graphs: "GraphedDecoding | None" = None,
+        graphed: "GraphedSteps | None" = None,
         drafted: DraftedSteps | None = None,
     ) -> None:
         """Join the parts of one engine.
@@ -52,10 +51,10 @@ class Steps:
             storage: holds the cache.
             token_giver: samples.
             counters: told what was done.
-            graphs: runs decode steps, where a device can; None: the runner does.
+            graphed: runs decode steps, where a device can; None: the runner does.
             drafted: runs them with drafts, where few sequences run; None: nobody does.
         """
-        self._graphs, self._drafted = graphs, drafted
+        self._graphed, self._drafted = graphed, drafted
         self.counters = counters
         self.device = runner.device
         self._runner, self._scheduler, self._storage = runner, scheduler, storage
@@ -64,6 +63,8 @@ class Steps:
 
     def run(self) -> list[Request] | None:
         """Run one forward, of prompts or of running sequences; None: neither can run."""
+        if self._graphed is not None:
+            self._graphed.follow()
         turns = [self.decode, self.prefill]
         if self._is_prefill_due:
             turns.reverse()
@@ -72,6 +73,11 @@ class Steps:
                 self._num_decodes = self._num_decodes + 1 if run == self.decode else 0
                 return touched
         return None
+
+    def settle(self) -> None:
+        """Return when the device is done with all that it was given."""
+        if self._graphed is not None:
+            self._graphed.settle()
 
     @property
     def _is_prefill_due(self) -> bool:
@@ -98,6 +104,8 @@ class Steps:
         return None
 
     def _run_prefill(self, prefills: list[Prefill]) -> list[Request]:
+        if self._graphed is not None:
+            self._graphed.note_prefill()
         self._write_tables()
         starts = [p.leader.num_computed for p in prefills]
         ends = [p.leader.num_computed + p.num_scheduled for p in prefills]
@@ -171,6 +179,7 @@ class Steps:
             try:
                 return self._run_decode()
             except Exception as error:
+                self.settle()
                 is_memory = is_out_of_memory(error)
                 if not is_memory and self._can_repeat:
                     raise
@@ -190,41 +199,28 @@ class Steps:
         return self._runner.row_form is RowForm.PADDED or not layout.is_recurrent
 
     def _run_decode(self) -> list[Request]:
+        if self._graphed is not None and (collected := self._graphed.collect()) is not None:
+            self._count(*collected)
+            return collected[0]
         extended = self._scheduler.schedule_decode()
         running = list(self._scheduler.running)
         if not running:
             return []
         self._storage.table.write(extended)
-        if self._drafted is not None:
-            num_given = self._drafted.run(running)
-            if num_given is not None:
-                self._count(running, num_given)
-                return running
-        if self._graphs is not None and not self._graphs.is_stepped_into:
-            return self._run_graph(self._graphs, running)
+        num_given = None if self._drafted is None else self._drafted.run(running)
+        if num_given is None and self._graphed is not None and self._graphed.can_run:
+            num_given = self._graphed.run(running)
+        if num_given is not None:
+            self._count(running, num_given)
+            return running
         ends = [request.num_tokens for request in running]
         outcome, failed = self._forward(running, [end - 1 for end in ends], ends)
-        self._scheduler.complete_decode()
         survivors = [running[row] for row in outcome.rows]
+        self._scheduler.complete_decode(survivors)
         if survivors:
             self._sample(outcome.logits_BV, survivors, is_recurring=True)
         self.counters.decode_forwards += 1
         return failed + survivors
-
-    def _run_graph(self, graphs: "GraphedDecoding", running: list[Request]) -> list[Request]:
-        """Replay one step; sample in it where nobody asks for more than it does."""
-        cache, table = self._storage.cache, self._storage.table
-        sampled = graphs.sampled(running, cache, table)
-        if sampled is None:
-            logits_BV = graphs.logits(DecodeRows.of(running, table.block_size), cache, table)
-            self._scheduler.complete_decode()
-            self._sample(logits_BV, running, is_recurring=True)
-        else:
-            self._scheduler.complete_decode()
-            version = self._scheduler.blocks.policy_version
-            self._count(running, append_each(running, *sampled, version))
-        self.counters.decode_forwards += 1
-        return running
 
     def _write_tables(self) -> None:
         """Tell the block table about sequences that were just seated."""

@@ -56,6 +56,18 @@ def test_sampled_tokens_are_the_same_with_and_without_a_graph():
     assert rollout(model, "graphs", params)[0] == rollout(model, "kernels", params)[0]
 
 
+def test_steps_ahead_of_their_tokens_change_none():
+    """Sequences end by stop tokens that only the host finds, and others take their places."""
+    model = tiny_model("qwen3", vocab_size=24).cuda()
+    params = SamplingParams(max_new_tokens=40, stop_token_ids=[3, 5, 7])
+    asked = {"max_requests_per_batch": 6, "num_speculative_tokens": 0}
+    found = [
+        rollout(model, "graphs", params, use_async_batching=looks_ahead, **asked)
+        for looks_ahead in (False, True)
+    ]
+    assert found[0][0] == found[1][0]
+
+
 def test_drafts_under_graphs_change_no_token():
     model = tiny_model("qwen3", vocab_size=24).cuda()
     found, drafted = [], []

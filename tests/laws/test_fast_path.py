@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+from fake_engine import request_of
 from fast_path import Playback, pretend_cuda
 from tiny import plain_logprobs, tiny_model
 
@@ -130,6 +131,58 @@ def test_no_graph_is_replayed_while_anyone_steps_into_the_forward(fast):
         doubled.remove()
 
 
+def test_steps_ahead_of_their_tokens_change_none(fast, monkeypatch):
+    """Sequences end by stop tokens that only the host finds, and others take their places."""
+    launches = []
+    follows = graphs.GraphedDecoding.follows
+    monkeypatch.setattr(
+        graphs.GraphedDecoding,
+        "follows",
+        lambda self, *rows: launches.append(follows(self, *rows)) or launches[-1],
+    )
+    model = tiny_model("qwen3", vocab_size=24, **SMALL)
+    asked = params(max_new_tokens=8, ignore_eos=False, stop_token_ids=[3, 5, 7])
+    found, followed, lengths = [], [], set()
+    for looks_ahead in (False, True):
+        launches.clear()
+        with generator_of(
+            model,
+            use_cuda_graph=True,
+            use_async_batching=looks_ahead,
+            num_speculative_tokens=0,
+            max_requests_per_batch=3,
+        ) as generator:
+            assert ("a step ahead" in generator.manager.engine.decode_path) is looks_ahead
+            found.append(rollout(generator, [SHORT, SHORT[::-1]], asked, num_return_sequences=3))
+            lengths |= {len(tokens) for tokens in found[-1][0]}
+            assert generator.manager.engine.num_blocks_used == 0
+        followed.append(sum(launches))
+    assert_same(found[1], found[0])
+    assert len(lengths) > 2
+    # Asked before a launch ahead, and in every launch.
+    assert followed[1] > followed[0]
+
+
+def test_what_was_ahead_of_new_weights_is_given_up(fast):
+    model = tiny_model("qwen3", **SMALL)
+    request = request_of(SHORT, max_new_tokens=8)
+    with generator_of(model, use_cuda_graph=True, num_speculative_tokens=0) as generator:
+        engine = generator.manager.engine
+        engine.add(request)
+        for _ in range(3):
+            engine.step()
+        num_old = request.num_generated
+        engine.hand_back_model()
+        with torch.no_grad():
+            model.lm_head.weight.mul_(3)
+        engine.begin_policy_version(1)
+        while engine.has_work:
+            engine.step()
+    assert request.policy_versions == [(0, num_old), (1, 8 - num_old)]
+    expected = plain_logprobs(model, SHORT, request.token_ids[len(SHORT) :])
+    assert request.logprobs[num_old:] == pytest.approx(expected[num_old:], abs=1e-5)
+
+
 def test_capturing_touches_no_page(fast):
     with generator_of(tiny_model("qwen3", **SMALL), use_cuda_graph=True) as generator:
         rollout(generator, [SHORT], [params()])
@@ -233,6 +286,7 @@ def test_a_forward_that_asks_the_host_is_not_captured(fast, monkeypatch):
         {"q_padding_interval_size": 16},
         {"kv_padding_interval_size": 512},
         {"max_cached_graphs": 4},
+        {"use_async_batching": True},
     ],
 )
 def test_graphs_are_refused_on_a_cpu_with_what_to_set(asked):

@@ -152,7 +152,7 @@ def test_every_rollout_dtype_is_accepted(dtype):
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("use_async_batching", True),
+        ("use_async_batching", "yes"),
         ("use_cuda_graph", (True, True)),
         ("use_cuda_graph", "yes"),
         ("varlen_compile_config", {"mode": "default"}),
@@ -189,8 +189,15 @@ def test_a_compilation_is_read_from_what_transformers_takes():
 
 
 @pytest.mark.parametrize("field", ["use_async_batching", "use_cuda_graph"])
-def test_switching_off_what_is_not_available_is_honoured(field):
+def test_switching_off_what_a_device_may_lack_is_honoured(field):
     assert getattr(RolloutConfig(**{field: False}), field) is False
+
+
+def test_steps_ahead_without_graphs_are_refused():
+    said = "use_async_batching=True launches CUDA graphs ahead, and use_cuda_graph=.* has none"
+    for use_cuda_graph in (False, (False, False)):
+        with pytest.raises(ConfigurationError, match=said):
+            RolloutConfig(use_async_batching=True, use_cuda_graph=use_cuda_graph)
 
 
 def test_no_config_is_the_default_config():
@@ -251,7 +258,6 @@ def test_a_transformers_field_without_counterpart_is_refused(field, value):
     ("field", "value"),
     [
         ("use_cuda_graph", (True, False)),
-        ("use_async_batching", True),
         ("varlen_compile_config", CompileConfig()),
     ],
 )

@@ -1,167 +1,11 @@
-from collections import Counter
-
 import pytest
+from fake_engine import FakeEngine, GraphedFakeEngine, cancel, request_of
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from cb_rollout.engine.limits import Limits
-from cb_rollout.engine.request import NO_SLOT, Request
-from cb_rollout.engine.scheduler import Scheduler
-from cb_rollout.metrics import EngineCounters
-from cb_rollout.sampling_params import SamplingParams
-from cb_rollout.types import FinishReason, RequestStatus
-
-MOST_STEPS = 3000
-# Far more than any run below needs; a run that takes longer starves somebody.
-
-
-def request_of(prompt_ids, max_new_tokens=4, name="r", group=None):
-    return Request(
-        request_id=name,
-        prompt_ids=prompt_ids,
-        params=SamplingParams(),
-        max_new_tokens=max_new_tokens,
-        stop_tokens=frozenset(),
-        seed=0,
-        group=group,
-    )
-
-
-def cancel(engine, request):
-    request.end(RequestStatus.CANCELLED, FinishReason.CANCELLED)
-    engine.scheduler.retire(request)
-
-
-class FakeEngine:
-    """Drives a scheduler as `core.Engine` does; a key is the policy and all tokens it depends on.
-
-    So a forward that would read a wrong, moved, overwritten or outdated key is seen at once.
-    """
-
-    def __init__(self, limits, num_blocks, most_blocks):
-        self.limits, self.most_blocks = limits, most_blocks
-        self.counters = EngineCounters()
-        self.scheduler = Scheduler(limits, self.counters, self.grow)
-        self.scheduler.pool.grow(num_blocks)
-        self.requests = []
-        self.keys = {}
-
-    def add(self, *requests):
-        for request in requests:
-            self.requests.append(request)
-            self.scheduler.add(request)
-
-    def grow(self, count):
-        now = self.scheduler.pool.num_blocks
-        return max(now, min(self.most_blocks, max(2 * now, now + count)))
-
-    def expected_token(self, request, index):
-        return (len(request.request_id) + len(request.prompt_ids) + index) % 2
-
-    def sample(self, request):
-        index = request.num_generated
-        version = self.scheduler.blocks.policy_version
-        request.append(self.expected_token(request, index), -float(index), version)
-
-    def compute(self, request, end):
-        """What a forward does: read every cached key, then write the keys of the new tokens."""
-        size, version = self.limits.block_size, self.scheduler.blocks.policy_version
-        for position in range(end):
-            place = (request.block_ids[position // size], position % size)
-            tokens = tuple(request.token_ids[: position + 1])
-            # What is computed from kept keys belongs to no version, and to this sequence alone.
-            origin = request.request_id if request.has_old_keys else version
-            if position < request.num_computed:
-                stored_origin, *stored = self.keys.get(place, (None,))
-                assert tuple(stored) == tokens, "a forward would read another token's key"
-                is_kept = request.has_old_keys and isinstance(stored_origin, int)
-                assert is_kept or stored_origin == origin, "a forward would read an outdated key"
-            else:
-                self.keys[place] = (origin, *tokens)
-
-    def copy_blocks(self, sources, targets):
-        size = self.limits.block_size
-        for source, target in zip(sources, targets, strict=True):
-            for offset in range(size):
-                self.keys[target, offset] = self.keys.get((source, offset))
-
-    def check_prefill(self, chosen):
-        limits = self.limits
-        width = max(prefill.num_scheduled for prefill in chosen)
-        assert len(chosen) == 1 or width * len(chosen) <= limits.max_batch_tokens
-        assert all(prefill.num_scheduled > 0 for prefill in chosen)
-        for prefill in chosen:
-            if limits.can_resume_prompts:
-                assert prefill.num_scheduled <= limits.max_batch_tokens
-            else:
-                assert prefill.leader.num_computed == 0
-                assert prefill.is_last_chunk
-            num_shared = len(prefill.leader.prompt_ids) // limits.block_size
-            num_shared *= limits.can_share_blocks
-            for follower in prefill.followers:
-                assert follower.prompt_ids == prefill.leader.prompt_ids
-                mine, theirs = follower.block_ids, prefill.leader.block_ids
-                assert mine[:num_shared] == theirs[:num_shared]
-                assert not set(mine[num_shared:]) & set(theirs)
-
-    def step(self):
-        """One forward of prompts and one of running sequences; True if any ran."""
-        chosen = self.scheduler.schedule_prefill()
-        self.scheduler.take_seated()
-        if chosen:
-            self.check_prefill(chosen)
-        for prefill in chosen:
-            self.compute(prefill.leader, prefill.leader.num_computed + prefill.num_scheduled)
-        for prefill in chosen:
-            is_last_chunk = prefill.is_last_chunk
-            self.copy_blocks(*self.scheduler.complete_prefill(prefill))
-            if is_last_chunk:
-                for request in (prefill.leader, *prefill.followers):
-                    self.sample(request)
-        self.scheduler.retire_running()
-        extended = self.scheduler.schedule_decode()
-        seated = {request.slot: request for request in self.scheduler.running}
-        for slot, index, block in extended:
-            assert seated[slot].block_ids[index] == block
-        decoding = list(self.scheduler.running)
-        for request in decoding:
-            assert request.num_computed == request.num_tokens - 1
-            self.compute(request, request.num_tokens)
-        self.scheduler.complete_decode()
-        for request in decoding:
-            self.sample(request)
-        self.scheduler.retire_running()
-        return bool(chosen or decoding)
-
-    def drain(self):
-        for _ in range(MOST_STEPS):
-            if not self.scheduler.has_work:
-                return
-            self.step()
-        pytest.fail("some sequence starves")
-
-    def check(self):
-        """What holds between any two calls."""
-        pool = self.scheduler.pool
-        seated = [request for request in self.requests if request.slot != NO_SLOT]
-        held = Counter(block for request in seated for block in request.block_ids)
-        counts = {b: n for b, n in enumerate(pool._reference_counts) if n}
-        assert held == counts
-        assert pool.num_used == len(held)
-        slots = [request.slot for request in seated] + self.scheduler._free_slots
-        assert sorted(slots) == list(range(self.limits.max_requests))
-        unfinished = [request for request in self.requests if not request.status.is_final]
-        assert len(self.scheduler.waiting) == len(unfinished) - len(seated)
-        assert self.scheduler.has_work == bool(unfinished)
-        for request in self.requests:
-            assert request.num_computed <= request.num_tokens
-            assert request.slot != NO_SLOT or not request.block_ids
-            count = request.num_generated
-            tokens = [self.expected_token(request, i) for i in range(count)]
-            assert request.token_ids == [*request.prompt_ids, *tokens]
-            assert request.logprobs == [-float(i) for i in range(count)]
-            assert sum(n for _, n in request.policy_versions) == count
+from cb_rollout.types import RequestStatus
 
 
 def engine_of(num_blocks=100, most_blocks=None, **limits):
@@ -189,10 +33,11 @@ class SchedulerRuns(RuleBasedStateMachine):
         most_blocks=st.integers(4, 12),
         share=st.booleans(),
         resume=st.booleans(),
+        kind=st.sampled_from([FakeEngine, GraphedFakeEngine]),
     )
-    def start(self, block_size, max_batch_tokens, max_requests, most_blocks, share, resume):
+    def start(self, block_size, max_batch_tokens, max_requests, most_blocks, share, resume, kind):
         limits = Limits(block_size, max_batch_tokens, max_requests, share, resume)
-        self.engine = FakeEngine(limits, 2, most_blocks)
+        self.engine = kind(limits, 2, most_blocks)
         self.room = most_blocks * block_size
         self.num_groups = 0
         self.lengths = {}
@@ -225,6 +70,7 @@ class SchedulerRuns(RuleBasedStateMachine):
 
     @rule()
     def change_weights(self):
+        self.engine.settle()
         self.engine.scheduler.begin_policy_version(
             self.engine.scheduler.blocks.policy_version + 1, keep_keys=False
         )
@@ -233,6 +79,7 @@ class SchedulerRuns(RuleBasedStateMachine):
 
     @rule()
     def change_weights_and_keep_keys(self):
+        self.engine.settle()
         scheduler = self.engine.scheduler
         num_running = len(scheduler.running)
         scheduler.begin_policy_version(scheduler.blocks.policy_version + 1, keep_keys=True)
@@ -248,6 +95,7 @@ class SchedulerRuns(RuleBasedStateMachine):
 
     @rule()
     def run_out_of_memory_in_decode(self):
+        self.engine.settle()
         num_running = len(self.engine.scheduler.running)
         assert self.engine.scheduler.narrow_decode() == (num_running > 1)
         if num_running > 1:
@@ -272,6 +120,24 @@ class SchedulerRuns(RuleBasedStateMachine):
 
 SchedulerRuns.TestCase.settings = settings(max_examples=220, stateful_step_count=50)
 test_the_scheduler_keeps_its_accounts = SchedulerRuns.TestCase
+
+
+def test_a_step_ahead_of_the_last_ones_tokens_waits_for_who_joins():
+    engine = GraphedFakeEngine(Limits(2, 100, 10, True, True), 100, 100)
+    first, second = request_of([1, 2], 30, "first"), request_of([1, 3], 3, "second")
+    engine.add(first)
+    for _ in range(5):
+        engine.step()
+    # The first decode step was launched after its prompt's, each of the others a step before.
+    assert engine.num_ahead == 4
+    engine.add(second)
+    for _ in range(3):
+        engine.step()
+    assert second.status is RequestStatus.FINISHED
+    engine.drain()
+    engine.check()
+    # Two more waited: where the second one joined, and where its row was left out again.
+    assert engine.num_ahead == engine.counters.decode_forwards - 3
 
 
 def test_sequences_are_admitted_in_the_order_they_came():

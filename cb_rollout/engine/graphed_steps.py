@@ -1,0 +1,126 @@
+"""Decode steps under CUDA graphs, each launched before the results of the last are known.
+
+A step leaves on the device what the next one reads, so the device need not wait for the host, which
+reads tokens, ends sequences and delivers them meanwhile. A sequence that turns out to have ended
+has one row too many in flight, whose token nobody takes. What is launched ahead is given up where
+the model is handed back, so none of it outlives the weights that it was computed with.
+"""
+
+from contextlib import suppress
+
+from cb_rollout.engine.decode_rows import DecodeRows
+from cb_rollout.engine.drafting import Drafter
+from cb_rollout.engine.graphs import GraphedDecoding, sampled_plainly
+from cb_rollout.engine.launched import Launched
+from cb_rollout.engine.request import Request
+from cb_rollout.engine.sampling import TokenGiver, append_each
+from cb_rollout.engine.scheduler import Scheduler
+from cb_rollout.engine.storage import CacheStorage
+from cb_rollout.metrics import EngineCounters
+
+
+class GraphedSteps:
+    """Runs them for one engine."""
+
+    def __init__(
+        self,
+        graphs: GraphedDecoding,
+        scheduler: Scheduler,
+        storage: CacheStorage,
+        token_giver: TokenGiver,
+        counters: EngineCounters,
+        drafter: Drafter | None,
+        *,
+        looks_ahead: bool,
+    ) -> None:
+        """Join the parts that a step has.
+
+        Args:
+            graphs: runs them.
+            scheduler: knows who runs.
+            storage: holds the cache.
+            token_giver: samples where a graph does not.
+            counters: told what was done.
+            drafter: expects what few sequences say, from their newest tokens; None: nobody does.
+            looks_ahead: whether a step may be launched before the last one's results are known.
+        """
+        self._graphs, self._drafter, self._looks_ahead = graphs, drafter, looks_ahead
+        self._scheduler, self._storage = scheduler, storage
+        self._token_giver, self._counters = token_giver, counters
+        self._ahead: Launched | None = None
+
+    @property
+    def can_run(self) -> bool:
+        """Whether graphs may be replayed now."""
+        return not self._graphs.is_stepped_into
+
+    def run(self, running: list[Request]) -> int:
+        """Run one step of all running sequences; how many of them got a token."""
+        cache, table = self._storage.cache, self._storage.table
+        if sampled_plainly(running):
+            lengths = [request.num_tokens for request in running]
+            return self._finish(self._graphs.launch(running, lengths, cache, table), running)
+        logits_BV = self._graphs.logits(DecodeRows.of(running, table.block_size), cache, table)
+        self._scheduler.complete_decode(running)
+        self._counters.decode_forwards += 1
+        version = self._scheduler.blocks.policy_version
+        return self._token_giver.extend(running, logits_BV, version, is_recurring=True)
+
+    def collect(self) -> tuple[list[Request], int] | None:
+        """Take the results of a step that was launched ahead.
+
+        Returns:
+            Its sequences that still run, and how many of them got a token; None: there are none.
+        """
+        step, self._ahead = self._ahead, None
+        current = [] if step is None else step.current()
+        if step is None or not current:
+            return None
+        return current, self._finish(step, current)
+
+    def follow(self) -> None:
+        """Have what the calling thread gives the device come after what was launched ahead."""
+        if self._ahead is not None:
+            self._ahead.precede()
+
+    def settle(self) -> None:
+        """Give up what was launched ahead, and return when the device is done with it."""
+        step, self._ahead = self._ahead, None
+        self._graphs.forget_rows()
+        if step is not None:
+            # What it failed of is told where its results are wanted, which nobody does now.
+            with suppress(RuntimeError):
+                step.wait()
+
+    def note_prefill(self) -> None:
+        """Slots may get other sequences, and more come to run: no step follows the last one."""
+        self._graphs.forget_rows()
+
+    def _finish(self, step: Launched, current: list[Request]) -> int:
+        """Launch the next step where that may be, then take this one's results."""
+        self._ahead = self._launched_after(current)
+        tokens, logprobs, is_valid = step.read(current)
+        self._scheduler.complete_decode(current)
+        self._counters.decode_forwards += 1
+        version = self._scheduler.blocks.policy_version
+        return append_each(current, tokens, logprobs, is_valid, version)
+
+    def _launched_after(self, current: list[Request]) -> Launched | None:
+        """The step after one that is yet to be read; None: it has to wait for that.
+
+        For sequences that joined, for drafts, for a smaller graph, and for blocks that another
+        sequence would have to give up.
+        """
+        if not self._looks_ahead:
+            return None
+        going = [r for r in current if r.num_generated + 1 < r.max_new_tokens]
+        lengths = [request.num_tokens + 1 for request in going]
+        is_drafted = self._drafter is not None and self._drafter.most_drafted(len(going)) > 0
+        if not going or is_drafted or not self._graphs.follows(going, lengths):
+            return None
+        extended = self._scheduler.blocks.extend_ahead(going)
+        if extended is None:
+            return None
+        cache, table = self._storage.cache, self._storage.table
+        table.write(extended)
+        return self._graphs.launch(going, lengths, cache, table)
