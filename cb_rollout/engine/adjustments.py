@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from cb_rollout.engine import device as devices
 from cb_rollout.engine.history import History
 from cb_rollout.engine.request import Request
 
@@ -33,13 +34,13 @@ class Rows:
 
     def integers(self, values: Sequence[int] | Sequence[Sequence[int]]) -> torch.Tensor:
         """Values as int64, on the logits' device."""
-        return torch.tensor(values, dtype=torch.int64, device=self.device)
+        return devices.sent(values, self.device)
 
     def entries(self, given: Iterable[tuple[int, int, float]]) -> list[torch.Tensor]:
         """Row, token and value of each entry (K), without tokens that have no logit."""
         known = [entry for entry in given if entry[1] < self.vocab_size]
         columns = [list(column) for column in zip(*known, strict=True)] or [[], [], []]
-        values_K = torch.tensor(columns[2], dtype=torch.float32, device=self.device)
+        values_K = devices.sent(columns[2], self.device, torch.float32)
         return [self.integers(columns[0]), self.integers(columns[1]), values_K]
 
 

@@ -5,7 +5,7 @@ gathered and right-aligned: a row's newest token is always last, exactly as in a
 `generate` batch. So the model runs its own forward, masks and attention, untouched.
 
 B: rows, Q: new tokens of the longest row, S: tokens of the longest row, H: heads, D: size of a
-head, N: token places in all blocks, F: H x D.
+head, N: token places in all blocks, F: H x D, M: blocks or slots that are copied.
 """
 
 from dataclasses import dataclass, field
@@ -15,6 +15,7 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from cb_rollout import _compat
+from cb_rollout.engine import device as devices
 from cb_rollout.engine.pages import packed, page_dtype, unpacked
 from cb_rollout.engine.probe import CacheLayout, LayerStates, StateShape
 from cb_rollout.engine.states import StateLayer
@@ -243,22 +244,22 @@ class PagedCache(Cache):
         """Copy whole blocks, in every layer."""
         if not sources:
             return
-        source_blocks = torch.tensor(sources, device=self._device)
-        target_blocks = torch.tensor(targets, device=self._device)
+        from_M, to_M = devices.sent([sources, targets], self._device)
         for layer in self._paged:
             for pages_NF in layer.pages:
                 blocks = pages_NF.view(-1, self.block_size, pages_NF.shape[1])
-                blocks.index_copy_(0, target_blocks, blocks.index_select(0, source_blocks))
+                blocks.index_copy_(0, to_M, blocks.index_select(0, from_M))
 
     def copy_slots(self, sources: list[int], targets: list[int]) -> None:
         """Copy recurrent states from slot to slot, in every layer."""
         if not sources:
             return
+        from_M, to_M = devices.sent([sources, targets], self._device)
         for layer in self.stateful.values():
             for all_slots in layer.slots.values():
                 for states in all_slots:
                     if states is not None:
-                        states[targets] = states[sources]
+                        states.index_copy_(0, to_M, states.index_select(0, from_M))
 
     def grow(self, num_blocks: int) -> None:
         """Make room for `num_blocks` blocks, keeping every block's contents and number."""

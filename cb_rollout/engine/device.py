@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import distributed
@@ -110,13 +110,27 @@ def current(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-def sent(values: Sequence[int] | Sequence[Sequence[int]], device: torch.device) -> torch.Tensor:
-    """An int64 tensor of these on the device, without waiting for what runs there."""
-    tensor = torch.tensor(values, dtype=torch.int64)
+def sent(
+    values: Sequence[Any], device: torch.device, dtype: torch.dtype = torch.int64
+) -> torch.Tensor:
+    """A tensor of these numbers, or rows of them, without waiting for what the device does."""
+    tensor = torch.tensor(values, dtype=dtype)
     if device.type == "cuda":
         # From memory that may move, the copy would wait for the whole stream.
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
+
+
+def fetched(*tensors: torch.Tensor) -> list[list[Any]]:
+    """What is in tensors of one device, as `tolist()`, by one transfer; integers below 2**53."""
+    if tensors[0].device.type == "cpu":
+        return [tensor.tolist() for tensor in tensors]
+    numbers = torch.cat([tensor.double().view(-1) for tensor in tensors]).cpu()
+    parts = numbers.split([tensor.numel() for tensor in tensors])
+    return [
+        part.view(tensor.shape).to(tensor.dtype).tolist()
+        for part, tensor in zip(parts, tensors, strict=True)
+    ]
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
+from cb_rollout.engine import device as devices
 from cb_rollout.engine.request import Request
 
 NUM_SPARE_PLACES = 256
@@ -27,7 +28,7 @@ class History:
         self._device = device
         self._num_known = [0] * len(requests)
         num_prompt = [len(request.prompt_ids) for request in requests]
-        self.num_prompt = torch.tensor(num_prompt, device=device)
+        self.num_prompt = devices.sent(num_prompt, device)
         """Tokens of each prompt (int64, R)."""
         self.num_tokens = self.num_prompt
         """Tokens of each row, at the last update (int64, R)."""
@@ -48,8 +49,8 @@ class History:
         for row, source in zip(kept, sources, strict=True):
             self._num_known[row] = previous._num_known[source]
         width = max((self._num_known[row] for row in kept), default=0)
-        target_index = torch.tensor(kept, dtype=torch.int64, device=self._device)
-        source_index = torch.tensor(sources, dtype=torch.int64, device=self._device)
+        target_index = devices.sent(kept, self._device)
+        source_index = devices.sent(sources, self._device)
         self._ids_RC[target_index, :width] = previous._ids_RC[source_index, :width]
 
     def update(self) -> None:
@@ -65,7 +66,7 @@ class History:
             places += range(known, known + len(new))
             tokens += new
             self._num_known[row] = known + len(new)
-        triple = torch.tensor([rows, places, tokens], dtype=torch.int64, device=self._device)
+        triple = devices.sent([rows, places, tokens], self._device)
         self._ids_RC[triple[0], triple[1]] = triple[2]
-        self.num_tokens = torch.tensor(self._num_known, device=self._device)
+        self.num_tokens = devices.sent(self._num_known, self._device)
         self.ids = self._ids_RC[:, :longest]

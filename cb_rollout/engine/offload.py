@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from cb_rollout.engine import device as devices
 from cb_rollout.engine.key_store import KeyStore
 from cb_rollout.engine.request import Request
 from cb_rollout.engine.storage import CacheStorage
@@ -76,4 +77,4 @@ class HostKeys(KeyStore):
 
 
 def _index(block_ids: list[int], pages: torch.Tensor) -> torch.Tensor:
-    return torch.tensor(block_ids, dtype=torch.int64, device=pages.device)
+    return devices.sent(block_ids, pages.device)

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from cb_rollout import _compat
+from cb_rollout.engine import device as devices
 from cb_rollout.engine.attention.batched import BatchedAttention
 from cb_rollout.engine.attention.choice import choose_attention
 from cb_rollout.engine.attention.dispatch import attending
@@ -289,4 +290,4 @@ class ModelRunner:
         return torch.autocast(self.device.type, self._autocast_dtype)
 
     def _integers(self, values: Sequence[int] | Sequence[Sequence[int]]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self.device)
+        return devices.sent(values, self.device)

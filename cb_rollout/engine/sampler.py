@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 
 from cb_rollout.choices import LogprobsMode
+from cb_rollout.engine import device as devices
 from cb_rollout.engine.cpp_sampler import can_sample, sample_plain
 from cb_rollout.engine.request import Request
 
@@ -118,10 +119,10 @@ def create_sampling_batch(requests: Sequence[Request], device: torch.device) -> 
     with_top = [row for row, p in enumerate(params) if p.top_logprobs]
 
     def floats(values: list[float]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.float32, device=device)
+        return devices.sent(values, device, torch.float32)
 
     def integers(values: list[int]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=device)
+        return devices.sent(values, device)
 
     temperatures = [1.0 if p.is_greedy else p.temperature for p in params]
     plain = None

@@ -5,12 +5,15 @@ Owns what is kept between steps of the same rows. Called by the thread that step
 
 from array import array
 from collections.abc import Sequence
+from math import isfinite
+from typing import NamedTuple
 
 import torch
 
 from cb_rollout.choices import LogprobsMode, SamplingMask
 from cb_rollout.config import RolloutConfig
 from cb_rollout.engine import cpp_sampler
+from cb_rollout.engine import device as devices
 from cb_rollout.engine.processors import LogitsProcessing
 from cb_rollout.engine.request import Request
 from cb_rollout.engine.sampler import Sampled, SamplingBatch, create_sampling_batch, sample
@@ -62,15 +65,15 @@ class TokenGiver:
             How many got a token.
         """
         batch, processing = self._prepared(requests, logits_BV.shape[-1], is_recurring)
-        indices_B = torch.tensor([r.num_generated for r in requests], device=self._device)
+        indices_B = devices.sent([r.num_generated for r in requests], self._device)
         processed_BV = None if processing is None else processing(logits_BV, indices_B)
         sampled = sample(logits_BV, batch, indices_B, self._mode, processed_BV)
-        if batch.truncated_rows is not None:
-            self._note_truncation(requests, batch.truncated_rows, sampled)
-        tokens, logprobs, is_valid = (result.tolist() for result in sampled[:3])
+        told = _told(sampled)
+        if sampled.kept_RV is not None:
+            self._note_truncation(requests, told, sampled.kept_RV)
         if processed_BV is not None or batch.top_rows is not None:
-            return _append_one_by_one(requests, batch, sampled, policy_version)
-        return append_each(requests, tokens, logprobs, is_valid, policy_version)
+            return _append_one_by_one(requests, told, policy_version)
+        return append_each(requests, told.tokens, told.logprobs, told.is_valid, policy_version)
 
     def extend_drafted(
         self,
@@ -94,9 +97,9 @@ class TokenGiver:
         places = [place for draft in drafts for place in range(len(draft) + 1)]
         batch = create_sampling_batch(rows, self._device)
         indices = [r.num_generated + place for r, place in zip(rows, places, strict=True)]
-        indices_B = torch.tensor(indices, device=self._device)
+        indices_B = devices.sent(indices, self._device)
         sampled = sample(logits_BV, batch, indices_B, self._mode)
-        tokens, logprobs, is_valid = (result.tolist() for result in sampled[:3])
+        told = _told(sampled)
         num_given: list[int] = []
         is_used: list[bool] = []
         for request, draft in zip(requests, drafts, strict=True):
@@ -105,46 +108,41 @@ class TokenGiver:
                 row = len(is_used)
                 is_used.append(is_going)
                 if is_going:
-                    given = tokens[row : row + 1], logprobs[row : row + 1], is_valid[row : row + 1]
+                    now = slice(row, row + 1)
+                    given = told.tokens[now], told.logprobs[now], told.is_valid[now]
                     append_each([request], *given, policy_version)
-                    is_going = tokens[row] == expected and not request.status.is_final
+                    is_going = told.tokens[row] == expected and not request.status.is_final
             num_given.append(request.num_generated - num_before)
-        if batch.truncated_rows is not None:
-            is_used_B = torch.tensor(is_used, device=self._device)
-            self._note_truncation(rows, batch.truncated_rows, sampled, is_used_B)
+        if sampled.kept_RV is not None:
+            self._note_truncation(rows, told, sampled.kept_RV, is_used)
         return num_given
 
     def _note_truncation(
         self,
         requests: Sequence[Request],
-        rows_R: torch.Tensor,
-        sampled: Sampled,
-        is_used_B: torch.Tensor | None = None,
+        told: "_Told",
+        kept_RV: torch.Tensor,
+        is_used: Sequence[bool] | None = None,
     ) -> None:
         """Count what truncation left, and remember its ids where a trainer will want them.
 
-        `is_used_B` tells of which rows; None: of all.
+        `is_used` tells of which of the requests; None: of all.
         """
-        log_mass_R, kept_RV = sampled.log_mass_R, sampled.kept_RV
-        assert log_mass_R is not None
-        assert kept_RV is not None
-        if is_used_B is not None:
-            is_used_R = is_used_B[rows_R]
-            rows_R, log_mass_R, kept_RV = (
-                rows_R[is_used_R],
-                log_mass_R[is_used_R],
-                kept_RV[is_used_R],
-            )
-        masses_R = log_mass_R[log_mass_R.isfinite()]
-        self._counters.truncated_tokens += len(masses_R)
-        self._counters.log_kept_mass += float(masses_R.sum())
-        self._counters.kept_tokens += int(kept_RV.sum())
+        rows = [row for row, request in enumerate(requests) if request.params.is_truncated]
+        used = [place for place, row in enumerate(rows) if is_used is None or is_used[row]]
+        masses = [told.log_masses[place] for place in used if isfinite(told.log_masses[place])]
+        self._counters.truncated_tokens += len(masses)
+        self._counters.log_kept_mass += sum(masses)
+        self._counters.kept_tokens += sum(told.nums_kept[place] for place in used)
         if not self._keeps_ids:
             return
-        ids = kept_RV.nonzero()[:, 1].int().cpu().numpy()
-        ends = kept_RV.sum(-1).cumsum(0).tolist()
-        for row, start, end in zip(rows_R.tolist(), [0, *ends], ends, strict=False):
-            requests[row].kept_token_ids.append(array("i", ids[start:end].tobytes()))
+        if len(used) < len(rows):
+            kept_RV = kept_RV.index_select(0, devices.sent(used, self._device))
+        ids, start = kept_RV.nonzero()[:, 1].int().cpu().numpy(), 0
+        for place in used:
+            end = start + told.nums_kept[place]
+            requests[rows[place]].kept_token_ids.append(array("i", ids[start:end].tobytes()))
+            start = end
 
     def _prepared(
         self, requests: Sequence[Request], vocab_size: int, is_recurring: bool
@@ -195,32 +193,60 @@ def append_each(
     return sum(is_valid)
 
 
-def _append_one_by_one(
-    requests: Sequence[Request], batch: SamplingBatch, sampled: Sampled, policy_version: int
-) -> int:
+class _Told(NamedTuple):
+    """What is in a `Sampled`, on the host."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    is_valid: list[bool]
+    is_possible: list[bool]
+    top_ids: list[list[int]]
+    top_logprobs: list[list[float]]
+    log_masses: list[float]
+    nums_kept: list[int]
+
+
+def _told(sampled: Sampled) -> _Told:
+    """All of it by one transfer; empty where there is nothing."""
+    kept_RV = sampled.kept_RV
+    parts = {
+        "tokens": sampled.token_ids_B,
+        "logprobs": sampled.logprobs_B,
+        "is_valid": sampled.is_valid_B,
+        "is_possible": sampled.is_possible_B,
+        "top_ids": sampled.top_KN and sampled.top_KN[0],
+        "top_logprobs": sampled.top_KN and sampled.top_KN[1],
+        "log_masses": sampled.log_mass_R,
+        "nums_kept": None if kept_RV is None else kept_RV.sum(-1),
+    }
+    there = {name: part for name, part in parts.items() if part is not None}
+    lists = dict(zip(there, devices.fetched(*there.values()), strict=True))
+    return _Told(**{name: lists.get(name, []) for name in parts})
+
+
+def _append_one_by_one(requests: Sequence[Request], told: _Told, policy_version: int) -> int:
     """Append where a sequence may have failed already, or wants its most likely tokens."""
-    tokens, logprobs, is_valid = (result.tolist() for result in sampled[:3])
-    is_possible = is_valid if sampled.is_possible_B is None else sampled.is_possible_B.tolist()
-    top: dict[int, list[tuple[int, float]]] = {}
-    if sampled.top_KN is not None and batch.top_rows is not None:
-        ids_KN, logprobs_KN = (result.tolist() for result in sampled.top_KN)
-        for row, ids, values in zip(batch.top_rows.tolist(), ids_KN, logprobs_KN, strict=True):
-            wanted = requests[row].params.top_logprobs
-            # What can not be sampled at all is no alternative.
-            pairs = zip(ids[:wanted], values[:wanted], strict=True)
-            top[row] = [(token, value) for token, value in pairs if value > -torch.inf]
+    is_possible = told.is_possible or told.is_valid
+    top: dict[Request, list[tuple[int, float]]] = {}
+    wanting = [request for request in requests if request.params.top_logprobs]
+    for request, ids, values in zip(wanting, told.top_ids, told.top_logprobs, strict=True):
+        wanted = request.params.top_logprobs
+        # What can not be sampled at all is no alternative.
+        pairs = zip(ids[:wanted], values[:wanted], strict=True)
+        top[request] = [(token, value) for token, value in pairs if value > -torch.inf]
     num_appended = 0
     for row, request in enumerate(requests):
         if request.status.is_final:
             continue
-        if not is_valid[row]:
+        if not told.is_valid[row]:
             _fail_without_distribution(request)
         elif not is_possible[row]:
             said = f"after {request.num_tokens} tokens none may follow: bad_words, logit_bias, "
             said += "min_new_tokens, a logits processor and the grammar forbid all; loosen them."
             request.end(RequestStatus.FAILED, FinishReason.ERROR, said)
         else:
-            request.append(tokens[row], logprobs[row], policy_version, top.get(row))
+            token, logprob = told.tokens[row], told.logprobs[row]
+            request.append(token, logprob, policy_version, top.get(request))
             num_appended += 1
     return num_appended
 

@@ -115,7 +115,7 @@ class Steps:
         self.counters.prefill_tokens += sum(ends[row] - starts[row] for row in outcome.rows)
         rows, requests = self._fork([prefills[row] for row in outcome.rows])
         if requests:
-            row_index = torch.tensor(rows, device=self.device)
+            row_index = devices.sent(rows, self.device)
             self._sample(outcome.logits_BV.index_select(0, row_index), requests, is_recurring=False)
             if self._drafted is not None:
                 self._drafted.drafter.listen(requests)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from cb_rollout.engine import device as devices
 from cb_rollout.engine.attention.decode_cache import DecodeCache, DecodeLayer
 from cb_rollout.engine.attention.places import Form, Places
 from cb_rollout.engine.attention.seam import Forward
@@ -90,7 +91,7 @@ class PagedDecoding:
             lengths_B,
             self.splits(len(lengths), max(lengths)),
         )
-        tokens_B1 = torch.tensor(new_tokens, device=self._device)
+        tokens_B1 = devices.sent(new_tokens, self._device)
         return self.run(forward, tokens_B1, lengths_B.long()[:, None] - 1, places, cache)
 
     def check_weights(self, model: torch.nn.Module) -> None:
@@ -133,4 +134,4 @@ class PagedDecoding:
         return num_splits(num_rows, self._num_key_heads, longest, self.num_processors)
 
     def _integers(self, values: Sequence[int]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int32, device=self._device)
+        return devices.sent(values, self._device, torch.int32)

@@ -1,0 +1,120 @@
+"""What a GPU would refuse, and how often the host waits for it, on a machine that has none."""
+
+import pytest
+import torch
+from fast_path import Playback
+from pretend_device import Pretended, pretend_device
+from tiny import tiny_model
+
+from cb_rollout import RolloutConfig, RolloutGenerator, SamplingParams
+from cb_rollout.engine import graphs
+from cb_rollout.engine.attention.choice import DecodePath
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has a GPU")
+
+SMALL = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 1}
+INPUTS = [[9, 8, 7, 6], [3, 4, 5, 6, 7, 8, 9, 10, 11]]
+
+
+class CapturedThere(Playback):
+    """Captures steps of the pretended device."""
+
+    def __init__(self, device):
+        assert device.type == "cuda"
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """Enter it with `with`."""
+    pretend_device(monkeypatch)
+    monkeypatch.setattr(graphs, "CudaCapture", CapturedThere)
+    return Pretended()
+
+
+def rollout(model, asked, sleeps=False, **settings):
+    """Token ids and log-probabilities of two groups, and how often the host waited for them."""
+    config = RolloutConfig(seed=1, block_size=8, **settings)
+    params = SamplingParams(**{"ignore_eos": True, "max_new_tokens": 5, **asked})
+    with RolloutGenerator(model, config) as generator:
+        if sleeps:
+            generator.generate_batch(INPUTS, sampling_params=params)
+            generator.sync_weights()
+            generator.sleep()
+            generator.wake()
+        before = Pretended.num_waits
+        outputs = generator.generate_batch(INPUTS, sampling_params=params, num_return_sequences=2)
+        num_waits = Pretended.num_waits - before
+        path = generator.manager.engine._runner.attention.path
+    tokens = [output.generated_tokens for output in outputs.values()]
+    return tokens, [output.logprobs for output in outputs.values()], num_waits, path
+
+
+PENALISED = {"repetition_penalty": 1.3, "logit_bias": {5: 3.0}, "top_logprobs": 3}
+CASES = {
+    "graphs": ("qwen3", {}, {"num_speculative_tokens": 0}),
+    "drafts": ("qwen3", {"temperature": 0.0, "max_new_tokens": 12}, {}),
+    "kernels": ("qwen3", {}, {"use_cuda_graph": False}),
+    "replayed masks": ("qwen3", {"top_p": 0.8}, {"sampling_mask": "replay"}),
+    "adjusted": ("qwen3", PENALISED, {"max_batch_tokens": 4}),
+    "weights in a copy": ("qwen3", {"min_p": 0.1}, {"weight_sync": "copy", "sleeps": True}),
+    "kept keys": ("qwen3", {"max_new_tokens": 20}, {"cpu_offload_gib": 0.1, "num_blocks": 5}),
+    "recurrent": ("lfm2", {}, {}),
+    "experts": ("qwen3_moe", {}, {}),
+    "sinks": ("gpt_oss", {}, {}),
+    "a bias of positions": ("bloom", {}, {}),
+}
+FAST = {"graphs", "recurrent"}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in CASES],
+)
+def test_a_rollout_there_has_the_tokens_of_one_here(case, device, monkeypatch):
+    family, asked, settings = CASES[case]
+    shape = SMALL if family == "qwen3" else {}
+    with monkeypatch.context() as here:
+        here.setattr(torch.cuda, "is_available", lambda: False)
+        expected = rollout(tiny_model(family, **shape), asked, **settings)
+    with device:
+        found = rollout(tiny_model(family, **shape).to("cuda:0"), asked, **settings)
+    assert found[0] == expected[0]
+    for ours, theirs in zip(found[1], expected[1], strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-5)
+    is_gathered = found[3] is DecodePath.GATHERED
+    assert is_gathered is (family == "bloom")
+
+
+@pytest.mark.parametrize(
+    ("settings", "asked", "waits_per_step"),
+    [
+        ({"use_cuda_graph": True}, {}, 0),
+        pytest.param({"use_cuda_graph": False}, {}, 1, marks=pytest.mark.slow),
+        pytest.param(
+            {"use_cuda_graph": True}, {"top_k": 5, **PENALISED}, 1, marks=pytest.mark.slow
+        ),
+    ],
+    ids=["graphs", "kernels", "logits of graphs"],
+)
+def test_a_step_waits_for_the_device_once_and_under_graphs_for_its_results_only(
+    settings, asked, waits_per_step, device
+):
+    """The event that ends a graph's step is not counted: the next one was launched before."""
+    with device:
+        model = tiny_model("qwen3", **SMALL).to("cuda:0")
+        short, long = (
+            rollout(
+                model, asked | {"max_new_tokens": length}, num_speculative_tokens=0, **settings
+            )[2]
+            for length in (3, 7)
+        )
+    assert long - short == 4 * waits_per_step
+
+
+def test_what_a_device_would_refuse_is_refused(device):
+    with device:
+        there, here = torch.ones(3, device="cuda:0"), torch.ones(3)
+        with pytest.raises(RuntimeError, match=r"takes tensors of cuda:0 and of the cpu"):
+            there + here
+        assert (there + here.to(there.device)).tolist() == [2, 2, 2]

@@ -1,0 +1,199 @@
+"""A CUDA device without one: tensors that say they are there, and lie in host memory.
+
+What a device would refuse is refused: tensors of two devices in one operator. Where the host would
+wait for the device is counted. Numbers are those of the CPU.
+"""
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+aten = torch.ops.aten
+DEVICE = torch.device("cuda", 0)
+GIB = 1 << 30
+
+MOVES = {aten._to_copy.default, aten.copy_.default}
+ACROSS = {*MOVES, aten.index.Tensor, aten.index_put_.default, aten.index_put.default}
+# Operators that take tensors of two devices; indices may come from the host.
+
+WAITS = {aten._local_scalar_dense.default, aten.nonzero.default, aten.equal.default}
+# Operators whose result the host has to wait for.
+
+
+ANSWERS = {
+    aten._fused_sdp_choice.default: lambda query: 0,
+    aten._pin_memory.default: lambda tensor: tensor,
+    aten.is_pinned.default: lambda tensor: False,
+}
+
+
+class OnDevice(torch.Tensor):
+    """A tensor on the device."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, held):
+        return torch.Tensor._make_wrapper_subclass(
+            cls,
+            held.size(),
+            strides=held.stride(),
+            storage_offset=held.storage_offset(),
+            dtype=held.dtype,
+            layout=held.layout,
+            # Torch's own code would ask a device for a guard; a meta tensor has one.
+            device="meta",
+        )
+
+    @property
+    def device(self):
+        return DEVICE
+
+    @property
+    def is_cuda(self):
+        return True
+
+    @property
+    def is_meta(self):
+        return False
+
+    def __init__(self, held):
+        self.held = held
+
+    def data_ptr(self):
+        return self.held.data_ptr()
+
+    def tolist(self):
+        Pretended.num_waits += 1
+        return self.held.tolist()
+
+    def __repr__(self):
+        return f"OnDevice({self.held!r})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return run(func, args, kwargs or {})
+
+
+def run(func, args, kwargs):
+    """Do an operator on host memory, and give back what it gives on the device that it runs on."""
+    given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    there = [tensor for tensor in given if isinstance(tensor, OnDevice)]
+    here = [tensor for tensor in given if not isinstance(tensor, OnDevice) and tensor.dim()]
+    assert not any(t.is_meta for t in here), f"torch lost what {func} takes: index by tensors"
+    if there and here and func not in ACROSS:
+        raise RuntimeError(f"{func} takes tensors of cuda:0 and of the cpu")
+    if func in ANSWERS:
+        return ANSWERS[func](args[0])
+    device, is_copied = kwargs.get("device"), func is aten.copy_.default
+    lands_there = isinstance(args[0], OnDevice) if is_copied else _is_there(device)
+    lands_here = not lands_there if is_copied else _is_cpu(device)
+    is_moved = (lands_there and here) or (lands_here and there)
+    is_free = kwargs.get("non_blocking") or (is_copied and args[2:] == (True,))
+    if (func in MOVES and is_moved and not is_free) or (there and func in WAITS):
+        Pretended.num_waits += 1
+    own = {name: value for name, value in kwargs.items() if name != "pin_memory"}
+    if device is not None:
+        own["device"] = torch.device("cpu")
+    own_args, own = tree_map_only(OnDevice, lambda tensor: tensor.held, (args, own))
+    if func is aten.histc.default:
+        # A device counts integers too.
+        own_args = (own_args[0].float(), *own_args[1:])
+    result = func(*own_args, **own)
+    if lands_here or not (there or lands_there):
+        return args[0] if is_copied else result
+    wrapped = tree_map_only(torch.Tensor, OnDevice, result)
+    return return_and_correct_aliasing(func, args, kwargs, wrapped) if there else wrapped
+
+
+def _is_there(device):
+    return device is not None and torch.device(device).type in {"cuda", "meta"}
+
+
+def _is_cpu(device):
+    return device is not None and torch.device(device).type == "cpu"
+
+
+class Pretended(TorchDispatchMode):
+    """Within, what is made for the device is made there."""
+
+    # What keeps torch from looking for a device to initialise.
+    _mode_key = torch._C._TorchDispatchModeKey.FAKE
+    num_waits = 0
+
+    def __enter__(self):
+        torch._C._ensureCUDADeviceGuardSet()
+        self._was = torch._C._set_only_lift_cpu_tensors(True)
+        return super().__enter__()
+
+    def __exit__(self, *raised):
+        torch._C._set_only_lift_cpu_tensors(False)
+        return super().__exit__(*raised)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return run(func, args, kwargs or {})
+
+
+class Stream:
+    """A stream on which everything is done already."""
+
+    def synchronize(self):
+        Pretended.num_waits += 1
+
+    def wait_event(self, event):
+        assert event.is_recorded
+
+    def wait_stream(self, stream):
+        pass
+
+
+class Event:
+    """A mark in a stream; waiting for it is what reading results is for."""
+
+    is_recorded = False
+
+    def record(self, stream):
+        self.is_recorded = True
+
+    def synchronize(self):
+        assert self.is_recorded
+
+
+def pretend_device(monkeypatch):
+    """Have torch.cuda speak of the device, and Triton's interpreter take its tensors."""
+    from triton.runtime import interpreter
+
+    stream = Stream()
+    spoken = {
+        "is_available": lambda: True,
+        "device_count": lambda: 1,
+        "device": lambda device: nullcontext(),
+        "current_stream": lambda device=None: stream,
+        "current_device": lambda: 0,
+        "Event": Event,
+        "synchronize": lambda device=None: None,
+        "empty_cache": lambda: None,
+        "mem_get_info": lambda device=None: (GIB, 2 * GIB),
+        "memory_reserved": lambda device=None: 0,
+        "memory_allocated": lambda device=None: 0,
+        "max_memory_allocated": lambda device=None: 0,
+        "reset_peak_memory_stats": lambda device=None: None,
+        "get_device_capability": lambda device=None: (8, 0),
+        "get_device_properties": lambda device=None: SimpleNamespace(
+            multi_processor_count=2, total_memory=2 * GIB, major=8, minor=0
+        ),
+    }
+    for name, said in spoken.items():
+        monkeypatch.setattr(torch.cuda, name, said)
+    launch = interpreter.GridExecutor.__call__
+
+    def launched(self, *args, **kwargs):
+        tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]
+        assert all(isinstance(t, OnDevice) for t in tensors), "a kernel got a tensor of the host"
+        args, kwargs = tree_map_only(OnDevice, lambda t: t.held, (args, kwargs))
+        return launch(self, *args, **kwargs)
+
+    monkeypatch.setattr(interpreter.GridExecutor, "__call__", launched)
