@@ -1,0 +1,82 @@
+"""Compiles the Triton kernels for a GPU that need not be there; prints what came out as JSON.
+
+python tests/compiled_kernels.py 90    # for compute capability 9.0
+"""
+
+import json
+import sys
+from types import SimpleNamespace
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from cb_rollout.engine.attention.places import Form, Places
+from cb_rollout.engine.attention.triton_decode import TYPES, attend, write
+
+BF16, FP32 = torch.bfloat16, torch.float32
+ROWS, SPLITS = 4, 2
+FORMS = {
+    # Query heads, key heads, size of a key and of a value, dtype; window, cap, sinks.
+    "Qwen3-8B": ((32, 8, 128, 128, BF16), (None, None, False)),
+    "Gemma-3": ((8, 1, 256, 256, BF16), (512, 50.0, False)),
+    "gpt-oss": ((64, 8, 64, 64, BF16), (128, None, True)),
+    "odd sizes": ((4, 4, 80, 48, torch.float16), (None, None, False)),
+    "float32": ((16, 8, 128, 128, FP32), (None, None, False)),
+}
+
+
+def decode(sizes, asked, is_shared):
+    """What one layer launches in a decode step."""
+    heads, key_heads, key_size, value_size, dtype = sizes
+    window, softcap, has_sinks = asked
+    ints = torch.ones(ROWS, dtype=torch.int32)
+    tiles = {"shared_B": ints, "first_T": ints[:2], "count_T": ints[:2]} if is_shared else {}
+    places = Places(torch.zeros(6, dtype=torch.int64), 16, ints, ints, SPLITS, **tiles)
+    types = TYPES[dtype], TYPES[dtype]
+    sinks = torch.zeros(heads, dtype=dtype) if has_sinks else None
+    queries, keys, values = (
+        torch.zeros(ROWS, *shape, dtype=dtype)
+        for shape in ((heads, key_size), (key_heads, key_size), (key_heads, value_size))
+    )
+    write(keys, values, places, 0, types)
+    form = Form(key_size**-0.5, window, softcap, sinks)
+    attend(queries, key_heads, value_size, places, 0, types, form)
+
+
+def main(capability):
+    made = []
+
+    def compiled(kernel, grid):
+        def launch(*args, **kwargs):
+            binary = kernel.warmup(*args, grid=grid, **kwargs)
+            made.append(
+                {
+                    "kernel": kernel.__name__,
+                    "form": name,
+                    "bytes": len(binary.asm["cubin"]),
+                    "shared": binary.metadata.shared,
+                    "wide copies": binary.asm["ptx"].count("cp.async.cg"),
+                    "products": binary.asm["ptx"].count("mma."),
+                }
+            )
+
+        return launch
+
+    driver.set_active(
+        SimpleNamespace(
+            get_current_target=lambda: GPUTarget("cuda", capability, 32),
+            get_current_device=lambda: 0,
+            get_current_stream=lambda device=None: 0,
+        )
+    )
+    JITFunction.__getitem__ = compiled
+    for name, (sizes, asked) in FORMS.items():
+        for is_shared in (False, True):
+            decode(sizes, asked, is_shared)
+    print(json.dumps(made))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,38 @@
+"""The Triton kernels compile for the GPUs they are for, on a machine that has none of them."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+SCRIPT = Path(__file__).parent.parent / "compiled_kernels.py"
+LEAST_SHARED_MEMORY = 99 << 10
+# Bytes that one block may take on any card of compute capability 8.0 or more.
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_the_kernels_compile_for_a_gpu(capability, tmp_path):
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, SCRIPT, str(capability)],
+        env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    made = json.loads(done.stdout.splitlines()[-1])
+    assert {"write_kernel", "attend_kernel", "join_kernel"} == {one["kernel"] for one in made}
+    assert all(one["bytes"] for one in made)
+    assert max(one["shared"] for one in made) <= LEAST_SHARED_MEMORY
+    for one in made:
+        if one["kernel"] == "attend_kernel":
+            # Pages are read 16 bytes at a time, ahead of the tensor cores that take them.
+            assert one["wide copies"]
+            assert one["products"] or one["form"] == "float32"
