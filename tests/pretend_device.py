@@ -8,8 +8,11 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 
 import torch
+from fast_path import Playback
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map_only
+
+from cb_rollout.engine import graphs
 
 aten = torch.ops.aten
 DEVICE = torch.device("cuda", 0)
@@ -63,6 +66,12 @@ class OnDevice(torch.Tensor):
     def __init__(self, held):
         self.held = held
 
+    def __getitem__(self, index):
+        return super().__getitem__(_there(index))
+
+    def __setitem__(self, index, value):
+        super().__setitem__(_there(index), value)
+
     def data_ptr(self):
         return self.held.data_ptr()
 
@@ -83,7 +92,7 @@ def run(func, args, kwargs):
     given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     there = [tensor for tensor in given if isinstance(tensor, OnDevice)]
     here = [tensor for tensor in given if not isinstance(tensor, OnDevice) and tensor.dim()]
-    assert not any(t.is_meta for t in here), f"torch lost what {func} takes: index by tensors"
+    assert not any(t.is_meta for t in here), f"torch lost what {func} takes"
     if there and here and func not in ACROSS:
         raise RuntimeError(f"{func} takes tensors of cuda:0 and of the cpu")
     if func in ANSWERS:
@@ -107,6 +116,13 @@ def run(func, args, kwargs):
         return args[0] if is_copied else result
     wrapped = tree_map_only(torch.Tensor, OnDevice, result)
     return return_and_correct_aliasing(func, args, kwargs, wrapped) if there else wrapped
+
+
+def _there(index):
+    """Lists among indices as tensors: torch itself would put them where nothing is kept."""
+    if isinstance(index, tuple):
+        return tuple(map(_there, index))
+    return torch.tensor(index, device=DEVICE) if isinstance(index, list) else index
 
 
 def _is_there(device):
@@ -162,6 +178,13 @@ class Event:
         assert self.is_recorded
 
 
+class CapturedThere(Playback):
+    """Captures steps of the device."""
+
+    def __init__(self, device):
+        assert device == DEVICE
+
+
 def pretend_device(monkeypatch):
     """Have torch.cuda speak of the device, and Triton's interpreter take its tensors."""
     from triton.runtime import interpreter
@@ -176,6 +199,7 @@ def pretend_device(monkeypatch):
         "Event": Event,
         "synchronize": lambda device=None: None,
         "empty_cache": lambda: None,
+        "get_device_name": lambda device=None: "pretended",
         "mem_get_info": lambda device=None: (GIB, 2 * GIB),
         "memory_reserved": lambda device=None: 0,
         "memory_allocated": lambda device=None: 0,
@@ -188,6 +212,7 @@ def pretend_device(monkeypatch):
     }
     for name, said in spoken.items():
         monkeypatch.setattr(torch.cuda, name, said)
+    monkeypatch.setattr(graphs, "CudaCapture", CapturedThere)
     launch = interpreter.GridExecutor.__call__
 
     def launched(self, *args, **kwargs):

@@ -109,6 +109,7 @@ def test_told_to_end_it_answers_what_runs_and_refuses_what_comes(checkpoint):
         assert last.choices[0].finish_reason == "length"
 
 
+@pytest.mark.slow
 def test_a_second_signal_does_not_wait(checkpoint):
     with serving(checkpoint, "--drain-seconds", "300") as server:
         stream = iter(complete(server, **ENDLESS, n=64, stream=True))

@@ -76,8 +76,10 @@ def started(script: str, output_dir: Path) -> Iterator[subprocess.Popen]:
     ("script", "said"),
     [
         (REWARD_RAISES, "ValueError: the reward function broke"),
-        (MAIN_THREAD_RAISES, "ValueError: the main thread broke"),
-        (ASLEEP, "ValueError: the main thread broke"),
+        pytest.param(
+            MAIN_THREAD_RAISES, "ValueError: the main thread broke", marks=pytest.mark.slow
+        ),
+        pytest.param(ASLEEP, "ValueError: the main thread broke", marks=pytest.mark.slow),
     ],
 )
 def test_an_exception_ends_the_process_with_its_traceback(script, said, tmp_path):
