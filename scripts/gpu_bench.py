@@ -28,6 +28,7 @@ from cb_rollout.bench.turns import timed
 from cb_rollout.bench.workload import Workload, grouped, long_tailed_lengths, random_prompts
 
 GIB = 1 << 30
+DEVICE = "cuda:0"
 ROWS, PROMPT, GROUP = 256, 256, 8
 SHORT, LONG = 16, 80
 # A decode step's time is the difference of two rollouts, of so many tokens each, over the steps
@@ -77,15 +78,28 @@ def bytes_per_step(model: Any, rows: int, bytes_per_token: int) -> int:
     return int(weights + (own + rows / GROUP * PROMPT) * bytes_per_token)
 
 
+PATHS: dict[str, dict[str, Any]] = {
+    "graphs": {"use_cuda_graph": True},
+    "graphs, none ahead": {"use_cuda_graph": True, "use_async_batching": False},
+    "kernels": {"use_cuda_graph": False},
+    "gathered": {"use_cuda_graph": False},
+}
+
+
+def paths(shape: str, rows: int) -> list[str]:
+    """What is compared: everything on the smallest model, what matters on the others."""
+    if rows == 32:
+        return ["graphs"] + ["gathered"] * (shape == "0.6B")
+    if rows == 1:
+        return ["graphs", "kernels"]
+    return list(PATHS) if shape == "0.6B" else list(PATHS)[:3]
+
+
 def bench_decode(shape: str, model: Any, peak: float) -> Rows:
     """Decode steps under graphs, without, and gathered."""
     for rows in (ROWS, 32, 1):
-        for path, graphs in (("graphs", True), ("kernels", False), ("gathered", False)):
-            if path == "gathered" and (shape != "0.6B" or rows == 1):
-                continue
-            if path == "kernels" and rows == 32:
-                continue
-            with generator_of(model, use_cuda_graph=graphs) as generator:
+        for path in paths(shape, rows):
+            with generator_of(model, **PATHS[path]) as generator:
                 engine = generator.manager.engine
                 if path == "gathered":
                     engine._runner.decoding = None
@@ -185,7 +199,7 @@ def parts(shape: str, model: Any, peak: float) -> dict[str, Callable[[], Rows]]:
 def bench_shape(shape: str, peak: float, deadline: float) -> Rows:
     """Every part of one model that fits the time; a part that fails is a row of the table."""
     torch.cuda.reset_peak_memory_stats()
-    model = create_model(QWEN3[shape], "cuda")
+    model = create_model(QWEN3[shape], DEVICE)
     for name, measure in parts(shape, model, peak).items():
         if time.perf_counter() > deadline:
             yield {"what": f"{shape} {name}", "note": "skipped: no time left"}
@@ -209,7 +223,7 @@ def main() -> None:
         raise SystemExit("no CUDA device: nothing was measured.")
     deadline = time.perf_counter() + options.seconds
     rows: list[dict[str, Any]] = []
-    machine, peak = describe("cuda"), bandwidth(GPU.copied_bytes, "cuda")
+    machine, peak = describe(DEVICE), bandwidth(GPU.copied_bytes, DEVICE)
     record = machine | {"copy_bytes_per_second": peak, "rows": rows}
     print(machine, f"copy bandwidth {peak / 1e12:.2f} TB/s", sep="\n")
     for shape in options.shapes:

@@ -64,7 +64,7 @@ def describe(device: str) -> dict[str, Any]:
     """The machine, the day, and the versions of what ran."""
     return {
         "date": datetime.now(UTC).date().isoformat(),
-        "device": torch.cuda.get_device_name() if device == "cuda" else platform.machine(),
+        "device": torch.cuda.get_device_name(device) if "cuda" in device else platform.machine(),
         "threads": torch.get_num_threads(),
         "versions": {"python": platform.python_version()}
         | {package: found for package in PACKAGES if (found := _version(package))}
