@@ -115,17 +115,18 @@ def sent(
 ) -> torch.Tensor:
     """A tensor of these numbers, or rows of them, without waiting for what the device does."""
     tensor = torch.tensor(values, dtype=dtype)
-    if device.type == "cuda":
-        # From memory that may move, the copy would wait for the whole stream.
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)
+    if device.type != "cuda":
+        return tensor.to(device)
+    # From memory that may move, the copy would wait for the whole stream. Pinned memory is not
+    # used again before the copy is done: its allocator sees to that.
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def fetched(*tensors: torch.Tensor) -> list[list[Any]]:
     """What is in tensors of one device, as `tolist()`, by one transfer; integers below 2**53."""
     if tensors[0].device.type == "cpu":
         return [tensor.tolist() for tensor in tensors]
-    numbers = torch.cat([tensor.double().view(-1) for tensor in tensors]).cpu()
+    numbers = torch.cat([tensor.double().reshape(-1) for tensor in tensors]).cpu()
     parts = numbers.split([tensor.numel() for tensor in tensors])
     return [
         part.view(tensor.shape).to(tensor.dtype).tolist()

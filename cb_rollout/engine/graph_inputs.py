@@ -42,10 +42,7 @@ class GraphInputs:
 
     def __init__(self, max_rows: int, device: torch.device) -> None:
         """Hold no row, and room for so many."""
-        self._host = torch.zeros(
-            len(Line), max_rows, dtype=torch.int64, pin_memory=device.type == "cuda"
-        )
-        self.tensor = torch.zeros_like(self._host, device=device)
+        self.tensor = torch.zeros(len(Line), max_rows, dtype=torch.int64, device=device)
         """int64, `[lines, N]`."""
         self.num_rows = 0
         """Rows that were loaded, emptied ones included."""
@@ -69,7 +66,7 @@ class GraphInputs:
             rows_per_tile: most rows that read a shared prompt together.
             requests: the rows' sequences, one each; none: nothing is sampled.
         """
-        host, params = self._host.zero_(), [request.params for request in requests]
+        params = [request.params for request in requests]
         tiles = shared_tiles(rows.block_ids, block_size, rows_per_tile)
         shared = [0] * len(rows)
         for tile in tiles:
@@ -86,6 +83,9 @@ class GraphInputs:
             Line.TILE_FIRST: [tile.first_row for tile in tiles],
             Line.TILE_COUNT: [tile.num_rows for tile in tiles],
         }
+        # Memory of its own for each load: a copy may run later than the next load.
+        is_pinned = self.tensor.device.type == "cuda"
+        host = torch.zeros(self.tensor.shape, dtype=torch.int64, pin_memory=is_pinned)
         for line, values in lines.items():
             host[line, : len(values)] = torch.tensor(values, dtype=torch.int64)
         temperatures = [1.0 if p.is_greedy else p.temperature for p in params]
