@@ -18,6 +18,7 @@ from cb_rollout.choices import LogprobsMode
 from cb_rollout.engine import device as devices
 from cb_rollout.engine.cpp_sampler import can_sample, sample_plain
 from cb_rollout.engine.request import Request
+from cb_rollout.engine.truncation import Truncation, create_truncation, truncate
 
 GOLDEN_GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
 MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
@@ -49,15 +50,9 @@ def _shift_right(z: torch.Tensor, bits: int) -> torch.Tensor:
     return (z >> bits) & ((1 << (64 - bits)) - 1)
 
 
-NO_TOP_K = 2**31 - 1
-# More tokens than any vocabulary has.
-
 LARGEST_CHUNK, SMALLEST_CHUNK = 256, 16
 # Tokens that are summed together before one is drawn: the sums of all tokens before each would be
 # more bytes than the logits.
-
-LEAST_TOP_P = 1e-30
-# Less may be zero in float32, and not even the most likely token would stay.
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +66,8 @@ class SamplingBatch:
     """Rows that take the most likely token; None: there are none."""
     truncated_rows: torch.Tensor | None
     """Rows with top-k, top-p or min-p; None: there are none."""
-    top_k_R: torch.Tensor
-    """One per truncated row, as the next two."""
-    top_p_R: torch.Tensor
-    min_p_R: torch.Tensor
+    truncation: Truncation | None
+    """What they ask for."""
     top_rows: torch.Tensor | None
     """Rows whose most likely tokens are delivered too; None: there are none."""
     num_top: int
@@ -133,32 +126,11 @@ def create_sampling_batch(requests: Sequence[Request], device: torch.device) -> 
         seeds_B=integers([request.seed for request in requests]),
         greedy_rows=integers(greedy) if greedy else None,
         truncated_rows=integers(truncated) if truncated else None,
-        top_k_R=integers([params[r].top_k or NO_TOP_K for r in truncated]),
-        top_p_R=floats([max(params[r].top_p, LEAST_TOP_P) for r in truncated]),
-        min_p_R=floats([params[r].min_p for r in truncated]),
+        truncation=create_truncation([params[r] for r in truncated], device),
         top_rows=integers(with_top) if with_top else None,
         num_top=max(p.top_logprobs for p in params),
         plain_temperatures_B=plain,
     )
-
-
-def truncate(logits_RV: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-    """Logits with what top-k, then top-p, then min-p exclude set to -inf, as transformers does.
-
-    Args:
-        logits_RV: float32 logits of the batch's truncated rows, already divided by temperature.
-        batch: what each row asks for.
-    """
-    sorted_RV, order_RV = logits_RV.sort(-1, descending=True)
-    last_rank_R1 = batch.top_k_R.clamp(max=logits_RV.shape[-1])[:, None] - 1
-    keep_RV = sorted_RV >= sorted_RV.gather(-1, last_rank_R1)
-    probabilities_RV = sorted_RV.masked_fill(~keep_RV, -torch.inf).softmax(-1)
-    mass_before_RV = probabilities_RV.cumsum(-1) - probabilities_RV
-    is_top_p_off_R = batch.top_p_R[:, None] >= 1
-    keep_RV &= is_top_p_off_R | (mass_before_RV < batch.top_p_R[:, None])
-    keep_RV &= probabilities_RV >= batch.min_p_R[:, None] * probabilities_RV[:, :1]
-    kept_RV = sorted_RV.masked_fill(~keep_RV, -torch.inf)
-    return torch.empty_like(kept_RV).scatter_(-1, order_RV, kept_RV)
 
 
 class Exponentials(NamedTuple):
@@ -248,9 +220,9 @@ def sample(
     choose_BV = logits_BV if is_same else processed_BV
     sampled_from_BV = scaled_BV if is_same else batch.scaled(processed_BV)
     log_mass_R = is_kept_RV = None
-    if batch.truncated_rows is not None:
+    if batch.truncated_rows is not None and batch.truncation is not None:
         whole_RV = sampled_from_BV.index_select(0, batch.truncated_rows)
-        kept_RV = truncate(whole_RV, batch)
+        kept_RV = truncate(whole_RV, batch.truncation)
         log_mass_R = kept_RV.logsumexp(-1) - whole_RV.logsumexp(-1)
         is_kept_RV = kept_RV > -torch.inf
         sampled_from_BV = sampled_from_BV.index_copy(0, batch.truncated_rows, kept_RV)

@@ -22,9 +22,9 @@ from cb_rollout.engine.sampler import (
     draw,
     exponentials,
     sample,
-    truncate,
     uniforms,
 )
+from cb_rollout.engine.truncation import truncate
 from cb_rollout.sampling_params import SamplingParams
 
 CPU = torch.device("cpu")
@@ -67,7 +67,9 @@ def warped(logits_BV, params):
 
 
 def truncated(logits_BV, params):
-    return truncate(logits_BV / params.temperature, batch_of([params] * len(logits_BV)))
+    truncation = batch_of([params] * len(logits_BV)).truncation
+    scaled_BV = logits_BV / params.temperature
+    return scaled_BV if truncation is None else truncate(scaled_BV, truncation)
 
 
 def zeros(rows):
@@ -232,6 +234,39 @@ def test_truncation_keeps_what_transformers_keeps(
         )
 
 
+@given(
+    seed=st.integers(0, 10**6),
+    num_candidates=st.integers(1, 20),
+    num_values=st.integers(2, 200),
+    top_k=st.integers(0, 10),
+    top_p=st.floats(0.01, 1),
+    min_p=st.floats(0, 1),
+)
+def test_looking_at_candidates_first_keeps_what_sorting_all_keeps(
+    seed, num_candidates, num_values, top_k, top_p, min_p
+):
+    """Whether candidates were enough or not, and where tokens are equally likely, or impossible."""
+    params = SamplingParams(top_k=top_k, top_p=top_p, min_p=min_p)
+    logits_BV = random_logits(seed, 3, 100)
+    # Few different numbers, so that many are equal.
+    logits_BV = (logits_BV * num_values).round() / num_values
+    logits_BV[:, :: 2 + seed % 5] = -torch.inf
+    truncation = batch_of([params] * 3).truncation
+    if truncation is None or not borders_are_clear(logits_BV, params):
+        return
+    found_BV = truncate(logits_BV, replace(truncation, num_candidates=num_candidates))
+    expected_BV = truncate(logits_BV, replace(truncation, num_candidates=100))
+    # Of tokens that are equally likely, sorting settles which top-p cuts off.
+    found_BV, expected_BV = (kept_BV.sort(-1).values for kept_BV in (found_BV, expected_BV))
+    torch.testing.assert_close(found_BV, expected_BV, rtol=0, atol=0)
+
+
+def test_tokens_as_likely_as_the_last_candidate_stay():
+    logits_BV = torch.zeros(1, 40)
+    params = SamplingParams(top_k=3)
+    torch.testing.assert_close(truncated(logits_BV, params), warped(logits_BV, params))
+
+
 @pytest.mark.parametrize(
     "truncation", [{"top_p": 1e-6}, {"top_p": 1e-300}, {"min_p": 1.0}, {"top_k": 1}]
 )
@@ -252,7 +287,7 @@ def test_rows_are_truncated_each_by_its_own_parameters():
     logits_BV = random_logits(1, len(many), 30)
     batch = batch_of(many)
     assert batch.truncated_rows.tolist() == [1, 2, 3, 4, 5]
-    kept_RV = truncate(logits_BV[1:], batch)
+    kept_RV = truncate(logits_BV[1:], batch.truncation)
     expected_RV = torch.cat([warped(logits_BV[i : i + 1], many[i]) for i in range(1, len(many))])
     torch.testing.assert_close(kept_RV, expected_RV, rtol=0, atol=0)
 
