@@ -76,8 +76,8 @@ class RolloutConfig:
     )
     use_async_batching: bool | None = _setting(
         None,
-        "Launch a decode step before the last one's tokens have come; None: where steps are CUDA "
-        "graphs.",
+        "Launch a decode step before the last one's tokens have come, unless drafts are checked; "
+        "None: where steps are CUDA graphs.",
         cost="Off leaves the device idle between steps; for comparisons.",
     )
     use_cuda_graph: bool | tuple[bool, bool] | None = _setting(
@@ -251,9 +251,10 @@ class RolloutConfig:
     def wants_graphs(self) -> bool | None:
         """Whether decode steps should run as CUDA graphs; None: where they can."""
         asked = self.use_cuda_graph
-        return asked[1] if isinstance(asked, tuple | list) else asked
+        asked = asked[1] if isinstance(asked, tuple | list) else asked
+        return None if asked is None else bool(asked)
 
     @property
     def looks_ahead(self) -> bool:
         """Whether graphs are launched before the results of the last are known."""
-        return self.use_async_batching is not False
+        return self.use_async_batching is None or bool(self.use_async_batching)

@@ -8,7 +8,7 @@ whoever makes a loop halts it when done.
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from cb_rollout.choices import InFlight
 from cb_rollout.delivery import Mailbox, Recipient
@@ -292,7 +292,9 @@ class EngineLoop:
             self._inbox.clear()
             self._cancelled = {}
             self._is_ending = True
-            self.engine.abandon()
+            # A device that failed may fail this as well, and nobody is to wait for it.
+            with suppress(Exception):
+                self.engine.abandon()
             self._changed.notify_all()
         for recipient in recipients.values():
             recipient.close(dead_error)

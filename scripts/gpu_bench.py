@@ -29,6 +29,7 @@ from cb_rollout.bench.workload import Workload, grouped, long_tailed_lengths, ra
 
 GIB = 1 << 30
 DEVICE = "cuda:0"
+# Of the machine's, the first.
 ROWS, PROMPT, GROUP = 256, 256, 8
 SHORT, LONG = 16, 80
 # A decode step's time is the difference of two rollouts, of so many tokens each, over the steps
@@ -86,19 +87,18 @@ PATHS: dict[str, dict[str, Any]] = {
 }
 
 
-def paths(shape: str, rows: int) -> list[str]:
-    """What is compared: everything on the smallest model, what matters on the others."""
-    if rows == 32:
-        return ["graphs"] + ["gathered"] * (shape == "0.6B")
-    if rows == 1:
-        return ["graphs", "kernels"]
-    return list(PATHS) if shape == "0.6B" else list(PATHS)[:3]
+COMPARED = {
+    "0.6B": {ROWS: tuple(PATHS), 32: ("graphs", "gathered"), 1: ("graphs", "kernels")},
+    "4B": {ROWS: ("graphs", "graphs, none ahead", "kernels"), 32: ("graphs",), 1: ("graphs",)},
+    "8B": {ROWS: ("graphs", "graphs, none ahead", "kernels"), 32: ("graphs",), 1: ("graphs",)},
+}
+# By rows of the step: everything on the smallest model, what matters on the others.
 
 
 def bench_decode(shape: str, model: Any, peak: float) -> Rows:
-    """Decode steps under graphs, without, and gathered."""
-    for rows in (ROWS, 32, 1):
-        for path in paths(shape, rows):
+    """Decode steps under graphs, ahead of their tokens and not, by kernels alone, and gathered."""
+    for rows, compared in COMPARED[shape].items():
+        for path in compared:
             with generator_of(model, **PATHS[path]) as generator:
                 engine = generator.manager.engine
                 if path == "gathered":

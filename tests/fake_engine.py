@@ -142,7 +142,7 @@ class FakeEngine:
 
     def decode(self):
         """One forward of the running sequences; whether there are any."""
-        running = self.schedule_decode()
+        running, _ = self.schedule_decode()
         for request in running:
             assert request.num_computed == request.num_tokens - 1
             self.compute(request, request.num_tokens)
@@ -156,7 +156,7 @@ class FakeEngine:
         seated = {request.slot: request for request in self.scheduler.running}
         for slot, index, block in extended:
             assert seated[slot].block_ids[index] == block
-        return list(self.scheduler.running)
+        return list(self.scheduler.running), extended
 
     def drain(self):
         for _ in range(MOST_STEPS):
@@ -221,17 +221,14 @@ class GraphedFakeEngine(FakeEngine):
             self.write_table((request.slot, i, block) for i, block in enumerate(request.block_ids))
 
     def settle(self):
-        self.graphed.settle()
+        self.graphed.forget()
 
     def decode(self):
         if (collected := self.graphed.collect()) is not None:
             self.num_ahead += 1
             return bool(collected[0])
-        before = {r.request_id: len(r.block_ids) for r in self.scheduler.running}
-        running = self.schedule_decode()
-        for request in running:
-            new = list(enumerate(request.block_ids))[before[request.request_id] :]
-            self.write_table((request.slot, index, block) for index, block in new)
+        running, extended = self.schedule_decode()
+        self.write_table(extended)
         return bool(running) and self.graphed.run(running) == len(running)
 
     def replay(self):

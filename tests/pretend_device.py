@@ -1,11 +1,13 @@
 """A CUDA device without one: tensors that say they are there, and lie in host memory.
 
-What a device would refuse is refused: tensors of two devices in one operator. Where the host would
-wait for the device is counted. Numbers are those of the CPU.
+Tensors of two devices in one operator are refused. Where the host would wait for the device is
+counted, and what it reads without waiting is not there yet: a copy to the host that is not awaited
+arrives when an event behind it is. Numbers are those of the CPU.
 """
 
 from contextlib import nullcontext
 from types import SimpleNamespace
+from typing import ClassVar
 
 import torch
 from fast_path import Playback
@@ -19,17 +21,23 @@ DEVICE = torch.device("cuda", 0)
 GIB = 1 << 30
 
 MOVES = {aten._to_copy.default, aten.copy_.default}
-ACROSS = {*MOVES, aten.index.Tensor, aten.index_put_.default, aten.index_put.default}
-# Operators that take tensors of two devices; indices may come from the host.
+INDEXED = {aten.index.Tensor, aten.index_put_.default, aten.index_put.default}
+# Operators that take tensors of two devices; indices may come from the host, which then waits.
 
-WAITS = {aten._local_scalar_dense.default, aten.nonzero.default, aten.equal.default}
+WAITS = {
+    *(aten._local_scalar_dense.default, aten.nonzero.default, aten.equal.default),
+    *(aten.masked_select.default, aten._unique2.default),
+}
 # Operators whose result the host has to wait for.
+
+NOT_THERE_YET = -1
+# What a host reads before a copy has come.
 
 
 ANSWERS = {
     aten._fused_sdp_choice.default: lambda query: 0,
-    aten._pin_memory.default: lambda tensor: tensor,
-    aten.is_pinned.default: lambda tensor: False,
+    aten._pin_memory.default: lambda tensor: Pretended.pin(tensor.clone()),
+    aten.is_pinned.default: lambda tensor: Pretended.is_pinned(tensor),
 }
 
 
@@ -76,7 +84,7 @@ class OnDevice(torch.Tensor):
         return self.held.data_ptr()
 
     def tolist(self):
-        Pretended.num_waits += 1
+        Pretended.wait()
         return self.held.tolist()
 
     def __repr__(self):
@@ -93,17 +101,26 @@ def run(func, args, kwargs):
     there = [tensor for tensor in given if isinstance(tensor, OnDevice)]
     here = [tensor for tensor in given if not isinstance(tensor, OnDevice) and tensor.dim()]
     assert not any(t.is_meta for t in here), f"torch lost what {func} takes"
-    if there and here and func not in ACROSS:
+    if there and here and func not in MOVES | INDEXED:
         raise RuntimeError(f"{func} takes tensors of cuda:0 and of the cpu")
     if func in ANSWERS:
         return ANSWERS[func](args[0])
     device, is_copied = kwargs.get("device"), func is aten.copy_.default
     lands_there = isinstance(args[0], OnDevice) if is_copied else _is_there(device)
     lands_here = not lands_there if is_copied else _is_cpu(device)
-    is_moved = (lands_there and here) or (lands_here and there)
-    is_free = kwargs.get("non_blocking") or (is_copied and args[2:] == (True,))
-    if (func in MOVES and is_moved and not is_free) or (there and func in WAITS):
-        Pretended.num_waits += 1
+    is_moved = func in MOVES and bool((lands_there and here) or (lands_here and there))
+    is_asked = kwargs.get("non_blocking") or (is_copied and args[2:] == (True,))
+    is_free = is_asked and all(map(Pretended.is_pinned, here))
+    is_mask = func in INDEXED and any(
+        t.dtype == torch.bool for t in tree_leaves(args[1]) if isinstance(t, torch.Tensor)
+    )
+    is_awaited = (is_moved and not is_free) or (there and func in WAITS)
+    if is_awaited or (there and func in INDEXED and (here or is_mask)):
+        Pretended.wait()
+    if is_copied and lands_here and there and is_free:
+        Pretended.unread[Pretended.num_copies] = args[0], args[1].held.clone()
+        Pretended.num_copies += 1
+        return args[0].fill_(NOT_THERE_YET)
     own = {name: value for name, value in kwargs.items() if name != "pin_memory"}
     if device is not None:
         own["device"] = torch.device("cpu")
@@ -112,6 +129,8 @@ def run(func, args, kwargs):
         # A device counts integers too.
         own_args = (own_args[0].float(), *own_args[1:])
     result = func(*own_args, **own)
+    if kwargs.get("pin_memory"):
+        Pretended.pin(result)
     if lands_here or not (there or lands_there):
         return args[0] if is_copied else result
     wrapped = tree_map_only(torch.Tensor, OnDevice, result)
@@ -140,42 +159,70 @@ class Pretended(TorchDispatchMode):
     _mode_key = torch._C._TorchDispatchModeKey.FAKE
     num_waits = 0
 
+    num_copies = 0
+    """To the host that it did not wait for."""
+    unread: ClassVar = {}
+    """Those that have not arrived, by their numbers: where to, and what."""
+    pinned: ClassVar = set()
+    """Addresses of pinned memory."""
+
     def __enter__(self):
         torch._C._ensureCUDADeviceGuardSet()
-        self._was = torch._C._set_only_lift_cpu_tensors(True)
+        torch._C._set_only_lift_cpu_tensors(True)
         return super().__enter__()
 
     def __exit__(self, *raised):
         torch._C._set_only_lift_cpu_tensors(False)
         return super().__exit__(*raised)
 
+    @classmethod
+    def wait(cls):
+        cls.num_waits += 1
+        cls.arrive(cls.num_copies)
+
+    @classmethod
+    def arrive(cls, num_copies):
+        """The first so many copies do."""
+        for number in [number for number in cls.unread if number < num_copies]:
+            target, held = cls.unread.pop(number)
+            target.copy_(held)
+
+    @classmethod
+    def pin(cls, tensor):
+        cls.pinned.add(tensor.untyped_storage().data_ptr())
+        return tensor
+
+    @classmethod
+    def is_pinned(cls, tensor):
+        return tensor.untyped_storage().data_ptr() in cls.pinned
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         return run(func, args, kwargs or {})
 
 
 class Stream:
-    """A stream on which everything is done already."""
+    """The only one there is."""
 
     def synchronize(self):
-        Pretended.num_waits += 1
+        Pretended.wait()
 
     def wait_event(self, event):
-        assert event.is_recorded
+        assert event.num_copies is not None
 
     def wait_stream(self, stream):
         pass
 
 
 class Event:
-    """A mark in a stream; waiting for it is what reading results is for."""
+    """A mark in the stream; waiting for it is what reading results is for, and not counted."""
 
-    is_recorded = False
+    num_copies = None
 
     def record(self, stream):
-        self.is_recorded = True
+        self.num_copies = Pretended.num_copies
 
     def synchronize(self):
-        assert self.is_recorded
+        Pretended.arrive(self.num_copies)
 
 
 class CapturedThere(Playback):
@@ -197,7 +244,7 @@ def pretend_device(monkeypatch):
         "current_stream": lambda device=None: stream,
         "current_device": lambda: 0,
         "Event": Event,
-        "synchronize": lambda device=None: None,
+        "synchronize": lambda device=None: Pretended.wait(),
         "empty_cache": lambda: None,
         "get_device_name": lambda device=None: "pretended",
         "mem_get_info": lambda device=None: (GIB, 2 * GIB),

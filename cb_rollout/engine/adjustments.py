@@ -72,10 +72,10 @@ def create_penalties(rows: Rows) -> Change | None:
     params = [rows.requests[row].params for row in penalized]
     rows_P = rows.integers(penalized)
     places_P = rows.integers([rows.places[row] for row in penalized])
-    repetition_P1, presence_P1, frequency_P1 = torch.tensor(
+    repetition_P1, presence_P1, frequency_P1 = devices.sent(
         [(p.repetition_penalty, p.presence_penalty, p.frequency_penalty) for p in params],
-        dtype=torch.float32,
-        device=rows.device,
+        rows.device,
+        torch.float32,
     ).T[..., None]
 
     def penalize(logits_BV: torch.Tensor, indices_B: torch.Tensor) -> None:

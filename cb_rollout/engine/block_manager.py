@@ -106,7 +106,12 @@ class BlockManager:
         short = [r for r in requests if self.num_needed(r.num_tokens + 1) > len(r.block_ids)]
         if not self.secure(len(short)):
             return None
-        return [new for r in short for new in self.extend(r, r.num_tokens + 1) or ()]
+        extended: list[tuple[int, int, int]] = []
+        for request in short:
+            blocks = self.extend(request, request.num_tokens + 1)
+            assert blocks, "a block was secured, and is not there"
+            extended += blocks
+        return extended
 
     def remember(self, request: Request) -> None:
         """Offer newly filled blocks to later sequences."""

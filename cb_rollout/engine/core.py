@@ -17,7 +17,8 @@ from cb_rollout.engine import device as devices
 from cb_rollout.engine.compile_choice import choose_compilation
 from cb_rollout.engine.drafted_steps import DraftedSteps, can_draft
 from cb_rollout.engine.drafting import Drafter
-from cb_rollout.engine.graph_choice import create_graphed_steps, create_graphs
+from cb_rollout.engine.graph_choice import create_graphs
+from cb_rollout.engine.graphed_steps import GraphedSteps
 from cb_rollout.engine.lease import leased
 from cb_rollout.engine.limits import Limits
 from cb_rollout.engine.offload import HostKeys
@@ -117,22 +118,19 @@ class Engine:
 
     def _start_empty(self) -> None:
         self._storage.release(self.limits, self.memory_plan)
-        offload_bytes = int(self.config.cpu_offload_gib * GIB)
+        offload_bytes, keys = int(self.config.cpu_offload_gib * GIB), None
+        if offload_bytes:
+            keys = HostKeys(self._storage, self.limits.block_size, offload_bytes)
         self._scheduler = Scheduler(
-            self.limits,
-            self.counters,
-            self._grow,
-            self.policy_version,
-            HostKeys(self._storage, self.limits.block_size, offload_bytes)
-            if offload_bytes
-            else None,
+            self.limits, self.counters, self._grow, self.policy_version, keys
         )
         token_giver = create_token_giver(self.config, self.device, self.counters)
         parts = self._runner, self._scheduler, self._storage, token_giver, self.counters
         drafter = Drafter(self.config.num_speculative_tokens)
         drafted = DraftedSteps(drafter, *parts, self._graphs) if self._has_drafts else None
-        expects = drafter if drafted else None
-        graphed = create_graphed_steps(self._graphs, self.config, *parts[1:], expects)
+        graphed = self._graphs and GraphedSteps(
+            self._graphs, *parts[1:], drafted and drafter, looks_ahead=self.config.looks_ahead
+        )
         self._steps = Steps(*parts, graphed, drafted)
 
     @property

@@ -4,7 +4,7 @@ import ctypes
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -114,12 +114,11 @@ def sent(
     values: Sequence[Any], device: torch.device, dtype: torch.dtype = torch.int64
 ) -> torch.Tensor:
     """A tensor of these numbers, or rows of them, without waiting for what the device does."""
-    tensor = torch.tensor(values, dtype=dtype)
     if device.type != "cuda":
-        return tensor.to(device)
-    # From memory that may move, the copy would wait for the whole stream. Pinned memory is not
-    # used again before the copy is done: its allocator sees to that.
-    return tensor.pin_memory().to(device, non_blocking=True)
+        return torch.tensor(values, dtype=dtype, device=device)
+    # From pageable memory the copy would wait for the whole stream. Pinned memory may be dropped at
+    # once: its allocator keeps it until the copy is done.
+    return torch.tensor(values, dtype=dtype).pin_memory().to(device, non_blocking=True)
 
 
 def fetched(*tensors: torch.Tensor) -> list[list[Any]]:
@@ -132,6 +131,29 @@ def fetched(*tensors: torch.Tensor) -> list[list[Any]]:
         part.view(tensor.shape).to(tensor.dtype).tolist()
         for part, tensor in zip(parts, tensors, strict=True)
     ]
+
+
+def mark(device: torch.device) -> torch.cuda.Event | None:
+    """A mark behind all that the calling thread's stream was given; None: nothing is waited for."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def follow(event: torch.cuda.Event | None, device: torch.device) -> None:
+    """Have what the calling thread's stream is given from now on come after a mark."""
+    if event is not None:
+        torch.cuda.current_stream(device).wait_event(event)
+
+
+def finish(device: torch.device) -> None:
+    """Return when a device is done with all that it was given, whether well or not."""
+    if device.type == "cuda":
+        # What failed there fails whoever uses the device next, too.
+        with suppress(RuntimeError):
+            torch.cuda.synchronize(device)
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """Whether decode steps run as CUDA graphs. Asked where an engine is made; answers in a line."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,7 +14,6 @@ from cb_rollout.engine.runner import ModelRunner, leased
 from cb_rollout.errors import ConfigurationError, said
 
 if TYPE_CHECKING:
-    from cb_rollout.engine.graphed_steps import GraphedSteps
     from cb_rollout.engine.graphs import GraphedDecoding
 
 
@@ -51,19 +50,6 @@ def create_graphs(
             "at their defaults."
         )
     return None, f"CUDA graphs: off ({obstacle})"
-
-
-def create_graphed_steps(
-    graphs: "GraphedDecoding | None",
-    config: RolloutConfig,
-    *parts: Any,
-) -> "GraphedSteps | None":
-    """What runs decode steps by `graphs`, as the settings say; the parts are those it takes."""
-    if graphs is None:
-        return None
-    from cb_rollout.engine.graphed_steps import GraphedSteps
-
-    return GraphedSteps(graphs, *parts, looks_ahead=config.looks_ahead)
 
 
 def _rehearsed(

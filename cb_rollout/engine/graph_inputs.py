@@ -104,7 +104,7 @@ class GraphInputs:
         """What stands here may not be true of any sequence any more."""
         self._loaded = {}
 
-    def hold(self, requests: Sequence[Request], lengths: Sequence[int]) -> bool:
+    def holds(self, requests: Sequence[Request], lengths: Sequence[int]) -> bool:
         """Whether all of these sequences stand here, each with so many tokens."""
         passed = self._num_steps
         return all(

@@ -3,20 +3,28 @@
 A step leaves on the device what the next one reads, so the device need not wait for the host, which
 reads tokens, ends sequences and delivers them meanwhile. A sequence that turns out to have ended
 has one row too many in flight, whose token nobody takes. What is launched ahead is given up where
-the model is handed back, so none of it outlives the weights that it was computed with.
+the model is handed back, so none of it outlives the weights that it was computed with. Used by the
+thread that steps the engine.
 """
 
-from contextlib import suppress
+import logging
+from typing import TYPE_CHECKING
 
 from cb_rollout.engine.decode_rows import DecodeRows
 from cb_rollout.engine.drafting import Drafter
-from cb_rollout.engine.graphs import GraphedDecoding, sampled_plainly
 from cb_rollout.engine.launched import Launched
 from cb_rollout.engine.request import Request
-from cb_rollout.engine.sampling import TokenGiver, append_each
+from cb_rollout.engine.sampling import TokenGiver, append_each, want_plain_tokens
 from cb_rollout.engine.scheduler import Scheduler
 from cb_rollout.engine.storage import CacheStorage
+from cb_rollout.errors import said
 from cb_rollout.metrics import EngineCounters
+
+if TYPE_CHECKING:
+    from cb_rollout.engine.graphs import GraphedDecoding
+
+
+_LOGGER = logging.getLogger(__name__)
 
 
 class GraphedSteps:
@@ -24,7 +32,7 @@ class GraphedSteps:
 
     def __init__(
         self,
-        graphs: GraphedDecoding,
+        graphs: "GraphedDecoding",
         scheduler: Scheduler,
         storage: CacheStorage,
         token_giver: TokenGiver,
@@ -55,15 +63,20 @@ class GraphedSteps:
         return not self._graphs.is_stepped_into
 
     def run(self, running: list[Request]) -> int:
-        """Run one step of all running sequences; how many of them got a token."""
+        """Run one step of all running sequences; how many of them got a token.
+
+        Raises:
+            Exception: of a capture, or of the device; no sequence got anything.
+        """
         cache, table = self._storage.cache, self._storage.table
-        if sampled_plainly(running):
+        if want_plain_tokens(running):
             lengths = [request.num_tokens for request in running]
-            return self._finish(self._graphs.launch(running, lengths, cache, table), running)
+            if not self._graphs.follows(running, lengths):
+                self._graphs.load(running, table)
+            step = self._graphs.launch(running, max(lengths), cache, table)
+            return self._finish(step, running)
         logits_BV = self._graphs.logits(DecodeRows.of(running, table.block_size), cache, table)
-        self._scheduler.complete_decode(running)
-        self._counters.decode_forwards += 1
-        version = self._scheduler.blocks.policy_version
+        version = self._note_computed(running)
         return self._token_giver.extend(running, logits_BV, version, is_recurring=True)
 
     def collect(self) -> tuple[list[Request], int] | None:
@@ -71,6 +84,9 @@ class GraphedSteps:
 
         Returns:
             Its sequences that still run, and how many of them got a token; None: there are none.
+
+        Raises:
+            Exception: as `run`.
         """
         step, self._ahead = self._ahead, None
         current = [] if step is None else step.current()
@@ -78,19 +94,10 @@ class GraphedSteps:
             return None
         return current, self._finish(step, current)
 
-    def follow(self) -> None:
-        """Have what the calling thread gives the device come after what was launched ahead."""
-        if self._ahead is not None:
-            self._ahead.precede()
-
-    def settle(self) -> None:
-        """Give up what was launched ahead, and return when the device is done with it."""
-        step, self._ahead = self._ahead, None
+    def forget(self) -> None:
+        """Give up what was launched ahead; whoever needs the device to be done waits for it."""
+        self._ahead = None
         self._graphs.forget_rows()
-        if step is not None:
-            # What it failed of is told where its results are wanted, which nobody does now.
-            with suppress(RuntimeError):
-                step.wait()
 
     def note_prefill(self) -> None:
         """Slots may get other sequences, and more come to run: no step follows the last one."""
@@ -98,12 +105,19 @@ class GraphedSteps:
 
     def _finish(self, step: Launched, current: list[Request]) -> int:
         """Launch the next step where that may be, then take this one's results."""
-        self._ahead = self._launched_after(current)
+        try:
+            self._ahead = self._launched_after(current)
+        except Exception as error:  # noqa: BLE001  it may not be needed; if it is, it fails again
+            _LOGGER.debug("a step waits for the last one's tokens: %s", said(error))
+            self._graphs.forget_rows()
         tokens, logprobs, is_valid = step.read(current)
-        self._scheduler.complete_decode(current)
+        return append_each(current, tokens, logprobs, is_valid, self._note_computed(current))
+
+    def _note_computed(self, requests: list[Request]) -> int:
+        """Account for a step of these sequences; the policy version that computed it."""
+        self._scheduler.complete_decode(requests)
         self._counters.decode_forwards += 1
-        version = self._scheduler.blocks.policy_version
-        return append_each(current, tokens, logprobs, is_valid, version)
+        return self._scheduler.blocks.policy_version
 
     def _launched_after(self, current: list[Request]) -> Launched | None:
         """The step after one that is yet to be read; None: it has to wait for that.
@@ -123,4 +137,4 @@ class GraphedSteps:
             return None
         cache, table = self._storage.cache, self._storage.table
         table.write(extended)
-        return self._graphs.launch(going, lengths, cache, table)
+        return self._graphs.launch(going, max(lengths), cache, table)

@@ -116,40 +116,39 @@ class GraphedDecoding:
             lengths: tokens of each, the one that the last step sampled included.
         """
         is_size = self._sizes.padded(len(requests)) == self._sizes.padded(self._inputs.num_rows)
-        return is_size and self._inputs.hold(requests, lengths)
+        return is_size and self._inputs.holds(requests, lengths)
 
     def forget_rows(self) -> None:
         """Have the next step's rows loaded anew: a sequence was seated, or took another way."""
         self._inputs.forget()
 
+    def load(self, requests: Sequence[Request], table: BlockTable) -> None:
+        """Have the device know what a step of these sequences reads."""
+        rows = DecodeRows.of(requests, table.block_size)
+        self._inputs.load(rows, table.block_size, self._decoding.rows_per_tile, requests)
+
     def launch(
-        self,
-        requests: Sequence[Request],
-        lengths: Sequence[int],
-        cache: PagedCache,
-        table: BlockTable,
+        self, requests: Sequence[Request], longest: int, cache: PagedCache, table: BlockTable
     ) -> Launched:
         """Have the device run one step, and sample in it.
 
         Args:
-            requests: sequences that are `sampled_plainly`.
-            lengths: tokens of each; where the step `follows`, with one that is not known yet.
+            requests: sequences that `want_plain_tokens`, and were loaded or `follows`.
+            longest: tokens of the longest, the newest included, whether the host knows it or not.
             cache: their pages.
             table: where each slot's blocks are, that of the newest token included.
+
+        Raises:
+            Exception: what capturing a graph of another size raises, or running one.
         """
         addresses, inputs = self._decoding.find(cache, table), self._inputs
-        if self.follows(requests, lengths):
-            inputs.empty_all_but(requests)
-        else:
-            rows = DecodeRows.of(requests, table.block_size)
-            inputs.load(rows, table.block_size, self._decoding.rows_per_tile, requests)
-        self._replay(max(lengths), addresses, table.block_size, samples=True)
+        inputs.empty_all_but(requests)
+        self._replay(longest, addresses, table.block_size, samples=True)
         inputs.note_step()
         self._host_results.reverse()
         num_rows, host_N3 = inputs.num_rows, self._host_results[0]
         host_N3[:num_rows].copy_(self._results_N3[:num_rows], non_blocking=True)
-        device = self._runner.device
-        return Launched(requests, inputs.rows_of(requests), host_N3, device)
+        return Launched(requests, inputs.rows_of(requests), host_N3, self._runner.device)
 
     def logits(self, rows: DecodeRows, cache: PagedCache, table: BlockTable) -> torch.Tensor:
         """Run one step; float32 logits after each row's token, `[rows, V]`."""
@@ -211,13 +210,6 @@ class GraphedDecoding:
             return self._results_N3[: key.num_rows].copy_(results_B3)
 
         return run
-
-
-def sampled_plainly(requests: Sequence[Request]) -> bool:
-    """Whether nobody wants more than is sampled in a graph."""
-    return not any(
-        r.is_adjusted or r.params.is_truncated or r.params.top_logprobs for r in requests
-    )
 
 
 def sample_plainly(logits_BV: torch.Tensor, inputs_LB: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,7 @@
 Bias, penalties, what is forbidden or forced, custom processors, then the grammar. Made for a
 batch's rows and kept until they change; a row that asks for nothing keeps its logits bit for bit.
 
-B: rows, V: vocabulary, T: tokens of a row.
+B: rows, V: vocabulary, T: tokens of a row, G: rows with a grammar.
 """
 
 import math
@@ -112,11 +112,17 @@ def _create_grammars(rows: Rows) -> Change | None:
     if not matchers:
         return None
 
+    rows_G, is_pinned = rows.integers(list(matchers)), rows.device.type == "cuda"
+
     def constrain(logits_BV: torch.Tensor, indices_B: torch.Tensor) -> None:
-        for row, matcher in matchers.items():
-            allowed_V = torch.zeros(rows.vocab_size, dtype=torch.bool)
+        allowed_GV = torch.zeros(
+            len(matchers), rows.vocab_size, dtype=torch.bool, pin_memory=is_pinned
+        )
+        for allowed_V, (row, matcher) in zip(allowed_GV, matchers.items(), strict=True):
             with rows.requests[row].failing_with("the grammar"):
                 matcher.fill_allowed_tokens(allowed_V)
-            logits_BV[row].masked_fill_(~allowed_V.to(rows.device), -math.inf)
+        allowed_GV = allowed_GV.to(rows.device, non_blocking=is_pinned)
+        kept_GV = logits_BV[rows_G].masked_fill_(~allowed_GV, -math.inf)
+        logits_BV.index_copy_(0, rows_G, kept_GV)
 
     return constrain

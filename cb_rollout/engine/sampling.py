@@ -173,6 +173,13 @@ def create_token_giver(
     return TokenGiver(device, mode, counters, keeps_ids=keeps_ids)
 
 
+def want_plain_tokens(requests: Sequence[Request]) -> bool:
+    """Whether nobody wants more than a token of the whole vocabulary and its log-probability."""
+    return not any(
+        r.is_adjusted or r.params.is_truncated or r.params.top_logprobs for r in requests
+    )
+
+
 def append_each(
     requests: Sequence[Request],
     tokens: Sequence[int],

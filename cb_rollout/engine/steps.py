@@ -5,13 +5,13 @@ Owns what happens where a forward fails. Made anew with each cache.
 
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
 from cb_rollout.engine import device as devices
 from cb_rollout.engine.drafted_steps import DraftedSteps
 from cb_rollout.engine.faults import Outcome, is_out_of_memory, out_of_memory, run_isolated
+from cb_rollout.engine.graphed_steps import GraphedSteps
 from cb_rollout.engine.request import Prefill, Request
 from cb_rollout.engine.runner import ModelRunner, RowForm
 from cb_rollout.engine.sampling import TokenGiver
@@ -20,10 +20,6 @@ from cb_rollout.engine.storage import CacheStorage
 from cb_rollout.errors import RolloutError
 from cb_rollout.metrics import EngineCounters
 from cb_rollout.types import FinishReason, RequestStatus
-
-if TYPE_CHECKING:
-    from cb_rollout.engine.graphed_steps import GraphedSteps
-
 
 WORTHWHILE_SHARE, MOST_DECODES = 4, 8
 # A prefill of few prompts costs as much as a decode step of many rows. So prompts wait until there
@@ -40,7 +36,7 @@ class Steps:
         storage: CacheStorage,
         token_giver: TokenGiver,
         counters: EngineCounters,
-        graphed: "GraphedSteps | None" = None,
+        graphed: GraphedSteps | None = None,
         drafted: DraftedSteps | None = None,
     ) -> None:
         """Join the parts of one engine.
@@ -60,24 +56,27 @@ class Steps:
         self._runner, self._scheduler, self._storage = runner, scheduler, storage
         self._token_giver = token_giver
         self._num_decodes = 0
+        self._end: torch.cuda.Event | None = None
 
     def run(self) -> list[Request] | None:
         """Run one forward, of prompts or of running sequences; None: neither can run."""
-        if self._graphed is not None:
-            self._graphed.follow()
+        # The last one may have run in another thread, and its stream.
+        devices.follow(self._end, self.device)
         turns = [self.decode, self.prefill]
         if self._is_prefill_due:
             turns.reverse()
         for run in turns:
             if (touched := run()) is not None:
                 self._num_decodes = self._num_decodes + 1 if run == self.decode else 0
+                self._end = devices.mark(self.device)
                 return touched
         return None
 
     def settle(self) -> None:
-        """Return when the device is done with all that it was given."""
+        """Give up what was launched ahead, and return when the device is done with everything."""
         if self._graphed is not None:
-            self._graphed.settle()
+            self._graphed.forget()
+        devices.finish(self.device)
 
     @property
     def _is_prefill_due(self) -> bool:

@@ -163,6 +163,30 @@ def test_steps_ahead_of_their_tokens_change_none(fast, monkeypatch):
     assert followed[1] > followed[0]
 
 
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("none left"), ValueError("refused")])
+def test_a_step_ahead_that_fails_takes_nothing_from_the_one_before(error, fast, monkeypatch):
+    model = tiny_model("qwen3", **SMALL)
+    request = request_of(SHORT, max_new_tokens=6)
+    launch, num_launched = graphs.GraphedDecoding.launch, []
+
+    def fail_second(self, *args):
+        num_launched.append(1)
+        if len(num_launched) == 2:
+            raise error
+        return launch(self, *args)
+
+    monkeypatch.setattr(graphs.GraphedDecoding, "launch", fail_second)
+    with generator_of(model, use_cuda_graph=True, num_speculative_tokens=0) as generator:
+        engine = generator.manager.engine
+        engine.add(request)
+        while engine.has_work:
+            engine.step()
+        assert (request.num_preemptions, request.error) == (0, None)
+    tokens = request.token_ids[len(SHORT) :]
+    assert len(tokens) == 6
+    assert request.logprobs == pytest.approx(plain_logprobs(model, SHORT, tokens), abs=1e-5)
+
+
 def test_what_was_ahead_of_new_weights_is_given_up(fast):
     model = tiny_model("qwen3", **SMALL)
     request = request_of(SHORT, max_new_tokens=8)

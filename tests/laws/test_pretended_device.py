@@ -6,7 +6,6 @@ from pretend_device import Pretended, pretend_device
 from tiny import tiny_model
 
 from cb_rollout import RolloutConfig, RolloutGenerator, SamplingParams
-from cb_rollout.engine.attention.choice import DecodePath
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has a GPU")
@@ -35,7 +34,7 @@ def rollout(model, asked, sleeps=False, **settings):
         before = Pretended.num_waits
         outputs = generator.generate_batch(INPUTS, sampling_params=params, num_return_sequences=2)
         num_waits = Pretended.num_waits - before
-        path = generator.manager.engine._runner.attention.path
+        path = generator.manager.engine.decode_path
     tokens = [output.generated_tokens for output in outputs.values()]
     return tokens, [output.logprobs for output in outputs.values()], num_waits, path
 
@@ -43,6 +42,7 @@ def rollout(model, asked, sleeps=False, **settings):
 PENALISED = {"repetition_penalty": 1.3, "logit_bias": {5: 3.0}, "top_logprobs": 3}
 CASES = {
     "graphs": ("qwen3", {}, {"num_speculative_tokens": 0}),
+    "graphs, none ahead": ("qwen3", {}, {"use_async_batching": False}),
     "drafts": ("qwen3", {"temperature": 0.0, "max_new_tokens": 12}, {}),
     "kernels": ("qwen3", {}, {"use_cuda_graph": False}),
     "replayed masks": ("qwen3", {"top_p": 0.8}, {"sampling_mask": "replay"}),
@@ -72,8 +72,10 @@ def test_a_rollout_there_has_the_tokens_of_one_here(case, device, monkeypatch):
     assert found[0] == expected[0]
     for ours, theirs in zip(found[1], expected[1], strict=True):
         assert ours == pytest.approx(theirs, abs=1e-5)
-    is_gathered = found[3] is DecodePath.GATHERED
-    assert is_gathered is (family == "bloom")
+    assert ("triton" in found[3]) is (family != "bloom")
+    has_graphs = "CUDA graphs: on" in found[3]
+    assert has_graphs is (case not in ("kernels", "recurrent", "a bias of positions"))
+    assert ("a step ahead" in found[3]) is (has_graphs and case != "graphs, none ahead")
 
 
 @pytest.mark.slow
@@ -82,14 +84,19 @@ def test_a_rollout_there_has_the_tokens_of_one_here(case, device, monkeypatch):
     [
         ({"use_cuda_graph": True}, {}, 0),
         ({"use_cuda_graph": False}, {}, 1),
-        ({"use_cuda_graph": True}, {"top_k": 5, **PENALISED}, 1),
+        ({"use_cuda_graph": True}, PENALISED, 1),
+        ({"use_cuda_graph": True}, {"top_k": 5}, 2),
+        ({"use_cuda_graph": True, "sampling_mask": "replay"}, {"top_p": 0.8}, 3),
     ],
-    ids=["graphs", "kernels", "logits of graphs"],
+    ids=["graphs", "kernels", "penalised", "truncated", "replayed masks"],
 )
-def test_a_step_waits_for_the_device_once_and_under_graphs_for_its_results_only(
+def test_a_step_waits_for_the_device_once_and_more_only_where_truncation_asks_it(
     settings, asked, waits_per_step, device
 ):
-    """The event that ends a graph's step is not counted: the next one was launched before."""
+    """The event that ends a graph's step is not counted: the next one was launched before.
+
+    Truncation asks whether its candidates were enough; what it left is fetched where it is kept.
+    """
     with device:
         model = tiny_model("qwen3", **SMALL).to("cuda:0")
         short, long = (

@@ -64,4 +64,5 @@ def test_training_there_is_training_here(case, tmp_path, monkeypatch):
         found, path = trained(tmp_path / "there", *CASES[case])
     assert path is DecodePath.TRITON
     assert len(found) >= 3
+    assert any(found[: len(found) // 2])
     assert found == pytest.approx(expected, abs=1e-5)

@@ -193,6 +193,13 @@ def test_switching_off_what_a_device_may_lack_is_honoured(field):
     assert getattr(RolloutConfig(**{field: False}), field) is False
 
 
+@pytest.mark.parametrize("off", [False, 0])
+def test_a_zero_switches_off_as_false_does(off):
+    assert RolloutConfig(use_async_batching=off).looks_ahead is False
+    assert RolloutConfig(use_cuda_graph=off).wants_graphs is False
+    assert RolloutConfig(use_cuda_graph=(off, off)).wants_graphs is False
+
+
 def test_steps_ahead_without_graphs_are_refused():
     said = "use_async_batching=True launches CUDA graphs ahead, and use_cuda_graph=.* has none"
     for use_cuda_graph in (False, (False, False)):

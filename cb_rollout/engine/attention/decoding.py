@@ -120,7 +120,7 @@ class PagedDecoding:
             pages = layer.pages[:2] if isinstance(layer, PagedLayer) else []
             addresses += [p.data_ptr() for p in pages] or [0, 0]
         if addresses != self._known:
-            self.addresses.copy_(torch.tensor(addresses))
+            self.addresses.copy_(devices.sent(addresses, self._device))
             self._known = addresses
         return self.addresses
 
