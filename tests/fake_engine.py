@@ -27,8 +27,7 @@ def request_of(prompt_ids, max_new_tokens=4, name="r", group=None):
         params=SamplingParams(),
         max_new_tokens=max_new_tokens,
         stop_tokens=frozenset(),
-        # So that a device that knows seed and place knows the token.
-        seed=len(name) + len(prompt_ids),
+        seed=0,
         group=group,
     )
 
@@ -54,6 +53,8 @@ class FakeEngine:
 
     def add(self, *requests):
         for request in requests:
+            # One that no other has; a device that knows seed and place knows the token.
+            request.seed = len(self.requests)
             self.requests.append(request)
             self.scheduler.add(request)
 
