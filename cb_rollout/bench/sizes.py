@@ -54,6 +54,12 @@ class Sizes:
     """Sequences of that decode step."""
     num_syncs: int = 20
     """Weight syncs in one repetition."""
+    truncated_rows: int = 16
+    """Rows whose logits are truncated."""
+    truncated_vocab: int = QWEN3["8B"]["vocab_size"]
+    """Logits of each."""
+    num_truncations: int = 5
+    """Turns of each way to truncate them, in one repetition."""
     copied_bytes: int = 64 << 20
     """By the copy that measures bandwidth."""
 
@@ -86,6 +92,7 @@ TINY = Sizes(
     prompt_tokens=(2, 4), num_prompts=2, num_completions=2, log_mean_tokens=1.0, longest=6,
     equal_tokens=4, sampled_mean=3, longest_in_step=6, strategy_steps=1, scales=(1, 2),
     scaling_tokens=3, num_waiting=(0, 8), bookkeeping_rows=3, num_syncs=1, copied_bytes=1 << 16,
+    truncated_rows=2, truncated_vocab=8192, num_truncations=1,
 )  # fmt: skip
 # Shows that a workload runs; its figures say nothing.
 

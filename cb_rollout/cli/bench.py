@@ -28,6 +28,7 @@ WORKLOADS = {
     ),
     "scaling": Workload("from one request at once to 1,024"),
     "drafts": Workload("few requests with drafts, and without"),
+    "truncation": Workload("top-k, top-p and min-p, beside transformers' warpers"),
     "profile": Workload("where a rollout's time goes"),
     "bookkeeping": Workload("what a decode step takes beside its forward"),
     "roofline": Workload("what this machine can do at most"),
