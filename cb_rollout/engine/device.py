@@ -123,7 +123,7 @@ def sent(
 
 def fetched(*tensors: torch.Tensor) -> list[list[Any]]:
     """What is in tensors of one device, as `tolist()`, by one transfer; integers below 2**53."""
-    if tensors[0].device.type == "cpu":
+    if tensors[0].device.type != "cuda":
         return [tensor.tolist() for tensor in tensors]
     numbers = torch.cat([tensor.double().reshape(-1) for tensor in tensors]).cpu()
     parts = numbers.split([tensor.numel() for tensor in tensors])

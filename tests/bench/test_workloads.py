@@ -72,6 +72,7 @@ def test_the_script_writes_where_the_documents_read(monkeypatch):
     assert parsed == [docs.BENCHMARKS, Path("elsewhere")]
 
 
+@pytest.mark.slow
 def test_the_command_needs_no_checkout(tmp_path):
     command = [sys.executable, "-m", "cb_rollout.cli", "bench", "rollout", *TINIEST]
     done = subprocess.run(

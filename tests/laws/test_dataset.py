@@ -194,6 +194,7 @@ def test_a_row_that_lacks_some_of_its_sequences_gets_others_than_it_has(model, t
     assert len({tuple(result["token_ids"]) for result in results}) == SAMPLES
 
 
+@pytest.mark.slow
 def test_killed_in_mid_run_a_process_leaves_what_the_next_one_ends(checkpoint, jsonl, tmp_path):
     (tmp_path / "deadly.py").write_text(DEADLY_SCORER)
     output = tmp_path / "out.jsonl"

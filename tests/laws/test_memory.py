@@ -84,6 +84,7 @@ for reserve in sys.argv[1:]:
 """
 
 
+@pytest.mark.slow
 @linux_only
 def test_a_plan_of_step_zero_leaves_the_first_adam_step_its_memory():
     done = subprocess.run(

@@ -122,6 +122,7 @@ def test_a_second_signal_does_not_wait(checkpoint):
             list(stream)
 
 
+@pytest.mark.slow
 def test_a_port_in_use_is_one_line(checkpoint):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
