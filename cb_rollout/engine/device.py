@@ -114,11 +114,16 @@ def sent(
     values: Sequence[Any], device: torch.device, dtype: torch.dtype = torch.int64
 ) -> torch.Tensor:
     """A tensor of these numbers, or rows of them, without waiting for what the device does."""
+    return moved(torch.tensor(values, dtype=dtype), device)
+
+
+def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor of the host on a device, without waiting for what that does."""
     if device.type != "cuda":
-        return torch.tensor(values, dtype=dtype, device=device)
+        return tensor.to(device)
     # From pageable memory the copy would wait for the whole stream. Pinned memory may be dropped at
     # once: its allocator keeps it until the copy is done.
-    return torch.tensor(values, dtype=dtype).pin_memory().to(device, non_blocking=True)
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def fetched(*tensors: torch.Tensor) -> list[list[Any]]:

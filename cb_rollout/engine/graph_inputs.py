@@ -83,15 +83,13 @@ class GraphInputs:
             Line.TILE_FIRST: [tile.first_row for tile in tiles],
             Line.TILE_COUNT: [tile.num_rows for tile in tiles],
         }
-        # Memory of its own for each load: a copy may run later than the next load.
-        is_pinned = self.tensor.device.type == "cuda"
-        host = torch.zeros(self.tensor.shape, dtype=torch.int64, pin_memory=is_pinned)
+        host = torch.zeros(self.tensor.shape, dtype=torch.int64)
         for line, values in lines.items():
             host[line, : len(values)] = torch.tensor(values, dtype=torch.int64)
         temperatures = [1.0 if p.is_greedy else p.temperature for p in params]
         padding = [1.0] * (host.shape[1] - len(params))
         host[Line.TEMPERATURE].view(torch.float64).copy_(torch.tensor(temperatures + padding))
-        self.tensor.copy_(host, non_blocking=True)
+        self.tensor.copy_(devices.moved(host, self.tensor.device))
         self.num_rows, self.has_shared = len(rows), bool(tiles)
         self._loaded = {request: (row, request.num_tokens) for row, request in enumerate(requests)}
         self._num_steps = 0

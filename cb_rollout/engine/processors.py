@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
+from cb_rollout.engine import device as devices
 from cb_rollout.engine.adjustments import (
     Change,
     Rows,
@@ -112,17 +113,15 @@ def _create_grammars(rows: Rows) -> Change | None:
     if not matchers:
         return None
 
-    rows_G, is_pinned = rows.integers(list(matchers)), rows.device.type == "cuda"
+    rows_G = rows.integers(list(matchers))
 
     def constrain(logits_BV: torch.Tensor, indices_B: torch.Tensor) -> None:
-        allowed_GV = torch.zeros(
-            len(matchers), rows.vocab_size, dtype=torch.bool, pin_memory=is_pinned
-        )
+        allowed_GV = torch.zeros(len(matchers), rows.vocab_size, dtype=torch.bool)
         for allowed_V, (row, matcher) in zip(allowed_GV, matchers.items(), strict=True):
             with rows.requests[row].failing_with("the grammar"):
                 matcher.fill_allowed_tokens(allowed_V)
-        allowed_GV = allowed_GV.to(rows.device, non_blocking=is_pinned)
-        kept_GV = logits_BV[rows_G].masked_fill_(~allowed_GV, -math.inf)
+        is_out_GV = ~devices.moved(allowed_GV, rows.device)
+        kept_GV = logits_BV[rows_G].masked_fill_(is_out_GV, -math.inf)
         logits_BV.index_copy_(0, rows_G, kept_GV)
 
     return constrain

@@ -34,6 +34,8 @@ class Truncation:
     """float32; 1: none."""
     min_p_R: torch.Tensor
     """float32; 0: none."""
+    has_whole: bool
+    """Whether any row has no top-k, so that top-p is of its whole vocabulary."""
     num_candidates: int
     """Most likely tokens that are looked at first: all that stay are likely among them."""
 
@@ -46,6 +48,7 @@ def create_truncation(params: Sequence[SamplingParams], device: torch.device) ->
         devices.sent([p.top_k or NO_TOP_K for p in params], device),
         devices.sent([max(p.top_p, LEAST_TOP_P) for p in params], device, torch.float32),
         devices.sent([p.min_p for p in params], device, torch.float32),
+        has_whole=not all(p.top_k for p in params),
         # More than the k that stay, since others may be as likely as the k-th.
         num_candidates=max(2 * p.top_k or NUM_CANDIDATES for p in params),
     )
@@ -88,9 +91,10 @@ def _keep(
     last_values_R1 = values_RM.gather(-1, top_k_R1.clamp(max=M) - 1)
     left_RM = (values_RM >= last_values_R1) & (values_RM > -torch.inf)
     # What top-k leaves is all that there is for top-p; without top-k that is the whole vocabulary.
-    left_total_R1 = values_RM.masked_fill(~left_RM, -torch.inf).logsumexp(-1, keepdim=True)
+    total_R1 = values_RM.masked_fill(~left_RM, -torch.inf).logsumexp(-1, keepdim=True)
     is_whole_R1 = top_k_R1 == NO_TOP_K
-    total_R1 = torch.where(is_whole_R1, logits_RV.logsumexp(-1, keepdim=True), left_total_R1)
+    if truncation.has_whole:
+        total_R1 = torch.where(is_whole_R1, logits_RV.logsumexp(-1, keepdim=True), total_R1)
     probabilities_RM = (values_RM - total_R1).exp()
     mass_before_RM = probabilities_RM.cumsum(-1) - probabilities_RM
     keep_RM = left_RM & ((top_p_R1 >= 1) | (mass_before_RM < top_p_R1))

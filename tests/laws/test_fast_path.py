@@ -12,6 +12,7 @@ from cb_rollout import ConfigurationError, RolloutConfig, RolloutGenerator, Samp
 from cb_rollout.engine import graphs
 from cb_rollout.engine.attention import sharing
 from cb_rollout.engine.attention.choice import DecodePath
+from cb_rollout.engine.graphed_steps import GraphedSteps
 from cb_rollout.engine.request import Request
 from cb_rollout.engine.scheduler import Scheduler
 
@@ -133,18 +134,16 @@ def test_no_graph_is_replayed_while_anyone_steps_into_the_forward(fast):
 
 def test_steps_ahead_of_their_tokens_change_none(fast, monkeypatch):
     """Sequences end by stop tokens that only the host finds, and others take their places."""
-    launches = []
-    follows = graphs.GraphedDecoding.follows
+    collected = []
+    collect = GraphedSteps.collect
     monkeypatch.setattr(
-        graphs.GraphedDecoding,
-        "follows",
-        lambda self, *rows: launches.append(follows(self, *rows)) or launches[-1],
+        GraphedSteps, "collect", lambda self: collected.append(collect(self)) or collected[-1]
     )
     model = tiny_model("qwen3", vocab_size=24, **SMALL)
     asked = params(max_new_tokens=8, ignore_eos=False, stop_token_ids=[3, 5, 7])
-    found, followed, lengths = [], [], set()
+    found, num_ahead, lengths = [], [], set()
     for looks_ahead in (False, True):
-        launches.clear()
+        collected.clear()
         with generator_of(
             model,
             use_cuda_graph=True,
@@ -156,11 +155,10 @@ def test_steps_ahead_of_their_tokens_change_none(fast, monkeypatch):
             found.append(rollout(generator, [SHORT, SHORT[::-1]], asked, num_return_sequences=3))
             lengths |= {len(tokens) for tokens in found[-1][0]}
             assert generator.manager.engine.num_blocks_used == 0
-        followed.append(sum(launches))
+        num_ahead.append(sum(step is not None for step in collected))
     assert_same(found[1], found[0])
     assert len(lengths) > 2
-    # Asked before a launch ahead, and in every launch.
-    assert followed[1] > followed[0]
+    assert num_ahead[0] == 0 < num_ahead[1]
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("none left"), ValueError("refused")])
