@@ -11,7 +11,7 @@ from cb_rollout import RolloutConfig, RolloutGenerator, manager
 from cb_rollout.server import handle
 
 COUNTS = """
-import os, torch
+import os, time, torch
 from cb_rollout._compat_openmp import release_workers
 
 def num_threads():
@@ -24,6 +24,9 @@ before = num_threads()
 first = (values * 2).sum().item()
 working = num_threads()
 assert release_workers()
+deadline = time.monotonic() + 10  # detached: each ends by itself once it was told to
+while num_threads() > before and time.monotonic() < deadline:
+    time.sleep(0.01)
 released = num_threads()
 second = (values * 2).sum().item()
 print(working - before, released - before, num_threads() - before, first == second)
