@@ -173,10 +173,14 @@ def small_gpu_bench(monkeypatch):
 @pytest.mark.slow
 def test_a_decode_step_is_timed_on_every_path_of_a_gpu(small_gpu_bench, monkeypatch):
     pretend_cuda(monkeypatch)
+    compared = {2: tuple(gpu_bench.PATHS), 1: gpu_bench.COMPARED["0.6B"][1]}
+    monkeypatch.setitem(gpu_bench.COMPARED, "0.6B", compared)
     rows = list(gpu_bench.bench_decode("0.6B", small_gpu_bench, peak=1e9))
-    assert [row["what"].split(", ", 2)[-1] for row in rows] == [
-        *gpu_bench.PATHS, "graphs", "gathered", "graphs", "kernels"
-    ]  # fmt: skip
+    assert [row["what"] for row in rows] == [
+        f"0.6B decode, {num_rows} rows, {path}"
+        for num_rows in compared
+        for path in compared[num_rows]
+    ]
     assert all("ms/step" in gpu_bench.line(row) for row in rows)
 
 
