@@ -154,7 +154,7 @@ def test_one_bias_for_all_outputs_is_added_to_each():
 
 def test_a_list_reshapes_each_tensor_once():
     listed = trace_of(runner_of(tiny_model("llama")))
-    reshapes = [n for n in listed._run.__self__.graph.nodes if n.target == "reshape"]
+    reshapes = [n for n in listed._many.graph.nodes if n.target == "reshape"]
     assert reshapes
     assert not [node for node in reshapes if node.args[0] in reshapes]
     assert len({str(node.args) for node in reshapes}) == len(reshapes)

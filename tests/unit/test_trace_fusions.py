@@ -21,7 +21,7 @@ def calls_of(family, **overrides):
     runner = ModelRunner(tiny_model(family, **overrides).eval(), None)
     rehearse(runner)
     listed = trace.Trace(runner.forward, runner.decoding.cache)
-    return Counter(node.target for node in listed._run.__self__.graph.nodes)
+    return Counter(node.target for node in listed._many.graph.nodes)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ Everything is in one of `TYPES`, and on a CPU.
 B: rows, K: inputs of a linear layer, N: its outputs, H: heads, D: size of a head.
 """
 
+import ctypes
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
@@ -120,7 +121,15 @@ torch.library.impl("cb_rollout::product", "CPU", product)
 
 @cache
 def _kernel(name: str, dtype: torch.dtype) -> Callable[..., Any]:
-    file = "multiply" if name == "multiply" else "pointwise"
-    kernel = getattr(library(file, REAL=TYPES[dtype]), name)
+    kernel = getattr(layers_library(dtype), name)
     kernel.argtypes, kernel.restype = _ARGUMENTS[name], None
     return kernel
+
+
+def layers_library(dtype: torch.dtype) -> ctypes.CDLL:
+    """The kernels, and what runs a list of them, for numbers of a type.
+
+    Raises:
+        Exception: what the compiler raises.
+    """
+    return library("multiply", "pointwise", "program", REAL=TYPES[dtype])

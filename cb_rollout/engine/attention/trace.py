@@ -10,22 +10,24 @@ reader, so a trace fits every length.
 B: rows, V: vocabulary, H: query heads, D: size of a key, E: size of a value.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
 from cb_rollout import _compat_tracing
+from cb_rollout.engine.attention.cpp_layers import MOST_ROWS
 from cb_rollout.engine.attention.decode_cache import DecodeCache, DecodeLayer
 from cb_rollout.engine.attention.places import Form
 from cb_rollout.engine.attention.seam import Forward
 from cb_rollout.engine.attention.trace_compile import compile_stretches
 from cb_rollout.engine.attention.trace_fusions import fuse
 from cb_rollout.engine.attention.trace_passes import simplify, take_products
+from cb_rollout.engine.attention.trace_programs import take_programs
 from cb_rollout.errors import said
 
-TRACED_ROWS, TRIED_ROWS = 3, (1, 3, 8)
+TRACED_ROWS, TRIED_ROWS = 3, (1, 3, 8, MOST_ROWS + 1)
 # A number that is no other size of a model; and those that a trace is tried with.
 
 LARGEST_DIFFERENCE = 1e-3
@@ -69,6 +71,7 @@ class Trace:
         if has_guards:
             raise UntraceableError("its forward depends on the number of rows")
         take_products(module.graph)
+        programs = module
         if inductor_options is not None:
             try:
                 compile_stretches(module, inductor_options)
@@ -76,8 +79,10 @@ class Trace:
                 raise UntraceableError(f"it does not compile: {said(error)}") from error
         else:
             fuse(module)
-        self._constants = simplify(module, recorder.calls)
-        self._run = fx.GraphModule(torch.nn.Module(), module.graph).forward
+            programs = _copied(module)
+            take_programs(programs)
+        self._many = _List(module, recorder.calls)
+        self._few = self._many if programs is module else _List(programs, recorder.calls)
         for num_rows in TRIED_ROWS:
             self._try(forward, cache, num_rows)
 
@@ -87,7 +92,8 @@ class Trace:
         """float32 logits, `[B, V]`, as `Forward` with a cache that `reader` reads."""
         # Only operators run here: nothing can keep a tensor that remembers the mode.
         with torch.inference_mode():
-            return self._run(tokens_B1, positions_B1, reader, *self._constants)
+            run = self._few if len(tokens_B1) <= MOST_ROWS else self._many
+            return run(tokens_B1, positions_B1, reader)
 
     def _try(self, forward: Forward, cache: DecodeCache, num_rows: int) -> None:
         inputs = _example(num_rows)
@@ -100,6 +106,26 @@ class Trace:
         allowed = LARGEST_DIFFERENCE * expected_BV.abs().max()
         if got_BV.shape != expected_BV.shape or not (got_BV - expected_BV).abs().max() <= allowed:
             raise UntraceableError(f"with {num_rows} rows it computes something else")
+
+
+class _List:
+    """Operators that run one after another."""
+
+    def __init__(self, module: fx.GraphModule, calls: Sequence[Sequence[Any]]) -> None:
+        """See `simplify`."""
+        self._constants = simplify(module, calls)
+        self.graph = module.graph
+        self._run = fx.GraphModule(torch.nn.Module(), module.graph).forward
+
+    def __call__(self, *inputs: Any) -> torch.Tensor:
+        return self._run(*inputs, *self._constants)
+
+
+def _copied(module: fx.GraphModule) -> fx.GraphModule:
+    """With a graph of its own."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(module.graph, {}))
+    return fx.GraphModule(module, graph)
 
 
 def _run(

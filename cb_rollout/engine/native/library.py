@@ -16,13 +16,14 @@ TENSOR, COUNT, NUMBER = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 
 
 @cache
-def library(name: str, **constants: object) -> ctypes.CDLL:
-    """What `name.cpp` exports, where some constants have these values; kept for good.
+def library(*names: str, **constants: object) -> ctypes.CDLL:
+    """What `name.cpp` exports, of each name, where constants have these values; kept for good.
 
     Raises:
         Exception: what the compiler raises.
     """
     lines = [f"#define {constant} {value}" for constant, value in constants.items()]
     folder = Path(__file__).parent
-    texts = [(folder / file).read_text() for file in ("vectors.h", f"{name}.cpp")]
+    files = ("vectors.h", *(f"{name}.cpp" for name in names))
+    texts = [(folder / file).read_text() for file in files]
     return _compat_cpp.compiled_library("\n".join([*lines, *texts]))

@@ -18,6 +18,18 @@ inline void put(REAL* to, const Vector& lanes, int64_t count) {
     std::memcpy(to, &lanes, count * sizeof(REAL));
 }
 
+// Numbers in order, a vector at a time, in parts that threads share.
+template <typename Work>
+inline void for_numbers(int64_t num_numbers, const Work& work) {
+    constexpr int64_t part = 1024;
+    const int64_t num_parts = (num_numbers + part - 1) / part;
+    for_each(num_parts, num_numbers > LEAST_FOR_THREADS, [&](int64_t index) {
+        const int64_t start = index * part;
+        const int64_t length = num_numbers - start < part ? num_numbers - start : part;
+        for_vectors(length, [&](int64_t i, int64_t count) { work(start + i, count); });
+    });
+}
+
 // A number times its logistic function, by an exponential that does not overflow.
 inline Vector silu(const Vector& numbers) {
     const Vector shrunk = exponential(numbers < 0 ? numbers : -numbers);
@@ -80,14 +92,7 @@ extern "C" void rotate(
 
 // Gates, through the silu function, times what they let through.
 extern "C" void gate(const REAL* gates, const REAL* values, REAL* outputs, int64_t num_numbers) {
-    constexpr int64_t part = 1024;
-    const int64_t num_parts = (num_numbers + part - 1) / part;
-    for_each(num_parts, num_numbers > LEAST_FOR_THREADS, [&](int64_t index) {
-        const int64_t start = index * part;
-        const int64_t length = num_numbers - start < part ? num_numbers - start : part;
-        for_vectors(length, [&](int64_t i, int64_t count) {
-            i += start;
-            put(outputs + i, silu(some_of(gates + i, count)) * some_of(values + i, count), count);
-        });
+    for_numbers(num_numbers, [&](int64_t i, int64_t count) {
+        put(outputs + i, silu(some_of(gates + i, count)) * some_of(values + i, count), count);
     });
 }

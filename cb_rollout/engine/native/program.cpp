@@ -1,0 +1,88 @@
+// A list of operators on a few rows, run one after another by one call.
+//
+// Stands below multiply.cpp and pointwise.cpp. Given is REAL, float or double.
+
+namespace {
+
+enum Kind : int64_t { PRODUCT, NORM, ROTATION, GATE, SUM, PROPORTION, NARROWING };
+
+// Where numbers are: a place among the tensors; or, below zero, one before minus so many numbers of
+// the workspace a row. What is not there is NOWHERE.
+typedef int64_t Place;
+constexpr Place NOWHERE = std::numeric_limits<int64_t>::min();
+
+// As trace_programs.py has it.
+struct Operator {
+    int64_t kind;
+    Place given[3], output;
+    // Of one row; see `run_operator`.
+    int64_t sizes[4];
+    double number;
+};
+
+struct Memory {
+    REAL* const* tensors;
+    REAL* workspace;
+    int64_t num_rows;
+
+    REAL* at(Place place) const {
+        if (place == NOWHERE) return nullptr;
+        return place >= 0 ? tensors[place] : workspace + (-1 - place) * num_rows;
+    }
+};
+
+// Some of each block's numbers, block by block.
+inline void narrow(
+    const REAL* from, REAL* to, int64_t num_blocks, int64_t block, int64_t start, int64_t length) {
+    for (int64_t i = 0; i < num_blocks; i++)
+        std::memcpy(to + i * length, from + i * block + start, length * sizeof(REAL));
+}
+
+inline void run_operator(const Operator& op, const Memory& memory) {
+    const REAL *first = memory.at(op.given[0]), *second = memory.at(op.given[1]);
+    REAL* outputs = memory.at(op.output);
+    const int64_t *sizes = op.sizes, num_rows = memory.num_rows;
+    const REAL number = op.number;
+    switch (op.kind) {
+        case PRODUCT:  // of `sizes[0]` inputs, with `sizes[1]` outputs
+            multiply(first, second, memory.at(op.given[2]), outputs, num_rows, sizes[0], sizes[1]);
+            break;
+        case NORM:  // of `sizes[0]` heads of `sizes[1]`
+            norm(first, second, outputs, num_rows * sizes[0], sizes[1], op.number);
+            break;
+        case ROTATION: {  // of `sizes[0]` heads of `sizes[1]`
+            const int64_t heads = sizes[0], size = sizes[1];
+            const REAL* sines = memory.at(op.given[2]);
+            rotate(first, heads * size, size, second, sines, outputs, num_rows, heads, size);
+            break;
+        }
+        case GATE:  // of `sizes[0]` numbers, as what follows
+            gate(first, second, outputs, num_rows * sizes[0]);
+            break;
+        case SUM:
+            for_numbers(num_rows * sizes[0], [&](int64_t i, int64_t count) {
+                put(outputs + i, some_of(first + i, count) + some_of(second + i, count), count);
+            });
+            break;
+        case PROPORTION:
+            for_numbers(num_rows * sizes[0], [&](int64_t i, int64_t count) {
+                put(outputs + i, some_of(first + i, count) * number, count);
+            });
+            break;
+        case NARROWING:  // of `sizes[0]` blocks of `sizes[1]`: from `sizes[2]` on, `sizes[3]`
+            narrow(first, outputs, num_rows * sizes[0], sizes[1], sizes[2], sizes[3]);
+            break;
+    }
+}
+
+}  // namespace
+
+extern "C" void run(
+    const Operator* operators,
+    int64_t num_operators,
+    REAL* const* tensors,
+    REAL* workspace,
+    int64_t num_rows) {
+    const Memory memory = {tensors, workspace, num_rows};
+    for (int64_t i = 0; i < num_operators; i++) run_operator(operators[i], memory);
+}
