@@ -90,8 +90,9 @@ def _finished(
                     if output is not None:
                         finished[output.request_id] = output
                         bar.update(1)
-                    num_tokens = counters.tokens_generated - tokens_before
-                    bar.set_postfix(tokens=num_tokens, refresh=output is None)
+                    if progress_bar:
+                        num_tokens = counters.tokens_generated - tokens_before
+                        bar.set_postfix(tokens=num_tokens, refresh=output is None)
         except BaseException:
             loop.cancel([request.request_id for request in requests])
             # The caller gets its model back before it gets the exception.

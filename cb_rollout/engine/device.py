@@ -3,6 +3,7 @@
 import ctypes
 import os
 import sys
+from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
@@ -114,6 +115,9 @@ def sent(
     values: Sequence[Any], device: torch.device, dtype: torch.dtype = torch.int64
 ) -> torch.Tensor:
     """A tensor of these numbers, or rows of them, without waiting for what the device does."""
+    if dtype is torch.int64 and values and type(values[0]) is int:
+        # By a tenth of what torch.tensor takes, which looks at every number by itself.
+        return moved(torch.frombuffer(array("q", values), dtype=dtype), device)
     return moved(torch.tensor(values, dtype=dtype), device)
 
 

@@ -9,6 +9,10 @@ GRAMS = (4, 3, 2)
 # How many tokens must have been said before for the next ones to be expected again; the longest
 # that is known counts.
 
+BITS = 32
+# Of one token, or one place. Runs of tokens and places are kept as numbers: so many tuples would
+# have the garbage collector look at everything there is.
+
 
 class Echoes:
     """What the sequences of one group have said, and where each run of tokens was said last."""
@@ -18,7 +22,7 @@ class Echoes:
     def __init__(self) -> None:
         """Know nothing."""
         self._texts: list[tuple[list[int], int]] = []
-        self._after: dict[tuple[int, ...], tuple[list[int], int]] = {}
+        self._after: dict[int, dict[int, int]] = {size: {} for size in GRAMS}
         self.luck = 0.5
         """Share of drafted tokens that came, lately."""
 
@@ -39,14 +43,23 @@ class Echoes:
 
     def _following(self, tail: list[int]) -> tuple[list[int], int] | None:
         """The sequence and the place where what ends like `tail` went on last."""
-        keys = (tuple(tail[-size:]) for size in GRAMS)
-        return next((self._after[key] for key in keys if key in self._after), None)
+        for size in GRAMS:
+            found = self._after[size].get(_number(tail[-size:])) if len(tail) >= size else None
+            if found is not None:
+                return self._texts[found >> BITS][0], found & ((1 << BITS) - 1)
+        return None
 
     def _read(self) -> None:
         """Note what was said since the last time."""
         for index, (text, num_read) in enumerate(self._texts):
-            for place in range(num_read, len(text)):
-                for size in GRAMS:
-                    if place >= size:
-                        self._after[tuple(text[place - size : place])] = text, place
+            for size, after in self._after.items():
+                for place in range(max(size, num_read), len(text)):
+                    after[_number(text[place - size : place])] = index << BITS | place
             self._texts[index] = text, len(text)
+
+
+def _number(tokens: Sequence[int]) -> int:
+    number = 0
+    for token in tokens:
+        number = number << BITS | token
+    return number

@@ -271,7 +271,7 @@ def test_a_kernel_that_does_not_compile_fails_no_request(monkeypatch, caplog):
         raise RuntimeError("internal compiler error")
 
     monkeypatch.setattr(_compat_cpp, "compiled_library", fails)
-    monkeypatch.setattr(cpp_decode, "_kernel", cpp_decode._kernel.__wrapped__)
+    monkeypatch.setattr(cpp_decode, "attend_kernel", cpp_decode.attend_kernel.__wrapped__)
     monkeypatch.setattr(cpp_sampler, "_kernel", cpp_sampler._kernel.__wrapped__)
     monkeypatch.setattr(library, "library", library.library.__wrapped__)
     for module in (cpp_decode, cpp_sampler):
@@ -309,7 +309,7 @@ def test_a_trace_that_fails_is_given_up_and_the_model_runs(caplog):
         def fails(*_):
             raise RuntimeError("not for so many rows")
 
-        decoding.listed.trace._run = fails
+        decoding.listed.trace._few = fails
         outputs = rollout(generator)
         assert_right(outputs, model)
         assert decoding.listed.trace is None

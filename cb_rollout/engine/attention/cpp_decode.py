@@ -1,16 +1,19 @@
-"""Calls the C++ kernel of a decode step; needs a C++ compiler, once.
+"""Attends by the C++ kernel of a decode step; needs a C++ compiler, once.
 
 B: rows, H: query heads, K: key heads, D: size of a key, E: size of a value, P: places of the pages.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
 
-from cb_rollout.engine.attention.places import Form
+from cb_rollout.engine.attention.decode_cache import DecodeLayer
+from cb_rollout.engine.attention.places import Form, NotOrdinaryError
 from cb_rollout.engine.block_table import BlockTable
+from cb_rollout.engine.cache import PagedCache, PagedLayer
 from cb_rollout.engine.native.library import COUNT, NUMBER, TENSOR, TYPES, library
 
 _STRIDED = (TENSOR, COUNT, COUNT, COUNT)
@@ -20,6 +23,40 @@ _ARGUMENTS = (
     *(TENSOR, COUNT, COUNT, TENSOR, TENSOR, COUNT),
     *(NUMBER, NUMBER, COUNT, TENSOR),
 )
+
+
+@dataclass(frozen=True, slots=True)
+class CppReader:
+    """Attends by a C++ kernel that reads the pages where they lie, for one step."""
+
+    cache: PagedCache
+    table: BlockTable
+    slots_B: torch.Tensor
+    lengths_B: torch.Tensor
+
+    def attend(
+        self,
+        layer: DecodeLayer,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        form: Form,
+    ) -> torch.Tensor:
+        """See `Reader`; everything in the pages' type."""
+        given = {query.dtype, key.dtype, value.dtype}
+        if given != {layer.key_dtype} or layer.value_dtype != layer.key_dtype:
+            raise NotOrdinaryError(
+                f"its queries are {query.dtype}, its keys {key.dtype}, its values {value.dtype}, "
+                f"and its pages {layer.key_dtype} and {layer.value_dtype}"
+            )
+        where = self.pages(layer), self.table, self.slots_B, self.lengths_B
+        return attend(query, key, value, *where, form)
+
+    def pages(self, layer: DecodeLayer) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of a layer's keys and values; see `attend`."""
+        paged = self.cache.layers[layer.index]
+        assert isinstance(paged, PagedLayer)
+        return paged.pages[0], paged.pages[1]
 
 
 def attend(
@@ -57,7 +94,7 @@ def attend(
     outputs_B1HE = query_BH1D.new_empty(B, 1, H, E)
     sinks_H = None if form.sinks_H is None else form.sinks_H.to(query_BH1D.dtype).contiguous()
     blocks = table.blocks
-    _kernel(query_BH1D.dtype, H, K, D, E)(
+    attend_kernel(query_BH1D.dtype, H, K, D, E)(
         *_strided(query_BH1D),
         *_strided(key_BK1D),
         *_strided(value_BK1E),
@@ -79,10 +116,14 @@ def attend(
 
 
 @cache
-def _kernel(
+def attend_kernel(
     dtype: torch.dtype, num_heads: int, num_key_heads: int, key_size: int, value_size: int
-) -> Callable[..., Any]:
-    """For states of one form: sizes that the compiler knows let it unroll loops."""
+) -> Any:
+    """The kernel for states of one form: sizes that the compiler knows let it unroll loops.
+
+    Raises:
+        Exception: what the compiler raises.
+    """
     kernel = library(
         "attend",
         REAL=TYPES[dtype],

@@ -1,11 +1,10 @@
 """What layers do to a few rows, by C++ kernels; needs a C++ compiler, once.
 
-Everything is in one of `TYPES`, and on a CPU.
+Everything is in one of `native.library.TYPES`, and on a CPU.
 
 B: rows, K: inputs of a linear layer, N: its outputs, H: heads, D: size of a head.
 """
 
-import ctypes
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
@@ -14,9 +13,9 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from cb_rollout.engine.native.library import COUNT, NUMBER, TENSOR, TYPES, library
+from cb_rollout.engine.native.library import COUNT, NUMBER, TENSOR, layers_library
 
-MOST_ROWS = 64
+MOST_ROWS = 128
 # Of a product by the kernel: with more, MKL's is the faster one (see the bench's `roofline`).
 
 _ARGUMENTS = {
@@ -124,12 +123,3 @@ def _kernel(name: str, dtype: torch.dtype) -> Callable[..., Any]:
     kernel = getattr(layers_library(dtype), name)
     kernel.argtypes, kernel.restype = _ARGUMENTS[name], None
     return kernel
-
-
-def layers_library(dtype: torch.dtype) -> ctypes.CDLL:
-    """The kernels, and what runs a list of them, for numbers of a type.
-
-    Raises:
-        Exception: what the compiler raises.
-    """
-    return library("multiply", "pointwise", "program", REAL=TYPES[dtype])

@@ -23,7 +23,7 @@ from cb_rollout.engine.attention.places import Form
 from cb_rollout.engine.attention.seam import Forward
 from cb_rollout.engine.attention.trace_compile import compile_stretches
 from cb_rollout.engine.attention.trace_fusions import fuse
-from cb_rollout.engine.attention.trace_passes import simplify, take_products
+from cb_rollout.engine.attention.trace_passes import add_reader, simplify, take_products
 from cb_rollout.engine.attention.trace_programs import take_programs
 from cb_rollout.errors import said
 
@@ -71,18 +71,20 @@ class Trace:
         if has_guards:
             raise UntraceableError("its forward depends on the number of rows")
         take_products(module.graph)
-        programs = module
+        add_reader(module.graph)
         if inductor_options is not None:
             try:
                 compile_stretches(module, inductor_options)
             except Exception as error:
                 raise UntraceableError(f"it does not compile: {said(error)}") from error
+            few = module
         else:
             fuse(module)
-            programs = _copied(module)
-            take_programs(programs)
+            few = _copied(module)
+            take_programs(few, _reader(few.graph), recorder.calls, has_products=True)
+            take_programs(module, _reader(module.graph), recorder.calls, has_products=False)
         self._many = _List(module, recorder.calls)
-        self._few = self._many if programs is module else _List(programs, recorder.calls)
+        self._few = self._many if few is module else _List(few, recorder.calls)
         for num_rows in TRIED_ROWS:
             self._try(forward, cache, num_rows)
 
@@ -113,12 +115,16 @@ class _List:
 
     def __init__(self, module: fx.GraphModule, calls: Sequence[Sequence[Any]]) -> None:
         """See `simplify`."""
-        self._constants = simplify(module, calls)
+        self._constants = simplify(module, _reader(module.graph), calls)
         self.graph = module.graph
         self._run = fx.GraphModule(torch.nn.Module(), module.graph).forward
 
     def __call__(self, *inputs: Any) -> torch.Tensor:
         return self._run(*inputs, *self._constants)
+
+
+def _reader(graph: fx.Graph) -> fx.Node:
+    return [node for node in graph.nodes if node.op == "placeholder"][-1]
 
 
 def _copied(module: fx.GraphModule) -> fx.GraphModule:

@@ -80,13 +80,21 @@ def _join_reshapes(graph: fx.Graph) -> None:
             node.replace_all_uses_with(first)
 
 
-def simplify(module: fx.GraphModule, calls: Sequence[Sequence[Any]]) -> list[Any]:
+def add_reader(graph: fx.Graph) -> fx.Node:
+    """Have a traced graph take the step's reader too, behind its other inputs."""
+    last = [node for node in graph.nodes if node.op == "placeholder"][-1]
+    with graph.inserting_after(last):
+        return graph.placeholder("reader")
+
+
+def simplify(module: fx.GraphModule, reader: fx.Node, calls: Sequence[Sequence[Any]]) -> list[Any]:
     """Rewrite a traced graph in place.
 
-    Afterwards it takes the trace's own inputs, then the step's reader, then what is returned.
+    Afterwards it takes the trace's own inputs, then what is returned.
 
     Args:
         module: as traced.
+        reader: see `add_reader`.
         calls: for each `mark`, the layer that attends and how.
 
     Returns:
@@ -94,7 +102,6 @@ def simplify(module: fx.GraphModule, calls: Sequence[Sequence[Any]]) -> list[Any
     """
     graph, constants = module.graph, _Constants(module)
     _join_reshapes(graph)
-    reader = constants.input("reader")
     for node in list(graph.nodes):
         if node.op == "get_attr":
             node.replace_all_uses_with(constants.of(_attribute(module, node.target)))
@@ -126,15 +133,12 @@ class _Constants:
         self._inputs: dict[int, fx.Node] = {}
         self.values: list[Any] = []
 
-    def input(self, name: str) -> fx.Node:
-        with self._graph.inserting_after(self._after):
-            self._after = self._graph.placeholder(name)
-        return self._after
-
     def of(self, value: Any) -> fx.Node:
         if id(value) not in self._inputs:
-            self._inputs[id(value)] = self.input(f"constant_{len(self.values)}")
-            self._inputs[id(value)].meta["val"] = value
+            with self._graph.inserting_after(self._after):
+                self._after = self._graph.placeholder(f"constant_{len(self.values)}")
+            self._inputs[id(value)] = self._after
+            self._after.meta["val"] = value
             self.values.append(value)
         return self._inputs[id(value)]
 

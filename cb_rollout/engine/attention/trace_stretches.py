@@ -13,9 +13,7 @@ from cb_rollout import _compat_tracing
 def outputs_of(nodes: Sequence[fx.Node]) -> list[fx.Node]:
     """Tensors among the nodes that others use."""
     inside = set(nodes)
-    return [
-        node for node in nodes if is_tensor(node) and any(u not in inside for u in node.users)
-    ]
+    return [node for node in nodes if is_tensor(node) and any(u not in inside for u in node.users)]
 
 
 def replace(

@@ -27,3 +27,12 @@ def library(*names: str, **constants: object) -> ctypes.CDLL:
     files = ("vectors.h", *(f"{name}.cpp" for name in names))
     texts = [(folder / file).read_text() for file in files]
     return _compat_cpp.compiled_library("\n".join([*lines, *texts]))
+
+
+def layers_library(dtype: torch.dtype) -> ctypes.CDLL:
+    """What layers do to a few rows, and what runs a list of that, for numbers of a type.
+
+    Raises:
+        Exception: what the compiler raises.
+    """
+    return library("multiply", "pointwise", "program", REAL=TYPES[dtype])
