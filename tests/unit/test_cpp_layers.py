@@ -117,7 +117,7 @@ def test_a_kernel_that_cannot_be_compiled_stops_no_engine(dtype, monkeypatch):
     def fails(*_, **__):
         raise OSError("no room for a library")
 
-    monkeypatch.setattr(cpp_layers, "library", fails)
+    monkeypatch.setattr(cpp_layers, "layers_library", fails)
     cpp_layers._kernel.cache_clear()
     cpp_layers.prepare(dtype)
     with pytest.raises(OSError, match="no room"):

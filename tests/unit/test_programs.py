@@ -153,6 +153,11 @@ def in_other_types(rows):
     return (rows.half() * 2.0 + rows.half()).float() * 2.0
 
 
+def in_two_types(rows):
+    precise = rows.double()
+    return rows * 2.0 + rows, precise * 3.0 + precise
+
+
 def of_rows_of_each_other(rows):
     return rows * 2.0 + rows[:1]
 
@@ -166,7 +171,7 @@ def of_fewer_rows(rows):
 
 
 @pytest.mark.parametrize(
-    "function", [in_other_types, of_rows_of_each_other, turned_over, of_fewer_rows]
+    "function", [in_other_types, in_two_types, of_rows_of_each_other, turned_over, of_fewer_rows]
 )
 def test_what_a_program_does_not_do_stays(function):
     module = programmed(function)
