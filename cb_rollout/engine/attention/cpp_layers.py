@@ -16,7 +16,7 @@ from torch.nn import functional
 from cb_rollout.engine.native.library import COUNT, NUMBER, TENSOR, layers_library
 
 MOST_ROWS = 128
-# Of a product by the kernel: with more, MKL's is the faster one (see the bench's `roofline`).
+# Of a product by the kernel; with more, MKL's is the faster one (see the bench's `roofline`).
 
 _ARGUMENTS = {
     "multiply": (*(TENSOR,) * 4, *(COUNT,) * 3),

@@ -9,8 +9,7 @@ B: rows, H: query heads, K: key heads, D: size of a key, E: size of a value.
 import ctypes
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -68,20 +67,20 @@ class Program:
 
         Args:
             calls: in order, by what each computes.
-            inputs: what is given.
+            inputs: in the order of the call; at least one has rows.
             outputs: what is returned, and of which sizes.
-            sizes: of everything that has a row for each row.
+            sizes: of every input and result whose first dimension is the rows, without it.
             dtype: of everything.
         """
         returned = list(dict.fromkeys(value for value, _ in outputs))
         self._row_input = next(place for place, value in enumerate(inputs) if value in sizes)
-        self._returned = [sizes[value] for value in returned]
+        self._returned_sizes = [sizes[value] for value in returned]
         self._views = [(returned.index(value), shape) for value, shape in outputs]
         places = {value: place for place, value in enumerate((*inputs, *returned))}
         workspace = _Workspace()
         workspace.place(calls, places, sizes)
         self._workspace_size = workspace.size
-        self._attended = [_Attended.of(call) for call in calls.values() if call.layer]
+        self._attended = [_AttentionCall.of(call) for call in calls.values() if call.layer]
         self._attentions = (Attention * len(self._attended))(
             *(attended.described(dtype) for attended in self._attended)
         )
@@ -107,28 +106,31 @@ class Program:
 
         Args:
             reader: of the step, which attends.
-            inputs: as the program was told.
+            inputs: as the program was told, in its dtype: `[B, *sizes]`, or a weight.
 
         Returns:
-            A tensor for each of the outputs, in order.
+            For each output in order, `[B, *sizes]` in the program's dtype.
+
+        Raises:
+            NotOrdinaryError: the reader's.
         """
         rows = inputs[self._row_input]
         num_rows = rows.shape[0]
         tensors = [tensor.contiguous() for tensor in inputs]
-        returned = [rows.new_empty(num_rows, *sizes) for sizes in self._returned]
+        returned = [rows.new_empty(num_rows, *sizes) for sizes in self._returned_sizes]
         tensors += returned
         memory = _Memory(tensors, rows.new_empty(num_rows * self._workspace_size), num_rows)
         paged = reader if isinstance(reader, CppReader) else None
         if self.is_watched or (self._attended and paged is None):
             self._run_each(memory, reader)
         elif paged is not None and self._attended:
-            where, _held = self._find(paged)
+            where, _held = self._located(paged)
             self._run(0, len(self._operators), memory, where)
         else:
             self._run(0, len(self._operators), memory)
         return tuple(returned[index].view(num_rows, *sizes) for index, sizes in self._views)
 
-    def _find(self, reader: CppReader) -> tuple[Rows, list[torch.Tensor]]:
+    def _located(self, reader: CppReader) -> tuple[Rows, list[torch.Tensor]]:
         """Where keys are now, and tensors that are to be held as long as that is used."""
         held: list[torch.Tensor] = []
         for attention, attended in zip(self._attentions, self._attended, strict=True):
@@ -164,8 +166,10 @@ class Program:
         attended = iter(self._attended)
         for index, described in enumerate(self._operators):
             if described.kind == Kind.ATTENTION:
-                states = partial(memory.given, described)
-                output_B1HE = next(attended).attend(reader, states)
+                attention = next(attended)
+                places = zip(described.given, attention.state_sizes, strict=True)
+                query, key, value = (memory.view(place, sizes) for place, sizes in places)
+                output_B1HE = reader.attend(attention.layer, query, key, value, attention.form)
                 memory.view(described.output, output_B1HE.shape[1:]).copy_(output_B1HE)
             elif described.kind == Kind.PRODUCT:
                 self.run_product(index, memory)
@@ -173,11 +177,11 @@ class Program:
                 self._run(index, index + 1, memory)
 
     def run_product(self, index: int, memory: "_Memory") -> None:
-        """Run one operator, which is a product."""
+        """Run one operator that is a product; by itself, so that it can be watched."""
         self._run(index, index + 1, memory)
 
 
-class _Attended(NamedTuple):
+class _AttentionCall(NamedTuple):
     """An attention of a program."""
 
     layer: DecodeLayer
@@ -188,7 +192,7 @@ class _Attended(NamedTuple):
     value_size: int
 
     @classmethod
-    def of(cls, call: Call) -> "_Attended":
+    def of(cls, call: Call) -> "_AttentionCall":
         assert call.layer is not None
         assert call.form is not None
         return cls(call.layer, call.form, *call.sizes)
@@ -207,12 +211,11 @@ class _Attended(NamedTuple):
             form.softcap or 0.0,
         )
 
-    def attend(self, reader: Reader, states: Callable[[int, Sizes], torch.Tensor]) -> torch.Tensor:
-        """What a reader makes of the states; each by its number and sizes."""
-        query = states(0, (self.num_heads, 1, self.key_size))
-        key = states(1, (self.num_key_heads, 1, self.key_size))
-        value = states(2, (self.num_key_heads, 1, self.value_size))
-        return reader.attend(self.layer, query, key, value, self.form)
+    @property
+    def state_sizes(self) -> list[Sizes]:
+        """Of queries, keys and values."""
+        num_keys, size = self.num_key_heads, self.key_size
+        return [(self.num_heads, 1, size), (num_keys, 1, size), (num_keys, 1, self.value_size)]
 
 
 class _Memory(NamedTuple):
@@ -226,10 +229,6 @@ class _Memory(NamedTuple):
     def addresses(self) -> Any:
         """Of the tensors."""
         return (TENSOR * len(self.tensors))(*(tensor.data_ptr() for tensor in self.tensors))
-
-    def given(self, described: Operator, index: int, sizes: Sizes) -> torch.Tensor:
-        """What an operator reads, `[B, *sizes]`."""
-        return self.view(described.given[index], sizes)
 
     def view(self, place: int, sizes: Sizes) -> torch.Tensor:
         """What lies at a place, `[B, *sizes]`."""

@@ -23,7 +23,7 @@ from cb_rollout.engine.attention.places import Form
 from cb_rollout.engine.attention.seam import Forward
 from cb_rollout.engine.attention.trace_compile import compile_stretches
 from cb_rollout.engine.attention.trace_fusions import fuse
-from cb_rollout.engine.attention.trace_passes import add_reader, simplify, take_products
+from cb_rollout.engine.attention.trace_passes import add_reader, reader_of, simplify, take_products
 from cb_rollout.engine.attention.trace_programs import take_programs
 from cb_rollout.errors import said
 
@@ -81,8 +81,8 @@ class Trace:
         else:
             fuse(module)
             few = _copied(module)
-            take_programs(few, _reader(few.graph), recorder.calls, has_products=True)
-            take_programs(module, _reader(module.graph), recorder.calls, has_products=False)
+            take_programs(few, reader_of(few.graph), recorder.calls, has_products=True)
+            take_programs(module, reader_of(module.graph), recorder.calls, has_products=False)
         self._many = _List(module, recorder.calls)
         self._few = self._many if few is module else _List(few, recorder.calls)
         for num_rows in TRIED_ROWS:
@@ -115,16 +115,13 @@ class _List:
 
     def __init__(self, module: fx.GraphModule, calls: Sequence[Sequence[Any]]) -> None:
         """See `simplify`."""
-        self._constants = simplify(module, _reader(module.graph), calls)
+        self._constants = simplify(module, calls)
         self.graph = module.graph
+        """Its operators."""
         self._run = fx.GraphModule(torch.nn.Module(), module.graph).forward
 
     def __call__(self, *inputs: Any) -> torch.Tensor:
         return self._run(*inputs, *self._constants)
-
-
-def _reader(graph: fx.Graph) -> fx.Node:
-    return [node for node in graph.nodes if node.op == "placeholder"][-1]
 
 
 def _copied(module: fx.GraphModule) -> fx.GraphModule:

@@ -80,27 +80,31 @@ def _join_reshapes(graph: fx.Graph) -> None:
             node.replace_all_uses_with(first)
 
 
-def add_reader(graph: fx.Graph) -> fx.Node:
+def add_reader(graph: fx.Graph) -> None:
     """Have a traced graph take the step's reader too, behind its other inputs."""
     last = [node for node in graph.nodes if node.op == "placeholder"][-1]
     with graph.inserting_after(last):
-        return graph.placeholder("reader")
+        graph.placeholder("reader")
 
 
-def simplify(module: fx.GraphModule, reader: fx.Node, calls: Sequence[Sequence[Any]]) -> list[Any]:
+def reader_of(graph: fx.Graph) -> fx.Node:
+    """The input that `add_reader` made; while there are no constants behind it."""
+    return [node for node in graph.nodes if node.op == "placeholder"][-1]
+
+
+def simplify(module: fx.GraphModule, calls: Sequence[Sequence[Any]]) -> list[Any]:
     """Rewrite a traced graph in place.
 
     Afterwards it takes the trace's own inputs, then what is returned.
 
     Args:
-        module: as traced.
-        reader: see `add_reader`.
+        module: as traced, with `add_reader`.
         calls: for each `mark`, the layer that attends and how.
 
     Returns:
         The weights, layers and forms that the graph takes.
     """
-    graph, constants = module.graph, _Constants(module)
+    graph, reader, constants = module.graph, reader_of(module.graph), _Constants(module)
     _join_reshapes(graph)
     for node in list(graph.nodes):
         if node.op == "get_attr":

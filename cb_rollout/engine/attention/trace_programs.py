@@ -12,13 +12,13 @@ import torch
 from torch import fx
 
 from cb_rollout import _compat_tracing
-from cb_rollout.engine.attention.choice import CPU_DTYPES
 from cb_rollout.engine.attention.cpp_layers import gate, norm, rotate
 from cb_rollout.engine.attention.program import Call, Program, Sizes
 from cb_rollout.engine.attention.trace_stretches import outputs_of, replace
 from cb_rollout.engine.native.program import Kind
 
 aten = torch.ops.aten
+PRODUCT = torch.ops.cb_rollout.product.default
 
 LEAST_OPERATORS = 2
 # Of a program: one alone is called as cheaply by itself.
@@ -33,8 +33,10 @@ def take_programs(
 ) -> None:
     """Replace runs of known operators of a traced graph by one call each, in place.
 
+    Programs are in the type that the graph multiplies in; without products there are none.
+
     Args:
-        module: as traced.
+        module: as traced, with `take_products`.
         reader: the input that is the step's reader.
         attentions: for each `mark`, the layer that attends and how.
         has_products: whether programs multiply too; not where rows are many.
@@ -42,7 +44,10 @@ def take_programs(
     graph = module.graph
     rows = next(node for node in graph.nodes if node.op == "placeholder")
     _count_rows_once(graph, rows)
-    reading = _Reading(module, rows, attentions)
+    products = graph.find_nodes(op="call_function", target=PRODUCT)
+    if not products:
+        return
+    reading = _Reading(module, rows, attentions, products[0].meta["val"].dtype)
     if not has_products:
         reading.calls = {n: c for n, c in reading.calls.items() if c.kind is not Kind.PRODUCT}
     # The last first: what a program takes is then still where it was read.
@@ -51,15 +56,13 @@ def take_programs(
         calls = {node: reading.calls[node] for node in nodes if node in reading.calls}
         if len(calls) < LEAST_OPERATORS:
             continue
-        calls = {n: c._replace(given=tuple(map(reading.root, c.given))) for n, c in calls.items()}
         given = dict.fromkeys(n for call in calls.values() for n in call.given if n is not None)
         inputs = [node for node in given if node not in calls]
         outputs = outputs_of(nodes)
         returned = [(reading.root(node), reading.sizes(node) or ()) for node in outputs]
-        everything = ((n, reading.sizes(n)) for n in (*inputs, *calls))
-        sizes = {node: found for node, found in everything if found is not None}
-        dtype = reading.example(next(iter(calls))).dtype
-        program = Program(calls, inputs, returned, sizes, dtype)
+        sizes = {node: reading.sizes(node) for node in (*inputs, *calls)}
+        with_rows = {node: of_row for node, of_row in sizes.items() if of_row is not None}
+        program = Program(calls, inputs, returned, with_rows, reading.dtype)
         replace(nodes, program, [reader, *inputs], outputs)
         # What only gave a program's inputs another shape is nobody's now.
         graph.eliminate_dead_code()
@@ -104,15 +107,18 @@ class _Reading:
     """What the nodes of a graph are to a program."""
 
     def __init__(
-        self, module: fx.GraphModule, rows: fx.Node, attentions: Sequence[Sequence[Any]]
+        self,
+        module: fx.GraphModule,
+        rows: fx.Node,
+        attentions: Sequence[Sequence[Any]],
+        dtype: torch.dtype,
     ) -> None:
         self._module, self._num_rows = module, rows.meta["val"].shape[0]
-        self.attentions = attentions
+        self.attentions, self.dtype = attentions, dtype
         self.calls: dict[fx.Node, Call] = {}
         """Operators that a program has."""
         self.sources: dict[fx.Node, fx.Node] = {}
         """Nodes whose numbers are those of another, in the same order."""
-        dtype = None
         for node in module.graph.nodes:
             if node.op != "call_function":
                 continue
@@ -125,9 +131,11 @@ class _Reading:
             if call is None:
                 continue
             dtypes = {self.example(n).dtype for n in (node, *call.given) if n is not None}
-            dtype = dtype or dtypes
-            if dtypes == dtype and dtypes <= set(CPU_DTYPES):
-                self.calls[node] = call
+            if dtypes == {dtype}:
+                self.calls[node] = call._replace(given=tuple(map(self.root, call.given)))
+        if any(node.op == "call_function" and node.is_impure() for node in module.graph.nodes):
+            # A part would be a copy, which does not see what is written to the whole.
+            self.calls = {n: c for n, c in self.calls.items() if c.kind is not Kind.NARROWING}
 
     def example(self, node: Any) -> torch.Tensor:
         """A tensor without contents, of a node's form."""
@@ -212,11 +220,11 @@ def _of_two(reading: _Reading, kind: Kind, first: fx.Node, second: fx.Node) -> C
     return Call(kind, (first, second), (math.prod(sizes),))
 
 
-def _proportion(reading: _Reading, source: fx.Node, factor: object) -> Call | None:
+def _scaling(reading: _Reading, source: fx.Node, factor: object) -> Call | None:
     sizes = reading.sizes(source)
     if sizes is None or not isinstance(factor, int | float):
         return None
-    return Call(Kind.PROPORTION, (source,), (math.prod(sizes),), factor)
+    return Call(Kind.SCALING, (source,), (math.prod(sizes),), factor)
 
 
 def _slice(
@@ -232,7 +240,7 @@ def _slice(
     return _narrowing(source, sizes, axis, first, last - first)
 
 
-def _part(reading: _Reading, split: fx.Node, index: int) -> Call | None:
+def _split_part(reading: _Reading, split: fx.Node, index: int) -> Call | None:
     """Of what was split."""
     if split.target not in _SPLITS:
         return None
@@ -269,12 +277,12 @@ _SHAPINGS = (
 
 _CALLS: dict[Any, Callable[..., Call | None]] = {
     aten.add.Tensor: _sum,
-    aten.mul.Tensor: _proportion,
+    aten.mul.Tensor: _scaling,
     aten.slice.Tensor: _slice,
     gate: _gate,
     norm: _norm,
-    operator.getitem: _part,
+    operator.getitem: _split_part,
     rotate: _rotation,
     torch.ops.cb_rollout.attend.default: _attention,
-    torch.ops.cb_rollout.product.default: _product,
+    PRODUCT: _product,
 }

@@ -1,14 +1,14 @@
 // A list of operators on a few rows, run one after another by one call.
 //
-// Stands below multiply.cpp and pointwise.cpp. Given is REAL, float or double. The structs are those
-// of attention/program.py.
+// Stands below multiply.cpp and pointwise.cpp. Given is REAL, float or double. The enum and the
+// structs are those of program.py.
 
 namespace {
 
-enum Kind : int64_t { PRODUCT, NORM, ROTATION, GATE, SUM, PROPORTION, NARROWING, ATTENTION };
+enum Kind : int64_t { PRODUCT, NORM, ROTATION, GATE, SUM, SCALING, NARROWING, ATTENTION };
 
-// Where numbers are: a place among the tensors; or, below zero, one before minus so many numbers of
-// the workspace a row. What is not there is NOWHERE.
+// Where numbers are: a place among the tensors; or, below zero, -1 - n: behind n numbers of the
+// workspace for each row. What is not there is NOWHERE.
 typedef int64_t Place;
 constexpr Place NOWHERE = std::numeric_limits<int64_t>::min();
 
@@ -107,7 +107,7 @@ inline void run_operator(
                 put(outputs + i, some_of(first + i, count) + some_of(second + i, count), count);
             });
             break;
-        case PROPORTION:
+        case SCALING:
             for_numbers(num_rows * sizes[0], [&](int64_t i, int64_t count) {
                 put(outputs + i, some_of(first + i, count) * number, count);
             });

@@ -11,7 +11,8 @@ import torch
 from cb_rollout.engine.native.library import COUNT, NUMBER, TENSOR, layers_library
 
 NOWHERE = -(2**63)
-# The place of a tensor that is not there.
+# The place of a tensor that is not there. Others are a tensor's number, or, below zero, -1 - n:
+# behind n numbers of the workspace for each row.
 
 
 class Kind(IntEnum):
@@ -22,7 +23,7 @@ class Kind(IntEnum):
     ROTATION = 2
     GATE = 3
     SUM = 4
-    PROPORTION = 5
+    SCALING = 5
     NARROWING = 6
     ATTENTION = 7
 
