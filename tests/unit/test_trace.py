@@ -35,7 +35,7 @@ def both(runner, traced, num_rows):
 def test_a_trace_agrees_for_any_number_of_rows(family):
     runner = runner_of(tiny_model(family))
     traced = trace_of(runner)
-    for num_rows in (1, 2, 3, 5, 128, 129, 200):
+    for num_rows in (1, 2, 3, 5, 64, 65, 200):
         torch.testing.assert_close(*both(runner, traced, num_rows), atol=2e-5, rtol=1e-5)
 
 
@@ -60,7 +60,7 @@ COMPILED = [
 def test_a_compiled_trace_agrees_for_any_number_of_rows(family):
     runner = runner_of(tiny_model(family))
     traced = Trace(runner.forward, runner.decoding.cache, {})
-    for num_rows in (1, 2, 3, 5, 128, 129, 200):
+    for num_rows in (1, 2, 3, 5, 64, 65, 200):
         torch.testing.assert_close(*both(runner, traced, num_rows), atol=2e-5, rtol=1e-5)
 
 

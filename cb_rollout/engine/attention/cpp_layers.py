@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from cb_rollout.engine.native.library import COUNT, NUMBER, TENSOR, layers_library
 
-MOST_ROWS = 128
+MOST_ROWS = 64
 # Of a product by the kernel; with more, MKL's is the faster one (see the bench's `roofline`).
 
 _ARGUMENTS = {
