@@ -11,7 +11,7 @@ import torch
 from cb_rollout.bench.spans import Seam
 from cb_rollout.engine.attention import cpp_layers
 from cb_rollout.engine.attention.batched import BatchedAttention
-from cb_rollout.engine.attention.cpp_decoding import CppReader
+from cb_rollout.engine.attention.cpp_decode import CppReader
 from cb_rollout.engine.attention.program import Program
 from cb_rollout.engine.cache import PagedLayer
 from cb_rollout.engine.core import Engine

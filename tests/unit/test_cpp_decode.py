@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain_attention import softmax_attention
 
-from cb_rollout.engine.attention.cpp_decode import TYPES, attend
-from cb_rollout.engine.attention.cpp_decoding import CppReader
+from cb_rollout.engine.attention.cpp_decode import TYPES, CppReader, attend
 from cb_rollout.engine.attention.decode_cache import DecodeLayer
 from cb_rollout.engine.attention.places import Form, NotOrdinaryError
 from cb_rollout.engine.block_table import BlockTable

@@ -82,14 +82,13 @@ def _join_reshapes(graph: fx.Graph) -> None:
 
 def add_reader(graph: fx.Graph) -> None:
     """Have a traced graph take the step's reader too, behind its other inputs."""
-    last = [node for node in graph.nodes if node.op == "placeholder"][-1]
-    with graph.inserting_after(last):
+    with graph.inserting_after(graph.find_nodes(op="placeholder")[-1]):
         graph.placeholder("reader")
 
 
 def reader_of(graph: fx.Graph) -> fx.Node:
     """The input that `add_reader` made; while there are no constants behind it."""
-    return [node for node in graph.nodes if node.op == "placeholder"][-1]
+    return graph.find_nodes(op="placeholder")[-1]
 
 
 def simplify(module: fx.GraphModule, calls: Sequence[Sequence[Any]]) -> list[Any]:
@@ -133,7 +132,7 @@ class _Constants:
 
     def __init__(self, module: fx.GraphModule) -> None:
         self._graph = module.graph
-        self._after = [node for node in module.graph.nodes if node.op == "placeholder"][-1]
+        self._after = reader_of(module.graph)
         self._inputs: dict[int, fx.Node] = {}
         self.values: list[Any] = []
 

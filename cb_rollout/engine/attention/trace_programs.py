@@ -42,8 +42,8 @@ def take_programs(
         has_products: whether programs multiply too; not where rows are many.
     """
     graph = module.graph
-    rows = next(node for node in graph.nodes if node.op == "placeholder")
-    _count_rows_once(graph, rows)
+    rows = graph.find_nodes(op="placeholder")[0]
+    _count_rows_once(graph, rows, reader)
     products = graph.find_nodes(op="call_function", target=PRODUCT)
     if not products:
         return
@@ -69,11 +69,11 @@ def take_programs(
     graph.lint()
 
 
-def _count_rows_once(graph: fx.Graph, rows: fx.Node) -> None:
+def _count_rows_once(graph: fx.Graph, rows: fx.Node, reader: fx.Node) -> None:
     """Have the number of rows asked of an input, not of what is computed."""
     num_rows = rows.meta["val"].shape[0]
     counts = graph.find_nodes(op="call_function", target=aten.sym_size.int)
-    with graph.inserting_after([n for n in graph.nodes if n.op == "placeholder"][-1]):
+    with graph.inserting_after(reader):
         count = graph.call_function(aten.sym_size.int, (rows, 0))
     count.meta["val"] = num_rows
     for node in counts:
