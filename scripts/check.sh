@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs every static check, then says which failed.
+# Runs every static check and builds the documentation site, then says which failed.
 source "$(dirname "${BASH_SOURCE[0]}")/_venv.sh"
 cd "$root"
 # The pinned pyright is wanted, not news of a later one.
@@ -16,6 +16,9 @@ check ruff format --check
 check lint-imports --no-logo
 check pyright
 check codespell
+
+echo "== scripts/docs.sh"
+bash scripts/docs.sh || failed+=("scripts/docs.sh")
 
 if ((${#failed[@]})); then
     printf 'failed: %s\n' "${failed[@]}"

@@ -234,6 +234,6 @@ def test_the_type_marker_is_shipped():
 
 
 def test_the_documents_are_what_code_and_measurements_say():
-    command = [sys.executable, str(ROOT / "scripts" / "docs.py"), "--check"]
+    command = [sys.executable, str(ROOT / "scripts" / "write_docs.py"), "--check"]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, f"{result.stdout}run python scripts/docs.py"
+    assert result.returncode == 0, f"{result.stdout}run python scripts/write_docs.py"

@@ -1,10 +1,11 @@
-"""Writes what the documents take from code and measurements.
+"""Write what the documents take from code and measurements.
 
-command_line.md, configuration.md, sampling.md and metrics.md, from the code, and the README's
-tables.
+The code gives `docs/command_line.md`, `docs/configuration.md`, `docs/sampling.md` and
+`docs/metrics.md`; the recorded runs give the tables of `README.md` and `docs/benchmarks/README.md`.
+`scripts/docs.sh` builds the site from them.
 
-python scripts/docs.py            # write
-python scripts/docs.py --check    # fail if something would change
+python scripts/write_docs.py            # write
+python scripts/write_docs.py --check    # fail if something would change
 """
 
 import argparse
@@ -28,13 +29,13 @@ COMMAND_LINE_HEADER = """# Command line
 
 Every command of `cb-rollout` and every option, from their help texts. Without the script,
 `python -m cb_rollout.cli` is the same. Exit codes: 0; 1, it ran and not all is well; 2, it could
-not be done, and one line says why; 130, it was interrupted. Written by `scripts/docs.py`.
+not be done, and one line says why; 130, it was interrupted. Written by `scripts/write_docs.py`.
 """
 
 CONFIGURATION_HEADER = """# Configuration
 
 Every field of `RolloutConfig`, from its help text. A field that cannot be honoured raises
-`ConfigurationError`; none is ignored. Written by `scripts/docs.py`.
+`ConfigurationError`; none is ignored. Written by `scripts/write_docs.py`.
 
 | field | default | meaning | cost, or when to touch it |
 |---|---|---|---|
@@ -44,7 +45,7 @@ SAMPLING_HEADER = """# Sampling
 
 Every field of `SamplingParams`, from its help text, and the field of transformers'
 `GenerationConfig` that is read as it. What a `GenerationConfig` asks for and is not here raises
-`ConfigurationError`; nothing is ignored. Written by `scripts/docs.py`.
+`ConfigurationError`; nothing is ignored. Written by `scripts/write_docs.py`.
 
 ```python
 params = SamplingParams(temperature=0.8, repetition_penalty=1.1, stop="\\n\\n", max_new_tokens=256)
@@ -100,7 +101,7 @@ Every figure that is logged, from `cb_rollout/metric_names.py`. Under `attach` t
 trainer's own logger, to whatever it reports to (wandb, TensorBoard, trackio), and to
 `<output_dir>/cb_rollout/metrics.jsonl`; a `RolloutGenerator` and a `GroupCollector` give theirs by
 `metrics()`. `cb-rollout report RUN [RUN]` draws one run, or two side by side;
-`scripts/wandb_panels.py` makes the panels of a wandb workspace. Written by `scripts/docs.py`.
+`scripts/wandb_panels.py` makes the panels of a wandb workspace. Written by `scripts/write_docs.py`.
 
 """
 
@@ -194,7 +195,7 @@ def metrics() -> str:
 
 
 def benchmark_tables() -> str:
-    """The README's tables, one a workload, from the recorded runs."""
+    """Return the benchmark tables, one a workload, from the recorded runs."""
     records = [json.loads(path.read_text()) for path in sorted(BENCHMARKS.glob("*.json"))]
     tables = [
         workload_table(title, record["results"][workload], record)
@@ -237,8 +238,8 @@ def caption(record: dict[str, Any], has_shares: bool) -> str:
     return f"<sub>{machine}, {turns}, {record['date']}; {said}.{shares}</sub>"
 
 
-def readme(text: str) -> str:
-    """The README with its tables renewed."""
+def with_tables(text: str) -> str:
+    """Return a page with its benchmark tables renewed."""
     return re.sub(
         r"(?<=<!-- benchmarks -->\n).*?(?=<!-- end of benchmarks -->)",
         lambda _: f"\n{benchmark_tables()}\n",
@@ -252,13 +253,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true")
     arguments = parser.parse_args()
-    readme_path = ROOT / "README.md"
+    with_benchmarks = (ROOT / "README.md", BENCHMARKS / "README.md")
     wanted = {
         ROOT / "docs" / "command_line.md": command_line(),
         ROOT / "docs" / "configuration.md": configuration(),
         ROOT / "docs" / "metrics.md": metrics(),
         ROOT / "docs" / "sampling.md": sampling(),
-        readme_path: readme(readme_path.read_text()),
+        **{path: with_tables(path.read_text()) for path in with_benchmarks},
     }
     stale = [path for path, text in wanted.items() if not path.exists() or path.read_text() != text]
     for path in stale:
