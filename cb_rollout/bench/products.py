@@ -13,7 +13,7 @@ from transformers import Qwen3ForCausalLM
 from cb_rollout.bench.machine import best_seconds
 from cb_rollout.bench.model import linear_layers
 from cb_rollout.engine.attention.choice import DecodePath, choose_attention
-from cb_rollout.engine.attention.cpp_layers import multiply
+from cb_rollout.engine.attention.few_row_linear import multiply
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 # Where products are timed; between two of them, time grows evenly.

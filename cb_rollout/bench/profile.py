@@ -19,7 +19,6 @@ from cb_rollout.bench.seams import (
     LINEAR,
     SAMPLING,
     STEP,
-    operators_called_singly,
 )
 from cb_rollout.bench.sizes import Setup
 from cb_rollout.bench.spans import Path, watched
@@ -80,7 +79,7 @@ def _coarse(
         run(workload)
         for _ in range(repetitions):
             unwatched += timed(lambda: run(workload))
-            with operators_called_singly(), watched(FINE, synchronize) as spans:
+            with watched(FINE, synchronize) as spans:
                 watched_total += timed(lambda: run(workload))
             for path, spent in spans.seconds.items():
                 row = row_of(path)

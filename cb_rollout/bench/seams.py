@@ -3,16 +3,12 @@
 The one file of the bench that knows the engine's inside. A function that is gone fails loudly.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 
 from cb_rollout.bench.spans import Seam
-from cb_rollout.engine.attention import cpp_layers
+from cb_rollout.engine.attention import few_row_linear
 from cb_rollout.engine.attention.batched import BatchedAttention
 from cb_rollout.engine.attention.cpp_decode import CppReader
-from cb_rollout.engine.attention.program import Program
 from cb_rollout.engine.cache import PagedLayer
 from cb_rollout.engine.core import Engine
 from cb_rollout.engine.runner import ModelRunner
@@ -39,17 +35,6 @@ FINE = (
     Seam(ATTENTION, CppReader, "attend"),
     Seam(ATTENTION, PagedLayer, "update"),
     Seam(LINEAR, torch.nn.functional, "linear"),
-    Seam(LINEAR, cpp_layers, "multiply"),
-    Seam(LINEAR, Program, "run_product"),
+    Seam(LINEAR, few_row_linear, "multiply"),
     Seam(DELIVERY, EngineLoop, "_deliver"),
 )
-
-
-@contextmanager
-def operators_called_singly() -> Iterator[None]:
-    """Have programs call each operator by itself, so that it can be watched."""
-    was, Program.is_watched = Program.is_watched, True
-    try:
-        yield
-    finally:
-        Program.is_watched = was

@@ -8,7 +8,7 @@ from torch._inductor import config as inductor_config
 
 from cb_rollout import RolloutConfig, RolloutGenerator, SamplingParams, _compat_cpp
 from cb_rollout.engine import cpp_sampler, rehearsal
-from cb_rollout.engine.attention import cpp_decode, listed_forward, trace_compile
+from cb_rollout.engine.attention import cpp_decode, listed_forward, trace
 from cb_rollout.engine.attention.choice import AttentionChoice, DecodePath
 from cb_rollout.engine.native import library
 from cb_rollout.errors import ConfigurationError
@@ -150,10 +150,10 @@ def test_a_compilation_needs_a_compiler():
 
 
 def test_a_forward_that_does_not_compile_runs_as_a_list(monkeypatch, caplog):
-    def fails(module, options):
+    def fails(graph, options):
         raise RuntimeError("internal compiler error")
 
-    monkeypatch.setattr(trace_compile._compat_tracing, "compiled", fails)
+    monkeypatch.setattr(trace._compat_tracing, "compiled", fails)
     model = tiny_model("qwen3")
     config = RolloutConfig(seed=3, use_default_compile_configs=True)
     with RolloutGenerator(model, config) as generator:
@@ -271,7 +271,7 @@ def test_a_kernel_that_does_not_compile_fails_no_request(monkeypatch, caplog):
         raise RuntimeError("internal compiler error")
 
     monkeypatch.setattr(_compat_cpp, "compiled_library", fails)
-    monkeypatch.setattr(cpp_decode, "attend_kernel", cpp_decode.attend_kernel.__wrapped__)
+    monkeypatch.setattr(cpp_decode, "_kernel", cpp_decode._kernel.__wrapped__)
     monkeypatch.setattr(cpp_sampler, "_kernel", cpp_sampler._kernel.__wrapped__)
     monkeypatch.setattr(library, "library", library.library.__wrapped__)
     for module in (cpp_decode, cpp_sampler):
@@ -309,7 +309,7 @@ def test_a_trace_that_fails_is_given_up_and_the_model_runs(caplog):
         def fails(*_):
             raise RuntimeError("not for so many rows")
 
-        decoding.listed.trace._few = fails
+        decoding.listed.trace._compute = fails
         outputs = rollout(generator)
         assert_right(outputs, model)
         assert decoding.listed.trace is None

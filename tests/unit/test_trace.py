@@ -4,7 +4,9 @@ import pytest
 import torch
 from tiny import tiny_model
 
-from cb_rollout.engine.attention import trace, trace_compile
+from cb_rollout import _compat_tracing
+from cb_rollout.engine.attention import trace
+from cb_rollout.engine.attention.few_row_linear import linear
 from cb_rollout.engine.attention.trace import Trace, UntraceableError
 from cb_rollout.engine.rehearsal import rehearse
 from cb_rollout.engine.runner import ModelRunner
@@ -62,21 +64,6 @@ def test_a_compiled_trace_agrees_for_any_number_of_rows(family):
     traced = Trace(runner.forward, runner.decoding.cache, {})
     for num_rows in (1, 2, 3, 5, 64, 65, 200):
         torch.testing.assert_close(*both(runner, traced, num_rows), atol=2e-5, rtol=1e-5)
-
-
-def test_layers_of_one_form_are_compiled_once(monkeypatch):
-    compiled = []
-
-    def counted(module, options):
-        compiled.append(module)
-        return lambda *inputs: module(*inputs)
-
-    monkeypatch.setattr(trace_compile._compat_tracing, "compiled", counted)
-    runner = runner_of(tiny_model("llama", num_hidden_layers=6))
-    traced = Trace(runner.forward, runner.decoding.cache, {})
-    torch.testing.assert_close(*both(runner, traced, 4), atol=2e-5, rtol=1e-5)
-    # The first stretch, one for all between layers, and the last.
-    assert len(compiled) == 3
 
 
 def test_what_a_compiler_raises_is_said():
@@ -152,9 +139,9 @@ def test_one_bias_for_all_outputs_is_added_to_each():
     torch.testing.assert_close(*both(runner, traced, 4), atol=2e-5, rtol=1e-5)
 
 
-def test_a_list_reshapes_each_tensor_once():
-    listed = trace_of(runner_of(tiny_model("llama")))
-    reshapes = [n for n in listed._many.graph.nodes if n.target == "reshape"]
+def test_a_trace_reshapes_each_tensor_once():
+    traced = trace_of(runner_of(tiny_model("llama")))
+    reshapes = [n for n in traced.graph.nodes if n.target == "reshape"]
     assert reshapes
     assert not [node for node in reshapes if node.args[0] in reshapes]
     assert len({str(node.args) for node in reshapes}) == len(reshapes)
@@ -172,3 +159,21 @@ def test_a_bias_of_each_row_is_no_linear_layers_bias():
     traced = trace_of(runner)
     for num_rows in (1, 5, 64):
         torch.testing.assert_close(*both(runner, traced, num_rows), atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("family", "num_layers"), [("llama", 15), ("qwen3", 15), ("gpt2", 1)])
+def test_linear_layers_are_found(family, num_layers):
+    traced = trace_of(runner_of(tiny_model(family)))
+    found = [node for node in traced.graph.nodes if node.target is linear]
+    assert len(found) == num_layers
+
+
+def test_a_product_with_more_to_it_is_no_linear_layer():
+    def scaled(bias, rows, weight):
+        return torch.addmm(bias, rows[:, 0], weight.t(), beta=0.5)
+
+    examples = torch.ones(5), torch.ones(3, 1, 8), torch.ones(5, 8)
+    module, _ = _compat_tracing.traced(scaled, *examples)
+    trace._take_linear_layers(module.graph)
+    module.recompile()
+    torch.testing.assert_close(module(*examples), scaled(*examples))

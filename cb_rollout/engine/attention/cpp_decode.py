@@ -1,4 +1,6 @@
-"""Attends by the C++ kernel of a decode step; needs a C++ compiler, once.
+"""Attention of a decode step by a C++ kernel; compiled once for each form of a layer.
+
+Called by the thread that runs a decode step.
 
 B: rows, H: query heads, K: key heads, D: size of a key, E: size of a value, P: places of the pages.
 """
@@ -27,7 +29,7 @@ _ARGUMENTS = (
 
 @dataclass(frozen=True, slots=True)
 class CppReader:
-    """Attends by a C++ kernel that reads the pages where they lie, for one step."""
+    """A reader of one step whose C++ kernel attends over the pages in place."""
 
     cache: PagedCache
     table: BlockTable
@@ -42,21 +44,17 @@ class CppReader:
         value: torch.Tensor,
         form: Form,
     ) -> torch.Tensor:
-        """See `Reader`; everything in the pages' type."""
+        """Attend as `Reader` says; all tensors have the dtype of the pages."""
         given = {query.dtype, key.dtype, value.dtype}
         if given != {layer.key_dtype} or layer.value_dtype != layer.key_dtype:
             raise NotOrdinaryError(
                 f"its queries are {query.dtype}, its keys {key.dtype}, its values {value.dtype}, "
                 f"and its pages {layer.key_dtype} and {layer.value_dtype}"
             )
-        where = self.pages(layer), self.table, self.slots_B, self.lengths_B
-        return attend(query, key, value, *where, form)
-
-    def pages(self, layer: DecodeLayer) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of a layer's keys and values; see `attend`."""
         paged = self.cache.layers[layer.index]
         assert isinstance(paged, PagedLayer)
-        return paged.pages[0], paged.pages[1]
+        where = paged.pages, self.table, self.slots_B, self.lengths_B
+        return attend(query, key, value, *where, form)
 
 
 def attend(
@@ -69,7 +67,7 @@ def attend(
     lengths_B: torch.Tensor,
     form: Form,
 ) -> torch.Tensor:
-    """Write each row's newest key and value; attention of its query over all that it has.
+    """Write each row's newest key and value, and attend over all of its keys.
 
     Every row's are written before any row attends, so that rows of one slot see each other.
 
@@ -94,7 +92,7 @@ def attend(
     outputs_B1HE = query_BH1D.new_empty(B, 1, H, E)
     sinks_H = None if form.sinks_H is None else form.sinks_H.to(query_BH1D.dtype).contiguous()
     blocks = table.blocks
-    attend_kernel(query_BH1D.dtype, H, K, D, E)(
+    _kernel(query_BH1D.dtype, H, K, D, E)(
         *_strided(query_BH1D),
         *_strided(key_BK1D),
         *_strided(value_BK1E),
@@ -116,14 +114,10 @@ def attend(
 
 
 @cache
-def attend_kernel(
+def _kernel(
     dtype: torch.dtype, num_heads: int, num_key_heads: int, key_size: int, value_size: int
 ) -> Any:
-    """The kernel for states of one form: sizes that the compiler knows let it unroll loops.
-
-    Raises:
-        Exception: what the compiler raises.
-    """
+    """Compile the kernel for states of one form: known sizes let the compiler unroll loops."""
     kernel = library(
         "attend",
         REAL=TYPES[dtype],
@@ -137,6 +131,6 @@ def attend_kernel(
 
 
 def _strided(states_BN1S: torch.Tensor) -> tuple[int, int, int, int]:
-    """Where they are, and how far apart rows, heads and numbers lie."""
+    """Return the address of states, and the strides of rows, heads and numbers."""
     row, head, _, number = states_BN1S.stride()
     return states_BN1S.data_ptr(), row, head, number

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from cb_rollout.engine import device as devices
-from cb_rollout.engine.attention import cpp_layers
+from cb_rollout.engine.attention import few_row_linear
 from cb_rollout.engine.attention.cpp_decode import CppReader
 from cb_rollout.engine.attention.decode_cache import DecodeCache
 from cb_rollout.engine.attention.listed_forward import ListedForward
@@ -28,7 +28,7 @@ class CppDecoding:
         self.cache = DecodeCache(layout, CPU)
         self.listed = ListedForward(self.cache, can_be_listed=not layout.is_recurrent)
         if self.listed.can_be_listed:
-            cpp_layers.prepare(self.cache.paged[0].key_dtype)
+            few_row_linear.prepare(self.cache.paged[0].key_dtype)
 
     def check_weights(self, model: torch.nn.Module) -> None:
         """Forget what relies on weights that no longer are where they were."""

@@ -1,4 +1,6 @@
-"""A model's decode forward, which comes to run from a list of operators where that pays.
+"""A model's decode forward, which runs by the model at first and by a trace once that pays.
+
+Called by the thread that runs a decode step.
 
 B: rows, V: vocabulary.
 """
@@ -18,11 +20,11 @@ from cb_rollout.engine.capture import captured_weights
 from cb_rollout.engine.faults import is_out_of_memory
 from cb_rollout.errors import said
 
+# With the same weights. Tracing pays off after so many steps.
 STEPS_BEFORE_TRACE = 64
-# With the same weights: who takes fewer would wait for a trace longer than it saves.
 
+# Tracing never pays off for a model whose weights move at every sync.
 MOST_TRACES = 3
-# A model whose weights move at every sync is not worth one.
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -39,7 +41,7 @@ class ListedForward:
                 given; not where it moves recurrent states.
         """
         self.trace: Trace | None = None
-        """Runs the forward from a list; None: not yet, or the model itself runs."""
+        """The trace that runs the forward; None: the model itself runs."""
         self.can_be_listed = can_be_listed
         self._cache = cache
         self._num_traces = 0 if can_be_listed else MOST_TRACES
@@ -51,17 +53,17 @@ class ListedForward:
 
     @property
     def can_trace(self) -> bool:
-        """Whether the forward may still come to run from a list."""
+        """Whether the forward has a trace, or may still get one."""
         return self.trace is not None or self._num_traces < MOST_TRACES
 
     def compile_with(self, inductor_options: Mapping[str, Any]) -> None:
-        """Have a trace made at once, and compiled."""
+        """Make a trace in the first step, and compile it."""
         self._inductor_options, self._steps_before_trace = inductor_options, 0
 
     def check_weights(self, model: torch.nn.Module) -> None:
-        """Forget the trace if a weight no longer is where it was, or an adapter was switched.
+        """Drop the trace if a weight has moved or an adapter was switched.
 
-        There is none while anyone steps into the forward, who would not be called.
+        There is no trace while a module has a forward hook, which a trace would not call.
         """
         if not self.can_trace:
             return
@@ -70,7 +72,7 @@ class ListedForward:
             self._weights, self.trace, self._num_steps = weights, None, 0
 
     def stay_untraced(self) -> None:
-        """Have the model itself run, always."""
+        """Run the model itself from now on."""
         self._num_traces, self.trace = MOST_TRACES, None
 
     def __call__(
@@ -82,13 +84,13 @@ class ListedForward:
         slots_B: torch.Tensor,
         cache: PagedCache,
     ) -> torch.Tensor:
-        """float32 logits, `[B, V]`; the arguments are those of `DecodeCache.run`."""
+        """Return float32 logits, `[B, V]`; the arguments are those of `DecodeCache.run`."""
         self._consider_trace(forward)
         if self.trace is not None:
             try:
                 return self.trace(tokens_B1, positions_B1, reader)
             except Exception as error:
-                # The model itself may do what the list could not; memory it would need as well.
+                # The model itself may succeed, but not where memory ran out.
                 if is_out_of_memory(error):
                     raise
                 _LOGGER.warning("a trace is given up after it failed: %s", said(error))

@@ -8,31 +8,21 @@ import torch
 
 from cb_rollout import _compat_cpp
 
+# The values of REAL.
 TYPES = {torch.float32: "float", torch.float64: "double"}
-# What REAL may be.
 
+# Kinds of a kernel's arguments; a tensor is the address of its first number.
 TENSOR, COUNT, NUMBER = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
-# Of kernels' arguments; a tensor is where it begins.
 
 
 @cache
-def library(*names: str, **constants: object) -> ctypes.CDLL:
-    """What `name.cpp` exports, of each name, where constants have these values; kept for good.
+def library(name: str, **constants: object) -> ctypes.CDLL:
+    """Compile `name.cpp` with these constants, and load it for good.
 
     Raises:
         Exception: what the compiler raises.
     """
     lines = [f"#define {constant} {value}" for constant, value in constants.items()]
     folder = Path(__file__).parent
-    files = ("vectors.h", *(f"{name}.cpp" for name in names))
-    texts = [(folder / file).read_text() for file in files]
+    texts = [(folder / file).read_text() for file in ("vectors.h", f"{name}.cpp")]
     return _compat_cpp.compiled_library("\n".join([*lines, *texts]))
-
-
-def layers_library(dtype: torch.dtype) -> ctypes.CDLL:
-    """What layers do to a few rows, and what runs a list of that, for numbers of a type.
-
-    Raises:
-        Exception: what the compiler raises.
-    """
-    return library("multiply", "pointwise", "program", REAL=TYPES[dtype])
