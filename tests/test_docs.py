@@ -1,0 +1,239 @@
+"""What the documents say exists: commands, settings, names, files, links."""
+
+import argparse
+import ast
+import dataclasses
+import functools
+import importlib
+import inspect
+import posixpath
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import cb_rollout
+from cb_rollout import RolloutConfig, strategies
+from cb_rollout.cli import create_parser
+from cb_rollout.integrations.async_grpo import AsyncRollouts
+from cb_rollout.metric_names import METRICS
+from site_pages import DOCS, PAGES, linked_files, parts
+
+ROOT = Path(__file__).parents[1]
+DECISIONS = ROOT / "docs" / "decisions"
+BENCHMARKS = ROOT / "docs" / "benchmarks"
+
+EVERY_PAGE = [
+    *PAGES,
+    *(path.relative_to(ROOT).as_posix() for path in sorted((ROOT / DOCS).rglob("*.md"))),
+]
+# These tell what was, so the names in them may be gone.
+HISTORY = ("CHANGELOG.md", "docs/LOG.md", "docs/decisions/")
+CURRENT_PAGES = [page for page in EVERY_PAGE if not page.startswith(HISTORY)]
+
+every_page = pytest.mark.parametrize("page", EVERY_PAGE)
+current_page = pytest.mark.parametrize("page", CURRENT_PAGES)
+
+# Settings of others that the pages name: transformers', FSDP's, TRL's, OpenAI's.
+FOREIGN_SETTINGS = {
+    "experts_implementation",
+    "is_decoder",
+    "use_orig_params",
+    "loss_type",
+    "scale_rewards",
+    "vllm_importance_sampling_mode",
+    "extra_body",
+    "logprobs",
+}
+
+OWN_FOLDERS = ("cb_rollout/", "docs/", "recipes/", "scripts/", "tests/")
+
+
+def fenced(page: str, language: str | None = None) -> Iterator[str]:
+    """Yield the contents of a page's code blocks, all or of one language."""
+    for part, is_code in parts((ROOT / page).read_text()):
+        if is_code:
+            first, *lines, _ = part.strip("\n").splitlines()
+            if language is None or first.strip(" `") == language:
+                yield "\n".join(lines)
+
+
+def inline(page: str) -> Iterator[str]:
+    """Yield a page's code spans."""
+    for part, is_code in parts((ROOT / page).read_text()):
+        if not is_code:
+            yield from (" ".join(span.split()) for span in re.findall(r"`([^`]+)`", part))
+
+
+def commands(page: str) -> Iterator[list[str]]:
+    """Yield the words behind each `cb-rollout` of a page, in blocks and in spans."""
+    for span in inline(page):
+        if span.startswith("cb-rollout "):
+            yield span.split()[1:]
+    for block in fenced(page):
+        for line in block.replace("\\\n", " ").splitlines():
+            typed = line.strip().removeprefix("$ ")
+            if typed.startswith("cb-rollout "):
+                yield typed.split()[1:]
+
+
+def subcommands() -> dict[str, argparse.ArgumentParser]:
+    (action,) = (a for a in create_parser()._actions if isinstance(a.choices, dict))
+    return action.choices
+
+
+def expressions(page: str) -> Iterator[ast.AST]:
+    """Yield the syntax trees of a page's Python: blocks, and spans that are calls."""
+    yield from (ast.parse(block) for block in fenced(page, "python"))
+    for span in inline(page):
+        if re.fullmatch(r"[\w.]+\(.+\)", span):
+            try:
+                yield ast.parse(span)
+            except SyntaxError:
+                # A placeholder such as `RolloutGenerator(optimizer=)`.
+                continue
+
+
+@functools.cache
+def callables() -> dict[str, Any]:
+    """Return what pages call by name: public names, strategies, and the generator's methods."""
+    names = (name for name in cb_rollout.__all__ if not name.endswith("Error"))
+    public = {name: getattr(cb_rollout, name) for name in names}
+    groups = {name: getattr(strategies, name) for name in strategies.__all__}
+    generator = public["RolloutGenerator"]
+    methods = {f"generator.{n}": m for n, m in vars(generator).items() if inspect.isfunction(m)}
+    return public | groups | methods | {"AsyncRollouts": AsyncRollouts}
+
+
+def accepts(function: Any, keyword: str) -> bool:
+    parameters = inspect.signature(function).parameters
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    return takes_any or keyword in parameters
+
+
+@functools.cache
+def settings() -> set[str]:
+    named = {name for known in callables().values() for name in inspect.signature(known).parameters}
+    return named | FOREIGN_SETTINGS
+
+
+def resolves(dotted: str) -> bool:
+    """Tell whether a dotted name is a module or an attribute of one."""
+    module, _, name = dotted.rpartition(".")
+    try:
+        importlib.import_module(dotted)
+    except ModuleNotFoundError:
+        return bool(module) and resolves(module) and hasattr(importlib.import_module(module), name)
+    return True
+
+
+@current_page
+def test_every_command_and_option_on_a_page_exists(page):
+    parsers = subcommands()
+    for words in commands(page):
+        name, *rest = words
+        assert name in parsers or name.startswith(("-", "COMMAND")), f"cb-rollout {name}"
+        options = {
+            word.split("=")[0].strip("[]") for word in rest if word.strip("[").startswith("--")
+        }
+        assert options <= set(parsers[name]._option_string_actions), " ".join(words)
+
+
+@current_page
+def test_every_workload_on_a_page_exists(page):
+    (workload,) = (a for a in subcommands()["bench"]._actions if a.dest == "workload")
+    for words in commands(page):
+        if words[0] == "bench" and len(words) > 1 and words[1].islower():
+            assert words[1] in workload.choices
+
+
+@current_page
+def test_the_python_of_a_page_imports_what_there_is(page):
+    for block in fenced(page, "python"):
+        for node in ast.walk(ast.parse(block)):
+            if isinstance(node, ast.ImportFrom) and node.module.split(".")[0] == "cb_rollout":
+                module = importlib.import_module(node.module)
+                for alias in node.names:
+                    assert hasattr(module, alias.name), f"{node.module}.{alias.name}"
+
+
+@current_page
+def test_calls_on_a_page_pass_parameters_that_exist(page):
+    for tree in expressions(page):
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call):
+                name = ast.unparse(node.func).removeprefix("cb_rollout.")
+                if name in callables():
+                    for keyword in node.keywords:
+                        assert keyword.arg is None or accepts(callables()[name], keyword.arg), (
+                            f"{name}({keyword.arg}=)"
+                        )
+
+
+@current_page
+def test_every_setting_in_a_span_exists(page):
+    for span in inline(page):
+        if match := re.match(r"(\w+)=(?!=)", span):
+            assert match[1] in settings(), span
+
+
+FIELDS = {field.name for field in dataclasses.fields(RolloutConfig)}
+
+
+@current_page
+def test_every_value_given_to_a_setting_of_the_engine_is_one_it_takes(page):
+    for span in inline(page):
+        name, _, value = span.partition("=")
+        if name in FIELDS and re.fullmatch(r'"[^"]*"|[\d.]+|True|False|None', value):
+            RolloutConfig(**{name: ast.literal_eval(value)})
+
+
+@current_page
+def test_every_metric_on_a_page_is_logged(page):
+    names = {metric.name for metric in METRICS}
+    for span in inline(page):
+        if re.fullmatch(r"rollout/\w+", span):
+            assert span in names
+
+
+@current_page
+def test_every_dotted_name_on_a_page_resolves(page):
+    for span in inline(page):
+        if match := re.match(r"cb_rollout(\.\w+)+", span):
+            assert resolves(match[0]), span
+
+
+@current_page
+def test_every_file_that_a_page_names_exists(page):
+    for span in inline(page):
+        if span.startswith(OWN_FOLDERS) and re.fullmatch(r"[\w./-]+", span):
+            assert (ROOT / span).exists(), span
+
+
+@every_page
+def test_every_relative_link_of_a_page_resolves(page):
+    for target in linked_files((ROOT / page).read_text(), page):
+        assert (ROOT / target).is_file(), target
+
+
+@every_page
+def test_a_list_follows_an_empty_line(page):
+    # GitHub shows a list without one; the site shows a paragraph.
+    for part, is_code in parts((ROOT / page).read_text()):
+        if not is_code:
+            assert not re.search(r"^(?![-*] |\d+\. |\s|$|#).*\n(?:- |1\. ).*", part, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("folder", "pattern"),
+    [(DECISIONS, "0*.md"), (BENCHMARKS, "*.json")],
+    ids=["decisions", "records"],
+)
+def test_an_index_links_every_page_of_its_folder(folder, pattern):
+    index = posixpath.join(folder.relative_to(ROOT).as_posix(), "README.md")
+    linked = set(linked_files((ROOT / index).read_text(), index))
+    there = {path.relative_to(ROOT).as_posix() for path in folder.glob(pattern)}
+    assert there
+    assert there <= linked
