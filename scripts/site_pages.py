@@ -23,6 +23,8 @@ PAGES = {
     "README.md": "README.md",
     "CHANGELOG.md": "CHANGELOG.md",
     "CONTRIBUTING.md": "CONTRIBUTING.md",
+    # Not beside docs/security.md, whose name differs in case only.
+    "SECURITY.md": "reporting.md",
     "recipes/README.md": "recipes/README.md",
 }
 FILES = {place: file for file, place in PAGES.items()}

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
 import cb_rollout
 from cb_rollout import errors
@@ -237,3 +238,17 @@ def test_the_documents_are_what_code_and_measurements_say():
     command = [sys.executable, str(ROOT / "scripts" / "write_docs.py"), "--check"]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, f"{result.stdout}run python scripts/write_docs.py"
+
+
+def test_the_commit_hooks_are_the_checks_of_the_script():
+    script = (ROOT / "scripts" / "check.sh").read_text()
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
+    checks = {f".venv/bin/{check}" for check in re.findall(r"^check (.+)$", script, re.MULTILINE)}
+    checks |= set(re.findall(r"^bash scripts/\S+", script, re.MULTILINE))
+    assert {hook["entry"] for hook in hooks} == checks
+
+
+def test_the_workflow_runs_what_a_contributor_runs():
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
+    commands = [step.get("run") for step in workflow["jobs"]["ci"]["steps"]]
+    assert commands[-1] == "bash .ci/run"
