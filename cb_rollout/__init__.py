@@ -11,8 +11,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from cb_rollout.arguments import RolloutArguments
-    from cb_rollout.config import RolloutConfig
+    from cb_rollout.config.arguments import RolloutArguments
+    from cb_rollout.config.rollout import RolloutConfig
+    from cb_rollout.config.sampling import SamplingParams
+    from cb_rollout.engine.memory.plan import MemoryPlan
+    from cb_rollout.engine.service.manager import ContinuousBatchingManager
     from cb_rollout.errors import (
         ConfigurationError,
         EngineDeadError,
@@ -24,13 +27,10 @@ if TYPE_CHECKING:
         RolloutError,
         WeightSyncError,
     )
-    from cb_rollout.generator import RolloutGenerator
-    from cb_rollout.integrations.rollout_func import make_rollout_func
-    from cb_rollout.integrations.trl import attach, detach
-    from cb_rollout.manager import ContinuousBatchingManager
-    from cb_rollout.memory import MemoryPlan
-    from cb_rollout.one_call import generate_batch
-    from cb_rollout.sampling_params import SamplingParams
+    from cb_rollout.integrations.trl.attachment import attach, detach
+    from cb_rollout.integrations.trl.rollout_func import make_rollout_func
+    from cb_rollout.rollout.generator import RolloutGenerator
+    from cb_rollout.rollout.one_call import generate_batch
     from cb_rollout.types import FinishReason, GenerationOutput, RequestStatus, SyncReport
 
 __version__ = "0.1.0"
@@ -62,16 +62,16 @@ __all__ = [
 ]
 
 _HOMES = {
-    "arguments": ("RolloutArguments",),
-    "config": ("RolloutConfig",),
+    "config.arguments": ("RolloutArguments",),
+    "config.rollout": ("RolloutConfig",),
+    "config.sampling": ("SamplingParams",),
+    "engine.memory.plan": ("MemoryPlan",),
+    "engine.service.manager": ("ContinuousBatchingManager",),
     "errors": tuple(name for name in __all__ if name.endswith("Error")),
-    "generator": ("RolloutGenerator",),
-    "integrations.rollout_func": ("make_rollout_func",),
-    "integrations.trl": ("attach", "detach"),
-    "manager": ("ContinuousBatchingManager",),
-    "memory": ("MemoryPlan",),
-    "one_call": ("generate_batch",),
-    "sampling_params": ("SamplingParams",),
+    "integrations.trl.attachment": ("attach", "detach"),
+    "integrations.trl.rollout_func": ("make_rollout_func",),
+    "rollout.generator": ("RolloutGenerator",),
+    "rollout.one_call": ("generate_batch",),
     "types": ("FinishReason", "GenerationOutput", "RequestStatus", "SyncReport"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

@@ -35,7 +35,7 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from cb_rollout import RolloutConfig, RolloutGenerator
-from cb_rollout.trajectories import Sample, Trajectory
+from cb_rollout.rollout.trajectories import Sample, Trajectory
 
 PAD, EOS, USER = 0, 1, 2
 WORDS = ["<pad>", "<eos>", "<user>", "<assistant>", *"0123456789?><="]

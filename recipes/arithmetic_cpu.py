@@ -49,7 +49,7 @@ from transformers.masking_utils import sdpa_mask
 from trl import GRPOConfig, GRPOTrainer
 
 import cb_rollout
-from cb_rollout.report import write_report
+from cb_rollout.tools.report import write_report
 
 PAD, EOS = 0, 1
 WORDS = ["<pad>", "<eos>", *"0123456789+-*="]

@@ -41,7 +41,7 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 
 import cb_rollout
-from cb_rollout.integrations.async_grpo import AsyncRollouts
+from cb_rollout.integrations.async_grpo.worker import AsyncRollouts
 
 BATCH, GROUP = 128, 8
 

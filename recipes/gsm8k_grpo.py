@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
 import cb_rollout
-from cb_rollout.report import write_report
+from cb_rollout.tools.report import write_report
 
 QUESTION = "{}\nThink step by step, and end with #### and the number alone."
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
 import cb_rollout
-from cb_rollout.report import write_report
+from cb_rollout.tools.report import write_report
 
 RULES = (
     "I think of a number from 1 to 100. Find it with the guess tool, in as few turns as you can."

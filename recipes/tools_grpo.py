@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
 import cb_rollout
-from cb_rollout.report import write_report
+from cb_rollout.tools.report import write_report
 
 QUESTION = "{}\nUse the calculator for every calculation, and end with #### and the number alone."
 MARKED = re.compile(r"####\s*(-?[\d,.]*\d)")

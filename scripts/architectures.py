@@ -58,7 +58,7 @@ def row(model_type: str) -> str:
     found = check(create_model(model_type))
     if max(found.drift, found.margin) > found.tolerance:
         raise SystemExit(f"{model_type} is {found.drift:.1e} nats off: {found}")
-    cells = (f"`{model_type}`", "runs", f"{found.drift:.0e}", found.row_form)
+    cells = (f"`{model_type}`", "runs", f"{found.drift:.0e}", found.batch_layout)
     return f"| {' | '.join(cells)} |{remark(model_type, found)} |"
 
 

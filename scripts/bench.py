@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from cb_rollout import cli
+from cb_rollout.tools import cli
 
 BENCHMARKS = Path(__file__).parent.parent / "docs" / "benchmarks"
 

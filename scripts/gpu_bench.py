@@ -20,12 +20,12 @@ from typing import Any
 import torch
 
 from cb_rollout import RolloutConfig, RolloutGenerator, SamplingParams
-from cb_rollout.bench.contenders import Contender, generate, ours, transformers_batching
-from cb_rollout.bench.machine import bandwidth, describe
-from cb_rollout.bench.model import create_model
-from cb_rollout.bench.sizes import GPU, QWEN3
-from cb_rollout.bench.turns import timed
-from cb_rollout.bench.workload import Workload, grouped, long_tailed_lengths, random_prompts
+from cb_rollout.tools.bench.contenders import Contender, generate, ours, transformers_batching
+from cb_rollout.tools.bench.machine import bandwidth, describe
+from cb_rollout.tools.bench.model import create_model
+from cb_rollout.tools.bench.sizes import GPU, QWEN3
+from cb_rollout.tools.bench.turns import timed
+from cb_rollout.tools.bench.workload import Workload, grouped, long_tailed_lengths, random_prompts
 
 GIB = 1 << 30
 DEVICE = "cuda:0"

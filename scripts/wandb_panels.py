@@ -11,7 +11,7 @@ import json
 import sys
 from typing import Any
 
-from cb_rollout.metric_names import METRICS
+from cb_rollout.metrics.names import METRICS
 
 WORKSPACE = "Rollouts"
 TRAINERS_OWN = {

@@ -16,11 +16,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from cb_rollout.bench.table import OURS, number_text, times_better, value_text
-from cb_rollout.cli import create_parser
-from cb_rollout.config import RolloutConfig
-from cb_rollout.metric_names import METRICS
-from cb_rollout.sampling_params import SamplingParams
+from cb_rollout.config.rollout import RolloutConfig
+from cb_rollout.config.sampling import SamplingParams
+from cb_rollout.metrics.names import METRICS
+from cb_rollout.tools.bench.table import OURS, number_text, times_better, value_text
+from cb_rollout.tools.cli import create_parser
 
 ROOT = Path(__file__).parent.parent
 BENCHMARKS = ROOT / "docs" / "benchmarks"
@@ -28,8 +28,9 @@ BENCHMARKS = ROOT / "docs" / "benchmarks"
 COMMAND_LINE_HEADER = """# Command line
 
 Every command of `cb-rollout` and every option, from their help texts. Without the script,
-`python -m cb_rollout.cli` is the same. Exit codes: 0; 1, it ran and not all is well; 2, it could
-not be done, and one line says why; 130, it was interrupted. Written by `scripts/write_docs.py`.
+`python -m cb_rollout.tools.cli` is the same. Exit codes: 0; 1, it ran and not all is well; 2, it
+could not be done, and one line says why; 130, it was interrupted.
+Written by `scripts/write_docs.py`.
 """
 
 CONFIGURATION_HEADER = """# Configuration
@@ -83,9 +84,9 @@ not be reached, are refused in the caller.
 
 ## Grammars
 
-`grammar` takes anything with the methods of `cb_rollout.grammar.Grammar`: one matcher a sequence,
-which fills a mask of the tokens that may come next, accepts the sampled one, and says when it is
-done. With the extra `grammar` (`pip install 'cb_rollout[grammar]'`), xgrammar's are ready:
+`grammar` takes anything with the methods of `cb_rollout.config.grammar.Grammar`: one matcher a
+sequence, which fills a mask of the tokens that may come next, accepts the sampled one, and says when
+it is done. With the extra `grammar` (`pip install 'cb_rollout[grammar]'`), xgrammar's are ready:
 
 ```python
 from cb_rollout.integrations.xgrammar import XGrammar
@@ -97,7 +98,7 @@ outputs = generator.generate_batch(prompts, sampling_params=SamplingParams(gramm
 
 METRICS_HEADER = """# Metrics
 
-Every figure that is logged, from `cb_rollout/metric_names.py`. Under `attach` they go through the
+Every figure that is logged, from `cb_rollout/metrics/names.py`. Under `attach` they go through the
 trainer's own logger, to whatever it reports to (wandb, TensorBoard, trackio), and to
 `<output_dir>/cb_rollout/metrics.jsonl`; a `RolloutGenerator` and a `GroupCollector` give theirs by
 `metrics()`. `cb-rollout report RUN [RUN]` draws one run, or two side by side;

@@ -12,8 +12,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from cb_rollout.engine.attention.places import Form, Places
-from cb_rollout.engine.attention.triton_decode import TYPES, attend, write
+from cb_rollout.engine.attention.backend import AttentionMetadata, AttentionSpec
+from cb_rollout.engine.attention.triton.launch import TYPES, attend, write
 
 BF16, FP32 = torch.bfloat16, torch.float32
 ROWS, SPLITS = 4, 2
@@ -33,7 +33,7 @@ def decode(sizes, asked, is_shared):
     window, softcap, has_sinks = asked
     ints = torch.ones(ROWS, dtype=torch.int32)
     tiles = {"shared_B": ints, "first_T": ints[:2], "count_T": ints[:2]} if is_shared else {}
-    places = Places(torch.zeros(6, dtype=torch.int64), 16, ints, ints, SPLITS, **tiles)
+    places = AttentionMetadata(torch.zeros(6, dtype=torch.int64), 16, ints, ints, SPLITS, **tiles)
     types = TYPES[dtype], TYPES[dtype]
     sinks = torch.zeros(heads, dtype=dtype) if has_sinks else None
     queries, keys, values = (
@@ -41,7 +41,7 @@ def decode(sizes, asked, is_shared):
         for shape in ((heads, key_size), (key_heads, key_size), (key_heads, value_size))
     )
     write(keys, values, places, 0, types)
-    form = Form(key_size**-0.5, window, softcap, sinks)
+    form = AttentionSpec(key_size**-0.5, window, softcap, sinks)
     attend(queries, key_heads, value_size, places, 0, types, form)
 
 

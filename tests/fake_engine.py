@@ -6,14 +6,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from cb_rollout.engine.graph_inputs import Line
-from cb_rollout.engine.graph_sizes import GraphSizes
-from cb_rollout.engine.graphed_steps import GraphedSteps
-from cb_rollout.engine.graphs import GraphedDecoding
+from cb_rollout.config.sampling import SamplingParams
+from cb_rollout.engine.cuda_graphs.graphs import GraphedDecoding, GraphSizes
+from cb_rollout.engine.cuda_graphs.inputs import Line
+from cb_rollout.engine.cuda_graphs.steps import GraphedSteps
 from cb_rollout.engine.request import NO_SLOT, Request
-from cb_rollout.engine.scheduler import Scheduler
-from cb_rollout.metrics import EngineCounters
-from cb_rollout.sampling_params import SamplingParams
+from cb_rollout.engine.scheduler.scheduler import Scheduler
+from cb_rollout.metrics.counters import EngineCounters
 from cb_rollout.types import FinishReason, RequestStatus
 
 MOST_STEPS = 3000

@@ -2,8 +2,9 @@
 
 import torch
 
-from cb_rollout.engine import graph_choice, graphs
-from cb_rollout.engine.attention import choice
+from cb_rollout.engine.attention import backend as choice
+from cb_rollout.engine.cuda_graphs import graphs
+from cb_rollout.engine.cuda_graphs import selection as graph_choice
 
 
 class Playback:

@@ -14,7 +14,7 @@ from fast_path import Playback
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from cb_rollout.engine import graphs
+from cb_rollout.engine.cuda_graphs import graphs
 
 aten = torch.ops.aten
 DEVICE = torch.device("cuda", 0)

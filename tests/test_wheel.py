@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cb_rollout.cli.demo import RECIPE, recipe_path
+from cb_rollout.tools.cli.demo import RECIPE, recipe_path
 
 ROOT = Path(__file__).parents[1]
 

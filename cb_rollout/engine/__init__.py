@@ -1,5 +1,4 @@
-"""The engine: requests in, sampled tokens out, one step at a time.
+"""Run requests through one model with continuous batching over a paged KV cache.
 
-Knows nothing of threads, trainers or frameworks above the model. Everything in this package is
-called from one thread at a time, the one that steps the engine.
+`service` is the only room that other packages call. One thread at a time steps the engine.
 """

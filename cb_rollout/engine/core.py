@@ -10,31 +10,28 @@ from functools import partial
 import torch
 from transformers import PreTrainedModel
 
-from cb_rollout import _compat
-from cb_rollout.choices import SchedulerType
-from cb_rollout.config import RolloutConfig
-from cb_rollout.engine import device as devices
-from cb_rollout.engine.compile_choice import choose_compilation
-from cb_rollout.engine.drafted_steps import DraftedSteps, can_draft
-from cb_rollout.engine.drafting import Drafter
-from cb_rollout.engine.graph_choice import create_graphs
-from cb_rollout.engine.graphed_steps import GraphedSteps
-from cb_rollout.engine.lease import leased
-from cb_rollout.engine.limits import Limits
-from cb_rollout.engine.offload import HostKeys
-from cb_rollout.engine.planning import kept_layout, plan_memory
-from cb_rollout.engine.rehearsal import rehearse
-from cb_rollout.engine.request import Request
-from cb_rollout.engine.runner import ModelRunner, RowForm
-from cb_rollout.engine.sampling import create_token_giver
-from cb_rollout.engine.saver import create_saver
-from cb_rollout.engine.scheduler import Scheduler
-from cb_rollout.engine.steps import Steps
-from cb_rollout.engine.storage import CacheStorage
-from cb_rollout.engine.training import TrainingMemory
+from cb_rollout.compat import transformers as hf_compat
+from cb_rollout.config.enums import SchedulerType
+from cb_rollout.config.rollout import RolloutConfig
+from cb_rollout.engine.cuda_graphs.selection import choose_compilation, create_graphs
+from cb_rollout.engine.cuda_graphs.steps import GraphedSteps
+from cb_rollout.engine.executor import Steps
+from cb_rollout.engine.kv_cache.offload import KVOffloader
+from cb_rollout.engine.kv_cache.storage import CacheStorage, create_saver
+from cb_rollout.engine.memory import device as devices
+from cb_rollout.engine.memory.plan import GIB
+from cb_rollout.engine.memory.training import TrainingMemory
+from cb_rollout.engine.model.cache_plan import kept_layout, plan_memory
+from cb_rollout.engine.model.check import check_model
+from cb_rollout.engine.model.eval_mode import eval_mode
+from cb_rollout.engine.model.runner import BatchLayout, ModelRunner
+from cb_rollout.engine.request import Limits, Request
+from cb_rollout.engine.sampling.sampler import create_token_sampler
+from cb_rollout.engine.scheduler.scheduler import Scheduler
+from cb_rollout.engine.spec_decode.ngram import NgramProposer
+from cb_rollout.engine.spec_decode.verify import DraftedSteps, can_draft
 from cb_rollout.errors import OutOfCacheMemoryError, RolloutError
-from cb_rollout.memory import GIB
-from cb_rollout.metrics import EngineCounters
+from cb_rollout.metrics.counters import EngineCounters
 from cb_rollout.types import FinishReason, RequestStatus
 
 _LOGGER = logging.getLogger(__name__)
@@ -68,7 +65,7 @@ class Engine:
         self.counters = EngineCounters()
         self.policy_version = 0
         self._runner = ModelRunner(model, autocast_dtype)
-        self._lease: ExitStack | None = None
+        self._eval_mode: ExitStack | None = None
         self.trained = trained or model
         self.device = self._runner.device
         self.training = TrainingMemory(
@@ -80,9 +77,9 @@ class Engine:
     def _probe(self) -> None:
         """Learn the cache's layout, how decode steps run, and plan the memory."""
         devices.require_unmoved(self.model, self.device)
-        identity = _compat.forward_identity(self.model)
+        identity = hf_compat.forward_identity(self.model)
         kept_form = partial(kept_layout, config=self.config, device=self.device)
-        self.layout = rehearse(self._runner, kept_form)
+        self.layout = check_model(self._runner, kept_form)
         # Once for each layout: a later plan may find a trace given up, for reasons of its own.
         self._told_of_compilation = choose_compilation(self._runner, self.config)
         self._plan()
@@ -93,7 +90,7 @@ class Engine:
     @property
     def _is_model_changed(self) -> bool:
         """Whether forwards may compute in something else than when the model was probed."""
-        return _compat.forward_identity(self.model) != self._identity
+        return hf_compat.forward_identity(self.model) != self._identity
 
     def _plan(self) -> None:
         """Divide what is free now, where no cache is held."""
@@ -120,16 +117,16 @@ class Engine:
         self._storage.release(self.limits, self.memory_plan)
         offload_bytes, keys = int(self.config.cpu_offload_gib * GIB), None
         if offload_bytes:
-            keys = HostKeys(self._storage, self.limits.block_size, offload_bytes)
+            keys = KVOffloader(self._storage, self.limits.block_size, offload_bytes)
         self._scheduler = Scheduler(
             self.limits, self.counters, self._grow, self.policy_version, keys
         )
-        token_giver = create_token_giver(self.config, self.device, self.counters)
-        parts = self._runner, self._scheduler, self._storage, token_giver, self.counters
-        drafter = Drafter(self.config.num_speculative_tokens)
-        drafted = DraftedSteps(drafter, *parts, self._graphs) if self._has_drafts else None
+        token_sampler = create_token_sampler(self.config, self.device, self.counters)
+        parts = self._runner, self._scheduler, self._storage, token_sampler, self.counters
+        proposer = NgramProposer(self.config.num_speculative_tokens)
+        drafted = DraftedSteps(proposer, *parts, self._graphs) if self._has_drafts else None
         graphed = self._graphs and GraphedSteps(
-            self._graphs, *parts[1:], drafted and drafter, looks_ahead=self.config.looks_ahead
+            self._graphs, *parts[1:], drafted and proposer, looks_ahead=self.config.looks_ahead
         )
         self._steps = Steps(*parts, graphed, drafted)
 
@@ -139,9 +136,9 @@ class Engine:
         return self._runner.model
 
     @property
-    def row_form(self) -> RowForm:
+    def batch_layout(self) -> BatchLayout:
         """How sequences share a forward."""
-        return self._runner.row_form
+        return self._runner.batch_layout
 
     @property
     def max_sequence_tokens(self) -> int:
@@ -222,7 +219,7 @@ class Engine:
 
     def recompute(self, request: Request) -> list[float]:
         """A sequence's log-probabilities by one plain forward of the model that trains."""
-        with leased(self.trained):
+        with eval_mode(self.trained):
             return self._runner.recompute(self.trained, request)
 
     def step(self) -> list[Request]:
@@ -239,7 +236,7 @@ class Engine:
         return touched
 
     def _step(self) -> list[Request]:
-        if self._lease is None:
+        if self._eval_mode is None:
             self.training.busy(self.cache_bytes)
             if self._is_model_changed:
                 # To whoever casts a model its weights stay the same, so no sync told of it.
@@ -247,8 +244,8 @@ class Engine:
                     self._plan_anew()
                 except RolloutError as error:
                     return self._steps.fail(list(self._scheduler.waiting), error)
-            self._lease = ExitStack()
-            self._lease.enter_context(leased(self.model))
+            self._eval_mode = ExitStack()
+            self._eval_mode.enter_context(eval_mode(self.model))
             self._check_captured()
         if not self._storage.is_allocated:
             try:
@@ -274,10 +271,10 @@ class Engine:
 
     def hand_back_model(self) -> None:
         """Put the model's training flags back; the next step takes it again."""
-        if self._lease is not None:
+        if self._eval_mode is not None:
             self._steps.settle()
-            self._lease.close()
-            self._lease = None
+            self._eval_mode.close()
+            self._eval_mode = None
             self.training.idle()
 
     def abandon(self) -> None:

@@ -1,15 +1,46 @@
-"""One sequence on its way through the engine: what was asked, what is cached, what came out."""
+"""What one engine may use at once.
+
+One sequence on its way through the engine: what was asked, what is cached, what came out.
+"""
+
+from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from cb_rollout.engine.echoes import Echoes
-from cb_rollout.engine.stops import StopStrings
-from cb_rollout.grammar import GrammarMatcher
-from cb_rollout.sampling_params import SamplingParams
 from cb_rollout.types import FinishReason, GenerationOutput, RequestStatus
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from cb_rollout.config.grammar import GrammarMatcher
+    from cb_rollout.config.sampling import SamplingParams
+    from cb_rollout.engine.sampling.stop_strings import StopStrings
+    from cb_rollout.engine.spec_decode.ngram import NgramIndex
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Sizes that never change while an engine runs."""
+
+    block_size: int
+    max_batch_tokens: int
+    max_requests: int
+    can_share_blocks: bool
+    """Whether a group may share its prompt's whole blocks, or must copy them."""
+    can_resume_prompts: bool
+    """False where a layer is recurrent: no chunk or known prefix can be continued from its keys."""
+
+    prefills_first: bool = False
+    """Whether running sequences wait while any prompt could run."""
+
+    @property
+    def can_match_prefixes(self) -> bool:
+        """Whether blocks of one sequence may serve a later one."""
+        return self.can_share_blocks and self.can_resume_prompts
+
 
 NO_SLOT = -1
 # While a sequence waits.
@@ -36,7 +67,7 @@ class Request:
     matcher: GrammarMatcher | None = None
     """How far this sequence has come through its grammar; None: it has none."""
 
-    echoes: Echoes | None = None
+    ngram_index: NgramIndex | None = None
     """Where drafts are looked up; None: nowhere, as once it has ended."""
 
     is_adjusted: bool = field(init=False)
@@ -158,7 +189,7 @@ class Request:
         assert not self.status.is_final, f"{self.request_id} ended twice"
         self.status, self.finish_reason, self.error = status, reason, error
         # What is kept of an ended sequence is not to keep what its group has said.
-        self.echoes = None
+        self.ngram_index = None
 
     def reset_cache(self) -> None:
         """Forget what was cached, keeping every token and log-probability."""

@@ -1,1 +1,1 @@
-"""Where cb_rollout meets other frameworks: one file for each, and that file alone imports it."""
+"""Connect other libraries: TRL, wandb, OpenTelemetry and xgrammar, each in its own room."""

@@ -14,10 +14,9 @@ from typing import Any
 
 from cb_rollout import __version__
 from cb_rollout.engine.request import Request
+from cb_rollout.engine.service.manager import ContinuousBatchingManager
 from cb_rollout.errors import ConfigurationError
-from cb_rollout.generator import RolloutGenerator
-from cb_rollout.manager import ContinuousBatchingManager
-from cb_rollout.observability.instruments import (
+from cb_rollout.metrics.instruments import (
     BUCKETS,
     DISTRIBUTIONS,
     INSTRUMENTS,
@@ -25,7 +24,8 @@ from cb_rollout.observability.instruments import (
     Instrument,
     Kind,
 )
-from cb_rollout.observability.recorder import Recorder
+from cb_rollout.metrics.recorder import Recorder
+from cb_rollout.rollout.generator import RolloutGenerator
 
 try:
     from opentelemetry import context, trace

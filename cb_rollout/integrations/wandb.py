@@ -9,7 +9,7 @@ from typing import Any
 
 import wandb
 
-from cb_rollout.records import SequenceRecord
+from cb_rollout.metrics.run_records import SequenceRecord
 
 TABLE_NAME = "rollout/tokens"
 

@@ -1,7 +1,7 @@
 """Grammars, JSON schemas and regular expressions, compiled by xgrammar.
 
-Owns the way from an xgrammar `CompiledGrammar` to a `cb_rollout.grammar.Grammar`. Needs the extra
-`grammar`: pip install 'cb_rollout[grammar]'.
+Owns the way from an xgrammar `CompiledGrammar` to a `cb_rollout.config.grammar.Grammar`. Needs the
+extra `grammar`: pip install 'cb_rollout[grammar]'.
 
 V: logits.
 """
@@ -111,7 +111,7 @@ class XGrammar:
 
 
 class XGrammarMatcher:
-    """How far one sequence has come; satisfies `cb_rollout.grammar.GrammarMatcher`."""
+    """How far one sequence has come; satisfies `cb_rollout.config.grammar.GrammarMatcher`."""
 
     def __init__(self, matcher: Any) -> None:
         """Take an `xgrammar.GrammarMatcher`, or what acts as one."""

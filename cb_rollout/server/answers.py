@@ -4,7 +4,7 @@ import time
 import uuid
 from typing import Any
 
-from cb_rollout.sampling_params import SamplingParams
+from cb_rollout.config.sampling import SamplingParams
 from cb_rollout.server.errors import ApiError
 from cb_rollout.server.policy import Policy
 from cb_rollout.server.schemas import ChatRequest, CompletionRequest

@@ -13,14 +13,14 @@ from starlette.exceptions import HTTPException
 
 import cb_rollout
 from cb_rollout.errors import RolloutError
-from cb_rollout.observability.prometheus import CONTENT_TYPE, exposition
+from cb_rollout.metrics.prometheus import CONTENT_TYPE, exposition
 from cb_rollout.server import schemas
 from cb_rollout.server.answers import Answer, require_sound
 from cb_rollout.server.chats import ChatAnswer
 from cb_rollout.server.completions import CompletionAnswer
-from cb_rollout.server.courier import Submission
 from cb_rollout.server.errors import ApiError, as_api_error
 from cb_rollout.server.guard import Guard
+from cb_rollout.server.output_router import Submission
 from cb_rollout.server.policy import Policy
 from cb_rollout.types import GenerationOutput
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cb_rollout.errors import InvalidRequestError, said
-from cb_rollout.prompts import ENCODING_FAULTS
+from cb_rollout.rollout.prompts import ENCODING_FAULTS
 
 MAX_KNOWN_TOKENS, MAX_KNOWN = 1 << 20, 1 << 12
 # Of all conversations together, and how many: about 10 MB, and a millisecond to look through. The

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from cb_rollout.sampling_params import SamplingParams
+from cb_rollout.config.sampling import SamplingParams
 from cb_rollout.server.answers import Answer
 from cb_rollout.server.policy import Policy
 from cb_rollout.server.schemas import ChatRequest

@@ -3,12 +3,7 @@
 import re
 from typing import Any
 
-from cb_rollout.errors import (
-    EngineDeadError,
-    InvalidRequestError,
-    QueueFullError,
-    RolloutError,
-)
+from cb_rollout.errors import EngineDeadError, InvalidRequestError, QueueFullError, RolloutError
 
 TYPES = {
     400: "invalid_request_error",

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cb_rollout.prompts import ENCODING_FAULTS
+from cb_rollout.rollout.prompts import ENCODING_FAULTS
 from cb_rollout.server.errors import ApiError
 from cb_rollout.server.schemas import NamedToolChoice, Tool
 from cb_rollout.server.tools import CALL, OPENING

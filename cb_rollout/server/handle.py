@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable
 from typing import Any, Self
 
-from cb_rollout._compat_openmp import release_workers
+from cb_rollout.compat.torch import release_workers
+from cb_rollout.engine.service.manager import ContinuousBatchingManager
 from cb_rollout.errors import ConfigurationError, RolloutError
-from cb_rollout.manager import ContinuousBatchingManager
 from cb_rollout.server.options import ServerOptions
 
 START_SECONDS = 30.0
@@ -145,14 +145,16 @@ class ServerHandle:
         """
         self.policy.is_ending = True
         deadline = time.monotonic() + self.policy.options.drain_seconds
-        courier = self.policy.courier
-        self.run(lambda: not courier.num_in_flight or is_enough() or time.monotonic() >= deadline)
+        output_router = self.policy.output_router
+        self.run(
+            lambda: not output_router.num_in_flight or is_enough() or time.monotonic() >= deadline
+        )
 
     def close(self) -> None:
         """Cancel what is in flight, answer it, and end; closing again does nothing."""
         self._server.should_exit = True
         if self.is_running():
-            self.policy.courier.cancel_all()
+            self.policy.output_router.cancel_all()
         self.policy.manager.is_served = False
         self._thread.join(CLOSE_SECONDS)
 

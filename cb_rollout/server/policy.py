@@ -17,16 +17,16 @@ from dataclasses import replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from cb_rollout.config.sampling import SamplingParams, resolved
+from cb_rollout.engine.service.manager import ContinuousBatchingManager
 from cb_rollout.errors import InvalidRequestError
 from cb_rollout.integrations.xgrammar import XGrammar
-from cb_rollout.manager import ContinuousBatchingManager
-from cb_rollout.observability.recorder import Recorder
-from cb_rollout.sampling_params import SamplingParams, resolved
+from cb_rollout.metrics.recorder import Recorder
 from cb_rollout.server.chat import PromptFormat
-from cb_rollout.server.courier import Courier, Submission
 from cb_rollout.server.errors import ApiError
 from cb_rollout.server.forced_calls import call_format, forced_calls
 from cb_rollout.server.options import ServerOptions
+from cb_rollout.server.output_router import OutputRouter, Submission
 from cb_rollout.server.schemas import ChatRequest, CompletionRequest, ResponseFormat
 from cb_rollout.server.tokens import TokenTable
 from cb_rollout.server.tools import ToolReader
@@ -83,9 +83,9 @@ class Policy:
         self._format_thread = ThreadPoolExecutor(1, "cb_rollout-encode")
         self._grammar_thread = ThreadPoolExecutor(1, "cb_rollout-grammar")
         compiling = copy.deepcopy(tokenizer)
-        vocab_size = manager.intake.limits.vocab_size
+        vocab_size = manager.input_processor.limits.vocab_size
         # Equal prompts that wait beside each other are computed once, whoever sent them; numbers
-        # below 0 are none that the intake gives.
+        # below 0 are none that the input_processor gives.
         numbers = itertools.count(-1, -1)
         self._group_of = lru_cache(maxsize=NUM_PROMPTS_KEPT)(lambda _: next(numbers))
         self._call_format = call_format(compiling)
@@ -102,7 +102,7 @@ class Policy:
 
     def start(self) -> None:
         """Be ready for requests, on the running asyncio loop."""
-        self.courier = Courier(self.manager.loop, self.options.request_timeout_seconds)
+        self.output_router = OutputRouter(self.manager.loop, self.options.request_timeout_seconds)
         self.manager.loop.observers.add(self.recorder)
 
     def stop(self) -> None:
@@ -120,7 +120,7 @@ class Policy:
     @property
     def max_model_len(self) -> int:
         """Longest sequence, prompt and completion together."""
-        limits = self.manager.intake.limits
+        limits = self.manager.input_processor.limits
         return min(limits.max_cached_tokens(), limits.max_positions or limits.max_cached_tokens())
 
     def require_known(self, model: str | None) -> None:
@@ -235,7 +235,7 @@ class Policy:
         longest, limit = max(map(len, prompts)), self.options.max_prompt_tokens
         if limit is not None and longest > limit:
             raise ApiError(400, f"the prompt has {longest} tokens; {limit} are allowed.", "prompt")
-        requests = self.manager.intake.requests(
+        requests = self.manager.input_processor.requests(
             [prompt for prompt in prompts for _ in range(n)],
             [params] * count,
             members=[member for _ in prompts for member in range(n)],
@@ -244,7 +244,7 @@ class Policy:
         for request in requests:
             request.group = self._group_of(_digest(request.prompt_ids))
         with self.manager.loop.observers.joined(headers):
-            return self.courier.submit(requests)
+            return self.output_router.submit(requests)
 
 
 def _digest(prompt: Sequence[int]) -> bytes:

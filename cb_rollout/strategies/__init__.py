@@ -9,11 +9,11 @@ from cb_rollout.errors import ConfigurationError
 from cb_rollout.strategies.base import Strategy
 from cb_rollout.strategies.collector import GroupCollector
 from cb_rollout.strategies.dynamic_sampling import DynamicSampling
-from cb_rollout.strategies.flight import Flight
 from cb_rollout.strategies.group import Group
 from cb_rollout.strategies.over_sampling import OverSampling
 from cb_rollout.strategies.partial_rollouts import PartialRollouts
 from cb_rollout.strategies.plain import Plain
+from cb_rollout.strategies.request_stream import Flight
 from cb_rollout.strategies.retrying import Retrying
 
 __all__ = [

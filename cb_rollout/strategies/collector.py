@@ -12,12 +12,12 @@ from typing import Any
 
 from cb_rollout.errors import ConfigurationError, IncompleteRolloutError, RolloutError, said
 from cb_rollout.strategies.base import Strategy
-from cb_rollout.strategies.flight import Sampler
+from cb_rollout.strategies.completion_stats import CompletionStats
 from cb_rollout.strategies.group import Group
-from cb_rollout.strategies.in_flight import FlyingGroup, GroupsInFlight
+from cb_rollout.strategies.groups_in_flight import FlyingGroup, GroupsInFlight
 from cb_rollout.strategies.plain import Plain
+from cb_rollout.strategies.request_stream import Sampler
 from cb_rollout.strategies.scoring import Reward, scored
-from cb_rollout.strategies.tally import Tally
 from cb_rollout.types import GenerationOutput, RequestStatus
 
 
@@ -59,7 +59,7 @@ class GroupCollector:
                 f"num_generations={num_generations} is below {least}, the fewest completions that "
                 "the strategy takes for a group; raise it, or lower min_group_size."
             )
-        self.tally = Tally()
+        self.tally = CompletionStats()
         """Of every completion since the collector was made."""
         self._sampler, self._reward = sampler, reward
         self._prompts: Iterator[Any] = iter(prompts)
@@ -237,7 +237,9 @@ class GroupCollector:
         self._returned_prompts.extendleft(reversed(prompts))
         self._in_flight.cancel(groups)
 
-    def _figures(self, groups: list[Group], before: Tally, seconds: float) -> dict[str, float]:
+    def _figures(
+        self, groups: list[Group], before: CompletionStats, seconds: float
+    ) -> dict[str, float]:
         added = self.tally.since(before)
         version = self._sampler.policy_version
         staleness = [age for group in groups for age in group.token_staleness(version)] or [0]

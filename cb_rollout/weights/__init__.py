@@ -8,11 +8,13 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from cb_rollout import _compat
-from cb_rollout.choices import WeightSync
-from cb_rollout.config import RolloutConfig
+from cb_rollout.compat import fsdp as fsdp_compat
+from cb_rollout.compat import transformers as hf_compat
+from cb_rollout.compat import zero3 as zero3_compat
+from cb_rollout.config.enums import WeightSync
+from cb_rollout.config.rollout import RolloutConfig
+from cb_rollout.engine.model.precision import Precision, rollout_precision
 from cb_rollout.errors import ConfigurationError
-from cb_rollout.precision import Precision, rollout_precision
 from cb_rollout.weights.adapters import has_adapters
 from cb_rollout.weights.base import WeightSynchronizer, require_equal
 from cb_rollout.weights.copied import CopiedWeights
@@ -36,24 +38,24 @@ def create_weight_sync(
         ConfigurationError: the model's weights cannot be used as the config says, or at all.
         WeightSyncError: a copy made from the model's config has other tensors than the model.
     """
-    module = _compat.unwrap(model)
-    _compat.refuse_tensor_parallel(module)
+    module = hf_compat.unwrap(model)
+    hf_compat.refuse_tensor_parallel(module)
     precision = rollout_precision(config, model, accelerator)
     weight_sync = config.weight_sync
     if weight_sync == WeightSync.AUTO:
-        will_be_sharded = accelerator is not None and _compat.shards_models(accelerator)
-        is_sharded = will_be_sharded or _compat.is_sharded(model)
+        will_be_sharded = accelerator is not None and zero3_compat.shards_models(accelerator)
+        is_sharded = will_be_sharded or fsdp_compat.is_sharded(model)
         if is_sharded:
             weight_sync = WeightSync.COPY
-        elif accelerator is not None and _compat.zero_stage(accelerator) is not None:
+        elif accelerator is not None and zero3_compat.zero_stage(accelerator) is not None:
             # deepspeed casts the module itself when it takes it, so that nothing is saved.
             weight_sync = WeightSync.SHARED
         else:
             weight_sync = _fitting(module, precision)
     if weight_sync == WeightSync.SHARED:
-        _compat.keep_differentiable(module)
+        hf_compat.keep_differentiable(module)
         return SharedWeights(module, precision.autocast_dtype)
-    if _compat.is_quantized(module):
+    if hf_compat.is_quantized(module):
         raise ConfigurationError(
             "weight_sync='copy' of a quantised model: its weights are not plain tensors; use "
             "'shared', which runs them in place with any adapter unmerged."
@@ -64,6 +66,6 @@ def create_weight_sync(
 def _fitting(model: PreTrainedModel, precision: Precision) -> WeightSync:
     """Shared where the module itself computes what the trainer computes, at no cost a step."""
     # Rounding after a merge is not the trainer's rounding before it, so adapters stay unmerged.
-    if _compat.is_quantized(model) or has_adapters(model):
+    if hf_compat.is_quantized(model) or has_adapters(model):
         return WeightSync.SHARED
     return WeightSync.COPY if casts_weights(model, precision) else WeightSync.SHARED

@@ -8,12 +8,12 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from cb_rollout import _compat
-from cb_rollout.precision import Precision
+from cb_rollout.compat import transformers as hf_compat
+from cb_rollout.engine.model.precision import Precision
 from cb_rollout.weights.adapters import has_adapters
 from cb_rollout.weights.gathering import Gathering, PlainGathering, create_gathering
 from cb_rollout.weights.replica import create_replica, require_match, tensors_by_name
-from cb_rollout.weights.weight import Weight, weights_of
+from cb_rollout.weights.tensor import Weight, weights_of
 from cb_rollout.weights.zero3 import register_head
 
 BUCKET_BYTES = 256 * 2**20
@@ -52,7 +52,7 @@ class CopiedWeights:
 
     def follow(self, trained: torch.nn.Module) -> None:
         """FSDP1 and deepspeed wrap a model when training starts, and its forward is theirs then."""
-        self.trained, self._source = trained, _compat.unwrap(trained)
+        self.trained, self._source = trained, hf_compat.unwrap(trained)
         register_head(self._source)
 
     def sync(self) -> int:

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch.distributed.tensor import DTensor
 
-from cb_rollout import _compat_fsdp
+from cb_rollout.compat import fsdp as _compat_fsdp
 
 
 class Fsdp2Gathering:

@@ -6,7 +6,9 @@ from typing import Protocol
 
 import torch
 
-from cb_rollout import _compat, _compat_fsdp
+from cb_rollout.compat import fsdp as _compat_fsdp
+from cb_rollout.compat import fsdp as fsdp_compat
+from cb_rollout.compat import zero3 as zero3_compat
 from cb_rollout.weights.fsdp1 import Fsdp1Gathering
 from cb_rollout.weights.fsdp2 import Fsdp2Gathering
 from cb_rollout.weights.zero3 import Zero3Gathering
@@ -73,6 +75,6 @@ def create_gathering(model: torch.nn.Module) -> Gathering:
     """
     if _compat_fsdp.fsdp1_units(model):
         return Fsdp1Gathering(model)
-    if any(_compat.is_zero3(parameter) for parameter in model.parameters()):
+    if any(zero3_compat.is_zero3(parameter) for parameter in model.parameters()):
         return Zero3Gathering()
-    return Fsdp2Gathering(model) if _compat.is_sharded(model) else PlainGathering()
+    return Fsdp2Gathering(model) if fsdp_compat.is_sharded(model) else PlainGathering()

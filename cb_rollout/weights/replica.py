@@ -11,10 +11,10 @@ from accelerate import init_empty_weights
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from cb_rollout import _compat
+from cb_rollout.compat import torch as torch_compat
+from cb_rollout.engine.model.precision import Precision
 from cb_rollout.errors import WeightSyncError
-from cb_rollout.precision import Precision
-from cb_rollout.weights.weight import Weight
+from cb_rollout.weights.tensor import Weight
 
 MULTIPLIED_BY = (torch.nn.Linear, Conv1D)
 # Layers of which autocast casts every parameter, whatever the model around them does.
@@ -63,7 +63,7 @@ def create_replica(
     Raises:
         WeightSyncError: the config describes other tensors than the training module has.
     """
-    make = _compat.plain_class(trained)
+    make = torch_compat.plain_class(trained)
     with torch.random.fork_rng(devices=[]), init_empty_weights(include_buffers=False):
         replica = make(copy.deepcopy(trained.config))
     require_match(replica, weights, shapes)

@@ -3,7 +3,7 @@
 import torch
 from transformers import PreTrainedModel
 
-from cb_rollout import _compat
+from cb_rollout.compat import transformers as hf_compat
 
 
 class SharedWeights:
@@ -26,7 +26,7 @@ class SharedWeights:
         Raises:
             ConfigurationError: the model was sharded since; no process can run it alone any more.
         """
-        _compat.refuse_sharded(self.module)
+        hf_compat.refuse_sharded(self.module)
         return 0
 
     def differing(self) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from cb_rollout import _compat
+from cb_rollout.compat import zero3 as zero3_compat
 
 
 def register_head(model: PreTrainedModel) -> None:
@@ -21,7 +21,7 @@ def register_head(model: PreTrainedModel) -> None:
     """
     head: Any = model.get_output_embeddings()
     weight = getattr(head, "weight", None)
-    if isinstance(weight, torch.nn.Parameter) and _compat.is_zero3(weight):
+    if isinstance(weight, torch.nn.Parameter) and zero3_compat.is_zero3(weight):
         import deepspeed  # pyright: ignore[reportMissingImports]  # optional
 
         deepspeed.zero.register_external_parameter(model, weight)
@@ -38,11 +38,11 @@ class Zero3Gathering:
 
     def shape(self, tensor: torch.Tensor) -> torch.Size:
         """What deepspeed notes on a parameter."""
-        return _compat.zero3_shape(tensor) if _compat.is_zero3(tensor) else tensor.shape
+        return zero3_compat.zero3_shape(tensor) if zero3_compat.is_zero3(tensor) else tensor.shape
 
     def local(self, tensor: torch.Tensor) -> torch.Tensor:
         """This process's slice."""
-        return _compat.zero3_slice(tensor) if _compat.is_zero3(tensor) else tensor
+        return zero3_compat.zero3_slice(tensor) if zero3_compat.is_zero3(tensor) else tensor
 
     def pieces(self, tensors: Sequence[torch.Tensor]) -> dict[int, int]:
         """The tensors."""
@@ -53,6 +53,6 @@ class Zero3Gathering:
         """The parameters themselves, filled inside the context and emptied after it."""
         import deepspeed  # pyright: ignore[reportMissingImports]  # optional
 
-        sharded: list[Any] = [tensor for tensor in tensors if _compat.is_zero3(tensor)]
+        sharded: list[Any] = [tensor for tensor in tensors if zero3_compat.is_zero3(tensor)]
         with deepspeed.zero.GatheredParameters(sharded, modifier_rank=None):
             yield [tensor.data for tensor in tensors]

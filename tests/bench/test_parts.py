@@ -6,18 +6,18 @@ import torch
 from fast_path import pretend_cuda
 
 import gpu_bench
-from cb_rollout.bench import products
-from cb_rollout.bench.contenders import generate, ours, transformers_batching
-from cb_rollout.bench.machine import needed_flops
-from cb_rollout.bench.model import create_ending_model, create_model, matmul_parameters
-from cb_rollout.bench.products import Products, alone_seconds, num_flops, products_counted
-from cb_rollout.bench.resident import ResidentPeak
-from cb_rollout.bench.scaling import LONGEST_TURN_SECONDS, _is_feasible
-from cb_rollout.bench.sizes import CPU, QWEN3, TINY
-from cb_rollout.bench.spans import Seam, watched
-from cb_rollout.bench.table import number_text, print_table, times_better, value_text
-from cb_rollout.bench.turns import summary, take_turn
-from cb_rollout.bench.workload import Workload, equal_lengths, long_tailed
+from cb_rollout.tools.bench import products
+from cb_rollout.tools.bench.contenders import generate, ours, transformers_batching
+from cb_rollout.tools.bench.machine import needed_flops
+from cb_rollout.tools.bench.model import create_ending_model, create_model, matmul_parameters
+from cb_rollout.tools.bench.products import Products, alone_seconds, num_flops, products_counted
+from cb_rollout.tools.bench.resident import ResidentPeak
+from cb_rollout.tools.bench.scaling import LONGEST_TURN_SECONDS, _is_feasible
+from cb_rollout.tools.bench.sizes import CPU, QWEN3, TINY
+from cb_rollout.tools.bench.spans import Seam, watched
+from cb_rollout.tools.bench.table import number_text, print_table, times_better, value_text
+from cb_rollout.tools.bench.turns import summary, take_turn
+from cb_rollout.tools.bench.workload import Workload, equal_lengths, long_tailed
 
 
 class Kitchen:

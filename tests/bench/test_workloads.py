@@ -11,8 +11,8 @@ import pytest
 import bench
 import docs
 import plots
-from cb_rollout.cli import create_parser
-from cb_rollout.cli.bench import WORKLOADS
+from cb_rollout.tools.cli import create_parser
+from cb_rollout.tools.cli.bench import WORKLOADS
 
 # What the peers warn of is theirs.
 pytestmark = pytest.mark.filterwarnings("default")
@@ -74,7 +74,7 @@ def test_the_script_writes_where_the_documents_read(monkeypatch):
 
 @pytest.mark.slow
 def test_the_command_needs_no_checkout(tmp_path):
-    command = [sys.executable, "-m", "cb_rollout.cli", "bench", "rollout", *TINIEST]
+    command = [sys.executable, "-m", "cb_rollout.tools.cli", "bench", "rollout", *TINIEST]
     done = subprocess.run(
         [*command, "--output-dir", "here"],
         cwd=tmp_path,
@@ -102,7 +102,9 @@ def test_a_profile_accounts_for_the_whole_rollout(recorded):
     assert sum(part["percent"] for part in parts.values()) == pytest.approx(100)
     assert sum(part["percent"] for part in results["operators"].values()) == pytest.approx(100)
     uncounted = [name for name, part in parts.items() if not part["calls"]]
-    assert uncounted == ["intake, collecting, sync"], "functions of seams.py are called no longer"
+    assert uncounted == ["input_processor, collecting, sync"], (
+        "functions of seams.py are called no longer"
+    )
 
 
 def test_what_a_waiting_request_holds_is_told_beside_its_tokens(recorded):

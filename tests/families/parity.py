@@ -15,9 +15,9 @@ from configs import tiny_config
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from cb_rollout import RolloutConfig, RolloutGenerator, SamplingParams
-from cb_rollout.engine.rehearsal import rehearse
+from cb_rollout.engine.model.check import check_model
+from cb_rollout.engine.model.runner import ModelRunner
 from cb_rollout.engine.request import Request
-from cb_rollout.engine.runner import ModelRunner
 
 TOLERANCE = 1e-5
 # Nats, in float32.
@@ -51,7 +51,7 @@ class Parity:
     """Largest advantage, in nats, that another token had over a greedy one in the plain forward."""
     is_as_generate: bool = True
     """Whether the greedy tokens are those of the model's own `generate`."""
-    row_form: str = ""
+    batch_layout: str = ""
     num_preemptions: int = 0
 
     @property
@@ -102,7 +102,7 @@ def check(model: PreTrainedModel) -> Parity:
         greedy = SamplingParams(do_sample=False, max_new_tokens=NEW_TOKENS, ignore_eos=True)
         sampled = SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True)
         *inputs, group = prompts(*GREEDY_LENGTHS, GROUP_LENGTH)
-        requests = generator.manager.intake.requests(
+        requests = generator.manager.input_processor.requests(
             inputs + [group] * GROUP_SIZE,
             [greedy] * len(inputs) + [sampled] * GROUP_SIZE,
             members=[0] * len(inputs) + list(range(GROUP_SIZE)),
@@ -125,8 +125,8 @@ def check(model: PreTrainedModel) -> Parity:
         assert engine.num_blocks_used == 0
         found.num_preemptions = engine.counters.preemptions
     runner = ModelRunner(model, None)
-    rehearse(runner)
-    found.row_form = runner.row_form.value
+    check_model(runner)
+    found.batch_layout = runner.batch_layout.value
     return found
 
 

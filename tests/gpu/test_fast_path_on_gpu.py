@@ -5,9 +5,9 @@ import torch
 from tiny import tiny_model
 
 from cb_rollout import RolloutConfig, RolloutGenerator, SamplingParams
-from cb_rollout.engine.attention.choice import DecodePath
-from cb_rollout.engine.lease import leased
-from cb_rollout.engine.rehearsal import BLOCK_SIZE, _paged, _plain, _rows
+from cb_rollout.engine.attention.backend import DecodePath
+from cb_rollout.engine.model.check import BLOCK_SIZE, _paged, _plain, _rows
+from cb_rollout.engine.model.eval_mode import eval_mode
 
 pytestmark = pytest.mark.gpu
 
@@ -94,7 +94,7 @@ def test_in_half_precision_log_probabilities_are_as_near_the_plain_forward_as_th
         engine = generator.manager.engine
         runner = engine._runner
         rows = _rows(runner)
-        with leased(model):
+        with eval_mode(model):
             direct = _paged(runner, engine.layout, rows)
             runner.decoding = None
             gathered = _paged(runner, engine.layout, rows)

@@ -10,8 +10,8 @@ import arithmetic_cpu as recipe
 import pytest
 from launching import run_recipe
 
-from cb_rollout.cli import create_parser, demo, main
-from cb_rollout.records import METRICS_FILE
+from cb_rollout.metrics.run_records import METRICS_FILE
+from cb_rollout.tools.cli import create_parser, demo, main
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_the_command_has_the_options_of_the_recipe_and_says_their_defaults(monke
 def test_the_command_runs_the_recipe_with_what_it_was_given(tmp_path):
     options = ["--warmup-steps", "5", "--steps", "2", "--num-held-out", "20", "--seed", "3"]
     done = subprocess.run(
-        [sys.executable, "-m", "cb_rollout.cli", "demo", *options, "--output-dir", "run"],
+        [sys.executable, "-m", "cb_rollout.tools.cli", "demo", *options, "--output-dir", "run"],
         cwd=tmp_path,
         capture_output=True,
         text=True,

@@ -9,8 +9,8 @@ from tiny import char_tokenizer, plain_logprobs, save_checkpoint, tiny_model
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 
 from cb_rollout import ConfigurationError, RolloutConfig, RolloutError, WeightSyncError
-from cb_rollout.integrations.async_grpo import AsyncRollouts
-from cb_rollout.integrations.async_without_cuda import plain_tree_attention
+from cb_rollout.integrations.async_grpo.without_cuda import plain_tree_attention
+from cb_rollout.integrations.async_grpo.worker import AsyncRollouts
 from cb_rollout.strategies import DynamicSampling
 
 ROWS = [{"prompt": f"{i}+{j}=", "answer": str(i + j)} for i in range(4) for j in range(4)]

@@ -17,7 +17,7 @@ from cb_rollout import (
     detach,
     make_rollout_func,
 )
-from cb_rollout.records import read_metrics, read_rollouts
+from cb_rollout.metrics.run_records import read_metrics, read_rollouts
 
 QUICK = {"per_device_train_batch_size": 8, "num_generations": 4, "optim": "sgd"}
 

@@ -10,9 +10,9 @@ from tiny_trainer import tiny_trainer
 from trl import RLOOConfig, RLOOTrainer
 
 from cb_rollout import ConfigurationError, LogprobDriftError, RolloutConfig, attach
-from cb_rollout.engine import sampling
 from cb_rollout.engine.attention.decode_cache import DecodeLayer
-from cb_rollout.integrations import logprob_guard as guard_module
+from cb_rollout.engine.sampling import sampler as sampling
+from cb_rollout.integrations.trl import guard as guard_module
 
 QUICK = {"per_device_train_batch_size": 8, "num_generations": 4, "optim": "sgd"}
 UNGUARDED = {"old_logps": "rollout", "verify_every_steps": 0}

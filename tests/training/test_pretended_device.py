@@ -7,7 +7,7 @@ from pretend_device import DEVICE, Pretended, pretend_device
 from tiny_trainer import logged, tiny_trainer
 
 import cb_rollout
-from cb_rollout.engine.attention.choice import DecodePath
+from cb_rollout.engine.attention.backend import DecodePath
 
 pytest.importorskip("triton")
 pytestmark = [

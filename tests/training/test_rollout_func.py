@@ -15,7 +15,7 @@ from cb_rollout import (
     detach,
     make_rollout_func,
 )
-from cb_rollout.integrations.rollout_func import OWN
+from cb_rollout.integrations.trl.rollout_func import OWN
 
 QUICK = {"per_device_train_batch_size": 8, "num_generations": 4, "optim": "sgd"}
 

@@ -10,14 +10,8 @@ from tiny_trainer import PROBLEMS, tiny_trainer
 from trl import RLOOConfig, RLOOTrainer
 
 from cb_rollout import ConfigurationError, RolloutConfig, attach, detach
-from cb_rollout.integrations.trainer_strategies import use_strategy
-from cb_rollout.strategies import (
-    DynamicSampling,
-    OverSampling,
-    PartialRollouts,
-    Plain,
-    Retrying,
-)
+from cb_rollout.integrations.trl.strategies import use_strategy
+from cb_rollout.strategies import DynamicSampling, OverSampling, PartialRollouts, Plain, Retrying
 
 ANSWERED = [row | {"answer": sum(map(int, row["prompt"][:-1].split("+")))} for row in PROBLEMS]
 UNEVEN = {

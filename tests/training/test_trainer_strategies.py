@@ -5,7 +5,7 @@ from tiny_trainer import tiny_trainer
 
 import cb_rollout
 from cb_rollout import ConfigurationError, RolloutConfig
-from cb_rollout.integrations.trainer_strategies import use_strategy
+from cb_rollout.integrations.trl.strategies import use_strategy
 from cb_rollout.strategies import DynamicSampling, Plain
 
 

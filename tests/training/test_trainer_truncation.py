@@ -9,13 +9,7 @@ from tiny import EOS, char_tokenizer, tiny_model
 from tiny_trainer import tiny_trainer
 from trl import RLOOConfig, RLOOTrainer
 
-from cb_rollout import (
-    ConfigurationError,
-    RolloutConfig,
-    SamplingParams,
-    attach,
-    make_rollout_func,
-)
+from cb_rollout import ConfigurationError, RolloutConfig, SamplingParams, attach, make_rollout_func
 
 QUICK = {"per_device_train_batch_size": 8, "num_generations": 4, "optim": "sgd"}
 SEVEN = char_tokenizer().convert_tokens_to_ids("7")

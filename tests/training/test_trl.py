@@ -17,8 +17,8 @@ from cb_rollout import (
     SamplingParams,
     attach,
 )
-from cb_rollout.engine import sampling
-from cb_rollout.records import read_metrics, read_rollouts
+from cb_rollout.engine.sampling import sampler as sampling
+from cb_rollout.metrics.run_records import read_metrics, read_rollouts
 
 EVALUATES = {"eval_strategy": "steps", "eval_steps": 2}
 

@@ -1,1 +1,4 @@
-"""Decode steps that read the pages where they lie, and how a model's own forward uses them."""
+"""Compute attention over the paged cache. `backend` selects one implementation per model.
+
+`gathered` works for every model. `triton` (CUDA) and `cpu` (C++) read the pages directly.
+"""

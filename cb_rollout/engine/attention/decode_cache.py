@@ -14,12 +14,11 @@ from typing import Any, Protocol
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from cb_rollout import _compat
-from cb_rollout.engine.attention.dispatch import attending
-from cb_rollout.engine.attention.places import Form, NotOrdinaryError
-from cb_rollout.engine.attention.seam import Forward
-from cb_rollout.engine.cache import PagedCache
-from cb_rollout.engine.probe import CacheLayout, LayerStates
+from cb_rollout.compat import transformers as hf_compat
+from cb_rollout.engine.attention.backend import AttentionSpec, Forward, UnsupportedAttentionError
+from cb_rollout.engine.attention.gathered import attending
+from cb_rollout.engine.kv_cache.layout import CacheLayout, LayerStates
+from cb_rollout.engine.kv_cache.paged import PagedCache
 
 HARMLESS = {
     *("cache", "cache_position", "dropout", "is_causal", "labels", "layer_idx"),
@@ -38,7 +37,7 @@ class Reader(Protocol):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        form: Form,
+        form: AttentionSpec,
     ) -> torch.Tensor:
         """Write each row's new key and value; attention of its query over all that it has.
 
@@ -53,7 +52,7 @@ class Reader(Protocol):
             `[B, 1, H, E]`, in the query's dtype.
 
         Raises:
-            NotOrdinaryError: the reader does not do that.
+            UnsupportedAttentionError: the reader does not do that.
         """
         ...
 
@@ -107,7 +106,7 @@ class DecodeCache(Cache):
             for index, states in enumerate(layout.layers)
             if states.keys
         ]
-        layers: list[Any] = [_compat.DummyLayer() for _ in layout.layers]
+        layers: list[Any] = [hf_compat.DummyLayer() for _ in layout.layers]
         for layer in self.paged:
             layers[layer.index] = layer
         super().__init__(layers=layers)
@@ -180,7 +179,7 @@ class DecodeCache(Cache):
         """Stand in for the attention function that a layer would have `found`.
 
         Raises:
-            NotOrdinaryError: the layer asks for what the kernels do not do.
+            UnsupportedAttentionError: the layer asks for what the kernels do not do.
         """
         assert self._reader is not None, "the cache was used outside a step"
         layer = next((layer for layer in self.paged if layer.given and layer.given[0] is key), None)
@@ -190,7 +189,7 @@ class DecodeCache(Cache):
         return self._reader.attend(layer, query, key, value, _form(query, layer, asked)), None
 
 
-def _form(query: torch.Tensor, layer: DecodeLayer, asked: dict[str, Any]) -> Form:
+def _form(query: torch.Tensor, layer: DecodeLayer, asked: dict[str, Any]) -> AttentionSpec:
     """What a layer's attention does, from what it hands to its attention function."""
     rest = dict(asked)
     scale = rest.pop("scaling", None)
@@ -201,7 +200,11 @@ def _form(query: torch.Tensor, layer: DecodeLayer, asked: dict[str, Any]) -> For
         if name not in HARMLESS and value is not None and value is not False
     ]
     if unknown or asked.get("dropout"):
-        raise NotOrdinaryError(f"its attention takes {', '.join(unknown or ['dropout'])}")
+        raise UnsupportedAttentionError(f"its attention takes {', '.join(unknown or ['dropout'])}")
     if window != layer.window:
-        raise NotOrdinaryError(f"its attention sees {window} tokens, its cache {layer.window}")
-    return Form(query.shape[-1] ** -0.5 if scale is None else scale, window, softcap or None, sinks)
+        raise UnsupportedAttentionError(
+            f"its attention sees {window} tokens, its cache {layer.window}"
+        )
+    return AttentionSpec(
+        query.shape[-1] ** -0.5 if scale is None else scale, window, softcap or None, sinks
+    )

@@ -1,1 +1,1 @@
-"""C++ for what torch has no operator for on a CPU; compiled for this machine when first needed."""
+"""C++ kernels and the loader that compiles them once per machine."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from cb_rollout import _compat_cpp
+from cb_rollout.compat import inductor
 
 # The values of REAL.
 TYPES = {torch.float32: "float", torch.float64: "double"}
@@ -25,4 +25,4 @@ def library(name: str, **constants: object) -> ctypes.CDLL:
     lines = [f"#define {constant} {value}" for constant, value in constants.items()]
     folder = Path(__file__).parent
     texts = [(folder / file).read_text() for file in ("vectors.h", f"{name}.cpp")]
-    return _compat_cpp.compiled_library("\n".join([*lines, *texts]))
+    return inductor.compiled_library("\n".join([*lines, *texts]))

@@ -1,0 +1,125 @@
+"""Reaches past FSDP's public API, with the version they were read in and why they are needed.
+
+Keeps no state, as `_compat` does, of which this is the part that knows FSDP's insides.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed import Store, distributed_c10d
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+
+from cb_rollout.compat.zero3 import is_zero3, zero3_slice
+from cb_rollout.errors import ConfigurationError
+
+
+def _fsdp_groups(model: torch.nn.Module) -> Iterator[Any]:
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            state: Any = module._get_fsdp_state()
+            # torch 2.13 has a list of groups, torch 2.11 one group or None.
+            one = getattr(state, "_fsdp_param_group", None)
+            yield from getattr(state, "_fsdp_param_groups", [one] if one else [])
+
+
+def fsdp_shards(model: torch.nn.Module) -> dict[int, torch.Tensor]:
+    """The shard behind each parameter that FSDP2 shows whole now, by the parameter's id.
+
+    A forward leaves some parameters whole until the next backward, cast to what it computed in
+    (torch 2.13).
+    """
+    return {
+        id(parameter._unsharded_param): parameter.sharded_param
+        for group in _fsdp_groups(model)
+        for parameter in group.fsdp_params
+        if hasattr(parameter, "_unsharded_param")
+    }
+
+
+@dataclass(frozen=True)
+class Fsdp1Placement:
+    """Where a parameter lies under FSDP1."""
+
+    unit: FullyShardedDataParallel
+    unit_bytes: int
+    shape: torch.Size
+
+
+def fsdp1_units(model: torch.nn.Module) -> list[FullyShardedDataParallel]:
+    """The units of FSDP1, the root first."""
+    return [m for m in model.modules() if isinstance(m, FullyShardedDataParallel)]
+
+
+def fsdp1_parameters(
+    model: torch.nn.Module,
+) -> tuple[dict[int, Fsdp1Placement], dict[int, torch.Tensor]]:
+    """Where the parameters of an FSDP1 model lie (torch 2.13).
+
+    Returns:
+        By a parameter's id, its place; by the id of what a module shows now, the parameter.
+
+    Raises:
+        ConfigurationError: the parameters have no identity of their own.
+    """
+    held: dict[int, Fsdp1Placement] = {}
+    behind: dict[int, torch.Tensor] = {}
+    units = fsdp1_units(model)
+    if units[0]._is_root is None:
+        # The first unit whose parameters are gathered takes itself for the root.
+        with FullyShardedDataParallel.summon_full_params(units[0], recurse=False, writeback=False):
+            pass
+    for unit in units:
+        flat: Any = unit._handle.flat_param if unit._handle else None
+        if flat is None:
+            continue
+        if not unit._use_orig_params:
+            raise ConfigurationError(
+                "FSDP1 with use_orig_params=False keeps no parameter of the model; set "
+                "use_orig_params=True, or shard with FSDP2 (fsdp_version: 2 in accelerate)."
+            )
+        unit_bytes = sum(shape.numel() for shape in flat._shapes) * flat.element_size()
+        for parameter, info, shape in zip(
+            flat._params, flat._param_infos, flat._shapes, strict=True
+        ):
+            held[id(parameter)] = Fsdp1Placement(unit, unit_bytes, shape)
+            behind[id(getattr(info.module, info.param_name))] = parameter
+    return held, behind
+
+
+def fsdp_param_dtype(model: torch.nn.Module) -> torch.dtype | None:
+    """What FSDP's mixed precision casts every parameter to for a forward; None: nothing."""
+    for unit in fsdp1_units(model):
+        return unit.mixed_precision.param_dtype
+    groups = list(_fsdp_groups(model))
+    return groups[0].mp_policy.param_dtype if groups else None
+
+
+def default_store() -> Store:
+    """The store that the default process group met through (torch 2.13)."""
+    return distributed_c10d._get_default_store()
+
+
+def is_dtensor(tensor: torch.Tensor) -> bool:
+    """Whether FSDP2 or tensor parallelism laid it over processes (torch 2.13)."""
+    return isinstance(tensor, DTensor)
+
+
+def is_sharded(model: torch.nn.Module) -> bool:
+    """Whether processes hold different parts of any parameter.
+
+    FSDP's modules may show whole parameters after a forward, so they are asked for by their class.
+    """
+    sharding = FSDPModule | FullyShardedDataParallel
+    if any(isinstance(module, sharding) for module in model.modules()):
+        return True
+    return any(is_dtensor(p) or is_zero3(p) for p in model.parameters())
+
+
+def local_part(parameter: torch.Tensor) -> torch.Tensor:
+    """What this process holds of a parameter."""
+    if isinstance(parameter, DTensor):
+        return parameter.to_local()
+    return zero3_slice(parameter) if is_zero3(parameter) else parameter

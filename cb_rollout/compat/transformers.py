@@ -1,0 +1,243 @@
+"""Reach past the public API of transformers (5.17 to 5.23), accelerate 1.15 and PEFT 0.21.
+
+Keeps no state. A change upstream breaks this file, and no other.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from transformers import AttentionInterface, PreTrainedModel, cache_utils
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from cb_rollout.compat.fsdp import is_sharded
+from cb_rollout.errors import ConfigurationError
+
+CACHE_ARGUMENTS = ("past_key_values", "cache_params", "state")
+# The names under which transformers 5.23's models take their past; Mamba's says `cache_params`,
+# RWKV's `state`, which is no Cache.
+
+
+DummyLayer: Any = getattr(cache_utils, "DummyLayer", cache_utils.DynamicLayer)
+# A cache layer that keeps nothing; transformers 5.17 has none, and is content with an empty one.
+
+
+def unwrap(model: torch.nn.Module) -> PreTrainedModel:
+    """The transformers model inside DDP, `torch.compile` and PEFT wrappers.
+
+    A PEFT adapter stays active: its layers sit inside the model it wraps.
+
+    Raises:
+        ConfigurationError: there is none, or its adapter needs the wrapper's own forward.
+    """
+    *_, innermost = _wrappers(model)
+    assert isinstance(innermost, PreTrainedModel)
+    return innermost
+
+
+def collective_forward(model: torch.nn.Module) -> torch.nn.Module:
+    """What to call for the model's own forward: under FSDP its root, else the innermost model.
+
+    FSDP's root gathers what its units do not, and accelerate 1.15 makes a PEFT wrapper the root.
+    DDP's forward is not needed, and would talk to other processes.
+    """
+    wrappers = list(_wrappers(model))
+    roots = (w for w in wrappers if isinstance(w, FSDPModule | FullyShardedDataParallel))
+    return next(roots, wrappers[-1])
+
+
+def _wrappers(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """The model and what is inside it, down to the transformers model."""
+    module: Any = model
+    yield module
+    while not isinstance(module, PreTrainedModel):
+        if hasattr(module, "_orig_mod"):  # torch 2.13, `OptimizedModule`
+            module = module._orig_mod
+        elif hasattr(module, "peft_config"):  # peft 0.21, `PeftModel`
+            if any(config.is_prompt_learning for config in module.peft_config.values()):
+                raise ConfigurationError(
+                    "prompt-learning adapters are not supported; use LoRA or another adapter that "
+                    "lives inside the model's layers."
+                )
+            module = module.get_base_model()
+        elif isinstance(getattr(module, "module", None), torch.nn.Module):
+            module = module.module
+        else:
+            raise ConfigurationError(
+                f"model is a {type(model).__name__}; pass a transformers causal language model, "
+                "plain or wrapped by PEFT, DDP, torch.compile or accelerate."
+            )
+        yield module
+
+
+def refuse_what_cannot_generate(model: PreTrainedModel) -> None:
+    """Raise `ConfigurationError` for a model that is not a causal language model."""
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise ConfigurationError(
+            f"{type(model).__name__} is an encoder-decoder; cb_rollout runs decoder-only models."
+        )
+    if model.get_output_embeddings() is None:
+        raise ConfigurationError(
+            f"{type(model).__name__} has no language-model head; load the checkpoint with "
+            "AutoModelForCausalLM."
+        )
+
+
+def refuse_sharded(model: PreTrainedModel) -> None:
+    """Raise `ConfigurationError` where no process, or no device, holds the whole model."""
+    if is_sharded(model):
+        raise ConfigurationError(
+            "the model's parameters are sharded over processes, so its forward needs all of them "
+            "at every step; roll out with a RolloutGenerator and weight_sync='copy' (or 'auto')."
+        )
+    devices = {p.device for p in model.parameters()}
+    if any(device.type == "meta" for device in devices):
+        raise ConfigurationError(
+            "the model's weights are on the meta device, so not loaded, or offloaded by a "
+            "device_map; load it whole on one (device_map={'': 0})."
+        )
+    if len(devices) > 1:
+        raise ConfigurationError(
+            f"the model lies on {len(devices)} devices, which is not supported; load it on one "
+            "(device_map={'': 0})."
+        )
+
+
+def refuse_tensor_parallel(model: PreTrainedModel) -> None:
+    """Raise `ConfigurationError` where transformers 5.23 split layers by a `tp_plan`.
+
+    Processes of one group get the same data, and would sample it with seeds of their own.
+    """
+    if (num_processes := getattr(model, "tp_size", None) or 1) > 1:
+        raise ConfigurationError(
+            f"the model is split over {num_processes} tensor-parallel processes, which cannot roll "
+            "out as one; load it without tp_plan and shard it with FSDP2 (recipes/accelerate/"
+            "fsdp2.yaml), or generate on a server that splits inference."
+        )
+
+
+def is_quantized(model: PreTrainedModel) -> bool:
+    """Whether weights are packed; transformers 5.23 marks the model, bitsandbytes the dtype."""
+    is_marked = getattr(model, "is_quantized", False) or getattr(model, "hf_quantizer", None)
+    return bool(is_marked) or any(not p.is_floating_point() for p in model.parameters())
+
+
+def keep_differentiable(model: PreTrainedModel) -> None:
+    """Keep an evaluation from packing 4-bit weights in a way that training cannot use.
+
+    bitsandbytes 0.50 does so in place, on CPUs with AVX512-BF16, at the first forward in evaluation
+    mode; the forwards of the training that follows then have no gradient through these layers.
+    """
+    modules: Iterator[Any] = model.modules()
+    for module in modules:
+        if getattr(module, "support_avx512bf16_for_cpu", False):
+            module.support_avx512bf16_for_cpu = False
+
+
+def forward_argument_names(model: PreTrainedModel) -> frozenset[str]:
+    """The names that the model class's own forward takes.
+
+    Read from the class: accelerate 1.15 replaces `forward` on the instance.
+    """
+    return frozenset(inspect.signature(type(model).forward).parameters)
+
+
+def forward_passes_on(model: PreTrainedModel) -> bool:
+    """Whether the model class's own forward takes any name, and hands it to a model inside."""
+    parameters = inspect.signature(type(model).forward).parameters.values()
+    return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
+
+
+def forward_identity(model: PreTrainedModel) -> tuple[Any, ...]:
+    """Changes when what a forward computes in may have changed.
+
+    accelerate 1.15 wraps `forward` on the instance, under autocast, when it prepares a model; the
+    keys that then arrive in the cache have another dtype.
+    """
+    parameter = next(model.parameters())
+    return (model.__dict__.get("forward"), parameter.dtype, parameter.device)
+
+
+def model_eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
+    """What ends a sequence in `generate`: the generation config's ids, else the model's."""
+    for config in (model.generation_config, model.config.get_text_config(decoder=True)):
+        eos = getattr(config, "eos_token_id", None)
+        if eos is not None:
+            return tuple(eos) if isinstance(eos, list | tuple) else (eos,)
+    return ()
+
+
+def vocab_size(model: PreTrainedModel) -> int:
+    """Rows of the input embedding: the token ids that can be fed back."""
+    embedding: Any = model.get_input_embeddings()
+    return embedding.weight.shape[0]
+
+
+def special_token_ids(model: PreTrainedModel) -> frozenset[int]:
+    """The ids that a config names: padding, ends, and the places of images and sounds."""
+    named: dict[str, Any] = {}
+    for config in (model.config, model.config.get_text_config(decoder=True)):
+        named |= vars(config)
+    ids = [i for name, i in named.items() if name.endswith(("_token_id", "_token_index"))]
+    return frozenset(i for i in ids if isinstance(i, int))
+
+
+def max_positions(model: PreTrainedModel) -> int | None:
+    """The longest sequence the model was made for; None when its config names no limit."""
+    text_config = model.config.get_text_config(decoder=True)
+    for name in ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length"):
+        limit = getattr(text_config, name, None)
+        if isinstance(limit, int) and limit > 0:
+            return limit
+    return None
+
+
+PAGEABLE_KINDS = (
+    "full_attention",
+    "sliding_attention",
+    "chunked_attention",
+    "indexed_attention",
+    "minimax_m3_sparse",
+    "conv",
+    "linear_attention",
+    "hybrid",
+    "hybrid_sliding",
+)
+# transformers 5.23's names of cache layers that hold keys, values and an index per token, or
+# states per sequence. A model may register layers that hold more; those are not taken for these.
+
+
+def pageable_layers() -> tuple[type, ...]:
+    """The cache layers whose contents can be kept in pages and slots.
+
+    Asked anew each time: a model's own layer is registered when its module is imported.
+    """
+    kinds = cache_utils.DYNAMIC_LAYER_TYPE_MAPPING
+    return tuple({kinds[kind] for kind in PAGEABLE_KINDS if kind in kinds})
+
+
+def token_index(layer: Any) -> tuple[torch.Tensor | None, int]:
+    """What a sparse-attention cache layer holds beside keys and values.
+
+    Returns:
+        The index, `[1, heads, tokens, size]`, and how many position ids it keeps of each token.
+    """
+    # transformers 5.23: DeepSeek V3.2 and its kin say `indexer_keys`, MiniMax M3 `idx_keys`.
+    index = getattr(layer, "idx_keys", None)
+    if getattr(layer, "indexer_keys", None) is not None:
+        index = layer.indexer_keys[:, None]
+    positions = getattr(layer, "indexer_position_ids", None)
+    return index, 0 if positions is None else positions.shape[0]
+
+
+def swap_attention_lookup(lookup: Callable[..., Any]) -> Callable[..., Any]:
+    """Have models look their attention up by `lookup`; returns what they used (5.17 to 5.23)."""
+    found, AttentionInterface.get_interface = AttentionInterface.get_interface, lookup
+    return found
+
+
+def sdpa_attention() -> Callable[..., Any]:
+    """What transformers calls for `sdpa` attention."""
+    return ALL_ATTENTION_FUNCTIONS["sdpa"]

@@ -1,0 +1,171 @@
+"""How a transformers `GenerationConfig` is read as `SamplingParams`.
+
+Owns which of its fields are honoured, and refuses every other one that would change what is
+sampled. Loads no torch.
+
+A transformers `ContinuousBatchingConfig`, read as a `RolloutConfig`. Loads no transformers.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+from cb_rollout.config.rollout import RolloutConfig
+from cb_rollout.config.sampling import SamplingParams
+from cb_rollout.errors import ConfigurationError
+
+SAME_NAME = (
+    "temperature", "top_k", "top_p", "min_p", "do_sample", "repetition_penalty", "max_new_tokens",
+    "max_length", "min_new_tokens", "min_length", "eos_token_id", "forced_eos_token_id",
+    "begin_suppress_tokens",
+)  # fmt: skip
+OTHER_NAME = ("stop_strings", "bad_words_ids", "sequence_bias", "suppress_tokens")
+# What is honoured, under transformers' word or ours.
+
+INERT = {
+    "num_return_sequences", "pad_token_id", "bos_token_id", "use_cache", "cache_implementation",
+    "cache_config", "max_cache_len", "compile_config", "disable_compile", "low_memory",
+    "early_stopping", "length_penalty", "transformers_version", "output_attentions",
+    "output_hidden_states", "output_scores", "output_logits", "return_dict_in_generate",
+    "prefill_chunk_size", "continuous_batching_config", "decoder_start_token_id", "use_mtp",
+}  # fmt: skip
+# Read elsewhere, or without effect on which tokens continuous batching samples.
+
+NEUTRAL = {
+    "num_beams": 1, "num_beam_groups": 1, "encoder_repetition_penalty": 1.0,
+    "no_repeat_ngram_size": 0, "encoder_no_repeat_ngram_size": 0, "typical_p": 1.0,
+    "epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "diversity_penalty": 0.0, "guidance_scale": 1,
+    "renormalize_logits": False, "remove_invalid_values": False, "token_healing": False,
+    "is_assistant": False,
+}  # fmt: skip
+# The value at which each setting that is not honoured changes nothing.
+
+ASSISTED_DECODING = (
+    "num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold",
+    "assistant_early_exit", "assistant_lookbehind", "target_lookbehind",
+    "assistant_ensemble_weight", "max_matching_ngram_size",
+)  # fmt: skip
+# Tune a draft model that continuous batching does not have; they never change what is sampled.
+
+
+def from_generation_config(generation_config: Any) -> SamplingParams:
+    """The sampling that a transformers `GenerationConfig` asks for.
+
+    Fields that are None are at rest: `do_sample=None` is greedy and `top_k=None` is off.
+
+    Raises:
+        ConfigurationError: it is something else, or a field asks for something not honoured.
+        InvalidRequestError: a value is out of its range.
+    """
+    # By name, so that reading a config never loads torch.
+    if "GenerationConfig" not in {kind.__name__ for kind in type(generation_config).__mro__}:
+        is_params = isinstance(generation_config, SamplingParams)
+        advice = "pass it as sampling_params" if is_params else "pass a transformers one"
+        raise ConfigurationError(
+            f"generation_config is a {type(generation_config).__name__}, "
+            f"{generation_config!r:.60}; {advice}."
+        )
+    settings = {
+        name: value
+        for name, value in vars(generation_config).items()
+        if value is not None and not name.startswith("_")
+    }
+    known = {*SAME_NAME, *OTHER_NAME, *INERT, *ASSISTED_DECODING}
+    for name, value in settings.items():
+        if name not in known and NEUTRAL.get(name) != value:
+            raise ConfigurationError(
+                f"GenerationConfig.{name}={value!r} is not honoured by cb_rollout; set it to "
+                f"{NEUTRAL.get(name)!r} or use model.generate."
+            )
+    given = {name: settings[name] for name in SAME_NAME if name in settings}
+    given.setdefault("do_sample", False)
+    eos = given.get("eos_token_id")
+    return SamplingParams(
+        **given,
+        stop=settings.get("stop_strings", ()),
+        bad_words=_bad_words(settings.get("bad_words_ids", ()), eos),
+        logit_bias=_logit_bias(settings),
+    )
+
+
+def _bad_words(words: Any, eos: Any) -> Any:
+    """All but the end-of-sequence tokens, which transformers' processor passes over as words."""
+    eos_ids = eos if isinstance(eos, list | tuple) else (eos,)
+    return tuple(word for word in words if list(word) not in [[token] for token in eos_ids])
+
+
+def _logit_bias(settings: dict[str, Any]) -> dict[int, float] | None:
+    """`sequence_bias`, in either of its spellings, and `suppress_tokens`."""
+    given = settings.get("sequence_bias", {})
+    pairs = given.items() if isinstance(given, dict) else given
+    bias = {}
+    for sequence, value in pairs:
+        if len(sequence) != 1:
+            raise ConfigurationError(
+                f"GenerationConfig.sequence_bias names {list(sequence)}, and cb_rollout biases "
+                "single tokens only; use bad_words_ids to forbid a sequence, or model.generate."
+            )
+        bias[sequence[0]] = value
+    return bias | dict.fromkeys(settings.get("suppress_tokens", ()), -math.inf) or None
+
+
+_RENAMED = {"page_size": "block_size"}
+# transformers 5.17 renamed the field; its old name stays there as a deprecated alias.
+
+_NO_COUNTERPART: dict[str, tuple[Any, ...]] = {
+    "safety_margin": (None,),
+    "auto_switch_to_flash": (True, False),
+    "cpu_offload_space": (0, 0.0),
+    "cpu_offload_space_safety_threshold": (0.8,),
+    "per_request_processors": (True, False),
+    "drop_unsupported_processors": (True, False),
+    "disable_nccl_graph_mixing": (True, False),
+    "cpu_group_timeout": (300.0, None),
+    "default_compile_level": (0,),
+}
+# transformers' fields without a counterpart, and the values at which they ask for nothing here.
+
+
+def as_rollout_config(config: Any) -> RolloutConfig:
+    """`config` as a `RolloutConfig`: itself, a transformers `ContinuousBatchingConfig`, or None.
+
+    Raises:
+        ConfigurationError: `config` is something else, or asks for what cannot be honoured.
+    """
+    if config is None:
+        return RolloutConfig()
+    if isinstance(config, RolloutConfig):
+        return config
+    is_record = dataclasses.is_dataclass(config) and not isinstance(config, type)
+    if not (is_record and hasattr(config, "max_batch_tokens")):
+        raise ConfigurationError(
+            f"config is a {type(config).__name__}; pass a RolloutConfig or a transformers "
+            "ContinuousBatchingConfig."
+        )
+    values: dict[str, Any] = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if field.name in _NO_COUNTERPART:
+            if value not in _NO_COUNTERPART[field.name]:
+                raise ConfigurationError(
+                    f"ContinuousBatchingConfig.{field.name}={value!r} is not available; leave it "
+                    f"at {_NO_COUNTERPART[field.name][0]!r}."
+                )
+        elif value is not None:
+            values[_RENAMED.get(field.name, field.name)] = value
+    return RolloutConfig(**values)
+
+
+def as_trainers_config(config: Any, seed: int) -> RolloutConfig:
+    """As `as_rollout_config`, with log-probabilities, and a trainer's seed where none is set.
+
+    Raises:
+        ConfigurationError: also where a `RolloutConfig` leaves log-probabilities out.
+    """
+    if isinstance(config, RolloutConfig) and not config.return_logprobs:
+        raise ConfigurationError("return_logprobs=False: the trainer needs them; leave it True.")
+    resolved = as_rollout_config(config)
+    # transformers' own config leaves them out by default.
+    return dataclasses.replace(
+        resolved, return_logprobs=True, seed=seed if resolved.seed is None else resolved.seed
+    )

@@ -1,0 +1,1 @@
+"""Decode steps on a CPU: C++ attention over the pages, inside a traced forward."""

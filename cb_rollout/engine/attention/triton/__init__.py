@@ -1,0 +1,1 @@
+"""Attention over pages by Triton kernels, for CUDA devices."""

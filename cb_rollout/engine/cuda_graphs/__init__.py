@@ -1,0 +1,1 @@
+"""Capture decode steps as CUDA graphs and replay them."""

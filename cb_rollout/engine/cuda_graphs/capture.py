@@ -1,0 +1,36 @@
+"""What it is to capture a step as a CUDA graph, and what a captured forward relies on."""
+
+from collections.abc import Callable
+
+import torch
+
+Replay = Callable[[], torch.Tensor]
+# Runs a captured step again; returns what its first run returned, with new contents.
+
+
+class CudaCapture:
+    """Captures steps into CUDA graphs that share one memory pool."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Take a pool."""
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, step: Replay) -> Replay:
+        """Run a step aside, so that kernels are compiled and libraries set up; then capture it."""
+        stream = torch.cuda.Stream(self._device)
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                step()
+        torch.cuda.current_stream(self._device).wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        # Other threads may train, and allocate, meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            result = step()
+
+        def replay() -> torch.Tensor:
+            graph.replay()
+            return result
+
+        return replay

@@ -1,0 +1,1 @@
+"""Own the KV cache: blocks, prefixes, pages, recurrent states and their memory."""

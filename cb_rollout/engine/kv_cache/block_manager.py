@@ -1,0 +1,134 @@
+"""Which blocks sequences hold: makes room, finds shared prefixes, remembers filled blocks.
+
+Joins the block pool, which counts references, with the prefix index, which knows tokens.
+"""
+
+from collections.abc import Callable, Sequence
+
+from cb_rollout.engine.kv_cache.block_pool import BlockPool
+from cb_rollout.engine.kv_cache.prefix_cache import PrefixCache
+from cb_rollout.engine.request import Limits, Request
+
+
+class BlockManager:
+    """The blocks of one cache, under one policy version at a time."""
+
+    def __init__(self, limits: Limits, grow: Callable[[int], int], policy_version: int) -> None:
+        """Start with no block.
+
+        Args:
+            limits: what may be used.
+            grow: asked for this many more blocks, makes as many as it can and returns how many
+                there are in all.
+            policy_version: under which keys are computed.
+        """
+        self.limits = limits
+        self.policy_version = policy_version
+        self.prefixes = PrefixCache(limits.block_size)
+        self.pool = BlockPool(0, on_evict=self.prefixes.forget)
+        self._grow = grow
+
+    def num_needed(self, num_tokens: int) -> int:
+        """Blocks that hold this many tokens."""
+        return -(-num_tokens // self.limits.block_size)
+
+    def secure(self, count: int) -> bool:
+        """Whether `count` blocks are available, after growing if need be."""
+        missing = count - self.pool.num_available
+        if missing > 0:
+            num_blocks = self._grow(missing)
+            if num_blocks > self.pool.num_blocks:
+                self.pool.grow(num_blocks)
+        return count <= self.pool.num_available
+
+    def allocate_prompt(self, request: Request, num_spare: int) -> bool:
+        """Give a sequence blocks for all its tokens, known prefixes shared, if there are enough.
+
+        Args:
+            request: gets its blocks, and counts what is computed already.
+            num_spare: blocks that must stay available beside them.
+
+        Returns:
+            Whether it did; if not, nothing is held.
+        """
+        shared, node = [], 0
+        if self.limits.can_match_prefixes:
+            shared, node = self.prefixes.match(self.policy_version, request.token_ids)
+            self.pool.share(shared)
+        num_new = self.num_needed(request.num_tokens) - len(shared)
+        if not self.secure(num_new + num_spare):
+            self.pool.release(shared)
+            return False
+        request.block_ids = shared + self.pool.allocate(num_new)
+        request.prefix_node, request.num_remembered = node, len(shared)
+        request.num_computed = len(shared) * self.limits.block_size
+        return True
+
+    def allocate_fork(self, follower: Request, leader: Request, num_spare: int) -> bool:
+        """Share the whole blocks of the leader's prompt with a sequence, and give it its own rest.
+
+        Returns:
+            Whether there were enough, `num_spare` beside; if not, nothing is held.
+        """
+        is_sharing = self.limits.can_share_blocks
+        num_shared = len(leader.prompt_ids) // self.limits.block_size if is_sharing else 0
+        num_own = len(leader.block_ids) - num_shared
+        if not self.secure(num_own + num_spare):
+            return False
+        shared = leader.block_ids[:num_shared]
+        self.pool.share(shared)
+        follower.block_ids = shared + self.pool.allocate(num_own)
+        return True
+
+    def extend(self, request: Request, num_tokens: int) -> list[tuple[int, int, int]] | None:
+        """Give a seated sequence blocks for so many tokens.
+
+        Returns:
+            The new ones, each as slot, index within the sequence, and block; None: there are not
+            enough, and nothing was given.
+        """
+        num_held = len(request.block_ids)
+        num_missing = self.num_needed(num_tokens) - num_held
+        if num_missing > 0:
+            if not self.secure(num_missing):
+                return None
+            request.block_ids += self.pool.allocate(num_missing)
+        new = enumerate(request.block_ids[num_held:], num_held)
+        return [(request.slot, index, block) for index, block in new]
+
+    def extend_ahead(self, requests: Sequence[Request]) -> list[tuple[int, int, int]] | None:
+        """Give seated sequences a place for one token more than they have.
+
+        Returns:
+            The new blocks, as `extend`; None: there are not enough for all, and nothing was given.
+        """
+        short = [r for r in requests if self.num_needed(r.num_tokens + 1) > len(r.block_ids)]
+        if not self.secure(len(short)):
+            return None
+        extended: list[tuple[int, int, int]] = []
+        for request in short:
+            blocks = self.extend(request, request.num_tokens + 1)
+            assert blocks, "a block was secured, and is not there"
+            extended += blocks
+        return extended
+
+    def remember(self, request: Request) -> None:
+        """Offer newly filled blocks to later sequences."""
+        if not self.limits.can_match_prefixes or request.has_old_keys:
+            return
+        size = self.limits.block_size
+        while (request.num_remembered + 1) * size <= request.num_computed:
+            first = request.num_remembered
+            block = request.block_ids[first]
+            tokens = request.token_ids[first * size : (first + 1) * size]
+            request.prefix_node, is_holder = self.prefixes.insert(
+                self.policy_version, request.prefix_node, tokens, block
+            )
+            if is_holder:
+                self.pool.remember(block)
+            request.num_remembered += 1
+
+    def begin_policy_version(self, policy_version: int) -> None:
+        """Nothing computed so far is matched again."""
+        self.policy_version = policy_version
+        self.pool.forget(self.prefixes.clear())

@@ -1,0 +1,128 @@
+"""Recurrent and convolution states: of fixed size, one slot a sequence.
+
+They are gathered for a forward and put back after it. Neither shared nor paged: a fork copies them.
+
+B: rows.
+
+States in an object of a model's own making, where it takes no transformers `Cache`.
+
+Such an object is a list, tuple, dict or plain instance that nests tensors, those with one row a
+sequence in front. They are kept in slots like other recurrent states.
+"""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+from transformers.cache_utils import LinearAttentionLayer
+
+from cb_rollout.engine.kv_cache.layout import CacheLayout, LayerStates, StateShape
+from cb_rollout.errors import ConfigurationError
+
+
+class StateLayer(LinearAttentionLayer):
+    """Convolution and recurrent states of one layer, one slot a sequence."""
+
+    def __init__(self, states: LayerStates, num_slots: int, device: torch.device) -> None:
+        """Allocate `num_slots` slots."""
+        LinearAttentionLayer.__init__(self, number_of_states=len(states.conv))
+        self.slots = {
+            "conv_states": [_slots(shape, num_slots, device) for shape in states.conv],
+            "recurrent_states": [_slots(shape, num_slots, device) for shape in states.recurrent],
+        }
+
+    def load(self, slots_B: torch.Tensor | None) -> None:
+        """Hold the rows' states for the coming forward; None: the rows start anew."""
+        LinearAttentionLayer.__init__(self, number_of_states=self.number_of_states)
+        if slots_B is None:
+            return
+        for name, all_slots in self.slots.items():
+            for index, states in enumerate(all_slots):
+                if states is not None:
+                    getattr(self, name)[index] = states.index_select(0, slots_B)
+                    getattr(self, f"is_{name}_initialized")[index] = True
+                    if name == "conv_states":
+                        self.conv_kernel_size[index] = states.shape[-1]
+                self.has_previous_state[index] = True
+
+    def save(self, slots_B: torch.Tensor) -> None:
+        """Put the rows' states back after the forward."""
+        for name, all_slots in self.slots.items():
+            for index, states in enumerate(all_slots):
+                if states is not None:
+                    states.index_copy_(0, slots_B, getattr(self, name)[index])
+
+
+def _slots(shape: StateShape | None, num_slots: int, device: torch.device) -> torch.Tensor | None:
+    if shape is None:
+        return None
+    return torch.zeros(num_slots, *shape.shape, dtype=shape.dtype, device=device)
+
+
+PROBE_ROWS = 2
+# Tells a tensor with a row for each sequence from one that all share.
+
+
+class OpaqueStateAdapter:
+    """Takes the states out of a model's own object, and puts them in again."""
+
+    def __init__(self, short: object, long: object) -> None:
+        """Learn from what the model made for `PROBE_ROWS` rows, of few and of more tokens.
+
+        Raises:
+            ConfigurationError: what it keeps grows with the tokens, or it keeps nothing.
+        """
+        self._template = long
+        states, later = _states(short), _states(long)
+        if not states or [s.shape for s in states] != [s.shape for s in later]:
+            raise ConfigurationError(
+                f"the model keeps its past in {type(long).__name__}, which is neither a "
+                "transformers Cache nor of a fixed size; roll it out with model.generate."
+            )
+        shapes = tuple(StateShape(tuple(s.shape[1:]), s.dtype) for s in later)
+        self.layout = CacheLayout((LayerStates(conv=(None,) * len(shapes), recurrent=shapes),))
+
+    def given(self, layer: StateLayer) -> object:
+        """The rows' states as the model takes them; None where they start anew."""
+        if not layer.has_previous_state[0]:
+            return None
+        states = iter([s for s in layer.recurrent_states.values() if s is not None])
+        return _mapped(self._template, lambda s: next(states) if _is_state(s) else s.clone())
+
+    def take(self, layer: StateLayer, made: object, num_rows: int) -> None:
+        """Keep what a forward of `num_rows` rows left."""
+        for index, states in enumerate(_states(made, num_rows)):
+            layer.recurrent_states[index] = states
+
+
+def _is_state(tensor: torch.Tensor, num_rows: int = PROBE_ROWS) -> bool:
+    return tensor.dim() > 1 and tensor.shape[0] == num_rows
+
+
+def _states(nest: object, num_rows: int = PROBE_ROWS) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        if _is_state(tensor, num_rows):
+            found.append(tensor)
+        return tensor
+
+    _mapped(nest, note)
+    return found
+
+
+def _mapped(nest: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """The nest with the function applied to every tensor."""
+    if isinstance(nest, torch.Tensor):
+        return function(nest)
+    if isinstance(nest, list | tuple):
+        return type(nest)([_mapped(item, function) for item in nest])
+    if isinstance(nest, dict):
+        return {key: _mapped(item, function) for key, item in nest.items()}
+    if isinstance(nest, PreTrainedConfig) or not hasattr(nest, "__dict__"):
+        return nest
+    made = copy.copy(nest)
+    vars(made).update({name: _mapped(value, function) for name, value in vars(nest).items()})
+    return made

@@ -1,0 +1,259 @@
+"""GPU memory given back and taken again at the same addresses, so that CUDA graphs stay valid.
+
+The only file that imports torch_memory_saver, which is no dependency. It ends the process where it
+is asked wrongly: to resume what there is no memory for, or to free what is paused. So callers look
+at what is free first, and whatever is paused is kept from being freed.
+
+The cache's tensors: allocated when needed, within the plan, and given back.
+
+Owns when memory is taken. What lies where is the cache's affair.
+"""
+
+import importlib
+import importlib.util
+import itertools
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from cb_rollout.engine.kv_cache.block_table import BlockTable
+from cb_rollout.engine.kv_cache.layout import CacheLayout
+from cb_rollout.engine.kv_cache.paged import PagedCache
+from cb_rollout.engine.memory import device as devices
+from cb_rollout.engine.memory.device import is_out_of_memory
+from cb_rollout.engine.memory.plan import GIB, MemoryPlan
+from cb_rollout.engine.request import Limits
+from cb_rollout.errors import OutOfCacheMemoryError
+
+logger = logging.getLogger(__name__)
+
+_numbers = itertools.count()
+# A tag for each pool: memory of a paused one must not serve another.
+
+_PAUSED: dict[str, object] = {}
+# What is paused, by tag, for as long as it is.
+
+
+class MemorySaver:
+    """Pauses pools of one process."""
+
+    def __init__(self, library: Any) -> None:
+        """Use torch_memory_saver's interface."""
+        self._library = library
+
+    @contextmanager
+    def allocating(self) -> Iterator[str]:
+        """What is allocated inside can be paused, under the tag that this gives."""
+        tag = f"cb_rollout_{os.getpid()}_{next(_numbers)}"
+        with self._library.region(tag=tag):
+            yield tag
+
+    def pause(self, tag: str, pool: object) -> None:
+        """Give the memory of `pool` back; its contents are lost, its addresses kept."""
+        _PAUSED[tag] = pool
+        self._library.pause(tag)
+
+    def resume(self, tag: str) -> Any:
+        """Take the memory again, of which there must be enough; returns the pool."""
+        self._library.resume(tag)
+        return _PAUSED.pop(tag)
+
+
+def create_saver(device: torch.device) -> MemorySaver | None:
+    """What keeps addresses on `device`; None where nothing does."""
+    if device.type != "cuda" or importlib.util.find_spec("torch_memory_saver") is None:
+        return None
+    library: Any = importlib.import_module("torch_memory_saver").torch_memory_saver
+    try:
+        if "torch_memory_saver" not in os.environ.get("LD_PRELOAD", ""):
+            # Its other way needs a library loaded before Python is.
+            library.hook_mode = "torch"
+        with library.region(tag="cb_rollout_trial"):
+            torch.zeros(1, device=device)
+    except (AssertionError, AttributeError, ImportError, OSError, RuntimeError) as error:
+        logger.warning(
+            "torch_memory_saver cannot be used (%s); the cache will be made anew.", error
+        )
+        return None
+    return MemorySaver(library)
+
+
+logger = logging.getLogger(__name__)
+
+
+class CacheStorage:
+    """A paged cache and its block table, for as long as they are needed."""
+
+    def __init__(
+        self,
+        layout: CacheLayout,
+        limits: Limits,
+        plan: MemoryPlan,
+        device: torch.device,
+        saver: MemorySaver | None = None,
+    ) -> None:
+        """Hold nothing yet; `saver` keeps addresses while memory is given back."""
+        self._layout, self._limits, self._plan, self._device = layout, limits, plan, device
+        self._saver = saver
+        self._num_blocks = 0
+        self._held: tuple[PagedCache, BlockTable] | None = None
+        self._tag: str | None = None
+        self._paused: tuple[int, int] | None = None
+
+    @property
+    def is_allocated(self) -> bool:
+        """Whether memory is held."""
+        return self._held is not None
+
+    @property
+    def cache(self) -> PagedCache:
+        """The cache, which must be allocated."""
+        assert self._held is not None
+        return self._held[0]
+
+    @property
+    def table(self) -> BlockTable:
+        """The block table, which must be allocated."""
+        assert self._held is not None
+        return self._held[1]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes held for keys, values and states."""
+        return self.cache.num_bytes if self._held else 0
+
+    def release(self, limits: Limits, plan: MemoryPlan) -> None:
+        """Give the memory back, and follow another plan from now on."""
+        if self._held is not None:
+            if self._saver is not None and self._tag is not None:
+                self._saver.pause(self._tag, self.cache)
+                self._paused = (self._num_blocks, self._limits.max_requests)
+            self._held, self._num_blocks = None, 0
+            devices.empty_cache(self._device)
+        self._limits, self._plan = limits, plan
+
+    def allocate(self, num_blocks: int, at_least: int = 1) -> int:
+        """Take memory for `num_blocks` blocks, or as many as there are; returns how many.
+
+        Args:
+            num_blocks: what the workload can use; the plan may allow less, or fix another number.
+            at_least: where there is less memory than that, fewer are taken, down to this.
+
+        Raises:
+            OutOfCacheMemoryError: there is not even that much.
+        """
+        wanted = self._plan.num_blocks
+        if not self._plan.is_fixed:
+            wanted = min(num_blocks, wanted)
+        at_least = min(at_least, wanted)
+        num_blocks = min(wanted, self._num_affordable(self._plan.state_bytes))
+        while True:
+            if num_blocks < at_least:
+                raise self._out_of_memory(at_least)
+            try:
+                cache = self._woken(num_blocks) or self._made(num_blocks)
+                break
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                devices.empty_cache(self._device)
+                if num_blocks == at_least:
+                    raise self._out_of_memory(at_least) from error
+                num_blocks = max(at_least, num_blocks // 2)
+        if num_blocks < wanted:
+            logger.warning(
+                "no memory for %d KV cache blocks (%s): %d are taken (%s); %s. Fewer sequences run "
+                "together. Lower %s.",
+                wanted,
+                self._size(wanted),
+                num_blocks,
+                self._size(num_blocks),
+                self._free_now(),
+                "num_blocks"
+                if self._plan.is_fixed
+                else "max_memory_percent, or set training_reserve_gib",
+            )
+        table = BlockTable(self._limits.max_requests, self._limits.block_size, self._device)
+        self._num_blocks, self._held = num_blocks, (cache, table)
+        return num_blocks
+
+    def _num_affordable(self, other_bytes: int = 0) -> int:
+        """Blocks that fit what is free now, beside something else.
+
+        A CPU grants more than it has, and ends the process that uses it.
+        """
+        free = devices.memory(self._device).free_bytes - other_bytes
+        return max(0, free) // max(1, self._plan.bytes_per_block)
+
+    def _woken(self, num_blocks: int) -> PagedCache | None:
+        """The paused pool of this size, at its old addresses; None where there is none."""
+        size = (num_blocks, self._limits.max_requests)
+        if self._saver is None or self._tag is None or self._paused != size:
+            return None
+        self._paused = None
+        cache: PagedCache = self._saver.resume(self._tag)
+        for tensor in cache.tensors:  # what was in them is lost
+            tensor.zero_()
+        return cache
+
+    def _made(self, num_blocks: int) -> PagedCache:
+        self._tag = self._paused = None
+        if self._saver is None:
+            return self._new(num_blocks)
+        with self._saver.allocating() as tag:
+            cache = self._new(num_blocks)
+        self._tag = tag
+        return cache
+
+    def _new(self, num_blocks: int) -> PagedCache:
+        return PagedCache(
+            self._layout,
+            num_blocks=num_blocks,
+            block_size=self._limits.block_size,
+            num_slots=self._limits.max_requests,
+            device=self._device,
+        )
+
+    def grow(self, count: int, usable: int) -> int:
+        """Make room for `count` more blocks, or as many as there are; returns the total.
+
+        Twice as many are taken, so that growing stays rare, but never more than `usable`.
+        """
+        now = self._num_blocks
+        target = min(self._plan.num_blocks, max(2 * now, now + count), max(usable, now + count))
+        if target > now:
+            target = min(target, now + self._num_affordable())
+        while self._held is not None and target > now:
+            try:
+                self.cache.grow(target)
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                devices.empty_cache(self._device)
+                target = (now + target) // 2
+            else:
+                self._num_blocks = target
+                self._tag = None  # the new pages lie elsewhere
+                break
+        return self._num_blocks
+
+    def _out_of_memory(self, num_blocks: int) -> OutOfCacheMemoryError:
+        knobs = "max_new_tokens" if num_blocks > 1 else "block_size"
+        if self._plan.state_bytes:
+            knobs += " or max_requests_per_batch"
+        return OutOfCacheMemoryError(
+            f"no memory for {num_blocks} KV cache blocks ({self._size(num_blocks)}), which the "
+            f"shortest request needs: {self._free_now()}. Free some, or lower {knobs}. The plan "
+            f"was:\n{self._plan}"
+        )
+
+    def _size(self, num_blocks: int) -> str:
+        return f"{num_blocks * self._plan.bytes_per_block / GIB:.3f} GiB"
+
+    def _free_now(self) -> str:
+        free = devices.memory(self._device).free_bytes
+        return f"{free / GIB:.3f} GiB are free on {self._device}"

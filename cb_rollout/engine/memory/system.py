@@ -1,0 +1,118 @@
+"""What the host lets this process take of its memory: the system, the container, its own limits.
+
+Reads the kernel's files of control groups, of either version. No limit is infinity.
+"""
+
+import math
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+
+if sys.platform != "win32":
+    import resource
+
+ROOT = Path("/sys/fs/cgroup")
+MEMBERSHIP = Path("/proc/self/cgroup")
+
+UNLIMITED_BYTES = 1 << 60
+# Version 1 writes "no limit" as a huge number, rounded to pages.
+
+
+class SystemMemory(NamedTuple):
+    """A limit and what is used of it, in bytes."""
+
+    limit_bytes: float
+    used_bytes: int
+
+    @property
+    def left_bytes(self) -> float:
+        """What may still be taken."""
+        return max(0.0, self.limit_bytes - self.used_bytes)
+
+
+def system_memory(num_sharers: int = 1) -> SystemMemory:
+    """The tightest of all limits.
+
+    Args:
+        num_sharers: processes that take from the same memory; each may take its share of what is
+            left.
+    """
+    system = psutil.virtual_memory()
+    shared = [SystemMemory(system.total, system.total - system.available), container_memory()]
+    return min(
+        *(_share(memory, num_sharers) for memory in shared),
+        *process_limits(),
+        key=lambda memory: memory.left_bytes,
+    )
+
+
+def _share(memory: SystemMemory, num_sharers: int) -> SystemMemory:
+    if memory.limit_bytes == math.inf:
+        return memory
+    left = int(memory.left_bytes) // num_sharers
+    return memory._replace(used_bytes=int(memory.limit_bytes) - left)
+
+
+def process_limits() -> Iterator[SystemMemory]:
+    """What `ulimit -v` and `ulimit -d` leave this process."""
+    if sys.platform != "linux":
+        return
+    used = psutil.Process().memory_info()
+    for kind, used_bytes in ((resource.RLIMIT_AS, used.vms), (resource.RLIMIT_DATA, used.data)):
+        limit_bytes, _ = resource.getrlimit(kind)
+        if limit_bytes != resource.RLIM_INFINITY:
+            yield SystemMemory(limit_bytes, used_bytes)
+
+
+def container_memory(root: Path = ROOT, membership: Path = MEMBERSHIP) -> SystemMemory:
+    """The tightest limit on this process: of its control group, or of one around it.
+
+    Args:
+        root: where control groups are mounted.
+        membership: the file that says which group this process is in.
+    """
+    try:
+        lines = [line.split(":", 2) for line in membership.read_text().splitlines()]
+    except OSError:
+        return SystemMemory(math.inf, 0)
+    tightest = SystemMemory(math.inf, 0)
+    for _, controllers, group in lines:
+        if controllers == "":
+            found = _walk(root, group, "memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            found = _walk(root / "memory", group, *names)
+        else:
+            continue
+        tightest = min(tightest, found, key=lambda memory: memory.left_bytes)
+    return tightest
+
+
+def _walk(mount: Path, group: str, limit: str, used: str, reclaimable: str) -> SystemMemory:
+    """From the process's group up to the mount; inside a container the group is often the mount."""
+    inner = mount / group.lstrip("/")
+    groups = [g for g in (inner, *inner.parents) if g.is_relative_to(mount)]
+    found = [_read(g / limit, g / used, g / "memory.stat", reclaimable) for g in groups]
+    return min(found, key=lambda memory: memory.left_bytes)
+
+
+def _read(limit: Path, used: Path, statistics: Path, reclaimable: str) -> SystemMemory:
+    try:
+        limit_bytes, used_bytes = int(limit.read_text()), int(used.read_text())
+    except (OSError, ValueError):  # not there, or "max"
+        return SystemMemory(math.inf, 0)
+    if limit_bytes >= UNLIMITED_BYTES:
+        return SystemMemory(math.inf, 0)
+    return SystemMemory(limit_bytes, max(0, used_bytes - _statistic(statistics, reclaimable)))
+
+
+def _statistic(file: Path, name: str) -> int:
+    """One figure of a group; of its file cache above all, which the kernel gives up when asked."""
+    try:
+        lines = [line.split() for line in file.read_text().splitlines()]
+        return next((int(value) for key, value in lines if key == name), 0)
+    except (OSError, ValueError):
+        return 0

@@ -1,0 +1,1 @@
+"""Run a model's own forward: probe its cache, check it on pages, lay out rows, call it."""

@@ -1,0 +1,227 @@
+"""A model is tried on pages before anyone relies on it: its own plain forward says what is right.
+
+Chooses how rows are laid out for it, or refuses it. Runs once, where an engine is made, in the
+caller's thread. Reads no architecture: a model that looks ahead, counts positions in its own way or
+keeps its past elsewhere is known by its log-probabilities.
+"""
+
+import itertools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from cb_rollout.compat import transformers as hf_compat
+from cb_rollout.engine.attention.backend import (
+    AttentionBackend,
+    BackendSelection,
+    DecodePath,
+    select_backend,
+)
+from cb_rollout.engine.attention.cpu.backend import CpuBackend
+from cb_rollout.engine.kv_cache.block_table import BlockTable
+from cb_rollout.engine.kv_cache.layout import CacheLayout
+from cb_rollout.engine.kv_cache.paged import PagedCache
+from cb_rollout.engine.memory import device as devices
+from cb_rollout.engine.model.eval_mode import eval_mode
+from cb_rollout.engine.model.runner import BatchLayout, ModelRunner
+from cb_rollout.errors import ConfigurationError, said
+
+PROMPT_LENGTHS = (7, 4, 4)
+# Two lengths, so that rows are padded, and two rows of one, which run together unpadded.
+
+BLOCK_SIZE = 4
+# Small, so that every row lies in several blocks.
+
+LARGEST_DIFFERENCE = 0.01
+# Nats, in float32. Sound models stay a hundred times below; a wrong position or mask shows tenths.
+
+LARGEST_SHARE = 0.25
+# Of the spread of the log-probabilities, in half precision. Rounding, and the experts that it makes
+# a router choose otherwise, stay at hundredths; a model that looks ahead shows tenths.
+
+LARGEST_SHARE_OF_KERNELS = 0.1
+# Of the same spread, between two ways to attend over the same pages.
+
+
+def check_model(
+    runner: ModelRunner, kept_form: Callable[[CacheLayout], CacheLayout] = lambda layout: layout
+) -> CacheLayout:
+    """Learn what the model's layers keep, and set how the runner lays out its rows.
+
+    Args:
+        runner: of the model.
+        kept_form: in what form pages will keep what a layout says.
+
+    Returns:
+        The kept form of the layout under which the model agrees with its plain forward.
+
+    Raises:
+        ConfigurationError: it cannot be made to agree.
+    """
+    name = type(runner.model).__name__
+    rows = _rows(runner)
+    runner.decoding = None
+    with eval_mode(runner.model):
+        plain, failure = _attempt(lambda: _plain(runner, rows))
+        if plain is None:
+            raise ConfigurationError(
+                f"{name} does not run on token ids alone ({said(failure)}); load a decoder-only "
+                "language model, or use model.generate."
+            ) from failure
+        layout, failure = _attempt(runner.probe)
+        if layout is None:
+            layout, _ = _attempt(runner.probe_carried)
+        if layout is None:
+            raise ConfigurationError(
+                f"{name} does not take transformers' own cache ({said(failure)}); roll it out "
+                "with model.generate."
+            ) from failure
+        if plain.isnan().any():
+            # Diverged weights show nothing about pages; the sampler refuses their tokens.
+            return kept_form(layout)
+        found = ""
+        for runner.batch_layout in BatchLayout:
+            paged, failure = _attempt(lambda: _paged(runner, layout, rows))
+            if paged is None:
+                found = f"its forward fails ({said(failure)})"
+                continue
+            distances = torch.where(plain == paged, 0.0, (plain - paged).abs())
+            if _is_rounding(distances, plain, runner.compute_dtype):
+                pages = kept_form(layout)
+                runner.attention = _chosen_attention(runner, layout, pages, rows, paged)
+                return pages
+            found = f"log-probabilities are {distances.max():.2g} nats off its plain forward"
+        advice, _ = _attempt(lambda: _advice(runner, rows))
+    raise ConfigurationError(
+        f"{name} cannot run on a paged cache: {found}. {advice or 'Roll'} it out with "
+        "model.generate."
+    ) from failure
+
+
+def _advice(runner: ModelRunner, rows: list[list[int]]) -> str:
+    """What to do about a model that agrees in no way, by what its plain forward is seen to do."""
+
+    def is_same(logits_TV: torch.Tensor, expected_TV: torch.Tensor) -> bool:
+        pair = [logits.log_softmax(-1) for logits in (logits_TV, expected_TV)]
+        return _is_rounding((pair[0] - pair[1]).abs(), pair[1], runner.compute_dtype)
+
+    alike = [row[: min(map(len, rows))] for row in rows]
+    alone = [runner.plain_logits(row) for row in alike]
+    for index, row in enumerate(alike):
+        beside = alike[:index] + alike[index + 1 :]
+        if not is_same(runner.plain_logits(row, beside=beside), alone[index]):
+            return (
+                "What it computes for a sequence depends on what else is in the forward, as where "
+                "activations are quantised together (quantize_dynamic, or llm_int8_threshold above "
+                "0); quantise only the weights, or roll"
+            )
+    for row, logits_TV in zip(alike, alone, strict=True):
+        if not is_same(runner.plain_logits(row[:1]), logits_TV[:1]):
+            return "It looks ahead: set is_decoder=True in its config if it is an encoder, or roll"
+    return "Roll"
+
+
+def _chosen_attention(
+    runner: ModelRunner,
+    layout: CacheLayout,
+    pages: CacheLayout,
+    rows: list[list[int]],
+    gathered: torch.Tensor,
+) -> BackendSelection:
+    """Set how the runner's decode steps read the pages: directly, where that agrees."""
+    is_padded = runner.batch_layout is BatchLayout.PADDED
+    choice = select_backend(runner.device, pages, is_padded=is_padded)
+    if choice.path is not DecodePath.GATHERED:
+        runner.decoding = _decoding(choice.path, layout, runner.device)
+        with devices.current(runner.device):
+            direct, failure = _attempt(lambda: _paged(runner, layout, rows))
+        found = f"the model does not run on it: {said(failure)}"
+        if direct is not None:
+            distances = torch.where(gathered == direct, 0.0, (gathered - direct).abs())
+            if _is_rounding(distances, gathered, runner.compute_dtype, LARGEST_SHARE_OF_KERNELS):
+                return choice
+            found = f"it is {distances.max():.2g} nats off the model's own attention"
+        runner.decoding = None
+        choice = BackendSelection(DecodePath.GATHERED, found)
+    return choice
+
+
+def _decoding(path: DecodePath, layout: CacheLayout, device: torch.device) -> AttentionBackend:
+    if path is DecodePath.CPP:
+        return CpuBackend(layout)
+    from cb_rollout.engine.attention.triton.backend import TritonBackend
+
+    return TritonBackend(layout, device)
+
+
+Result = TypeVar("Result")
+
+
+def _rows(runner: ModelRunner) -> list[list[int]]:
+    """Prompts with two tokens more, of distinct ids that stand for text."""
+    special = hf_compat.special_token_ids(runner.model)
+    ordinary = [i for i in range(min(256, hf_compat.vocab_size(runner.model))) if i not in special]
+    drawn = itertools.cycle(ordinary or [0])
+    return [[next(drawn) for _ in range(length + 2)] for length in PROMPT_LENGTHS]
+
+
+def _attempt(function: Callable[[], Result]) -> tuple[Result | None, Any]:
+    """What a model gives and None, or None and what it raises: its answer, unless it is our own."""
+    try:
+        return function(), None
+    except (ConfigurationError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # noqa: BLE001 - raised as the cause of a refusal
+        return None, error
+
+
+def _plain(runner: ModelRunner, rows: list[list[int]]) -> torch.Tensor:
+    """Log-probabilities after each prompt and each token that follows it: `[3, rows, V]`."""
+    logits = torch.stack([runner.plain_logits(row)[-3:] for row in rows], 1)
+    return logits.log_softmax(-1)
+
+
+def _paged(runner: ModelRunner, layout: CacheLayout, rows: list[list[int]]) -> torch.Tensor:
+    """The same, by a prefill of all prompts, a decode of each row alone, and one of all rows.
+
+    Alone, a row stands in other columns than beside a longer one, which shows a model that counts
+    columns for positions.
+    """
+    blocks_per_row = -(-max(map(len, rows)) // BLOCK_SIZE)
+    slots = list(range(len(rows)))
+    cache = PagedCache(
+        layout,
+        num_blocks=len(rows) * blocks_per_row,
+        block_size=BLOCK_SIZE,
+        num_slots=len(rows),
+        device=runner.device,
+    )
+    table = BlockTable(len(rows), BLOCK_SIZE, runner.device)
+    table.write(
+        [
+            (slot, index, 1 + slot * blocks_per_row + index)
+            for slot in slots
+            for index in range(blocks_per_row)
+        ]
+    )
+    lengths = [len(row) for row in rows]
+    together = runner.logits([r[:-2] for r in rows], [n - 2 for n in lengths], slots, cache, table)
+    alone = [
+        runner.logits([row[-2:-1]], [length - 1], [slot], cache, table)
+        for slot, row, length in zip(slots, rows, lengths, strict=True)
+    ]
+    again = runner.logits([row[-1:] for row in rows], lengths, slots, cache, table)
+    return torch.stack([together, torch.cat(alone), again]).log_softmax(-1)
+
+
+def _is_rounding(
+    distances: torch.Tensor, plain: torch.Tensor, dtype: torch.dtype, share: float = LARGEST_SHARE
+) -> bool:
+    """Whether a dtype explains how far the log-probabilities are off the plain forward's."""
+    if dtype.itemsize >= torch.float32.itemsize:
+        return distances.max().item() <= LARGEST_DIFFERENCE
+    # What a model rules out altogether is no part of the spread.
+    possible = plain.masked_fill(plain.isinf(), float("nan"))
+    spread = (possible - possible.nanmean(-1, keepdim=True)).square().nanmean(-1).sqrt()
+    return bool((distances.square().mean(-1).sqrt() <= share * spread).all())

@@ -1,0 +1,88 @@
+"""What a rollout computes in, so that it is what the trainer's own forward computes in."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from cb_rollout.compat import fsdp as _compat_fsdp
+from cb_rollout.compat import torch as torch_compat
+from cb_rollout.compat import zero3 as zero3_compat
+from cb_rollout.config.enums import RolloutDtype, WeightSync
+from cb_rollout.config.rollout import RolloutConfig
+from cb_rollout.config.rules import OF_A_GENERATOR, OF_A_TRAINER, require_left_alone
+from cb_rollout.errors import ConfigurationError
+
+MIXED_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
+# accelerate's words; its others ("no", "fp8") leave the forward as it is.
+
+
+@dataclass(frozen=True)
+class Precision:
+    """What rollouts compute in."""
+
+    autocast_dtype: torch.dtype | None
+    """Run forwards under autocast to this; None: as the weights are."""
+    copy_dtype: torch.dtype | None
+    """Hold every parameter of a copy in this; None: as `autocast_dtype` leads to."""
+
+
+def rollout_precision(config: RolloutConfig, model: torch.nn.Module, accelerator: Any) -> Precision:
+    """What a rollout of `model` computes in.
+
+    Raises:
+        ConfigurationError: `rollout_dtype` asks for what the model's own weights cannot give.
+    """
+    word = "no" if accelerator is None else accelerator.mixed_precision
+    trainers_autocast = MIXED_PRECISION.get(word)
+    is_deepspeed = accelerator is not None and zero3_compat.zero_stage(accelerator) is not None
+    if config.rollout_dtype == RolloutDtype.AUTO:
+        if is_deepspeed:
+            # It casts the module itself, and runs it without autocast.
+            return Precision(None, trainers_autocast)
+        return Precision(trainers_autocast, _sharded_compute_dtype(model, accelerator))
+    is_copy = config.weight_sync == WeightSync.COPY
+    wanted: torch.dtype = getattr(torch, config.rollout_dtype)
+    if trainers_autocast is not None:
+        if wanted == trainers_autocast:
+            return Precision(wanted, None)
+        if is_copy:
+            return Precision(None, wanted)
+        raise ConfigurationError(
+            f"rollout_dtype={config.rollout_dtype!r} under accelerate's mixed precision {word!r}, "
+            "in which the model's forward computes whoever calls it; use 'auto', or "
+            "weight_sync='copy'."
+        )
+    held = torch_compat.compute_dtype(model)
+    if wanted == held:
+        return Precision(None, None)
+    if held == torch.float32:
+        return Precision(wanted, None)
+    if is_copy:
+        return Precision(None, wanted)
+    raise ConfigurationError(
+        f"rollout_dtype={config.rollout_dtype!r} needs other weights than the model's {held}; use "
+        "'auto', or weight_sync='copy'."
+    )
+
+
+def autocast_alone(config: RolloutConfig, model: torch.nn.Module) -> torch.dtype | None:
+    """What a manager without a generator autocasts its forwards to; None: nothing.
+
+    Raises:
+        ConfigurationError: also where a setting would need a generator or a trainer.
+    """
+    needs_trainer = "a manager alone has no trainer; use cb_rollout.attach(trainer, config)"
+    require_left_alone(config, OF_A_TRAINER, needs_trainer)
+    needs_generator = "a manager alone syncs no weights; use a RolloutGenerator, and its .manager"
+    require_left_alone(config, OF_A_GENERATOR, needs_generator)
+    return rollout_precision(config, model, None).autocast_dtype
+
+
+def _sharded_compute_dtype(model: torch.nn.Module, accelerator: Any) -> torch.dtype | None:
+    """What FSDP casts every parameter to, by the model or, before it is sharded, the plan."""
+    policy: Any = None
+    if accelerator is not None:
+        plugin = getattr(accelerator.state, "fsdp_plugin", None)
+        policy = getattr(plugin, "mixed_precision_policy", None)
+    return getattr(policy, "param_dtype", None) or _compat_fsdp.fsdp_param_dtype(model)

@@ -1,0 +1,293 @@
+"""Runs the model's own forward over rows of new tokens.
+
+Owns how a batch is laid out: left-padded rows, newest token last.
+
+B: rows, Q: new tokens of the longest row, S: tokens of the longest row, V: vocabulary.
+"""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+
+from cb_rollout.compat import torch as torch_compat
+from cb_rollout.compat import transformers as hf_compat
+from cb_rollout.engine.attention.backend import select_backend
+from cb_rollout.engine.attention.gathered import BatchedAttention, attending
+from cb_rollout.engine.kv_cache.block_table import BlockTable
+from cb_rollout.engine.kv_cache.layout import CacheLayout
+from cb_rollout.engine.kv_cache.paged import PADDING_SLOT, PagedCache, Step
+from cb_rollout.engine.kv_cache.recurrent import PROBE_ROWS, OpaqueStateAdapter, StateLayer
+from cb_rollout.engine.memory import device as devices
+from cb_rollout.engine.model.eval_mode import eval_mode
+from cb_rollout.engine.model.probe import PROBE_TOKENS, probe
+from cb_rollout.engine.request import Request
+from cb_rollout.engine.sampling.logprobs import chosen_logprobs
+from cb_rollout.engine.sampling.mask import SamplingMask, masked_logprobs
+from cb_rollout.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from cb_rollout.engine.attention.backend import AttentionBackend
+
+
+class BatchLayout(StrEnum):
+    """How a model takes rows of different lengths together."""
+
+    PADDED = "padded"
+    """Left-padded, with a mask and each token's position: one forward for all."""
+    ALIKE = "alike"
+    """Only rows of one length together, positions left to the model, as `generate` would run them
+    alone: for models that count positions themselves, or know no padding."""
+    ALONE = "alone"
+    """One row at a time: for models that mix the rows of a batch."""
+
+
+class ModelRunner:
+    """Feeds rows to one model."""
+
+    def __init__(self, model: PreTrainedModel, autocast_dtype: torch.dtype | None) -> None:
+        """Learn what the model's forward takes.
+
+        Args:
+            model: the unwrapped model; it is used as it is, on its own device.
+            autocast_dtype: run the forward under autocast to this dtype; None: as it is.
+        """
+        self.model = model
+        self.device = next(model.parameters()).device
+        self.batch_layout = BatchLayout.PADDED
+        self._autocast_dtype = autocast_dtype
+        self._names = hf_compat.forward_argument_names(model)
+        self._passes_on = hf_compat.forward_passes_on(model)
+        self._carried: OpaqueStateAdapter | None = None
+        self.attention = select_backend(self.device)
+        self.decoding: AttentionBackend | None = None
+        """Runs decode steps without a gather; None: their history is gathered."""
+        caches = [name for name in hf_compat.CACHE_ARGUMENTS if name in self._names]
+        if not caches:
+            raise ConfigurationError(
+                f"{type(model).__name__}.forward takes no past_key_values, so its past cannot be "
+                "kept; roll this model out with model.generate."
+            )
+        self._cache_argument = caches[0]
+
+    def probe(self) -> CacheLayout:
+        """Learn what each layer keeps, from one tiny forward."""
+
+        def forward(input_ids: torch.Tensor, cache: Cache) -> object:
+            return self.forward(input_ids.to(self.device), None, None, cache)
+
+        self._carried = None
+        with eval_mode(self.model):
+            return probe(self.model.config, forward)
+
+    def is_sound(self) -> bool:
+        """Whether the model still runs the tiny forward without a cache."""
+        try:
+            self.plain_logits([0] * PROBE_TOKENS)
+        except Exception:  # noqa: BLE001  what it raises is the answer
+            return False
+        return True
+
+    def probe_carried(self) -> CacheLayout:
+        """Learn what a model that takes no transformers cache carries in an object of its own."""
+        with eval_mode(self.model):
+            made = [
+                self._run(self._integers([row] * PROBE_ROWS), {"use_cache": True})
+                for row in ([0], [0] * PROBE_TOKENS)
+            ]
+        short, long = (getattr(output, self._cache_argument, None) for output in made)
+        self._carried = OpaqueStateAdapter(short, long)
+        return self._carried.layout
+
+    def check_weights(self) -> None:
+        """Forget what relies on weights that no longer are where they were."""
+        if self.decoding is not None:
+            self.decoding.check_weights(self.model)
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """What forwards compute in."""
+        return self._autocast_dtype or torch_compat.compute_dtype(self.model)
+
+    def logits(
+        self,
+        new_tokens: Sequence[Sequence[int]],
+        lengths: Sequence[int],
+        slots: Sequence[int],
+        cache: PagedCache,
+        table: BlockTable,
+    ) -> torch.Tensor:
+        """Run the rows' new tokens through the model.
+
+        Args:
+            new_tokens: each row's tokens that are not in the cache yet, at least one.
+            lengths: each row's tokens in all, the new ones included.
+            slots: each row's slot.
+            cache: where keys, values and states are read and written.
+            table: where each slot's blocks are.
+
+        Returns:
+            float32 logits after each row's last token, `[B, V]`.
+        """
+        if self.decoding is not None and max(map(len, new_tokens)) == 1 < min(lengths):
+            return self.decoding.logits(self.forward, new_tokens, lengths, slots, cache, table)
+        if self.batch_layout is BatchLayout.PADDED:
+            return self._forward(new_tokens, lengths, slots, cache, table)
+        # Without keys there is no history to align, so only the new tokens must be alike.
+        has_keys = cache.layout.has_keys
+        alike: dict[tuple[int, ...], list[int]] = {}
+        for row, (new, length) in enumerate(zip(new_tokens, lengths, strict=True)):
+            key = (len(new), length) if has_keys else (len(new), len(new) == length)
+            if self.batch_layout is BatchLayout.ALONE:
+                key = (row,)
+            alike.setdefault(key, []).append(row)
+        parts = [
+            self._forward(
+                [new_tokens[row] for row in rows],
+                [lengths[row] for row in rows],
+                [slots[row] for row in rows],
+                cache,
+                table,
+            )
+            for rows in alike.values()
+        ]
+        order = self._integers([row for rows in alike.values() for row in rows])
+        return torch.cat(parts).index_select(0, order.argsort())
+
+    def _forward(
+        self,
+        new_tokens: Sequence[Sequence[int]],
+        lengths: Sequence[int],
+        slots: Sequence[int],
+        cache: PagedCache,
+        table: BlockTable,
+    ) -> torch.Tensor:
+        """Run rows in one forward."""
+        num_new = [len(row) for row in new_tokens]
+        Q, B = max(num_new), len(new_tokens)
+        is_fresh = all(length == new for length, new in zip(lengths, num_new, strict=True))
+        S = Q if is_fresh else max(lengths)
+        is_padded = min(num_new) < Q
+        padded = (
+            [[0] * (Q - len(row)) + list(row) for row in new_tokens] if is_padded else new_tokens
+        )
+        input_ids_BQ = self._integers(padded)
+        lengths_B, slots_B = self._integers(lengths), self._integers(slots)
+        positions_BS = lengths_B[:, None] - S + torch.arange(S, device=self.device)
+        is_token_BS = positions_BS >= 0
+        positions_BS = positions_BS.clamp(min=0)
+        positions_BQ = positions_BS[:, S - Q :]
+        places_BQ = table.places(slots_B, positions_BQ).view(-1)
+        write_tokens = None
+        if is_padded:
+            is_new_BQ = (
+                torch.arange(Q, 0, -1, device=self.device) <= self._integers(num_new)[:, None]
+            )
+            write_tokens = is_new_BQ.view(-1).nonzero()[:, 0]
+            places_BQ = places_BQ[write_tokens]
+        step = Step(
+            num_cached=S - Q,
+            slots_B=slots_B,
+            write_tokens=write_tokens,
+            write_places=places_BQ,
+            read_places_BS=None
+            if is_fresh
+            else table.places(slots_B, positions_BS).masked_fill(~is_token_BS, PADDING_SLOT),
+            positions_BS=positions_BS,
+        )
+        cache.begin(step, is_fresh)
+        mask_BS = is_token_BS.to(torch.int64)
+        if not cache.layout.has_keys:
+            mask_BS = mask_BS[:, S - Q :]
+        if self.batch_layout is not BatchLayout.PADDED:
+            positions_BQ = None
+        with attending(BatchedAttention()) if self._attends_batched(Q) else nullcontext():
+            logits_BV = self.forward(input_ids_BQ, mask_BS, positions_BQ, cache)
+        cache.end(step)
+        assert logits_BV.shape[0] == B
+        return logits_BV
+
+    def _attends_batched(self, num_new: int) -> bool:
+        """Whether this forward's attention is better computed as batched products."""
+        return num_new == 1 and self.device.type == "cpu"
+
+    def recompute(self, model: torch.nn.Module, request: Request) -> list[float]:
+        """Log-probabilities of a request's tokens, by a forward of `model` without a cache."""
+        num_prompt = len(request.prompt_ids)
+        temperature = 1.0 if request.params.is_greedy else request.params.temperature
+        logits_TV = self.plain_logits(request.token_ids, hf_compat.collective_forward(model))
+        chosen_T = self._integers(request.token_ids[num_prompt:])
+        logits_TV = logits_TV[num_prompt - 1 : -1]
+        if request.kept_token_ids:
+            kept = SamplingMask.joined(request.kept_token_ids[: len(chosen_T)])
+            return masked_logprobs(logits_TV, chosen_T, kept, temperature)[0].tolist()
+        logprobs_T, _ = chosen_logprobs(logits_TV / temperature, chosen_T)
+        return logprobs_T.tolist()
+
+    def plain_logits(
+        self,
+        token_ids: list[int],
+        model: torch.nn.Module | None = None,
+        beside: Sequence[list[int]] = (),
+    ) -> torch.Tensor:
+        """float32 logits after every token, `[T, V]`, by a forward without a cache.
+
+        Args:
+            token_ids: the tokens.
+            model: whose forward; None: the model that generates.
+            beside: as many tokens of other rows in the same forward.
+        """
+        input_ids = self._integers([token_ids, *beside])
+        arguments = {"attention_mask": torch.ones_like(input_ids), "use_cache": False}
+        known = {name: value for name, value in arguments.items() if name in self._names}
+        return self._run(input_ids, known, model).logits[0].float()
+
+    def forward(
+        self,
+        input_ids_BQ: torch.Tensor,
+        mask_BS: torch.Tensor | None,
+        positions_BQ: torch.Tensor | None,
+        cache: Cache,
+    ) -> torch.Tensor:
+        """One call of the model; float32 logits after each row's last token."""
+        arguments = {
+            "attention_mask": mask_BS,
+            "position_ids": positions_BQ,
+            "use_cache": True,
+            "logits_to_keep": 1,
+        }
+        known = {name: value for name, value in arguments.items() if name in self._names}
+        if self._passes_on and positions_BQ is not None:
+            known["position_ids"] = positions_BQ
+        if self._carried is None:
+            known[self._cache_argument] = cache
+            return self._run(input_ids_BQ, known).logits[:, -1].float()
+        layer = cache.layers[0]
+        assert isinstance(layer, StateLayer)
+        known[self._cache_argument] = self._carried.given(layer)
+        output = self._run(input_ids_BQ, known)
+        made = getattr(output, self._cache_argument)
+        self._carried.take(layer, made, num_rows=input_ids_BQ.shape[0])
+        return output.logits[:, -1].float()
+
+    def _run(
+        self,
+        input_ids_BQ: torch.Tensor,
+        arguments: dict[str, object],
+        model: torch.nn.Module | None = None,
+    ) -> Any:
+        # no_grad, not inference_mode: some models keep buffers that a later training forward uses.
+        with torch.no_grad(), self._autocast():
+            return (model or self.model)(input_ids=input_ids_BQ, **arguments)
+
+    def _autocast(self) -> AbstractContextManager[object]:
+        if self._autocast_dtype is None:
+            return nullcontext()
+        return torch.autocast(self.device.type, self._autocast_dtype)
+
+    def _integers(self, values: Sequence[int] | Sequence[Sequence[int]]) -> torch.Tensor:
+        return devices.to_device(values, self.device)

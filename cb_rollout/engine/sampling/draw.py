@@ -1,0 +1,258 @@
+"""From logits to tokens and their log-probabilities.
+
+One uniform number per token, from a counter-based generator keyed by the sequence's own seed and
+the token's place, mapped through the cumulative distribution. So a sequence's draws depend on
+nothing else in the batch, resuming needs no saved state, and no global generator is touched.
+
+B: rows, V: vocabulary.
+"""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from cb_rollout.config.enums import LogprobsMode
+from cb_rollout.engine.memory import device as devices
+from cb_rollout.engine.request import Request
+from cb_rollout.engine.sampling.cpu import can_sample, sample_plain
+from cb_rollout.engine.sampling.truncation import Truncation, create_truncation, truncate
+
+GOLDEN_GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
+MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
+MIX_2 = 0x94D049BB133111EB - (1 << 64)
+# SplitMix64's constants (Steele, Lea, Flood 2014, "Fast splittable pseudorandom
+# number generators"), as signed integers: torch's int64 wraps like the unsigned arithmetic they
+# are meant for.
+
+
+def uniforms(seeds_B: torch.Tensor, indices_B: torch.Tensor) -> torch.Tensor:
+    """The `index`-th draw of each seed's SplitMix64 stream.
+
+    Args:
+        seeds_B: int64.
+        indices_B: int64, >= 0.
+
+    Returns:
+        float64 in [0, 1), with 53 random bits.
+    """
+    z = seeds_B + (indices_B + 1) * GOLDEN_GAMMA
+    z = (z ^ _shift_right(z, 30)) * MIX_1
+    z = (z ^ _shift_right(z, 27)) * MIX_2
+    z = z ^ _shift_right(z, 31)
+    return _shift_right(z, 11).double() * 2.0**-53
+
+
+def _shift_right(z: torch.Tensor, bits: int) -> torch.Tensor:
+    """A logical shift; torch's own `>>` copies the sign bit."""
+    return (z >> bits) & ((1 << (64 - bits)) - 1)
+
+
+LARGEST_CHUNK, SMALLEST_CHUNK = 256, 16
+# Tokens that are summed together before one is drawn: the sums of all tokens before each would be
+# more bytes than the logits.
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingBatch:
+    """The sampling parameters of a batch's rows, as tensors on the logits' device."""
+
+    temperatures_B: torch.Tensor | None
+    """1 where greedy, so that log-probabilities are reported at temperature 1; None: 1 for all."""
+    seeds_B: torch.Tensor
+    greedy_rows: torch.Tensor | None
+    """Rows that take the most likely token; None: there are none."""
+    truncated_rows: torch.Tensor | None
+    """Rows with top-k, top-p or min-p; None: there are none."""
+    truncation: Truncation | None
+    """What they ask for."""
+    top_rows: torch.Tensor | None
+    """Rows whose most likely tokens are delivered too; None: there are none."""
+    num_top: int
+    """How many the row that wants most wants."""
+    plain_temperatures_B: torch.Tensor | None = None
+    """float32, 0 where greedy; None: some row wants more than a token of its whole vocabulary, or
+    there is no kernel for the device."""
+
+    def scaled(self, logits_BV: torch.Tensor) -> torch.Tensor:
+        """Logits over temperatures."""
+        return (
+            logits_BV if self.temperatures_B is None else logits_BV / self.temperatures_B[:, None]
+        )
+
+
+class Sampled(NamedTuple):
+    """What each row got."""
+
+    token_ids_B: torch.Tensor
+    """int64"""
+    logprobs_B: torch.Tensor
+    """float32, natural logarithm."""
+    is_valid_B: torch.Tensor
+    """Whether the row's logits made a distribution at all (bool): a row of NaN or infinity does
+    not, and its token and log-probability mean nothing."""
+    is_possible_B: torch.Tensor | None
+    """Whether any token was left to sample (bool); None: the logits were not processed."""
+    top_KN: tuple[torch.Tensor, torch.Tensor] | None
+    """The `num_top` most likely tokens of each of `top_rows` and their log-probabilities."""
+    log_mass_R: torch.Tensor | None
+    """float32; logarithm of the probability that truncation left, of each truncated row; None:
+    there are none."""
+    kept_RV: torch.Tensor | None
+    """Which tokens truncation left (bool); None: no row is truncated."""
+
+
+def create_sampling_batch(requests: Sequence[Request], device: torch.device) -> SamplingBatch:
+    """Gather the parameters of `requests`, one row each."""
+    params = [request.params for request in requests]
+    greedy = [row for row, p in enumerate(params) if p.is_greedy]
+    truncated = [row for row, p in enumerate(params) if p.is_truncated]
+    with_top = [row for row, p in enumerate(params) if p.top_logprobs]
+
+    def floats(values: list[float]) -> torch.Tensor:
+        return devices.to_device(values, device, torch.float32)
+
+    def integers(values: list[int]) -> torch.Tensor:
+        return devices.to_device(values, device)
+
+    temperatures = [1.0 if p.is_greedy else p.temperature for p in params]
+    plain = None
+    if device.type == "cpu" and not truncated and not with_top:
+        plain = floats([0.0 if p.is_greedy else p.temperature for p in params])
+    return SamplingBatch(
+        temperatures_B=None if set(temperatures) == {1.0} else floats(temperatures),
+        seeds_B=integers([request.seed for request in requests]),
+        greedy_rows=integers(greedy) if greedy else None,
+        truncated_rows=integers(truncated) if truncated else None,
+        truncation=create_truncation([params[r] for r in truncated], device),
+        top_rows=integers(with_top) if with_top else None,
+        num_top=max(p.top_logprobs for p in params),
+        plain_temperatures_B=plain,
+    )
+
+
+class Exponentials(NamedTuple):
+    """Each row's probabilities but for a factor. C: chunks of the vocabulary."""
+
+    weights_BV: torch.Tensor
+    """float32; 1 for the most likely token."""
+    sums_BC: torch.Tensor
+    """float64, of each chunk: over a large vocabulary float32 would lose the tail."""
+    normalizers_B: torch.Tensor
+    """float32, log-sum-exp; finite exactly when the row's logits make a distribution."""
+
+
+def exponentials(logits_BV: torch.Tensor) -> Exponentials:
+    """Exponentials of each row's logits, the largest of which becomes 1."""
+    peaks_B1 = logits_BV.amax(-1, keepdim=True)
+    weights_BV = (logits_BV - peaks_B1).exp_()
+    sums_BC = _chunks(weights_BV).sum(-1, dtype=torch.float64)
+    return Exponentials(weights_BV, sums_BC, sums_BC.sum(-1).log().float() + peaks_B1[:, 0])
+
+
+def _chunks(weights_BV: torch.Tensor) -> torch.Tensor:
+    """The vocabulary in chunks of one size, `[B, C, V / C]`."""
+    B, V = weights_BV.shape
+    return weights_BV.reshape(B, -1, _chunk_size(V))
+
+
+@functools.cache
+def _chunk_size(vocab_size: int) -> int:
+    """The largest that divides the vocabulary; all of it where only small ones do."""
+    sizes = range(LARGEST_CHUNK, SMALLEST_CHUNK - 1, -1)
+    return next((size for size in sizes if vocab_size % size == 0), vocab_size)
+
+
+def draw(exponentials: Exponentials, uniforms_B: torch.Tensor) -> torch.Tensor:
+    """The token whose share of the cumulative distribution holds each row's uniform number.
+
+    First the chunk, then the token in it. What has probability zero spans nothing, so it is never
+    drawn.
+    """
+    weights_BCN = _chunks(exponentials.weights_BV)
+    points_B1 = (uniforms_B * exponentials.sums_BC.sum(-1))[:, None]
+    chunks_B1, points_B1 = _found(exponentials.sums_BC, points_B1)
+    chunk_size = weights_BCN.shape[2]
+    weights_BN = weights_BCN.gather(1, chunks_B1[:, :, None].expand(-1, -1, chunk_size))[:, 0]
+    places_B1, _ = _found(weights_BN.double(), points_B1)
+    return (chunks_B1 * chunk_size + places_B1)[:, 0]
+
+
+def _found(sums_BK: torch.Tensor, points_B1: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which of K stretches, laid end to end, holds a point, and where in it the point is.
+
+    Args:
+        sums_BK: float64; how long each stretch is.
+        points_B1: float64, at least 0.
+    """
+    ends_BK = sums_BK.cumsum(-1)
+    last_B1 = ends_BK[:, -1:]
+    # Rounding must lead neither behind the end nor before the beginning, where nothing may be.
+    points_B1 = torch.minimum(points_B1, torch.nextafter(last_B1, torch.zeros_like(last_B1)))
+    # A row without a distribution has no such stretch.
+    found_B1 = torch.searchsorted(ends_BK, points_B1, right=True).clamp(max=sums_BK.shape[1] - 1)
+    starts_B1 = (ends_BK - sums_BK).gather(1, found_B1)
+    return found_B1, (points_B1 - starts_B1).clamp(min=0)
+
+
+def sample(
+    logits_BV: torch.Tensor,
+    batch: SamplingBatch,
+    indices_B: torch.Tensor,
+    mode: LogprobsMode,
+    processed_BV: torch.Tensor | None = None,
+) -> Sampled:
+    """Choose each row's next token.
+
+    Args:
+        logits_BV: float32, as the model gave them.
+        batch: the rows' parameters.
+        indices_B: int64, how many tokens each row has sampled before.
+        mode: which distribution the log-probabilities are of.
+        processed_BV: the logits to sample from instead, float32; None: the same ones.
+    """
+    is_same = processed_BV is None
+    if is_same and batch.plain_temperatures_B is not None and can_sample(logits_BV):
+        return _sampled_plain(logits_BV, batch.plain_temperatures_B, batch.seeds_B, indices_B)
+    scaled_BV = batch.scaled(logits_BV)
+    choose_BV = logits_BV if is_same else processed_BV
+    sampled_from_BV = scaled_BV if is_same else batch.scaled(processed_BV)
+    log_mass_R = is_kept_RV = None
+    if batch.truncated_rows is not None and batch.truncation is not None:
+        whole_RV = sampled_from_BV.index_select(0, batch.truncated_rows)
+        kept_RV = truncate(whole_RV, batch.truncation)
+        log_mass_R = kept_RV.logsumexp(-1) - whole_RV.logsumexp(-1)
+        is_kept_RV = kept_RV > -torch.inf
+        sampled_from_BV = sampled_from_BV.index_copy(0, batch.truncated_rows, kept_RV)
+    distribution = exponentials(sampled_from_BV)
+    normalizers_B = distribution.normalizers_B
+    token_ids_B = draw(distribution, uniforms(batch.seeds_B, indices_B))
+    if batch.greedy_rows is not None:
+        most_likely_R = choose_BV.index_select(0, batch.greedy_rows).argmax(-1)
+        token_ids_B = token_ids_B.index_copy(0, batch.greedy_rows, most_likely_R)
+    token_ids_B = token_ids_B.clamp(max=logits_BV.shape[-1] - 1)
+    reported_BV = sampled_from_BV
+    is_valid_B, is_possible_B = normalizers_B.isfinite(), None
+    if sampled_from_BV is not scaled_BV:
+        if not is_same:
+            is_possible_B = is_valid_B
+        own_normalizers_B = exponentials(scaled_BV).normalizers_B
+        is_valid_B = own_normalizers_B.isfinite()
+        if mode != LogprobsMode.PROCESSED:
+            reported_BV, normalizers_B = scaled_BV, own_normalizers_B
+    logprobs_B = reported_BV.gather(1, token_ids_B[:, None])[:, 0] - normalizers_B
+    top_KN = None
+    if batch.top_rows is not None:
+        num_top = min(batch.num_top, logits_BV.shape[-1])
+        likely = reported_BV.index_select(0, batch.top_rows).topk(num_top)
+        top_KN = likely.indices, likely.values - normalizers_B[batch.top_rows, None]
+    return Sampled(
+        token_ids_B, logprobs_B, is_valid_B, is_possible_B, top_KN, log_mass_R, is_kept_RV
+    )
+
+
+def _sampled_plain(logits_BV: torch.Tensor, *rows: torch.Tensor) -> Sampled:
+    token_ids_B, logprobs_B = sample_plain(logits_BV, *rows)
+    return Sampled(token_ids_B, logprobs_B, ~logprobs_B.isnan(), None, None, None, None)

@@ -1,0 +1,63 @@
+"""Which tokens truncated sampling left to choose from, and log-softmax over them alone.
+
+Top-k, top-p and min-p cut the distribution that is sampled from; which tokens they leave depends on
+the weights of that moment, so a trainer whose weights have moved cannot find them again. They are
+kept: 4 bytes a token id, exactly as many as were left. Arithmetic only.
+
+N: tokens, V: vocabulary, M: kept ids of all tokens together.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingMask:
+    """The token ids that each of N tokens was chosen from, one after the other."""
+
+    ids_M: torch.Tensor
+    """int32"""
+    counts_N: torch.Tensor
+    """int64, at least 1"""
+
+    @classmethod
+    def joined(cls, kept: Sequence[Any]) -> "SamplingMask":
+        """Of one `array("i")` of ids for each token."""
+        ids_M = torch.empty(0, dtype=torch.int32)
+        if kept:
+            ids_M = torch.frombuffer(bytearray(b"".join(kept)), dtype=torch.int32)
+        return cls(ids_M, torch.tensor([len(ids) for ids in kept], dtype=torch.int64))
+
+
+def masked_logprobs(
+    logits_NV: torch.Tensor, token_ids_N: torch.Tensor, kept: SamplingMask, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """log-softmax over each token's kept ids alone, at the given tokens, and its entropy.
+
+    Differentiable; takes memory for the kept logits only, beside the gradient of all.
+
+    Args:
+        logits_NV: as the model gave them, of any floating-point dtype.
+        token_ids_N: int64, each among its kept ids.
+        kept: on any device.
+        temperature: divides the logits.
+
+    Returns:
+        Two of float32, N: natural logarithms; nats.
+    """
+    device, num_tokens = logits_NV.device, logits_NV.shape[0]
+    rows_M = torch.arange(num_tokens).repeat_interleave(kept.counts_N).to(device)
+    ids_M = kept.ids_M.to(device=device, dtype=torch.int64)
+    logits_M = logits_NV[rows_M, ids_M].float() / temperature
+    chosen_N = logits_NV.gather(1, token_ids_N[:, None])[:, 0].float() / temperature
+    largest_N = torch.full((num_tokens,), -torch.inf, device=device)
+    largest_N = largest_N.scatter_reduce(0, rows_M, logits_M.detach(), "amax")
+    weights_M = (logits_M - largest_N[rows_M]).exp()
+    sums_N = torch.zeros_like(largest_N).index_add(0, rows_M, weights_M)
+    normalizers_N = largest_N + sums_N.log()
+    logprobs_M = logits_M - normalizers_N[rows_M]
+    entropies_N = -torch.zeros_like(largest_N).index_add(0, rows_M, logprobs_M.exp() * logprobs_M)
+    return chosen_N - normalizers_N, entropies_N

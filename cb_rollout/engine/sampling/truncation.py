@@ -1,0 +1,102 @@
+"""Top-k, then top-p, then min-p, as transformers does them, sorting no more than has to be.
+
+R: rows, V: vocabulary, M: tokens that are looked at.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from cb_rollout.config.sampling import SamplingParams
+from cb_rollout.engine.memory import device as devices
+
+NO_TOP_K = 2**31 - 1
+# More tokens than any vocabulary has.
+
+LEAST_TOP_P = 1e-30
+# Less may be zero in float32, and not even the most likely token would stay.
+
+NUM_CANDIDATES = 1024
+# Most likely tokens among which top-p and min-p look for the last one to stay.
+
+SORTED_SHARE = 4
+# Where candidates are more than one in so many tokens, sorting all of them costs little more.
+
+
+@dataclass(frozen=True, slots=True)
+class Truncation:
+    """What some rows ask for."""
+
+    top_k_R: torch.Tensor
+    """int64; `NO_TOP_K`: none."""
+    top_p_R: torch.Tensor
+    """float32; 1: none."""
+    min_p_R: torch.Tensor
+    """float32; 0: none."""
+    has_whole: bool
+    """Whether any row has no top-k, so that top-p is of its whole vocabulary."""
+    num_candidates: int
+    """Most likely tokens that are looked at first: all that stay are likely among them."""
+
+
+def create_truncation(params: Sequence[SamplingParams], device: torch.device) -> Truncation | None:
+    """Gather what rows ask for, one each; None: there are no rows."""
+    if not params:
+        return None
+    return Truncation(
+        devices.to_device([p.top_k or NO_TOP_K for p in params], device),
+        devices.to_device([max(p.top_p, LEAST_TOP_P) for p in params], device, torch.float32),
+        devices.to_device([p.min_p for p in params], device, torch.float32),
+        has_whole=not all(p.top_k for p in params),
+        # More than the k that stay, since others may be as likely as the k-th.
+        num_candidates=max(2 * p.top_k or NUM_CANDIDATES for p in params),
+    )
+
+
+def truncate(logits_RV: torch.Tensor, truncation: Truncation) -> torch.Tensor:
+    """Logits, with what is excluded set to -inf.
+
+    Each rule keeps the most likely tokens up to some point. So where the last candidate is out, all
+    that are less likely are out too, and the vocabulary need not be sorted.
+
+    Args:
+        logits_RV: float32, already divided by temperature.
+        truncation: what each row asks for.
+    """
+    if truncation.num_candidates * SORTED_SHARE <= logits_RV.shape[-1]:
+        values_RM, order_RM = logits_RV.topk(truncation.num_candidates)
+        keep_RM, is_last_in_R = _keep(values_RM, logits_RV, truncation)
+        if not is_last_in_R.any():
+            nothing_RV = torch.full_like(logits_RV, -torch.inf)
+            kept_RM = values_RM.masked_fill(~keep_RM, -torch.inf)
+            return nothing_RV.scatter_(-1, order_RM, kept_RM)
+    sorted_RV, order_RV = logits_RV.sort(-1, descending=True)
+    keep_RV, _ = _keep(sorted_RV, logits_RV, truncation)
+    kept_RV = sorted_RV.masked_fill(~keep_RV, -torch.inf)
+    return torch.empty_like(kept_RV).scatter_(-1, order_RV, kept_RV)
+
+
+def _keep(
+    values_RM: torch.Tensor, logits_RV: torch.Tensor, truncation: Truncation
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which of each row's most likely tokens, in order, stay.
+
+    Returns:
+        A mask (bool, `[R, M]`), and whether less likely tokens may have had a part in it (bool,
+        `[R]`): the last one stays, or top-k leaves it to the other rules.
+    """
+    M = values_RM.shape[-1]
+    top_k_R1, top_p_R1 = truncation.top_k_R[:, None], truncation.top_p_R[:, None]
+    last_values_R1 = values_RM.gather(-1, top_k_R1.clamp(max=M) - 1)
+    left_RM = (values_RM >= last_values_R1) & (values_RM > -torch.inf)
+    # What top-k leaves is all that there is for top-p; without top-k that is the whole vocabulary.
+    total_R1 = values_RM.masked_fill(~left_RM, -torch.inf).logsumexp(-1, keepdim=True)
+    is_whole_R1 = top_k_R1 == NO_TOP_K
+    if truncation.has_whole:
+        total_R1 = torch.where(is_whole_R1, logits_RV.logsumexp(-1, keepdim=True), total_R1)
+    probabilities_RM = (values_RM - total_R1).exp()
+    mass_before_RM = probabilities_RM.cumsum(-1) - probabilities_RM
+    keep_RM = left_RM & ((top_p_R1 >= 1) | (mass_before_RM < top_p_R1))
+    keep_RM &= probabilities_RM >= truncation.min_p_R[:, None] * probabilities_RM[:, :1]
+    return keep_RM, torch.where(is_whole_R1, keep_RM, left_RM)[:, -1]

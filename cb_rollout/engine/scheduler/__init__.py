@@ -1,0 +1,1 @@
+"""Choose which sequences run next. Knows tokens and blocks, never tensors."""

@@ -1,0 +1,1 @@
+"""Propose draft tokens from n-grams and verify them in one forward."""

@@ -1,0 +1,77 @@
+"""What an `AsyncGRPOConfig` means for an engine in its process. Knows it by its fields only."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from cb_rollout.config.enums import RolloutDtype, WeightSync
+from cb_rollout.config.hf import as_trainers_config
+from cb_rollout.config.rollout import RolloutConfig
+from cb_rollout.errors import ConfigurationError
+
+
+def engine_config(config: Any, args: Any) -> RolloutConfig:
+    """The engine's settings: it runs a copy of the weights already, in the trainer's precision."""
+    resolved = as_trainers_config(config, args.seed)
+    if resolved.weight_sync == WeightSync.COPY:
+        raise ConfigurationError(
+            "weight_sync='copy': the engine's model is a copy already, which the trainer writes; "
+            "leave it at 'auto'."
+        )
+    dtype = resolved.rollout_dtype
+    if dtype == RolloutDtype.AUTO and (args.bf16 or args.fp16):
+        dtype = RolloutDtype.BFLOAT16 if args.bf16 else RolloutDtype.FLOAT16
+    return replace(resolved, weight_sync=WeightSync.SHARED, rollout_dtype=dtype)
+
+
+def require_settings(args: Any, in_flight: str) -> None:
+    """Refuse what would reach for a server, or would be ignored."""
+    if args.token_budget is None:
+        raise ConfigurationError(
+            "token_budget=None asks a vLLM server for its limit; set it to the most tokens of one "
+            "forward, or to 0 for batches of per_device_train_batch_size completions."
+        )
+    if in_flight not in ("keep", "recompute"):
+        raise ConfigurationError(f"in_flight={in_flight!r} is not 'keep' or 'recompute'.")
+    if not args.temperature > 0:
+        raise ConfigurationError(
+            f"temperature={args.temperature}: the completions of a group would all be the same; "
+            "raise it."
+        )
+    if args.chat_template_kwargs:
+        raise ConfigurationError(
+            "chat_template_kwargs is not honoured here; give the prompts as text, rendered."
+        )
+
+
+def require_data(train_dataset: Any, reward_funcs: Any) -> None:
+    """Refuse what would end the run with its first completion."""
+    for reward in reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]:
+        if not callable(reward):
+            raise ConfigurationError(
+                f"reward_funcs holds {reward!r:.60}, which cannot be called; pass functions of "
+                "prompts and completions."
+            )
+    if not isinstance(train_dataset, Iterable):
+        raise ConfigurationError(
+            f"train_dataset is a {type(train_dataset).__name__}; pass the trainer's own."
+        )
+    columns = getattr(train_dataset, "column_names", None)
+    if columns is not None and "prompt" not in columns:
+        raise ConfigurationError(
+            f"train_dataset has no column 'prompt', only {', '.join(columns)}; rename the one that "
+            "holds it."
+        )
+
+
+def own_model(model: str | torch.nn.Module, args: Any) -> torch.nn.Module:
+    """The engine's own module, on the trainer's device and in its dtype."""
+    if isinstance(model, torch.nn.Module):
+        return model.to(args.device)
+    settings = {"dtype": args.dtype, "trust_remote_code": args.trust_remote_code}
+    given = args.model_init_kwargs or {}
+    loaded = AutoModelForCausalLM.from_pretrained(model, **(settings | given))
+    return loaded.to(args.device)

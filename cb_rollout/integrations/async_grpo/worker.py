@@ -1,0 +1,268 @@
+"""Rolls out TRL's AsyncGRPOTrainer in its own process: no server, no network.
+
+Owns the engine, a thread that keeps groups in flight and scores them, and the engine's weights. It
+is both of the trainer's declared protocols, `rollout_worker` and `weight_transfer`. The engine runs
+a copy of the weights, which the trainer writes while the engine is held still; so generation and
+training overlap, and no forward sees half of an update. Knows the trainer by its protocols only.
+"""
+
+import itertools
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from typing import Any, Literal
+
+import torch
+from transformers import AutoTokenizer
+
+from cb_rollout.config.sampling import SamplingParams
+from cb_rollout.errors import ConfigurationError, RolloutError, WeightSyncError, said
+from cb_rollout.integrations.async_grpo.samples import (
+    Sample,
+    SampleQueue,
+    samples_of,
+    summed_rewards,
+)
+from cb_rollout.integrations.async_grpo.settings import (
+    engine_config,
+    own_model,
+    require_data,
+    require_settings,
+)
+from cb_rollout.integrations.async_grpo.stream import (
+    POLL_SECONDS,
+    Asynchronous,
+    StoppableFlight,
+    Stopped,
+)
+from cb_rollout.integrations.async_grpo.without_cuda import (
+    register_plain_tree_attention,
+    report_no_peak_flops,
+)
+from cb_rollout.rollout.generator import RolloutGenerator
+from cb_rollout.strategies import Group, GroupCollector, Plain, Strategy
+from cb_rollout.types import GenerationOutput
+
+
+class AsyncRollouts:
+    """Rollout worker and weight transfer of an `AsyncGRPOTrainer`, in process."""
+
+    def __init__(
+        self,
+        model: str | torch.nn.Module,
+        args: Any,
+        train_dataset: Any,
+        reward_funcs: Callable[..., Any] | list[Callable[..., Any]],
+        *,
+        processing_class: Any = None,
+        config: Any = None,
+        strategy: Strategy | None = None,
+        in_flight: Literal["keep", "recompute"] = "recompute",
+    ) -> None:
+        """Load the engine's model; nothing runs before the trainer starts it.
+
+        Args:
+            model: what the trainer is given: a checkpoint; or a module of the engine's own.
+            args: the trainer's `AsyncGRPOConfig`, the same object.
+            train_dataset: rows with a "prompt", text or a chat; gone through again and again.
+            reward_funcs: one or several, as the trainer's: called with lists `prompts`,
+                `completions`, `completion_ids` and the data set's other columns.
+            processing_class: the tokenizer; None: the checkpoint's.
+            config: a `RolloutConfig`; its seed defaults to the trainer's.
+            strategy: drops and retries groups as it says; how many are in flight follows from
+                `max_staleness`. None: nothing is dropped.
+            in_flight: what becomes of unfinished completions when the weights change; see
+                `ContinuousBatchingManager.pause`.
+
+        Raises:
+            ConfigurationError: a setting asks for a server, or cannot be honoured.
+        """
+        require_settings(args, in_flight)
+        require_data(train_dataset, reward_funcs)
+        self._args, self._dataset = args, train_dataset
+        self._in_flight: Literal["keep", "recompute"] = in_flight
+        self._reward_funcs = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
+        if args.device.type != "cuda":
+            report_no_peak_flops()
+        if processing_class is None:
+            if not isinstance(model, str):
+                raise ConfigurationError("a module has no tokenizer; pass processing_class too.")
+            processing_class = AutoTokenizer.from_pretrained(model)
+        self._tokenizer = processing_class
+        self.generator = RolloutGenerator(
+            own_model(model, args), engine_config(config, args), tokenizer=processing_class
+        )
+        samples_per_step = (
+            args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+        )
+        self._max_outstanding = max(1, args.max_staleness) * samples_per_step
+        if self._max_outstanding < args.num_generations:
+            raise ConfigurationError(
+                f"a group of num_generations={args.num_generations} is more than "
+                f"max_staleness={args.max_staleness} steps of {samples_per_step} completions, so "
+                "part of it would be too old; raise gradient_accumulation_steps or max_staleness."
+            )
+        self.metrics_queue: queue.Queue[dict[str, Any]] = queue.Queue()
+        self.rollout_buffer = SampleQueue(self._max_outstanding, self._report_age)
+        self._strategy = Asynchronous(
+            strategy or Plain(), args.max_staleness, self.num_groups_allowed
+        )
+        self._model_version = 0
+        self._first_version = 0
+        self._pause = ExitStack()
+        self._is_stopping = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._last_progress = time.monotonic()
+
+    def start(self) -> None:
+        """Begin to generate; the trainer has sent its weights."""
+        self._is_stopping.clear()
+        self._error, self._last_progress = None, time.monotonic()
+        self._thread = threading.Thread(target=self._run, name="cb_rollout async", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread and the engine; twice does no harm."""
+        self._is_stopping.set()
+        self._pause.close()
+        if self._thread is not None:
+            self._thread.join()
+        self.generator.close()
+
+    def update_model_version(self, model_version: int) -> None:
+        """The trainer's count of the weights that it has just sent."""
+        self._model_version = model_version
+        self._first_version = model_version - self.generator.policy_version
+
+    def check_health(self, stale_after_s: float) -> None:
+        """Raise if no completion came for so long, or none will.
+
+        Raises:
+            RolloutError: the thread ended, or stands still.
+        """
+        if self._error is not None:
+            raise RolloutError(f"the rollout thread ended on {said(self._error)}") from self._error
+        silence = time.monotonic() - self._last_progress
+        if silence > stale_after_s:
+            raise RolloutError(
+                f"no completion for {silence:.0f} s, heartbeat_stale_after_s={stale_after_s:g}; "
+                "raise it where completions or rewards take that long."
+            )
+
+    def init_weight_transfer(self) -> None:
+        """The trainer was made; where its attention kernel cannot run, take another."""
+        if self._args.device.type != "cuda":
+            register_plain_tree_attention()
+
+    def pause(self) -> None:
+        """Hold the engine still between two forwards."""
+        self._pause.enter_context(self.generator.manager.pause(self._in_flight))
+
+    def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """Write the trainer's weights over the engine's.
+
+        Raises:
+            WeightSyncError: the two models do not have the same tensors.
+        """
+        held = dict(self.generator.manager.engine.model.named_parameters(remove_duplicate=False))
+        with torch.no_grad():
+            for name, tensor in iterator:
+                if name not in held or held[name].shape != tensor.shape:
+                    found = tuple(held[name].shape) if name in held else "none"
+                    raise WeightSyncError(
+                        f"the trainer sends {name} {tuple(tensor.shape)}, and the engine's model "
+                        f"has {found}; make AsyncRollouts of the trainer's own checkpoint."
+                    )
+                held[name].copy_(tensor)
+
+    def resume(self) -> None:
+        """Let the engine run on under the new weights."""
+        self._pause.close()
+
+    def destroy(self) -> None:
+        """The run is over."""
+        self.stop()
+
+    def num_groups_allowed(self) -> int:
+        """Groups that may be in flight, so that each is trained on before it is too old."""
+        # The trainer takes samples_per_step between two versions, first come first served.
+        limit = self._max_outstanding - self.rollout_buffer.qsize()
+        if self._args.max_inflight_tasks > 0:
+            limit = min(limit, self._args.max_inflight_tasks)
+        return max(1, limit // self._args.num_generations)
+
+    def _run(self) -> None:
+        args = self._args
+        params = SamplingParams(
+            temperature=args.temperature,
+            top_p=args.top_p,
+            top_k=max(0, args.top_k),
+            min_p=args.min_p or 0.0,
+            repetition_penalty=args.repetition_penalty,
+            max_new_tokens=args.max_completion_length,
+            stop_token_ids=(self._tokenizer.eos_token_id,),
+        )
+        try:
+            collector = GroupCollector(
+                StoppableFlight(self.generator, params, self._is_stopping),
+                itertools.chain.from_iterable(itertools.repeat(self._dataset)),
+                self._reward,
+                self._strategy,
+                num_generations=args.num_generations,
+                runs_while_training=True,
+            )
+            while True:
+                (group,) = collector.collect(1)
+                self._last_progress = time.monotonic()
+                self._put(group, collector.metrics())
+        except Stopped:
+            pass
+        except BaseException as error:  # noqa: BLE001  the trainer's thread raises it
+            self._error = error
+
+    def _put(self, group: Group, metrics: dict[str, float]) -> None:
+        lengths = [len(output.generated_tokens) for output in group.outputs]
+        for sample in samples_of(group, self._texts(group.outputs), self._first_version):
+            while not self._is_put(sample):
+                self._last_progress = time.monotonic()
+        self.metrics_queue.put(
+            {
+                "completions/mean_length": (float(sum(lengths)), float(len(lengths))),
+                "completions/max_length": float(max(lengths)),
+                "rollout/groups_dropped_total": metrics["rollout/groups_dropped"],
+                "rollout/groups_cancelled_total": metrics["rollout/groups_cancelled"],
+                "rollout/tokens_total": float(sum(lengths)),
+            }
+        )
+
+    def _is_put(self, sample: Sample) -> bool:
+        if self._is_stopping.is_set():
+            raise Stopped
+        try:
+            self.rollout_buffer.put(sample, timeout=POLL_SECONDS)
+        except queue.Full:
+            return False
+        return True
+
+    def _report_age(self, sample: Sample) -> None:
+        """On the trainer's thread, as it takes a sample."""
+        ages = [(self._model_version - version, n) for version, n in sample.token_versions]
+        self.metrics_queue.put(
+            {
+                "rollout/staleness_mean": (
+                    float(sum(age * n for age, n in ages)),
+                    float(sum(n for _, n in ages)),
+                ),
+                "rollout/staleness_max": float(max(age for age, _ in ages)),
+            }
+        )
+
+    def _texts(self, outputs: Sequence[GenerationOutput]) -> list[str]:
+        tokens = [output.generated_tokens for output in outputs]
+        return self._tokenizer.batch_decode(tokens, skip_special_tokens=True)
+
+    def _reward(self, row: Any, outputs: list[GenerationOutput]) -> list[float | None]:
+        return summed_rewards(self._reward_funcs, row, outputs, self._texts(outputs))

@@ -1,0 +1,7 @@
+"""Attach a TRL trainer: its rollouts run on this package's engine."""
+
+from cb_rollout.integrations.trl.attachment import attach, detach
+from cb_rollout.integrations.trl.rollout_func import make_rollout_func
+from cb_rollout.integrations.trl.strategies import use_strategy
+
+__all__ = ["attach", "detach", "make_rollout_func", "use_strategy"]

@@ -1,0 +1,213 @@
+"""Rolls out stock TRL trainers through a `RolloutGenerator`.
+
+TRL 1.16 asks an object named `vllm_generation` for completions, and every gate on that path is an
+attribute of the trainer, not of its arguments. So a trainer made without vLLM is turned to that
+path after its construction, with our object at its end; `args.use_vllm` stays False and vLLM is
+never imported. The only file that imports trl.
+"""
+
+import inspect
+import warnings
+from typing import Any, NamedTuple
+
+import torch
+import trl
+from packaging.version import Version
+from trl import GRPOTrainer, RLOOTrainer
+from trl.generation.vllm_generation import VLLMGeneration
+
+from cb_rollout.config.enums import SamplingMaskMode
+from cb_rollout.errors import ConfigurationError
+from cb_rollout.integrations.trl.backend import TrainerHooks, TrainerRollouts, create_generator
+from cb_rollout.integrations.trl.callback import RolloutCallback
+from cb_rollout.integrations.trl.guard import LogprobGuard
+from cb_rollout.integrations.trl.records import TrainerRecords
+from cb_rollout.integrations.trl.rollout_func import end_own_engine
+from cb_rollout.integrations.trl.scoring import TrainerScoring
+from cb_rollout.integrations.trl.strategies import STRATEGY, drop_strategy
+from cb_rollout.integrations.trl.truncation import (
+    TrainerTruncation,
+    are_comparable,
+    require_known_distribution,
+    warn_of_bias,
+)
+from cb_rollout.rollout.distributed import create_failure_watch
+from cb_rollout.rollout.generator import RolloutGenerator
+
+TESTED_VERSIONS = "trl>=1.16,<2"
+
+GENERATION_MODE = "cb_rollout"
+# Any word but TRL's own "server" and "colocate", each of which has code of its own.
+
+SEAM_ATTRIBUTES = ("use_vllm", "vllm_mode", "generation_config", "_metrics", "state", "accelerator")
+SEAM_METHODS = (
+    "_generate_single_turn",
+    "_generate",
+    "_generate_and_score_completions",
+    "_calculate_rewards",
+    "_get_per_token_logps_and_entropies",
+    "compute_loss",
+)
+LOGPROBS_ARGUMENTS = ["model", "input_ids", "attention_mask", "logits_to_keep", "batch_size"]
+SEAM_ARGUMENTS = ["self", "prompts", "images", "num_generations", "profiler"]
+
+
+def attach(trainer: Any, config: Any = None) -> RolloutGenerator:
+    """Roll a stock `GRPOTrainer` or `RLOOTrainer` out through cb_rollout from now on.
+
+    Training, evaluation, tools and environments all do; the sampled log-probabilities go into TRL's
+    own importance-sampling correction, under TRL's own metric names.
+
+    Args:
+        trainer: constructed, not yet training; made with `use_vllm=False`.
+        config: a `RolloutConfig` or a transformers `ContinuousBatchingConfig`; its seed defaults to
+            the trainer's.
+
+    Returns:
+        The generator, whose `generate_batch` may also be used beside the trainer.
+
+    Raises:
+        ConfigurationError: the trainer, its settings or this TRL release cannot be attached to.
+    """
+    _require_seam(trainer)
+    _require_settings(trainer)
+    end_own_engine(trainer)
+    generator = create_generator(trainer, config)
+    config = generator.config
+    if config.balance_ranks:
+        _require_one_turn(trainer)
+    defaults = generator.manager.defaults
+    require_known_distribution(trainer, config, defaults)
+    warn_of_bias(trainer, config, defaults)
+    _warn_of_dropout(trainer)
+    hooks = TrainerHooks(trainer)
+    rollouts = TrainerRollouts(trainer, generator)
+    replays = config.sampling_mask == SamplingMaskMode.REPLAY
+    guard = LogprobGuard(trainer, config, are_comparable(config, defaults))
+    records = None
+    if trainer.accelerator.is_main_process:
+        records = TrainerRecords(trainer, config.record_num_sequences)
+    truncation = TrainerTruncation(trainer, defaults)
+    scoring = TrainerScoring(trainer, rollouts, guard, records, truncation, replays=replays)
+    callback = RolloutCallback(rollouts, records)
+    hooks.put("vllm_generation", rollouts)
+    hooks.put("vllm_mode", GENERATION_MODE)
+    hooks.put("use_vllm", True)
+    hooks.put("_last_loaded_step", -1)
+    hooks.put(ATTACHMENT, Attachment(generator, hooks, callback))
+    scoring.hook(hooks)
+    watch = create_failure_watch()
+    if watch is not None:
+        hooks.put("train", watch.watching(trainer.train))
+        hooks.put("evaluate", watch.watching(trainer.evaluate))
+    trainer.add_callback(callback)
+    return generator
+
+
+ATTACHMENT = "_cb_rollout"
+# The trainer's attribute that says what was attached.
+
+
+class Attachment(NamedTuple):
+    """What `detach` needs to know."""
+
+    generator: RolloutGenerator
+    hooks: TrainerHooks
+    callback: RolloutCallback
+
+
+def detach(trainer: Any) -> None:
+    """Put a trainer back as it was before `attach`, and close its generator.
+
+    What `use_strategy` changed is put back too. Weights, optimizer and step count stay as they are.
+
+    Raises:
+        ConfigurationError: nothing is attached to it.
+    """
+    attachment = getattr(trainer, ATTACHMENT, None)
+    if not isinstance(attachment, Attachment):
+        raise ConfigurationError("cb_rollout is not attached to this trainer.")
+    attachment.callback.finish()
+    drop_strategy(trainer)
+    trainer.remove_callback(attachment.callback)
+    attachment.hooks.restore()
+    attachment.generator.close()
+
+
+def _require_seam(trainer: Any) -> None:
+    """Refuse what is not a trainer whose inside looks as it did when this was written."""
+    if not isinstance(trainer, GRPOTrainer | RLOOTrainer):
+        raise ConfigurationError(
+            f"attach() takes a trl GRPOTrainer or RLOOTrainer, not a {type(trainer).__name__}; use "
+            "RolloutGenerator.generate_batch in a loop of your own."
+        )
+    missing = [name for name in (*SEAM_ATTRIBUTES, *SEAM_METHODS) if not hasattr(trainer, name)]
+    arguments = list(inspect.signature(VLLMGeneration.generate).parameters)
+    if not missing:
+        taken = list(inspect.signature(trainer._get_per_token_logps_and_entropies).parameters)
+        if taken[: len(LOGPROBS_ARGUMENTS)] != LOGPROBS_ARGUMENTS:
+            missing = ["_get_per_token_logps_and_entropies as it was"]
+    if missing or arguments != SEAM_ARGUMENTS or Version(trl.__version__) < Version("1.16"):
+        raise ConfigurationError(
+            f"trl {trl.__version__} generates in another way than cb_rollout knows (missing: "
+            f"{', '.join(missing) or 'nothing'}); install {TESTED_VERSIONS}."
+        )
+    if STRATEGY in vars(trainer):
+        raise ConfigurationError(
+            "use_strategy came before attach, so that it would be left out; call attach first."
+        )
+    if getattr(trainer, "use_vllm", False):
+        is_ours = isinstance(getattr(trainer, "vllm_generation", None), TrainerRollouts)
+        raise ConfigurationError(
+            "cb_rollout is attached to this trainer already."
+            if is_ours
+            else "the trainer was made with use_vllm=True; leave it False and attach again."
+        )
+
+
+def _require_settings(trainer: Any) -> None:
+    """Refuse what cannot be honoured, and what TRL would refuse on its own server path."""
+    if trainer.args.use_transformers_continuous_batching:
+        raise ConfigurationError(
+            "use_transformers_continuous_batching=True and cb_rollout both want to generate; "
+            "leave it False."
+        )
+    if not trainer.args.temperature > 0:
+        raise ConfigurationError(
+            f"temperature={trainer.args.temperature}: the completions of a group would all be the "
+            "same; raise it in the trainer's config."
+        )
+    corrects = getattr(trainer, "vllm_importance_sampling_correction", False)
+    mode = getattr(trainer, "vllm_importance_sampling_mode", None)
+    if getattr(trainer, "loss_type", None) == "vespo" and corrects:
+        allowed = ("token_truncate", "token_mask")
+        if mode not in allowed:
+            raise ConfigurationError(
+                f"loss_type='vespo' needs vllm_importance_sampling_mode to be one of "
+                f"{', '.join(allowed)}, not {mode!r}."
+            )
+
+
+def _require_one_turn(trainer: Any) -> None:
+    """Refuse to deal prompts where processes generate at different times, or not at all."""
+    for name in ("tools", "environments", "rollout_func"):
+        if getattr(trainer, name, None):
+            raise ConfigurationError(
+                f"balance_ranks=True deals prompts when all processes generate at once, which with "
+                f"{name} they do not; leave it False."
+            )
+
+
+def _warn_of_dropout(trainer: Any) -> None:
+    """Say what dropout does to the correction: samples come from the model without it."""
+    rates = [m.p for m in trainer.model.modules() if isinstance(m, torch.nn.Dropout)]
+    rates += [getattr(m, "attention_dropout", 0.0) or 0.0 for m in trainer.model.modules()]
+    highest = max((rate for rate in rates if isinstance(rate, float)), default=0.0)
+    if highest > 0 and getattr(trainer, "vllm_importance_sampling_correction", False):
+        warnings.warn(
+            f"the model trains with dropout (rate {highest:g}), and rollouts are sampled without: "
+            "TRL's importance-sampling correction takes the difference for a change of policy and "
+            "drops sequences. Set disable_dropout=True in the trainer's config, and lora_dropout=0 "
+            "and attention_dropout=0 where they are set.",
+            stacklevel=3,
+        )

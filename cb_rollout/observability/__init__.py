@@ -1,1 +1,0 @@
-"""What an engine is doing, for people and for collectors: names, figures, Prometheus' text."""

@@ -1,0 +1,1 @@
+"""Commands and what they print: the CLI, data set generation, doctor, report and bench."""

@@ -1,0 +1,122 @@
+"""`cb-rollout bench`: cb_rollout timed beside its peers, on this machine."""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from cb_rollout.errors import ConfigurationError
+from cb_rollout.tools.cli.folders import require_writable
+from cb_rollout.tools.cli.packages import require
+
+
+class Workload(NamedTuple):
+    """One thing to time; a module of `cb_rollout.tools.bench`."""
+
+    help: str
+    packages: tuple[str, ...] = ()
+    """What it imports beside the engine's own."""
+
+
+WORKLOADS = {
+    "rollout": Workload("one rollout: prompts in, completions out"),
+    "step": Workload("one GRPO step through TRL", ("datasets", "trl")),
+    "sync": Workload("a weight sync, beside bare tensor copies"),
+    "strategies": Workload("over-sampling and its like, against plain"),
+    "serve": Workload(
+        "the same requests over HTTP on this machine", ("fastapi", "httpx", "uvicorn")
+    ),
+    "scaling": Workload("from one request at once to 1,024"),
+    "drafts": Workload("few requests with drafts, and without"),
+    "truncation": Workload("top-k, top-p and min-p, beside transformers' warpers"),
+    "profile": Workload("where a rollout's time goes"),
+    "bookkeeping": Workload("what a decode step takes beside its forward"),
+    "roofline": Workload("what this machine can do at most"),
+}
+
+ENGINE_PACKAGES = ("psutil", "tokenizers", "torch", "transformers")
+
+OUTPUT_DIR = Path("cb_rollout_bench")
+
+DESCRIPTION = """\
+Time cb_rollout beside its peers, in one process, and write what was measured as JSON. Models have
+random weights; nothing is downloaded.
+
+Contenders take turns, so that a slow spell of the machine meets all of them; figures are medians
+over the repetitions, and only ratios within one run mean anything."""
+
+
+def add_bench(commands: Any) -> None:
+    """Add the command to a parser's subcommands."""
+    width = max(map(len, WORKLOADS))
+    said = "".join(f"\n  {name:<{width}}  {work.help}" for name, work in WORKLOADS.items())
+    parser = commands.add_parser(
+        "bench",
+        help="time a rollout beside its peers",
+        description=DESCRIPTION,
+        epilog=f"workloads:{said}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "workload",
+        metavar="NAME",
+        nargs="?",
+        choices=WORKLOADS,
+        default="rollout",
+        help="one of the workloads below (rollout)",
+    )
+    parser.add_argument(
+        "--repetitions", type=int, metavar="N", default=3, help="turns of each contender (3)"
+    )
+    parser.add_argument(
+        "--batch-size",
+        type=int,
+        metavar="N",
+        help="of model.generate in rollout and scaling (each workload's own)",
+    )
+    parser.add_argument(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="auto: a GPU where there is one",
+    )
+    parser.add_argument(
+        "--output-dir",
+        metavar="DIR",
+        type=Path,
+        help=f"where NAME_DEVICE.json is written, over an older one ({OUTPUT_DIR})",
+    )
+    parser.add_argument(
+        "--tiny",
+        action="store_true",
+        help="see whether a workload runs; its figures say nothing of speed",
+    )
+    parser.set_defaults(run=_run)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    name, folder = arguments.workload, arguments.output_dir or OUTPUT_DIR
+    for option in ("repetitions", "batch_size"):
+        value = getattr(arguments, option)
+        if value is not None and value < 1:
+            raise ConfigurationError(f"--{option.replace('_', '-')} {value} is below 1.")
+    if arguments.tiny and arguments.output_dir is None:
+        raise ConfigurationError(
+            "--tiny says nothing of speed; give it an --output-dir of its own."
+        )
+    packages = (*ENGINE_PACKAGES, *WORKLOADS[name].packages)
+    require(f"the bench {name!r}", packages, "'cb_rollout[bench]'")
+    require_writable(folder)
+    # Importing torch and transformers takes seconds, which no other command should wait.
+    from cb_rollout.tools.bench.run import run_workload
+
+    path = run_workload(
+        name,
+        device=arguments.device,
+        repetitions=arguments.repetitions,
+        batch_size=arguments.batch_size,
+        is_tiny=arguments.tiny,
+        folder=folder,
+    )
+    sys.stdout.write(f"\nwritten to {path}\n")
+    return 0

@@ -1,0 +1,93 @@
+"""`cb-rollout demo`: the recipe `arithmetic_cpu.py`, which a wheel carries.
+
+Owns the command's options; the recipe has their defaults, and does the work.
+"""
+
+import argparse
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+from cb_rollout.errors import ConfigurationError
+from cb_rollout.tools.cli.codes import EXIT_FAULT
+from cb_rollout.tools.cli.folders import require_writable
+from cb_rollout.tools.cli.packages import require
+
+RECIPE = Path("recipes", "arithmetic_cpu.py")
+# Below the package in a wheel, beside it in a checkout and under an editable install.
+
+PACKAGES = ("datasets", "tokenizers", "torch", "tqdm", "transformers", "trl", "wandb")
+# What the recipe imports, and where it reports to.
+
+RANGES = {
+    "seed": (0, 2**32 - 1),
+    "max_steps": (1, None),
+    "warmup_steps": (0, None),
+    "num_held_out": (1, None),
+}
+# The least and the largest value of each number; numpy's seeds set one of them.
+
+DESCRIPTION = """\
+Train a small model to finish its sums, by GRPO, on a laptop's CPU: about two minutes on
+two cores, with no network and no account. Prints held-out accuracy before and after, and writes a
+report to open in a browser. Exit code 1: a whole run did not learn what it should have."""
+
+
+def add_demo(commands: Any) -> None:
+    """Add the command to a parser's subcommands."""
+    parser = commands.add_parser(
+        "demo",
+        help="train a small model on this machine's CPU",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        argument_default=argparse.SUPPRESS,
+    )
+    parser.add_argument(
+        "--seed", type=int, metavar="N", help="of weights, problems and sampling (0)"
+    )
+    parser.add_argument("--max-steps", "--steps", type=int, metavar="N", help="GRPO steps (40)")
+    parser.add_argument(
+        "--warmup-steps", type=int, metavar="N", help="supervised steps before them (900)"
+    )
+    parser.add_argument(
+        "--num-held-out", type=int, metavar="N", help="problems to measure accuracy with (500)"
+    )
+    parser.add_argument(
+        "--output-dir",
+        metavar="DIR",
+        help="of metrics, records and the report (runs/arithmetic)",
+    )
+    parser.set_defaults(run=_run)
+
+
+def recipe_path() -> Path:
+    """The recipe's file."""
+    package = Path(__file__).parents[1]
+    path = package / RECIPE
+    return path if path.exists() else package.parent / RECIPE
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    # Dependencies of the package itself, which `pip install --no-deps` leaves out.
+    require("the demo", PACKAGES, "cb_rollout")
+    path = str(recipe_path())
+    given = {name: value for name, value in vars(arguments).items() if name != "run"}
+    for name, (least, largest) in RANGES.items():
+        value = given.get(name, least)
+        option = f"--{name.replace('_', '-')} {value}"
+        if value < least:
+            raise ConfigurationError(f"{option} is below {least}.")
+        if largest is not None and value > largest:
+            raise ConfigurationError(f"{option} is above {largest}.")
+    if "output_dir" in given:
+        require_writable(Path(given["output_dir"]))
+    before = sys.argv
+    sys.argv = [path, *(f"--{name.replace('_', '-')}={value}" for name, value in given.items())]
+    try:
+        runpy.run_path(path, run_name="__main__")
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else EXIT_FAULT
+    finally:
+        sys.argv = before
+    return 0

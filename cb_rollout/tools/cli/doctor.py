@@ -1,0 +1,57 @@
+"""`cb-rollout doctor`: what this machine and a checkpoint give a rollout, one line each."""
+
+import argparse
+import sys
+from typing import Any
+
+from cb_rollout.tools.cli.codes import EXIT_PARTLY
+
+
+def add_doctor(commands: Any) -> None:
+    """Add the command to a parser's subcommands."""
+    parser = commands.add_parser(
+        "doctor",
+        help="check this machine, and a checkpoint",
+        description="Check what a rollout needs: versions, device, memory; with MODEL also what "
+        "its layers keep, how much memory they get, and that it generates what its own forward "
+        "says. Exit code 1: not usable, and why.",
+    )
+    parser.add_argument(
+        "model", metavar="MODEL", nargs="?", help="a checkpoint's directory or hub name"
+    )
+    parser.add_argument("--dtype", default="auto", help="of the weights (auto: the checkpoint's)")
+    parser.add_argument("--device", default="auto", help="auto: a GPU where there is one")
+    parser.add_argument(
+        "--max-memory-percent",
+        type=float,
+        default=0.8,
+        help="share of the free memory that the KV cache may take (0.8)",
+    )
+    parser.set_defaults(run=_run)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    # Importing torch and transformers takes seconds, which no other command should wait.
+    from cb_rollout.tools.doctor import Level, checkpoint_findings, machine_findings
+
+    worst = Level.OK
+    findings = [machine_findings(arguments.device)]
+    if arguments.model is not None:
+        findings.append(
+            checkpoint_findings(
+                arguments.model,
+                dtype=arguments.dtype,
+                device=arguments.device,
+                max_memory_percent=arguments.max_memory_percent,
+            )
+        )
+    for part in findings:
+        for finding in part:
+            sys.stdout.write(f"{finding}\n")
+            sys.stdout.flush()
+            worst = max(worst, finding.level)
+    sys.stdout.write(f"\n{_VERDICTS[worst]}\n")
+    return EXIT_PARTLY if worst is Level.BAD else 0
+
+
+_VERDICTS = ("usable", "usable, with the warnings above", "not usable, for the reason above")

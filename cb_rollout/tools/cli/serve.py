@@ -1,0 +1,162 @@
+"""`cb-rollout serve`: a checkpoint behind OpenAI's protocol, until it is stopped."""
+
+import argparse
+import dataclasses
+import gc
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, get_args, get_type_hints
+
+from cb_rollout.config.rollout import RolloutConfig
+from cb_rollout.errors import ConfigurationError, RolloutError
+from cb_rollout.server.options import ServerOptions
+
+DESCRIPTION = """\
+Serve a checkpoint to OpenAI clients: /v1/chat/completions, /v1/completions, /v1/models, /tokenize,
+/health, /metrics. Listens on this machine only, unless --host says otherwise, which takes a key."""
+
+KEY_VARIABLE = "CB_ROLLOUT_API_KEY"
+# A key on the command line can be read by everybody on the machine.
+
+STATUS_SECONDS = 1.0
+# How often the line about what goes on is drawn.
+
+
+def add_serve(commands: Any) -> None:
+    """Add the command to a parser's subcommands."""
+    parser = commands.add_parser(
+        "serve",
+        help="serve a checkpoint to OpenAI clients",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("model", metavar="MODEL", help="A checkpoint's directory or hub name.")
+    kinds = get_type_hints(ServerOptions)
+    for field in dataclasses.fields(ServerOptions):
+        given = next((k for k in get_args(kinds[field.name]) if k is not type(None)), None)
+        help_text = field.metadata["help"]
+        if field.name == "model_name":
+            help_text += " (MODEL's own name)"
+        elif field.name == "api_key":
+            help_text += f" Or in the environment, as {KEY_VARIABLE}."
+        elif field.default is not None:
+            help_text += f" ({field.default})"
+        parser.add_argument(
+            f"--{field.name.replace('_', '-')}",
+            type=given or kinds[field.name],
+            default=argparse.SUPPRESS,
+            help=help_text,
+        )
+    parser.add_argument(
+        "--max-num-seqs", type=int, help="Most sequences decoded together (chosen by device)."
+    )
+    parser.add_argument(
+        "--max-queue-size",
+        type=int,
+        default=1024,
+        help="Most sequences that may wait; one more is answered 429. 0: unlimited. (1024)",
+    )
+    parser.add_argument(
+        "--max-memory-percent",
+        type=float,
+        default=0.8,
+        help="Share of the free memory that the KV cache may take. (0.8)",
+    )
+    parser.add_argument("--seed", type=int, help="Of requests that name none (fresh draws).")
+    parser.add_argument("--dtype", default="auto", help="Of the weights (the checkpoint's).")
+    parser.add_argument("--device", default="auto", help="auto: a GPU where there is one.")
+    parser.add_argument(
+        "--otlp-endpoint",
+        metavar="URL",
+        help="Send traces and metrics to this OpenTelemetry collector (OTLP over HTTP).",
+    )
+    parser.add_argument(
+        "--no-status", dest="status", action="store_false", help="Draw no line of live figures."
+    )
+    parser.set_defaults(run=_run)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    options = _options(arguments)
+    config = RolloutConfig(
+        max_requests_per_batch=arguments.max_num_seqs,
+        max_queue_size=arguments.max_queue_size,
+        max_memory_percent=arguments.max_memory_percent,
+        seed=arguments.seed,
+        training_reserve_gib=0,
+    )
+    # Importing torch and transformers takes seconds, which a wrong option should not wait.
+    from cb_rollout.metrics.live_status import LiveStatus
+    from cb_rollout.rollout.checkpoint import load_model, load_tokenizer
+    from cb_rollout.rollout.generator import RolloutGenerator
+
+    tokenizer = load_tokenizer(arguments.model)
+    model = load_model(arguments.model, arguments.dtype, arguments.device)
+    signals = _Signals()
+    with RolloutGenerator(model, config, tokenizer=tokenizer) as generator:
+        if arguments.otlp_endpoint is not None:
+            from cb_rollout.integrations.otel import export
+
+            export(generator, arguments.otlp_endpoint)
+        server = generator.serve(**dataclasses.asdict(options))
+        # What is there now stays to the end, and to walk it for garbage stops every thread.
+        gc.freeze()
+        sys.stdout.write(f"serving {options.model_name} at {server.url}/v1\n")
+        sys.stdout.flush()
+        status = _StatusLine(LiveStatus(generator.manager).line)
+        draws = arguments.status and sys.stderr.isatty()
+
+        def is_told_to_end() -> bool:
+            if draws:
+                status.draw()
+            return signals.num_caught > 0
+
+        server.run(is_told_to_end)
+        if not signals.num_caught:
+            raise RolloutError("the server ended by itself; its log says why.")
+        # The first SIGTERM lets what runs come to its end; Ctrl-C and any second signal do not.
+        server.drain(lambda: signals.is_urgent)
+    return 0
+
+
+class _Signals:
+    """Ctrl-C and SIGTERM, counted instead of raised."""
+
+    def __init__(self) -> None:
+        self.num_caught, self.is_urgent = 0, False
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._catch)
+
+    def _catch(self, number: int, _: FrameType | None) -> None:
+        self.is_urgent = number == signal.SIGINT or self.num_caught > 0
+        self.num_caught += 1
+
+
+class _StatusLine:
+    """Draws live figures over each other on stderr."""
+
+    def __init__(self, line: Callable[[], str]) -> None:
+        self._line, self._due = line, time.monotonic()
+
+    def draw(self) -> None:
+        """Draw what `line` says, if it is time."""
+        if time.monotonic() < self._due:
+            return
+        self._due = time.monotonic() + STATUS_SECONDS
+        sys.stderr.write(f"\r\x1b[K{self._line()}")
+        sys.stderr.flush()
+
+
+def _options(arguments: argparse.Namespace) -> ServerOptions:
+    names = [field.name for field in dataclasses.fields(ServerOptions)]
+    given = {name: value for name, value in vars(arguments).items() if name in names}
+    given.setdefault("model_name", os.path.basename(arguments.model.rstrip("/")) or "policy")
+    if not given.get("api_key"):
+        given["api_key"] = os.environ.get(KEY_VARIABLE) or None
+    if "api_key" in vars(arguments) and not arguments.api_key:
+        raise ConfigurationError("--api-key is empty; give a key, or leave it out.")
+    return ServerOptions(**given)

@@ -1,0 +1,123 @@
+"""`DatasetOptions`: how a data set is generated, with the help text of each option.
+
+Owns names, defaults and what counts as the same run. Loads no torch.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from cb_rollout.config.rollout import RolloutConfig
+from cb_rollout.config.sampling import SamplingParams
+from cb_rollout.errors import ConfigurationError
+
+GENERATION_CONFIGS = ("model", "none")
+# The one saved with the model, or none at all.
+
+_SAMPLING_HELP = {f.name: f.metadata["help"] for f in dataclasses.fields(SamplingParams)}
+
+
+def _option(default: Any, help_text: str, *, shapes_results: bool = True) -> Any:
+    """A field with its help text, and whether another value would give other results."""
+    return dataclasses.field(
+        default=default, metadata={"help": help_text, "shapes_results": shapes_results}
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetOptions:
+    """How a data set is generated.
+
+    Raises:
+        ConfigurationError: a value is out of its range.
+        InvalidRequestError: a sampling parameter is.
+    """
+
+    max_new_tokens: int = _option(512, "Longest completion, in tokens.")
+    num_return_sequences: int = _option(
+        1, "Completions of each row; their prompt is computed once."
+    )
+    temperature: float | None = _option(
+        None, "Divides the logits; 0 is greedy. None: the generation config's, as for the next 3."
+    )
+    top_k: int | None = _option(None, _SAMPLING_HELP["top_k"])
+    top_p: float | None = _option(None, _SAMPLING_HELP["top_p"])
+    min_p: float | None = _option(None, _SAMPLING_HELP["min_p"])
+    generation_config: str = _option(
+        "model", "model: the one saved with the model; none: temperature 1, nothing truncated."
+    )
+    ignore_eos: bool = _option(False, "Generate on past the model's end of sequence.")
+    seed: int | None = _option(
+        None, "Makes a run repeatable, interrupted or not; None: fresh draws."
+    )
+    system_prompt: str | None = _option(None, "A system message before each chat.")
+    chat: bool = _option(False, "Make each prompt that is text a chat of one user message.")
+    logprobs: bool = _option(False, "Write the log-probability of every token.")
+    split: str = _option("train", "Split of a data set that is not a file.", shapes_results=False)
+    subset: str | None = _option(
+        None, "Subset of a data set that is not a file; None: its only one.", shapes_results=False
+    )
+    max_num_seqs: int | None = _option(
+        None, "Most sequences decoded together; None: chosen by device.", shapes_results=False
+    )
+    max_memory_percent: float = _option(
+        0.8, "Share of the free memory that the KV cache may take.", shapes_results=False
+    )
+    dtype: str = _option(
+        "auto",
+        "Of the weights: auto (the checkpoint's), float32, bfloat16, float16.",
+        shapes_results=False,
+    )
+    device: str = _option(
+        "auto", "Where to run; auto: a GPU where there is one, else the CPU.", shapes_results=False
+    )
+
+    def __post_init__(self) -> None:
+        """Check what no other module will."""
+        if not isinstance(self.num_return_sequences, int) or self.num_return_sequences < 1:
+            raise ConfigurationError(
+                f"num_return_sequences={self.num_return_sequences} is below 1."
+            )
+        if self.generation_config not in GENERATION_CONFIGS:
+            raise ConfigurationError(
+                f"generation_config={self.generation_config!r} is neither model nor none."
+            )
+        self.sampling_params(SamplingParams())
+        self.rollout_config()
+
+    def sampling_params(self, defaults: SamplingParams) -> SamplingParams:
+        """How each sequence is sampled, where `defaults` says what these options leave open."""
+        given = {
+            name: value
+            for name in ("temperature", "top_k", "top_p", "min_p")
+            if (value := getattr(self, name)) is not None
+        }
+        # Whoever names a temperature wants it used, though the model's own habit is greedy.
+        samples = {"do_sample": True} if self.temperature else {}
+        return dataclasses.replace(
+            defaults,
+            **given,
+            **samples,
+            max_new_tokens=self.max_new_tokens,
+            max_length=None,
+            seed=self.seed,
+            ignore_eos=self.ignore_eos,
+        )
+
+    def rollout_config(self) -> RolloutConfig:
+        """The engine's settings; nothing is trained beside it."""
+        return RolloutConfig(
+            max_requests_per_batch=self.max_num_seqs,
+            max_memory_percent=self.max_memory_percent,
+            return_logprobs=self.logprobs,
+            seed=self.seed,
+            training_reserve_gib=0,
+        )
+
+    def shaping_results(self) -> dict[str, Any]:
+        """Every option that another value would give other results, by name."""
+        return {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if field.metadata["shapes_results"]
+        }

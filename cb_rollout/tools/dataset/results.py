@@ -1,0 +1,230 @@
+"""The file of results: one JSON line for each sequence, there once its newline is written.
+
+Owns what survives a kill. A half line is cut off when the file is opened again; a sequence that has
+a line is never generated again; and a file is only resumed under the settings that it was started
+with, which lie beside it. One process at a time writes.
+"""
+
+import fcntl
+import json
+import logging
+import os
+import time
+from collections.abc import Iterator, Mapping
+from io import FileIO
+from pathlib import Path
+from typing import Any, Self
+
+from cb_rollout.errors import ConfigurationError, said
+from cb_rollout.tools.dataset.rows import RowId
+
+SETTINGS_SUFFIX = ".settings.json"
+
+SYNC_SECONDS = 1.0
+# A killed process loses no written line; a machine that loses its power loses at most these.
+
+logger = logging.getLogger(__name__)
+
+
+class ResultFile:
+    """Appends results, and knows which are there."""
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        settings: Mapping[str, Any],
+        *,
+        overwrite: bool = False,
+        retry_failed: bool = False,
+    ) -> None:
+        """Start a file, or resume one after its last whole line.
+
+        Args:
+            path: the file; a small one with its settings is kept beside it.
+            settings: whatever changes what a result means; plain values by name.
+            overwrite: start over, whatever is there.
+            retry_failed: take out the results that are errors, so that they are generated again.
+
+        Raises:
+            ConfigurationError: the file was started under other settings, does not hold results,
+                cannot be written, or another process writes it.
+        """
+        self.path = Path(path)
+        self._settings_path = Path(f"{self.path}{SETTINGS_SUFFIX}")
+        self._settings = json.loads(json.dumps(settings))
+        self.num_done = 0
+        self.num_failed = 0
+        self.first_error: str | None = None
+        self._samples: dict[RowId, int] = {}
+        self._synced = time.monotonic()
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self._opened()
+        except OSError as error:
+            raise _not_writable(self.path, error) from error
+        try:
+            if overwrite:
+                self._file.truncate(0)
+            if self._file.seek(0, os.SEEK_END):
+                self._require_same_settings()
+                if retry_failed:
+                    self._take_out_failed()
+                self._read()
+            else:
+                self._write_settings()
+        except OSError as error:
+            self._file.close()
+            raise _not_writable(self.path, error) from error
+        except BaseException:
+            self._file.close()
+            raise
+
+    def has(self, row_id: RowId, sample: int) -> bool:
+        """Whether a row's sequence of this number, from 0, is there."""
+        return bool(self._samples.get(row_id, 0) >> sample & 1)
+
+    def append(self, results: list[dict[str, Any]]) -> None:
+        """Write results of sequences that are not there yet, in one go."""
+        lines = []
+        for result in results:
+            self._note(result)
+            lines.append(json.dumps(result, allow_nan=False, separators=(",", ":")) + "\n")
+        data = memoryview("".join(lines).encode("ascii"))
+        try:
+            while data:
+                data = data[self._file.write(data) :]
+        except OSError as error:
+            raise ConfigurationError(
+                f"{self.path} cannot be written ({error.strerror}); make room and run the same "
+                f"again: {self.num_done - len(results)} sequences are in it."
+            ) from error
+        if time.monotonic() - self._synced > SYNC_SECONDS:
+            self._sync()
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """Every result that is there, in the order of the file."""
+        return (result for _, _, result in self._lines())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._sync()
+        self._file.close()
+
+    def _sync(self) -> None:
+        try:
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise _not_writable(self.path, error) from error
+        self._synced = time.monotonic()
+
+    def _opened(self) -> FileIO:
+        """The file, which no other process may open so."""
+        file = self.path.open("a+b", buffering=0)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            file.close()
+            raise ConfigurationError(
+                f"another process writes {self.path}; wait for it, or name another output."
+            ) from error
+        except OSError as error:
+            logger.warning(
+                "%s is on a file system without locks (%s); let one process at a time write it",
+                self.path,
+                error.strerror,
+            )
+        return file
+
+    def _require_same_settings(self) -> None:
+        advice = "name another output, or overwrite this one"
+        try:
+            started_with = dict(json.loads(self._settings_path.read_bytes()))
+        except (OSError, ValueError, TypeError) as error:
+            raise ConfigurationError(
+                f"{self.path} is there but {self._settings_path.name}, which says what it was made "
+                f"with, cannot be read; {advice}."
+            ) from error
+        changed = [
+            f"{name} was {started_with.get(name)!r:.60} and is {self._settings.get(name)!r:.60}"
+            for name in dict.fromkeys([*started_with, *self._settings])
+            if started_with.get(name) != self._settings.get(name)
+        ]
+        if changed:
+            raise ConfigurationError(
+                f"{self.path} was started with other settings: {'; '.join(changed)}. Resume with "
+                f"the same, {advice}."
+            )
+
+    def _write_settings(self) -> None:
+        """On disk whole before the first result, or not at all."""
+        partial = Path(f"{self._settings_path}.partial")
+        with partial.open("w") as file:
+            json.dump(self._settings, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(self._settings_path)
+
+    def _take_out_failed(self) -> None:
+        """Put a file without the errors in this one's place, in one move."""
+        kept = Path(f"{self.path}.kept")
+        with kept.open("wb") as file:
+            for _, line, result in self._lines():
+                if "error" not in result:
+                    file.write(line)
+            file.flush()
+            os.fsync(file.fileno())
+        kept.replace(self.path)
+        self._file.close()
+        self._file = self._opened()
+
+    def _read(self) -> None:
+        """Note what is there, and cut a half line off the end."""
+        end = 0
+        for end, _, result in self._lines():  # noqa: B007  the last one is used below
+            self._note(result)
+        if end < self._file.seek(0, os.SEEK_END):
+            self._file.truncate(end)
+            self._sync()
+
+    def _lines(self) -> Iterator[tuple[int, bytes, dict[str, Any]]]:
+        """Where each whole line ends, the line, and its result."""
+        end = 0
+        with self.path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if not line.endswith(b"\n"):
+                    return
+                end += len(line)
+                try:
+                    result = json.loads(line)
+                    _key(result)
+                except (ValueError, KeyError, TypeError) as error:
+                    raise ConfigurationError(
+                        f"line {number} of {self.path} is not a result ({said(error)}); remove "
+                        "the line to keep the others."
+                    ) from error
+                yield end, line, result
+
+    def _note(self, result: Mapping[str, Any]) -> None:
+        row_id, sample = _key(result)
+        if self.has(row_id, sample):
+            raise ConfigurationError(
+                f"{self.path} has sequence {sample} of row {row_id!r} twice; remove one line."
+            )
+        self._samples[row_id] = self._samples.get(row_id, 0) | 1 << sample
+        self.num_done += 1
+        if "error" in result:
+            self.num_failed += 1
+            self.first_error = self.first_error or str(result["error"])
+
+
+def _not_writable(path: Path, error: OSError) -> ConfigurationError:
+    return ConfigurationError(f"{path} cannot be written ({error.strerror}); name another output.")
+
+
+def _key(result: Mapping[str, Any]) -> tuple[RowId, int]:
+    row_id, sample = result["id"], result["sample"]
+    if not isinstance(row_id, int | str) or not isinstance(sample, int) or sample < 0:
+        raise TypeError(f"id {row_id!r} and sample {sample!r} name no sequence")
+    return row_id, sample

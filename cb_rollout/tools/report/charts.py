@@ -1,0 +1,181 @@
+"""The figures of a report: which metrics each draws, over which axes, and what it says above them.
+
+Owns titles, legends and captions. A figure whose metrics are missing is an empty string.
+"""
+
+from collections.abc import Callable, Sequence
+from html import escape
+from statistics import median
+
+from cb_rollout.metrics.run_records import StepMetrics
+from cb_rollout.tools.report.series import (
+    completion_lengths,
+    early_and_late,
+    series,
+    shares_by_bin,
+    smoothed,
+    smoothing_window,
+)
+from cb_rollout.tools.report.svg import (
+    Axis,
+    Curve,
+    Point,
+    compact,
+    curve_chart,
+    histogram_chart,
+    linear_axis,
+    log_axis,
+    percent,
+    scientific,
+)
+
+DRIFT_KEYS = ("rollout/logprob_drift_max", "sampling/sampling_logp_difference/max")
+# A verification's plain forward comes first; TRL's own difference is there on more steps.
+
+DRIFT_FLOOR = 1e-9
+# Below the resolution of a float32 log-probability: as good as zero, which no log axis holds.
+
+MAX_DOTS = 30
+# More of them hide their line.
+
+MAX_JAGGED_POINTS = 300
+# Beyond this a line from step to step is a band, and its mean is drawn over it.
+
+MAX_BINS = 32
+# Fine enough for a long tail's shape; every bin holds equally many whole numbers.
+
+
+def learning_figure(metrics: Sequence[StepMetrics]) -> str:
+    """Training reward by step with its smoothed line, and evaluation reward where there is any."""
+    reward = series(metrics, "reward")
+    evaluation = series(metrics, "eval_reward", mode="eval")
+    if not reward and not evaluation:
+        return ""
+    points = [*reward, *evaluation]
+    is_smoothed = smoothing_window(len(reward)) > 1
+    curves, keys = [Curve(reward, "a")], [("a", "training")]
+    if is_smoothed:
+        curves = [Curve(reward, "raw"), Curve(smoothed(reward), "a")]
+        keys = [("raw", "training step"), ("a", f"mean over {smoothing_window(len(reward))} steps")]
+    if evaluation:
+        curves.append(Curve(evaluation, "b", has_dots=len(evaluation) <= MAX_DOTS))
+        keys.append(("b", "evaluation"))
+    chart = curve_chart(
+        curves,
+        x=step_axis(points),
+        y=linear_axis(value for _, value in points),
+        title=f"Reward over {len(points)} steps",
+        tips=tips_at(reward or evaluation, lambda value: f"reward {compact(value)}"),
+    )
+    return figure("Reward", "mean of each step", chart, keys, style="wide")
+
+
+def throughput_figure(metrics: Sequence[StepMetrics]) -> str:
+    """Sampled tokens per second of rollout, by step."""
+    speed = series(metrics, "rollout/tokens_per_second")
+    if not speed:
+        return ""
+    chart = curve_chart(
+        _filled(speed),
+        x=step_axis(speed),
+        y=linear_axis((value for _, value in speed), low=0, num_ticks=4),
+        title=f"Tokens per second over {len(speed)} steps",
+        tips=tips_at(speed, lambda value: f"{compact(value)} tokens/s"),
+    )
+    return figure("Throughput", "sampled tokens per second of rollout", chart)
+
+
+def share_figure(metrics: Sequence[StepMetrics]) -> str:
+    """Which share of each step's time the rollout took."""
+    share = series(metrics, "rollout/step_share")
+    if not share:
+        return ""
+    chart = curve_chart(
+        _filled(share),
+        x=step_axis(share),
+        y=linear_axis([], low=0, high=1, num_ticks=4, label=percent),
+        title=f"Share of each of {len(share)} steps spent in rollout",
+        tips=tips_at(share, lambda value: f"{value:.1%} of the step"),
+    )
+    return figure("Rollout's share of a step", "of its wall-clock time", chart)
+
+
+def drift_figure(metrics: Sequence[StepMetrics]) -> str:
+    """The largest difference between sampled and recomputed log-probabilities, by step."""
+    names = ("against a plain forward", "against the trainer's forward")
+    styles = ("a", "b")
+    found = [
+        (style, name, series(metrics, key))
+        for style, name, key in zip(styles, names, DRIFT_KEYS, strict=True)
+        if series(metrics, key)
+    ]
+    if not found:
+        return ""
+    points = [point for *_, drift in found for point in drift]
+    chart = curve_chart(
+        [Curve(drift, style, has_dots=len(drift) <= MAX_DOTS) for style, _, drift in found],
+        x=step_axis(points),
+        y=log_axis((value for _, value in points), floor=DRIFT_FLOOR),
+        title=f"Log-probability drift over {len(points)} measurements, logarithmic",
+        tips=tips_at(found[-1][2], lambda value: f"{scientific(value)} nats"),
+    )
+    keys = [(style, name) for style, name, _ in found]
+    has_zeros = any(value <= DRIFT_FLOOR for _, value in points)
+    note = "largest of a step, nats" + ("; zero lies on the axis" if has_zeros else "")
+    return figure("Log-probability drift", note, chart, keys)
+
+
+def lengths_figure(metrics: Sequence[StepMetrics]) -> str:
+    """How long completions were at the beginning of the run, and at its end."""
+    lengths = completion_lengths(metrics)
+    if not lengths:
+        return ""
+    early, late = early_and_late(lengths)
+    longest = max(*early, *late, 0)
+    width = longest // MAX_BINS + 1
+    num_bins = longest // width + 1
+    x = linear_axis([], low=0, high=num_bins * width, num_ticks=6, is_whole=True)
+    named = [("raw", "early", early), ("a", "late", late)] if late else [("a", "all", early)]
+    groups = [
+        (style, shares_by_bin(group, width=width, num_bins=num_bins)) for style, _, group in named
+    ]
+    y = linear_axis(
+        [share for _, shares in groups for share in shares], low=0, num_ticks=4, label=percent
+    )
+    chart = histogram_chart(groups, x=x, y=y, title="Histogram of completion lengths in tokens")
+    keys = [
+        (style, f"{name}, median {median(group):,.0f}" if late else f"median {median(group):,.0f}")
+        for style, name, group in named
+    ]
+    note = "first against last third of the steps, tokens" if late else "tokens"
+    return figure("Completion lengths", note, chart, keys)
+
+
+def figure(
+    title: str, note: str, chart: str, keys: Sequence[tuple[str, str]] = (), style: str = ""
+) -> str:
+    """A chart under its title, note and legend; `keys` are pairs of style and name."""
+    legend = "".join(
+        f'<span class="key {key_style}"><i></i>{escape(text)}</span>' for key_style, text in keys
+    )
+    return (
+        f'<figure class="{style}"><figcaption><h2>{escape(title)}</h2><p>{escape(note)}</p>'
+        f'<p class="keys">{legend}</p></figcaption>{chart}</figure>'
+    )
+
+
+def _filled(points: Sequence[Point]) -> list[Curve]:
+    if len(points) <= MAX_JAGGED_POINTS:
+        return [Curve(points, "a", is_filled=True)]
+    return [Curve(points, "raw"), Curve(smoothed(points), "a", is_filled=True)]
+
+
+def step_axis(points: Sequence[Point]) -> Axis:
+    """The axis of steps that `points` need."""
+    steps = [step for step, _ in points]
+    return linear_axis(steps, low=min(steps), high=max(steps), num_ticks=6, is_whole=True)
+
+
+def tips_at(points: Sequence[Point], text: Callable[[float], str]) -> list[tuple[float, str]]:
+    """What to say at each step when it is pointed at."""
+    return [(step, f"step {step:,}: {text(value)}") for step, value in points]

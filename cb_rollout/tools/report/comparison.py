@@ -1,0 +1,136 @@
+"""Two runs on one page: their key figures in a table, and each metric's two curves on one chart.
+
+Owns what is compared. A chart that neither run has is left out; one that a single run has is drawn
+with that one alone.
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from html import escape
+from pathlib import Path
+
+from cb_rollout import __version__
+from cb_rollout.errors import ConfigurationError
+from cb_rollout.metrics.run_records import StepMetrics, count_rollouts, find_run_dir, read_metrics
+from cb_rollout.tools.report.charts import DRIFT_FLOOR, DRIFT_KEYS, figure, step_axis, tips_at
+from cb_rollout.tools.report.page import html_page, key_figures, run_name
+from cb_rollout.tools.report.series import series, smoothed
+from cb_rollout.tools.report.svg import (
+    Curve,
+    compact,
+    curve_chart,
+    linear_axis,
+    log_axis,
+    percent,
+    scientific,
+)
+from cb_rollout.tools.report.tokens import visible_html
+
+COMPARISON_FILE = "comparison.html"
+
+STYLES = ("a", "b")
+
+OVERLAYS: tuple[tuple[str, str, str, Callable[[float], str]], ...] = (
+    ("reward", "Reward", "mean of each step, smoothed", compact),
+    ("eval_reward", "Evaluation reward", "mean of each evaluation", compact),
+    ("rollout/tokens_per_second", "Throughput", "sampled tokens per second of rollout", compact),
+    ("rollout/step_share", "Rollout's share of a step", "of its wall-clock time", percent),
+    ("completions/mean_length", "Completion length", "mean of each step, tokens", compact),
+    *((key, "Log-probability drift", f"{key}, nats", scientific) for key in DRIFT_KEYS),
+)
+# What is drawn: the scalar, its title, its note, and how a value is written.
+
+
+def write_comparison(run_dir: str | os.PathLike[str], other: str | os.PathLike[str]) -> Path:
+    """Write `comparison.html` about two runs beside the records of the first.
+
+    Raises:
+        ConfigurationError: one of them has no metrics, a record cannot be read, or the page cannot
+            be written.
+    """
+    try:
+        folders = [find_run_dir(run_dir), find_run_dir(other)]
+        if folders[0].resolve() == folders[1].resolve():
+            raise ConfigurationError(f"{run_dir} and {other} are one run; name two.")
+        runs = [read_metrics(folder) for folder in folders]
+        for folder, metrics in zip(folders, runs, strict=True):
+            if not metrics:
+                raise ConfigurationError(
+                    f"{folder} holds no metrics to compare; report after the run's first step."
+                )
+        path = folders[0] / COMPARISON_FILE
+        path.write_text(_page(folders, runs), encoding="utf-8")
+        return path
+    except OSError as error:
+        raise ConfigurationError(
+            f"{error.filename or run_dir} cannot be read or written ({error.strerror}); look at "
+            "what it is and who may use it."
+        ) from error
+
+
+def _page(folders: Sequence[Path], runs: Sequence[Sequence[StepMetrics]]) -> str:
+    names = [run_name(folder) for folder in folders]
+    if names[0] == names[1]:
+        names = [str(folder) for folder in folders]
+    figures = [dict(_figures(f, m)) for f, m in zip(folders, runs, strict=True)]
+    rows = "".join(
+        f"<tr><th>{label}</th>"
+        + "".join(f"<td>{figures[side].get(label, '&ndash;')}</td>" for side in (0, 1))
+        + "</tr>"
+        for label in figures[0] | figures[1]
+    )
+    heads = "".join(
+        f'<th><span class="key {style}"><i></i>{visible_html(name)}</span></th>'
+        for style, name in zip(STYLES, names, strict=True)
+    )
+    charts = "\n".join(filter(None, (_overlay(names, runs, *overlay) for overlay in OVERLAYS)))
+    sources = f"cb_rollout {__version__}, from {len(runs[0]):,} and {len(runs[1]):,} records."
+    return html_page(
+        " and ".join(names),
+        f"""<header class="top">
+<p class="kicker">Two runs</p>
+<h1>{visible_html(names[0])} <i>and</i> {visible_html(names[1])}</h1>
+<table class="runs"><thead><tr><th></th>{heads}</tr></thead><tbody>{rows}</tbody></table>
+</header>
+<section class="charts">
+{charts}
+</section>
+<footer>{escape(sources)}</footer>""",
+    )
+
+
+def _figures(folder: Path, metrics: Sequence[StepMetrics]) -> list[tuple[str, str]]:
+    """Label and value of each key figure; the notes are left to the run's own page."""
+    found = key_figures(metrics, count_rollouts(folder))
+    return [(label, value) for label, value, _ in found]
+
+
+def _overlay(
+    names: Sequence[str],
+    runs: Sequence[Sequence[StepMetrics]],
+    key: str,
+    title: str,
+    note: str,
+    said: Callable[[float], str],
+) -> str:
+    mode = "eval" if key.startswith("eval_") else "train"
+    found = [
+        (style, name, points)
+        for style, name, metrics in zip(STYLES, names, runs, strict=True)
+        if (points := series(metrics, key, mode))
+    ]
+    if not found:
+        return ""
+    if key == "reward":
+        found = [(style, name, smoothed(points)) for style, name, points in found]
+    points = [point for *_, drawn in found for point in drawn]
+    values = [value for _, value in points]
+    is_drift = key in DRIFT_KEYS
+    chart = curve_chart(
+        [Curve(drawn, style) for style, _, drawn in found],
+        x=step_axis(points),
+        y=log_axis(values, floor=DRIFT_FLOOR) if is_drift else linear_axis(values),
+        title=f"{title} of {len(found)} runs",
+        tips=tips_at(found[0][2], said),
+    )
+    return figure(title, note, chart, [(style, name) for style, name, _ in found])

@@ -1,0 +1,202 @@
+"""One self-contained HTML page about a run, from its records alone.
+
+Owns what the page says and in which order; a part whose records are missing is left out. Draws no
+chart and escapes no token itself (`charts`, `tokens`), and neither it nor its page
+fetches anything. Loads no torch.
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+from statistics import median
+
+from cb_rollout import __version__
+from cb_rollout.errors import ConfigurationError
+from cb_rollout.metrics.run_records import (
+    METRICS_FILE,
+    ROLLOUTS_FILE,
+    RUN_DIR_NAME,
+    SequenceRecord,
+    StepMetrics,
+    count_rollouts,
+    find_run_dir,
+    read_metrics,
+    read_rollouts,
+)
+from cb_rollout.tools.report.charts import (
+    DRIFT_KEYS,
+    drift_figure,
+    learning_figure,
+    lengths_figure,
+    share_figure,
+    throughput_figure,
+)
+from cb_rollout.tools.report.series import series, smoothed, smoothing_window
+from cb_rollout.tools.report.svg import Point, compact
+from cb_rollout.tools.report.tokens import legend_html, sequences_html, visible_html
+
+REPORT_FILE = "report.html"
+
+MAX_SEQUENCES_PER_STEP = 8
+# A group of eight is the usual size, and three such steps load quickly on a phone.
+
+
+def write_report(run_dir: str | os.PathLike[str]) -> Path:
+    """Write `report.html` beside the records of a run.
+
+    Args:
+        run_dir: the directory with the records, or a trainer's output_dir with `cb_rollout/` in it.
+
+    Returns:
+        The path of the page.
+
+    Raises:
+        ConfigurationError: there is nothing to report on, a record cannot be read, or the page
+            cannot be written.
+    """
+    try:
+        return _write_report(find_run_dir(run_dir))
+    except OSError as error:
+        raise ConfigurationError(
+            f"{error.filename or run_dir} cannot be read or written ({error.strerror}); look at "
+            "what it is and who may use it."
+        ) from error
+
+
+def _write_report(run_dir: Path) -> Path:
+    metrics = read_metrics(run_dir)
+    counts = count_rollouts(run_dir)
+    if not metrics and not counts:
+        raise ConfigurationError(
+            f"{run_dir} has no whole record in {METRICS_FILE} or {ROLLOUTS_FILE}; report after the "
+            "first step of the run, or check that it is the main process that records."
+        )
+    rollouts = read_rollouts(run_dir, steps=steps_shown(list(counts)))
+    name = run_name(run_dir)
+    page = html_page(
+        name,
+        f"""<header class="top">
+<p class="kicker">Rollout report</p>
+<h1>{visible_html(name)}</h1>
+{_key_figures(metrics, counts)}
+</header>
+{_charts(metrics)}
+{_completions(counts, rollouts)}
+<footer>{_sources(metrics, counts)}</footer>""",
+    )
+    path = run_dir / REPORT_FILE
+    path.write_text(page, encoding="utf-8")
+    return path
+
+
+def steps_shown(steps: Sequence[int]) -> list[int]:
+    """The first, middle and last of ascending `steps`, each once."""
+    return sorted({steps[0], steps[(len(steps) - 1) // 2], steps[-1]}) if steps else []
+
+
+def run_name(run_dir: Path) -> str:
+    """What a run is called: its output directory."""
+    resolved = run_dir.resolve()
+    return resolved.parent.name if resolved.name == RUN_DIR_NAME else resolved.name
+
+
+def html_page(name: str, content: str) -> str:
+    """A page that needs nothing but a browser, around its content."""
+    style = files("cb_rollout.tools.report").joinpath("report.css").read_text(encoding="utf-8")
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+<title>{visible_html(name)} &middot; rollout report</title>
+<style>
+{style}</style>
+</head>
+<body>
+<main>
+{content}
+</main>
+</body>
+</html>
+"""
+
+
+def _key_figures(metrics: Sequence[StepMetrics], counts: dict[int, int]) -> str:
+    figures = "".join(
+        f'<div><dt>{label}</dt><dd>{value}</dd><dd class="note">{note}</dd></div>'
+        for label, value, note in key_figures(metrics, counts)
+    )
+    return f'<dl class="figures">{figures}</dl>'
+
+
+def key_figures(
+    metrics: Sequence[StepMetrics], counts: dict[int, int]
+) -> Iterator[tuple[str, str, str]]:
+    """What a figure is, its value, and how to read it."""
+    steps = sorted({record.step for record in metrics if record.mode == "train"} or counts)
+    if steps:
+        yield "Steps", f"{len(steps):,}", f"from {steps[0]:,} to {steps[-1]:,}"
+    reward = series(metrics, "reward")
+    if reward:
+        yield "Last reward", compact(reward[-1][1]), f"at step {reward[-1][0]:,}"
+    if len(reward) > 1:
+        trend = smoothed(reward)
+        first, last = (compact(round(value, 4)) for _, value in (trend[0], trend[-1]))
+        window = smoothing_window(len(reward))
+        note = f"mean over {window} steps" if window > 1 else "first and last step"
+        yield "First to last reward", f"{first} <i>&rarr;</i> {last}", note
+    speed = series(metrics, "rollout/tokens_per_second")
+    if speed:
+        middle = median(value for _, value in speed)
+        yield "Tokens per second", compact(middle), "sampled while rolling out, median step"
+    drift = next(filter(None, (series(metrics, key) for key in DRIFT_KEYS)), None)
+    if drift:
+        yield "Largest drift", *_largest(drift)
+
+
+def _largest(drift: Sequence[Point]) -> tuple[str, str]:
+    step, value = max(drift, key=lambda point: point[1])
+    return compact(value), f"nats, at step {step:,}"
+
+
+def _charts(metrics: Sequence[StepMetrics]) -> str:
+    figures = [
+        learning_figure(metrics),
+        throughput_figure(metrics),
+        share_figure(metrics),
+        drift_figure(metrics),
+        lengths_figure(metrics),
+    ]
+    drawn = "\n".join(filter(None, figures))
+    return f'<section class="charts">\n{drawn}\n</section>' if drawn else ""
+
+
+def _completions(counts: dict[int, int], rollouts: Sequence[SequenceRecord]) -> str:
+    if not rollouts:
+        return ""
+    sections = []
+    for step in steps_shown(list(counts)):
+        shown = [record for record in rollouts if record.step == step][:MAX_SEQUENCES_PER_STEP]
+        sections.append(
+            f'<section class="step"><h3>Step {step:,}<span>{len(shown):,} of {counts[step]:,} '
+            f"recorded sequences</span></h3>{sequences_html(shown)}</section>"
+        )
+    lead = (
+        f"From {len(sections)} of {len(counts):,} recorded steps. A tint says how unlikely a token "
+        "was when it was sampled; point at it for its log-probability, token id and policy version."
+    )
+    return (
+        f'<section class="completions"><h2>Completions</h2><p class="lead">{lead}</p>'
+        f"{legend_html()}{''.join(sections)}</section>"
+    )
+
+
+def _sources(metrics: Sequence[StepMetrics], counts: dict[int, int]) -> str:
+    return escape(
+        f"cb_rollout {__version__}, from {len(metrics):,} records of {METRICS_FILE} and "
+        f"{sum(counts.values()):,} of {ROLLOUTS_FILE}."
+    )

@@ -1,0 +1,156 @@
+"""Completions as HTML text: each token tinted by how unlikely it was, with its numbers on hover.
+
+Owns the colour scale's steps and how invisible or dangerous characters are shown; which completions
+are shown is decided in `report`. Every function is pure.
+"""
+
+import math
+import re
+import unicodedata
+from collections.abc import Iterator, Sequence
+from html import escape
+from itertools import groupby
+
+from cb_rollout.metrics.run_records import SequenceRecord, TokenRow
+
+NUM_LEVELS = 10
+# More tints than this cannot be told apart behind text.
+
+NATS_PER_LEVEL = 0.75
+# Puts the last tint at -6.75 nats, one in a thousand: rarer tokens are all equally surprising.
+
+MAX_TOKENS_SHOWN = 900
+MAX_TOKENS_AT_THE_END = 300
+# Of a longer completion the beginning and the end are shown: where it answers, it ends.
+
+MAX_PROMPT_CHARACTERS = 600
+
+SPECIAL_TOKEN = re.compile(r"<[^<>\s]+>|\[[A-Z_]+\]")
+
+_ZERO_WIDTH_JOINER = "\u200d"
+# A format character that emoji are made with; the other ones are shown by their code.
+
+
+def colour_level(logprob: float) -> int:
+    """Which tint a log-probability gets, from 0 (likely) to `NUM_LEVELS - 1` (improbable)."""
+    return max(0, min(NUM_LEVELS - 1, math.floor(-logprob / NATS_PER_LEVEL)))
+
+
+def legend_html() -> str:
+    """The colour scale, from certain to improbable."""
+    swatches = "".join(f'<span class="l{level}"></span>' for level in range(NUM_LEVELS))
+    last = -(NUM_LEVELS - 1) * NATS_PER_LEVEL
+    return (
+        '<div class="legend" aria-label="colour scale of log-probabilities">'
+        f'<span>likely <b>0</b></span><span class="scale">{swatches}</span>'
+        f"<span><b>{last:g}</b> nats or less, improbable</span></div>"
+    )
+
+
+def sequences_html(sequences: Sequence[SequenceRecord]) -> str:
+    """Sequences with their prompts, each prompt once above its adjacent completions."""
+    return "".join(
+        f'<div class="group">{_prompt_html(prompt)}{"".join(map(_completion_html, members))}</div>'
+        for prompt, members in groupby(sequences, key=lambda sequence: sequence.prompt)
+    )
+
+
+def visible_html(text: str, *, marks_spaces: bool = False) -> str:
+    """`text` escaped for HTML, with what could not be seen made visible.
+
+    Args:
+        text: anything, lone surrogates included.
+        marks_spaces: True: newlines and tabs get a mark before them.
+    """
+    return "".join(_visible_character(character, marks_spaces) for character in text)
+
+
+def _visible_character(character: str, marks_spaces: bool) -> str:
+    if character == "\n":
+        return '<u class="mark">&crarr;</u>\n' if marks_spaces else "\n"
+    if character == "\t":
+        return '<u class="mark">&rarr;</u>\t' if marks_spaces else "\t"
+    is_hidden = unicodedata.category(character) in {"Cc", "Cf", "Cs", "Zl", "Zp"}
+    if is_hidden and character != _ZERO_WIDTH_JOINER:
+        return f'<u class="mark code">U+{ord(character):04X}</u>'
+    return escape(character)
+
+
+def _prompt_html(prompt: str) -> str:
+    if len(prompt) <= MAX_PROMPT_CHARACTERS:
+        return f'<div class="prompt">{visible_html(prompt)}</div>'
+    return (
+        '<details class="prompt"><summary><span class="more">whole prompt, '
+        f'{len(prompt):,} characters</span><span class="end">&hellip;'
+        f"{visible_html(prompt[-MAX_PROMPT_CHARACTERS:])}</span></summary>"
+        f"{visible_html(prompt)}</details>"
+    )
+
+
+def _completion_html(sequence: SequenceRecord) -> str:
+    return (
+        f'<article class="completion"><header>{"".join(_facts(sequence))}</header>'
+        f'<div class="tokens">{_tokens_html(sequence)}</div></article>'
+    )
+
+
+def _facts(sequence: SequenceRecord) -> Iterator[str]:
+    if sequence.reward is not None:
+        yield f'<span class="reward">reward <b>{sequence.reward:.4g}</b></span>'
+    if sequence.mode == "eval":
+        yield '<span class="chip">eval</span>'
+    num_tokens = len(sequence.tokens)
+    yield f"<span>{num_tokens:,} {'token' if num_tokens == 1 else 'tokens'}</span>"
+    if sequence.finish_reason is not None:
+        yield f"<span>ended by {visible_html(sequence.finish_reason)}</span>"
+    finite = [value for value in sequence.logprobs if math.isfinite(value)]
+    if finite:
+        yield f"<span>mean {sum(finite) / len(finite):.3f} nats</span>"
+    versions = [str(version) for version, _ in sequence.policy_versions]
+    if versions:
+        noun = "policy" if len(versions) == 1 else "policies"
+        yield f"<span>{noun} {', '.join(versions)}</span>"
+    yield f'<span class="id">{visible_html(sequence.request_id)}</span>'
+
+
+def _tokens_html(sequence: SequenceRecord) -> str:
+    rows = list(sequence.token_rows())
+    num_hidden = len(rows) - MAX_TOKENS_SHOWN
+    if num_hidden <= 0:
+        return _rows_html(rows)
+    beginning, end = rows[: MAX_TOKENS_SHOWN - MAX_TOKENS_AT_THE_END], rows[-MAX_TOKENS_AT_THE_END:]
+    gap = f'<div class="gap">{num_hidden:,} of {len(rows):,} tokens are left out here</div>'
+    return f"{_rows_html(beginning)}{gap}{_rows_html(end)}"
+
+
+def _rows_html(rows: Sequence[TokenRow]) -> str:
+    before = [None, *(row.policy_version for row in rows)]
+    return "".join(
+        _token_html(row, is_other_policy=version is not None and version != row.policy_version)
+        for version, row in zip(before, rows, strict=False)
+    )
+
+
+def _token_html(row: TokenRow, *, is_other_policy: bool) -> str:
+    classes = ["ln" if row.logprob is None else f"l{colour_level(row.logprob)}"]
+    if SPECIAL_TOKEN.fullmatch(row.token):
+        classes.append("special")
+    if is_other_policy:
+        classes.append("switch")
+    text = visible_html(row.token, marks_spaces=True)
+    if not row.token.strip(" "):
+        text = f'<u class="mark">{"&middot;" * len(row.token) or "&empty;"}</u>'
+    return f'<span class="{" ".join(classes)}" title="{_tooltip(row)}">{text}</span>'
+
+
+def _tooltip(row: TokenRow) -> str:
+    if row.logprob is None:
+        logprob = "log-probability not recorded"
+    else:
+        logprob = f"log-probability {row.logprob:.3f} ({_chance(row.logprob)})"
+    policy = "not recorded" if row.policy_version is None else row.policy_version
+    return f"{logprob}&#10;token id {row.token_id}&#10;policy version {policy}"
+
+
+def _chance(logprob: float) -> str:
+    return f"{100 * math.exp(min(logprob, 0.0)):.3g}%"

@@ -1,0 +1,92 @@
+"""One tensor of the plain model, and how the training module holds it.
+
+Owns the names a plain model has, seen through PEFT, compile and checkpointing wrappers. Copies
+nothing.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from cb_rollout.compat import torch as torch_compat
+from cb_rollout.weights.adapters import LowRank, low_ranks, wrapped_by_peft
+
+
+@dataclass(frozen=True, eq=False)
+class Weight:
+    """A parameter or buffer, with what active adapters add to it."""
+
+    names: tuple[str, ...]
+    """Every name it has in the plain model; several where it is tied or shared."""
+    base: torch.Tensor
+    """Maybe a shard, maybe frozen."""
+    low_ranks: tuple[LowRank, ...]
+    is_buffer: bool
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All that its value depends on: the base, then A and B of each adapter."""
+        return [self.base, *(t for added in self.low_ranks for t in (added.A, added.B))]
+
+    @property
+    def scalings(self) -> tuple[float, ...]:
+        """The adapters' scalings."""
+        return tuple(added.scaling for added in self.low_ranks)
+
+    def value(self, whole: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The weight of the plain model, from `tensors` made whole.
+
+        Adapters are added in float32 or wider, out of place, to the pristine base: whoever stores
+        the value rounds once, and rounding never accumulates.
+        """
+        value, *factors = whole
+        for index, added in enumerate(self.low_ranks):
+            A, B = factors[2 * index], factors[2 * index + 1]
+            dtype = torch.promote_types(value.dtype, torch.float32)
+            delta = (B.to(dtype) @ A.to(dtype)) * added.scaling
+            value = value.to(dtype) + (delta.T if added.is_transposed else delta)
+        return value
+
+
+def weights_of(
+    model: torch.nn.Module, stored: Callable[[torch.Tensor], torch.Tensor]
+) -> list[Weight]:
+    """Every tensor of the plain model inside `model`, each once, in the model's order.
+
+    Args:
+        model: the training module.
+        stored: what is trained behind a tensor that the module shows.
+
+    Raises:
+        ConfigurationError: an adapter cannot be expressed as a plain model's weight.
+    """
+    grouped: dict[tuple[int, ...], Weight] = {}
+    for name, base, added, is_buffer in _walk(model, "", ()):
+        added = tuple(replace(one, A=stored(one.A), B=stored(one.B)) for one in added)
+        weight = Weight((name,), stored(base), added, is_buffer)
+        key = tuple(id(tensor) for tensor in weight.tensors)
+        if key in grouped:
+            weight = replace(weight, names=(*grouped[key].names, name))
+        grouped[key] = weight
+    return list(grouped.values())
+
+
+Found = tuple[str, torch.Tensor, tuple[LowRank, ...], bool]
+
+
+def _walk(module: torch.nn.Module, prefix: str, added: tuple[LowRank, ...]) -> Iterator[Found]:
+    inner = wrapped_by_peft(module)
+    if inner is not None:
+        yield from _walk(inner, prefix, low_ranks(module))
+        return
+    inner = torch_compat.wrapped_layer(module)
+    if inner is not None:
+        yield from _walk(inner, prefix, added)
+        return
+    for name, parameter in module.named_parameters(recurse=False):
+        yield prefix + name, parameter, added if name == "weight" else (), False
+    for name, buffer in module.named_buffers(recurse=False):
+        yield prefix + name, buffer, (), True
+    for name, child in module.named_children():
+        yield from _walk(child, f"{prefix}{name}.", ())

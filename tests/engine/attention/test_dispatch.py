@@ -1,0 +1,66 @@
+import threading
+
+import pytest
+import torch
+from tiny import plain_logprobs, tiny_model
+from transformers import AttentionInterface
+
+from cb_rollout.engine.attention.gathered import attending
+
+PRISTINE = AttentionInterface.get_interface
+
+
+def counting(calls):
+    def attend(found, *args, **kwargs):
+        calls.append(found)
+        return found(*args, **kwargs)
+
+    return attend
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_a_models_layers_call_ours_with_what_they_would_have_found(implementation):
+    model = tiny_model("qwen3")
+    model.set_attn_implementation(implementation)
+    before = plain_logprobs(model, [5, 6], [7])
+    calls = []
+    with attending(counting(calls)):
+        inside = plain_logprobs(model, [5, 6], [7])
+    assert inside == before == plain_logprobs(model, [5, 6], [7])
+    assert len(calls) == model.config.num_hidden_layers
+    assert calls[0].__name__ == f"{implementation}_attention_forward"
+    assert AttentionInterface.get_interface is PRISTINE
+    assert model.config._attn_implementation == implementation
+
+
+def test_another_thread_finds_what_it_always_found():
+    model = tiny_model("qwen3")
+    calls, elsewhere = [], []
+    with attending(counting(calls)):
+        thread = threading.Thread(
+            target=lambda: elsewhere.append(plain_logprobs(model, [5, 6], [7]))
+        )
+        thread.start()
+        thread.join()
+    assert elsewhere == [plain_logprobs(model, [5, 6], [7])]
+    assert not calls
+
+
+def test_the_last_one_out_puts_the_lookup_back_even_after_an_error():
+    inside, leave = threading.Event(), threading.Event()
+
+    def stay():
+        with attending(counting([])):
+            inside.set()
+            leave.wait()
+
+    thread = threading.Thread(target=stay)
+    thread.start()
+    inside.wait()
+    with pytest.raises(ZeroDivisionError), attending(counting([])):
+        raise ZeroDivisionError
+    assert AttentionInterface.get_interface is not PRISTINE
+    leave.set()
+    thread.join()
+    assert AttentionInterface.get_interface is PRISTINE
+    assert torch.is_grad_enabled()

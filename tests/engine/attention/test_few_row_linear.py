@@ -1,0 +1,80 @@
+"""The C++ kernel of few-row linear layers against torch's linear layer, over random shapes."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional
+
+from cb_rollout.engine.attention.backend import CPU_DTYPES
+from cb_rollout.engine.attention.cpu import few_row_linear
+
+# Rounding of sums of a few hundred numbers of order one.
+TOLERANCES = {torch.float32: 2e-5, torch.float64: 1e-13}
+
+dtypes = pytest.mark.parametrize("dtype", CPU_DTYPES)
+shapes = given(
+    num_rows=st.integers(1, 70),
+    size=st.integers(1, 130),
+    seed=st.integers(0, 10_000),
+    is_strided=st.booleans(),
+)
+some = settings(max_examples=20, deadline=None)
+
+
+def numbers(*shape, dtype, is_strided=False):
+    """Return random numbers; strided ones are in another order, with gaps."""
+    if is_strided:
+        backwards = torch.randn(*reversed(shape), 2, dtype=dtype)[..., 0]
+        return backwards.permute(*reversed(range(len(shape))))
+    return torch.randn(*shape, dtype=dtype)
+
+
+def check(got, expected):
+    tolerance = TOLERANCES[expected.dtype]
+    torch.testing.assert_close(got, expected, atol=tolerance, rtol=tolerance)
+
+
+@dtypes
+@some
+@shapes
+def test_a_product_is_a_linear_layer(dtype, num_rows, size, seed, is_strided):
+    torch.manual_seed(seed)
+    rows = numbers(num_rows, size, dtype=dtype, is_strided=is_strided)
+    weight = numbers(seed % 23 + 1, size, dtype=dtype)
+    bias = numbers(seed % 23 + 1, dtype=dtype, is_strided=is_strided)
+    check(few_row_linear.multiply(rows, weight), functional.linear(rows, weight))
+    check(few_row_linear.multiply(rows, weight, bias), functional.linear(rows, weight, bias))
+
+
+@dtypes
+def test_a_product_of_many_numbers_is_one_too(dtype):
+    rows, weight = numbers(7, 300, dtype=dtype), numbers(401, 300, dtype=dtype)
+    bias = numbers(1, dtype=dtype).expand(401)
+    check(few_row_linear.linear(rows, weight, bias), functional.linear(rows, weight, bias))
+
+
+def test_many_rows_and_transposed_weights_are_left_to_torch(monkeypatch):
+    monkeypatch.setattr(few_row_linear, "multiply", None)
+    many, weight = torch.randn(few_row_linear.MAX_ROWS + 1, 8), torch.randn(5, 8)
+    check(few_row_linear.linear(many, weight), functional.linear(many, weight))
+    transposed = torch.randn(8, 5).t()
+    check(few_row_linear.linear(many[:2], transposed), functional.linear(many[:2], transposed))
+
+
+@dtypes
+def test_nan_stays_nan(dtype):
+    row = torch.tensor([[1.0, float("nan")]], dtype=dtype)
+    assert few_row_linear.multiply(row, row).isnan().all()
+
+
+@dtypes
+def test_a_kernel_that_cannot_be_compiled_stops_no_engine(dtype, monkeypatch):
+    def fails(*_, **__):
+        raise OSError("no room for a library")
+
+    monkeypatch.setattr(few_row_linear, "library", fails)
+    few_row_linear._kernel.cache_clear()
+    few_row_linear.prepare(dtype)
+    with pytest.raises(OSError, match="no room"):
+        few_row_linear.multiply(torch.ones(1, 2, dtype=dtype), torch.ones(3, 2, dtype=dtype))

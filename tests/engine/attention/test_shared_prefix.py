@@ -1,0 +1,46 @@
+import pytest
+
+from cb_rollout.engine.attention.shared_prefix import MAX_SPLITS, Tile, num_splits, shared_tiles
+
+PROMPT, OTHER = [1, 2, 3, 4], [11, 12, 13, 14]
+
+
+def test_neighbours_share_their_leading_whole_blocks():
+    rows = [[*PROMPT, 5], [*PROMPT, 6, 7], [*OTHER, 8], [*OTHER, 9], [*OTHER, 10]]
+    assert shared_tiles(rows, 32, 8) == [Tile(0, 2, 128), Tile(2, 3, 128)]
+
+
+def test_the_last_block_may_be_written_to_and_is_nobody_elses():
+    assert shared_tiles([PROMPT, PROMPT], 32, 8) == [Tile(0, 2, 96)]
+
+
+def test_what_is_short_or_alone_is_read_by_each_row():
+    assert shared_tiles([[1, 5], [1, 6]], 32, 8) == []
+    assert shared_tiles([[*PROMPT, 5], [*OTHER, 6], [*PROMPT, 7]], 32, 8) == []
+    assert shared_tiles([[1], [1]], 128, 8) == []
+    assert shared_tiles([[*PROMPT, 5]], 32, 8) == []
+    assert shared_tiles([], 32, 8) == []
+
+
+def test_a_prompt_that_only_begins_alike_is_shared_as_far_as_it_does():
+    rows = [[1, 2, 3, 4, 5], [1, 2, 3, 9, 6], [1, 2, 3, 4, 7]]
+    assert shared_tiles(rows, 32, 8) == [Tile(0, 3, 96)]
+
+
+def test_a_large_group_fills_several_tiles():
+    rows = [[*PROMPT, 20 + row] for row in range(5)]
+    assert shared_tiles(rows, 32, 2) == [Tile(0, 2, 128), Tile(2, 2, 128), Tile(4, 1, 128)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "longest", "expected"),
+    [
+        (256, 800, 1),  # the device is busy with whole rows
+        (256, 4500, 8),  # a long row alone would keep it waiting
+        (1, 200, 1),  # too short to cut
+        (1, 4096, 16),
+        (1, 10**6, MAX_SPLITS),
+    ],
+)
+def test_keys_are_cut_where_rows_are_few_or_long(rows, longest, expected):
+    assert num_splits(rows, 8, longest, num_processors=132) == expected

@@ -1,0 +1,179 @@
+"""A traced forward does what the model's own forward does, or there is none."""
+
+import pytest
+import torch
+from tiny import tiny_model
+
+from cb_rollout.compat import inductor
+from cb_rollout.engine.attention.cpu import trace
+from cb_rollout.engine.attention.cpu.few_row_linear import linear
+from cb_rollout.engine.attention.cpu.trace import Trace, UntraceableError
+from cb_rollout.engine.model.check import check_model
+from cb_rollout.engine.model.runner import ModelRunner
+
+TRACEABLE = ["qwen3", "llama", "gpt2", "mistral", "qwen3_moe", "gpt_oss"]
+
+
+def runner_of(model):
+    runner = ModelRunner(model.eval(), None)
+    check_model(runner)
+    return runner
+
+
+def trace_of(runner):
+    return Trace(runner.forward, runner.decoding.cache)
+
+
+def both(runner, traced, num_rows):
+    """Logits of the model itself, and by its trace."""
+    tokens = torch.randint(3, 60, (num_rows, 1), generator=torch.Generator().manual_seed(num_rows))
+    positions = torch.arange(num_rows)[:, None] + 5
+    with torch.no_grad():
+        own = trace._run(runner.forward, runner.decoding.cache, trace._StandIn(), tokens, positions)
+    return own, traced(tokens, positions, trace._StandIn())
+
+
+@pytest.mark.parametrize("family", TRACEABLE)
+def test_a_trace_agrees_for_any_number_of_rows(family):
+    runner = runner_of(tiny_model(family))
+    traced = trace_of(runner)
+    for num_rows in (1, 2, 3, 5, 64, 65, 200):
+        torch.testing.assert_close(*both(runner, traced, num_rows), atol=2e-5, rtol=1e-5)
+
+
+def test_linear_layers_with_biases_have_a_trace():
+    runner = runner_of(tiny_model("llama", attention_bias=True, mlp_bias=True))
+    with torch.no_grad():
+        for name, parameter in runner.model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(generator=torch.Generator().manual_seed(0))
+    traced = trace_of(runner)
+    for num_rows in (1, 2, 5, 64):
+        torch.testing.assert_close(*both(runner, traced, num_rows), atol=2e-5, rtol=1e-5)
+
+
+COMPILED = [
+    "qwen3",
+    *(pytest.param(family, marks=pytest.mark.slow) for family in TRACEABLE[1:]),
+]
+
+
+@pytest.mark.parametrize("family", COMPILED)
+def test_a_compiled_trace_agrees_for_any_number_of_rows(family):
+    runner = runner_of(tiny_model(family))
+    traced = Trace(runner.forward, runner.decoding.cache, {})
+    for num_rows in (1, 2, 3, 5, 64, 65, 200):
+        torch.testing.assert_close(*both(runner, traced, num_rows), atol=2e-5, rtol=1e-5)
+
+
+def test_what_a_compiler_raises_is_said():
+    runner = runner_of(tiny_model("llama"))
+    with pytest.raises(UntraceableError, match=r"it does not compile: .*no_such_option"):
+        Trace(runner.forward, runner.decoding.cache, {"no_such_option": 1})
+
+
+def test_a_trace_sees_weights_that_change_in_place_or_by_their_data():
+    runner = runner_of(tiny_model("qwen3"))
+    traced = trace_of(runner)
+    before = both(runner, traced, 4)[1]
+    with torch.no_grad():
+        for index, parameter in enumerate(runner.model.parameters()):
+            if index % 2:
+                parameter.mul_(1.1)
+            else:
+                parameter.data = parameter.data * 0.9
+    own, after = both(runner, traced, 4)
+    torch.testing.assert_close(own, after, atol=2e-5, rtol=1e-5)
+    assert not torch.allclose(before, after, atol=1e-3)
+
+
+def test_no_module_runs_in_a_trace():
+    runner = runner_of(tiny_model("llama"))
+    traced = trace_of(runner)
+    runner.model.model.layers[0].forward = None
+    with pytest.raises(TypeError):
+        both(runner, traced, 2)
+    tokens = torch.tensor([[3], [4]])
+    assert traced(tokens, tokens, trace._StandIn()).isfinite().all()
+
+
+def asks_for_a_number(module, args, output):
+    return output if output.sum().item() > 0 else output * 1.0
+
+
+def depends_on_rows(module, args, output):
+    return output * 2 if output.shape[0] > 7 else output
+
+
+def scales_by_rows(module, args, output):
+    return output * len(output.tolist())
+
+
+@pytest.mark.parametrize("hook", [asks_for_a_number, depends_on_rows, scales_by_rows])
+def test_a_forward_that_is_not_the_same_every_time_has_no_trace(hook, caplog):
+    runner = runner_of(tiny_model("llama"))
+    runner.model.model.layers[0].mlp.register_forward_hook(hook)
+    with pytest.raises(UntraceableError):
+        trace_of(runner)
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+def test_what_a_forward_computes_for_nobody_is_left_out():
+    runner = runner_of(tiny_model("llama"))
+    unused = torch.nn.Parameter(torch.ones(3))
+
+    def wastes(module, args, output):
+        _ = unused * 2
+        return output
+
+    runner.model.model.layers[0].mlp.register_forward_hook(wastes)
+    traced = trace_of(runner)
+    torch.testing.assert_close(*both(runner, traced, 4), atol=2e-5, rtol=1e-5)
+
+
+def test_one_bias_for_all_outputs_is_added_to_each():
+    runner = runner_of(tiny_model("llama", mlp_bias=True))
+    for layer in runner.model.model.layers:
+        layer.mlp.up_proj.bias = torch.nn.Parameter(torch.full((1,), 0.5))
+    traced = trace_of(runner)
+    torch.testing.assert_close(*both(runner, traced, 4), atol=2e-5, rtol=1e-5)
+
+
+def test_a_trace_reshapes_each_tensor_once():
+    traced = trace_of(runner_of(tiny_model("llama")))
+    reshapes = [n for n in traced.graph.nodes if n.target == "reshape"]
+    assert reshapes
+    assert not [node for node in reshapes if node.args[0] in reshapes]
+    assert len({str(node.args) for node in reshapes}) == len(reshapes)
+
+
+def test_a_bias_of_each_row_is_no_linear_layers_bias():
+    runner = runner_of(tiny_model("llama"))
+    weight = torch.nn.Parameter(torch.randn(64, 64, generator=torch.Generator().manual_seed(0)))
+
+    def adds(module, args, output):
+        rows = output.reshape(-1, 64)
+        return torch.addmm(rows, rows, weight.t()).view_as(output)
+
+    runner.model.model.layers[0].mlp.register_forward_hook(adds)
+    traced = trace_of(runner)
+    for num_rows in (1, 5, 64):
+        torch.testing.assert_close(*both(runner, traced, num_rows), atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("family", "num_layers"), [("llama", 15), ("qwen3", 15), ("gpt2", 1)])
+def test_linear_layers_are_found(family, num_layers):
+    traced = trace_of(runner_of(tiny_model(family)))
+    found = [node for node in traced.graph.nodes if node.target is linear]
+    assert len(found) == num_layers
+
+
+def test_a_product_with_more_to_it_is_no_linear_layer():
+    def scaled(bias, rows, weight):
+        return torch.addmm(bias, rows[:, 0], weight.t(), beta=0.5)
+
+    examples = torch.ones(5), torch.ones(3, 1, 8), torch.ones(5, 8)
+    module, _ = inductor.traced(scaled, *examples)
+    trace._take_linear_layers(module.graph)
+    module.recompile()
+    torch.testing.assert_close(module(*examples), scaled(*examples))

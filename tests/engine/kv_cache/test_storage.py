@@ -1,0 +1,288 @@
+import logging
+import sys
+from contextlib import contextmanager
+from types import ModuleType
+
+import pytest
+import torch
+
+from cb_rollout.engine.kv_cache import storage as savers
+from cb_rollout.engine.kv_cache import storage as storages
+from cb_rollout.engine.kv_cache.layout import CacheLayout, LayerStates, StateShape
+from cb_rollout.engine.kv_cache.paged import PagedCache
+from cb_rollout.engine.kv_cache.storage import CacheStorage, MemorySaver, create_saver
+from cb_rollout.engine.memory import device as devices
+from cb_rollout.engine.memory.plan import TrainingBytes, create_memory_plan
+from cb_rollout.engine.request import Limits
+from cb_rollout.errors import OutOfCacheMemoryError
+
+CPU = torch.device("cpu")
+KEYS = StateShape((2, 4), torch.float32)
+LAYOUT = CacheLayout((LayerStates(KEYS, KEYS),))
+BLOCK_SIZE = 4
+BLOCK_BYTES = LAYOUT.bytes_per_token * BLOCK_SIZE
+LIMITS = Limits(BLOCK_SIZE, 64, 3, can_share_blocks=True, can_resume_prompts=True)
+
+
+def plan_of(num_blocks, is_fixed=False):
+    return create_memory_plan(
+        total_bytes=num_blocks * BLOCK_BYTES,
+        free_bytes=num_blocks * BLOCK_BYTES,
+        training=TrainingBytes(),
+        max_memory_percent=1.0,
+        workspace_bytes=0,
+        workspace_bytes_per_block=0,
+        bytes_per_block=BLOCK_BYTES,
+        bytes_per_sequence=0,
+        max_requests=3,
+        num_blocks=num_blocks if is_fixed else None,
+    )
+
+
+def storage_of(num_blocks=100, saver=None, **settings):
+    return CacheStorage(LAYOUT, LIMITS, plan_of(num_blocks, **settings), CPU, saver)
+
+
+@pytest.fixture
+def free(monkeypatch):
+    """Sets what is free, in blocks."""
+
+    def set_free(num_blocks):
+        memory = devices.DeviceMemory(1 << 40, int(num_blocks * BLOCK_BYTES))
+        monkeypatch.setattr(storages.devices, "memory", lambda _: memory)
+
+    return set_free
+
+
+@pytest.fixture
+def refusing(monkeypatch):
+    """Makes the allocator refuse more blocks than this, whatever is said to be free."""
+
+    def refuse_above(most):
+        class Refusing(PagedCache):
+            def __init__(self, layout, *, num_blocks, **sizes):
+                if num_blocks > most:
+                    raise torch.OutOfMemoryError("CUDA out of memory")
+                super().__init__(layout, num_blocks=num_blocks, **sizes)
+
+        monkeypatch.setattr(storages, "PagedCache", Refusing)
+
+    return refuse_above
+
+
+def test_memory_is_taken_as_the_workload_needs_it_and_never_beyond_the_plan():
+    storage = storage_of(100)
+    assert (storage.num_bytes, storage.is_allocated) == (0, False)
+    assert storage.allocate(7) == 7
+    assert storage.num_bytes == 8 * BLOCK_BYTES, "with the null block"
+    storage.release(LIMITS, plan_of(100))
+    assert storage.num_bytes == 0
+    assert storage.allocate(1000) == 100
+
+
+def test_a_fixed_pool_is_taken_whole():
+    assert storage_of(100, is_fixed=True).allocate(7) == 100
+
+
+def test_growing_doubles_but_never_beyond_what_can_be_used():
+    storage = storage_of(100)
+    storage.allocate(10)
+    assert storage.grow(1, usable=80) == 20
+    assert storage.grow(1, usable=25) == 25
+    assert storage.grow(1, usable=25) == 26, "what is needed now is needed, whatever was expected"
+    assert storage.grow(60, usable=1000) == 86
+    assert storage.grow(60, usable=1000) == 100
+    assert storage.grow(1, usable=1000) == 100
+
+
+def test_too_little_memory_shrinks_the_pool_and_says_so_with_numbers(free, caplog):
+    free(12.5)
+    with caplog.at_level(logging.WARNING):
+        assert storage_of(100).allocate(50, at_least=5) == 12
+    assert "no memory for 50 KV cache blocks" in caplog.text
+    assert "12 are taken" in caplog.text
+    caplog.clear()
+    assert storage_of(100).allocate(12, at_least=5) == 12
+    assert not caplog.records
+
+
+def test_an_allocator_that_refuses_is_asked_for_less(refusing, caplog):
+    refusing(13)
+    assert storage_of(100).allocate(100, at_least=5) == 12
+    assert "12 are taken" in caplog.text
+    assert storage_of(100, is_fixed=True).allocate(1, at_least=1) == 12
+
+
+def test_the_knob_named_is_one_that_was_turned(free, caplog):
+    free(12)
+    storage_of(100, is_fixed=True).allocate(1)
+    assert "Lower num_blocks" in caplog.text
+    assert "max_memory_percent" not in caplog.text
+    caplog.clear()
+    storage_of(100).allocate(100)
+    assert "Lower max_memory_percent" in caplog.text
+    assert "num_blocks" not in caplog.text
+    free(0.5)
+    with pytest.raises(OutOfCacheMemoryError, match="or lower block_size") as raised:
+        storage_of(100).allocate(1)
+    assert "max_new_tokens" not in str(raised.value)
+
+
+def test_below_one_requests_need_it_raises_with_the_plan(free, refusing):
+    free(4)
+    with pytest.raises(OutOfCacheMemoryError, match=r"(?s)no memory for 5 KV.*KV cache .*free"):
+        storage_of(100).allocate(50, at_least=5)
+    free(1000)
+    refusing(4)
+    with pytest.raises(OutOfCacheMemoryError, match="no memory for 5 KV cache blocks") as raised:
+        storage_of(100).allocate(50, at_least=5)
+    assert isinstance(raised.value.__cause__, torch.OutOfMemoryError)
+
+
+def test_another_fault_is_not_taken_for_too_little_memory(monkeypatch):
+    def fail(*_, **__):
+        raise RuntimeError("device-side assert")
+
+    monkeypatch.setattr(storages, "PagedCache", fail)
+    with pytest.raises(RuntimeError, match="device-side assert"):
+        storage_of(100).allocate(50)
+
+
+def test_growing_stops_where_memory_does(free, monkeypatch):
+    storage = storage_of(100)
+    storage.allocate(10)
+    free(5)
+    assert storage.grow(20, usable=1000) == 15
+    free(1000)
+    grow = PagedCache.grow
+
+    def grow_to_twenty(cache, num_blocks):
+        if num_blocks > 20:
+            raise MemoryError
+        grow(cache, num_blocks)
+
+    monkeypatch.setattr(PagedCache, "grow", grow_to_twenty)
+    assert storage.grow(20, usable=1000) == 20
+
+
+class Library:
+    """A stand-in for torch_memory_saver: as strict as it, and counting what is held."""
+
+    def __init__(self):
+        self.state = {}
+        self.hook_mode = "preload"
+
+    @contextmanager
+    def region(self, tag="default", enable_cpu_backup=False):
+        assert self.state.get(tag) is None, "a paused pool's memory would be given out again"
+        yield
+        self.state[tag] = "active"
+
+    def pause(self, tag=None):
+        assert self.state[tag] == "active", "the process would end"
+        self.state[tag] = "paused"
+
+    def resume(self, tag=None):
+        assert self.state[tag] == "paused", "the process would end"
+        self.state[tag] = "active"
+
+
+@pytest.fixture
+def library():
+    before = dict(savers._PAUSED)
+    yield Library()
+    savers._PAUSED.clear()
+    savers._PAUSED.update(before)
+
+
+def addresses(storage):
+    return [tensor.data_ptr() for tensor in storage.cache.tensors]
+
+
+def test_a_paused_pool_comes_back_at_its_addresses_and_empty(library):
+    storage = storage_of(100, saver=MemorySaver(library))
+    storage.allocate(9)
+    before = addresses(storage)
+    for tensor in storage.cache.tensors:
+        tensor.fill_(7)
+    storage.release(LIMITS, plan_of(100))
+    assert (storage.num_bytes, storage.is_allocated) == (0, False)
+    assert list(library.state.values()) == ["paused"]
+    assert storage.allocate(9) == 9
+    assert addresses(storage) == before
+    assert list(library.state.values()) == ["active"]
+    assert not any(tensor.any() for tensor in storage.cache.tensors)
+
+
+def test_another_size_is_a_new_pool_and_the_paused_one_is_never_freed(library):
+    storage = storage_of(100, saver=MemorySaver(library))
+    storage.allocate(9)
+    paused = storage.cache
+    storage.release(LIMITS, plan_of(100))
+    assert storage.allocate(10) == 10
+    assert storage.cache is not paused
+    assert any(pool is paused for pool in savers._PAUSED.values())
+    storage.release(LIMITS, plan_of(100))
+    assert storage.allocate(10) == 10
+    assert list(library.state.values()) == ["paused", "active"]
+
+
+def test_a_pool_that_no_longer_fits_is_not_resumed(library, free, caplog):
+    storage = storage_of(100, saver=MemorySaver(library))
+    storage.allocate(9)
+    storage.release(LIMITS, plan_of(100))
+    free(5)
+    assert storage.allocate(9) == 5
+    assert list(library.state.values()) == ["paused", "active"]
+    assert "5 are taken" in caplog.text
+
+
+def test_a_pool_that_grew_is_made_anew(library):
+    storage = storage_of(100, saver=MemorySaver(library))
+    storage.allocate(9)
+    storage.grow(1, usable=100)
+    storage.release(LIMITS, plan_of(100))
+    assert list(library.state.values()) == ["active"], "the old pages were freed, not paused"
+    assert storage.allocate(18) == 18
+
+
+def test_another_number_of_slots_is_another_pool(library):
+    storage = storage_of(100, saver=MemorySaver(library))
+    storage.allocate(9)
+    paused = storage.cache
+    fewer = Limits(BLOCK_SIZE, 64, 2, can_share_blocks=True, can_resume_prompts=True)
+    storage.release(fewer, plan_of(100))
+    storage.allocate(9)
+    assert storage.cache is not paused
+
+
+def test_the_saver_is_used_on_gpus_where_it_is_installed(monkeypatch, library, caplog):
+    gpu = torch.device("cuda", 0)
+    assert create_saver(CPU) is None
+    monkeypatch.setitem(sys.modules, "torch_memory_saver", None)
+    monkeypatch.setattr(savers.importlib.util, "find_spec", lambda _: None)
+    assert create_saver(gpu) is None
+    module = ModuleType("torch_memory_saver")
+    module.torch_memory_saver = library
+    monkeypatch.setitem(sys.modules, "torch_memory_saver", module)
+    monkeypatch.setattr(savers.importlib.util, "find_spec", lambda _: object())
+    monkeypatch.setattr(savers.torch, "zeros", lambda *_, **__: None)
+    monkeypatch.delenv("LD_PRELOAD", raising=False)
+    assert isinstance(create_saver(gpu), MemorySaver)
+    assert library.hook_mode == "torch"
+    assert not caplog.records
+
+
+def test_a_saver_that_cannot_work_here_is_said_and_left_alone(monkeypatch, library, caplog):
+    @contextmanager
+    def fail(**_):
+        raise RuntimeError("expandable_segments is not supported yet")
+        yield
+
+    library.region = fail
+    module = ModuleType("torch_memory_saver")
+    module.torch_memory_saver = library
+    monkeypatch.setitem(sys.modules, "torch_memory_saver", module)
+    monkeypatch.setattr(savers.importlib.util, "find_spec", lambda _: object())
+    assert create_saver(torch.device("cuda", 0)) is None
+    assert "expandable_segments" in caplog.text

@@ -1,0 +1,115 @@
+import math
+import resource
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from cb_rollout.engine.memory import system as host
+from cb_rollout.engine.memory.plan import GIB
+from cb_rollout.engine.memory.system import SystemMemory, container_memory, system_memory
+
+
+def container(tmp_path, membership, **files):
+    for path, text in files.items():
+        file = tmp_path / "cgroup" / path.replace("__", "/").replace("_dot_", ".")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"{text}\n")
+    (tmp_path / "membership").write_text(membership)
+    return container_memory(tmp_path / "cgroup", tmp_path / "membership")
+
+
+def test_the_tightest_limit_around_a_process_is_its_containers(tmp_path):
+    found = container(
+        tmp_path,
+        "0::/pod/box\n",
+        pod__memory_dot_max=8 * GIB,
+        pod__memory_dot_current=5 * GIB,
+        pod__box__memory_dot_max=4 * GIB,
+        pod__box__memory_dot_current=GIB,
+    )
+    assert found == (4 * GIB, GIB)
+    assert found.left_bytes == 3 * GIB
+
+
+def test_the_older_files_are_read_too(tmp_path):
+    found = container(
+        tmp_path,
+        "9:name=systemd:/\n4:cpuset,memory:/box\n0::/\n",
+        memory__memory_dot_limit_in_bytes=9223372036854771712,
+        memory__memory_dot_usage_in_bytes=7,
+        memory__box__memory_dot_limit_in_bytes=2 * GIB,
+        memory__box__memory_dot_usage_in_bytes=3 * GIB,
+    )
+    assert found.left_bytes == 0
+
+
+def test_a_file_cache_that_the_kernel_can_drop_is_free(tmp_path):
+    found = container(
+        tmp_path,
+        "0::/box\n",
+        box__memory_dot_max=4 * GIB,
+        box__memory_dot_current=3 * GIB,
+        box__memory_dot_stat=f"anon {GIB}\ninactive_file {2 * GIB}\nactive_file 5",
+    )
+    assert found == (4 * GIB, GIB)
+    found = container(
+        tmp_path,
+        "4:memory:/box\n",
+        memory__box__memory_dot_limit_in_bytes=2 * GIB,
+        memory__box__memory_dot_usage_in_bytes=2 * GIB,
+        memory__box__memory_dot_stat=f"inactive_file 1\ntotal_inactive_file {GIB}",
+    )
+    assert found.left_bytes == GIB
+
+
+@pytest.mark.parametrize("limit", ["max", "9223372036854771712", "garbage"])
+def test_no_limit_is_infinite(tmp_path, limit):
+    found = container(tmp_path, "0::/\n", memory_dot_max=limit, memory_dot_current=5)
+    assert found.left_bytes == math.inf
+    assert container_memory(tmp_path, tmp_path / "missing").left_bytes == math.inf
+
+
+def given_memory(monkeypatch, *, total, available, container=None, limits=()):
+    system = SimpleNamespace(total=total, available=available)
+    monkeypatch.setattr(host.psutil, "virtual_memory", lambda: system)
+    monkeypatch.setattr(host, "container_memory", lambda: container or SystemMemory(math.inf, 0))
+    monkeypatch.setattr(host, "process_limits", lambda: iter(limits))
+
+
+def test_whatever_is_tightest_says_what_is_left(monkeypatch):
+    given_memory(monkeypatch, total=100, available=60)
+    assert system_memory() == (100, 40)
+    given_memory(monkeypatch, total=100, available=60, container=SystemMemory(50, 10))
+    assert system_memory() == (50, 10)
+    limits = [SystemMemory(90, 10), SystemMemory(45, 15)]
+    given_memory(
+        monkeypatch, total=100, available=60, container=SystemMemory(50, 10), limits=limits
+    )
+    assert system_memory() == (45, 15)
+
+
+def test_processes_share_what_the_host_has_and_not_their_own_limits(monkeypatch):
+    given_memory(monkeypatch, total=100, available=60, limits=[SystemMemory(90, 65)])
+    assert system_memory(num_sharers=1).left_bytes == 25
+    assert system_memory(num_sharers=2).left_bytes == 25
+    assert system_memory(num_sharers=4) == (100, 85)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux holds a process to these limits")
+@pytest.mark.parametrize("kind", ["RLIMIT_AS", "RLIMIT_DATA"])
+def test_a_limit_on_the_process_itself_counts(kind):
+    code = f"""
+import resource
+from cb_rollout.engine.host import system_memory
+before = system_memory()
+resource.setrlimit(resource.{kind}, (1 << 30, 1 << 30))
+memory = system_memory()
+assert memory.limit_bytes == 1 << 30, memory
+assert 1 << 29 < memory.left_bytes < 1 << 30, memory
+held = bytearray(1 << 28)
+assert memory.left_bytes - system_memory().left_bytes > 0.9 * (1 << 28)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    assert resource.getrlimit(getattr(resource, kind))[0] != 1 << 30, "this process is untouched"

@@ -1,0 +1,124 @@
+import pytest
+import torch
+from tiny import tiny_model
+
+from cb_rollout import ConfigurationError, RolloutGenerator
+from cb_rollout.engine.model.check import check_model
+from cb_rollout.engine.model.runner import BatchLayout, ModelRunner
+
+
+def batch_layout(model):
+    runner = ModelRunner(model, None)
+    check_model(runner)
+    return runner.batch_layout
+
+
+class Altered:
+    """Wraps the inner model's forward of a tiny qwen3; `change(arguments)` comes before it."""
+
+    def __init__(self, change):
+        self.model = tiny_model("qwen3")
+        inner, forward = self.model.model, self.model.model.forward
+
+        def altered(*args, **kwargs):
+            return forward(*args, **change(kwargs))
+
+        inner.forward = altered
+
+
+def without_positions(arguments):
+    return arguments | {"position_ids": None}
+
+
+def with_one_row_only(arguments):
+    if arguments["input_ids"].shape[0] > 1:
+        raise ValueError("one row at a time")
+    return without_positions(arguments)
+
+
+def with_late_keys(arguments):
+    cache = arguments["past_key_values"]
+    if cache is not None and cache.get_seq_length():
+        arguments["input_ids"] = arguments["input_ids"].roll(1) * 0 + 5
+    return arguments
+
+
+def without_mask(module, args, arguments):
+    module.is_causal = False
+    return args, arguments | {"attention_mask": None}
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bloom", "lfm2", "deepseek_v3"])
+def test_a_model_that_takes_positions_and_masks_has_its_rows_padded(family):
+    assert batch_layout(tiny_model(family)) is BatchLayout.PADDED
+
+
+def test_a_model_that_counts_columns_for_positions_has_rows_of_one_length_together():
+    assert batch_layout(Altered(without_positions).model) is BatchLayout.ALIKE
+
+
+def test_a_model_that_raises_for_many_rows_has_them_run_alone():
+    assert batch_layout(Altered(with_one_row_only).model) is BatchLayout.ALONE
+
+
+def test_a_model_that_does_otherwise_with_a_cache_is_refused_with_the_difference():
+    with pytest.raises(ConfigurationError, match=r"Qwen3ForCausalLM .*\d nats off its plain"):
+        RolloutGenerator(Altered(with_late_keys).model)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own, of a function that many still call
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_a_model_whose_activations_are_quantised_together_is_told_what_is_wrong(family):
+    plain = tiny_model(family)
+    model = torch.ao.quantization.quantize_dynamic(plain, {torch.nn.Linear}, dtype=torch.qint8)
+    with pytest.raises(ConfigurationError, match=r"depends on what else.*quantize_dynamic") as told:
+        RolloutGenerator(model)
+    assert "is_decoder" not in str(told.value)
+
+
+def test_an_encoders_setting_is_named_to_what_looks_ahead_and_to_no_other():
+    with pytest.raises(ConfigurationError, match=r"off its plain forward\. Roll it out with"):
+        RolloutGenerator(Altered(with_late_keys).model)
+    ahead = tiny_model("llama")
+    for layer in ahead.model.layers:
+        layer.self_attn.register_forward_pre_hook(without_mask, with_kwargs=True)
+    with pytest.raises(ConfigurationError, match="looks ahead: set is_decoder=True"):
+        RolloutGenerator(ahead)
+
+
+def test_a_model_that_fails_on_token_ids_is_refused_with_what_it_said():
+    def failing(arguments):
+        raise RuntimeError("where is the image?")
+
+    with pytest.raises(ConfigurationError, match=r"on token ids alone .*where is the image\?"):
+        RolloutGenerator(Altered(failing).model)
+
+
+def test_memory_that_runs_out_is_not_taken_for_a_fault_of_the_model():
+    def exhausted(arguments):
+        raise torch.OutOfMemoryError("2 GiB")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        RolloutGenerator(Altered(exhausted).model)
+
+
+def test_diverged_weights_are_not_taken_for_a_fault_of_the_model():
+    model = tiny_model("qwen3")
+    with torch.no_grad():
+        model.lm_head.weight.fill_(float("nan"))
+    assert batch_layout(model) is BatchLayout.PADDED
+
+
+def test_half_precision_is_held_to_what_it_can_give():
+    model = tiny_model("qwen3").bfloat16()
+    assert batch_layout(model) is BatchLayout.PADDED
+
+
+def test_a_rehearsal_leaves_no_trace_on_the_model():
+    model = tiny_model("qwen3").train()
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    random_state = torch.get_rng_state()
+    check_model(ModelRunner(model, None))
+    assert all(module.training for module in model.modules())
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items())

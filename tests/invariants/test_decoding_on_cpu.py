@@ -1,0 +1,338 @@
+"""Decode steps on a CPU: gathered, by the kernel, or from a trace, the tokens are the same."""
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from tiny import plain_logprobs, tiny_model
+from torch._inductor import config as inductor_config
+
+from cb_rollout import RolloutConfig, RolloutGenerator, SamplingParams
+from cb_rollout.compat import inductor
+from cb_rollout.engine.attention.backend import BackendSelection, DecodePath
+from cb_rollout.engine.attention.cpu import attention as cpp_decode
+from cb_rollout.engine.attention.cpu import trace
+from cb_rollout.engine.attention.cpu import traced_forward as listed_forward
+from cb_rollout.engine.model import check as rehearsal
+from cb_rollout.engine.native import library
+from cb_rollout.engine.sampling import cpu as cpp_sampler
+from cb_rollout.errors import ConfigurationError
+
+PROMPTS = [[5, 6, 7], [8, 9, 10, 11, 12, 13], [5, 6, 7], [20] * 17]
+LENGTHS = [20, 3, 11, 6]
+PARAMS = [SamplingParams(ignore_eos=True, temperature=t) for t in (0.0, 1.0, 0.7, 1.0)]
+
+
+@pytest.fixture
+def soon(monkeypatch):
+    """Traces are made in the first rollout, after as many steps as a model is tried with."""
+    monkeypatch.setattr(listed_forward, "STEPS_BEFORE_TRACE", 4)
+
+
+def runner_of(generator):
+    return generator.manager.engine._runner
+
+
+def rollout(generator):
+    outputs = generator.generate_batch(PROMPTS, sampling_params=PARAMS, max_new_tokens=LENGTHS)
+    return list(outputs.values())
+
+
+def assert_right(outputs, model):
+    for output, prompt, params in zip(outputs, PROMPTS, PARAMS, strict=True):
+        plain = plain_logprobs(model, prompt, output.generated_tokens, params.temperature or 1.0)
+        assert output.logprobs == pytest.approx(plain, abs=1e-5)
+
+
+def tokens_of(outputs):
+    return [output.generated_tokens for output in outputs]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama", "gpt2", "mistral", "lfm2", "qwen3_moe"])
+def test_every_path_gives_the_same_tokens(family, monkeypatch):
+    model = tiny_model(family)
+    gathered = BackendSelection(DecodePath.GATHERED, "for comparison")
+    with monkeypatch.context() as patched:
+        patched.setattr(rehearsal, "select_backend", lambda *_, **__: gathered)
+        with RolloutGenerator(model, RolloutConfig(seed=3)) as generator:
+            assert runner_of(generator).decoding is None
+            expected = tokens_of(rollout(generator))
+    with RolloutGenerator(model, RolloutConfig(seed=3, use_cuda_graph=False)) as generator:
+        assert runner_of(generator).attention.path is DecodePath.CPP
+        outputs = rollout(generator)
+        assert tokens_of(outputs) == expected
+        assert_right(outputs, model)
+    monkeypatch.setattr(listed_forward, "STEPS_BEFORE_TRACE", 4)
+    with RolloutGenerator(model, RolloutConfig(seed=3)) as generator:
+        outputs = rollout(generator)
+        assert (runner_of(generator).decoding.listed.trace is not None) == (family != "lfm2")
+        assert tokens_of(outputs) == expected
+        assert_right(outputs, model)
+
+
+def test_compiled_decode_steps_give_the_same_tokens():
+    model = tiny_model("qwen3")
+    with RolloutGenerator(model, RolloutConfig(seed=3)) as generator:
+        expected = tokens_of(rollout(generator))
+    config = RolloutConfig(seed=3, use_default_compile_configs=True)
+    with RolloutGenerator(model, config) as generator:
+        assert "; compiled; drafts: on" in generator.manager.engine.decode_path
+        outputs = rollout(generator)
+        assert tokens_of(outputs) == expected
+        assert_right(outputs, model)
+        trace = runner_of(generator).decoding.listed.trace
+        assert trace is not None
+        with torch.no_grad():
+            model.lm_head.weight.mul_(1.5)
+        generator.sync_weights()
+        assert_right(rollout(generator), model)
+        assert runner_of(generator).decoding.listed.trace is trace
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        (
+            {"use_default_compile_configs": True, "use_cuda_graph": False},
+            "use_default_compile_configs=True needs a trace of the forward, which "
+            "use_cuda_graph=False forbids; leave it at its default",
+        ),
+        ({"decode_compile_config": {"mode": "fastest"}}, "is of no known mode .*fastest"),
+        (
+            {"decode_compile_config": {"options": {"cpp.simdlen": 0, "speed": 9}}},
+            r"has options that inductor does not know \('speed'\)",
+        ),
+    ],
+)
+def test_a_compilation_that_cannot_be_is_refused(settings, told):
+    with pytest.raises(ConfigurationError, match=told):
+        RolloutGenerator(tiny_model("qwen3"), RolloutConfig(**settings))
+
+
+def test_a_compilation_of_recurrent_states_is_refused_with_the_reason():
+    with pytest.raises(ConfigurationError, match=r"traced \(this model keeps recurrent states\)"):
+        RolloutGenerator(tiny_model("lfm2"), RolloutConfig(use_default_compile_configs=True))
+
+
+def test_training_goes_on_where_a_model_that_was_to_be_compiled_cannot_be_any_more():
+    model = tiny_model("qwen3")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    config = RolloutConfig(seed=3, use_default_compile_configs=True)
+    with RolloutGenerator(model, config, optimizer=optimizer) as generator:
+        model.lm_head.register_forward_hook(lambda *_: None)
+        for _ in range(2):
+            assert_right(rollout(generator), model)
+            input_ids = torch.tensor([PROMPTS[-1]])
+            model(input_ids=input_ids, labels=input_ids).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            generator.sync_weights()
+        assert_right(rollout(generator), model)
+        assert runner_of(generator).decoding.listed.trace is None
+
+
+def test_a_plan_made_anew_asks_nothing_of_a_forward_whose_weights_keep_moving(monkeypatch):
+    monkeypatch.setattr(listed_forward, "MOST_TRACES", 1)
+    model = tiny_model("qwen3")
+    config = RolloutConfig(seed=3, use_default_compile_configs=True)
+    with RolloutGenerator(model, config) as generator:
+        rollout(generator)
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach() * 1.1)
+        rollout(generator)
+        assert not runner_of(generator).decoding.listed.can_trace
+        generator.manager.engine.training.has_stepped = True
+        generator.sync_weights()
+        assert generator.manager.engine.training.is_settled
+        assert_right(rollout(generator), model)
+
+
+def test_a_compilation_needs_a_compiler():
+    with (
+        inductor_config.patch({"cpp.cxx": ("no-such-compiler",)}),
+        pytest.raises(ConfigurationError, match=r"kernel needs a C\+\+ compiler, g\+\+ or"),
+    ):
+        RolloutGenerator(tiny_model("qwen3"), RolloutConfig(use_default_compile_configs=True))
+
+
+def test_a_forward_that_does_not_compile_runs_as_a_list(monkeypatch, caplog):
+    def fails(graph, options):
+        raise RuntimeError("internal compiler error")
+
+    monkeypatch.setattr(trace._compat_tracing, "compiled", fails)
+    model = tiny_model("qwen3")
+    config = RolloutConfig(seed=3, use_default_compile_configs=True)
+    with RolloutGenerator(model, config) as generator:
+        assert_right(rollout(generator), model)
+        assert runner_of(generator).decoding.listed.trace is not None
+    assert "decode forwards are not compiled, as was asked: it does not compile" in caplog.text
+
+
+@pytest.mark.usefixtures("soon")
+def test_a_model_in_float64_has_a_kernel_and_a_trace():
+    model = tiny_model("qwen3").double()
+    with RolloutGenerator(model, RolloutConfig(seed=3)) as generator:
+        assert runner_of(generator).attention.path is DecodePath.CPP
+        assert_right(rollout(generator), model)
+        assert runner_of(generator).decoding.listed.trace is not None
+
+
+@pytest.mark.usefixtures("soon")
+def test_a_trace_stays_while_weights_change_in_place():
+    model = tiny_model("qwen3")
+    with RolloutGenerator(model, RolloutConfig(seed=3)) as generator:
+        assert_right(rollout(generator), model)
+        trace = runner_of(generator).decoding.listed.trace
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.3)
+        generator.sync_weights()
+        assert_right(rollout(generator), model)
+        assert runner_of(generator).decoding.listed.trace is trace
+
+
+@pytest.mark.usefixtures("soon")
+def test_a_trace_is_made_anew_for_another_weight_or_adapter():
+    model = tiny_model("qwen3")
+    wrapped = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
+    with torch.no_grad():
+        for name, parameter in wrapped.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_()
+    with RolloutGenerator(wrapped, RolloutConfig(seed=3)) as generator:
+        decoding = runner_of(generator).decoding
+        with_adapter = rollout(generator)
+        assert_right(with_adapter, wrapped)
+        with wrapped.disable_adapter():
+            generator.sync_weights()
+            without = rollout(generator)
+            assert_right(without, wrapped)
+        assert decoding.listed.trace is not None
+        assert tokens_of(without) != tokens_of(with_adapter)
+
+
+@pytest.mark.usefixtures("soon")
+def test_weights_that_keep_moving_and_hooks_end_traces():
+    model = tiny_model("qwen3")
+    with RolloutGenerator(model, RolloutConfig(seed=3)) as generator:
+        decoding = runner_of(generator).decoding
+        for turn in range(listed_forward.MOST_TRACES + 2):
+            weight = model.lm_head.weight
+            model.lm_head.weight = torch.nn.Parameter(weight.detach() * 1.1)
+            generator.sync_weights()
+            assert_right(rollout(generator), model)
+            assert (decoding.listed.trace is not None) == (turn < listed_forward.MOST_TRACES)
+    config = RolloutConfig(seed=3, num_speculative_tokens=0)
+    with RolloutGenerator(model, config) as generator:
+        decoding = runner_of(generator).decoding
+        rollout(generator)
+        assert decoding.listed.trace is not None
+        seen = []
+        hook = model.model.layers[0].register_forward_hook(lambda *_: seen.append(1))
+        rollout(generator)
+        assert len(seen) >= max(LENGTHS)
+        assert decoding.listed.trace is None
+        hook.remove()
+        assert_right(rollout(generator), model)
+        assert decoding.listed.trace is not None
+        model.enable_input_require_grads()
+        rollout(generator)
+        assert decoding.listed.trace is not None
+        model.disable_input_require_grads()
+    with RolloutGenerator(model, RolloutConfig(seed=3)) as generator:
+        decoding, inner = runner_of(generator).decoding, model.model.layers[1].mlp
+        rollout(generator)
+        assert decoding.listed.trace is not None
+        plain, inner.forward = inner.forward, lambda states: 2 * type(inner).forward(inner, states)
+        generator.sync_weights()
+        assert_right(rollout(generator), model)
+        inner.forward = plain
+
+
+def test_a_model_in_bfloat16_keeps_its_own_attention():
+    """It rounds as the trainer's does; a kernel that rounds less is further from both."""
+    with RolloutGenerator(tiny_model("qwen3").bfloat16(), RolloutConfig(seed=3)) as generator:
+        told = "decode attention: gathered (keys are torch.bfloat16)"
+        assert told in generator.manager.engine.decode_path
+
+
+def test_without_a_compiler_keys_are_gathered_and_the_reason_is_told(monkeypatch):
+    model = tiny_model("qwen3")
+    with RolloutGenerator(model, RolloutConfig(seed=3)) as generator:
+        expected = tokens_of(rollout(generator))
+    monkeypatch.setattr(cpp_sampler, "_kernel", cpp_sampler._kernel.__wrapped__)
+    with (
+        inductor_config.patch({"cpp.cxx": ("no-such-compiler",)}),
+        RolloutGenerator(model, RolloutConfig(seed=3)) as generator,
+    ):
+        told = "gathered (the kernel needs a C++ compiler, g++ or the one that CXX names ("
+        assert told in generator.manager.engine.decode_path
+        outputs = rollout(generator)
+        assert tokens_of(outputs) == expected
+        assert_right(outputs, model)
+
+
+def test_a_kernel_that_does_not_compile_fails_no_request(monkeypatch, caplog):
+    def fails(source):
+        raise RuntimeError("internal compiler error")
+
+    monkeypatch.setattr(inductor, "compiled_library", fails)
+    monkeypatch.setattr(cpp_decode, "_kernel", cpp_decode._kernel.__wrapped__)
+    monkeypatch.setattr(cpp_sampler, "_kernel", cpp_sampler._kernel.__wrapped__)
+    monkeypatch.setattr(library, "library", library.library.__wrapped__)
+    for module in (cpp_decode, cpp_sampler):
+        monkeypatch.setattr(module, "library", library.library)
+    model = tiny_model("qwen3")
+    with RolloutGenerator(model, RolloutConfig(seed=3)) as generator:
+        assert "internal compiler error" in runner_of(generator).attention.reason
+        assert_right(rollout(generator), model)
+    assert "sampled by torch's operators, not a kernel: RuntimeError: internal" in caplog.text
+
+
+@pytest.mark.usefixtures("soon")
+def test_what_a_trace_gives_may_be_written_to():
+    model = tiny_model("qwen3")
+
+    class Bans:
+        def __call__(self, context, logits):
+            logits[:, 7:] = -torch.inf
+            return logits
+
+    params = SamplingParams(ignore_eos=True, logits_processors=(Bans(),))
+    with RolloutGenerator(model, RolloutConfig(seed=3)) as generator:
+        outputs = generator.generate_batch(PROMPTS, sampling_params=params, max_new_tokens=20)
+        assert runner_of(generator).decoding.listed.trace is not None
+    assert all(max(output.generated_tokens) < 7 for output in outputs.values())
+
+
+@pytest.mark.usefixtures("soon")
+def test_a_trace_that_fails_is_given_up_and_the_model_runs(caplog):
+    model = tiny_model("qwen3")
+    with RolloutGenerator(model, RolloutConfig(seed=3)) as generator:
+        expected = tokens_of(rollout(generator))
+        decoding = runner_of(generator).decoding
+
+        def fails(*_):
+            raise RuntimeError("not for so many rows")
+
+        decoding.listed.trace._compute = fails
+        outputs = rollout(generator)
+        assert_right(outputs, model)
+        assert decoding.listed.trace is None
+    assert "a trace is given up after it failed: RuntimeError: not for so many rows" in caplog.text
+    assert len(expected) == len(outputs)
+
+
+@pytest.mark.usefixtures("soon")
+@pytest.mark.parametrize("settings", [{}, {"use_default_compile_configs": True}])
+@pytest.mark.parametrize("bug", [KeyError("a bug"), MemoryError("a bug")])
+def test_a_trace_that_cannot_be_made_fails_no_request(bug, settings, monkeypatch, caplog):
+    def fails(*_):
+        raise bug
+
+    monkeypatch.setattr(listed_forward, "Trace", fails)
+    model = tiny_model("qwen3")
+    with RolloutGenerator(model, RolloutConfig(seed=3, **settings)) as generator:
+        assert_right(rollout(generator), model)
+        assert not runner_of(generator).decoding.listed.can_trace
+        assert generator.manager.engine.counters.preemptions == 0
+    levels = {record.levelname for record in caplog.records if "a bug" in record.message}
+    assert levels == {"WARNING"}

@@ -1,0 +1,331 @@
+"""Decode steps that read the pages, and graphs of them, give what the gathered path gives."""
+
+import re
+
+import pytest
+import torch
+from fake_engine import request_of
+from fast_path import Playback, pretend_cuda
+from tiny import plain_logprobs, tiny_model
+
+from cb_rollout import ConfigurationError, RolloutConfig, RolloutGenerator, SamplingParams
+from cb_rollout.engine.attention import shared_prefix as sharing
+from cb_rollout.engine.attention.backend import DecodePath
+from cb_rollout.engine.cuda_graphs import graphs
+from cb_rollout.engine.cuda_graphs.steps import GraphedSteps
+from cb_rollout.engine.request import Request
+from cb_rollout.engine.scheduler.scheduler import Scheduler
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu does this on a GPU")
+
+SMALL = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 1}
+LONG = [3 + (5 * place) % 200 for place in range(70)]
+SHORT = [9, 8, 7, 6]
+
+
+@pytest.fixture
+def fast(monkeypatch):
+    pretend_cuda(monkeypatch)
+
+
+def params(**settings):
+    return SamplingParams(**{"ignore_eos": True, "max_new_tokens": 3} | settings)
+
+
+def rollout(generator, inputs, many_params, **settings):
+    outputs = generator.generate_batch(inputs, sampling_params=many_params, **settings).values()
+    return [output.generated_tokens for output in outputs], [output.logprobs for output in outputs]
+
+
+def generator_of(model, **settings):
+    return RolloutGenerator(model, RolloutConfig(seed=1, block_size=8, **settings))
+
+
+def attention_of(generator):
+    return generator.manager.engine._runner.attention
+
+
+def assert_same(found, expected, tolerance=1e-5):
+    assert found[0] == expected[0]
+    for ours, theirs in zip(found[1], expected[1], strict=True):
+        assert ours == pytest.approx(theirs, abs=tolerance)
+
+
+@pytest.mark.parametrize("use_cuda_graph", [False, True])
+def test_tokens_and_log_probabilities_are_those_of_the_gathered_path(use_cuda_graph, monkeypatch):
+    """Groups that share a prompt, greedy and sampled, that end one by one."""
+    model = tiny_model("qwen3", **SMALL)
+    inputs = [LONG, SHORT]
+    many = [params(max_new_tokens=6), params(temperature=0.0)]
+    with generator_of(model) as generator:
+        expected = rollout(generator, inputs, many, num_return_sequences=2)
+    pretend_cuda(monkeypatch)
+    with generator_of(model, use_cuda_graph=use_cuda_graph) as generator:
+        assert attention_of(generator).path is DecodePath.TRITON
+        assert_same(rollout(generator, inputs, many, num_return_sequences=2), expected)
+        assert generator.manager.engine.num_blocks_used == 0
+    assert bool(Playback.num_captures) is use_cuda_graph
+    for tokens, logprobs in zip(*expected, strict=True):
+        prompt = LONG if len(tokens) == 6 else SHORT
+        assert logprobs == pytest.approx(plain_logprobs(model, prompt, tokens), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [{"top_k": 5}, pytest.param({"repetition_penalty": 1.5}, marks=pytest.mark.slow)],
+    ids=["truncated", "penalised"],
+)
+def test_what_a_graph_cannot_sample_is_sampled_from_its_logits(asked, fast, monkeypatch):
+    model = tiny_model("qwen3", **SMALL)
+    both = [params(**asked), params(temperature=0.0)]
+    with generator_of(model, use_cuda_graph=True) as generator:
+        found = rollout(generator, [SHORT, SHORT], both)
+    with generator_of(model, use_cuda_graph=False) as generator:
+        assert_same(found, rollout(generator, [SHORT, SHORT], both))
+
+
+def test_graphs_are_kept_while_weights_change_in_place_and_the_cache_sleeps_wakes_and_grows(fast):
+    model = tiny_model("qwen3", **SMALL)
+    greedy = params(temperature=0.0)
+    with generator_of(model, use_cuda_graph=True) as generator:
+        captured = Playback.num_captures
+        assert captured
+        rollout(generator, [SHORT], [greedy])
+        assert Playback.num_captures == captured
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.1)
+        generator.sync_weights()
+        generator.sleep()
+        generator.wake()
+        tokens, logprobs = rollout(generator, [SHORT], [greedy])
+        assert logprobs[0] == pytest.approx(plain_logprobs(model, SHORT, tokens[0]), abs=1e-5)
+        generator.generate_batch([LONG], sampling_params=greedy)
+        (tokens, logprobs) = rollout(generator, [SHORT], [greedy])
+        assert logprobs[0] == pytest.approx(plain_logprobs(model, SHORT, tokens[0]), abs=1e-5)
+        assert Playback.num_captures == captured
+        model.model.norm.weight.data = model.model.norm.weight.data.clone()
+        rollout(generator, [SHORT], [greedy])
+        assert Playback.num_captures == captured + 1
+
+
+def test_no_graph_is_replayed_while_anyone_steps_into_the_forward(fast):
+    model, seen = tiny_model("qwen3", **SMALL), []
+    hook = model.model.layers[0].register_forward_hook(lambda *_: seen.append(1))
+    with generator_of(model, use_cuda_graph=True, num_speculative_tokens=0) as generator:
+        graphs_made = generator.manager.engine._graphs
+        assert graphs_made.num_graphs == 0
+        seen.clear()
+        tokens, logprobs = rollout(generator, [SHORT], [params()])
+        assert len(seen) == len(tokens[0])
+        hook.remove()
+        assert rollout(generator, [SHORT], [params(seed=1)])[0]
+        assert graphs_made.num_graphs == 1
+        captured = Playback.num_captures
+        model.enable_input_require_grads()
+        rollout(generator, [SHORT], [params()])
+        assert (graphs_made.num_graphs, Playback.num_captures) == (1, captured)
+        doubled = model.lm_head.register_forward_hook(lambda *args: 2 * args[-1])
+        tokens, logprobs = rollout(generator, [SHORT], [params()])
+        assert logprobs[0] == pytest.approx(plain_logprobs(model, SHORT, tokens[0]), abs=1e-5)
+        doubled.remove()
+
+
+def test_steps_ahead_of_their_tokens_change_none(fast, monkeypatch):
+    """Sequences end by stop tokens that only the host finds, and others take their places."""
+    collected = []
+    collect = GraphedSteps.collect
+    monkeypatch.setattr(
+        GraphedSteps, "collect", lambda self: collected.append(collect(self)) or collected[-1]
+    )
+    model = tiny_model("qwen3", vocab_size=24, **SMALL)
+    asked = params(max_new_tokens=8, ignore_eos=False, stop_token_ids=[3, 5, 7])
+    found, num_ahead, lengths = [], [], set()
+    for looks_ahead in (False, True):
+        collected.clear()
+        with generator_of(
+            model,
+            use_cuda_graph=True,
+            use_async_batching=looks_ahead,
+            num_speculative_tokens=0,
+            max_requests_per_batch=3,
+        ) as generator:
+            assert ("a step ahead" in generator.manager.engine.decode_path) is looks_ahead
+            found.append(rollout(generator, [SHORT, SHORT[::-1]], asked, num_return_sequences=3))
+            lengths |= {len(tokens) for tokens in found[-1][0]}
+            assert generator.manager.engine.num_blocks_used == 0
+        num_ahead.append(sum(step is not None for step in collected))
+    assert_same(found[1], found[0])
+    assert len(lengths) > 2
+    assert num_ahead[0] == 0 < num_ahead[1]
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("none left"), ValueError("refused")])
+def test_a_step_ahead_that_fails_takes_nothing_from_the_one_before(error, fast, monkeypatch):
+    model = tiny_model("qwen3", **SMALL)
+    request = request_of(SHORT, max_new_tokens=6)
+    launch, num_launched = graphs.GraphedDecoding.launch, []
+
+    def fail_second(self, *args):
+        num_launched.append(1)
+        if len(num_launched) == 2:
+            raise error
+        return launch(self, *args)
+
+    monkeypatch.setattr(graphs.GraphedDecoding, "launch", fail_second)
+    with generator_of(model, use_cuda_graph=True, num_speculative_tokens=0) as generator:
+        engine = generator.manager.engine
+        engine.add(request)
+        while engine.has_work:
+            engine.step()
+        assert (request.num_preemptions, request.error) == (0, None)
+    tokens = request.token_ids[len(SHORT) :]
+    assert len(tokens) == 6
+    assert request.logprobs == pytest.approx(plain_logprobs(model, SHORT, tokens), abs=1e-5)
+
+
+def test_what_was_ahead_of_new_weights_is_given_up(fast):
+    model = tiny_model("qwen3", **SMALL)
+    request = request_of(SHORT, max_new_tokens=8)
+    with generator_of(model, use_cuda_graph=True, num_speculative_tokens=0) as generator:
+        engine = generator.manager.engine
+        engine.add(request)
+        for _ in range(3):
+            engine.step()
+        num_old = request.num_generated
+        engine.hand_back_model()
+        with torch.no_grad():
+            model.lm_head.weight.mul_(3)
+        engine.begin_policy_version(1)
+        while engine.has_work:
+            engine.step()
+    assert request.policy_versions == [(0, num_old), (1, 8 - num_old)]
+    expected = plain_logprobs(model, SHORT, request.token_ids[len(SHORT) :])
+    assert request.logprobs[num_old:] == pytest.approx(expected[num_old:], abs=1e-5)
+
+
+def test_capturing_touches_no_page(fast):
+    with generator_of(tiny_model("qwen3", **SMALL), use_cuda_graph=True) as generator:
+        rollout(generator, [SHORT], [params()])
+        engine = generator.manager.engine
+        pages = engine._storage.cache.layers[0].pages
+        # Fresh pages hold whatever lay there, and a NaN equals nothing.
+        before = [tensor.fill_(1).clone() for tensor in pages]
+        key = next(iter(engine._graphs._graphs))
+        engine._graphs._add(key, engine._runner.decoding.addresses, 8)
+        assert all(map(torch.equal, before, pages))
+
+
+def test_only_so_many_graphs_are_kept_and_rows_are_padded_as_asked(fast):
+    model = tiny_model("qwen3", **SMALL)
+    with generator_of(model, max_cached_graphs=1, q_padding_interval_size=3) as generator:
+        rollout(generator, [SHORT] * 4, [params(max_new_tokens=n) for n in (2, 3, 3, 3)])
+        assert generator.manager.engine._graphs.num_graphs == 1
+    # One before anything runs, then for six rows, then for three.
+    assert Playback.num_captures == 3
+
+
+def test_a_preempted_sequence_resumes_under_graphs_as_if_nothing_had_been(fast, monkeypatch):
+    preempted = []
+    secure = Scheduler.preempt
+    monkeypatch.setattr(
+        Scheduler, "preempt", lambda self, rows: (preempted.extend(rows), secure(self, rows))[1]
+    )
+    model = tiny_model("qwen3", **SMALL)
+    many = [params(max_new_tokens=14, temperature=0.0)] * 2
+    with generator_of(model, num_blocks=4, use_cuda_graph=True) as generator:
+        tokens, logprobs = rollout(generator, [SHORT, SHORT[::-1]], many)
+    assert preempted
+    assert isinstance(preempted[0], Request)
+    for prompt, row, values in zip([SHORT, SHORT[::-1]], tokens, logprobs, strict=True):
+        assert values == pytest.approx(plain_logprobs(model, prompt, row), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("gpt_oss", {"sliding_window": 4, "num_hidden_layers": 2}),
+        pytest.param("gpt2", {}, marks=pytest.mark.slow),
+        pytest.param("lfm2", {}, marks=pytest.mark.slow),
+    ],
+)
+def test_other_families_run_on_the_kernels_too(family, settings, fast):
+    model = tiny_model(family, **settings)
+    with generator_of(model) as generator:
+        assert attention_of(generator).path is DecodePath.TRITON
+        tokens, logprobs = rollout(generator, [SHORT * 2], [params()])
+    assert logprobs[0] == pytest.approx(plain_logprobs(model, SHORT * 2, tokens[0]), abs=1e-5)
+
+
+def test_a_window_that_nobody_told_the_cache_of_is_not_believed(fast):
+    model = tiny_model("qwen3", **SMALL)
+    model.model.layers[0].self_attn.sliding_window = 300
+    with generator_of(model) as generator:
+        assert attention_of(generator).path is DecodePath.GATHERED
+        assert "its attention sees 300 tokens, its cache None" in attention_of(generator).reason
+
+
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [
+        ("bloom", "the model does not run on it: ValueError"),
+        ("deepseek_v3", r"it is \d.* nats off the model's own attention"),
+    ],
+)
+def test_attention_that_the_kernels_do_otherwise_is_gathered(family, reason, fast):
+    """Bloom's mask holds a bias; DeepSeek's cache keeps what its attention first unfolds."""
+    model = tiny_model(family)
+    model.set_attn_implementation("eager")
+    with generator_of(model) as generator:
+        assert attention_of(generator).path is DecodePath.GATHERED
+        assert re.search(reason, attention_of(generator).reason)
+        tokens, logprobs = rollout(generator, [SHORT], [params()])
+    assert logprobs[0] == pytest.approx(plain_logprobs(model, SHORT, tokens[0]), abs=1e-5)
+    with pytest.raises(ConfigurationError, match=r"use_cuda_graph=True needs decode steps without"):
+        generator_of(model, use_cuda_graph=True)
+
+
+def test_a_forward_that_asks_the_host_is_not_captured(fast, monkeypatch):
+    def capture(step):
+        raise RuntimeError("operation not permitted when stream is capturing\nat line 7")
+
+    monkeypatch.setattr(graphs, "CudaCapture", lambda device: capture)
+    model = tiny_model("qwen3", **SMALL)
+    with generator_of(model) as generator:
+        assert generator.manager.engine._graphs is None
+        assert "(RuntimeError: operation not permitted" in generator.manager.engine.decode_path
+        rollout(generator, [SHORT], [params()])
+    with pytest.raises(ConfigurationError, match="use_cuda_graph=True needs a forward that asks"):
+        generator_of(model, use_cuda_graph=True)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"use_cuda_graph": True},
+        {"use_cuda_graph": (False, True)},
+        {"q_padding_interval_size": 16},
+        {"kv_padding_interval_size": 512},
+        {"max_cached_graphs": 4},
+        {"use_async_batching": True},
+    ],
+)
+def test_graphs_are_refused_on_a_cpu_with_what_to_set(asked):
+    (name, value), *_ = asked.items()
+    with pytest.raises(ConfigurationError) as raised:
+        generator_of(tiny_model("qwen3", **SMALL), **asked)
+    assert f"{name}={value!r} needs a CUDA device, and the model is on cpu" in str(raised.value)
+    assert "leave use_cuda_graph" in str(raised.value)
+
+
+def test_a_graph_that_is_captured_while_the_same_rows_run_finds_their_inputs(fast, monkeypatch):
+    model = tiny_model("qwen3", **SMALL)
+    with generator_of(model, use_cuda_graph=False) as generator:
+        expected = rollout(generator, [SHORT], params(max_new_tokens=14))
+    # Keys are cut otherwise from one block to the next.
+    monkeypatch.setattr(sharing, "SHORT_STRETCH", 8)
+    with generator_of(model, kv_padding_interval_size=8) as generator:
+        before = Playback.num_captures
+        assert_same(rollout(generator, [SHORT], params(max_new_tokens=14)), expected)
+        assert Playback.num_captures - before == 2

@@ -1,0 +1,287 @@
+import ast
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tiny import save_checkpoint
+
+from cb_rollout import __version__
+from cb_rollout.metrics.run_records import METRICS_FILE, RunRecorder, StepMetrics
+from cb_rollout.tools import bench
+from cb_rollout.tools.cli import create_parser, demo, main
+from cb_rollout.tools.cli.bench import ENGINE_PACKAGES, WORKLOADS
+from cb_rollout.tools.dataset import DatasetOptions
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return save_checkpoint(tmp_path_factory.mktemp("checkpoint"))
+
+
+@pytest.fixture
+def jsonl(tmp_path):
+    path = tmp_path / "in.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"{n} = "}) + "\n" for n in range(4)))
+    return path
+
+
+def generate(checkpoint, jsonl, *more):
+    return main(
+        [
+            *("generate", "--model", str(checkpoint), "--input", str(jsonl)),
+            *("--output", str(jsonl.with_name("out.jsonl")), "--max-new-tokens", "8", *more),
+        ]
+    )
+
+
+def the_fault(capsys):
+    """What a command said of the one thing that kept it from its work."""
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    fault = printed.err.splitlines()[-1]
+    assert fault.startswith("cb-rollout: ")
+    return fault
+
+
+def test_report_writes_the_page_and_prints_its_path(tmp_path, capsys):
+    recorder = RunRecorder(tmp_path / "cb_rollout")
+    recorder.record_metrics(StepMetrics(1, "train", {"reward": 0.5}, [3]))
+    assert main(["report", str(tmp_path)]) == 0
+    printed = capsys.readouterr()
+    assert printed.out == f"{tmp_path / 'cb_rollout' / 'report.html'}\n"
+    assert (tmp_path / "cb_rollout" / "report.html").is_file()
+    assert printed.err == ""
+
+
+def test_a_fault_is_one_line_on_stderr_and_exit_code_2(tmp_path, capsys):
+    assert main(["report", str(tmp_path / "not\nthere")]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("cb-rollout: no records of a run in ")
+    assert printed.err.count("\n") == 1
+
+
+def test_report_on_what_is_no_run_is_one_line(tmp_path, capsys):
+    (tmp_path / "file").write_text("hello")
+    (tmp_path / "directories" / METRICS_FILE).mkdir(parents=True)
+    (tmp_path / "empty").mkdir()
+    os.mkfifo(tmp_path / "empty" / METRICS_FILE)
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    for name in ("missing", "file", "directories", "empty", "loop"):
+        assert main(["report", str(tmp_path / name)]) == 2
+        assert f"no records of a run in {tmp_path / name}" in the_fault(capsys)
+    assert main(["report", str(tmp_path / ("x" * 300))]) == 2
+    assert "File name too long" in the_fault(capsys)
+
+
+def test_report_where_the_page_cannot_be_written_is_one_line(tmp_path, capsys):
+    RunRecorder(tmp_path).record_metrics(StepMetrics(1, "train", {"reward": 0.5}, [3]))
+    (tmp_path / "report.html").mkdir()
+    assert main(["report", str(tmp_path)]) == 2
+    assert "report.html cannot be read or written (Is a directory)" in the_fault(capsys)
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        b"\xff\xfe",
+        b"{}",
+        b"3",
+        b'{"step": "first", "mode": "train", "scalars": {}, "completion_lengths": []}',
+        b'{"step": 1, "mode": "test", "scalars": {}, "completion_lengths": []}',
+        b'{"step": 1, "mode": "train", "scalars": {"reward": "high"}, "completion_lengths": []}',
+        b'{"step": 1, "mode": "train", "scalars": {}, "completion_lengths": ["long"]}',
+    ],
+)
+def test_report_names_the_line_that_is_no_record(tmp_path, capsys, record):
+    (tmp_path / METRICS_FILE).write_bytes(record + b"\n")
+    assert main(["report", str(tmp_path)]) == 2
+    assert f"line 1 of {tmp_path / METRICS_FILE} is not a record" in the_fault(capsys)
+
+
+def test_generate_writes_the_output_and_prints_what_it_came_to(
+    checkpoint, jsonl, capsys, tmp_path, monkeypatch
+):
+    (tmp_path / "lengths.py").write_text("def length(row):\n    return len(row['token_ids'])\n")
+    monkeypatch.chdir(tmp_path)
+    options = ["--temperature", "1", "--num-return-sequences", "2", "--evaluate", "lengths:length"]
+    assert generate(checkpoint, jsonl, *options) == 0
+    printed = capsys.readouterr()
+    assert printed.out.startswith(f"8 sequences of 4 rows in {tmp_path / 'out.jsonl'}\n")
+    assert "score  rows  sequences" in printed.out
+    assert "8/8" in printed.err
+    assert "tokens/s" in printed.err
+    assert generate(checkpoint, jsonl, *options) == 0
+    assert "8 of them from before" in capsys.readouterr().out
+
+
+def test_generate_with_failed_sequences_exits_with_code_1(checkpoint, jsonl, capsys):
+    with jsonl.open("a") as file:
+        file.write(json.dumps({"prompt": "x" * 600}) + "\n")
+    assert generate(checkpoint, jsonl) == 1
+    assert "1 of them failed" in capsys.readouterr().out
+
+
+def test_an_interrupted_command_exits_with_code_130_and_says_how_to_go_on(
+    checkpoint, jsonl, capsys, tmp_path, monkeypatch
+):
+    (tmp_path / "impatient.py").write_text(
+        "import signal\ndef score(row):\n    signal.raise_signal(signal.SIGINT)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    assert generate(checkpoint, jsonl, "--evaluate", "impatient:score", "--no-progress-bar") == 130
+    fault = the_fault(capsys)
+    assert "interrupted: 0 of 4 sequences" in fault
+    assert "run the same again" in fault
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--input", "missing.jsonl"], "missing.jsonl does not exist"),
+        (["--model", "./missing"], "'./missing' does not exist"),
+        (["--output", "in.jsonl"], "in.jsonl is the input"),
+        (["--output", "/"], "/ cannot be written (Is a directory)"),
+        (["--temperature", "-1"], "temperature=-1.0"),
+        (["--num-return-sequences", "0"], "num_return_sequences=0 is below 1"),
+        (["--num-return-sequences", "2"], "greedy decoding"),
+        (["--max-memory-percent", "40"], "max_memory_percent=40.0 is outside (0, 1]"),
+        (["--max-num-seqs", "0"], "max_requests_per_batch=0"),
+        (["--seed", "-1"], "seed=-1"),
+        (["--dtype", "int3"], "dtype='int3'"),
+        (["--evaluate", "json"], "module:function"),
+        (["--generation-config", "mine"], "generation_config='mine'"),
+    ],
+)
+def test_what_generate_cannot_do_is_one_line(checkpoint, jsonl, capsys, monkeypatch, options, said):
+    monkeypatch.chdir(jsonl.parent)
+    before = jsonl.read_bytes()
+    assert generate(checkpoint, jsonl, *options) == 2
+    assert said in the_fault(capsys)
+    assert jsonl.read_bytes() == before
+
+
+def test_generate_has_every_option_of_the_data_set_function(checkpoint, jsonl):
+    required = ["generate", "--model", "m", "--input", "i", "--output", "o"]
+    plain = vars(create_parser().parse_args(required))
+    assert set(plain) == {"model", "dataset", "output", "run"}
+    for field in dataclasses.fields(DatasetOptions):
+        flag = f"--{field.name.replace('_', '-')}"
+        given = [flag] if field.default is False else [flag, "1"]
+        parsed = vars(create_parser().parse_args([*required, *given]))
+        assert set(parsed) - set(plain) == {field.name}
+
+
+def third_party_imports(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [node.module]
+        yield from {name.partition(".")[0] for name in names} - sys.stdlib_module_names
+
+
+def test_a_workload_is_a_module_and_names_every_package_that_it_imports():
+    folder = Path(bench.__file__).parent
+    asked_for = {name: {*ENGINE_PACKAGES, *work.packages} for name, work in WORKLOADS.items()}
+    modules = {path.stem: set(third_party_imports(path)) for path in folder.glob("*.py")}
+    assert set(asked_for) <= set(modules)
+    for name, imported in modules.items():
+        assert imported - {"cb_rollout"} <= asked_for.get(name, set(ENGINE_PACKAGES)), name
+
+
+def test_the_demo_names_every_package_that_its_recipe_imports():
+    imported = set(third_party_imports(demo.recipe_path()))
+    assert imported - {"cb_rollout"} <= set(demo.PACKAGES)
+
+
+@pytest.mark.parametrize(
+    ("package", "command", "requirement"),
+    [
+        ("httpx", ["bench", "serve"], "'cb_rollout[bench]'"),
+        ("fastapi", ["bench", "serve"], "'cb_rollout[bench]'"),
+        ("trl", ["bench", "step"], "'cb_rollout[bench]'"),
+        ("trl", ["demo"], "cb_rollout"),
+        ("wandb", ["demo"], "cb_rollout"),
+    ],
+)
+def test_a_missing_package_is_named_with_what_installs_it(
+    package, command, requirement, capsys, monkeypatch, tmp_path
+):
+    monkeypatch.chdir(tmp_path)
+    # What Python itself takes for a module that is not there.
+    monkeypatch.setitem(sys.modules, package, None)
+    assert main(command) == 2
+    fault = the_fault(capsys)
+    assert f"needs {package}, not installed here" in fault
+    assert fault.endswith(f"pip install {requirement}")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--repetitions", "0"], "--repetitions 0 is below 1"),
+        (["--batch-size", "-1"], "--batch-size -1 is below 1"),
+        (["--tiny"], "--output-dir"),
+        (["--output-dir", "taken"], "taken cannot be made (File exists)"),
+        (["--output-dir", "/proc/self"], "/proc/self cannot be"),
+    ],
+)
+def test_what_bench_cannot_do_is_one_line(capsys, monkeypatch, tmp_path, options, said):
+    (tmp_path / "taken").write_text("a file")
+    monkeypatch.chdir(tmp_path)
+    assert main(["bench", "roofline", *options]) == 2
+    assert said in the_fault(capsys)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--seed", "-1"], "--seed -1 is below 0"),
+        (["--seed", str(2**32)], f"--seed {2**32} is above {2**32 - 1}"),
+        (["--max-steps", "0"], "--max-steps 0 is below 1"),
+        (["--warmup-steps", "-1"], "--warmup-steps -1 is below 0"),
+        (["--num-held-out", "0"], "--num-held-out 0 is below 1"),
+        (["--output-dir", "taken"], "taken cannot be made (File exists)"),
+        (["--output-dir", "/proc/self"], "/proc/self cannot be"),
+    ],
+)
+def test_what_the_demo_cannot_do_is_one_line(capsys, monkeypatch, tmp_path, options, said):
+    (tmp_path / "taken").write_text("a file")
+    monkeypatch.chdir(tmp_path)
+    assert main(["demo", *options]) == 2
+    assert said in the_fault(capsys)
+
+
+def test_the_version_is_the_packages(capsys):
+    with pytest.raises(SystemExit, match=r"^0$"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"cb-rollout {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    "argv", [[], ["unknown"], ["report"], ["generate", "--model", "x"], ["bench", "x"]]
+)
+def test_wrong_options_exit_with_code_2(argv, capsys):
+    with pytest.raises(SystemExit, match=r"^2$"):
+        main(argv)
+    assert "usage: cb-rollout" in capsys.readouterr().err
+
+
+def test_help_loads_neither_torch_nor_wandb():
+    code = (
+        "import sys, contextlib, cb_rollout.tools.cli\n"
+        "for command in ('', 'bench', 'demo', 'doctor', 'generate', 'report', 'serve'):\n"
+        "    with contextlib.suppress(SystemExit):\n"
+        "        cb_rollout.tools.cli.main([*filter(None, [command]), '--help'])\n"
+        "heavy = {'torch', 'transformers', 'wandb', 'datasets', 'numpy', 'pyarrow', 'tqdm'}\n"
+        "print(sorted(heavy & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"

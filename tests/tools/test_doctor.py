@@ -1,0 +1,145 @@
+"""The doctor says what a machine and a checkpoint give, and never fails with a traceback."""
+
+import json
+
+import pytest
+import torch
+from tiny import char_tokenizer, tiny_model
+from transformers import (
+    AutoModel,
+    BertConfig,
+    BertForMaskedLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from cb_rollout.engine import core
+from cb_rollout.tools.cli import main
+from cb_rollout.tools.doctor import Level, checkpoint_findings, machine_findings
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory):
+    """Good and bad places for a checkpoint."""
+    root = tmp_path_factory.mktemp("places")
+    for family, layers in (("qwen3", 2), ("qwen3_5_text", 2)):
+        model = tiny_model(family, vocab_size=99, num_hidden_layers=layers)
+        model.save_pretrained(root / family)
+        char_tokenizer().save_pretrained(root / family)
+    AutoModel.from_pretrained(root / "qwen3").save_pretrained(root / "headless")
+    T5ForConditionalGeneration(
+        T5Config(d_model=8, d_ff=8, num_layers=1, num_heads=1, d_kv=8, vocab_size=40)
+    ).save_pretrained(root / "t5")
+    bert = BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=40)
+    BertForMaskedLM(bert).save_pretrained(root / "bert")
+    for name in ("empty", "words", "types", "unknown"):
+        (root / name).mkdir()
+    (root / "words" / "config.json").write_text("not JSON")
+    (root / "types" / "config.json").write_text('{"model_type": "qwen3", "hidden_size": "wide"}')
+    (root / "unknown" / "config.json").write_text(json.dumps({"model_type": "perceptron-9"}))
+    for name in ("torn", "weightless"):
+        model.save_pretrained(root / name)
+    (root / "torn" / "model.safetensors").write_bytes(b"\xff" * 64)
+    (root / "weightless" / "model.safetensors").unlink()
+    (root / "file").write_text("hello")
+    return root
+
+
+def test_a_good_checkpoint_is_probed_and_held_to_its_forward(places, capsys):
+    assert main(["doctor", str(places / "qwen3")]) == 0
+    printed = capsys.readouterr().out
+    lines = {line[2:28].strip(): line[29:] for line in printed.splitlines() if line[28:29] == " "}
+    assert lines["torch"].startswith(torch.__version__)
+    assert lines["model"].startswith(f"{places / 'qwen3'}: Qwen3ForCausalLM")
+    assert lines["tokenizer"] == "99 tokens, with a chat template"
+    assert lines["layers"] == "2 with keys and values, 0 with recurrent states, 0 with neither"
+    # Two layers of keys and values, two heads of 16 float32 each.
+    assert lines["bytes per token"] == str(2 * 2 * 2 * 16 * 4)
+    assert lines["bytes per sequence"] == "0"
+    assert lines["sequences run"] == "of any lengths together in one forward"
+    assert lines["extra 'server'"] == "found"
+    assert "512 in one sequence" in lines["max tokens"]
+    assert lines["rollout against forward"].startswith("32 tokens, largest difference ")
+    assert printed.splitlines()[-1].startswith("usable")
+    assert not [line for line in printed.splitlines() if line.startswith("X")]
+
+
+def test_a_hybrids_layers_are_told_apart(places):
+    found = {f.name: f for f in checkpoint_findings(str(places / "qwen3_5_text"))}
+    assert found["layers"].text.startswith("1 with keys and values, 1 with recurrent states")
+    assert found["chunks, known prefixes"].text.startswith("not used: recurrent")
+    assert int(found["bytes per sequence"].text.replace(",", "")) > 0
+    assert max(f.level for f in found.values()) is Level.OK
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("missing", "does not exist"),
+        ("file", "is a file"),
+        ("x" * 300, "File name too long"),
+        ("empty", "has no config.json"),
+        ("words", "could be loaded"),
+        ("types", "could be loaded"),
+        ("unknown", "perceptron-9"),
+        ("torn", "could be loaded"),
+        ("weightless", "could be loaded"),
+        ("headless", "lacks 1 of the model's weights, which would be random: lm_head.weight"),
+        ("t5", "T5Config"),
+        ("bert", "BertForMaskedLM, which reads both ways"),
+    ],
+)
+def test_what_cannot_be_rolled_out_is_one_line_and_exit_code_1(places, capsys, name, said):
+    assert main(["doctor", str(places / name)]) == 1
+    faults = [line for line in capsys.readouterr().out.splitlines() if line.startswith("X ")]
+    assert len(faults) == 1
+    assert said in faults[0]
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        (["--dtype", "float8"], "dtype='float8' is not one of"),
+        (["--device", "abacus"], "device='abacus' cannot be used"),
+        (["--max-memory-percent", "1.5"], "max_memory_percent=1.5 is outside"),
+        (["--max-memory-percent", "1e-12"], "raise max_memory_percent"),
+    ],
+)
+def test_a_setting_that_cannot_be_honoured_is_a_finding(places, capsys, option, said):
+    assert main(["doctor", str(places / "qwen3"), *option]) == 1
+    assert said in capsys.readouterr().out
+
+
+def test_a_missing_tokenizer_is_a_warning_and_bfloat16_has_its_own_bound(places, tmp_path):
+    tiny_model(vocab_size=99).save_pretrained(tmp_path)
+    found = {f.name: f for f in checkpoint_findings(str(tmp_path), dtype="bfloat16")}
+    assert found["tokenizer"].level is Level.WARNING
+    assert "torch.bfloat16" in found["model"].text
+    assert found["rollout against forward"].level is Level.OK
+
+
+def test_a_rollout_that_is_not_the_models_forward_is_found(places, monkeypatch):
+    plain = core.ModelRunner.recompute
+    monkeypatch.setattr(
+        core.ModelRunner, "recompute", lambda *args: [lp - 0.01 for lp in plain(*args)]
+    )
+    last = list(checkpoint_findings(str(places / "qwen3")))[-1]
+    assert last.level is Level.BAD
+    assert "largest difference 0.01 nats, beyond 0.0001" in last.text
+
+
+def test_whatever_a_model_raises_is_a_finding(places, monkeypatch):
+    def fail(*_):
+        raise RuntimeError("the wheels came off\nat once")
+
+    monkeypatch.setattr(core, "check_model", fail)
+    last = list(checkpoint_findings(str(places / "qwen3")))[-1]
+    assert last.level is Level.BAD
+    assert "(RuntimeError: the wheels came off)" in last.text
+
+
+def test_the_machine_is_described_without_a_checkpoint():
+    found = {f.name: f for f in machine_findings("cpu")}
+    assert {"python", "torch", "transformers", "trl", "wandb", "flash_attn", "triton"} <= set(found)
+    assert "not used: use_cuda_graph=True" in found["CUDA graphs"].text
+    assert found["memory free"].text.endswith("GiB on cpu")

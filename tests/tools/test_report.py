@@ -1,0 +1,324 @@
+import math
+import re
+from html.parser import HTMLParser
+from importlib.resources import files
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cb_rollout.errors import ConfigurationError
+from cb_rollout.metrics.run_records import METRICS_FILE, RunRecorder, SequenceRecord, StepMetrics
+from cb_rollout.tools.report import write_comparison, write_report
+from cb_rollout.tools.report.page import MAX_SEQUENCES_PER_STEP, steps_shown
+from cb_rollout.tools.report.series import early_and_late, series, shares_by_bin, smoothed
+from cb_rollout.tools.report.svg import compact, linear_axis, log_axis
+from cb_rollout.tools.report.tokens import MAX_TOKENS_SHOWN, NUM_LEVELS, colour_level, visible_html
+
+VOID = {"meta", "br", "link", "img"}
+FORBIDDEN = {"script", "link", "img", "iframe", "object", "embed", "base", "form"}
+
+
+class Page(HTMLParser):
+    """Every tag's nesting, every title, and all text of a page; fails on what is not closed."""
+
+    def __init__(self, html):
+        super().__init__()
+        self.open, self.tags, self.titles, self.text = [], [], [], ""
+        self.feed(html)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        names = [name for name, _ in attrs]
+        assert len(names) == len(set(names)), names
+        assert not any(name.startswith("on") for name in names), names
+        self.tags.append(tag)
+        self.titles += [value for name, value in attrs if name == "title"]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] != "style":
+            self.text += data
+
+
+def a_sequence(step=1, tokens=("4", "</s>"), logprobs=None, **changes):
+    tokens = list(tokens)
+    values = {
+        "step": step,
+        "mode": "train",
+        "request_id": "r0",
+        "prompt": "2+2=",
+        "tokens": tokens,
+        "token_ids": list(range(len(tokens))),
+        "logprobs": [-0.25] * len(tokens) if logprobs is None else logprobs,
+        "policy_versions": [(6, len(tokens))] if tokens else [],
+        "reward": 0.75,
+        "finish_reason": "stop",
+    }
+    return SequenceRecord(**values | changes)
+
+
+def training_steps(num_steps):
+    for step in range(1, num_steps + 1):
+        scalars = {
+            "reward": step / num_steps,
+            "rollout/tokens_per_second": 1000.0 + step,
+            "rollout/step_share": 0.5,
+            "rollout/logprob_drift_max": 1e-6 * step,
+            "sampling/sampling_logp_difference/max": 0.0,
+        }
+        yield StepMetrics(step, "train", scalars, [step, 2 * step])
+
+
+def page_of(tmp_path, metrics=(), sequences=()):
+    recorder = RunRecorder(tmp_path)
+    for record in metrics:
+        recorder.record_metrics(record)
+    for sequence in sequences:
+        recorder.record_sequence(sequence)
+    html = write_report(tmp_path).read_text(encoding="utf-8")
+    return html, Page(html)
+
+
+def test_a_whole_run_is_one_wellformed_page_that_fetches_nothing(tmp_path):
+    metrics = [*training_steps(30), StepMetrics(30, "eval", {"eval_reward": 0.9}, [5])]
+    html, page = page_of(tmp_path, metrics, [a_sequence(step) for step in range(1, 31)])
+    assert not re.search(r"https?:|//|@import|url\(", html)
+    assert not FORBIDDEN & set(page.tags)
+    assert page.tags.count("figure") == 5
+    for expected in ("First to last reward", "evaluation", "Largest drift", "3.0e-5", "Step 15"):
+        assert expected in page.text
+
+
+def test_prompts_and_tokens_are_shown_and_never_run(tmp_path):
+    hostile = '<script>alert(\'x\')</script>" onmouseover="x" &amp; \U0001f642'
+    sequence = a_sequence(
+        tokens=[hostile, "</span></div>", "<!--", "\ud83d"],
+        prompt=f"{hostile}\x00\x1b[2J\u202e\udfff",
+        request_id=hostile,
+        finish_reason=hostile,
+    )
+    html, page = page_of(tmp_path, sequences=[sequence])
+    assert page.text.count(hostile) == 4
+    assert "</span></div>" in page.text
+    for code in ("U+D83D", "U+DFFF", "U+202E", "U+0000", "U+001B"):
+        assert code in page.text
+    assert "\x00" not in html
+    assert "\x1b" not in html
+
+
+def test_a_hostile_run_name_is_escaped(tmp_path):
+    html, page = page_of(tmp_path / "<b>&run", metrics=training_steps(1))
+    assert "<b>&run" in page.text
+    assert "<b>&run" not in html
+
+
+@given(text=st.text(st.characters(), max_size=40))
+@settings(max_examples=200, deadline=None)
+def test_any_text_becomes_wellformed_utf8(text):
+    html = visible_html(text, marks_spaces=True)
+    Page(html)
+    assert not set(html) & {chr(code) for code in range(32) if chr(code) not in "\t\n"}
+    html.encode("utf-8")
+
+
+def test_each_token_tells_its_logprob_its_id_and_its_policy(tmp_path):
+    sequence = a_sequence(
+        tokens=["a", "b", "c"],
+        logprobs=[-0.5, math.nan, 0.0],
+        token_ids=[11, 12, 13],
+        policy_versions=[(3, 2), (4, 1)],
+    )
+    _, page = page_of(tmp_path, sequences=[sequence])
+    assert page.titles == [
+        "log-probability -0.500 (60.7%)\ntoken id 11\npolicy version 3",
+        "log-probability not recorded\ntoken id 12\npolicy version 3",
+        "log-probability 0.000 (100%)\ntoken id 13\npolicy version 4",
+    ]
+
+
+def test_whitespace_and_special_tokens_can_be_seen(tmp_path):
+    html, page = page_of(tmp_path, sequences=[a_sequence(tokens=["\n", "  ", "\t", "<|im_end|>"])])
+    assert "\u21b5\n" in page.text
+    assert "\u00b7\u00b7" in page.text
+    assert "\u2192\t" in page.text
+    assert re.search(r'<span class="l0 special"[^>]*>&lt;\|im_end\|&gt;</span>', html)
+
+
+@given(st.lists(st.floats(max_value=0, allow_nan=False), min_size=2))
+def test_the_less_likely_a_token_the_higher_its_colour(logprobs):
+    levels = [colour_level(max(value, -1e300)) for value in sorted(logprobs, reverse=True)]
+    assert levels == sorted(levels)
+    assert set(levels) <= set(range(NUM_LEVELS))
+
+
+def test_the_colours_run_from_certain_to_improbable(tmp_path):
+    logprobs = [0.0, -0.5, -2.0, -5.0, -100.0]
+    sequence = a_sequence(tokens="abcde", logprobs=logprobs)
+    html, _ = page_of(tmp_path, sequences=[sequence])
+    levels = [int(level) for level in re.findall(r'<span class="l(\d)" title', html)]
+    assert levels == [0, 0, 2, 6, NUM_LEVELS - 1]
+
+
+def test_every_colour_is_stronger_and_darker_than_the_one_before():
+    style = files("cb_rollout.tools.report").joinpath("report.css").read_text(encoding="utf-8")
+    found = re.findall(r"\.l(\d) \{ background: rgba\((\d+), (\d+), (\d+), ([\d.]+)\)", style)
+    assert [int(level) for level, *_ in found] == list(range(NUM_LEVELS))
+    alphas = [float(alpha) for *_, alpha in found]
+    greens = [int(green) for _, _, green, _, _ in found]
+    assert alphas == sorted(set(alphas))
+    assert greens == sorted(set(greens), reverse=True)
+
+
+def test_metrics_alone_and_rollouts_alone_leave_the_other_part_out(tmp_path):
+    _, page = page_of(tmp_path / "metrics", metrics=training_steps(3))
+    assert "Completions" not in page.text
+    _, page = page_of(tmp_path / "rollouts", sequences=[a_sequence()])
+    assert "figure" not in page.tags
+    assert "1 of 1 recorded sequences" in page.text
+
+
+def test_a_figure_whose_metrics_are_missing_is_left_out(tmp_path):
+    _, page = page_of(tmp_path, [StepMetrics(1, "train", {"reward": 0.0}, [])])
+    assert page.tags.count("figure") == 1
+    assert "Tokens per second" not in page.text
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 3, 12])
+@pytest.mark.parametrize("value", [0.0, -1.5, 1e-12, 1e12])
+def test_short_and_flat_runs_have_every_figure(tmp_path, num_steps, value):
+    names = [name for name in next(training_steps(1)).scalars if name != "rollout/step_share"]
+    metrics = [
+        StepMetrics(step, "train", dict.fromkeys(names, value), [0])
+        for step in range(1, num_steps + 1)
+    ]
+    html, page = page_of(tmp_path, metrics)
+    assert page.tags.count("figure") == 4
+    assert "nan" not in html
+    assert "inf" not in page.text
+
+
+def test_of_many_sequences_and_many_tokens_it_says_how_many_are_shown(tmp_path):
+    num = MAX_SEQUENCES_PER_STEP + 3
+    long = a_sequence(tokens=["x"] * (MAX_TOKENS_SHOWN + 7))
+    _, page = page_of(tmp_path, sequences=[long, *[a_sequence()] * (num - 1)])
+    assert f"{MAX_SEQUENCES_PER_STEP} of {num} recorded sequences" in page.text
+    assert f"7 of {MAX_TOKENS_SHOWN + 7} tokens are left out here" in page.text
+    assert len(page.titles) == MAX_TOKENS_SHOWN + 2 * (MAX_SEQUENCES_PER_STEP - 1)
+
+
+def test_a_sequence_without_tokens_is_shown(tmp_path):
+    _, page = page_of(tmp_path, sequences=[a_sequence(tokens=[])])
+    assert "0 tokens" in page.text
+
+
+def test_a_run_with_no_whole_record_is_refused_with_advice(tmp_path):
+    (tmp_path / METRICS_FILE).write_text('{"step":')
+    with pytest.raises(ConfigurationError, match="report after the first step"):
+        write_report(tmp_path)
+
+
+def test_the_first_middle_and_last_steps_are_shown_once_each():
+    assert steps_shown([]) == []
+    assert steps_shown([5]) == [5]
+    assert steps_shown([5, 9]) == [5, 9]
+    assert steps_shown(list(range(10, 15))) == [10, 12, 14]
+
+
+def test_a_step_recorded_again_counts_once_as_recorded_last():
+    metrics = [
+        StepMetrics(2, "train", {"reward": 0.1}, []),
+        StepMetrics(1, "train", {"reward": 0.3}, []),
+        StepMetrics(2, "train", {"reward": 0.2}, []),
+        StepMetrics(2, "train", {"train_runtime": 9.0}, []),
+        StepMetrics(2, "eval", {"reward": 0.9}, []),
+    ]
+    assert series(metrics, "reward") == [(1, 0.3), (2, 0.2)]
+
+
+def test_smoothing_keeps_a_straight_line_inside_and_short_runs_whole():
+    line = [(step, 2.0 * step) for step in range(60)]
+    values = [value for _, value in smoothed(line)]
+    assert values[10:50] == pytest.approx([value for _, value in line[10:50]])
+    assert smoothed(line[:11]) == line[:11]
+
+
+def test_early_and_late_are_the_outer_thirds_and_bins_add_up_to_one():
+    lengths = {step: [step, step] for step in range(1, 10)}
+    assert early_and_late(lengths) == ([1, 1, 2, 2, 3, 3], [7, 7, 8, 8, 9, 9])
+    assert early_and_late({4: [1]}) == ([1], [])
+    assert shares_by_bin([0, 1, 2, 3, 9], width=2, num_bins=5) == [0.4, 0.4, 0, 0, 0.2]
+
+
+@given(values=st.lists(st.floats(-1e9, 1e9), min_size=1))
+def test_a_linear_axis_holds_its_values_between_its_ticks(values):
+    axis = linear_axis(values)
+    assert axis.low <= min(values) + 1e-6 * abs(min(values))
+    assert axis.high >= max(values) - 1e-6 * abs(max(values))
+    assert 2 <= len(axis.ticks) <= 8
+
+
+def test_a_log_axis_puts_zero_at_its_low_end_and_a_decade_at_equal_distances():
+    axis = log_axis([0.0, 1e-6, 1e-4], floor=1e-9)
+    assert axis.position(0.0) == 0
+    assert axis.position(1e-4) - axis.position(1e-5) == pytest.approx(
+        axis.position(1e-5) - axis.position(1e-6)
+    )
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0, "0"), (2.84e-6, "2.8e-6"), (0.05, "0.05"), (1480, "1,480"), (12500, "12.5k"), (3e6, "3M")],
+)
+def test_numbers_are_written_in_few_characters(value, text):
+    assert compact(value) == text
+
+
+def recorded_run(folder, num_steps=20):
+    recorder = RunRecorder(folder / "cb_rollout")
+    for metrics in training_steps(num_steps):
+        recorder.record_metrics(metrics)
+    return folder
+
+
+def test_two_runs_are_drawn_on_one_page_with_both_names_and_figures(tmp_path):
+    first = recorded_run(tmp_path / "first")
+    second = recorded_run(tmp_path / "<second>", num_steps=7)
+    path = write_comparison(first, second)
+    assert path == first / "cb_rollout" / "comparison.html"
+    page = Page(path.read_text())
+    assert not FORBIDDEN & set(page.tags)
+    assert "first" in page.text
+    assert "<second>" in page.text
+    for label in ("Steps", "Last reward", "Tokens per second", "Largest drift"):
+        assert label in page.text
+    assert "from 1 to 20" not in page.text
+    assert {"20", "7"} <= set(re.findall(r"\d+", page.text))
+    drawn = re.findall(r'class="line (\w+)"', path.read_text())
+    assert drawn.count("a") == drawn.count("b") >= 4
+
+
+def test_a_metric_of_one_run_is_drawn_with_that_run_alone(tmp_path):
+    first = recorded_run(tmp_path / "first")
+    recorder = RunRecorder(tmp_path / "second")
+    recorder.record_metrics(StepMetrics(1, "train", {"reward": 0.5}, []))
+    text = write_comparison(first, tmp_path / "second").read_text()
+    assert "Throughput of 1 runs" in text
+    assert "Reward of 2 runs" in text
+
+
+def test_runs_that_cannot_be_compared_are_refused(tmp_path):
+    first = recorded_run(tmp_path / "first")
+    with pytest.raises(ConfigurationError, match="are one run; name two"):
+        write_comparison(first, first / "cb_rollout")
+    RunRecorder(tmp_path / "empty").record_sequence(a_sequence())
+    with pytest.raises(ConfigurationError, match="holds no metrics to compare"):
+        write_comparison(first, tmp_path / "empty")

@@ -1,0 +1,239 @@
+"""Which module generates, and how its tensors follow the trainer's."""
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from tiny import FAMILIES, tiny_model
+
+from cb_rollout import (
+    ConfigurationError,
+    ContinuousBatchingManager,
+    RolloutConfig,
+    RolloutGenerator,
+    WeightSyncError,
+)
+from cb_rollout.compat import transformers as hf_compat
+from cb_rollout.weights import create_weight_sync, require_equal
+from cb_rollout.weights.copied import CopiedWeights
+from cb_rollout.weights.replica import tensors_by_name
+from cb_rollout.weights.shared import SharedWeights
+
+COPY = RolloutConfig(weight_sync="copy")
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(torch.tensor([[5, 6, 7, 8]])).logits
+
+
+def change(model) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.25)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_copy_is_the_model_buffers_included_and_never_moves(family):
+    model = tiny_model(family)
+    state = torch.get_rng_state()
+    weights = create_weight_sync(model, COPY)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(logits(weights.module), logits(model))
+    places = {name: t.data_ptr() for name, t in tensors_by_name(weights.module).items()}
+    assert not any(t.is_meta for t in tensors_by_name(weights.module).values())
+    own = {t.data_ptr() for t in tensors_by_name(model).values()}
+    assert not own & set(places.values())
+    change(model)
+    assert not torch.equal(logits(weights.module), logits(model))
+    weights.sync()
+    assert torch.equal(logits(weights.module), logits(model))
+    assert {n: t.data_ptr() for n, t in tensors_by_name(weights.module).items()} == places
+
+
+def test_a_buffer_that_changed_is_copied():
+    model = tiny_model()
+    weights = create_weight_sync(model, COPY)
+    model.model.rotary_emb.inv_freq.data.mul_(0.5)
+    weights.sync()
+    assert torch.equal(weights.module.model.rotary_emb.inv_freq, model.model.rotary_emb.inv_freq)
+
+
+def test_a_copy_shares_nothing_with_autograd():
+    model = tiny_model().train()
+    module = create_weight_sync(model, COPY).module
+    assert not any(parameter.requires_grad for parameter in module.parameters())
+    assert not any(child.training for child in module.modules())
+    assert all(parameter.grad_fn is None for parameter in module.parameters())
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_every_tensor_is_copied_and_counted_once_tied_or_not(tied):
+    model = tiny_model(tie_word_embeddings=tied)
+    weights = create_weight_sync(model, COPY)
+    head, embedding = weights.module.lm_head.weight, weights.module.model.embed_tokens.weight
+    assert (head is embedding) == tied
+    num_bytes = sum(t.nbytes for t in [*model.parameters(), *model.buffers()])
+    assert weights.sync() == num_bytes
+
+
+def test_ties_follow_the_training_module_not_its_config():
+    model = tiny_model(tie_word_embeddings=True)
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach() * 2)
+    model.model.layers[1].mlp = model.model.layers[0].mlp
+    weights = create_weight_sync(model, COPY)
+    layers = weights.module.model.layers
+    assert layers[1].mlp.up_proj.weight is layers[0].mlp.up_proj.weight
+    assert torch.equal(logits(weights.module), logits(model))
+
+
+def test_frozen_tensors_are_copied_once_and_again_when_written():
+    model = tiny_model().requires_grad_(False)
+    weights = create_weight_sync(model, COPY)
+    num_buffer_bytes = sum(buffer.nbytes for buffer in model.buffers())
+    assert weights.sync() == num_buffer_bytes
+    norm = model.model.norm.weight
+    norm.mul_(2)
+    assert weights.sync() == num_buffer_bytes + norm.nbytes
+    model.model.norm.weight = torch.nn.Parameter(norm * 2, requires_grad=False)
+    assert weights.sync() == num_buffer_bytes + norm.nbytes
+    assert torch.equal(logits(weights.module), logits(model))
+
+
+def test_every_mismatch_is_reported_in_one_error_and_nothing_is_copied():
+    model = tiny_model()
+    weights = create_weight_sync(model, COPY)
+    before = logits(weights.module)
+    change(model)
+    del model.model.norm.weight
+    model.resize_token_embeddings(300)
+    model.model.layers[0].mlp.register_parameter("gain", torch.nn.Parameter(torch.ones(3)))
+    with pytest.raises(WeightSyncError) as raised:
+        weights.sync()
+    message = str(raised.value)
+    assert message.startswith("4 tensors")
+    assert "lm_head.weight: (300, 64) in the training module, (256, 64) here" in message
+    assert "model.embed_tokens.weight: (300, 64) in the training module" in message
+    assert "model.norm.weight: not in the training module" in message
+    assert "model.layers.0.mlp.gain: in the training module only" in message
+    assert torch.equal(logits(weights.module), before)
+
+
+def test_a_model_that_its_config_does_not_describe_is_refused_with_its_tensors():
+    model = tiny_model()
+    model.model.layers[0].mlp.register_parameter("gain", torch.nn.Parameter(torch.ones(3)))
+    with pytest.raises(WeightSyncError, match=r"1 tensors .*\n  model\.layers\.0\.mlp\.gain"):
+        create_weight_sync(model, COPY)
+
+
+def test_a_write_that_torch_does_not_count_is_found_by_the_check():
+    model = tiny_model().requires_grad_(False)
+    with RolloutGenerator(model, RolloutConfig(weight_sync="copy", verify_weight_sync=True)) as g:
+        assert g.sync_weights().policy_version == 1
+        model.model.norm.weight.data.mul_(2)
+        model.lm_head.weight.data.mul_(2)
+        with pytest.raises(
+            WeightSyncError, match=r"^2 tensors .*: model\.norm\.weight, lm_head\.weight\. .*\.data"
+        ):
+            g.sync_weights()
+        # Whatever was copied is in use, so no key of before may be read.
+        assert g.policy_version == 2
+
+
+def test_nan_equals_nan_and_many_names_are_cut():
+    model = tiny_model().requires_grad_(False)
+    model.model.norm.weight.fill_(float("nan"))
+    weights = create_weight_sync(model, COPY)
+    require_equal(weights)
+    for parameter in model.parameters():
+        parameter.data.add_(1)
+    with pytest.raises(WeightSyncError, match=r"^24 tensors .* and 4 more\."):
+        require_equal(weights)
+
+
+def test_shared_weights_are_the_model_and_cost_nothing():
+    model = tiny_model()
+    weights = create_weight_sync(model, RolloutConfig(weight_sync="shared"))
+    assert (weights.module is model, weights.sync(), weights.differing()) == (True, 0, [])
+
+
+def test_auto_shares_what_computes_in_its_own_dtype():
+    assert isinstance(create_weight_sync(tiny_model(), RolloutConfig()), SharedWeights)
+    half = tiny_model().to(torch.bfloat16)
+    assert isinstance(create_weight_sync(half, RolloutConfig()), SharedWeights)
+    same = RolloutConfig(rollout_dtype="bfloat16")
+    assert isinstance(create_weight_sync(half, same), SharedWeights)
+    cast = create_weight_sync(tiny_model(), RolloutConfig(rollout_dtype="bfloat16"))
+    assert isinstance(cast, CopiedWeights)
+
+
+def test_packed_weights_run_in_place():
+    model = tiny_model()
+    packed = torch.nn.Parameter(torch.zeros(8, dtype=torch.uint8), requires_grad=False)
+    model.model.layers[0].mlp.up_proj.weight = packed
+    autocast = RolloutConfig(rollout_dtype="bfloat16")
+    assert isinstance(create_weight_sync(model, autocast), SharedWeights)
+    with pytest.raises(ConfigurationError, match=r"of a quantised model.*use 'shared'"):
+        create_weight_sync(model, COPY)
+
+
+def test_a_manager_alone_keeps_no_copy():
+    with pytest.raises(ConfigurationError, match=r"weight_sync='copy': .*use a RolloutGenerator"):
+        ContinuousBatchingManager(tiny_model(), None, COPY)
+
+
+def wrapped_whole(model):
+    return torch.compile(model, backend="eager")
+
+
+def wrapped_layers(model):
+    for index, layer in enumerate(model.model.layers):
+        model.model.layers[index] = torch.compile(layer, backend="eager")
+    return model
+
+
+@pytest.fixture(autouse=True)
+def accelerate_starts_anew():
+    """Its state is the process's, and refuses another precision than the first one's."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def prepared(model):
+    return Accelerator(cpu=True, mixed_precision="bf16").prepare_model(model)
+
+
+@pytest.mark.parametrize("wrap", [wrapped_whole, wrapped_layers, prepared])
+def test_wrappers_are_seen_through(wrap):
+    model, plain = tiny_model(), tiny_model()
+    module = create_weight_sync(hf_compat.unwrap(wrap(model)), COPY).module
+    assert torch.equal(logits(module), logits(plain))
+
+
+def test_a_copy_of_a_prepared_model_has_its_class_forward():
+    module = create_weight_sync(hf_compat.unwrap(prepared(tiny_model())), COPY).module
+    assert "forward" not in vars(module)
+
+
+def test_a_tensor_parallel_model_is_refused_with_what_to_use_instead():
+    model = tiny_model()
+    model._tp_size = 2
+    with pytest.raises(ConfigurationError, match=r"2 tensor-parallel processes.*FSDP2"):
+        RolloutGenerator(model)
+
+
+def test_a_tensor_that_takes_another_ones_place_is_found():
+    model = tiny_model()
+    weights = create_weight_sync(model, RolloutConfig(weight_sync="copy"))
+    weights.sync()
+    before = weights.module.lm_head.weight.data_ptr()
+    with torch.no_grad():
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight + 1)
+    weights.sync()
+    assert torch.equal(weights.module.lm_head.weight, model.lm_head.weight)
+    assert weights.module.lm_head.weight.data_ptr() == before
+    model.lm_head = torch.nn.Linear(4, 4)
+    with pytest.raises(WeightSyncError, match=r"lm_head\.weight"):
+        weights.sync()
