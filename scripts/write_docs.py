@@ -86,7 +86,8 @@ not be reached, are refused in the caller.
 
 `grammar` takes anything with the methods of `cb_rollout.config.grammar.Grammar`: one matcher a
 sequence, which fills a mask of the tokens that may come next, accepts the sampled one, and says
-when it is done. With the extra `grammar` (`pip install 'cb_rollout[grammar]'`), xgrammar's are ready:
+when it is done. With the extra `grammar` (`pip install 'cb_rollout[grammar]'`), xgrammar's are
+ready:
 
 ```python
 from cb_rollout.integrations.xgrammar import XGrammar

@@ -16,9 +16,9 @@ import pytest
 
 import cb_rollout
 from cb_rollout import RolloutConfig, strategies
-from cb_rollout.cli import create_parser
 from cb_rollout.integrations.async_grpo import AsyncRollouts
-from cb_rollout.metric_names import METRICS
+from cb_rollout.metrics.names import METRICS
+from cb_rollout.tools.cli import create_parser
 from site_pages import DOCS, PAGES, linked_files, parts
 
 ROOT = Path(__file__).parents[1]
