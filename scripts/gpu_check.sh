@@ -19,7 +19,7 @@ workers=$("$python" -c "import xdist; print('-n 8')" 2>/dev/null || true)
 # The settings of pyproject.toml ask for a newer pytest than a machine without network may have.
 timeout 190 "$python" -m pytest -c /dev/null --rootdir . --import-mode=importlib \
   -p no:cacheprovider -q --durations=5 $workers \
-  tests/unit/test_attention_kernels.py tests/gpu 2>&1 | tee "$results/tests.txt"
+  tests/engine/attention/test_triton_kernels.py tests/gpu 2>&1 | tee "$results/tests.txt"
 tests=$?
 
 timeout 270 "$python" scripts/gpu_bench.py --seconds 220 --output "$results/gpu.json" 2>&1 |

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs the tests, offline. Arguments go to pytest: scripts/test.sh tests/unit -x -n 0
+# Runs the tests, offline. Arguments go to pytest: scripts/test.sh tests/engine -x -n 0
 source "$(dirname "${BASH_SOURCE[0]}")/_venv.sh"
 cd "$root"
 export HF_HUB_OFFLINE=1 WANDB_MODE=offline

@@ -212,6 +212,14 @@ def test_every_file_that_a_page_names_exists(page):
             assert (ROOT / span).exists(), span
 
 
+@pytest.mark.parametrize("script", sorted((ROOT / "scripts").glob("*.sh")), ids=lambda p: p.name)
+def test_every_file_that_a_script_names_exists(script):
+    for name in re.findall(
+        r"(?<![\w./])(?:tests|recipes|scripts|docs)/[\w./-]*\w", script.read_text()
+    ):
+        assert (ROOT / name).exists(), name
+
+
 @every_page
 def test_every_relative_link_of_a_page_resolves(page):
     for target in linked_files((ROOT / page).read_text(), page):
