@@ -10,7 +10,7 @@ from cb_rollout.config.sampling import SamplingParams
 from cb_rollout.engine.cuda_graphs.graphs import GraphedDecoding, GraphSizes
 from cb_rollout.engine.cuda_graphs.inputs import Line
 from cb_rollout.engine.cuda_graphs.steps import GraphedSteps
-from cb_rollout.engine.request import NO_SLOT, Request
+from cb_rollout.engine.request import NO_TABLE_ROW, Request
 from cb_rollout.engine.scheduler.scheduler import Scheduler
 from cb_rollout.metrics.counters import EngineCounters
 from cb_rollout.types import FinishReason, RequestStatus
@@ -153,9 +153,9 @@ class FakeEngine:
 
     def schedule_decode(self):
         extended = self.scheduler.schedule_decode()
-        seated = {request.slot: request for request in self.scheduler.running}
-        for slot, index, block in extended:
-            assert seated[slot].block_ids[index] == block
+        seated = {request.table_row: request for request in self.scheduler.running}
+        for table_row, index, block in extended:
+            assert seated[table_row].block_ids[index] == block
         return list(self.scheduler.running), extended
 
     def drain(self):
@@ -168,19 +168,19 @@ class FakeEngine:
     def check(self):
         """What holds between any two calls."""
         pool = self.scheduler.pool
-        seated = [request for request in self.requests if request.slot != NO_SLOT]
+        seated = [request for request in self.requests if request.table_row != NO_TABLE_ROW]
         held = Counter(block for request in seated for block in request.block_ids)
         counts = {b: n for b, n in enumerate(pool._reference_counts) if n}
         assert held == counts
         assert pool.num_used == len(held)
-        slots = [request.slot for request in seated] + self.scheduler._free_slots
-        assert sorted(slots) == list(range(self.limits.max_requests))
+        table_rows = [request.table_row for request in seated] + self.scheduler._free_table_rows
+        assert sorted(table_rows) == list(range(self.limits.max_requests))
         unfinished = [request for request in self.requests if not request.status.is_final]
         assert len(self.scheduler.waiting) == len(unfinished) - len(seated)
         assert self.scheduler.has_work == bool(unfinished)
         for request in self.requests:
             assert request.num_computed <= request.num_tokens
-            assert request.slot != NO_SLOT or not request.block_ids
+            assert request.table_row != NO_TABLE_ROW or not request.block_ids
             count = request.num_generated
             tokens = [self.expected_token(request, i) for i in range(count)]
             assert request.token_ids == [*request.prompt_ids, *tokens]
@@ -213,12 +213,14 @@ class GraphedFakeEngine(FakeEngine):
         self.num_ahead = 0
 
     def write_table(self, entries):
-        self.blocks |= {(slot, index): block for slot, index, block in entries}
+        self.blocks |= {(table_row, index): block for table_row, index, block in entries}
 
     def begin_prefill(self):
         self.graphed.note_prefill()
         for request in self.scheduler.take_seated():
-            self.write_table((request.slot, i, block) for i, block in enumerate(request.block_ids))
+            self.write_table(
+                (request.table_row, i, block) for i, block in enumerate(request.block_ids)
+            )
 
     def settle(self):
         self.graphed.forget()
@@ -235,33 +237,33 @@ class GraphedFakeEngine(FakeEngine):
         tensor, results_N3 = self.graphs._inputs.tensor, self.graphs._results_N3
         running = self.running_rows()
         for row in (tensor[Line.LENGTH] > 0).nonzero()[:, 0].tolist():
-            length, slot, seed, index = tensor[
-                [Line.LENGTH, Line.SLOT, Line.SEED, Line.INDEX], row
+            length, table_row, seed, index = tensor[
+                [Line.LENGTH, Line.TABLE_ROW, Line.SEED, Line.INDEX], row
             ].tolist()
             if row in running:
                 assert length == len(running[row].prompt_ids) + index
                 assert index < running[row].max_new_tokens
                 self.compute(running[row], length)
             else:
-                self.keys[self.place(slot, length - 1)] = ("nobody",)
+                self.keys[self.place(table_row, length - 1)] = ("nobody",)
             logprob = self.logprob(index, self.scheduler.blocks.policy_version)
             results_N3[row] = torch.tensor([(seed + index) % 2, logprob, 1])
         self.check_tiles(tensor, running)
         tensor[Line.LENGTH] += tensor[Line.LENGTH] > 0
         tensor[Line.INDEX] += 1
 
-    def place(self, slot, position):
+    def place(self, table_row, position):
         size = self.limits.block_size
-        return self.blocks[slot, position // size], position % size
+        return self.blocks[table_row, position // size], position % size
 
     def running_rows(self):
         """The sequence of each row of the buffers that has one which still runs."""
         tensor = self.graphs._inputs.tensor
-        seated = {r.slot: r for r in self.requests if r.slot != NO_SLOT}
+        seated = {r.table_row: r for r in self.requests if r.table_row != NO_TABLE_ROW}
         found = {}
         for row in (tensor[Line.LENGTH] > 0).nonzero()[:, 0].tolist():
-            slot, seed, index = tensor[[Line.SLOT, Line.SEED, Line.INDEX], row].tolist()
-            request = seated.get(slot)
+            table_row, seed, index = tensor[[Line.TABLE_ROW, Line.SEED, Line.INDEX], row].tolist()
+            request = seated.get(table_row)
             if request and (seed, index - request.num_generated) in [
                 (request.seed, 0),
                 (request.seed, 1),
@@ -275,5 +277,5 @@ class GraphedFakeEngine(FakeEngine):
         for first, count in lines:
             for row in set(range(first, first + count)) & set(running):
                 for position in range(int(tensor[Line.NUM_SHARED, first])):
-                    shared = self.place(int(tensor[Line.SLOT, first]), position)
-                    assert shared == self.place(running[row].slot, position)
+                    shared = self.place(int(tensor[Line.TABLE_ROW, first]), position)
+                    assert shared == self.place(running[row].table_row, position)

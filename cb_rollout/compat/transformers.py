@@ -210,7 +210,7 @@ PAGEABLE_KINDS = (
 
 
 def pageable_layers() -> tuple[type, ...]:
-    """The cache layers whose contents can be kept in pages and slots.
+    """The cache layers whose contents can be kept in pages and table rows.
 
     Asked anew each time: a model's own layer is registered when its module is imported.
     """

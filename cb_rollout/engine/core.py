@@ -160,7 +160,7 @@ class Engine:
 
     @property
     def num_running(self) -> int:
-        """Sequences that hold a slot."""
+        """Sequences that hold a table row."""
         return self._scheduler.num_seated
 
     @property

@@ -135,13 +135,13 @@ class Steps:
         Raises:
             Exception: the model runs nothing at all any more, or memory ran out.
         """
-        slots = [request.slot for request in requests]
+        table_rows = [request.table_row for request in requests]
 
         def forward(rows: Sequence[int]) -> torch.Tensor:
             return self._runner.logits(
                 [requests[row].token_ids[starts[row] : ends[row]] for row in rows],
                 [ends[row] for row in rows],
-                [slots[row] for row in rows],
+                [table_rows[row] for row in rows],
                 self._storage.cache,
                 self._storage.table,
             )
@@ -165,9 +165,9 @@ class Steps:
             self._storage.cache.copy_blocks(*self._scheduler.complete_prefill(prefill))
             if not is_last_chunk:
                 continue
-            source = prefill.leader.slot
-            targets = [follower.slot for follower in prefill.followers]
-            self._storage.cache.copy_slots([source] * len(targets), targets)
+            source = prefill.leader.table_row
+            targets = [follower.table_row for follower in prefill.followers]
+            self._storage.cache.copy_states([source] * len(targets), targets)
             group = [prefill.leader, *prefill.followers]
             rows += [row] * len(group)
             requests += group
@@ -226,7 +226,7 @@ class Steps:
         """Tell the block table about sequences that were just seated."""
         self._storage.table.write(
             [
-                (request.slot, index, block)
+                (request.table_row, index, block)
                 for request in self._scheduler.take_seated()
                 for index, block in enumerate(request.block_ids)
             ]

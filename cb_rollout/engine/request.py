@@ -42,7 +42,7 @@ class Limits:
         return self.can_share_blocks and self.can_resume_prompts
 
 
-NO_SLOT = -1
+NO_TABLE_ROW = -1
 # While a sequence waits.
 
 
@@ -93,7 +93,7 @@ class Request:
     first_token_time: float | None = None
     num_preemptions: int = 0
 
-    slot: int = NO_SLOT
+    table_row: int = NO_TABLE_ROW
     """Row of the block table and of the recurrent states."""
     block_ids: list[int] = field(default_factory=list)
     num_computed: int = 0
@@ -193,7 +193,7 @@ class Request:
 
     def reset_cache(self) -> None:
         """Forget what was cached, keeping every token and log-probability."""
-        self.slot = NO_SLOT
+        self.table_row = NO_TABLE_ROW
         self.block_ids = []
         self.num_computed = self.prefix_node = self.num_remembered = 0
         self.has_old_keys = False

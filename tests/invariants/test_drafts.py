@@ -187,12 +187,12 @@ def test_a_forward_that_fails_with_a_draft_is_run_without(monkeypatch):
     expected = without_drafts(model)
     logits, num_failed = ModelRunner.logits, 0
 
-    def fails(self, new_tokens, lengths, slots, cache, table):
+    def fails(self, new_tokens, lengths, table_rows, cache, table):
         nonlocal num_failed
-        if len(set(slots)) < len(slots):
+        if len(set(table_rows)) < len(table_rows):
             num_failed += 1
             raise RuntimeError("not so many")
-        return logits(self, new_tokens, lengths, slots, cache, table)
+        return logits(self, new_tokens, lengths, table_rows, cache, table)
 
     with RolloutGenerator(model, RolloutConfig(seed=3)) as generator:
         with monkeypatch.context() as patched:

@@ -33,7 +33,7 @@ class AttentionMetadata:
     addresses: torch.Tensor
     """int64; of the block table, its width, then of each layer's pages of keys and of values."""
     block_size: int
-    slots_B: torch.Tensor
+    table_rows_B: torch.Tensor
     """int32; each row's line of the block table."""
     lengths_B: torch.Tensor
     """int32; each row's tokens, the new one included; 0: no row at all."""
@@ -180,7 +180,7 @@ class AttentionBackend(Protocol):
         forward: Forward,
         new_tokens: Sequence[Sequence[int]],
         lengths: Sequence[int],
-        slots: Sequence[int],
+        table_rows: Sequence[int],
         cache: PagedCache,
         table: BlockTable,
     ) -> torch.Tensor:

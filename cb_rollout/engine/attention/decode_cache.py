@@ -119,7 +119,7 @@ class DecodeCache(Cache):
         reader: Reader,
         tokens_B1: torch.Tensor,
         positions_B1: torch.Tensor,
-        slots_B: torch.Tensor,
+        table_rows_B: torch.Tensor,
         cache: PagedCache | None = None,
     ) -> torch.Tensor:
         """float32 logits, `[B, V]`, by one forward of one new token of each row.
@@ -129,17 +129,17 @@ class DecodeCache(Cache):
             reader: attends, and knows where the rows lie.
             tokens_B1: the new tokens.
             positions_B1: each one's position.
-            slots_B: integers; each row's slot.
+            table_rows_B: integers; each row's table row.
             cache: where recurrent states are; None: there are none.
         """
         # A mask of four dimensions is taken as it is, and nobody reads it; recurrent layers would.
         mask = None if self._is_recurrent else tokens_B1.new_ones(tokens_B1.shape[0], 1, 1, 1)
-        with self._reading(reader, slots_B, cache):
+        with self._reading(reader, table_rows_B, cache):
             return forward(tokens_B1, mask, positions_B1, self)
 
     @contextmanager
     def _reading(
-        self, reader: Reader, slots_B: torch.Tensor, cache: PagedCache | None
+        self, reader: Reader, table_rows_B: torch.Tensor, cache: PagedCache | None
     ) -> Iterator[None]:
         """Within, a model that is given this cache runs one new token of each row."""
         self._reader = reader
@@ -148,12 +148,12 @@ class DecodeCache(Cache):
         layers, stateful = self.layers, cache.stateful if cache else {}
         self.layers = [stateful.get(index, layer) for index, layer in enumerate(layers)]
         for layer in stateful.values():
-            layer.load(slots_B)
+            layer.load(table_rows_B)
         try:
             with attending(self.attend):
                 yield
             for layer in stateful.values():
-                layer.save(slots_B.long())
+                layer.save(table_rows_B.long())
         finally:
             # Nothing here may keep pages or states that are given back.
             self._reader, self.layers = None, layers

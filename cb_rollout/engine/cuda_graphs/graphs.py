@@ -177,7 +177,7 @@ class GraphedDecoding:
             requests: sequences that `want_plain_tokens`, and were loaded or `follows`.
             longest: tokens of the longest, the newest included, whether the host knows it or not.
             cache: their pages.
-            table: where each slot's blocks are, that of the newest token included.
+            table: where each table row's blocks are, that of the newest token included.
 
         Raises:
             Exception: what capturing a graph of another size raises, or running one.
@@ -231,7 +231,7 @@ class GraphedDecoding:
             places = AttentionMetadata(
                 addresses,
                 block_size,
-                small[Line.SLOT],
+                small[Line.TABLE_ROW],
                 small[Line.LENGTH],
                 key.num_splits,
                 shared_B=small[Line.NUM_SHARED] if num_tiles else None,

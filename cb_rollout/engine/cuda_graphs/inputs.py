@@ -24,7 +24,7 @@ class Line(IntEnum):
     TOKEN = 0
     LENGTH = 1
     """Tokens, the newest included; 0: no row."""
-    SLOT = 2
+    TABLE_ROW = 2
     SEED = 3
     INDEX = 4
     """Tokens sampled before."""
@@ -75,7 +75,7 @@ class GraphInputs:
         lines = {
             Line.TOKEN: rows.token_ids,
             Line.LENGTH: rows.lengths,
-            Line.SLOT: rows.slots,
+            Line.TABLE_ROW: rows.table_rows,
             Line.SEED: [request.seed for request in requests],
             Line.INDEX: [request.num_generated for request in requests],
             Line.IS_GREEDY: [p.is_greedy for p in params],

@@ -84,8 +84,8 @@ class BlockManager:
         """Give a seated sequence blocks for so many tokens.
 
         Returns:
-            The new ones, each as slot, index within the sequence, and block; None: there are not
-            enough, and nothing was given.
+            The new ones, each as table row, index within the sequence, and block; None: there are
+            not enough, and nothing was given.
         """
         num_held = len(request.block_ids)
         num_missing = self.num_needed(num_tokens) - num_held
@@ -94,7 +94,7 @@ class BlockManager:
                 return None
             request.block_ids += self.pool.allocate(num_missing)
         new = enumerate(request.block_ids[num_held:], num_held)
-        return [(request.slot, index, block) for index, block in new]
+        return [(request.table_row, index, block) for index, block in new]
 
     def extend_ahead(self, requests: Sequence[Request]) -> list[tuple[int, int, int]] | None:
         """Give seated sequences a place for one token more than they have.

@@ -1,13 +1,13 @@
 """States rounded to float8, as the bytes that pages of `kv_dtype="float8_e4m3fn"` hold.
 
-The paged KV cache: a transformers `Cache` whose layers keep their states in blocks and slots.
+The paged KV cache: a transformers `Cache` whose layers keep their states in blocks and table rows.
 
 `update()` writes the new keys and values into their blocks and hands back each row's whole history,
 gathered and right-aligned: a row's newest token is always last, exactly as in a left-padded
 `generate` batch. So the model runs its own forward, masks and attention, untouched.
 
 B: rows, Q: new tokens of the longest row, S: tokens of the longest row, H: heads, D: size of a
-head, N: token places in all blocks, F: H x D, M: blocks or slots that are copied.
+head, N: token slots in all blocks, F: H x D, M: blocks or table rows that are copied.
 """
 
 from dataclasses import dataclass, field, replace
@@ -65,30 +65,30 @@ class Step:
 
     num_cached: int
     """Columns before the new tokens: S - Q."""
-    slots_B: torch.Tensor
+    table_rows_B: torch.Tensor
     """int64; where each row's recurrent states are."""
     write_tokens: torch.Tensor | None
     """int64; which of the B x Q new tokens are real; None: all of them."""
-    write_places: torch.Tensor
+    write_slots: torch.Tensor
     """int64; where in the pages each real new token goes."""
-    read_places_BS: torch.Tensor | None
+    read_slots_BS: torch.Tensor | None
     """int64; where each row's history lies, padding read from the null block. None: no row has
     any history, so the new keys are all there is."""
     positions_BS: torch.Tensor
     """int64; each column's place in its sequence, 0 in the padding."""
-    _head_places: dict[int, torch.Tensor] = field(default_factory=dict)
+    _head_slots: dict[int, torch.Tensor] = field(default_factory=dict)
 
-    def head_places(self, num_heads: int) -> torch.Tensor:
+    def head_slots(self, num_heads: int) -> torch.Tensor:
         """Where each row's and head's history lies in pages of single heads, `[B x H x S]`.
 
         Made once for all the layers with so many heads.
         """
-        assert self.read_places_BS is not None
-        if num_heads not in self._head_places:
-            heads_H1 = torch.arange(num_heads, device=self.read_places_BS.device)[:, None]
-            places_BHS = self.read_places_BS[:, None] * num_heads + heads_H1
-            self._head_places[num_heads] = places_BHS.view(-1)
-        return self._head_places[num_heads]
+        assert self.read_slots_BS is not None
+        if num_heads not in self._head_slots:
+            heads_H1 = torch.arange(num_heads, device=self.read_slots_BS.device)[:, None]
+            slots_BHS = self.read_slots_BS[:, None] * num_heads + heads_H1
+            self._head_slots[num_heads] = slots_BHS.view(-1)
+        return self._head_slots[num_heads]
 
 
 class PagedLayer(CacheLayerMixin):
@@ -97,13 +97,13 @@ class PagedLayer(CacheLayerMixin):
     is_sliding = False
     # Every layer reads the whole history; the model's own mask narrows the window.
 
-    def __init__(self, states: LayerStates, num_places: int, device: torch.device) -> None:
-        """Allocate pages for `num_places` tokens."""
+    def __init__(self, states: LayerStates, num_slots: int, device: torch.device) -> None:
+        """Allocate pages for `num_slots` tokens."""
         super().__init__()
         self.is_initialized = True
         # Some models look at these before their own update, to see whether anything is there.
         self.keys = self.values = torch.empty(0, device=device)
-        self.pages = [_pages(shape, num_places, device) for shape in states.per_token]
+        self.pages = [_pages(shape, num_slots, device) for shape in states.per_token]
         self.step: Step | None = None
         self.num_index_positions = states.num_index_positions
         self.indexer_position_ids: torch.Tensor | None = None
@@ -137,7 +137,7 @@ class PagedLayer(CacheLayerMixin):
     def _exchanged(self, pages_NF: torch.Tensor, new_BHQD: torch.Tensor) -> torch.Tensor:
         """The rows' whole history, after the new states were written."""
         self._write(pages_NF, new_BHQD)
-        if self._step.read_places_BS is None:
+        if self._step.read_slots_BS is None:
             return new_BHQD
         return self._read(pages_NF, new_BHQD)
 
@@ -152,15 +152,15 @@ class PagedLayer(CacheLayerMixin):
             tokens_TF = tokens_TF.index_select(0, self._step.write_tokens)
         if pages_NF.dtype == torch.uint8:
             tokens_TF = packed(tokens_TF)
-        pages_NF.index_copy_(0, self._step.write_places, tokens_TF)
+        pages_NF.index_copy_(0, self._step.write_slots, tokens_TF)
 
     def _read(self, pages_NF: torch.Tensor, states_BHQD: torch.Tensor) -> torch.Tensor:
         """`[B, H, S, D]`, in the memory layout that transformers' own cache has."""
-        places_BS = self._step.read_places_BS
-        assert places_BS is not None
-        B, S = places_BS.shape
+        slots_BS = self._step.read_slots_BS
+        assert slots_BS is not None
+        B, S = slots_BS.shape
         H, D = states_BHQD.shape[1], states_BHQD.shape[3]
-        history = pages_NF.view(-1, D).index_select(0, self._step.head_places(H))
+        history = pages_NF.view(-1, D).index_select(0, self._step.head_slots(H))
         if history.dtype == torch.uint8:
             history = unpacked(history, states_BHQD.dtype)
         return history.view(B, H, S, D)
@@ -182,11 +182,11 @@ class PagedStateLayer(StateLayer, PagedLayer):
     """A layer with both attention and recurrence."""
 
     def __init__(
-        self, states: LayerStates, num_places: int, num_slots: int, device: torch.device
+        self, states: LayerStates, num_slots: int, num_table_rows: int, device: torch.device
     ) -> None:
         """Allocate both."""
-        PagedLayer.__init__(self, states, num_places, device)
-        StateLayer.__init__(self, states, num_slots, device)
+        PagedLayer.__init__(self, states, num_slots, device)
+        StateLayer.__init__(self, states, num_table_rows, device)
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         """Only the states start lazily; the pages exist."""
@@ -195,7 +195,7 @@ class PagedStateLayer(StateLayer, PagedLayer):
 
 
 class PagedCache(Cache):
-    """Every layer's pages and slots, behind the interface that a model's forward knows."""
+    """Every layer's pages and table rows, behind the interface that a model's forward knows."""
 
     def __init__(
         self,
@@ -203,14 +203,14 @@ class PagedCache(Cache):
         *,
         num_blocks: int,
         block_size: int,
-        num_slots: int,
+        num_table_rows: int,
         device: torch.device,
     ) -> None:
         """Allocate the storage for `num_blocks` blocks beside the null block."""
-        self.layout, self._num_slots, self._device = layout, num_slots, device
+        self.layout, self._num_table_rows, self._device = layout, num_table_rows, device
         self.block_size = block_size
-        num_places = (num_blocks + 1) * block_size
-        super().__init__(layers=[self._layer(states, num_places) for states in layout.layers])
+        num_slots = (num_blocks + 1) * block_size
+        super().__init__(layers=[self._layer(states, num_slots) for states in layout.layers])
         self._step: Step | None = None
         self._paged = [layer for layer in self.layers if isinstance(layer, PagedLayer)]
         self.stateful = {
@@ -218,13 +218,13 @@ class PagedCache(Cache):
         }
         """The layers with recurrent states, by their number."""
 
-    def _layer(self, states: LayerStates, num_places: int) -> Any:
+    def _layer(self, states: LayerStates, num_slots: int) -> Any:
         if states.keys and states.is_recurrent:
-            return PagedStateLayer(states, num_places, self._num_slots, self._device)
+            return PagedStateLayer(states, num_slots, self._num_table_rows, self._device)
         if states.keys:
-            return PagedLayer(states, num_places, self._device)
+            return PagedLayer(states, num_slots, self._device)
         if states.is_recurrent:
-            return StateLayer(states, self._num_slots, self._device)
+            return StateLayer(states, self._num_table_rows, self._device)
         nothing = hf_compat.DummyLayer()
         # A layer that reads what an encoder left looks there first; text alone leaves nothing.
         nothing.is_initialized = False
@@ -241,20 +241,20 @@ class PagedCache(Cache):
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """All pages and slots."""
+        """All pages and table rows."""
         pages = [pages for layer in self._paged for pages in layer.pages]
-        slots = [
+        table_rows = [
             states
             for layer in self.stateful.values()
-            for all_slots in layer.slots.values()
-            for states in all_slots
+            for all_states in layer.states.values()
+            for states in all_states
             if states is not None
         ]
-        return [*pages, *slots]
+        return [*pages, *table_rows]
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all pages and slots."""
+        """Bytes of all pages and table rows."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def begin(self, step: Step, is_fresh: bool) -> None:
@@ -268,12 +268,12 @@ class PagedCache(Cache):
         for layer in self._paged:
             layer.begin(step)
         for layer in self.stateful.values():
-            layer.load(None if is_fresh else step.slots_B)
+            layer.load(None if is_fresh else step.table_rows_B)
 
     def end(self, step: Step) -> None:
         """Keep what the forward left in the recurrent layers."""
         for layer in self.stateful.values():
-            layer.save(step.slots_B)
+            layer.save(step.table_rows_B)
 
     def copy_blocks(self, sources: list[int], targets: list[int]) -> None:
         """Copy whole blocks, in every layer."""
@@ -285,33 +285,33 @@ class PagedCache(Cache):
                 blocks = pages_NF.view(-1, self.block_size, pages_NF.shape[1])
                 blocks.index_copy_(0, to_M, blocks.index_select(0, from_M))
 
-    def copy_slots(self, sources: list[int], targets: list[int]) -> None:
-        """Copy recurrent states from slot to slot, in every layer."""
+    def copy_states(self, sources: list[int], targets: list[int]) -> None:
+        """Copy recurrent states from table row to table row, in every layer."""
         if not sources:
             return
         from_M, to_M = devices.to_device([sources, targets], self._device)
         for layer in self.stateful.values():
-            for all_slots in layer.slots.values():
-                for states in all_slots:
+            for all_states in layer.states.values():
+                for states in all_states:
                     if states is not None:
                         states.index_copy_(0, to_M, states.index_select(0, from_M))
 
     def grow(self, num_blocks: int) -> None:
         """Make room for `num_blocks` blocks, keeping every block's contents and number."""
-        num_places = (num_blocks + 1) * self.block_size
+        num_slots = (num_blocks + 1) * self.block_size
         for layer in self._paged:
             for index, old_NF in enumerate(layer.pages):
-                if old_NF.shape[0] >= num_places:  # an attempt at more gave up halfway
+                if old_NF.shape[0] >= num_slots:  # an attempt at more gave up halfway
                     continue
-                new_NF = old_NF.new_empty(num_places, old_NF.shape[1])
+                new_NF = old_NF.new_empty(num_slots, old_NF.shape[1])
                 new_NF[: old_NF.shape[0]] = old_NF
                 layer.pages[index] = new_NF
 
 
-def _pages(shape: StateShape, num_places: int, device: torch.device) -> torch.Tensor:
+def _pages(shape: StateShape, num_slots: int, device: torch.device) -> torch.Tensor:
     """Uninitialised pages, apart from what padding reads: all else is written before it is read."""
     heads, size = shape.shape
     dtype = page_dtype(shape.dtype)
-    pages_NF = torch.empty(num_places, heads * size, dtype=dtype, device=device)
+    pages_NF = torch.empty(num_slots, heads * size, dtype=dtype, device=device)
     pages_NF[PADDING_SLOT].zero_()
     return pages_NF

@@ -1,4 +1,4 @@
-"""Recurrent and convolution states: of fixed size, one slot a sequence.
+"""Recurrent and convolution states: of fixed size, one table row a sequence.
 
 They are gathered for a forward and put back after it. Neither shared nor paged: a fork copies them.
 
@@ -7,7 +7,7 @@ B: rows.
 States in an object of a model's own making, where it takes no transformers `Cache`.
 
 Such an object is a list, tuple, dict or plain instance that nests tensors, those with one row a
-sequence in front. They are kept in slots like other recurrent states.
+sequence in front. They are kept in table rows like other recurrent states.
 """
 
 import copy
@@ -23,42 +23,46 @@ from cb_rollout.errors import ConfigurationError
 
 
 class StateLayer(LinearAttentionLayer):
-    """Convolution and recurrent states of one layer, one slot a sequence."""
+    """Convolution and recurrent states of one layer, one table row a sequence."""
 
-    def __init__(self, states: LayerStates, num_slots: int, device: torch.device) -> None:
-        """Allocate `num_slots` slots."""
+    def __init__(self, states: LayerStates, num_table_rows: int, device: torch.device) -> None:
+        """Allocate `num_table_rows` table rows."""
         LinearAttentionLayer.__init__(self, number_of_states=len(states.conv))
-        self.slots = {
-            "conv_states": [_slots(shape, num_slots, device) for shape in states.conv],
-            "recurrent_states": [_slots(shape, num_slots, device) for shape in states.recurrent],
+        self.states = {
+            "conv_states": [_allocated(shape, num_table_rows, device) for shape in states.conv],
+            "recurrent_states": [
+                _allocated(shape, num_table_rows, device) for shape in states.recurrent
+            ],
         }
 
-    def load(self, slots_B: torch.Tensor | None) -> None:
+    def load(self, table_rows_B: torch.Tensor | None) -> None:
         """Hold the rows' states for the coming forward; None: the rows start anew."""
         LinearAttentionLayer.__init__(self, number_of_states=self.number_of_states)
-        if slots_B is None:
+        if table_rows_B is None:
             return
-        for name, all_slots in self.slots.items():
-            for index, states in enumerate(all_slots):
+        for name, all_states in self.states.items():
+            for index, states in enumerate(all_states):
                 if states is not None:
-                    getattr(self, name)[index] = states.index_select(0, slots_B)
+                    getattr(self, name)[index] = states.index_select(0, table_rows_B)
                     getattr(self, f"is_{name}_initialized")[index] = True
                     if name == "conv_states":
                         self.conv_kernel_size[index] = states.shape[-1]
                 self.has_previous_state[index] = True
 
-    def save(self, slots_B: torch.Tensor) -> None:
+    def save(self, table_rows_B: torch.Tensor) -> None:
         """Put the rows' states back after the forward."""
-        for name, all_slots in self.slots.items():
-            for index, states in enumerate(all_slots):
+        for name, all_states in self.states.items():
+            for index, states in enumerate(all_states):
                 if states is not None:
-                    states.index_copy_(0, slots_B, getattr(self, name)[index])
+                    states.index_copy_(0, table_rows_B, getattr(self, name)[index])
 
 
-def _slots(shape: StateShape | None, num_slots: int, device: torch.device) -> torch.Tensor | None:
+def _allocated(
+    shape: StateShape | None, num_table_rows: int, device: torch.device
+) -> torch.Tensor | None:
     if shape is None:
         return None
-    return torch.zeros(num_slots, *shape.shape, dtype=shape.dtype, device=device)
+    return torch.zeros(num_table_rows, *shape.shape, dtype=shape.dtype, device=device)
 
 
 PROBE_ROWS = 2

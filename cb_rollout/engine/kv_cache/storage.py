@@ -214,7 +214,7 @@ class CacheStorage:
             self._layout,
             num_blocks=num_blocks,
             block_size=self._limits.block_size,
-            num_slots=self._limits.max_requests,
+            num_table_rows=self._limits.max_requests,
             device=self._device,
         )
 

@@ -189,29 +189,31 @@ def _paged(runner: ModelRunner, layout: CacheLayout, rows: list[list[int]]) -> t
     columns for positions.
     """
     blocks_per_row = -(-max(map(len, rows)) // BLOCK_SIZE)
-    slots = list(range(len(rows)))
+    table_rows = list(range(len(rows)))
     cache = PagedCache(
         layout,
         num_blocks=len(rows) * blocks_per_row,
         block_size=BLOCK_SIZE,
-        num_slots=len(rows),
+        num_table_rows=len(rows),
         device=runner.device,
     )
     table = BlockTable(len(rows), BLOCK_SIZE, runner.device)
     table.write(
         [
-            (slot, index, 1 + slot * blocks_per_row + index)
-            for slot in slots
+            (table_row, index, 1 + table_row * blocks_per_row + index)
+            for table_row in table_rows
             for index in range(blocks_per_row)
         ]
     )
     lengths = [len(row) for row in rows]
-    together = runner.logits([r[:-2] for r in rows], [n - 2 for n in lengths], slots, cache, table)
+    together = runner.logits(
+        [r[:-2] for r in rows], [n - 2 for n in lengths], table_rows, cache, table
+    )
     alone = [
-        runner.logits([row[-2:-1]], [length - 1], [slot], cache, table)
-        for slot, row, length in zip(slots, rows, lengths, strict=True)
+        runner.logits([row[-2:-1]], [length - 1], [table_row], cache, table)
+        for table_row, row, length in zip(table_rows, rows, lengths, strict=True)
     ]
-    again = runner.logits([row[-1:] for row in rows], lengths, slots, cache, table)
+    again = runner.logits([row[-1:] for row in rows], lengths, table_rows, cache, table)
     return torch.stack([together, torch.cat(alone), again]).log_softmax(-1)
 
 

@@ -13,8 +13,8 @@ class DecodeRows:
     token_ids: list[int] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
     """Tokens of each row, the newest included."""
-    slots: list[int] = field(default_factory=list)
-    """Where each row's blocks are listed; rows of one sequence have one slot."""
+    table_rows: list[int] = field(default_factory=list)
+    """Where each row's blocks are listed; rows of one sequence have one table row."""
     block_ids: list[Sequence[int]] = field(default_factory=list)
     """Each row's blocks, the last of which the newest token is written to."""
 
@@ -41,6 +41,6 @@ class DecodeRows:
             for length, token_id in enumerate((request.token_ids[-1], *draft), request.num_tokens):
                 rows.token_ids.append(token_id)
                 rows.lengths.append(length)
-                rows.slots.append(request.slot)
+                rows.table_rows.append(request.table_row)
                 rows.block_ids.append(request.block_ids[: -(-length // block_size)])
         return rows

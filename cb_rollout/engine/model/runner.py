@@ -117,7 +117,7 @@ class ModelRunner:
         self,
         new_tokens: Sequence[Sequence[int]],
         lengths: Sequence[int],
-        slots: Sequence[int],
+        table_rows: Sequence[int],
         cache: PagedCache,
         table: BlockTable,
     ) -> torch.Tensor:
@@ -126,17 +126,17 @@ class ModelRunner:
         Args:
             new_tokens: each row's tokens that are not in the cache yet, at least one.
             lengths: each row's tokens in all, the new ones included.
-            slots: each row's slot.
+            table_rows: each row's table row.
             cache: where keys, values and states are read and written.
-            table: where each slot's blocks are.
+            table: where each table row's blocks are.
 
         Returns:
             float32 logits after each row's last token, `[B, V]`.
         """
         if self.decoding is not None and max(map(len, new_tokens)) == 1 < min(lengths):
-            return self.decoding.logits(self.forward, new_tokens, lengths, slots, cache, table)
+            return self.decoding.logits(self.forward, new_tokens, lengths, table_rows, cache, table)
         if self.batch_layout is BatchLayout.PADDED:
-            return self._forward(new_tokens, lengths, slots, cache, table)
+            return self._forward(new_tokens, lengths, table_rows, cache, table)
         # Without keys there is no history to align, so only the new tokens must be alike.
         has_keys = cache.layout.has_keys
         alike: dict[tuple[int, ...], list[int]] = {}
@@ -149,7 +149,7 @@ class ModelRunner:
             self._forward(
                 [new_tokens[row] for row in rows],
                 [lengths[row] for row in rows],
-                [slots[row] for row in rows],
+                [table_rows[row] for row in rows],
                 cache,
                 table,
             )
@@ -162,7 +162,7 @@ class ModelRunner:
         self,
         new_tokens: Sequence[Sequence[int]],
         lengths: Sequence[int],
-        slots: Sequence[int],
+        table_rows: Sequence[int],
         cache: PagedCache,
         table: BlockTable,
     ) -> torch.Tensor:
@@ -176,27 +176,27 @@ class ModelRunner:
             [[0] * (Q - len(row)) + list(row) for row in new_tokens] if is_padded else new_tokens
         )
         input_ids_BQ = self._integers(padded)
-        lengths_B, slots_B = self._integers(lengths), self._integers(slots)
+        lengths_B, table_rows_B = self._integers(lengths), self._integers(table_rows)
         positions_BS = lengths_B[:, None] - S + torch.arange(S, device=self.device)
         is_token_BS = positions_BS >= 0
         positions_BS = positions_BS.clamp(min=0)
         positions_BQ = positions_BS[:, S - Q :]
-        places_BQ = table.places(slots_B, positions_BQ).view(-1)
+        slots_BQ = table.slots(table_rows_B, positions_BQ).view(-1)
         write_tokens = None
         if is_padded:
             is_new_BQ = (
                 torch.arange(Q, 0, -1, device=self.device) <= self._integers(num_new)[:, None]
             )
             write_tokens = is_new_BQ.view(-1).nonzero()[:, 0]
-            places_BQ = places_BQ[write_tokens]
+            slots_BQ = slots_BQ[write_tokens]
         step = Step(
             num_cached=S - Q,
-            slots_B=slots_B,
+            table_rows_B=table_rows_B,
             write_tokens=write_tokens,
-            write_places=places_BQ,
-            read_places_BS=None
+            write_slots=slots_BQ,
+            read_slots_BS=None
             if is_fresh
-            else table.places(slots_B, positions_BS).masked_fill(~is_token_BS, PADDING_SLOT),
+            else table.slots(table_rows_B, positions_BS).masked_fill(~is_token_BS, PADDING_SLOT),
             positions_BS=positions_BS,
         )
         cache.begin(step, is_fresh)

@@ -68,15 +68,15 @@ struct Rows {
     const REAL* values;
     const int64_t* table;
     int64_t table_width, block_size;
-    const int64_t* slots;
+    const int64_t* table_rows;
     const int64_t* lengths;
     REAL scale, softcap;
     int64_t window;
     const REAL* sinks;
 };
 
-inline int64_t place_of(const Rows& rows, int64_t row, int64_t position) {
-    const int64_t* line = rows.table + rows.slots[row] * rows.table_width;
+inline int64_t slot_of(const Rows& rows, int64_t row, int64_t position) {
+    const int64_t* line = rows.table + rows.table_rows[row] * rows.table_width;
     return line[position / rows.block_size] * rows.block_size + position % rows.block_size;
 }
 
@@ -90,14 +90,14 @@ struct Tile {
     void find(
         const Rows& rows, int64_t row, int64_t start, int64_t end, int64_t first, int64_t last) {
         count = end - start < TILE_KEYS ? end - start : TILE_KEYS;
-        int64_t place = 0, left = 0;
-        for (int64_t t = 0; t < count; t++, place++, left--) {
+        int64_t slot = 0, left = 0;
+        for (int64_t t = 0; t < count; t++, slot++, left--) {
             if (left == 0) {
-                place = place_of(rows, row, start + t);
+                slot = slot_of(rows, row, start + t);
                 left = rows.block_size - (start + t) % rows.block_size;
             }
-            keys[t] = rows.keys + place * (NUM_KEY_HEADS * KEY_SIZE);
-            values[t] = rows.values + place * (NUM_KEY_HEADS * VALUE_SIZE);
+            keys[t] = rows.keys + slot * (NUM_KEY_HEADS * KEY_SIZE);
+            values[t] = rows.values + slot * (NUM_KEY_HEADS * VALUE_SIZE);
             fetch(keys[t] + first * KEY_SIZE, (last - first) * KEY_SIZE);
             fetch(values[t] + first * VALUE_SIZE, (last - first) * VALUE_SIZE);
         }
@@ -213,7 +213,7 @@ extern "C" void attend(
     const int64_t* table,
     int64_t table_width,
     int64_t block_size,
-    const int64_t* slots,
+    const int64_t* table_rows,
     const int64_t* lengths,
     int64_t num_rows,
     double scale,
@@ -224,7 +224,7 @@ extern "C" void attend(
     const States new_value = {new_values, value_row_stride, value_head_stride, value_stride};
     const Rows rows = {
         {queries, query_row_stride, query_head_stride, query_stride},
-        outputs, keys, values, table, table_width, block_size, slots, lengths,
+        outputs, keys, values, table, table_width, block_size, table_rows, lengths,
         REAL(scale), REAL(softcap), window, sinks,
     };
     if (num_rows == 0) return;
@@ -232,9 +232,9 @@ extern "C" void attend(
     for (int64_t row = 0; row < num_rows; row++) num_keys += lengths[row];
     const bool is_much = num_keys * NUM_HEADS * (KEY_SIZE + VALUE_SIZE) > LEAST_FOR_THREADS;
     for_each(num_rows, is_much, [&](int64_t row) {
-        const int64_t place = place_of(rows, row, lengths[row] - 1);
+        const int64_t slot = slot_of(rows, row, lengths[row] - 1);
         for (int64_t head = 0; head < NUM_KEY_HEADS; head++) {
-            const int64_t written = place * NUM_KEY_HEADS + head;
+            const int64_t written = slot * NUM_KEY_HEADS + head;
             new_key.copy(row, head, KEY_SIZE, keys + written * KEY_SIZE);
             new_value.copy(row, head, VALUE_SIZE, values + written * VALUE_SIZE);
         }

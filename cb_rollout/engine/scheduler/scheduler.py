@@ -1,9 +1,9 @@
-"""Sequences that wait for blocks and a slot, first come first.
+"""Sequences that wait for blocks and a table row, first come first.
 
 One that ended while it waited stays where it is and is passed over, so that ending it costs the
 same however many wait.
 
-Which sequences run next, and which slots they hold.
+Which sequences run next, and which table_rows they hold.
 
 Owns the queues. Knows tokens and blocks, never tensors.
 """
@@ -16,7 +16,7 @@ from itertools import islice
 
 from cb_rollout.engine.kv_cache.block_manager import BlockManager
 from cb_rollout.engine.kv_cache.offload import NoOffload
-from cb_rollout.engine.request import NO_SLOT, Limits, Prefill, Request
+from cb_rollout.engine.request import NO_TABLE_ROW, Limits, Prefill, Request
 from cb_rollout.metrics.counters import EngineCounters
 from cb_rollout.types import RequestStatus
 
@@ -97,9 +97,9 @@ class Scheduler:
         self.max_batch_tokens = limits.max_batch_tokens
         """Shrinks where a forward ran out of memory."""
         self.max_seated = limits.max_requests
-        """Most sequences that hold a slot; shrinks likewise."""
+        """Most sequences that hold a table row; shrinks likewise."""
         self._counters = counters
-        self._free_slots = list(range(limits.max_requests))
+        self._free_table_rows = list(range(limits.max_requests))
         self._seated: list[Request] = []
 
     @property
@@ -108,9 +108,9 @@ class Scheduler:
         return bool(len(self.waiting) or self.prefilling or self.running)
 
     def num_usable_blocks(self) -> list[int]:
-        """How many blocks each sequence that can hold a slot may come to need; shared ones twice.
+        """Return the blocks that each running sequence may come to need; shared ones twice.
 
-        Those that wait count as far as slots go.
+        Waiting sequences count as far as table rows go.
         """
         seated = [m for prefill in self.prefilling for m in (prefill.leader, *prefill.followers)]
         seated += self.running
@@ -162,8 +162,8 @@ class Scheduler:
 
     @property
     def num_seated(self) -> int:
-        """Sequences that hold a slot."""
-        return self.limits.max_requests - len(self._free_slots)
+        """Sequences that hold a table row."""
+        return self.limits.max_requests - len(self._free_table_rows)
 
     @property
     def _can_seat(self) -> bool:
@@ -184,14 +184,14 @@ class Scheduler:
             prefill.followers.append(follower)
 
     def _seat(self, request: Request) -> None:
-        request.slot = heapq.heappop(self._free_slots)
+        request.table_row = heapq.heappop(self._free_table_rows)
         request.status = RequestStatus.PREFILLING
         if request.seated_time is None:
             request.seated_time = time.perf_counter()
         self._seated.append(request)
 
     def take_seated(self) -> list[Request]:
-        """The sequences that were given a slot and blocks since the last call."""
+        """The sequences that were given a table row and blocks since the last call."""
         seated, self._seated = self._seated, []
         return seated
 
@@ -227,7 +227,7 @@ class Scheduler:
         """Give every running sequence a place for its newest token, preempting where there is none.
 
         Returns:
-            The blocks that sequences got, each as slot, index within the sequence, and block.
+            The blocks that sequences got, each as table row, index within the sequence, and block.
         """
         extended: list[tuple[int, int, int]] = []
         index = 0
@@ -271,7 +271,7 @@ class Scheduler:
         """
         assert request.status.is_final
         self._key_store.drop(request)
-        if request.slot == NO_SLOT:
+        if request.table_row == NO_TABLE_ROW:
             self.waiting.note_ended()
             return
         if request in self.running:
@@ -337,7 +337,7 @@ class Scheduler:
         self.waiting.appendleft(request)
 
     def _free(self, request: Request) -> None:
-        if request.slot != NO_SLOT:
+        if request.table_row != NO_TABLE_ROW:
             self.pool.release(reversed(request.block_ids))
-            heapq.heappush(self._free_slots, request.slot)
-            request.slot, request.block_ids = NO_SLOT, []
+            heapq.heappush(self._free_table_rows, request.table_row)
+            request.table_row, request.block_ids = NO_TABLE_ROW, []

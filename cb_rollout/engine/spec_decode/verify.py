@@ -93,4 +93,4 @@ class DraftedSteps:
         if self._graphs is not None and not self._graphs.is_stepped_into:
             return self._graphs.logits(rows, cache, table)
         tokens = [[token_id] for token_id in rows.token_ids]
-        return self._runner.logits(tokens, rows.lengths, rows.slots, cache, table)
+        return self._runner.logits(tokens, rows.lengths, rows.table_rows, cache, table)

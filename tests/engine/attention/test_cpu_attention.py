@@ -29,17 +29,19 @@ SHAPES = [(4, 2, 32, 32), (6, 1, 20, 12), (3, 3, 5, 80)]
 class Rows:
     """Rows whose histories are in pages, and their new tokens."""
 
-    def __init__(self, lengths, shape, dtype, block_size, slots=None):
+    def __init__(self, lengths, shape, dtype, block_size, table_rows=None):
         self.num_heads, self.K, self.D, self.E = shape
         self.lengths_B, self.block_size = torch.tensor(lengths), block_size
-        self.slots_B = torch.tensor(range(len(lengths)) if slots is None else slots)
-        num_slots, width = max(self.slots_B) + 1, max(lengths) // block_size + 1
-        self.table = BlockTable(num_slots, block_size, CPU)
-        blocks = iter((torch.randperm(num_slots * width) + 1).tolist())
-        entries = [(slot, index) for slot in range(num_slots) for index in range(width)]
+        self.table_rows_B = torch.tensor(range(len(lengths)) if table_rows is None else table_rows)
+        num_table_rows, width = max(self.table_rows_B) + 1, max(lengths) // block_size + 1
+        self.table = BlockTable(num_table_rows, block_size, CPU)
+        blocks = iter((torch.randperm(num_table_rows * width) + 1).tolist())
+        entries = [
+            (table_row, index) for table_row in range(num_table_rows) for index in range(width)
+        ]
         self.table.write([(*entry, block) for entry, block in zip(entries, blocks, strict=True)])
-        num_places = (num_slots * width + 1) * block_size
-        self.pages = [torch.randn(num_places, self.K * size).to(dtype) for size in (self.D, self.E)]
+        num_slots = (num_table_rows * width + 1) * block_size
+        self.pages = [torch.randn(num_slots, self.K * size).to(dtype) for size in (self.D, self.E)]
         B = len(lengths)
         self.query, self.key, self.value = (
             torch.randn(B, heads, 1, size).to(dtype)
@@ -47,16 +49,16 @@ class Rows:
         )
 
     def attend(self, form):
-        where = self.pages, self.table, self.slots_B, self.lengths_B
+        where = self.pages, self.table, self.table_rows_B, self.lengths_B
         return attend(self.query, self.key, self.value, *where, form)
 
     def history(self, row):
         """Keys and values of one row as its pages have them now."""
         positions = torch.arange(self.lengths_B[row])[None]
-        places = self.table.places(self.slots_B[row][None], positions)[0]
+        slots = self.table.slots(self.table_rows_B[row][None], positions)[0]
         shapes = (self.K, self.D), (self.K, self.E)
         return [
-            pages[places].view(-1, *shape) for pages, shape in zip(self.pages, shapes, strict=True)
+            pages[slots].view(-1, *shape) for pages, shape in zip(self.pages, shapes, strict=True)
         ]
 
     def check(self, form):
@@ -98,9 +100,9 @@ def test_every_row_attends_over_its_own_keys(shape, dtype, data, seed):
     )
 
 
-def test_rows_of_one_slot_see_the_tokens_before_their_own():
+def test_rows_of_one_table_row_see_the_tokens_before_their_own():
     torch.manual_seed(0)
-    rows = Rows([9, 10, 11, 12, 5], SHAPES[0], torch.float32, 4, slots=[0, 0, 0, 0, 1])
+    rows = Rows([9, 10, 11, 12, 5], SHAPES[0], torch.float32, 4, table_rows=[0, 0, 0, 0, 1])
     rows.check(AttentionSpec(0.3))
 
 
@@ -173,7 +175,7 @@ def test_what_is_no_number_shows_in_its_own_row_only(number):
 def test_states_of_two_types_are_refused():
     states = [LayerStates(*(StateShape((2, 8), torch.float32) for _ in range(2)))]
     layout = CacheLayout(tuple(states))
-    cache = PagedCache(layout, num_blocks=4, block_size=4, num_slots=1, device=CPU)
+    cache = PagedCache(layout, num_blocks=4, block_size=4, num_table_rows=1, device=CPU)
     row = torch.tensor([0]), torch.tensor([3])
     reader = CppReader(cache, BlockTable(1, 4, CPU), *row)
     key = torch.zeros(1, 2, 1, 8)

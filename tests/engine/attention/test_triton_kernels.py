@@ -30,9 +30,9 @@ class Pages:
             self.table[first : first + count, : num_shared // block_size] = self.table[
                 first, : num_shared // block_size
             ]
-        num_places = (len(blocks) + 1) * block_size
+        num_slots = (len(blocks) + 1) * block_size
         self.keys, self.values = (
-            torch.randn(num_places, key_heads * size, device=DEVICE).to(dtype) for size in sizes
+            torch.randn(num_slots, key_heads * size, device=DEVICE).to(dtype) for size in sizes
         )
         self.types = TYPES[dtype], TYPES[dtype]
 
@@ -67,11 +67,11 @@ class Pages:
     def row(self, row):
         """Keys and values of one row, in order."""
         offsets = torch.arange(self.block_size, device=DEVICE)
-        places = (self.table[row, :, None] * self.block_size + offsets).view(-1)
-        places = places[: self.lengths[row]]
+        slots = (self.table[row, :, None] * self.block_size + offsets).view(-1)
+        slots = slots[: self.lengths[row]]
         return (
-            self.keys[places].view(-1, self.key_heads, self.D),
-            self.values[places].view(-1, self.key_heads, self.E),
+            self.keys[slots].view(-1, self.key_heads, self.D),
+            self.values[slots].view(-1, self.key_heads, self.E),
         )
 
 

@@ -52,7 +52,7 @@ def test_only_keys_and_values_become_float8():
 def test_pages_hand_back_what_was_written_rounded_and_grow_and_copy_it():
     shape = StateShape((2, 3), torch.float32)
     layout = in_float8(CacheLayout((LayerStates(shape, shape),)))
-    cache = PagedCache(layout, num_blocks=2, block_size=2, num_slots=1, device=CPU)
+    cache = PagedCache(layout, num_blocks=2, block_size=2, num_table_rows=1, device=CPU)
     assert cache.num_bytes == 2 * 3 * 2 * 6, "one byte an element"
     keys = torch.linspace(-3, 3, 2 * 3).view(1, 2, 1, 3)
     first = Step(0, torch.tensor([0]), None, torch.tensor([2]), None, torch.tensor([[0]]))

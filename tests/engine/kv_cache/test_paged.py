@@ -18,42 +18,46 @@ def layout_of(num_layers=1, key_dtype=torch.float32, value_dtype=torch.float32, 
     return CacheLayout(tuple(LayerStates(keys, values, **states) for _ in range(num_layers)))
 
 
-def cache_of(layout, num_blocks, block_size=2, num_slots=4):
+def cache_of(layout, num_blocks, block_size=2, num_table_rows=4):
     return PagedCache(
-        layout, num_blocks=num_blocks, block_size=block_size, num_slots=num_slots, device=CPU
+        layout,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        num_table_rows=num_table_rows,
+        device=CPU,
     )
 
 
-def table_of(blocks_of_slots, block_size=2):
-    table = BlockTable(len(blocks_of_slots), block_size, CPU)
-    for slot, blocks in enumerate(blocks_of_slots):
-        table.write([(slot, index, block) for index, block in enumerate(blocks)])
+def table_of(blocks_of_rows, block_size=2):
+    table = BlockTable(len(blocks_of_rows), block_size, CPU)
+    for table_row, blocks in enumerate(blocks_of_rows):
+        table.write([(table_row, index, block) for index, block in enumerate(blocks)])
     return table
 
 
 def step_of(blocks_of_rows, block_size, lengths, num_new):
-    """Where each row's tokens lie, in plain arithmetic; rows are the slots 0, 1, ..."""
+    """Where each row's tokens lie, in plain arithmetic; rows are the table rows 0, 1, ..."""
     Q, is_fresh = max(num_new), lengths == num_new
     S = Q if is_fresh else max(lengths)
 
-    def place(row, position):
+    def slot(row, position):
         return blocks_of_rows[row][position // block_size] * block_size + position % block_size
 
     writes = [
-        (row * Q + Q - length + position, place(row, position))
+        (row * Q + Q - length + position, slot(row, position))
         for row, (length, new) in enumerate(zip(lengths, num_new, strict=True))
         for position in range(length - new, length)
     ]
     reads = [
-        [PADDING_SLOT] * (S - length) + [place(row, position) for position in range(length)]
+        [PADDING_SLOT] * (S - length) + [slot(row, position) for position in range(length)]
         for row, length in enumerate(lengths)
     ]
     return Step(
         num_cached=S - Q,
-        slots_B=torch.arange(len(lengths)),
+        table_rows_B=torch.arange(len(lengths)),
         write_tokens=None if min(num_new) == Q else torch.tensor([token for token, _ in writes]),
-        write_places=torch.tensor([at for _, at in writes]),
-        read_places_BS=None if is_fresh else torch.tensor(reads),
+        write_slots=torch.tensor([at for _, at in writes]),
+        read_slots_BS=None if is_fresh else torch.tensor(reads),
         positions_BS=torch.tensor([[max(0, n - S + i) for i in range(S)] for n in lengths]),
     )
 
@@ -119,21 +123,21 @@ def test_a_position_lies_in_its_block_at_its_offset(block_size, blocks, data):
     last = len(blocks) * block_size - 1
     positions = data.draw(st.lists(st.integers(0, last), min_size=1, max_size=6))
     expected = [blocks[p // block_size] * block_size + p % block_size for p in positions]
-    slots = torch.ones(len(positions), dtype=torch.int64)
-    assert table.places(slots, torch.tensor(positions)).tolist() == expected
-    assert table.places(slots[:1], torch.tensor([positions])).tolist() == [expected]
+    table_rows = torch.ones(len(positions), dtype=torch.int64)
+    assert table.slots(table_rows, torch.tensor(positions)).tolist() == expected
+    assert table.slots(table_rows[:1], torch.tensor([positions])).tolist() == [expected]
 
 
 def test_writing_nothing_to_the_table_changes_nothing():
     table = table_of([[5]])
     table.write([])
-    assert table.places(torch.tensor([0]), torch.tensor([1])).tolist() == [11]
+    assert table.slots(torch.tensor([0]), torch.tensor([1])).tolist() == [11]
 
 
 def test_the_table_widens_and_keeps_what_it_holds():
     table = table_of([[5, 6], [7]])
     table.write([(1, 40, 9)])
-    assert table.places(torch.tensor([0, 1]), torch.tensor([3, 81])).tolist() == [13, 19]
+    assert table.slots(torch.tensor([0, 1]), torch.tensor([3, 81])).tolist() == [13, 19]
 
 
 def test_a_copied_block_is_equal_in_every_layer_and_the_source_stays():
@@ -181,10 +185,10 @@ def test_keys_and_values_keep_their_own_size_and_dtype(key_dtype, value_dtype):
     torch.testing.assert_close(got_values, values, rtol=0, atol=0)
 
 
-def test_bytes_are_those_of_all_blocks_the_null_block_and_all_slots():
+def test_bytes_are_those_of_all_blocks_the_null_block_and_all_table_rows():
     state = StateShape((2, 6), torch.float32)
     layout = layout_of(num_layers=3, conv=(state,), recurrent=(None,))
-    cache = cache_of(layout, num_blocks=7, block_size=4, num_slots=5)
+    cache = cache_of(layout, num_blocks=7, block_size=4, num_table_rows=5)
     assert cache.num_bytes == 8 * 4 * layout.bytes_per_token + 5 * layout.bytes_per_sequence
     assert layout.bytes_per_sequence == 3 * 2 * 6 * 4
 
@@ -194,7 +198,7 @@ def test_what_padding_reads_is_finite():
     assert all(not pages[PADDING_SLOT].any() for pages in cache.layers[0].pages)
 
 
-def test_states_start_anew_and_come_back_to_the_slot_they_were_saved_from():
+def test_states_start_anew_and_come_back_to_the_table_row_they_were_saved_from():
     state = StateShape((2, 3), torch.float32)
     cache = cache_of(CacheLayout((LayerStates(recurrent=(state,), conv=(None,)),)), num_blocks=0)
     (layer,) = cache.layers
@@ -204,7 +208,7 @@ def test_states_start_anew_and_come_back_to_the_slot_they_were_saved_from():
     assert not layer.has_previous_state[0]
     layer.update_recurrent_state(states)
     cache.end(step)
-    cache.copy_slots([2], [3])
+    cache.copy_states([2], [3])
     cache.begin(
         Step(0, torch.tensor([3, 2, 0]), None, torch.tensor([]), None, torch.tensor([])),
         is_fresh=False,

@@ -31,7 +31,7 @@ def test_the_layout_is_that_of_the_tensors_with_a_row_for_each_sequence():
 
 def test_states_taken_from_one_forward_are_given_to_the_next_row_by_row():
     states = carried()
-    layer = StateLayer(states.layout.layers[0], num_slots=4, device=CPU)
+    layer = StateLayer(states.layout.layers[0], num_table_rows=4, device=CPU)
     layer.load(None)
     assert states.given(layer) is None
     states.take(layer, made_by_model(1, value=5.0), num_rows=1)
@@ -45,7 +45,7 @@ def test_states_taken_from_one_forward_are_given_to_the_next_row_by_row():
 
 def test_what_is_given_does_not_share_what_all_sequences_share():
     states = carried()
-    layer = StateLayer(states.layout.layers[0], num_slots=1, device=CPU)
+    layer = StateLayer(states.layout.layers[0], num_table_rows=1, device=CPU)
     layer.load(torch.tensor([0]))
     states.given(layer).counter.add_(1)
     assert states.given(layer).counter.tolist() == [7]

@@ -246,7 +246,7 @@ def test_a_pool_that_grew_is_made_anew(library):
     assert storage.allocate(18) == 18
 
 
-def test_another_number_of_slots_is_another_pool(library):
+def test_another_number_of_table_rowsis_another_pool(library):
     storage = storage_of(100, saver=MemorySaver(library))
     storage.allocate(9)
     paused = storage.cache

@@ -18,25 +18,27 @@ def prompts(*lengths):
 
 def prefilled_and_decoded(runner, rows):
     """Logits after each row's last token but one, and after the last."""
-    slots = list(range(len(rows)))
+    table_rows = list(range(len(rows)))
     cache = PagedCache(
         runner.probe(),
         num_blocks=BLOCKS_PER_ROW * len(rows),
         block_size=BLOCK_SIZE,
-        num_slots=len(rows),
+        num_table_rows=len(rows),
         device=runner.device,
     )
     table = BlockTable(len(rows), BLOCK_SIZE, runner.device)
     table.write(
         [
-            (slot, index, 1 + slot * BLOCKS_PER_ROW + index)
-            for slot in slots
+            (table_row, index, 1 + table_row * BLOCKS_PER_ROW + index)
+            for table_row in table_rows
             for index in range(BLOCKS_PER_ROW)
         ]
     )
     lengths = [len(row) for row in rows]
-    first = runner.logits([row[:-1] for row in rows], [n - 1 for n in lengths], slots, cache, table)
-    return first, runner.logits([row[-1:] for row in rows], lengths, slots, cache, table)
+    first = runner.logits(
+        [row[:-1] for row in rows], [n - 1 for n in lengths], table_rows, cache, table
+    )
+    return first, runner.logits([row[-1:] for row in rows], lengths, table_rows, cache, table)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "lfm2"])

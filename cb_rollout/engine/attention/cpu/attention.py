@@ -33,7 +33,7 @@ class CppReader:
 
     cache: PagedCache
     table: BlockTable
-    slots_B: torch.Tensor
+    table_rows_B: torch.Tensor
     lengths_B: torch.Tensor
 
     def attend(
@@ -53,7 +53,7 @@ class CppReader:
             )
         paged = self.cache.layers[layer.index]
         assert isinstance(paged, PagedLayer)
-        where = paged.pages, self.table, self.slots_B, self.lengths_B
+        where = paged.pages, self.table, self.table_rows_B, self.lengths_B
         return attend(query, key, value, *where, form)
 
 
@@ -63,21 +63,21 @@ def attend(
     value_BK1E: torch.Tensor,
     pages: Sequence[torch.Tensor],
     table: BlockTable,
-    slots_B: torch.Tensor,
+    table_rows_B: torch.Tensor,
     lengths_B: torch.Tensor,
     form: AttentionSpec,
 ) -> torch.Tensor:
     """Write each row's newest key and value, and attend over all of its keys.
 
-    Every row's are written before any row attends, so that rows of one slot see each other.
+    Every row's are written before any row attends, so that rows of one table row see each other.
 
     Args:
         query_BH1D: the new tokens' queries, in one of `TYPES`, as all states.
         key_BK1D: their keys.
         value_BK1E: their values.
         pages: of keys and of values, `[P, K x D]` and `[P, K x E]`; written to.
-        table: where each slot's blocks are.
-        slots_B: int64.
+        table: where each table row's blocks are.
+        table_rows_B: int64.
         lengths_B: int64; each row's tokens, the new one included, at least one.
         form: scale, window, cap and sinks.
 
@@ -102,7 +102,7 @@ def attend(
         blocks.data_ptr(),
         blocks.shape[1],
         table.block_size,
-        slots_B.data_ptr(),
+        table_rows_B.data_ptr(),
         lengths_B.data_ptr(),
         B,
         form.scale,

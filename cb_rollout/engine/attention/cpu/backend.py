@@ -39,13 +39,15 @@ class CpuBackend:
         forward: Forward,
         new_tokens: Sequence[Sequence[int]],
         lengths: Sequence[int],
-        slots: Sequence[int],
+        table_rows: Sequence[int],
         cache: PagedCache,
         table: BlockTable,
     ) -> torch.Tensor:
         """As `ModelRunner.logits`, for rows of one new token each."""
         tokens = [token_id for (token_id,) in new_tokens]
-        tokens_B, lengths_B, slots_B = (devices.to_device(v, CPU) for v in (tokens, lengths, slots))
-        reader = CppReader(cache, table, slots_B, lengths_B)
+        tokens_B, lengths_B, table_rows_B = (
+            devices.to_device(v, CPU) for v in (tokens, lengths, table_rows)
+        )
+        reader = CppReader(cache, table, table_rows_B, lengths_B)
         positions_B1 = (lengths_B - 1)[:, None]
-        return self.listed(forward, reader, tokens_B[:, None], positions_B1, slots_B, cache)
+        return self.listed(forward, reader, tokens_B[:, None], positions_B1, table_rows_B, cache)

@@ -80,7 +80,7 @@ class TracedForward:
         reader: Reader,
         tokens_B1: torch.Tensor,
         positions_B1: torch.Tensor,
-        slots_B: torch.Tensor,
+        table_rows_B: torch.Tensor,
         cache: PagedCache,
     ) -> torch.Tensor:
         """Return float32 logits, `[B, V]`; the arguments are those of `DecodeCache.run`."""
@@ -94,7 +94,7 @@ class TracedForward:
                     raise
                 _LOGGER.warning("a trace is given up after it failed: %s", said(error))
                 self.stay_untraced()
-        return self._cache.run(forward, reader, tokens_B1, positions_B1, slots_B, cache)
+        return self._cache.run(forward, reader, tokens_B1, positions_B1, table_rows_B, cache)
 
     def _consider_trace(self, forward: Forward) -> None:
         """Make a trace once it is likely to pay."""

@@ -77,7 +77,7 @@ class TritonBackend:
         forward: Forward,
         new_tokens: Sequence[Sequence[int]],
         lengths: Sequence[int],
-        slots: Sequence[int],
+        table_rows: Sequence[int],
         cache: PagedCache,
         table: BlockTable,
     ) -> torch.Tensor:
@@ -86,7 +86,7 @@ class TritonBackend:
         places = AttentionMetadata(
             self.find(cache, table),
             table.block_size,
-            self._integers(slots),
+            self._integers(table_rows),
             lengths_B,
             self.splits(len(lengths), max(lengths)),
         )
@@ -109,7 +109,7 @@ class TritonBackend:
         `cache` is where recurrent states are; None: there are none.
         """
         reader = PageReader(places, self._rows_per_tile)
-        return self.cache.run(forward, reader, tokens_B1, positions_B1, places.slots_B, cache)
+        return self.cache.run(forward, reader, tokens_B1, positions_B1, places.table_rows_B, cache)
 
     def find(self, cache: PagedCache, table: BlockTable) -> torch.Tensor:
         """Where the pages and the table lie now, as the kernels take it: in one place for good."""

@@ -22,7 +22,7 @@ def write_kernel(
     new_values,
     header,
     layer_addresses,
-    slots,
+    table_rows,
     lengths,
     key_row_stride,
     key_head_stride,
@@ -43,20 +43,20 @@ def write_kernel(
         table = tl.load(header).to(tl.pointer_type(tl.int64))
         table_width = tl.load(header + 1)
         position = length - 1
-        slot = tl.load(slots + row).to(tl.int64)
-        block = tl.load(table + slot * table_width + position // BLOCK_SIZE)
-        place = block * BLOCK_SIZE + position % BLOCK_SIZE
+        table_row = tl.load(table_rows + row).to(tl.int64)
+        block = tl.load(table + table_row * table_width + position // BLOCK_SIZE)
+        slot = block * BLOCK_SIZE + position % BLOCK_SIZE
         offsets = tl.arange(0, WIDTH)
         keys = tl.load(layer_addresses).to(tl.pointer_type(KEY_TYPE))
         is_key = offsets < NUM_KEY_HEADS * KEY_SIZE
         source = (offsets // KEY_SIZE) * key_head_stride + offsets % KEY_SIZE
         new = tl.load(new_keys + row * key_row_stride + source, mask=is_key)
-        tl.store(keys + place * (NUM_KEY_HEADS * KEY_SIZE) + offsets, new, mask=is_key)
+        tl.store(keys + slot * (NUM_KEY_HEADS * KEY_SIZE) + offsets, new, mask=is_key)
         values = tl.load(layer_addresses + 1).to(tl.pointer_type(VALUE_TYPE))
         is_value = offsets < NUM_KEY_HEADS * VALUE_SIZE
         source = (offsets // VALUE_SIZE) * value_head_stride + offsets % VALUE_SIZE
         new = tl.load(new_values + row * value_row_stride + source, mask=is_value)
-        tl.store(values + place * (NUM_KEY_HEADS * VALUE_SIZE) + offsets, new, mask=is_value)
+        tl.store(values + slot * (NUM_KEY_HEADS * VALUE_SIZE) + offsets, new, mask=is_value)
 
 
 @triton.jit(do_not_specialize=["num_splits", "num_parts", "first_part", "window"])
@@ -67,7 +67,7 @@ def attend_kernel(
     sums,
     header,
     layer_addresses,
-    slots,
+    table_rows,
     lengths,
     shared,
     first_rows,
@@ -153,8 +153,8 @@ def attend_kernel(
 
     table = tl.load(header).to(tl.pointer_type(tl.int64))
     table_width = tl.load(header + 1)
-    slot = tl.load(slots + first_row, mask=num_rows > 0, other=0).to(tl.int64)
-    line = table + slot * table_width
+    table_row = tl.load(table_rows + first_row, mask=num_rows > 0, other=0).to(tl.int64)
+    line = table + table_row * table_width
     keys = tl.load(layer_addresses).to(tl.pointer_type(KEY_TYPE))
     values = tl.load(layer_addresses + 1).to(tl.pointer_type(VALUE_TYPE))
     keys = tl.multiple_of(keys, 16)
@@ -165,9 +165,9 @@ def attend_kernel(
         positions = at + tl.arange(0, TILE_KEYS)
         is_key = positions < stop
         block = tl.load(line + positions // BLOCK_SIZE, mask=is_key, other=0)
-        place = block * BLOCK_SIZE + positions % BLOCK_SIZE
+        slot = block * BLOCK_SIZE + positions % BLOCK_SIZE
         key = tl.load(
-            keys + place[None, :] * (NUM_KEY_HEADS * KEY_SIZE) + key_offsets[:, None],
+            keys + slot[None, :] * (NUM_KEY_HEADS * KEY_SIZE) + key_offsets[:, None],
             mask=is_key[None, :] & (key_offsets[:, None] < KEY_SIZE),
             other=0.0,
         )
@@ -185,7 +185,7 @@ def attend_kernel(
         shrink = tl.exp2(largest - base)
         total = total * shrink + tl.sum(weights, 1)
         value = tl.load(
-            values + place[:, None] * (NUM_KEY_HEADS * VALUE_SIZE) + value_offsets[None, :],
+            values + slot[:, None] * (NUM_KEY_HEADS * VALUE_SIZE) + value_offsets[None, :],
             mask=is_key[:, None] & (value_offsets[None, :] < VALUE_SIZE),
             other=0.0,
         )
