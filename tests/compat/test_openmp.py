@@ -13,7 +13,7 @@ from cb_rollout.server import handle
 
 COUNTS = """
 import os, time, torch
-from cb_rollout._compat_openmp import release_workers
+from cb_rollout.compat.torch import release_workers
 
 def num_threads():
     return len(os.listdir("/proc/self/task"))

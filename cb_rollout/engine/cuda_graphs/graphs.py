@@ -14,12 +14,12 @@ B: rows of a graph, N: most rows, V: vocabulary.
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from cb_rollout.compat.torch import has_hooks
 from cb_rollout.engine.attention.backend import AttentionMetadata
-from cb_rollout.engine.attention.triton.backend import TritonBackend
 from cb_rollout.engine.cuda_graphs.capture import CudaCapture, Replay
 from cb_rollout.engine.cuda_graphs.inputs import GraphInputs, Line
 from cb_rollout.engine.cuda_graphs.pending_step import PendingStep
@@ -31,6 +31,9 @@ from cb_rollout.engine.model.runner import ModelRunner
 from cb_rollout.engine.request import Request
 from cb_rollout.engine.sampling.draw import draw, exponentials, uniforms
 from cb_rollout.engine.spec_decode.ngram import MOST_ROWS
+
+if TYPE_CHECKING:
+    from cb_rollout.engine.attention.triton.backend import TritonBackend
 
 ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 # At most half as many rows again as are needed: up to a few hundred, weights are what a step reads.
@@ -89,7 +92,7 @@ class GraphedDecoding:
     def __init__(
         self,
         runner: ModelRunner,
-        decoding: TritonBackend,
+        decoding: "TritonBackend",
         sizes: GraphSizes,
         max_rows: int,
         capture: Callable[[Replay], Replay] | None = None,

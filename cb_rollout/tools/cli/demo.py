@@ -62,8 +62,8 @@ def add_demo(commands: Any) -> None:
 
 
 def recipe_path() -> Path:
-    """The recipe's file."""
-    package = Path(__file__).parents[1]
+    """Return the recipe's file."""
+    package = Path(__file__).parents[2]
     path = package / RECIPE
     return path if path.exists() else package.parent / RECIPE
 

@@ -108,8 +108,8 @@ def test_rows_of_one_table_row_see_the_tokens_before_their_own():
 
 AFTER_A_FORK = """
 import os, signal, torch
-from test_cpp_decode import SHAPES, Rows
-from cb_rollout.engine.attention.places import AttentionSpec
+from test_cpu_attention import SHAPES, Rows
+from cb_rollout.engine.attention.backend import AttentionSpec
 
 torch.set_num_threads(2)
 Rows([900] * 8, SHAPES[0], torch.float32, 16).attend(AttentionSpec(0.3))

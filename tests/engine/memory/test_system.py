@@ -102,7 +102,7 @@ def test_processes_share_what_the_host_has_and_not_their_own_limits(monkeypatch)
 def test_a_limit_on_the_process_itself_counts(kind):
     code = f"""
 import resource
-from cb_rollout.engine.host import system_memory
+from cb_rollout.engine.memory.system import system_memory
 before = system_memory()
 resource.setrlimit(resource.{kind}, (1 << 30, 1 << 30))
 memory = system_memory()
