@@ -14,14 +14,13 @@ from cb_rollout.config.enums import InFlight
 from cb_rollout.config.hf import as_rollout_config, from_generation_config
 from cb_rollout.config.sampling import SamplingParams, resolved
 from cb_rollout.engine.memory.plan import MemoryPlan
-from cb_rollout.engine.sampling.logprobs import DriftReport
 from cb_rollout.engine.service.manager import ContinuousBatchingManager
 from cb_rollout.errors import ConfigurationError, IncompleteRolloutError, InvalidRequestError
 from cb_rollout.rollout.balancing import Balancer
 from cb_rollout.rollout.distributed import is_distributed
 from cb_rollout.rollout.prompts import Prompt, encoded, one_per_input, require_tokenizer
 from cb_rollout.rollout.run import run_rollout, standing
-from cb_rollout.rollout.verification import verified
+from cb_rollout.rollout.verification import DriftReport, verified
 from cb_rollout.types import GenerationOutput, RequestStatus, SyncReport
 from cb_rollout.weights import create_weight_sync, require_equal
 

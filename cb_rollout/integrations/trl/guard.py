@@ -14,9 +14,9 @@ import torch
 
 from cb_rollout.config.enums import OldLogps, OnLogprobDrift
 from cb_rollout.config.rollout import RolloutConfig
-from cb_rollout.engine.sampling.logprobs import DriftReport, drift
 from cb_rollout.errors import LogprobDriftError
 from cb_rollout.integrations.trl.rows import Row
+from cb_rollout.rollout.verification import DriftReport, drift
 
 
 class LogprobGuard:
