@@ -28,7 +28,7 @@ BENCHMARKS = ROOT / "docs" / "benchmarks"
 COMMAND_LINE_HEADER = """# Command line
 
 Every command of `cb-rollout` and every option, from their help texts. Without the script,
-`python -m cb_rollout.tools.cli` is the same. Exit codes: 0; 1, it ran and not all is well; 2, it
+`python -m cb_rollout` is the same. Exit codes: 0; 1, it ran and not all is well; 2, it
 could not be done, and one line says why; 130, it was interrupted.
 Written by `scripts/write_docs.py`.
 """

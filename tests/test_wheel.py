@@ -38,7 +38,7 @@ def package_files(root):
 
 def run_unpacked(unpacked, folder, *arguments):
     """A command of the wheel, run where no checkout is."""
-    code = f"import sys; sys.path.insert(0, {str(unpacked)!r}); from cb_rollout import cli; "
+    code = f"import sys; sys.path.insert(0, {str(unpacked)!r}); from cb_rollout.tools import cli; "
     code += f"assert cli.__file__.startswith({str(unpacked)!r}); sys.exit(cli.main())"
     done = subprocess.run(
         [sys.executable, "-c", code, *arguments],

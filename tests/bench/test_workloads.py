@@ -74,7 +74,7 @@ def test_the_script_writes_where_the_documents_read(monkeypatch):
 
 @pytest.mark.slow
 def test_the_command_needs_no_checkout(tmp_path):
-    command = [sys.executable, "-m", "cb_rollout.tools.cli", "bench", "rollout", *TINIEST]
+    command = [sys.executable, "-m", "cb_rollout", "bench", "rollout", *TINIEST]
     done = subprocess.run(
         [*command, "--output-dir", "here"],
         cwd=tmp_path,

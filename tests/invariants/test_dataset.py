@@ -199,7 +199,7 @@ def test_killed_in_mid_run_a_process_leaves_what_the_next_one_ends(checkpoint, j
     (tmp_path / "deadly.py").write_text(DEADLY_SCORER)
     output = tmp_path / "out.jsonl"
     command = [
-        *(sys.executable, "-m", "cb_rollout.tools.cli", "generate", "--model", str(checkpoint)),
+        *(sys.executable, "-m", "cb_rollout", "generate", "--model", str(checkpoint)),
         *("--input", str(jsonl), "--output", str(output), "--evaluate", "deadly:length"),
         *("--num-return-sequences", str(SAMPLES), "--max-new-tokens", "12", "--seed", "0"),
         *("--temperature", "1", "--max-num-seqs", "4"),

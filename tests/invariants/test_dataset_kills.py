@@ -36,7 +36,7 @@ def memory(row):
 
 def command(checkpoint, rows, output):
     return [
-        *(sys.executable, "-m", "cb_rollout.tools.cli", "generate", "--model", str(checkpoint)),
+        *(sys.executable, "-m", "cb_rollout", "generate", "--model", str(checkpoint)),
         *("--input", str(rows), "--output", str(output), "--max-new-tokens", "8", "--seed", "7"),
         *("--temperature", "1", "--max-num-seqs", "128", "--evaluate", "scorer:memory"),
         "--no-progress-bar",

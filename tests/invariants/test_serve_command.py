@@ -37,7 +37,7 @@ def checkpoint(tmp_path_factory):
 
 
 def start(checkpoint, *options):
-    command = [sys.executable, "-m", "cb_rollout.tools.cli", "serve", str(checkpoint), *options]
+    command = [sys.executable, "-m", "cb_rollout", "serve", str(checkpoint), *options]
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, bufsize=1
     )

@@ -86,7 +86,7 @@ def test_the_command_has_the_options_of_the_recipe_and_says_their_defaults(monke
 def test_the_command_runs_the_recipe_with_what_it_was_given(tmp_path):
     options = ["--warmup-steps", "5", "--steps", "2", "--num-held-out", "20", "--seed", "3"]
     done = subprocess.run(
-        [sys.executable, "-m", "cb_rollout.tools.cli", "demo", *options, "--output-dir", "run"],
+        [sys.executable, "-m", "cb_rollout", "demo", *options, "--output-dir", "run"],
         cwd=tmp_path,
         capture_output=True,
         text=True,

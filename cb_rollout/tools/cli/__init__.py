@@ -1,7 +1,7 @@
 """The command line, `cb-rollout`.
 
-Owns options and exit codes; the work is done by the module that a subcommand names. A fault of the
-world (`RolloutError`) is one line on stderr and exit code 2. Loads no torch before a command that
+Owns options and exit codes; each subcommand's module calls the package to do the work. A
+`RolloutError` becomes one line on stderr and exit code 2. Loads no torch before a command that
 needs it runs.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from cb_rollout import __version__
 from cb_rollout.errors import RolloutError
 from cb_rollout.tools.cli.bench import add_bench
-from cb_rollout.tools.cli.codes import EXIT_FAULT, EXIT_INTERRUPTED
+from cb_rollout.tools.cli.command import EXIT_FAULT, EXIT_INTERRUPTED
 from cb_rollout.tools.cli.demo import add_demo
 from cb_rollout.tools.cli.doctor import add_doctor
 from cb_rollout.tools.cli.generate import add_generate
@@ -26,38 +26,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Args:
-        argv: the arguments behind the program's name; None: those of the process.
+        argv: the arguments after the program's name; None: those of the process.
 
     Returns:
-        The exit code: 0; 1 when the command ran and not all is well; 2 when it could not be done;
-        130 when it was interrupted.
+        The exit code: 0; 1, the command ran and reports a problem; 2, it could not run; 130, it
+        was interrupted.
     """
     arguments = create_parser().parse_args(argv)
     try:
         return arguments.run(arguments)
     except RolloutError as error:
-        _say(str(error))
-        return EXIT_FAULT
+        text, code = str(error), EXIT_FAULT
     except KeyboardInterrupt as interrupt:
-        _say(str(interrupt) or "interrupted.")
-        return EXIT_INTERRUPTED
+        text, code = str(interrupt) or "interrupted.", EXIT_INTERRUPTED
+    sys.stderr.write(f"cb-rollout: {' '.join(text.split())}\n")
+    return code
 
 
 def create_parser() -> argparse.ArgumentParser:
-    """The parser of every command; a parsed command carries its function as `run`."""
+    """Create the parser of every command; a parsed command has its function in `run`."""
     parser = argparse.ArgumentParser(
         prog="cb-rollout", description="Continuous batching inside the training process."
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    add_demo(commands)
-    add_generate(commands)
-    add_serve(commands)
-    add_bench(commands)
-    add_report(commands)
-    add_doctor(commands)
+    for add in (add_demo, add_generate, add_serve, add_bench, add_report, add_doctor):
+        add(commands)
     return parser
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(f"cb-rollout: {' '.join(text.split())}\n")

@@ -1,4 +1,4 @@
-"""`cb-rollout bench`: cb_rollout timed beside its peers, on this machine."""
+"""`cb-rollout bench`: time cb_rollout against other generators on this machine."""
 
 import argparse
 import sys
@@ -6,16 +6,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from cb_rollout.errors import ConfigurationError
-from cb_rollout.tools.cli.folders import require_writable
-from cb_rollout.tools.cli.packages import require
+from cb_rollout.tools.cli.command import require_packages, require_writable
 
 
 class Workload(NamedTuple):
-    """One thing to time; a module of `cb_rollout.tools.bench`."""
+    """A module of `cb_rollout.tools.bench`, and the packages it imports beside the engine's."""
 
     help: str
     packages: tuple[str, ...] = ()
-    """What it imports beside the engine's own."""
 
 
 WORKLOADS = {
@@ -47,7 +45,7 @@ over the repetitions, and only ratios within one run mean anything."""
 
 
 def add_bench(commands: Any) -> None:
-    """Add the command to a parser's subcommands."""
+    """Add the command to the command line."""
     width = max(map(len, WORKLOADS))
     said = "".join(f"\n  {name:<{width}}  {work.help}" for name, work in WORKLOADS.items())
     parser = commands.add_parser(
@@ -105,9 +103,9 @@ def _run(arguments: argparse.Namespace) -> int:
             "--tiny says nothing of speed; give it an --output-dir of its own."
         )
     packages = (*ENGINE_PACKAGES, *WORKLOADS[name].packages)
-    require(f"the bench {name!r}", packages, "'cb_rollout[bench]'")
+    require_packages(f"the bench {name!r}", packages, "'cb_rollout[bench]'")
     require_writable(folder)
-    # Importing torch and transformers takes seconds, which no other command should wait.
+    # Imported late: torch and transformers take seconds to load.
     from cb_rollout.tools.bench.run import run_workload
 
     path = run_workload(

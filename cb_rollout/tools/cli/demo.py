@@ -1,6 +1,6 @@
-"""`cb-rollout demo`: the recipe `arithmetic_cpu.py`, which a wheel carries.
+"""`cb-rollout demo`: run the recipe `arithmetic_cpu.py`, which is part of the wheel.
 
-Owns the command's options; the recipe has their defaults, and does the work.
+Owns the command's options; the recipe has their defaults.
 """
 
 import argparse
@@ -9,24 +9,23 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import cb_rollout
 from cb_rollout.errors import ConfigurationError
-from cb_rollout.tools.cli.codes import EXIT_FAULT
-from cb_rollout.tools.cli.folders import require_writable
-from cb_rollout.tools.cli.packages import require
+from cb_rollout.tools.cli.command import EXIT_FAULT, require_packages, require_writable
 
+# Relative to the package in a wheel, to its parent folder in a checkout.
 RECIPE = Path("recipes", "arithmetic_cpu.py")
-# Below the package in a wheel, beside it in a checkout and under an editable install.
 
+# The recipe's imports, and the tracker it reports to.
 PACKAGES = ("datasets", "tokenizers", "torch", "tqdm", "transformers", "trl", "wandb")
-# What the recipe imports, and where it reports to.
 
+# Smallest and largest value of each option; numpy limits the seed.
 RANGES = {
     "seed": (0, 2**32 - 1),
     "max_steps": (1, None),
     "warmup_steps": (0, None),
     "num_held_out": (1, None),
 }
-# The least and the largest value of each number; numpy's seeds set one of them.
 
 DESCRIPTION = """\
 Train a small model to finish its sums, by GRPO, on a laptop's CPU: about two minutes on
@@ -35,7 +34,7 @@ report to open in a browser. Exit code 1: a whole run did not learn what it shou
 
 
 def add_demo(commands: Any) -> None:
-    """Add the command to a parser's subcommands."""
+    """Add the command to the command line."""
     parser = commands.add_parser(
         "demo",
         help="train a small model on this machine's CPU",
@@ -62,15 +61,15 @@ def add_demo(commands: Any) -> None:
 
 
 def recipe_path() -> Path:
-    """Return the recipe's file."""
-    package = Path(__file__).parents[2]
+    """Return the path of the recipe."""
+    package = Path(cb_rollout.__file__).parent
     path = package / RECIPE
     return path if path.exists() else package.parent / RECIPE
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    # Dependencies of the package itself, which `pip install --no-deps` leaves out.
-    require("the demo", PACKAGES, "cb_rollout")
+    # `pip install --no-deps` leaves out even the package's own dependencies.
+    require_packages("the demo", PACKAGES, "cb_rollout")
     path = str(recipe_path())
     given = {name: value for name, value in vars(arguments).items() if name != "run"}
     for name, (least, largest) in RANGES.items():

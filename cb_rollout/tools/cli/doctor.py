@@ -1,14 +1,14 @@
-"""`cb-rollout doctor`: what this machine and a checkpoint give a rollout, one line each."""
+"""`cb-rollout doctor`: check a machine and a checkpoint, one line for each finding."""
 
 import argparse
 import sys
 from typing import Any
 
-from cb_rollout.tools.cli.codes import EXIT_PARTLY
+from cb_rollout.tools.cli.command import EXIT_PARTLY
 
 
 def add_doctor(commands: Any) -> None:
-    """Add the command to a parser's subcommands."""
+    """Add the command to the command line."""
     parser = commands.add_parser(
         "doctor",
         help="check this machine, and a checkpoint",
@@ -31,7 +31,7 @@ def add_doctor(commands: Any) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    # Importing torch and transformers takes seconds, which no other command should wait.
+    # Imported late: torch and transformers take seconds to load.
     from cb_rollout.tools.doctor import Level, checkpoint_findings, machine_findings
 
     worst = Level.OK

@@ -1,11 +1,10 @@
-"""`cb-rollout generate`: the options of `generate_dataset`, from its own table of them."""
+"""`cb-rollout generate`: `generate_dataset` as a command, with an option for each setting."""
 
 import argparse
-import dataclasses
 import sys
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
-from cb_rollout.tools.cli.codes import EXIT_PARTLY
+from cb_rollout.tools.cli.command import EXIT_PARTLY, add_fields
 from cb_rollout.tools.dataset.options import DatasetOptions
 
 DESCRIPTION = """\
@@ -17,7 +16,7 @@ other keys, which are carried over. Exit code 1: some sequences failed, and say 
 
 
 def add_generate(commands: Any) -> None:
-    """Add the command to a parser's subcommands."""
+    """Add the command to the command line."""
     parser = commands.add_parser(
         "generate",
         help="generate completions of a data set, resumably",
@@ -52,26 +51,12 @@ def add_generate(commands: Any) -> None:
         action="store_false",
         help="Write no progress to stderr.",
     )
-    kinds = get_type_hints(DatasetOptions)
-    for field in dataclasses.fields(DatasetOptions):
-        _add_option(parser, field, kinds[field.name])
+    add_fields(parser, DatasetOptions)
     parser.set_defaults(run=_run)
 
 
-def _add_option(parser: argparse.ArgumentParser, field: dataclasses.Field[Any], kind: Any) -> None:
-    flag = f"--{field.name.replace('_', '-')}"
-    help_text = field.metadata["help"].replace("%", "%%")
-    if kind is bool:
-        parser.add_argument(flag, action="store_true", help=help_text)
-        return
-    if field.default is not None:
-        help_text += f" ({field.default})"
-    given = next((k for k in get_args(kind) if k is not type(None)), kind)
-    parser.add_argument(flag, type=given, help=help_text)
-
-
 def _run(arguments: argparse.Namespace) -> int:
-    # Importing torch and transformers takes seconds, which no other command should wait.
+    # Imported late: torch and transformers take seconds to load.
     from cb_rollout.tools.dataset import generate_dataset
 
     options = {name: value for name, value in vars(arguments).items() if name != "run"}

@@ -1,4 +1,4 @@
-"""`cb-rollout report`: a run's records as one page, or two runs' side by side."""
+"""`cb-rollout report`: write the HTML report of a run, or a comparison of two runs."""
 
 import argparse
 import sys
@@ -9,7 +9,7 @@ from cb_rollout.tools.report import write_comparison, write_report
 
 
 def add_report(commands: Any) -> None:
-    """Add the command to a parser's subcommands."""
+    """Add the command to the command line."""
     parser = commands.add_parser(
         "report",
         help="write a run's report.html",

@@ -1,4 +1,4 @@
-"""`cb-rollout serve`: a checkpoint behind OpenAI's protocol, until it is stopped."""
+"""`cb-rollout serve`: serve a checkpoint to OpenAI clients until a signal ends the process."""
 
 import argparse
 import dataclasses
@@ -7,27 +7,27 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
 from types import FrameType
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 from cb_rollout.config.rollout import RolloutConfig
 from cb_rollout.errors import ConfigurationError, RolloutError
 from cb_rollout.server.options import ServerOptions
+from cb_rollout.tools.cli.command import add_fields
 
 DESCRIPTION = """\
 Serve a checkpoint to OpenAI clients: /v1/chat/completions, /v1/completions, /v1/models, /tokenize,
 /health, /metrics. Listens on this machine only, unless --host says otherwise, which takes a key."""
 
+# Every user of the machine can read a key given on the command line.
 KEY_VARIABLE = "CB_ROLLOUT_API_KEY"
-# A key on the command line can be read by everybody on the machine.
 
+# Time between two updates of the status line.
 STATUS_SECONDS = 1.0
-# How often the line about what goes on is drawn.
 
 
 def add_serve(commands: Any) -> None:
-    """Add the command to a parser's subcommands."""
+    """Add the command to the command line."""
     parser = commands.add_parser(
         "serve",
         help="serve a checkpoint to OpenAI clients",
@@ -35,22 +35,11 @@ def add_serve(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("model", metavar="MODEL", help="A checkpoint's directory or hub name.")
-    kinds = get_type_hints(ServerOptions)
-    for field in dataclasses.fields(ServerOptions):
-        given = next((k for k in get_args(kinds[field.name]) if k is not type(None)), None)
-        help_text = field.metadata["help"]
-        if field.name == "model_name":
-            help_text += " (MODEL's own name)"
-        elif field.name == "api_key":
-            help_text += f" Or in the environment, as {KEY_VARIABLE}."
-        elif field.default is not None:
-            help_text += f" ({field.default})"
-        parser.add_argument(
-            f"--{field.name.replace('_', '-')}",
-            type=given or kinds[field.name],
-            default=argparse.SUPPRESS,
-            help=help_text,
-        )
+    notes = {
+        "model_name": " (MODEL's own name)",
+        "api_key": f" Or in the environment, as {KEY_VARIABLE}.",
+    }
+    add_fields(parser, ServerOptions, notes)
     parser.add_argument(
         "--max-num-seqs", type=int, help="Most sequences decoded together (chosen by device)."
     )
@@ -89,7 +78,7 @@ def _run(arguments: argparse.Namespace) -> int:
         seed=arguments.seed,
         training_reserve_gib=0,
     )
-    # Importing torch and transformers takes seconds, which a wrong option should not wait.
+    # Imported late: torch and transformers take seconds to load.
     from cb_rollout.metrics.live_status import LiveStatus
     from cb_rollout.rollout.checkpoint import load_model, load_tokenizer
     from cb_rollout.rollout.generator import RolloutGenerator
@@ -103,28 +92,32 @@ def _run(arguments: argparse.Namespace) -> int:
 
             export(generator, arguments.otlp_endpoint)
         server = generator.serve(**dataclasses.asdict(options))
-        # What is there now stays to the end, and to walk it for garbage stops every thread.
+        # Objects made so far live to the end, and a garbage collection of them stops every thread.
         gc.freeze()
         sys.stdout.write(f"serving {options.model_name} at {server.url}/v1\n")
         sys.stdout.flush()
-        status = _StatusLine(LiveStatus(generator.manager).line)
-        draws = arguments.status and sys.stderr.isatty()
+        status = LiveStatus(generator.manager)
+        shows_status = arguments.status and sys.stderr.isatty()
+        next_status = time.monotonic()
 
         def is_told_to_end() -> bool:
-            if draws:
-                status.draw()
+            nonlocal next_status
+            if shows_status and time.monotonic() >= next_status:
+                next_status = time.monotonic() + STATUS_SECONDS
+                sys.stderr.write(f"\r\x1b[K{status.line()}")
+                sys.stderr.flush()
             return signals.num_caught > 0
 
         server.run(is_told_to_end)
         if not signals.num_caught:
             raise RolloutError("the server ended by itself; its log says why.")
-        # The first SIGTERM lets what runs come to its end; Ctrl-C and any second signal do not.
+        # The first SIGTERM lets running requests finish; Ctrl-C and any second signal do not.
         server.drain(lambda: signals.is_urgent)
     return 0
 
 
 class _Signals:
-    """Ctrl-C and SIGTERM, counted instead of raised."""
+    """Counts Ctrl-C and SIGTERM instead of raising."""
 
     def __init__(self) -> None:
         self.num_caught, self.is_urgent = 0, False
@@ -134,21 +127,6 @@ class _Signals:
     def _catch(self, number: int, _: FrameType | None) -> None:
         self.is_urgent = number == signal.SIGINT or self.num_caught > 0
         self.num_caught += 1
-
-
-class _StatusLine:
-    """Draws live figures over each other on stderr."""
-
-    def __init__(self, line: Callable[[], str]) -> None:
-        self._line, self._due = line, time.monotonic()
-
-    def draw(self) -> None:
-        """Draw what `line` says, if it is time."""
-        if time.monotonic() < self._due:
-            return
-        self._due = time.monotonic() + STATUS_SECONDS
-        sys.stderr.write(f"\r\x1b[K{self._line()}")
-        sys.stderr.flush()
 
 
 def _options(arguments: argparse.Namespace) -> ServerOptions:
