@@ -33,16 +33,16 @@ def decode(sizes, asked, is_shared):
     window, softcap, has_sinks = asked
     ints = torch.ones(ROWS, dtype=torch.int32)
     tiles = {"shared_B": ints, "first_T": ints[:2], "count_T": ints[:2]} if is_shared else {}
-    places = AttentionMetadata(torch.zeros(6, dtype=torch.int64), 16, ints, ints, SPLITS, **tiles)
+    metadata = AttentionMetadata(torch.zeros(6, dtype=torch.int64), 16, ints, ints, SPLITS, **tiles)
     types = TYPES[dtype], TYPES[dtype]
     sinks = torch.zeros(heads, dtype=dtype) if has_sinks else None
     queries, keys, values = (
         torch.zeros(ROWS, *shape, dtype=dtype)
         for shape in ((heads, key_size), (key_heads, key_size), (key_heads, value_size))
     )
-    write(keys, values, places, 0, types)
-    form = AttentionSpec(key_size**-0.5, window, softcap, sinks)
-    attend(queries, key_heads, value_size, places, 0, types, form)
+    write(keys, values, metadata, 0, types)
+    spec = AttentionSpec(key_size**-0.5, window, softcap, sinks)
+    attend(queries, key_heads, value_size, metadata, 0, types, spec)
 
 
 def main(capability):

@@ -110,7 +110,7 @@ class Engine:
         )
         self._has_drafts = can_draft(self._runner, self.layout, config)
         compiled, drafts = self._told_of_compilation, "on" if self._has_drafts else "off"
-        self.decode_path = f"{self._runner.attention}; {told}{compiled}; drafts: {drafts}"
+        self.decode_path = f"{self._runner.backend_selection}; {told}{compiled}; drafts: {drafts}"
         _LOGGER.info("%s", self.decode_path)
 
     def _start_empty(self) -> None:

@@ -22,9 +22,9 @@ def generator_of(model, path="graphs", **settings):
         config = RolloutConfig(seed=1, use_cuda_graph=False, **settings)
     generator = RolloutGenerator(model, config)
     runner = generator.manager.engine._runner
-    assert runner.attention.path is DecodePath.TRITON, runner.attention
+    assert runner.backend_selection.path is DecodePath.TRITON, runner.backend_selection
     if path == "gathered":
-        runner.decoding = None
+        runner.attention_backend = None
     return generator
 
 
@@ -96,7 +96,7 @@ def test_in_half_precision_log_probabilities_are_as_near_the_plain_forward_as_th
         rows = _rows(runner)
         with eval_mode(model):
             direct = _paged(runner, engine.layout, rows)
-            runner.decoding = None
+            runner.attention_backend = None
             gathered = _paged(runner, engine.layout, rows)
             plain = _plain(runner, rows)
     assert len(rows[0]) > BLOCK_SIZE

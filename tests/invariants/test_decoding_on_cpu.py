@@ -10,8 +10,7 @@ from cb_rollout import RolloutConfig, RolloutGenerator, SamplingParams
 from cb_rollout.compat import inductor
 from cb_rollout.engine.attention.backend import BackendSelection, DecodePath
 from cb_rollout.engine.attention.cpu import attention as cpp_decode
-from cb_rollout.engine.attention.cpu import trace
-from cb_rollout.engine.attention.cpu import traced_forward as listed_forward
+from cb_rollout.engine.attention.cpu import traced_forward
 from cb_rollout.engine.model import check as rehearsal
 from cb_rollout.engine.native import library
 from cb_rollout.engine.sampling import cpu as cpp_sampler
@@ -25,7 +24,7 @@ PARAMS = [SamplingParams(ignore_eos=True, temperature=t) for t in (0.0, 1.0, 0.7
 @pytest.fixture
 def soon(monkeypatch):
     """Traces are made in the first rollout, after as many steps as a model is tried with."""
-    monkeypatch.setattr(listed_forward, "STEPS_BEFORE_TRACE", 4)
+    monkeypatch.setattr(traced_forward, "STEPS_BEFORE_TRACE", 4)
 
 
 def runner_of(generator):
@@ -54,17 +53,19 @@ def test_every_path_gives_the_same_tokens(family, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(rehearsal, "select_backend", lambda *_, **__: gathered)
         with RolloutGenerator(model, RolloutConfig(seed=3)) as generator:
-            assert runner_of(generator).decoding is None
+            assert runner_of(generator).attention_backend is None
             expected = tokens_of(rollout(generator))
     with RolloutGenerator(model, RolloutConfig(seed=3, use_cuda_graph=False)) as generator:
-        assert runner_of(generator).attention.path is DecodePath.CPP
+        assert runner_of(generator).backend_selection.path is DecodePath.CPP
         outputs = rollout(generator)
         assert tokens_of(outputs) == expected
         assert_right(outputs, model)
-    monkeypatch.setattr(listed_forward, "STEPS_BEFORE_TRACE", 4)
+    monkeypatch.setattr(traced_forward, "STEPS_BEFORE_TRACE", 4)
     with RolloutGenerator(model, RolloutConfig(seed=3)) as generator:
         outputs = rollout(generator)
-        assert (runner_of(generator).decoding.listed.trace is not None) == (family != "lfm2")
+        assert (runner_of(generator).attention_backend.traced_forward.trace is not None) == (
+            family != "lfm2"
+        )
         assert tokens_of(outputs) == expected
         assert_right(outputs, model)
 
@@ -79,13 +80,13 @@ def test_compiled_decode_steps_give_the_same_tokens():
         outputs = rollout(generator)
         assert tokens_of(outputs) == expected
         assert_right(outputs, model)
-        trace = runner_of(generator).decoding.listed.trace
+        trace = runner_of(generator).attention_backend.traced_forward.trace
         assert trace is not None
         with torch.no_grad():
             model.lm_head.weight.mul_(1.5)
         generator.sync_weights()
         assert_right(rollout(generator), model)
-        assert runner_of(generator).decoding.listed.trace is trace
+        assert runner_of(generator).attention_backend.traced_forward.trace is trace
 
 
 @pytest.mark.parametrize(
@@ -127,18 +128,18 @@ def test_training_goes_on_where_a_model_that_was_to_be_compiled_cannot_be_any_mo
             optimizer.zero_grad()
             generator.sync_weights()
         assert_right(rollout(generator), model)
-        assert runner_of(generator).decoding.listed.trace is None
+        assert runner_of(generator).attention_backend.traced_forward.trace is None
 
 
 def test_a_plan_made_anew_asks_nothing_of_a_forward_whose_weights_keep_moving(monkeypatch):
-    monkeypatch.setattr(listed_forward, "MOST_TRACES", 1)
+    monkeypatch.setattr(traced_forward, "MOST_TRACES", 1)
     model = tiny_model("qwen3")
     config = RolloutConfig(seed=3, use_default_compile_configs=True)
     with RolloutGenerator(model, config) as generator:
         rollout(generator)
         model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach() * 1.1)
         rollout(generator)
-        assert not runner_of(generator).decoding.listed.can_trace
+        assert not runner_of(generator).attention_backend.traced_forward.can_trace
         generator.manager.engine.training.has_stepped = True
         generator.sync_weights()
         assert generator.manager.engine.training.is_settled
@@ -157,12 +158,12 @@ def test_a_forward_that_does_not_compile_runs_as_a_list(monkeypatch, caplog):
     def fails(graph, options):
         raise RuntimeError("internal compiler error")
 
-    monkeypatch.setattr(trace._compat_tracing, "compiled", fails)
+    monkeypatch.setattr(inductor, "compiled", fails)
     model = tiny_model("qwen3")
     config = RolloutConfig(seed=3, use_default_compile_configs=True)
     with RolloutGenerator(model, config) as generator:
         assert_right(rollout(generator), model)
-        assert runner_of(generator).decoding.listed.trace is not None
+        assert runner_of(generator).attention_backend.traced_forward.trace is not None
     assert "decode forwards are not compiled, as was asked: it does not compile" in caplog.text
 
 
@@ -170,9 +171,9 @@ def test_a_forward_that_does_not_compile_runs_as_a_list(monkeypatch, caplog):
 def test_a_model_in_float64_has_a_kernel_and_a_trace():
     model = tiny_model("qwen3").double()
     with RolloutGenerator(model, RolloutConfig(seed=3)) as generator:
-        assert runner_of(generator).attention.path is DecodePath.CPP
+        assert runner_of(generator).backend_selection.path is DecodePath.CPP
         assert_right(rollout(generator), model)
-        assert runner_of(generator).decoding.listed.trace is not None
+        assert runner_of(generator).attention_backend.traced_forward.trace is not None
 
 
 @pytest.mark.usefixtures("soon")
@@ -180,13 +181,13 @@ def test_a_trace_stays_while_weights_change_in_place():
     model = tiny_model("qwen3")
     with RolloutGenerator(model, RolloutConfig(seed=3)) as generator:
         assert_right(rollout(generator), model)
-        trace = runner_of(generator).decoding.listed.trace
+        trace = runner_of(generator).attention_backend.traced_forward.trace
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(1.3)
         generator.sync_weights()
         assert_right(rollout(generator), model)
-        assert runner_of(generator).decoding.listed.trace is trace
+        assert runner_of(generator).attention_backend.traced_forward.trace is trace
 
 
 @pytest.mark.usefixtures("soon")
@@ -198,14 +199,14 @@ def test_a_trace_is_made_anew_for_another_weight_or_adapter():
             if "lora_B" in name:
                 parameter.normal_()
     with RolloutGenerator(wrapped, RolloutConfig(seed=3)) as generator:
-        decoding = runner_of(generator).decoding
+        decoding = runner_of(generator).attention_backend
         with_adapter = rollout(generator)
         assert_right(with_adapter, wrapped)
         with wrapped.disable_adapter():
             generator.sync_weights()
             without = rollout(generator)
             assert_right(without, wrapped)
-        assert decoding.listed.trace is not None
+        assert decoding.traced_forward.trace is not None
         assert tokens_of(without) != tokens_of(with_adapter)
 
 
@@ -213,34 +214,36 @@ def test_a_trace_is_made_anew_for_another_weight_or_adapter():
 def test_weights_that_keep_moving_and_hooks_end_traces():
     model = tiny_model("qwen3")
     with RolloutGenerator(model, RolloutConfig(seed=3)) as generator:
-        decoding = runner_of(generator).decoding
-        for turn in range(listed_forward.MOST_TRACES + 2):
+        decoding = runner_of(generator).attention_backend
+        for turn in range(traced_forward.MOST_TRACES + 2):
             weight = model.lm_head.weight
             model.lm_head.weight = torch.nn.Parameter(weight.detach() * 1.1)
             generator.sync_weights()
             assert_right(rollout(generator), model)
-            assert (decoding.listed.trace is not None) == (turn < listed_forward.MOST_TRACES)
+            assert (decoding.traced_forward.trace is not None) == (
+                turn < traced_forward.MOST_TRACES
+            )
     config = RolloutConfig(seed=3, num_speculative_tokens=0)
     with RolloutGenerator(model, config) as generator:
-        decoding = runner_of(generator).decoding
+        decoding = runner_of(generator).attention_backend
         rollout(generator)
-        assert decoding.listed.trace is not None
+        assert decoding.traced_forward.trace is not None
         seen = []
         hook = model.model.layers[0].register_forward_hook(lambda *_: seen.append(1))
         rollout(generator)
         assert len(seen) >= max(LENGTHS)
-        assert decoding.listed.trace is None
+        assert decoding.traced_forward.trace is None
         hook.remove()
         assert_right(rollout(generator), model)
-        assert decoding.listed.trace is not None
+        assert decoding.traced_forward.trace is not None
         model.enable_input_require_grads()
         rollout(generator)
-        assert decoding.listed.trace is not None
+        assert decoding.traced_forward.trace is not None
         model.disable_input_require_grads()
     with RolloutGenerator(model, RolloutConfig(seed=3)) as generator:
-        decoding, inner = runner_of(generator).decoding, model.model.layers[1].mlp
+        decoding, inner = runner_of(generator).attention_backend, model.model.layers[1].mlp
         rollout(generator)
-        assert decoding.listed.trace is not None
+        assert decoding.traced_forward.trace is not None
         plain, inner.forward = inner.forward, lambda states: 2 * type(inner).forward(inner, states)
         generator.sync_weights()
         assert_right(rollout(generator), model)
@@ -282,7 +285,7 @@ def test_a_kernel_that_does_not_compile_fails_no_request(monkeypatch, caplog):
         monkeypatch.setattr(module, "library", library.library)
     model = tiny_model("qwen3")
     with RolloutGenerator(model, RolloutConfig(seed=3)) as generator:
-        assert "internal compiler error" in runner_of(generator).attention.reason
+        assert "internal compiler error" in runner_of(generator).backend_selection.reason
         assert_right(rollout(generator), model)
     assert "sampled by torch's operators, not a kernel: RuntimeError: internal" in caplog.text
 
@@ -299,7 +302,7 @@ def test_what_a_trace_gives_may_be_written_to():
     params = SamplingParams(ignore_eos=True, logits_processors=(Bans(),))
     with RolloutGenerator(model, RolloutConfig(seed=3)) as generator:
         outputs = generator.generate_batch(PROMPTS, sampling_params=params, max_new_tokens=20)
-        assert runner_of(generator).decoding.listed.trace is not None
+        assert runner_of(generator).attention_backend.traced_forward.trace is not None
     assert all(max(output.generated_tokens) < 7 for output in outputs.values())
 
 
@@ -308,15 +311,15 @@ def test_a_trace_that_fails_is_given_up_and_the_model_runs(caplog):
     model = tiny_model("qwen3")
     with RolloutGenerator(model, RolloutConfig(seed=3)) as generator:
         expected = tokens_of(rollout(generator))
-        decoding = runner_of(generator).decoding
+        decoding = runner_of(generator).attention_backend
 
         def fails(*_):
             raise RuntimeError("not for so many rows")
 
-        decoding.listed.trace._compute = fails
+        decoding.traced_forward.trace._compute = fails
         outputs = rollout(generator)
         assert_right(outputs, model)
-        assert decoding.listed.trace is None
+        assert decoding.traced_forward.trace is None
     assert "a trace is given up after it failed: RuntimeError: not for so many rows" in caplog.text
     assert len(expected) == len(outputs)
 
@@ -328,11 +331,11 @@ def test_a_trace_that_cannot_be_made_fails_no_request(bug, settings, monkeypatch
     def fails(*_):
         raise bug
 
-    monkeypatch.setattr(listed_forward, "Trace", fails)
+    monkeypatch.setattr(traced_forward, "Trace", fails)
     model = tiny_model("qwen3")
     with RolloutGenerator(model, RolloutConfig(seed=3, **settings)) as generator:
         assert_right(rollout(generator), model)
-        assert not runner_of(generator).decoding.listed.can_trace
+        assert not runner_of(generator).attention_backend.traced_forward.can_trace
         assert generator.manager.engine.counters.preemptions == 0
     levels = {record.levelname for record in caplog.records if "a bug" in record.message}
     assert levels == {"WARNING"}

@@ -43,7 +43,7 @@ def generator_of(model, **settings):
 
 
 def attention_of(generator):
-    return generator.manager.engine._runner.attention
+    return generator.manager.engine._runner.backend_selection
 
 
 def assert_same(found, expected, tolerance=1e-5):
@@ -213,7 +213,7 @@ def test_capturing_touches_no_page(fast):
         # Fresh pages hold whatever lay there, and a NaN equals nothing.
         before = [tensor.fill_(1).clone() for tensor in pages]
         key = next(iter(engine._graphs._graphs))
-        engine._graphs._add(key, engine._runner.decoding.addresses, 8)
+        engine._graphs._add(key, engine._runner.attention_backend.addresses, 8)
         assert all(map(torch.equal, before, pages))
 
 

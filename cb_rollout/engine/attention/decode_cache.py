@@ -1,7 +1,7 @@
 """What a model sees as its cache in a decode step on the fast path.
 
 A layer hands the new key and value back as they came; the attention function, called with that very
-key, has the step's reader write them and read the row's whole history. So nothing is gathered, no
+key, has the step's attention write them and read the row's history. So nothing is gathered, no
 mask is made, and every shape is known before the step.
 
 B: rows, V: vocabulary, H: query heads, K: key heads, D: size of a key, E: size of a value.
@@ -28,7 +28,7 @@ HARMLESS = {
 # What models hand to an attention function that changes nothing about one new token a row.
 
 
-class Reader(Protocol):
+class PagedAttention(Protocol):
     """Attends in one decode step."""
 
     def attend(
@@ -37,7 +37,7 @@ class Reader(Protocol):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        form: AttentionSpec,
+        spec: AttentionSpec,
     ) -> torch.Tensor:
         """Write each row's new key and value; attention of its query over all that it has.
 
@@ -46,13 +46,13 @@ class Reader(Protocol):
             query: `[B, H, 1, D]`.
             key: `[B, K, 1, D]`.
             value: `[B, K, 1, E]`.
-            form: scale, window, cap and sinks.
+            spec: scale, window, cap and sinks.
 
         Returns:
             `[B, 1, H, E]`, in the query's dtype.
 
         Raises:
-            UnsupportedAttentionError: the reader does not do that.
+            UnsupportedAttentionError: the attention does not do that.
         """
         ...
 
@@ -61,7 +61,7 @@ class DecodeLayer(CacheLayerMixin):
     """One attention layer, in decode steps."""
 
     def __init__(self, index: int, states: LayerStates, device: torch.device) -> None:
-        """Know the layer's number and form; what it holds is the reader's affair."""
+        """Know the layer's number and form; what it holds is the attention's affair."""
         super().__init__()
         assert states.keys is not None
         assert states.values is not None
@@ -111,12 +111,12 @@ class DecodeCache(Cache):
             layers[layer.index] = layer
         super().__init__(layers=layers)
         self._is_recurrent = layout.is_recurrent
-        self._reader: Reader | None = None
+        self._attention: PagedAttention | None = None
 
     def run(
         self,
         forward: Forward,
-        reader: Reader,
+        attention: PagedAttention,
         tokens_B1: torch.Tensor,
         positions_B1: torch.Tensor,
         table_rows_B: torch.Tensor,
@@ -126,7 +126,7 @@ class DecodeCache(Cache):
 
         Args:
             forward: calls the model.
-            reader: attends, and knows where the rows lie.
+            attention: attends, and knows where the rows lie.
             tokens_B1: the new tokens.
             positions_B1: each one's position.
             table_rows_B: integers; each row's table row.
@@ -134,15 +134,15 @@ class DecodeCache(Cache):
         """
         # A mask of four dimensions is taken as it is, and nobody reads it; recurrent layers would.
         mask = None if self._is_recurrent else tokens_B1.new_ones(tokens_B1.shape[0], 1, 1, 1)
-        with self._reading(reader, table_rows_B, cache):
+        with self._reading(attention, table_rows_B, cache):
             return forward(tokens_B1, mask, positions_B1, self)
 
     @contextmanager
     def _reading(
-        self, reader: Reader, table_rows_B: torch.Tensor, cache: PagedCache | None
+        self, attention: PagedAttention, table_rows_B: torch.Tensor, cache: PagedCache | None
     ) -> Iterator[None]:
         """Within, a model that is given this cache runs one new token of each row."""
-        self._reader = reader
+        self._attention = attention
         for layer in self.paged:
             layer.given = None
         layers, stateful = self.layers, cache.stateful if cache else {}
@@ -156,7 +156,7 @@ class DecodeCache(Cache):
                 layer.save(table_rows_B.long())
         finally:
             # Nothing here may keep pages or states that are given back.
-            self._reader, self.layers = None, layers
+            self._attention, self.layers = None, layers
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """See `DecodeLayer`; whichever layer is asked."""
@@ -181,15 +181,15 @@ class DecodeCache(Cache):
         Raises:
             UnsupportedAttentionError: the layer asks for what the kernels do not do.
         """
-        assert self._reader is not None, "the cache was used outside a step"
+        assert self._attention is not None, "the cache was used outside a step"
         layer = next((layer for layer in self.paged if layer.given and layer.given[0] is key), None)
         if layer is None:
             return found(module, query, key, value, attention_mask, **asked)
         layer.given = None
-        return self._reader.attend(layer, query, key, value, _form(query, layer, asked)), None
+        return self._attention.attend(layer, query, key, value, _spec(query, layer, asked)), None
 
 
-def _form(query: torch.Tensor, layer: DecodeLayer, asked: dict[str, Any]) -> AttentionSpec:
+def _spec(query: torch.Tensor, layer: DecodeLayer, asked: dict[str, Any]) -> AttentionSpec:
     """What a layer's attention does, from what it hands to its attention function."""
     rest = dict(asked)
     scale = rest.pop("scaling", None)

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from cb_rollout.compat import transformers as _compat_attention
+from cb_rollout.compat import transformers as hf_compat
 from cb_rollout.engine.attention.backend import CPU_DTYPES
 
 Attention = Callable[..., Any]
@@ -52,7 +52,7 @@ def attending(attend: Attention) -> Iterator[None]:
     assert _HERE.attend is None, "a forward within a forward"
     with _LOCK:
         if not _INSIDE:
-            _FOUND[:] = [_compat_attention.swap_attention_lookup(_lookup)]
+            _FOUND[:] = [hf_compat.swap_attention_lookup(_lookup)]
         _INSIDE.append(attend)
     _HERE.attend = attend
     try:
@@ -62,7 +62,7 @@ def attending(attend: Attention) -> Iterator[None]:
         with _LOCK:
             _INSIDE.remove(attend)
             if not _INSIDE:
-                _compat_attention.swap_attention_lookup(_FOUND[-1])
+                hf_compat.swap_attention_lookup(_FOUND[-1])
 
 
 def batched_attention(
@@ -126,7 +126,7 @@ class BatchedAttention:
         B, num_heads, Q, D = query.shape
         is_known = (
             Q == 1
-            and found is _compat_attention.sdpa_attention()
+            and found is hf_compat.sdpa_attention()
             and query.dtype in CPU_DTYPES
             and query.dtype == key.dtype == value.dtype
             and num_heads % key.shape[1] == 0

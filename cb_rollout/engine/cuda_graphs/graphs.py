@@ -231,7 +231,7 @@ class GraphedDecoding:
         def run() -> torch.Tensor:
             # Of full width, so that every line begins where Triton likes pointers to.
             small = self._inputs.tensor.to(torch.int32)[:, : key.num_rows]
-            places = AttentionMetadata(
+            metadata = AttentionMetadata(
                 addresses,
                 block_size,
                 small[Line.TABLE_ROW],
@@ -244,7 +244,7 @@ class GraphedDecoding:
             )
             positions_B1 = (lengths_B - 1).clamp(min=0)[:, None]
             forward = self._runner.forward
-            logits_BV = self._decoding.run(forward, tokens_B[:, None], positions_B1, places)
+            logits_BV = self._decoding.run(forward, tokens_B[:, None], positions_B1, metadata)
             if not key.samples:
                 return logits_BV
             results_B3 = sample_plainly(logits_BV, inputs_LB)

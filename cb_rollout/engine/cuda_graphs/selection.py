@@ -33,7 +33,7 @@ def choose_compilation(runner: ModelRunner, config: RolloutConfig) -> str:
     settings = config.compiles_decode
     if settings is None:
         return ""
-    decoding, options, obstacle = runner.decoding, {}, _compile_obstacle(runner, config)
+    decoding, options, obstacle = runner.attention_backend, {}, _compile_obstacle(runner, config)
     try:
         options = inductor.inductor_options(settings.mode) | dict(settings.options)
     except RuntimeError as error:
@@ -42,7 +42,7 @@ def choose_compilation(runner: ModelRunner, config: RolloutConfig) -> str:
         obstacle = f"has options that inductor does not know ({', '.join(map(repr, unknown))})"
     if obstacle is None:
         assert isinstance(decoding, CpuBackend)
-        decoding.listed.compile_with(options)
+        decoding.traced_forward.compile_with(options)
         return "; compiled"
     asked = "use_default_compile_configs=True"
     if config.decode_compile_config is not None:
@@ -55,9 +55,9 @@ def _compile_obstacle(runner: ModelRunner, config: RolloutConfig) -> str | None:
         return f"is for a CPU; on {runner.device} decode steps run as CUDA graphs"
     if config.wants_graphs is False:
         return "needs a trace of the forward, which use_cuda_graph=False forbids"
-    if not isinstance(runner.decoding, CpuBackend):
-        return f"needs a forward that can be traced ({runner.attention.reason})"
-    if not runner.decoding.listed.can_be_listed:
+    if not isinstance(runner.attention_backend, CpuBackend):
+        return f"needs a forward that can be traced ({runner.backend_selection.reason})"
+    if not runner.attention_backend.traced_forward.can_be_traced:
         return "needs a forward that can be traced (this model keeps recurrent states)"
     return None
 
@@ -76,8 +76,8 @@ def create_graphs(
         ConfigurationError: graphs are asked for, and cannot be.
     """
     if config.wants_graphs is False:
-        if isinstance(runner.decoding, CpuBackend):
-            runner.decoding.listed.stay_untraced()
+        if isinstance(runner.attention_backend, CpuBackend):
+            runner.attention_backend.traced_forward.stay_untraced()
         return None, "CUDA graphs: off, as asked"
     graphs, obstacle = None, _obstacle(runner, is_recurrent)
     if obstacle is None:
@@ -104,11 +104,11 @@ def _rehearsed(
     from cb_rollout.engine.attention.triton.backend import TritonBackend
     from cb_rollout.engine.cuda_graphs.graphs import GraphedDecoding
 
-    assert isinstance(runner.decoding, TritonBackend)
+    assert isinstance(runner.attention_backend, TritonBackend)
     sizes = GraphSizes(
         config.q_padding_interval_size, config.kv_padding_interval_size, config.max_cached_graphs
     )
-    graphs = GraphedDecoding(runner, runner.decoding, sizes, max_rows)
+    graphs = GraphedDecoding(runner, runner.attention_backend, sizes, max_rows)
     try:
         with eval_mode(runner.model), devices.current(runner.device):
             graphs.check_model(config.block_size)
@@ -132,8 +132,8 @@ _SETTINGS = {
 def _obstacle(runner: ModelRunner, is_recurrent: bool) -> str | None:
     if obstacle := graph_obstacle(runner.device):
         return obstacle
-    if runner.attention.path is DecodePath.GATHERED:
-        return f"needs decode steps without a gather: {runner.attention.reason}"
+    if runner.backend_selection.path is DecodePath.GATHERED:
+        return f"needs decode steps without a gather: {runner.backend_selection.reason}"
     if is_recurrent:
         return "needs a model without recurrent states, which move when the cache is taken anew"
     if runner.compute_dtype != torch_compat.compute_dtype(runner.model):

@@ -61,7 +61,7 @@ def check_model(
     """
     name = type(runner.model).__name__
     rows = _rows(runner)
-    runner.decoding = None
+    runner.attention_backend = None
     with eval_mode(runner.model):
         plain, failure = _attempt(lambda: _plain(runner, rows))
         if plain is None:
@@ -89,7 +89,7 @@ def check_model(
             distances = torch.where(plain == paged, 0.0, (plain - paged).abs())
             if _is_rounding(distances, plain, runner.compute_dtype):
                 pages = kept_form(layout)
-                runner.attention = _chosen_attention(runner, layout, pages, rows, paged)
+                runner.backend_selection = _chosen_attention(runner, layout, pages, rows, paged)
                 return pages
             found = f"log-probabilities are {distances.max():.2g} nats off its plain forward"
         advice, _ = _attempt(lambda: _advice(runner, rows))
@@ -133,7 +133,7 @@ def _chosen_attention(
     is_padded = runner.batch_layout is BatchLayout.PADDED
     choice = select_backend(runner.device, pages, is_padded=is_padded)
     if choice.path is not DecodePath.GATHERED:
-        runner.decoding = _decoding(choice.path, layout, runner.device)
+        runner.attention_backend = _decoding(choice.path, layout, runner.device)
         with devices.current(runner.device):
             direct, failure = _attempt(lambda: _paged(runner, layout, rows))
         found = f"the model does not run on it: {said(failure)}"
@@ -142,7 +142,7 @@ def _chosen_attention(
             if _is_rounding(distances, gathered, runner.compute_dtype, LARGEST_SHARE_OF_KERNELS):
                 return choice
             found = f"it is {distances.max():.2g} nats off the model's own attention"
-        runner.decoding = None
+        runner.attention_backend = None
         choice = BackendSelection(DecodePath.GATHERED, found)
     return choice
 

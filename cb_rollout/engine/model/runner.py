@@ -63,8 +63,8 @@ class ModelRunner:
         self._names = hf_compat.forward_argument_names(model)
         self._passes_on = hf_compat.forward_passes_on(model)
         self._carried: OpaqueStateAdapter | None = None
-        self.attention = select_backend(self.device)
-        self.decoding: AttentionBackend | None = None
+        self.backend_selection = select_backend(self.device)
+        self.attention_backend: AttentionBackend | None = None
         """Runs decode steps without a gather; None: their history is gathered."""
         caches = [name for name in hf_compat.CACHE_ARGUMENTS if name in self._names]
         if not caches:
@@ -105,8 +105,8 @@ class ModelRunner:
 
     def check_weights(self) -> None:
         """Forget what relies on weights that no longer are where they were."""
-        if self.decoding is not None:
-            self.decoding.check_weights(self.model)
+        if self.attention_backend is not None:
+            self.attention_backend.check_weights(self.model)
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -133,8 +133,10 @@ class ModelRunner:
         Returns:
             float32 logits after each row's last token, `[B, V]`.
         """
-        if self.decoding is not None and max(map(len, new_tokens)) == 1 < min(lengths):
-            return self.decoding.logits(self.forward, new_tokens, lengths, table_rows, cache, table)
+        if self.attention_backend is not None and max(map(len, new_tokens)) == 1 < min(lengths):
+            return self.attention_backend.logits(
+                self.forward, new_tokens, lengths, table_rows, cache, table
+            )
         if self.batch_layout is BatchLayout.PADDED:
             return self._forward(new_tokens, lengths, table_rows, cache, table)
         # Without keys there is no history to align, so only the new tokens must be alike.

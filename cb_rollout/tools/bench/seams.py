@@ -6,7 +6,7 @@ The one file of the bench that knows the engine's inside. A function that is gon
 import torch
 
 from cb_rollout.engine.attention.cpu import few_row_linear
-from cb_rollout.engine.attention.cpu.attention import CppReader
+from cb_rollout.engine.attention.cpu.attention import CpuPagedAttention
 from cb_rollout.engine.attention.gathered import BatchedAttention
 from cb_rollout.engine.core import Engine
 from cb_rollout.engine.executor import Steps
@@ -32,7 +32,7 @@ FINE = (
     Seam(PREFILL, Steps, "prefill"),
     Seam(DECODE, Steps, "decode"),
     Seam(ATTENTION, BatchedAttention, "__call__"),
-    Seam(ATTENTION, CppReader, "attend"),
+    Seam(ATTENTION, CpuPagedAttention, "attend"),
     Seam(ATTENTION, PagedLayer, "update"),
     Seam(LINEAR, torch.nn.functional, "linear"),
     Seam(LINEAR, few_row_linear, "multiply"),

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from plain_attention import softmax_attention
 
 from cb_rollout.engine.attention.backend import AttentionSpec, UnsupportedAttentionError
-from cb_rollout.engine.attention.cpu.attention import TYPES, CppReader, attend
+from cb_rollout.engine.attention.cpu.attention import TYPES, CpuPagedAttention, attend
 from cb_rollout.engine.attention.decode_cache import DecodeLayer
 from cb_rollout.engine.kv_cache.block_table import BlockTable
 from cb_rollout.engine.kv_cache.layout import CacheLayout, LayerStates, StateShape
@@ -48,9 +48,9 @@ class Rows:
             for heads, size in ((self.num_heads, self.D), (self.K, self.D), (self.K, self.E))
         )
 
-    def attend(self, form):
+    def attend(self, spec):
         where = self.pages, self.table, self.table_rows_B, self.lengths_B
-        return attend(self.query, self.key, self.value, *where, form)
+        return attend(self.query, self.key, self.value, *where, spec)
 
     def history(self, row):
         """Keys and values of one row as its pages have them now."""
@@ -61,9 +61,9 @@ class Rows:
             pages[slots].view(-1, *shape) for pages, shape in zip(self.pages, shapes, strict=True)
         ]
 
-    def check(self, form):
+    def check(self, spec):
         before = [pages.clone() for pages in self.pages]
-        output = self.attend(form)
+        output = self.attend(spec)
         for old, new in zip(before, self.pages, strict=True):
             assert (old != new).any(1).sum() <= len(self.lengths_B)
         tolerance = TOLERANCES[self.query.dtype]
@@ -71,7 +71,7 @@ class Rows:
             keys, values = self.history(row)
             assert torch.equal(keys[-1], self.key[row, :, 0])
             assert torch.equal(values[-1], self.value[row, :, 0])
-            expected = softmax_attention(self.query[row, :, 0], keys, values, form)
+            expected = softmax_attention(self.query[row, :, 0], keys, values, spec)
             torch.testing.assert_close(
                 output[row, 0].double(), expected, atol=tolerance, rtol=tolerance
             )
@@ -177,14 +177,14 @@ def test_states_of_two_types_are_refused():
     layout = CacheLayout(tuple(states))
     cache = PagedCache(layout, num_blocks=4, block_size=4, num_table_rows=1, device=CPU)
     row = torch.tensor([0]), torch.tensor([3])
-    reader = CppReader(cache, BlockTable(1, 4, CPU), *row)
+    attention = CpuPagedAttention(cache, BlockTable(1, 4, CPU), *row)
     key = torch.zeros(1, 2, 1, 8)
     layer = DecodeLayer(0, states[0], CPU)
     with pytest.raises(
         UnsupportedAttentionError, match=r"are torch\.float32.*values torch\.bfloat16"
     ):
-        reader.attend(layer, key, key, key.bfloat16(), AttentionSpec(0.3))
+        attention.attend(layer, key, key, key.bfloat16(), AttentionSpec(0.3))
     with pytest.raises(
         UnsupportedAttentionError, match=r"torch\.float64, and its pages torch\.float32"
     ):
-        reader.attend(layer, key.double(), key.double(), key.double(), AttentionSpec(0.3))
+        attention.attend(layer, key.double(), key.double(), key.double(), AttentionSpec(0.3))

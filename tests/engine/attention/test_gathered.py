@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from cb_rollout.compat import transformers as _compat_attention
+from cb_rollout.compat import transformers as hf_compat
 from cb_rollout.engine.attention.gathered import BatchedAttention
 
 
@@ -36,15 +36,15 @@ def fails(*_, **__):
 def test_it_agrees_with_the_models_own(kind, sizes, monkeypatch):
     module, query, key, value = inputs_of(**sizes)
     mask = mask_of(kind, query.shape[0], key.shape[2], query.dtype)
-    wanted, _ = _compat_attention.sdpa_attention()(module, query, key, value, mask, scaling=0.3)
-    monkeypatch.setattr(_compat_attention, "sdpa_attention", lambda: fails)
+    wanted, _ = hf_compat.sdpa_attention()(module, query, key, value, mask, scaling=0.3)
+    monkeypatch.setattr(hf_compat, "sdpa_attention", lambda: fails)
     got, weights = BatchedAttention()(fails, module, query, key, value, mask, scaling=0.3)
     assert weights is None
     torch.testing.assert_close(got, wanted, rtol=0, atol=1e-12)
 
 
 def test_layers_that_share_a_mask_share_what_is_made_of_it(monkeypatch):
-    monkeypatch.setattr(_compat_attention, "sdpa_attention", lambda: fails)
+    monkeypatch.setattr(hf_compat, "sdpa_attention", lambda: fails)
     module, query, key, value = inputs_of()
     mask = mask_of("bool", 3, 7, query.dtype)
     attend = BatchedAttention()

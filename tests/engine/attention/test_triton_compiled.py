@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-SCRIPT = Path(__file__).parent.parent / "compiled_kernels.py"
+SCRIPT = Path(__file__).parents[2] / "compiled_kernels.py"
 LEAST_SHARED_MEMORY = 99 << 10
 # Bytes that one block may take on any card of compute capability 8.0 or more.
 

@@ -36,7 +36,7 @@ class Pages:
         )
         self.types = TYPES[dtype], TYPES[dtype]
 
-    def places(self, num_splits, least_stretch, heads_per_key, has_tiles):
+    def metadata(self, num_splits, least_stretch, heads_per_key, has_tiles):
         tensors = (self.table, self.keys, self.values)
         addresses = [tensors[0].data_ptr(), self.table.shape[1]]
         addresses += [tensor.data_ptr() for tensor in tensors[1:]]
@@ -75,16 +75,16 @@ class Pages:
         )
 
 
-def check(pages, form, *, heads_per_key, num_splits=1, least_stretch=16, has_tiles=False):
-    places = pages.places(num_splits, least_stretch, heads_per_key, has_tiles)
+def check(pages, spec, *, heads_per_key, num_splits=1, least_stretch=16, has_tiles=False):
+    metadata = pages.metadata(num_splits, least_stretch, heads_per_key, has_tiles)
     B, K, dtype = len(pages.lengths), pages.key_heads, pages.dtype
     new_keys, new_values = (
         torch.randn(B, K, size, device=DEVICE).to(dtype) for size in (pages.D, pages.E)
     )
     before = pages.keys.clone()
-    write(new_keys, new_values, places, 0, pages.types)
+    write(new_keys, new_values, metadata, 0, pages.types)
     query = torch.randn(B, K * heads_per_key, pages.D, device=DEVICE).to(dtype)
-    output = attend(query, K, pages.E, places, 0, pages.types, form)
+    output = attend(query, K, pages.E, metadata, 0, pages.types, spec)
     num_written = (pages.keys != before).any(1).sum().item()
     assert num_written == sum(length > 0 for length in pages.lengths)
     for row, length in enumerate(pages.lengths):
@@ -94,7 +94,7 @@ def check(pages, form, *, heads_per_key, num_splits=1, least_stretch=16, has_til
         keys, values = pages.row(row)
         assert torch.equal(keys[-1], new_keys[row])
         assert torch.equal(values[-1], new_values[row])
-        expected = softmax_attention(query[row], keys, values, form)
+        expected = softmax_attention(query[row], keys, values, spec)
         torch.testing.assert_close(
             output[row].double(), expected, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype]
         )
@@ -118,20 +118,20 @@ def test_every_row_attends_over_its_own_keys(data, seed):
         block_size=data.draw(st.sampled_from([1, 4, 7, 32])),
         dtype=data.draw(st.sampled_from(list(TOLERANCES))),
     )
-    form = AttentionSpec(
+    spec = AttentionSpec(
         0.3,
         window=data.draw(st.sampled_from([None, 1, 9, 64])),
         softcap=data.draw(st.sampled_from([None, 4.0])),
         sinks_H=data.draw(st.sampled_from([None, sinks(key_heads * heads_per_key)])),
     )
-    check(pages, form, heads_per_key=heads_per_key, num_splits=data.draw(st.integers(1, 4)))
+    check(pages, spec, heads_per_key=heads_per_key, num_splits=data.draw(st.integers(1, 4)))
 
 
 @pytest.mark.parametrize(
-    "form", [AttentionSpec(0.3), AttentionSpec(0.2, 29, 4.0, sinks(6))], ids=["plain", "all"]
+    "spec", [AttentionSpec(0.3), AttentionSpec(0.2, 29, 4.0, sinks(6))], ids=["plain", "all"]
 )
 @pytest.mark.parametrize("num_splits", [1, 3])
-def test_rows_that_share_a_prompt_read_it_as_if_it_were_their_own(form, num_splits):
+def test_rows_that_share_a_prompt_read_it_as_if_it_were_their_own(spec, num_splits):
     torch.manual_seed(num_splits)
     groups = [(0, 3, 21), (4, 2, 14)]
     pages = Pages(
@@ -142,7 +142,7 @@ def test_rows_that_share_a_prompt_read_it_as_if_it_were_their_own(form, num_spli
         block_size=7,
         dtype=torch.float32,
     )
-    check(pages, form, heads_per_key=3, num_splits=num_splits, has_tiles=True)
+    check(pages, spec, heads_per_key=3, num_splits=num_splits, has_tiles=True)
 
 
 def test_a_group_larger_than_a_tile_gets_several():
@@ -169,11 +169,11 @@ def test_large_heads_fit(size):
 def test_queries_and_keys_may_be_slices_of_a_larger_tensor():
     torch.manual_seed(0)
     pages = Pages([5, 9], [], key_heads=2, sizes=(8, 8), block_size=4, dtype=torch.float32)
-    places = pages.places(1, 16, 1, has_tiles=False)
+    metadata = pages.metadata(1, 16, 1, has_tiles=False)
     packed = torch.randn(2, 6, 8, 2, device=DEVICE).transpose(2, 3)[:, :, 0]
     query, keys, values = packed[:, :2], packed[:, 2:4], packed[:, 4:]
-    write(keys, values, places, 0, pages.types)
-    output = attend(query, 2, 8, places, 0, pages.types, AttentionSpec(0.3))
+    write(keys, values, metadata, 0, pages.types)
+    output = attend(query, 2, 8, metadata, 0, pages.types, AttentionSpec(0.3))
     for row in range(2):
         expected = softmax_attention(query[row], *pages.row(row), AttentionSpec(0.3))
         torch.testing.assert_close(output[row].double(), expected, atol=2e-6, rtol=2e-6)

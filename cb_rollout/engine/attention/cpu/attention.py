@@ -28,8 +28,8 @@ _ARGUMENTS = (
 
 
 @dataclass(frozen=True, slots=True)
-class CppReader:
-    """A reader of one step whose C++ kernel attends over the pages in place."""
+class CpuPagedAttention:
+    """Attention of one step whose C++ kernel attends over the pages in place."""
 
     cache: PagedCache
     table: BlockTable
@@ -42,9 +42,9 @@ class CppReader:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        form: AttentionSpec,
+        spec: AttentionSpec,
     ) -> torch.Tensor:
-        """Attend as `Reader` says; all tensors have the dtype of the pages."""
+        """Attend as `PagedAttention` says; all tensors have the dtype of the pages."""
         given = {query.dtype, key.dtype, value.dtype}
         if given != {layer.key_dtype} or layer.value_dtype != layer.key_dtype:
             raise UnsupportedAttentionError(
@@ -54,7 +54,7 @@ class CppReader:
         paged = self.cache.layers[layer.index]
         assert isinstance(paged, PagedLayer)
         where = paged.pages, self.table, self.table_rows_B, self.lengths_B
-        return attend(query, key, value, *where, form)
+        return attend(query, key, value, *where, spec)
 
 
 def attend(
@@ -65,7 +65,7 @@ def attend(
     table: BlockTable,
     table_rows_B: torch.Tensor,
     lengths_B: torch.Tensor,
-    form: AttentionSpec,
+    spec: AttentionSpec,
 ) -> torch.Tensor:
     """Write each row's newest key and value, and attend over all of its keys.
 
@@ -79,18 +79,18 @@ def attend(
         table: where each table row's blocks are.
         table_rows_B: int64.
         lengths_B: int64; each row's tokens, the new one included, at least one.
-        form: scale, window, cap and sinks.
+        spec: scale, window, cap and sinks.
 
     Returns:
         `[B, 1, H, E]`, in the query's dtype.
 
     Raises:
-        Exception: what the compiler raises, at the first call for states of a form.
+        Exception: what the compiler raises, at the first call for states of a spec.
     """
     B, H, _, D = query_BH1D.shape
     _, K, _, E = value_BK1E.shape
     outputs_B1HE = query_BH1D.new_empty(B, 1, H, E)
-    sinks_H = None if form.sinks_H is None else form.sinks_H.to(query_BH1D.dtype).contiguous()
+    sinks_H = None if spec.sinks_H is None else spec.sinks_H.to(query_BH1D.dtype).contiguous()
     blocks = table.blocks
     _kernel(query_BH1D.dtype, H, K, D, E)(
         *_strided(query_BH1D),
@@ -105,9 +105,9 @@ def attend(
         table_rows_B.data_ptr(),
         lengths_B.data_ptr(),
         B,
-        form.scale,
-        form.softcap or 0.0,
-        form.window or 0,
+        spec.scale,
+        spec.softcap or 0.0,
+        spec.window or 0,
         None if sinks_H is None else sinks_H.data_ptr(),
     )
     return outputs_B1HE

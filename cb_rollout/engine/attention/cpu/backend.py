@@ -9,7 +9,7 @@ import torch
 
 from cb_rollout.engine.attention.backend import Forward
 from cb_rollout.engine.attention.cpu import few_row_linear
-from cb_rollout.engine.attention.cpu.attention import CppReader
+from cb_rollout.engine.attention.cpu.attention import CpuPagedAttention
 from cb_rollout.engine.attention.cpu.traced_forward import TracedForward
 from cb_rollout.engine.attention.decode_cache import DecodeCache
 from cb_rollout.engine.kv_cache.block_table import BlockTable
@@ -26,13 +26,13 @@ class CpuBackend:
     def __init__(self, layout: CacheLayout) -> None:
         """Prepare for pages of this layout."""
         self.cache = DecodeCache(layout, CPU)
-        self.listed = TracedForward(self.cache, can_be_listed=not layout.is_recurrent)
-        if self.listed.can_be_listed:
+        self.traced_forward = TracedForward(self.cache, can_be_traced=not layout.is_recurrent)
+        if self.traced_forward.can_be_traced:
             few_row_linear.prepare(self.cache.paged[0].key_dtype)
 
     def check_weights(self, model: torch.nn.Module) -> None:
         """Forget what relies on weights that no longer are where they were."""
-        self.listed.check_weights(model)
+        self.traced_forward.check_weights(model)
 
     def logits(
         self,
@@ -48,6 +48,8 @@ class CpuBackend:
         tokens_B, lengths_B, table_rows_B = (
             devices.to_device(v, CPU) for v in (tokens, lengths, table_rows)
         )
-        reader = CppReader(cache, table, table_rows_B, lengths_B)
+        attention = CpuPagedAttention(cache, table, table_rows_B, lengths_B)
         positions_B1 = (lengths_B - 1)[:, None]
-        return self.listed(forward, reader, tokens_B[:, None], positions_B1, table_rows_B, cache)
+        return self.traced_forward(
+            forward, attention, tokens_B[:, None], positions_B1, table_rows_B, cache
+        )

@@ -3,7 +3,7 @@
 Most of a small decode step on a CPU is not arithmetic but Python: modules, decorators, arguments
 handed on. A trace runs the same operators on the same weights and leaves the rest out. The model's
 own forward runs once on tensors without contents, so the trace cannot depend on the tokens.
-Attention stays a call to the step's reader, so a trace fits every length.
+Attention stays a call to the step's attention, so a trace fits every length.
 
 Refuses a forward that asks for a number, or that does another thing for another number of rows.
 Called by the thread that runs a decode step.
@@ -23,7 +23,7 @@ from torch.nn import functional
 from cb_rollout.compat import inductor
 from cb_rollout.engine.attention.backend import CPU_DTYPES, AttentionSpec, Forward
 from cb_rollout.engine.attention.cpu.few_row_linear import MAX_ROWS, linear
-from cb_rollout.engine.attention.decode_cache import DecodeCache, DecodeLayer, Reader
+from cb_rollout.engine.attention.decode_cache import DecodeCache, DecodeLayer, PagedAttention
 from cb_rollout.errors import said
 
 aten = torch.ops.aten
@@ -124,18 +124,23 @@ class Trace:
             self._try(forward, cache, num_rows)
 
     def __call__(
-        self, tokens_B1: torch.Tensor, positions_B1: torch.Tensor, reader: Reader
+        self, tokens_B1: torch.Tensor, positions_B1: torch.Tensor, attention: PagedAttention
     ) -> torch.Tensor:
-        """Return float32 logits, `[B, V]`, as `Forward` with a cache that `reader` reads."""
+        """Return float32 logits, `[B, V]`, as `Forward` with a cache that `attention` reads."""
         # Only operators run here: nothing can keep a tensor that remembers the mode.
-        with torch.inference_mode(), inductor.attending(partial(self._attend, reader)):
+        with torch.inference_mode(), inductor.attending(partial(self._attend, attention)):
             return self._compute(tokens_B1, positions_B1, *self._weights)
 
     def _attend(
-        self, reader: Reader, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: int
+        self,
+        attention: PagedAttention,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        call: int,
     ) -> torch.Tensor:
-        layer, form = self._calls[call]
-        return reader.attend(layer, query, key, value, form)
+        layer, spec = self._calls[call]
+        return attention.attend(layer, query, key, value, spec)
 
     def _try(self, forward: Forward, cache: DecodeCache, num_rows: int) -> None:
         inputs = _example(num_rows)
@@ -151,9 +156,13 @@ class Trace:
 
 
 def _run(
-    forward: Forward, cache: DecodeCache, reader: Any, tokens: torch.Tensor, positions: torch.Tensor
+    forward: Forward,
+    cache: DecodeCache,
+    attention: Any,
+    tokens: torch.Tensor,
+    positions: torch.Tensor,
 ) -> torch.Tensor:
-    return cache.run(forward, reader, tokens, positions, tokens[:, 0])
+    return cache.run(forward, attention, tokens, positions, tokens[:, 0])
 
 
 def _example(num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -162,7 +171,7 @@ def _example(num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class _Recorder:
-    """A reader that records each attention of a forward, and leaves an operator in its place."""
+    """Attention that records each attention of a forward, and leaves an operator in its place."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[DecodeLayer, AttentionSpec]] = []
@@ -173,14 +182,14 @@ class _Recorder:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        form: AttentionSpec,
+        spec: AttentionSpec,
     ) -> torch.Tensor:
-        self.calls.append((layer, form))
+        self.calls.append((layer, spec))
         return torch.ops.cb_rollout.attend(query, key, value, len(self.calls) - 1)
 
 
 class _StandIn:
-    """A reader that attends to the new token alone; its output depends on every input."""
+    """Attention that attends to the new token alone; its output depends on every input."""
 
     def attend(
         self,
@@ -188,11 +197,11 @@ class _StandIn:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        form: AttentionSpec,
+        spec: AttentionSpec,
     ) -> torch.Tensor:
         times = query.shape[1] // key.shape[1]
         keys, values = (states.repeat_interleave(times, 1) for states in (key, value))
-        scores = (query * keys).sum(-1, keepdim=True) * form.scale
+        scores = (query * keys).sum(-1, keepdim=True) * spec.scale
         return (values * scores.sigmoid()).transpose(1, 2).contiguous()
 
 

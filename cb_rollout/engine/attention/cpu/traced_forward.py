@@ -14,7 +14,7 @@ import torch
 from cb_rollout.compat.torch import has_hooks
 from cb_rollout.engine.attention.backend import Forward
 from cb_rollout.engine.attention.cpu.trace import Trace, UntraceableError
-from cb_rollout.engine.attention.decode_cache import DecodeCache, Reader
+from cb_rollout.engine.attention.decode_cache import DecodeCache, PagedAttention
 from cb_rollout.engine.kv_cache.paged import PagedCache
 from cb_rollout.engine.memory.device import captured_weights, is_out_of_memory
 from cb_rollout.errors import said
@@ -31,19 +31,19 @@ _LOGGER = logging.getLogger(__name__)
 class TracedForward:
     """Runs decode forwards of one model: the model itself at first, then a trace of it."""
 
-    def __init__(self, cache: DecodeCache, *, can_be_listed: bool) -> None:
+    def __init__(self, cache: DecodeCache, *, can_be_traced: bool) -> None:
         """Trace nothing yet.
 
         Args:
             cache: what the model is given as its cache.
-            can_be_listed: whether the forward does nothing but operators on tensors that it is
+            can_be_traced: whether the forward does nothing but operators on tensors that it is
                 given; not where it moves recurrent states.
         """
         self.trace: Trace | None = None
         """The trace that runs the forward; None: the model itself runs."""
-        self.can_be_listed = can_be_listed
+        self.can_be_traced = can_be_traced
         self._cache = cache
-        self._num_traces = 0 if can_be_listed else MOST_TRACES
+        self._num_traces = 0 if can_be_traced else MOST_TRACES
         self._num_steps = 0
         self._steps_before_trace = STEPS_BEFORE_TRACE
         self._inductor_options: Mapping[str, Any] | None = None
@@ -77,7 +77,7 @@ class TracedForward:
     def __call__(
         self,
         forward: Forward,
-        reader: Reader,
+        attention: PagedAttention,
         tokens_B1: torch.Tensor,
         positions_B1: torch.Tensor,
         table_rows_B: torch.Tensor,
@@ -87,14 +87,14 @@ class TracedForward:
         self._consider_trace(forward)
         if self.trace is not None:
             try:
-                return self.trace(tokens_B1, positions_B1, reader)
+                return self.trace(tokens_B1, positions_B1, attention)
             except Exception as error:
                 # The model itself may succeed, but not where memory ran out.
                 if is_out_of_memory(error):
                     raise
                 _LOGGER.warning("a trace is given up after it failed: %s", said(error))
                 self.stay_untraced()
-        return self._cache.run(forward, reader, tokens_B1, positions_B1, table_rows_B, cache)
+        return self._cache.run(forward, attention, tokens_B1, positions_B1, table_rows_B, cache)
 
     def _consider_trace(self, forward: Forward) -> None:
         """Make a trace once it is likely to pay."""

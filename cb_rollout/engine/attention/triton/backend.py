@@ -19,10 +19,10 @@ from cb_rollout.engine.memory import device as devices
 
 
 @dataclass(frozen=True, slots=True)
-class PageReader:
+class TritonPagedAttention:
     """Attends by kernels that read the pages where they lie."""
 
-    places: AttentionMetadata
+    metadata: AttentionMetadata
     rows_per_tile: dict[int, int]
     """Rows of a shared tile of each layer, by its number; noted where a layer attends."""
 
@@ -32,11 +32,11 @@ class PageReader:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        form: AttentionSpec,
+        spec: AttentionSpec,
     ) -> torch.Tensor:
-        """See `Reader`."""
+        """See `PagedAttention`."""
         types = TYPES[layer.key_dtype], TYPES[layer.value_dtype]
-        write(key[:, :, 0], value[:, :, 0], self.places, layer.index, types)
+        write(key[:, :, 0], value[:, :, 0], self.metadata, layer.index, types)
         heads_per_key = query.shape[1] // layer.num_key_heads
         self.rows_per_tile[layer.index] = shared_rows(
             heads_per_key, max(query.shape[3], layer.value_size)
@@ -45,10 +45,10 @@ class PageReader:
             query[:, :, 0],
             layer.num_key_heads,
             layer.value_size,
-            self.places,
+            self.metadata,
             layer.index,
             types,
-            form,
+            spec,
         )
         return outputs_BHE[:, None]
 
@@ -83,7 +83,7 @@ class TritonBackend:
     ) -> torch.Tensor:
         """As `ModelRunner.logits`, for rows of one new token each."""
         lengths_B = self._integers(lengths)
-        places = AttentionMetadata(
+        metadata = AttentionMetadata(
             self.find(cache, table),
             table.block_size,
             self._integers(table_rows),
@@ -91,7 +91,7 @@ class TritonBackend:
             self.splits(len(lengths), max(lengths)),
         )
         tokens_B1 = devices.to_device(new_tokens, self._device)
-        return self.run(forward, tokens_B1, lengths_B.long()[:, None] - 1, places, cache)
+        return self.run(forward, tokens_B1, lengths_B.long()[:, None] - 1, metadata, cache)
 
     def check_weights(self, model: torch.nn.Module) -> None:
         """Nothing here relies on where weights are; graphs look for themselves."""
@@ -101,15 +101,17 @@ class TritonBackend:
         forward: Forward,
         tokens_B1: torch.Tensor,
         positions_B1: torch.Tensor,
-        places: AttentionMetadata,
+        metadata: AttentionMetadata,
         cache: PagedCache | None = None,
     ) -> torch.Tensor:
-        """float32 logits, `[B, V]`, by one forward that reads and writes at `places`.
+        """float32 logits, `[B, V]`, by one forward that reads and writes at `metadata`.
 
         `cache` is where recurrent states are; None: there are none.
         """
-        reader = PageReader(places, self._rows_per_tile)
-        return self.cache.run(forward, reader, tokens_B1, positions_B1, places.table_rows_B, cache)
+        attention = TritonPagedAttention(metadata, self._rows_per_tile)
+        return self.cache.run(
+            forward, attention, tokens_B1, positions_B1, metadata.table_rows_B, cache
+        )
 
     def find(self, cache: PagedCache, table: BlockTable) -> torch.Tensor:
         """Where the pages and the table lie now, as the kernels take it: in one place for good."""

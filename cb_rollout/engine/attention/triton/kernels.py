@@ -203,14 +203,14 @@ def attend_kernel(
             output = output * shrink[:, None]
             total = total * shrink + tl.exp2(sink - new_largest)
         output = output / tl.where(total == 0.0, 1.0, total)[:, None]
-        places = (rows * NUM_HEADS + heads)[:, None] * VALUE_SIZE + value_offsets[None, :]
-        tl.store(outputs + places, output, mask=is_output)
+        targets = (rows * NUM_HEADS + heads)[:, None] * VALUE_SIZE + value_offsets[None, :]
+        tl.store(outputs + targets, output, mask=is_output)
     else:
         output = output / tl.where(total == 0.0, 1.0, total)[:, None]
         part = (rows * NUM_HEADS + heads) * num_parts + first_part + split
-        places = part[:, None] * VALUE_SIZE + value_offsets[None, :]
+        targets = part[:, None] * VALUE_SIZE + value_offsets[None, :]
         if start < stop:
-            tl.store(partials + places, output, mask=is_output)
+            tl.store(partials + targets, output, mask=is_output)
         # A stretch without keys takes no share.
         known = tl.log2(tl.where(total == 0.0, 1.0, total))
         tl.store(sums + part, largest + known, mask=is_query)

@@ -46,7 +46,7 @@ def shared_rows(heads_per_key: int, size: int) -> int:
 def write(
     keys_BKD: torch.Tensor,
     values_BKE: torch.Tensor,
-    places: AttentionMetadata,
+    metadata: AttentionMetadata,
     layer: int,
     types: Types,
 ) -> None:
@@ -57,13 +57,13 @@ def write(
     write_kernel[(B,)](
         keys_BKD,
         values_BKE,
-        places.addresses,
-        _of_layer(places, layer),
-        places.table_rows_B,
-        places.lengths_B,
+        metadata.addresses,
+        _of_layer(metadata, layer),
+        metadata.table_rows_B,
+        metadata.lengths_B,
         *keys_BKD.stride()[:2],
         *values_BKE.stride()[:2],
-        BLOCK_SIZE=places.block_size,
+        BLOCK_SIZE=metadata.block_size,
         NUM_KEY_HEADS=K,
         KEY_SIZE=D,
         VALUE_SIZE=E,
@@ -77,10 +77,10 @@ def attend(
     queries_BHD: torch.Tensor,
     num_key_heads: int,
     value_size: int,
-    places: AttentionMetadata,
+    metadata: AttentionMetadata,
     layer: int,
     types: Types,
-    form: AttentionSpec,
+    spec: AttentionSpec,
 ) -> torch.Tensor:
     """Attention of each row's newest token over all of its keys.
 
@@ -88,10 +88,10 @@ def attend(
         queries_BHD: the new tokens' queries.
         num_key_heads: heads of the pages.
         value_size: E.
-        places: where the rows lie.
+        metadata: where the rows lie.
         layer: which layer's pages.
         types: of its pages.
-        form: scale, window, cap and sinks.
+        spec: scale, window, cap and sinks.
 
     Returns:
         `[B, H, E]` in the queries' dtype; zeros where a row has no tokens.
@@ -99,21 +99,21 @@ def attend(
     B, H, D = queries_BHD.shape
     queries_BHD = _dense(queries_BHD)
     device = queries_BHD.device
-    has_shared = places.first_T is not None
-    num_shared = places.num_shared_splits if has_shared else 0
-    num_parts = places.num_splits + num_shared
+    has_shared = metadata.first_T is not None
+    num_shared = metadata.num_shared_splits if has_shared else 0
+    num_parts = metadata.num_splits + num_shared
     outputs_BHE = torch.empty(B, H, value_size, dtype=queries_BHD.dtype, device=device)
     is_whole = num_parts == 1
     partials = sums = outputs_BHE
     if not is_whole:
         partials = torch.empty(B, H, num_parts, value_size, dtype=torch.float32, device=device)
         sums = torch.empty(B, H, num_parts, dtype=torch.float32, device=device)
-    nothing = places.lengths_B
-    sinks = nothing if form.sinks_H is None else form.sinks_H
+    nothing = metadata.lengths_B
+    sinks = nothing if spec.sinks_H is None else spec.sinks_H
     heads_per_key = H // num_key_heads
 
     def launch(num_units: int, num_splits: int, first_part: int, is_shared: bool) -> None:
-        rows = places.rows_per_tile if is_shared else 1
+        rows = metadata.rows_per_tile if is_shared else 1
         tile_rows = max(MIN_TILE_ROWS, triton.next_power_of_2(rows * heads_per_key))
         tile_keys = _tile_keys(triton.next_power_of_2(max(D, value_size, MIN_TILE_ROWS)), types)
         attend_kernel[(num_units * num_splits, num_key_heads)](
@@ -121,22 +121,22 @@ def attend(
             outputs_BHE,
             partials,
             sums,
-            places.addresses,
-            _of_layer(places, layer),
-            places.table_rows_B,
-            places.lengths_B,
-            nothing if places.shared_B is None else places.shared_B,
-            nothing if places.first_T is None else places.first_T,
-            nothing if places.count_T is None else places.count_T,
+            metadata.addresses,
+            _of_layer(metadata, layer),
+            metadata.table_rows_B,
+            metadata.lengths_B,
+            nothing if metadata.shared_B is None else metadata.shared_B,
+            nothing if metadata.first_T is None else metadata.first_T,
+            nothing if metadata.count_T is None else metadata.count_T,
             sinks,
             *queries_BHD.stride()[:2],
             num_splits,
             num_parts,
             first_part,
-            float(form.scale),
-            float(form.softcap or 0.0),
-            int(form.window or 0),
-            BLOCK_SIZE=places.block_size,
+            float(spec.scale),
+            float(spec.softcap or 0.0),
+            int(spec.window or 0),
+            BLOCK_SIZE=metadata.block_size,
             NUM_HEADS=H,
             NUM_KEY_HEADS=num_key_heads,
             KEY_SIZE=D,
@@ -146,44 +146,44 @@ def attend(
             IS_INTERPRETED=knobs.runtime.interpret,
             IS_SHARED=is_shared,
             HAS_SHARED=has_shared,
-            HAS_WINDOW=form.window is not None,
-            HAS_SOFTCAP=form.softcap is not None,
-            HAS_SINKS=form.sinks_H is not None,
+            HAS_WINDOW=spec.window is not None,
+            HAS_SOFTCAP=spec.softcap is not None,
+            HAS_SINKS=spec.sinks_H is not None,
             IS_WHOLE=is_whole,
             TILE_ROWS=tile_rows,
             TILE_KEYS=tile_keys,
-            LEAST_STRETCH=-(-places.least_stretch // tile_keys) * tile_keys,
+            LEAST_STRETCH=-(-metadata.least_stretch // tile_keys) * tile_keys,
             KEY_WIDTH=triton.next_power_of_2(max(D, MIN_TILE_ROWS)),
             VALUE_WIDTH=triton.next_power_of_2(max(value_size, MIN_TILE_ROWS)),
             num_warps=4,
             num_stages=2,
         )
 
-    launch(B, places.num_splits, 0, is_shared=False)
-    if places.first_T is not None:
-        num_tiles = places.first_T.shape[0]
-        launch(num_tiles, num_shared, places.num_splits, is_shared=True)
+    launch(B, metadata.num_splits, 0, is_shared=False)
+    if metadata.first_T is not None:
+        num_tiles = metadata.first_T.shape[0]
+        launch(num_tiles, num_shared, metadata.num_splits, is_shared=True)
     if not is_whole:
         join_kernel[(B, H)](
             outputs_BHE,
             partials,
             sums,
-            nothing if places.shared_B is None else places.shared_B,
+            nothing if metadata.shared_B is None else metadata.shared_B,
             sinks,
             num_parts,
-            places.num_splits,
+            metadata.num_splits,
             NUM_HEADS=H,
             VALUE_SIZE=value_size,
             HAS_SHARED=has_shared,
-            HAS_SINKS=form.sinks_H is not None,
+            HAS_SINKS=spec.sinks_H is not None,
             PARTS_WIDTH=triton.next_power_of_2(num_parts),
             VALUE_WIDTH=triton.next_power_of_2(value_size),
         )
     return outputs_BHE
 
 
-def _of_layer(places: AttentionMetadata, layer: int) -> torch.Tensor:
-    return places.addresses[2 * layer + 2 : 2 * layer + 4]
+def _of_layer(metadata: AttentionMetadata, layer: int) -> torch.Tensor:
+    return metadata.addresses[2 * layer + 2 : 2 * layer + 4]
 
 
 def _tile_keys(width: int, types: Types) -> int:
