@@ -1,34 +1,31 @@
-"""A run's records on disk: one JSON line for each step's metrics and for each recorded sequence.
+"""Write and read a run's records: one JSON line for each step's metrics and each sequence.
 
-Owns the two files, their format and their reading; decides nothing about what is recorded or shown.
-A record exists once its newline is written: what a killed process left of a line is not read, and
-is removed when recording goes on. Only one process of a run records, from any of its threads.
+Owns the two files and their format; does not choose what is recorded. Recording again removes the
+half line that a killed process left. One process of a run records, from any of its threads.
 """
 
-import json
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple
 
-from cb_rollout.errors import ConfigurationError, said
-
-T = TypeVar("T")
+from cb_rollout.errors import ConfigurationError
+from cb_rollout.metrics.jsonl import json_line, read_lines, remove_half_line
 
 Mode = Literal["train", "eval"]
 
-RUN_DIR_NAME = "cb_rollout"
 # Inside a trainer's output_dir, beside its checkpoints.
+RUN_DIR_NAME = "cb_rollout"
 
 METRICS_FILE = "metrics.jsonl"
 ROLLOUTS_FILE = "rollouts.jsonl"
 
 
 class TokenRow(NamedTuple):
-    """One sampled token of a `SequenceRecord`, beside what it shares with its sequence."""
+    """One sampled token of a `SequenceRecord`, with its sequence's prompt and scores."""
 
     prompt: str
     position: int
@@ -36,14 +33,14 @@ class TokenRow(NamedTuple):
     token: str
     token_id: int
     logprob: float | None
-    """Natural logarithm; None when none was recorded or it was not finite."""
+    """Natural logarithm; None: not recorded, or not finite."""
     policy_version: int | None
-    """The version that sampled the token; None when none was recorded."""
+    """The version that sampled the token; None: not recorded."""
     reward: float | None
     trainer_logprob: float | None = None
-    """By the trainer's forward, in the loss that first saw the token; None: none was recorded."""
+    """By the trainer's forward, in the first loss of the token; None: not recorded."""
     entropy: float | None = None
-    """Nats, of the distribution that the loss saw; None: none was recorded."""
+    """Nats, of the distribution in the loss; None: not recorded."""
     advantage: float | None = None
     mask: int | None = None
     """1 where the loss counts the token, 0 where it does not; None: not recorded."""
@@ -51,7 +48,7 @@ class TokenRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepMetrics:
-    """What one training or evaluation step measured."""
+    """Metrics of one training or evaluation step."""
 
     step: int
     """The trainer's global step."""
@@ -85,9 +82,9 @@ class SequenceRecord:
     finish_reason: str | None
     """A `FinishReason`; None: not known."""
     trainer_logprobs: list[float] = field(default_factory=list)
-    """By the trainer's forward, in the loss that first saw each token; empty: not recorded."""
+    """By the trainer's forward, in the first loss of each token; empty: not recorded."""
     entropies: list[float] = field(default_factory=list)
-    """Nats, of the distribution that the loss saw; empty: not recorded."""
+    """Nats, of the distribution in the loss; empty: not recorded."""
     advantage: float | None = None
     """None: not known, or not finite."""
     mask: list[int] = field(default_factory=list)
@@ -95,7 +92,7 @@ class SequenceRecord:
     left out); empty: not recorded."""
 
     def __post_init__(self) -> None:
-        """Hold the lengths together."""
+        """Check that all lists have one entry per token."""
         num_tokens = len(self.tokens)
         num_stamped = sum(num for _, num in self.policy_versions)
         assert len(self.token_ids) == num_tokens, (len(self.token_ids), num_tokens)
@@ -104,7 +101,7 @@ class SequenceRecord:
         assert num_stamped == num_tokens or not self.policy_versions, (num_stamped, num_tokens)
 
     def token_rows(self) -> Iterator[TokenRow]:
-        """Each token with what was recorded of it and of its sequence, in order."""
+        """Yield a row for each token, in order."""
         versions = [version for version, num in self.policy_versions for _ in range(num)]
         for position, (token, token_id) in enumerate(zip(self.tokens, self.token_ids, strict=True)):
             yield TokenRow(
@@ -126,11 +123,11 @@ class RunRecorder:
     """Appends records to the files of one run, each with one unbuffered write."""
 
     def __init__(self, run_dir: str | os.PathLike[str]) -> None:
-        """Create `run_dir` if it is missing; if it is not, go on after its last whole record."""
+        """Create `run_dir`, or continue after its last whole record."""
         self.run_dir = Path(run_dir)
         self.run_dir.mkdir(parents=True, exist_ok=True)
         for name in (METRICS_FILE, ROLLOUTS_FILE):
-            _remove_half_line(self.run_dir / name)
+            remove_half_line(self.run_dir / name)
 
     def record_metrics(self, metrics: StepMetrics) -> None:
         """Append one step's metrics."""
@@ -147,27 +144,27 @@ class RunRecorder:
         self._append(ROLLOUTS_FILE, row)
 
     def _append(self, name: str, row: Mapping[str, Any]) -> None:
-        line = json.dumps(row, allow_nan=False, separators=(",", ":")) + "\n"
         with (self.run_dir / name).open("ab", buffering=0) as file:
-            file.write(line.encode("ascii"))
+            file.write(json_line(row))
 
 
 def read_metrics(run_dir: str | os.PathLike[str]) -> list[StepMetrics]:
-    """The metrics of a run, in the order they were recorded; empty when it recorded none.
+    """Return the metrics of a run, in recorded order; empty where it recorded none.
 
     Raises:
         ConfigurationError: `run_dir` holds no records at all, or a line is not a record.
     """
-    return list(_records(find_run_dir(run_dir) / METRICS_FILE, _metrics_from))
+    path = find_run_dir(run_dir) / METRICS_FILE
+    return [metrics for _, metrics in read_lines(path, _metrics_from, "record")]
 
 
 def read_rollouts(
     run_dir: str | os.PathLike[str], steps: Collection[int] | None = None
 ) -> list[SequenceRecord]:
-    """The sequences of a run, in the order they were recorded; empty when it recorded none.
+    """Return the sequences of a run, in recorded order; empty where it recorded none.
 
     Args:
-        run_dir: what `find_run_dir` accepts.
+        run_dir: a path that `find_run_dir` accepts.
         steps: keep only the sequences of these steps, so that a long run fits in memory; None: all.
 
     Raises:
@@ -178,21 +175,22 @@ def read_rollouts(
         return _sequence_from(row) if steps is None or row["step"] in steps else None
 
     path = find_run_dir(run_dir) / ROLLOUTS_FILE
-    return [sequence for sequence in _records(path, kept_sequence) if sequence is not None]
+    return [kept for _, kept in read_lines(path, kept_sequence, "record") if kept is not None]
 
 
 def count_rollouts(run_dir: str | os.PathLike[str]) -> dict[int, int]:
-    """How many sequences were recorded at each step, by ascending step; holds none of them.
+    """Count the recorded sequences of each step, by ascending step, without keeping them.
 
     Raises:
         ConfigurationError: `run_dir` holds no records at all, or a line is not a record.
     """
     path = find_run_dir(run_dir) / ROLLOUTS_FILE
-    return dict(sorted(Counter(_records(path, lambda row: int(row["step"]))).items()))
+    recorded = read_lines(path, lambda row: int(row["step"]), "record")
+    return dict(sorted(Counter(step for _, step in recorded).items()))
 
 
 def find_run_dir(path: str | os.PathLike[str]) -> Path:
-    """The directory with a run's records: `path` itself, or its `cb_rollout/`.
+    """Return the directory with a run's records: `path` itself, or its `cb_rollout/`.
 
     Raises:
         ConfigurationError: neither holds `metrics.jsonl` or `rollouts.jsonl`.
@@ -205,23 +203,6 @@ def find_run_dir(path: str | os.PathLike[str]) -> Path:
         f"no records of a run in {path}: neither {METRICS_FILE} nor {ROLLOUTS_FILE} is there or in "
         f"{path / RUN_DIR_NAME}; pass a trainer's output_dir, or its {RUN_DIR_NAME} directory."
     )
-
-
-def _records(path: Path, parse: Callable[[Mapping[str, Any]], T]) -> Iterator[T]:
-    if not path.is_file():
-        return
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if not line.endswith(b"\n"):
-                return
-            try:
-                record = parse(json.loads(line))
-            except (ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
-                raise ConfigurationError(
-                    f"line {number} of {path} is not a record ({said(error)}); remove the line to "
-                    "read the others."
-                ) from error
-            yield record
 
 
 def _metrics_from(row: Mapping[str, Any]) -> StepMetrics:
@@ -245,7 +226,7 @@ def _sequence_from(row: Mapping[str, Any]) -> SequenceRecord:
         policy_versions=[(int(version), int(num)) for version, num in row["policy_versions"]],
         reward=None if row["reward"] is None else float(row["reward"]),
         finish_reason=row["finish_reason"],
-        # Runs that were recorded before these were have none of them.
+        # Older runs did not record the following.
         trainer_logprobs=_numbers(row.get("trainer_logprobs", [])),
         entropies=_numbers(row.get("entropies", [])),
         advantage=None if row.get("advantage") is None else float(row["advantage"]),
@@ -270,20 +251,3 @@ def _finite(value: float) -> float | None:
 
 def _finite_at(values: list[float], position: int) -> float | None:
     return _finite(values[position]) if values else None
-
-
-def _remove_half_line(path: Path, chunk_bytes: int = 1 << 16) -> None:
-    """Cut a file behind its last newline, so that the next record starts a line of its own."""
-    if not path.is_file():
-        return
-    with path.open("r+b") as file:
-        end = file.seek(0, os.SEEK_END)
-        while end > 0:
-            start = max(0, end - chunk_bytes)
-            file.seek(start)
-            newline = file.read(end - start).rfind(b"\n")
-            if newline >= 0:
-                file.truncate(start + newline + 1)
-                return
-            end = start
-        file.truncate(0)

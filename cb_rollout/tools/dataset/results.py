@@ -15,7 +15,8 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, Self
 
-from cb_rollout.errors import ConfigurationError, said
+from cb_rollout.errors import ConfigurationError
+from cb_rollout.metrics.jsonl import json_line, read_lines, remove_half_line
 from cb_rollout.tools.dataset.rows import RowId
 
 SETTINGS_SUFFIX = ".settings.json"
@@ -88,8 +89,8 @@ class ResultFile:
         lines = []
         for result in results:
             self._note(result)
-            lines.append(json.dumps(result, allow_nan=False, separators=(",", ":")) + "\n")
-        data = memoryview("".join(lines).encode("ascii"))
+            lines.append(json_line(result))
+        data = memoryview(b"".join(lines))
         try:
             while data:
                 data = data[self._file.write(data) :]
@@ -103,7 +104,7 @@ class ResultFile:
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Every result that is there, in the order of the file."""
-        return (result for _, _, result in self._lines())
+        return (result for _, result in self._lines())
 
     def __enter__(self) -> Self:
         return self
@@ -170,7 +171,7 @@ class ResultFile:
         """Put a file without the errors in this one's place, in one move."""
         kept = Path(f"{self.path}.kept")
         with kept.open("wb") as file:
-            for _, line, result in self._lines():
+            for line, result in self._lines():
                 if "error" not in result:
                     file.write(line)
             file.flush()
@@ -181,30 +182,13 @@ class ResultFile:
 
     def _read(self) -> None:
         """Note what is there, and cut a half line off the end."""
-        end = 0
-        for end, _, result in self._lines():  # noqa: B007  the last one is used below
+        for _, result in self._lines():
             self._note(result)
-        if end < self._file.seek(0, os.SEEK_END):
-            self._file.truncate(end)
-            self._sync()
+        remove_half_line(self.path)
+        self._sync()
 
-    def _lines(self) -> Iterator[tuple[int, bytes, dict[str, Any]]]:
-        """Where each whole line ends, the line, and its result."""
-        end = 0
-        with self.path.open("rb") as file:
-            for number, line in enumerate(file, 1):
-                if not line.endswith(b"\n"):
-                    return
-                end += len(line)
-                try:
-                    result = json.loads(line)
-                    _key(result)
-                except (ValueError, KeyError, TypeError) as error:
-                    raise ConfigurationError(
-                        f"line {number} of {self.path} is not a result ({said(error)}); remove "
-                        "the line to keep the others."
-                    ) from error
-                yield end, line, result
+    def _lines(self) -> Iterator[tuple[bytes, dict[str, Any]]]:
+        return read_lines(self.path, _result, "result")
 
     def _note(self, result: Mapping[str, Any]) -> None:
         row_id, sample = _key(result)
@@ -228,3 +212,8 @@ def _key(result: Mapping[str, Any]) -> tuple[RowId, int]:
     if not isinstance(row_id, int | str) or not isinstance(sample, int) or sample < 0:
         raise TypeError(f"id {row_id!r} and sample {sample!r} name no sequence")
     return row_id, sample
+
+
+def _result(row: dict[str, Any]) -> dict[str, Any]:
+    _key(row)
+    return row
