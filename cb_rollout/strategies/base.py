@@ -1,16 +1,23 @@
-"""What a strategy decides: how much to submit, what to keep, and what becomes of the rest.
+"""The settings that a strategy decides: how much to submit, what to keep, what to carry over.
 
-A strategy holds settings and no state; `GroupCollector` asks it and acts.
+A strategy holds settings and no state; `GroupCollector` acts on them.
 """
 
+from dataclasses import dataclass
 from typing import ClassVar
 
 from cb_rollout.errors import ConfigurationError
 from cb_rollout.strategies.group import Group
 
+# Every strategy class with a name, for `create_strategy`.
+STRATEGIES: dict[str, type["Strategy"]] = {}
+
 
 class Strategy:
-    """Everything asked for, nothing dropped; a subclass makes fields of what it decides."""
+    """Base of all strategies: submits what is wanted and drops nothing.
+
+    A subclass turns the attributes that it decides into dataclass fields.
+    """
 
     name: ClassVar[str]
 
@@ -25,14 +32,26 @@ class Strategy:
     max_dropped_groups: int = 0
     """Most groups replaced by others in one step."""
     max_retries: int = 0
-    """How often a completion that failed or could not be scored is tried again."""
+    """Further tries of a completion that failed or could not be scored."""
     min_group_size: int | None = None
     """Fewest scored completions that still make a group; None: all of them."""
 
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "name" in vars(cls):
+            STRATEGIES[cls.name] = cls
+
     def keeps(self, group: Group) -> bool:
-        """Whether a complete, scored group is worth training on."""
+        """Decide whether a complete, scored group is worth training on."""
         del group
         return True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plain(Strategy):
+    """The default: each prompt's whole group, in order, whatever its rewards."""
+
+    name = "plain"
 
 
 def require_whole_numbers(strategy: Strategy, **least: int) -> None:

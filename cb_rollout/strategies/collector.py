@@ -1,28 +1,31 @@
 """Collects complete, scored groups from a persistent engine, as a strategy decides.
 
-Owns what is carried from one step to the next, and the count of every completion: each that was
+Owns the groups carried from one step to the next, and the count of every completion: each that was
 submitted is kept, dropped, cancelled, failed, or in flight. Called from one thread.
 """
 
+import math
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
 from cb_rollout.errors import ConfigurationError, IncompleteRolloutError, RolloutError, said
-from cb_rollout.strategies.base import Strategy
-from cb_rollout.strategies.completion_stats import CompletionStats
+from cb_rollout.strategies.base import Plain, Strategy
 from cb_rollout.strategies.group import Group
-from cb_rollout.strategies.groups_in_flight import FlyingGroup, GroupsInFlight
-from cb_rollout.strategies.plain import Plain
+from cb_rollout.strategies.groups_in_flight import CompletionStats, GroupsInFlight, PendingGroup
 from cb_rollout.strategies.request_stream import Sampler
-from cb_rollout.strategies.scoring import Reward, scored
 from cb_rollout.types import GenerationOutput, RequestStatus
+
+# Called with the source's prompt or row, and some of its completions; gives one number each, or
+# None for one that cannot be scored.
+Reward = Callable[[Any, list[GenerationOutput]], Sequence[float | None]]
 
 
 class GroupCollector:
-    """Complete groups for one training step after another."""
+    """Collector of complete groups, for one training step after another."""
 
     def __init__(
         self,
@@ -34,22 +37,22 @@ class GroupCollector:
         num_generations: int = 8,
         runs_while_training: bool = False,
     ) -> None:
-        """Ask for nothing yet.
+        """Create a collector; nothing is submitted before `collect`.
 
         Args:
-            sampler: generates: a `Flight` over a `RolloutGenerator`.
+            sampler: the source of completions: a `RequestStream` over a `RolloutGenerator`.
             prompts: token ids, text or chats; or mappings that hold one as "prompt", beside what
                 the reward needs. May be endless; each is taken when it is submitted.
             reward: called with a prompt as the source gave it and a list of its outputs; gives one
                 number each, or None for one that cannot be scored.
-            strategy: what to submit, cancel and keep; None: `Plain()`.
+            strategy: decides the groups to submit, cancel and keep; None: `Plain()`.
             num_generations: completions of a group.
             runs_while_training: let carried groups go on between two calls of `collect`; if not,
                 the engine sleeps then, as it must where it runs the training module.
 
         Raises:
-            ConfigurationError: `num_generations` does not fit the strategy, or something is not
-                what it should be.
+            ConfigurationError: `num_generations` does not fit the strategy, or an argument is
+                of the wrong kind.
         """
         self.strategy = Plain() if strategy is None else strategy
         _require_kinds(prompts, reward, self.strategy)
@@ -59,72 +62,72 @@ class GroupCollector:
                 f"num_generations={num_generations} is below {least}, the fewest completions that "
                 "the strategy takes for a group; raise it, or lower min_group_size."
             )
-        self.tally = CompletionStats()
-        """Of every completion since the collector was made."""
+        self.stats = CompletionStats()
+        """Counts of every completion since the collector was made."""
         self._sampler, self._reward = sampler, reward
         self._prompts: Iterator[Any] = iter(prompts)
         self._num_generations = num_generations
         self._runs_while_training = runs_while_training
-        self._in_flight = GroupsInFlight(sampler, self.tally)
+        self._in_flight = GroupsInFlight(sampler, self.stats)
         self._returned_prompts: deque[Any] = deque()
         self._kept: list[Group] = []
         self._last_metrics: dict[str, float] = {}
 
     @property
     def num_in_flight(self) -> int:
-        """Completions of groups that are neither returned nor given up."""
+        """Count the completions of groups that are neither returned nor given up."""
         num_kept = sum(len(group.outputs) for group in self._kept)
         return num_kept + self._in_flight.num_sequences()
 
     def collect(self, num_groups: int) -> list[Group]:
-        """The next complete groups, in the order of their prompts.
+        """Return the next complete groups, in the order of their prompts.
 
-        After an exception nothing is in flight, and no prompt or finished group is lost but the one
-        that it is about: the next call goes on with them.
+        After an exception nothing is in flight. Only the group that failed is lost; the next call
+        goes on with the other prompts and finished groups.
 
         Returns:
             `num_groups` of them; fewer, at last none, where the prompts come to an end.
 
         Raises:
-            IncompleteRolloutError: a completion failed and the strategy tries no more.
+            IncompleteRolloutError: a completion failed and the strategy allows no more tries.
             RolloutError: a group could not be scored, and no more may be replaced.
             Exception: whatever the reward raised, where the strategy does not retry it.
         """
         if num_groups < 1:
             raise ConfigurationError(f"collect({num_groups}): ask for at least one group.")
-        before, started = self.tally.copy(), time.perf_counter()
+        before, started = replace(self.stats), time.perf_counter()
         try:
-            self._sampler.let_go()
+            self._sampler.wake()
             self._renew_stale()
             self._fill(num_groups)
             if not self.strategy.carries:
                 self._in_flight.cancel(list(self._in_flight))
             elif not self._runs_while_training:
-                self._sampler.hold()
+                self._sampler.sleep()
         except BaseException:
             self._restart(list(self._in_flight))
             raise
         groups, self._kept = self._kept[:num_groups], self._kept[num_groups:]
         for group in groups:
-            self.tally.keep(group.outputs)
-        self._last_metrics = self._figures(groups, before, time.perf_counter() - started)
+            self.stats.keep(group.outputs)
+        self._last_metrics = self._step_metrics(groups, before, time.perf_counter() - started)
         return sorted(groups, key=lambda group: group.number)
 
     def metrics(self) -> dict[str, float]:
-        """Figures of the last `collect`, by metric name."""
+        """Return the metrics of the last `collect`, by name."""
         return self._last_metrics
 
     def close(self) -> None:
-        """Cancel what is in flight; prompts that were taken from the source are given up."""
-        self._sampler.let_go()
+        """Cancel all groups in flight; prompts that were taken from the source are given up."""
+        self._sampler.wake()
         self._in_flight.cancel(list(self._in_flight))
         for group in self._kept:
-            self.tally.drop(group.outputs)
+            self.stats.drop(group.outputs)
         self._kept = []
         self._returned_prompts.clear()
 
     def _fill(self, num_groups: int) -> None:
-        """Have at least `num_groups` groups kept, as long as there are prompts."""
+        """Keep groups until there are `num_groups`, or no prompts are left."""
         num_dropped = 0
         while len(self._kept) < num_groups:
             self._submit_up_to(num_groups - len(self._kept) + self.strategy.num_extra_groups)
@@ -138,11 +141,11 @@ class GroupCollector:
                 self._kept.append(group)
             else:
                 num_dropped += 1
-                self.tally.groups_dropped += 1
-                self.tally.drop(group.outputs)
+                self.stats.groups_dropped += 1
+                self.stats.drop(group.outputs)
 
     def _submit_up_to(self, num_groups: int) -> None:
-        """Have `num_groups` in flight, as far as there are prompts."""
+        """Submit groups until `num_groups` are in flight, or no prompts are left."""
         strategy, returned = self.strategy, self._returned_prompts
         num_sequences = self._num_generations + strategy.num_extra_members
         num_retries = strategy.max_retries * self._num_generations
@@ -154,34 +157,34 @@ class GroupCollector:
             self._in_flight.submit(prompt, num_sequences, num_retries)
 
     def _next_complete(self) -> Group | None:
-        """Wait for a group with all it can get; None: one was cancelled from outside meanwhile."""
+        """Wait for a complete group; None if one was cancelled from outside meanwhile."""
         while True:
-            flying, output = self._in_flight.next_output()
+            pending, output = self._in_flight.next_output()
             if output.status is RequestStatus.FINISHED:
-                flying.group.outputs.append(output)
+                pending.group.outputs.append(output)
             elif output.status is RequestStatus.CANCELLED and self.strategy.carries:
                 # The weights changed under a carried group with in_flight="abort".
-                self.tally.cancel([output])
-                self._restart([flying])
+                self.stats.cancel([output])
+                self._restart([pending])
                 return None
             else:
-                self.tally.fail(output)
-                self._replace_failed(flying, output)
-            if len(flying.group.outputs) == self._num_generations or not flying.pending:
-                return self._in_flight.complete(flying)
+                self.stats.fail(output)
+                self._replace_failed(pending, output)
+            if len(pending.group.outputs) == self._num_generations or not pending.pending:
+                return self._in_flight.complete(pending)
 
-    def _replace_failed(self, flying: FlyingGroup, output: GenerationOutput) -> None:
-        """Submit a failed completion again, or accept that it is missing, or give up."""
-        group = flying.group
-        if len(group.outputs) + len(flying.pending) >= self._num_generations:
+    def _replace_failed(self, pending: PendingGroup, output: GenerationOutput) -> None:
+        """Submit a failed completion again, accept that it is missing, or raise."""
+        group = pending.group
+        if len(group.outputs) + len(pending.pending) >= self._num_generations:
             return
-        if flying.num_retries_left:
-            flying.num_retries_left -= 1
-            self.tally.retries += 1
-            self._in_flight.submit_more(flying, 1)
+        if pending.num_retries_left:
+            pending.num_retries_left -= 1
+            self.stats.retries += 1
+            self._in_flight.submit_more(pending, 1)
         elif self.strategy.min_group_size is None:
             outputs = {one.request_id: one for one in [*group.outputs, output]}
-            self._in_flight.cancel([flying])
+            self._in_flight.cancel([pending])
             raise IncompleteRolloutError(
                 f"{output.request_id} of group {group.number} could not be produced: "
                 f"{output.error or output.status.value} (The strategy 'retrying' tries again, or "
@@ -190,23 +193,23 @@ class GroupCollector:
             )
 
     def _is_scored(self, group: Group, may_drop: bool) -> bool:
-        """Give a group its rewards; outputs that have none are left out of it."""
+        """Score a group, and leave outputs without a reward out of it."""
         strategy, outputs = self.strategy, group.outputs
         try:
-            scores = scored(self._reward, group.prompt, outputs, strategy.max_retries)
+            scores = _scored(self._reward, group.prompt, outputs, strategy.max_retries)
         except BaseException:
-            self.tally.drop(outputs)
+            self.stats.drop(outputs)
             raise
-        self.tally.retries += max(0, scores.num_calls - 1)
+        self.stats.retries += max(0, scores.num_calls - 1)
         least = strategy.min_group_size or self._num_generations
         if len(scores.rewards) >= least:
-            self.tally.drop([o for o in outputs if o.request_id not in scores.rewards])
+            self.stats.drop([o for o in outputs if o.request_id not in scores.rewards])
             group.outputs = [o for o in outputs if o.request_id in scores.rewards]
             group.rewards = [scores.rewards[o.request_id] for o in group.outputs]
             return True
         if may_drop:
             return False
-        self.tally.drop(outputs)
+        self.stats.drop(outputs)
         raised = f"; the reward last raised {said(scores.cause)}" if scores.cause else ""
         raise RolloutError(
             f"{len(scores.rewards)} of {self._num_generations} completions of group "
@@ -216,31 +219,31 @@ class GroupCollector:
         ) from scores.cause
 
     def _renew_stale(self) -> None:
-        """Start groups that were carried for too long anew, or kept since a call that raised."""
+        """Restart groups that are too old, carried or kept since a call that raised."""
         if self.strategy.max_staleness is None:
             return
         oldest = self._sampler.policy_version - self.strategy.max_staleness
-        self._restart([flying for flying in self._in_flight if flying.policy_version < oldest])
+        self._restart([pending for pending in self._in_flight if pending.policy_version < oldest])
         kept, self._kept, stale = self._kept, [], []
         for group in kept:
             version = group.policy_version
             is_stale = version is not None and version < oldest
             (stale if is_stale else self._kept).append(group)
         for group in stale:
-            self.tally.groups_cancelled += 1
-            self.tally.cancel(group.outputs)
+            self.stats.groups_cancelled += 1
+            self.stats.cancel(group.outputs)
         self._returned_prompts.extendleft(group.prompt for group in reversed(stale))
 
-    def _restart(self, groups: list[FlyingGroup]) -> None:
-        """Cancel groups; their prompts come before others."""
-        prompts = [flying.group.prompt for flying in groups]
+    def _restart(self, groups: list[PendingGroup]) -> None:
+        """Cancel groups and put their prompts first in line."""
+        prompts = [pending.group.prompt for pending in groups]
         self._returned_prompts.extendleft(reversed(prompts))
         self._in_flight.cancel(groups)
 
-    def _figures(
+    def _step_metrics(
         self, groups: list[Group], before: CompletionStats, seconds: float
     ) -> dict[str, float]:
-        added = self.tally.since(before)
+        added = self.stats.since(before)
         version = self._sampler.policy_version
         staleness = [age for group in groups for age in group.token_staleness(version)] or [0]
         return {
@@ -255,6 +258,66 @@ class GroupCollector:
             "rollout/staleness_mean": fmean(staleness),
             "rollout/staleness_max": max(staleness),
         }
+
+
+@dataclass(frozen=True, slots=True)
+class _Scores:
+    rewards: dict[str, float]
+    """By request id; completions that could not be scored are missing."""
+    num_calls: int
+    cause: Exception | None
+    """The reward's last exception; None if it raised none."""
+
+
+def _scored(
+    reward: Reward, prompt: Any, outputs: Sequence[GenerationOutput], max_retries: int
+) -> _Scores:
+    """Score completions; those left without a number are tried up to `max_retries` times more.
+
+    Raises:
+        RolloutError: the reward gave something other than one number or None a completion.
+        Exception: whatever the reward raised, if it is not to be retried.
+    """
+    rewards: dict[str, float] = {}
+    cause: Exception | None = None
+    num_calls = 0
+    missing = list(outputs)
+    while missing and num_calls <= max_retries:
+        num_calls += 1
+        try:
+            returned = reward(prompt, missing)
+        except Exception as error:
+            if not max_retries:
+                raise
+            cause = error
+            continue
+        if not isinstance(returned, Iterable):
+            raise RolloutError(
+                f"the reward gave {returned!r:.60}; it is called with a prompt and a list of its "
+                "completions, and must give a list, one number for each."
+            )
+        found = list(returned)
+        if len(found) != len(missing):
+            raise RolloutError(
+                f"the reward gave {len(found)} values for {len(missing)} completions of one "
+                "prompt; it must give one for each, None for one that cannot be scored."
+            )
+        for output, value in zip(missing, found, strict=True):
+            number = _number(value)
+            if number is not None and not math.isnan(number):
+                rewards[output.request_id] = number
+        missing = [output for output in missing if output.request_id not in rewards]
+    return _Scores(rewards, num_calls, cause)
+
+
+def _number(value: Any) -> float | None:
+    try:
+        return None if value is None else float(value)
+    except (TypeError, ValueError) as error:
+        raise RolloutError(
+            f"the reward gave {value!r:.60} for a completion; it must give a number, or None for "
+            "one that cannot be scored."
+        ) from error
 
 
 def _require_kinds(prompts: Any, reward: Any, strategy: Any) -> None:

@@ -1,4 +1,4 @@
-"""Dynamic sampling (DAPO, arXiv 2503.14476): groups without an advantage are replaced."""
+"""Dynamic sampling (DAPO, arXiv 2503.14476): replace groups without an advantage."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ from cb_rollout.strategies.group import Group
 class DynamicSampling(Strategy):
     """Drops groups whose rewards are all equal, and submits another prompt at once for each.
 
-    Past `max_dropped_groups` in one step, groups are kept as they come: the step ends.
+    After `max_dropped_groups` in one step, every further group is kept, so the step ends.
     """
 
     name = "dynamic_sampling"
@@ -19,9 +19,8 @@ class DynamicSampling(Strategy):
     num_extra_groups: int = 0
 
     def __post_init__(self) -> None:
-        """Check the numbers."""
         require_whole_numbers(self, max_dropped_groups=1, num_extra_groups=0)
 
     def keeps(self, group: Group) -> bool:
-        """Whether the group has an advantage to learn from."""
+        """Keep a group that has an advantage."""
         return group.has_advantage

@@ -1,4 +1,4 @@
-"""A group: the completions of one prompt, and what they earned. Plain data, without torch."""
+"""A group: the completions of one prompt and their rewards. Plain data, without torch."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +13,7 @@ class Group:
     number: int
     """Counts the groups of one collector, from 0, in the order of their prompts."""
     prompt: Any
-    """What the source of prompts gave, whole: a prompt, or a row that holds one."""
+    """The item of the prompt source, whole: a prompt, or a row that holds one."""
     outputs: list[GenerationOutput] = field(default_factory=list)
     """All finished; as many as were asked for, or fewer where the strategy allows it."""
     rewards: list[float] = field(default_factory=list)
@@ -21,22 +21,22 @@ class Group:
 
     @property
     def num_tokens(self) -> int:
-        """Sampled tokens of all completions."""
+        """Count the sampled tokens of all completions."""
         return sum(len(output.generated_tokens) for output in self.outputs)
 
     @property
     def policy_version(self) -> int | None:
-        """The oldest version that sampled any of its tokens; None where there is no token."""
+        """Return the oldest version that sampled any of its tokens; None where it has no token."""
         versions = [version for output in self.outputs for version, _ in output.policy_versions]
         return min(versions, default=None)
 
     @property
     def has_advantage(self) -> bool:
-        """Whether any reward differs from another; if none does, every advantage is zero."""
+        """Return True if any two rewards differ; if none do, every advantage is zero."""
         return max(self.rewards) > min(self.rewards)
 
     def token_staleness(self, policy_version: int) -> list[int]:
-        """How many versions before `policy_version` each token was sampled, in order."""
+        """Return each token's age in versions before `policy_version`, in order."""
         return [
             policy_version - version
             for output in self.outputs

@@ -1,62 +1,113 @@
-"""Groups whose completions are still being generated.
+"""Groups whose completions are still being generated, and the count of where completions end.
 
-Owns which sequence belongs to which group, and that each one's end is heard and counted once.
-Decides nothing.
+Owns the map from sequences to groups, and delivers and counts the end of each sequence once.
+Decides nothing. Called from one thread.
 """
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from cb_rollout.errors import EngineDeadError, InvalidRequestError
-from cb_rollout.strategies.completion_stats import CompletionStats
 from cb_rollout.strategies.group import Group
 from cb_rollout.strategies.request_stream import Sampler
 from cb_rollout.types import GenerationOutput
 
 
 @dataclass(slots=True)
-class FlyingGroup:
+class CompletionStats:
+    """Counts of completions; `submitted` is the sum of the next four and those in flight."""
+
+    submitted: int = 0
+    kept: int = 0
+    """In a group that was returned."""
+    dropped: int = 0
+    """Finished, and not trained on: no advantage, no reward, or too few others in the group."""
+    cancelled: int = 0
+    """Of groups that were cancelled, or more than their group needed."""
+    failed: int = 0
+    """Could not be generated."""
+    tokens_kept: int = 0
+    tokens_discarded: int = 0
+    groups_kept: int = 0
+    groups_dropped: int = 0
+    groups_cancelled: int = 0
+    retries: int = 0
+    """Completions generated again, and calls of the reward after the first for a group."""
+
+    def keep(self, outputs: Sequence[GenerationOutput]) -> None:
+        """Count a returned group."""
+        self.groups_kept += 1
+        self.kept += len(outputs)
+        self.tokens_kept += _num_tokens(outputs)
+
+    def drop(self, outputs: Sequence[GenerationOutput]) -> None:
+        """Count finished completions that will not be returned."""
+        self.dropped += len(outputs)
+        self.tokens_discarded += _num_tokens(outputs)
+
+    def cancel(self, outputs: Sequence[GenerationOutput]) -> None:
+        """Count completions, finished or not, that are no longer wanted."""
+        self.cancelled += len(outputs)
+        self.tokens_discarded += _num_tokens(outputs)
+
+    def fail(self, output: GenerationOutput) -> None:
+        """Count a completion that could not be generated."""
+        self.failed += 1
+        self.tokens_discarded += len(output.generated_tokens)
+
+    def since(self, earlier: "CompletionStats") -> "CompletionStats":
+        """Return the counts added after `earlier`."""
+        return CompletionStats(
+            **{f.name: getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self)}
+        )
+
+
+def _num_tokens(outputs: Sequence[GenerationOutput]) -> int:
+    return sum(len(output.generated_tokens) for output in outputs)
+
+
+@dataclass(slots=True)
+class PendingGroup:
     """A group that is not complete yet."""
 
     group: Group
     policy_version: int
-    """When it was submitted; no token of it is older."""
+    """The version when it was submitted; no token of it is older."""
     num_retries_left: int
     pending: list[str] = field(default_factory=list)
-    """Its sequences that have not ended."""
+    """Ids of its sequences that have not ended."""
 
 
 class GroupsInFlight:
-    """Groups by number, over a sampler."""
+    """Pending groups by number, over a sampler."""
 
-    def __init__(self, sampler: Sampler, tally: CompletionStats) -> None:
-        """Start with none."""
-        self._sampler, self._tally = sampler, tally
+    def __init__(self, sampler: Sampler, stats: CompletionStats) -> None:
+        self._sampler, self._stats = sampler, stats
         self._num_groups = 0
-        self._flying: dict[int, FlyingGroup] = {}
+        self._groups: dict[int, PendingGroup] = {}
         self._group_of: dict[str, int] = {}
         self._backlog: deque[GenerationOutput] = deque()
 
     def __len__(self) -> int:
-        return len(self._flying)
+        return len(self._groups)
 
-    def __iter__(self) -> Iterator[FlyingGroup]:
-        """The groups, first submitted first."""
-        return iter(list(self._flying.values()))
+    def __iter__(self) -> Iterator[PendingGroup]:
+        """Iterate over a copy of the groups, first submitted first."""
+        return iter(list(self._groups.values()))
 
     def submit(self, prompt: Any, num_sequences: int, num_retries: int) -> None:
         """Queue a new group."""
         group = Group(self._num_groups, prompt)
-        flying = FlyingGroup(group, self._sampler.policy_version, num_retries)
-        self.submit_more(flying, num_sequences)
-        self._flying[group.number] = flying
+        pending = PendingGroup(group, self._sampler.policy_version, num_retries)
+        self.submit_more(pending, num_sequences)
+        self._groups[group.number] = pending
         self._num_groups += 1
 
-    def submit_more(self, flying: FlyingGroup, num_sequences: int) -> None:
+    def submit_more(self, pending: PendingGroup, num_sequences: int) -> None:
         """Queue further sequences of a group."""
-        row = flying.group.prompt
+        row = pending.group.prompt
         if isinstance(row, Mapping) and "prompt" not in row:
             raise InvalidRequestError(
                 f"a row has no 'prompt', only {', '.join(map(repr, row))}; rename the key that "
@@ -64,50 +115,53 @@ class GroupsInFlight:
             )
         prompt = row["prompt"] if isinstance(row, Mapping) else row
         request_ids = self._sampler.submit(prompt, num_sequences)
-        flying.pending += request_ids
-        self._group_of |= dict.fromkeys(request_ids, flying.group.number)
-        self._tally.submitted += num_sequences
+        pending.pending += request_ids
+        self._group_of |= dict.fromkeys(request_ids, pending.group.number)
+        self._stats.submitted += num_sequences
 
-    def next_output(self) -> tuple[FlyingGroup, GenerationOutput]:
+    def next_output(self) -> tuple[PendingGroup, GenerationOutput]:
         """Wait for the next sequence to end; it is no longer pending."""
-        output = self._backlog.popleft() if self._backlog else self._sampler.take()
-        flying = self._flying[self._group_of.pop(output.request_id)]
-        flying.pending.remove(output.request_id)
-        return flying, output
+        output = self._next()
+        pending = self._groups[self._group_of.pop(output.request_id)]
+        pending.pending.remove(output.request_id)
+        return pending, output
 
-    def complete(self, flying: FlyingGroup) -> Group:
-        """Take a group out; sequences that it does not need any more are cancelled."""
-        del self._flying[flying.group.number]
-        self._cancel_sequences(flying.pending)
-        return flying.group
+    def complete(self, pending: PendingGroup) -> Group:
+        """Take a group out, and cancel the sequences that it does not need any more."""
+        del self._groups[pending.group.number]
+        self._cancel_sequences(pending.pending)
+        return pending.group
 
-    def cancel(self, groups: Sequence[FlyingGroup]) -> None:
-        """End groups, and wait until each of their sequences has delivered what it had."""
-        for flying in groups:
-            del self._flying[flying.group.number]
-            self._tally.groups_cancelled += 1
-            self._tally.cancel(flying.group.outputs)
-        self._cancel_sequences([request_id for flying in groups for request_id in flying.pending])
+    def cancel(self, groups: Sequence[PendingGroup]) -> None:
+        """End groups, and wait until each of their sequences has delivered its tokens."""
+        for pending in groups:
+            del self._groups[pending.group.number]
+            self._stats.groups_cancelled += 1
+            self._stats.cancel(pending.group.outputs)
+        self._cancel_sequences([request_id for pending in groups for request_id in pending.pending])
+
+    def num_sequences(self) -> int:
+        """Count the completions of these groups, ended or not."""
+        return sum(len(p.pending) + len(p.group.outputs) for p in self._groups.values())
+
+    def _next(self) -> GenerationOutput:
+        return self._backlog.popleft() if self._backlog else self._sampler.take()
 
     def _cancel_sequences(self, request_ids: Sequence[str]) -> None:
         self._sampler.cancel(request_ids)
         waiting, others = set(request_ids), []
         try:
             while waiting:
-                output = self._backlog.popleft() if self._backlog else self._sampler.take()
+                output = self._next()
                 if output.request_id in waiting:
                     waiting.remove(output.request_id)
-                    self._tally.cancel([output])
+                    self._stats.cancel([output])
                 else:
                     others.append(output)
         except EngineDeadError:
-            self._tally.failed += len(waiting)
+            self._stats.failed += len(waiting)
             raise
         finally:
             self._backlog.extendleft(reversed(others))
             for request_id in request_ids:
                 self._group_of.pop(request_id, None)
-
-    def num_sequences(self) -> int:
-        """Completions of these groups, ended or not."""
-        return sum(len(f.pending) + len(f.group.outputs) for f in self._flying.values())

@@ -1,4 +1,4 @@
-"""Over-sampling: more is submitted than is wanted, and stragglers are cancelled."""
+"""Over-sampling: submit more than is wanted, and cancel the stragglers."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ from cb_rollout.strategies.base import Strategy, require_whole_numbers
 class OverSampling(Strategy):
     """Keeps the first complete groups and cancels the others.
 
-    What is kept is biased towards short completions, the more so the more is over-sampled;
+    The kept groups are biased towards short completions; the bias grows with the number of extras.
     `PartialRollouts` has no such bias.
     """
 
@@ -20,7 +20,6 @@ class OverSampling(Strategy):
     num_extra_members: int = 0
 
     def __post_init__(self) -> None:
-        """Check the numbers."""
         require_whole_numbers(self, num_extra_groups=0, num_extra_members=0)
         if not self.num_extra_groups + self.num_extra_members:
             raise ConfigurationError(

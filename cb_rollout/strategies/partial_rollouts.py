@@ -1,4 +1,4 @@
-"""Partial rollouts (Kimi k1.5, arXiv 2501.12599): what is unfinished goes on in the next step."""
+"""Partial rollouts (Kimi k1.5, arXiv 2501.12599): unfinished groups go on in the next step."""
 
 from dataclasses import dataclass
 
@@ -21,5 +21,4 @@ class PartialRollouts(Strategy):
     max_staleness: int | None = 1
 
     def __post_init__(self) -> None:
-        """Check the numbers."""
         require_whole_numbers(self, num_extra_groups=1, max_staleness=1)

@@ -1,7 +1,7 @@
 """Sequences in flight over a persistent manager, for one owner.
 
-Owns the output_queue that their outputs come to, so that nobody else's are taken. Called from one
-thread.
+Owns the output queue that receives their outputs, so that no other caller takes them. Called from
+one thread.
 """
 
 from collections.abc import Sequence
@@ -15,35 +15,35 @@ from cb_rollout.types import GenerationOutput
 
 
 class Sampler(Protocol):
-    """What a collector needs of an engine."""
+    """Interface that a collector needs of an engine."""
 
     @property
     def policy_version(self) -> int:
-        """The version that tokens are stamped with now."""
+        """Return the version that tokens are stamped with now."""
         ...
 
     def submit(self, prompt: Prompt, num_sequences: int) -> list[str]:
-        """Queue completions of one prompt, computed once; returns their ids."""
+        """Queue completions of one prompt, prefilled once; return their ids."""
         ...
 
     def take(self) -> GenerationOutput:
-        """The next sequence to end, of those submitted here."""
+        """Wait for the next of these sequences to end."""
         ...
 
     def cancel(self, request_ids: Sequence[str]) -> None:
-        """End sequences early; each still delivers what it has."""
+        """End sequences early; each still delivers its tokens."""
         ...
 
-    def hold(self) -> None:
-        """Keep the engine still until the next `submit` or `let_go`."""
+    def sleep(self) -> None:
+        """Stop the engine until `wake`; sequences in flight keep their tokens."""
         ...
 
-    def let_go(self) -> None:
+    def wake(self) -> None:
         """Let the engine run."""
         ...
 
 
-class Flight:
+class RequestStream:
     """A `Sampler` over a generator's manager."""
 
     def __init__(
@@ -52,20 +52,18 @@ class Flight:
         sampling_params: SamplingParams | None = None,
         max_new_tokens: int | None = None,
     ) -> None:
-        """Start with nothing in flight."""
-        self._generator, self._tokenizer = generator, generator.tokenizer
-        self._manager = generator.manager
+        self._generator, self._manager = generator, generator.manager
         self._params = resolved(sampling_params, self._manager.defaults, max_new_tokens)
         self._output_queue = OutputQueue()
 
     @property
     def policy_version(self) -> int:
-        """The version that tokens are stamped with now."""
+        """Return the version that tokens are stamped with now."""
         return self._generator.policy_version
 
     def submit(self, prompt: Prompt, num_sequences: int) -> list[str]:
         """Queue completions of one prompt; see `ContinuousBatchingManager.add_request`."""
-        (ids,) = encoded([prompt], self._tokenizer)
+        (ids,) = encoded([prompt], self._generator.tokenizer)
         requests = self._manager.input_processor.requests(
             [ids] * num_sequences, [self._params] * num_sequences, members=range(num_sequences)
         )
@@ -75,11 +73,11 @@ class Flight:
         return [request.request_id for request in requests]
 
     def take(self) -> GenerationOutput:
-        """The next sequence to end, of those submitted here.
+        """Wait for the next sequence submitted here to end.
 
         Raises:
             EngineDeadError: the engine stopped on an exception.
-            RolloutError: the engine is held still, so nothing would come.
+            RolloutError: the engine is paused, so no sequence would end.
         """
         self._manager.loop.pause_controller.require_open_for_me()
         output = self._output_queue.take()
@@ -87,13 +85,13 @@ class Flight:
         return output
 
     def cancel(self, request_ids: Sequence[str]) -> None:
-        """End sequences early; each still delivers what it has."""
+        """End sequences early; each still delivers its tokens."""
         self._manager.loop.cancel(request_ids)
 
-    def hold(self) -> None:
-        """Give the KV memory back and keep still; what is in flight waits with its tokens."""
+    def sleep(self) -> None:
+        """Release the KV memory and stop the engine; sequences in flight keep their tokens."""
         self._generator.sleep()
 
-    def let_go(self) -> None:
+    def wake(self) -> None:
         """Let the engine run."""
         self._generator.wake()

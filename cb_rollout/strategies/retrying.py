@@ -1,4 +1,4 @@
-"""Retry and minimum viable group: a failing environment costs some completions, not the run."""
+"""Retries and a minimum viable group: a failing environment costs completions, not the run."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from cb_rollout.strategies.base import Strategy, require_whole_numbers
 
 @dataclass(frozen=True, kw_only=True)
 class Retrying(Strategy):
-    """Tries again what failed, then makes do with fewer completions, then with another prompt.
+    """Retries failed completions, then accepts a smaller group, then takes another prompt.
 
     A completion fails when its generation does, when the reward raises, or gives None or NaN for
     it. Each is tried `max_retries` times more. A group with at least `min_group_size` scored
@@ -22,5 +22,4 @@ class Retrying(Strategy):
     max_dropped_groups: int = 8
 
     def __post_init__(self) -> None:
-        """Check the numbers."""
         require_whole_numbers(self, max_retries=0, min_group_size=1, max_dropped_groups=0)

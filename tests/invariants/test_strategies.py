@@ -10,10 +10,10 @@ from tiny import plain_logprobs, tiny_model
 from cb_rollout import RolloutConfig, RolloutGenerator, SamplingParams
 from cb_rollout.strategies import (
     DynamicSampling,
-    Flight,
     GroupCollector,
     OverSampling,
     PartialRollouts,
+    RequestStream,
 )
 
 PARAMS = SamplingParams(max_new_tokens=40)
@@ -35,7 +35,9 @@ def long_first(prompt, outputs):
 
 def collector_of(generator, strategy, reward=long_first):
     prompts = ([5 + i % 50, 6, 7, 8] for i in itertools.count())
-    return GroupCollector(Flight(generator, PARAMS), prompts, reward, strategy, num_generations=4)
+    return GroupCollector(
+        RequestStream(generator, PARAMS), prompts, reward, strategy, num_generations=4
+    )
 
 
 @torch.no_grad()
@@ -50,9 +52,9 @@ def test_over_sampling_leaves_an_idle_engine_and_the_model_as_it_was(generator):
     assert [len(group.outputs) for group in groups] == [4, 4]
     assert not generator.manager.loop.is_live()
     assert generator.manager.engine.model.training
-    tally = collector.tally
-    assert tally.submitted == 20
-    assert (tally.kept, tally.cancelled) == (8, 12)
+    stats = collector.stats
+    assert stats.submitted == 20
+    assert (stats.kept, stats.cancelled) == (8, 12)
 
 
 def test_dynamic_sampling_returns_groups_with_an_advantage(generator):
@@ -62,7 +64,7 @@ def test_dynamic_sampling_returns_groups_with_an_advantage(generator):
     collector = collector_of(generator, DynamicSampling(), often_equal)
     groups = collector.collect(3)
     assert all(len(set(group.rewards)) > 1 for group in groups)
-    assert collector.tally.groups_dropped >= 3
+    assert collector.stats.groups_dropped >= 3
 
 
 @pytest.mark.parametrize("weight_sync", ["shared", "copy"])

@@ -25,7 +25,7 @@ from cb_rollout.strategies import (
     Strategy,
     create_strategy,
 )
-from cb_rollout.strategies.completion_stats import CompletionStats
+from cb_rollout.strategies.groups_in_flight import CompletionStats
 from cb_rollout.types import GenerationOutput, RequestStatus
 
 GROUP = 4
@@ -39,10 +39,10 @@ class Dice:
         self.policy_version = 0
         self.live, self.cancelled = {}, []
         self.submitted, self.delivered = {}, {}
-        self.is_held, self.dies = False, False
+        self.is_asleep, self.dies = False, False
 
     def submit(self, prompt, num_sequences):
-        assert not self.is_held, "submitted to an engine that sleeps"
+        assert not self.is_asleep, "submitted to an engine that sleeps"
         ids = [f"r{len(self.submitted) + i}" for i in range(num_sequences)]
         for request_id in ids:
             self.submitted[request_id] = prompt
@@ -58,7 +58,7 @@ class Dice:
                 output.policy_versions.append((self.policy_version, count))
 
     def take(self):
-        assert not self.is_held, "waits for an engine that sleeps"
+        assert not self.is_asleep, "waits for an engine that sleeps"
         if self.dies:
             raise EngineDeadError("dead")
         self.grow()
@@ -85,11 +85,11 @@ class Dice:
         """What sync_weights(in_flight="abort") does."""
         self.cancel(list(self.live))
 
-    def hold(self):
-        self.is_held = True
+    def sleep(self):
+        self.is_asleep = True
 
-    def let_go(self):
-        self.is_held = False
+    def wake(self):
+        self.is_asleep = False
 
 
 def numbered():
@@ -187,11 +187,11 @@ class Steps(RuleBasedStateMachine):
 
     @invariant()
     def each_completion_stands_in_one_place(self):
-        tally, sampler = self.collector.tally, self.sampler
-        ended = tally.kept + tally.dropped + tally.cancelled + tally.failed
-        assert tally.submitted == ended + self.collector.num_in_flight == len(sampler.submitted)
+        stats, sampler = self.collector.stats, self.sampler
+        ended = stats.kept + stats.dropped + stats.cancelled + stats.failed
+        assert stats.submitted == ended + self.collector.num_in_flight == len(sampler.submitted)
         ids = [output.request_id for group in self.returned for output in group.outputs]
-        assert len(ids) == len(set(ids)) == tally.kept
+        assert len(ids) == len(set(ids)) == stats.kept
 
     @invariant()
     def a_group_is_what_was_sampled_for_its_prompt(self):
@@ -210,7 +210,7 @@ class Steps(RuleBasedStateMachine):
         if self.strategy.carries and not self.may_lose_prompts:
             collector = self.collector
             waiting = [*collector._kept, *collector._returned_prompts, *collector._in_flight]
-            num_gone = len(prompts) + collector.tally.groups_dropped
+            num_gone = len(prompts) + collector.stats.groups_dropped
             assert len(self.taken) == num_gone + len(waiting)
 
 
@@ -228,7 +228,7 @@ def test_plain_returns_every_prompt_in_order_and_drops_nothing():
     collector = collector_of()
     prompts = [group.prompt for _ in range(3) for group in collector.collect(5)]
     assert prompts == list(range(15))
-    assert collector.tally.kept == collector.tally.submitted == 15 * GROUP
+    assert collector.stats.kept == collector.stats.submitted == 15 * GROUP
     assert collector.metrics()["rollout/tokens_discarded"] == 0
 
 
@@ -247,14 +247,14 @@ def test_over_sampled_members_make_a_group_of_the_first_that_finish():
     collector = collector_of(OverSampling(num_extra_groups=0, num_extra_members=2), sampler)
     (group,) = collector.collect(1)
     assert [output.request_id for output in group.outputs] == ["r0", "r1", "r2", "r3"]
-    assert collector.tally.cancelled == 2
+    assert collector.stats.cancelled == 2
 
 
 def test_dynamic_sampling_refills_each_dropped_group_at_once():
     collector = collector_of(DynamicSampling(), Dice(order="first"))
     assert [group.prompt for group in collector.collect(4)] == [1, 2, 4, 5]
     assert collector.metrics()["rollout/groups_dropped"] == 2
-    assert collector.tally.dropped == 2 * GROUP
+    assert collector.stats.dropped == 2 * GROUP
 
 
 def test_dynamic_sampling_ends_its_step_at_the_bound():
@@ -272,7 +272,7 @@ def test_partial_rollouts_carry_what_is_unfinished_with_its_tokens():
     collector.collect(2)
     carried = set(sampler.live)
     assert carried
-    assert sampler.is_held
+    assert sampler.is_asleep
     sampler.policy_version += 1
     spanning = [
         output
@@ -282,7 +282,7 @@ def test_partial_rollouts_carry_what_is_unfinished_with_its_tokens():
         if len({version for version, _ in output.policy_versions}) == 2
     ]
     assert {output.request_id for output in spanning} & carried
-    assert collector.tally.cancelled == 0
+    assert collector.stats.cancelled == 0
 
 
 def test_a_group_carried_for_too_long_starts_anew_with_its_prompt():
@@ -293,7 +293,7 @@ def test_a_group_carried_for_too_long_starts_anew_with_its_prompt():
     group = collector.collect(1)[0]
     assert group.prompt == 1
     assert {v for o in group.outputs for v, _ in o.policy_versions} <= {2}
-    assert collector.tally.groups_cancelled == 2
+    assert collector.stats.groups_cancelled == 2
 
 
 def test_a_carried_group_that_a_sync_aborted_starts_anew():
@@ -315,7 +315,7 @@ def test_a_failed_completion_is_generated_again():
     collector = collector_of(Retrying(max_retries=1), FailsOnce())
     (group,) = collector.collect(1)
     assert len(group.outputs) == GROUP
-    assert collector.tally.retries == 1
+    assert collector.stats.retries == 1
 
 
 def test_a_reward_that_raises_is_called_again_for_what_is_missing_only():
@@ -340,7 +340,7 @@ def test_a_minimum_viable_group_is_kept_without_what_could_not_be_scored():
     collector = collector_of(Retrying(max_retries=1, min_group_size=2), reward=reward)
     (group,) = collector.collect(1)
     assert group.rewards == [1.0, 0.0]
-    assert collector.tally.dropped == 2
+    assert collector.stats.dropped == 2
 
 
 def test_a_failing_environment_is_raised_past_the_bound_with_its_cause():
@@ -465,7 +465,7 @@ def test_staleness_is_told_per_token():
         (lambda: PartialRollouts(max_staleness=0), "max_staleness=0"),
         (lambda: PartialRollouts(max_staleness=True), "max_staleness=True"),
         (lambda: Retrying(min_group_size=0), "min_group_size=0"),
-        (lambda: create_strategy("dapo"), "'dapo' is not one of plain, over_sampling"),
+        (lambda: create_strategy("unheard_of"), "'unheard_of' is not one of plain, dynamic"),
         (lambda: create_strategy("plain", factor=2), "unexpected keyword argument 'factor'"),
         (lambda: collector_of(Retrying(min_group_size=5)), "num_generations=4 is below 5"),
         (lambda: collector_of().collect(0), r"collect\(0\)"),
@@ -481,7 +481,26 @@ def test_a_strategy_is_found_by_its_name():
     assert isinstance(create_strategy("plain"), Strategy)
 
 
-def test_a_tally_tells_what_was_added():
+@dataclass(frozen=True, kw_only=True)
+class EveryNth(Strategy):
+    """Defined here alone: all that a new strategy takes."""
+
+    name = "every_nth"
+
+    period: int = 2
+    max_dropped_groups: int = 50
+
+    def keeps(self, group):
+        return group.number % self.period == 0
+
+
+def test_a_strategy_takes_one_class_and_no_other_line():
+    collector = collector_of(create_strategy("every_nth", period=3), Dice(order="first"))
+    assert [group.prompt for group in collector.collect(4)] == [0, 3, 6, 9]
+    assert collector.stats.groups_dropped == 8
+
+
+def test_counts_since_an_earlier_copy_are_what_was_added():
     earlier = CompletionStats(submitted=2, kept=1)
     assert CompletionStats(submitted=5, kept=2).since(earlier) == CompletionStats(
         submitted=3, kept=1
@@ -506,4 +525,4 @@ def test_groups_kept_since_a_call_that_raised_are_not_returned_too_late():
     groups = collector.collect(1)
     assert all(age == 0 for age in groups[0].token_staleness(sampler.policy_version))
     assert groups[0].prompt == calls[0], "its prompt comes first"
-    assert collector.tally.groups_cancelled
+    assert collector.stats.groups_cancelled

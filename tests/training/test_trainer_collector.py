@@ -45,7 +45,7 @@ def by_length(prompts, completions, answer, **_):
 
 
 def trained(output_dir, strategy, config=None, **settings):
-    """A trained trainer, its batches with the outputs they are of, each policy, and the tally."""
+    """A trained trainer, its batches with their outputs, each policy, and the collector."""
     trainer = tiny_trainer(output_dir, **({"reward": by_length} | UNEVEN | settings))
     generator = attach(trainer, RolloutConfig(**(VERIFIED | (config or {}))))
     policies, sync = {}, generator.sync_weights
@@ -111,14 +111,14 @@ def test_over_sampling_keeps_what_is_complete_first_and_counts_the_rest(tmp_path
     assert_each_token_is_its_own_policys(batches, policies)
     for number, (_, outputs) in enumerate(batches, 1):
         assert {version for o in outputs for version, _ in o.policy_versions} == {number}
-    tally, num_extra = groups.tally, 24 if strategy.num_extra_groups else 8
-    assert tally.submitted == 3 * (16 + num_extra)
-    assert (tally.kept, tally.cancelled) == (3 * 16, 3 * num_extra)
+    stats, num_extra = groups.stats, 24 if strategy.num_extra_groups else 8
+    assert stats.submitted == 3 * (16 + num_extra)
+    assert (stats.kept, stats.cancelled) == (3 * 16, 3 * num_extra)
     assert groups.num_in_flight == 0
     assert logged(trainer, "rollout/policy_version") == [1, 2, 3]
     assert max(logged(trainer, "rollout/logprob_drift_max")) <= 1e-5
     assert max(logged(trainer, "sampling/sampling_logp_difference/max")) <= 1e-5
-    assert sum(logged(trainer, "rollout/tokens_discarded")) == tally.tokens_discarded
+    assert sum(logged(trainer, "rollout/tokens_discarded")) == stats.tokens_discarded
 
 
 @pytest.mark.parametrize("old_logps", ["trainer", "rollout"])
@@ -137,10 +137,10 @@ def test_partial_rollouts_carry_tokens_with_the_versions_they_were_sampled_under
     assert_each_token_is_its_own_policys(batches, policies)
     spanning = [o for _, outputs in batches for o in outputs if len(o.policy_versions) > 1]
     assert spanning
-    tally = groups.tally
-    assert tally.kept == 6 * 16
-    assert tally.submitted == tally.kept + tally.cancelled
-    assert tally.dropped == tally.failed == groups.num_in_flight == 0
+    stats = groups.stats
+    assert stats.kept == 6 * 16
+    assert stats.submitted == stats.kept + stats.cancelled
+    assert stats.dropped == stats.failed == groups.num_in_flight == 0
     assert logged(trainer, "rollout/groups_carried") == [3] * 6
     assert 1 <= max(logged(trainer, "rollout/staleness_max")) <= 3
     # Of the tokens that the trainer's own policy sampled.
@@ -190,8 +190,8 @@ def test_strategies_are_combined_and_replay_goes_with_them(tmp_path):
     )
     assert sum(logged(trainer, "rollout/groups_dropped")) > 0
     # What the trainer scored, of which some was dropped afterwards.
-    assert groups.tally.kept == sum(len(batch["advantages"]) for batch, _ in batches) > 3 * 16
-    assert groups.tally.submitted == groups.tally.kept + groups.tally.cancelled
+    assert groups.stats.kept == sum(len(batch["advantages"]) for batch, _ in batches) > 3 * 16
+    assert groups.stats.submitted == groups.stats.kept + groups.stats.cancelled
     assert max(logged(trainer, "rollout/logprob_drift_max")) <= 1e-5
 
 

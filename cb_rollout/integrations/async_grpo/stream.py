@@ -6,7 +6,7 @@ from typing import Any
 
 from cb_rollout.config.sampling import SamplingParams
 from cb_rollout.rollout.generator import RolloutGenerator
-from cb_rollout.strategies import Flight, Group, Strategy
+from cb_rollout.strategies import Group, RequestStream, Strategy
 from cb_rollout.types import GenerationOutput
 
 POLL_SECONDS = 0.2
@@ -17,7 +17,7 @@ class Stopped(Exception):
     """The run is over; ends the thread."""
 
 
-class StoppableFlight(Flight):
+class StoppableStream(RequestStream):
     """A flight that ends with the run."""
 
     def __init__(

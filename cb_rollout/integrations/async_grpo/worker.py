@@ -34,7 +34,7 @@ from cb_rollout.integrations.async_grpo.settings import (
 from cb_rollout.integrations.async_grpo.stream import (
     POLL_SECONDS,
     Asynchronous,
-    StoppableFlight,
+    StoppableStream,
     Stopped,
 )
 from cb_rollout.integrations.async_grpo.without_cuda import (
@@ -207,7 +207,7 @@ class AsyncRollouts:
         )
         try:
             collector = GroupCollector(
-                StoppableFlight(self.generator, params, self._is_stopping),
+                StoppableStream(self.generator, params, self._is_stopping),
                 itertools.chain.from_iterable(itertools.repeat(self._dataset)),
                 self._reward,
                 self._strategy,

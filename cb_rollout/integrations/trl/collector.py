@@ -19,7 +19,7 @@ import torch
 from cb_rollout.errors import ConfigurationError
 from cb_rollout.rollout.generator import RolloutGenerator
 from cb_rollout.rollout.run import measured, standing
-from cb_rollout.strategies import Flight, GroupCollector, Strategy
+from cb_rollout.strategies import GroupCollector, RequestStream, Strategy
 from cb_rollout.types import GenerationOutput
 
 Batch = dict[str, Any]
@@ -118,7 +118,7 @@ class TrainerCollector:
         self._trainer, self._generator, self._others = trainer, generator, others
         self._offered: deque[Example] = deque()
         self.groups = GroupCollector(
-            Flight(generator),
+            RequestStream(generator),
             self._prompts(),
             _scored_later,
             FirstComplete(strategy),

@@ -10,11 +10,11 @@ from typing import Any
 import cb_rollout
 from cb_rollout.strategies import (
     DynamicSampling,
-    Flight,
     GroupCollector,
     OverSampling,
     PartialRollouts,
     Plain,
+    RequestStream,
 )
 from cb_rollout.tools.bench.model import create_ending_model
 from cb_rollout.tools.bench.sizes import SEED, Setup
@@ -63,7 +63,7 @@ def _measured(
     params = cb_rollout.SamplingParams(max_new_tokens=sizes.longest)
     with cb_rollout.RolloutGenerator(model, cb_rollout.RolloutConfig(seed=seed)) as generator:
         collector = GroupCollector(
-            Flight(generator, params), itertools.cycle(prompts), hard_or_easy, strategy,
+            RequestStream(generator, params), itertools.cycle(prompts), hard_or_easy, strategy,
             num_generations=sizes.num_completions,
         )  # fmt: skip
         collector.collect(num_groups)
