@@ -166,7 +166,7 @@ def configuration() -> str:
     """The configuration page."""
     rows = [
         f"| `{field.name}` | `{field.default!r}` | {field.metadata['help']} "
-        f"| {field.metadata['cost']} |"
+        f"| {field.metadata.get('cost', '')} |"
         for field in dataclasses.fields(RolloutConfig)
     ]
     return CONFIGURATION_HEADER + "\n".join(rows) + "\n"
@@ -176,7 +176,7 @@ def sampling() -> str:
     """The page on sampling."""
     rows = [
         f"| `{field.name}` | `{field.default!r}` | {field.metadata['help']} | "
-        f"{field.metadata['counterpart']} |"
+        f"{field.metadata.get('counterpart', '-')} |"
         for field in dataclasses.fields(SamplingParams)
     ]
     return SAMPLING_HEADER + "\n".join(rows) + "\n" + SAMPLING_FOOTER

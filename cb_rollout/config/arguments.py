@@ -1,7 +1,6 @@
-"""`RolloutArguments`: the settings of a rollout, for command lines and yaml files.
+"""Define `RolloutArguments`: the settings of a rollout, for command lines and yaml files.
 
-Owns which of `RolloutConfig`'s fields such a file may hold, and under which type a parser reads
-them. Loads no torch.
+Owns the fields of `RolloutConfig` that such a file may hold and their types. Loads no torch.
 """
 
 import dataclasses
@@ -9,24 +8,24 @@ from contextlib import suppress
 from typing import Any, Literal, get_args, get_type_hints
 
 from cb_rollout.config.rollout import RolloutConfig
-from cb_rollout.config.rules import AVAILABLE, choices_of
+
+# `seed` is the trainer's own argument. The others hold pairs, objects, or a single value.
+_LEFT_OUT = ("seed", "use_async_batching", "use_cuda_graph", "varlen_compile_config")
 
 _HINTS = get_type_hints(RolloutConfig)
 
 _FIELDS = [
     field
     for field in dataclasses.fields(RolloutConfig)
-    if field.name not in ("seed", *AVAILABLE) and object not in get_args(_HINTS[field.name])
+    if field.name not in _LEFT_OUT and object not in get_args(_HINTS[field.name])
 ]
-# `seed` is the trainer's own argument, whose value is the default; some have one value only, and
-# some hold objects.
 
 
-def _parsed_type(name: str) -> Any:
-    """What transformers' parser, which knows one type an argument, reads a field as."""
-    if choices := choices_of(name):
-        return Literal[choices]
-    return str if _may_be_word(name) else _HINTS[name]
+def _parsed_type(field: dataclasses.Field[Any]) -> Any:
+    """Return the one type that transformers' argument parser reads a field as."""
+    if choices := field.metadata.get("choices"):
+        return Literal[tuple(choice.value for choice in choices)]
+    return str if _may_be_word(field.name) else _HINTS[field.name]
 
 
 def _may_be_word(name: str) -> bool:
@@ -34,7 +33,7 @@ def _may_be_word(name: str) -> bool:
 
 
 def _value(name: str, parsed: Any) -> Any:
-    """A number where a word was read that is one; `RolloutConfig` refuses the others."""
+    """Convert a string to a number where it is one; `RolloutConfig` refuses other strings."""
     if _may_be_word(name):
         with suppress(ValueError):
             return float(parsed)
@@ -42,12 +41,12 @@ def _value(name: str, parsed: Any) -> Any:
 
 
 class _Arguments:
-    """What the generated dataclass does."""
+    """Methods of the generated dataclass."""
 
     use_cb_rollout: bool
 
     def rollout_config(self) -> RolloutConfig:
-        """The settings as `attach` takes them.
+        """Return the settings as `attach` takes them.
 
         Raises:
             ConfigurationError: one is out of range, or cannot be honoured.
@@ -66,7 +65,7 @@ RolloutArguments: Any = dataclasses.make_dataclass(
         *(
             (
                 f.name,
-                _parsed_type(f.name),
+                _parsed_type(f),
                 dataclasses.field(
                     default=f.default,
                     # argparse takes a percent sign for a format.

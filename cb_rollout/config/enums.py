@@ -1,17 +1,17 @@
-"""The settings that are one word of a few."""
+"""Enumerate the values of settings that take one word of a few."""
 
 from enum import StrEnum
 
 
 class SchedulerType(StrEnum):
-    """Whether prompts wait for running sequences."""
+    """Order of prefill and decode steps."""
 
     FIFO = "fifo"
     PREFILL_FIRST = "prefill_first"
 
 
 class InFlight(StrEnum):
-    """What becomes of unfinished sequences when the weights change."""
+    """Treatment of unfinished sequences when the weights change."""
 
     KEEP = "keep"
     RECOMPUTE = "recompute"
@@ -19,7 +19,7 @@ class InFlight(StrEnum):
 
 
 class WeightSync(StrEnum):
-    """Which weights generate."""
+    """Module that generates: the training module or a copy."""
 
     AUTO = "auto"
     SHARED = "shared"
@@ -27,7 +27,7 @@ class WeightSync(StrEnum):
 
 
 class RolloutDtype(StrEnum):
-    """What the rollout computes in."""
+    """Dtype of the rollout's forward."""
 
     AUTO = "auto"
     FLOAT32 = "float32"
@@ -36,42 +36,42 @@ class RolloutDtype(StrEnum):
 
 
 class LogprobsMode(StrEnum):
-    """Which distribution the log-probabilities are taken from."""
+    """Distribution that log-probabilities are taken from."""
 
     POLICY = "policy"
     PROCESSED = "processed"
 
 
 class OldLogps(StrEnum):
-    """Where the trainer's old log-probabilities come from."""
+    """Source of the trainer's old log-probabilities."""
 
     TRAINER = "trainer"
     ROLLOUT = "rollout"
 
 
 class OnLogprobDrift(StrEnum):
-    """What follows a drift beyond `max_logprob_drift`."""
+    """Action on a drift beyond `max_logprob_drift`."""
 
     RAISE = "raise"
     RECOMPUTE = "recompute"
 
 
 class SamplingMaskMode(StrEnum):
-    """Whether the loss knows which tokens truncated sampling left to choose from."""
+    """Use of the sampled token sets of top-k, top-p and min-p in the loss."""
 
     IGNORE = "ignore"
     REPLAY = "replay"
 
 
 class ReleaseCache(StrEnum):
-    """When the KV memory is given back."""
+    """Time at which the KV memory is released."""
 
     BETWEEN_STEPS = "between_steps"
     NEVER = "never"
 
 
 class KvDtype(StrEnum):
-    """What keys and values are kept in."""
+    """Dtype of cached keys and values."""
 
     AUTO = "auto"
     FLOAT8_E4M3FN = "float8_e4m3fn"

@@ -1,6 +1,6 @@
-"""What a constrained-decoding library must offer: which tokens may come next.
+"""Define the two protocols of a constrained-decoding library.
 
-Owns the two protocols and nothing else; `cb_rollout.integrations.xgrammar` is one implementation.
+`cb_rollout.integrations.xgrammar` is one implementation.
 """
 
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 class GrammarMatcher(Protocol):
-    """How far one sequence has come through its grammar; called on the engine's thread."""
+    """State of one sequence in its grammar; called on the engine's thread."""
 
     def fill_allowed_tokens(self, mask_V: "torch.Tensor") -> None:
         """Set True where a token may come next.
@@ -21,18 +21,18 @@ class GrammarMatcher(Protocol):
         ...
 
     def accept_token(self, token_id: int) -> bool:
-        """Go on by one sampled token; False where the grammar does not allow it."""
+        """Advance by one sampled token; return False where the grammar forbids it."""
         ...
 
     def is_terminated(self) -> bool:
-        """Whether nothing may follow; the sequence then ends."""
+        """Return True when no token may follow; the sequence then ends."""
         ...
 
 
 @runtime_checkable
 class Grammar(Protocol):
-    """A grammar; shared by every sequence that is sampled under it, and never changed by one."""
+    """A grammar, shared by every sequence that is sampled under it."""
 
     def matcher(self) -> GrammarMatcher:
-        """A new sequence's place: the start."""
+        """Return the state of a new sequence."""
         ...

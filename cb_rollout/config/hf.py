@@ -1,9 +1,7 @@
-"""How a transformers `GenerationConfig` is read as `SamplingParams`.
+"""Read transformers' `GenerationConfig` and `ContinuousBatchingConfig` as our settings.
 
-Owns which of its fields are honoured, and refuses every other one that would change what is
-sampled. Loads no torch.
-
-A transformers `ContinuousBatchingConfig`, read as a `RolloutConfig`. Loads no transformers.
+Honours a field or refuses it; none is ignored that would change what is sampled. Loads neither
+torch nor transformers.
 """
 
 import dataclasses
@@ -14,14 +12,15 @@ from cb_rollout.config.rollout import RolloutConfig
 from cb_rollout.config.sampling import SamplingParams
 from cb_rollout.errors import ConfigurationError
 
+# Fields that are honoured, under the same name and under another.
 SAME_NAME = (
     "temperature", "top_k", "top_p", "min_p", "do_sample", "repetition_penalty", "max_new_tokens",
     "max_length", "min_new_tokens", "min_length", "eos_token_id", "forced_eos_token_id",
     "begin_suppress_tokens",
 )  # fmt: skip
 OTHER_NAME = ("stop_strings", "bad_words_ids", "sequence_bias", "suppress_tokens")
-# What is honoured, under transformers' word or ours.
 
+# Read elsewhere, or without effect on which tokens continuous batching samples.
 INERT = {
     "num_return_sequences", "pad_token_id", "bos_token_id", "use_cache", "cache_implementation",
     "cache_config", "max_cache_len", "compile_config", "disable_compile", "low_memory",
@@ -29,8 +28,8 @@ INERT = {
     "output_hidden_states", "output_scores", "output_logits", "return_dict_in_generate",
     "prefill_chunk_size", "continuous_batching_config", "decoder_start_token_id", "use_mtp",
 }  # fmt: skip
-# Read elsewhere, or without effect on which tokens continuous batching samples.
 
+# The value at which each setting that is not honoured changes nothing.
 NEUTRAL = {
     "num_beams": 1, "num_beam_groups": 1, "encoder_repetition_penalty": 1.0,
     "no_repeat_ngram_size": 0, "encoder_no_repeat_ngram_size": 0, "typical_p": 1.0,
@@ -38,20 +37,19 @@ NEUTRAL = {
     "renormalize_logits": False, "remove_invalid_values": False, "token_healing": False,
     "is_assistant": False,
 }  # fmt: skip
-# The value at which each setting that is not honoured changes nothing.
 
+# Settings of a draft model; they never change the sampled tokens.
 ASSISTED_DECODING = (
     "num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold",
     "assistant_early_exit", "assistant_lookbehind", "target_lookbehind",
     "assistant_ensemble_weight", "max_matching_ngram_size",
 )  # fmt: skip
-# Tune a draft model that continuous batching does not have; they never change what is sampled.
 
 
 def from_generation_config(generation_config: Any) -> SamplingParams:
-    """The sampling that a transformers `GenerationConfig` asks for.
+    """Read a transformers `GenerationConfig` as sampling parameters.
 
-    Fields that are None are at rest: `do_sample=None` is greedy and `top_k=None` is off.
+    A field that is None is off: `do_sample=None` is greedy.
 
     Raises:
         ConfigurationError: it is something else, or a field asks for something not honoured.
@@ -89,13 +87,13 @@ def from_generation_config(generation_config: Any) -> SamplingParams:
 
 
 def _bad_words(words: Any, eos: Any) -> Any:
-    """All but the end-of-sequence tokens, which transformers' processor passes over as words."""
+    """Leave out end-of-sequence tokens, as transformers' own processor does."""
     eos_ids = eos if isinstance(eos, list | tuple) else (eos,)
     return tuple(word for word in words if list(word) not in [[token] for token in eos_ids])
 
 
 def _logit_bias(settings: dict[str, Any]) -> dict[int, float] | None:
-    """`sequence_bias`, in either of its spellings, and `suppress_tokens`."""
+    """Join `sequence_bias`, in either of its spellings, and `suppress_tokens`."""
     given = settings.get("sequence_bias", {})
     pairs = given.items() if isinstance(given, dict) else given
     bias = {}
@@ -109,9 +107,10 @@ def _logit_bias(settings: dict[str, Any]) -> dict[int, float] | None:
     return bias | dict.fromkeys(settings.get("suppress_tokens", ()), -math.inf) or None
 
 
-_RENAMED = {"page_size": "block_size"}
 # transformers 5.17 renamed the field; its old name stays there as a deprecated alias.
+_RENAMED = {"page_size": "block_size"}
 
+# transformers' fields without a counterpart, and the values at which they ask for nothing here.
 _NO_COUNTERPART: dict[str, tuple[Any, ...]] = {
     "safety_margin": (None,),
     "auto_switch_to_flash": (True, False),
@@ -123,11 +122,10 @@ _NO_COUNTERPART: dict[str, tuple[Any, ...]] = {
     "cpu_group_timeout": (300.0, None),
     "default_compile_level": (0,),
 }
-# transformers' fields without a counterpart, and the values at which they ask for nothing here.
 
 
 def as_rollout_config(config: Any) -> RolloutConfig:
-    """`config` as a `RolloutConfig`: itself, a transformers `ContinuousBatchingConfig`, or None.
+    """Return a `RolloutConfig` for one, for a transformers `ContinuousBatchingConfig`, or for None.
 
     Raises:
         ConfigurationError: `config` is something else, or asks for what cannot be honoured.
@@ -157,10 +155,10 @@ def as_rollout_config(config: Any) -> RolloutConfig:
 
 
 def as_trainers_config(config: Any, seed: int) -> RolloutConfig:
-    """As `as_rollout_config`, with log-probabilities, and a trainer's seed where none is set.
+    """Return `as_rollout_config(config)` with log-probabilities on and a seed set.
 
     Raises:
-        ConfigurationError: also where a `RolloutConfig` leaves log-probabilities out.
+        ConfigurationError: a `RolloutConfig` switches log-probabilities off.
     """
     if isinstance(config, RolloutConfig) and not config.return_logprobs:
         raise ConfigurationError("return_logprobs=False: the trainer needs them; leave it True.")

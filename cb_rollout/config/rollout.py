@@ -1,16 +1,40 @@
-"""`RolloutConfig`: every setting of a rollout, what it means, and which values can be honoured.
+"""Define `RolloutConfig`: every setting of a rollout, with its default, range and meaning.
 
-Owns names, defaults and ranges; resolves nothing that needs a model or a device. Loads no torch.
+Resolves nothing that needs a model or a device. Loads no torch.
 """
 
-from dataclasses import dataclass, field
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from cb_rollout.config.rules import CompileSettings, compile_settings, require_valid
-from cb_rollout.config.validation import known_fields_only
+from cb_rollout.config.checks import (
+    amount,
+    boolean,
+    check_fields,
+    choice,
+    integer,
+    known_fields_only,
+    number,
+    one_of,
+    setting,
+)
+from cb_rollout.config.compilation import CompileSettings, check_compile_config, compile_settings
+from cb_rollout.config.enums import (
+    KvDtype,
+    LogprobsMode,
+    OldLogps,
+    OnLogprobDrift,
+    ReleaseCache,
+    RolloutDtype,
+    SamplingMaskMode,
+    SchedulerType,
+    WeightSync,
+)
 from cb_rollout.errors import ConfigurationError
 
-NEIGHBOURS_WORDS = {
+# vLLM's names, and settings that belong to SamplingParams.
+SYNONYMS = {
     "max_num_seqs": "max_requests_per_batch",
     "max_num_batched_tokens": "max_batch_tokens",
     "gpu_memory_utilization": "max_memory_percent",
@@ -20,15 +44,9 @@ NEIGHBOURS_WORDS = {
     "temperature": "SamplingParams(temperature=...)",
     "max_new_tokens": "SamplingParams(max_new_tokens=...)",
 }
-# What vLLM calls the same thing, and what is looked for here and is elsewhere.
 
 
-def _setting(default: Any, help_text: str, cost: str = "") -> Any:
-    """A field with what it means, and what it costs or when to touch it."""
-    return field(default=default, metadata={"help": help_text, "cost": cost})
-
-
-@known_fields_only(ConfigurationError, NEIGHBOURS_WORDS)
+@known_fields_only(ConfigurationError, SYNONYMS)
 @dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
     """Settings of a rollout generator; every one is honoured or refused, none ignored.
@@ -38,222 +56,319 @@ class RolloutConfig:
             says what to set instead.
     """
 
-    block_size: int = _setting(
+    block_size: int = setting(
         32,
         "Tokens per KV cache block.",
+        integer(1),
         cost="Larger: less bookkeeping, more waste in last blocks and less shared.",
     )
-    num_blocks: int | None = _setting(
+    num_blocks: int | None = setting(
         None,
         "KV cache blocks; None: as many as the workload uses, within max_memory_percent.",
+        integer(1, may_be_none=True),
         cost="Set it for a cache of a known size; it is then taken at once.",
     )
-    max_batch_tokens: int | None = _setting(
+    max_batch_tokens: int | None = setting(
         None,
         "Most prompt tokens in one forward, padding included; None: chosen by device.",
+        integer(1, may_be_none=True),
         cost="Lower it where prompts run out of memory; higher, prompts start sooner.",
     )
-    max_requests_per_batch: int | None = _setting(
+    max_requests_per_batch: int | None = setting(
         None,
         "Most sequences decoded together; None: chosen by device.",
+        integer(1, may_be_none=True),
         cost="Lower it to bound a decode step's memory and time.",
     )
-    max_memory_percent: float = _setting(
+    max_memory_percent: float = setting(
         0.8,
         "Share of the free memory, after the training reserve, that the KV cache may take.",
+        number(lambda v: 0 < v <= 1, "is outside (0, 1]; 0.4 is 40%"),
         cost="Lower it where training runs out of memory.",
     )
-    max_blocks_per_request: int | None = _setting(
+    max_blocks_per_request: int | None = setting(
         None,
         "Most KV cache blocks of one sequence; None or 0: bounded by the model and the cache.",
+        integer(0, may_be_none=True),
         cost="Set it to bound what one sequence may take from the others.",
     )
-    allow_block_sharing: bool = _setting(
+    allow_block_sharing: bool = setting(
         True,
         "Share the blocks of equal prefixes between sequences under one policy version.",
+        boolean,
         cost="Off costs a copy of the prompt per completion; for comparisons only.",
     )
-    use_async_batching: bool | None = _setting(
+    use_async_batching: bool | None = setting(
         None,
-        "Launch a decode step before the last one's tokens have come, unless drafts are checked; "
+        "Launch a decode step before the last one's tokens have come, unless drafts are verified; "
         "None: where steps are CUDA graphs.",
+        one_of(None, True, False),
         cost="Off leaves the device idle between steps; for comparisons.",
     )
-    use_cuda_graph: bool | tuple[bool, bool] | None = _setting(
+    use_cuda_graph: bool | tuple[bool, bool] | None = setting(
         None,
         "Decode under CUDA graphs; None: where device and model allow; False: also no trace of the "
         "forward on a CPU; a pair, as transformers has it: of prefill, which must be False, and of "
         "decode.",
+        one_of(None, True, False, (False, True), (False, False), [False, True], [False, False]),
         cost="Off saves the graphs' memory and the seconds of capturing them; see gpu.md.",
     )
-    q_padding_interval_size: int = _setting(
+    q_padding_interval_size: int = setting(
         0,
         "Rows of a decode graph are rounded up to a multiple of this; 0: chosen.",
+        integer(0),
         cost="Larger: fewer graphs to capture, more rows of padding.",
     )
-    kv_padding_interval_size: int = _setting(
+    kv_padding_interval_size: int = setting(
         0,
         "A decode graph splits keys for the longest row, rounded up to a multiple of this; 0: "
         "chosen.",
+        integer(0),
         cost="Larger: fewer graphs to capture, more splits than short rows need.",
     )
-    max_cached_graphs: int = _setting(
+    max_cached_graphs: int = setting(
         0,
         "Decode graphs kept; 0: chosen.",
+        integer(0),
         cost="Fewer take less memory, and are captured again when needed again.",
     )
-    varlen_compile_config: object | None = _setting(
-        None, "torch.compile of prefill; not available."
+    varlen_compile_config: object | None = setting(
+        None,
+        "torch.compile of prefill; not available.",
+        one_of(None),
     )
-    decode_compile_config: object | None = _setting(
+    decode_compile_config: object | None = setting(
         None,
         "torch.compile of decode steps on a CPU: a transformers CompileConfig, or a dict of its "
         "fields.",
+        check_compile_config,
         cost="Needs a C++ compiler, and seconds of compiling; see gpu.md.",
     )
-    use_default_compile_configs: bool = _setting(
+    use_default_compile_configs: bool = setting(
         False,
         "torch.compile of decode steps on a CPU, with inductor's defaults; prefill is not "
         "compiled.",
+        boolean,
         cost="As decode_compile_config; for long runs.",
     )
-    num_speculative_tokens: int | None = _setting(
+    num_speculative_tokens: int | None = setting(
         None,
-        "Most tokens of a draft, looked up in what a sequence and its group have said and checked "
-        "by a decode step of few sequences; what is sampled stays the same. None: chosen; 0: none.",
+        "Most draft tokens per step, proposed by n-gram lookup in the sequence and its group, and "
+        "verified in one forward; the sampled tokens stay the same. None: chosen; 0: none.",
+        integer(0, may_be_none=True),
         cost="Set 0 to compare.",
     )
-    scheduler_type: str = _setting(
+    scheduler_type: str = setting(
         "fifo",
-        "fifo: in order of arrival; prompts run once they are many enough to be worth the decode "
-        "step that they delay, or after 8 steps; prefill_first: decode only when no prompt can be "
-        "admitted.",
+        "fifo: in order of arrival; prefill when waiting >= running / 4, or after 8 decode steps; "
+        "prefill_first: decode only when no prompt can be admitted.",
+        choice(SchedulerType),
+        choices=SchedulerType,
         cost="prefill_first fills the batch sooner, while running sequences wait.",
     )
-    return_logprobs: bool = _setting(
+    return_logprobs: bool = setting(
         True,
         "Deliver the log-probability of every sampled token.",
+        boolean,
         cost="Off saves nothing but the copies in the outputs.",
     )
-    max_queue_size: int = _setting(
+    max_queue_size: int = setting(
         0,
         "Most requests that may wait; one more raises QueueFullError. 0: unlimited.",
+        integer(0),
         cost="Set it where many threads submit, as in a service.",
     )
-    seed: int | None = _setting(
+    seed: int | None = setting(
         None,
         "Seed of the random draws; None: the trainer's seed when attached, else fresh.",
+        integer(0, may_be_none=True),
         cost="Set it to have the same run twice.",
     )
 
-    weight_sync: str = _setting(
+    weight_sync: str = setting(
         "auto",
         "shared: generate with the training module; copy: with a copy that each sync updates in "
         "place; auto: copy if sharded or if autocast casts the weights anyway, else shared.",
+        choice(WeightSync),
+        actor="generator",
+        idle=("shared",),
+        choices=WeightSync,
         cost="A copy costs its memory and a copy per sync; see weights.md.",
     )
-    rollout_dtype: str = _setting(
+    rollout_dtype: str = setting(
         "auto",
         "auto: what the trainer's forward computes in; else autocast to this dtype or, with "
         "weight_sync='copy' and weights that are not float32, hold the copy in it.",
+        choice(RolloutDtype),
+        choices=RolloutDtype,
         cost="A smaller dtype is faster, and its log-probabilities are not the trainer's.",
     )
-    verify_weight_sync: bool = _setting(
+    verify_weight_sync: bool = setting(
         False,
         "After a sync compare every tensor of a copy; WeightSyncError if any differs.",
+        boolean,
+        actor="generator",
         cost="Costs one pass over the weights per sync.",
     )
-    logprobs_mode: str = _setting(
+    logprobs_mode: str = setting(
         "policy",
-        "policy: log-softmax of logits/temperature over the whole vocabulary (what the loss "
-        "recomputes); processed: after penalties, bans and truncation too (what was sampled from).",
-        cost="Under truncation policy ignores it and processed measures it; see training.md.",
+        "policy: log-softmax of logits/temperature over the whole vocabulary, as the loss "
+        "recomputes it; processed: after penalties, bans and truncation too.",
+        choice(LogprobsMode),
+        choices=LogprobsMode,
+        cost="policy ignores truncation and processed includes it; see training.md.",
     )
-    sampling_mask: str = _setting(
+    sampling_mask: str = setting(
         "ignore",
-        "ignore: the loss is of the whole vocabulary, whatever was sampled from; replay: each "
-        "token's top-k, top-p or min-p set is kept, and log-probabilities are over it alone, here "
-        "and in the loss.",
+        "ignore: the loss uses the whole vocabulary; replay: each token's top-k, top-p or min-p "
+        "set is recorded, and the log-probabilities of rollout and loss are over that set alone.",
+        choice(SamplingMaskMode),
+        choices=SamplingMaskMode,
         cost="replay costs 4 bytes per kept token id, and the loss's logits whole.",
     )
-    old_logps: str = _setting(
+    old_logps: str = setting(
         "trainer",
         "trainer: the trainer's forward recomputes the old log-probabilities; rollout: the sampled "
         "ones are the old ones, and that forward is saved.",
+        choice(OldLogps),
+        actor="trainer",
+        choices=OldLogps,
         cost="rollout saves a forward per rollout; set max_logprob_drift with it.",
     )
-    verify_every_steps: int = _setting(
+    verify_every_steps: int = setting(
         10,
         "Recompute some sequences with a plain forward every this many rollouts; 0: never.",
+        integer(0),
+        actor="trainer",
+        idle=(0,),
         cost="Costs verify_num_sequences forwards each time.",
     )
-    verify_num_sequences: int = _setting(
+    verify_num_sequences: int = setting(
         2,
         "How many sequences each verification recomputes.",
+        integer(1),
+        actor="trainer",
         cost="Raise it when looking for a difference.",
     )
-    max_logprob_drift: float | None = _setting(
+    max_logprob_drift: float | None = setting(
         None,
         "Act as on_logprob_drift says beyond this difference, in nats; None: only report it.",
+        amount("nats", None),
+        actor="trainer",
         cost="Set it once the run's own drift is known.",
     )
-    on_logprob_drift: str = _setting(
+    on_logprob_drift: str = setting(
         "raise",
         "raise: LogprobDriftError; recompute: warn, and from then on old_logps='trainer'.",
+        choice(OnLogprobDrift),
+        actor="trainer",
+        choices=OnLogprobDrift,
         cost="recompute costs the saved forward from then on.",
     )
-    record_num_sequences: int = _setting(
+    record_num_sequences: int = setting(
         4,
         "Sequences per rollout written, token by token, to the run's records; 0: none.",
+        integer(0),
+        actor="trainer",
+        idle=(0,),
         cost="Costs disk, one line per sequence.",
     )
-    balance_ranks: bool = _setting(
+    balance_ranks: bool = setting(
         False,
         "Deal each rollout's prompts over the data-parallel processes by expected length; every "
         "process must generate at the same time.",
+        boolean,
+        actor="generator",
         cost="Costs an exchange of prompts and moved completions per rollout; see distributed.md.",
     )
-    release_cache: str = _setting(
+    release_cache: str = setting(
         "between_steps",
         "between_steps: give the KV memory back while training runs; never: keep.",
+        choice(ReleaseCache),
+        choices=ReleaseCache,
         cost="between_steps costs an allocation per rollout; never: its memory while training.",
     )
-    training_reserve_gib: float | str = _setting(
+    training_reserve_gib: float | str = setting(
         "auto",
         "GiB that training will still allocate, kept out of the KV budget; auto: estimated.",
+        amount("GiB", "auto"),
         cost="Set it where the estimate is wrong: another optimizer, long activations.",
     )
-    kv_dtype: str = _setting(
+    kv_dtype: str = setting(
         "auto",
         "auto: keep keys and values as the model makes them; float8_e4m3fn: rounded, on GPUs that "
         "have it.",
+        choice(KvDtype),
+        choices=KvDtype,
         cost="float8 holds two or four times as many; log-probabilities drift from the trainer's "
         "by its rounding, and decode steps are gathered, without kernels or CUDA graphs.",
     )
-    cpu_offload_gib: float = _setting(
+    cpu_offload_gib: float = setting(
         0.0,
-        "GiB of host memory for the keys of preempted sequences; 0: they are computed anew.",
+        "GiB of system memory for the keys of preempted sequences; 0: they are recomputed.",
+        amount("GiB", 0.0),
         cost="Set it on a GPU where rollout/preemptions is high; on a CPU raise num_blocks.",
     )
 
     def __post_init__(self) -> None:
-        """Check every type and range, and refuse what cannot be honoured."""
-        require_valid(self)
+        """Check every field, alone and together."""
+        check_fields(self, ConfigurationError)
+        if self.use_async_batching and self.wants_graphs is False:
+            raise ConfigurationError(
+                "use_async_batching=True launches CUDA graphs ahead, and use_cuda_graph="
+                f"{self.use_cuda_graph!r} has none; leave one of them at None."
+            )
+        if self.on_logprob_drift == OnLogprobDrift.RECOMPUTE and (
+            self.old_logps == OldLogps.TRAINER or self.max_logprob_drift is None
+        ):
+            raise ConfigurationError(
+                "on_logprob_drift='recompute' needs old_logps='rollout' and a max_logprob_drift; "
+                "set both, or leave it at 'raise'."
+            )
 
     @property
     def compiles_decode(self) -> CompileSettings | None:
-        """How decode steps are compiled; None: they are not."""
+        """Compilation settings of decode steps; None: decode steps are not compiled."""
         default = CompileSettings() if self.use_default_compile_configs else None
-        return compile_settings("decode_compile_config", self.decode_compile_config) or default
+        return compile_settings(self.decode_compile_config) or default
 
     @property
     def wants_graphs(self) -> bool | None:
-        """Whether decode steps should run as CUDA graphs; None: where they can."""
+        """True: decode under CUDA graphs; False: never; None: where device and model allow."""
         asked = self.use_cuda_graph
         asked = asked[1] if isinstance(asked, tuple | list) else asked
         return None if asked is None else bool(asked)
 
     @property
     def looks_ahead(self) -> bool:
-        """Whether graphs are launched before the results of the last are known."""
+        """True: launch a CUDA graph before the last step's tokens have come."""
         return self.use_async_batching is None or bool(self.use_async_batching)
+
+
+def _fields_of(actor: str) -> dict[str, tuple[Any, ...]]:
+    fields = dataclasses.fields(RolloutConfig)
+    return {f.name: f.metadata.get("idle", ()) for f in fields if f.metadata.get("actor") == actor}
+
+
+# Fields that only an attached trainer, or only a RolloutGenerator, acts on. Each maps to the values
+# beside its default that ask for nothing.
+TRAINER_FIELDS, GENERATOR_FIELDS = _fields_of("trainer"), _fields_of("generator")
+
+
+def require_unused(
+    config: RolloutConfig, fields: Mapping[str, tuple[Any, ...]], complaint: str
+) -> None:
+    """Refuse fields that nothing would act on.
+
+    Args:
+        config: the settings.
+        fields: field names, each with the values beside its default that ask for nothing.
+        complaint: what does not act on them, and what would.
+
+    Raises:
+        ConfigurationError: one of the fields asks for something.
+    """
+    for name, idle in fields.items():
+        value, default = getattr(config, name), getattr(RolloutConfig, name)
+        if value != default and value not in idle:
+            raise ConfigurationError(f"{name}={value!r}: {complaint}; or leave it at {default!r}.")

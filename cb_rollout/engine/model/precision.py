@@ -9,8 +9,12 @@ from cb_rollout.compat import fsdp as _compat_fsdp
 from cb_rollout.compat import torch as torch_compat
 from cb_rollout.compat import zero3 as zero3_compat
 from cb_rollout.config.enums import RolloutDtype, WeightSync
-from cb_rollout.config.rollout import RolloutConfig
-from cb_rollout.config.rules import OF_A_GENERATOR, OF_A_TRAINER, require_left_alone
+from cb_rollout.config.rollout import (
+    GENERATOR_FIELDS,
+    TRAINER_FIELDS,
+    RolloutConfig,
+    require_unused,
+)
 from cb_rollout.errors import ConfigurationError
 
 MIXED_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -73,9 +77,9 @@ def autocast_alone(config: RolloutConfig, model: torch.nn.Module) -> torch.dtype
         ConfigurationError: also where a setting would need a generator or a trainer.
     """
     needs_trainer = "a manager alone has no trainer; use cb_rollout.attach(trainer, config)"
-    require_left_alone(config, OF_A_TRAINER, needs_trainer)
+    require_unused(config, TRAINER_FIELDS, needs_trainer)
     needs_generator = "a manager alone syncs no weights; use a RolloutGenerator, and its .manager"
-    require_left_alone(config, OF_A_GENERATOR, needs_generator)
+    require_unused(config, GENERATOR_FIELDS, needs_generator)
     return rollout_precision(config, model, None).autocast_dtype
 
 

@@ -9,8 +9,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from cb_rollout.config.hf import as_rollout_config
-from cb_rollout.config.rollout import RolloutConfig
-from cb_rollout.config.rules import OF_A_TRAINER, require_left_alone
+from cb_rollout.config.rollout import TRAINER_FIELDS, RolloutConfig, require_unused
 from cb_rollout.config.sampling import SamplingParams, resolved
 from cb_rollout.errors import ConfigurationError
 from cb_rollout.integrations.trl.backend import TrainerHooks, TrainerRollouts, create_generator
@@ -20,7 +19,7 @@ from cb_rollout.integrations.trl.truncation import unknown_end, warn_of_bias
 OWN = "_cb_rollout_own"
 # The trainer's attribute that holds the engine of its rollout functions, where none is attached.
 
-BEYOND: dict[str, tuple[Any, ...]] = OF_A_TRAINER | {"sampling_mask": (), "balance_ranks": ()}
+BEYOND: dict[str, tuple[Any, ...]] = TRAINER_FIELDS | {"sampling_mask": (), "balance_ranks": ()}
 # Settings that a rollout_func has no hand in; beside their defaults, what asks for nothing.
 
 
@@ -51,7 +50,7 @@ def make_rollout_func(
     complaint = (
         "a rollout_func has no hand in that; call cb_rollout.attach(trainer, config) before train()"
     )
-    require_left_alone(as_rollout_config(config), BEYOND, complaint)
+    require_unused(as_rollout_config(config), BEYOND, complaint)
 
     def rollout(prompts: list[Any], trainer: Any) -> dict[str, Any]:
         rollouts = getattr(trainer, "vllm_generation", None)

@@ -1,0 +1,222 @@
+"""Declare settings dataclasses whose fields carry their own check.
+
+A check takes a value and returns it as plain Python, or raises ValueError with a complaint that
+follows `name=value`. Accepts the scalars of Python, numpy and torch; never a bool for a number.
+Loads neither numpy nor torch.
+"""
+
+import dataclasses
+import difflib
+import functools
+import math
+import numbers
+import operator
+from collections.abc import Callable, Iterable, Mapping
+from enum import StrEnum
+from typing import Any, TypeVar
+
+from cb_rollout.errors import RolloutError
+
+T = TypeVar("T")
+Check = Callable[[Any], Any]
+
+
+def setting(default: Any, help_text: str, check: Check, **metadata: Any) -> Any:
+    """Declare a field.
+
+    Args:
+        default: the default; it is never checked.
+        help_text: what the field means, for command lines and the documentation.
+        check: what makes a value plain, or complains about it.
+        **metadata: further entries of the field's metadata.
+    """
+    metadata |= {"help": help_text, "check": check}
+    # A dict has no hash; equal settings hash alike without the fields that are left open.
+    return dataclasses.field(default=default, metadata=metadata, hash=default is not None)
+
+
+def known_fields_only(
+    error: type[RolloutError], synonyms: Mapping[str, str]
+) -> Callable[[type[T]], type[T]]:
+    """Make a keyword dataclass refuse an unknown field with an error that names the right one.
+
+    Args:
+        error: the exception to raise.
+        synonyms: names that other projects use, mapped to ours.
+    """
+
+    def decorate(cls: type[T]) -> type[T]:
+        init = cls.__init__
+        names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
+
+        @functools.wraps(init)
+        def checked(self: T, **given: Any) -> None:
+            for name in given:
+                if name not in names:
+                    close = difflib.get_close_matches(name, names, n=1)
+                    meant = synonyms.get(name) or next(iter(close), None)
+                    hint = f"did you mean {meant!r}?" if meant else f"known: {', '.join(names)}."
+                    raise error(f"{cls.__name__} has no field {name!r}; {hint}")
+            init(self, **given)
+
+        cls.__init__ = checked
+        return cls
+
+    return decorate
+
+
+def check_fields(settings: Any, error: type[RolloutError]) -> None:
+    """Check every field that is not at its default, and keep the plain values.
+
+    Raises:
+        RolloutError: of type `error`; `name=value`, what is wrong, and what to set instead.
+    """
+    for field in dataclasses.fields(settings):
+        value = getattr(settings, field.name)
+        if value is field.default:
+            continue
+        try:
+            plain = field.metadata["check"](value)
+        except ValueError as complaint:
+            raise error(f"{field.name}={value!r} {complaint}.") from None
+        object.__setattr__(settings, field.name, plain)
+
+
+def boolean(value: Any) -> bool:
+    """Accept True or False."""
+    plain = _plain(value)
+    if not isinstance(plain, bool):
+        raise ValueError("is not True or False")
+    return plain
+
+
+def integer(least: int | None = None, advice: str = "", *, may_be_none: bool = False) -> Check:
+    """Accept a whole number, at least `least`."""
+    range_text = "" if least is None else f" >= {least}"
+
+    def check(value: Any) -> int | None:
+        if value is None and may_be_none:
+            return None
+        plain = _plain(value)
+        try:
+            number = None if isinstance(plain, bool) else operator.index(plain)
+        except TypeError:
+            number = None
+        if number is None or (least is not None and number < least):
+            raise ValueError(f"is not a whole number{range_text}{advice}")
+        return number
+
+    return check
+
+
+def number(is_in_range: Callable[[float], bool], complaint: str, *also: Any) -> Check:
+    """Accept a real number in a range, and the values in `also` as they are."""
+
+    def check(value: Any) -> Any:
+        if any(value is other or (value == other and type(value) is type(other)) for other in also):
+            return value
+        plain = _plain(value)
+        is_real = isinstance(plain, numbers.Real) and not isinstance(plain, bool)
+        real = float(plain) if is_real else math.nan
+        if math.isnan(real) or not is_in_range(real):
+            raise ValueError(complaint)
+        return real
+
+    return check
+
+
+def amount(unit: str, default: str | float | None) -> Check:
+    """Accept a finite number >= 0 of some unit, or the default."""
+    complaint = f"is neither {default!r} nor a finite number >= 0 of {unit}"
+    return number(lambda v: 0 <= v < math.inf, complaint, default)
+
+
+def choice(kind: type[StrEnum]) -> Check:
+    """Accept one word of an enum."""
+    return one_of(*(member.value for member in kind), listed=True)
+
+
+def one_of(*values: Any, listed: bool = False) -> Check:
+    """Accept one of a few values; the first is the advice, unless all are `listed`."""
+    complaint = f"is not available; leave it at {values[0]!r}"
+    if listed:
+        complaint = f"is not one of {', '.join(values)}"
+
+    def check(value: Any) -> Any:
+        if value not in values:
+            raise ValueError(complaint)
+        return value
+
+    return check
+
+
+def token_ids(value: Any) -> tuple[int, ...]:
+    """Accept one token id or several, or an array of them; None is none."""
+    if value is None:
+        return ()
+    try:
+        return tuple(map(integer(), value if _is_many(value) else (value,)))
+    except ValueError:
+        raise ValueError("is not made of token ids") from None
+
+
+def token_sequences(value: Any) -> tuple[tuple[int, ...], ...]:
+    """Accept sequences of token ids, none of them empty; None is none."""
+    if value is None:
+        return ()
+    if not _is_many(value) or not all(_is_many(sequence) and len(sequence) for sequence in value):
+        raise ValueError(
+            "is not a sequence of token-id sequences; encode each word with "
+            "tokenizer(word, add_special_tokens=False).input_ids"
+        )
+    return tuple(map(token_ids, value))
+
+
+def strings(value: Any) -> tuple[str, ...]:
+    """Accept one string or several, none of them empty; None is none."""
+    if value is None:
+        return ()
+    many = (value,) if isinstance(value, str) else value
+    if not _is_many(many) or not all(isinstance(text, str) and text for text in many):
+        raise ValueError("is not a text, or several, each not empty")
+    return tuple(many)
+
+
+def biases(largest: float) -> Check:
+    """Accept a dict of token id to a logit bias of at most `largest`; -inf forbids a token."""
+    bias = number(lambda v: abs(v) <= largest or v == -math.inf, "")
+
+    def check(value: Any) -> dict[int, float]:
+        if not isinstance(value, Mapping):
+            raise ValueError("is not a dict of token id to number")
+        plain: dict[int, float] = {}
+        for key, added in value.items():
+            for token in token_ids(key):
+                try:
+                    plain[token] = bias(added)
+                except ValueError:
+                    complaint = f"gives token {token} {added!r}, which is not a finite number"
+                    raise ValueError(f"{complaint}; -inf forbids a token") from None
+        return plain
+
+    return check
+
+
+def callables(value: Any) -> tuple[Any, ...]:
+    """Accept a list or tuple of callables; None is none."""
+    if value is None:
+        return ()
+    if not isinstance(value, list | tuple) or not all(map(callable, value)):
+        raise ValueError("is not a list or tuple of callables; one processor is (processor,)")
+    return tuple(value)
+
+
+def _plain(value: Any) -> Any:
+    """Return a numpy or torch scalar as Python's own number or bool."""
+    return value.item() if getattr(value, "ndim", None) == 0 else value
+
+
+def _is_many(value: Any) -> bool:
+    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
+        return False
+    return getattr(value, "ndim", 1) > 0
