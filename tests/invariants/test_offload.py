@@ -15,7 +15,7 @@ SCARCE = {"block_size": 4, "num_blocks": 24}
 def rollout(model, prompts=PROMPTS, **settings):
     with RolloutGenerator(model, RolloutConfig(seed=0, **settings)) as generator:
         outputs = generator.generate_batch(prompts, sampling_params=PARAMS)
-        store = generator.manager.engine._scheduler._key_store
+        store = generator.manager.engine._scheduler._offloader
         assert getattr(store, "num_bytes", 0) == 0
         assert generator.manager.engine.num_blocks_used == 0
         return list(outputs.values()), generator.metrics()
@@ -64,14 +64,14 @@ def test_kept_keys_of_an_older_policy_are_never_put_back(in_flight):
     config = RolloutConfig(seed=0, **SCARCE, cpu_offload_gib=0.1)
     with RolloutGenerator(tiny_model(), config) as generator:
         manager = generator.manager
-        store = manager.engine._scheduler._key_store
+        store = manager.engine._scheduler._offloader
         manager.start()
         ids = manager.add_requests(PROMPTS, 40, streaming=True, sampling_params=PARAMS)
         while not store.num_bytes:
             assert manager.get_result(timeout=60) is not None
         with manager.pause(in_flight):
             pass
-        store = manager.engine._scheduler._key_store
+        store = manager.engine._scheduler._offloader
         with manager.pause("keep"):
             running = [r for r in manager.engine._scheduler.running if r.has_old_keys]
             for request in running:
@@ -86,7 +86,7 @@ def test_a_cancelled_sequences_keys_are_dropped():
         manager = generator.manager
         manager.start()
         ids = manager.add_requests(PROMPTS, 40, streaming=True, sampling_params=PARAMS)
-        store = manager.engine._scheduler._key_store
+        store = manager.engine._scheduler._offloader
         while not store.num_bytes:
             assert manager.get_result(timeout=60) is not None
         for request_id in ids:

@@ -1,6 +1,7 @@
-"""Which blocks sequences hold: makes room, finds shared prefixes, remembers filled blocks.
+"""Allocate blocks to sequences, match shared prefixes and remember filled blocks.
 
-Joins the block pool, which counts references, with the prefix index, which knows tokens.
+Joins the block pool, which counts references, with the prefix cache, which compares tokens. The
+scheduler calls it, on the engine's thread.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,10 +18,9 @@ class BlockManager:
         """Start with no block.
 
         Args:
-            limits: what may be used.
-            grow: asked for this many more blocks, makes as many as it can and returns how many
-                there are in all.
-            policy_version: under which keys are computed.
+            limits: block size, and whether blocks may be shared and prefixes matched.
+            grow: adds as many of the requested blocks as memory allows; returns the new total.
+            policy_version: the weights under which keys are computed.
         """
         self.limits = limits
         self.policy_version = policy_version
@@ -29,11 +29,11 @@ class BlockManager:
         self._grow = grow
 
     def num_needed(self, num_tokens: int) -> int:
-        """Blocks that hold this many tokens."""
+        """Return the number of blocks that hold this many tokens."""
         return -(-num_tokens // self.limits.block_size)
 
     def secure(self, count: int) -> bool:
-        """Whether `count` blocks are available, after growing if need be."""
+        """Make `count` blocks available, growing the pool if needed; return whether they are."""
         missing = count - self.pool.num_available
         if missing > 0:
             num_blocks = self._grow(missing)
@@ -42,14 +42,10 @@ class BlockManager:
         return count <= self.pool.num_available
 
     def allocate_prompt(self, request: Request, num_spare: int) -> bool:
-        """Give a sequence blocks for all its tokens, known prefixes shared, if there are enough.
+        """Allocate blocks for all tokens of a sequence, sharing those of a known prefix.
 
-        Args:
-            request: gets its blocks, and counts what is computed already.
-            num_spare: blocks that must stay available beside them.
-
-        Returns:
-            Whether it did; if not, nothing is held.
+        Sets the request's blocks and the count of its computed tokens. `num_spare` blocks must stay
+        available. Returns False, with nothing allocated, where there are not enough.
         """
         shared, node = [], 0
         if self.limits.can_match_prefixes:
@@ -65,10 +61,9 @@ class BlockManager:
         return True
 
     def allocate_fork(self, follower: Request, leader: Request, num_spare: int) -> bool:
-        """Share the whole blocks of the leader's prompt with a sequence, and give it its own rest.
+        """Share the full blocks of the leader's prompt with a follower, and allocate its rest.
 
-        Returns:
-            Whether there were enough, `num_spare` beside; if not, nothing is held.
+        `num_spare` and the return value are those of `allocate_prompt`.
         """
         is_sharing = self.limits.can_share_blocks
         num_shared = len(leader.prompt_ids) // self.limits.block_size if is_sharing else 0
@@ -81,11 +76,11 @@ class BlockManager:
         return True
 
     def extend(self, request: Request, num_tokens: int) -> list[tuple[int, int, int]] | None:
-        """Give a seated sequence blocks for so many tokens.
+        """Allocate the blocks that a running sequence lacks to hold this many tokens.
 
         Returns:
-            The new ones, each as table row, index within the sequence, and block; None: there are
-            not enough, and nothing was given.
+            The new blocks as (table row, index within the sequence, block). None, with nothing
+            allocated, where there are not enough.
         """
         num_held = len(request.block_ids)
         num_missing = self.num_needed(num_tokens) - num_held
@@ -97,11 +92,7 @@ class BlockManager:
         return [(request.table_row, index, block) for index, block in new]
 
     def extend_ahead(self, requests: Sequence[Request]) -> list[tuple[int, int, int]] | None:
-        """Give seated sequences a place for one token more than they have.
-
-        Returns:
-            The new blocks, as `extend`; None: there are not enough for all, and nothing was given.
-        """
+        """Allocate a slot for the next token of each running sequence; returns as `extend`."""
         short = [r for r in requests if self.num_needed(r.num_tokens + 1) > len(r.block_ids)]
         if not self.secure(len(short)):
             return None
@@ -113,7 +104,7 @@ class BlockManager:
         return extended
 
     def remember(self, request: Request) -> None:
-        """Offer newly filled blocks to later sequences."""
+        """Add the newly filled blocks of a sequence to the prefix cache."""
         if not self.limits.can_match_prefixes or request.has_old_keys:
             return
         size = self.limits.block_size
@@ -129,6 +120,6 @@ class BlockManager:
             request.num_remembered += 1
 
     def begin_policy_version(self, policy_version: int) -> None:
-        """Nothing computed so far is matched again."""
+        """Clear the prefix cache: no block computed so far is matched again."""
         self.policy_version = policy_version
         self.pool.forget(self.prefixes.clear())

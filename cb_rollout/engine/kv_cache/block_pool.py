@@ -1,24 +1,21 @@
-"""Which KV cache blocks are free, shared, or idle but worth remembering.
-
-Owns reference counts. Knows neither tokens nor tensors.
-"""
+"""Count the references to KV cache blocks. Holds neither tokens nor tensors."""
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 
+# Never allocated, always zeros: padding reads it.
 NULL_BLOCK = 0
-# Padding reads it; it is never allocated and always holds zeros.
 
 
 class BlockPool:
     """Blocks `1 .. num_blocks`, each free, in use by `n` sequences, or idle.
 
-    An idle block is in use by nobody but remembered: it can be shared again as it is, or taken for
-    something else, the one idle longest first.
+    An idle block has no reference but is remembered: it can be shared again as it is, or be evicted
+    for other contents, the longest idle first.
     """
 
     def __init__(self, num_blocks: int, on_evict: Callable[[int], None]) -> None:
-        """Start with every block free; `on_evict` is told of a remembered block that is taken."""
+        """Start with every block free; `on_evict` is called with each evicted block."""
         self.num_blocks = num_blocks
         self._on_evict = on_evict
         self._free = deque(range(1, num_blocks + 1))
@@ -28,7 +25,7 @@ class BlockPool:
 
     @property
     def num_available(self) -> int:
-        """Blocks that `allocate` can hand out."""
+        """Blocks that `allocate` can return."""
         return len(self._free) + len(self._idle)
 
     @property
@@ -37,7 +34,7 @@ class BlockPool:
         return self.num_blocks - self.num_available
 
     def allocate(self, count: int) -> list[int]:
-        """Take `count` blocks, each with one reference; the caller checked `num_available`."""
+        """Return `count` blocks with one reference each; the caller checks `num_available`."""
         assert count <= self.num_available, "allocate more blocks than there are"
         return [self._take() for _ in range(count)]
 
@@ -59,7 +56,7 @@ class BlockPool:
             self._reference_counts[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Drop a reference; a block without one becomes idle if remembered, else free."""
+        """Drop a reference; a block without one becomes idle if remembered, otherwise free."""
         for block in blocks:
             self._reference_counts[block] -= 1
             assert self._reference_counts[block] >= 0, f"block {block} released twice"

@@ -1,4 +1,4 @@
-"""Where in the pages each sequence lies, as one tensor that a forward can index.
+"""Map token positions of sequences to slots of the pages.
 
 B: rows, S: tokens of the longest row.
 """
@@ -10,20 +10,19 @@ from cb_rollout.engine.memory import device as devices
 
 
 class BlockTable:
-    """Which blocks each table row's sequence lies in, as one tensor that a forward can index."""
+    """The blocks of each running sequence, as one tensor that a forward indexes by table row."""
 
     def __init__(self, num_table_rows: int, block_size: int, device: torch.device) -> None:
-        """Start with every table row empty."""
         self.block_size = block_size
         self._blocks = torch.full((num_table_rows, 8), NULL_BLOCK, dtype=torch.int64, device=device)
 
     @property
     def blocks(self) -> torch.Tensor:
-        """int64, `[table rows, blocks of the longest]`; widening moves it."""
+        """int64, `[table rows, blocks of the longest sequence]`; widening reallocates it."""
         return self._blocks
 
     def write(self, entries: list[tuple[int, int, int]]) -> None:
-        """Set blocks, each given as table row, index within the sequence, and block."""
+        """Set entries, each (table row, index within the sequence, block)."""
         if not entries:
             return
         table_rows, indices, blocks = devices.to_device(entries, self._blocks.device).unbind(1)
@@ -32,7 +31,7 @@ class BlockTable:
         self._blocks[table_rows, indices] = blocks
 
     def slots(self, table_rows_B: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Where in the pages each row's token positions (`[B]` or `[B, S]`) lie."""
+        """Return the slots, in the pages, of each row's token positions, `[B]` or `[B, S]`."""
         rows = table_rows_B[:, None] if positions.dim() == 2 else table_rows_B
         blocks = self._blocks[rows, positions // self.block_size]
         return blocks * self.block_size + positions % self.block_size

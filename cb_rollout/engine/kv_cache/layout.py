@@ -1,4 +1,4 @@
-"""Describe what each layer of a model stores between forwards: shapes, dtypes and bytes."""
+"""Describe the tensors that each layer of a model stores between forwards."""
 
 from dataclasses import dataclass
 
@@ -7,83 +7,83 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class StateShape:
-    """One tensor that a layer keeps: its shape for one token or for one sequence, and its dtype."""
+    """Shape, for one token or one sequence, and dtype of a tensor that a layer stores."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     @property
     def num_elements(self) -> int:
-        """Elements of one such tensor."""
+        """Number of elements."""
         return torch.Size(self.shape).numel()
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of one such tensor."""
+        """Size in bytes."""
         return self.num_elements * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class LayerStates:
-    """What one layer keeps."""
+    """The tensors that one layer stores."""
 
     keys: StateShape | None = None
-    """Heads x size, for each token; None: the layer stores no keys (shared, recurrent, or none)."""
+    """Heads x size of a token's keys; None: the layer is recurrent, or shares another's."""
     values: StateShape | None = None
     index: StateShape | None = None
-    """Heads x size of what a sparse attention ranks its tokens by, for each token."""
+    """Heads x size of a token's index, by which sparse attention ranks tokens."""
     num_index_positions: int = 0
-    """Positions of each token that a sparse attention keeps beside its index; 0: it keeps none."""
+    """Positions that sparse attention stores for each token beside its index."""
     conv: tuple[StateShape | None, ...] = ()
     """Convolution states of one sequence."""
     recurrent: tuple[StateShape | None, ...] = ()
-    """Recurrent states of one sequence; None where the layer leaves that one unused."""
+    """Recurrent states of one sequence; None: the layer leaves that one unused."""
     window: int | None = None
-    """Newest tokens that transformers' own cache would keep; None: all."""
+    """Newest tokens that transformers' own cache keeps; None: all."""
 
     @property
     def per_token(self) -> tuple[StateShape, ...]:
-        """What is kept of every token: keys and values, and an index where there is one."""
+        """Tensors stored for each token: keys, values, and an index where there is one."""
         return tuple(s for s in (self.keys, self.values, self.index) if s)
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes that grow with every cached token."""
+        """Bytes of each cached token."""
         return sum(s.num_bytes for s in self.per_token)
 
     @property
     def bytes_per_sequence(self) -> int:
-        """Bytes of fixed-size states."""
+        """Bytes of the fixed-size states of one sequence."""
         return sum(s.num_bytes for s in (*self.conv, *self.recurrent) if s)
 
     @property
     def is_recurrent(self) -> bool:
-        """Whether the layer keeps a state that only whole sequences can hand over."""
+        """Whether the layer stores a recurrent or convolution state, which no prefix can share."""
         return bool(self.conv or self.recurrent)
 
 
 @dataclass(frozen=True, slots=True)
 class CacheLayout:
-    """What every layer keeps, in order."""
+    """The tensors that a model's layers store, in order."""
 
     layers: tuple[LayerStates, ...]
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes that every cached token takes, over all layers."""
+        """Bytes of each cached token, over all layers."""
         return sum(layer.bytes_per_token for layer in self.layers)
 
     @property
     def bytes_per_sequence(self) -> int:
-        """Bytes of fixed-size states that every running sequence takes, over all layers."""
+        """Bytes of the fixed-size states of one sequence, over all layers."""
         return sum(layer.bytes_per_sequence for layer in self.layers)
 
     @property
     def has_keys(self) -> bool:
-        """Whether any layer keeps something of every token."""
+        """Whether any layer stores keys."""
         return any(layer.keys for layer in self.layers)
 
     @property
     def is_recurrent(self) -> bool:
-        """Whether any layer keeps a recurrent state."""
+        """Whether any layer stores a recurrent state."""
         return any(layer.is_recurrent for layer in self.layers)

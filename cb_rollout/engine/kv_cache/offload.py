@@ -1,8 +1,6 @@
-"""What becomes of the keys of preempted sequences: by default they are forgotten.
+"""Keep the keys of preempted sequences in system memory until they run again.
 
-Keys of preempted sequences, kept in host memory until these run again.
-
-Only keys of the current policy are kept, for models that continue from keys alone.
+Keeps only keys of the current policy, for models without recurrent states. The scheduler calls it.
 """
 
 from dataclasses import dataclass
@@ -15,24 +13,24 @@ from cb_rollout.engine.request import Request
 
 
 class NoOffload:
-    """Keeps nothing: whoever resumes computes its keys anew."""
+    """Keep nothing: a resumed sequence computes its keys again."""
 
     def save(self, request: Request) -> None:
-        """A sequence is about to lose its blocks."""
+        """Copy the keys of a sequence that is about to lose its blocks."""
 
     def restore(self, request: Request) -> None:
-        """A sequence was given blocks again; what is put back into them counts as computed."""
+        """Write saved keys into a sequence's new blocks, and count them as computed."""
 
     def drop(self, request: Request) -> None:
-        """A sequence ended."""
+        """Delete the keys of a sequence that ended."""
 
     def clear(self) -> None:
-        """The policy ended under which keys were computed."""
+        """Delete all keys: the policy that computed them has ended."""
 
 
 @dataclass(slots=True)
-class _Kept:
-    """Whole blocks of one sequence, a tensor for each of the cache's."""
+class _SavedBlocks:
+    """Whole blocks of one sequence: a tensor for each of the cache's."""
 
     num_computed: int
     blocks: list[torch.Tensor]
@@ -43,20 +41,19 @@ class _Kept:
 
 
 class KVOffloader(NoOffload):
-    """Takes blocks out of a cache and puts them back into others."""
+    """Copy blocks to system memory and back, up to `max_bytes` at once."""
 
     def __init__(self, storage: CacheStorage, block_size: int, max_bytes: int) -> None:
-        """Keep nothing yet, and at most `max_bytes` at once."""
         self._storage, self._block_size, self._max_bytes = storage, block_size, max_bytes
-        self._kept: dict[str, _Kept] = {}
+        self._saved: dict[str, _SavedBlocks] = {}
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all that is kept."""
-        return sum(kept.num_bytes for kept in self._kept.values())
+        """Bytes of all saved blocks."""
+        return sum(saved.num_bytes for saved in self._saved.values())
 
     def save(self, request: Request) -> None:
-        """Copy what a sequence has in the cache, if there is room and others may not rely on it."""
+        """Copy the computed blocks of a sequence, if they fit and are of the current policy."""
         if request.has_old_keys:
             return
         num_blocks = -(-request.num_computed // self._block_size)
@@ -66,28 +63,27 @@ class KVOffloader(NoOffload):
             return
         block_ids = request.block_ids[:num_blocks]
         blocks = [self._blocks(p).index_select(0, _index(block_ids, p)).cpu() for p in pages]
-        self._kept[request.request_id] = _Kept(request.num_computed, blocks)
+        self._saved[request.request_id] = _SavedBlocks(request.num_computed, blocks)
 
     def restore(self, request: Request) -> None:
-        """Put a sequence's keys into its new blocks, beside those that it shares already."""
-        kept = self._kept.pop(request.request_id, None)
-        if kept is None or kept.num_computed <= request.num_computed:
+        """Write saved keys into a sequence's new blocks, after those of a shared prefix."""
+        saved = self._saved.pop(request.request_id, None)
+        if saved is None or saved.num_computed <= request.num_computed:
             return
         first = request.num_computed // self._block_size
-        num_blocks = kept.blocks[0].shape[0]
-        block_ids = request.block_ids[first:num_blocks]
-        for pages, blocks in zip(self._storage.cache.tensors, kept.blocks, strict=True):
+        block_ids = request.block_ids[first : saved.blocks[0].shape[0]]
+        for pages, blocks in zip(self._storage.cache.tensors, saved.blocks, strict=True):
             target = self._blocks(pages)
             target.index_copy_(0, _index(block_ids, pages), blocks[first:].to(pages.device))
-        request.num_computed = kept.num_computed
+        request.num_computed = saved.num_computed
 
     def drop(self, request: Request) -> None:
-        """Forget a sequence that ended."""
-        self._kept.pop(request.request_id, None)
+        """Delete the keys of a sequence that ended."""
+        self._saved.pop(request.request_id, None)
 
     def clear(self) -> None:
-        """Forget all: their policy is over."""
-        self._kept.clear()
+        """Delete all keys: the policy that computed them has ended."""
+        self._saved.clear()
 
     def _blocks(self, pages_NF: torch.Tensor) -> torch.Tensor:
         return pages_NF.view(-1, self._block_size, pages_NF.shape[1])

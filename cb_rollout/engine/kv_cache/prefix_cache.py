@@ -1,8 +1,8 @@
-"""Which block already holds the keys of a prefix, and under which policy they were computed.
+"""Find the blocks that hold the keys of a prefix.
 
-A prefix is a chain of full blocks. Each link is looked up by the policy version, the link before it
-and the block's own tokens, all compared exactly: no hash can collide, and a prefix of another
-policy version is a different key, so it cannot be matched whoever still holds its block.
+A prefix is a chain of full blocks. A link is keyed by the policy version, its parent link and the
+block's tokens, all compared exactly: no hash can collide, and a prefix of another policy version is
+never matched, even while a sequence still holds its block.
 """
 
 from collections.abc import Sequence
@@ -20,10 +20,9 @@ class PrefixKey(NamedTuple):
 
 
 class PrefixCache:
-    """Maps chains of full blocks to the blocks that hold them."""
+    """Chains of full blocks, by policy version and tokens."""
 
     def __init__(self, block_size: int) -> None:
-        """Start empty."""
         self._block_size = block_size
         self._links: dict[PrefixKey, tuple[int, int]] = {}
         self._key_of_block: dict[int, PrefixKey] = {}
@@ -33,10 +32,10 @@ class PrefixCache:
         return len(self._links)
 
     def match(self, policy_version: int, token_ids: Sequence[int]) -> tuple[list[int], int]:
-        """The longest known chain of `token_ids`, short of its last token, which must be computed.
+        """Match the longest known chain; the last token never matches, as it must be computed.
 
         Returns:
-            The blocks that hold it, and its last node.
+            The blocks of the chain, and its last node.
         """
         size, node = self._block_size, ROOT
         blocks = []
@@ -54,7 +53,7 @@ class PrefixCache:
         """Add the link of one full block.
 
         Returns:
-            The link's node, and whether `block` is what holds it (else another block already did).
+            The link's node, and whether `block` holds it: False if another block already does.
         """
         key = PrefixKey(policy_version, parent, tuple(token_ids))
         if key in self._links:
@@ -69,7 +68,7 @@ class PrefixCache:
         del self._links[self._key_of_block.pop(block)]
 
     def clear(self) -> list[int]:
-        """Remove every link, returning the blocks that held them."""
+        """Remove every link; return the blocks that held them."""
         blocks = list(self._key_of_block)
         self._links.clear()
         self._key_of_block.clear()

@@ -1,13 +1,10 @@
-"""Recurrent and convolution states: of fixed size, one table row a sequence.
+"""Store recurrent and convolution states: of fixed size, one table row for each sequence.
 
-They are gathered for a forward and put back after it. Neither shared nor paged: a fork copies them.
+They are gathered before a forward and stored after it. They are neither shared nor paged: a fork
+copies them. Where a model takes no transformers `Cache`, `OpaqueStateAdapter` moves them between
+the object of its own and the table rows.
 
 B: rows.
-
-States in an object of a model's own making, where it takes no transformers `Cache`.
-
-Such an object is a list, tuple, dict or plain instance that nests tensors, those with one row a
-sequence in front. They are kept in table rows like other recurrent states.
 """
 
 import copy
@@ -23,10 +20,9 @@ from cb_rollout.errors import ConfigurationError
 
 
 class StateLayer(LinearAttentionLayer):
-    """Convolution and recurrent states of one layer, one table row a sequence."""
+    """Convolution and recurrent states of one layer."""
 
     def __init__(self, states: LayerStates, num_table_rows: int, device: torch.device) -> None:
-        """Allocate `num_table_rows` table rows."""
         LinearAttentionLayer.__init__(self, number_of_states=len(states.conv))
         self.states = {
             "conv_states": [_allocated(shape, num_table_rows, device) for shape in states.conv],
@@ -35,8 +31,13 @@ class StateLayer(LinearAttentionLayer):
             ],
         }
 
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Return the states of all table rows, a tensor for each state that the layer uses."""
+        return [s for states in self.states.values() for s in states if s is not None]
+
     def load(self, table_rows_B: torch.Tensor | None) -> None:
-        """Hold the rows' states for the coming forward; None: the rows start anew."""
+        """Gather the rows' states for the coming forward; None: the rows have no history."""
         LinearAttentionLayer.__init__(self, number_of_states=self.number_of_states)
         if table_rows_B is None:
             return
@@ -50,7 +51,7 @@ class StateLayer(LinearAttentionLayer):
                 self.has_previous_state[index] = True
 
     def save(self, table_rows_B: torch.Tensor) -> None:
-        """Put the rows' states back after the forward."""
+        """Store the rows' states after the forward."""
         for name, all_states in self.states.items():
             for index, states in enumerate(all_states):
                 if states is not None:
@@ -65,18 +66,26 @@ def _allocated(
     return torch.zeros(num_table_rows, *shape.shape, dtype=shape.dtype, device=device)
 
 
+# More than one, to tell a tensor with a row for each sequence from one that all share.
 PROBE_ROWS = 2
-# Tells a tensor with a row for each sequence from one that all share.
 
 
 class OpaqueStateAdapter:
-    """Takes the states out of a model's own object, and puts them in again."""
+    """Move recurrent states out of and into the object in which a model returns them.
+
+    The object is a list, tuple, dict or plain instance that nests tensors. Those whose first
+    dimension is the rows are states; all others are the same for every sequence.
+    """
 
     def __init__(self, short: object, long: object) -> None:
-        """Learn from what the model made for `PROBE_ROWS` rows, of few and of more tokens.
+        """Read the states' shapes from two of the model's objects.
+
+        Args:
+            short: returned by a forward of `PROBE_ROWS` rows of one token.
+            long: returned by a forward of `PROBE_ROWS` rows of several tokens.
 
         Raises:
-            ConfigurationError: what it keeps grows with the tokens, or it keeps nothing.
+            ConfigurationError: there are no states, or they grow with the tokens.
         """
         self._template = long
         states, later = _states(short), _states(long)
@@ -88,16 +97,16 @@ class OpaqueStateAdapter:
         shapes = tuple(StateShape(tuple(s.shape[1:]), s.dtype) for s in later)
         self.layout = CacheLayout((LayerStates(conv=(None,) * len(shapes), recurrent=shapes),))
 
-    def given(self, layer: StateLayer) -> object:
-        """The rows' states as the model takes them; None where they start anew."""
+    def inserted(self, layer: StateLayer) -> object:
+        """Return the rows' states in an object as the model takes it; None: there is no history."""
         if not layer.has_previous_state[0]:
             return None
         states = iter([s for s in layer.recurrent_states.values() if s is not None])
         return _mapped(self._template, lambda s: next(states) if _is_state(s) else s.clone())
 
-    def take(self, layer: StateLayer, made: object, num_rows: int) -> None:
-        """Keep what a forward of `num_rows` rows left."""
-        for index, states in enumerate(_states(made, num_rows)):
+    def extract(self, layer: StateLayer, returned: object, num_rows: int) -> None:
+        """Move the states from the object that a forward of `num_rows` rows returned."""
+        for index, states in enumerate(_states(returned, num_rows)):
             layer.recurrent_states[index] = states
 
 
@@ -118,7 +127,7 @@ def _states(nest: object, num_rows: int = PROBE_ROWS) -> list[torch.Tensor]:
 
 
 def _mapped(nest: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """The nest with the function applied to every tensor."""
+    """Return a copy of the nest with the function applied to every tensor."""
     if isinstance(nest, torch.Tensor):
         return function(nest)
     if isinstance(nest, list | tuple):

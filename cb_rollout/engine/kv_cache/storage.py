@@ -1,12 +1,9 @@
-"""GPU memory given back and taken again at the same addresses, so that CUDA graphs stay valid.
+"""Allocate, grow and release the cache's tensors, within the memory plan.
 
-The only file that imports torch_memory_saver, which is no dependency. It ends the process where it
-is asked wrongly: to resume what there is no memory for, or to free what is paused. So callers look
-at what is free first, and whatever is paused is kept from being freed.
-
-The cache's tensors: allocated when needed, within the plan, and given back.
-
-Owns when memory is taken. What lies where is the cache's affair.
+With torch_memory_saver, an optional dependency that only this file imports, released GPU memory is
+allocated again at the same addresses, so that CUDA graphs stay valid. That library ends the process
+on misuse: resuming a pool that does not fit, or freeing a paused one. So free memory is checked
+first, and a reference to each paused pool is held.
 """
 
 import importlib
@@ -31,62 +28,58 @@ from cb_rollout.errors import OutOfCacheMemoryError
 
 logger = logging.getLogger(__name__)
 
+# Each pool has a tag of its own: memory of a paused one must not serve another.
 _numbers = itertools.count()
-# A tag for each pool: memory of a paused one must not serve another.
 
+# The paused pools, by tag.
 _PAUSED: dict[str, object] = {}
-# What is paused, by tag, for as long as it is.
 
 
 class MemorySaver:
-    """Pauses pools of one process."""
+    """Pause and resume memory pools through torch_memory_saver's interface."""
 
     def __init__(self, library: Any) -> None:
-        """Use torch_memory_saver's interface."""
         self._library = library
 
     @contextmanager
     def allocating(self) -> Iterator[str]:
-        """What is allocated inside can be paused, under the tag that this gives."""
+        """Make tensors allocated inside pausable, under the tag that is yielded."""
         tag = f"cb_rollout_{os.getpid()}_{next(_numbers)}"
         with self._library.region(tag=tag):
             yield tag
 
     def pause(self, tag: str, pool: object) -> None:
-        """Give the memory of `pool` back; its contents are lost, its addresses kept."""
+        """Release the memory of `pool`: its contents are lost, its addresses kept."""
         _PAUSED[tag] = pool
         self._library.pause(tag)
 
     def resume(self, tag: str) -> Any:
-        """Take the memory again, of which there must be enough; returns the pool."""
+        """Allocate a pool's memory again, of which there must be enough; return the pool."""
         self._library.resume(tag)
         return _PAUSED.pop(tag)
 
 
 def create_saver(device: torch.device) -> MemorySaver | None:
-    """What keeps addresses on `device`; None where nothing does."""
+    """Return the memory saver for `device`; None: there is none."""
     if device.type != "cuda" or importlib.util.find_spec("torch_memory_saver") is None:
         return None
     library: Any = importlib.import_module("torch_memory_saver").torch_memory_saver
     try:
         if "torch_memory_saver" not in os.environ.get("LD_PRELOAD", ""):
-            # Its other way needs a library loaded before Python is.
+            # The other mode needs a library that is loaded before Python.
             library.hook_mode = "torch"
         with library.region(tag="cb_rollout_trial"):
             torch.zeros(1, device=device)
     except (AssertionError, AttributeError, ImportError, OSError, RuntimeError) as error:
         logger.warning(
-            "torch_memory_saver cannot be used (%s); the cache will be made anew.", error
+            "torch_memory_saver cannot be used (%s); the cache will be allocated anew.", error
         )
         return None
     return MemorySaver(library)
 
 
-logger = logging.getLogger(__name__)
-
-
 class CacheStorage:
-    """A paged cache and its block table, for as long as they are needed."""
+    """A paged cache and its block table, allocated and released as the engine needs them."""
 
     def __init__(
         self,
@@ -96,38 +89,39 @@ class CacheStorage:
         device: torch.device,
         saver: MemorySaver | None = None,
     ) -> None:
-        """Hold nothing yet; `saver` keeps addresses while memory is given back."""
+        """Allocate nothing yet; `saver` keeps addresses while memory is released."""
         self._layout, self._limits, self._plan, self._device = layout, limits, plan, device
         self._saver = saver
         self._num_blocks = 0
         self._held: tuple[PagedCache, BlockTable] | None = None
         self._tag: str | None = None
+        # Blocks and table rows of the paused pool.
         self._paused: tuple[int, int] | None = None
 
     @property
     def is_allocated(self) -> bool:
-        """Whether memory is held."""
+        """Return whether memory is allocated."""
         return self._held is not None
 
     @property
     def cache(self) -> PagedCache:
-        """The cache, which must be allocated."""
+        """Return the cache, which must be allocated."""
         assert self._held is not None
         return self._held[0]
 
     @property
     def table(self) -> BlockTable:
-        """The block table, which must be allocated."""
+        """Return the block table, which must be allocated."""
         assert self._held is not None
         return self._held[1]
 
     @property
     def num_bytes(self) -> int:
-        """Bytes held for keys, values and states."""
+        """Return the bytes of keys, values and states."""
         return self.cache.num_bytes if self._held else 0
 
     def release(self, limits: Limits, plan: MemoryPlan) -> None:
-        """Give the memory back, and follow another plan from now on."""
+        """Release the memory; the next allocation follows these limits and this plan."""
         if self._held is not None:
             if self._saver is not None and self._tag is not None:
                 self._saver.pause(self._tag, self.cache)
@@ -137,14 +131,14 @@ class CacheStorage:
         self._limits, self._plan = limits, plan
 
     def allocate(self, num_blocks: int, at_least: int = 1) -> int:
-        """Take memory for `num_blocks` blocks, or as many as there are; returns how many.
+        """Allocate `num_blocks` blocks, or as many as fit; return the number allocated.
 
         Args:
             num_blocks: what the workload can use; the plan may allow less, or fix another number.
-            at_least: where there is less memory than that, fewer are taken, down to this.
+            at_least: fewer blocks than this are an error.
 
         Raises:
-            OutOfCacheMemoryError: there is not even that much.
+            OutOfCacheMemoryError: there is no memory for `at_least` blocks.
         """
         wanted = self._plan.num_blocks
         if not self._plan.is_fixed:
@@ -155,7 +149,7 @@ class CacheStorage:
             if num_blocks < at_least:
                 raise self._out_of_memory(at_least)
             try:
-                cache = self._woken(num_blocks) or self._made(num_blocks)
+                cache = self._resumed(num_blocks) or self._allocated(num_blocks)
                 break
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
@@ -182,25 +176,22 @@ class CacheStorage:
         return num_blocks
 
     def _num_affordable(self, other_bytes: int = 0) -> int:
-        """Blocks that fit what is free now, beside something else.
-
-        A CPU grants more than it has, and ends the process that uses it.
-        """
+        # A CPU allocates more than it has, and ends the process that uses it.
         free = devices.memory(self._device).free_bytes - other_bytes
         return max(0, free) // max(1, self._plan.bytes_per_block)
 
-    def _woken(self, num_blocks: int) -> PagedCache | None:
-        """The paused pool of this size, at its old addresses; None where there is none."""
+    def _resumed(self, num_blocks: int) -> PagedCache | None:
+        """Return the paused pool at its old addresses, if it is of this size."""
         size = (num_blocks, self._limits.max_requests)
         if self._saver is None or self._tag is None or self._paused != size:
             return None
         self._paused = None
         cache: PagedCache = self._saver.resume(self._tag)
-        for tensor in cache.tensors:  # what was in them is lost
+        for tensor in cache.tensors:
             tensor.zero_()
         return cache
 
-    def _made(self, num_blocks: int) -> PagedCache:
+    def _allocated(self, num_blocks: int) -> PagedCache:
         self._tag = self._paused = None
         if self._saver is None:
             return self._new(num_blocks)
@@ -219,9 +210,9 @@ class CacheStorage:
         )
 
     def grow(self, count: int, usable: int) -> int:
-        """Make room for `count` more blocks, or as many as there are; returns the total.
+        """Allocate `count` more blocks, or as many as fit; return the total.
 
-        Twice as many are taken, so that growing stays rare, but never more than `usable`.
+        The total is doubled, so that growing stays rare, but never beyond `usable`.
         """
         now = self._num_blocks
         target = min(self._plan.num_blocks, max(2 * now, now + count), max(usable, now + count))
@@ -237,7 +228,8 @@ class CacheStorage:
                 target = (now + target) // 2
             else:
                 self._num_blocks = target
-                self._tag = None  # the new pages lie elsewhere
+                # The new pages are outside the pausable pool.
+                self._tag = None
                 break
         return self._num_blocks
 

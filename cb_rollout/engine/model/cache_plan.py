@@ -8,7 +8,7 @@ from cb_rollout.compat import transformers as hf_compat
 from cb_rollout.config.enums import KvDtype
 from cb_rollout.config.rollout import RolloutConfig
 from cb_rollout.engine.kv_cache.layout import CacheLayout
-from cb_rollout.engine.kv_cache.paged import in_float8
+from cb_rollout.engine.kv_cache.paged import float8_layout
 from cb_rollout.engine.memory import device as devices
 from cb_rollout.engine.memory.plan import GIB, MemoryPlan, TrainingBytes, create_memory_plan
 from cb_rollout.engine.memory.training import TrainingMemory
@@ -50,7 +50,7 @@ def kept_layout(layout: CacheLayout, config: RolloutConfig, device: torch.device
             f"kv_dtype={config.kv_dtype!r}: this model keeps no keys and values; leave it at "
             "'auto'."
         )
-    return in_float8(layout)
+    return float8_layout(layout)
 
 
 def plan_memory(

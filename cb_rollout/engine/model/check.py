@@ -71,7 +71,7 @@ def check_model(
             ) from failure
         layout, failure = _attempt(runner.probe)
         if layout is None:
-            layout, _ = _attempt(runner.probe_carried)
+            layout, _ = _attempt(runner.probe_opaque_states)
         if layout is None:
             raise ConfigurationError(
                 f"{name} does not take transformers' own cache ({said(failure)}); roll it out "

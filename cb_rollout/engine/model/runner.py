@@ -20,7 +20,7 @@ from cb_rollout.engine.attention.backend import select_backend
 from cb_rollout.engine.attention.gathered import BatchedAttention, attending
 from cb_rollout.engine.kv_cache.block_table import BlockTable
 from cb_rollout.engine.kv_cache.layout import CacheLayout
-from cb_rollout.engine.kv_cache.paged import PADDING_SLOT, PagedCache, Step
+from cb_rollout.engine.kv_cache.paged import PADDING_SLOT, PagedCache, SlotMapping
 from cb_rollout.engine.kv_cache.recurrent import PROBE_ROWS, OpaqueStateAdapter, StateLayer
 from cb_rollout.engine.memory import device as devices
 from cb_rollout.engine.model.eval_mode import eval_mode
@@ -62,7 +62,7 @@ class ModelRunner:
         self._autocast_dtype = autocast_dtype
         self._names = hf_compat.forward_argument_names(model)
         self._passes_on = hf_compat.forward_passes_on(model)
-        self._carried: OpaqueStateAdapter | None = None
+        self._opaque_states: OpaqueStateAdapter | None = None
         self.backend_selection = select_backend(self.device)
         self.attention_backend: AttentionBackend | None = None
         """Runs decode steps without a gather; None: their history is gathered."""
@@ -80,7 +80,7 @@ class ModelRunner:
         def forward(input_ids: torch.Tensor, cache: Cache) -> object:
             return self.forward(input_ids.to(self.device), None, None, cache)
 
-        self._carried = None
+        self._opaque_states = None
         with eval_mode(self.model):
             return probe(self.model.config, forward)
 
@@ -92,7 +92,7 @@ class ModelRunner:
             return False
         return True
 
-    def probe_carried(self) -> CacheLayout:
+    def probe_opaque_states(self) -> CacheLayout:
         """Learn what a model that takes no transformers cache carries in an object of its own."""
         with eval_mode(self.model):
             made = [
@@ -100,8 +100,8 @@ class ModelRunner:
                 for row in ([0], [0] * PROBE_TOKENS)
             ]
         short, long = (getattr(output, self._cache_argument, None) for output in made)
-        self._carried = OpaqueStateAdapter(short, long)
-        return self._carried.layout
+        self._opaque_states = OpaqueStateAdapter(short, long)
+        return self._opaque_states.layout
 
     def check_weights(self) -> None:
         """Forget what relies on weights that no longer are where they were."""
@@ -191,7 +191,7 @@ class ModelRunner:
             )
             write_tokens = is_new_BQ.view(-1).nonzero()[:, 0]
             slots_BQ = slots_BQ[write_tokens]
-        step = Step(
+        mapping = SlotMapping(
             num_cached=S - Q,
             table_rows_B=table_rows_B,
             write_tokens=write_tokens,
@@ -201,7 +201,7 @@ class ModelRunner:
             else table.slots(table_rows_B, positions_BS).masked_fill(~is_token_BS, PADDING_SLOT),
             positions_BS=positions_BS,
         )
-        cache.begin(step, is_fresh)
+        cache.begin(mapping, is_fresh)
         mask_BS = is_token_BS.to(torch.int64)
         if not cache.layout.has_keys:
             mask_BS = mask_BS[:, S - Q :]
@@ -209,7 +209,7 @@ class ModelRunner:
             positions_BQ = None
         with attending(BatchedAttention()) if self._attends_batched(Q) else nullcontext():
             logits_BV = self.forward(input_ids_BQ, mask_BS, positions_BQ, cache)
-        cache.end(step)
+        cache.end(mapping)
         assert logits_BV.shape[0] == B
         return logits_BV
 
@@ -265,15 +265,15 @@ class ModelRunner:
         known = {name: value for name, value in arguments.items() if name in self._names}
         if self._passes_on and positions_BQ is not None:
             known["position_ids"] = positions_BQ
-        if self._carried is None:
+        if self._opaque_states is None:
             known[self._cache_argument] = cache
             return self._run(input_ids_BQ, known).logits[:, -1].float()
         layer = cache.layers[0]
         assert isinstance(layer, StateLayer)
-        known[self._cache_argument] = self._carried.given(layer)
+        known[self._cache_argument] = self._opaque_states.inserted(layer)
         output = self._run(input_ids_BQ, known)
         made = getattr(output, self._cache_argument)
-        self._carried.take(layer, made, num_rows=input_ids_BQ.shape[0])
+        self._opaque_states.extract(layer, made, num_rows=input_ids_BQ.shape[0])
         return output.logits[:, -1].float()
 
     def _run(

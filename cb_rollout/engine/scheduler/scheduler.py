@@ -75,7 +75,7 @@ class Scheduler:
         counters: EngineCounters,
         grow: Callable[[int], int],
         policy_version: int = 0,
-        key_store: NoOffload | None = None,
+        offloader: NoOffload | None = None,
     ) -> None:
         """Start empty, with no block.
 
@@ -85,10 +85,10 @@ class Scheduler:
             grow: asked for this many more blocks, makes as many as it can and returns how many
                 there are in all.
             policy_version: under which keys are computed.
-            key_store: may keep the keys of preempted sequences; None: they are computed anew.
+            offloader: may keep the keys of preempted sequences; None: they are computed anew.
         """
         self.limits = limits
-        self._key_store = key_store or NoOffload()
+        self._offloader = offloader or NoOffload()
         self.blocks = BlockManager(limits, grow, policy_version)
         self.pool = self.blocks.pool
         self.waiting = WaitingQueue()
@@ -153,7 +153,7 @@ class Scheduler:
             return None
         self.waiting.take()
         self._seat(leader)
-        self._key_store.restore(leader)
+        self._offloader.restore(leader)
         self._counters.prefill_tokens_saved += leader.num_computed
         prefill = Prefill(leader)
         self._admit_followers(prefill)
@@ -236,7 +236,7 @@ class Scheduler:
             if self.blocks.num_needed(request.num_tokens) > len(request.block_ids):
                 blocks = self.blocks.extend(request, request.num_tokens)
                 if blocks is None:
-                    self._key_store.save(self.running[-1])
+                    self._offloader.save(self.running[-1])
                     self.preempt([self.running[-1]])
                     continue
                 extended += blocks
@@ -270,7 +270,7 @@ class Scheduler:
         A waiting one is passed over when its turn comes.
         """
         assert request.status.is_final
-        self._key_store.drop(request)
+        self._offloader.drop(request)
         if request.table_row == NO_TABLE_ROW:
             self.waiting.note_ended()
             return
@@ -291,7 +291,7 @@ class Scheduler:
         Running sequences go on with the keys they have (`keep_keys`), which no other sequence will
         share, or are computed anew; unfinished prompts always are.
         """
-        self._key_store.clear()
+        self._offloader.clear()
         if keep_keys:
             for request in self.running:
                 request.has_old_keys = True

@@ -6,7 +6,16 @@ from transformers.cache_utils import DummyLayer
 
 from cb_rollout.engine.kv_cache.block_table import BlockTable
 from cb_rollout.engine.kv_cache.layout import CacheLayout, LayerStates, StateShape
-from cb_rollout.engine.kv_cache.paged import PADDING_SLOT, PagedCache, Step
+from cb_rollout.engine.kv_cache.paged import (
+    FLOAT8,
+    LARGEST_FLOAT8,
+    PADDING_SLOT,
+    PagedCache,
+    SlotMapping,
+    float8_layout,
+    from_float8_bytes,
+    to_float8_bytes,
+)
 
 CPU = torch.device("cpu")
 HEADS, KEY_SIZE, VALUE_SIZE = 2, 3, 5
@@ -35,8 +44,8 @@ def table_of(blocks_of_rows, block_size=2):
     return table
 
 
-def step_of(blocks_of_rows, block_size, lengths, num_new):
-    """Where each row's tokens lie, in plain arithmetic; rows are the table rows 0, 1, ..."""
+def mapping_of(blocks_of_rows, block_size, lengths, num_new):
+    """The slots of each row's tokens, in plain arithmetic; rows are the table rows 0, 1, ..."""
     Q, is_fresh = max(num_new), lengths == num_new
     S = Q if is_fresh else max(lengths)
 
@@ -52,7 +61,7 @@ def step_of(blocks_of_rows, block_size, lengths, num_new):
         [PADDING_SLOT] * (S - length) + [slot(row, position) for position in range(length)]
         for row, length in enumerate(lengths)
     ]
-    return Step(
+    return SlotMapping(
         num_cached=S - Q,
         table_rows_B=torch.arange(len(lengths)),
         write_tokens=None if min(num_new) == Q else torch.tensor([token for token, _ in writes]),
@@ -94,16 +103,16 @@ def test_every_row_reads_back_its_whole_history_right_aligned(history, seed):
     dense = [[torch.zeros(HEADS, 0, size) for _ in blocks] for size in (KEY_SIZE, VALUE_SIZE)]
     for num_new in forwards:
         lengths = [length + new for length, new in zip(lengths, num_new, strict=True)]
-        step = step_of(blocks, block_size, lengths, num_new)
+        mapping = mapping_of(blocks, block_size, lengths, num_new)
         new = [
             torch.randn(len(blocks), HEADS, max(num_new), size, generator=generator)
             for size in (KEY_SIZE, VALUE_SIZE)
         ]
-        cache.begin(step, is_fresh=lengths == num_new)
-        assert cache.get_seq_length() == step.num_cached
-        assert cache.get_mask_sizes(max(num_new), 0) == (step.num_cached + max(num_new), 0)
+        cache.begin(mapping, is_fresh=lengths == num_new)
+        assert cache.get_seq_length() == mapping.num_cached
+        assert cache.get_mask_sizes(max(num_new), 0) == (mapping.num_cached + max(num_new), 0)
         got = cache.update(*new, layer_idx=0)
-        cache.end(step)
+        cache.end(mapping)
         for rows, states, back in zip(dense, new, got, strict=True):
             for row, count in enumerate(num_new):
                 rows[row] = torch.cat([rows[row], states[row, :, -count:]], 1)
@@ -118,7 +127,7 @@ def test_every_row_reads_back_its_whole_history_right_aligned(history, seed):
     blocks=st.lists(st.integers(1, 99), min_size=1, max_size=20),
     data=st.data(),
 )
-def test_a_position_lies_in_its_block_at_its_offset(block_size, blocks, data):
+def test_a_positions_slot_is_in_its_block_at_its_offset(block_size, blocks, data):
     table = table_of([[77], blocks], block_size)
     last = len(blocks) * block_size - 1
     positions = data.draw(st.lists(st.integers(0, last), min_size=1, max_size=6))
@@ -154,7 +163,7 @@ def test_a_copied_block_is_equal_in_every_layer_and_the_source_stays():
     cache.copy_blocks([], [])
 
 
-def test_growing_keeps_every_block_where_it_is():
+def test_growing_keeps_the_contents_of_every_block():
     cache = cache_of(layout_of(num_layers=2), num_blocks=2)
     for pages in (p for layer in cache.layers for p in layer.pages):
         pages.normal_()
@@ -177,15 +186,15 @@ def test_keys_and_values_keep_their_own_size_and_dtype(key_dtype, value_dtype):
     assert cache.num_bytes == 4 * 2 * layout.bytes_per_token
     keys = torch.randn(1, HEADS, 3, KEY_SIZE).to(key_dtype)
     values = torch.randn(1, HEADS, 3, VALUE_SIZE).to(value_dtype)
-    cache.begin(step_of([[3, 1]], 2, [2], [2]), is_fresh=True)
+    cache.begin(mapping_of([[3, 1]], 2, [2], [2]), is_fresh=True)
     cache.update(keys[:, :, :2], values[:, :, :2], 0)
-    cache.begin(step_of([[3, 1]], 2, [3], [1]), is_fresh=False)
+    cache.begin(mapping_of([[3, 1]], 2, [3], [1]), is_fresh=False)
     got_keys, got_values = cache.update(keys[:, :, 2:], values[:, :, 2:], 0)
     torch.testing.assert_close(got_keys, keys, rtol=0, atol=0)
     torch.testing.assert_close(got_values, values, rtol=0, atol=0)
 
 
-def test_bytes_are_those_of_all_blocks_the_null_block_and_all_table_rows():
+def test_bytes_count_all_blocks_the_null_block_and_all_table_rows():
     state = StateShape((2, 6), torch.float32)
     layout = layout_of(num_layers=3, conv=(state,), recurrent=(None,))
     cache = cache_of(layout, num_blocks=7, block_size=4, num_table_rows=5)
@@ -193,40 +202,40 @@ def test_bytes_are_those_of_all_blocks_the_null_block_and_all_table_rows():
     assert layout.bytes_per_sequence == 3 * 2 * 6 * 4
 
 
-def test_what_padding_reads_is_finite():
+def test_padding_reads_zeros():
     cache = cache_of(layout_of(), num_blocks=1)
     assert all(not pages[PADDING_SLOT].any() for pages in cache.layers[0].pages)
 
 
-def test_states_start_anew_and_come_back_to_the_table_row_they_were_saved_from():
+def test_states_are_loaded_from_the_table_rows_they_were_saved_to():
     state = StateShape((2, 3), torch.float32)
     cache = cache_of(CacheLayout((LayerStates(recurrent=(state,), conv=(None,)),)), num_blocks=0)
     (layer,) = cache.layers
-    step = Step(0, torch.tensor([2, 0]), None, torch.tensor([]), None, torch.tensor([]))
+    mapping = SlotMapping(0, torch.tensor([2, 0]), None, torch.tensor([]), None, torch.tensor([]))
     states = torch.randn(2, 2, 3)
-    cache.begin(step, is_fresh=True)
+    cache.begin(mapping, is_fresh=True)
     assert not layer.has_previous_state[0]
     layer.update_recurrent_state(states)
-    cache.end(step)
+    cache.end(mapping)
     cache.copy_states([2], [3])
     cache.begin(
-        Step(0, torch.tensor([3, 2, 0]), None, torch.tensor([]), None, torch.tensor([])),
+        SlotMapping(0, torch.tensor([3, 2, 0]), None, torch.tensor([]), None, torch.tensor([])),
         is_fresh=False,
     )
     assert layer.has_previous_state[0]
     assert torch.equal(layer.recurrent_states[0], states[[0, 0, 1]])
 
 
-def test_the_index_of_a_sparse_attention_comes_back_with_each_row_s_positions():
+def test_the_index_of_a_sparse_attention_is_read_with_each_rows_positions():
     index = StateShape((1, 4), torch.float32)
     cache = cache_of(layout_of(index=index, num_index_positions=3), num_blocks=4)
     (layer,) = cache.layers
     blocks = [[1, 2], [3]]
     first, second = torch.randn(2, 3, 4), torch.randn(2, 1, 4)
-    cache.begin(step_of(blocks, 2, [3, 1], [3, 1]), is_fresh=True)
+    cache.begin(mapping_of(blocks, 2, [3, 1], [3, 1]), is_fresh=True)
     assert layer.indexer_position_ids is None
     assert torch.equal(layer.update_indexer(first), first)
-    cache.begin(step_of(blocks, 2, [4, 2], [1, 1]), is_fresh=False)
+    cache.begin(mapping_of(blocks, 2, [4, 2], [1, 1]), is_fresh=False)
     assert layer.indexer_position_ids.tolist() == [[[0, 1, 2], [0, 0, 0]]] * 3
     expected = [torch.cat([first[0], second[0]]), torch.cat([first[1, 2:], second[1]])]
     got = cache.update_indexer(second, 0)
@@ -235,28 +244,30 @@ def test_the_index_of_a_sparse_attention_comes_back_with_each_row_s_positions():
     assert not got[1, :2].any()
 
 
-def test_histories_are_laid_out_as_transformers_lays_them():
+def test_histories_have_the_memory_layout_of_transformers_cache():
     cache = cache_of(layout_of(), num_blocks=4)
     new = (torch.randn(2, HEADS, 2, KEY_SIZE), torch.randn(2, HEADS, 2, VALUE_SIZE))
     blocks = [[1, 2], [3, 4]]
-    cache.begin(step_of(blocks, 2, [2, 2], [2, 2]), is_fresh=True)
+    cache.begin(mapping_of(blocks, 2, [2, 2], [2, 2]), is_fresh=True)
     cache.update(*new, layer_idx=0)
-    cache.begin(step_of(blocks, 2, [4, 4], [2, 2]), is_fresh=False)
+    cache.begin(mapping_of(blocks, 2, [4, 4], [2, 2]), is_fresh=False)
     keys, values = cache.update(*new, layer_idx=0)
     assert keys.is_contiguous()
     assert values.is_contiguous()
     assert torch.equal(keys, torch.cat([new[0], new[0]], 2))
 
 
-def test_a_cache_of_recurrent_layers_alone_says_how_long_its_rows_are():
+def test_a_cache_of_only_recurrent_layers_reports_the_length_of_its_rows():
     state = StateShape((2, 3), torch.float32)
     cache = cache_of(CacheLayout((LayerStates(recurrent=(state,), conv=(None,)),)), num_blocks=0)
-    cache.begin(Step(5, torch.tensor([0]), None, torch.tensor([]), None, torch.tensor([])), False)
+    cache.begin(
+        SlotMapping(5, torch.tensor([0]), None, torch.tensor([]), None, torch.tensor([])), False
+    )
     assert cache.get_seq_length() == 5
     assert cache.get_mask_sizes(1, 0) == (6, 0)
 
 
-def test_a_layer_that_keeps_nothing_takes_no_memory():
+def test_a_layer_without_states_takes_no_memory():
     cache = cache_of(CacheLayout((LayerStates(),)), num_blocks=100)
     assert isinstance(cache.layers[0], DummyLayer)
     assert not cache.layers[0].is_initialized
@@ -267,3 +278,66 @@ def test_the_cache_cannot_be_used_outside_a_step():
     cache = cache_of(layout_of(), num_blocks=1)
     with pytest.raises(AssertionError, match="outside a step"):
         cache.update(torch.zeros(1, HEADS, 1, KEY_SIZE), torch.zeros(1, HEADS, 1, VALUE_SIZE), 0)
+
+
+def rounded(states):
+    return from_float8_bytes(to_float8_bytes(states), states.dtype)
+
+
+@given(values=st.lists(st.floats(-400, 400, width=32), min_size=1, max_size=20))
+def test_states_are_rounded_to_the_nearest_float8(values):
+    states = torch.tensor(values)
+    read = rounded(states)
+    # Three bits of mantissa: half a step of 1/8; below 2**-6 the steps are 2**-9.
+    assert ((read - states).abs() <= (states.abs() / 16).clamp(min=2**-10)).all()
+    assert torch.equal(rounded(read), read), "rounding twice changes nothing"
+
+
+def test_values_out_of_range_become_the_largest_float8_and_not_nan():
+    states = torch.tensor([1e4, -1e4, torch.inf, 448.0, 0.0], dtype=torch.bfloat16)
+    read = rounded(states)
+    assert read.dtype == torch.bfloat16
+    assert read.tolist() == [LARGEST_FLOAT8, -LARGEST_FLOAT8, LARGEST_FLOAT8, 448.0, 0.0]
+    assert rounded(torch.tensor([torch.nan])).isnan().all()
+
+
+def test_only_keys_and_values_become_float8():
+    keys, index = StateShape((2, 4), torch.float32), StateShape((1, 8), torch.float32)
+    state = StateShape((3, 3), torch.float32)
+    layout = CacheLayout(
+        (LayerStates(keys, keys, index, recurrent=(state,)), LayerStates(conv=(state, None)))
+    )
+    narrow = float8_layout(layout)
+    assert narrow.layers[0].keys == StateShape((2, 4), FLOAT8)
+    assert narrow.bytes_per_token == 8 + 8 + 8 * 4
+    assert narrow.bytes_per_sequence == layout.bytes_per_sequence
+    assert narrow.layers[1] == layout.layers[1]
+
+
+def test_float8_pages_return_rounded_states_also_after_growing_and_copying():
+    shape = StateShape((2, 3), torch.float32)
+    layout = float8_layout(CacheLayout((LayerStates(shape, shape),)))
+    cache = PagedCache(layout, num_blocks=2, block_size=2, num_table_rows=1, device=CPU)
+    assert cache.num_bytes == 2 * 3 * 2 * 6, "one byte an element"
+    keys = torch.linspace(-3, 3, 2 * 3).view(1, 2, 1, 3)
+    first = SlotMapping(0, torch.tensor([0]), None, torch.tensor([2]), None, torch.tensor([[0]]))
+    cache.begin(first, is_fresh=True)
+    cache.update(keys, 2 * keys, 0)
+    cache.grow(5)
+    cache.copy_blocks([1], [4])
+    second = SlotMapping(
+        2,
+        torch.tensor([0]),
+        None,
+        torch.tensor([3]),
+        torch.tensor([[PADDING_SLOT, 8, 3]]),
+        torch.tensor([[0, 0, 1]]),
+    )
+    cache.begin(second, is_fresh=False)
+    read_keys, read_values = cache.update(10 * keys, 20 * keys, 0)
+    assert read_keys.dtype == torch.float32
+    for read, written in ((read_keys, keys), (read_values, 2 * keys)):
+        rounded = from_float8_bytes(
+            to_float8_bytes(torch.cat([0 * written, written, 10 * written], 2)), read.dtype
+        )
+        assert torch.equal(read, rounded)
