@@ -1,4 +1,4 @@
-"""Write what the documents take from code and measurements.
+"""Write the parts of the documents that come from code and measurements.
 
 The code gives `docs/command_line.md`, `docs/configuration.md`, `docs/sampling.md` and
 `docs/metrics.md`; the recorded runs give the tables of `README.md` and `docs/benchmarks/README.md`.
@@ -13,6 +13,7 @@ import dataclasses
 import json
 import re
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -121,17 +122,20 @@ WORKLOADS = {
     "grpo_step": "One GRPO step through TRL",
 }
 
+# The README shows these; the page on benchmarks shows all.
+WORKLOADS_OF_README = ("long_tailed_groups", "equal_lengths", "grpo_step")
+
+# A record holds the versions of more packages.
 VERSIONS_SHOWN = ("torch", "transformers", "trl")
-# Those of the peers; the record has them all.
 
 SHARES = (
-    "The matmul bound: the matrix products that no rollout of these can do without, at the rate "
+    "The matmul bound is the speed if only the workload's matrix products took time, at the rate "
     "measured in the same run."
 )
 
 
 def command_line() -> str:
-    """The page on the command line, a table for each command."""
+    """Return the page on the command line, with a table for each command."""
     # argparse names no other way to a parser's commands and options.
     (commands,) = (a for a in create_parser()._actions if isinstance(a.choices, dict))
     return COMMAND_LINE_HEADER + "".join(
@@ -140,7 +144,7 @@ def command_line() -> str:
 
 
 def command(name: str, parser: argparse.ArgumentParser) -> str:
-    """One command's part of it."""
+    """Return the part of one command."""
     rows = [
         f"| {option(action)} | {(action.help or '').replace('%%', '%')} |"
         for action in parser._actions
@@ -152,7 +156,7 @@ def command(name: str, parser: argparse.ArgumentParser) -> str:
 
 
 def option(action: argparse.Action) -> str:
-    """What is typed for an option."""
+    """Return an option as it is typed."""
     name = str(action.metavar or action.dest.upper())
     if not action.option_strings:
         return f"`[{name}]`" if action.nargs == "?" else f"`{name}`"
@@ -163,7 +167,7 @@ def option(action: argparse.Action) -> str:
 
 
 def configuration() -> str:
-    """The configuration page."""
+    """Return the configuration page."""
     rows = [
         f"| `{field.name}` | `{field.default!r}` | {field.metadata['help']} "
         f"| {field.metadata.get('cost', '')} |"
@@ -173,7 +177,7 @@ def configuration() -> str:
 
 
 def sampling() -> str:
-    """The page on sampling."""
+    """Return the page on sampling."""
     rows = [
         f"| `{field.name}` | `{field.default!r}` | {field.metadata['help']} | "
         f"{field.metadata.get('counterpart', '-')} |"
@@ -183,7 +187,7 @@ def sampling() -> str:
 
 
 def metrics() -> str:
-    """The page on metrics, a table for each panel."""
+    """Return the page on metrics, with a table for each panel."""
     tables = []
     for panel in dict.fromkeys(metric.panel for metric in METRICS):
         rows = [
@@ -196,12 +200,12 @@ def metrics() -> str:
     return METRICS_HEADER + "\n".join(tables) + METRICS_FOOTER
 
 
-def benchmark_tables() -> str:
-    """Return the benchmark tables, one a workload, from the recorded runs."""
+def benchmark_tables(workloads: Iterable[str]) -> str:
+    """Return the benchmark tables of some workloads, from the recorded runs."""
     records = [json.loads(path.read_text()) for path in sorted(BENCHMARKS.glob("*.json"))]
     tables = [
-        workload_table(title, record["results"][workload], record)
-        for workload, title in WORKLOADS.items()
+        workload_table(WORKLOADS[workload], record["results"][workload], record)
+        for workload in workloads
         for record in records
         if workload in record["results"]
     ]
@@ -209,7 +213,7 @@ def benchmark_tables() -> str:
 
 
 def workload_table(title: str, contenders: dict[str, Any], record: dict[str, Any]) -> str:
-    """A table of one workload: medians, their spread, and how cb_rollout compares."""
+    """Return the table of one workload: medians, their spread, and ratios to cb_rollout."""
     has_shares = all("matmul_share" in figures for figures in contenders.values())
     columns = {
         "contender": list(contenders),
@@ -231,7 +235,7 @@ def workload_table(title: str, contenders: dict[str, Any], record: dict[str, Any
 
 
 def caption(record: dict[str, Any], has_shares: bool) -> str:
-    """What a table was measured on, and with."""
+    """Return a table's caption: machine, turns, date and versions."""
     shares = f" {SHARES}" if has_shares else ""
     versions = {k: v for k, v in record["versions"].items() if k in VERSIONS_SHOWN}
     said = ", ".join(f"{name} {number}" for name, number in versions.items())
@@ -240,11 +244,11 @@ def caption(record: dict[str, Any], has_shares: bool) -> str:
     return f"<sub>{machine}, {turns}, {record['date']}; {said}.{shares}</sub>"
 
 
-def with_tables(text: str) -> str:
+def with_tables(text: str, workloads: Iterable[str]) -> str:
     """Return a page with its benchmark tables renewed."""
     return re.sub(
         r"(?<=<!-- benchmarks -->\n).*?(?=<!-- end of benchmarks -->)",
-        lambda _: f"\n{benchmark_tables()}\n",
+        lambda _: f"\n{benchmark_tables(workloads)}\n",
         text,
         flags=re.DOTALL,
     )
@@ -255,13 +259,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true")
     arguments = parser.parse_args()
-    with_benchmarks = (ROOT / "README.md", BENCHMARKS / "README.md")
+    with_benchmarks = {
+        ROOT / "README.md": WORKLOADS_OF_README,
+        BENCHMARKS / "README.md": tuple(WORKLOADS),
+    }
     wanted = {
         ROOT / "docs" / "command_line.md": command_line(),
         ROOT / "docs" / "configuration.md": configuration(),
         ROOT / "docs" / "metrics.md": metrics(),
         ROOT / "docs" / "sampling.md": sampling(),
-        **{path: with_tables(path.read_text()) for path in with_benchmarks},
+        **{path: with_tables(path.read_text(), names) for path, names in with_benchmarks.items()},
     }
     stale = [path for path, text in wanted.items() if not path.exists() or path.read_text() != text]
     for path in stale:

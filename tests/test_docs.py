@@ -245,3 +245,11 @@ def test_an_index_links_every_page_of_its_folder(folder, pattern):
     there = {path.relative_to(ROOT).as_posix() for path in folder.glob(pattern)}
     assert there
     assert there <= linked
+
+
+def test_every_module_that_the_architecture_names_exists():
+    for span in inline("docs/architecture.md"):
+        if re.fullmatch(r"[\w/]+\.py", span):
+            found = [path for path in (ROOT / "cb_rollout", ROOT) if (path / span).is_file()]
+            # A row of the rooms names a file beside its folder.
+            assert found or "/" not in span, span
