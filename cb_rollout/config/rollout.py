@@ -273,14 +273,6 @@ class RolloutConfig:
         idle=(0,),
         cost="Costs disk, one line per sequence.",
     )
-    balance_ranks: bool = setting(
-        False,
-        "Deal each rollout's prompts over the data-parallel processes by expected length; every "
-        "process must generate at the same time.",
-        boolean,
-        actor="generator",
-        cost="Costs an exchange of prompts and moved completions per rollout; see distributed.md.",
-    )
     release_cache: str = setting(
         "between_steps",
         "between_steps: give the KV memory back while training runs; never: keep.",

@@ -16,8 +16,6 @@ from cb_rollout.config.sampling import SamplingParams, resolved
 from cb_rollout.engine.memory.plan import MemoryPlan
 from cb_rollout.engine.service.manager import ContinuousBatchingManager
 from cb_rollout.errors import ConfigurationError, IncompleteRolloutError, InvalidRequestError
-from cb_rollout.rollout.balancing import Balancer
-from cb_rollout.rollout.distributed import is_distributed
 from cb_rollout.rollout.prompts import Prompt, encoded, one_per_input, require_tokenizer
 from cb_rollout.rollout.run import run_rollout, standing
 from cb_rollout.rollout.verification import DriftReport, verified
@@ -71,8 +69,6 @@ class RolloutGenerator:
             trained=self._weights.trained,
             optimizer=optimizer,
         )
-        is_one_of_many = self.config.balance_ranks and is_distributed()
-        self._balancer = Balancer(self.manager) if is_one_of_many else None
         self._is_asleep = False
         self._servers: list[ServerHandle] = []
         self._last_rollout: list[Request] = []
@@ -129,12 +125,8 @@ class RolloutGenerator:
                 records_timestamps=record_timestamps,
             )
             self.wake()
-            if self._balancer is not None:
-                dealt = self._balancer.run(requests, progress_bar)
-                outputs, self._last_metrics, self._last_rollout = dealt
-            else:
-                outputs, self._last_metrics = run_rollout(self.manager, requests, progress_bar)
-                self._last_rollout = requests
+            outputs, self._last_metrics = run_rollout(self.manager, requests, progress_bar)
+            self._last_rollout = requests
         failed = [o for o in outputs.values() if o.status is not RequestStatus.FINISHED]
         if failed and on_error == "raise":
             raise IncompleteRolloutError(

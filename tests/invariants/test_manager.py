@@ -152,7 +152,6 @@ async def _register_late(manager, request_id):
         ({"max_logprob_drift": 0.1}, "attach"),
         ({"record_num_sequences": 1}, "attach"),
         ({"verify_weight_sync": True}, "RolloutGenerator"),
-        ({"balance_ranks": True}, "RolloutGenerator"),
     ],
 )
 def test_a_manager_alone_refuses_what_it_would_ignore(settings, who):

@@ -13,7 +13,7 @@ import secrets
 import struct
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
@@ -113,21 +113,6 @@ class InputProcessor:
             )
             _require_reachable_minimum(made[-1], index)
         return made
-
-    def adopted(self, requests: Sequence[Request], home: int) -> list[Request]:
-        """One prompt's sequences made by process `home`, to run here under ids of their own."""
-        group = next(self._group_numbers)
-        return [
-            replace(
-                request,
-                request_id=f"rank_{home}:{request.request_id}",
-                group=group,
-                stop_strings=self._stop_strings(request.params),
-                matcher=grammar and grammar.matcher(),
-            )
-            for request in requests
-            for grammar in [request.params.grammar]
-        ]
 
     def _numbered(self, given_id: str | None) -> tuple[int, str]:
         """The next sequence's number, and an id that looks like none that a caller gave."""

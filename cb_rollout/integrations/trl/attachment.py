@@ -74,8 +74,6 @@ def attach(trainer: Any, config: Any = None) -> RolloutGenerator:
     end_own_engine(trainer)
     generator = create_generator(trainer, config)
     config = generator.config
-    if config.balance_ranks:
-        _require_one_turn(trainer)
     defaults = generator.manager.defaults
     require_known_distribution(trainer, config, defaults)
     warn_of_bias(trainer, config, defaults)
@@ -185,16 +183,6 @@ def _require_settings(trainer: Any) -> None:
             raise ConfigurationError(
                 f"loss_type='vespo' needs vllm_importance_sampling_mode to be one of "
                 f"{', '.join(allowed)}, not {mode!r}."
-            )
-
-
-def _require_one_turn(trainer: Any) -> None:
-    """Refuse to deal prompts where processes generate at different times, or not at all."""
-    for name in ("tools", "environments", "rollout_func"):
-        if getattr(trainer, name, None):
-            raise ConfigurationError(
-                f"balance_ranks=True deals prompts when all processes generate at once, which with "
-                f"{name} they do not; leave it False."
             )
 
 

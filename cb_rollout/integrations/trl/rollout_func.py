@@ -19,7 +19,7 @@ from cb_rollout.integrations.trl.truncation import unknown_end, warn_of_bias
 OWN = "_cb_rollout_own"
 # The trainer's attribute that holds the engine of its rollout functions, where none is attached.
 
-BEYOND: dict[str, tuple[Any, ...]] = TRAINER_FIELDS | {"sampling_mask": (), "balance_ranks": ()}
+BEYOND: dict[str, tuple[Any, ...]] = TRAINER_FIELDS | {"sampling_mask": ()}
 # Settings that a rollout_func has no hand in; beside their defaults, what asks for nothing.
 
 
