@@ -3,7 +3,7 @@
     python scripts/bench.py rollout            # into docs/benchmarks/, or --output-dir DIR
     python scripts/bench.py --help             # every workload and option
 
-The workloads are in `cb_rollout/bench/`.
+The workloads are in `cb_rollout/tools/bench/`.
 """
 
 import sys
@@ -16,9 +16,9 @@ BENCHMARKS = Path(__file__).parent.parent / "docs" / "benchmarks"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; its exit code."""
+    """Run the command and return its exit code."""
     given = sys.argv[1:] if arguments is None else list(arguments)
-    # What is tiny is no record. Of an option that is given twice, the last counts.
+    # A tiny run is no record. argparse takes the last of an option that is given twice.
     folder = [] if "--tiny" in given else ["--output-dir", str(BENCHMARKS)]
     return cli.main(["bench", *folder, *given])
 

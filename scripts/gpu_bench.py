@@ -21,11 +21,18 @@ import torch
 
 from cb_rollout import RolloutConfig, RolloutGenerator, SamplingParams
 from cb_rollout.tools.bench.contenders import Contender, generate, ours, transformers_batching
-from cb_rollout.tools.bench.machine import bandwidth, describe
-from cb_rollout.tools.bench.model import create_model
-from cb_rollout.tools.bench.sizes import GPU, QWEN3
-from cb_rollout.tools.bench.turns import timed
-from cb_rollout.tools.bench.workload import Workload, grouped, long_tailed_lengths, random_prompts
+from cb_rollout.tools.bench.roofline import bandwidth
+from cb_rollout.tools.bench.run import describe_machine
+from cb_rollout.tools.bench.timing import timed
+from cb_rollout.tools.bench.workload import (
+    GPU,
+    QWEN3,
+    Workload,
+    create_model,
+    grouped,
+    long_tailed_lengths,
+    random_prompts,
+)
 
 GIB = 1 << 30
 DEVICE = "cuda:0"
@@ -223,7 +230,7 @@ def main() -> None:
         raise SystemExit("no CUDA device: nothing was measured.")
     deadline = time.perf_counter() + options.seconds
     rows: list[dict[str, Any]] = []
-    machine, peak = describe(DEVICE), bandwidth(GPU.copied_bytes, DEVICE)
+    machine, peak = describe_machine(DEVICE), bandwidth(GPU.copied_bytes, DEVICE)
     record = machine | {"copy_bytes_per_second": peak, "rows": rows}
     print(machine, f"copy bandwidth {peak / 1e12:.2f} TB/s", sep="\n")
     for shape in options.shapes:

@@ -1,8 +1,11 @@
-"""Who runs a workload: cb_rollout, transformers' continuous batching, and `model.generate`.
+"""Contenders of a workload: cb_rollout, transformers' continuous batching, `model.generate`.
 
-Each is given what makes it fast, and says what that is and why.
+Each gets the settings that make it fast, and says which and why.
 """
 
+import json
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
@@ -11,79 +14,170 @@ import torch
 from transformers import GenerationConfig, StoppingCriteria
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
-import cb_rollout
-from cb_rollout.tools.bench.sizes import SEED
-from cb_rollout.tools.bench.workload import Workload
+from cb_rollout import RolloutConfig, RolloutGenerator, SamplingParams
+from cb_rollout.tools.bench.workload import SEED, Workload, word_tokenizer
 
+# Run a workload, or a part of the one that the contender was created for.
 Run = Callable[[Workload], None]
-# Runs a workload, or a part of that which it was made for.
 
-
-class Contender(NamedTuple):
-    """Somebody who can run a workload."""
-
-    create: Callable[[Any, Workload], AbstractContextManager[Run]]
-    """Makes what it needs to run a workload with a model, and takes it away again."""
-    settings: str
-    """What it was given, and why that is best for it."""
-
-
+# The page size of cb_rollout. Most of a page of transformers' default, 256, would be empty.
 PAGE_SIZE = 32
-# As ours by default. Transformers' own default, 256, would leave most of a page of these empty.
 
+# A manager's own checks need room beyond a few tiny requests.
 MIN_PAGES = 1024
-# A manager's own checks want room beyond a few tiny requests.
 
+# As cb_rollout on a CPU.
 MAX_BATCH_TOKENS = 1024
-# As ours on a CPU.
 
 BATCHING_SETTINGS = (
     f"pages of {PAGE_SIZE}, since the default of 256 is mostly empty here; on a CPU, pages for all "
     f"sequences at once and batches of {MAX_BATCH_TOKENS} tokens, elsewhere as it infers"
 )
 
+# Clients run in a process of their own; each line of the input is one batch of requests.
+CLIENT = """
+import asyncio, json, sys
+import httpx
+
+async def main():
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=sys.argv[1], timeout=600, limits=limits) as client:
+        async def ask(body):
+            answer = (await client.post("/v1/completions", json=body)).raise_for_status().json()
+            (choice,) = answer["choices"]
+            assert len(choice["token_ids"]) == body["max_tokens"]
+            assert len(choice["logprobs"]["token_logprobs"]) == body["max_tokens"]
+        for line in sys.stdin:
+            await asyncio.gather(*map(ask, json.loads(line)))
+            print("done", flush=True)
+
+asyncio.run(main())
+"""
+
+
+class Contender(NamedTuple):
+    """One way to run a workload."""
+
+    create: Callable[[Any, Workload], AbstractContextManager[Run]]
+    """Create what runs the workload on a model, and remove it on exit."""
+    settings: str
+    """The contender's settings, and why they are the best for it."""
+
 
 def ours(**settings: Any) -> Contender:
-    """This package; `settings` are fields of `RolloutConfig` beside the seed."""
+    """Create a contender of this package, which syncs weights after a rollout as in training.
+
+    Args:
+        settings: fields of `RolloutConfig` besides the seed.
+    """
 
     @contextmanager
     def create(model: Any, workload: Workload) -> Iterator[Run]:
         del workload
-        config = cb_rollout.RolloutConfig(seed=SEED, **settings)
-        with cb_rollout.RolloutGenerator(model, config) as generator:
-            yield rolling_out(generator)
 
-    said = ", ".join(f"{name}={value}" for name, value in settings.items())
-    return Contender(create, f"its defaults{said and f', {said}'}; log-probabilities are checked")
+        def run(part: Workload) -> None:
+            outputs = generator.generate_batch(
+                part.prompts, sampling_params=params, max_new_tokens=part.lengths
+            ).values()
+            assert all(len(o.logprobs) == len(o.generated_tokens) for o in outputs)
+            generator.sync_weights()
+
+        params = SamplingParams(ignore_eos=True)
+        with RolloutGenerator(model, RolloutConfig(seed=SEED, **settings)) as generator:
+            yield run
+
+    return Contender(create, f"{_defaults_but(settings)}; log-probabilities are checked")
 
 
-def rolling_out(generator: cb_rollout.RolloutGenerator) -> Run:
-    """A rollout with log-probabilities, and the sync after it, as in training."""
-    params = cb_rollout.SamplingParams(ignore_eos=True)
+def ours_at_temperature(temperature: float, **settings: Any) -> Contender:
+    """Create a contender of this package that only generates, at a temperature.
 
-    def run(workload: Workload) -> None:
-        outputs = generator.generate_batch(
-            workload.prompts, sampling_params=params, max_new_tokens=workload.lengths
-        ).values()
-        assert all(len(o.logprobs) == len(o.generated_tokens) for o in outputs)
-        generator.sync_weights()
+    Args:
+        temperature: of all requests; 0 is greedy.
+        settings: fields of `RolloutConfig` besides the seed.
+    """
 
-    return run
+    @contextmanager
+    def create(model: Any, workload: Workload) -> Iterator[Run]:
+        del workload
+        params = SamplingParams(ignore_eos=True, temperature=temperature)
+        with RolloutGenerator(model, RolloutConfig(seed=SEED, **settings)) as generator:
+            yield lambda part: generator.generate_batch(
+                part.prompts, sampling_params=params, max_new_tokens=part.lengths
+            )
+
+    return Contender(create, f"{_defaults_but(settings)}; temperature {temperature}")
+
+
+def _defaults_but(settings: dict[str, Any]) -> str:
+    return ", ".join(["its defaults", *(f"{name}={value}" for name, value in settings.items())])
+
+
+def served() -> Contender:
+    """Create a contender of this package whose requests come over HTTP from another process."""
+
+    @contextmanager
+    def create(model: Any, workload: Workload) -> Iterator[Run]:
+        del workload
+        config, tokenizer = RolloutConfig(seed=SEED), word_tokenizer(model.config.vocab_size)
+        with RolloutGenerator(model, config, tokenizer=tokenizer) as generator:
+            client = subprocess.Popen(
+                [sys.executable, "-c", CLIENT, generator.serve(port=0).url],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            requests, answers = client.stdin, client.stdout
+            assert requests is not None
+            assert answers is not None
+
+            def run(part: Workload) -> None:
+                requests.write(f"{json.dumps(_request_bodies(part))}\n")
+                requests.flush()
+                assert answers.readline() == "done\n", "the client failed"
+                generator.sync_weights()
+
+            try:
+                yield run
+            finally:
+                requests.close()
+                client.wait()
+                answers.close()
+
+    return Contender(
+        create, "all requests at once, a connection each, with token ids and log-probabilities"
+    )
+
+
+def _request_bodies(workload: Workload) -> list[dict[str, Any]]:
+    return [
+        {
+            "prompt": prompt, "max_tokens": length, "ignore_eos": True, "logprobs": 0,
+            "return_token_ids": True,
+        }
+        for prompt, length in zip(workload.prompts, workload.lengths, strict=True)
+    ]  # fmt: skip
 
 
 def transformers_batching(**settings: Any) -> Contender:
-    """Transformers' own manager; `settings` are fields of its `ContinuousBatchingConfig`."""
+    """Create a contender of transformers' continuous batching, with one persistent manager.
+
+    Args:
+        settings: fields of its `ContinuousBatchingConfig`.
+    """
 
     @contextmanager
     def create(model: Any, workload: Workload) -> Iterator[Run]:
         model.destroy_cached_continuous_batching_manager()
         attention = model.config._attn_implementation
+        longest = [len(p) + n for p, n in zip(workload.prompts, workload.lengths, strict=True)]
+        fields = batching_fields(longest, model.device.type) | settings
         manager = model.init_continuous_batching(
             generation_config=GenerationConfig(
                 do_sample=True, temperature=1.0, top_k=0, top_p=1.0,
                 max_new_tokens=max(workload.lengths), eos_token_id=-1, pad_token_id=0,
             ),
-            continuous_batching_config=_batching_config(model, workload, settings),
+            continuous_batching_config=ContinuousBatchingConfig(**fields, return_logprobs=True),
         )  # fmt: skip
         manager.start()
         try:
@@ -96,21 +190,13 @@ def transformers_batching(**settings: Any) -> Contender:
     return Contender(create, f"a persistent manager with log-probabilities; {BATCHING_SETTINGS}")
 
 
-def _batching_config(
-    model: Any, workload: Workload, settings: dict[str, Any]
-) -> ContinuousBatchingConfig:
-    longest = [len(p) + n for p, n in zip(workload.prompts, workload.lengths, strict=True)]
-    fields = batching_fields(longest, model.device.type)
-    return ContinuousBatchingConfig(**fields | settings, return_logprobs=True)
-
-
 def batching_fields(longest: list[int], device: str) -> dict[str, Any]:
-    """What a `ContinuousBatchingConfig` is best told.
+    """Return the fields of the fastest `ContinuousBatchingConfig`.
 
     Args:
         longest: most tokens of each sequence.
-        device: kind of it. Sizes are inferred from its memory, which on a CPU makes a batch of so
-            many tokens that clearing its tensors takes seconds.
+        device: device type. On a CPU, the sizes that transformers infers from its memory make
+            batches of so many tokens that clearing their tensors takes seconds.
     """
     names = ContinuousBatchingConfig.__dataclass_fields__
     # Releases before 5.17 call a page a block.
@@ -135,7 +221,7 @@ def _run_manager(manager: Any, workload: Workload) -> None:
 
 
 def generate(batch_size: int) -> Contender:
-    """`model.generate` on left-padded batches."""
+    """Create a contender of `model.generate` on left-padded batches."""
 
     @contextmanager
     def create(model: Any, workload: Workload) -> Iterator[Run]:
@@ -156,13 +242,13 @@ def generate(batch_size: int) -> Contender:
 
 
 class StopAtLengths(StoppingCriteria):
-    """Ends every row of `generate` at its own length, and the batch when all are done."""
+    """End each row of `generate` at its own length."""
 
     def __init__(self, prompt_width: int, lengths: list[int], device: torch.device) -> None:
         self.ends = prompt_width + torch.tensor(lengths, device=device)
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> Any:
-        """Which rows are done."""
+        """Return a mask of the rows that are done."""
         return input_ids.shape[1] >= self.ends
 
 

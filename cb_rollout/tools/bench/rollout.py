@@ -1,43 +1,72 @@
-"""One rollout, prompts in and completions out: long-tailed groups, and equal lengths.
+"""Rollouts of contenders in turns: the workloads `rollout`, `serve` and `drafts`.
 
-Beside each figure stands the share of its time that matrix products need. `matmul_share`: those
-that the workload cannot do without, at the rate of a large product. `forwards_matmul_share`: those
-of the forwards that the contender ran, with all their padding and repeats, at that rate.
-`forwards_products_share`: the same, as long as they take by themselves with as many rows as they
-had, for few rows never reach that rate.
+`rollout` adds to each figure the share of its time that matrix products need. `matmul_share`: the
+products that the workload needs at least, at the rate of a large product. `forwards_matmul_share`:
+those of the contender's own forwards, padding and repeats included, at that rate.
+`forwards_products_share`: the same products, in the time that they take alone with the number of
+rows that they had, since a few rows never reach the rate of a large product.
 """
 
+import random
 from collections import Counter
 from typing import Any
 
 from cb_rollout.compat.inductor import compiler_obstacle
-from cb_rollout.tools.bench.contenders import Contender, generate, ours, transformers_batching
-from cb_rollout.tools.bench.machine import matmul_flops, needed_flops
-from cb_rollout.tools.bench.model import create_model
-from cb_rollout.tools.bench.products import Products, alone_seconds, num_flops, products_counted
-from cb_rollout.tools.bench.sizes import Setup
-from cb_rollout.tools.bench.turns import interleaved, throughput
-from cb_rollout.tools.bench.workload import Workload, equal_lengths, long_tailed
+from cb_rollout.tools.bench.contenders import (
+    Contender,
+    generate,
+    ours,
+    ours_at_temperature,
+    served,
+    transformers_batching,
+)
+from cb_rollout.tools.bench.roofline import (
+    Products,
+    matmul_flops,
+    needed_flops,
+    num_flops,
+    products_counted,
+    products_seconds,
+)
+from cb_rollout.tools.bench.timing import interleaved, throughput
+from cb_rollout.tools.bench.workload import (
+    SEED,
+    Setup,
+    Workload,
+    create_model,
+    equal_lengths,
+    long_tailed,
+    random_prompts,
+)
 
-BATCH_OF_TAILS = 64
 # The best for `generate` on the CPU model: a larger batch waits longer for its longest sequence.
+BATCH_OF_TAILS = 64
+
+# No decode step of more requests has drafts.
+DRAFTED_REQUESTS = (1, 4, 8)
+
+# A forward is traced after 64 steps, and with drafts a rollout has few steps.
+NUM_DRAFT_WARM_UPS = 4
+
+# Random weights repeat themselves when greedy, and never at temperature 1: best and worst case.
+DRAFT_TEMPERATURES = {"greedy": 0.0, "at temperature 1": 1.0}
 
 
-def bench(setup: Setup) -> dict[str, Any]:
-    """Useful tokens per second of both kinds."""
+def bench_rollout(setup: Setup) -> dict[str, Any]:
+    """Return tokens per second of long-tailed groups and of equal lengths."""
     sizes = setup.sizes
-    kinds = {
+    workloads = {
         "long_tailed_groups": (long_tailed(sizes), setup.batch_size or BATCH_OF_TAILS),
         "equal_lengths": (equal_lengths(sizes), setup.batch_size or sizes.num_sequences),
     }
     results = {}
-    for kind, (workload, batch_size) in kinds.items():
-        print(f"rollout, {kind}: {len(workload.prompts)} sequences, {workload.num_tokens} tokens")
-        results[kind] = _bench_kind(setup, workload, batch_size)
+    for name, (workload, batch_size) in workloads.items():
+        print(f"rollout, {name}: {len(workload.prompts)} sequences, {workload.num_tokens} tokens")
+        results[name] = _bench_workload(setup, workload, batch_size)
     return results
 
 
-def _bench_kind(setup: Setup, workload: Workload, batch_size: int) -> dict[str, Any]:
+def _bench_workload(setup: Setup, workload: Workload, batch_size: int) -> dict[str, Any]:
     model = create_model(setup.sizes.shape, setup.device)
     contenders = {
         "cb_rollout": ours(),
@@ -54,17 +83,59 @@ def _bench_kind(setup: Setup, workload: Workload, batch_size: int) -> dict[str, 
         figures = throughput(contender, turns[name], workload.num_tokens)
         speed = figures["median"] / workload.num_tokens
         results[name] = figures | {"matmul_share": needed / rate * speed}
-        ran = _products_run(contender, model, workload)
-        if (flops := num_flops(model, ran)) >= needed:
+        counted = _count_products(contender, model, workload)
+        # Fewer operations than needed mean that some forwards could not be counted.
+        if (flops := num_flops(model, counted)) >= needed:
             results[name] |= {
                 "forwards_matmul_share": flops / rate * speed,
-                "forwards_products_share": alone_seconds(model, ran) * speed,
+                "forwards_products_share": products_seconds(model, counted) * speed,
             }
     return results
 
 
-def _products_run(contender: Contender, model: Any, workload: Workload) -> Counter[Products]:
-    """The matrix products of a contender's forwards, as far as they were seen."""
+def _count_products(contender: Contender, model: Any, workload: Workload) -> Counter[Products]:
     with contender.create(model, workload) as run, products_counted(model) as counted:
         run(workload)
     return counted
+
+
+def bench_serve(setup: Setup) -> dict[str, Any]:
+    """Return tokens per second of one rollout called in this process and served over HTTP."""
+    model, workload = create_model(setup.sizes.shape, setup.device), long_tailed(setup.sizes)
+    contenders = {"cb_rollout": ours(), "served on loopback": served()}
+    return {"served": _throughputs(contenders, model, workload, setup.repetitions)}
+
+
+def bench_drafts(setup: Setup) -> dict[str, Any]:
+    """Return tokens per second of few requests, with and without drafts."""
+    sizes = setup.sizes
+    model = create_model(sizes.shape, setup.device)
+    draws = random.Random(SEED)
+    results = {}
+    for mode, temperature in DRAFT_TEMPERATURES.items():
+        contenders = {
+            "cb_rollout": ours_at_temperature(temperature),
+            "cb_rollout, no drafts": ours_at_temperature(temperature, num_speculative_tokens=0),
+        }
+        for count in DRAFTED_REQUESTS:
+            prompts = random_prompts(draws, count, sizes.prompt_tokens, sizes.shape["vocab_size"])
+            workload = Workload(prompts, [sizes.longest_in_step] * count)
+            print(f"drafts, {mode}: {count} requests, {workload.num_tokens} tokens")
+            results[f"{count} requests, {mode}"] = _throughputs(
+                contenders, model, workload, setup.repetitions, NUM_DRAFT_WARM_UPS
+            )
+    return results
+
+
+def _throughputs(
+    contenders: dict[str, Contender],
+    model: Any,
+    workload: Workload,
+    repetitions: int,
+    num_warm_ups: int = 1,
+) -> dict[str, Any]:
+    turns = interleaved(contenders, model, workload, repetitions, num_warm_ups)
+    return {
+        name: throughput(contender, turns[name], workload.num_tokens)
+        for name, contender in contenders.items()
+    }

@@ -1,16 +1,27 @@
-"""One workload: run, shown as a table, kept as JSON."""
+"""Run one workload, print its table and write its record."""
 
 import importlib
+import json
+import platform
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
+import torch
+
+import cb_rollout
 from cb_rollout.rollout.checkpoint import torch_device
-from cb_rollout.tools.bench.record import write_record
-from cb_rollout.tools.bench.sizes import CPU, GPU, TINY, Setup
 from cb_rollout.tools.bench.table import print_table
+from cb_rollout.tools.bench.workload import CPU, GPU, TINY, Setup
+
+# Packages whose versions affect the figures.
+PACKAGES = ("torch", "transformers", "trl", "triton", "flash_attn")
 
 
 def run_workload(
     name: str,
+    module: str,
     *,
     device: str,
     repetitions: int,
@@ -21,18 +32,19 @@ def run_workload(
     """Run one workload, print its table and write its JSON.
 
     Args:
-        name: the workload's module.
+        name: workload; its function is `bench_NAME`.
+        module: module of this package that holds the function.
         device: "auto", "cpu" or "cuda".
         repetitions: turns of each contender.
-        batch_size: of `model.generate`; None: each workload's own.
-        is_tiny: whether sizes are those that say nothing of speed.
-        folder: where the JSON is written.
+        batch_size: batch size of `model.generate`; None: each workload's own.
+        is_tiny: use the sizes of the tests, whose figures mean nothing.
+        folder: directory of the JSON.
 
     Returns:
-        The file.
+        Path of the JSON, `NAME_DEVICE.json`; a later run replaces it.
 
     Raises:
-        ConfigurationError: the device is not there.
+        ConfigurationError: the device is missing.
     """
     kind = torch_device(device).type
     setup = Setup(
@@ -41,7 +53,36 @@ def run_workload(
         sizes=TINY if is_tiny else CPU if kind == "cpu" else GPU,
         batch_size=batch_size,
     )
-    # A workload's own imports, trl's for one, are for it alone.
-    results = importlib.import_module(f"cb_rollout.tools.bench.{name}").bench(setup)
+    # Imported by name, since only some workloads need packages such as trl.
+    bench = getattr(importlib.import_module(f"cb_rollout.tools.bench.{module}"), f"bench_{name}")
+    results = bench(setup)
     print_table(results)
-    return write_record(name, setup, results, folder)
+    record = {
+        "bench": name,
+        **describe_machine(kind),
+        "repetitions": repetitions,
+        "results": results,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}_{kind}.json"
+    path.write_text(json.dumps(record, indent=2) + "\n")
+    return path
+
+
+def describe_machine(device: str) -> dict[str, Any]:
+    """Return date, device, threads and package versions."""
+    return {
+        "date": datetime.now(UTC).date().isoformat(),
+        "device": torch.cuda.get_device_name(device) if "cuda" in device else platform.machine(),
+        "threads": torch.get_num_threads(),
+        "versions": {"python": platform.python_version()}
+        | {package: found for package in PACKAGES if (found := _version(package))}
+        | {"cb_rollout": cb_rollout.__version__},
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

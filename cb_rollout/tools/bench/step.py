@@ -1,4 +1,7 @@
-"""One GRPO step through TRL: rollout, scoring, loss and update, by each way to generate."""
+"""The workload `step`: one GRPO step through TRL, by each of its generation paths.
+
+A step is rollout, scoring, loss and update.
+"""
 
 import tempfile
 import time
@@ -12,71 +15,76 @@ from trl import GRPOConfig, GRPOTrainer
 
 import cb_rollout
 from cb_rollout.tools.bench.contenders import BATCHING_SETTINGS, batching_fields
-from cb_rollout.tools.bench.model import create_ending_model, word_tokenizer
-from cb_rollout.tools.bench.sizes import Setup, Sizes
-from cb_rollout.tools.bench.turns import summary, synchronize
-from cb_rollout.tools.bench.workload import long_tailed
+from cb_rollout.tools.bench.timing import summary, synchronize
+from cb_rollout.tools.bench.workload import (
+    Setup,
+    Sizes,
+    create_ending_model,
+    long_tailed,
+    word_tokenizer,
+)
 
 STEPS_PER_TURN = 1
 
+# Records and checks, which no other contender makes.
+QUIET = {"record_num_sequences": 0, "verify_every_steps": 0}
+
 
 @dataclass(frozen=True)
-class Path:
+class GenerationPath:
     """One way to generate in a GRPO step."""
 
     settings: str
-    """What it was given, and why that is best for it."""
+    """The path's settings, and why they are the best for it."""
     trl: dict[str, Any] = field(default_factory=dict)
     """Fields of `GRPOConfig`."""
     rollout: dict[str, Any] | None = None
     """Fields of `RolloutConfig`; None: this package is not attached."""
 
 
-QUIET = {"record_num_sequences": 0, "verify_every_steps": 0}
-# Records and checks are for a run that somebody looks at; no other contender makes them.
-
-
-def create_paths(sizes: Sizes, device: str) -> dict[str, Path]:
-    """All that can be compared; each makes one batch a step."""
+def create_paths(sizes: Sizes, device: str) -> dict[str, GenerationPath]:
+    """Return every path that is installed here; each generates one batch a step."""
     longest = [sizes.prompt_tokens[1] + sizes.longest_in_step] * sizes.num_sequences
     return {
-        "cb_rollout": Path(
+        "cb_rollout": GenerationPath(
             "its defaults, without records and checks, which the others do not make", rollout=QUIET
         ),
-        "cb_rollout, old_logps=rollout": Path(
+        "cb_rollout, old_logps=rollout": GenerationPath(
             "as above, and the sampled log-probabilities save the forward that recomputes them",
             rollout=QUIET | {"old_logps": "rollout"},
         ),
-        "TRL continuous batching": Path(
+        "TRL continuous batching": GenerationPath(
             f"made anew at each call, as TRL does; {BATCHING_SETTINGS}",
             trl={
                 "use_transformers_continuous_batching": True,
                 "transformers_continuous_batching_config": batching_fields(longest, device),
             },
         ),
-        "TRL generate": Path("its defaults: all completions are one batch, which TRL never cuts"),
+        "TRL generate": GenerationPath(
+            "its defaults: all completions are one batch, which TRL never cuts"
+        ),
     }
 
 
 class StepClock(TrainerCallback):
-    """Seconds of each optimizer step, from before its rollout to after its update."""
+    """Record the seconds of each optimizer step, rollout and update included."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
         self._started = 0.0
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
-        """Before the rollout."""
+        """Start the clock, before the rollout."""
         self._started = time.perf_counter()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        """After the update."""
+        """Stop the clock, after the update."""
         synchronize()
         self.seconds.append(time.perf_counter() - self._started)
 
 
-def bench(setup: Setup) -> dict[str, Any]:
-    """Seconds of one step, through each generation path of TRL that is installed here."""
+def bench_step(setup: Setup) -> dict[str, Any]:
+    """Return the seconds of one step of each path."""
     print("step: vLLM, TRL's third path, is not installed here and is left out")
     paths = create_paths(setup.sizes, setup.device)
     seconds: dict[str, list[float]] = {name: [] for name in paths}
@@ -84,8 +92,8 @@ def bench(setup: Setup) -> dict[str, Any]:
         for name, path in paths.items():
             turn = _step_seconds(setup, path)
             seconds[name] += turn
-            said = " ".join(f"{value:.2f}" for value in turn)
-            print(f"  {repetition + 1}/{setup.repetitions} {name:<32}{said} s", flush=True)
+            text = " ".join(f"{value:.2f}" for value in turn)
+            print(f"  {repetition + 1}/{setup.repetitions} {name:<32}{text} s", flush=True)
     return {
         "grpo_step": {
             name: summary(seconds[name], "seconds", path.settings) for name, path in paths.items()
@@ -93,9 +101,9 @@ def bench(setup: Setup) -> dict[str, Any]:
     }
 
 
-def _step_seconds(setup: Setup, path: Path) -> list[float]:
-    """Seconds of each step of one trainer, after one to warm up."""
-    # TRL warns of settings that no bench of one step would want otherwise.
+def _step_seconds(setup: Setup, path: GenerationPath) -> list[float]:
+    """Return the seconds of each step of one trainer, after one that warms up."""
+    # TRL warns of settings that are right for a single step.
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer = _create_trainer(setup, path, folder)
@@ -109,7 +117,7 @@ def _step_seconds(setup: Setup, path: Path) -> list[float]:
     return clock.seconds[1:]
 
 
-def _create_trainer(setup: Setup, path: Path, folder: str) -> GRPOTrainer:
+def _create_trainer(setup: Setup, path: GenerationPath, folder: str) -> GRPOTrainer:
     sizes, is_cpu = setup.sizes, setup.device == "cpu"
     return GRPOTrainer(
         model=create_ending_model(sizes.shape, setup.device, sizes.sampled_mean),
@@ -129,6 +137,6 @@ def _create_trainer(setup: Setup, path: Path, folder: str) -> GRPOTrainer:
 
 
 def _rows(sizes: Sizes) -> list[dict[str, str]]:
-    """The long-tailed workload's prompts as text; its first ids are special ones, and no words."""
+    """Return the long-tailed workload's prompts as text; ids below 3 are special, not words."""
     prompts = long_tailed(sizes).prompts[:: sizes.num_completions]
     return [{"prompt": " ".join(f"w{max(3, token)}" for token in prompt)} for prompt in prompts]

@@ -1,7 +1,7 @@
-"""Over-sampling and its like against plain groups, with a long tail.
+"""The workload `strategies`: over-sampling and other strategies, beside plain groups.
 
-A step is a collection of groups and a stand-in for the training that follows; the weights are
-called changed after it, so what is carried is computed anew.
+Lengths are long-tailed. Weights are synced after each collection as in training, so the keys of
+carried sequences are computed again.
 """
 
 import itertools
@@ -16,14 +16,12 @@ from cb_rollout.strategies import (
     Plain,
     RequestStream,
 )
-from cb_rollout.tools.bench.model import create_ending_model
-from cb_rollout.tools.bench.sizes import SEED, Setup
-from cb_rollout.tools.bench.turns import summary, timed
-from cb_rollout.tools.bench.workload import long_tailed
+from cb_rollout.tools.bench.timing import summary, timed
+from cb_rollout.tools.bench.workload import SEED, Setup, create_ending_model, long_tailed
 
 
-def bench(setup: Setup) -> dict[str, Any]:
-    """Useful tokens, rewards and groups to learn from per second of each strategy."""
+def bench_strategies(setup: Setup) -> dict[str, Any]:
+    """Return tokens, rewards and groups with an advantage per second of each strategy."""
     sizes = setup.sizes
     model = create_ending_model(sizes.shape, setup.device, sizes.sampled_mean)
     num_groups = sizes.num_prompts // 2
@@ -36,11 +34,11 @@ def bench(setup: Setup) -> dict[str, Any]:
     figures: dict[str, dict[str, list[float]]] = {name: {} for name in strategies}
     for repetition in range(setup.repetitions):
         for name, strategy in strategies.items():
-            measured = _measured(setup, model, strategy, num_groups, SEED + repetition)
-            for unit, value in measured.items():
+            rates = _rates(setup, model, strategy, num_groups, SEED + repetition)
+            for unit, value in rates.items():
                 figures[name].setdefault(unit, []).append(value)
-            said = ", ".join(f"{value:,.1f} {unit}" for unit, value in measured.items())
-            print(f"  {repetition + 1}/{setup.repetitions} {name:<20}{said}", flush=True)
+            text = ", ".join(f"{value:,.1f} {unit}" for unit, value in rates.items())
+            print(f"  {repetition + 1}/{setup.repetitions} {name:<20}{text}", flush=True)
     return {
         unit: {name: summary(values[unit], unit) for name, values in figures.items()}
         for unit in next(iter(figures.values()))
@@ -48,16 +46,13 @@ def bench(setup: Setup) -> dict[str, Any]:
 
 
 def hard_or_easy(prompt: list[int], outputs: list[Any]) -> list[float]:
-    """Rewards; half of the prompts have no advantage to learn from."""
+    """Return rewards that differ within the groups of half of the prompts only."""
     if sum(prompt) % 2:
         return [0.0] * len(outputs)
     return [float(output.generated_tokens[0] % 2) for output in outputs]
 
 
-def _measured(
-    setup: Setup, model: Any, strategy: Any, num_groups: int, seed: int
-) -> dict[str, float]:
-    """Rates of one strategy's collections, after one to warm up."""
+def _rates(setup: Setup, model: Any, strategy: Any, num_groups: int, seed: int) -> dict[str, float]:
     sizes = setup.sizes
     prompts = long_tailed(sizes).prompts[:: sizes.num_completions]
     params = cb_rollout.SamplingParams(max_new_tokens=sizes.longest)
@@ -66,6 +61,7 @@ def _measured(
             RequestStream(generator, params), itertools.cycle(prompts), hard_or_easy, strategy,
             num_generations=sizes.num_completions,
         )  # fmt: skip
+        # The first collection warms up.
         collector.collect(num_groups)
         generator.sync_weights()
         groups, seconds = [], 0.0

@@ -1,7 +1,6 @@
-"""A weight sync, and the copy's bandwidth beside that of bare tensor copies.
+"""The workload `sync`: a weight sync, beside bare tensor copies of the same bytes.
 
-Both read and write the same bytes, and take turns; a rollout before each leaves caches as in
-training.
+All take turns, each after a rollout, so that caches are as in training.
 """
 
 import statistics
@@ -11,31 +10,35 @@ from typing import Any
 
 import torch
 
-import cb_rollout
-from cb_rollout.tools.bench.model import create_model
-from cb_rollout.tools.bench.sizes import SEED, Setup
-from cb_rollout.tools.bench.turns import timed
+from cb_rollout import RolloutConfig, RolloutGenerator, SamplingParams
+from cb_rollout.tools.bench.timing import timed
+from cb_rollout.tools.bench.workload import SEED, Setup, create_model
 
 PROMPTS = [[2, 3, 4]] * 4
-PARAMS = cb_rollout.SamplingParams(max_new_tokens=4, ignore_eos=True)
+PARAMS = SamplingParams(max_new_tokens=4, ignore_eos=True)
 
 
-def bench(setup: Setup) -> dict[str, Any]:
-    """Milliseconds of each kind, and bandwidths."""
+def bench_sync(setup: Setup) -> dict[str, Any]:
+    """Return milliseconds of each kind of sync, and bandwidths."""
     model = create_model(setup.sizes.shape, setup.device)
     with ExitStack() as stack:
         generators = {
             kind: stack.enter_context(
-                cb_rollout.RolloutGenerator(
-                    model, cb_rollout.RolloutConfig(seed=SEED, weight_sync=kind)
-                )
+                RolloutGenerator(model, RolloutConfig(seed=SEED, weight_sync=kind))
             )
             for kind in ("shared", "copy")
         }
         works: dict[str, Callable[[], Any]] = {"bare copies": _bare_copies(model)}
         works |= {f"{kind} sync": generator.sync_weights for kind, generator in generators.items()}
-        medians = _medians(works, list(generators.values()), setup)
+        seconds: dict[str, list[float]] = {name: [] for name in works}
+        for _ in range(setup.sizes.num_syncs * setup.repetitions + 1):
+            for name, work in works.items():
+                for generator in generators.values():
+                    generator.generate_batch(PROMPTS, sampling_params=PARAMS)
+                seconds[name].append(timed(work))
         num_bytes = generators["copy"].sync_weights().bytes_copied
+    # The first turn warms up.
+    medians = {name: statistics.median(values[1:]) for name, values in seconds.items()}
     return {"sync": _figures(medians, num_bytes)}
 
 
@@ -49,20 +52,6 @@ def _bare_copies(model: torch.nn.Module) -> Callable[[], None]:
             target.copy_(tensor)
 
     return copy
-
-
-def _medians(
-    works: dict[str, Callable[[], Any]],
-    generators: list[cb_rollout.RolloutGenerator],
-    setup: Setup,
-) -> dict[str, float]:
-    seconds: dict[str, list[float]] = {name: [] for name in works}
-    for _ in range(setup.sizes.num_syncs * setup.repetitions + 1):
-        for name, work in works.items():
-            for generator in generators:
-                generator.generate_batch(PROMPTS, sampling_params=PARAMS)
-            seconds[name].append(timed(work))
-    return {name: statistics.median(values[1:]) for name, values in seconds.items()}
 
 
 def _figures(medians: dict[str, float], num_bytes: int) -> dict[str, float]:

@@ -1,6 +1,7 @@
-"""Results as lines to read. Loads no framework: the README's table is made of the same parts.
+"""Results as text. Loads no framework, since the README's tables are written with it.
 
-Results are groups of rows. A row is what a contender did, against the group's first; or figures.
+Results are groups of rows. A row is a contender's figures, compared with the group's first row, or
+a mapping of plain figures.
 """
 
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ UNITS = {"tokens_per_second": "tokens/s", "seconds": "s"}
 
 
 def times_better(base: dict[str, Any], other: dict[str, Any]) -> float:
-    """How many times as fast `base` is as `other`; 0 where one did nothing."""
+    """Return how many times as fast `base` is as `other`; 0 where either median is 0."""
     slow, fast = other["median"], base["median"]
     if base["unit"] == "seconds":
         slow, fast = fast, slow
@@ -19,35 +20,35 @@ def times_better(base: dict[str, Any], other: dict[str, Any]) -> float:
 
 
 def number_text(value: float) -> str:
-    """Three digits, or more of a large number."""
+    """Format a number with three digits, or all digits before the point."""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def value_text(value: float, unit: str) -> str:
-    """A median with its unit."""
+    """Format a median with its unit."""
     return f"{number_text(value)} {UNITS.get(unit, unit.replace('_', ' '))}"
 
 
 def print_table(results: dict[str, Any]) -> None:
-    """Every group, a line a row."""
+    """Print every group, one line a row."""
     for group, rows in results.items():
         width = max(map(len, rows))
         print(f"\n{group}")
         for name, row in rows.items():
-            print(f"  {name:<{width}}  {'  '.join(_parts(name, row, rows))}")
+            print(f"  {name:<{width}}  {'  '.join(_cells(name, row, rows))}")
 
 
-def _parts(name: str, row: Any, rows: dict[str, Any]) -> Iterator[str]:
+def _cells(name: str, row: Any, rows: dict[str, Any]) -> Iterator[str]:
     if not isinstance(row, dict):
         yield f"{number_text(row):>10}"
     elif "median" in row:
-        yield from _contender_parts(name, row, rows)
+        yield from _contender_cells(name, row, rows)
     else:
         for figure, value in row.items():
             yield f"{number_text(value):>8} {figure.replace('_', ' ')}"
 
 
-def _contender_parts(name: str, row: dict[str, Any], rows: dict[str, Any]) -> Iterator[str]:
+def _contender_cells(name: str, row: dict[str, Any], rows: dict[str, Any]) -> Iterator[str]:
     yield f"{value_text(row['median'], row['unit']):>18}"
     yield f"({number_text(row['min'])} to {number_text(row['max'])})"
     base = next(iter(rows))

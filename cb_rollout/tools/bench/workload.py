@@ -1,33 +1,144 @@
-"""What is asked of every contender: prompts, and how many tokens each completion is to have."""
+"""Models, prompts and completion lengths of every workload.
+
+Own the sizes for a CPU, for a GPU and for tests, the random models, and the prompts with the
+number of tokens that each completion is forced to have.
+"""
 
 import random
 from dataclasses import dataclass
+from typing import Any
 
-from cb_rollout.tools.bench.sizes import SEED, Sizes
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+SEED = 0
+EOS = 1
+
+QWEN3: dict[str, dict[str, Any]] = {
+    "0.6B": {"hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16,
+             "intermediate_size": 3072, "tie_word_embeddings": True},
+    "4B": {"hidden_size": 2560, "num_hidden_layers": 36, "num_attention_heads": 32,
+           "intermediate_size": 9728, "tie_word_embeddings": True},
+    "8B": {"hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32,
+           "intermediate_size": 12288, "tie_word_embeddings": False},
+}  # fmt: skip
+for _shape in QWEN3.values():
+    _shape |= {
+        "vocab_size": 151936, "num_key_value_heads": 8, "head_dim": 128,
+        "max_position_embeddings": 40960,
+    }  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Sizes of the model and of each workload."""
+
+    shape: dict[str, Any]
+    """Arguments of `Qwen3Config`."""
+    prompt_tokens: tuple[int, int]
+    """Shortest and longest prompt."""
+    num_prompts: int = 16
+    num_completions: int = 8
+    """Completions of each prompt."""
+    log_mean_tokens: float
+    """Mean of the logarithm of a long-tailed length; its standard deviation is 0.9."""
+    longest: int
+    """Maximum of a long-tailed length, in tokens."""
+    equal_tokens: int = 64
+    """Length of every completion with equal lengths."""
+    sampled_mean: int = 50
+    """Mean length where the model ends completions itself: `step` and `strategies`."""
+    longest_in_step: int = 256
+    """Maximum length of a completion in a GRPO step."""
+    strategy_steps: int = 4
+    """Timed collections of each strategy."""
+    scales: tuple[int, ...] = (1, 4, 16, 64, 256, 1024)
+    """Concurrent requests of each point of `scaling`."""
+    scaling_tokens: int = 32
+    """Length of every completion in `scaling`."""
+    num_waiting: tuple[int, ...] = (0, 100, 10_000)
+    """Waiting requests in `bookkeeping`; the memory of the largest number is measured."""
+    bookkeeping_rows: int = 256
+    """Sequences that decode in `bookkeeping`."""
+    num_syncs: int = 20
+    """Weight syncs in one repetition."""
+    truncated_rows: int = 16
+    """Rows of logits in `truncation`."""
+    truncated_vocab: int = QWEN3["8B"]["vocab_size"]
+    """Logits of each of these rows."""
+    num_truncations: int = 5
+    """Turns of each implementation in one repetition of `truncation`."""
+    copied_bytes: int = 64 << 20
+    """Size of the copy that measures bandwidth."""
+
+    @property
+    def num_sequences(self) -> int:
+        """Return the number of completions of one rollout."""
+        return self.num_prompts * self.num_completions
+
+
+CPU = Sizes(
+    shape={
+        "vocab_size": 2048, "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8,
+        "num_key_value_heads": 4, "head_dim": 32, "intermediate_size": 768,
+        "tie_word_embeddings": True,
+    },
+    prompt_tokens=(20, 60), log_mean_tokens=3.6, longest=512,
+)  # fmt: skip
+
+GPU = Sizes(
+    shape=QWEN3["0.6B"], prompt_tokens=(256, 512), log_mean_tokens=6.0, longest=4096,
+    copied_bytes=2 << 30,
+)  # fmt: skip
+
+# For tests: figures of these sizes mean nothing.
+TINY = Sizes(
+    shape={
+        "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "head_dim": 16, "intermediate_size": 48,
+        "tie_word_embeddings": True,
+    },
+    prompt_tokens=(2, 4), num_prompts=2, num_completions=2, log_mean_tokens=1.0, longest=6,
+    equal_tokens=4, sampled_mean=3, longest_in_step=6, strategy_steps=1, scales=(1, 2),
+    scaling_tokens=3, num_waiting=(0, 8), bookkeeping_rows=3, num_syncs=1, copied_bytes=1 << 16,
+    truncated_rows=2, truncated_vocab=8192, num_truncations=1,
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """Arguments of a workload."""
+
+    device: str
+    repetitions: int
+    sizes: Sizes
+    batch_size: int | None = None
+    """Batch size of `model.generate`; None: each workload's own."""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Prompts, and how many tokens each completion is forced to have."""
+    """Prompts, and the number of tokens that each completion is forced to have."""
 
     prompts: list[list[int]]
-    """One per completion; equal neighbours form a group."""
+    """One prompt for each completion; equal neighbours form a group."""
     lengths: list[int]
 
     @property
     def num_tokens(self) -> int:
-        """Useful tokens: those that were asked for."""
+        """Return the number of completion tokens."""
         return sum(self.lengths)
 
     def first(self, count: int) -> "Workload":
-        """So many of its sequences."""
+        """Return a workload of the first `count` sequences."""
         return Workload(self.prompts[:count], self.lengths[:count])
 
 
 def random_prompts(
     draws: random.Random, count: int, tokens: tuple[int, int], vocab_size: int
 ) -> list[list[int]]:
-    """Prompts of random ids, of the shortest to the longest length."""
+    """Return prompts of random ids, with lengths uniform between the two of `tokens`."""
     return [
         [draws.randrange(2, vocab_size) for _ in range(draws.randint(*tokens))]
         for _ in range(count)
@@ -37,17 +148,17 @@ def random_prompts(
 def long_tailed_lengths(
     draws: random.Random, count: int, log_mean: float, longest: int
 ) -> list[int]:
-    """How long completions are in training: most short, a few very long."""
+    """Return completion lengths as in training: most short, a few very long."""
     return [min(longest, max(1, int(draws.lognormvariate(log_mean, 0.9)))) for _ in range(count)]
 
 
 def grouped(prompts: list[list[int]], num_completions: int) -> list[list[int]]:
-    """Each prompt repeated for its group."""
+    """Repeat each prompt for its group."""
     return [prompt for prompt in prompts for _ in range(num_completions)]
 
 
 def long_tailed(sizes: Sizes) -> Workload:
-    """Groups of completions with a long tail: a rollout as training has it."""
+    """Return groups of completions with long-tailed lengths, as in a rollout of training."""
     draws = random.Random(SEED)
     prompts = random_prompts(
         draws, sizes.num_prompts, sizes.prompt_tokens, sizes.shape["vocab_size"]
@@ -59,14 +170,64 @@ def long_tailed(sizes: Sizes) -> Workload:
 
 
 def equal_lengths(sizes: Sizes, count: int | None = None, tokens: int | None = None) -> Workload:
-    """Prompts of their own, and completions of one length: the best case of a fixed batch.
+    """Return distinct prompts with completions of one length: the best case of a fixed batch.
 
     Args:
-        sizes: of prompts, and what is not said here.
-        count: how many; None: one rollout's.
-        tokens: of each completion; None: `sizes.equal_tokens`.
+        sizes: sizes of the prompts, and defaults of the other arguments.
+        count: number of completions; None: `sizes.num_sequences`.
+        tokens: length of each completion; None: `sizes.equal_tokens`.
     """
     count = count or sizes.num_sequences
     draws = random.Random(SEED)
     prompts = random_prompts(draws, count, sizes.prompt_tokens, sizes.shape["vocab_size"])
     return Workload(prompts, [tokens or sizes.equal_tokens] * count)
+
+
+def create_model(shape: dict[str, Any], device: str, **overrides: Any) -> Qwen3ForCausalLM:
+    """Create a model with random weights on `device`: float32 on a CPU, else bfloat16.
+
+    Args:
+        shape: arguments of `Qwen3Config`.
+        device: device of the weights.
+        overrides: arguments of `Qwen3Config` that replace those of `shape`.
+    """
+    settings: dict[str, Any] = shape | {"eos_token_id": EOS, "pad_token_id": 0} | overrides
+    config = Qwen3Config(**settings)
+    torch.manual_seed(SEED)
+    torch.set_default_dtype(torch.float32 if device == "cpu" else torch.bfloat16)
+    try:
+        with torch.device(device):
+            return Qwen3ForCausalLM(config).eval()
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@torch.no_grad()
+def create_ending_model(shape: dict[str, Any], device: str, mean_length: int) -> Qwen3ForCausalLM:
+    """Create a model that samples EOS by itself after `mean_length` tokens on average.
+
+    EOS is about equally likely after every token, so lengths are geometric: one coordinate of the
+    residual stream is made constant, and only the logit of EOS reads it.
+    """
+    model = create_model(shape, device, tie_word_embeddings=False)
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.clone())
+    model.model.embed_tokens.weight[:, 0] = 1.0
+    model.lm_head.weight[:, 0] = 0.0
+    model.lm_head.weight[EOS] = 0.0
+    ids = torch.randint(3, model.config.vocab_size, (8, 64), device=model.device)
+    hidden = model.model(ids).last_hidden_state.float()
+    others = (hidden @ model.lm_head.weight.float().T).logsumexp(-1).mean()
+    wanted = others - torch.tensor(mean_length - 1.0, device=model.device).log()
+    model.lm_head.weight[EOS, 0] = wanted / hidden[..., 0].mean()
+    return model
+
+
+def word_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
+    """Create a tokenizer of one token a word, so that any prompt ids can be written as text."""
+    words = ["<pad>", "<eos>", "<unk>", *(f"w{i}" for i in range(3, vocab_size))]
+    backend = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    backend.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    )

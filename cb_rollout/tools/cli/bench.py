@@ -9,27 +9,30 @@ from cb_rollout.errors import ConfigurationError
 from cb_rollout.tools.cli.command import require_packages, require_writable
 
 
-class Workload(NamedTuple):
-    """A module of `cb_rollout.tools.bench`, and the packages it imports beside the engine's."""
+class BenchCommand(NamedTuple):
+    """The function `bench_NAME` of a module of `cb_rollout.tools.bench`, and its own packages."""
 
+    module: str
     help: str
     packages: tuple[str, ...] = ()
 
 
 WORKLOADS = {
-    "rollout": Workload("one rollout: prompts in, completions out"),
-    "step": Workload("one GRPO step through TRL", ("datasets", "trl")),
-    "sync": Workload("a weight sync, beside bare tensor copies"),
-    "strategies": Workload("over-sampling and its like, against plain"),
-    "serve": Workload(
-        "the same requests over HTTP on this machine", ("fastapi", "httpx", "uvicorn")
+    "rollout": BenchCommand("rollout", "one rollout: prompts in, completions out"),
+    "step": BenchCommand("step", "one GRPO step through TRL", ("datasets", "trl")),
+    "sync": BenchCommand("sync", "a weight sync, beside bare tensor copies"),
+    "strategies": BenchCommand("strategies", "over-sampling and its like, against plain"),
+    "serve": BenchCommand(
+        "rollout", "the same requests over HTTP on this machine", ("fastapi", "httpx", "uvicorn")
     ),
-    "scaling": Workload("from one request at once to 1,024"),
-    "drafts": Workload("few requests with drafts, and without"),
-    "truncation": Workload("top-k, top-p and min-p, beside transformers' warpers"),
-    "profile": Workload("where a rollout's time goes"),
-    "bookkeeping": Workload("what a decode step takes beside its forward"),
-    "roofline": Workload("what this machine can do at most"),
+    "scaling": BenchCommand("scaling", "from one request at once to 1,024"),
+    "drafts": BenchCommand("rollout", "few requests with drafts, and without"),
+    "truncation": BenchCommand(
+        "truncation", "top-k, top-p and min-p, beside transformers' warpers"
+    ),
+    "profile": BenchCommand("profile", "where a rollout's time goes"),
+    "bookkeeping": BenchCommand("profile", "what a decode step takes beside its forward"),
+    "roofline": BenchCommand("roofline", "what this machine can do at most"),
 }
 
 ENGINE_PACKAGES = ("psutil", "tokenizers", "torch", "transformers")
@@ -47,12 +50,12 @@ over the repetitions, and only ratios within one run mean anything."""
 def add_bench(commands: Any) -> None:
     """Add the command to the command line."""
     width = max(map(len, WORKLOADS))
-    said = "".join(f"\n  {name:<{width}}  {work.help}" for name, work in WORKLOADS.items())
+    lines = "".join(f"\n  {name:<{width}}  {x.help}" for name, x in WORKLOADS.items())
     parser = commands.add_parser(
         "bench",
         help="time a rollout beside its peers",
         description=DESCRIPTION,
-        epilog=f"workloads:{said}",
+        epilog=f"workloads:{lines}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
@@ -110,6 +113,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
     path = run_workload(
         name,
+        WORKLOADS[name].module,
         device=arguments.device,
         repetitions=arguments.repetitions,
         batch_size=arguments.batch_size,

@@ -6,18 +6,29 @@ import torch
 from fast_path import pretend_cuda
 
 import gpu_bench
-from cb_rollout.tools.bench import products
+from cb_rollout.tools.bench import roofline
 from cb_rollout.tools.bench.contenders import generate, ours, transformers_batching
-from cb_rollout.tools.bench.machine import needed_flops
-from cb_rollout.tools.bench.model import create_ending_model, create_model, matmul_parameters
-from cb_rollout.tools.bench.products import Products, alone_seconds, num_flops, products_counted
-from cb_rollout.tools.bench.resident import ResidentPeak
+from cb_rollout.tools.bench.profile import WrappedFunction, wrapped
+from cb_rollout.tools.bench.roofline import (
+    Products,
+    matmul_parameters,
+    needed_flops,
+    num_flops,
+    products_counted,
+    products_seconds,
+)
 from cb_rollout.tools.bench.scaling import LONGEST_TURN_SECONDS, _is_feasible
-from cb_rollout.tools.bench.sizes import CPU, QWEN3, TINY
-from cb_rollout.tools.bench.spans import Seam, watched
 from cb_rollout.tools.bench.table import number_text, print_table, times_better, value_text
-from cb_rollout.tools.bench.turns import summary, take_turn
-from cb_rollout.tools.bench.workload import Workload, equal_lengths, long_tailed
+from cb_rollout.tools.bench.timing import ResidentPeak, summary, take_turn
+from cb_rollout.tools.bench.workload import (
+    CPU,
+    TINY,
+    Workload,
+    create_ending_model,
+    create_model,
+    equal_lengths,
+    long_tailed,
+)
 
 
 class Kitchen:
@@ -30,10 +41,10 @@ class Kitchen:
         pass
 
 
-def test_time_counts_for_the_innermost_watched_function_only():
+def test_time_counts_for_the_innermost_wrapped_function_only():
     plain = Kitchen.cook, Kitchen.chop
-    seams = (Seam("cook", Kitchen, "cook"), Seam("chop", Kitchen, "chop"))
-    with watched(seams) as spans:
+    functions = [WrappedFunction(name, Kitchen, name) for name in ("cook", "chop")]
+    with wrapped(functions) as spans:
         Kitchen().cook()
         Kitchen().chop()
     assert spans.calls == {("cook",): 1, ("cook", "chop"): 2, ("chop",): 1}
@@ -42,27 +53,28 @@ def test_time_counts_for_the_innermost_watched_function_only():
     assert (Kitchen.cook, Kitchen.chop) == plain
 
 
-def test_a_function_that_raises_is_left_as_well():
+def test_time_ends_where_a_wrapped_function_raises():
     class Failing:
         def run(self):
             raise ValueError
 
-    with watched([Seam("run", Failing, "run")]) as spans:
+    with wrapped([WrappedFunction("run", Failing, "run")]) as spans:
         with pytest.raises(ValueError):  # noqa: PT011  there is nothing to match
             Failing().run()
         assert spans._path == ()
 
 
-def test_a_seam_that_is_gone_fails_loudly():
-    with pytest.raises(AttributeError, match="fry"), watched([Seam("fry", Kitchen, "fry")]):
+def test_a_function_that_is_gone_raises():
+    functions = [WrappedFunction("fry", Kitchen, "fry")]
+    with pytest.raises(AttributeError, match="fry"), wrapped(functions):
         pass
 
 
-def test_the_most_memory_held_is_remembered_when_it_is_gone():
+def test_the_peak_counts_memory_that_was_freed():
     with ResidentPeak() as peak:
         before = peak.num_bytes
         held = torch.ones(1 << 24)
-        peak.look()
+        peak.sample()
         num_bytes = held.nbytes
         del held
     assert peak.num_bytes >= before + 0.9 * num_bytes
@@ -76,7 +88,7 @@ def test_the_needed_products_are_those_of_each_prompt_once_and_of_each_decoded_t
     assert needed_flops(model, workload) == 2 * (body * (3 + 2 + 3) + head * (2 + 3))
 
 
-def test_the_products_of_a_forward_are_counted_and_the_hooks_go():
+def test_products_are_counted_inside_the_context_only():
     model = create_model(TINY.shape, "cpu")
     body, head = matmul_parameters(model)
     ids = torch.tensor([[2, 3, 4], [5, 6, 7]])
@@ -88,14 +100,14 @@ def test_the_products_of_a_forward_are_counted_and_the_hooks_go():
     assert counted.total() == 2
 
 
-def test_products_take_as_long_as_their_neighbours_say(monkeypatch):
+def test_the_time_of_products_is_interpolated(monkeypatch):
     model = create_model(TINY.shape, "cpu")
     times = {False: 2.0, True: 0.5}
     monkeypatch.setattr(
-        products, "_seconds", lambda _, asked: times[asked.is_head] * asked.num_rows
+        roofline, "_best_kernel_seconds", lambda _, asked: times[asked.is_head] * asked.num_rows
     )
     counted = Counter({Products(False, 3): 10, Products(False, 70): 1, Products(True, 3): 4})
-    assert alone_seconds(model, counted) == pytest.approx(2 * (30 + 70) + 0.5 * 12)
+    assert products_seconds(model, counted) == pytest.approx(2 * (30 + 70) + 0.5 * 12)
 
 
 def test_completions_end_by_themselves_about_where_they_should():
@@ -197,8 +209,3 @@ def test_what_a_step_must_read_is_weights_and_keys():
     weights = sum(parameter.nbytes for parameter in model.parameters())
     own, shared = 8 * (16 + 80) / 2, 256
     assert gpu_bench.bytes_per_step(model, 8, 10) == weights + (own + shared) * 10
-
-
-def test_the_shapes_of_a_gpu_are_those_of_qwen3():
-    assert set(QWEN3) == {"0.6B", "4B", "8B"}
-    assert all(shape["vocab_size"] == 151936 for shape in QWEN3.values())

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 import bench
-import docs
 import plots
+import write_docs
+from cb_rollout.tools.bench.profile import OUTSIDE
 from cb_rollout.tools.cli import create_parser
 from cb_rollout.tools.cli.bench import WORKLOADS
 
@@ -69,7 +70,7 @@ def test_the_script_writes_where_the_documents_read(monkeypatch):
     bench.main(["rollout"])
     bench.main(["rollout", "--output-dir", "elsewhere"])
     parsed = [create_parser().parse_args(arguments).output_dir for arguments in given]
-    assert parsed == [docs.BENCHMARKS, Path("elsewhere")]
+    assert parsed == [write_docs.BENCHMARKS, Path("elsewhere")]
 
 
 @pytest.mark.slow
@@ -102,9 +103,7 @@ def test_a_profile_accounts_for_the_whole_rollout(recorded):
     assert sum(part["percent"] for part in parts.values()) == pytest.approx(100)
     assert sum(part["percent"] for part in results["operators"].values()) == pytest.approx(100)
     uncounted = [name for name, part in parts.items() if not part["calls"]]
-    assert uncounted == ["input_processor, collecting, sync"], (
-        "functions of seams.py are called no longer"
-    )
+    assert uncounted == [OUTSIDE], "functions of profile.FINE are not called any more"
 
 
 def test_what_a_waiting_request_holds_is_told_beside_its_tokens(recorded):
@@ -133,9 +132,9 @@ def test_a_table_of_the_readme_gives_ratio_spread_and_share(recorded):
     contenders["model.generate"] |= {
         "median": 200.0, "min": 99.5, "max": 210.0, "matmul_share": 0.25
     }  # fmt: skip
-    assert "min to max" not in docs.workload_table("Equal", contenders, record)
-    table = docs.workload_table("Equal", contenders, record | {"repetitions": 2})
+    assert "min to max" not in write_docs.workload_table("Equal", contenders, record)
+    table = write_docs.workload_table("Equal", contenders, record | {"repetitions": 2})
     assert "| cb_rollout | 300 tokens/s | 250 to 320 | - | 50% |" in table
     assert "| model.generate | 200 tokens/s | 99.5 to 210 | 1.5x as fast | 25% |" in table
     assert "2 turns each" in table
-    assert docs.SHARES in table
+    assert write_docs.SHARES in table

@@ -1,0 +1,145 @@
+"""Times of contenders that take turns, and the peak memory of each turn.
+
+Turns are interleaved, so that a slow spell of the machine affects every contender alike.
+"""
+
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple, Self
+
+import psutil
+import torch
+
+from cb_rollout.tools.bench.contenders import Contender
+from cb_rollout.tools.bench.workload import Workload
+
+# Reading the resident size takes microseconds; a decode step takes about this long.
+SAMPLE_SECONDS = 0.02
+
+
+class Turn(NamedTuple):
+    """One timed run of a contender."""
+
+    seconds: float
+    peak_resident_bytes: int
+    """Peak resident size of the process while the contender existed."""
+
+
+class ResidentPeak:
+    """Peak resident size of this process inside a `with` block, sampled in a thread.
+
+    The kernel's own peak cannot be used: the engine resets it to measure training.
+    """
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self._process = psutil.Process()
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="resident peak", daemon=True)
+
+    def sample(self) -> None:
+        """Read the resident size now."""
+        self.num_bytes = max(self.num_bytes, self._process.memory_info().rss)
+
+    def _watch(self) -> None:
+        while not self._is_over.wait(SAMPLE_SECONDS):
+            self.sample()
+
+    def __enter__(self) -> Self:
+        self.sample()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+        self._thread.join()
+        self.sample()
+
+
+def synchronize() -> None:
+    """Wait until the GPU, if any, has finished."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def timed(work: Callable[[], object]) -> float:
+    """Return the seconds that `work` takes, the GPU's work included."""
+    synchronize()
+    started = time.perf_counter()
+    work()
+    synchronize()
+    return time.perf_counter() - started
+
+
+def best_seconds(work: Callable[[], object], count: int) -> float:
+    """Return the seconds of one call, from the best of five runs of `count` calls."""
+
+    def many() -> None:
+        for _ in range(count):
+            work()
+
+    many()
+    return min(timed(many) for _ in range(5)) / count
+
+
+def take_turn(
+    contender: Contender,
+    model: Any,
+    workload: Workload,
+    warm_up: Workload | None = None,
+    num_warm_ups: int = 1,
+) -> Turn:
+    """Create a contender, warm it up, and time it.
+
+    A contender is created anew for each turn, since transformers' manager changes the model's
+    attention implementation while it exists.
+
+    Args:
+        contender: contender to time.
+        model: model that it runs.
+        workload: timed workload.
+        warm_up: workload that is run before; None: `workload`.
+        num_warm_ups: number of runs before the timed one.
+    """
+    with ResidentPeak() as peak, contender.create(model, workload) as run:
+        for _ in range(num_warm_ups):
+            run(warm_up or workload)
+        seconds = timed(lambda: run(workload))
+    return Turn(seconds, peak.num_bytes)
+
+
+def interleaved(
+    contenders: dict[str, Contender],
+    model: Any,
+    workload: Workload,
+    repetitions: int,
+    num_warm_ups: int = 1,
+) -> dict[str, list[Turn]]:
+    """Return `repetitions` turns of each contender."""
+    turns: dict[str, list[Turn]] = {name: [] for name in contenders}
+    for repetition in range(repetitions):
+        for name, contender in contenders.items():
+            turn = take_turn(contender, model, workload, num_warm_ups=num_warm_ups)
+            turns[name].append(turn)
+            print(f"  {repetition + 1}/{repetitions} {name:<28}{turn.seconds:8.2f} s", flush=True)
+    return turns
+
+
+def summary(values: list[float], unit: str, settings: str | None = None) -> dict[str, Any]:
+    """Return median, minimum and maximum, with the unit and the contender's settings."""
+    figures = {
+        "median": statistics.median(values),
+        "min": min(values),
+        "max": max(values),
+        "unit": unit,
+    }
+    return figures if settings is None else figures | {"settings": settings}
+
+
+def throughput(contender: Contender, turns: list[Turn], num_tokens: int) -> dict[str, Any]:
+    """Return tokens per second over a contender's turns, and its peak memory."""
+    rates = [num_tokens / turn.seconds for turn in turns]
+    figures = summary(rates, "tokens_per_second", contender.settings)
+    return figures | {"peak_resident_mib": max(t.peak_resident_bytes for t in turns) / 2**20}
