@@ -17,11 +17,11 @@ from cb_rollout.engine.cuda_graphs.selection import choose_compilation, create_g
 from cb_rollout.engine.cuda_graphs.steps import GraphedSteps
 from cb_rollout.engine.executor import Steps
 from cb_rollout.engine.kv_cache.offload import KVOffloader
+from cb_rollout.engine.kv_cache.sizing import page_layout, plan_memory
 from cb_rollout.engine.kv_cache.storage import CacheStorage, create_saver
 from cb_rollout.engine.memory import device as devices
 from cb_rollout.engine.memory.plan import GIB
 from cb_rollout.engine.memory.training import TrainingMemory
-from cb_rollout.engine.model.cache_plan import kept_layout, plan_memory
 from cb_rollout.engine.model.check import check_model
 from cb_rollout.engine.model.eval_mode import eval_mode
 from cb_rollout.engine.model.runner import BatchLayout, ModelRunner
@@ -78,8 +78,9 @@ class Engine:
         """Learn the cache's layout, how decode steps run, and plan the memory."""
         devices.require_unmoved(self.model, self.device)
         identity = hf_compat.forward_identity(self.model)
-        kept_form = partial(kept_layout, config=self.config, device=self.device)
-        self.layout = check_model(self._runner, kept_form)
+        self.layout = check_model(
+            self._runner, partial(page_layout, config=self.config, device=self.device)
+        )
         # Once for each layout: a later plan may find a trace given up, for reasons of its own.
         self._told_of_compilation = choose_compilation(self._runner, self.config)
         self._plan()
@@ -95,7 +96,14 @@ class Engine:
     def _plan(self) -> None:
         """Divide what is free now, where no cache is held."""
         config = self.config
-        plan = plan_memory(self._runner, self.training, config, self.layout)
+        plan = plan_memory(
+            self.layout,
+            config,
+            self.training.in_bytes(),
+            vocab_size=hf_compat.vocab_size(self.model),
+            compute_dtype=self._runner.compute_dtype,
+            device=self.device,
+        )
         self.memory_plan = plan
         self.limits = Limits(
             block_size=config.block_size,

@@ -11,7 +11,7 @@ from cb_rollout.compat import inductor
 from cb_rollout.engine.attention.backend import BackendSelection, DecodePath
 from cb_rollout.engine.attention.cpu import attention as cpp_decode
 from cb_rollout.engine.attention.cpu import traced_forward
-from cb_rollout.engine.model import check as rehearsal
+from cb_rollout.engine.model import check as model_check
 from cb_rollout.engine.native import library
 from cb_rollout.engine.sampling import cpu as cpp_sampler
 from cb_rollout.errors import ConfigurationError
@@ -51,7 +51,7 @@ def test_every_path_gives_the_same_tokens(family, monkeypatch):
     model = tiny_model(family)
     gathered = BackendSelection(DecodePath.GATHERED, "for comparison")
     with monkeypatch.context() as patched:
-        patched.setattr(rehearsal, "select_backend", lambda *_, **__: gathered)
+        patched.setattr(model_check, "select_backend", lambda *_, **__: gathered)
         with RolloutGenerator(model, RolloutConfig(seed=3)) as generator:
             assert runner_of(generator).attention_backend is None
             expected = tokens_of(rollout(generator))

@@ -8,7 +8,7 @@ from tiny import plain_logprobs, tiny_model
 from cb_rollout import FinishReason, RolloutConfig, RolloutGenerator, SamplingParams
 from cb_rollout.engine.attention.backend import BackendSelection, DecodePath
 from cb_rollout.engine.attention.cpu import traced_forward as listed_forward
-from cb_rollout.engine.model import check as rehearsal
+from cb_rollout.engine.model import check as model_check
 from cb_rollout.engine.model.runner import ModelRunner
 
 PROMPTS = [[5, 6, 7, 5, 6, 7], [8, 9, 10, 11, 12, 13]]
@@ -65,7 +65,7 @@ def test_a_draft_that_comes_true_saves_forwards():
 
 def gathered(monkeypatch):
     choice = BackendSelection(DecodePath.GATHERED, "for comparison")
-    monkeypatch.setattr(rehearsal, "select_backend", lambda *_, **__: choice)
+    monkeypatch.setattr(model_check, "select_backend", lambda *_, **__: choice)
 
 
 def traced(monkeypatch):

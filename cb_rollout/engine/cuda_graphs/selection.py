@@ -81,7 +81,7 @@ def create_graphs(
         return None, "CUDA graphs: off, as asked"
     graphs, obstacle = None, _obstacle(runner, is_recurrent)
     if obstacle is None:
-        graphs, obstacle = _rehearsed(runner, config, max_rows)
+        graphs, obstacle = _checked_graphs(runner, config, max_rows)
     if graphs is not None:
         return graphs, "CUDA graphs: on" + (", a step ahead" if config.looks_ahead else "")
     asked = [
@@ -97,7 +97,7 @@ def create_graphs(
     return None, f"CUDA graphs: off ({obstacle})"
 
 
-def _rehearsed(
+def _checked_graphs(
     runner: ModelRunner, config: RolloutConfig, max_rows: int
 ) -> tuple["GraphedDecoding | None", str | None]:
     """Graphs of which the smallest was captured, or None and why it could not be."""

@@ -1,8 +1,8 @@
-"""A model is tried on pages before anyone relies on it: its own plain forward says what is right.
+"""Check that a model computes on pages what its own plain forward computes, or refuse it.
 
-Chooses how rows are laid out for it, or refuses it. Runs once, where an engine is made, in the
-caller's thread. Reads no architecture: a model that looks ahead, counts positions in its own way or
-keeps its past elsewhere is known by its log-probabilities.
+Chooses the batch layout and the attention backend. Runs once, when an engine is created, in the
+caller's thread. Reads no architecture: log-probabilities show a model that looks ahead, counts
+positions in its own way, or keeps its past elsewhere.
 """
 
 import itertools
@@ -27,37 +27,39 @@ from cb_rollout.engine.model.eval_mode import eval_mode
 from cb_rollout.engine.model.runner import BatchLayout, ModelRunner
 from cb_rollout.errors import ConfigurationError, said
 
+# Two lengths, so that rows are padded, and two rows of one length, which run together unpadded.
 PROMPT_LENGTHS = (7, 4, 4)
-# Two lengths, so that rows are padded, and two rows of one, which run together unpadded.
 
+# Small, so that every row has several blocks.
 BLOCK_SIZE = 4
-# Small, so that every row lies in several blocks.
 
-LARGEST_DIFFERENCE = 0.01
 # Nats, in float32. Sound models stay a hundred times below; a wrong position or mask shows tenths.
+MAX_DIFFERENCE = 0.01
 
-LARGEST_SHARE = 0.25
-# Of the spread of the log-probabilities, in half precision. Rounding, and the experts that it makes
-# a router choose otherwise, stay at hundredths; a model that looks ahead shows tenths.
+# Of the spread of the log-probabilities, in half precision. Rounding, and the other experts that a
+# router chooses because of it, stay at hundredths; a model that looks ahead shows tenths.
+MAX_SHARE = 0.25
 
-LARGEST_SHARE_OF_KERNELS = 0.1
-# Of the same spread, between two ways to attend over the same pages.
+# Of the same spread, between two attention backends on the same pages.
+MAX_SHARE_OF_KERNELS = 0.1
+
+Result = TypeVar("Result")
 
 
 def check_model(
-    runner: ModelRunner, kept_form: Callable[[CacheLayout], CacheLayout] = lambda layout: layout
+    runner: ModelRunner, page_layout: Callable[[CacheLayout], CacheLayout] = lambda layout: layout
 ) -> CacheLayout:
-    """Learn what the model's layers keep, and set how the runner lays out its rows.
+    """Probe the cache layout, and set the runner's batch layout and attention backend.
 
     Args:
-        runner: of the model.
-        kept_form: in what form pages will keep what a layout says.
+        runner: runs the model.
+        page_layout: gives a layout the dtypes of its pages.
 
     Returns:
-        The kept form of the layout under which the model agrees with its plain forward.
+        The page layout under which the model agrees with its plain forward.
 
     Raises:
-        ConfigurationError: it cannot be made to agree.
+        ConfigurationError: the model agrees under no batch layout.
     """
     name = type(runner.model).__name__
     rows = _rows(runner)
@@ -79,7 +81,7 @@ def check_model(
             ) from failure
         if plain.isnan().any():
             # Diverged weights show nothing about pages; the sampler refuses their tokens.
-            return kept_form(layout)
+            return page_layout(layout)
         found = ""
         for runner.batch_layout in BatchLayout:
             paged, failure = _attempt(lambda: _paged(runner, layout, rows))
@@ -88,8 +90,8 @@ def check_model(
                 continue
             distances = torch.where(plain == paged, 0.0, (plain - paged).abs())
             if _is_rounding(distances, plain, runner.compute_dtype):
-                pages = kept_form(layout)
-                runner.backend_selection = _chosen_attention(runner, layout, pages, rows, paged)
+                pages = page_layout(layout)
+                runner.backend_selection = _set_backend(runner, layout, pages, rows, paged)
                 return pages
             found = f"log-probabilities are {distances.max():.2g} nats off its plain forward"
         advice, _ = _attempt(lambda: _advice(runner, rows))
@@ -100,7 +102,7 @@ def check_model(
 
 
 def _advice(runner: ModelRunner, rows: list[list[int]]) -> str:
-    """What to do about a model that agrees in no way, by what its plain forward is seen to do."""
+    """Return the remedy for a model that agrees under no layout, judged by its plain forward."""
 
     def is_same(logits_TV: torch.Tensor, expected_TV: torch.Tensor) -> bool:
         pair = [logits.log_softmax(-1) for logits in (logits_TV, expected_TV)]
@@ -122,14 +124,14 @@ def _advice(runner: ModelRunner, rows: list[list[int]]) -> str:
     return "Roll"
 
 
-def _chosen_attention(
+def _set_backend(
     runner: ModelRunner,
     layout: CacheLayout,
     pages: CacheLayout,
     rows: list[list[int]],
     gathered: torch.Tensor,
 ) -> BackendSelection:
-    """Set how the runner's decode steps read the pages: directly, where that agrees."""
+    """Set a backend that reads pages without a gather, if it agrees with the gathered result."""
     is_padded = runner.batch_layout is BatchLayout.PADDED
     choice = select_backend(runner.device, pages, is_padded=is_padded)
     if choice.path is not DecodePath.GATHERED:
@@ -139,7 +141,7 @@ def _chosen_attention(
         found = f"the model does not run on it: {said(failure)}"
         if direct is not None:
             distances = torch.where(gathered == direct, 0.0, (gathered - direct).abs())
-            if _is_rounding(distances, gathered, runner.compute_dtype, LARGEST_SHARE_OF_KERNELS):
+            if _is_rounding(distances, gathered, runner.compute_dtype, MAX_SHARE_OF_KERNELS):
                 return choice
             found = f"it is {distances.max():.2g} nats off the model's own attention"
         runner.attention_backend = None
@@ -155,11 +157,8 @@ def _decoding(path: DecodePath, layout: CacheLayout, device: torch.device) -> At
     return TritonBackend(layout, device)
 
 
-Result = TypeVar("Result")
-
-
 def _rows(runner: ModelRunner) -> list[list[int]]:
-    """Prompts with two tokens more, of distinct ids that stand for text."""
+    """Return prompts and two more tokens each, of distinct ids that stand for text."""
     special = hf_compat.special_token_ids(runner.model)
     ordinary = [i for i in range(min(256, hf_compat.vocab_size(runner.model))) if i not in special]
     drawn = itertools.cycle(ordinary or [0])
@@ -167,7 +166,7 @@ def _rows(runner: ModelRunner) -> list[list[int]]:
 
 
 def _attempt(function: Callable[[], Result]) -> tuple[Result | None, Any]:
-    """What a model gives and None, or None and what it raises: its answer, unless it is our own."""
+    """Return (result, None), or (None, error) where the model itself raises."""
     try:
         return function(), None
     except (ConfigurationError, torch.OutOfMemoryError):
@@ -177,16 +176,16 @@ def _attempt(function: Callable[[], Result]) -> tuple[Result | None, Any]:
 
 
 def _plain(runner: ModelRunner, rows: list[list[int]]) -> torch.Tensor:
-    """Log-probabilities after each prompt and each token that follows it: `[3, rows, V]`."""
+    """Return log-probabilities after each prompt and its two next tokens, `[3, rows, V]`."""
     logits = torch.stack([runner.plain_logits(row)[-3:] for row in rows], 1)
     return logits.log_softmax(-1)
 
 
 def _paged(runner: ModelRunner, layout: CacheLayout, rows: list[list[int]]) -> torch.Tensor:
-    """The same, by a prefill of all prompts, a decode of each row alone, and one of all rows.
+    """Return the same by a prefill of all prompts, a decode of each row alone, and one of all.
 
-    Alone, a row stands in other columns than beside a longer one, which shows a model that counts
-    columns for positions.
+    A row alone has other columns than beside a longer one: a model that takes columns for positions
+    then differs.
     """
     blocks_per_row = -(-max(map(len, rows)) // BLOCK_SIZE)
     table_rows = list(range(len(rows)))
@@ -218,12 +217,12 @@ def _paged(runner: ModelRunner, layout: CacheLayout, rows: list[list[int]]) -> t
 
 
 def _is_rounding(
-    distances: torch.Tensor, plain: torch.Tensor, dtype: torch.dtype, share: float = LARGEST_SHARE
+    distances: torch.Tensor, plain: torch.Tensor, dtype: torch.dtype, share: float = MAX_SHARE
 ) -> bool:
-    """Whether a dtype explains how far the log-probabilities are off the plain forward's."""
+    """Decide whether rounding in this dtype explains the distances from the plain forward."""
     if dtype.itemsize >= torch.float32.itemsize:
-        return distances.max().item() <= LARGEST_DIFFERENCE
-    # What a model rules out altogether is no part of the spread.
+        return distances.max().item() <= MAX_DIFFERENCE
+    # Tokens that a model excludes have no part in the spread.
     possible = plain.masked_fill(plain.isinf(), float("nan"))
     spread = (possible - possible.nanmean(-1, keepdim=True)).square().nanmean(-1).sqrt()
     return bool((distances.square().mean(-1).sqrt() <= share * spread).all())

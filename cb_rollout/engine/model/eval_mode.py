@@ -1,6 +1,6 @@
-"""Holds a model in evaluation mode while engines use it, and puts it back as it was.
+"""Keep a model in evaluation mode while engines use it, and restore its mode afterwards.
 
-Changes nothing on the model but its `training` flags. Any thread.
+Changes only the `training` flags of the model's modules. Any thread may call it.
 """
 
 import threading
@@ -10,28 +10,29 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-_LEASE_LOCK = threading.Lock()
-_LEASES: WeakKeyDictionary[torch.nn.Module, tuple[int, list[torch.nn.Module]]] = WeakKeyDictionary()
-# How many engines hold each model, and the modules to put back in training mode.
+_LOCK = threading.Lock()
+
+# For each model, the number of its users, and the modules to set back to training mode.
+_USED: WeakKeyDictionary[torch.nn.Module, tuple[int, list[torch.nn.Module]]] = WeakKeyDictionary()
 
 
 @contextmanager
 def eval_mode(model: torch.nn.Module) -> Iterator[None]:
-    """Hold the model in evaluation mode; after its last holder, set every `training` flag back."""
-    with _LEASE_LOCK:
-        num_holders, training = _LEASES.get(model, (0, []))
+    """Set evaluation mode; after the last concurrent use, restore every `training` flag."""
+    with _LOCK:
+        num_users, training = _USED.get(model, (0, []))
         found = [module for module in model.modules() if module.training]
         for module in found:
             module.training = False
-        _LEASES[model] = (num_holders + 1, training + found)
+        _USED[model] = (num_users + 1, training + found)
     try:
         yield
     finally:
-        with _LEASE_LOCK:
-            # Where an engine is dropped amid its work, the model may be gone before its lease.
-            num_holders, training = _LEASES.pop(model, (1, []))
-            if num_holders > 1:
-                _LEASES[model] = (num_holders - 1, training)
+        with _LOCK:
+            # Where an engine is dropped during a step, the model may be collected before this.
+            num_users, training = _USED.pop(model, (1, []))
+            if num_users > 1:
+                _USED[model] = (num_users - 1, training)
             else:
                 for module in training:
                     module.training = True

@@ -1,11 +1,11 @@
-"""What a rollout computes in, so that it is what the trainer's own forward computes in."""
+"""Choose the dtype of a rollout, by default the one that the trainer's own forward computes in."""
 
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from cb_rollout.compat import fsdp as _compat_fsdp
+from cb_rollout.compat import fsdp as fsdp_compat
 from cb_rollout.compat import torch as torch_compat
 from cb_rollout.compat import zero3 as zero3_compat
 from cb_rollout.config.enums import RolloutDtype, WeightSync
@@ -17,32 +17,32 @@ from cb_rollout.config.rollout import (
 )
 from cb_rollout.errors import ConfigurationError
 
-MIXED_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # accelerate's words; its others ("no", "fp8") leave the forward as it is.
+MIXED_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
 class Precision:
-    """What rollouts compute in."""
+    """The dtypes of a rollout's forwards and weights."""
 
     autocast_dtype: torch.dtype | None
-    """Run forwards under autocast to this; None: as the weights are."""
+    """Run forwards under autocast to this dtype; None: without autocast."""
     copy_dtype: torch.dtype | None
-    """Hold every parameter of a copy in this; None: as `autocast_dtype` leads to."""
+    """Store every parameter of a copy in this dtype; None: as `autocast_dtype` implies."""
 
 
 def rollout_precision(config: RolloutConfig, model: torch.nn.Module, accelerator: Any) -> Precision:
-    """What a rollout of `model` computes in.
+    """Return the precision of a rollout of `model` under the config and the trainer.
 
     Raises:
-        ConfigurationError: `rollout_dtype` asks for what the model's own weights cannot give.
+        ConfigurationError: `rollout_dtype` needs a copy of the weights, and there is none.
     """
     word = "no" if accelerator is None else accelerator.mixed_precision
     trainers_autocast = MIXED_PRECISION.get(word)
     is_deepspeed = accelerator is not None and zero3_compat.zero_stage(accelerator) is not None
     if config.rollout_dtype == RolloutDtype.AUTO:
         if is_deepspeed:
-            # It casts the module itself, and runs it without autocast.
+            # DeepSpeed casts the module itself, and runs it without autocast.
             return Precision(None, trainers_autocast)
         return Precision(trainers_autocast, _sharded_compute_dtype(model, accelerator))
     is_copy = config.weight_sync == WeightSync.COPY
@@ -71,10 +71,10 @@ def rollout_precision(config: RolloutConfig, model: torch.nn.Module, accelerator
 
 
 def autocast_alone(config: RolloutConfig, model: torch.nn.Module) -> torch.dtype | None:
-    """What a manager without a generator autocasts its forwards to; None: nothing.
+    """Return the autocast dtype of a manager that has no generator; None: no autocast.
 
     Raises:
-        ConfigurationError: also where a setting would need a generator or a trainer.
+        ConfigurationError: as `rollout_precision`, or a setting needs a generator or a trainer.
     """
     needs_trainer = "a manager alone has no trainer; use cb_rollout.attach(trainer, config)"
     require_unused(config, TRAINER_FIELDS, needs_trainer)
@@ -84,9 +84,9 @@ def autocast_alone(config: RolloutConfig, model: torch.nn.Module) -> torch.dtype
 
 
 def _sharded_compute_dtype(model: torch.nn.Module, accelerator: Any) -> torch.dtype | None:
-    """What FSDP casts every parameter to, by the model or, before it is sharded, the plan."""
+    """Return the dtype to which FSDP casts parameters, by its plan or by the sharded model."""
     policy: Any = None
     if accelerator is not None:
         plugin = getattr(accelerator.state, "fsdp_plugin", None)
         policy = getattr(plugin, "mixed_precision_policy", None)
-    return getattr(policy, "param_dtype", None) or _compat_fsdp.fsdp_param_dtype(model)
+    return getattr(policy, "param_dtype", None) or fsdp_compat.fsdp_param_dtype(model)

@@ -1,6 +1,6 @@
-"""What each layer of a model keeps between forwards, learnt from one tiny forward.
+"""Learn the tensors that each layer of a model stores, from one tiny forward.
 
-No model config is parsed: whatever the layers stored in transformers' own cache is what they need.
+No model config is parsed: the probe reads what the layers stored in transformers' own cache.
 """
 
 from collections.abc import Callable
@@ -18,39 +18,38 @@ from cb_rollout.compat import transformers as hf_compat
 from cb_rollout.engine.kv_cache.layout import CacheLayout, LayerStates, StateShape
 from cb_rollout.errors import ConfigurationError
 
+# Enough to fill the short convolutions in front of recurrent layers.
 PROBE_TOKENS = 4
-# Enough for the short convolutions in front of recurrent layers to be filled.
 
 
 def probe(
     config: PreTrainedConfig, forward: Callable[[torch.Tensor, Cache], object]
 ) -> CacheLayout:
-    """Run `forward(input_ids, cache)` on a few tokens and read what the layers stored.
+    """Run `forward(input_ids, cache)` on a few tokens and read the tensors that it stored.
 
     Args:
-        config: the model's config, from which transformers makes its own cache.
-        forward: runs the model under the dtype settings of a rollout.
+        config: the model's config, from which transformers creates its cache.
+        forward: runs the model in the precision of a rollout.
 
     Raises:
-        ConfigurationError: a layer stores something that the engine does not know how to keep.
+        ConfigurationError: a layer stores tensors that the engine cannot store.
     """
     cache = RecordingCache(config=config)
     forward(torch.zeros(1, PROBE_TOKENS, dtype=torch.int64), cache)
     return CacheLayout(
         tuple(
-            _read(layer, *cache.arrived.get(i, (None, None)))
+            _read(layer, *cache.recorded.get(i, (None, None)))
             for i, layer in enumerate(cache.layers)
         )
     )
 
 
 class RecordingCache(DynamicCache):
-    """Notes the keys and values that arrive; the layers would make both one dtype."""
+    """Record the shapes and dtypes of keys and values; layers store both in one dtype."""
 
     def __init__(self, config: PreTrainedConfig) -> None:
-        """Make transformers' own layers for this config."""
         super().__init__(config=config)
-        self.arrived: dict[int, tuple[StateShape, StateShape]] = {}
+        self.recorded: dict[int, tuple[StateShape, StateShape]] = {}
 
     def update(
         self,
@@ -60,17 +59,17 @@ class RecordingCache(DynamicCache):
         *args: object,
         **kwargs: object,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Note shapes and dtypes, then store as usual."""
-        self.arrived[layer_idx] = (_per_token(key_states), _per_token(value_states))
+        """Record shapes and dtypes, then store as usual."""
+        self.recorded[layer_idx] = (_per_token(key_states), _per_token(value_states))
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Zero where every layer is recurrent, of which transformers 5.23 will not be asked."""
+        """Return 0 where every layer is recurrent: transformers 5.23 raises then."""
         is_counted = any(isinstance(layer, CacheLayerMixin) for layer in self.layers)
         return super().get_seq_length(layer_idx) if is_counted else 0
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """As above."""
+        """Return the new tokens where every layer is recurrent, as `get_seq_length`."""
         is_counted = any(isinstance(layer, CacheLayerMixin) for layer in self.layers)
         return super().get_mask_sizes(query_length, layer_idx) if is_counted else (query_length, 0)
 
@@ -101,7 +100,7 @@ def _read(layer: object, keys: StateShape | None, values: StateShape | None) -> 
 
 
 def _per_token(states: torch.Tensor) -> StateShape:
-    """Shape of `[1, heads, tokens, size]` states for one token."""
+    """Return the shape that `[1, heads, tokens, size]` states have for one token."""
     return StateShape((states.shape[1], states.shape[3]), states.dtype)
 
 

@@ -1,12 +1,10 @@
-"""Runs the model's own forward over rows of new tokens.
-
-Owns how a batch is laid out: left-padded rows, newest token last.
+"""Run the model's own forward over rows of new tokens: left-padded, the newest token last.
 
 B: rows, Q: new tokens of the longest row, S: tokens of the longest row, V: vocabulary.
 """
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
@@ -35,27 +33,24 @@ if TYPE_CHECKING:
 
 
 class BatchLayout(StrEnum):
-    """How a model takes rows of different lengths together."""
+    """The rows that a model takes together in one forward."""
 
     PADDED = "padded"
-    """Left-padded, with a mask and each token's position: one forward for all."""
-    ALIKE = "alike"
-    """Only rows of one length together, positions left to the model, as `generate` would run them
-    alone: for models that count positions themselves, or know no padding."""
-    ALONE = "alone"
-    """One row at a time: for models that mix the rows of a batch."""
+    """All rows, left-padded, with a mask and each token's position."""
+    EQUAL_LENGTHS = "equal_lengths"
+    """Rows of one length, without positions: for models that count positions themselves, or take
+    no padding."""
+    SINGLE_ROWS = "single_rows"
+    """One row: for models that mix the rows of a batch."""
 
 
 class ModelRunner:
-    """Feeds rows to one model."""
+    """Run forwards of one unwrapped model, as it is and on its own device.
+
+    `autocast_dtype`: run forwards under autocast to this dtype; None: without autocast.
+    """
 
     def __init__(self, model: PreTrainedModel, autocast_dtype: torch.dtype | None) -> None:
-        """Learn what the model's forward takes.
-
-        Args:
-            model: the unwrapped model; it is used as it is, on its own device.
-            autocast_dtype: run the forward under autocast to this dtype; None: as it is.
-        """
         self.model = model
         self.device = next(model.parameters()).device
         self.batch_layout = BatchLayout.PADDED
@@ -65,7 +60,7 @@ class ModelRunner:
         self._opaque_states: OpaqueStateAdapter | None = None
         self.backend_selection = select_backend(self.device)
         self.attention_backend: AttentionBackend | None = None
-        """Runs decode steps without a gather; None: their history is gathered."""
+        """Reads pages without a gather in decode steps; None: histories are gathered."""
         caches = [name for name in hf_compat.CACHE_ARGUMENTS if name in self._names]
         if not caches:
             raise ConfigurationError(
@@ -75,7 +70,7 @@ class ModelRunner:
         self._cache_argument = caches[0]
 
     def probe(self) -> CacheLayout:
-        """Learn what each layer keeps, from one tiny forward."""
+        """Return the cache layout, learned from one tiny forward."""
 
         def forward(input_ids: torch.Tensor, cache: Cache) -> object:
             return self.forward(input_ids.to(self.device), None, None, cache)
@@ -85,32 +80,32 @@ class ModelRunner:
             return probe(self.model.config, forward)
 
     def is_sound(self) -> bool:
-        """Whether the model still runs the tiny forward without a cache."""
+        """Return whether the model still runs a tiny forward without a cache."""
         try:
             self.plain_logits([0] * PROBE_TOKENS)
-        except Exception:  # noqa: BLE001  what it raises is the answer
+        except Exception:  # noqa: BLE001  any error is the answer
             return False
         return True
 
     def probe_opaque_states(self) -> CacheLayout:
-        """Learn what a model that takes no transformers cache carries in an object of its own."""
+        """Return the layout of a model that keeps states in an object of its own, not a cache."""
         with eval_mode(self.model):
-            made = [
+            outputs = [
                 self._run(self._integers([row] * PROBE_ROWS), {"use_cache": True})
                 for row in ([0], [0] * PROBE_TOKENS)
             ]
-        short, long = (getattr(output, self._cache_argument, None) for output in made)
+        short, long = (getattr(output, self._cache_argument, None) for output in outputs)
         self._opaque_states = OpaqueStateAdapter(short, long)
         return self._opaque_states.layout
 
     def check_weights(self) -> None:
-        """Forget what relies on weights that no longer are where they were."""
+        """Drop what the attention backend derived from weights that have moved since."""
         if self.attention_backend is not None:
             self.attention_backend.check_weights(self.model)
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """What forwards compute in."""
+        """Return the dtype that forwards compute in."""
         return self._autocast_dtype or torch_compat.compute_dtype(self.model)
 
     def logits(
@@ -125,10 +120,10 @@ class ModelRunner:
 
         Args:
             new_tokens: each row's tokens that are not in the cache yet, at least one.
-            lengths: each row's tokens in all, the new ones included.
+            lengths: number of each row's tokens, the new ones included.
             table_rows: each row's table row.
-            cache: where keys, values and states are read and written.
-            table: where each table row's blocks are.
+            cache: keys, values and states, which are read and written.
+            table: the blocks of each table row.
 
         Returns:
             float32 logits after each row's last token, `[B, V]`.
@@ -139,14 +134,14 @@ class ModelRunner:
             )
         if self.batch_layout is BatchLayout.PADDED:
             return self._forward(new_tokens, lengths, table_rows, cache, table)
-        # Without keys there is no history to align, so only the new tokens must be alike.
+        # Without keys there is no history to align: only the new tokens must be of one length.
         has_keys = cache.layout.has_keys
-        alike: dict[tuple[int, ...], list[int]] = {}
+        batches: dict[tuple[int, ...], list[int]] = {}
         for row, (new, length) in enumerate(zip(new_tokens, lengths, strict=True)):
             key = (len(new), length) if has_keys else (len(new), len(new) == length)
-            if self.batch_layout is BatchLayout.ALONE:
+            if self.batch_layout is BatchLayout.SINGLE_ROWS:
                 key = (row,)
-            alike.setdefault(key, []).append(row)
+            batches.setdefault(key, []).append(row)
         parts = [
             self._forward(
                 [new_tokens[row] for row in rows],
@@ -155,9 +150,9 @@ class ModelRunner:
                 cache,
                 table,
             )
-            for rows in alike.values()
+            for rows in batches.values()
         ]
-        order = self._integers([row for rows in alike.values() for row in rows])
+        order = self._integers([row for rows in batches.values() for row in rows])
         return torch.cat(parts).index_select(0, order.argsort())
 
     def _forward(
@@ -168,7 +163,6 @@ class ModelRunner:
         cache: PagedCache,
         table: BlockTable,
     ) -> torch.Tensor:
-        """Run rows in one forward."""
         num_new = [len(row) for row in new_tokens]
         Q, B = max(num_new), len(new_tokens)
         is_fresh = all(length == new for length, new in zip(lengths, num_new, strict=True))
@@ -207,18 +201,15 @@ class ModelRunner:
             mask_BS = mask_BS[:, S - Q :]
         if self.batch_layout is not BatchLayout.PADDED:
             positions_BQ = None
-        with attending(BatchedAttention()) if self._attends_batched(Q) else nullcontext():
+        is_batched = Q == 1 and self.device.type == "cpu"
+        with attending(BatchedAttention()) if is_batched else nullcontext():
             logits_BV = self.forward(input_ids_BQ, mask_BS, positions_BQ, cache)
         cache.end(mapping)
         assert logits_BV.shape[0] == B
         return logits_BV
 
-    def _attends_batched(self, num_new: int) -> bool:
-        """Whether this forward's attention is better computed as batched products."""
-        return num_new == 1 and self.device.type == "cpu"
-
     def recompute(self, model: torch.nn.Module, request: Request) -> list[float]:
-        """Log-probabilities of a request's tokens, by a forward of `model` without a cache."""
+        """Return log-probabilities of a request's tokens, by a forward without a cache."""
         num_prompt = len(request.prompt_ids)
         temperature = 1.0 if request.params.is_greedy else request.params.temperature
         logits_TV = self.plain_logits(request.token_ids, hf_compat.collective_forward(model))
@@ -236,12 +227,12 @@ class ModelRunner:
         model: torch.nn.Module | None = None,
         beside: Sequence[list[int]] = (),
     ) -> torch.Tensor:
-        """float32 logits after every token, `[T, V]`, by a forward without a cache.
+        """Return float32 logits after every token, `[T, V]`, by a forward without a cache.
 
         Args:
             token_ids: the tokens.
-            model: whose forward; None: the model that generates.
-            beside: as many tokens of other rows in the same forward.
+            model: the model to run; None: the one that generates.
+            beside: other rows of the same forward, each of as many tokens.
         """
         input_ids = self._integers([token_ids, *beside])
         arguments = {"attention_mask": torch.ones_like(input_ids), "use_cache": False}
@@ -255,7 +246,7 @@ class ModelRunner:
         positions_BQ: torch.Tensor | None,
         cache: Cache,
     ) -> torch.Tensor:
-        """One call of the model; float32 logits after each row's last token."""
+        """Call the model; return float32 logits after each row's last token, `[B, V]`."""
         arguments = {
             "attention_mask": mask_BS,
             "position_ids": positions_BQ,
@@ -272,8 +263,8 @@ class ModelRunner:
         assert isinstance(layer, StateLayer)
         known[self._cache_argument] = self._opaque_states.inserted(layer)
         output = self._run(input_ids_BQ, known)
-        made = getattr(output, self._cache_argument)
-        self._opaque_states.extract(layer, made, num_rows=input_ids_BQ.shape[0])
+        returned = getattr(output, self._cache_argument)
+        self._opaque_states.extract(layer, returned, num_rows=input_ids_BQ.shape[0])
         return output.logits[:, -1].float()
 
     def _run(
@@ -282,14 +273,11 @@ class ModelRunner:
         arguments: dict[str, object],
         model: torch.nn.Module | None = None,
     ) -> Any:
+        dtype = self._autocast_dtype
+        autocast = nullcontext() if dtype is None else torch.autocast(self.device.type, dtype)
         # no_grad, not inference_mode: some models keep buffers that a later training forward uses.
-        with torch.no_grad(), self._autocast():
+        with torch.no_grad(), autocast:
             return (model or self.model)(input_ids=input_ids_BQ, **arguments)
-
-    def _autocast(self) -> AbstractContextManager[object]:
-        if self._autocast_dtype is None:
-            return nullcontext()
-        return torch.autocast(self.device.type, self._autocast_dtype)
 
     def _integers(self, values: Sequence[int] | Sequence[Sequence[int]]) -> torch.Tensor:
         return devices.to_device(values, self.device)

@@ -107,12 +107,13 @@ def _cache(layout: CacheLayout) -> Iterator[Finding]:
 
 
 def _rows(form: BatchLayout) -> Finding:
-    """How sequences share a forward, as the rehearsal found it."""
+    """How sequences share a forward, as the model check found it."""
     texts = {
         BatchLayout.PADDED: "of any lengths together in one forward",
-        BatchLayout.ALIKE: "of equal length together; others take a forward each, because the "
-        "model counts positions itself or knows no padding",
-        BatchLayout.ALONE: "one to a forward, because the model mixes the rows of a batch; slow",
+        BatchLayout.EQUAL_LENGTHS: "of equal length together; others take a forward each, because "
+        "the model counts positions itself or knows no padding",
+        BatchLayout.SINGLE_ROWS: "one to a forward, because the model mixes the rows of a batch; "
+        "slow",
     }
     level = Level.OK if form is BatchLayout.PADDED else Level.WARNING
     return Finding(level, "sequences run", texts[form])

@@ -14,7 +14,7 @@ def batch_layout(model):
 
 
 class Altered:
-    """Wraps the inner model's forward of a tiny qwen3; `change(arguments)` comes before it."""
+    """A tiny qwen3 whose inner model gets `change(arguments)`."""
 
     def __init__(self, change):
         self.model = tiny_model("qwen3")
@@ -53,22 +53,22 @@ def test_a_model_that_takes_positions_and_masks_has_its_rows_padded(family):
     assert batch_layout(tiny_model(family)) is BatchLayout.PADDED
 
 
-def test_a_model_that_counts_columns_for_positions_has_rows_of_one_length_together():
-    assert batch_layout(Altered(without_positions).model) is BatchLayout.ALIKE
+def test_a_model_that_takes_columns_for_positions_runs_rows_of_one_length_together():
+    assert batch_layout(Altered(without_positions).model) is BatchLayout.EQUAL_LENGTHS
 
 
-def test_a_model_that_raises_for_many_rows_has_them_run_alone():
-    assert batch_layout(Altered(with_one_row_only).model) is BatchLayout.ALONE
+def test_a_model_that_raises_for_many_rows_runs_single_rows():
+    assert batch_layout(Altered(with_one_row_only).model) is BatchLayout.SINGLE_ROWS
 
 
-def test_a_model_that_does_otherwise_with_a_cache_is_refused_with_the_difference():
+def test_a_model_that_computes_otherwise_with_a_cache_is_refused_with_the_difference():
     with pytest.raises(ConfigurationError, match=r"Qwen3ForCausalLM .*\d nats off its plain"):
         RolloutGenerator(Altered(with_late_keys).model)
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's own, of a function that many still call
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_a_model_whose_activations_are_quantised_together_is_told_what_is_wrong(family):
+def test_quantised_activations_are_named_as_the_cause(family):
     plain = tiny_model(family)
     model = torch.ao.quantization.quantize_dynamic(plain, {torch.nn.Linear}, dtype=torch.qint8)
     with pytest.raises(ConfigurationError, match=r"depends on what else.*quantize_dynamic") as told:
@@ -76,7 +76,7 @@ def test_a_model_whose_activations_are_quantised_together_is_told_what_is_wrong(
     assert "is_decoder" not in str(told.value)
 
 
-def test_an_encoders_setting_is_named_to_what_looks_ahead_and_to_no_other():
+def test_is_decoder_is_advised_only_for_a_model_that_looks_ahead():
     with pytest.raises(ConfigurationError, match=r"off its plain forward\. Roll it out with"):
         RolloutGenerator(Altered(with_late_keys).model)
     ahead = tiny_model("llama")
@@ -86,7 +86,7 @@ def test_an_encoders_setting_is_named_to_what_looks_ahead_and_to_no_other():
         RolloutGenerator(ahead)
 
 
-def test_a_model_that_fails_on_token_ids_is_refused_with_what_it_said():
+def test_a_model_that_fails_on_token_ids_is_refused_with_its_error():
     def failing(arguments):
         raise RuntimeError("where is the image?")
 
@@ -94,7 +94,7 @@ def test_a_model_that_fails_on_token_ids_is_refused_with_what_it_said():
         RolloutGenerator(Altered(failing).model)
 
 
-def test_memory_that_runs_out_is_not_taken_for_a_fault_of_the_model():
+def test_running_out_of_memory_is_not_a_fault_of_the_model():
     def exhausted(arguments):
         raise torch.OutOfMemoryError("2 GiB")
 
@@ -102,19 +102,19 @@ def test_memory_that_runs_out_is_not_taken_for_a_fault_of_the_model():
         RolloutGenerator(Altered(exhausted).model)
 
 
-def test_diverged_weights_are_not_taken_for_a_fault_of_the_model():
+def test_diverged_weights_are_not_a_fault_of_the_model():
     model = tiny_model("qwen3")
     with torch.no_grad():
         model.lm_head.weight.fill_(float("nan"))
     assert batch_layout(model) is BatchLayout.PADDED
 
 
-def test_half_precision_is_held_to_what_it_can_give():
+def test_a_half_precision_model_passes():
     model = tiny_model("qwen3").bfloat16()
     assert batch_layout(model) is BatchLayout.PADDED
 
 
-def test_a_rehearsal_leaves_no_trace_on_the_model():
+def test_a_check_changes_nothing_on_the_model():
     model = tiny_model("qwen3").train()
     weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     random_state = torch.get_rng_state()

@@ -32,11 +32,11 @@ def bf16(*shape):
     return StateShape(shape, torch.bfloat16)
 
 
-def test_llama_keeps_equal_keys_and_values_in_every_layer():
+def test_llama_stores_equal_keys_and_values_in_every_layer():
     assert layers_of("llama") == (LayerStates(f32(2, 16), f32(2, 16)),) * 2
 
 
-def test_deepseek_keeps_one_latent_and_a_smaller_rotary_part():
+def test_deepseek_stores_one_latent_and_a_smaller_rotary_part():
     assert layers_of("deepseek_v3") == (LayerStates(f32(1, 16), f32(1, 8)),) * 2
 
 
@@ -48,7 +48,7 @@ def test_deepseek_keeps_one_latent_and_a_smaller_rotary_part():
         ("granitemoehybrid", f32(160, 4), f32(8, 16, 16), (4, 16)),
     ],
 )
-def test_a_hybrid_keeps_states_in_one_layer_and_keys_in_the_other(
+def test_a_hybrid_stores_states_in_one_layer_and_keys_in_the_other(
     family, conv, recurrent, attention
 ):
     assert layers_of(family) == (
@@ -57,7 +57,7 @@ def test_a_hybrid_keeps_states_in_one_layer_and_keys_in_the_other(
     )
 
 
-def test_a_sparse_attention_keeps_an_index_of_every_token():
+def test_sparse_attention_stores_an_index_of_every_token():
     config = DeepseekV32Config(**SPARSE)
     (layer,) = ModelRunner(AutoModelForCausalLM.from_config(config).eval(), None).probe().layers
     assert layer == LayerStates(f32(1, 16), f32(1, 8), index=f32(1, 12))
@@ -106,10 +106,10 @@ def test_probing_leaves_the_model_and_the_random_state_as_they_were():
 
 
 class CompressingLayer(DynamicLayer):
-    """Stores something else than its parent; the probe cannot know what."""
+    """Stores something else than its parent."""
 
 
-def test_a_layer_type_that_is_not_known_is_refused_with_what_to_use():
+def test_an_unknown_layer_type_is_refused_with_what_to_use():
     model = tiny_model("qwen3")
 
     def forward(input_ids, cache):

@@ -11,13 +11,11 @@ BLOCK_SIZE = 4
 
 
 def prompts(*lengths):
-    return [
-        [3 + (7 * row + 5 * place) % 200 for place in range(n)] for row, n in enumerate(lengths)
-    ]
+    return [[3 + (7 * row + 5 * i) % 200 for i in range(n)] for row, n in enumerate(lengths)]
 
 
 def prefilled_and_decoded(runner, rows):
-    """Logits after each row's last token but one, and after the last."""
+    """Return logits after each row's last token but one, and after the last."""
     table_rows = list(range(len(rows)))
     cache = PagedCache(
         runner.probe(),
@@ -43,7 +41,7 @@ def prefilled_and_decoded(runner, rows):
 
 @pytest.mark.parametrize("family", ["qwen3", "lfm2"])
 @pytest.mark.parametrize("batch_layout", BatchLayout)
-def test_rows_come_back_in_their_order_however_they_are_laid_out(family, batch_layout):
+def test_logits_are_in_the_order_of_rows_under_every_batch_layout(family, batch_layout):
     runner = ModelRunner(tiny_model(family), None)
     runner.batch_layout = batch_layout
     rows = prompts(4, 6, 5, 4, 6)

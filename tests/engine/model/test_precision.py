@@ -1,5 +1,3 @@
-"""What rollouts compute in, from the config, the model's weights and the trainer."""
-
 from types import SimpleNamespace
 
 import pytest
@@ -47,7 +45,7 @@ def test_precision_follows_the_trainer(held, mixed_precision, rollout_dtype, wei
     ("held", "mixed_precision", "rollout_dtype"),
     [(F32, "bf16", "float32"), (BF16, "no", "float32"), (BF16, "no", "float16")],
 )
-def test_what_only_a_copy_can_give_is_refused_with_that_advice(
+def test_a_dtype_that_needs_a_copy_is_refused_with_that_advice(
     held, mixed_precision, rollout_dtype
 ):
     config = RolloutConfig(rollout_dtype=rollout_dtype)
@@ -55,13 +53,13 @@ def test_what_only_a_copy_can_give_is_refused_with_that_advice(
         rollout_precision(config, tiny_model().to(held), accelerator(mixed_precision))
 
 
-def test_what_fsdp2_will_cast_every_parameter_to_is_what_the_copy_holds():
+def test_a_copy_has_the_dtype_to_which_fsdp2_casts_parameters():
     config = RolloutConfig()
     planned = accelerator("bf16", param_dtype=BF16)
     assert rollout_precision(config, tiny_model(), planned) == Precision(BF16, BF16)
 
 
-def test_a_copy_under_autocast_holds_cast_what_autocast_casts_and_nothing_else():
+def test_a_copy_stores_in_the_autocast_dtype_only_what_autocast_casts():
     linear, embedding = torch.nn.Linear(2, 2), torch.nn.Embedding(2, 2)
     autocast = Precision(BF16, None)
     assert held_dtype([linear], F32, autocast) == BF16

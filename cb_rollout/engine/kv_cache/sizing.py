@@ -1,34 +1,35 @@
-"""What the cache keeps, and a plan for its memory: from model, config, training and device."""
+"""Size the KV cache: choose the dtypes of its pages and plan its memory.
 
+Called once for each engine, and again after the first measured training step.
+"""
+
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 
-from cb_rollout.compat import transformers as hf_compat
 from cb_rollout.config.enums import KvDtype
 from cb_rollout.config.rollout import RolloutConfig
 from cb_rollout.engine.kv_cache.layout import CacheLayout
 from cb_rollout.engine.kv_cache.paged import float8_layout
 from cb_rollout.engine.memory import device as devices
 from cb_rollout.engine.memory.plan import GIB, MemoryPlan, TrainingBytes, create_memory_plan
-from cb_rollout.engine.memory.training import TrainingMemory
-from cb_rollout.engine.model.runner import ModelRunner
 from cb_rollout.errors import ConfigurationError, OutOfCacheMemoryError
 
-FLOAT32_LOGITS = 3
 # Of every row at once: the logits, these over their temperature, and their exponentials.
+FLOAT32_LOGITS = 3
 
-TURNED = {
+# Settings that may leave the cache no memory, the likeliest first, and how to turn each.
+KNOBS = {
     "block_size": "lower",
     "max_requests_per_batch": "lower",
     "training_reserve_gib": "lower",
     "max_memory_percent": "raise",
 }
-# Settings that may leave a cache no room, the surest first, and the way out.
 
 
-def kept_layout(layout: CacheLayout, config: RolloutConfig, device: torch.device) -> CacheLayout:
-    """The layout in which the cache keeps what a model stores.
+def page_layout(layout: CacheLayout, config: RolloutConfig, device: torch.device) -> CacheLayout:
+    """Return the layout with the dtypes that pages have under `kv_dtype`.
 
     Raises:
         ConfigurationError: `kv_dtype` or `cpu_offload_gib` cannot be honoured.
@@ -54,52 +55,81 @@ def kept_layout(layout: CacheLayout, config: RolloutConfig, device: torch.device
 
 
 def plan_memory(
-    runner: ModelRunner, training: TrainingMemory, config: RolloutConfig, layout: CacheLayout
+    layout: CacheLayout,
+    config: RolloutConfig,
+    training: TrainingBytes,
+    *,
+    vocab_size: int,
+    compute_dtype: torch.dtype,
+    device: torch.device,
 ) -> MemoryPlan:
-    """What the cache may take of what is free now, and how many sequences it may serve at once.
+    """Plan the cache's memory from what is free on the device now.
 
-    A forward's workspace is counted as the logits of a full batch, and the history that one layer
-    after the other gathers.
+    A forward's workspace is the logits of a full batch, and the history that one layer after the
+    other gathers.
 
     Raises:
         OutOfCacheMemoryError: not even one block fits, or one sequence's states.
         ConfigurationError: `num_blocks` are more than the device has memory for.
     """
-    held = training.in_bytes()
-    plan = _planned(runner, held, config, layout)
+    memory = devices.memory(device)
+    num_elements = (sum(s.num_elements for s in layer.per_token) for layer in layout.layers)
+    gathered_bytes_per_token = max(num_elements, default=0) * compute_dtype.itemsize
+
+    def planned(config: RolloutConfig, training: TrainingBytes) -> MemoryPlan:
+        max_requests = config.max_requests_per_batch or devices.max_requests_per_batch(device)
+        return create_memory_plan(
+            total_bytes=memory.total_bytes,
+            free_bytes=memory.free_bytes,
+            training=training,
+            max_memory_percent=config.max_memory_percent,
+            workspace_bytes=max_requests * vocab_size * 4 * FLOAT32_LOGITS,
+            workspace_bytes_per_block=gathered_bytes_per_token * config.block_size,
+            bytes_per_block=layout.bytes_per_token * config.block_size,
+            bytes_per_sequence=layout.bytes_per_sequence,
+            max_requests=max_requests,
+            num_blocks=config.num_blocks,
+        )
+
+    plan = planned(config, training)
     if plan.is_fixed and plan.kv_bytes > plan.total_bytes:
         most = plan.total_bytes // plan.bytes_per_block
         advice = f"num_blocks to {most} at most" if most else "block_size"
         raise ConfigurationError(
             f"num_blocks={plan.num_blocks} of block_size={config.block_size} tokens are "
-            f"{plan.kv_bytes / GIB:.3f} GiB, and {runner.device} has {plan.total_bytes / GIB:.3f}; "
+            f"{plan.kv_bytes / GIB:.3f} GiB, and {device} has {plan.total_bytes / GIB:.3f}; "
             f"lower {advice}, or leave it out."
         )
     if not _has_room(plan):
-        raise _no_room(plan, runner, held, config, layout)
+        raise _no_room(plan, config, training, device, planned)
     return plan
+
+
+def _has_room(plan: MemoryPlan) -> bool:
+    return bool(plan.num_blocks and plan.num_slots)
 
 
 def _no_room(
     plan: MemoryPlan,
-    runner: ModelRunner,
-    held: TrainingBytes,
     config: RolloutConfig,
-    layout: CacheLayout,
+    training: TrainingBytes,
+    device: torch.device,
+    planned: Callable[[RolloutConfig, TrainingBytes], MemoryPlan],
 ) -> OutOfCacheMemoryError:
-    """What to say where nothing fits: the first setting without which something would."""
+    """Return the error that names the first setting without which a block would fit."""
     forward_bytes = plan.workspace_bytes + plan.workspace_bytes_per_block
     found = (
         f"of {plan.free_bytes / GIB:.3f} GiB free, training will take "
         f"{plan.training_reserve_bytes / GIB:.3f}, a forward {forward_bytes / GIB:.3f}, and a "
         f"block of {config.block_size} tokens {plan.bytes_per_block / GIB:.3f}"
     )
-    for name, turn in TURNED.items():
+    for name, turn in KNOBS.items():
         value, default = getattr(config, name), getattr(RolloutConfig, name)
         if value == default:
             continue
-        training = replace(held, set_reserve=None) if name == "training_reserve_gib" else held
-        other = _planned(runner, training, replace(config, **{name: default}), layout)
+        is_reserve = name == "training_reserve_gib"
+        unreserved = replace(training, set_reserve=None) if is_reserve else training
+        other = planned(replace(config, **{name: default}), unreserved)
         if _has_room(other):
             return OutOfCacheMemoryError(
                 f"no memory for a KV cache under {name}={value!r}: {found}; {turn} {name}: with "
@@ -107,31 +137,5 @@ def _no_room(
             )
     return OutOfCacheMemoryError(
         f"no memory for a KV cache: {found}; raise max_memory_percent, lower training_reserve_gib "
-        f"or max_requests_per_batch, or free some on {runner.device}.\n{plan}"
-    )
-
-
-def _has_room(plan: MemoryPlan) -> bool:
-    return bool(plan.num_blocks and plan.num_slots)
-
-
-def _planned(
-    runner: ModelRunner, training: TrainingBytes, config: RolloutConfig, layout: CacheLayout
-) -> MemoryPlan:
-    device = runner.device
-    max_requests = config.max_requests_per_batch or devices.max_requests_per_batch(device)
-    memory = devices.memory(device)
-    itemsize = runner.compute_dtype.itemsize
-    kept = [sum(shape.num_elements for shape in layer.per_token) for layer in layout.layers]
-    return create_memory_plan(
-        total_bytes=memory.total_bytes,
-        free_bytes=memory.free_bytes,
-        training=training,
-        max_memory_percent=config.max_memory_percent,
-        workspace_bytes=max_requests * hf_compat.vocab_size(runner.model) * 4 * FLOAT32_LOGITS,
-        workspace_bytes_per_block=max(kept, default=0) * itemsize * config.block_size,
-        bytes_per_block=layout.bytes_per_token * config.block_size,
-        bytes_per_sequence=layout.bytes_per_sequence,
-        max_requests=max_requests,
-        num_blocks=config.num_blocks,
+        f"or max_requests_per_batch, or free some on {device}.\n{plan}"
     )
