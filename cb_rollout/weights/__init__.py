@@ -1,6 +1,7 @@
-"""Any trainer's weights, every step: which module generates, and how it gets them.
+"""Select the module that generates, and keep its weights equal to the trainer's.
 
-`create_weight_sync` is the switch. It imports no trainer's framework but what the model needs.
+`shared` and `copied` are the two ways; `source` reads weights wherever a trainer keeps them, with a
+file for each framework. `RolloutGenerator` calls `create_weight_sync`.
 """
 
 from typing import Any
@@ -27,12 +28,12 @@ __all__ = ["WeightSynchronizer", "create_weight_sync", "require_equal"]
 def create_weight_sync(
     model: torch.nn.Module, config: RolloutConfig, accelerator: Any = None
 ) -> WeightSynchronizer:
-    """The module that generates for `model`, and how it is kept up to date.
+    """Create the synchronizer that `weight_sync` and the model call for.
 
     Args:
         model: the training module, wrapped or not.
-        config: `weight_sync` and `rollout_dtype` choose.
-        accelerator: the trainer's, whose precision and device are taken.
+        config: its `weight_sync` and `rollout_dtype` decide.
+        accelerator: the trainer's; gives precision and device.
 
     Raises:
         ConfigurationError: the model's weights cannot be used as the config says, or at all.
@@ -48,7 +49,7 @@ def create_weight_sync(
         if is_sharded:
             weight_sync = WeightSync.COPY
         elif accelerator is not None and zero3_compat.zero_stage(accelerator) is not None:
-            # deepspeed casts the module itself when it takes it, so that nothing is saved.
+            # DeepSpeed casts the module itself, so a copy would save nothing.
             weight_sync = WeightSync.SHARED
         else:
             weight_sync = _fitting(module, precision)
@@ -64,8 +65,8 @@ def create_weight_sync(
 
 
 def _fitting(model: PreTrainedModel, precision: Precision) -> WeightSync:
-    """Shared where the module itself computes what the trainer computes, at no cost a step."""
-    # Rounding after a merge is not the trainer's rounding before it, so adapters stay unmerged.
+    """Return `copy` where autocast would cast weights at every step, else `shared`."""
+    # Merging rounds after the sum, the trainer before it; so adapters stay unmerged.
     if hf_compat.is_quantized(model) or has_adapters(model):
         return WeightSync.SHARED
     return WeightSync.COPY if casts_weights(model, precision) else WeightSync.SHARED

@@ -1,7 +1,6 @@
-"""PEFT adapters as they bear on a plain model's weights. The only file that imports peft.
+"""Read PEFT adapters as updates of a plain model's weights. The only file that imports peft.
 
-Reads the layers and changes none: nothing is merged in place. What cannot be merged exactly, out of
-place, is refused with the strategy that runs it unmerged.
+Never merges in place. Refuses adapters that cannot be merged exactly out of place.
 """
 
 from dataclasses import dataclass
@@ -14,29 +13,29 @@ from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 
 from cb_rollout.errors import ConfigurationError
 
+# Layers of peft 0.21 whose forward is that of one weight, base + scaling * B @ A.
 MERGEABLE = (lora.Linear, lora.Embedding)
-# peft 0.21's layers whose forward is that of one weight, base + scaling * B @ A.
 
 
 @dataclass(frozen=True)
 class LowRank:
-    """What one adapter adds to a weight: `scaling * (B @ A)`."""
+    """The update that one adapter adds to a weight: `scaling * (B @ A)`."""
 
     A: torch.Tensor
     B: torch.Tensor
     scaling: float
     is_transposed: bool
-    """Whether the product is added transposed, as embeddings and GPT-2's layers store weights."""
+    """True: add the product transposed, as embeddings and GPT-2's layers store weights."""
 
 
 def has_adapters(model: torch.nn.Module) -> bool:
-    """Whether any layer runs through PEFT."""
+    """Return True if any layer runs through PEFT."""
     kinds = (BaseTunerLayer, AuxiliaryTrainingWrapper)
     return any(isinstance(module, kinds) for module in model.modules())
 
 
 def wrapped_by_peft(module: Any) -> torch.nn.Module | None:
-    """The plain module whose place a PEFT module took; None: it is no PEFT module.
+    """Return the plain module inside a PEFT module; None: `module` is no PEFT module.
 
     Raises:
         ConfigurationError: its forward is not that of one plain layer.
@@ -53,7 +52,7 @@ def wrapped_by_peft(module: Any) -> torch.nn.Module | None:
 
 
 def low_ranks(module: Any) -> tuple[LowRank, ...]:
-    """What the active adapters of a PEFT layer add to its base weight now.
+    """List the updates that the active adapters of a PEFT layer add to its base weight.
 
     Raises:
         ConfigurationError: the layer is of a kind that is not a low-rank sum.

@@ -1,4 +1,4 @@
-"""What every way of getting the trainer's weights offers the generator."""
+"""Define the interface through which a generator follows the trainer's weights."""
 
 from typing import Protocol
 
@@ -7,28 +7,28 @@ from transformers import PreTrainedModel
 
 from cb_rollout.errors import WeightSyncError
 
+# Most names of differing tensors in one error message.
 MAX_NAMES = 20
-# Of the tensors that differ, as many as a message can hold.
 
 
 class WeightSynchronizer(Protocol):
-    """Keeps the module that generates up to date; called while the engine is paused."""
+    """Keep the module that generates up to date. Called while the engine is paused."""
 
     module: PreTrainedModel
-    """Generates. Its parameters' storage never moves."""
+    """Module that generates. The storage of its parameters never moves."""
     trained: torch.nn.Module
-    """Is trained, maybe wrapped; its forward is what log-probabilities are held against."""
+    """Training module, maybe wrapped. Verification compares log-probabilities with its forward."""
     autocast_dtype: torch.dtype | None
-    """What forwards of either are autocast to; None: nothing."""
+    """Autocast dtype of both modules' forwards; None: no autocast."""
     is_collective: bool
-    """Whether a sync, and a forward of `trained`, need every process at once."""
+    """True: a sync, and a forward of `trained`, need every process at once."""
 
     def follow(self, trained: torch.nn.Module) -> None:
-        """The same model is trained in another wrapper from now on."""
+        """Take a re-wrapped model as the weight source."""
         ...
 
     def sync(self) -> int:
-        """Take the trained weights over; returns the bytes that were written.
+        """Copy the trained weights and return the number of bytes written.
 
         Raises:
             WeightSyncError: the tensors of the two modules do not match; nothing was copied.
@@ -36,18 +36,17 @@ class WeightSynchronizer(Protocol):
         ...
 
     def differing(self) -> list[str]:
-        """Names of the tensors that are not what a sync would make them now."""
+        """Return the names of the tensors that a sync would change now."""
         ...
 
 
 def require_equal(weights: WeightSynchronizer) -> None:
-    """Raise `WeightSyncError` with the tensors in which the two modules differ."""
+    """Raise `WeightSyncError` if any tensor of the two modules differs."""
     names = weights.differing()
     if names:
         rest = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
         raise WeightSyncError(
             f"{len(names)} tensors of the rollout copy differ from the training module after a "
-            f"sync: {', '.join(names[:MAX_NAMES])}{rest}. A frozen tensor written through .data is "
-            "not seen to have changed; write it under torch.no_grad() instead, or give it "
-            "requires_grad."
+            f"sync: {', '.join(names[:MAX_NAMES])}{rest}. Writes to a frozen tensor through .data "
+            "are not detected; write it under torch.no_grad() instead, or give it requires_grad."
         )

@@ -1,4 +1,4 @@
-"""Whole tensors of a model under FSDP1 (`FullyShardedDataParallel`), a wrapped unit at a time."""
+"""Gather whole tensors of a model under FSDP1 (`FullyShardedDataParallel`), unit by unit."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -6,39 +6,43 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from cb_rollout.compat import fsdp as _compat_fsdp
+from cb_rollout.compat import fsdp as fsdp_compat
 
 
-class Fsdp1Gathering:
-    """Each process holds a slice of every unit's one flat parameter."""
+class Fsdp1Source:
+    """Read a model whose units each keep one flat parameter, sliced over processes."""
 
     is_collective = True
 
+    @staticmethod
+    def matches(model: torch.nn.Module) -> bool:
+        """Match a model with FSDP1 units."""
+        return bool(fsdp_compat.fsdp1_units(model))
+
     def __init__(self, model: torch.nn.Module) -> None:
-        """Find which unit each parameter lies in, and what stands behind a forward's views."""
-        self._held, self._behind = _compat_fsdp.fsdp1_parameters(model)
+        self._held, self._behind = fsdp_compat.fsdp1_parameters(model)
 
     def stored(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The slice that the optimizer steps, of which a forward shows a whole view."""
+        """Return the slice that the optimizer steps; a forward shows a whole view of it."""
         return self._behind.get(id(tensor), tensor)
 
     def shape(self, tensor: torch.Tensor) -> torch.Size:
-        """What its unit notes of it."""
+        """Return the shape that the unit recorded."""
         held = self._held.get(id(tensor))
         return held.shape if held else tensor.shape
 
     def local(self, tensor: torch.Tensor) -> torch.Tensor:
-        """This process's slice, which may be empty."""
+        """Return this process's slice, which may be empty."""
         return tensor
 
     def pieces(self, tensors: Sequence[torch.Tensor]) -> dict[int, int]:
-        """Whole units: they are gathered together or not at all."""
+        """Map whole units to their bytes; a unit is gathered at once."""
         held = (self._held[id(tensor)] for tensor in tensors if id(tensor) in self._held)
         return {id(one.unit): one.unit_bytes for one in held}
 
     @contextmanager
     def whole(self, tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-        """The parameters themselves, filled inside the context and slices again after it."""
+        """Yield the parameters, gathered inside the context and slices again after it."""
         held = (self._held[id(tensor)] for tensor in tensors if id(tensor) in self._held)
         units = {id(one.unit): one.unit for one in held}
         with ExitStack() as stack:

@@ -1,6 +1,6 @@
-"""An engine-owned module with the training module's tensors, made without a second full copy.
+"""Create an engine-owned module with the tensors of the training module, left empty.
 
-Owns which dtype each of its tensors has. Fills nothing in.
+Owns the dtype of each tensor.
 """
 
 import copy
@@ -16,23 +16,23 @@ from cb_rollout.engine.model.precision import Precision
 from cb_rollout.errors import WeightSyncError
 from cb_rollout.weights.tensor import Weight
 
+# Autocast casts every parameter of these layers.
 MULTIPLIED_BY = (torch.nn.Linear, Conv1D)
-# Layers of which autocast casts every parameter, whatever the model around them does.
 
 
 def held_dtype(
     owners: Sequence[torch.nn.Module], dtype: torch.dtype, precision: Precision
 ) -> torch.dtype:
-    """The dtype in which a replica holds a parameter of `owners` that is trained in `dtype`.
+    """Return the dtype in which a replica holds a parameter of `owners` trained in `dtype`.
 
-    Under autocast, what it would cast at every use is kept cast, and nothing else: the forward is
-    then bit by bit the one of the uncast weights under autocast.
+    Under autocast, only parameters that it would cast at every use are stored cast. The forward is
+    then bitwise that of the uncast weights under autocast.
     """
     if not dtype.is_floating_point:
         return dtype
     if precision.copy_dtype is not None:
         return precision.copy_dtype
-    # Tied to an embedding, which autocast reads as it is, a weight stays as it is.
+    # Autocast does not cast embeddings, nor weights tied to one.
     is_cast = all(isinstance(owner, MULTIPLIED_BY) for owner in owners)
     if precision.autocast_dtype is None or not is_cast or dtype == torch.float64:
         return dtype
@@ -40,7 +40,7 @@ def held_dtype(
 
 
 def casts_weights(model: PreTrainedModel, precision: Precision) -> bool:
-    """Whether a replica of `model` would hold any parameter in another dtype."""
+    """Return True if a replica of `model` would hold any parameter in another dtype."""
     return any(
         held_dtype([module], parameter.dtype, precision) != parameter.dtype
         for module in model.modules()
@@ -55,10 +55,10 @@ def create_replica(
     precision: Precision,
     device: torch.device,
 ) -> PreTrainedModel:
-    """A module of the model's class with empty tensors, tied as the training module's are.
+    """Create a module of the model's class with empty tensors, tied as in the training module.
 
-    Built from the config with parameters that take no memory, and never initialised; buffers are
-    real, so whatever a constructor computes from them is right.
+    Parameters take no memory while the module is built from the config. Buffers are real, since
+    constructors compute with them.
 
     Raises:
         WeightSyncError: the config describes other tensors than the training module has.
@@ -82,7 +82,7 @@ def create_replica(
 
 
 def tensors_by_name(replica: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """The replica's parameters and buffers as they are now, tied ones under each name."""
+    """Map names to the replica's parameters and buffers, tied ones under each name."""
     return dict(replica.named_parameters(remove_duplicate=False)) | dict(
         replica.named_buffers(remove_duplicate=False)
     )
@@ -91,7 +91,7 @@ def tensors_by_name(replica: PreTrainedModel) -> dict[str, torch.Tensor]:
 def require_match(
     replica: PreTrainedModel, weights: Sequence[Weight], shapes: Mapping[Weight, torch.Size]
 ) -> None:
-    """Raise one `WeightSyncError` with every tensor that has no counterpart of its shape."""
+    """Raise one `WeightSyncError` that lists every tensor without a counterpart of its shape."""
     held = {name: tensor.shape for name, tensor in tensors_by_name(replica).items()}
     trained = {name: shapes[weight] for weight in weights for name in weight.names}
     faults = [

@@ -1,7 +1,6 @@
-"""One tensor of the plain model, and how the training module holds it.
+"""Find every tensor of the plain model inside a training module.
 
-Owns the names a plain model has, seen through PEFT, compile and checkpointing wrappers. Copies
-nothing.
+Sees through PEFT, compile and checkpointing wrappers. Copies nothing.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -15,30 +14,30 @@ from cb_rollout.weights.adapters import LowRank, low_ranks, wrapped_by_peft
 
 @dataclass(frozen=True, eq=False)
 class Weight:
-    """A parameter or buffer, with what active adapters add to it."""
+    """A parameter or buffer, and the low-rank updates that active adapters add to it."""
 
     names: tuple[str, ...]
-    """Every name it has in the plain model; several where it is tied or shared."""
+    """Its names in the plain model; several where it is tied or shared."""
     base: torch.Tensor
-    """Maybe a shard, maybe frozen."""
+    """Base tensor; maybe a shard, maybe frozen."""
     low_ranks: tuple[LowRank, ...]
     is_buffer: bool
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """All that its value depends on: the base, then A and B of each adapter."""
+        """The base, then A and B of each adapter."""
         return [self.base, *(t for added in self.low_ranks for t in (added.A, added.B))]
 
     @property
     def scalings(self) -> tuple[float, ...]:
-        """The adapters' scalings."""
+        """Scaling of each adapter."""
         return tuple(added.scaling for added in self.low_ranks)
 
     def value(self, whole: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The weight of the plain model, from `tensors` made whole.
+        """Compute the weight of the plain model from the whole `tensors`.
 
-        Adapters are added in float32 or wider, out of place, to the pristine base: whoever stores
-        the value rounds once, and rounding never accumulates.
+        Adds adapters in float32 or wider, out of place, to the pristine base. The value is rounded
+        once, when it is stored, so rounding never accumulates.
         """
         value, *factors = whole
         for index, added in enumerate(self.low_ranks):
@@ -52,11 +51,11 @@ class Weight:
 def weights_of(
     model: torch.nn.Module, stored: Callable[[torch.Tensor], torch.Tensor]
 ) -> list[Weight]:
-    """Every tensor of the plain model inside `model`, each once, in the model's order.
+    """List every tensor of the plain model inside `model`, each once, in the model's order.
 
     Args:
         model: the training module.
-        stored: what is trained behind a tensor that the module shows.
+        stored: maps a tensor that the module shows to the tensor that is trained.
 
     Raises:
         ConfigurationError: an adapter cannot be expressed as a plain model's weight.

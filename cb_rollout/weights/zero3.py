@@ -1,6 +1,6 @@
-"""Whole tensors of a model under DeepSpeed ZeRO-3. The only file that imports deepspeed.
+"""Gather whole tensors of a model under DeepSpeed ZeRO-3. The only file that imports deepspeed.
 
-deepspeed is not a dependency: it is imported when a parameter carries its marks.
+DeepSpeed is optional; it is imported when a parameter carries its marks.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,8 +16,8 @@ from cb_rollout.compat import zero3 as zero3_compat
 def register_head(model: PreTrainedModel) -> None:
     """Tell ZeRO-3 that the model itself reads the weight of its language-model head.
 
-    TRL 1.16's loss multiplies by it without calling the head. DeepSpeed 0.19 finds that out by
-    itself, but not after a forward that did call it, and then the backward meets an empty weight.
+    TRL 1.16's loss multiplies by it without calling the head. DeepSpeed 0.19 detects that, but not
+    after a forward that did call the head; the backward then meets an empty weight.
     """
     head: Any = model.get_output_embeddings()
     weight = getattr(head, "weight", None)
@@ -27,30 +27,37 @@ def register_head(model: PreTrainedModel) -> None:
         deepspeed.zero.register_external_parameter(model, weight)
 
 
-class Zero3Gathering:
-    """Each process holds a flat slice of every parameter, whose own storage is empty."""
+class Zero3Source:
+    """Read a model of which each process holds a flat slice of every parameter."""
 
     is_collective = True
 
+    def __init__(self, model: torch.nn.Module) -> None: ...
+
+    @staticmethod
+    def matches(model: torch.nn.Module) -> bool:
+        """Match a model with a ZeRO-3 parameter."""
+        return any(zero3_compat.is_zero3(parameter) for parameter in model.parameters())
+
     def stored(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Its own."""
+        """Return the tensor."""
         return tensor
 
     def shape(self, tensor: torch.Tensor) -> torch.Size:
-        """What deepspeed notes on a parameter."""
+        """Return the shape that DeepSpeed recorded on the parameter."""
         return zero3_compat.zero3_shape(tensor) if zero3_compat.is_zero3(tensor) else tensor.shape
 
     def local(self, tensor: torch.Tensor) -> torch.Tensor:
-        """This process's slice."""
+        """Return this process's slice."""
         return zero3_compat.zero3_slice(tensor) if zero3_compat.is_zero3(tensor) else tensor
 
     def pieces(self, tensors: Sequence[torch.Tensor]) -> dict[int, int]:
-        """The tensors."""
+        """Map each tensor to its whole bytes."""
         return {id(t): self.shape(t).numel() * t.element_size() for t in tensors}
 
     @contextmanager
     def whole(self, tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-        """The parameters themselves, filled inside the context and emptied after it."""
+        """Yield the parameters, gathered inside the context and emptied after it."""
         import deepspeed  # pyright: ignore[reportMissingImports]  # optional
 
         sharded: list[Any] = [tensor for tensor in tensors if zero3_compat.is_zero3(tensor)]
