@@ -1,6 +1,7 @@
-"""The live policy as a service that speaks OpenAI's protocol.
+"""An HTTP server that speaks OpenAI's protocol for the model of a manager.
 
-Names load on first use, so that the command line learns the options without torch or FastAPI.
+Called by `RolloutGenerator.serve` and the command line. Names load on first use, so that the
+command line reads `ServerOptions` without torch or FastAPI.
 """
 
 import importlib

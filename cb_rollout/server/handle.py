@@ -1,6 +1,6 @@
-"""A server in a thread of its own: bound before it starts, ended by whoever holds it.
+"""The server's life: bind, start, drain and close; any thread may hold the handle.
 
-The thread is a daemon, and keeps no process alive.
+The server runs in a daemon thread, which keeps no process alive.
 """
 
 import importlib.util
@@ -15,18 +15,18 @@ from cb_rollout.engine.service.manager import ContinuousBatchingManager
 from cb_rollout.errors import ConfigurationError, RolloutError
 from cb_rollout.server.options import ServerOptions
 
+# Longer than a start or a close takes; after it something is broken.
 START_SECONDS = 30.0
 CLOSE_SECONDS = 10.0
-# Longer than either takes; past it something else is wrong.
 
-LOOK_SECONDS = 0.2
-# Between two looks at what a signal or another thread may have changed.
+# Time between two checks of a condition that a signal or another thread may change.
+POLL_SECONDS = 0.2
 
+# Time for responses that are being sent when the server is closed.
 GRACE_SECONDS = 2
-# For answers that are being sent when the server is closed.
 
+# Connections that may wait to be accepted.
 BACKLOG = 2048
-# Connections that may wait to be taken.
 
 
 def start_server(
@@ -54,7 +54,7 @@ def start_server(
         listening.close()
         raise
     finally:
-        # The engine's thread computes with workers of its own from here on.
+        # From here on the engine's thread computes, with a worker pool of its own.
         release_workers()
 
 
@@ -81,18 +81,18 @@ class ServerHandle:
         options: ServerOptions,
         listening: socket.socket,
     ) -> None:
-        """Start it; returns once it answers."""
+        """Start the server; return once it accepts connections."""
         import uvicorn
 
-        from cb_rollout.server.application import create_application
-        from cb_rollout.server.policy import Policy
+        from cb_rollout.server.api_server import create_app
+        from cb_rollout.server.served_model import ServedModel
 
         host, port = listening.getsockname()[:2]
         self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-        self.policy = Policy(manager, tokenizer, options)
+        self.model = ServedModel(manager, tokenizer, options)
         self._server = uvicorn.Server(
             uvicorn.Config(
-                create_application(self.policy),
+                create_app(self.model),
                 log_level="warning",
                 access_log=False,
                 ws="none",
@@ -105,9 +105,6 @@ class ServerHandle:
             target=self._server.run, args=([listening],), name="cb_rollout-server", daemon=True
         )
         self._thread.start()
-        self._await_start()
-
-    def _await_start(self) -> None:
         deadline = time.monotonic() + START_SECONDS
         while not self._server.started:
             if not self._thread.is_alive() or time.monotonic() > deadline:
@@ -115,51 +112,49 @@ class ServerHandle:
             time.sleep(0.005)
 
     def is_running(self) -> bool:
-        """Whether it still answers."""
+        """Return whether the server still answers."""
         return self._thread.is_alive()
 
     def run(self, is_done: Callable[[], bool]) -> None:
         """Serve until `is_done` or the server's end, stepping the engine on the calling thread.
 
-        A thread that would wait anyway does the work better, see `EngineLoop.driving`. It looks
-        at `is_done` every `LOOK_SECONDS`, between two steps.
+        A CPU step is faster on the thread that called before, see `EngineLoop.driving`. `is_done`
+        is called every `POLL_SECONDS`, between two steps.
 
         Raises:
             EngineDeadError: the engine stopped on an exception.
         """
-        loop = self.policy.manager.loop
+        loop = self.model.manager.loop
         with loop.driving() as step_until:
             while self.is_running() and not is_done():
-                again = time.monotonic() + LOOK_SECONDS
+                again = time.monotonic() + POLL_SECONDS
                 if step_until is None:
-                    time.sleep(LOOK_SECONDS)
+                    time.sleep(POLL_SECONDS)
                 else:
-                    step_until(lambda at=again: time.monotonic() >= at, LOOK_SECONDS)
+                    step_until(lambda at=again: time.monotonic() >= at, POLL_SECONDS)
                 loop.require_alive()
 
     def drain(self, is_enough: Callable[[], bool] = lambda: False) -> None:
-        """Take no new requests, and wait for those that run; `close` is yet to be called.
+        """Refuse new requests, and wait for the running ones, at most `drain_seconds`.
 
         Args:
-            is_enough: whether to wait no longer; at most `drain_seconds` in any case.
+            is_enough: whether to stop waiting.
         """
-        self.policy.is_ending = True
-        deadline = time.monotonic() + self.policy.options.drain_seconds
-        output_router = self.policy.output_router
-        self.run(
-            lambda: not output_router.num_in_flight or is_enough() or time.monotonic() >= deadline
-        )
+        self.model.is_ending = True
+        deadline = time.monotonic() + self.model.options.drain_seconds
+        router = self.model.output_router
+        self.run(lambda: not router.num_in_flight or is_enough() or time.monotonic() >= deadline)
 
     def close(self) -> None:
-        """Cancel what is in flight, answer it, and end; closing again does nothing."""
+        """Cancel the requests in flight, answer them, and end; closing again does nothing."""
         self._server.should_exit = True
         if self.is_running():
-            self.policy.output_router.cancel_all()
-        self.policy.manager.is_served = False
+            self.model.output_router.cancel_all()
+        self.model.manager.is_served = False
         self._thread.join(CLOSE_SECONDS)
 
     def join(self, timeout: float | None = None) -> None:
-        """Wait for its end, at most `timeout` seconds."""
+        """Wait for the server to end, at most `timeout` seconds."""
         self._thread.join(timeout)
 
     def __enter__(self) -> Self:

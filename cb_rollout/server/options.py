@@ -1,6 +1,6 @@
-"""`ServerOptions`: where a server listens, whom it lets in, and how much one request may ask.
+"""`ServerOptions`: the address, the access and the limits of a server.
 
-Owns names, defaults and what is refused before anything listens. Loads neither torch nor FastAPI.
+Owns names, defaults and the checks made before the server listens. Loads neither torch nor FastAPI.
 """
 
 import dataclasses
@@ -13,16 +13,16 @@ from cb_rollout.errors import ConfigurationError
 
 
 def _option(default: Any, help_text: str, **settings: Any) -> Any:
-    """A field with its help text."""
     return dataclasses.field(default=default, metadata={"help": help_text}, **settings)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions:
-    """How a policy is served; closed unless opened.
+    """The address, the access and the limits of a server; each field has its help text.
 
     Raises:
-        ConfigurationError: a value is out of its range, or the server would stand open.
+        ConfigurationError: a value is out of its range, or other machines could connect without a
+            key.
     """
 
     host: str = _option("127.0.0.1", "Address to bind; beyond this machine it takes an API key.")
@@ -42,13 +42,11 @@ class ServerOptions:
     body_timeout_seconds: float = _option(
         30.0, "Longest a body may take to arrive, or the end of an answer to be taken."
     )
-
     drain_seconds: float = _option(
         20.0, "Longest that running requests go on once it is told to end; then they are cancelled."
     )
 
     def __post_init__(self) -> None:
-        """Check ranges, and refuse to stand open."""
         for name in ("host", "model_name"):
             if not isinstance(value := getattr(self, name), str) or not value:
                 raise ConfigurationError(f"{name}={value!r} is not a text, or is empty.")
@@ -64,30 +62,25 @@ class ServerOptions:
             is_number = isinstance(value, int | float) and 0 <= value < math.inf
             if not is_number or (value == 0 and name != "drain_seconds"):
                 raise ConfigurationError(f"{name}={value!r} is not a finite number above 0.")
-        self._refuse_to_stand_open()
-
-    def _refuse_to_stand_open(self) -> None:
         if self.api_key is None and not is_loopback(self.host):
             raise ConfigurationError(
                 f"host={self.host!r} can be reached from other machines; set api_key, or host to "
                 "127.0.0.1."
             )
-        if self.api_key is not None and not _is_key(self.api_key):
+        key = self.api_key
+        is_key = key is None or (isinstance(key, str) and key.isascii() and bool(key.strip()))
+        if not is_key:
             raise ConfigurationError(
                 "api_key is empty, no text or not ASCII, which no header can carry."
             )
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a name or address is this machine's own, reached from nowhere else."""
+    """Return whether only this machine can reach a host name or address."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-def _is_key(value: object) -> bool:
-    return isinstance(value, str) and value.isascii() and bool(value.strip())
 
 
 def _is_whole(value: object, least: int) -> bool:

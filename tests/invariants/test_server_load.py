@@ -223,7 +223,7 @@ def test_with_a_key_only_its_holders_come_in():
         assert client(server, api_key="s3cret").models.list().data
         with pytest.raises(openai.AuthenticationError, match="missing or wrong"):
             client(server, api_key="s3cre").models.list()
-        assert "s3cret" not in repr(server.policy.options)
+        assert "s3cret" not in repr(server.model.options)
 
 
 def test_a_request_that_takes_too_long_is_ended():

@@ -2,8 +2,8 @@ import pytest
 from tiny import byte_tokenizer
 
 from cb_rollout.server.errors import ApiError
-from cb_rollout.server.forced_calls import CallFormat, call_format, forced_calls
-from cb_rollout.server.schemas import Tool
+from cb_rollout.server.protocol import Tool
+from cb_rollout.server.tool_parser import CallFormat, call_format, required_calls
 
 TAGGED = CallFormat('<tool_call>\n{"name": ', ', "arguments": ', "}\n</tool_call>")
 LOOP = "{% for m in messages %}{% for c in m.tool_calls or [] %}"
@@ -44,7 +44,7 @@ def test_another_way_to_write_calls_is_not_enforced(template):
     assert made is None
     tools = [Tool.model_validate({"type": "function", "function": {"name": "f"}})]
     with pytest.raises(ApiError, match="auto or none only") as caught:
-        forced_calls(made, tools, "required")
+        required_calls(made, tools, "required")
     assert caught.value.status == 400
 
 

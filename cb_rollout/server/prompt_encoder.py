@@ -1,9 +1,9 @@
-"""Prompts to token ids, so that a conversation's next turn begins with the tokens of the last.
+"""Prompts and chats to token ids; a conversation's next turn begins with the last turn's tokens.
 
-A client sends a chat back as text, and text may be tokenized in another way than it was sampled.
-So what this server sampled is remembered by its text: where a new chat, through the template,
-begins with the text of a known one, it begins with that one's very tokens. Then its keys are found
-in the prefix cache, and a trajectory's turns are one sequence. One thread at a time calls it.
+A client sends a chat back as text, and its tokenization may differ from the sampled tokens. So the
+encoder remembers each answered chat by its text: a new chat whose rendered text begins with that
+text begins with the same tokens. The prefix cache then holds their keys, and the turns of a
+trajectory are one sequence. Called on one thread at a time.
 """
 
 import json
@@ -16,42 +16,41 @@ from typing import Any
 from cb_rollout.errors import InvalidRequestError, said
 from cb_rollout.rollout.prompts import ENCODING_FAULTS
 
+# Limits over all conversations, about 10 MB and a millisecond to search. The least recently used
+# are dropped first.
 MAX_KNOWN_TOKENS, MAX_KNOWN = 1 << 20, 1 << 12
-# Of all conversations together, and how many: about 10 MB, and a millisecond to look through. The
-# longest unused go first.
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
-    """What was said in one conversation so far."""
+class _Conversation:
+    """The tokens of an answered chat."""
 
     token_ids: "array[int]"
-    """Without the token that ended it."""
+    """All tokens but the one that ended the answer."""
     end_text: str
-    """Of the token that ended it, which some templates write and others do not."""
+    """Text of the token that ended the answer; only some templates write it."""
     end_ids: tuple[int, ...]
 
 
-class PromptFormat:
-    """Encodes for one tokenizer."""
+class PromptEncoder:
+    """Encode the prompts of one tokenizer."""
 
     def __init__(self, tokenizer: Any) -> None:
-        """Know no conversation yet."""
         self._tokenizer = tokenizer
-        self._known: OrderedDict[str, Known] = OrderedDict()
+        self._known: OrderedDict[str, _Conversation] = OrderedDict()
         self._num_known_tokens = 0
 
     def encode_text(self, text: str) -> list[int]:
-        """A prompt that is text, as the tokenizer encodes it for the model."""
+        """Return a text prompt's token ids, with the tokenizer's special tokens."""
         return self._tokenizer(text)["input_ids"]
 
     def encode_chat(
         self, messages: Sequence[dict[str, Any]], tools: list[dict[str, Any]] | None
     ) -> tuple[str, list[int]]:
-        """A chat through the model's own template, up to where the assistant answers.
+        """Apply the model's chat template, up to where the assistant answers.
 
         Returns:
-            Its text, and its token ids.
+            The rendered text, and its token ids.
 
         Raises:
             InvalidRequestError: there is no template, or it refuses the chat.
@@ -77,14 +76,14 @@ class PromptFormat:
         return text, self._continued(text)
 
     def remember(self, prompt_text: str, prompt_ids: Sequence[int], tokens: Sequence[int]) -> None:
-        """A chat was answered with these tokens; the next turn may begin with all of them."""
+        """Keep an answered chat, for the next turn to begin with its tokens."""
         body, end = tuple(tokens[:-1]), tuple(tokens[-1:])
         body_text, whole_text = self._decode(body), self._decode(tokens)
         if not whole_text.startswith(body_text):
-            # A character is torn between the last tokens.
+            # The last two tokens share a character.
             body, end, body_text = tuple(tokens), (), whole_text
         text = prompt_text + body_text
-        known = Known(array("i", [*prompt_ids, *body]), whole_text[len(body_text) :], end)
+        known = _Conversation(array("i", [*prompt_ids, *body]), whole_text[len(body_text) :], end)
         self._forget(text)
         self._known[text] = known
         self._num_known_tokens += len(known.token_ids)
@@ -96,7 +95,7 @@ class PromptFormat:
             self._num_known_tokens -= len(known.token_ids)
 
     def _continued(self, text: str) -> list[int]:
-        """Token ids of a chat's text, beginning with those of the longest known one."""
+        """Return a rendered chat's token ids, beginning with the longest known conversation's."""
         plain = self._encode_part(text)
         beginnings = [known for known in self._known if text.startswith(known)]
         if not beginnings:
@@ -109,7 +108,7 @@ class PromptFormat:
             token_ids += known.end_ids
             num_characters += len(known.end_text)
         token_ids += self._encode_part(text[num_characters:])
-        # Some tokenizers change a text that is cut in two: then only the whole is right.
+        # Some tokenizers normalise a text differently in two parts; then only the whole is right.
         if self._decode(token_ids) != self._decode(plain):
             return plain
         return token_ids
@@ -124,20 +123,20 @@ class PromptFormat:
 
 
 def _for_template(message: dict[str, Any]) -> dict[str, Any]:
-    """A message as templates expect it: its parts joined, its calls' arguments as an object."""
+    """Return a message as templates expect it: joined text parts, call arguments as objects."""
     plain = {name: value for name, value in message.items() if value is not None}
     if isinstance(content := plain.get("content"), list):
         plain["content"] = "".join(part["text"] for part in content)
     plain.setdefault("content", "")
     if calls := plain.get("tool_calls"):
         plain["tool_calls"] = [
-            {**call, "function": {**call["function"], "arguments": _object(call["function"])}}
+            {**call, "function": {**call["function"], "arguments": _arguments(call["function"])}}
             for call in calls
         ]
     return plain
 
 
-def _object(function: dict[str, Any]) -> Any:
+def _arguments(function: dict[str, Any]) -> Any:
     try:
         return json.loads(function["arguments"])
     except (ValueError, RecursionError):

@@ -5,8 +5,7 @@ from tiny import byte_tokenizer
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from cb_rollout.server.text import TextStream, cut
-from cb_rollout.server.tokens import TokenTable
+from cb_rollout.server.detokenizer import IncrementalDetokenizer, TokenTable, cut_at_stop
 
 BYTES = byte_tokenizer()
 FIRST_BYTE = 3
@@ -45,7 +44,7 @@ IDS_OF_BYTES = ids_of(range(256))
 @given(st.text(max_size=40))
 def test_the_parts_of_a_text_are_the_text_and_none_ends_in_half_a_character(text):
     tokens = BYTES(text)["input_ids"]
-    parts = streamed(TextStream(decoder(BYTES)), tokens)
+    parts = streamed(IncrementalDetokenizer(decoder(BYTES)), tokens)
     assert "".join(parts) == text
     assert all("\N{REPLACEMENT CHARACTER}" not in part for part in parts) or "\ufffd" in text
 
@@ -53,14 +52,14 @@ def test_the_parts_of_a_text_are_the_text_and_none_ends_in_half_a_character(text
 @given(st.binary(max_size=40))
 def test_the_parts_of_what_is_no_text_are_what_decoding_it_at_once_gives(data):
     tokens = [IDS_OF_BYTES[byte] for byte in data]
-    parts = streamed(TextStream(decoder(BYTES)), tokens)
+    parts = streamed(IncrementalDetokenizer(decoder(BYTES)), tokens)
     assert "".join(parts) == data.decode(errors="replace") == BYTES.decode(tokens)
 
 
 @given(st.text(alphabet="abc \u00e9\u4e2d\U0001f600", max_size=30))
 def test_characters_of_byte_tokens_come_whole(text):
     tokens = FALLBACK(text, add_special_tokens=False)["input_ids"]
-    assert "".join(streamed(TextStream(decoder(FALLBACK)), tokens)) == text
+    assert "".join(streamed(IncrementalDetokenizer(decoder(FALLBACK)), tokens)) == text
 
 
 @given(
@@ -74,17 +73,17 @@ def test_a_stop_string_and_none_of_its_beginning_is_seen(text, stops):
     expected = text[:num_tokens]
     if is_stopped:
         expected = expected[: min(expected.find(stop) for stop in stops if stop in expected)]
-    stream = TextStream(decoder(BYTES), stops)
+    stream = IncrementalDetokenizer(decoder(BYTES), stops)
     parts = streamed(stream, tokens, is_stopped)
     assert "".join(parts) == expected
-    at_once = TextStream(decoder(BYTES), stops)
+    at_once = IncrementalDetokenizer(decoder(BYTES), stops)
     assert at_once.push(tokens) + at_once.finish(is_stopped=is_stopped) == expected
     # No part has to be taken back.
     assert all(expected.startswith("".join(parts[:n])) for n in range(len(parts)))
 
 
 def test_text_that_cannot_be_a_stop_string_is_not_held_back():
-    stream = TextStream(decoder(BYTES), ["STOP"])
+    stream = IncrementalDetokenizer(decoder(BYTES), ["STOP"])
     tokens = BYTES("a STO b S")["input_ids"]
     parts = [stream.push([token]) for token in tokens]
     assert parts == ["a", " ", "", "", "", "STO ", "b", " ", ""]
@@ -93,10 +92,10 @@ def test_text_that_cannot_be_a_stop_string_is_not_held_back():
 
 def test_a_stop_string_that_did_not_end_the_sequence_is_text():
     # As with min_tokens: it came too early, and an end-of-sequence token came later.
-    stream = TextStream(decoder(BYTES), ["xx"])
+    stream = IncrementalDetokenizer(decoder(BYTES), ["xx"])
     tokens = [*BYTES("axxb")["input_ids"], BYTES.eos_token_id]
     assert "".join(streamed(stream, tokens, is_stopped=True)) == "axxb"
-    assert cut("axxbxx", 5, ["xx"]) == "axxb"
+    assert cut_at_stop("axxbxx", 5, ["xx"]) == "axxb"
 
 
 @pytest.mark.parametrize(

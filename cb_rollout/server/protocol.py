@@ -1,11 +1,11 @@
-"""What clients may send. A field that is not here is refused: nothing is silently ignored."""
+"""Request and error bodies. A field that is not listed is refused: none is silently ignored."""
 
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+# Each stop string is searched for after every token.
 MAX_STOPS = 16
-# Each is looked for after every token.
 
 
 class _Strict(BaseModel):
@@ -13,13 +13,13 @@ class _Strict(BaseModel):
 
 
 class StreamOptions(_Strict):
-    """What a stream tells beside its text."""
+    """Options of a streamed response."""
 
     include_usage: bool = False
 
 
 class _Sampling(_Strict):
-    """What both endpoints take. Left out: what the served model's own defaults say."""
+    """Fields of both endpoints; a field left out takes the served model's default."""
 
     model: str | None = None
     stream: bool = False
@@ -39,13 +39,13 @@ class _Sampling(_Strict):
     ignore_eos: bool | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     return_token_ids: bool = False
-    """Answer with token ids and with the policy version of each token."""
+    """Respond with token ids and the policy version of each token."""
     user: str | None = None
-    """Taken, and used for nothing."""
+    """Accepted and not used."""
 
 
 class CompletionRequest(_Sampling):
-    """A body of `/v1/completions`."""
+    """Body of `/v1/completions`."""
 
     prompt: str | list[str] | list[int] | list[list[int]]
     max_tokens: Annotated[int, Field(ge=1)] | None = 16
@@ -53,21 +53,21 @@ class CompletionRequest(_Sampling):
 
 
 class TextPart(_Strict):
-    """One part of a message."""
+    """One part of a message's content."""
 
     type: Literal["text"]
     text: str
 
 
 class FunctionCall(_Strict):
-    """What a model calls; the arguments are JSON in a string."""
+    """A function's name and its arguments, as JSON in a string."""
 
     name: str
     arguments: str
 
 
 class ToolCall(_Strict):
-    """One call of an assistant's message."""
+    """One tool call of an assistant's message."""
 
     id: str | None = None
     type: Literal["function"] = "function"
@@ -76,7 +76,7 @@ class ToolCall(_Strict):
 
 
 class Message(_Strict):
-    """One message of a chat; an answer of this server can be sent back as it came."""
+    """One message of a chat; this server's answers are accepted unchanged."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
@@ -91,7 +91,7 @@ class Message(_Strict):
 
 
 class FunctionDefinition(_Strict):
-    """A function that a model may call; `parameters` is a JSON schema."""
+    """A function that the model may call; `parameters` is a JSON schema."""
 
     name: str
     description: str | None = None
@@ -100,27 +100,27 @@ class FunctionDefinition(_Strict):
 
 
 class Tool(_Strict):
-    """A tool that a model may use."""
+    """A tool that the model may call."""
 
     type: Literal["function"]
     function: FunctionDefinition
 
 
 class NamedFunction(_Strict):
-    """A function by its name."""
+    """The name of a function."""
 
     name: str
 
 
 class NamedToolChoice(_Strict):
-    """The tool that must be called."""
+    """The tool that an answer must call."""
 
     type: Literal["function"]
     function: NamedFunction
 
 
 class JsonSchema(_Strict):
-    """What an answer's JSON must obey."""
+    """The JSON schema of an answer."""
 
     name: str
     description: str | None = None
@@ -129,14 +129,14 @@ class JsonSchema(_Strict):
 
 
 class ResponseFormat(_Strict):
-    """What an answer must be."""
+    """The format of an answer."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
 
-class ChatRequest(_Sampling):
-    """A body of `/v1/chat/completions`."""
+class ChatCompletionRequest(_Sampling):
+    """Body of `/v1/chat/completions`."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
     max_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -150,7 +150,7 @@ class ChatRequest(_Sampling):
 
 
 class TokenizeRequest(_Strict):
-    """A body of `/tokenize`: a prompt or a chat."""
+    """Body of `/tokenize`: a prompt or a chat."""
 
     model: str | None = None
     prompt: str | None = None
@@ -159,8 +159,8 @@ class TokenizeRequest(_Strict):
     return_token_strs: bool = False
 
 
-class ErrorDetail(BaseModel):
-    """What went wrong."""
+class ErrorInfo(BaseModel):
+    """The error of an error response."""
 
     message: str
     type: str
@@ -168,7 +168,7 @@ class ErrorDetail(BaseModel):
     code: str | None
 
 
-class ErrorBody(BaseModel):
-    """The body of every answer that is an error."""
+class ErrorResponse(BaseModel):
+    """Body of every error response."""
 
-    error: ErrorDetail
+    error: ErrorInfo

@@ -1,4 +1,4 @@
-"""The HTTP application: paths, and what each one asks of the policy. The only FastAPI file."""
+"""The HTTP application: routes, streams and error responses. The only file that imports FastAPI."""
 
 import asyncio
 import json
@@ -14,48 +14,48 @@ from starlette.exceptions import HTTPException
 import cb_rollout
 from cb_rollout.errors import RolloutError
 from cb_rollout.metrics.prometheus import CONTENT_TYPE, exposition
-from cb_rollout.server import schemas
-from cb_rollout.server.answers import Answer, require_sound
-from cb_rollout.server.chats import ChatAnswer
-from cb_rollout.server.completions import CompletionAnswer
+from cb_rollout.server import protocol
 from cb_rollout.server.errors import ApiError, as_api_error
-from cb_rollout.server.guard import Guard
+from cb_rollout.server.middleware import AccessMiddleware
 from cb_rollout.server.output_router import Submission
-from cb_rollout.server.policy import Policy
+from cb_rollout.server.responses import (
+    ChatResponseBuilder,
+    CompletionResponseBuilder,
+    ResponseBuilder,
+    require_generated,
+)
+from cb_rollout.server.served_model import ServedModel
 from cb_rollout.types import GenerationOutput
 
-FAULTS_SHOWN = 3
-# Of one body that is not as it should be.
+# Most faults that the answer to an invalid body lists.
+MAX_FAULTS = 3
 
+# FastAPI 0.165's type of the fault for a body that is not JSON.
 NOT_JSON = "json_invalid"
-# What FastAPI 0.165 calls the fault of a body that cannot be read at all.
 
 ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"model": schemas.ErrorBody} for status in (400, 401, 404, 413, 429, 503)
+    status: {"model": protocol.ErrorResponse} for status in (400, 401, 404, 413, 429, 503)
 }
 STREAM: dict[int | str, dict[str, Any]] = {
     200: {"content": {"application/json": {}, "text/event-stream": {}}}
 }
 
 
-class Json(JSONResponse):
-    """JSON in ASCII, which any text that a client sent survives."""
+class _Json(JSONResponse):
+    """JSON in ASCII, so that any text of a client can be sent back, lone surrogates included."""
 
     def render(self, content: Any) -> bytes:
-        """The body."""
         return _dumps(content).encode("ascii")
 
 
-class EventStream(StreamingResponse):
-    """Server-sent events; whatever ends it ends what it is made of."""
+class _EventStream(StreamingResponse):
+    """Server-sent events of a submission, which ends with the stream."""
 
     def __init__(self, events: AsyncIterator[str], submission: Submission) -> None:
-        """Send `events` as they come; they are made of `submission`."""
         super().__init__(events, media_type="text/event-stream")
         self._submission = submission
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Send until the end, or until the client is gone."""
         with self._submission:
             try:
                 await super().__call__(scope, receive, send)
@@ -63,14 +63,14 @@ class EventStream(StreamingResponse):
                 await self.body_iterator.aclose()  # type: ignore[union-attr]
 
 
-def create_application(policy: Policy) -> Guard:
-    """The application, behind its guard."""
+def create_app(served: ServedModel) -> AccessMiddleware:
+    """Create the ASGI application, with access control in front."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        policy.start()
+        served.start()
         yield
-        policy.stop()
+        served.stop()
 
     app = FastAPI(
         title="cb_rollout",
@@ -80,110 +80,109 @@ def create_application(policy: Policy) -> Guard:
         redoc_url=None,
         responses=ERRORS,
     )
-    _answer_errors(app)
-    _add_generation(app, policy)
-    _add_inspection(app, policy)
-    return Guard(app, policy.options)
+    _add_error_handlers(app)
+    _add_generation(app, served)
+    _add_inspection(app, served)
+    return AccessMiddleware(app, served.options)
 
 
-def _add_generation(app: FastAPI, policy: Policy) -> None:
+def _add_generation(app: FastAPI, served: ServedModel) -> None:
     @app.post("/v1/completions", responses=STREAM)
-    async def completions(body: schemas.CompletionRequest, request: Request) -> Response:
-        """Texts that go on from one prompt or several."""
-        policy.require_known(body.model)
-        prompts = await _prompts(policy, body.prompt)
-        params = await policy.params(body)
-        answer = CompletionAnswer(policy, body, prompts, params)
-        submission = policy.submit(prompts, params, body.n or 1, body.stream, request.headers)
-        return await _answered(answer, submission, body.stream, request)
+    async def completions(body: protocol.CompletionRequest, request: Request) -> Response:
+        """Complete one prompt or several."""
+        served.require_known(body.model)
+        prompts = await _encoded_prompts(served, body.prompt)
+        params = await served.sampling_params(body)
+        builder = CompletionResponseBuilder(served, body, prompts, params)
+        submission = served.submit(prompts, params, body.n or 1, body.stream, request.headers)
+        return await _respond(builder, submission, body.stream, request)
 
     @app.post("/v1/chat/completions", responses=STREAM)
-    async def chat_completions(body: schemas.ChatRequest, request: Request) -> Response:
-        """Assistant messages that go on from a chat."""
-        policy.require_known(body.model)
+    async def chat_completions(body: protocol.ChatCompletionRequest, request: Request) -> Response:
+        """Answer a chat."""
+        served.require_known(body.model)
         _require_consistent(body)
         tools = None
         if body.tools and body.tool_choice != "none":
             tools = [tool.model_dump(exclude_none=True) for tool in body.tools]
         messages = [message.model_dump(exclude_none=True) for message in body.messages]
-        prompt_text, prompt_ids = await policy.encode_chat(messages, tools)
-        params = await policy.params(body)
-        answer = ChatAnswer(policy, body, prompt_text, prompt_ids, params, tools)
-        submission = policy.submit([prompt_ids], params, body.n or 1, body.stream, request.headers)
-        return await _answered(answer, submission, body.stream, request)
+        prompt_text, prompt_ids = await served.encode_chat(messages, tools)
+        params = await served.sampling_params(body)
+        builder = ChatResponseBuilder(served, body, prompt_text, prompt_ids, params, tools)
+        submission = served.submit([prompt_ids], params, body.n or 1, body.stream, request.headers)
+        return await _respond(builder, submission, body.stream, request)
 
 
-def _add_inspection(app: FastAPI, policy: Policy) -> None:
+def _add_inspection(app: FastAPI, served: ServedModel) -> None:
     @app.get("/v1/models")
-    async def models() -> Response:
-        """The one model that is served."""
-        return Json({"object": "list", "data": [_card(policy)]})
+    async def list_models() -> Response:
+        """List the one model that is served."""
+        return _Json({"object": "list", "data": [_model_card(served)]})
 
     @app.get("/v1/models/{model:path}")
-    async def model(model: str) -> Response:
-        """The same, by name."""
-        policy.require_known(model)
-        return Json(_card(policy))
+    async def retrieve_model(model: str) -> Response:
+        """Describe the served model."""
+        served.require_known(model)
+        return _Json(_model_card(served))
 
     @app.post("/tokenize")
-    async def tokenize(body: schemas.TokenizeRequest) -> Response:
-        """Token ids of a prompt or a chat, as the model gets them."""
-        policy.require_known(body.model)
+    async def tokenize(body: protocol.TokenizeRequest) -> Response:
+        """Return the token ids of a prompt or a chat, as the model reads them."""
+        served.require_known(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "give either prompt or messages.", "prompt")
         if body.prompt is not None:
-            tokens = await policy.encode_text(body.prompt)
+            tokens = await served.encode_text(body.prompt)
         else:
             messages = [message.model_dump(exclude_none=True) for message in body.messages or ()]
             tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
-            _, tokens = await policy.encode_chat(messages, tools)
+            _, tokens = await served.encode_chat(messages, tools)
         content: dict[str, Any] = {
             "tokens": tokens,
             "count": len(tokens),
-            "max_model_len": policy.max_model_len,
+            "max_model_len": served.max_model_len,
         }
         if body.return_token_strs:
-            content["token_strs"] = policy.tokens.texts(tokens)
-        return Json(content)
+            content["token_strs"] = served.tokens.texts(tokens)
+        return _Json(content)
 
     @app.get("/health")
     async def health() -> Response:
-        """Whether requests are generated."""
-        if not policy.is_alive:
+        """Answer 200 if requests are generated, else 503."""
+        if not served.is_alive:
             raise ApiError(503, "the server is ending, or its engine stopped.")
-        return Json({"status": "ok", "policy_version": policy.manager.engine.policy_version})
+        return _Json({"status": "ok", "policy_version": served.manager.engine.policy_version})
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        """Every figure, as Prometheus reads it."""
-        text = exposition(policy.manager, policy.recorder)
+        """Return every metric in Prometheus' text format."""
+        text = exposition(served.manager, served.recorder)
         return Response(text, headers={"content-type": CONTENT_TYPE})
 
 
-def _card(policy: Policy) -> dict[str, Any]:
+def _model_card(served: ServedModel) -> dict[str, Any]:
     return {
-        "id": policy.options.model_name,
+        "id": served.options.model_name,
         "object": "model",
-        "created": policy.created,
+        "created": served.created,
         "owned_by": "cb_rollout",
-        "max_model_len": policy.max_model_len,
-        "policy_version": policy.manager.engine.policy_version,
+        "max_model_len": served.max_model_len,
+        "policy_version": served.manager.engine.policy_version,
     }
 
 
-async def _prompts(policy: Policy, given: Any) -> list[list[int]]:
-    """Token ids of every prompt of a completion."""
+async def _encoded_prompts(served: ServedModel, given: Any) -> list[list[int]]:
     is_one = isinstance(given, str) or (bool(given) and isinstance(given[0], int))
     prompts = [given] if is_one else given
     if not prompts or not all(prompts):
         raise ApiError(400, "the prompt is empty; give at least one token.", "prompt")
     return [
-        await policy.encode_text(prompt) if isinstance(prompt, str) else prompt
+        await served.encode_text(prompt) if isinstance(prompt, str) else prompt
         for prompt in prompts
     ]
 
 
-def _require_consistent(body: schemas.ChatRequest) -> None:
+def _require_consistent(body: protocol.ChatCompletionRequest) -> None:
     if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs=true.", "top_logprobs")
     is_free = body.response_format is None or body.response_format.type == "text"
@@ -193,23 +192,24 @@ def _require_consistent(body: schemas.ChatRequest) -> None:
         )
 
 
-async def _answered(
-    answer: Answer, submission: Submission, is_streaming: bool, request: Request
+async def _respond(
+    builder: ResponseBuilder, submission: Submission, is_streaming: bool, request: Request
 ) -> Response:
     if is_streaming:
-        return EventStream(_events(answer, submission), submission)
+        return _EventStream(_events(builder, submission), submission)
     with submission:
         outputs = await _unless_gone(_finished(submission), request)
     if outputs is None:
-        return Response(status_code=499)  # Nobody reads it.
-    return Json(answer.body(outputs))
+        # The client is gone; nobody reads this.
+        return Response(status_code=499)
+    return _Json(builder.whole(outputs))
 
 
 async def _finished(submission: Submission) -> list[GenerationOutput]:
-    """Every sequence's end, in order."""
+    """Wait for every sequence, and return them in order."""
     outputs: dict[int, GenerationOutput] = {}
     async for index, output in submission.updates():
-        require_sound(output)
+        require_generated(output)
         outputs[index] = output
     return [outputs[index] for index in sorted(outputs)]
 
@@ -217,7 +217,7 @@ async def _finished(submission: Submission) -> list[GenerationOutput]:
 async def _unless_gone(
     work: Coroutine[Any, Any, list[GenerationOutput]], request: Request
 ) -> list[GenerationOutput] | None:
-    """What work comes to; None where the client went away before."""
+    """Return the result of `work`, or None if the client disconnects before."""
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_gone(request))
     try:
@@ -233,16 +233,16 @@ async def _gone(request: Request) -> None:
         pass
 
 
-async def _events(answer: Answer, submission: Submission) -> AsyncIterator[str]:
-    """A stream's events; an error, once it has begun, is its last one."""
+async def _events(builder: ResponseBuilder, submission: Submission) -> AsyncIterator[str]:
+    """Yield a stream's events; an error is the last one."""
     try:
-        for chunk in answer.opening():
+        for chunk in builder.first_chunks():
             yield _event(chunk)
         async for index, output in submission.updates():
-            require_sound(output)
-            for chunk in answer.delta(index, output):
+            require_generated(output)
+            for chunk in builder.chunks(index, output):
                 yield _event(chunk)
-        for chunk in answer.closing():
+        for chunk in builder.last_chunks():
             yield _event(chunk)
     except (ApiError, RolloutError, TimeoutError) as error:
         yield _event(as_api_error(error).body)
@@ -257,13 +257,13 @@ def _dumps(content: Any) -> str:
     return json.dumps(content, allow_nan=False, separators=(",", ":"))
 
 
-def _answer_errors(app: FastAPI) -> None:
-    """Every error in one shape; none tells what a client sent, nor what the server is made of."""
+def _add_error_handlers(app: FastAPI) -> None:
+    """Answer every exception in one shape, without the server's internals."""
 
     def on(kind: type[Exception], as_error: Callable[[Any], ApiError]) -> None:
         async def handle(_: Request, raised: Exception) -> Response:
             error = as_error(raised)
-            return Json(error.body, status_code=error.status, headers=error.headers)
+            return _Json(error.body, status_code=error.status, headers=error.headers)
 
         app.add_exception_handler(kind, handle)
 
@@ -276,7 +276,7 @@ def _answer_errors(app: FastAPI) -> None:
 
 def _faults(error: RequestValidationError) -> str:
     found = []
-    for fault in error.errors()[:FAULTS_SHOWN]:
+    for fault in error.errors()[:MAX_FAULTS]:
         if fault["type"] == NOT_JSON:
             return f"the body is not JSON ({fault['ctx']['error']} at byte {fault['loc'][-1]})"
         place = ".".join(str(part) for part in fault["loc"] if part != "body")

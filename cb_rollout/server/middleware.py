@@ -1,38 +1,32 @@
-"""What stands before the application: who may speak, how much, and for how long.
+"""Access control in front of the application: API key, body size and time limits.
 
-Owns the checks that need no understanding of a request, made before any of it is parsed. Logs
-nothing that a client sent.
+Owns the checks that need no parsing of a request, and makes them before any of it is parsed. Logs
+nothing that a client sent. Called on the server's asyncio thread.
 """
 
 import asyncio
 import hashlib
 import hmac
 import json
-from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cb_rollout.server.errors import ApiError, as_api_error
 from cb_rollout.server.options import ServerOptions, is_loopback
 
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-Application = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
-
+# Load balancers ask without a key; the answer says only whether the engine runs.
 OPEN_PATHS = frozenset({"/health"})
-# What needs no key: a balancer asks it, and it says only whether all is well.
 
 
-class Guard:
-    """Wraps an ASGI application."""
+class AccessMiddleware:
+    """Wrap an ASGI application with the limits of `ServerOptions`."""
 
-    def __init__(self, application: Application, options: ServerOptions) -> None:
-        """Stand before `application`."""
+    def __init__(self, application: ASGIApp, options: ServerOptions) -> None:
         self._application, self._options = application, options
         self._key_digest = None if options.api_key is None else _digest(options.api_key.encode())
 
-    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
-        """Let one request pass, or answer it here."""
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, or answer it with an error."""
         if scope["type"] != "http":
             await self._application(scope, receive, send)
             return
@@ -43,24 +37,24 @@ class Guard:
             has_begun = True
             await send(message)
 
-        # To send the body, to be answered, and to take the answer.
+        # The time to receive the body, to generate the answer, and to send it.
         seconds = self._options.request_timeout_seconds + 2 * self._options.body_timeout_seconds
         try:
             async with asyncio.timeout(seconds):
-                self._require_let_in(scope)
+                self._require_access(scope)
                 body = await self._body(scope, receive)
                 await self._application(scope, _replayed(body, receive), watched_send)
         except ApiError as error:
-            await _answer(error, send)
+            await _send_error(error, send)
         except TimeoutError:
-            # Of an answer that has begun, the closed connection says that it is not whole.
+            # If the answer has begun, the closed connection shows that it is not whole.
             if not has_begun:
-                await _answer(as_api_error(TimeoutError()), send)
+                await _send_error(as_api_error(TimeoutError()), send)
 
-    def _require_let_in(self, scope: MutableMapping[str, Any]) -> None:
+    def _require_access(self, scope: Scope) -> None:
         headers = dict(scope["headers"])
         if self._key_digest is None:
-            # Without a key a web page must not reach this machine's server by a name of its own.
+            # A web page can give its own name this machine's address (DNS rebinding).
             host = headers.get(b"host", b"").decode("latin-1")
             name = host[: host.find("]") + 1] or host.partition(":")[0]
             if not is_loopback(name):
@@ -73,7 +67,7 @@ class Guard:
             if scheme.lower() != b"bearer" or not is_right:
                 raise ApiError(401, "the API key is missing or wrong.")
 
-    async def _body(self, scope: MutableMapping[str, Any], receive: Receive) -> bytes:
+    async def _body(self, scope: Scope, receive: Receive) -> bytes:
         limit = self._options.max_body_bytes
         too_large = ApiError(413, f"the body is larger than {limit:,} bytes.")
         length = dict(scope["headers"]).get(b"content-length", b"")
@@ -98,25 +92,25 @@ class Guard:
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:
-    """The body once more, then what comes after it."""
-    is_told = False
+    """Return a `receive` that repeats the body, then goes on with the later messages."""
+    is_sent = False
 
     async def replay() -> Message:
-        nonlocal is_told
-        if is_told:
+        nonlocal is_sent
+        if is_sent:
             return await receive()
-        is_told = True
+        is_sent = True
         return {"type": "http.request", "body": body, "more_body": False}
 
     return replay
 
 
-async def _answer(error: ApiError, send: Send) -> None:
+async def _send_error(error: ApiError, send: Send) -> None:
     content = json.dumps(error.body).encode()
     headers = {
         "content-type": "application/json",
         "content-length": str(len(content)),
-        # What is left of a body that was refused is not read.
+        # The rest of a refused body is not read.
         "connection": "close",
         **error.headers,
     }
@@ -126,5 +120,5 @@ async def _answer(error: ApiError, send: Send) -> None:
 
 
 def _digest(key: bytes) -> bytes:
-    """Of one length, whatever the key's, so that comparing tells nothing by its time."""
+    # Digests have one length, so the time of a comparison does not depend on the key.
     return hashlib.sha256(key).digest()

@@ -1,7 +1,8 @@
-"""What is served: a manager, its tokenizer, and what a request means to them.
+"""The served model: a manager, its tokenizer, and the limits of a request.
 
-Owns the way from a checked body to sequences in the engine. Text is encoded and grammars are
-compiled on threads of their own, so that a long prompt holds up nobody's stream.
+Owns the way from a parsed body to sequences in the engine. Prompts are encoded and grammars
+compiled on threads of their own, so that a long prompt delays no stream; everything else runs on
+the server's asyncio thread.
 """
 
 import asyncio
@@ -15,116 +16,113 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from cb_rollout.config.sampling import SamplingParams, resolved
 from cb_rollout.engine.service.manager import ContinuousBatchingManager
 from cb_rollout.errors import InvalidRequestError
 from cb_rollout.integrations.xgrammar import XGrammar
 from cb_rollout.metrics.recorder import Recorder
-from cb_rollout.server.chat import PromptFormat
+from cb_rollout.server.detokenizer import Decode, TokenTable
 from cb_rollout.server.errors import ApiError
-from cb_rollout.server.forced_calls import call_format, forced_calls
 from cb_rollout.server.options import ServerOptions
 from cb_rollout.server.output_router import OutputRouter, Submission
-from cb_rollout.server.schemas import ChatRequest, CompletionRequest, ResponseFormat
-from cb_rollout.server.tokens import TokenTable
-from cb_rollout.server.tools import ToolReader
-
-if TYPE_CHECKING:
-    from cb_rollout.server.text import Decode
+from cb_rollout.server.prompt_encoder import PromptEncoder
+from cb_rollout.server.protocol import ChatCompletionRequest, CompletionRequest, ResponseFormat
+from cb_rollout.server.tool_parser import ToolParser, call_format, required_calls
 
 T = TypeVar("T")
 
-Wanted = str | tuple[tuple[str, str, str], ...] | None
-# A JSON schema's text, calls as `forced_calls` gives them, or any JSON.
+# The source of a grammar: a JSON schema, the calls of `required_calls`, or None for any JSON.
+GrammarSource = str | tuple[tuple[str, str, str], ...] | None
 
+# Fields of the same name and meaning in a body and in `SamplingParams`.
 SAME_NAME = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty",
     "frequency_penalty", "seed", "stop", "stop_token_ids", "ignore_eos",
 )  # fmt: skip
-# Fields that a body and `SamplingParams` both have.
 
+# Digests of recent prompts, kept to recognise equal prompts that wait together.
 NUM_PROMPTS_KEPT = 4096
-# Digests of prompts that may be asked for again while they wait.
 
+# Compiled grammars, by their source.
 NUM_GRAMMARS_KEPT = 64
-# Compiled, by their schemas' text.
 
+# The time to compile a schema grows with its size, and a compilation cannot be stopped.
 MAX_SCHEMA_CHARACTERS = 1 << 16
-# A schema compiles in time that grows with its size, and no compilation can be stopped.
 
 
-class Policy:
-    """One model as requests see it; used on the asyncio thread that `start` was called on."""
+class ServedModel:
+    """One model as requests see it; used on the asyncio thread that called `start`.
+
+    Each thread has a copy of the tokenizer: a fast tokenizer raises if two threads encode at once.
+
+    Args:
+        manager: the manager, started.
+        tokenizer: the model's tokenizer.
+        options: the limits of a request.
+    """
 
     def __init__(
         self, manager: ContinuousBatchingManager, tokenizer: Any, options: ServerOptions
     ) -> None:
-        """Take copies of the tokenizer: a fast one that encodes in two threads at once refuses.
-
-        Args:
-            manager: started.
-            tokenizer: the model's.
-            options: how much a request may ask.
-        """
         self.manager, self.options = manager, options
         self.is_ending = False
-        """Whether new requests are refused, as the server will end."""
+        """Whether new requests are refused, because the server will end."""
         self.recorder = Recorder()
         self.created = int(time.time())
-        reading = copy.deepcopy(tokenizer)
-        self.tokens = TokenTable(reading)
-        self.tools = ToolReader(reading)
+        decoding = copy.deepcopy(tokenizer)
+        self.tokens = TokenTable(decoding)
+        self.tool_parser = ToolParser(decoding)
         self.decode: Decode = partial(
-            reading.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False
+            decoding.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
-        self._format = PromptFormat(copy.deepcopy(tokenizer))
-        self._format_thread = ThreadPoolExecutor(1, "cb_rollout-encode")
+        self._encoder = PromptEncoder(copy.deepcopy(tokenizer))
+        self._encoder_thread = ThreadPoolExecutor(1, "cb_rollout-encode")
         self._grammar_thread = ThreadPoolExecutor(1, "cb_rollout-grammar")
         compiling = copy.deepcopy(tokenizer)
         vocab_size = manager.input_processor.limits.vocab_size
-        # Equal prompts that wait beside each other are computed once, whoever sent them; numbers
-        # below 0 are none that the input_processor gives.
+        # Equal prompts that wait together are prefilled once, even from different clients. The
+        # input processor's own group numbers are not negative.
         numbers = itertools.count(-1, -1)
         self._group_of = lru_cache(maxsize=NUM_PROMPTS_KEPT)(lambda _: next(numbers))
         self._call_format = call_format(compiling)
 
         @lru_cache(maxsize=NUM_GRAMMARS_KEPT)
-        def grammar_of(wanted: Wanted) -> XGrammar:
-            if isinstance(wanted, tuple):
-                return XGrammar.from_framed_json(wanted, compiling, vocab_size)
-            if wanted is not None:
-                return XGrammar.from_json_schema(wanted, compiling, vocab_size)
+        def grammar_of(source: GrammarSource) -> XGrammar:
+            if isinstance(source, tuple):
+                return XGrammar.from_framed_json(source, compiling, vocab_size)
+            if source is not None:
+                return XGrammar.from_json_schema(source, compiling, vocab_size)
             return XGrammar.from_json(compiling, vocab_size)
 
         self._grammar_of = grammar_of
 
     def start(self) -> None:
-        """Be ready for requests, on the running asyncio loop."""
+        """Connect the running asyncio loop to the engine."""
         self.output_router = OutputRouter(self.manager.loop, self.options.request_timeout_seconds)
         self.manager.loop.observers.add(self.recorder)
 
     def stop(self) -> None:
-        """Let go of threads and of the manager, which goes on."""
+        """End the threads; the manager goes on."""
         self.manager.loop.observers.remove(self.recorder)
-        self._format_thread.shutdown(wait=False, cancel_futures=True)
+        self._encoder_thread.shutdown(wait=False, cancel_futures=True)
         self._grammar_thread.shutdown(wait=False, cancel_futures=True)
 
     @property
     def is_alive(self) -> bool:
-        """Whether a request would be generated."""
+        """Return whether requests are accepted and the engine runs."""
         loop = self.manager.loop
         return loop.is_running() and not loop.is_dead and not self.is_ending
 
     @property
     def max_model_len(self) -> int:
-        """Longest sequence, prompt and completion together."""
+        """Return the most tokens of one sequence, prompt and completion together."""
         limits = self.manager.input_processor.limits
         return min(limits.max_cached_tokens(), limits.max_positions or limits.max_cached_tokens())
 
     def require_known(self, model: str | None) -> None:
-        """Raise 404 where a client asks for another model."""
+        """Raise 404 for the name of another model."""
         if model not in (None, self.options.model_name):
             raise ApiError(
                 404,
@@ -134,42 +132,44 @@ class Policy:
             )
 
     async def encode_text(self, text: str) -> list[int]:
-        """Token ids of a prompt."""
-        return await self._encoded(self._format.encode_text, text)
+        """Return a text prompt's token ids."""
+        return await self._encoded(self._encoder.encode_text, text)
 
     async def encode_chat(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None
     ) -> tuple[str, list[int]]:
-        """A chat's text and token ids."""
-        return await self._encoded(self._format.encode_chat, messages, tools)
+        """Return a chat's rendered text and its token ids."""
+        return await self._encoded(self._encoder.encode_chat, messages, tools)
 
     async def _encoded(self, encode: Callable[..., T], *arguments: Any) -> T:
         running = asyncio.get_running_loop()
         try:
-            return await running.run_in_executor(self._format_thread, encode, *arguments)
+            return await running.run_in_executor(self._encoder_thread, encode, *arguments)
         except (UnicodeError, TypeError) as error:
             raise InvalidRequestError("the text cannot be encoded; is it valid Unicode?") from error
 
     def remember(self, prompt_text: str, prompt_ids: list[int], tokens: list[int]) -> None:
-        """A chat was answered; its next turn begins with these tokens."""
-        self._format_thread.submit(self._format.remember, prompt_text, prompt_ids, tokens)
+        """Keep an answered chat, for its next turn to begin with these tokens."""
+        self._encoder_thread.submit(self._encoder.remember, prompt_text, prompt_ids, tokens)
 
-    async def params(self, body: CompletionRequest | ChatRequest) -> SamplingParams:
-        """How a body's sequences are sampled."""
+    async def sampling_params(
+        self, body: CompletionRequest | ChatCompletionRequest
+    ) -> SamplingParams:
+        """Return the sampling parameters of a body, with its grammar compiled."""
         asks_logprobs = body.logprobs is not None and body.logprobs is not False
         if asks_logprobs and not self.manager.config.return_logprobs:
             raise ApiError(400, "this server keeps no log-probabilities.", "logprobs")
         given = {name: value for name in SAME_NAME if (value := getattr(body, name)) is not None}
-        # Clients ask for the most likely tokens with temperature 0, whatever the model's habit is.
+        # OpenAI's clients ask for greedy decoding with temperature 0 only.
         given["do_sample"] = True
         if body.min_tokens is not None:
             given["min_new_tokens"] = body.min_tokens
         if body.logit_bias:
             given["logit_bias"] = _biases(body.logit_bias)
-        if isinstance(body, ChatRequest):
+        if isinstance(body, ChatCompletionRequest):
             given["max_new_tokens"] = body.max_completion_tokens or body.max_tokens
             given["top_logprobs"] = body.top_logprobs or 0
-            calls = forced_calls(self._call_format, body.tools, body.tool_choice)
+            calls = required_calls(self._call_format, body.tools, body.tool_choice)
             if calls:
                 given["grammar"] = await self._compiled(calls, "tool_choice")
             else:
@@ -181,27 +181,25 @@ class Policy:
         given["max_new_tokens"] = given["max_new_tokens"] or defaults.max_new_tokens
         return resolved(replace(defaults, **given), defaults)
 
-    async def _grammar(self, wanted: ResponseFormat | None) -> XGrammar | None:
-        if wanted is None or wanted.type == "text":
+    async def _grammar(self, form: ResponseFormat | None) -> XGrammar | None:
+        if form is None or form.type == "text":
             return None
         schema = None
-        if wanted.type == "json_schema":
-            if wanted.json_schema is None or wanted.json_schema.json_schema is None:
+        if form.type == "json_schema":
+            if form.json_schema is None or form.json_schema.json_schema is None:
                 raise ApiError(400, "response_format has no json_schema.schema.", "response_format")
-            schema = json.dumps(wanted.json_schema.json_schema)
+            schema = json.dumps(form.json_schema.json_schema)
         return await self._compiled(schema, "response_format")
 
-    async def _compiled(self, wanted: Wanted, param: str) -> XGrammar:
-        """The grammar of what a request's field `param` wants."""
-        size = sum(
-            map(len, itertools.chain(*wanted) if isinstance(wanted, tuple) else wanted or "")
-        )
-        if size > MAX_SCHEMA_CHARACTERS:
-            most = MAX_SCHEMA_CHARACTERS
+    async def _compiled(self, source: GrammarSource, param: str) -> XGrammar:
+        """Compile a grammar; `param` is the request's field that asks for it."""
+        parts = itertools.chain(*source) if isinstance(source, tuple) else [source or ""]
+        size, most = sum(map(len, parts)), MAX_SCHEMA_CHARACTERS
+        if size > most:
             raise ApiError(400, f"the JSON schema has {size:,} characters of {most:,}.", param)
         running = asyncio.get_running_loop()
         try:
-            return await running.run_in_executor(self._grammar_thread, self._grammar_of, wanted)
+            return await running.run_in_executor(self._grammar_thread, self._grammar_of, source)
         except ImportError as error:
             raise ApiError(400, f"{param}: {error}", param) from error
 
@@ -213,24 +211,23 @@ class Policy:
         is_streaming: bool,
         headers: Mapping[str, str],
     ) -> Submission:
-        """Queue `n` sequences of every prompt, those of one prompt adjacent.
+        """Queue `n` sequences of each prompt, those of one prompt adjacent.
 
         Args:
-            prompts: token ids of each.
-            params: how they are sampled.
-            n: sequences of each prompt.
-            is_streaming: whether every token is wanted as it comes.
-            headers: of the HTTP request, which may name a trace to join.
+            prompts: token ids of each prompt.
+            params: how the sequences are sampled.
+            n: number of sequences of each prompt.
+            is_streaming: whether the response is a stream.
+            headers: the HTTP request's, which may name a trace to join.
 
         Raises:
-            ApiError: more than one request may ask.
-            RolloutError: the engine does not take them.
+            ApiError: the request exceeds a limit of the server.
+            RolloutError: the engine refuses the request.
         """
         if self.is_ending:
             raise ApiError(503, "the server is ending; send it to another, or again later.")
         count = len(prompts) * n
-        if count > self.options.max_sequences:
-            most = self.options.max_sequences
+        if count > (most := self.options.max_sequences):
             raise ApiError(400, f"{count} sequences are more than the {most} allowed.", "n")
         longest, limit = max(map(len, prompts)), self.options.max_prompt_tokens
         if limit is not None and longest > limit:

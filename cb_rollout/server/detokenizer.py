@@ -1,0 +1,187 @@
+"""Token ids to the text, bytes and log-probabilities that clients see.
+
+Owns incremental detokenization: only whole characters, and no part of a stop string. Called on the
+server's asyncio thread.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+from cb_rollout.types import GenerationOutput
+
+# The tokenizer's output for a character whose last bytes are missing.
+INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+
+# Most bytes of a UTF-8 character, and so most tokens of one.
+LONGEST_CHARACTER = 4
+
+# Most tokens decoded again with each new one, while the bytes are not valid UTF-8.
+LONGEST_WINDOW = 16
+
+# Tokens whose text and bytes are cached.
+NUM_TOKENS_KEPT = 1 << 16
+
+# Token ids to text, without special tokens.
+Decode = Callable[[Sequence[int]], str]
+
+
+class IncrementalDetokenizer:
+    """The text of one growing sequence; the cost of a token does not grow with the sequence.
+
+    Args:
+        decode: the tokenizer's.
+        stops: strings that end the sequence, and that no client sees.
+    """
+
+    def __init__(self, decode: Decode, stops: Sequence[str] = ()) -> None:
+        self._decode, self._stops = decode, stops
+        self._window: list[int] = []
+        self._num_context = 0
+        self._num_seen = 0
+        self._held = ""
+        self._num_before_last = 0
+
+    def push(self, tokens: Sequence[int]) -> str:
+        """Append tokens; return the new text that no later token can change."""
+        for token in tokens:
+            self._num_before_last = len(self._held)
+            self._held += self._text_of(token)
+        stop_at = _first_stop(self._held, self._num_before_last, self._stops)
+        end = min(len(self._held) - num_partial_match(self._held, self._stops), stop_at)
+        certain, self._held = self._held[:end], self._held[end:]
+        self._num_before_last = max(0, self._num_before_last - end)
+        return certain
+
+    def finish(self, *, is_stopped: bool) -> str:
+        """Return the rest of the text, up to the stop string if one ended the sequence."""
+        text = self._held + self._decode(self._window)[self._num_seen :]
+        return cut_at_stop(text, self._num_before_last, self._stops) if is_stopped else text
+
+    def _text_of(self, token: int) -> str:
+        self._window.append(token)
+        text = self._decode(self._window)
+        num_open = min(len(text) - len(text.rstrip(INCOMPLETE)), LONGEST_CHARACTER - 1)
+        if not num_open:
+            new, self._num_seen = text[self._num_seen :], 0
+            # A token's text depends on the token before it (a leading space), and on no other.
+            self._window = self._window[self._num_context :]
+            self._num_context = len(self._window)
+            self._num_seen = len(self._decode(self._window))
+            return new
+        if len(self._window) - self._num_context <= LONGEST_CHARACTER:
+            return ""
+        closed = len(text) - num_open
+        new, self._num_seen = text[self._num_seen : closed], max(self._num_seen, closed)
+        if len(self._window) > LONGEST_WINDOW:
+            self._window = self._window[-LONGEST_WINDOW // 2 :]
+            self._num_context = 0
+            self._num_seen = len(self._decode(self._window)) - num_open
+        return new
+
+
+def cut_at_stop(text: str, num_before_last: int, stops: Sequence[str]) -> str:
+    """Return the text before the stop string that its last token completed.
+
+    Args:
+        text: the text; a stop token leaves no stop string in it.
+        num_before_last: number of characters before the last token's.
+        stops: the stop strings.
+    """
+    return text[: _first_stop(text, num_before_last, stops)]
+
+
+def num_partial_match(text: str, strings: Sequence[str]) -> int:
+    """Return the length of the longest end of the text that begins one of the strings."""
+    sizes = [
+        size
+        for string in strings
+        for size in range(min(len(string) - 1, len(text)), 0, -1)
+        if text.endswith(string[:size])
+    ]
+    return max(sizes, default=0)
+
+
+def _first_stop(text: str, num_before_last: int, stops: Sequence[str]) -> int:
+    found = [text.find(stop, max(0, num_before_last - len(stop) + 1)) for stop in stops]
+    return min((at for at in found if at >= 0), default=len(text))
+
+
+class TokenTable:
+    """The text and bytes of single tokens of one tokenizer, and log-probabilities with them."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._known = lru_cache(maxsize=NUM_TOKENS_KEPT)(self._look_up)
+
+    def _look_up(self, token_id: int) -> tuple[str, list[int]]:
+        """Return a token's text, and its bytes, which may be part of a character."""
+        text = self._tokenizer.decode([token_id], clean_up_tokenization_spaces=False)
+        return text, _bytes_of(self._tokenizer.convert_ids_to_tokens(token_id) or "", text)
+
+    def texts(self, token_ids: Sequence[int]) -> list[str]:
+        """Return the text of each token."""
+        return [self._known(token)[0] for token in token_ids]
+
+    def chat_logprobs(self, output: GenerationOutput, start: int = 0) -> dict[str, Any]:
+        """Return the log-probabilities of the tokens from `start` in the shape of a chat choice."""
+        content = []
+        for index in range(start, len(output.generated_tokens)):
+            entry = self._entry(output.generated_tokens[index], output.logprobs[index])
+            top = output.top_logprobs[index] if output.top_logprobs is not None else []
+            entry["top_logprobs"] = [self._entry(token, logprob) for token, logprob in top]
+            content.append(entry)
+        return {"content": content, "refusal": None}
+
+    def completion_logprobs(
+        self, output: GenerationOutput, start: int = 0, num_characters: int = 0
+    ) -> dict[str, Any]:
+        """Return the log-probabilities of the tokens from `start` in a completion choice's shape.
+
+        Args:
+            output: the sequence.
+            start: index of the first token to return.
+            num_characters: number of characters before that token.
+        """
+        texts = self.texts(output.generated_tokens[start:])
+        offsets = []
+        for text in texts:
+            offsets.append(num_characters)
+            num_characters += len(text)
+        top = None
+        if output.top_logprobs is not None:
+            top = [
+                {self._known(token)[0]: logprob for token, logprob in pairs}
+                for pairs in output.top_logprobs[start:]
+            ]
+        return {
+            "tokens": texts,
+            "token_logprobs": output.logprobs[start:],
+            "top_logprobs": top,
+            "text_offset": offsets,
+        }
+
+    def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
+        text, utf8 = self._known(token_id)
+        return {"token": text, "logprob": logprob, "bytes": utf8}
+
+
+def _byte_of_letter() -> dict[str, int]:
+    """Return GPT-2's table: the letters that byte-level vocabularies write bytes with."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    letters = {chr(byte): byte for byte in printable}
+    return letters | {chr(256 + index): byte for index, byte in enumerate(others)}
+
+
+_BYTE_OF_LETTER = _byte_of_letter()
+
+
+def _bytes_of(token: str, text: str) -> list[int]:
+    """Return a token's bytes, from its vocabulary entry if it is no whole character."""
+    if INCOMPLETE in text:
+        if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+            return [int(token[3:5], 16)]
+        if token and all(letter in _BYTE_OF_LETTER for letter in token):
+            return [_BYTE_OF_LETTER[letter] for letter in token]
+    return list(text.encode())
