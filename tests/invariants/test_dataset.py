@@ -25,14 +25,14 @@ from cb_rollout import (
 )
 from cb_rollout.tools.dataset import generate_dataset
 from cb_rollout.tools.dataset.rows import Row
-from cb_rollout.tools.dataset.stream import Flight
+from cb_rollout.tools.dataset.stream import CompletionStream
 
 TOKENIZER = char_tokenizer()
 ROWS = [{"prompt": f"{n} + 1 = ", "id": f"q{n}", "answer": n + 1} for n in range(12)]
 SAMPLES = 3
 PARAMS = SamplingParams(max_new_tokens=12)
-TIMEOUT_SECONDS = 120
 # A run that hangs is killed and fails the test.
+TIMEOUT_SECONDS = 120
 
 DEADLY_SCORER = """
 import os, signal
@@ -125,28 +125,28 @@ def test_every_row_gets_its_sequences_with_what_was_asked_for(model, jsonl, tmp_
 
 def test_a_groups_prompt_is_computed_once(model):
     with started(ContinuousBatchingManager(model, None, RolloutConfig())) as manager:
-        flight = Flight(manager, PARAMS, token_ids)
+        stream = CompletionStream(manager, PARAMS, token_ids)
         wanted = ((Row("", n, {"prompt": f"{n:04}" + "x" * 60}), [0, 1, 2]) for n in range(30))
-        assert sum(map(len, flight.landings(wanted))) == 90
+        assert sum(map(len, stream.completed(wanted))) == 90
         assert manager.engine.counters.prefill_tokens == 30 * 64
 
 
 def test_no_more_is_read_than_keeps_the_batch_full(model):
-    num_taken = num_landed = most = 0
+    num_taken = num_completed = most = 0
 
     def wanted():
         nonlocal num_taken, most
         for n in range(40):
             num_taken += 3
-            most = max(most, num_taken - num_landed)
+            most = max(most, num_taken - num_completed)
             yield Row("", n, {"prompt": f"{n}"}), [0, 1, 2]
 
     config = RolloutConfig(max_requests_per_batch=8)
     with started(ContinuousBatchingManager(model, None, config)) as manager:
-        for landed in Flight(manager, PARAMS, token_ids).landings(wanted()):
-            num_landed += len(landed)
-    assert num_landed == num_taken == 120
-    # Two batches in flight, and the row that is read and does not fit in yet; one landing is
+        for completed in CompletionStream(manager, PARAMS, token_ids).completed(wanted()):
+            num_completed += len(completed)
+    assert num_completed == num_taken == 120
+    # Two batches in flight, and the row that is read and does not fit in yet; one completion is
     # counted after the rows that took its place.
     assert most <= 2 * 8 + 3 + 8
 

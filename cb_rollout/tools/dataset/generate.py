@@ -1,7 +1,7 @@
-"""`generate_dataset`: a data set in, a line for each completion out.
+"""Generate completions of a data set: check, load, generate, score and write.
 
-Owns the order of things: what is checked before what is loaded, and what is written when. Called
-from one thread.
+Own the order of these steps: everything is checked before the model loads, and every result is
+written as its sequence completes. One thread calls it.
 """
 
 import hashlib
@@ -9,6 +9,7 @@ import json
 import os
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,19 +21,67 @@ from cb_rollout.engine.service.manager import ContinuousBatchingManager
 from cb_rollout.errors import ConfigurationError
 from cb_rollout.rollout.checkpoint import load_model, load_tokenizer
 from cb_rollout.tools.dataset.options import DatasetOptions
-from cb_rollout.tools.dataset.prompts import PromptEncoder
-from cb_rollout.tools.dataset.report import DatasetReport
 from cb_rollout.tools.dataset.results import ResultFile
-from cb_rollout.tools.dataset.rows import Row, rows, survey
-from cb_rollout.tools.dataset.scores import Scorer, load_scorer, name_of, scores_of, summaries
+from cb_rollout.tools.dataset.rows import PromptEncoder, Row, rows, survey
+from cb_rollout.tools.dataset.scores import (
+    Scorer,
+    ScoreSummary,
+    load_scorer,
+    name_of,
+    scores_of,
+    summaries,
+    table,
+)
 from cb_rollout.tools.dataset.source import create_source
-from cb_rollout.tools.dataset.stream import Flight, Landed
+from cb_rollout.tools.dataset.stream import CompletedSequence, CompletionStream
 
+# Values read of each parameter, to tell one checkpoint from another.
 WEIGHTS_SAMPLED = 64
-# Values of each parameter that tell one checkpoint from another.
 
+# Interval of the progress bar, and of its lines in a log file.
 PROGRESS_SECONDS = 1.0
-# How often the bar is drawn; a log file gets as many lines.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DatasetReport:
+    """Contents of the file of results, and this run's part in it. Prints as a few lines."""
+
+    output: str
+    num_rows: int
+    num_return_sequences: int
+    num_sequences: int
+    num_failed: int
+    """Sequences whose result is an error."""
+    first_error: str | None
+    """Message of the first of them; None: none failed."""
+    num_resumed: int
+    """Sequences in the file before this run."""
+    num_tokens: int
+    """Tokens sampled in this run, those of interrupted sequences included."""
+    seconds: float
+    """Time from this run's first request to its last result."""
+    scores: list[ScoreSummary]
+    """Empty when nothing was evaluated."""
+
+    def __str__(self) -> str:
+        """Format counts, speed and scores."""
+        counts = f"{self.num_sequences:,} sequences of {self.num_rows:,} rows in {self.output}"
+        if self.num_resumed:
+            counts += f", {self.num_resumed:,} of them from before"
+        if self.num_failed:
+            counts += f", {self.num_failed:,} of them failed (rows with an error)"
+        lines = [counts]
+        if self.first_error is not None:
+            lines.append(f"the first error: {self.first_error}")
+            lines.append("what failed stays so; retry_failed generates it again")
+        if self.num_tokens:
+            speed = self.num_tokens / self.seconds
+            lines.append(
+                f"{self.num_tokens:,} tokens in {self.seconds:.1f} s, {speed:,.0f} tokens/s"
+            )
+        if self.scores:
+            lines += ["", table(self.scores, self.num_return_sequences)]
+        return "\n".join(lines)
 
 
 def generate_dataset(
@@ -47,33 +96,35 @@ def generate_dataset(
     progress_bar: bool = True,
     **options: Any,
 ) -> DatasetReport:
-    """Generate completions of every row, and write each as it ends.
+    """Generate completions of every row, and write each as it completes.
 
-    An output that exists is resumed: what it holds is not generated again, so the same call
-    finishes what an interrupted one began.
+    An existing output is resumed: sequences that it holds are not generated again, so the same call
+    finishes an interrupted run.
 
     Args:
-        model: a checkpoint's directory or hub name; or a model.
-        dataset: a JSONL or Parquet file, or what the `datasets` library loads. A row has `prompt`
-            (text, messages, or token ids) or `messages`, perhaps an `id`, and any other keys.
-        output: JSONL, a line for each sequence: its row, `sample` (its number among the row's, from
-            0), `completion`, `token_ids` and `finish_reason`; `logprobs` and `scores` where asked
-            for; `error` instead where it failed.
-        tokenizer: None: the checkpoint's.
-        evaluate: scores each result: a function of its line as a dict, or its `module:function`.
-        overwrite: start over, whatever `output` holds.
-        retry_failed: generate again what `output` holds as an error.
+        model: a checkpoint's directory or hub name, or a model.
+        dataset: a JSONL or Parquet file, or a data set that the `datasets` library loads. A row has
+            `prompt` (text, messages, or token ids) or `messages`, optionally an `id`, and any other
+            keys.
+        output: JSONL, one line a sequence: its row, `sample` (its number among the row's, from 0),
+            `completion`, `token_ids` and `finish_reason`; `logprobs` and `scores` if asked for;
+            `error` instead if it failed.
+        tokenizer: a transformers tokenizer; None: the checkpoint's.
+        evaluate: function that scores a result, given its line as a dict, or its
+            `module:function`.
+        overwrite: discard the results in `output`.
+        retry_failed: generate again the sequences that `output` holds as errors.
         progress_bar: show sequences done, tokens per second and time left on stderr.
         **options: the fields of `DatasetOptions`.
 
     Returns:
-        What the output then holds.
+        Counts, speed and scores.
 
     Raises:
         ConfigurationError: an option, the model, the data set or the output cannot be used, or
             `evaluate` raised.
         InvalidRequestError: rows cannot be used; nothing was generated.
-        KeyboardInterrupt: says what is done.
+        KeyboardInterrupt: interrupted; its message says how many sequences are done.
     """
     chosen = DatasetOptions(**options)
     if not isinstance(dataset, str | os.PathLike):
@@ -90,7 +141,7 @@ def generate_dataset(
             raise ConfigurationError("tokenizer is None beside a model; give the model's own.")
         tokenizer = load_tokenizer(os.fspath(model))
     encoder = PromptEncoder(tokenizer, system_prompt=chosen.system_prompt, chat=chosen.chat)
-    encoder.refuse_what_cannot_be_encoded(found)
+    encoder.check(found)
     if not isinstance(model, torch.nn.Module):
         model = load_model(os.fspath(model), chosen.dtype, chosen.device)
     settings = {
@@ -123,7 +174,7 @@ def generate_dataset(
 
 
 class _Run:
-    """One engine's life over what is missing."""
+    """One engine and the sequences that it generates."""
 
     def __init__(
         self,
@@ -147,13 +198,13 @@ class _Run:
                 f"num_return_sequences={options.num_return_sequences} of greedy decoding would be "
                 "equal; set a temperature above 0, or generation_config=none."
             )
-        self._flight = Flight(self._manager, params, encoder.token_ids)
+        self._stream = CompletionStream(self._manager, params, encoder.token_ids)
         self._tokenizer, self._results, self._scorer = tokenizer, results, scorer
 
     def run(
         self, wanted: Iterator[tuple[Row, list[int]]], num_wanted: int, progress_bar: bool
     ) -> int:
-        """Generate and write what is wanted; returns how many tokens were sampled."""
+        """Generate and write the wanted sequences; return the number of sampled tokens."""
         counters = self._manager.engine.counters
         bar = tqdm(
             total=num_wanted,
@@ -167,12 +218,12 @@ class _Run:
         self._manager.start()
         try:
             with bar:
-                for landed in self._flight.landings(wanted):
-                    if landed:
-                        self._results.append([self._result(one) for one in landed])
+                for completed in self._stream.completed(wanted):
+                    if completed:
+                        self._results.append([self._result(one) for one in completed])
                     speed = counters.tokens_generated / (time.perf_counter() - started)
-                    bar.set_postfix_str(f"{speed:,.0f} tokens/s", refresh=not landed)
-                    bar.update(len(landed))
+                    bar.set_postfix_str(f"{speed:,.0f} tokens/s", refresh=not completed)
+                    bar.update(len(completed))
         except KeyboardInterrupt as interrupt:
             raise KeyboardInterrupt(
                 f"interrupted: {self._results.num_done:,} of {num_wanted:,} sequences are in "
@@ -182,8 +233,8 @@ class _Run:
             self._manager.stop(timeout=0)
         return counters.tokens_generated
 
-    def _result(self, landed: Landed) -> dict[str, Any]:
-        row, sample, output, error = landed
+    def _result(self, completed: CompletedSequence) -> dict[str, Any]:
+        row, sample, output, error = completed
         result: dict[str, Any] = {"id": row.id, "sample": sample, **row.values}
         if output is not None:
             tokens = output.generated_tokens
@@ -207,7 +258,7 @@ def _refuse_same_file(dataset: str | os.PathLike[str], output: str | os.PathLike
 def _missing(
     all_rows: Iterator[Row], results: ResultFile, num_return_sequences: int
 ) -> Iterator[tuple[Row, list[int]]]:
-    """Each row that lacks sequences, and their numbers."""
+    """Yield the rows that lack sequences, with the numbers of these."""
     for row in all_rows:
         samples = [s for s in range(num_return_sequences) if not results.has(row.id, s)]
         if samples:
@@ -215,7 +266,7 @@ def _missing(
 
 
 def _digest_of_weights(model: PreTrainedModel) -> str:
-    """Tells one checkpoint from another: each parameter's shape, dtype, and a few values."""
+    """Hash each parameter's shape, dtype and some of its values."""
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
         values = parameter.detach().flatten()

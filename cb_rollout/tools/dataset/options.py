@@ -1,6 +1,6 @@
-"""`DatasetOptions`: how a data set is generated, with the help text of each option.
+"""Options of a run over a data set, with their help texts.
 
-Owns names, defaults and what counts as the same run. Loads no torch.
+Own names, defaults, and the options that a resumed run must repeat. Load no torch.
 """
 
 import dataclasses
@@ -11,14 +11,14 @@ from cb_rollout.config.rollout import RolloutConfig
 from cb_rollout.config.sampling import SamplingParams
 from cb_rollout.errors import ConfigurationError
 
+# The one saved with the model, or none.
 GENERATION_CONFIGS = ("model", "none")
-# The one saved with the model, or none at all.
 
 _SAMPLING_HELP = {f.name: f.metadata["help"] for f in dataclasses.fields(SamplingParams)}
 
 
 def _option(default: Any, help_text: str, *, shapes_results: bool = True) -> Any:
-    """A field with its help text, and whether another value would give other results."""
+    """Return a field with its help text; `shapes_results`: a resumed run must repeat the value."""
     return dataclasses.field(
         default=default, metadata={"help": help_text, "shapes_results": shapes_results}
     )
@@ -26,11 +26,11 @@ def _option(default: Any, help_text: str, *, shapes_results: bool = True) -> Any
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetOptions:
-    """How a data set is generated.
+    """Options of a run over a data set.
 
     Raises:
-        ConfigurationError: a value is out of its range.
-        InvalidRequestError: a sampling parameter is.
+        ConfigurationError: an option is out of its range.
+        InvalidRequestError: a sampling parameter is out of its range.
     """
 
     max_new_tokens: int = _option(512, "Longest completion, in tokens.")
@@ -73,7 +73,7 @@ class DatasetOptions:
     )
 
     def __post_init__(self) -> None:
-        """Check what no other module will."""
+        """Check every option."""
         if not isinstance(self.num_return_sequences, int) or self.num_return_sequences < 1:
             raise ConfigurationError(
                 f"num_return_sequences={self.num_return_sequences} is below 1."
@@ -86,13 +86,13 @@ class DatasetOptions:
         self.rollout_config()
 
     def sampling_params(self, defaults: SamplingParams) -> SamplingParams:
-        """How each sequence is sampled, where `defaults` says what these options leave open."""
+        """Return the sampling parameters; `defaults` are of the options that are None."""
         given = {
             name: value
             for name in ("temperature", "top_k", "top_p", "min_p")
             if (value := getattr(self, name)) is not None
         }
-        # Whoever names a temperature wants it used, though the model's own habit is greedy.
+        # A temperature asks for sampling, even where the model's own generation config is greedy.
         samples = {"do_sample": True} if self.temperature else {}
         return dataclasses.replace(
             defaults,
@@ -105,7 +105,7 @@ class DatasetOptions:
         )
 
     def rollout_config(self) -> RolloutConfig:
-        """The engine's settings; nothing is trained beside it."""
+        """Return the engine's settings, without a reserve for training."""
         return RolloutConfig(
             max_requests_per_batch=self.max_num_seqs,
             max_memory_percent=self.max_memory_percent,
@@ -115,7 +115,7 @@ class DatasetOptions:
         )
 
     def shaping_results(self) -> dict[str, Any]:
-        """Every option that another value would give other results, by name."""
+        """Return the options that change results, by name."""
         return {
             field.name: getattr(self, field.name)
             for field in dataclasses.fields(self)

@@ -1,8 +1,8 @@
-"""The file of results: one JSON line for each sequence, there once its newline is written.
+"""The file of results: one JSON line for each sequence.
 
-Owns what survives a kill. A half line is cut off when the file is opened again; a sequence that has
-a line is never generated again; and a file is only resumed under the settings that it was started
-with, which lie beside it. One process at a time writes.
+A half line of a killed process is removed when the file is opened again. A sequence that has a line
+is never generated again. A file is resumed under the settings that it was started with only, which
+are in a file beside it. One process at a time may write.
 """
 
 import fcntl
@@ -21,14 +21,14 @@ from cb_rollout.tools.dataset.rows import RowId
 
 SETTINGS_SUFFIX = ".settings.json"
 
+# A killed process loses no written line; a power failure loses at most this much.
 SYNC_SECONDS = 1.0
-# A killed process loses no written line; a machine that loses its power loses at most these.
 
 logger = logging.getLogger(__name__)
 
 
 class ResultFile:
-    """Appends results, and knows which are there."""
+    """A file of results, and the index of its sequences."""
 
     def __init__(
         self,
@@ -41,10 +41,10 @@ class ResultFile:
         """Start a file, or resume one after its last whole line.
 
         Args:
-            path: the file; a small one with its settings is kept beside it.
-            settings: whatever changes what a result means; plain values by name.
-            overwrite: start over, whatever is there.
-            retry_failed: take out the results that are errors, so that they are generated again.
+            path: the file; its settings are written beside it.
+            settings: plain values by name; a resumed file must have the same.
+            overwrite: discard the results in the file.
+            retry_failed: remove the results that are errors, so that they are generated again.
 
         Raises:
             ConfigurationError: the file was started under other settings, does not hold results,
@@ -69,7 +69,7 @@ class ResultFile:
             if self._file.seek(0, os.SEEK_END):
                 self._require_same_settings()
                 if retry_failed:
-                    self._take_out_failed()
+                    self._remove_failed()
                 self._read()
             else:
                 self._write_settings()
@@ -81,14 +81,14 @@ class ResultFile:
             raise
 
     def has(self, row_id: RowId, sample: int) -> bool:
-        """Whether a row's sequence of this number, from 0, is there."""
+        """Tell whether the file has the row's sequence of this number, from 0."""
         return bool(self._samples.get(row_id, 0) >> sample & 1)
 
     def append(self, results: list[dict[str, Any]]) -> None:
-        """Write results of sequences that are not there yet, in one go."""
+        """Append results of new sequences with one write."""
         lines = []
         for result in results:
-            self._note(result)
+            self._index(result)
             lines.append(json_line(result))
         data = memoryview(b"".join(lines))
         try:
@@ -103,7 +103,7 @@ class ResultFile:
             self._sync()
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Every result that is there, in the order of the file."""
+        """Yield every result, in the order of the file."""
         return (result for _, result in self._lines())
 
     def __enter__(self) -> Self:
@@ -121,7 +121,7 @@ class ResultFile:
         self._synced = time.monotonic()
 
     def _opened(self) -> FileIO:
-        """The file, which no other process may open so."""
+        """Open the file with an exclusive lock."""
         file = self.path.open("a+b", buffering=0)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -159,7 +159,7 @@ class ResultFile:
             )
 
     def _write_settings(self) -> None:
-        """On disk whole before the first result, or not at all."""
+        """Write the settings atomically, before the first result."""
         partial = Path(f"{self._settings_path}.partial")
         with partial.open("w") as file:
             json.dump(self._settings, file, indent=1)
@@ -167,8 +167,8 @@ class ResultFile:
             os.fsync(file.fileno())
         partial.replace(self._settings_path)
 
-    def _take_out_failed(self) -> None:
-        """Put a file without the errors in this one's place, in one move."""
+    def _remove_failed(self) -> None:
+        """Replace the file atomically by one without the errors."""
         kept = Path(f"{self.path}.kept")
         with kept.open("wb") as file:
             for line, result in self._lines():
@@ -181,16 +181,16 @@ class ResultFile:
         self._file = self._opened()
 
     def _read(self) -> None:
-        """Note what is there, and cut a half line off the end."""
+        """Index the results, and remove a half line."""
         for _, result in self._lines():
-            self._note(result)
+            self._index(result)
         remove_half_line(self.path)
         self._sync()
 
     def _lines(self) -> Iterator[tuple[bytes, dict[str, Any]]]:
         return read_lines(self.path, _result, "result")
 
-    def _note(self, result: Mapping[str, Any]) -> None:
+    def _index(self, result: Mapping[str, Any]) -> None:
         row_id, sample = _key(result)
         if self.has(row_id, sample):
             raise ConfigurationError(

@@ -1,24 +1,25 @@
-"""What a row must hold: a prompt or messages, an id of its own, and no key that results use.
+"""Rows of a data set: their checks before anything is generated, and their prompts as token ids.
 
-Owns the checks that are made of every row before anything is generated.
+A row has a prompt or messages, a unique id, and no key that results use.
 """
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cb_rollout.errors import InvalidRequestError
+from cb_rollout.errors import ConfigurationError, InvalidRequestError
+from cb_rollout.rollout.prompts import encoded
 from cb_rollout.tools.dataset.source import RawRow, Source
 
+# Keys that a result adds to its row.
 RESULT_KEYS = (
     "sample", "completion", "token_ids", "finish_reason", "logprobs", "error", "scores",
 )  # fmt: skip
-# What a result row adds to its input row.
 
+# Enough to see a pattern, few enough for an error message.
 PROBLEMS_SHOWN = 5
-# Enough to see the pattern of what is wrong, and few enough for a line of a terminal.
 
 RowId = int | str
 
@@ -28,38 +29,38 @@ class Row:
     """One checked row of the input."""
 
     label: str
-    """Where it was read, for people."""
+    """File and line, or data set and row, for messages."""
     id: RowId
-    """Its own id, or its number from 0 where it has none."""
+    """The row's own id, or its number from 0."""
     values: dict[str, Any]
     """The row as it was read."""
 
     @property
     def prompt(self) -> str | list[Any]:
-        """Text, messages, or token ids."""
+        """Return text, messages, or token ids."""
         return self.values["prompt"] if "prompt" in self.values else self.values["messages"]
 
     @property
     def is_chat(self) -> bool:
-        """Whether the prompt is messages."""
+        """Tell whether the prompt is messages."""
         return not isinstance(self.prompt, str) and isinstance(self.prompt[0], Mapping)
 
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """What one pass over the input found."""
+    """Result of one pass over the input."""
 
     num_rows: int
     digest: str
     """Changes when any row changes, or their order."""
     first_chat: str | None
-    """Where the first row that is messages was read; None: there is none."""
+    """Label of the first row whose prompt is messages; None: none is."""
     first_text: str | None
-    """The same for text."""
+    """Label of the first row whose prompt is text; None: none is."""
 
 
 def survey(source: Source) -> Survey:
-    """Read every row once and refuse what could not be generated.
+    """Read every row once and check it.
 
     Raises:
         InvalidRequestError: some rows cannot be used; the first few are named with their reasons.
@@ -98,12 +99,12 @@ def survey(source: Source) -> Survey:
 
 
 def rows(source: Source) -> Iterator[Row]:
-    """The rows of an input that `survey` has passed."""
+    """Yield the rows of an input that `survey` has passed."""
     return (_row(number, raw) for number, raw in enumerate(source))
 
 
 def problem_of(value: Any) -> str | None:
-    """Why a row cannot be used, seen without a model; None: it can."""
+    """Return the reason why a row cannot be used, without a model; None: it can."""
     if not isinstance(value, Mapping):
         return f"is not an object but a {type(value).__name__}"
     given = [name for name in ("prompt", "messages") if value.get(name) is not None]
@@ -136,10 +137,56 @@ def _problem_of_prompt(name: str, prompt: Any) -> str | None:
 
 
 def _row(number: int, raw: RawRow) -> Row:
-    values = {name: value for name, value in raw.value.items() if not _is_void(name, value)}
+    # Columnar files have every key in every row.
+    values = {
+        name: value
+        for name, value in raw.value.items()
+        if value is not None or name not in ("id", "prompt", "messages")
+    }
     return Row(raw.label, values.pop("id", number), values)
 
 
-def _is_void(name: str, value: Any) -> bool:
-    """Columnar files have every key in every row."""
-    return value is None and name in ("id", "prompt", "messages")
+class PromptEncoder:
+    """Encoding of rows: system message, chat template, tokenizer."""
+
+    def __init__(self, tokenizer: Any, *, system_prompt: str | None, chat: bool) -> None:
+        """Create an encoder.
+
+        Args:
+            tokenizer: a transformers tokenizer.
+            system_prompt: system message before each chat; None: none.
+            chat: make each prompt that is text a chat of one user message.
+        """
+        self._tokenizer, self._system_prompt, self._chat = tokenizer, system_prompt, chat
+
+    def check(self, survey: Survey) -> None:
+        """Raise `ConfigurationError` where prompts do not fit the tokenizer or the options."""
+        if self._system_prompt is not None and survey.first_text and not self._chat:
+            raise ConfigurationError(
+                f"{survey.first_text} is text, which cannot follow a system prompt; set chat to "
+                "make each text a chat, or leave system_prompt out."
+            )
+        first_chat = survey.first_chat or (survey.first_text if self._chat else None)
+        if first_chat and getattr(self._tokenizer, "chat_template", None) is None:
+            raise ConfigurationError(
+                f"{first_chat} is a chat, and the tokenizer has no chat template; give text as "
+                "prompt, or a model with a template."
+            )
+
+    def token_ids(self, row: Row) -> Sequence[int]:
+        """Return the token ids of a row's prompt.
+
+        Raises:
+            InvalidRequestError: the chat template refuses the messages.
+        """
+        prompt: Any = row.prompt
+        if self._chat and isinstance(prompt, str):
+            prompt = [{"role": "user", "content": prompt}]
+        if self._system_prompt is not None and (row.is_chat or self._chat):
+            if prompt[0]["role"] == "system":
+                raise InvalidRequestError(
+                    "the chat has a system message of its own; take it out, or leave "
+                    "system_prompt out."
+                )
+            prompt = [{"role": "system", "content": self._system_prompt}, *prompt]
+        return encoded([prompt], self._tokenizer)[0]

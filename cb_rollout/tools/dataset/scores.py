@@ -1,7 +1,7 @@
-"""Scores of completions by a function of the user's, and what they come to.
+"""Scores of completions by a function of the user, and their means.
 
-Owns finding the function, checking what it returns, and the table of means. A row's samples are
-not independent, so the standard errors are those of the mean over rows.
+Own the loading of the function, the checks of its results, and the table of means. Standard errors
+are those of the mean over rows, since a row's samples are not independent.
 """
 
 import importlib
@@ -14,11 +14,11 @@ from typing import Any, cast
 
 from cb_rollout.errors import ConfigurationError, said
 
+# Called with a result: the row's keys, the completion, and the sequence's number as "sample".
 Scorer = Callable[[dict[str, Any]], float | bool | Mapping[str, float]]
-# Given a result row: the input's keys, the completion, and the sequence's number as "sample".
 
-LONE_SCORE = "score"
-# The name of a score that a function returns without one.
+# Name of a score that a function returns without one.
+UNNAMED_SCORE = "score"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,20 +29,20 @@ class ScoreSummary:
     num_rows: int
     num_sequences: int
     mean: float
-    """Mean over rows of the mean over a row's sequences; of a right-or-wrong score, pass@1."""
+    """Mean over rows of the mean over a row's sequences; of a 0-or-1 score, pass@1."""
     mean_error: float
     """Standard error of `mean`; NaN for a single row."""
     best: float
-    """Mean over rows of the best of a row's sequences; of a right-or-wrong score, pass@n."""
+    """Mean over rows of the best of a row's sequences; of a 0-or-1 score, pass@n."""
     best_error: float
     """Standard error of `best`; NaN for a single row."""
 
 
 def load_scorer(name: str) -> Scorer:
-    """The function that `module:function` names; the working directory is searched too.
+    """Load the function that `module:function` names; the working directory is searched too.
 
     Raises:
-        ConfigurationError: there is no such function, or its module fails to load.
+        ConfigurationError: the function is missing, or its module fails to load.
     """
     module_name, _, function_name = name.partition(":")
     if not module_name or not function_name:
@@ -63,15 +63,16 @@ def load_scorer(name: str) -> Scorer:
 
 
 def name_of(scorer: Scorer) -> str:
-    """`module:function` of a function."""
+    """Return a function's name as `module:function`."""
     return f"{scorer.__module__}:{getattr(scorer, '__qualname__', type(scorer).__qualname__)}"
 
 
 def scores_of(scorer: Scorer, result: Mapping[str, Any], label: str) -> dict[str, float]:
-    """What a function says about one result, by name.
+    """Return the scores of one result, by name.
 
     Raises:
-        ConfigurationError: it raised, or returned no score; names the row and the function.
+        ConfigurationError: the function raised, or returned no finite number; names the row and
+            the function.
     """
     where = f"{name_of(scorer)} on {label} (id {result['id']!r}, sample {result['sample']})"
     try:
@@ -80,7 +81,7 @@ def scores_of(scorer: Scorer, result: Mapping[str, Any], label: str) -> dict[str
         raise ConfigurationError(
             f"{where} raised {said(error)}; mend it and run the same again, what is scored stays."
         ) from error
-    named = dict(returned) if isinstance(returned, Mapping) else {LONE_SCORE: returned}
+    named = dict(returned) if isinstance(returned, Mapping) else {UNNAMED_SCORE: returned}
     scores = {}
     for name, value in named.items():
         try:
@@ -93,7 +94,7 @@ def scores_of(scorer: Scorer, result: Mapping[str, Any], label: str) -> dict[str
 
 
 def summaries(results: Iterable[Mapping[str, Any]]) -> list[ScoreSummary]:
-    """Every score over the results that have it, in the order in which they first appear."""
+    """Summarise every score over the results that have it, in the order of first appearance."""
     by_name: dict[str, dict[Any, tuple[int, float, float]]] = {}
     for result in results:
         for name, value in result.get("scores", {}).items():
@@ -119,7 +120,7 @@ def _mean_and_error(values: list[float]) -> tuple[float, float]:
 
 
 def table(scores: Iterable[ScoreSummary], num_return_sequences: int) -> str:
-    """The scores as lines of text; the best of a row's sequences where it has several."""
+    """Format scores as lines of text; with the best of a row's sequences if it has several."""
     several = num_return_sequences > 1
     header = ["score", "rows", "sequences", "mean", "+-"]
     lines = [header + ([f"best of {num_return_sequences}", "+-"] if several else [])]

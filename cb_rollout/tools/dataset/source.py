@@ -1,6 +1,6 @@
-"""Where prompts come from: the rows of a JSONL file, a Parquet file, or a `datasets` data set.
+"""Sources of rows: a JSONL file, a Parquet file, or a data set of the `datasets` library.
 
-Owns reading, one row at a time. What a row must hold is `rows`' affair.
+Read one row at a time, unchecked; `rows` checks them.
 """
 
 import json
@@ -12,39 +12,38 @@ from cb_rollout.errors import ConfigurationError, said
 
 JSONL_SUFFIXES = (".jsonl", ".ndjson", ".json")
 PARQUET_SUFFIX = ".parquet"
+# Rows decoded together: a few megabytes of long chats.
 PARQUET_BATCH_ROWS = 256
-# Rows decoded together; a few megabytes of long chats.
 
 
 class RawRow(NamedTuple):
-    """What was read where a row should be."""
+    """A row as it was read, or the problem in its place."""
 
     label: str
-    """Where it was read, for people: the file and line, or the data set and row."""
+    """File and line, or data set and row, for messages."""
     value: Any
     """The row; None where it could not be read."""
     problem: str | None = None
-    """Why it could not be read."""
+    """Reason why it could not be read; None: it could."""
 
 
 class Source(Protocol):
-    """Rows that can be read again and again, each time in the same order."""
+    """Rows that can be read several times, always in the same order."""
 
     def __iter__(self) -> Iterator[RawRow]:
         """Read from the start."""
-        ...
 
 
 def create_source(name: str, *, split: str = "train", subset: str | None = None) -> Source:
-    """Open what `name` stands for.
+    """Open a source.
 
     Args:
         name: a JSONL or Parquet file, a directory, or the name of a data set on the hub.
-        split: which split of a data set; files have none.
-        subset: which subset, by its name; None: the only one.
+        split: split of a data set; files have none.
+        subset: name of the subset of a data set; None: its only one.
 
     Raises:
-        ConfigurationError: there is nothing of that name, or it cannot be read.
+        ConfigurationError: the source does not exist or cannot be read.
     """
     path = Path(name)
     try:
@@ -67,14 +66,12 @@ def create_source(name: str, *, split: str = "train", subset: str | None = None)
 
 
 class JsonlSource:
-    """A JSON object on each line; blank lines are passed over."""
+    """JSON objects, one a line; blank lines are skipped."""
 
     def __init__(self, path: Path) -> None:
-        """Read nothing yet."""
         self._path = path
 
     def __iter__(self) -> Iterator[RawRow]:
-        """Read from the start."""
         with self._path.open("rb") as file:
             for number, line in enumerate(file, 1):
                 if not line.strip():
@@ -90,11 +87,6 @@ class ParquetSource:
     """The rows of one Parquet file."""
 
     def __init__(self, path: Path) -> None:
-        """Open it.
-
-        Raises:
-            ConfigurationError: it is not a Parquet file.
-        """
         import pyarrow
         import pyarrow.parquet
 
@@ -105,7 +97,6 @@ class ParquetSource:
             raise ConfigurationError(f"{path} is not a Parquet file ({error}).") from error
 
     def __iter__(self) -> Iterator[RawRow]:
-        """Read from the start."""
         number = 0
         for batch in self._file.iter_batches(batch_size=PARQUET_BATCH_ROWS):
             for row in batch.to_pylist():
@@ -114,15 +105,10 @@ class ParquetSource:
 
 
 class DatasetSource:
-    """One split of a data set, which the `datasets` library keeps on disk."""
+    """One split of a data set, loaded by the `datasets` library."""
 
     def __init__(self, name: str, split: str, subset: str | None) -> None:
-        """Load it.
-
-        Raises:
-            ConfigurationError: the library does not find it, or finds several subsets.
-        """
-        # Only this kind of input needs the library, which takes seconds to import.
+        # Only this source needs the library, which takes seconds to import.
         import datasets
         from datasets.exceptions import DatasetsError
 
@@ -142,6 +128,5 @@ class DatasetSource:
         self._name = f"{name} {split}"
 
     def __iter__(self) -> Iterator[RawRow]:
-        """Read from the start."""
         for number, row in enumerate(self._rows):
             yield RawRow(f"{self._name} row {number}", dict(row))
