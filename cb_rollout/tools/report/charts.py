@@ -1,6 +1,6 @@
-"""The figures of a report: which metrics each draws, over which axes, and what it says above them.
+"""Figures of a report: metrics, axes, titles, legends and captions.
 
-Owns titles, legends and captions. A figure whose metrics are missing is an empty string.
+A figure whose metrics are missing is an empty string.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,24 +29,24 @@ from cb_rollout.tools.report.svg import (
     scientific,
 )
 
+# The verification against a plain forward first; TRL's own difference is recorded on more steps.
 DRIFT_KEYS = ("rollout/logprob_drift_max", "sampling/sampling_logp_difference/max")
-# A verification's plain forward comes first; TRL's own difference is there on more steps.
 
+# Below the resolution of a float32 log-probability; drawn as zero, which a log axis cannot show.
 DRIFT_FLOOR = 1e-9
-# Below the resolution of a float32 log-probability: as good as zero, which no log axis holds.
 
+# More dots hide their line.
 MAX_DOTS = 30
-# More of them hide their line.
 
+# A line of more points looks like a band, so its moving mean is drawn over it.
 MAX_JAGGED_POINTS = 300
-# Beyond this a line from step to step is a band, and its mean is drawn over it.
 
+# Fine enough for the shape of a long tail; every bin holds equally many whole numbers.
 MAX_BINS = 32
-# Fine enough for a long tail's shape; every bin holds equally many whole numbers.
 
 
 def learning_figure(metrics: Sequence[StepMetrics]) -> str:
-    """Training reward by step with its smoothed line, and evaluation reward where there is any."""
+    """Draw training reward by step, its moving mean, and evaluation reward."""
     reward = series(metrics, "reward")
     evaluation = series(metrics, "eval_reward", mode="eval")
     if not reward and not evaluation:
@@ -71,7 +71,7 @@ def learning_figure(metrics: Sequence[StepMetrics]) -> str:
 
 
 def throughput_figure(metrics: Sequence[StepMetrics]) -> str:
-    """Sampled tokens per second of rollout, by step."""
+    """Draw sampled tokens per second of rollout, by step."""
     speed = series(metrics, "rollout/tokens_per_second")
     if not speed:
         return ""
@@ -86,7 +86,7 @@ def throughput_figure(metrics: Sequence[StepMetrics]) -> str:
 
 
 def share_figure(metrics: Sequence[StepMetrics]) -> str:
-    """Which share of each step's time the rollout took."""
+    """Draw the rollout's share of each step's time."""
     share = series(metrics, "rollout/step_share")
     if not share:
         return ""
@@ -101,7 +101,7 @@ def share_figure(metrics: Sequence[StepMetrics]) -> str:
 
 
 def drift_figure(metrics: Sequence[StepMetrics]) -> str:
-    """The largest difference between sampled and recomputed log-probabilities, by step."""
+    """Draw the largest difference of sampled and recomputed log-probabilities, by step."""
     names = ("against a plain forward", "against the trainer's forward")
     styles = ("a", "b")
     found = [
@@ -126,7 +126,7 @@ def drift_figure(metrics: Sequence[StepMetrics]) -> str:
 
 
 def lengths_figure(metrics: Sequence[StepMetrics]) -> str:
-    """How long completions were at the beginning of the run, and at its end."""
+    """Draw histograms of the completion lengths of the first and the last third of the steps."""
     lengths = completion_lengths(metrics)
     if not lengths:
         return ""
@@ -154,7 +154,7 @@ def lengths_figure(metrics: Sequence[StepMetrics]) -> str:
 def figure(
     title: str, note: str, chart: str, keys: Sequence[tuple[str, str]] = (), style: str = ""
 ) -> str:
-    """A chart under its title, note and legend; `keys` are pairs of style and name."""
+    """Put a chart under its title, note and legend; `keys` are pairs of style and name."""
     legend = "".join(
         f'<span class="key {key_style}"><i></i>{escape(text)}</span>' for key_style, text in keys
     )
@@ -171,11 +171,11 @@ def _filled(points: Sequence[Point]) -> list[Curve]:
 
 
 def step_axis(points: Sequence[Point]) -> Axis:
-    """The axis of steps that `points` need."""
+    """Return the axis of the steps of `points`."""
     steps = [step for step, _ in points]
     return linear_axis(steps, low=min(steps), high=max(steps), num_ticks=6, is_whole=True)
 
 
 def tips_at(points: Sequence[Point], text: Callable[[float], str]) -> list[tuple[float, str]]:
-    """What to say at each step when it is pointed at."""
+    """Return the text shown when the pointer is over each step."""
     return [(step, f"step {step:,}: {text(value)}") for step, value in points]

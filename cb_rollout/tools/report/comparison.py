@@ -1,7 +1,6 @@
-"""Two runs on one page: their key figures in a table, and each metric's two curves on one chart.
+"""Comparison of two runs: a table of key figures, and a chart of two curves for each metric.
 
-Owns what is compared. A chart that neither run has is left out; one that a single run has is drawn
-with that one alone.
+A metric that neither run has is left out; one that a single run has is drawn with one curve.
 """
 
 import os
@@ -30,6 +29,7 @@ COMPARISON_FILE = "comparison.html"
 
 STYLES = ("a", "b")
 
+# Scalar, title, note, and format of a value.
 OVERLAYS: tuple[tuple[str, str, str, Callable[[float], str]], ...] = (
     ("reward", "Reward", "mean of each step, smoothed", compact),
     ("eval_reward", "Evaluation reward", "mean of each evaluation", compact),
@@ -38,7 +38,6 @@ OVERLAYS: tuple[tuple[str, str, str, Callable[[float], str]], ...] = (
     ("completions/mean_length", "Completion length", "mean of each step, tokens", compact),
     *((key, "Log-probability drift", f"{key}, nats", scientific) for key in DRIFT_KEYS),
 )
-# What is drawn: the scalar, its title, its note, and how a value is written.
 
 
 def write_comparison(run_dir: str | os.PathLike[str], other: str | os.PathLike[str]) -> Path:
@@ -100,7 +99,7 @@ def _page(folders: Sequence[Path], runs: Sequence[Sequence[StepMetrics]]) -> str
 
 
 def _figures(folder: Path, metrics: Sequence[StepMetrics]) -> list[tuple[str, str]]:
-    """Label and value of each key figure; the notes are left to the run's own page."""
+    """Return label and value of each key figure, without its note."""
     found = key_figures(metrics, count_rollouts(folder))
     return [(label, value) for label, value, _ in found]
 

@@ -1,8 +1,7 @@
-"""One self-contained HTML page about a run, from its records alone.
+"""Report of a run: one self-contained HTML page from its records.
 
-Owns what the page says and in which order; a part whose records are missing is left out. Draws no
-chart and escapes no token itself (`charts`, `tokens`), and neither it nor its page
-fetches anything. Loads no torch.
+Own the content and order of the page; a part without records is left out. `charts` draws and
+`tokens` escapes text. The page fetches nothing. Loads no torch.
 """
 
 import os
@@ -39,12 +38,12 @@ from cb_rollout.tools.report.tokens import legend_html, sequences_html, visible_
 
 REPORT_FILE = "report.html"
 
+# The usual size of a group; three such steps load quickly on a phone.
 MAX_SEQUENCES_PER_STEP = 8
-# A group of eight is the usual size, and three such steps load quickly on a phone.
 
 
 def write_report(run_dir: str | os.PathLike[str]) -> Path:
-    """Write `report.html` beside the records of a run.
+    """Write `report.html` beside a run's records.
 
     Args:
         run_dir: the directory with the records, or a trainer's output_dir with `cb_rollout/` in it.
@@ -53,8 +52,8 @@ def write_report(run_dir: str | os.PathLike[str]) -> Path:
         The path of the page.
 
     Raises:
-        ConfigurationError: there is nothing to report on, a record cannot be read, or the page
-            cannot be written.
+        ConfigurationError: the run has no records, a record cannot be read, or the page cannot be
+            written.
     """
     try:
         return _write_report(find_run_dir(run_dir))
@@ -92,18 +91,18 @@ def _write_report(run_dir: Path) -> Path:
 
 
 def steps_shown(steps: Sequence[int]) -> list[int]:
-    """The first, middle and last of ascending `steps`, each once."""
+    """Return the first, middle and last of ascending `steps`, each once."""
     return sorted({steps[0], steps[(len(steps) - 1) // 2], steps[-1]}) if steps else []
 
 
 def run_name(run_dir: Path) -> str:
-    """What a run is called: its output directory."""
+    """Return the name of a run's output directory."""
     resolved = run_dir.resolve()
     return resolved.parent.name if resolved.name == RUN_DIR_NAME else resolved.name
 
 
 def html_page(name: str, content: str) -> str:
-    """A page that needs nothing but a browser, around its content."""
+    """Return a self-contained page around its content."""
     style = files("cb_rollout.tools.report").joinpath("report.css").read_text(encoding="utf-8")
     return f"""<!doctype html>
 <html lang="en">
@@ -136,7 +135,7 @@ def _key_figures(metrics: Sequence[StepMetrics], counts: dict[int, int]) -> str:
 def key_figures(
     metrics: Sequence[StepMetrics], counts: dict[int, int]
 ) -> Iterator[tuple[str, str, str]]:
-    """What a figure is, its value, and how to read it."""
+    """Yield label, value and note of each key figure."""
     steps = sorted({record.step for record in metrics if record.mode == "train"} or counts)
     if steps:
         yield "Steps", f"{len(steps):,}", f"from {steps[0]:,} to {steps[-1]:,}"

@@ -1,7 +1,6 @@
-"""Numbers over steps, taken out of the records: arithmetic only.
+"""Series of numbers by step, from a run's records: arithmetic only.
 
-A step that was recorded more than once (a resumed run, a log at its end) counts once, as it was
-recorded last.
+Of a step that was recorded several times (by a resumed run, say), the last record counts.
 """
 
 from collections.abc import Sequence
@@ -9,12 +8,12 @@ from collections.abc import Sequence
 from cb_rollout.metrics.run_records import Mode, StepMetrics
 from cb_rollout.tools.report.svg import Point
 
+# A wider window would smooth away the changes of a long run.
 MAX_WINDOW = 51
-# Beyond this a long run's curve would hide what happened within it.
 
 
 def series(metrics: Sequence[StepMetrics], key: str, mode: Mode = "train") -> list[Point]:
-    """`(step, value)` for each step that has the scalar `key`, by ascending step."""
+    """Return `(step, value)` of each step with the scalar `key`, by ascending step."""
     values = {
         record.step: record.scalars[key]
         for record in metrics
@@ -24,12 +23,12 @@ def series(metrics: Sequence[StepMetrics], key: str, mode: Mode = "train") -> li
 
 
 def smoothing_window(num_points: int) -> int:
-    """Over how many points `smoothed` averages: odd, about a twelfth of them, 1 below 12."""
+    """Return the window of `smoothed`: odd, about a twelfth of the points, 1 below 12."""
     return min(MAX_WINDOW, num_points // 12 | 1) if num_points >= 12 else 1
 
 
 def smoothed(points: Sequence[Point]) -> list[Point]:
-    """Each value replaced by the mean of the window around it, narrower at the ends."""
+    """Replace each value by the mean of the window around it, narrower at the ends."""
     half = smoothing_window(len(points)) // 2
     result = []
     for number, (step, _) in enumerate(points):
@@ -39,7 +38,7 @@ def smoothed(points: Sequence[Point]) -> list[Point]:
 
 
 def completion_lengths(metrics: Sequence[StepMetrics]) -> dict[int, list[int]]:
-    """The sampled tokens of each training completion, by ascending step."""
+    """Return the lengths of training completions, in tokens, by ascending step."""
     lengths = {
         record.step: record.completion_lengths
         for record in metrics
@@ -49,7 +48,7 @@ def completion_lengths(metrics: Sequence[StepMetrics]) -> dict[int, list[int]]:
 
 
 def early_and_late(lengths: dict[int, list[int]]) -> tuple[list[int], list[int]]:
-    """The lengths of the first and the last third of the steps; no last third of one step."""
+    """Return the lengths of the first and last third of the steps; one step has no last third."""
     steps = list(lengths)
     third = max(1, len(steps) // 3)
     late = steps[-third:] if len(steps) > 1 else []
@@ -60,7 +59,7 @@ def early_and_late(lengths: dict[int, list[int]]) -> tuple[list[int], list[int]]
 
 
 def shares_by_bin(lengths: Sequence[int], *, width: int, num_bins: int) -> list[float]:
-    """Which share of `lengths` falls into each bin of `width` whole numbers, from 0 on."""
+    """Return the share of `lengths` in each bin of `width` whole numbers, from 0 on."""
     counts = [0] * num_bins
     for length in lengths:
         counts[length // width] += 1

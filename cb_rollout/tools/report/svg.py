@@ -1,8 +1,8 @@
 """Charts as inline SVG: axes, lines, dots and histograms from plain numbers.
 
-Owns geometry and nothing else: colours and fonts come from `report.css` through class names. A
-chart has no viewBox, so it fills whatever width it is given while text keeps its size; curves sit
-in a stretched inner viewport; labels and dots are placed by percentages. Every function is pure.
+Own the geometry; colours and fonts come from `report.css` through class names. A chart has no
+viewBox, so that it fills any width while text keeps its size: curves lie in a stretched inner
+viewport, labels and dots are placed by percentages. Every function is pure.
 """
 
 import math
@@ -12,16 +12,16 @@ from html import escape
 
 Point = tuple[float, float]
 
+# More hover bands would be too narrow to point at.
 MAX_TIPS = 200
-# Hover bands narrower than a few pixels can be neither hit nor seen.
 
-SPAN = 1000
 # Units of the stretched viewport: 0.1 percent is finer than a pixel.
+SPAN = 1000
 
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """A range of values laid over 0 to 1, with the values that are labelled."""
+    """A range of values mapped to 0..1, with its labelled values."""
 
     low: float
     high: float
@@ -30,7 +30,7 @@ class Axis:
     label: Callable[[float], str] = field(default=lambda value: compact(value))
 
     def position(self, value: float) -> float:
-        """Where `value` lies between `low` (0) and `high` (1); what lies outside, at the edge."""
+        """Map `value` to 0 at `low` and 1 at `high`, clamped."""
         low, high = self.low, self.high
         value = min(max(value, low), high)
         if self.is_log:
@@ -40,7 +40,7 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Points of one kind, drawn as a line, as dots, or both."""
+    """Points drawn as a line, as dots, or both."""
 
     points: Sequence[Point]
     style: str
@@ -48,7 +48,7 @@ class Curve:
     has_line: bool = True
     has_dots: bool = False
     is_filled: bool = False
-    """True: the area down to the axis is tinted."""
+    """Tint the area down to the axis."""
 
 
 def linear_axis(
@@ -60,15 +60,15 @@ def linear_axis(
     is_whole: bool = False,
     label: Callable[[float], str] | None = None,
 ) -> Axis:
-    """An axis over `values`, widened to round numbers except at an end that is given.
+    """Create an axis over `values`, widened to round numbers except at a given end.
 
     Args:
-        values: what the axis has to hold; may be empty where both ends are given.
-        low: where the axis begins; None: at a round number.
-        high: where the axis ends; None: at a round number.
-        num_ticks: about how many values are labelled.
-        is_whole: True: only whole numbers are labelled.
-        label: how a value is written; None: `compact`.
+        values: values on the axis; may be empty if both ends are given.
+        low: low end; None: a round number.
+        high: high end; None: a round number.
+        num_ticks: approximate number of labelled values.
+        is_whole: label whole numbers only.
+        label: format of a value; None: `compact`.
     """
     values = list(values)
     least = min(values) if low is None else low
@@ -86,7 +86,7 @@ def linear_axis(
 
 
 def log_axis(values: Iterable[float], *, floor: float) -> Axis:
-    """An axis of whole decades over `values`; what is not above `floor` lies at its low end."""
+    """Create an axis of whole decades; values up to `floor` lie at its low end."""
     positive = [value for value in values if value > floor] or [floor]
     first = math.floor(math.log10(min(positive)) - 1e-9)
     last = math.ceil(math.log10(max(positive)) + 1e-9)
@@ -97,7 +97,7 @@ def log_axis(values: Iterable[float], *, floor: float) -> Axis:
 
 
 def compact(value: float) -> str:
-    """A number in few characters: 2.8e-6, 0.05, 3.2, 1,480, 12.5k, 3M."""
+    """Format a number in few characters: 2.8e-6, 0.05, 3.2, 1,480, 12.5k, 3M."""
     size = abs(value)
     for limit, divisor, unit in ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
         if size >= limit:
@@ -108,32 +108,32 @@ def compact(value: float) -> str:
 
 
 def scientific(value: float, digits: int = 1) -> str:
-    """A number by its power of ten, as in 2.8e-6."""
+    """Format a number by its power of ten, as in 2.8e-6."""
     mantissa, power = f"{value:.{digits}e}".split("e")
     return f"{mantissa}e{int(power)}"
 
 
 def power_of_ten(value: float) -> str:
-    """A decade, as in 1e-6."""
+    """Format a decade, as in 1e-6."""
     return scientific(value, digits=0)
 
 
 def percent(value: float) -> str:
-    """A share as a percentage."""
+    """Format a share as a percentage."""
     return f"{100 * value:.3g}%"
 
 
 def curve_chart(
     curves: Sequence[Curve], *, x: Axis, y: Axis, title: str, tips: Sequence[tuple[float, str]] = ()
 ) -> str:
-    """Curves over one pair of axes.
+    """Draw curves over one pair of axes.
 
     Args:
-        curves: drawn in this order, the last on top.
-        x: the horizontal axis.
-        y: the vertical axis.
-        title: what is read out in place of the picture.
-        tips: at which x, which text is shown under the pointer.
+        curves: curves, the last on top.
+        x: horizontal axis.
+        y: vertical axis.
+        title: text for screen readers.
+        tips: pairs of an x and the text shown when the pointer is there.
     """
     paths = "".join(_path(curve, x, y) for curve in curves if curve.has_line)
     dots = "".join(_dots(curve, x, y) for curve in curves)
@@ -143,13 +143,14 @@ def curve_chart(
 def histogram_chart(
     groups: Sequence[tuple[str, Sequence[float]]], *, x: Axis, y: Axis, title: str
 ) -> str:
-    """Histograms over one pair of axes, as stepped outlines.
+    """Draw histograms over one pair of axes, as stepped outlines.
 
     Args:
-        groups: a class of `report.css`, and the share of each bin; bins divide the x axis evenly.
-        x: the horizontal axis.
-        y: the vertical axis.
-        title: what is read out in place of the picture.
+        groups: pairs of a class of `report.css` and the share of each bin; bins divide the x axis
+            evenly.
+        x: horizontal axis.
+        y: vertical axis.
+        title: text for screen readers.
     """
     paths = []
     for style, shares in groups:
@@ -206,12 +207,12 @@ def _path(curve: Curve, x: Axis, y: Axis) -> str:
 
 
 def _dots(curve: Curve, x: Axis, y: Axis) -> str:
-    """The curve's dots; of a line only its last point, without which a single one is invisible."""
+    # A line gets a dot at its end, without which a single point is invisible.
     points = curve.points if curve.has_dots else curve.points[-1:]
-    places = [(_across(across, x), _down(up, y)) for across, up in points]
+    centres = [(_across(across, x), _down(up, y)) for across, up in points]
     return "".join(
         f'<circle class="dot {curve.style}" cx="{across}%" cy="{down}%" r="3.5"/>'
-        for across, down in places
+        for across, down in centres
     )
 
 
@@ -234,6 +235,6 @@ def _down(value: float, y: Axis) -> float:
 
 
 def _round_step(size: float) -> float:
-    """The smallest of 1, 2, 2.5, 5 times a power of ten that is not below `size`."""
+    """Return the smallest of 1, 2, 2.5, 5 times a power of ten that is at least `size`."""
     power = 10.0 ** math.floor(math.log10(size))
     return next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= size * 0.999)

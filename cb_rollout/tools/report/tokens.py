@@ -1,7 +1,7 @@
-"""Completions as HTML text: each token tinted by how unlikely it was, with its numbers on hover.
+"""Completions as HTML: tokens tinted by log-probability, with their numbers on hover.
 
-Owns the colour scale's steps and how invisible or dangerous characters are shown; which completions
-are shown is decided in `report`. Every function is pure.
+Own the colour scale, and the escaping of HTML and invisible characters; `page` chooses the
+completions. Every function is pure.
 """
 
 import math
@@ -13,31 +13,31 @@ from itertools import groupby
 
 from cb_rollout.metrics.run_records import SequenceRecord, TokenRow
 
+# More tints cannot be told apart behind text.
 NUM_LEVELS = 10
-# More tints than this cannot be told apart behind text.
 
+# The last tint begins at -6.75 nats, one in a thousand.
 NATS_PER_LEVEL = 0.75
-# Puts the last tint at -6.75 nats, one in a thousand: rarer tokens are all equally surprising.
 
+# A longer completion is shown without its middle: the answer is usually at its end.
 MAX_TOKENS_SHOWN = 900
 MAX_TOKENS_AT_THE_END = 300
-# Of a longer completion the beginning and the end are shown: where it answers, it ends.
 
 MAX_PROMPT_CHARACTERS = 600
 
 SPECIAL_TOKEN = re.compile(r"<[^<>\s]+>|\[[A-Z_]+\]")
 
+# Part of many emoji; all other format characters are shown by their code.
 _ZERO_WIDTH_JOINER = "\u200d"
-# A format character that emoji are made with; the other ones are shown by their code.
 
 
 def colour_level(logprob: float) -> int:
-    """Which tint a log-probability gets, from 0 (likely) to `NUM_LEVELS - 1` (improbable)."""
+    """Map a log-probability to a tint, from 0 (likely) to `NUM_LEVELS - 1` (improbable)."""
     return max(0, min(NUM_LEVELS - 1, math.floor(-logprob / NATS_PER_LEVEL)))
 
 
 def legend_html() -> str:
-    """The colour scale, from certain to improbable."""
+    """Return the colour scale, from likely to improbable."""
     swatches = "".join(f'<span class="l{level}"></span>' for level in range(NUM_LEVELS))
     last = -(NUM_LEVELS - 1) * NATS_PER_LEVEL
     return (
@@ -48,7 +48,7 @@ def legend_html() -> str:
 
 
 def sequences_html(sequences: Sequence[SequenceRecord]) -> str:
-    """Sequences with their prompts, each prompt once above its adjacent completions."""
+    """Return sequences with their prompts, each prompt once above its adjacent completions."""
     return "".join(
         f'<div class="group">{_prompt_html(prompt)}{"".join(map(_completion_html, members))}</div>'
         for prompt, members in groupby(sequences, key=lambda sequence: sequence.prompt)
@@ -56,11 +56,11 @@ def sequences_html(sequences: Sequence[SequenceRecord]) -> str:
 
 
 def visible_html(text: str, *, marks_spaces: bool = False) -> str:
-    """`text` escaped for HTML, with what could not be seen made visible.
+    """Escape text for HTML, and make invisible characters visible.
 
     Args:
-        text: anything, lone surrogates included.
-        marks_spaces: True: newlines and tabs get a mark before them.
+        text: any text, lone surrogates included.
+        marks_spaces: put a mark before newlines and tabs.
     """
     return "".join(_visible_character(character, marks_spaces) for character in text)
 
