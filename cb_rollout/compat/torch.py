@@ -79,3 +79,19 @@ def _libgomp() -> ctypes.CDLL | None:
         return None
     library = ctypes.CDLL(found[0])
     return library if hasattr(library, "omp_pause_resource_all") else None
+
+
+def captured_weights(model: torch.nn.Module) -> list[object]:
+    """Return what a captured forward relies on: tensors' addresses, and peft's adapters."""
+    tensors = [*model.parameters(), *model.buffers()]
+    found: list[object] = [tensor.data_ptr() for tensor in tensors]
+    module: Any
+    for module in model.modules():
+        if hasattr(module, "merged_adapters"):
+            found += [
+                tuple(module.active_adapters),
+                module.disable_adapters,
+                tuple(module.merged_adapters),
+                dict(getattr(module, "scaling", {})),
+            ]
+    return found

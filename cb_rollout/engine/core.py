@@ -99,7 +99,7 @@ class Engine:
         plan = plan_memory(
             self.layout,
             config,
-            self.training.in_bytes(),
+            self.training.bytes_now(),
             vocab_size=hf_compat.vocab_size(self.model),
             compute_dtype=self._runner.compute_dtype,
             device=self.device,
@@ -200,10 +200,10 @@ class Engine:
         """
         self.policy_version = policy_version
         self._scheduler.begin_policy_version(policy_version, keep_keys)
-        is_due = self.training.calls_for_plan and not (keep_keys and self.has_work)
+        is_due = self.training.needs_new_plan and not (keep_keys and self.has_work)
         if not (self._is_model_changed or is_due):
             return
-        self.training.busy(self.cache_bytes)
+        self.training.stop_measuring(self.cache_bytes)
         if is_due:
             self.training.settle()
         self._plan_anew()
@@ -245,7 +245,7 @@ class Engine:
 
     def _step(self) -> list[Request]:
         if self._eval_mode is None:
-            self.training.busy(self.cache_bytes)
+            self.training.stop_measuring(self.cache_bytes)
             if self._is_model_changed:
                 # To whoever casts a model its weights stay the same, so no sync told of it.
                 try:
@@ -283,7 +283,7 @@ class Engine:
             self._steps.settle()
             self._eval_mode.close()
             self._eval_mode = None
-            self.training.idle()
+            self.training.start_measuring()
 
     def abandon(self) -> None:
         """Forget every request and everything cached."""

@@ -18,14 +18,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from cb_rollout.compat.torch import has_hooks
+from cb_rollout.compat.torch import captured_weights, has_hooks
 from cb_rollout.engine.attention.backend import AttentionMetadata
 from cb_rollout.engine.cuda_graphs.capture import CudaCapture, Replay
 from cb_rollout.engine.cuda_graphs.inputs import GraphInputs, Line
 from cb_rollout.engine.cuda_graphs.pending_step import PendingStep
 from cb_rollout.engine.kv_cache.block_table import BlockTable
 from cb_rollout.engine.kv_cache.paged import PagedCache
-from cb_rollout.engine.memory.device import captured_weights
 from cb_rollout.engine.model.decode_rows import DecodeRows
 from cb_rollout.engine.model.runner import ModelRunner
 from cb_rollout.engine.request import Request

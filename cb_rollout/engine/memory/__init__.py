@@ -1,1 +1,1 @@
-"""Plan and measure memory: what a device has, what training takes, what the KV cache gets."""
+"""Measure memory and plan it: what a device has, what training takes, what the KV cache gets."""

@@ -1,4 +1,4 @@
-"""What a device reports about its memory, and the defaults that suit its kind."""
+"""Measure a device's memory, move tensors and events on it, and choose defaults for its kind."""
 
 import ctypes
 import os
@@ -15,49 +15,49 @@ from torch import distributed
 from cb_rollout.engine.memory.system import system_memory
 from cb_rollout.errors import ConfigurationError, OutOfCacheMemoryError
 
+# A forward this long keeps the device busy; longer ones only hold more activations.
 MAX_BATCH_TOKENS = {"cpu": 1024}
 DEFAULT_MAX_BATCH_TOKENS = 8192
-# A forward this long keeps the device busy; longer ones only hold more activations.
 
+# Past this many rows a decode step gains nothing per token.
 MAX_REQUESTS_PER_BATCH = {"cpu": 256}
 DEFAULT_MAX_REQUESTS_PER_BATCH = 1024
-# Past this many rows a decode step gains nothing per token.
 
-FLOAT8_CAPABILITY = (8, 9)
 # The first compute capability that converts float8 in hardware.
+FLOAT8_CAPABILITY = (8, 9)
 
-STATUS, CLEAR_REFERENCES = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+# Writing this to `clear_refs` resets the peak of the resident size, since Linux 4.0.
 RESET_PEAK = "5"
-# What Linux takes, since 4.0, to begin the peak of the resident size anew.
+STATUS, CLEAR_REFERENCES = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 class DeviceMemory(NamedTuple):
-    """What a device has for this process, in bytes."""
+    """Memory that a device has for this process, in bytes."""
 
     total_bytes: int
     free_bytes: int
 
 
 def memory(device: torch.device) -> DeviceMemory:
-    """What this process could still take on `device`.
+    """Return the memory of `device`, and what this process can still allocate there.
 
-    On an accelerator: what the driver reports free, other processes counted, and what torch's
-    allocator holds unused. On a CPU: what the system, the container and the process's own limits
-    leave. Processes of one launch that share the memory each have an equal share.
+    On a GPU: what the driver reports free, and what torch's allocator holds unused. On a CPU: the
+    tightest limit of the system, the container and the process. Processes of one launch that share
+    the memory have equal shares.
     """
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return DeviceMemory(total, free // num_sharers(device) + unused)
-    host = system_memory(num_sharers(device))
-    return DeviceMemory(int(host.limit_bytes), int(host.left_bytes))
+    system = system_memory(num_sharers(device))
+    return DeviceMemory(int(system.limit_bytes), int(system.left_bytes))
 
 
 def num_sharers(device: torch.device) -> int:
-    """Processes of this launch that take from the same memory, this one included.
+    """Return the number of processes of this launch that share the device's memory.
 
-    A launcher says how many it started on this machine. They share the memory of a CPU; of GPUs
-    each has its own, unless there are more processes than GPUs.
+    Those on one machine share the memory of the CPU. Each has a GPU of its own, unless there are
+    more processes than GPUs.
     """
     started = int(os.environ.get("LOCAL_WORLD_SIZE", 0))
     if not started:
@@ -66,13 +66,14 @@ def num_sharers(device: torch.device) -> int:
     if device.type != "cuda":
         return started
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if named is not None and "," not in named:  # each process was given its own
+    if named is not None and "," not in named:
+        # The launcher gave each process its own GPU.
         return 1
     return -(-started // max(1, torch.cuda.device_count()))
 
 
 def require_unmoved(model: torch.nn.Module, device: torch.device) -> None:
-    """Raise `ConfigurationError` where a model no longer is on the device of its engine."""
+    """Raise `ConfigurationError` if a model is no longer on the device of its engine."""
     if (now := next(model.parameters()).device) != device:
         raise ConfigurationError(
             f"the model was on {device} when its engine was made, and is on {now} now; move it "
@@ -81,7 +82,7 @@ def require_unmoved(model: torch.nn.Module, device: torch.device) -> None:
 
 
 def used_and_peak(device: torch.device) -> tuple[int, int] | None:
-    """Bytes that this process holds now, and the most since `reset_peak`; None: not known."""
+    """Return the bytes that this process uses, and their peak since `reset_peak`; None: unknown."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
     try:
@@ -95,7 +96,7 @@ def used_and_peak(device: torch.device) -> tuple[int, int] | None:
 
 
 def reset_peak(device: torch.device) -> bool:
-    """Begin the peak anew; False where that cannot be done."""
+    """Reset the peak of `used_and_peak`; return whether that is possible."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return True
@@ -114,24 +115,24 @@ def current(device: torch.device) -> AbstractContextManager[object]:
 def to_device(
     values: Sequence[Any], device: torch.device, dtype: torch.dtype = torch.int64
 ) -> torch.Tensor:
-    """A tensor of these numbers, or rows of them, without waiting for what the device does."""
+    """Return a tensor of these numbers, or rows of them, without waiting for the device."""
     if dtype is torch.int64 and values and type(values[0]) is int:
-        # torch.tensor looks at every number by itself, which takes several times as long.
+        # torch.tensor checks every number by itself, which takes several times as long.
         return moved(torch.frombuffer(array("q", values), dtype=dtype), device)
     return moved(torch.tensor(values, dtype=dtype), device)
 
 
 def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor of the host on a device, without waiting for what that does."""
+    """Copy a CPU tensor to a device, without waiting for it."""
     if device.type != "cuda":
         return tensor.to(device)
-    # From pageable memory the copy would wait for the whole stream. Pinned memory may be dropped at
-    # once: its allocator keeps it until the copy is done.
+    # From pageable memory the copy would wait for the whole stream. Pinned memory may be freed at
+    # once: its allocator reuses it only after the copy.
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def to_host(*tensors: torch.Tensor) -> list[list[Any]]:
-    """What is in tensors of one device, as `tolist()`, by one transfer; integers below 2**53."""
+    """Return `tolist()` of tensors of one device, by one transfer; integers must be below 2**53."""
     if tensors[0].device.type != "cuda":
         return [tensor.tolist() for tensor in tensors]
     numbers = torch.cat([tensor.double().reshape(-1) for tensor in tensors]).cpu()
@@ -143,7 +144,7 @@ def to_host(*tensors: torch.Tensor) -> list[list[Any]]:
 
 
 def record_event(device: torch.device) -> torch.cuda.Event | None:
-    """A mark behind all that the calling thread's stream was given; None: nothing is waited for."""
+    """Record an event on the calling thread's stream; None: the device has no streams."""
     if device.type != "cuda":
         return None
     event = torch.cuda.Event()
@@ -152,24 +153,24 @@ def record_event(device: torch.device) -> torch.cuda.Event | None:
 
 
 def wait_event(event: torch.cuda.Event | None, device: torch.device) -> None:
-    """Have what the calling thread's stream is given from now on come after a mark."""
+    """Make the calling thread's stream wait for an event."""
     if event is not None:
         torch.cuda.current_stream(device).wait_event(event)
 
 
 def finish(device: torch.device) -> None:
-    """Return when a device is done with all that it was given, whether well or not."""
+    """Wait until a device has run everything that was launched, failed or not."""
     if device.type == "cuda":
-        # What failed there fails whoever uses the device next, too.
+        # The next use of the device raises the same error.
         with suppress(RuntimeError):
             torch.cuda.synchronize(device)
 
 
 @contextmanager
 def plain_modes(device: torch.device) -> Iterator[None]:
-    """Leave the autocast and the inference mode that the calling thread may be in.
+    """Leave autocast and inference mode, in which the calling thread may be.
 
-    Pages made in inference mode could not be written outside of it.
+    Pages allocated in inference mode could not be written outside it.
     """
     with ExitStack() as stack:
         if torch.is_inference_mode_enabled():
@@ -180,35 +181,35 @@ def plain_modes(device: torch.device) -> Iterator[None]:
 
 
 def empty_cache(device: torch.device) -> None:
-    """Have the allocator give back what it holds unused."""
+    """Return the allocator's unused memory to the system."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
     elif device.type == "cpu" and sys.platform == "linux":
-        # glibc keeps freed tensors below its mmap threshold, up to 32 MiB each, for itself.
+        # glibc keeps the memory of freed tensors below its mmap threshold, up to 32 MiB each.
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         if trim is not None:
             trim(0)
 
 
 def has_float8(device: torch.device) -> bool:
-    """Whether the device itself converts float8."""
+    """Return whether the device converts float8 in hardware."""
     if device.type != "cuda":
         return False
     return torch.cuda.get_device_capability(device) >= FLOAT8_CAPABILITY
 
 
 def max_batch_tokens(device: torch.device) -> int:
-    """Tokens of one prefill forward, where the config leaves it open."""
+    """Return the tokens of a prefill forward, where the config does not set them."""
     return MAX_BATCH_TOKENS.get(device.type, DEFAULT_MAX_BATCH_TOKENS)
 
 
 def max_requests_per_batch(device: torch.device) -> int:
-    """Sequences decoded together, where the config leaves it open."""
+    """Return the sequences decoded together, where the config does not set them."""
     return MAX_REQUESTS_PER_BATCH.get(device.type, DEFAULT_MAX_REQUESTS_PER_BATCH)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the device, or the host, had no memory for what was asked."""
+    """Return whether an allocation failed, in device or system memory."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     # torch 2.13's CPU allocator raises a plain RuntimeError.
@@ -216,26 +217,10 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def out_of_memory(error: Exception) -> OutOfCacheMemoryError:
-    """What to tell whoever asked for a sequence that even alone has no room."""
-    told = OutOfCacheMemoryError(
+    """Return the error of a sequence whose forward does not fit memory even alone."""
+    failure = OutOfCacheMemoryError(
         f"no memory left for the forward of this sequence alone ({error}); lower "
         "max_memory_percent, so that the KV cache leaves more to forwards, or shorten it."
     )
-    told.__cause__ = error
-    return told
-
-
-def captured_weights(model: torch.nn.Module) -> list[object]:
-    """What a captured forward relies on: where tensors lie, and which adapters peft mixes in."""
-    tensors = [*model.parameters(), *model.buffers()]
-    found: list[object] = [tensor.data_ptr() for tensor in tensors]
-    module: Any
-    for module in model.modules():
-        if hasattr(module, "merged_adapters"):
-            found += [
-                tuple(module.active_adapters),
-                module.disable_adapters,
-                tuple(module.merged_adapters),
-                dict(getattr(module, "scaling", {})),
-            ]
-    return found
+    failure.__cause__ = error
+    return failure

@@ -1,17 +1,17 @@
-"""How much memory the KV cache may take. Arithmetic only; what a device reports is passed in."""
+"""Plan the memory of the KV cache. Arithmetic only: callers pass in what a device reports."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
 
 GIB = 1024**3
 
+# Where a model stores both recurrent states and keys, states take at most half the budget, so that
+# neither starves the other.
 STATES_DIVISOR = 2
-# Where a model keeps recurrent states and keys, states take half the budget at most: neither
-# starves the other.
 
 
 class Part(NamedTuple):
-    """One row of a plan's table."""
+    """A row of the plan's table."""
 
     name: str
     num_bytes: int
@@ -20,41 +20,41 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingBytes:
-    """What training holds of a device's memory, and what it will still take. All in bytes."""
+    """Bytes of a device's memory that training holds, and those that it will still allocate."""
 
     weights: int = 0
-    """Of the model that trains, and of the copy that generates where there is one."""
+    """Of the trained model, and of the copy that generates where there is one."""
     gradients: int = 0
-    """That exist now."""
+    """Those that exist now."""
     optimizer_states: int = 0
-    """That exist now and are known."""
+    """Those that exist now, where the optimizer is known."""
     gradients_to_come: int = 0
     """Estimated, before the first optimizer step."""
     optimizer_states_to_come: int = 0
     """Estimated, before the first optimizer step."""
     activations: int = 0
-    """Measured: the most that training took beyond what it holds, while the cache was held too.
-    Gradients that come and go are part of it."""
+    """Measured: the peak of training beyond what it holds, while the cache was allocated too.
+    Includes temporary gradients."""
     is_measured: bool = False
     """Whether a full optimizer step was measured."""
     set_reserve: int | None = None
-    """`training_reserve_gib`, which replaces all estimates and measures; None: "auto"."""
+    """`training_reserve_gib`, which replaces all estimates and measurements; None: "auto"."""
 
     @property
     def reserve(self) -> int:
-        """What training will still allocate."""
+        """Return the bytes that training will still allocate."""
         if self.set_reserve is not None:
             return self.set_reserve
         return self.gradients_to_come + self.optimizer_states_to_come + self.activations
 
     @property
     def held(self) -> int:
-        """What training holds now."""
+        """Return the bytes that training holds now."""
         return self.weights + self.gradients + self.optimizer_states
 
     @property
     def parts(self) -> list[Part]:
-        """What is held and what is to come."""
+        """Return the rows of what training holds and will allocate."""
         if self.set_reserve is not None:
             return [
                 Part("weights", self.weights),
@@ -62,84 +62,79 @@ class TrainingBytes:
                 Part("optimizer states", self.optimizer_states, "now"),
                 Part("training reserve", self.set_reserve, "training_reserve_gib"),
             ]
-        states_to_come = self.optimizer_states_to_come
+        grads, states = self.gradients_to_come, self.optimizer_states_to_come
+        is_measured = "measured beside the cache" if self.is_measured else "not measured yet"
         return [
             Part("weights", self.weights),
-            Part(
-                "gradients", self.gradients + self.gradients_to_come, _come(self.gradients_to_come)
-            ),
-            Part("optimizer states", self.optimizer_states + states_to_come, _come(states_to_come)),
-            Part(
-                "activations peak",
-                self.activations,
-                "measured beside the cache" if self.is_measured else "not measured yet",
-            ),
+            Part("gradients", self.gradients + grads, _to_come(grads)),
+            Part("optimizer states", self.optimizer_states + states, _to_come(states)),
+            Part("activations peak", self.activations, is_measured),
         ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """What the KV cache may take, and how that follows. Prints as a table. All in bytes."""
+    """The memory of the KV cache, and how it follows from the rest. Prints as a table."""
 
     total_bytes: int
-    """What the device has, or what this process may have of it."""
+    """Memory of the device, or the part of it that this process may use."""
     free_bytes: int
-    """Free on the device when the plan was made; this process's share, where several plan alike."""
+    """Free memory when the plan was made; this process's share, where several share a device."""
     training: TrainingBytes
-    """What training holds and will still allocate."""
+    """Memory that training holds and will still allocate."""
     max_memory_percent: float
-    """Share of the rest that the cache may take."""
+    """Share of what training leaves that the cache may use."""
     workspace_bytes: int
-    """What a forward of the largest batch takes, whatever is cached."""
+    """Memory of a forward of the largest batch, apart from what it gathers."""
     workspace_bytes_per_block: int
-    """What a forward takes for each block that it reads."""
+    """Memory of a forward for each block that it gathers."""
     graph_bytes: int
-    """What CUDA graphs take; 0 where there are none."""
+    """Memory of CUDA graphs; 0 where there are none."""
     bytes_per_block: int
     """Keys and values of one block, over all layers."""
     bytes_per_sequence: int
-    """Recurrent states of one sequence, over all layers; 0 where the model keeps none."""
+    """Recurrent states of one sequence, over all layers; 0 where the model has none."""
     num_slots: int
-    """Sequences decoded together at most; their states are taken from the budget first."""
+    """Maximum of sequences decoded together; their states are taken from the budget first."""
     num_blocks: int
-    """Blocks that the cache may grow to."""
+    """Maximum of blocks that the cache may grow to."""
     is_fixed: bool = False
     """Whether `num_blocks` was set, rather than derived from the budget."""
 
     @property
     def training_reserve_bytes(self) -> int:
-        """What training will still allocate."""
+        """Return the bytes that training will still allocate."""
         return self.training.reserve
 
     @property
     def budget_bytes(self) -> int:
-        """What `max_memory_percent` allows."""
+        """Return the bytes that `max_memory_percent` allows."""
         return _budget(self.free_bytes - self.training.reserve, self.max_memory_percent)
 
     @property
     def state_bytes(self) -> int:
-        """What the recurrent states of all slots take."""
+        """Return the bytes of all recurrent states."""
         return self.num_slots * self.bytes_per_sequence
 
     @property
     def kv_bytes(self) -> int:
-        """What `num_blocks` blocks take."""
+        """Return the bytes of `num_blocks` blocks."""
         return self.num_blocks * self.bytes_per_block
 
     @property
     def forward_bytes(self) -> int:
-        """What a forward takes, at most, that reads all blocks."""
+        """Return the bytes of a forward that gathers all blocks."""
         return self.workspace_bytes + self.num_blocks * self.workspace_bytes_per_block
 
     @property
     def left_bytes(self) -> int:
-        """What nobody has a claim on; negative where more is claimed than there is."""
+        """Return the unclaimed bytes; negative where more is claimed than there is."""
         claimed = self.training.reserve + self.forward_bytes + self.graph_bytes
         return self.free_bytes - claimed - self.state_bytes - self.kv_bytes
 
     @property
     def parts(self) -> list[Part]:
-        """Who has, or may have, which part of the total; they add up to it."""
+        """Return the rows of the table, which add up to the total."""
         budget = f"{self.max_memory_percent:.0%} of what training leaves"
         how = "num_blocks" if self.is_fixed else budget
         left = self.left_bytes
@@ -154,7 +149,7 @@ class MemoryPlan:
         ]
 
     def __str__(self) -> str:
-        """The plan as a table."""
+        """Return the plan as a table."""
         rows = [Part("total", self.total_bytes), *self.parts]
         return "\n".join(
             f"{name:<18}{size / GIB:>11.3f} GiB  {note}".rstrip() for name, size, note in rows
@@ -180,16 +175,16 @@ def create_memory_plan(
     States and blocks stay within the budget, and leave a forward its workspace.
 
     Args:
-        total_bytes: what the device has.
-        free_bytes: what of it this process may still take.
-        training: what training holds and will take, kept out of the budget.
+        total_bytes: memory of the device.
+        free_bytes: the part of it that this process may still allocate.
+        training: memory of training, kept out of the budget.
         max_memory_percent: the share, in (0, 1].
-        workspace_bytes: what a forward of the largest batch takes, whatever is cached.
-        workspace_bytes_per_block: what a forward takes for each block that it reads.
-        graph_bytes: what CUDA graphs take.
-        bytes_per_block: 0 for a model that keeps no keys.
+        workspace_bytes: memory of a forward of the largest batch, apart from what it gathers.
+        workspace_bytes_per_block: memory of a forward for each block that it gathers.
+        graph_bytes: memory of CUDA graphs.
+        bytes_per_block: 0 for a model that stores no keys.
         bytes_per_sequence: fixed-size states of one sequence.
-        max_requests: most slots; fewer where their states would not fit their share of the budget.
+        max_requests: maximum of sequences; fewer where their states exceed their share.
         num_blocks: fixed by the user; None: derived.
     """
     rest = max(0, free_bytes - training.reserve)
@@ -199,15 +194,15 @@ def create_memory_plan(
     if bytes_per_sequence:
         for_states = min(budget, after_forward) // (STATES_DIVISOR if bytes_per_block else 1)
         num_slots = min(max_requests, for_states // bytes_per_sequence)
-        # The whole share, not the slots that it was rounded down to: a plan with more memory would
-        # else have a slot more, and blocks fewer.
+        # Not rounded down to sequences: a plan with more memory would otherwise have one sequence
+        # more and fewer blocks.
         states = min(for_states, max_requests * bytes_per_sequence)
     derived = min(
         (budget - states) // max(1, bytes_per_block),
         (after_forward - states) // max(1, bytes_per_block + workspace_bytes_per_block),
     )
     return MemoryPlan(
-        # What is held may lie where the device does not count it: weights mapped from a file.
+        # The device may not count all that training holds, such as weights mapped from a file.
         total_bytes=max(total_bytes, free_bytes + training.held),
         free_bytes=free_bytes,
         training=training,
@@ -227,5 +222,5 @@ def _budget(rest_bytes: int, max_memory_percent: float) -> int:
     return int(max_memory_percent * max(0, rest_bytes))
 
 
-def _come(num_bytes: int) -> str:
+def _to_come(num_bytes: int) -> str:
     return f"{num_bytes / GIB:.3f} of it to come" if num_bytes else ""

@@ -1,6 +1,6 @@
-"""What the host lets this process take of its memory: the system, the container, its own limits.
+"""Measure the system memory that this process may use: of the system, its container, its limits.
 
-Reads the kernel's files of control groups, of either version. No limit is infinity.
+Reads the kernel's control groups, of either version. The absence of a limit is infinity.
 """
 
 import math
@@ -17,29 +17,24 @@ if sys.platform != "win32":
 ROOT = Path("/sys/fs/cgroup")
 MEMBERSHIP = Path("/proc/self/cgroup")
 
-UNLIMITED_BYTES = 1 << 60
 # Version 1 writes "no limit" as a huge number, rounded to pages.
+UNLIMITED_BYTES = 1 << 60
 
 
 class SystemMemory(NamedTuple):
-    """A limit and what is used of it, in bytes."""
+    """A limit and the use of it, in bytes."""
 
     limit_bytes: float
     used_bytes: int
 
     @property
     def left_bytes(self) -> float:
-        """What may still be taken."""
+        """Return the bytes that may still be allocated."""
         return max(0.0, self.limit_bytes - self.used_bytes)
 
 
 def system_memory(num_sharers: int = 1) -> SystemMemory:
-    """The tightest of all limits.
-
-    Args:
-        num_sharers: processes that take from the same memory; each may take its share of what is
-            left.
-    """
+    """Return the tightest limit; of shared memory, one of `num_sharers` equal shares is left."""
     system = psutil.virtual_memory()
     shared = [SystemMemory(system.total, system.total - system.available), container_memory()]
     return min(
@@ -57,7 +52,7 @@ def _share(memory: SystemMemory, num_sharers: int) -> SystemMemory:
 
 
 def process_limits() -> Iterator[SystemMemory]:
-    """What `ulimit -v` and `ulimit -d` leave this process."""
+    """Yield the limits that `ulimit -v` and `ulimit -d` set for this process."""
     if sys.platform != "linux":
         return
     used = psutil.Process().memory_info()
@@ -68,11 +63,9 @@ def process_limits() -> Iterator[SystemMemory]:
 
 
 def container_memory(root: Path = ROOT, membership: Path = MEMBERSHIP) -> SystemMemory:
-    """The tightest limit on this process: of its control group, or of one around it.
+    """Return the tightest limit of this process's control group and the groups around it.
 
-    Args:
-        root: where control groups are mounted.
-        membership: the file that says which group this process is in.
+    `root` is the mount of the control groups; `membership` is the file that names the process's.
     """
     try:
         lines = [line.split(":", 2) for line in membership.read_text().splitlines()]
@@ -92,7 +85,7 @@ def container_memory(root: Path = ROOT, membership: Path = MEMBERSHIP) -> System
 
 
 def _walk(mount: Path, group: str, limit: str, used: str, reclaimable: str) -> SystemMemory:
-    """From the process's group up to the mount; inside a container the group is often the mount."""
+    # Inside a container the process's group is often the mount itself.
     inner = mount / group.lstrip("/")
     groups = [g for g in (inner, *inner.parents) if g.is_relative_to(mount)]
     found = [_read(g / limit, g / used, g / "memory.stat", reclaimable) for g in groups]
@@ -102,7 +95,8 @@ def _walk(mount: Path, group: str, limit: str, used: str, reclaimable: str) -> S
 def _read(limit: Path, used: Path, statistics: Path, reclaimable: str) -> SystemMemory:
     try:
         limit_bytes, used_bytes = int(limit.read_text()), int(used.read_text())
-    except (OSError, ValueError):  # not there, or "max"
+    except (OSError, ValueError):
+        # There is no such file, or it says "max".
         return SystemMemory(math.inf, 0)
     if limit_bytes >= UNLIMITED_BYTES:
         return SystemMemory(math.inf, 0)
@@ -110,7 +104,7 @@ def _read(limit: Path, used: Path, statistics: Path, reclaimable: str) -> System
 
 
 def _statistic(file: Path, name: str) -> int:
-    """One figure of a group; of its file cache above all, which the kernel gives up when asked."""
+    """Return a figure of a group, such as its file cache, which the kernel drops when asked."""
     try:
         lines = [line.split() for line in file.read_text().splitlines()]
         return next((int(value) for key, value in lines if key == name), 0)

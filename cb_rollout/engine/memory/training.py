@@ -1,10 +1,8 @@
-"""How much an optimizer, known by its name, keeps of its parameters. Arithmetic only.
+"""Estimate the memory of the training beside an engine, then measure it over one full step.
 
-What the training beside an engine takes: estimated, and measured once over a full step.
-
-Watches from its making to the first optimizer step of the trained model, in any trainer or loop.
-Meanwhile it begins the peak of torch's allocator, or of the process's resident size, anew whenever
-the engine falls idle. The engine's thread calls it; the step is noted on the training thread.
+Until the first optimizer step of the trained model, in any trainer or loop, the peak of torch's
+allocator, or of the process's resident size, is reset whenever the engine becomes idle. Called by
+the engine's thread; the optimizer step is recorded on the training thread.
 """
 
 import weakref
@@ -20,48 +18,51 @@ from cb_rollout.engine.memory import device as devices
 from cb_rollout.engine.memory.plan import GIB, TrainingBytes
 from cb_rollout.errors import ConfigurationError
 
+# By a part of the name of a torch, bitsandbytes or torchao class, or of the trainer's `optim`.
+# Momentum is counted by `TENSOR_SETTINGS`; Adafactor's rows and columns of factors are negligible.
 TENSORS_PER_PARAMETER = {
-    "sgd": 0,  # momentum, where asked for, is counted beside
-    "schedule_free_sgd": 1,  # the point that it averages
-    "adafactor": 0,  # a row and a column of factors for each matrix
-    "lomo": 0,  # steps each parameter in the backward pass, and keeps nothing
-    "lion": 1,  # the momentum whose sign it steps along
-    "muon": 0,  # likewise
-    "adagrad": 1,  # the sum of squares
-    "rmsprop": 1,  # the mean of squares
-    "ademamix": 3,  # a fast and a slow first moment, and a second
+    "sgd": 0,
+    "schedule_free_sgd": 1,
+    "adafactor": 0,
+    "lomo": 0,
+    "lion": 1,
+    "muon": 0,
+    "adagrad": 1,
+    "rmsprop": 1,
+    "ademamix": 3,
 }
-# Parts of the names of torch's, bitsandbytes' and torchao's classes, and of the trainer's `optim`.
 
-OTHERWISE = 2
-# Adam and its kin keep a first and a second moment; what is not known is taken for one of them.
+# Adam's two moments, also assumed of unknown optimizers.
+DEFAULT_TENSORS = 2
 
+# Settings that add a tensor each: of SGD and RMSprop, Adam, RMSprop, Adafactor.
 TENSOR_SETTINGS = ("momentum", "amsgrad", "centered", "beta1")
-# Each adds a tensor where it is on: SGD's and RMSprop's, Adam's, RMSprop's, Adafactor's.
 
-BYTES_PER_ELEMENT = {
-    "8bit": 1 + 4 / 256,  # with a float32 scale for every 256
-    "fp8": 1 + 4 / 256,
-    "4bit": 0.5 + 4 / 128,
-    "32bit": 4.0,
-}
-# Parts of names that say how states are stored; otherwise in their parameter's dtype.
+# By a part of the name; other optimizers store states in the dtype of their parameter. Quantised
+# states have a float32 scale for every 256 or 128 elements.
+BYTES_PER_ELEMENT = {"8bit": 1 + 4 / 256, "fp8": 1 + 4 / 256, "4bit": 0.5 + 4 / 128, "32bit": 4.0}
+
+# The assumption where no optimizer is known.
+UNKNOWN_OPTIMIZER = "adam"
+
+# Those that wait for the first step of their model's optimizer.
+_WATCHERS: "weakref.WeakSet[TrainingMemory]" = weakref.WeakSet()
 
 
 def optimizer_state_bytes(
     name: str, settings: Mapping[str, Any], num_elements: int, num_bytes: int
 ) -> int:
-    """Size of the states that an optimizer keeps.
+    """Return the bytes of an optimizer's states.
 
     Args:
-        name: its class's, or the trainer's word for it.
-        settings: its defaults, as torch's optimizers hold them.
-        num_elements: of all parameters that it steps.
-        num_bytes: what these take.
+        name: name of its class, or of the trainer's `optim`.
+        settings: its defaults, as in torch's optimizers.
+        num_elements: elements of its parameters.
+        num_bytes: bytes of its parameters.
     """
     name = name.lower().replace("-", "_")
     known = [part for part in TENSORS_PER_PARAMETER if part in name]
-    num_tensors = TENSORS_PER_PARAMETER[max(known, key=len)] if known else OTHERWISE
+    num_tensors = TENSORS_PER_PARAMETER[max(known, key=len)] if known else DEFAULT_TENSORS
     num_tensors += sum(bool(settings.get(setting)) for setting in TENSOR_SETTINGS)
     for part, width in BYTES_PER_ELEMENT.items():
         if part in name:
@@ -69,15 +70,8 @@ def optimizer_state_bytes(
     return num_tensors * num_bytes
 
 
-UNKNOWN_OPTIMIZER = "adam"
-# The estimate for whoever does not say: most train with one of its kind.
-
-_WATCHERS: "weakref.WeakSet[TrainingMemory]" = weakref.WeakSet()
-# Those that wait for the first step of the model that they look after.
-
-
 class TrainingMemory:
-    """Tells what training holds and will still take."""
+    """Estimate, then measure, what training holds and will still allocate."""
 
     def __init__(
         self,
@@ -87,15 +81,15 @@ class TrainingMemory:
         optimizer: torch.optim.Optimizer | str | None,
         reserve_gib: float | str,
     ) -> None:
-        """Wait for the first optimizer step.
+        """Watch for the first optimizer step.
 
         Args:
-            trained: the model that trains, or does not.
-            generating: the model that generates, where that is a copy.
-            device: whose memory counts.
-            optimizer: which will step it, or its name; None: not known, and whether it will be
-                stepped at all is known by its being in training mode.
-            reserve_gib: what training will still take; "auto": found out here.
+            trained: the model that may be trained.
+            generating: the model that generates: the same, or a copy.
+            device: the device whose memory is counted.
+            optimizer: the trained model's optimizer, or its name; None: unknown, and training is
+                expected if the model is in training mode.
+            reserve_gib: what training will still allocate; "auto": estimated, then measured.
 
         Raises:
             ConfigurationError: `optimizer` is neither an optimizer nor a name.
@@ -104,7 +98,7 @@ class TrainingMemory:
         self._optimizer_name = optimizer if isinstance(optimizer, str) else UNKNOWN_OPTIMIZER
         self._optimizer: weakref.ref[torch.optim.Optimizer] | None = None
         if isinstance(optimizer, torch.optim.Optimizer):
-            # accelerate wraps the one that its `prepare` is given.
+            # accelerate's `prepare` wraps it.
             self._optimizer = weakref.ref(getattr(optimizer, "optimizer", optimizer))
         elif not (optimizer is None or isinstance(optimizer, str)):
             raise ConfigurationError(
@@ -113,17 +107,17 @@ class TrainingMemory:
             )
         self._is_expected = optimizer is not None or trained.training
         self._set_reserve = None if isinstance(reserve_gib, str) else int(reserve_gib * GIB)
-        self._is_watching = False
+        self._is_measuring = False
         self._peak: int | None = None
         self.has_stepped = False
-        """Whether the trained model's optimizer made its first step."""
+        """Whether the trained model's optimizer has made its first step."""
         self.is_settled = False
-        """Whether the plan that followed it was made."""
+        """Whether the memory plan after that step was made."""
         _watch_optimizers()
         _WATCHERS.add(self)
 
-    def note_step(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Some optimizer made a step; returns whether it was the trained model's."""
+    def record_step(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Record the step of an optimizer; return whether it is the trained model's."""
         ours = {id(parameter) for parameter in self._trainable()}
         steps = (id(p) for group in optimizer.param_groups for p in group["params"])
         if ours.isdisjoint(steps):
@@ -132,48 +126,48 @@ class TrainingMemory:
         return True
 
     @property
-    def calls_for_plan(self) -> bool:
-        """Whether the first step was made since the plan was."""
+    def needs_new_plan(self) -> bool:
+        """Return whether the first step was made since the memory was planned."""
         return self.has_stepped and not self.is_settled
 
     def settle(self) -> None:
-        """Stop watching; what is known now goes into the plan."""
-        self.is_settled, self._is_watching = True, False
+        """End all measuring: the next plan is the last."""
+        self.is_settled, self._is_measuring = True, False
 
-    def idle(self) -> None:
-        """The engine falls idle: from here on it is training that takes memory."""
+    def start_measuring(self) -> None:
+        """Reset the peak: the engine is idle, and training allocates from now on."""
         if self._is_expected and not self.is_settled and self._set_reserve is None:
-            self._is_watching = devices.reset_peak(self._device)
+            self._is_measuring = devices.reset_peak(self._device)
 
-    def busy(self, cache_bytes: int) -> None:
-        """The engine is about to run, or to plan, and holds this much of a cache.
+    def stop_measuring(self, cache_bytes: int) -> None:
+        """Read the peak: the engine is about to run or plan, with this much cache allocated.
 
-        What training took while the cache was given back is nothing that the cache must leave.
+        A peak without a cache does not limit the cache.
         """
-        if not self._is_watching:
+        if not self._is_measuring:
             return
-        self._is_watching = False
+        self._is_measuring = False
         found = devices.used_and_peak(self._device)
         if found is not None:
             used, peak = found
             beside = max(0, peak - used) if cache_bytes else 0
             self._peak = max(self._peak or 0, beside)
 
-    def in_bytes(self) -> TrainingBytes:
-        """What goes into a plan now."""
+    def bytes_now(self) -> TrainingBytes:
+        """Return what a plan made now must take into account."""
         trainable = [fsdp_compat.local_part(parameter) for parameter in self._trainable()]
-        gradients = _sizes(p.grad for p in self._trainable() if p.grad is not None)
+        gradients = _num_bytes(p.grad for p in self._trainable() if p.grad is not None)
         models = {id(model): model for model in (self._trained, self._generating)}.values()
         tensors = {id(t): t for m in models for t in (*m.parameters(), *m.buffers())}
-        states = self._states_now()
+        states = self._state_bytes()
         is_measured = self.has_stepped and self._peak is not None
         gradients_to_come = states_to_come = 0
         if self._is_expected and not is_measured:
-            gradients_to_come = max(0, _sizes(trainable) - gradients)
+            gradients_to_come = max(0, _num_bytes(trainable) - gradients)
             if not self.has_stepped:
-                states_to_come = max(0, self._estimated_states(trainable) - states)
+                states_to_come = max(0, self._estimated_state_bytes(trainable) - states)
         return TrainingBytes(
-            weights=_sizes(t for t in tensors.values() if t.device.type == self._device.type),
+            weights=_num_bytes(t for t in tensors.values() if t.device.type == self._device.type),
             gradients=gradients,
             optimizer_states=states,
             gradients_to_come=gradients_to_come,
@@ -186,21 +180,21 @@ class TrainingMemory:
     def _trainable(self) -> list[torch.nn.Parameter]:
         return [p for p in self._trained.parameters() if p.requires_grad]
 
-    def _states_now(self) -> int:
-        """What a known optimizer keeps on the device."""
+    def _state_bytes(self) -> int:
+        """Return the bytes of a known optimizer's states on the device."""
         optimizer = self._optimizer and self._optimizer()
         if optimizer is None:
             return 0
         tensors = (value for state in optimizer.state.values() for value in _values(state))
-        return _sizes(t for t in tensors if t.device.type == self._device.type)
+        return _num_bytes(t for t in tensors if t.device.type == self._device.type)
 
-    def _estimated_states(self, trainable: list[torch.Tensor]) -> int:
+    def _estimated_state_bytes(self, trainable: list[torch.Tensor]) -> int:
         optimizer = self._optimizer and self._optimizer()
         name, settings = self._optimizer_name, {}
         if optimizer is not None:
             name, settings = type(optimizer).__name__, optimizer.defaults
         num_elements = sum(part.numel() for part in trainable)
-        return optimizer_state_bytes(name, settings, num_elements, _sizes(trainable))
+        return optimizer_state_bytes(name, settings, num_elements, _num_bytes(trainable))
 
 
 def _values(state: Any) -> Iterable[torch.Tensor]:
@@ -208,20 +202,17 @@ def _values(state: Any) -> Iterable[torch.Tensor]:
     return (value for value in values if isinstance(value, torch.Tensor))
 
 
-def _sizes(tensors: Iterable[torch.Tensor]) -> int:
+def _num_bytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum(fsdp_compat.local_part(tensor).nbytes for tensor in tensors)
 
 
 @cache
 def _watch_optimizers() -> None:
-    """Have every optimizer's step noted, from now on.
-
-    torch goes through its hooks while it calls them, so none may ever be taken out.
-    """
-    register_optimizer_step_post_hook(_note)
+    # Never removed: torch iterates over its hooks while it calls them.
+    register_optimizer_step_post_hook(_record_step)
 
 
-def _note(optimizer: torch.optim.Optimizer, *_: object) -> None:
+def _record_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
     for training in list(_WATCHERS):
-        if training.note_step(optimizer):
+        if training.record_step(optimizer):
             _WATCHERS.discard(training)

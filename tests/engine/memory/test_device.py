@@ -9,7 +9,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 @pytest.fixture
 def launched(monkeypatch):
-    """What a launcher and the driver say."""
+    """Set the environment of a launcher, and the number of GPUs."""
 
     def say(num_processes, num_gpus=0, visible=None):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(num_processes))
@@ -22,11 +22,11 @@ def launched(monkeypatch):
     return say
 
 
-def test_a_process_alone_has_everything(launched):
+def test_a_process_alone_shares_with_none(launched):
     assert devices.num_sharers(CPU) == 1
 
 
-def test_processes_on_one_host_share_its_memory(launched, monkeypatch):
+def test_processes_on_one_machine_share_its_memory(launched, monkeypatch):
     launched(4)
     assert devices.num_sharers(CPU) == 4
     asked = []
@@ -57,7 +57,7 @@ def test_gpus_are_shared_where_processes_outnumber_them(
     assert devices.num_sharers(GPU) == sharers
 
 
-def test_what_the_driver_says_is_free_counts_other_processes(launched, monkeypatch):
+def test_free_gpu_memory_is_shared_and_adds_what_the_allocator_holds(launched, monkeypatch):
     launched(2, 1)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (600, 1000))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 300)
@@ -65,9 +65,9 @@ def test_what_the_driver_says_is_free_counts_other_processes(launched, monkeypat
     assert devices.memory(GPU) == (1000, 300 + 50)
 
 
-def test_the_peak_of_a_cpu_process_is_seen_and_begun_anew():
+def test_the_peak_of_a_cpu_process_is_measured_and_reset():
     if not devices.reset_peak(CPU):
-        pytest.skip("this system does not begin the peak anew")
+        pytest.skip("this system cannot reset the peak")
     size = 64 << 20
     used, _ = devices.used_and_peak(CPU)
     torch.ones(size, dtype=torch.uint8)
@@ -79,7 +79,7 @@ def test_the_peak_of_a_cpu_process_is_seen_and_begun_anew():
     assert peak - now < 0.5 * size
 
 
-def test_float8_takes_an_ada_or_later(monkeypatch):
+def test_float8_needs_ada_or_later(monkeypatch):
     assert not devices.has_float8(CPU)
     for capability, has_it in [((8, 0), False), ((8, 9), True), ((9, 0), True)]:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, c=capability: c)

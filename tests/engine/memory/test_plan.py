@@ -72,7 +72,7 @@ def test_the_parts_never_exceed_the_whole(settings):
     plan = plan_of(**settings)
     assert sum(part.num_bytes for part in plan.parts) == plan.total_bytes
     if plan.num_blocks or (plan.num_slots and plan.bytes_per_sequence):
-        assert all(part.num_bytes >= 0 for part in plan.parts), "what is granted is there"
+        assert all(part.num_bytes >= 0 for part in plan.parts), "no part is negative"
     else:
         assert plan.kv_bytes == 0
 
@@ -138,21 +138,23 @@ def test_a_forward_is_left_its_workspace():
     assert plan_of(max_memory_percent=1, workspace_bytes=600).num_blocks == (200 - 50) // 30
     plan = plan_of(max_memory_percent=1, workspace_bytes_per_block=30)
     assert plan.num_blocks == (800 - 50) // 60
-    assert plan_of(workspace_bytes=300).num_blocks == plan_of().num_blocks, "the rest has room"
+    assert plan_of(workspace_bytes=300).num_blocks == plan_of().num_blocks, (
+        "outside the budget is room"
+    )
 
 
-def test_a_model_without_keys_is_limited_by_nothing_but_its_states():
+def test_a_model_without_keys_is_limited_by_its_states():
     assert plan_of(bytes_per_block=0).num_blocks > 0
     assert plan_of(bytes_per_block=0, bytes_per_sequence=150).num_slots == 400 // 150
 
 
-def test_states_that_would_crowd_out_the_keys_serve_fewer_sequences():
+def test_states_take_at_most_half_the_budget():
     plan = plan_of(bytes_per_sequence=60)
     assert (plan.num_slots, plan.state_bytes) == (3, 180)
     assert plan.num_blocks == (400 - 200) // 30
 
 
-def test_what_training_will_take_is_what_is_to_come_or_what_was_set():
+def test_the_reserve_is_what_is_to_come_or_what_was_set():
     to_come = {"gradients_to_come": 3, "optimizer_states_to_come": 4, "activations": 5}
     held = {"weights": 100, "gradients": 200, "optimizer_states": 300}
     assert TrainingBytes(**held, **to_come).reserve == 12

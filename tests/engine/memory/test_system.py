@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from cb_rollout.engine.memory import system as host
+from cb_rollout.engine.memory import system as system_limits
 from cb_rollout.engine.memory.plan import GIB
 from cb_rollout.engine.memory.system import SystemMemory, container_memory, system_memory
 
@@ -20,7 +20,7 @@ def container(tmp_path, membership, **files):
     return container_memory(tmp_path / "cgroup", tmp_path / "membership")
 
 
-def test_the_tightest_limit_around_a_process_is_its_containers(tmp_path):
+def test_a_containers_memory_is_its_tightest_limit(tmp_path):
     found = container(
         tmp_path,
         "0::/pod/box\n",
@@ -33,7 +33,7 @@ def test_the_tightest_limit_around_a_process_is_its_containers(tmp_path):
     assert found.left_bytes == 3 * GIB
 
 
-def test_the_older_files_are_read_too(tmp_path):
+def test_control_groups_of_version_1_are_read(tmp_path):
     found = container(
         tmp_path,
         "9:name=systemd:/\n4:cpuset,memory:/box\n0::/\n",
@@ -45,7 +45,7 @@ def test_the_older_files_are_read_too(tmp_path):
     assert found.left_bytes == 0
 
 
-def test_a_file_cache_that_the_kernel_can_drop_is_free(tmp_path):
+def test_the_file_cache_counts_as_free(tmp_path):
     found = container(
         tmp_path,
         "0::/box\n",
@@ -71,14 +71,19 @@ def test_no_limit_is_infinite(tmp_path, limit):
     assert container_memory(tmp_path, tmp_path / "missing").left_bytes == math.inf
 
 
+UNLIMITED = SystemMemory(math.inf, 0)
+
+
 def given_memory(monkeypatch, *, total, available, container=None, limits=()):
     system = SimpleNamespace(total=total, available=available)
-    monkeypatch.setattr(host.psutil, "virtual_memory", lambda: system)
-    monkeypatch.setattr(host, "container_memory", lambda: container or SystemMemory(math.inf, 0))
-    monkeypatch.setattr(host, "process_limits", lambda: iter(limits))
+    monkeypatch.setattr(system_limits.psutil, "virtual_memory", lambda: system)
+    monkeypatch.setattr(
+        system_limits, "container_memory", lambda: container or SystemMemory(math.inf, 0)
+    )
+    monkeypatch.setattr(system_limits, "process_limits", lambda: iter(limits))
 
 
-def test_whatever_is_tightest_says_what_is_left(monkeypatch):
+def test_the_tightest_limit_counts(monkeypatch):
     given_memory(monkeypatch, total=100, available=60)
     assert system_memory() == (100, 40)
     given_memory(monkeypatch, total=100, available=60, container=SystemMemory(50, 10))
@@ -90,7 +95,7 @@ def test_whatever_is_tightest_says_what_is_left(monkeypatch):
     assert system_memory() == (45, 15)
 
 
-def test_processes_share_what_the_host_has_and_not_their_own_limits(monkeypatch):
+def test_processes_share_system_memory_and_not_their_own_limits(monkeypatch):
     given_memory(monkeypatch, total=100, available=60, limits=[SystemMemory(90, 65)])
     assert system_memory(num_sharers=1).left_bytes == 25
     assert system_memory(num_sharers=2).left_bytes == 25

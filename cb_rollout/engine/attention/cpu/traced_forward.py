@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from cb_rollout.compat.torch import has_hooks
+from cb_rollout.compat.torch import captured_weights, has_hooks
 from cb_rollout.engine.attention.backend import Forward
 from cb_rollout.engine.attention.cpu.trace import Trace, UntraceableError
 from cb_rollout.engine.attention.decode_cache import DecodeCache, PagedAttention
 from cb_rollout.engine.kv_cache.paged import PagedCache
-from cb_rollout.engine.memory.device import captured_weights, is_out_of_memory
+from cb_rollout.engine.memory.device import is_out_of_memory
 from cb_rollout.errors import said
 
 # With the same weights. Tracing pays off after so many steps.
