@@ -1,4 +1,4 @@
-"""Writes docs/architectures.md from the check that tests/families runs on every type.
+"""Write docs/architectures.md from the check that tests/families runs on every type.
 
 python scripts/architectures.py    # some minutes on one core
 """
@@ -21,19 +21,21 @@ from parity import TOLERANCE, Parity, check, create_model  # noqa: E402
 
 HEADER = """# Architectures
 
-What each type that transformers {version} maps to a causal language model does in the engine. A
-tiny random model of each generates several prompts and a forked group at once, in too few blocks,
-so that some are preempted, while the weights change in mid-flight. The figure is the largest
-difference, in nats, between a sampled token's log-probability and the model's own plain forward
-(no cache, no padding, float32); greedy tokens are those of the plain forward and of `generate`.
+Each type that transformers {version} maps to a causal language model, and whether it runs in the engine.
+For each type the check makes a tiny random model. It generates several prompts and a forked group at once,
+with too few blocks, so that some sequences are preempted, while the weights change.
 
-{num_running} of {num_types} run. The bound is 1e-5, or four times the plain forward's own
-float32 rounding where that is larger. Rows are *padded* (one forward for all), *alike* (only rows
-of one length together) or *alone*: an engine tries these in turn when it is made, and refuses a
-model that agrees with its plain forward in none. An encoder runs with `is_decoder=True` in its
-config, and is refused without.
+- *difference*: the largest difference, in nats, between a sampled token's log-probability and the model's
+  plain forward (no cache, no padding, float32). The bound is 1e-5, or four times the plain forward's own
+  float32 rounding if that is larger. Greedy tokens equal those of the plain forward and of `generate`.
+- *rows*: the batch layout. *padded* is one forward for all rows, *alike* only rows of one length together,
+  *alone* one row a forward. An engine tries these in turn when it is made. It refuses a model that agrees
+  with its plain forward in none.
 
-Written by `scripts/architectures.py` with torch {torch_version} on {machine}.
+{num_running} of {num_types} run. An encoder runs with `is_decoder=True` in its config, and is refused
+without.
+
+`scripts/architectures.py` wrote this page with torch {torch_version} on {machine}.
 
 | type | status | difference | rows | remark |
 |---|---|---|---|---|
@@ -41,7 +43,7 @@ Written by `scripts/architectures.py` with torch {torch_version} on {machine}.
 
 
 def remark(model_type: str, found: Parity) -> str:
-    """What a reader should know of a type that runs."""
+    """Return the remark on a type that runs."""
     remarks = ["with `is_decoder=True`"] if model_type in ENCODERS else []
     if model_type in OWN_GENERATE:
         remarks.append(OWN_GENERATE[model_type])
@@ -51,7 +53,7 @@ def remark(model_type: str, found: Parity) -> str:
 
 
 def row(model_type: str) -> str:
-    """A type's line of the table."""
+    """Return a type's row of the table."""
     for reasons, status in ((REFUSED, "refused"), (NOT_BUILT, "not built")):
         if model_type in reasons:
             return f"| `{model_type}` | {status} | | | {reasons[model_type]} |"

@@ -28,26 +28,33 @@ BENCHMARKS = ROOT / "docs" / "benchmarks"
 
 COMMAND_LINE_HEADER = """# Command line
 
-Every command of `cb-rollout` and every option, from their help texts. Without the script,
-`python -m cb_rollout` is the same. Exit codes: 0; 1, it ran and not all is well; 2, it
-could not be done, and one line says why; 130, it was interrupted.
-Written by `scripts/write_docs.py`.
+Every command of `cb-rollout` and every option, from their help texts. `python -m cb_rollout` is the same
+command.
+
+| exit code | meaning |
+|---|---|
+| 0 | success |
+| 1 | the command ran and found a problem |
+| 2 | the command could not run; one line gives the reason |
+| 130 | interrupted |
+
+`scripts/write_docs.py` writes this page.
 """
 
 CONFIGURATION_HEADER = """# Configuration
 
 Every field of `RolloutConfig`, from its help text. A field that cannot be honoured raises
-`ConfigurationError`; none is ignored. Written by `scripts/write_docs.py`.
+`ConfigurationError`; no field is ignored. `scripts/write_docs.py` writes this page.
 
-| field | default | meaning | cost, or when to touch it |
+| field | default | meaning | cost, or when to change it |
 |---|---|---|---|
 """
 
 SAMPLING_HEADER = """# Sampling
 
-Every field of `SamplingParams`, from its help text, and the field of transformers'
-`GenerationConfig` that is read as it. What a `GenerationConfig` asks for and is not here raises
-`ConfigurationError`; nothing is ignored. Written by `scripts/write_docs.py`.
+Every field of `SamplingParams`, from its help text, and the field of transformers' `GenerationConfig` that
+it corresponds to. A `GenerationConfig` that sets anything else raises `ConfigurationError`; no field is
+ignored. `scripts/write_docs.py` writes this page.
 
 ```python
 params = SamplingParams(temperature=0.8, repetition_penalty=1.1, stop="\\n\\n", max_new_tokens=256)
@@ -59,36 +66,45 @@ outputs = generator.generate_batch(prompts, sampling_params=params)
 """
 
 SAMPLING_FOOTER = """
-## In which order
+## Order
 
-As in `generate`: `logit_bias`; the repetition, presence and frequency penalties; `bad_words`; what
-may not come yet (`min_new_tokens`, `min_length`, `begin_suppress_tokens`); the forced last token;
-`logits_processors`; then the grammar, which nothing can overrule; then the temperature, top-k,
-top-p and min-p. Greedy decoding takes the most likely token before the temperature.
+The order is that of `generate`:
 
-Two things differ from `generate`: a stop string is looked for in the completion alone, not across
-its border with the prompt, and one that comes before `min_new_tokens` does not end the sequence.
+1. `logit_bias`
+2. repetition, presence and frequency penalties
+3. `bad_words`
+4. tokens that must not come yet: `min_new_tokens`, `min_length`, `begin_suppress_tokens`
+5. the forced last token
+6. `logits_processors`
+7. the grammar, which nothing can overrule
+8. temperature, top-k, top-p, min-p
+
+Greedy decoding takes the most likely token before the temperature.
+
+Two things differ from `generate`. A stop string is searched for in the completion alone, not across its
+border with the prompt. A stop string before `min_new_tokens` does not end the sequence.
 
 ## Log-probabilities
 
-With `logprobs_mode="policy"` a token's log-probability, and those of `top_logprobs`, are of the
-model's own distribution at this temperature over the whole vocabulary, whatever was done to the
-logits: it is what a trainer recomputes. With `"processed"` they are of the distribution that was
-sampled from, after everything above. Where the two differ, what is sampled is not what is trained:
-the ratio of a policy-gradient loss then has a bias that only the processed ones can measure.
+| `logprobs_mode` | log-probabilities, and those of `top_logprobs`, belong to |
+|---|---|
+| `"policy"` | the model's own distribution at this temperature, over the whole vocabulary, before any other change to the logits; a trainer recomputes these |
+| `"processed"` | the distribution that was sampled from, after all steps above |
 
-## Faults
+If the two differ, the policy-gradient ratio has a bias, which only the processed log-probabilities can
+measure.
 
-A processor or a grammar that raises fails its own request, with what it raised in `error`; so does
-one that leaves no token to sample. Token ids outside the vocabulary, and minimum lengths that can
-not be reached, are refused in the caller.
+## Errors
+
+A processor or a grammar that raises fails its own request, with the exception in `error`. One that leaves
+no token to sample fails it too. Token ids outside the vocabulary, and minimum lengths that cannot be
+reached, raise in the caller.
 
 ## Grammars
 
-`grammar` takes anything with the methods of `cb_rollout.config.grammar.Grammar`: one matcher a
-sequence, which fills a mask of the tokens that may come next, accepts the sampled one, and says
-when it is done. With the extra `grammar` (`pip install 'cb_rollout[grammar]'`), xgrammar's are
-ready:
+`grammar` takes any object with the methods of `cb_rollout.config.grammar.Grammar`. It makes one matcher for
+each sequence. The matcher fills a mask of the allowed next tokens, accepts the sampled token, and says when
+it is done. The extra `grammar` (`pip install 'cb_rollout[grammar]'`) brings xgrammar's:
 
 ```python
 from cb_rollout.integrations.xgrammar import XGrammar
@@ -100,19 +116,20 @@ outputs = generator.generate_batch(prompts, sampling_params=SamplingParams(gramm
 
 METRICS_HEADER = """# Metrics
 
-Every figure that is logged, from `cb_rollout/metrics/names.py`. Under `attach` they go through the
-trainer's own logger, to whatever it reports to (wandb, TensorBoard, trackio), and to
-`<output_dir>/cb_rollout/metrics.jsonl`; a `RolloutGenerator` and a `GroupCollector` give theirs by
-`metrics()`. `cb-rollout report RUN [RUN]` draws one run, or two side by side;
-`scripts/wandb_panels.py` makes the panels of a wandb workspace. Written by `scripts/write_docs.py`.
+Every logged metric, from `cb_rollout/metrics/names.py`. `scripts/write_docs.py` writes this page.
+
+- Under `attach`, metrics go through the trainer's own logger (wandb, TensorBoard, trackio), and to
+  `<output_dir>/cb_rollout/metrics.jsonl`.
+- `metrics()` of a `RolloutGenerator` or a `GroupCollector` returns them.
+- `cb-rollout report RUN [RUN]` draws one run, or two side by side.
+- `scripts/wandb_panels.py` makes the panels of a wandb workspace.
 
 """
 
 METRICS_FOOTER = """
-Under `attach`, TRL logs beside them `sampling/sampling_logp_difference/{mean,max}`, the same drift
-against the trainer's own forward on every completion, and `sampling/importance_sampling_ratio/*`,
-the correction that follows. `AsyncGRPOTrainer` logs `sample/staleness_*`, which is per completion,
-of its oldest token.
+Under `attach`, TRL also logs `sampling/sampling_logp_difference/{mean,max}`, the drift against the trainer's
+own forward on every completion, and `sampling/importance_sampling_ratio/*`, the correction that follows.
+`AsyncGRPOTrainer` logs `sample/staleness_*`, which is per completion, of its oldest token.
 """
 
 WORKLOADS = {
