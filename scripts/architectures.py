@@ -21,19 +21,21 @@ from parity import TOLERANCE, Parity, check, create_model  # noqa: E402
 
 HEADER = """# Architectures
 
-Each type that transformers {version} maps to a causal language model, and whether it runs in the engine.
-For each type the check makes a tiny random model. It generates several prompts and a forked group at once,
-with too few blocks, so that some sequences are preempted, while the weights change.
+Each type that transformers {version} maps to a causal language model, and whether it runs in the
+engine. For each type the check makes a tiny random model. It generates several prompts and a
+forked group at once, with too few blocks, so that some sequences are preempted, while the weights
+change.
 
-- *difference*: the largest difference, in nats, between a sampled token's log-probability and the model's
-  plain forward (no cache, no padding, float32). The bound is 1e-5, or four times the plain forward's own
-  float32 rounding if that is larger. Greedy tokens equal those of the plain forward and of `generate`.
-- *rows*: the batch layout. *padded* is one forward for all rows, *alike* only rows of one length together,
-  *alone* one row a forward. An engine tries these in turn when it is made. It refuses a model that agrees
-  with its plain forward in none.
+- *difference*: the largest difference, in nats, between a sampled token's log-probability and the
+  model's plain forward (no cache, no padding, float32). The bound is 1e-5, or four times the
+  plain forward's own float32 rounding if that is larger. Greedy tokens equal those of the plain
+  forward and of `generate`.
+- *rows*: the batch layout. *padded* is one forward for all rows, *alike* only rows of one length
+  together, *alone* one row a forward. An engine tries these in turn when it is made. It refuses a
+  model that agrees with its plain forward in none.
 
-{num_running} of {num_types} run. An encoder runs with `is_decoder=True` in its config, and is refused
-without.
+{num_running} of {num_types} run. An encoder runs with `is_decoder=True` in its config, and is
+refused without.
 
 `scripts/architectures.py` wrote this page with torch {torch_version} on {machine}.
 

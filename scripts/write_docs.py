@@ -28,8 +28,8 @@ BENCHMARKS = ROOT / "docs" / "benchmarks"
 
 COMMAND_LINE_HEADER = """# Command line
 
-Every command of `cb-rollout` and every option, from their help texts. `python -m cb_rollout` is the same
-command.
+Every command of `cb-rollout` and every option, from their help texts. `python -m cb_rollout` is
+the same command.
 
 | exit code | meaning |
 |---|---|
@@ -52,9 +52,9 @@ Every field of `RolloutConfig`, from its help text. A field that cannot be honou
 
 SAMPLING_HEADER = """# Sampling
 
-Every field of `SamplingParams`, from its help text, and the field of transformers' `GenerationConfig` that
-it corresponds to. A `GenerationConfig` that sets anything else raises `ConfigurationError`; no field is
-ignored. `scripts/write_docs.py` writes this page.
+Every field of `SamplingParams`, from its help text, and the field of transformers'
+`GenerationConfig` that it corresponds to. A `GenerationConfig` that sets anything else raises
+`ConfigurationError`; no field is ignored. `scripts/write_docs.py` writes this page.
 
 ```python
 params = SamplingParams(temperature=0.8, repetition_penalty=1.1, stop="\\n\\n", max_new_tokens=256)
@@ -81,30 +81,33 @@ The order is that of `generate`:
 
 Greedy decoding takes the most likely token before the temperature.
 
-Two things differ from `generate`. A stop string is searched for in the completion alone, not across its
-border with the prompt. A stop string before `min_new_tokens` does not end the sequence.
+Two things differ from `generate`. A stop string is searched for in the completion alone, not
+across its border with the prompt. A stop string before `min_new_tokens` does not end the
+sequence.
 
 ## Log-probabilities
 
-| `logprobs_mode` | log-probabilities, and those of `top_logprobs`, belong to |
-|---|---|
-| `"policy"` | the model's own distribution at this temperature, over the whole vocabulary, before any other change to the logits; a trainer recomputes these |
-| `"processed"` | the distribution that was sampled from, after all steps above |
+- `logprobs_mode="policy"`: log-probabilities, and those of `top_logprobs`, belong to the model's
+  own distribution at this temperature, over the whole vocabulary, before any other change to the
+  logits. A trainer recomputes these.
+- `logprobs_mode="processed"`: they belong to the distribution that was sampled from, after all
+  steps above.
 
-If the two differ, the policy-gradient ratio has a bias, which only the processed log-probabilities can
-measure.
+If the two differ, the policy-gradient ratio has a bias, which only the processed
+log-probabilities can measure.
 
 ## Errors
 
-A processor or a grammar that raises fails its own request, with the exception in `error`. One that leaves
-no token to sample fails it too. Token ids outside the vocabulary, and minimum lengths that cannot be
-reached, raise in the caller.
+A processor or a grammar that raises fails its own request, with the exception in `error`. One
+that leaves no token to sample fails it too. Token ids outside the vocabulary, and minimum lengths
+that cannot be reached, raise in the caller.
 
 ## Grammars
 
-`grammar` takes any object with the methods of `cb_rollout.config.grammar.Grammar`. It makes one matcher for
-each sequence. The matcher fills a mask of the allowed next tokens, accepts the sampled token, and says when
-it is done. The extra `grammar` (`pip install 'cb_rollout[grammar]'`) brings xgrammar's:
+`grammar` takes any object with the methods of `cb_rollout.config.grammar.Grammar`. It makes one
+matcher for each sequence. The matcher fills a mask of the allowed next tokens, accepts the
+sampled token, and says when it is done. The extra `grammar` (`pip install 'cb_rollout[grammar]'`)
+brings xgrammar's:
 
 ```python
 from cb_rollout.integrations.xgrammar import XGrammar
@@ -118,8 +121,8 @@ METRICS_HEADER = """# Metrics
 
 Every logged metric, from `cb_rollout/metrics/names.py`. `scripts/write_docs.py` writes this page.
 
-- Under `attach`, metrics go through the trainer's own logger (wandb, TensorBoard, trackio), and to
-  `<output_dir>/cb_rollout/metrics.jsonl`.
+- Under `attach`, metrics go through the trainer's own logger (wandb, TensorBoard, trackio), and
+  to `<output_dir>/cb_rollout/metrics.jsonl`.
 - `metrics()` of a `RolloutGenerator` or a `GroupCollector` returns them.
 - `cb-rollout report RUN [RUN]` draws one run, or two side by side.
 - `scripts/wandb_panels.py` makes the panels of a wandb workspace.
@@ -127,9 +130,10 @@ Every logged metric, from `cb_rollout/metrics/names.py`. `scripts/write_docs.py`
 """
 
 METRICS_FOOTER = """
-Under `attach`, TRL also logs `sampling/sampling_logp_difference/{mean,max}`, the drift against the trainer's
-own forward on every completion, and `sampling/importance_sampling_ratio/*`, the correction that follows.
-`AsyncGRPOTrainer` logs `sample/staleness_*`, which is per completion, of its oldest token.
+Under `attach`, TRL also logs `sampling/sampling_logp_difference/{mean,max}`, the drift against
+the trainer's own forward on every completion, and `sampling/importance_sampling_ratio/*`, the
+correction that follows. `AsyncGRPOTrainer` logs `sample/staleness_*`, which is per completion, of
+its oldest token.
 """
 
 WORKLOADS = {
