@@ -26,7 +26,7 @@ def with_rollout_func(output_dir, rollout, **settings):
 
 
 def engine_of(trainer):
-    return vars(trainer)[OWN].rollouts.generator
+    return vars(trainer)[OWN].backend.generator
 
 
 class LastWeights(TrainerCallback):

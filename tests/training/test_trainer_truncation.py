@@ -133,7 +133,7 @@ def test_the_last_turn_of_a_tool_loop_decides(tmp_path, monkeypatch):
         batch = score(inputs)
         reasons = {
             (*output.prompt_ids, *output.generated_tokens): output.finish_reason
-            for output in trainer.vllm_generation.outputs
+            for output in trainer.vllm_generation.context.outputs
         }
         mask_BT = batch["completion_mask"]
         assert mask_BT.any(1).tolist() == [reasons.get(row) == "stop" for row in rows]
@@ -145,7 +145,7 @@ def test_the_last_turn_of_a_tool_loop_decides(tmp_path, monkeypatch):
     trainer._generate_and_score_completions = score_and_keep
     trainer.train()
     generator.close()
-    assert len(trainer.vllm_generation.outputs) > 8
+    assert len(trainer.vllm_generation.context.outputs) > 8
     assert set(seen) == {True, False}
     assert all(math.isfinite(loss) for loss in logged(trainer, "loss"))
 

@@ -1,4 +1,7 @@
-"""Attach a TRL trainer: its rollouts run on this package's engine."""
+"""Attach a TRL trainer: its rollouts run on this package's engine.
+
+Called by the trainer's script, and by the trainer on its thread. `attachment` alone imports trl.
+"""
 
 from cb_rollout.integrations.trl.attachment import attach, detach
 from cb_rollout.integrations.trl.rollout_func import make_rollout_func

@@ -1,14 +1,15 @@
-"""Rolls out stock TRL trainers through a `RolloutGenerator`.
+"""Attach a `RolloutGenerator` to a stock TRL trainer.
 
-TRL 1.16 asks an object named `vllm_generation` for completions, and every gate on that path is an
-attribute of the trainer, not of its arguments. So a trainer made without vLLM is turned to that
-path after its construction, with our object at its end; `args.use_vllm` stays False and vLLM is
-never imported. The only file that imports trl.
+TRL 1.16 asks an object named `vllm_generation` for completions, and every switch of that path is an
+attribute of the trainer, not of its arguments. So a trainer made without vLLM takes that path once
+its attributes are set, with our object at its end; `args.use_vllm` stays False and vLLM is never
+imported. Every attribute and method of the trainer is replaced here, once. The only file that
+imports trl. Called from the thread that trains, before or after training.
 """
 
 import inspect
 import warnings
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import trl
@@ -18,26 +19,25 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 from cb_rollout.config.enums import SamplingMaskMode
 from cb_rollout.errors import ConfigurationError
-from cb_rollout.integrations.trl.backend import TrainerHooks, TrainerRollouts, create_generator
-from cb_rollout.integrations.trl.callback import RolloutCallback
-from cb_rollout.integrations.trl.guard import LogprobGuard
+from cb_rollout.integrations.trl.backend import GenerationBackend, create_generator
+from cb_rollout.integrations.trl.guard import (
+    LogprobGuard,
+    are_comparable,
+    require_one_distribution,
+    warn_of_bias,
+)
 from cb_rollout.integrations.trl.records import TrainerRecords
 from cb_rollout.integrations.trl.rollout_func import end_own_engine
 from cb_rollout.integrations.trl.scoring import TrainerScoring
-from cb_rollout.integrations.trl.strategies import STRATEGY, drop_strategy
-from cb_rollout.integrations.trl.truncation import (
-    TrainerTruncation,
-    are_comparable,
-    require_known_distribution,
-    warn_of_bias,
-)
+from cb_rollout.integrations.trl.strategies import STRATEGY
+from cb_rollout.integrations.trl.truncation import TrainerTruncation, require_known_ends
 from cb_rollout.rollout.distributed import create_failure_watch
 from cb_rollout.rollout.generator import RolloutGenerator
 
 TESTED_VERSIONS = "trl>=1.16,<2"
 
-GENERATION_MODE = "cb_rollout"
 # Any word but TRL's own "server" and "colocate", each of which has code of its own.
+GENERATION_MODE = "cb_rollout"
 
 SEAM_ATTRIBUTES = ("use_vllm", "vllm_mode", "generation_config", "_metrics", "state", "accelerator")
 SEAM_METHODS = (
@@ -53,21 +53,21 @@ SEAM_ARGUMENTS = ["self", "prompts", "images", "num_generations", "profiler"]
 
 
 def attach(trainer: Any, config: Any = None) -> RolloutGenerator:
-    """Roll a stock `GRPOTrainer` or `RLOOTrainer` out through cb_rollout from now on.
+    """Make a stock `GRPOTrainer` or `RLOOTrainer` generate through cb_rollout.
 
-    Training, evaluation, tools and environments all do; the sampled log-probabilities go into TRL's
-    own importance-sampling correction, under TRL's own metric names.
+    Training, evaluation, tools and environments all use it. The sampled log-probabilities go into
+    TRL's own importance-sampling correction, under TRL's own metric names.
 
     Args:
-        trainer: constructed, not yet training; made with `use_vllm=False`.
+        trainer: constructed with `use_vllm=False`, not yet training.
         config: a `RolloutConfig` or a transformers `ContinuousBatchingConfig`; its seed defaults to
             the trainer's.
 
     Returns:
-        The generator, whose `generate_batch` may also be used beside the trainer.
+        The generator; its `generate_batch` may also be called outside of training.
 
     Raises:
-        ConfigurationError: the trainer, its settings or this TRL release cannot be attached to.
+        ConfigurationError: the trainer, a setting or this TRL release is not supported.
     """
     _require_seam(trainer)
     _require_settings(trainer)
@@ -75,65 +75,58 @@ def attach(trainer: Any, config: Any = None) -> RolloutGenerator:
     generator = create_generator(trainer, config)
     config = generator.config
     defaults = generator.manager.defaults
-    require_known_distribution(trainer, config, defaults)
+    require_one_distribution(config, defaults)
+    require_known_ends(trainer, defaults)
     warn_of_bias(trainer, config, defaults)
     _warn_of_dropout(trainer)
-    hooks = TrainerHooks(trainer)
-    rollouts = TrainerRollouts(trainer, generator)
-    replays = config.sampling_mask == SamplingMaskMode.REPLAY
-    guard = LogprobGuard(trainer, config, are_comparable(config, defaults))
     records = None
     if trainer.accelerator.is_main_process:
         records = TrainerRecords(trainer, config.record_num_sequences)
-    truncation = TrainerTruncation(trainer, defaults)
-    scoring = TrainerScoring(trainer, rollouts, guard, records, truncation, replays=replays)
-    callback = RolloutCallback(rollouts, records)
-    hooks.put("vllm_generation", rollouts)
-    hooks.put("vllm_mode", GENERATION_MODE)
-    hooks.put("use_vllm", True)
-    hooks.put("_last_loaded_step", -1)
-    hooks.put(ATTACHMENT, Attachment(generator, hooks, callback))
-    scoring.hook(hooks)
+    backend = GenerationBackend(trainer, generator, records)
+    scoring = TrainerScoring(
+        trainer,
+        backend,
+        LogprobGuard(trainer, config, are_comparable(config, defaults)),
+        records,
+        TrainerTruncation(trainer, defaults),
+        replays=config.sampling_mask == SamplingMaskMode.REPLAY,
+    )
+    backend.overrides.set(
+        vllm_generation=backend,
+        vllm_mode=GENERATION_MODE,
+        use_vllm=True,
+        _last_loaded_step=-1,
+        _generate=scoring.generate,
+        _generate_and_score_completions=scoring.generate_and_score,
+        _calculate_rewards=scoring.calculate_rewards,
+        _get_per_token_logps_and_entropies=scoring.logprobs,
+        compute_loss=scoring.compute_loss,
+    )
     watch = create_failure_watch()
     if watch is not None:
-        hooks.put("train", watch.watching(trainer.train))
-        hooks.put("evaluate", watch.watching(trainer.evaluate))
-    trainer.add_callback(callback)
+        backend.overrides.set(
+            train=watch.watching(trainer.train), evaluate=watch.watching(trainer.evaluate)
+        )
+    trainer.add_callback(backend.callback)
     return generator
-
-
-ATTACHMENT = "_cb_rollout"
-# The trainer's attribute that says what was attached.
-
-
-class Attachment(NamedTuple):
-    """What `detach` needs to know."""
-
-    generator: RolloutGenerator
-    hooks: TrainerHooks
-    callback: RolloutCallback
 
 
 def detach(trainer: Any) -> None:
     """Put a trainer back as it was before `attach`, and close its generator.
 
-    What `use_strategy` changed is put back too. Weights, optimizer and step count stay as they are.
+    A strategy of `use_strategy` is removed too. Weights, optimizer and step count stay as they are.
 
     Raises:
         ConfigurationError: nothing is attached to it.
     """
-    attachment = getattr(trainer, ATTACHMENT, None)
-    if not isinstance(attachment, Attachment):
+    backend = getattr(trainer, "vllm_generation", None)
+    if not isinstance(backend, GenerationBackend):
         raise ConfigurationError("cb_rollout is not attached to this trainer.")
-    attachment.callback.finish()
-    drop_strategy(trainer)
-    trainer.remove_callback(attachment.callback)
-    attachment.hooks.restore()
-    attachment.generator.close()
+    backend.close()
 
 
 def _require_seam(trainer: Any) -> None:
-    """Refuse what is not a trainer whose inside looks as it did when this was written."""
+    """Refuse an object that is not a trainer, or whose attributes are not those of TRL 1.16."""
     if not isinstance(trainer, GRPOTrainer | RLOOTrainer):
         raise ConfigurationError(
             f"attach() takes a trl GRPOTrainer or RLOOTrainer, not a {type(trainer).__name__}; use "
@@ -155,7 +148,7 @@ def _require_seam(trainer: Any) -> None:
             "use_strategy came before attach, so that it would be left out; call attach first."
         )
     if getattr(trainer, "use_vllm", False):
-        is_ours = isinstance(getattr(trainer, "vllm_generation", None), TrainerRollouts)
+        is_ours = isinstance(getattr(trainer, "vllm_generation", None), GenerationBackend)
         raise ConfigurationError(
             "cb_rollout is attached to this trainer already."
             if is_ours
@@ -164,7 +157,7 @@ def _require_seam(trainer: Any) -> None:
 
 
 def _require_settings(trainer: Any) -> None:
-    """Refuse what cannot be honoured, and what TRL would refuse on its own server path."""
+    """Refuse settings that cannot be honoured, or that TRL would refuse with a server."""
     if trainer.args.use_transformers_continuous_batching:
         raise ConfigurationError(
             "use_transformers_continuous_batching=True and cb_rollout both want to generate; "
@@ -187,7 +180,7 @@ def _require_settings(trainer: Any) -> None:
 
 
 def _warn_of_dropout(trainer: Any) -> None:
-    """Say what dropout does to the correction: samples come from the model without it."""
+    """Warn that the importance-sampling correction counts dropout as a change of policy."""
     rates = [m.p for m in trainer.model.modules() if isinstance(m, torch.nn.Dropout)]
     rates += [getattr(m, "attention_dropout", 0.0) or 0.0 for m in trainer.model.modules()]
     highest = max((rate for rate in rates if isinstance(rate, float)), default=0.0)

@@ -1,81 +1,83 @@
-"""Holds the sampled log-probabilities against the trainer's own forward, now and then.
+"""Comparison of the sampled log-probabilities with the trainer's own forward.
 
-Owns when, how many, the figures that are logged, and what follows when they differ too much.
-Called by the trainer, on its thread; with several processes all of them call it together.
+Owns the schedule of checks, their metrics, the fallback or error when they differ too much, and the
+settings under which the two are not of one distribution: the loss of TRL 1.16 takes a log-softmax
+of logits/temperature over the whole vocabulary. Called by the trainer, on its thread; with several
+processes all of them call it together. Knows the trainer by its attributes only.
 
 B: rows of a batch, T: tokens of a completion.
 """
 
+import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from cb_rollout.config.enums import OldLogps, OnLogprobDrift
+from cb_rollout.config.enums import LogprobsMode, OldLogps, OnLogprobDrift, SamplingMaskMode
 from cb_rollout.config.rollout import RolloutConfig
-from cb_rollout.errors import LogprobDriftError
-from cb_rollout.integrations.trl.rows import Row
+from cb_rollout.config.sampling import SamplingParams
+from cb_rollout.errors import ConfigurationError, LogprobDriftError
+from cb_rollout.integrations.trl.context import RolloutContext, RolloutRow
 from cb_rollout.rollout.verification import DriftReport, drift
+
+# By name: a row, and the indices of the tokens that are compared.
+Compared = dict[str, tuple[RolloutRow, list[int]]]
+
+# Warnings point at the caller of attach().
+STACKLEVEL = 3
 
 
 class LogprobGuard:
-    """Says whether sampled log-probabilities may stand for the trainer's."""
+    """Decides whether sampled log-probabilities may be used as the trainer's."""
 
     def __init__(self, trainer: Any, config: RolloutConfig, are_comparable: bool) -> None:
-        """Trust them until they are found to differ.
-
-        Args:
-            trainer: whose forward is the measure.
-            config: how often, how many, how much, and what then.
-            are_comparable: whether sampled and recomputed ones are of one distribution at all.
-        """
         self._trainer, self._config = trainer, config
         self._are_comparable = are_comparable
         self._num_rollouts = 0
-        self.is_due = False
-        """Whether this rollout is to be checked, and has not been."""
         self.is_trusted = config.old_logps == OldLogps.ROLLOUT
-        """Whether the sampled ones are used as the old ones."""
+        """Whether sampled log-probabilities are used as the old ones."""
 
-    def begin_rollout(self, is_training: bool) -> None:
-        """Another rollout is about to be scored."""
+    def begin_rollout(self, is_training: bool) -> bool:
+        """Count a rollout, and return whether it is checked."""
         every = self._config.verify_every_steps
-        self.is_due = False
-        if is_training and every and self._are_comparable:
-            self.is_due = self._num_rollouts % every == 0
-            self._num_rollouts += 1
+        if not (is_training and every and self._are_comparable):
+            return False
+        self._num_rollouts += 1
+        return (self._num_rollouts - 1) % every == 0
 
     def check(
         self,
-        rows: Sequence[Row],
+        context: RolloutContext,
         policy_version: int,
         mask_BT: torch.Tensor,
         recompute: Callable[[list[int]], torch.Tensor],
     ) -> None:
-        """Compare some rows, if it is time to, and has not been done for this rollout.
+        """Compare some rows, once for each rollout that is due.
 
         Args:
-            rows: what was sampled.
-            policy_version: the trainer's; tokens of older ones are passed over.
+            context: the rollout.
+            policy_version: the trainer's; tokens of older ones are skipped.
             mask_BT: 0 where the trainer's forward leaves tokens out.
-            recompute: the trainer's log-probabilities of the rows of these numbers, `[rows, T]`.
+            recompute: returns the trainer's log-probabilities, (rows, T), of the rows at indices.
 
         Raises:
             LogprobDriftError: they differ by more than `max_logprob_drift`.
         """
-        if not self.is_due or any(row.logprobs is None for row in rows):
+        rows = context.rows
+        if not context.is_check_due or any(row.logprobs is None for row in rows):
             return
-        self.is_due = False
+        context.is_check_due = False
         num_chosen = self._config.verify_num_sequences
         stride = max(1, len(rows) // num_chosen)
-        # Others each time, so that none is passed over for ever.
+        # Other rows each time, so that every row is checked at some time.
         first = (self._num_rollouts - 1) // self._config.verify_every_steps % stride
         chosen = list(range(first, len(rows), stride))[:num_chosen]
         recomputed = recompute(chosen).float().tolist()
         sampled: dict[str, list[float]] = {}
         trained: dict[str, list[float]] = {}
-        places: dict[str, tuple[Row, list[int]]] = {}
+        compared: Compared = {}
         masks = mask_BT[chosen].tolist()
         for number, values, mask in zip(chosen, recomputed, masks, strict=True):
             row = rows[number]
@@ -88,14 +90,14 @@ class LogprobGuard:
             name = f"row {number}, {row.name}"
             sampled[name] = [row.logprobs[t] for t in positions]  # type: ignore[index]
             trained[name] = [values[t] for t in positions]
-            places[name] = row, positions
+            compared[name] = row, positions
         report = drift(sampled, trained)
         if report.num_tokens:
-            self._log(report, places)
-        self._act(report, places)
+            self._log(report, compared)
+        self._act(report, compared)
 
-    def _log(self, report: DriftReport, places: dict[str, tuple[Row, list[int]]]) -> None:
-        figures = {
+    def _log(self, report: DriftReport, compared: Compared) -> None:
+        metrics = {
             "rollout/logprob_drift_max": report.max,
             "rollout/logprob_drift_mean": report.mean,
             "rollout/logprob_drift_k1": report.k1,
@@ -104,22 +106,22 @@ class LogprobGuard:
             "rollout/logprob_drift_effective_sample_size": report.effective_sample_size,
         }
         if report.first_position is not None:
-            _, positions = places[report.request_id]
-            figures["rollout/logprob_drift_first_token"] = positions[report.first_position]
-        for name, value in figures.items():
+            _, positions = compared[report.request_id]
+            metrics["rollout/logprob_drift_first_token"] = positions[report.first_position]
+        for name, value in metrics.items():
             self._trainer._metrics["train"][name].append(value)
 
-    def _act(self, report: DriftReport, places: dict[str, tuple[Row, list[int]]]) -> None:
-        """Raise, or trust them no longer, where the difference is beyond what is allowed."""
+    def _act(self, report: DriftReport, compared: Compared) -> None:
+        """Raise, or fall back to recomputing, where the drift is above `max_logprob_drift`."""
         allowed = self._config.max_logprob_drift
         if allowed is None:
             return
-        # Every process acts alike: what follows has forwards that they share.
+        # Every process must act alike: they share the forwards that follow.
         accelerator = self._trainer.accelerator
         largest = torch.tensor([report.max], device=accelerator.device)
         if float(accelerator.gather(largest).max()) <= allowed:
             return
-        said = self._description(report, places) if report.max > allowed else "on another process"
+        said = self._description(report, compared) if report.max > allowed else "on another process"
         said += f", max_logprob_drift={allowed:.3g}; "
         if self._config.on_logprob_drift == OnLogprobDrift.RAISE:
             said += "raise it, or look for what changes the forward between rollout and loss."
@@ -129,9 +131,9 @@ class LogprobGuard:
             warnings.warn(said, stacklevel=2)
         self.is_trusted = False
 
-    def _description(self, report: DriftReport, places: dict[str, tuple[Row, list[int]]]) -> str:
-        """Which sequence and token, by how much, and where the sequence began to differ."""
-        row, positions = places[report.request_id]
+    def _description(self, report: DriftReport, compared: Compared) -> str:
+        """Name the sequence and token, the drift, and the first token that differs."""
+        row, positions = compared[report.request_id]
         position = positions[report.position]
         text = self._trainer.processing_class.decode([row.completion_ids[position]])
         said = f"{report.request_id}, generated token {position} ({text!r}): sampled "
@@ -139,3 +141,57 @@ class LogprobGuard:
         if report.first_position is not None and report.first_position < report.position:
             said += f", the first difference at token {positions[report.first_position]}"
         return said
+
+
+def are_comparable(config: RolloutConfig, params: SamplingParams) -> bool:
+    """Return True if sampled and recomputed log-probabilities are of one distribution."""
+    if config.sampling_mask == SamplingMaskMode.REPLAY:
+        return True
+    return config.logprobs_mode == LogprobsMode.POLICY or not params.is_processed
+
+
+def require_one_distribution(config: RolloutConfig, params: SamplingParams) -> None:
+    """Refuse settings under which the old log-probabilities are of another distribution."""
+    if config.sampling_mask == SamplingMaskMode.REPLAY and params.is_adjusted:
+        raise ConfigurationError(
+            "sampling_mask='replay' knows top_k, top_p and min_p, not penalties, biases or forced "
+            "tokens; take repetition_penalty and the like out of the trainer's settings and "
+            "generation_kwargs, or set sampling_mask='ignore'."
+        )
+    if config.old_logps == OldLogps.ROLLOUT and not are_comparable(config, params):
+        raise ConfigurationError(
+            "old_logps='rollout' with logprobs_mode='processed' would hold log-probabilities after "
+            "truncation or penalties against the loss's, which are before; set "
+            "sampling_mask='replay' or logprobs_mode='policy'."
+        )
+
+
+def warn_of_bias(trainer: Any, config: RolloutConfig, params: SamplingParams) -> None:
+    """Warn, with numbers, where the loss and the samples are of different distributions."""
+    if params.temperature != trainer.temperature:
+        warnings.warn(
+            f"generation_kwargs sample at temperature={params.temperature:g}, and the loss divides "
+            f"logits by {trainer.temperature:g}: its ratios are of another policy. Set temperature "
+            "in the trainer's config instead.",
+            stacklevel=STACKLEVEL,
+        )
+    if not params.is_truncated or config.sampling_mask == SamplingMaskMode.REPLAY:
+        return
+    settings = {"top_k": params.top_k, "top_p": params.top_p, "min_p": params.min_p}
+    rest = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    said = ", ".join(f"{k}={v:g}" for k, v in settings.items() if v != rest[k])
+    length = trainer.args.max_completion_length
+    bound = ""
+    if params.top_p < 1 and not params.top_k and not params.min_p:
+        lowest = length * math.log(params.top_p)
+        bound = f" (at least {params.top_p:g} a token; e**{lowest:.0f} over {length} tokens)"
+    effect = "nothing corrects for it"
+    corrects = getattr(trainer, "vllm_importance_sampling_correction", False)
+    if corrects and config.logprobs_mode == LogprobsMode.PROCESSED:
+        effect = "the importance-sampling correction multiplies that mass into the loss"
+    warnings.warn(
+        f"{said}: completions are sampled from part of the distribution{bound}, the loss is of all "
+        f"of it; {effect}. rollout/log_kept_mass says how much is cut. Set sampling_mask='replay' "
+        "for exact ratios, or switch truncation off.",
+        stacklevel=STACKLEVEL,
+    )

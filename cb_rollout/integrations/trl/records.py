@@ -1,8 +1,8 @@
-"""The first sequences of each rollout, token by token, on their way to the run's records.
+"""Records of the first sequences of each rollout, token by token.
 
-A sequence is written once the loss has seen it, since the trainer's log-probabilities and entropies
-come from there; at the latest when the next rollout of its kind begins, or training ends. Called by
-the trainer's main process, on its thread.
+A sequence is written after its first loss, which has the trainer's log-probabilities and entropies;
+at the latest when the next rollout of its mode begins, or training ends. Called by the trainer's
+main process, on its thread.
 
 B: rows of a batch, T: tokens of a completion.
 """
@@ -15,20 +15,14 @@ from typing import Any
 
 import torch
 
-from cb_rollout.integrations.trl.rows import Row
+from cb_rollout.integrations.trl.context import RolloutContext, RolloutRow
 from cb_rollout.metrics.run_records import Mode, RunRecorder, SequenceRecord, StepMetrics
 
 
 class TrainerRecords:
-    """Owns the recorder of one run."""
+    """Recorder of one run, into the trainer's output directory."""
 
     def __init__(self, trainer: Any, num_sequences: int) -> None:
-        """Record into the trainer's output directory.
-
-        Args:
-            trainer: the one that runs.
-            num_sequences: how many of each rollout.
-        """
         self._trainer, self._num_sequences = trainer, num_sequences
         self._recorder = RunRecorder(Path(trainer.args.output_dir) / "cb_rollout")
         self._pending: dict[int, SequenceRecord] = {}
@@ -37,30 +31,28 @@ class TrainerRecords:
 
     def add(
         self,
-        first_id: int,
-        mode: Mode,
-        rows: Sequence[Row],
-        rewards: Sequence[float],
+        context: RolloutContext,
+        row_ids: Sequence[int],
         advantages: Sequence[float],
         masks: Sequence[Sequence[int]],
     ) -> None:
-        """Take the first rows of a rollout; row `n` is known to the loss as `first_id + n`."""
-        self.flush(mode)
-        if mode == "train":
-            self._completion_lengths += [sum(row.is_sampled) for row in rows]
+        """Take the first rows of a rollout; they wait for the loss, which knows their `row_ids`."""
+        self.flush(context.mode)
+        if context.mode == "train":
+            self._completion_lengths += [sum(row.is_sampled) for row in context.rows]
         tokenizer = self._trainer.processing_class
-        for number, row in enumerate(rows[: self._num_sequences]):
-            last = row.turns[-1].output if row.turns else None
-            self._pending[first_id + number] = SequenceRecord(
+        for number, row in enumerate(context.rows[: self._num_sequences]):
+            last = row.spans[-1].output if row.spans else None
+            self._pending[row_ids[number]] = SequenceRecord(
                 step=self._trainer.state.global_step,
-                mode=mode,
+                mode=context.mode,
                 request_id=row.name,
                 prompt=tokenizer.decode(row.prompt_ids),
                 tokens=[tokenizer.decode([token]) for token in row.completion_ids],
                 token_ids=row.completion_ids,
                 logprobs=row.logprobs or [],
                 policy_versions=_policy_versions(row),
-                reward=rewards[number],
+                reward=context.rewards[number],
                 finish_reason=None if last is None else last.finish_reason,
                 advantage=advantages[number],
                 mask=list(masks[number][: len(row.completion_ids)]),
@@ -69,7 +61,7 @@ class TrainerRecords:
     def complete(
         self, ids: Sequence[int], logprobs_BT: torch.Tensor, entropies_BT: torch.Tensor
     ) -> None:
-        """The loss has seen these rows; write those that wait for it."""
+        """Write waiting rows with the values that their loss computed."""
         for number, record_id in enumerate(ids):
             record = self._pending.pop(record_id, None)
             if record is not None:
@@ -83,7 +75,7 @@ class TrainerRecords:
                 )
 
     def flush(self, mode: Mode | None = None) -> None:
-        """Write what no loss will see any more: of one mode, or of both."""
+        """Write the rows that still wait for a loss, of one mode or of both."""
         for record_id, record in list(self._pending.items()):
             if mode in (None, record.mode):
                 self._write(self._pending.pop(record_id))
@@ -93,7 +85,7 @@ class TrainerRecords:
         self._untabled.append(record)
 
     def write_log(self, step: int, logs: dict[str, Any]) -> None:
-        """Keep what the trainer logged, and send the token table where wandb is on."""
+        """Record the trainer's log, and send the token table if the trainer reports to wandb."""
         is_eval = any(name.startswith("eval_") for name in logs)
         self._recorder.record_metrics(
             StepMetrics(
@@ -112,8 +104,8 @@ class TrainerRecords:
         self._untabled = []
 
 
-def _policy_versions(row: Row) -> list[tuple[int, int]]:
-    """Runs of versions; a tool's tokens count as of the version that asked for them."""
+def _policy_versions(row: RolloutRow) -> list[tuple[int, int]]:
+    """Return runs of versions; a tool's tokens have the version of the call."""
     versions: list[int] = []
     latest = next((version for version in row.token_versions if version is not None), None)
     for version in row.token_versions:

@@ -1,7 +1,7 @@
-"""The trainer's log-probabilities over the tokens that truncated sampling left, not over all.
+"""The trainer's log-probabilities over the sampling mask: the tokens that truncation left.
 
-What DeepSeek-V3.2's report calls "Keep Sampling Mask". TRL's own forward never has logits, so the
-model's is run instead: a micro-batch's logits of the completion exist whole.
+"Keep Sampling Mask" in DeepSeek-V3.2's report. TRL's own forward never has logits, so the model's
+is run instead: a micro-batch's logits of the completion exist whole.
 
 B: rows, S: prompt and completion, T: completion, V: vocabulary, N: B x T.
 """
@@ -14,16 +14,17 @@ import torch
 
 from cb_rollout.compat import transformers as hf_compat
 from cb_rollout.engine.sampling.mask import SamplingMask, masked_logprobs
-from cb_rollout.integrations.trl.rows import Row
+from cb_rollout.integrations.trl.context import RolloutRow
 
 
-def kept_tokens_of(row: Row) -> list[Any]:
-    """The kept ids of each completion token, `array("i")`; one that was not sampled is kept alone.
+def kept_token_ids(row: RolloutRow) -> list[Any]:
+    """Return the sampling mask of each completion token, an `array("i")` of ids.
 
-    Such a token's log-probability is 0 and has no gradient, and no loss counts it.
+    A token that was not sampled is its own only id: its log-probability is 0 and has no gradient,
+    and no loss counts it.
     """
     kept: list[Any] = [array("i", [token]) for token in row.completion_ids]
-    for start, num_tokens, output in row.turns:
+    for start, num_tokens, output in row.spans:
         if output.kept_token_ids is not None:
             kept[start : start + num_tokens] = output.kept_token_ids[:num_tokens]
     return kept
@@ -39,21 +40,21 @@ def replayed_logprobs(
     batch_size: int | None = None,
     compute_aux_loss: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """As TRL's `_get_per_token_logps_and_entropies`, over each token's kept ids.
+    """Compute TRL's `_get_per_token_logps_and_entropies` over each token's sampling mask.
 
     Args:
-        trainer: gives temperature and precision.
+        trainer: its temperature and precision are used.
         model: the policy, or the reference.
         input_ids: (B, S), int64: prompts, left-padded, and completions, right-padded.
         attention_mask: (B, S), int64.
         logits_to_keep: T.
         kept: for each row, as many `array("i")` of ids as its completion has tokens.
         batch_size: rows in one forward; None: all.
-        compute_aux_loss: also return a mixture of experts' load-balancing loss.
+        compute_aux_loss: also return the load-balancing loss of a mixture of experts.
 
     Returns:
-        Log-probabilities and entropies, both (B, T), float32, in nats, 0 in the padding; and that
-        loss, or None.
+        Log-probabilities and entropies, both (B, T), float32, in nats, 0 in the padding; and the
+        load-balancing loss, or None.
     """
     num_rows = input_ids.shape[0]
     batch_size = batch_size or num_rows
@@ -92,7 +93,7 @@ def _forward(
     logits_to_keep: int,
     compute_aux_loss: bool,
 ) -> Any:
-    """The model's own forward, with logits of the completion where it can leave out the rest."""
+    """Run the model, with logits of the completion alone where it can leave out the rest."""
     settings: dict[str, Any] = {"use_cache": False}
     if "logits_to_keep" in hf_compat.forward_argument_names(hf_compat.unwrap(model)):
         settings["logits_to_keep"] = logits_to_keep + 1

@@ -1,101 +1,121 @@
-"""Strategies under a stock trainer: which rows of its data set a training batch is made of.
+"""Strategies under a stock trainer: the choice of the data set rows that make a training batch.
 
-TRL fixes a batch's prompts before it generates. What is done about it has two steps, of which a
-strategy needs one or both. Groups are sampled ahead, of the batch's rows and of others, and the
-trainer generates and scores a batch of the rows whose groups were complete first, and is given
-those completions. And what has no advantage then is replaced: the trainer generates and scores
-once more, and whole groups of that go into the batch. Knows the trainer by its attributes only.
+TRL fixes a batch's prompts before it generates. A strategy changes that in one step or both:
+
+- Before: groups are sampled ahead, of the batch's rows and of others. The trainer then scores a
+  batch of the rows whose groups were complete first, and is given those completions.
+- After: groups without an advantage are replaced. The trainer generates and scores once more, and
+  whole groups of that go into the batch.
+
+Called by the trainer, on its thread. Knows the trainer by its attributes only.
 """
 
+import random
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
+
+import torch
 
 from cb_rollout.config.enums import OldLogps
 from cb_rollout.errors import ConfigurationError
-from cb_rollout.integrations.trl.backend import TrainerHooks, TrainerRollouts
-from cb_rollout.integrations.trl.collector import (
-    Batch,
-    Example,
-    TrainerCollector,
-    groups_of,
-    merged,
-    other_rows,
-)
-from cb_rollout.strategies import DynamicSampling, Plain, Strategy
+from cb_rollout.integrations.trl.backend import GenerationBackend, Overrides
+from cb_rollout.integrations.trl.context import Collected
+from cb_rollout.rollout.run import measured, standing
+from cb_rollout.strategies import DynamicSampling, GroupCollector, Plain, RequestStream, Strategy
 
+# The trainer's attribute that holds the overrides of a strategy without `attach`.
 STRATEGY = "_cb_rollout_strategy"
-# The trainer's attribute that holds what was put between it and its batches.
+
+# A row of the data set.
+Example = dict[str, Any]
+# The trainer's scored batch.
+Batch = dict[str, Any]
+
+# Tensors of a batch that are padded on the left; every other one is padded on the right.
+LEFT_PADDED = ("prompt_ids", "prompt_mask")
+
+# A collector's metrics that hold before the trainer has scored anything.
+LOGGED = (
+    "rollout/useful_tokens_per_second",
+    "rollout/tokens_discarded",
+    "rollout/groups_cancelled",
+    "rollout/groups_carried",
+    "rollout/staleness_mean",
+    "rollout/staleness_max",
+)
 
 
 def use_strategy(trainer: Any, strategy: Strategy) -> None:
-    """Have a `GRPOTrainer` sample its training batches as a strategy says; evaluation stays.
+    """Make a `GRPOTrainer` sample its training batches by a strategy; evaluation does not change.
 
-    A further call replaces the strategy, `Plain()` takes it away, and so does `detach`.
+    A further call replaces the strategy. `Plain()` removes it, and so does `detach`.
 
     Args:
-        trainer: not training. Attached, or else the strategy submits no more than it keeps.
+        trainer: not training. Attached, unless the strategy submits no more than it keeps.
         strategy: `OverSampling`, `DynamicSampling`, `PartialRollouts`, one that combines them, or
             `Plain`.
 
     Raises:
-        ConfigurationError: TRL's batch has no place for the strategy, or the trainer's settings
-            have none.
+        ConfigurationError: TRL's batch cannot hold the strategy's groups, or a setting of the
+            trainer excludes it.
     """
     if not isinstance(strategy, Plain):
         _require_place(trainer, strategy)
-    drop_strategy(trainer)
+    backend = _attached_backend(trainer)
+    if backend is not None:
+        backend.cancel_carried()
+        is_plain = isinstance(strategy, Plain)
+        backend.strategy = None if is_plain else TrainerStrategy(trainer, strategy, backend)
+        return
+    if STRATEGY in vars(trainer):
+        vars(trainer)[STRATEGY].restore()
     if not isinstance(strategy, Plain):
-        TrainerStrategy(trainer, strategy).hook()
-
-
-def drop_strategy(trainer: Any) -> None:
-    """Take away what `use_strategy` put there, if it did; what is carried is cancelled."""
-    used = vars(trainer).get(STRATEGY)
-    if used is not None:
-        used.close()
+        overrides, score = Overrides(trainer), trainer._generate_and_score_completions
+        stepwise = partial(TrainerStrategy(trainer, strategy).generate_and_score, score=score)
+        overrides.set(**{"_generate_and_score_completions": stepwise, STRATEGY: overrides})
 
 
 class TrainerStrategy:
-    """Stands in for a trainer's `_generate_and_score_completions`."""
+    """Makes a trainer's batches of the groups that a strategy keeps."""
 
-    def __init__(self, trainer: Any, strategy: Strategy) -> None:
-        """Change nothing yet."""
-        self._trainer, self._strategy = trainer, strategy
-        self._hooks = TrainerHooks(trainer)
-        self._generate_and_score = trainer._generate_and_score_completions
-        self._others = other_rows(trainer)
-        self._rollouts = _rollouts(trainer)
-        self._collector: TrainerCollector | None = None
-        if _samples_ahead(strategy):
-            generator = self._rollouts.generator
-            self._collector = TrainerCollector(trainer, generator, strategy, self._others)
+    def __init__(
+        self, trainer: Any, strategy: Strategy, backend: GenerationBackend | None = None
+    ) -> None:
+        """Create the collector of a strategy that samples ahead; it needs a backend."""
+        self._trainer, self._strategy, self._backend = trainer, strategy, backend
+        self._other_rows = _shuffled_rows(trainer)
+        self._offered: deque[Example] = deque()
+        self.groups: GroupCollector | None = None
+        if backend is not None and _samples_ahead(strategy):
+            self.groups = GroupCollector(
+                RequestStream(backend.generator),
+                self._prompts(),
+                # The trainer scores the groups later.
+                lambda _, outputs: [0.0] * len(outputs),
+                _FirstComplete(strategy),
+                num_generations=trainer.num_generations,
+            )
 
-    def hook(self) -> None:
-        """Take the method's place."""
-        self._hooks.put("_generate_and_score_completions", self.generate_and_score)
-        self._hooks.put(STRATEGY, self)
-        if self._collector is not None:
-            self._rollouts.collector = self._collector.groups
+    def generate_and_score(self, inputs: list[Example], score: Callable[..., Batch]) -> Batch:
+        """Return a batch of as many groups as the trainer wants, of rows that the strategy chose.
 
-    def close(self) -> None:
-        """Give the place back."""
-        self._hooks.restore()
-        if self._collector is not None:
-            self._rollouts.end_carried()
-            self._rollouts.collector = None
-
-    def generate_and_score(self, inputs: list[Example]) -> Batch:
-        """A batch of as many groups as the trainer wants, of rows that the strategy chose."""
+        Args:
+            inputs: the trainer's rows, each repeated for every completion of its group.
+            score: the trainer's own generation and scoring; takes the collected groups too.
+        """
         trainer, size = self._trainer, self._trainer.num_generations
         if not trainer.model.training or len(inputs) % size:
-            return self._generate_and_score(inputs)
+            return score(inputs)
         rows = inputs[::size]
         if not self._strategy.max_dropped_groups:
-            return self._scored(rows)
+            return self._scored(rows, score)
         num_wanted, num_dropped = len(rows), 0
         kept: list[Batch] = []
         spare: list[Batch] = []
         while True:
-            for group in groups_of(self._scored(rows), size):
+            for group in _groups_of(self._scored(rows, score), size):
                 has_advantage = bool((group["advantages"] != 0).any())
                 (kept if has_advantage else spare).append(group)
             num_missing = num_wanted - len(kept)
@@ -103,31 +123,122 @@ class TrainerStrategy:
             if num_more <= 0:
                 break
             num_dropped += num_more
-            rows = [next(self._others) for _ in range(num_more)]
+            rows = [next(self._other_rows) for _ in range(num_more)]
         trainer._metrics["train"]["rollout/groups_dropped"].append(float(num_dropped))
-        return merged([*kept, *spare][:num_wanted], trainer._tokenizer.pad_token_id)
+        return _merged([*kept, *spare][:num_wanted], trainer._tokenizer.pad_token_id)
 
-    def _scored(self, rows: list[Example]) -> Batch:
-        """A batch of one group for each row, or of others that were complete before."""
-        if self._collector is None:
-            return self._generate_and_score(self._repeated(rows))
-        self._rollouts.sync_once_a_step()
+    def _scored(self, rows: list[Example], score: Callable[..., Batch]) -> Batch:
+        """Score one group for each row, or for other rows whose groups were complete first."""
+        if self.groups is None:
+            return score(self._repeated(rows))
+        assert self._backend is not None
+        self._backend.sync_once_a_step()
         try:
-            collected = self._collector.collect(rows)
+            collected = self._collected(self.groups, self._backend, rows)
         except BaseException:
-            self._rollouts.release()
+            self._backend.release()
             raise
-        with self._rollouts.collected(collected.outputs, collected.figures):
-            return self._generate_and_score(self._repeated(collected.rows))
+        return score(self._repeated(collected.examples), collected)
+
+    def _collected(
+        self, groups: GroupCollector, backend: GenerationBackend, rows: Sequence[Example]
+    ) -> Collected:
+        """Collect as many groups as there are `rows`, of those and of others."""
+        self._offered.extend(rows)
+        with measured(backend.generator.manager) as metrics:
+            complete = groups.collect(len(rows))
+        collector_metrics = groups.metrics()
+        metrics |= {name: collector_metrics[name] for name in LOGGED}
+        metrics |= standing(backend.generator.manager.engine)
+        outputs = [output for group in complete for output in group.outputs]
+        return Collected([group.prompt["row"] for group in complete], outputs, metrics)
+
+    def _prompts(self) -> Iterator[Example]:
+        """Yield the batch's rows first, then others."""
+        while True:
+            row = self._offered.popleft() if self._offered else next(self._other_rows)
+            (ids,), _, _ = self._trainer._tokenize_prompts([row["prompt"]])
+            yield {"prompt": list(ids), "row": row}
 
     def _repeated(self, rows: list[Example]) -> list[Example]:
         return [dict(row) for row in rows for _ in range(self._trainer.num_generations)]
 
 
-def _rollouts(trainer: Any) -> Any:
-    """What is attached to the trainer; None: nothing."""
-    rollouts = getattr(trainer, "vllm_generation", None)
-    return rollouts if isinstance(rollouts, TrainerRollouts) else None
+class _FirstComplete(Strategy):
+    """A strategy's submissions without its choice of groups, which needs the trainer's scores."""
+
+    def __init__(self, strategy: Strategy) -> None:
+        self.num_extra_groups = strategy.num_extra_groups
+        self.num_extra_members = strategy.num_extra_members
+        self.carries = strategy.carries
+        self.max_staleness = strategy.max_staleness
+
+
+def _shuffled_rows(trainer: Any) -> Iterator[Example]:
+    """Yield rows of the trainer's data set in an order of their own, endlessly."""
+    draws = random.Random(trainer.args.seed)
+    while True:
+        order = list(range(len(trainer.train_dataset)))
+        draws.shuffle(order)
+        for index in order:
+            yield trainer.train_dataset[index]
+
+
+def _groups_of(batch: Batch, size: int) -> list[Batch]:
+    """Divide a batch into one batch a group."""
+    num_rows = len(batch["advantages"])
+    unknown = [
+        name
+        for name, value in batch.items()
+        if not (_is_scalar(value) or _has_rows(value, num_rows))
+    ]
+    if unknown:
+        raise ConfigurationError(
+            f"dynamic sampling cannot divide a batch that holds {', '.join(unknown)}; use Plain()."
+        )
+    return [
+        {k: v if _is_scalar(v) else v[i : i + size] for k, v in batch.items()}
+        for i in range(0, num_rows, size)
+    ]
+
+
+def _merged(groups: Sequence[Batch], pad_token_id: int) -> Batch:
+    """Join groups into one batch, each tensor padded to the widest."""
+    batch = {
+        name: _stacked(name, [group[name] for group in groups], pad_token_id)
+        for name, value in groups[0].items()
+        if not _is_scalar(value)
+    }
+    mask = batch["completion_mask"] * batch.get("tool_mask", 1)
+    return batch | {"num_items_in_batch": mask.sum()}
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not value.dim()
+
+
+def _has_rows(value: Any, num_rows: int) -> bool:
+    return isinstance(value, torch.Tensor | list) and len(value) == num_rows
+
+
+def _stacked(name: str, values: list[Any], pad_token_id: int) -> Any:
+    if isinstance(values[0], list):
+        return [row for rows in values for row in rows]
+    if values[0].dim() == 1:
+        return torch.cat(values)
+    width = max(tensor.shape[1] for tensor in values)
+    fill = {"prompt_ids": pad_token_id, "completion_ids": pad_token_id, "tool_mask": 1}
+    padded = []
+    for tensor in values:
+        missing = width - tensor.shape[1]
+        sides = (missing, 0) if name in LEFT_PADDED else (0, missing)
+        padded.append(torch.nn.functional.pad(tensor, sides, value=fill.get(name, 0)))
+    return torch.cat(padded)
+
+
+def _attached_backend(trainer: Any) -> GenerationBackend | None:
+    backend = getattr(trainer, "vllm_generation", None)
+    return backend if isinstance(backend, GenerationBackend) else None
 
 
 def _samples_ahead(strategy: Strategy) -> bool:
@@ -135,7 +246,7 @@ def _samples_ahead(strategy: Strategy) -> bool:
 
 
 def _require_place(trainer: Any, strategy: Strategy) -> None:
-    """Refuse what TRL's batch cannot hold, or these settings would make wrong."""
+    """Refuse a strategy that TRL's batch cannot hold, or that a setting excludes."""
     name = type(strategy).__name__
     if not hasattr(trainer, "multi_objective_aggregation"):
         raise ConfigurationError(
@@ -166,21 +277,22 @@ def _require_place(trainer: Any, strategy: Strategy) -> None:
                 trainer.multi_objective_aggregation != "sum_then_normalize"
             ),
         }
+    backend = _attached_backend(trainer)
     if _samples_ahead(strategy):
         several = "whose later turns begin when a batch is fixed"
         faults |= {
             f"tools, {several}": bool(trainer.tools),
             f"environments, {several}": trainer.environment_factories is not None,
             "rollout_func, which samples for itself": trainer.rollout_func is not None,
-            "a trainer that is not attached (call attach first)": _rollouts(trainer) is None,
+            "a trainer that is not attached (call attach first)": backend is None,
         }
     for fault, is_so in faults.items():
         if is_so:
             raise ConfigurationError(
                 f"{name} does not go with {fault}; use Plain(), or change that."
             )
-    if strategy.carries:
-        config = _rollouts(trainer).generator.config
+    if strategy.carries and backend is not None:
+        config = backend.generator.config
         corrects = trainer.vllm_importance_sampling_correction
         if not corrects and config.old_logps == OldLogps.TRAINER:
             raise ConfigurationError(
