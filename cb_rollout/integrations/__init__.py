@@ -1,1 +1,4 @@
-"""Connect other libraries: TRL, wandb, OpenTelemetry and xgrammar, each in its own room."""
+"""Connect TRL, wandb, OpenTelemetry and xgrammar; each is imported in one file.
+
+Called by users' scripts and by the trainers that are attached.
+"""

@@ -1,8 +1,8 @@
-"""Traces and metrics to any OpenTelemetry collector. The only file that imports opentelemetry.
+"""Traces and metrics for an OpenTelemetry collector. The only file that imports opentelemetry.
 
-Owns which spans there are and how they nest: `rollout`, `sync_weights` and `sleep` on the thread
-that calls them; for each sequence `request`, with `queue`, `prefill` and `decode` in it, under the
-span in which it was asked for, or that a server's client names. Needs the extra `otel`: pip install
+Owns the spans: `rollout`, `sync_weights` and `sleep` on the thread that calls them; for each
+sequence `request`, with `queue`, `prefill` and `decode` in it, under the span in which it was
+submitted, or the span that a server's client names. Needs the extra `otel`: pip install
 'cb_rollout[otel]'.
 """
 
@@ -58,9 +58,9 @@ def export(
 
     Args:
         generator: may be attached to a trainer, or served.
-        endpoint: of OTLP over HTTP, as http://localhost:4318.
-        service_name: what the collector knows this process as.
-        interval_seconds: between two readings of the metrics.
+        endpoint: URL of OTLP over HTTP, such as http://localhost:4318.
+        service_name: name of this process at the collector.
+        interval_seconds: time between two readings of the metrics.
     """
     resource = Resource.create({"service.name": service_name})
     base = endpoint.rstrip("/")
@@ -75,18 +75,11 @@ def export(
 
 
 class Telemetry(Recorder):
-    """Looks on and reports; thread-safe."""
+    """Observer of an engine that reports spans and metrics; thread-safe."""
 
     def __init__(
         self, manager: ContinuousBatchingManager, tracers: TracerProvider, meters: MeterProvider
     ) -> None:
-        """Look on from now on.
-
-        Args:
-            manager: whose engine.
-            tracers: where spans go.
-            meters: where metrics go.
-        """
         super().__init__()
         self._manager, self._tracers, self._meters = manager, tracers, meters
         self._tracer = tracers.get_tracer("cb_rollout", __version__)
@@ -108,23 +101,23 @@ class Telemetry(Recorder):
         manager.loop.observers.add(self)
 
     def close(self) -> None:
-        """Look on no longer, and send what is not sent."""
+        """Stop observing, and send the remaining spans and metrics."""
         self._manager.loop.observers.remove(self)
         self._tracers.shutdown()
         self._meters.shutdown()
 
     def record(self, distribution: Distribution, seconds: float) -> None:
-        """One thing happened."""
+        """Record one duration."""
         self._histograms[distribution.name].record(seconds)
 
     def submitted(self, requests: Sequence[Request]) -> None:
-        """Note under which span sequences were asked for."""
+        """Keep the span in which sequences were submitted."""
         here = context.get_current()
         with self._lock:
             self._asked_in |= {request.request_id: here for request in requests}
 
     def ended(self, request: Request) -> None:
-        """Report a sequence's life."""
+        """Report a sequence's spans."""
         super().ended(request)
         with self._lock:
             parent = self._asked_in.pop(request.request_id, None)
@@ -156,7 +149,7 @@ class Telemetry(Recorder):
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
-        """Something that takes time is done inside."""
+        """Report the time spent inside as a span."""
         version = self._manager.engine.policy_version
         with (
             super().span(name),
@@ -166,7 +159,7 @@ class Telemetry(Recorder):
 
     @contextmanager
     def joined(self, headers: Mapping[str, str]) -> Iterator[None]:
-        """Sequences asked for inside are part of the trace that `traceparent` names (W3C)."""
+        """Put sequences submitted inside under the trace that `traceparent` names (W3C)."""
         client = TraceContextTextMapPropagator().extract(headers, context.get_current())
         token = context.attach(client)
         try:
@@ -175,7 +168,7 @@ class Telemetry(Recorder):
             context.detach(token)
 
     def _ns(self, seconds: float) -> int:
-        """`time.perf_counter()` seconds on the collector's clock."""
+        """Convert `time.perf_counter()` seconds to the collector's clock."""
         return self._wall_clock_ns + int(seconds * 1e9)
 
 

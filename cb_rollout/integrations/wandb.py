@@ -1,6 +1,6 @@
-"""Recorded sequences as a Weights & Biases table: the only file that imports wandb.
+"""Recorded sequences as a Weights & Biases table. The only file that imports wandb.
 
-Owns the table's name and columns; starts, configures and finishes no run. Called from the thread
+Owns the table's name and columns; does not start, configure or finish a run. Called from the thread
 that trains.
 """
 
@@ -28,8 +28,8 @@ COLUMNS = (
     "mask",
 )
 
+# The prompt is in every row of its sequence; its end is kept, since chat templates begin alike.
 MAX_PROMPT_CHARACTERS = 500
-# The prompt stands in every row of its sequence; its end is kept, since chat templates begin alike.
 
 
 def log_token_table(records: Iterable[SequenceRecord], step: int) -> None:
@@ -37,7 +37,7 @@ def log_token_table(records: Iterable[SequenceRecord], step: int) -> None:
 
     The table joins the row that the trainer logs next, so wandb's own step counter moves only when
     the trainer moves it. Of several tables before that row, wandb keeps the last. Without an active
-    run, or without records, nothing happens.
+    run, or without records, nothing is logged.
 
     Args:
         records: the sequences, all of one step.
@@ -74,5 +74,5 @@ def _shortened(prompt: str) -> str:
 
 
 def _encodable(text: str) -> str:
-    """`text` with lone surrogates, which UTF-8 cannot hold, as backslash escapes."""
+    """Escape lone surrogates, which UTF-8 cannot hold."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8")

@@ -1,7 +1,7 @@
 """Grammars, JSON schemas and regular expressions, compiled by xgrammar.
 
-Owns the way from an xgrammar `CompiledGrammar` to a `cb_rollout.config.grammar.Grammar`. Needs the
-extra `grammar`: pip install 'cb_rollout[grammar]'.
+Owns the conversion of an xgrammar `CompiledGrammar` to a `cb_rollout.config.grammar.Grammar`. Needs
+the extra `grammar`: pip install 'cb_rollout[grammar]'.
 
 V: logits.
 """
@@ -16,14 +16,14 @@ import torch
 
 from cb_rollout.errors import InvalidRequestError, said
 
-BITS = 32
 # Of one word of xgrammar's masks.
+BITS = 32
 
+# In a row between a JSON text's tokens: enough to indent, and no model repeats it endlessly.
 MAX_WHITESPACE = 16
-# In a row between a JSON text's tokens: enough to indent, and no model loops in it for ever.
 
+# Each holds its tokenizer and its compiled grammars; making one takes a pass over the vocabulary.
 NUM_COMPILERS_KEPT = 2
-# Each holds its tokenizer, and what it compiled. To make one takes a pass over the vocabulary.
 
 
 class XGrammar:
@@ -34,7 +34,7 @@ class XGrammar:
     """
 
     def __init__(self, compiled: Any) -> None:
-        """Take what an `xgrammar.GrammarCompiler` made, for the model's own vocabulary size.
+        """Wrap a grammar compiled by an `xgrammar.GrammarCompiler` for the model's vocabulary size.
 
         Raises:
             ImportError: xgrammar is not installed.
@@ -46,15 +46,15 @@ class XGrammar:
     def from_json_schema(
         cls, schema: str | dict[str, Any], tokenizer: Any, vocab_size: int
     ) -> Self:
-        """JSON that obeys `schema`.
+        """Allow JSON that obeys `schema`.
 
         Args:
             schema: a JSON schema, as text or as a dict.
             tokenizer: the model's transformers tokenizer.
-            vocab_size: how many logits the model gives.
+            vocab_size: number of the model's logits.
 
         Raises:
-            InvalidRequestError: it is not a schema, or not one that xgrammar supports.
+            InvalidRequestError: it is not a schema, or xgrammar does not support it.
         """
         text = schema if isinstance(schema, str) else json.dumps(schema)
         compiler = _compiler(tokenizer, vocab_size)
@@ -67,17 +67,17 @@ class XGrammar:
 
     @classmethod
     def from_json(cls, tokenizer: Any, vocab_size: int) -> Self:
-        """Any JSON object or array."""
+        """Allow any JSON object or array."""
         return cls(_compiler(tokenizer, vocab_size).compile_builtin_json_grammar())
 
     @classmethod
     def from_framed_json(
         cls, frames: Sequence[tuple[str, str, str]], tokenizer: Any, vocab_size: int
     ) -> Self:
-        """One of several texts that each hold JSON: a text before, its schema, a text after.
+        """Allow one of several texts that each hold JSON: a text before, its schema, a text after.
 
         Raises:
-            InvalidRequestError: a schema is none, or says what xgrammar does not know.
+            InvalidRequestError: one is not a schema, or xgrammar does not support it.
         """
         compiler, grammar = _compiler(tokenizer, vocab_size), _import_xgrammar().Grammar
 
@@ -95,47 +95,46 @@ class XGrammar:
 
     @classmethod
     def from_regex(cls, regex: str, tokenizer: Any, vocab_size: int) -> Self:
-        """Text that matches `regex` as a whole."""
+        """Allow text that matches `regex` as a whole."""
         compiler = _compiler(tokenizer, vocab_size)
         return cls(_compiled(lambda: compiler.compile_regex(regex), "regular expression"))
 
     @classmethod
     def from_ebnf(cls, grammar: str, tokenizer: Any, vocab_size: int) -> Self:
-        """Text of a grammar in xgrammar's EBNF."""
+        """Allow text of a grammar in xgrammar's EBNF."""
         compiler = _compiler(tokenizer, vocab_size)
         return cls(_compiled(lambda: compiler.compile_grammar(grammar), "grammar"))
 
     def matcher(self) -> "XGrammarMatcher":
-        """A new sequence's place: the start."""
+        """Return a matcher at the start of a new sequence."""
         return XGrammarMatcher(self._xgrammar.GrammarMatcher(self._compiled))
 
 
 class XGrammarMatcher:
-    """How far one sequence has come; satisfies `cb_rollout.config.grammar.GrammarMatcher`."""
+    """Position of one sequence in a grammar; a `cb_rollout.config.grammar.GrammarMatcher`."""
 
     def __init__(self, matcher: Any) -> None:
-        """Take an `xgrammar.GrammarMatcher`, or what acts as one."""
         self._matcher = matcher
 
     def fill_allowed_tokens(self, mask_V: torch.Tensor) -> None:
-        """Set True where a token may come next."""
+        """Set the mask to True for every token that may come next."""
         num_words = -(-len(mask_V) // BITS)
-        # -1 allows all, which is what it means where the matcher leaves the mask alone.
+        # -1 allows all; the matcher leaves the mask unchanged where it allows all.
         words = torch.full((1, num_words), -1, dtype=torch.int32)
         self._matcher.fill_next_token_bitmask(words, 0)
         mask_V.copy_(unpacked(words[0], len(mask_V)))
 
     def accept_token(self, token_id: int) -> bool:
-        """Go on by one sampled token; False where the grammar does not allow it."""
+        """Advance by one sampled token; return False where the grammar does not allow it."""
         return self._matcher.accept_token(token_id)
 
     def is_terminated(self) -> bool:
-        """Whether nothing may follow."""
+        """Return True if no token may follow."""
         return self._matcher.is_terminated()
 
 
 def unpacked(words: torch.Tensor, num_tokens: int) -> torch.Tensor:
-    """A mask of one bit a token (int32, lowest bit first) as one of bools."""
+    """Unpack a mask of one bit a token (int32, lowest bit first) to bools."""
     bits = words[:, None] >> torch.arange(BITS, dtype=torch.int32)
     return (bits & 1).view(-1)[:num_tokens].bool()
 

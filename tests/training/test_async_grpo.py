@@ -9,7 +9,7 @@ from tiny import char_tokenizer, plain_logprobs, save_checkpoint, tiny_model
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 
 from cb_rollout import ConfigurationError, RolloutConfig, RolloutError, WeightSyncError
-from cb_rollout.integrations.async_grpo.without_cuda import plain_tree_attention
+from cb_rollout.integrations.async_grpo.tree_attention import plain_tree_attention
 from cb_rollout.integrations.async_grpo.worker import AsyncRollouts
 from cb_rollout.strategies import DynamicSampling
 

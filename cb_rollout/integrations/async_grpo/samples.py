@@ -1,6 +1,7 @@
-"""What an asynchronous trainer takes from its queue: one scored completion each.
+"""Scored completions that an asynchronous trainer takes from its queue.
 
-Owns the record, its reward and advantage, and how old its tokens are when it is taken.
+Owns the record, its reward and advantage, and the queue. The rollout thread makes samples; the
+trainer's thread takes them.
 """
 
 import asyncio
@@ -17,8 +18,8 @@ import torch
 from cb_rollout.strategies.group import Group
 from cb_rollout.types import GenerationOutput
 
+# Added to the standard deviation that advantages are divided by, as in TRL's own worker.
 EPSILON = 1e-8
-# Of the spread that advantages are divided by, as in TRL's own worker.
 
 
 @dataclass(slots=True)
@@ -33,10 +34,10 @@ class Sample:
     completion_mask: torch.Tensor
     """(T), int64: 1 where a token was sampled."""
     old_log_probs: torch.Tensor
-    """(T), float32: of each sampled token under the policy that sampled it; 0 in the prompt."""
+    """(T), float32, nats: each token's under the policy that sampled it; 0 in the prompt."""
     advantage: float
     model_version: int
-    """Of the oldest policy that sampled any of its tokens, as the trainer counts."""
+    """The oldest version that sampled any of its tokens, in the trainer's count."""
     group_id: int
     metrics: dict[str, float]
     token_versions: list[tuple[int, int]]
@@ -45,10 +46,10 @@ class Sample:
 
 
 class SampleQueue(queue.Queue[Sample]):
-    """A bounded queue that tells how old the tokens are that are taken from it."""
+    """A bounded queue that reports each sample as it is taken."""
 
     def __init__(self, maxsize: int, on_taken: Callable[[Sample], None]) -> None:
-        """Call `on_taken` with each sample, on the thread that takes it."""
+        """Create a queue that calls `on_taken` with each sample, on the thread that takes it."""
         super().__init__(maxsize)
         self._on_taken = on_taken
 
@@ -60,7 +61,7 @@ class SampleQueue(queue.Queue[Sample]):
 
 
 def advantages(rewards: Sequence[float]) -> list[float]:
-    """Each reward's distance from the group's mean, in units of the group's spread."""
+    """Return each reward's distance from the group's mean, in standard deviations."""
     mean, spread = fmean(rewards), pstdev(rewards)
     return [(reward - mean) / (spread + EPSILON) for reward in rewards]
 
@@ -71,7 +72,7 @@ def summed_rewards(
     outputs: Sequence[GenerationOutput],
     texts: Sequence[str],
 ) -> list[float | None]:
-    """What reward functions with TRL's arguments give for completions of one row, added up.
+    """Sum the rewards that functions with TRL's arguments give for completions of one row.
 
     Returns:
         One number for each completion; None where no function gave any.
@@ -96,12 +97,12 @@ def summed_rewards(
 
 
 def samples_of(group: Group, texts: Sequence[str], first_version: int) -> list[Sample]:
-    """A group's completions as samples.
+    """Convert a group's completions to samples.
 
     Args:
         group: complete and scored.
-        texts: of each completion.
-        first_version: what the trainer calls the engine's policy version 0.
+        texts: the text of each completion.
+        first_version: the trainer's version that is the engine's policy version 0.
     """
     prompt = group.prompt["prompt"]
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)

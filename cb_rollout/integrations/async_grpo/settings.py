@@ -1,4 +1,4 @@
-"""What an `AsyncGRPOConfig` means for an engine in its process. Knows it by its fields only."""
+"""Engine settings and model for an `AsyncGRPOConfig`, which is known by its fields only."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -14,7 +14,7 @@ from cb_rollout.errors import ConfigurationError
 
 
 def engine_config(config: Any, args: Any) -> RolloutConfig:
-    """The engine's settings: it runs a copy of the weights already, in the trainer's precision."""
+    """Return the config of an engine on its own copy of the weights, in the trainer's dtype."""
     resolved = as_trainers_config(config, args.seed)
     if resolved.weight_sync == WeightSync.COPY:
         raise ConfigurationError(
@@ -28,7 +28,7 @@ def engine_config(config: Any, args: Any) -> RolloutConfig:
 
 
 def require_settings(args: Any, in_flight: str) -> None:
-    """Refuse what would reach for a server, or would be ignored."""
+    """Refuse settings that need a server, or that would be ignored."""
     if args.token_budget is None:
         raise ConfigurationError(
             "token_budget=None asks a vLLM server for its limit; set it to the most tokens of one "
@@ -48,7 +48,7 @@ def require_settings(args: Any, in_flight: str) -> None:
 
 
 def require_data(train_dataset: Any, reward_funcs: Any) -> None:
-    """Refuse what would end the run with its first completion."""
+    """Refuse data and rewards that would fail at the first completion."""
     for reward in reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]:
         if not callable(reward):
             raise ConfigurationError(
@@ -68,7 +68,7 @@ def require_data(train_dataset: Any, reward_funcs: Any) -> None:
 
 
 def own_model(model: str | torch.nn.Module, args: Any) -> torch.nn.Module:
-    """The engine's own module, on the trainer's device and in its dtype."""
+    """Load the engine's own module, on the trainer's device and in its dtype."""
     if isinstance(model, torch.nn.Module):
         return model.to(args.device)
     settings = {"dtype": args.dtype, "trust_remote_code": args.trust_remote_code}

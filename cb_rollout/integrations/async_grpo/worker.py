@@ -1,9 +1,9 @@
-"""Rolls out TRL's AsyncGRPOTrainer in its own process: no server, no network.
+"""Rollout worker and weight transfer of TRL's AsyncGRPOTrainer, without a server or network.
 
-Owns the engine, a thread that keeps groups in flight and scores them, and the engine's weights. It
-is both of the trainer's declared protocols, `rollout_worker` and `weight_transfer`. The engine runs
-a copy of the weights, which the trainer writes while the engine is held still; so generation and
-training overlap, and no forward sees half of an update. Knows the trainer by its protocols only.
+Owns the engine, its weights, and a thread that keeps groups in flight and scores them. Implements
+both of the trainer's protocols, `rollout_worker` and `weight_transfer`. The engine runs a copy of
+the weights, which the trainer writes while the engine is paused; so generation and training
+overlap, and no forward reads half of an update. The trainer's thread calls the public methods.
 """
 
 import itertools
@@ -31,19 +31,65 @@ from cb_rollout.integrations.async_grpo.settings import (
     require_data,
     require_settings,
 )
-from cb_rollout.integrations.async_grpo.stream import (
-    POLL_SECONDS,
-    Asynchronous,
-    StoppableStream,
-    Stopped,
-)
-from cb_rollout.integrations.async_grpo.without_cuda import (
+from cb_rollout.integrations.async_grpo.tree_attention import (
     register_plain_tree_attention,
     report_no_peak_flops,
 )
 from cb_rollout.rollout.generator import RolloutGenerator
-from cb_rollout.strategies import Group, GroupCollector, Plain, Strategy
+from cb_rollout.strategies import Group, GroupCollector, Plain, RequestStream, Strategy
 from cb_rollout.types import GenerationOutput
+
+# Interval at which a wait looks whether the run is over.
+POLL_SECONDS = 0.2
+
+
+class _Stopped(Exception):
+    """Ends the rollout thread when the run is over."""
+
+
+class _StoppableStream(RequestStream):
+    """A request stream that ends with the run."""
+
+    def __init__(
+        self, generator: RolloutGenerator, params: SamplingParams, is_stopping: threading.Event
+    ) -> None:
+        super().__init__(generator, params)
+        self._is_stopping = is_stopping
+
+    def submit(self, prompt: Any, num_sequences: int) -> list[str]:
+        """Queue completions, unless the run is over."""
+        if self._is_stopping.is_set():
+            raise _Stopped
+        return super().submit(prompt, num_sequences)
+
+    def take(self) -> GenerationOutput:
+        """Wait for the next sequence to end, unless the run is over."""
+        while (output := self._output_queue.take(timeout=POLL_SECONDS)) is None:
+            if self._is_stopping.is_set():
+                raise _Stopped
+        return output
+
+
+class _Asynchronous(Strategy):
+    """A strategy whose groups are always carried, as many as may be in flight."""
+
+    carries = True
+
+    def __init__(
+        self, strategy: Strategy, max_staleness: int, num_groups_allowed: Callable[[], int]
+    ) -> None:
+        self._num_groups_allowed = num_groups_allowed
+        self.max_staleness = max_staleness
+        self.num_extra_members = strategy.num_extra_members
+        self.max_dropped_groups = strategy.max_dropped_groups
+        self.max_retries = strategy.max_retries
+        self.min_group_size = strategy.min_group_size
+        self.keeps = strategy.keeps
+
+    @property
+    def num_extra_groups(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Return the groups in flight beyond the one that is waited for."""
+        return self._num_groups_allowed() - 1
 
 
 class AsyncRollouts:
@@ -61,23 +107,23 @@ class AsyncRollouts:
         strategy: Strategy | None = None,
         in_flight: Literal["keep", "recompute"] = "recompute",
     ) -> None:
-        """Load the engine's model; nothing runs before the trainer starts it.
+        """Load the engine's model; generation starts with the trainer.
 
         Args:
-            model: what the trainer is given: a checkpoint; or a module of the engine's own.
+            model: the trainer's checkpoint; or a module for the engine alone.
             args: the trainer's `AsyncGRPOConfig`, the same object.
-            train_dataset: rows with a "prompt", text or a chat; gone through again and again.
-            reward_funcs: one or several, as the trainer's: called with lists `prompts`,
+            train_dataset: rows with a "prompt", text or a chat; iterated over endlessly.
+            reward_funcs: one or several functions with TRL's arguments: lists `prompts`,
                 `completions`, `completion_ids` and the data set's other columns.
             processing_class: the tokenizer; None: the checkpoint's.
             config: a `RolloutConfig`; its seed defaults to the trainer's.
-            strategy: drops and retries groups as it says; how many are in flight follows from
-                `max_staleness`. None: nothing is dropped.
-            in_flight: what becomes of unfinished completions when the weights change; see
+            strategy: decides the groups to drop and retry; `max_staleness` bounds the number in
+                flight. None: nothing is dropped.
+            in_flight: treatment of unfinished completions when the weights change; see
                 `ContinuousBatchingManager.pause`.
 
         Raises:
-            ConfigurationError: a setting asks for a server, or cannot be honoured.
+            ConfigurationError: a setting needs a server, or cannot be honoured.
         """
         require_settings(args, in_flight)
         require_data(train_dataset, reward_funcs)
@@ -106,8 +152,8 @@ class AsyncRollouts:
             )
         self.metrics_queue: queue.Queue[dict[str, Any]] = queue.Queue()
         self.rollout_buffer = SampleQueue(self._max_outstanding, self._report_age)
-        self._strategy = Asynchronous(
-            strategy or Plain(), args.max_staleness, self.num_groups_allowed
+        self._strategy = _Asynchronous(
+            strategy or Plain(), args.max_staleness, self._num_groups_allowed
         )
         self._model_version = 0
         self._first_version = 0
@@ -118,14 +164,14 @@ class AsyncRollouts:
         self._last_progress = time.monotonic()
 
     def start(self) -> None:
-        """Begin to generate; the trainer has sent its weights."""
+        """Start generating; the trainer has sent its weights."""
         self._is_stopping.clear()
         self._error, self._last_progress = None, time.monotonic()
         self._thread = threading.Thread(target=self._run, name="cb_rollout async", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread and the engine; twice does no harm."""
+        """Stop the thread and the engine; may be called twice."""
         self._is_stopping.set()
         self._pause.close()
         if self._thread is not None:
@@ -133,15 +179,15 @@ class AsyncRollouts:
         self.generator.close()
 
     def update_model_version(self, model_version: int) -> None:
-        """The trainer's count of the weights that it has just sent."""
+        """Take the trainer's version of the weights that it has just sent."""
         self._model_version = model_version
         self._first_version = model_version - self.generator.policy_version
 
     def check_health(self, stale_after_s: float) -> None:
-        """Raise if no completion came for so long, or none will.
+        """Check that completions still come.
 
         Raises:
-            RolloutError: the thread ended, or stands still.
+            RolloutError: the thread ended, or no completion came for `stale_after_s` seconds.
         """
         if self._error is not None:
             raise RolloutError(f"the rollout thread ended on {said(self._error)}") from self._error
@@ -153,12 +199,12 @@ class AsyncRollouts:
             )
 
     def init_weight_transfer(self) -> None:
-        """The trainer was made; where its attention kernel cannot run, take another."""
+        """Replace the trainer's attention kernel where it cannot run; the trainer was made."""
         if self._args.device.type != "cuda":
             register_plain_tree_attention()
 
     def pause(self) -> None:
-        """Hold the engine still between two forwards."""
+        """Pause the engine between two forwards."""
         self._pause.enter_context(self.generator.manager.pause(self._in_flight))
 
     def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
@@ -179,15 +225,15 @@ class AsyncRollouts:
                 held[name].copy_(tensor)
 
     def resume(self) -> None:
-        """Let the engine run on under the new weights."""
+        """Resume the engine under the new weights."""
         self._pause.close()
 
     def destroy(self) -> None:
-        """The run is over."""
+        """Stop; the run is over."""
         self.stop()
 
-    def num_groups_allowed(self) -> int:
-        """Groups that may be in flight, so that each is trained on before it is too old."""
+    def _num_groups_allowed(self) -> int:
+        """Return the most groups in flight that can be trained on before they are too old."""
         # The trainer takes samples_per_step between two versions, first come first served.
         limit = self._max_outstanding - self.rollout_buffer.qsize()
         if self._args.max_inflight_tasks > 0:
@@ -207,7 +253,7 @@ class AsyncRollouts:
         )
         try:
             collector = GroupCollector(
-                StoppableStream(self.generator, params, self._is_stopping),
+                _StoppableStream(self.generator, params, self._is_stopping),
                 itertools.chain.from_iterable(itertools.repeat(self._dataset)),
                 self._reward,
                 self._strategy,
@@ -218,7 +264,7 @@ class AsyncRollouts:
                 (group,) = collector.collect(1)
                 self._last_progress = time.monotonic()
                 self._put(group, collector.metrics())
-        except Stopped:
+        except _Stopped:
             pass
         except BaseException as error:  # noqa: BLE001  the trainer's thread raises it
             self._error = error
@@ -240,7 +286,7 @@ class AsyncRollouts:
 
     def _is_put(self, sample: Sample) -> bool:
         if self._is_stopping.is_set():
-            raise Stopped
+            raise _Stopped
         try:
             self.rollout_buffer.put(sample, timeout=POLL_SECONDS)
         except queue.Full:
@@ -248,7 +294,7 @@ class AsyncRollouts:
         return True
 
     def _report_age(self, sample: Sample) -> None:
-        """On the trainer's thread, as it takes a sample."""
+        """Report the age of a sample's tokens, on the trainer's thread, as it takes the sample."""
         ages = [(self._model_version - version, n) for version, n in sample.token_versions]
         self.metrics_queue.put(
             {

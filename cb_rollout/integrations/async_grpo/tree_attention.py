@@ -1,8 +1,8 @@
-"""What trl 1.16's AsyncGRPOTrainer takes from an NVIDIA GPU, done without one.
+"""Attention over a prefix tree for trl 1.16's AsyncGRPOTrainer, on any device.
 
-Its attention is a kernel that is downloaded and runs on some GPUs only; what it computes is plain:
-each segment of a prefix tree attends to the path from the root to itself. And it asks CUDA for the
-device's name, to report a share of its peak.
+TRL's own is a kernel that is downloaded and runs on some GPUs only. Each segment of the tree
+attends to the path from the root to itself. TRL also asks CUDA for the device's name, to report a
+share of its peak; without a GPU that is switched off here.
 """
 
 import sys
@@ -14,21 +14,21 @@ from transformers import AttentionInterface
 
 from cb_rollout.errors import ConfigurationError
 
-TREE_ATTENTION = "tree_fa3"
 # The name under which trl 1.16 registers its own; the trainer's model is made with it.
+TREE_ATTENTION = "tree_fa3"
 
 TRAINER_MODULE = "trl.experimental.async_grpo.async_grpo_trainer"
 
 
 def report_no_peak_flops() -> None:
-    """Have the trainer report no share of the device's peak; it cannot be made otherwise."""
+    """Switch the report of peak flops off: without CUDA, no trainer can be made with it."""
     module: Any = sys.modules.get(TRAINER_MODULE)
     if module is not None:
         module.get_peak_flops_per_device = lambda accelerator, dtype: None
 
 
 def register_plain_tree_attention() -> None:
-    """Take the kernel's name over from now on, in this process; after the trainer is made."""
+    """Register this attention under the kernel's name; call it after the trainer is made."""
     AttentionInterface.register(TREE_ATTENTION, plain_tree_attention)
 
 
@@ -47,19 +47,19 @@ def plain_tree_attention(
     softcap: float | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of N packed tokens in S segments. Q, K: longest segment and path. H, D: as usual.
+    """Attend N packed tokens in S segments. Q, K: longest segment and path; H: heads; D: head size.
 
     Args:
         module: not needed.
         query: (1, H, N, D).
         key: (1, KV heads, N, D).
         value: as `key`.
-        attention_mask: not needed; the segments say everything.
+        attention_mask: not needed; the segments define the mask.
         tree_kv_index: packed positions of every segment's path, end to end.
-        tree_cu_seqlens_q: (S + 1), where segments begin and end in the row.
-        tree_cu_seqlens_k: (S + 1), where paths begin and end in `tree_kv_index`.
+        tree_cu_seqlens_q: (S + 1), ends of the segments in the row, from 0.
+        tree_cu_seqlens_k: (S + 1), ends of the paths in `tree_kv_index`, from 0.
         scaling: of the scores; None: 1 / sqrt(D).
-        sliding_window: how far back a token sees, itself included; None: to the root.
+        sliding_window: most tokens that a token attends to, itself included; None: all.
         softcap: must be None or 0.
 
     Returns:
@@ -74,14 +74,14 @@ def plain_tree_attention(
     q_at_SQ, is_query_SQ = _padded_ranges(tree_cu_seqlens_q)
     k_at_SK, is_key_SK = _padded_ranges(tree_cu_seqlens_k)
     num_queries_S, num_keys_S = is_query_SQ.sum(1), is_key_SK.sum(1)
-    place_SQ = torch.arange(q_at_SQ.shape[1], device=query.device) + (
+    position_SQ = torch.arange(q_at_SQ.shape[1], device=query.device) + (
         num_keys_S - num_queries_S
     ).unsqueeze(1)
-    distance_SQK = place_SQ.unsqueeze(2) - torch.arange(k_at_SK.shape[1], device=query.device)
+    distance_SQK = position_SQ.unsqueeze(2) - torch.arange(k_at_SK.shape[1], device=query.device)
     mask_SQK = (distance_SQK >= 0) & is_key_SK.unsqueeze(1)
     if sliding_window:
         mask_SQK &= distance_SQK < sliding_window
-    # A row that sees nothing has no gradient but NaN.
+    # The gradient of a row that attends to nothing is NaN.
     mask_SQK[..., 0] |= ~is_query_SQ
     path_SK = tree_kv_index[k_at_SK]
     output_SHQD = scaled_dot_product_attention(
@@ -96,7 +96,7 @@ def plain_tree_attention(
 
 
 def _padded_ranges(ends: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each range between two ends as a row of indices, and which of them are in the range."""
+    """Return each range between two ends as a row of indices, and a mask of those in the range."""
     starts, lengths = ends[:-1].long(), ends.long().diff()
     offsets = torch.arange(int(lengths.max()), device=ends.device)
     is_inside = offsets < lengths.unsqueeze(1)
