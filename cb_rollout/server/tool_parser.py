@@ -10,6 +10,7 @@ import json
 import re
 import uuid
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,7 +44,9 @@ class ToolParser:
         self, text: str, token_ids: Sequence[int], prompt_ids: Sequence[int], tools: list[Any]
     ) -> dict[str, Any]:
         """Return the assistant's message; calls that cannot be parsed stay text."""
-        try:
+        content, calls = None, []
+        # An answer that is not in the expected form is text.
+        with suppress(ValueError, KeyError, TypeError, AttributeError, RecursionError):
             if self._has_template:
                 parsed = self._tokenizer.parse_response(
                     list(token_ids), prefix=list(prompt_ids), tools=tools
@@ -54,8 +57,6 @@ class ToolParser:
                 found = list(CALL.finditer(text))
                 content = text[: found[0].start()].strip() or None if found else text
                 calls = [_call(json.loads(match[1])) for match in found]
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            calls = []
         if not calls:
             return {"role": "assistant", "content": text}
         return {

@@ -36,7 +36,7 @@ def add_fields(
         kind = next((k for k in get_args(kind) if k is not type(None)), kind)
         note = "" if field.default is None or kind is bool else f" ({field.default})"
         text = field.metadata["help"] + (notes or {}).get(field.name, note)
-        action = {"action": "store_true"} if kind is bool else {"type": kind}
+        action: dict[str, Any] = {"action": "store_true"} if kind is bool else {"type": kind}
         parser.add_argument(
             f"--{field.name.replace('_', '-')}",
             default=argparse.SUPPRESS,

@@ -1,0 +1,317 @@
+"""Findings about a machine and a checkpoint, for `cb-rollout doctor`.
+
+A fault of the checkpoint is a finding, the last one, and never an exception.
+"""
+
+import importlib.metadata
+import importlib.util
+import math
+import platform
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import psutil
+import torch
+from packaging.requirements import Requirement
+from transformers import PreTrainedModel
+
+import cb_rollout
+from cb_rollout.compat import torch as torch_compat
+from cb_rollout.compat import transformers as hf_compat
+from cb_rollout.config.rollout import RolloutConfig
+from cb_rollout.config.sampling import SamplingParams
+from cb_rollout.engine.attention.backend import select_backend
+from cb_rollout.engine.cuda_graphs.selection import graph_obstacle
+from cb_rollout.engine.kv_cache.layout import CacheLayout
+from cb_rollout.engine.memory import device as devices
+from cb_rollout.engine.memory.plan import GIB
+from cb_rollout.engine.memory.system import container_memory
+from cb_rollout.engine.model.runner import BatchLayout
+from cb_rollout.errors import ConfigurationError, RolloutError, said
+from cb_rollout.rollout.checkpoint import load_model, load_tokenizer, torch_device
+from cb_rollout.rollout.generator import RolloutGenerator
+
+# The longest name of a finding, and a space.
+NAME_WIDTH = 26
+
+# A missing package is a fault in the first list, and a warning in the second.
+NEEDED = ("torch", "transformers")
+SERVE_TRAINING = ("trl", "accelerate", "peft", "wandb")
+
+KERNELS = (
+    "flash_attn",
+    "kernels",
+    "triton",
+    "torch_memory_saver",
+    "torch.nn.attention.varlen",
+)
+
+# The packages of each extra.
+EXTRAS = {
+    "bench": ("fastapi", "httpx", "uvicorn"),
+    "server": ("fastapi", "uvicorn"),
+    "grammar": ("xgrammar",),
+    "otel": ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"),
+}
+
+# Settings that some machines refuse.
+FASTER: dict[str, dict[str, Any]] = {
+    "compiled forwards": {"use_default_compile_configs": True},
+    "rollout weights in a copy": {"weight_sync": "copy"},
+}
+
+# Prompt lengths, in tokens: one below the block size and one above the probe's, so that rows are
+# padded.
+PROMPT_TOKENS = (3, 17)
+NEW_TOKENS = 8
+SEQUENCES_EACH = 2
+
+# Largest accepted difference of log-probabilities, in nats. In float32, ten times the bound of the
+# tests. Lower precisions differ by tenths on unlikely tokens under any engine, and a wrong
+# cache differs by whole nats.
+LARGEST_DRIFT = {"torch.float32": 1e-4}
+LARGEST_DRIFT_OTHERWISE = 0.5
+
+
+class Level(IntEnum):
+    """The severity of a finding; the worst one decides the exit code."""
+
+    OK = 0
+    WARNING = 1
+    BAD = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the doctor's output."""
+
+    level: Level
+    name: str
+    text: str
+
+    def __str__(self) -> str:
+        mark = {Level.OK: "  ", Level.WARNING: "! ", Level.BAD: "X "}[self.level]
+        return f"{mark}{self.name:<{NAME_WIDTH}} {' '.join(self.text.split())}"
+
+
+def machine_findings(device: str = "auto") -> Iterator[Finding]:
+    """Yield findings on versions, extras, kernels, the device and its memory."""
+    yield Finding(Level.OK, "cb_rollout", cb_rollout.__version__)
+    yield Finding(Level.OK, "python", platform.python_version())
+    requirements = _requirements()
+    for package in (*NEEDED, *SERVE_TRAINING):
+        yield _version(package, requirements)
+    for extra, modules in EXTRAS.items():
+        missing = ", ".join(name for name in modules if not _is_there(name))
+        text = f"lacks {missing}; pip install 'cb_rollout[{extra}]'" if missing else "found"
+        yield Finding(Level.OK, f"extra {extra!r}", text)
+    for name in KERNELS:
+        yield Finding(Level.OK, name, "found" if _is_there(name) else "not found")
+    for name, settings in FASTER.items():
+        asked = ", ".join(f"{key}={value!r}" for key, value in settings.items())
+        try:
+            RolloutConfig(**settings)
+            text = f"when asked for, by {asked}"
+        except ConfigurationError as error:
+            text = f"not used: {error}"
+        yield Finding(Level.OK, name, text)
+    try:
+        target = torch_device(device)
+    except ConfigurationError as error:
+        yield Finding(Level.BAD, "device", str(error))
+        return
+    yield Finding(Level.OK, "attention", str(select_backend(target)))
+    obstacle = graph_obstacle(target)
+    text = f"not used: use_cuda_graph=True {obstacle}" if obstacle else "where the model allows"
+    yield Finding(Level.OK, "CUDA graphs", text)
+    yield from _device(target)
+
+
+def _requirements() -> dict[str, Requirement]:
+    """Return the installed package's requirements by name; empty if it is not installed."""
+    try:
+        lines = importlib.metadata.requires("cb_rollout") or []
+    except importlib.metadata.PackageNotFoundError:
+        return {}
+    requirements = [Requirement(line) for line in lines]
+    return {r.name: r for r in requirements if r.marker is None}
+
+
+def _version(package: str, requirements: dict[str, Requirement]) -> Finding:
+    try:
+        version = importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        if package in NEEDED:
+            return Finding(Level.BAD, package, f"is missing; pip install {package}")
+        return Finding(Level.WARNING, package, "is missing; training with it needs it")
+    requirement = requirements.get(package)
+    if requirement is None:
+        return Finding(Level.OK, package, f"{version} (cb_rollout is not installed: not compared)")
+    if not (tested := str(requirement.specifier)):
+        return Finding(Level.OK, package, version)
+    if requirement.specifier.contains(version, prereleases=True):
+        return Finding(Level.OK, package, f"{version} (tested: {tested})")
+    text = f"{version} is outside what is tested; pip install '{package}{tested}'"
+    return Finding(Level.WARNING, package, text)
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def _device(target: torch.device) -> Iterator[Finding]:
+    if target.type == "cuda":
+        properties = torch.cuda.get_device_properties(target)
+        text = f"{properties.name}, compute capability {properties.major}.{properties.minor}"
+        if (count := torch.cuda.device_count()) > 1:
+            text += f", the first used of {count}; one process uses one"
+    else:
+        text = f"{target.type}, {torch.get_num_threads()} threads of {psutil.cpu_count()} cores"
+        if not torch.cuda.is_available():
+            text += f"; no GPU: torch {torch.__version__} sees none"
+    yield Finding(Level.OK, "device", text)
+    memory = devices.memory(target)
+    free, total = memory.free_bytes / GIB, memory.total_bytes / GIB
+    yield Finding(Level.OK, "memory free", f"{free:.1f} of {total:.1f} GiB on {target.type}")
+    if target.type == "cuda":
+        return
+    container, text = container_memory(), "none"
+    if container.limit_bytes != math.inf:
+        left, limit = container.left_bytes / GIB, container.limit_bytes / GIB
+        text = f"{left:.1f} GiB left of {limit:.1f}; counted above"
+    yield Finding(Level.OK, "container limit", text)
+
+
+def checkpoint_findings(
+    name: str, *, dtype: str = "auto", device: str = "auto", max_memory_percent: float = 0.8
+) -> Iterator[Finding]:
+    """Load a checkpoint, probe it, generate a few tokens, and yield the findings.
+
+    Args:
+        name: the checkpoint's directory or hub name.
+        dtype: dtype of the weights; "auto": the checkpoint's.
+        device: device to load it on; "auto": a GPU if there is one.
+        max_memory_percent: share of the free memory that the KV cache may take.
+    """
+    try:
+        config = RolloutConfig(max_memory_percent=max_memory_percent, seed=0)
+        model = load_model(name, dtype, device)
+        yield _model(name, model)
+        yield _tokenizer(name)
+        with RolloutGenerator(model, config) as generator:
+            yield from _cache(generator.manager.engine.layout)
+            yield _batch_layout(generator.manager.engine.batch_layout)
+            yield from _memory(generator, model)
+            yield _comparison(generator, model)
+    except RolloutError as error:
+        yield Finding(Level.BAD, "model", str(error))
+    except Exception as error:  # noqa: BLE001  a model may raise anything
+        yield Finding(
+            Level.BAD, "model", f"cannot be rolled out ({said(error)}); use model.generate"
+        )
+
+
+def _model(name: str, model: PreTrainedModel) -> Finding:
+    size = sum(parameter.nbytes for parameter in model.parameters())
+    count = sum(parameter.numel() for parameter in model.parameters())
+    return Finding(
+        Level.OK,
+        "model",
+        f"{name}: {type(model).__name__}, {count:,} parameters in "
+        f"{torch_compat.compute_dtype(model)}, {size / GIB:.2f} GiB",
+    )
+
+
+def _tokenizer(name: str) -> Finding:
+    try:
+        tokenizer = load_tokenizer(name)
+    except ConfigurationError as error:
+        return Finding(Level.WARNING, "tokenizer", str(error))
+    has_template = getattr(tokenizer, "chat_template", None) is not None
+    return Finding(
+        Level.OK,
+        "tokenizer",
+        f"{len(tokenizer):,} tokens, {'with a' if has_template else 'without'} chat template",
+    )
+
+
+def _cache(layout: CacheLayout) -> Iterator[Finding]:
+    num_paged = sum(layer.bytes_per_token > 0 for layer in layout.layers)
+    num_recurrent = sum(layer.is_recurrent for layer in layout.layers)
+    num_neither = sum(
+        not layer.is_recurrent and not layer.bytes_per_token for layer in layout.layers
+    )
+    yield Finding(
+        Level.OK,
+        "layers",
+        f"{num_paged} with keys and values, {num_recurrent} with recurrent states, "
+        f"{num_neither} with neither",
+    )
+    yield Finding(Level.OK, "bytes per token", f"{layout.bytes_per_token:,}")
+    yield Finding(Level.OK, "bytes per sequence", f"{layout.bytes_per_sequence:,}")
+    if layout.is_recurrent:
+        why_not = "not used: recurrent states cannot be continued from keys"
+        yield Finding(Level.OK, "chunks, known prefixes", why_not)
+    else:
+        yield Finding(Level.OK, "chunks, known prefixes", "used")
+
+
+def _batch_layout(layout: BatchLayout) -> Finding:
+    texts = {
+        BatchLayout.PADDED: "of any lengths together in one forward",
+        BatchLayout.EQUAL_LENGTHS: "of equal length together; others take a forward each, because "
+        "the model counts positions itself or knows no padding",
+        BatchLayout.SINGLE_ROWS: "one to a forward, because the model mixes the rows of a batch; "
+        "slow",
+    }
+    level = Level.OK if layout is BatchLayout.PADDED else Level.WARNING
+    return Finding(level, "sequences run", texts[layout])
+
+
+def _memory(generator: RolloutGenerator, model: PreTrainedModel) -> Iterator[Finding]:
+    engine, plan = generator.manager.engine, generator.memory_plan()
+    yield Finding(
+        Level.OK,
+        "memory for the cache",
+        f"{plan.budget_bytes / GIB:.2f} GiB: {plan.max_memory_percent:.0%} of "
+        f"{plan.free_bytes / GIB:.2f} free, less what a trainer will still allocate",
+    )
+    yield Finding(
+        Level.OK,
+        "of it, at most",
+        f"{plan.kv_bytes / GIB:.2f} GiB in {plan.num_blocks:,} blocks of "
+        f"{engine.limits.block_size} tokens, {plan.state_bytes / GIB:.2f} GiB of recurrent states",
+    )
+    yield Finding(Level.OK, "sequences together", f"{engine.limits.max_requests:,} at most")
+    num_tokens = plan.num_blocks * engine.limits.block_size
+    longest = hf_compat.max_positions(model)
+    yield Finding(
+        Level.OK,
+        "max tokens",
+        f"{num_tokens:,} cached at once; {min(engine.max_sequence_tokens, longest or num_tokens):,}"
+        f" in one sequence (the model's own limit: {longest or 'none named'})",
+    )
+
+
+def _comparison(generator: RolloutGenerator, model: PreTrainedModel) -> Finding:
+    """Generate, and compare the log-probabilities with those of a plain forward."""
+    vocab_size = hf_compat.vocab_size(model)
+    prompts = [[(7 * i + 3) % vocab_size for i in range(length)] for length in PROMPT_TOKENS]
+    params = SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True)
+    generator.generate_batch(prompts, sampling_params=params, num_return_sequences=SEQUENCES_EACH)
+    drift = generator.verify(len(prompts) * SEQUENCES_EACH)
+    allowed = LARGEST_DRIFT.get(str(torch_compat.compute_dtype(model)), LARGEST_DRIFT_OTHERWISE)
+    text = f"{drift.num_tokens} tokens, largest difference {drift.max:.2g} nats"
+    if math.isfinite(drift.max) and drift.max <= allowed:
+        return Finding(Level.OK, "rollout against forward", text)
+    return Finding(
+        Level.BAD,
+        "rollout against forward",
+        f"{text}, beyond {allowed:g}; this model cannot be rolled out here, use model.generate "
+        "and report it with this output",
+    )
