@@ -25,28 +25,26 @@ class BlockPool:
 
     @property
     def num_available(self) -> int:
-        """Blocks that `allocate` can return."""
+        """Return the number of blocks that `allocate` can return."""
         return len(self._free) + len(self._idle)
 
     @property
     def num_used(self) -> int:
-        """Blocks in use by at least one sequence."""
+        """Return the number of blocks in use by at least one sequence."""
         return self.num_blocks - self.num_available
 
     def allocate(self, count: int) -> list[int]:
         """Return `count` blocks with one reference each; the caller checks `num_available`."""
         assert count <= self.num_available, "allocate more blocks than there are"
-        return [self._take() for _ in range(count)]
-
-    def _take(self) -> int:
-        if self._free:
-            block = self._free.popleft()
-        else:
+        blocks = [self._free.popleft() for _ in range(min(count, len(self._free)))]
+        while len(blocks) < count:
             block, _ = self._idle.popitem(last=False)
             self._remembered.discard(block)
             self._on_evict(block)
-        self._reference_counts[block] = 1
-        return block
+            blocks.append(block)
+        for block in blocks:
+            self._reference_counts[block] = 1
+        return blocks
 
     def share(self, blocks: Iterable[int]) -> None:
         """Add a reference to blocks that are in use or idle."""

@@ -18,7 +18,7 @@ class BlockTable:
 
     @property
     def blocks(self) -> torch.Tensor:
-        """int64, `[table rows, blocks of the longest sequence]`; widening reallocates it."""
+        """Return int64 `[table rows, blocks of the longest sequence]`; widening reallocates it."""
         return self._blocks
 
     def write(self, entries: list[tuple[int, int, int]]) -> None:

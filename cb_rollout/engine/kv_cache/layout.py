@@ -14,12 +14,12 @@ class StateShape:
 
     @property
     def num_elements(self) -> int:
-        """Number of elements."""
+        """Return the number of elements."""
         return torch.Size(self.shape).numel()
 
     @property
     def num_bytes(self) -> int:
-        """Size in bytes."""
+        """Return the size in bytes."""
         return self.num_elements * self.dtype.itemsize
 
 
@@ -43,22 +43,22 @@ class LayerStates:
 
     @property
     def per_token(self) -> tuple[StateShape, ...]:
-        """Tensors stored for each token: keys, values, and an index where there is one."""
+        """Return the tensors of each token: keys, values, and an index where there is one."""
         return tuple(s for s in (self.keys, self.values, self.index) if s)
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of each cached token."""
+        """Return the bytes of each cached token."""
         return sum(s.num_bytes for s in self.per_token)
 
     @property
     def bytes_per_sequence(self) -> int:
-        """Bytes of the fixed-size states of one sequence."""
+        """Return the bytes of one sequence's fixed-size states."""
         return sum(s.num_bytes for s in (*self.conv, *self.recurrent) if s)
 
     @property
     def is_recurrent(self) -> bool:
-        """Whether the layer stores a recurrent or convolution state, which no prefix can share."""
+        """Return whether the layer stores states of fixed size, which no prefix can share."""
         return bool(self.conv or self.recurrent)
 
 
@@ -70,20 +70,20 @@ class CacheLayout:
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of each cached token, over all layers."""
+        """Return the bytes of each cached token, over all layers."""
         return sum(layer.bytes_per_token for layer in self.layers)
 
     @property
     def bytes_per_sequence(self) -> int:
-        """Bytes of the fixed-size states of one sequence, over all layers."""
+        """Return the bytes of one sequence's fixed-size states, over all layers."""
         return sum(layer.bytes_per_sequence for layer in self.layers)
 
     @property
     def has_keys(self) -> bool:
-        """Whether any layer stores keys."""
+        """Return whether any layer stores keys."""
         return any(layer.keys for layer in self.layers)
 
     @property
     def is_recurrent(self) -> bool:
-        """Whether any layer stores a recurrent state."""
+        """Return whether any layer stores states of fixed size."""
         return any(layer.is_recurrent for layer in self.layers)

@@ -30,7 +30,7 @@ class NoOffload:
 
 @dataclass(slots=True)
 class _SavedBlocks:
-    """Whole blocks of one sequence: a tensor for each of the cache's."""
+    """Blocks of one sequence, a tensor for each of the cache's."""
 
     num_computed: int
     blocks: list[torch.Tensor]
@@ -49,7 +49,7 @@ class KVOffloader(NoOffload):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all saved blocks."""
+        """Return the bytes of all saved blocks."""
         return sum(saved.num_bytes for saved in self._saved.values())
 
     def save(self, request: Request) -> None:

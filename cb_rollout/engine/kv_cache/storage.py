@@ -12,7 +12,7 @@ import itertools
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -26,10 +26,10 @@ from cb_rollout.engine.memory.plan import GIB, MemoryPlan
 from cb_rollout.engine.request import Limits
 from cb_rollout.errors import OutOfCacheMemoryError
 
-logger = logging.getLogger(__name__)
+_LOGGER = logging.getLogger(__name__)
 
 # Each pool has a tag of its own: memory of a paused one must not serve another.
-_numbers = itertools.count()
+_TAG_NUMBERS = itertools.count()
 
 # The paused pools, by tag.
 _PAUSED: dict[str, object] = {}
@@ -44,7 +44,7 @@ class MemorySaver:
     @contextmanager
     def allocating(self) -> Iterator[str]:
         """Make tensors allocated inside pausable, under the tag that is yielded."""
-        tag = f"cb_rollout_{os.getpid()}_{next(_numbers)}"
+        tag = f"cb_rollout_{os.getpid()}_{next(_TAG_NUMBERS)}"
         with self._library.region(tag=tag):
             yield tag
 
@@ -71,7 +71,7 @@ def create_saver(device: torch.device) -> MemorySaver | None:
         with library.region(tag="cb_rollout_trial"):
             torch.zeros(1, device=device)
     except (AssertionError, AttributeError, ImportError, OSError, RuntimeError) as error:
-        logger.warning(
+        _LOGGER.warning(
             "torch_memory_saver cannot be used (%s); the cache will be allocated anew.", error
         )
         return None
@@ -149,7 +149,7 @@ class CacheStorage:
             if num_blocks < at_least:
                 raise self._out_of_memory(at_least)
             try:
-                cache = self._resumed(num_blocks) or self._allocated(num_blocks)
+                cache = self._resumed(num_blocks) or self._new(num_blocks)
                 break
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
@@ -159,7 +159,7 @@ class CacheStorage:
                     raise self._out_of_memory(at_least) from error
                 num_blocks = max(at_least, num_blocks // 2)
         if num_blocks < wanted:
-            logger.warning(
+            _LOGGER.warning(
                 "no memory for %d KV cache blocks (%s): %d are taken (%s); %s. Fewer sequences run "
                 "together. Lower %s.",
                 wanted,
@@ -191,23 +191,18 @@ class CacheStorage:
             tensor.zero_()
         return cache
 
-    def _allocated(self, num_blocks: int) -> PagedCache:
+    def _new(self, num_blocks: int) -> PagedCache:
         self._tag = self._paused = None
-        if self._saver is None:
-            return self._new(num_blocks)
-        with self._saver.allocating() as tag:
-            cache = self._new(num_blocks)
+        with nullcontext() if self._saver is None else self._saver.allocating() as tag:
+            cache = PagedCache(
+                self._layout,
+                num_blocks=num_blocks,
+                block_size=self._limits.block_size,
+                num_table_rows=self._limits.max_requests,
+                device=self._device,
+            )
         self._tag = tag
         return cache
-
-    def _new(self, num_blocks: int) -> PagedCache:
-        return PagedCache(
-            self._layout,
-            num_blocks=num_blocks,
-            block_size=self._limits.block_size,
-            num_table_rows=self._limits.max_requests,
-            device=self._device,
-        )
 
     def grow(self, count: int, usable: int) -> int:
         """Allocate `count` more blocks, or as many as fit; return the total.

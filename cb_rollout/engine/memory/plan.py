@@ -36,7 +36,7 @@ class TrainingBytes:
     """Measured: the peak of training beyond what it holds, while the cache was allocated too.
     Includes temporary gradients."""
     is_measured: bool = False
-    """Whether a full optimizer step was measured."""
+    """True after a full optimizer step was measured."""
     set_reserve: int | None = None
     """`training_reserve_gib`, which replaces all estimates and measurements; None: "auto"."""
 
@@ -99,7 +99,7 @@ class MemoryPlan:
     num_blocks: int
     """Maximum of blocks that the cache may grow to."""
     is_fixed: bool = False
-    """Whether `num_blocks` was set, rather than derived from the budget."""
+    """True where `num_blocks` was set, rather than derived from the budget."""
 
     @property
     def training_reserve_bytes(self) -> int:

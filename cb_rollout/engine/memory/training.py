@@ -110,9 +110,9 @@ class TrainingMemory:
         self._is_measuring = False
         self._peak: int | None = None
         self.has_stepped = False
-        """Whether the trained model's optimizer has made its first step."""
+        """True once the trained model's optimizer has made a step."""
         self.is_settled = False
-        """Whether the memory plan after that step was made."""
+        """True once the memory was planned after that step."""
         _watch_optimizers()
         _WATCHERS.add(self)
 
@@ -185,7 +185,8 @@ class TrainingMemory:
         optimizer = self._optimizer and self._optimizer()
         if optimizer is None:
             return 0
-        tensors = (value for state in optimizer.state.values() for value in _values(state))
+        states = (state for state in optimizer.state.values() if isinstance(state, dict))
+        tensors = (t for state in states for t in state.values() if isinstance(t, torch.Tensor))
         return _num_bytes(t for t in tensors if t.device.type == self._device.type)
 
     def _estimated_state_bytes(self, trainable: list[torch.Tensor]) -> int:
@@ -195,11 +196,6 @@ class TrainingMemory:
             name, settings = type(optimizer).__name__, optimizer.defaults
         num_elements = sum(part.numel() for part in trainable)
         return optimizer_state_bytes(name, settings, num_elements, _num_bytes(trainable))
-
-
-def _values(state: Any) -> Iterable[torch.Tensor]:
-    values = state.values() if isinstance(state, dict) else ()
-    return (value for value in values if isinstance(value, torch.Tensor))
 
 
 def _num_bytes(tensors: Iterable[torch.Tensor]) -> int:
