@@ -1,8 +1,8 @@
 """GRPO in plain PyTorch and accelerate: the bare loop, in one process or many.
 
-bare_loop.py with the model prepared, its gradients averaged, and each process with problems of its
-own. The task is the CPU demo's: "7*2-5+8" is to be worked out as "7*2=14-5=9+8=17", and only the
-final number is rewarded.
+bare_loop.py with a prepared model, averaged gradients, and different problems in each process. The
+task is the CPU demo's: "7*2-5+8" is to be worked out as "7*2=14-5=9+8=17", and only the final
+number is rewarded.
 
 Launch:   python recipes/accelerate_grpo.py
           accelerate launch --cpu --num_processes 2 recipes/accelerate_grpo.py
@@ -32,7 +32,7 @@ NUM_PROMPTS, GROUP_SIZE, CLIP = 16, 8, 0.2
 
 
 def draw_problem(rng: random.Random, held_out: bool = False) -> tuple[str, str]:
-    """A chain of sums and its working, from one side of the split."""
+    """Draw a chain of sums and its working, from the training or the held-out side."""
     while True:
         value = rng.randint(1, 9)
         prompt = worked = str(value)
@@ -51,7 +51,7 @@ def encode(text: str) -> list[int]:
 
 
 def reward(worked: str, tokens: list[int]) -> float:
-    """1 where the completion ends, and ends in the right number."""
+    """Return 1 for a finished completion with the right last number, else 0."""
     text = "".join(CHARACTERS[token] for token in tokens)
     found = re.search(r"=(\d+)\.$", text)
     return float(found is not None and found[1] == worked.rpartition("=")[2])
@@ -74,7 +74,7 @@ def create_model() -> Qwen3ForCausalLM:
 
 
 def warm_start(model, optimizer, num_steps: int, rng: random.Random) -> None:
-    """Imitate workings, of which ever more break off after the second step."""
+    """Train on workings, of which more and more break off after the second step."""
     for step in range(num_steps):
         rows, labels = [], []
         for prompt, worked in (draw_problem(rng) for _ in range(64)):
@@ -91,7 +91,7 @@ def warm_start(model, optimizer, num_steps: int, rng: random.Random) -> None:
 
 
 def grpo_loss(model, outputs, advantages: torch.Tensor):
-    """The clipped objective, summed, and over how many tokens. B: rows, T: tokens."""
+    """Return the clipped loss as a sum, and its number of tokens. B: rows, T: tokens."""
     device = advantages.device
     ids_BT = padded([o.prompt_ids + o.generated_tokens for o in outputs], device)
     old_BT = padded([[0.0] * len(o.prompt_ids) + o.logprobs for o in outputs], device)[:, 1:]
@@ -124,7 +124,7 @@ def main() -> None:
     with RolloutGenerator(model, RolloutConfig(seed=0), accelerator=accelerator) as generator:
 
         def rolled_out(problems, num_generations: int):
-            """Completions of each problem, adjacent, and their rewards."""
+            """Return the completions of each problem, adjacent, and their rewards."""
             prompts = [encode(prompt) for prompt, _ in problems]
             outputs = generator.generate_batch(
                 prompts, sampling_params=params, num_return_sequences=num_generations
@@ -144,7 +144,7 @@ def main() -> None:
             spread = groups.std(1, keepdim=True) + 1e-4
             advantages = (groups - groups.mean(1, keepdim=True)) / spread
             total, num_tokens = grpo_loss(model, outputs, advantages.flatten())
-            # Gradients are averaged over processes, so the mean over all tokens is this.
+            # Gradients are averaged over processes; this makes the loss a mean over all tokens.
             mean_tokens = accelerator.reduce(num_tokens, "mean")
             accelerator.backward(total / mean_tokens)
             accelerator.clip_grad_norm_(model.parameters(), 1.0)

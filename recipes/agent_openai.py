@@ -5,15 +5,14 @@ and the policy has four guesses, each answered by ">" (it is higher), "<" or "="
 random guesses, and learns which digits to try first.
 
 The environment is a plain coroutine with the official `openai` client, as it would be for any
-served model; it knows nothing of training. What the policy sampled comes back token by token, with
-log-probabilities and policy versions, becomes a `Trajectory`, and trains the same weights in the
-same process. A turn whose history is not the tokens that were sampled is noticed, and that history
-is masked.
+served model; it does not depend on the training. The sampled tokens come back with
+log-probabilities and policy versions, become a `Trajectory`, and train the same weights in the same
+process. A turn whose history differs from the sampled tokens is detected, and its history masked.
 
 Launch:   python recipes/agent_openai.py
 Hardware: two CPU cores, 1 GiB of memory, no network, no account
 Minutes:  a few
-Prints last (rewritten are turns in which the policy said a special token beside its digit, which
+Prints last (a turn is rewritten where the policy sampled a special token besides its digit, which
 the chat leaves out):
 
     hits, first and last five steps        43.0% -> 72.7%
@@ -46,8 +45,8 @@ TEMPLATE = (
 )
 MAX_GUESSES = 4
 WARM_STEPS = 80
+# Half of the secrets are 7, a quarter are 2, and the rest are any digit.
 FAVOURITES = [7, 7, 2]
-# Half of the secrets are the first, a quarter the last, and the rest any digit.
 
 
 def create_tokenizer() -> PreTrainedTokenizerFast:
@@ -74,13 +73,13 @@ def create_model() -> Qwen3ForCausalLM:
 
 
 def answer(secret: int, guess: str) -> str:
-    """What the environment says to a guess."""
+    """Return the environment's answer to a guess."""
     number = int(guess)
     return "=" if number == secret else (">" if secret > number else "<")
 
 
 def learn_the_rules(model, tokenizer, optimizer) -> None:
-    """Imitate games of random guesses, so that the policy knows how to speak."""
+    """Train on games of random guesses, so that the policy learns the format."""
     rng = random.Random(0)
     for _ in range(WARM_STEPS):
         games = []
@@ -101,7 +100,7 @@ def learn_the_rules(model, tokenizer, optimizer) -> None:
 
 
 async def play(client: AsyncOpenAI, secret: int) -> tuple[Trajectory, float]:
-    """One game through the endpoint; returns what was said and the reward."""
+    """Play one game through the endpoint; return its messages and the reward."""
     trajectory, said = Trajectory(), "?"
     messages = []
     for turn in range(MAX_GUESSES):
@@ -127,7 +126,7 @@ async def play_all(url: str, secrets: list[int]) -> list[tuple[Trajectory, float
 
 
 def train_on(model, samples: list[Sample], advantages: list[float]) -> float:
-    """Leave gradients of a policy-gradient loss; returns how far the sampled values were off."""
+    """Backpropagate a policy-gradient loss; return the largest log-probability difference."""
     width = max(len(sample.token_ids) for sample in samples)
 
     def padded(rows, value):
@@ -161,7 +160,7 @@ def main() -> int:
             secrets = [rng.choice([*FAVOURITES, rng.randrange(10)]) for _ in range(args.games)]
             games = asyncio.run(play_all(server.url, secrets))
             hits.append(fmean(reward > 0 for _, reward in games))
-            # Games with the same secret are compared with each other.
+            # Games with the same secret form a group.
             rewards = {s: [] for s in secrets}
             for (_, reward), secret in zip(games, secrets, strict=True):
                 rewards[secret].append(reward)
@@ -172,7 +171,7 @@ def main() -> int:
                 advantages += [reward - fmean(rewards[secret])] * len(trajectory.samples)
             difference = train_on(model, samples, advantages)
             largest_difference = max(largest_difference, difference)
-            # The weights change while the engine stands still; tokens are of a new version then.
+            # The weights may change inside `pause`; later tokens carry a new policy version.
             with generator.manager.pause():
                 optimizer.step()
                 optimizer.zero_grad()

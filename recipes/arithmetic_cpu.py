@@ -55,16 +55,15 @@ PAD, EOS = 0, 1
 WORDS = ["<pad>", "<eos>", *"0123456789+-*="]
 OPERATIONS = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
 MAX_TERMS, MAX_VALUE = 8, 20
+# The longest working has 36 tokens and EOS; the rest is room for a model that errs.
 MAX_COMPLETION = 44
-# The longest working is 36 tokens and its end; the rest is room for a model that errs.
+# Share of the longer workings that break off after two steps, at the end of the warm start.
 BREAK_RATE = 0.65
-# Of the workings with more steps than two, how many break off there at the end of the warm start.
+# A policy that hesitates between unlikely tokens amplifies the rounding of its own forward.
 MIN_P = 0.5
-# Tokens less likely than this share of the likeliest are not sampled: a policy that is torn between
-# unlikely tokens multiplies the rounding of its own forward.
+# Noise on the warm start's embeddings, as a share of their standard deviation. A model that is
+# robust to it does not amplify rounding.
 BLUR = 0.4
-# Noise on the warm start's embeddings, as a share of their standard deviation, to the same end: a
-# model that does not mind it does not multiply rounding either.
 WARMUP_STEPS, GRPO_STEPS = 900, 40
 REQUIRED_GAIN, MAX_DRIFT = 0.20, 1e-5
 
@@ -78,7 +77,7 @@ class Problem(NamedTuple):
 
     @property
     def is_held_out(self) -> bool:
-        """Whether no training sees it; decided by the problem itself, so no sides overlap."""
+        """Tell whether the problem is held out, by its hash, so that the sides never overlap."""
         return zlib.crc32(self.prompt.encode()) % 8 == 0
 
 
@@ -95,7 +94,7 @@ def draw_problem(rng: random.Random) -> Problem:
 
 
 def draw_problems(rng: random.Random, count: int, held_out: bool) -> list[Problem]:
-    """`count` different problems from one side of the split."""
+    """Draw `count` different problems from one side of the split."""
     found: dict[str, Problem] = {}
     while len(found) < count:
         problem = draw_problem(rng)
@@ -105,7 +104,7 @@ def draw_problems(rng: random.Random, count: int, held_out: bool) -> list[Proble
 
 
 def is_right(completion: str, answer: int) -> bool:
-    """Whether the completion ends in the number asked for."""
+    """Tell whether the completion ends in the right number."""
     last = re.search(r"=(\d+)$", completion)
     return last is not None and int(last[1]) == answer
 
@@ -124,7 +123,7 @@ def create_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def exact_attention(module, query, key, value, attention_mask, scaling=None, **_):
-    """Attention in float64: how the batch is padded hardly changes a row's rounding there."""
+    """Compute attention in float64, where padding hardly changes a row's rounding."""
     groups = query.shape[1] // key.shape[1]
     output = scaled_dot_product_attention(
         query.double(),
@@ -158,20 +157,21 @@ def create_model() -> Qwen3ForCausalLM:
             bos_token_id=None,
         )
     )
-    for layer in model.model.layers:  # At their start of 1 they bound how sharp attention gets.
+    # At their initial value of 1 these norms limit how sharp attention gets.
+    for layer in model.model.layers:
         layer.self_attn.q_norm.requires_grad_(False)
         layer.self_attn.k_norm.requires_grad_(False)
     return model
 
 
 def broken_off(worked: str, rate: float, rng: random.Random) -> str:
-    """The working as an impatient pupil leaves it: often it ends after the second step."""
+    """Return a working that may break off after the second step."""
     ends = [match.end() for match in re.finditer(r"=\d+", worked)]
     return worked[: ends[1]] if len(ends) > 2 and rng.random() < rate else worked
 
 
 def packed_batch(rng: random.Random, break_rate: float) -> dict[str, torch.Tensor]:
-    """Solved training problems packed into rows; positions restart, so none sees another."""
+    """Pack solved training problems into rows; positions restart, so none attends to another."""
     rows, width = 8, 256
     input_ids = torch.full((rows, width), PAD)
     labels = torch.full((rows, width), -100)
@@ -196,7 +196,7 @@ def packed_batch(rng: random.Random, break_rate: float) -> dict[str, torch.Tenso
 
 
 def warm_start(model: Qwen3ForCausalLM, num_steps: int, rng: random.Random) -> None:
-    """Plain supervised training: first on whole workings, then on ever more that break off."""
+    """Train on workings, of which more and more break off after the second step."""
 
     def blurred(_, __, embeddings: torch.Tensor) -> torch.Tensor:
         return embeddings + BLUR * embeddings.detach().std() * torch.randn_like(embeddings)
@@ -221,7 +221,7 @@ def warm_start(model: Qwen3ForCausalLM, num_steps: int, rng: random.Random) -> N
 
 
 def accuracy(generator, tokenizer, problems: list[Problem], temperature: float) -> float:
-    """Share of the problems that are solved, with one try each; temperature 0 is greedy."""
+    """Return the share of solved problems, one try each; temperature 0 is greedy."""
     outputs = generator.generate_batch(
         tokenizer([problem.prompt for problem in problems])["input_ids"],
         sampling_params=cb_rollout.SamplingParams(
@@ -234,14 +234,14 @@ def accuracy(generator, tokenizer, problems: list[Problem], temperature: float) 
 
 
 class RewardBar(TrainerCallback):
-    """One line that shows the reward rise, in place of every step's metrics."""
+    """Show a progress bar with the reward, in place of every step's metrics."""
 
     def on_train_begin(self, args, state, control, **_):
-        """Start at zero."""
+        """Create the bar."""
         self.bar = tqdm(total=state.max_steps, desc="GRPO", unit="step")
 
     def on_log(self, args, state, control, logs, **_):
-        """Show the step that ended."""
+        """Update the bar with a step."""
         if "reward" in logs:
             length = logs["completions/mean_length"]
             self.bar.set_postfix(
@@ -250,7 +250,7 @@ class RewardBar(TrainerCallback):
             self.bar.update(state.global_step - self.bar.n)
 
     def on_train_end(self, args, state, control, **_):
-        """Leave the line as it is."""
+        """Close the bar."""
         self.bar.close()
 
 
@@ -306,11 +306,11 @@ def parsed_arguments() -> argparse.Namespace:
 def main() -> int:
     args = parsed_arguments()
     args.output_dir.mkdir(parents=True, exist_ok=True)
-    # Offline, wandb needs neither network nor account; "online" can be set from outside.
+    # Offline, wandb needs neither network nor account; WANDB_MODE=online overrides it.
     os.environ.setdefault("WANDB_MODE", "offline")
     os.environ.setdefault("WANDB_SILENT", "true")
     os.environ.setdefault("WANDB_DIR", str(args.output_dir))
-    # Of trl 1.16 about transformers 5.23: nothing that a reader of this run could change.
+    # trl 1.16 uses names that transformers 5.23 deprecates; a user cannot change that.
     warnings.filterwarnings("ignore", category=FutureWarning)
 
     torch.manual_seed(args.seed)

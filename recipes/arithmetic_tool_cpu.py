@@ -1,9 +1,9 @@
 """A small model learns to use a calculator: TRL's tools, rolled out by cb_rollout.
 
 The CPU demo with a tool. "37*46" is more than a model of 0.4 million parameters works out, but it
-can call a calculator and copy what that says. It starts from imitating pupils of whom most guess;
-only a right final answer is rewarded, so GRPO teaches it to call. Each call is a turn: the tool's
-result is appended, and the model goes on after it, with the keys of the turn before reused.
+can call a calculator and copy its result. It first imitates examples of which most guess; only a
+right final answer is rewarded, so GRPO teaches it to call. Each call is a turn: the tool's result
+is appended, and the model continues after it, with the keys of the previous turn reused.
 
 Launch:   python recipes/arithmetic_tool_cpu.py
 Hardware: two CPU cores, 2 GiB of memory, no network, no account
@@ -36,8 +36,8 @@ USER, ASSISTANT, TOOL, CALL, END_CALL = "<user>", "<assistant>", "<tool>", "<cal
 SPECIAL = ["<pad>", "<eos>", USER, ASSISTANT, TOOL, CALL, END_CALL]
 WORDS = [*SPECIAL, *"0123456789*"]
 PAD, EOS = 0, 1
+# Share of the warm start's examples that guess instead of calling the tool.
 GUESS_RATE = 0.7
-# Of the pupils that the warm start imitates, how many guess instead of calling.
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'user' %}<user>{{ m.content }}"
@@ -47,6 +47,7 @@ CHAT_TEMPLATE = (
     "{% endfor %}{{ m.content }}<eos>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
+# transformers parses calls out of the model's tokens with this template.
 RESPONSE_TEMPLATE = {
     "defaults": {"role": "assistant"},
     "start_anchor": ASSISTANT,
@@ -64,7 +65,6 @@ RESPONSE_TEMPLATE = {
         "content": {"close_pattern": r"<eos>|$", "content": "text"},
     },
 }
-# How transformers reads a call out of the model's tokens.
 
 
 def calculate(x: str) -> str:
@@ -85,7 +85,7 @@ def draw_product(rng: random.Random) -> str:
 
 
 def reward(completions, answer, **_) -> list[float]:
-    """1 where the last turn is the product, and nothing else."""
+    """Return 1 where the last turn is the product and nothing else."""
     return [
         float(turns[-1]["role"] == "assistant" and turns[-1]["content"] == wanted)
         for turns, wanted in zip(completions, answer, strict=True)
@@ -122,7 +122,7 @@ def create_model() -> Qwen3ForCausalLM:
 
 
 def warm_start(model, tokenizer, num_steps: int, rng: random.Random) -> None:
-    """Imitate pupils who call the tool, or guess; what the tool says is not learned."""
+    """Train on examples that call the tool or guess; the tool's results are not learned."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     for _ in tqdm(range(num_steps), desc="warm start", unit="step"):
         rows, labels = [], []

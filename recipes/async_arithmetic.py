@@ -2,8 +2,8 @@
 
 TRL's stock AsyncGRPOTrainer, rolled out by cb_rollout without a server: the engine generates in its
 own thread, from its own copy of the weights, while the trainer computes losses on completions that
-are up to two versions old. The same steps are then run by the synchronous GRPOTrainer from the same
-start, so that the two can be compared.
+are up to two versions old. The synchronous GRPOTrainer then runs the same steps from the same
+start, for comparison.
 
 Launch:   python recipes/async_arithmetic.py
 Hardware: two CPU cores, 2 GiB of memory, no network, no account
@@ -47,7 +47,7 @@ BATCH, GROUP = 128, 8
 
 
 def shared_settings(args, name: str) -> dict:
-    """What both trainers are given."""
+    """Return the arguments of both trainers."""
     return {
         "output_dir": str(args.output_dir / name),
         "seed": args.seed,

@@ -1,6 +1,6 @@
-"""GRPO in plain PyTorch: sample groups, score them, step, and say that the weights changed.
+"""GRPO in plain PyTorch: sample groups, score them, step, and sync the weights.
 
-No trainer class: everything that happens is on this page. The task is the CPU demo's: "7*2-5+8" is
+No trainer class: the whole loop is in this file. The task is the CPU demo's: "7*2-5+8" is
 to be worked out as "7*2=14-5=9+8=17", and only the final number is rewarded. A Qwen3 of 0.4 million
 parameters first imitates workings that mostly break off after two steps; GRPO teaches it to go on.
 
@@ -30,7 +30,7 @@ NUM_PROMPTS, GROUP_SIZE, CLIP = 16, 8, 0.2
 
 
 def draw_problem(rng: random.Random, held_out: bool = False) -> tuple[str, str]:
-    """A chain of sums and its working, from one side of the split."""
+    """Draw a chain of sums and its working, from the training or the held-out side."""
     while True:
         value = rng.randint(1, 9)
         prompt = worked = str(value)
@@ -49,7 +49,7 @@ def encode(text: str) -> list[int]:
 
 
 def reward(worked: str, tokens: list[int]) -> float:
-    """1 where the completion ends, and ends in the right number."""
+    """Return 1 for a finished completion with the right last number, else 0."""
     text = "".join(CHARACTERS[token] for token in tokens)
     found = re.search(r"=(\d+)\.$", text)
     return float(found is not None and found[1] == worked.rpartition("=")[2])
@@ -72,7 +72,7 @@ def create_model() -> Qwen3ForCausalLM:
 
 
 def warm_start(model, optimizer, num_steps: int, rng: random.Random) -> None:
-    """Imitate workings, of which ever more break off after the second step."""
+    """Train on workings, of which more and more break off after the second step."""
     for step in range(num_steps):
         rows, labels = [], []
         for prompt, worked in (draw_problem(rng) for _ in range(64)):
@@ -89,7 +89,10 @@ def warm_start(model, optimizer, num_steps: int, rng: random.Random) -> None:
 
 
 def grpo_loss(model, outputs, advantages: torch.Tensor) -> torch.Tensor:
-    """The clipped objective; the sampled log-probabilities are the old ones. B: rows, T: tokens."""
+    """Return the clipped loss, with the sampled log-probabilities as old ones.
+
+    B: rows, T: tokens.
+    """
     device = advantages.device
     ids_BT = padded([o.prompt_ids + o.generated_tokens for o in outputs], device)
     old_BT = padded([[0.0] * len(o.prompt_ids) + o.logprobs for o in outputs], device)[:, 1:]
@@ -118,7 +121,7 @@ def main() -> None:
     with RolloutGenerator(model, RolloutConfig(seed=0)) as generator:
 
         def rolled_out(problems, num_generations: int):
-            """Completions of each problem, adjacent, and their rewards."""
+            """Return the completions of each problem, adjacent, and their rewards."""
             prompts = [encode(prompt) for prompt, _ in problems]
             outputs = generator.generate_batch(
                 prompts, sampling_params=params, num_return_sequences=num_generations

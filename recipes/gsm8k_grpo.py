@@ -1,6 +1,6 @@
 """Grade-school mathematics on a real checkpoint: TRL's stock GRPOTrainer, rolled out by cb_rollout.
 
-The CPU demo with a model and a data set of your own choice. A completion is rewarded when the
+The CPU demo with any model and data set. A completion is rewarded when the
 number after "####", in a box, or else the last number in it, is the gold answer.
 
 Launch:   accelerate launch recipes/gsm8k_grpo.py --model Qwen/Qwen3-0.6B --max-steps 200
@@ -29,7 +29,7 @@ MARKED = re.compile(r"####\s*(-?[\d,.]*\d)|\\boxed\{\s*(-?[\d,.]*\d)\s*\}")
 
 
 def final_number(text: str) -> float | None:
-    """The number that a solution ends in; None when it holds none."""
+    """Return the final number of a solution; None if it has none."""
     marked = [first or second for first, second in MARKED.findall(text)]
     found = marked or NUMBER.findall(text)
     try:
@@ -47,7 +47,7 @@ def reward(completions, answer, **_) -> list[float]:
 
 
 def load_questions(name: str, split: str, is_chat: bool) -> Dataset:
-    """Questions and answers of a hub data set, or of a local JSONL with the same two keys."""
+    """Load questions and answers of a hub data set, or of a local JSONL with the same keys."""
     if Path(name).exists():
         questions = load_dataset("json", data_files=name, split="train")
     else:

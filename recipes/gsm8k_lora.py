@@ -1,7 +1,7 @@
-"""Grade-school mathematics with LoRA: gsm8k_grpo.py, of which only adapters train.
+"""Grade-school mathematics with LoRA: gsm8k_grpo.py, with only adapters trained.
 
-Rollouts run the adapters unmerged on the training module; where FSDP2 or ZeRO-3 shards it, they are
-merged into a copy that each process holds.
+Rollouts run the adapters unmerged on the training module. Where FSDP2 or ZeRO-3 shards it, each
+process has a copy with the adapters merged.
 
 Launch:   accelerate launch recipes/gsm8k_lora.py --model Qwen/Qwen3-4B --max-steps 200
           accelerate launch --config_file recipes/accelerate/fsdp2.yaml recipes/gsm8k_lora.py
@@ -29,7 +29,7 @@ MARKED = re.compile(r"####\s*(-?[\d,.]*\d)|\\boxed\{\s*(-?[\d,.]*\d)\s*\}")
 
 
 def final_number(text: str) -> float | None:
-    """The number that a solution ends in; None when it holds none."""
+    """Return the final number of a solution; None if it has none."""
     marked = [first or second for first, second in MARKED.findall(text)]
     found = marked or NUMBER.findall(text)
     try:
@@ -47,7 +47,7 @@ def reward(completions, answer, **_) -> list[float]:
 
 
 def load_questions(name: str, split: str, is_chat: bool) -> Dataset:
-    """Questions and answers of a hub data set, or of a local JSONL with the same two keys."""
+    """Load questions and answers of a hub data set, or of a local JSONL with the same keys."""
     if Path(name).exists():
         questions = load_dataset("json", data_files=name, split="train")
     else:

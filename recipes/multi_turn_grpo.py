@@ -1,9 +1,9 @@
 """A game of many turns: TRL's `environment_factory`, rolled out by cb_rollout.
 
-The model guesses a number between 1 and 100, and hears "higher" or "lower" until it is right or out
-of turns. Each completion plays its own game; the game gives the reward, more for fewer guesses. All
-games of a batch play at once, and each turn reuses the keys of those before. The chat template must
-know tools, as those of Qwen3 and Llama 3.1 do.
+The model guesses a number between 1 and 100, and is told "higher" or "lower" until it is right or
+out of turns. Each completion plays its own game; the game gives the reward, more for fewer guesses.
+All games of a batch play at once, and each turn reuses the keys of the previous ones. The chat
+template must support tools, as those of Qwen3 and Llama 3.1 do.
 
 Launch:   accelerate launch recipes/multi_turn_grpo.py --model Qwen/Qwen3-0.6B --max-steps 200
           accelerate launch recipes/multi_turn_grpo.py --model ./checkpoint
@@ -27,15 +27,15 @@ from cb_rollout.tools.report import write_report
 RULES = (
     "I think of a number from 1 to 100. Find it with the guess tool, in as few turns as you can."
 )
+# Enough to find any number by bisection.
 MAX_GUESSES = 7
-# Enough to find any number by halving.
 
 
 class GuessingGame:
-    """One game; its public methods but `reset` and `get_reward` are the model's tools."""
+    """One game; its public methods, except `reset` and `get_reward`, are the model's tools."""
 
     def reset(self, secret: int = 1, **_) -> None:
-        """Begin anew with the row's number."""
+        """Start a game with the row's number."""
         self._secret, self._num_guesses, self._nearest = secret, 0, 100
 
     def guess(self, number: int) -> str:
@@ -57,7 +57,7 @@ class GuessingGame:
         return "higher" if number < self._secret else "lower"
 
     def get_reward(self) -> float:
-        """From 0 for no guess, by how near the nearest was, to 2 for a hit at once."""
+        """Return 0 for no guess, more for a nearer guess, up to 2 for a hit at once."""
         if not self._num_guesses:
             return 0.0
         if self._nearest:
@@ -66,7 +66,7 @@ class GuessingGame:
 
 
 def create_games(count: int) -> Dataset:
-    """A row a game: its number goes to `reset`."""
+    """Create one row a game; its number goes to `reset`."""
     rng = random.Random(0)
     prompt = [{"role": "user", "content": RULES}]
     return Dataset.from_list(

@@ -1,8 +1,8 @@
 """Tools on a real checkpoint: TRL's `tools`, rolled out by cb_rollout.
 
-gsm8k_grpo.py plus a tool: the model may call a calculator as often as it likes, in its chat
-template's own format, before it ends with its answer. Turns after the first reuse the keys of those
-before. The chat template must know tools, as those of Qwen3 and Llama 3.1 do.
+gsm8k_grpo.py plus a tool: the model may call a calculator any number of times, in its chat
+template's own format, before its final answer. Each turn reuses the keys of the previous ones. The
+chat template must support tools, as those of Qwen3 and Llama 3.1 do.
 
 Launch:   accelerate launch recipes/tools_grpo.py --model Qwen/Qwen3-0.6B --max-steps 200
           accelerate launch recipes/tools_grpo.py --model ./checkpoint --dataset ./train.jsonl
@@ -58,7 +58,7 @@ def calculate(expression: str) -> str:
 
 
 def reward(completions, answer, **_) -> list[float]:
-    """1 where the last turn ends in the gold number."""
+    """Return 1 where the last turn ends in the gold number."""
     texts = [turns[-1].get("content") or "" for turns in completions]
     found = [MARKED.findall(text) for text in texts]
     gold = [MARKED.findall(text) for text in answer]
@@ -73,7 +73,7 @@ def number(text: str) -> float:
 
 
 def load_questions(name: str) -> Dataset:
-    """Questions and answers of a hub data set, or of a local JSONL with the same two keys."""
+    """Load questions and answers of a hub data set, or of a local JSONL with the same keys."""
     if Path(name).exists():
         questions = load_dataset("json", data_files=name, split="train")
     else:

@@ -1,10 +1,10 @@
-"""Decode on a CUDA device: what share of its bandwidth is reached, and beside which peers.
+"""Measure decode steps and rollouts on a CUDA device: bandwidth reached, and peers.
 
     python scripts/gpu_bench.py --output gpu.json            # needs one CUDA device, no network
     python scripts/gpu_bench.py --shapes 8B --seconds 100
 
-Models have Qwen3 shapes and random bfloat16 weights. Every figure is a median, or says what it is;
-a part that does not fit the time is named in the table as skipped.
+Models have Qwen3 shapes and random bfloat16 weights. Figures are medians unless they say otherwise;
+a part for which no time is left is named in the table as skipped.
 """
 
 import argparse
@@ -36,32 +36,32 @@ from cb_rollout.tools.bench.workload import (
 
 GIB = 1 << 30
 DEVICE = "cuda:0"
-# Of the machine's, the first.
 ROWS, PROMPT, GROUP = 256, 256, 8
-SHORT, LONG = 16, 80
-# A decode step's time is the difference of two rollouts, of so many tokens each, over the steps
-# between them: prefill and start cancel out.
 
+# A decode step's time is the difference of two rollouts of these lengths, over the steps between
+# them: prefill and start cancel out.
+SHORT, LONG = 16, 80
+
+# Rows of the table.
 Rows = Iterator[dict[str, Any]]
-# What a part of the bench gives: rows of the table.
 
 
 def prompts(model: Any, num_groups: int) -> list[list[int]]:
-    """Random prompts, each repeated for its group."""
+    """Return random prompts, each repeated for its group."""
     made = random_prompts(random.Random(0), num_groups, (PROMPT, PROMPT), model.config.vocab_size)
     return grouped(made, GROUP)
 
 
 @contextmanager
 def generator_of(model: Any, **settings: Any) -> Iterator[RolloutGenerator]:
-    """A generator that keeps its cache between rollouts."""
+    """Create a generator that keeps its cache between rollouts."""
     config = RolloutConfig(seed=0, release_cache="never", **settings)
     with RolloutGenerator(model, config) as generator:
         yield generator
 
 
 def decode_step(generator: RolloutGenerator, rows: int, repetitions: int) -> list[float]:
-    """Seconds of one decode step of so many rows."""
+    """Return the seconds of one decode step of `rows` rows."""
     params = SamplingParams(ignore_eos=True)
     inputs = prompts(generator.manager.engine.model, max(1, rows // GROUP))[:rows]
 
@@ -75,9 +75,9 @@ def decode_step(generator: RolloutGenerator, rows: int, repetitions: int) -> lis
 
 
 def bytes_per_step(model: Any, rows: int, bytes_per_token: int) -> int:
-    """What must be read: every weight but the embedding's other rows, and every row's keys once.
+    """Return the bytes that a decode step must read: weights, and every row's keys and values once.
 
-    A group's shared prompt is counted once.
+    An untied embedding is not counted, and a group's shared prompt is counted once.
     """
     weights = sum(p.nbytes for p in model.parameters())
     if not model.config.tie_word_embeddings:
@@ -94,16 +94,16 @@ PATHS: dict[str, dict[str, Any]] = {
 }
 
 
+# By rows of the step: all paths on the smallest model, the main ones on the others.
 COMPARED = {
     "0.6B": {ROWS: tuple(PATHS), 32: ("graphs", "gathered"), 1: ("graphs", "kernels")},
     "4B": {ROWS: ("graphs", "graphs, none ahead", "kernels"), 32: ("graphs",), 1: ("graphs",)},
     "8B": {ROWS: ("graphs", "graphs, none ahead", "kernels"), 32: ("graphs",), 1: ("graphs",)},
 }
-# By rows of the step: everything on the smallest model, what matters on the others.
 
 
 def bench_decode(shape: str, model: Any, peak: float) -> Rows:
-    """Decode steps under graphs, ahead of their tokens and not, by kernels alone, and gathered."""
+    """Time decode steps on each path: CUDA graphs with and without overlap, kernels, gathered."""
     for rows, compared in COMPARED[shape].items():
         for path in compared:
             with generator_of(model, **PATHS[path]) as generator:
@@ -121,7 +121,7 @@ def bench_decode(shape: str, model: Any, peak: float) -> Rows:
 
 
 def bench_lifecycle(shape: str, model: Any) -> Rows:
-    """A weight sync that keeps its graphs, and sleep and wake of a large pool."""
+    """Time a weight sync that keeps its graphs, and sleep and wake of a large pool."""
     inputs, params = prompts(model, 1), SamplingParams(ignore_eos=True, max_new_tokens=4)
     with generator_of(model, use_cuda_graph=True) as generator:
         generator.generate_batch(inputs, sampling_params=params)
@@ -149,7 +149,7 @@ def bench_lifecycle(shape: str, model: Any) -> Rows:
 
 
 def bench_rollout(model: Any, kind: str) -> Rows:
-    """One rollout beside the peers, each after one to warm up; useful tokens per second."""
+    """Time one rollout of each contender, each after one that warms up."""
     inputs = prompts(model, 16)
     is_equal = kind == "equal"
     tailed = long_tailed_lengths(random.Random(0), len(inputs), 5.0, 1024)
@@ -160,10 +160,10 @@ def bench_rollout(model: Any, kind: str) -> Rows:
         "model.generate": generate(len(inputs)),
     }
     if is_equal:
-        # Its cache may take what the model's own generator has not given back.
+        # Half, since memory of the previous contender may not be free yet.
         contenders["transformers CB"] = transformers_batching(max_memory_percent=0.5)
     for contender, made in contenders.items():
-        # A batch of long tails takes `generate` too long to be run twice.
+        # `generate` takes too long on long tails to run twice.
         warm_ups = 0 if contender == "model.generate" and not is_equal else 1
         taken = rollout_seconds(made, model, workload, warm_ups)
         yield {
@@ -174,7 +174,7 @@ def bench_rollout(model: Any, kind: str) -> Rows:
 
 
 def rollout_seconds(contender: Contender, model: Any, workload: Workload, warm_ups: int) -> float:
-    """What a contender's rollout takes."""
+    """Return the seconds of a contender's rollout."""
     with contender.create(model, workload) as run:
         for _ in range(warm_ups):
             run(workload)
@@ -182,7 +182,7 @@ def rollout_seconds(contender: Contender, model: Any, workload: Workload, warm_u
 
 
 def line(row: dict[str, Any]) -> str:
-    """One line of the table."""
+    """Format one line of the table."""
     figures = {
         "step_ms": "{:8.2f} ms/step", "ms": "{:8.2f} ms", "seconds": "{:8.2f} s",
         "tokens_per_second": "{:10,.0f} tokens/s", "share_of_bandwidth": "{:5.0%} of bandwidth",
@@ -192,7 +192,7 @@ def line(row: dict[str, Any]) -> str:
 
 
 def parts(shape: str, model: Any, peak: float) -> dict[str, Callable[[], Rows]]:
-    """What is measured of a model, the surest first."""
+    """Return the parts of a model's bench, the most robust first."""
     measured: dict[str, Callable[[], Rows]] = {
         "decode": lambda: bench_decode(shape, model, peak),
         "lifecycle": lambda: bench_lifecycle(shape, model),
@@ -204,7 +204,7 @@ def parts(shape: str, model: Any, peak: float) -> dict[str, Callable[[], Rows]]:
 
 
 def bench_shape(shape: str, peak: float, deadline: float) -> Rows:
-    """Every part of one model that fits the time; a part that fails is a row of the table."""
+    """Run the parts of one model until the deadline; a part that fails is a row of the table."""
     torch.cuda.reset_peak_memory_stats()
     model = create_model(QWEN3[shape], DEVICE)
     for name, measure in parts(shape, model, peak).items():
@@ -220,7 +220,7 @@ def bench_shape(shape: str, peak: float, deadline: float) -> Rows:
 
 
 def main() -> None:
-    """Measure what fits the time, print it, write it."""
+    """Run every shape until the deadline, print the rows and write them."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shapes", nargs="+", choices=QWEN3, default=["8B", "4B", "0.6B"])
     parser.add_argument("--seconds", type=float, default=270.0, help="no new part starts after")
@@ -235,7 +235,7 @@ def main() -> None:
     print(machine, f"copy bandwidth {peak / 1e12:.2f} TB/s", sep="\n")
     for shape in options.shapes:
         for row in bench_shape(shape, peak, deadline):
-            # Kept at once: what comes later may run out of time.
+            # Written at once, since a later row may run out of time.
             rows.append(row)
             print(line(row), flush=True)
             if options.output:

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Everything that needs one CUDA device: the tests marked `gpu`, the kernels' tests compiled for the
-# device, and a bench on GPU shapes, in under eight minutes. Needs no network and no install:
-# torch >= 2.11, triton, transformers >= 5.17, accelerate, peft, psutil, pytest and hypothesis. What a
-# machine lacks may lie in a folder named by PYTHONPATH.
+# Run everything that needs one CUDA device, in under eight minutes: the tests marked `gpu`, the
+# kernels' tests compiled for the device, and a bench on GPU shapes. Needs no network and no install,
+# but torch >= 2.11, triton, transformers >= 5.17, accelerate, peft, psutil, pytest and hypothesis;
+# packages that a machine lacks may be in a folder named by PYTHONPATH.
 #
 #     bash scripts/gpu_check.sh [FOLDER FOR THE RESULTS]
 set -uo pipefail
@@ -16,7 +16,7 @@ export PYTHONPATH="$PWD:$PWD/tests${PYTHONPATH:+:$PYTHONPATH}" HF_HUB_OFFLINE=1 
 # Most of the tests' time is compiling kernels.
 workers=$("$python" -c "import xdist; print('-n 8')" 2>/dev/null || true)
 
-# The settings of pyproject.toml ask for a newer pytest than a machine without network may have.
+# Without pyproject.toml, which asks for a newer pytest than a machine without network may have.
 timeout 190 "$python" -m pytest -c /dev/null --rootdir . --import-mode=importlib \
   -p no:cacheprovider -q --durations=5 $workers \
   tests/engine/attention/test_triton_kernels.py tests/gpu 2>&1 | tee "$results/tests.txt"

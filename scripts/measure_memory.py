@@ -1,4 +1,4 @@
-"""Prints the memory plan before and after a first optimizer step, and what sleeping gives back.
+"""Print the memory plan before and after a first optimizer step, and the memory freed by sleep.
 
 For docs/memory.md, on the CPU: a Qwen3 shape, AdamW, a rollout that keeps its cache while training.
 
@@ -29,7 +29,7 @@ PROMPT_TOKENS, NEW_TOKENS, NUM_SEQUENCES = 256, 16, 32
 
 
 def resident_mib() -> float:
-    """The process's resident size."""
+    """Return the process's resident size."""
     return psutil.Process().memory_info().rss / MIB
 
 

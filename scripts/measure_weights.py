@@ -1,8 +1,8 @@
-"""Prints what docs/weights.md says: what each strategy costs, and how exact it is.
+"""Print the figures of docs/weights.md: cost and exactness of each weight source.
 
 python scripts/measure_weights.py
 
-Speeds are medians of rounds in which the strategies take turns.
+Speeds are medians of rounds in which the weight sources take turns.
 """
 
 import statistics
@@ -18,14 +18,14 @@ ROUNDS = 5
 PROMPTS = [[5 + i, 6, 7, 8] for i in range(16)]
 PARAMS = SamplingParams(max_new_tokens=24, ignore_eos=True)
 
+# The attributes of accelerate's `Accelerator` that a generator reads.
 BF16_TRAINER = SimpleNamespace(
     mixed_precision="bf16", process_index=0, device=torch.device("cpu"), state=SimpleNamespace()
 )
-# What a generator reads of accelerate's `Accelerator`.
 
 
 def create_model() -> PreTrainedModel:
-    """A Qwen3 shape in float32; random weights, sharpened so that errors show."""
+    """Create a Qwen3 shape in float32, its random weights scaled up so that errors show."""
     config = Qwen3Config(
         hidden_size=512,
         num_hidden_layers=8,
@@ -47,21 +47,21 @@ def create_model() -> PreTrainedModel:
 
 
 def with_lora() -> torch.nn.Module:
-    """The model with trained adapters on every projection."""
+    """Create the model with nonzero adapters on every projection."""
     config = LoraConfig(r=16, target_modules="all-linear", init_lora_weights=False)
     return get_peft_model(create_model(), config).eval()
 
 
 @torch.no_grad()
 def forward(model: torch.nn.Module, autocast: bool = False) -> torch.Tensor:
-    """Log-probabilities of every token of a fixed batch."""
+    """Return the log-probabilities of every token of a fixed batch."""
     ids = torch.randint(3, 4096, (4, 64), generator=torch.Generator().manual_seed(0))
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         return model(input_ids=ids).logits.float().log_softmax(-1)
 
 
 def measure(title: str, generators: dict[str, RolloutGenerator]) -> None:
-    """Print speed, sync time and size of each strategy."""
+    """Print speed, sync time and memory of each weight source."""
     speeds: dict[str, list[float]] = {name: [] for name in generators}
     syncs: dict[str, list[float]] = {name: [] for name in generators}
     num_bytes = {}
@@ -84,8 +84,10 @@ def measure(title: str, generators: dict[str, RolloutGenerator]) -> None:
         generator.close()
 
 
-def strategies(model: torch.nn.Module, accelerator: object = None) -> dict[str, RolloutGenerator]:
-    """A generator of each strategy on one model."""
+def generators_of(
+    model: torch.nn.Module, accelerator: object = None
+) -> dict[str, RolloutGenerator]:
+    """Create a generator of each weight source on one model."""
     return {
         name: RolloutGenerator(
             model, RolloutConfig(seed=0, weight_sync=name), accelerator=accelerator
@@ -99,9 +101,9 @@ def main() -> None:
     model, adapted = create_model(), with_lora()
     size = sum(p.nbytes for p in model.parameters()) / 2**20
     print(f"model: {size:.0f} MiB in float32; torch {torch.__version__}, CPU")
-    measure("float32", strategies(model))
-    measure("float32 under bf16 autocast", strategies(model, BF16_TRAINER))
-    measure("float32 with LoRA", strategies(adapted))
+    measure("float32", generators_of(model))
+    measure("float32 under bf16 autocast", generators_of(model, BF16_TRAINER))
+    measure("float32 with LoRA", generators_of(adapted))
 
     copy = RolloutConfig(weight_sync="copy")
     with RolloutGenerator(model, copy, accelerator=BF16_TRAINER) as generator:

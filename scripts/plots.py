@@ -1,4 +1,4 @@
-"""Draws the recorded benchmarks as PNG and SVG beside them.
+"""Draw the recorded benchmarks as PNG and SVG beside them.
 
 python scripts/plots.py
 """
@@ -14,7 +14,7 @@ BENCHMARKS = Path(__file__).parent.parent / "docs" / "benchmarks"
 
 
 def save(figure: plt.Figure, name: str, folder: Path) -> None:
-    """Write one plot in both forms."""
+    """Write one plot as PNG and SVG."""
     for suffix in ("png", "svg"):
         path = folder / f"{name}.{suffix}"
         metadata = {"Date": None} if suffix == "svg" else None
@@ -24,14 +24,14 @@ def save(figure: plt.Figure, name: str, folder: Path) -> None:
 
 
 def draw_scaling(record: dict[str, Any]) -> plt.Figure:
-    """Throughput against concurrency, a line a contender."""
+    """Plot throughput by concurrent requests, a line for each contender."""
     figure, axes = plt.subplots(figsize=(6, 3.5))
     points = {
         int(name.split()[0]): contenders
         for name, contenders in record["results"].items()
         if name.endswith(" requests")
     }
-    # A contender that would take too long at a point was left out of it.
+    # A contender may be left out of a point that would take it too long.
     for contender in dict.fromkeys(name for point in points.values() for name in point):
         found = {count: point[contender] for count, point in points.items() if contender in point}
         medians, low, high = ([f[key] for f in found.values()] for key in ("median", "min", "max"))
@@ -49,7 +49,7 @@ def draw_scaling(record: dict[str, Any]) -> plt.Figure:
 
 
 def draw_step(record: dict[str, Any]) -> plt.Figure:
-    """Seconds of one GRPO step, a bar a contender."""
+    """Plot the seconds of one GRPO step, a bar for each contender."""
     figure, axes = plt.subplots(figsize=(6, 2.2))
     contenders = record["results"]["grpo_step"]
     names = list(contenders)[::-1]
@@ -65,9 +65,9 @@ PLOTS = {"scaling_cpu": draw_scaling, "step_cpu": draw_step}
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Draw every plot whose record is there."""
+    """Draw every plot whose record exists."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--folder", type=Path, default=BENCHMARKS, help="of the records")
+    parser.add_argument("--folder", type=Path, default=BENCHMARKS, help="directory of the records")
     folder = parser.parse_args(arguments).folder
     for name, draw in PLOTS.items():
         path = folder / f"{name}.json"

@@ -1,4 +1,4 @@
-"""The panels of a wandb workspace for rollouts, one section a group of metrics.
+"""Print or save the panels of a wandb workspace for rollouts, one section a group of metrics.
 
     python scripts/wandb_panels.py                                    # print them, as JSON
     python scripts/wandb_panels.py --entity ME --project MINE         # save them as a workspace
@@ -14,15 +14,15 @@ from typing import Any
 from cb_rollout.metrics.names import METRICS
 
 WORKSPACE = "Rollouts"
+# Metrics of TRL that belong beside the rollout's.
 TRAINERS_OWN = {
     "Reward": ["reward", "reward_std", "eval_reward"],
     "Drift": ["sampling/sampling_logp_difference/max", "sampling/importance_sampling_ratio/mean"],
 }
-# What TRL logs and belongs beside ours.
 
 
 def sections() -> list[dict[str, Any]]:
-    """Each section with its line plots, over the trainer's step."""
+    """Return each section with its line plots over the trainer's step."""
     names: dict[str, list[str]] = {panel: list(own) for panel, own in TRAINERS_OWN.items()}
     for metric in METRICS:
         names.setdefault(metric.panel, []).append(metric.name)
@@ -33,12 +33,12 @@ def sections() -> list[dict[str, Any]]:
 
 
 def _logged(name: str) -> str:
-    """The name under which the trainer's wandb callback logs a scalar."""
+    """Return the name under which the trainer's wandb callback logs a scalar."""
     return f"eval/{name.removeprefix('eval_')}" if name.startswith("eval_") else f"train/{name}"
 
 
 def save(entity: str, project: str) -> str:
-    """Save the workspace; returns its address."""
+    """Save the workspace and return its URL."""
     try:
         import wandb_workspaces.reports.v2 as reports
         import wandb_workspaces.workspaces as workspaces
@@ -64,8 +64,8 @@ def save(entity: str, project: str) -> str:
 def main() -> None:
     """Print the panels, or save them."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--entity", help="whose workspace; with --project")
-    parser.add_argument("--project", help="of which project; with --entity")
+    parser.add_argument("--entity", help="entity of the workspace; with --project")
+    parser.add_argument("--project", help="project of the workspace; with --entity")
     arguments = parser.parse_args()
     if bool(arguments.entity) != bool(arguments.project):
         parser.error("--entity and --project go together")

@@ -1,4 +1,4 @@
-"""A data set is generated once: nothing lost, nothing twice, whenever it was stopped."""
+"""Each sequence of a data set is generated once, whenever the run was interrupted."""
 
 import json
 import math
@@ -146,8 +146,8 @@ def test_no_more_is_read_than_keeps_the_batch_full(model):
         for completed in CompletionStream(manager, PARAMS, token_ids).completed(wanted()):
             num_completed += len(completed)
     assert num_completed == num_taken == 120
-    # Two batches in flight, and the row that is read and does not fit in yet; one completion is
-    # counted after the rows that took its place.
+    # Two batches in flight, and a row that is read and does not fit yet. Completions are counted
+    # after the rows that replaced them were read, hence another batch.
     assert most <= 2 * 8 + 3 + 8
 
 
@@ -166,7 +166,7 @@ def test_rows_without_an_id_get_their_number_and_a_seed_repeats_a_run(model, tmp
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.301, 0.77, 0.999])
-def test_cut_off_anywhere_it_is_gone_on_with(model, jsonl, tmp_path, share):
+def test_an_output_cut_off_anywhere_is_resumed(model, jsonl, tmp_path, share):
     output = tmp_path / "out.jsonl"
     generate(model, jsonl, output, seed=0)
     whole = output.read_bytes()
@@ -195,7 +195,7 @@ def test_a_row_that_lacks_some_of_its_sequences_gets_others_than_it_has(model, t
 
 
 @pytest.mark.slow
-def test_killed_in_mid_run_a_process_leaves_what_the_next_one_ends(checkpoint, jsonl, tmp_path):
+def test_a_killed_run_is_finished_by_the_next_one(checkpoint, jsonl, tmp_path):
     (tmp_path / "deadly.py").write_text(DEADLY_SCORER)
     output = tmp_path / "out.jsonl"
     command = [
@@ -230,7 +230,7 @@ def test_killed_in_mid_run_a_process_leaves_what_the_next_one_ends(checkpoint, j
     assert all(result["scores"] == {"score": len(result["token_ids"])} for result in after)
 
 
-def test_an_interrupt_says_what_is_done_and_frees_the_model(model, jsonl, tmp_path):
+def test_an_interrupt_tells_the_progress_and_stops_the_engine(model, jsonl, tmp_path):
     output = tmp_path / "out.jsonl"
     calls = iter(range(100))
 
@@ -282,13 +282,13 @@ def test_other_rows_other_weights_and_lost_settings_are_refused(model, jsonl, tm
     (tmp_path / "out.jsonl.settings.json").unlink()
     with pytest.raises(ConfigurationError, match=r"out\.jsonl\.settings\.json"):
         generate(model, jsonl, output)
-    # What only decides how fast it goes may differ.
+    # Settings that affect speed only may differ.
     write_jsonl(jsonl, ROWS)
     generate(model, jsonl, output, overwrite=True)
     assert generate(model, jsonl, output, max_num_seqs=2).num_tokens == 0
 
 
-def test_what_only_the_engine_sees_becomes_a_row_with_an_error(model, tmp_path):
+def test_a_request_that_the_engine_refuses_becomes_a_row_with_an_error(model, tmp_path):
     rows = [ROWS[0], {"prompt": "x" * 600, "id": "long"}, {"prompt": [5, 10**6], "id": "foreign"}]
     jsonl = write_jsonl(tmp_path / "in.jsonl", rows)
     output = tmp_path / "out.jsonl"
@@ -307,7 +307,7 @@ def test_what_only_the_engine_sees_becomes_a_row_with_an_error(model, tmp_path):
     assert (resumed.num_resumed, resumed.num_failed, resumed.num_tokens) == (9, 6, 0)
 
 
-def test_what_failed_is_generated_again_when_asked(model, jsonl, tmp_path):
+def test_failed_sequences_are_generated_again_on_request(model, jsonl, tmp_path):
     output = tmp_path / "out.jsonl"
     generate(model, jsonl, output)
     results = read_jsonl(output)

@@ -1,4 +1,4 @@
-"""Recipes run as processes of their own, and the questions that they train on."""
+"""Run recipes in processes of their own, and write their questions."""
 
 import json
 import os
@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 RECIPES = Path(__file__).parents[2] / "recipes"
-TIMEOUT_SECONDS = 240
 # A run that hangs is killed and fails the test.
+TIMEOUT_SECONDS = 240
 
 ACCELERATE = ("-m", "accelerate.commands.launch", "--cpu", "--num_processes")
 
@@ -17,7 +17,7 @@ ACCELERATE = ("-m", "accelerate.commands.launch", "--cpu", "--num_processes")
 def run_recipe(
     name: str, *arguments: Any, launcher: tuple[str, ...] = (), **environment: str
 ) -> str:
-    """What a recipe prints; one that fails, fails the test with its last words."""
+    """Run a recipe and return its output; a failure shows the end of its stderr."""
     done = subprocess.run(
         [sys.executable, *launcher, str(RECIPES / f"{name}.py"), *map(str, arguments)],
         env=os.environ | environment,
@@ -31,7 +31,7 @@ def run_recipe(
 
 
 def write_questions(path: Path) -> Path:
-    """Eight rows in the form of GSM8K."""
+    """Write eight rows in the format of GSM8K."""
     rows = [{"question": f"What is {i} + 1?", "answer": f"#### {i + 1}"} for i in range(8)]
     path.write_text("\n".join(map(json.dumps, rows)))
     return path

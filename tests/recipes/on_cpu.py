@@ -1,8 +1,8 @@
-"""Runs a recipe as one gloo process of several, as `accelerate launch` would on accelerators.
+"""Run a recipe as one gloo process of several, as `accelerate launch` does on accelerators.
 
-Arguments: one of accelerate's config files, the recipe, what the recipe takes, and (from
-`run_processes`) a file to write to at the end. accelerate itself keeps FSDP and DeepSpeed for
-accelerators; see `accelerated`.
+Arguments: a config file of accelerate, the recipe, its arguments, and (from `run_processes`) a file
+to write at the end. accelerate itself allows FSDP and DeepSpeed on accelerators only; see
+`accelerated`.
 """
 
 import json
@@ -18,7 +18,7 @@ from accelerated import allow_deepspeed, allow_fsdp
 
 
 def main() -> None:
-    """Take over what the config file says, then be the recipe."""
+    """Set the environment that the config file asks for, then run the recipe."""
     config_file, recipe, *arguments, path = sys.argv[1:]
     asked = ["--config_file", config_file, "--mixed_precision", "no", recipe]
     launch, *_ = _validate_launch_command(launch_command_parser().parse_args(asked))

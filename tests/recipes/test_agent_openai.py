@@ -18,6 +18,6 @@ def test_two_steps_train_on_exactly_what_was_sampled():
     assert "versions 2" in printed
     (difference,) = re.findall(r"log-probability difference\|\s+(\S+)", printed)
     assert float(difference) < 1e-5
-    # A policy that hardly learned says a special token now and then.
+    # A policy with little training samples a special token now and then.
     (num_rewritten,) = re.findall(r"history was rewritten\s+(\d+)$", printed, re.MULTILINE)
     assert int(num_rewritten) <= 4

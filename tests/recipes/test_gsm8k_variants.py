@@ -9,8 +9,8 @@ from launching import RECIPES, write_questions
 from processes import run_processes
 from tiny import save_checkpoint
 
+# A feature, its sentence in the header, and the output directory.
 MOST_CHANGED_LINES = 16
-# A feature, the header's sentence about it, and where the run lies.
 
 
 def read(name):

@@ -12,8 +12,8 @@ from launching import ACCELERATE, RECIPES, run_recipe
 
 LAST_LINE = re.compile(r"held-out accuracy \d+\.\d% -> \d+\.\d%")
 
+# The other 100 lines or so are the bare loop's.
 MOST_LINES_OF_ACCELERATE = 60
-# Of a recipe of about 160; the rest is the bare loop's.
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ SCHEMA = Path(trl.__file__).parent / "chat_templates" / "qwen3.jinja"
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    """A tiny model whose tokenizer speaks Qwen3's tool format."""
+    """Save a tiny model whose chat template has Qwen3's tool format."""
     tokenizer = char_tokenizer()
     tokenizer.add_special_tokens({"eos_token": "<|im_end|>"})
     tokenizer.chat_template = SCHEMA.read_text()
@@ -36,7 +36,7 @@ def run(monkeypatch, capsys):
     def run_main(recipe, *arguments):
         monkeypatch.setattr(sys, "argv", [recipe.__name__, *map(str, arguments)])
         try:
-            # What transformers and trl say about each other concerns no recipe.
+            # transformers and trl warn about each other, which no recipe can change.
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 recipe.main()

@@ -144,7 +144,7 @@ def test_a_contender_is_left_out_where_its_turn_would_be_long(capsys):
     assert "slow is left out" in capsys.readouterr().out
 
 
-def test_ratios_are_of_speed_whatever_the_unit():
+def test_ratios_are_of_speed_for_rates_and_for_seconds():
     rates, seconds = (
         [summary([value], unit) for value in (4.0, 2.0)]
         for unit in ("tokens_per_second", "seconds")
@@ -172,7 +172,7 @@ def test_a_value_has_three_digits(value, text):
 
 @pytest.fixture
 def small_gpu_bench(monkeypatch):
-    """The parts of the GPU's bench that run anywhere, on few and short rows."""
+    """Shrink the parts of the GPU's bench that run anywhere."""
     monkeypatch.setattr(gpu_bench, "PROMPT", 3)
     monkeypatch.setattr(gpu_bench, "GROUP", 1)
     monkeypatch.setattr(gpu_bench, "SHORT", 1)
@@ -204,7 +204,7 @@ def test_a_rollout_is_timed_beside_the_peers_on_a_gpu(small_gpu_bench, kind):
     assert all(row["tokens_per_second"] > 0 for row in rows)
 
 
-def test_what_a_step_must_read_is_weights_and_keys():
+def test_a_step_must_read_weights_and_keys():
     model = create_model(TINY.shape, "cpu")
     weights = sum(parameter.nbytes for parameter in model.parameters())
     own, shared = 8 * (16 + 80) / 2, 256

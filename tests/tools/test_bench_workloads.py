@@ -1,4 +1,4 @@
-"""Every workload of the bench runs, on models and sizes that say nothing of speed."""
+"""Every workload of the bench runs, on tiny models."""
 
 import json
 import math
@@ -15,18 +15,18 @@ from cb_rollout.tools.bench.profile import OUTSIDE
 from cb_rollout.tools.cli import create_parser
 from cb_rollout.tools.cli.bench import WORKLOADS
 
-# What the peers warn of is theirs.
+# The peers emit warnings of their own.
 pytestmark = pytest.mark.filterwarnings("default")
 
+# TRL's continuous batching takes seconds to start and to stop.
 SLOW = {"step"}
-# TRL's continuous batching begins and ends with seconds of its own.
 
 TINIEST = ("--tiny", "--repetitions", "1", "--device", "cpu")
 
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory):
-    """The record of a tiny run of each workload, made once."""
+    """Run a workload once, and return its record."""
     folder = tmp_path_factory.mktemp("records")
 
     def record(workload):
@@ -88,7 +88,7 @@ def test_the_command_needs_no_checkout(tmp_path):
     assert json.loads((tmp_path / "here" / "rollout_cpu.json").read_text())["bench"] == "rollout"
 
 
-def test_a_rollout_says_what_share_of_the_bound_each_contender_has(recorded):
+def test_a_rollout_record_has_each_contenders_share_of_the_bound(recorded):
     for contenders in recorded("rollout")["results"].values():
         for contender in contenders.values():
             assert 0 < contender["matmul_share"] <= contender["forwards_matmul_share"]
@@ -106,7 +106,7 @@ def test_a_profile_accounts_for_the_whole_rollout(recorded):
     assert uncounted == [OUTSIDE], "functions of profile.FINE are not called any more"
 
 
-def test_what_a_waiting_request_holds_is_told_beside_its_tokens(recorded):
+def test_the_memory_of_a_waiting_request_is_measured_besides_its_tokens(recorded):
     waiting = recorded("scaling")["results"]["waiting"]
     assert waiting["bytes a request beside its tokens"] > 0
     assert waiting["bytes a token"] >= 8
@@ -116,7 +116,7 @@ def test_the_plots_are_drawn_from_records(recorded, tmp_path):
     record = recorded("scaling")
     step = {"results": {"grpo_step": {"cb_rollout": {"median": 1.0}, "other": {"median": 2.0}}}}
     (tmp_path / "step_cpu.json").write_text(json.dumps(step))
-    # As where a contender is left out of the larger points.
+    # A contender may be left out of larger points.
     del record["results"]["2 requests"]["transformers CB"]
     (tmp_path / "scaling_cpu.json").write_text(json.dumps(record))
     plots.main(["--folder", str(tmp_path)])

@@ -1,4 +1,4 @@
-"""The file of results holds what was written, once, and only under its own settings."""
+"""The file of results holds each written sequence once, under one set of settings."""
 
 import json
 
@@ -19,7 +19,7 @@ def num_done(path):
         return results.num_done
 
 
-def test_what_was_appended_is_there_when_it_is_opened_again(tmp_path):
+def test_appended_results_are_there_when_the_file_is_opened_again(tmp_path):
     path = tmp_path / "deep" / "out.jsonl"
     with ResultFile(path, SETTINGS) as results:
         results.append([result("a", 0), result(7, 2, error="no")])
@@ -69,7 +69,7 @@ def test_a_sequence_that_is_there_twice_is_named(tmp_path):
         ResultFile(path, SETTINGS)
 
 
-def test_two_may_not_write_at_once(tmp_path):
+def test_a_second_writer_is_refused(tmp_path):
     path = tmp_path / "out.jsonl"
     with ResultFile(path, SETTINGS) as results:
         results.append([result("a", 0)])
@@ -79,7 +79,7 @@ def test_two_may_not_write_at_once(tmp_path):
     assert num_done(path) == 1
 
 
-def test_errors_are_taken_out_in_one_move(tmp_path):
+def test_failed_results_are_removed_atomically(tmp_path):
     path = tmp_path / "out.jsonl"
     with ResultFile(path, SETTINGS) as results:
         results.append([result("a", 0), result("a", 1, error="no"), result("b", 0)])
@@ -114,7 +114,7 @@ def test_a_path_that_cannot_be_written_is_a_typed_error(tmp_path):
 
 
 @pytest.mark.parametrize("settings", ["", "{", "[3]", "7", "null"])
-def test_settings_that_cannot_be_read_are_told(tmp_path, settings):
+def test_unreadable_settings_are_refused(tmp_path, settings):
     path = tmp_path / "out.jsonl"
     with ResultFile(path, SETTINGS) as results:
         results.append([result("a", 0)])

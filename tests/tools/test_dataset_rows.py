@@ -1,4 +1,4 @@
-"""What is wrong with an input is said before anything is loaded, with the file and the line."""
+"""Bad inputs are refused before anything is loaded, with file and line."""
 
 import datetime
 import json
@@ -78,7 +78,7 @@ def test_an_input_without_rows_is_refused(tmp_path):
         surveyed(tmp_path / "in.jsonl", "\n\n")
 
 
-def test_the_digest_is_of_what_rows_say_and_of_their_order(tmp_path):
+def test_the_digest_depends_on_the_rows_and_their_order(tmp_path):
     path = tmp_path / "in.jsonl"
     first = surveyed(path, '{"prompt": "a", "id": 1}\n{"prompt": "b", "id": 2}\n')
     assert first == surveyed(path, '{"prompt":"a","id":1}\r\n{"prompt":"b",  "id":2}')
@@ -90,7 +90,7 @@ def test_the_digest_is_of_what_rows_say_and_of_their_order(tmp_path):
     assert len({first.digest, *(surveyed(path, text).digest for text in others)}) == 4
 
 
-def test_columns_that_a_row_leaves_empty_are_not_there(tmp_path):
+def test_empty_columns_are_dropped(tmp_path):
     chat = [{"role": "user", "content": "hi"}]
     table = [{"prompt": "a", "messages": None}, {"prompt": None, "messages": chat}]
     Dataset.from_list(table).to_parquet(tmp_path / "in.parquet")
@@ -99,7 +99,7 @@ def test_columns_that_a_row_leaves_empty_are_not_there(tmp_path):
     assert [row.values for row in rows(source)] == [{"prompt": "a"}, {"messages": chat}]
 
 
-def test_what_json_cannot_hold_is_named(tmp_path):
+def test_a_value_that_json_cannot_hold_is_named(tmp_path):
     table = [{"prompt": "a", "when": datetime.datetime(2026, 1, 1)}]
     Dataset.from_list(table).to_parquet(tmp_path / "in.parquet")
     with pytest.raises(InvalidRequestError, match=r"row 0 holds what JSON cannot .*datetime"):
