@@ -2,7 +2,8 @@
 
 import torch
 
-from cb_rollout.engine.attention import backend as choice
+from cb_rollout.engine.attention import selector
+from cb_rollout.engine.attention.triton import backend as triton_backend
 from cb_rollout.engine.cuda_graphs import graphs
 from cb_rollout.engine.cuda_graphs import selection as graph_choice
 
@@ -34,7 +35,9 @@ def pretend_cuda(monkeypatch):
     """Have engines on the CPU choose what they would choose on a GPU."""
     if torch.cuda.is_available():
         return
-    monkeypatch.setattr(choice, "device_obstacle", lambda device: None)
+    monkeypatch.setattr(selector, "BACKENDS", [triton_backend.TritonBackend])
+    monkeypatch.setattr(triton_backend.TritonBackend, "device_type", "cpu")
+    monkeypatch.setattr(triton_backend, "device_obstacle", lambda device: None)
     monkeypatch.setattr(graph_choice, "graph_obstacle", lambda device: None)
     monkeypatch.setattr(graphs, "CudaCapture", Playback)
     Playback.num_captures = 0

@@ -1,4 +1,5 @@
-"""Reaches past public APIs, one file for each upstream, each with the versions it was read in.
+"""Reach past public APIs, one file for each upstream; a function names the versions it was read in.
 
-Keeps no state and knows nothing of the package but its errors.
+A change upstream breaks one of these files, and no other. They import nothing of the package but
+its errors, and are called from every room above.
 """

@@ -1,7 +1,4 @@
-"""Reaches past FSDP's public API, with the version they were read in and why they are needed.
-
-Keeps no state, as `_compat` does, of which this is the part that knows FSDP's insides.
-"""
+"""Reach past the public API of FSDP1 and FSDP2 (torch 2.11 to 2.13): shards and their layout."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,9 +23,9 @@ def _fsdp_groups(model: torch.nn.Module) -> Iterator[Any]:
 
 
 def fsdp_shards(model: torch.nn.Module) -> dict[int, torch.Tensor]:
-    """The shard behind each parameter that FSDP2 shows whole now, by the parameter's id.
+    """Return the shard behind each parameter that FSDP2 shows whole, by the parameter's id.
 
-    A forward leaves some parameters whole until the next backward, cast to what it computed in
+    A forward leaves some parameters whole until the next backward, cast to its compute dtype
     (torch 2.13).
     """
     return {
@@ -41,7 +38,7 @@ def fsdp_shards(model: torch.nn.Module) -> dict[int, torch.Tensor]:
 
 @dataclass(frozen=True)
 class Fsdp1Placement:
-    """Where a parameter lies under FSDP1."""
+    """The FSDP1 unit of a parameter, and the parameter's whole shape."""
 
     unit: FullyShardedDataParallel
     unit_bytes: int
@@ -49,17 +46,18 @@ class Fsdp1Placement:
 
 
 def fsdp1_units(model: torch.nn.Module) -> list[FullyShardedDataParallel]:
-    """The units of FSDP1, the root first."""
+    """Return the units of FSDP1, the root first."""
     return [m for m in model.modules() if isinstance(m, FullyShardedDataParallel)]
 
 
 def fsdp1_parameters(
     model: torch.nn.Module,
 ) -> tuple[dict[int, Fsdp1Placement], dict[int, torch.Tensor]]:
-    """Where the parameters of an FSDP1 model lie (torch 2.13).
+    """Find the parameters of an FSDP1 model (torch 2.13).
 
     Returns:
-        By a parameter's id, its place; by the id of what a module shows now, the parameter.
+        By a parameter's id, its placement; by the id of the tensor that a module shows, the
+        parameter.
 
     Raises:
         ConfigurationError: the parameters have no identity of their own.
@@ -68,7 +66,7 @@ def fsdp1_parameters(
     behind: dict[int, torch.Tensor] = {}
     units = fsdp1_units(model)
     if units[0]._is_root is None:
-        # The first unit whose parameters are gathered takes itself for the root.
+        # torch makes the first unit that gathers parameters the root: gather in the root first.
         with FullyShardedDataParallel.summon_full_params(units[0], recurse=False, writeback=False):
             pass
     for unit in units:
@@ -90,7 +88,7 @@ def fsdp1_parameters(
 
 
 def fsdp_param_dtype(model: torch.nn.Module) -> torch.dtype | None:
-    """What FSDP's mixed precision casts every parameter to for a forward; None: nothing."""
+    """Return the dtype that FSDP casts parameters to for a forward (torch 2.13); None: no cast."""
     for unit in fsdp1_units(model):
         return unit.mixed_precision.param_dtype
     groups = list(_fsdp_groups(model))
@@ -98,19 +96,19 @@ def fsdp_param_dtype(model: torch.nn.Module) -> torch.dtype | None:
 
 
 def default_store() -> Store:
-    """The store that the default process group met through (torch 2.13)."""
+    """Return the store of the default process group's rendezvous (torch 2.13)."""
     return distributed_c10d._get_default_store()
 
 
 def is_dtensor(tensor: torch.Tensor) -> bool:
-    """Whether FSDP2 or tensor parallelism laid it over processes (torch 2.13)."""
+    """Return whether FSDP2 or tensor parallelism shards a tensor (torch 2.13)."""
     return isinstance(tensor, DTensor)
 
 
 def is_sharded(model: torch.nn.Module) -> bool:
-    """Whether processes hold different parts of any parameter.
+    """Return whether processes hold different parts of any parameter.
 
-    FSDP's modules may show whole parameters after a forward, so they are asked for by their class.
+    FSDP's modules may show whole parameters after a forward, so their class counts (torch 2.13).
     """
     sharding = FSDPModule | FullyShardedDataParallel
     if any(isinstance(module, sharding) for module in model.modules()):
@@ -119,7 +117,7 @@ def is_sharded(model: torch.nn.Module) -> bool:
 
 
 def local_part(parameter: torch.Tensor) -> torch.Tensor:
-    """What this process holds of a parameter."""
+    """Return this process's part of a parameter."""
     if isinstance(parameter, DTensor):
         return parameter.to_local()
     return zero3_slice(parameter) if is_zero3(parameter) else parameter

@@ -1,19 +1,14 @@
-"""Reaches past torch's public API for its way to compile C++ for this machine.
+"""Reach past torch's public API (2.11 to 2.13) to compile C++, and to trace and compile graphs.
 
-`torch.utils.cpp_extension` wants ninja, Python's headers and torch's own. What inductor compiles
-its kernels with (torch 2.11 to 2.13) knows the compiler, the flags of the CPU and the OpenMP that
-torch computes with, and keeps what it made on disk for the next process.
-
-Traces and compiles past torch's public API, with the version and why.
-
-`torch.export` wants every input named and every mutation declared; `make_fx` (torch 2.11 to 2.13),
-which it is built on, records what runs. `torch.compile` would trace the graph once more, and check
-guards at every call; `standalone_compile` takes a graph as it is.
+`torch.utils.cpp_extension` needs ninja, Python's headers and torch's own; inductor's `CppCodeCache`
+knows the compiler, the CPU's flags and torch's OpenMP, and caches on disk. `torch.export` needs
+every input named and every mutation declared; `make_fx`, below it, records what runs.
+`torch.compile` would trace the graph again and check guards at each call; `standalone_compile` does
+neither.
 """
 
 import ctypes
 import logging
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -25,12 +20,12 @@ from torch._inductor.codecache import CppCodeCache
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 
-FUSED = "-ffp-contract=fast"
-# Multiplies and adds in one instruction, which inductor forbids its own kernels.
+# Multiply and add in one instruction, which inductor forbids its own kernels.
+CONTRACT_FLAG = "-ffp-contract=fast"
 
 
 def compiler_obstacle() -> str | None:
-    """Why nothing can be compiled for a CPU; None: it can."""
+    """Return why nothing can be compiled for a CPU; None: it can (torch 2.11 to 2.13)."""
     try:
         cpp_builder.get_cpp_compiler()
     except Exception as error:  # noqa: BLE001  what it raises is the answer
@@ -38,60 +33,24 @@ def compiler_obstacle() -> str | None:
     return None
 
 
-def compiled_library(source: str) -> ctypes.CDLL:
-    """What C++ source exports, compiled now or by an earlier process.
+def compile_library(source: str) -> ctypes.CDLL:
+    """Load C++ source, compiled now or by an earlier process (torch 2.11 to 2.13).
 
     Raises:
         Exception: what the compiler raises.
     """
-    return CppCodeCache.load(source, extra_flags=(FUSED,))
+    return CppCodeCache.load(source, extra_flags=(CONTRACT_FLAG,))
 
 
-ATTEND, GROUPED = "cb_rollout::attend", "cb_rollout::grouped_product"
+GROUPED = "cb_rollout::grouped_product"
 
-torch.library.define(ATTEND, "(Tensor query, Tensor key, Tensor value, int call) -> Tensor")
 torch.library.define(GROUPED, "(Tensor rows, Tensor weights, Tensor ends) -> Tensor")
-
-
-class _Attending(threading.local):
-    """The function that attends in this thread; None outside of `attending`."""
-
-    function: Callable[..., torch.Tensor] | None = None
-
-
-_ATTENDING = _Attending()
-
-
-@contextmanager
-def attending(function: Callable[..., torch.Tensor]) -> Iterator[None]:
-    """Have `attend`, in this thread, call a function with its own arguments."""
-    _ATTENDING.function = function
-    try:
-        yield
-    finally:
-        _ATTENDING.function = None
-
-
-def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: int) -> torch.Tensor:
-    """Run the `call`-th attention of a traced forward; only inside of `attending`."""
-    assert _ATTENDING.function is not None
-    return _ATTENDING.function(query, key, value, call)
-
-
-torch.library.impl(ATTEND, "CPU", attend)
-
-
-@torch.library.register_fake(ATTEND)
-def _output_of_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: int
-) -> torch.Tensor:
-    return query.new_empty(query.shape[0], 1, query.shape[1], value.shape[3])
 
 
 def grouped_product(
     rows_BK: torch.Tensor, weights_GKN: torch.Tensor, ends_G: torch.Tensor
 ) -> torch.Tensor:
-    """Multiply each row by its group's weight, `[B, N]`; `ends_G` tells where groups' rows end."""
+    """Multiply each row by its group's weight, `[B, N]`; `ends_G`: the end of each group's rows."""
     return torch._grouped_mm(rows_BK, weights_GKN, ends_G)
 
 
@@ -106,10 +65,9 @@ def _output_of_grouped_product(
 
 
 class _AnyDtypeGrouped(TorchFunctionMode):
-    """Has torch's `_grouped_mm` traced as `grouped_product`.
+    """Trace torch's `_grouped_mm`, which transformers' experts call, as `grouped_product`.
 
-    transformers' experts call it. It has a kernel for float32 on a CPU, but its shape function
-    refuses anything but bfloat16 (torch 2.13).
+    Its CPU kernel takes float32, but its shape function refuses all but bfloat16 (torch 2.13).
     """
 
     def __torch_function__(
@@ -127,16 +85,16 @@ class _AnyDtypeGrouped(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def traced(
+def trace_graph(
     function: Callable[..., torch.Tensor], *examples: torch.Tensor
 ) -> tuple[fx.GraphModule, bool]:
-    """Trace a function of tensors of any leading size, as operators on its inputs and weights.
+    """Trace a function of tensors of any leading size (torch 2.11 to 2.13).
 
     Returns:
-        The graph, and whether it is right for some sizes only.
+        The graph of operators on inputs and weights, and whether it holds for some sizes only.
 
     Raises:
-        Exception: the function asks for the contents of a tensor.
+        Exception: the function reads the contents of a tensor.
     """
     with torch.no_grad(), _quiet(), _AnyDtypeGrouped():
         module = make_fx(function, tracing_mode="symbolic", _allow_non_fake_inputs=True)(*examples)
@@ -145,14 +103,14 @@ def traced(
     return module, bool(shapes.guards or shapes.replacements or shapes.deferred_runtime_asserts)
 
 
-def without_contents(graph: fx.Graph, weight: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of a weight's form, without contents, as the inputs of a traced graph are."""
+def fake_weight(graph: fx.Graph, weight: torch.Tensor) -> torch.Tensor:
+    """Return a fake tensor of a weight's shape, for an input of a traced graph (torch 2.13)."""
     mode = graph.find_nodes(op="placeholder")[0].meta["val"].fake_mode
     return mode.from_tensor(weight.detach(), static_shapes=True)
 
 
-def compiled(graph: fx.Graph, options: Mapping[str, Any]) -> Callable[..., torch.Tensor]:
-    """Compile a traced graph of one output, whose inputs carry examples, by inductor.
+def compile_graph(graph: fx.Graph, options: Mapping[str, Any]) -> Callable[..., torch.Tensor]:
+    """Compile a traced graph of one output by inductor (torch 2.11 to 2.13).
 
     Raises:
         Exception: what inductor or its C++ compiler raises.
@@ -161,8 +119,8 @@ def compiled(graph: fx.Graph, options: Mapping[str, Any]) -> Callable[..., torch
     # inductor takes graphs that return a tuple.
     output.args = ((output.args[0],),)
     examples = [node.meta["val"] for node in graph.find_nodes(op="placeholder")]
-    # One at a time, in this process: workers would outlive a training run's forks.
-    # A trace is tried before it is used, so a call need not look at the form of each tensor.
+    # Compile in this process: workers would outlive a training run's forks. A trace is tried before
+    # it is used, so its calls skip the checks of sizes.
     patches = {"compile_threads": 1, "size_asserts": False, **options}
     with torch.no_grad():
         artifact = standalone_compile(
@@ -175,7 +133,7 @@ def compiled(graph: fx.Graph, options: Mapping[str, Any]) -> Callable[..., torch
 
 
 def inductor_options(mode: str | None) -> dict[str, Any]:
-    """Return the options that a `mode` of `torch.compile` stands for.
+    """Return the inductor options of a `mode` of `torch.compile` (torch 2.11 to 2.13).
 
     Raises:
         RuntimeError: there is no such mode.
@@ -184,15 +142,15 @@ def inductor_options(mode: str | None) -> dict[str, Any]:
 
 
 def unknown_inductor_options(options: Iterable[object]) -> list[object]:
-    """Return those of the names that are no options of inductor."""
-    # As torch.compile reads them.
+    """Return the names that are no options of inductor (torch 2.11 to 2.13)."""
+    # torch.compile takes dashes too.
     known = {name.replace("-", "_") for name in list_options()}
     return [name for name in options if str(name).replace("-", "_") not in known]
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep torch from logging an error for a forward that cannot be traced."""
+    """Keep torch 2.13 from logging an error for a forward that cannot be traced."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     was_disabled, logger.disabled = logger.disabled, True
     try:

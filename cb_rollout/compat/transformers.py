@@ -1,10 +1,10 @@
-"""Reach past the public API of transformers (5.17 to 5.23), accelerate 1.15 and PEFT 0.21.
-
-Keeps no state. A change upstream breaks this file, and no other.
-"""
+"""Reach past the public API of transformers (5.17 to 5.23), accelerate 1.15 and PEFT 0.21."""
 
 import inspect
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,19 +15,18 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from cb_rollout.compat.fsdp import is_sharded
 from cb_rollout.errors import ConfigurationError
 
-CACHE_ARGUMENTS = ("past_key_values", "cache_params", "state")
-# The names under which transformers 5.23's models take their past; Mamba's says `cache_params`,
+# The argument of a forward that takes the cache in transformers 5.23; Mamba's is `cache_params`,
 # RWKV's `state`, which is no Cache.
+CACHE_ARGUMENTS = ("past_key_values", "cache_params", "state")
 
-
+# A cache layer that keeps nothing; transformers 5.17 has none, and takes an empty one.
 DummyLayer: Any = getattr(cache_utils, "DummyLayer", cache_utils.DynamicLayer)
-# A cache layer that keeps nothing; transformers 5.17 has none, and is content with an empty one.
 
 
 def unwrap(model: torch.nn.Module) -> PreTrainedModel:
-    """The transformers model inside DDP, `torch.compile` and PEFT wrappers.
+    """Return the transformers model inside DDP, `torch.compile` and PEFT wrappers.
 
-    A PEFT adapter stays active: its layers sit inside the model it wraps.
+    A PEFT adapter stays active: its layers are inside the model that it wraps.
 
     Raises:
         ConfigurationError: there is none, or its adapter needs the wrapper's own forward.
@@ -38,10 +37,10 @@ def unwrap(model: torch.nn.Module) -> PreTrainedModel:
 
 
 def collective_forward(model: torch.nn.Module) -> torch.nn.Module:
-    """What to call for the model's own forward: under FSDP its root, else the innermost model.
+    """Return the module to call for the model's forward: FSDP's root, or the innermost model.
 
-    FSDP's root gathers what its units do not, and accelerate 1.15 makes a PEFT wrapper the root.
-    DDP's forward is not needed, and would talk to other processes.
+    FSDP's root gathers the parameters of no unit, and accelerate 1.15 makes a PEFT wrapper the
+    root. DDP's forward would communicate, and is not needed.
     """
     wrappers = list(_wrappers(model))
     roots = (w for w in wrappers if isinstance(w, FSDPModule | FullyShardedDataParallel))
@@ -49,13 +48,14 @@ def collective_forward(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def _wrappers(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """The model and what is inside it, down to the transformers model."""
+    """Yield the model and each module that it wraps, down to the transformers model."""
     module: Any = model
     yield module
     while not isinstance(module, PreTrainedModel):
-        if hasattr(module, "_orig_mod"):  # torch 2.13, `OptimizedModule`
+        # torch 2.13's `OptimizedModule`, then PEFT 0.21's `PeftModel`.
+        if hasattr(module, "_orig_mod"):
             module = module._orig_mod
-        elif hasattr(module, "peft_config"):  # peft 0.21, `PeftModel`
+        elif hasattr(module, "peft_config"):
             if any(config.is_prompt_learning for config in module.peft_config.values()):
                 raise ConfigurationError(
                     "prompt-learning adapters are not supported; use LoRA or another adapter that "
@@ -86,7 +86,7 @@ def refuse_what_cannot_generate(model: PreTrainedModel) -> None:
 
 
 def refuse_sharded(model: PreTrainedModel) -> None:
-    """Raise `ConfigurationError` where no process, or no device, holds the whole model."""
+    """Raise `ConfigurationError` for a model that is not whole on one device of one process."""
     if is_sharded(model):
         raise ConfigurationError(
             "the model's parameters are sharded over processes, so its forward needs all of them "
@@ -106,9 +106,9 @@ def refuse_sharded(model: PreTrainedModel) -> None:
 
 
 def refuse_tensor_parallel(model: PreTrainedModel) -> None:
-    """Raise `ConfigurationError` where transformers 5.23 split layers by a `tp_plan`.
+    """Raise `ConfigurationError` for layers that transformers 5.23 split by a `tp_plan`.
 
-    Processes of one group get the same data, and would sample it with seeds of their own.
+    Processes of one group get the same data, and would sample it with different seeds.
     """
     if (num_processes := getattr(model, "tp_size", None) or 1) > 1:
         raise ConfigurationError(
@@ -119,16 +119,16 @@ def refuse_tensor_parallel(model: PreTrainedModel) -> None:
 
 
 def is_quantized(model: PreTrainedModel) -> bool:
-    """Whether weights are packed; transformers 5.23 marks the model, bitsandbytes the dtype."""
+    """Return whether weights are packed: transformers 5.23 marks the model, others the dtype."""
     is_marked = getattr(model, "is_quantized", False) or getattr(model, "hf_quantizer", None)
     return bool(is_marked) or any(not p.is_floating_point() for p in model.parameters())
 
 
 def keep_differentiable(model: PreTrainedModel) -> None:
-    """Keep an evaluation from packing 4-bit weights in a way that training cannot use.
+    """Keep bitsandbytes 0.50 from packing 4-bit weights in a way that training cannot use.
 
-    bitsandbytes 0.50 does so in place, on CPUs with AVX512-BF16, at the first forward in evaluation
-    mode; the forwards of the training that follows then have no gradient through these layers.
+    On CPUs with AVX512-BF16 the first forward in evaluation mode packs them in place; later
+    training forwards have no gradient through these layers.
     """
     modules: Iterator[Any] = model.modules()
     for module in modules:
@@ -137,7 +137,7 @@ def keep_differentiable(model: PreTrainedModel) -> None:
 
 
 def forward_argument_names(model: PreTrainedModel) -> frozenset[str]:
-    """The names that the model class's own forward takes.
+    """Return the argument names of the model class's forward.
 
     Read from the class: accelerate 1.15 replaces `forward` on the instance.
     """
@@ -145,23 +145,23 @@ def forward_argument_names(model: PreTrainedModel) -> frozenset[str]:
 
 
 def forward_passes_on(model: PreTrainedModel) -> bool:
-    """Whether the model class's own forward takes any name, and hands it to a model inside."""
+    """Return whether the class's forward passes on any argument, as transformers 5.23's do."""
     parameters = inspect.signature(type(model).forward).parameters.values()
     return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
 
 
 def forward_identity(model: PreTrainedModel) -> tuple[Any, ...]:
-    """Changes when what a forward computes in may have changed.
+    """Return a value that changes when the forward's compute dtype may have changed.
 
-    accelerate 1.15 wraps `forward` on the instance, under autocast, when it prepares a model; the
-    keys that then arrive in the cache have another dtype.
+    accelerate 1.15 wraps `forward` on the instance, under autocast, when it prepares a model; keys
+    then arrive in the cache in another dtype.
     """
     parameter = next(model.parameters())
     return (model.__dict__.get("forward"), parameter.dtype, parameter.device)
 
 
 def model_eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
-    """What ends a sequence in `generate`: the generation config's ids, else the model's."""
+    """Return the ids that end a sequence in `generate`, of the generation config or the model."""
     for config in (model.generation_config, model.config.get_text_config(decoder=True)):
         eos = getattr(config, "eos_token_id", None)
         if eos is not None:
@@ -170,13 +170,13 @@ def model_eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
 
 
 def vocab_size(model: PreTrainedModel) -> int:
-    """Rows of the input embedding: the token ids that can be fed back."""
+    """Return the rows of the input embedding: the token ids that can be fed back."""
     embedding: Any = model.get_input_embeddings()
     return embedding.weight.shape[0]
 
 
 def special_token_ids(model: PreTrainedModel) -> frozenset[int]:
-    """The ids that a config names: padding, ends, and the places of images and sounds."""
+    """Return the ids that a config names: padding, ends, and those of images and sounds."""
     named: dict[str, Any] = {}
     for config in (model.config, model.config.get_text_config(decoder=True)):
         named |= vars(config)
@@ -185,7 +185,7 @@ def special_token_ids(model: PreTrainedModel) -> frozenset[int]:
 
 
 def max_positions(model: PreTrainedModel) -> int | None:
-    """The longest sequence the model was made for; None when its config names no limit."""
+    """Return the longest sequence by the config (transformers 5.23); None: it names no limit."""
     text_config = model.config.get_text_config(decoder=True)
     for name in ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length"):
         limit = getattr(text_config, name, None)
@@ -194,6 +194,8 @@ def max_positions(model: PreTrainedModel) -> int | None:
     return None
 
 
+# transformers 5.23's names of cache layers that hold keys, values and an index per token, or
+# states per sequence. Layers that a model registers under other names may hold more.
 PAGEABLE_KINDS = (
     "full_attention",
     "sliding_attention",
@@ -205,8 +207,6 @@ PAGEABLE_KINDS = (
     "hybrid",
     "hybrid_sliding",
 )
-# transformers 5.23's names of cache layers that hold keys, values and an index per token, or
-# states per sequence. A model may register layers that hold more; those are not taken for these.
 
 
 def pageable_layers() -> tuple[type, ...]:
@@ -219,12 +219,11 @@ def pageable_layers() -> tuple[type, ...]:
 
 
 def token_index(layer: Any) -> tuple[torch.Tensor | None, int]:
-    """What a sparse-attention cache layer holds beside keys and values.
+    """Return a sparse-attention cache layer's index, `[1, heads, tokens, size]`, and positions.
 
-    Returns:
-        The index, `[1, heads, tokens, size]`, and how many position ids it keeps of each token.
+    The second number counts the position ids that the layer keeps of each token. In transformers
+    5.23 DeepSeek V3.2's layers have `indexer_keys`, MiniMax M3's `idx_keys`.
     """
-    # transformers 5.23: DeepSeek V3.2 and its kin say `indexer_keys`, MiniMax M3 `idx_keys`.
     index = getattr(layer, "idx_keys", None)
     if getattr(layer, "indexer_keys", None) is not None:
         index = layer.indexer_keys[:, None]
@@ -232,12 +231,52 @@ def token_index(layer: Any) -> tuple[torch.Tensor | None, int]:
     return index, 0 if positions is None else positions.shape[0]
 
 
-def swap_attention_lookup(lookup: Callable[..., Any]) -> Callable[..., Any]:
-    """Have models look their attention up by `lookup`; returns what they used (5.17 to 5.23)."""
-    found, AttentionInterface.get_interface = AttentionInterface.get_interface, lookup
-    return found
+Attention = Callable[..., Any]
 
 
-def sdpa_attention() -> Callable[..., Any]:
-    """What transformers calls for `sdpa` attention."""
+class _Replacement(threading.local):
+    attend: Attention | None = None
+
+
+_REPLACEMENT = _Replacement()
+_LOCK = threading.Lock()
+# One entry for each thread inside `replacing_attention`.
+_INSIDE: list[Attention] = []
+# The class's own lookup, kept for a thread that is between two lookups when the last one leaves.
+_OWN_LOOKUP: list[Attention] = []
+
+
+@contextmanager
+def replacing_attention(attend: Attention) -> Iterator[None]:
+    """Have models that this thread calls use `attend(own_attention, module, query, ...)`.
+
+    Every model of transformers (5.17 to 5.23) looks its attention up in one class, at every layer
+    of every forward. Inside, that class answers this thread with `attend`, and other threads with
+    their own. The model and its `_attn_implementation` are not touched. Any thread may call.
+    """
+    assert _REPLACEMENT.attend is None, "a forward within a forward"
+    with _LOCK:
+        if not _INSIDE:
+            _OWN_LOOKUP[:] = [AttentionInterface.get_interface]
+            AttentionInterface.get_interface = _lookup
+        _INSIDE.append(attend)
+    _REPLACEMENT.attend = attend
+    try:
+        yield
+    finally:
+        _REPLACEMENT.attend = None
+        with _LOCK:
+            _INSIDE.remove(attend)
+            if not _INSIDE:
+                AttentionInterface.get_interface = _OWN_LOOKUP[-1]
+
+
+def _lookup(interface: Any, implementation: str, default: Attention) -> Attention:
+    own_attention = _OWN_LOOKUP[-1](interface, implementation, default)
+    attend = _REPLACEMENT.attend
+    return own_attention if attend is None else partial(attend, own_attention)
+
+
+def sdpa_attention() -> Attention:
+    """Return the function that transformers 5.23 calls for `sdpa` attention."""
     return ALL_ATTENTION_FUNCTIONS["sdpa"]

@@ -22,7 +22,7 @@ from cb_rollout.compat import torch as torch_compat
 from cb_rollout.compat import transformers as hf_compat
 from cb_rollout.config.rollout import RolloutConfig
 from cb_rollout.config.sampling import SamplingParams
-from cb_rollout.engine.attention.backend import select_backend
+from cb_rollout.engine.attention.selector import select_backend
 from cb_rollout.engine.cuda_graphs.selection import graph_obstacle
 from cb_rollout.engine.kv_cache.layout import CacheLayout
 from cb_rollout.engine.memory import device as devices

@@ -5,7 +5,6 @@ import torch
 from tiny import tiny_model
 
 from cb_rollout import RolloutConfig, RolloutGenerator, SamplingParams
-from cb_rollout.engine.attention.backend import DecodePath
 from cb_rollout.engine.model.check import BLOCK_SIZE, _paged, _plain, _rows
 from cb_rollout.engine.model.eval_mode import eval_mode
 
@@ -22,7 +21,7 @@ def generator_of(model, path="graphs", **settings):
         config = RolloutConfig(seed=1, use_cuda_graph=False, **settings)
     generator = RolloutGenerator(model, config)
     runner = generator.manager.engine._runner
-    assert runner.backend_selection.path is DecodePath.TRITON, runner.backend_selection
+    assert runner.backend_selection.name == "triton", runner.backend_selection
     if path == "gathered":
         runner.attention_backend = None
     return generator

@@ -8,9 +8,9 @@ from torch._inductor import config as inductor_config
 
 from cb_rollout import RolloutConfig, RolloutGenerator, SamplingParams
 from cb_rollout.compat import inductor
-from cb_rollout.engine.attention.backend import BackendSelection, DecodePath
-from cb_rollout.engine.attention.cpu import attention as cpp_decode
+from cb_rollout.engine.attention.cpu import backend as cpu_backend
 from cb_rollout.engine.attention.cpu import traced_forward
+from cb_rollout.engine.attention.selector import BackendSelection
 from cb_rollout.engine.model import check as model_check
 from cb_rollout.engine.native import library
 from cb_rollout.engine.sampling import cpu as cpp_sampler
@@ -49,14 +49,14 @@ def tokens_of(outputs):
 @pytest.mark.parametrize("family", ["qwen3", "llama", "gpt2", "mistral", "lfm2", "qwen3_moe"])
 def test_every_path_gives_the_same_tokens(family, monkeypatch):
     model = tiny_model(family)
-    gathered = BackendSelection(DecodePath.GATHERED, "for comparison")
+    gathered = BackendSelection(None, "for comparison")
     with monkeypatch.context() as patched:
         patched.setattr(model_check, "select_backend", lambda *_, **__: gathered)
         with RolloutGenerator(model, RolloutConfig(seed=3)) as generator:
             assert runner_of(generator).attention_backend is None
             expected = tokens_of(rollout(generator))
     with RolloutGenerator(model, RolloutConfig(seed=3, use_cuda_graph=False)) as generator:
-        assert runner_of(generator).backend_selection.path is DecodePath.CPP
+        assert runner_of(generator).backend_selection.name == "cpp"
         outputs = rollout(generator)
         assert tokens_of(outputs) == expected
         assert_right(outputs, model)
@@ -158,7 +158,7 @@ def test_a_forward_that_does_not_compile_runs_as_a_list(monkeypatch, caplog):
     def fails(graph, options):
         raise RuntimeError("internal compiler error")
 
-    monkeypatch.setattr(inductor, "compiled", fails)
+    monkeypatch.setattr(inductor, "compile_graph", fails)
     model = tiny_model("qwen3")
     config = RolloutConfig(seed=3, use_default_compile_configs=True)
     with RolloutGenerator(model, config) as generator:
@@ -171,7 +171,7 @@ def test_a_forward_that_does_not_compile_runs_as_a_list(monkeypatch, caplog):
 def test_a_model_in_float64_has_a_kernel_and_a_trace():
     model = tiny_model("qwen3").double()
     with RolloutGenerator(model, RolloutConfig(seed=3)) as generator:
-        assert runner_of(generator).backend_selection.path is DecodePath.CPP
+        assert runner_of(generator).backend_selection.name == "cpp"
         assert_right(rollout(generator), model)
         assert runner_of(generator).attention_backend.traced_forward.trace is not None
 
@@ -277,11 +277,11 @@ def test_a_kernel_that_does_not_compile_fails_no_request(monkeypatch, caplog):
     def fails(source):
         raise RuntimeError("internal compiler error")
 
-    monkeypatch.setattr(inductor, "compiled_library", fails)
-    monkeypatch.setattr(cpp_decode, "_kernel", cpp_decode._kernel.__wrapped__)
+    monkeypatch.setattr(inductor, "compile_library", fails)
+    monkeypatch.setattr(cpu_backend, "_kernel", cpu_backend._kernel.__wrapped__)
     monkeypatch.setattr(cpp_sampler, "_kernel", cpp_sampler._kernel.__wrapped__)
     monkeypatch.setattr(library, "library", library.library.__wrapped__)
-    for module in (cpp_decode, cpp_sampler):
+    for module in (cpu_backend, cpp_sampler):
         monkeypatch.setattr(module, "library", library.library)
     model = tiny_model("qwen3")
     with RolloutGenerator(model, RolloutConfig(seed=3)) as generator:

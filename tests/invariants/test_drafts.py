@@ -6,8 +6,8 @@ from fast_path import Playback, pretend_cuda
 from tiny import plain_logprobs, tiny_model
 
 from cb_rollout import FinishReason, RolloutConfig, RolloutGenerator, SamplingParams
-from cb_rollout.engine.attention.backend import BackendSelection, DecodePath
 from cb_rollout.engine.attention.cpu import traced_forward as listed_forward
+from cb_rollout.engine.attention.selector import BackendSelection
 from cb_rollout.engine.model import check as model_check
 from cb_rollout.engine.model.runner import ModelRunner
 
@@ -64,7 +64,7 @@ def test_a_draft_that_comes_true_saves_forwards():
 
 
 def gathered(monkeypatch):
-    choice = BackendSelection(DecodePath.GATHERED, "for comparison")
+    choice = BackendSelection(None, "for comparison")
     monkeypatch.setattr(model_check, "select_backend", lambda *_, **__: choice)
 
 

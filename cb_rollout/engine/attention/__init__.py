@@ -1,4 +1,5 @@
-"""Compute attention over the paged cache. `backend` selects one implementation per model.
+"""Compute the attention of decode steps over the paged cache.
 
-`gathered` works for every model. `triton` (CUDA) and `cpu` (C++) read the pages directly.
+`selector` chooses one backend for a model; `backend` is what all of them share. `triton` (CUDA) and
+`cpu` (C++) read the pages directly; `gathered` works for every model. Called by `model`.
 """

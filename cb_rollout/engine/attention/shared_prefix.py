@@ -1,23 +1,23 @@
-"""Which rows of a decode step read the same prompt, and into how many stretches keys are cut.
+"""Find the rows of a decode step that read the same prompt, and count the splits of their keys.
 
-Arithmetic on block numbers and lengths; knows no tensors.
+Arithmetic on block ids and lengths, without tensors.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+# Fewer shared tokens cost more to join than to read twice.
 MIN_SHARED_TOKENS = 64
-# A shorter stretch in common costs more to join than its second reading.
 
+# Most keys of one stretch, so that a long row does not keep the device waiting; and fewest.
 LONG_STRETCH, SHORT_STRETCH = 1024, 256
-# Keys of one stretch: at most, so that a long row does not keep the device waiting, and at least.
 
+# As many hide the latency of memory.
 STRETCHES_PER_PROCESSOR = 4
-# What hides the latency of memory.
 
+# With more, joining costs what splitting gains.
 MAX_SPLITS = 32
-# Past this the joining costs what the splitting gains.
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ def shared_tiles(
     Args:
         block_ids: each row's blocks, the last of which it may still write to.
         block_size: tokens of a block.
-        rows_per_tile: most rows of a tile; more of one group get several.
+        rows_per_tile: most rows of a tile; larger groups get several.
     """
     heads = [blocks[0] if len(blocks) > 1 else -1 - row for row, blocks in enumerate(block_ids)]
     starts = [row for row in range(len(heads)) if row == 0 or heads[row] != heads[row - 1]]
@@ -52,7 +52,6 @@ def shared_tiles(
 
 
 def _num_common(rows: Sequence[Sequence[int]]) -> int:
-    """Leading blocks that all rows have in common."""
     num_common = 0
     for blocks in zip(*rows, strict=False):
         if len(set(blocks)) > 1:
@@ -62,7 +61,7 @@ def _num_common(rows: Sequence[Sequence[int]]) -> int:
 
 
 def num_splits(num_rows: int, num_key_heads: int, longest: int, num_processors: int) -> int:
-    """Stretches to cut each row's keys into, a power of two.
+    """Return the number of stretches to cut each row's keys into, a power of two.
 
     As many as keep every stretch short and, with few rows, all processors busy.
     """

@@ -10,8 +10,8 @@ import torch
 from cb_rollout.compat import inductor
 from cb_rollout.compat import torch as torch_compat
 from cb_rollout.config.rollout import RolloutConfig
-from cb_rollout.engine.attention.backend import DecodePath
 from cb_rollout.engine.attention.cpu.backend import CpuBackend
+from cb_rollout.engine.attention.triton.backend import TritonBackend
 from cb_rollout.engine.cuda_graphs.graphs import GraphSizes
 from cb_rollout.engine.memory import device as devices
 from cb_rollout.engine.model.runner import ModelRunner, eval_mode
@@ -101,7 +101,6 @@ def _checked_graphs(
     runner: ModelRunner, config: RolloutConfig, max_rows: int
 ) -> tuple["GraphedDecoding | None", str | None]:
     """Graphs of which the smallest was captured, or None and why it could not be."""
-    from cb_rollout.engine.attention.triton.backend import TritonBackend
     from cb_rollout.engine.cuda_graphs.graphs import GraphedDecoding
 
     assert isinstance(runner.attention_backend, TritonBackend)
@@ -132,7 +131,7 @@ _SETTINGS = {
 def _obstacle(runner: ModelRunner, is_recurrent: bool) -> str | None:
     if obstacle := graph_obstacle(runner.device):
         return obstacle
-    if runner.backend_selection.path is DecodePath.GATHERED:
+    if runner.attention_backend is None:
         return f"needs decode steps without a gather: {runner.backend_selection.reason}"
     if is_recurrent:
         return "needs a model without recurrent states, which move when the cache is taken anew"

@@ -12,13 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from cb_rollout.compat import transformers as hf_compat
-from cb_rollout.engine.attention.backend import (
-    AttentionBackend,
-    BackendSelection,
-    DecodePath,
-    select_backend,
-)
-from cb_rollout.engine.attention.cpu.backend import CpuBackend
+from cb_rollout.engine.attention.selector import BackendSelection, select_backend
 from cb_rollout.engine.kv_cache.block_table import BlockTable
 from cb_rollout.engine.kv_cache.layout import CacheLayout
 from cb_rollout.engine.kv_cache.paged import PagedCache
@@ -134,8 +128,8 @@ def _set_backend(
     """Set a backend that reads pages without a gather, if it agrees with the gathered result."""
     is_padded = runner.batch_layout is BatchLayout.PADDED
     choice = select_backend(runner.device, pages, is_padded=is_padded)
-    if choice.path is not DecodePath.GATHERED:
-        runner.attention_backend = _decoding(choice.path, layout, runner.device)
+    if choice.backend is not None:
+        runner.attention_backend = choice.backend(layout, runner.device)
         with devices.current(runner.device):
             direct, failure = _attempt(lambda: _paged(runner, layout, rows))
         found = f"the model does not run on it: {said(failure)}"
@@ -145,16 +139,8 @@ def _set_backend(
                 return choice
             found = f"it is {distances.max():.2g} nats off the model's own attention"
         runner.attention_backend = None
-        choice = BackendSelection(DecodePath.GATHERED, found)
+        choice = BackendSelection(None, found)
     return choice
-
-
-def _decoding(path: DecodePath, layout: CacheLayout, device: torch.device) -> AttentionBackend:
-    if path is DecodePath.CPP:
-        return CpuBackend(layout)
-    from cb_rollout.engine.attention.triton.backend import TritonBackend
-
-    return TritonBackend(layout, device)
 
 
 def _rows(runner: ModelRunner) -> list[list[int]]:

@@ -14,8 +14,8 @@ from transformers.cache_utils import Cache
 
 from cb_rollout.compat import torch as torch_compat
 from cb_rollout.compat import transformers as hf_compat
-from cb_rollout.engine.attention.backend import select_backend
-from cb_rollout.engine.attention.gathered import BatchedAttention, attending
+from cb_rollout.engine.attention.gathered import BatchedAttention
+from cb_rollout.engine.attention.selector import select_backend
 from cb_rollout.engine.kv_cache.block_table import BlockTable
 from cb_rollout.engine.kv_cache.layout import CacheLayout
 from cb_rollout.engine.kv_cache.paged import PADDING_SLOT, PagedCache, SlotMapping
@@ -202,7 +202,8 @@ class ModelRunner:
         if self.batch_layout is not BatchLayout.PADDED:
             positions_BQ = None
         is_batched = Q == 1 and self.device.type == "cpu"
-        with attending(BatchedAttention()) if is_batched else nullcontext():
+        own = hf_compat.replacing_attention(BatchedAttention()) if is_batched else nullcontext()
+        with own:
             logits_BV = self.forward(input_ids_BQ, mask_BS, positions_BQ, cache)
         cache.end(mapping)
         assert logits_BV.shape[0] == B

@@ -1,1 +1,1 @@
-"""C++ kernels and the loader that compiles them once per machine."""
+"""C++ kernels, and the loader that compiles them once for a machine."""

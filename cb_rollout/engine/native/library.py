@@ -1,4 +1,4 @@
-"""Compiles the C++ beside this file."""
+"""Compile the C++ sources of this folder. Any thread may call."""
 
 import ctypes
 from functools import cache
@@ -8,16 +8,16 @@ import torch
 
 from cb_rollout.compat import inductor
 
-# The values of REAL.
+# The C++ type REAL of each dtype.
 TYPES = {torch.float32: "float", torch.float64: "double"}
 
-# Kinds of a kernel's arguments; a tensor is the address of its first number.
+# Types of a kernel's arguments; a tensor is passed as the address of its first number.
 TENSOR, COUNT, NUMBER = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 
 
 @cache
 def library(name: str, **constants: object) -> ctypes.CDLL:
-    """Compile `name.cpp` with these constants, and load it for good.
+    """Load `name.cpp`, compiled with these constants; once for each process and constants.
 
     Raises:
         Exception: what the compiler raises.
@@ -25,4 +25,4 @@ def library(name: str, **constants: object) -> ctypes.CDLL:
     lines = [f"#define {constant} {value}" for constant, value in constants.items()]
     folder = Path(__file__).parent
     texts = [(folder / file).read_text() for file in ("vectors.h", f"{name}.cpp")]
-    return inductor.compiled_library("\n".join([*lines, *texts]))
+    return inductor.compile_library("\n".join([*lines, *texts]))

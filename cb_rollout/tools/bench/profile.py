@@ -19,7 +19,7 @@ import torch
 
 import cb_rollout
 from cb_rollout.engine.attention.cpu import few_row_linear
-from cb_rollout.engine.attention.cpu.attention import CpuPagedAttention
+from cb_rollout.engine.attention.cpu.backend import CpuPagedAttention
 from cb_rollout.engine.attention.gathered import BatchedAttention
 from cb_rollout.engine.core import Engine
 from cb_rollout.engine.executor import Steps

@@ -15,8 +15,9 @@ import torch
 from torch.nn import functional
 from transformers import Qwen3ForCausalLM
 
-from cb_rollout.engine.attention.backend import DecodePath, select_backend
+from cb_rollout.engine.attention.cpu.backend import CpuBackend
 from cb_rollout.engine.attention.cpu.few_row_linear import multiply
+from cb_rollout.engine.attention.selector import select_backend
 from cb_rollout.tools.bench.timing import best_seconds, timed
 from cb_rollout.tools.bench.workload import Setup, Workload, create_model
 
@@ -149,7 +150,7 @@ def _seconds_by_kernel(
 ) -> dict[str, float]:
     device = layers[0].weight.device
     kernels: dict[str, Callable[..., torch.Tensor]] = {"torch": functional.linear}
-    if select_backend(device).path is DecodePath.CPP:
+    if select_backend(device).backend is CpuBackend:
         kernels["kernel"] = multiply
     pairs = [(x.weight.new_ones(num_rows, x.weight.shape[1]), x.weight) for x in layers]
     return {

@@ -6,13 +6,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from cb_rollout.engine.attention.backend import CPU_DTYPES
 from cb_rollout.engine.attention.cpu import few_row_linear
+from cb_rollout.engine.native.library import TYPES
 
 # Rounding of sums of a few hundred numbers of order one.
 TOLERANCES = {torch.float32: 2e-5, torch.float64: 1e-13}
 
-dtypes = pytest.mark.parametrize("dtype", CPU_DTYPES)
+dtypes = pytest.mark.parametrize("dtype", TYPES)
 shapes = given(
     num_rows=st.integers(1, 70),
     size=st.integers(1, 130),

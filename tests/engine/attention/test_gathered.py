@@ -43,17 +43,17 @@ def test_it_agrees_with_the_models_own(kind, sizes, monkeypatch):
     torch.testing.assert_close(got, wanted, rtol=0, atol=1e-12)
 
 
-def test_layers_that_share_a_mask_share_what_is_made_of_it(monkeypatch):
+def test_layers_with_one_mask_share_its_bias(monkeypatch):
     monkeypatch.setattr(hf_compat, "sdpa_attention", lambda: fails)
     module, query, key, value = inputs_of()
     mask = mask_of("bool", 3, 7, query.dtype)
     attend = BatchedAttention()
     first, _ = attend(fails, module, query, key, value, mask)
     second, _ = attend(fails, module, query, key, value, mask)
-    assert len(attend._added) == 1
+    assert len(attend._biases) == 1
     assert torch.equal(first, second)
     other, _ = attend(fails, module, query, key, value, mask_of("float", 3, 7, query.dtype))
-    assert len(attend._added) == 2
+    assert len(attend._biases) == 2
     torch.testing.assert_close(other, first)
 
 
@@ -67,7 +67,7 @@ def test_layers_that_share_a_mask_share_what_is_made_of_it(monkeypatch):
         ({}, {"position_bias": torch.zeros(1)}),
     ],
 )
-def test_what_it_does_not_know_is_left_to_the_models_own(sizes, known):
+def test_unknown_arguments_are_left_to_the_models_own_attention(sizes, known):
     module, query, key, value = inputs_of(**sizes)
     called = []
 

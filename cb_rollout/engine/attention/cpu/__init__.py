@@ -1,1 +1,1 @@
-"""Decode steps on a CPU: C++ attention over the pages, inside a traced forward."""
+"""Run decode steps on a CPU: C++ attention over the pages, inside a traced forward."""

@@ -1,37 +1,69 @@
-"""Decode steps of one model on the pages themselves, on a CPU.
+"""Run decode steps of one model on a CPU, by a C++ kernel that reads the pages directly.
 
-B: rows, V: vocabulary.
+The kernel is compiled once for each shape of a layer's states. Called by the thread that runs a
+decode step.
+
+B: rows, H: query heads, K: key heads, D: size of a key, E: size of a value, P: slots of the pages,
+V: vocabulary.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import torch
 
-from cb_rollout.engine.attention.backend import Forward
+from cb_rollout.compat import inductor
+from cb_rollout.engine.attention.backend import (
+    AttentionSpec,
+    Forward,
+    UnsupportedAttentionError,
+    unsupported_states,
+)
 from cb_rollout.engine.attention.cpu import few_row_linear
-from cb_rollout.engine.attention.cpu.attention import CpuPagedAttention
 from cb_rollout.engine.attention.cpu.traced_forward import TracedForward
-from cb_rollout.engine.attention.decode_cache import DecodeCache
+from cb_rollout.engine.attention.decode_cache import DecodeCache, DecodeLayer
 from cb_rollout.engine.kv_cache.block_table import BlockTable
 from cb_rollout.engine.kv_cache.layout import CacheLayout
-from cb_rollout.engine.kv_cache.paged import PagedCache
+from cb_rollout.engine.kv_cache.paged import PagedCache, PagedLayer
 from cb_rollout.engine.memory import device as devices
+from cb_rollout.engine.native.library import COUNT, NUMBER, TENSOR, TYPES, library
 
 CPU = torch.device("cpu")
 
+_STRIDED = (TENSOR, COUNT, COUNT, COUNT)
+_ARGUMENTS = (
+    *(_STRIDED * 3),
+    *(TENSOR, TENSOR, TENSOR),
+    *(TENSOR, COUNT, COUNT, TENSOR, TENSOR, COUNT),
+    *(NUMBER, NUMBER, COUNT, TENSOR),
+)
+
 
 class CpuBackend:
-    """Runs decode steps with no gather, on a CPU."""
+    """Run decode steps with no gather, on a CPU."""
 
-    def __init__(self, layout: CacheLayout) -> None:
-        """Prepare for pages of this layout."""
-        self.cache = DecodeCache(layout, CPU)
+    name = "cpp"
+    device_type = "cpu"
+
+    @staticmethod
+    def obstacle(device: torch.device, layout: CacheLayout | None) -> str | None:
+        """Return why the kernel cannot run; None: it can."""
+        if obstacle := inductor.compiler_obstacle():
+            return f"the kernel needs a C++ compiler, g++ or the one that CXX names ({obstacle})"
+        # In 16 bits a model's own attention rounds between its two products, and the trainer's
+        # forward with it; exact products would drift from both.
+        return unsupported_states(layout, TYPES)
+
+    def __init__(self, layout: CacheLayout, device: torch.device = CPU) -> None:
+        self.cache = DecodeCache(layout, device)
         self.traced_forward = TracedForward(self.cache, can_be_traced=not layout.is_recurrent)
         if self.traced_forward.can_be_traced:
             few_row_linear.prepare(self.cache.paged[0].key_dtype)
 
     def check_weights(self, model: torch.nn.Module) -> None:
-        """Forget what relies on weights that no longer are where they were."""
+        """Drop the trace if weights have moved."""
         self.traced_forward.check_weights(model)
 
     def logits(
@@ -43,7 +75,7 @@ class CpuBackend:
         cache: PagedCache,
         table: BlockTable,
     ) -> torch.Tensor:
-        """As `ModelRunner.logits`, for rows of one new token each."""
+        """Return what `ModelRunner.logits` does, for rows of one new token each."""
         tokens = [token_id for (token_id,) in new_tokens]
         tokens_B, lengths_B, table_rows_B = (
             devices.to_device(v, CPU) for v in (tokens, lengths, table_rows)
@@ -53,3 +85,112 @@ class CpuBackend:
         return self.traced_forward(
             forward, attention, tokens_B[:, None], positions_B1, table_rows_B, cache
         )
+
+
+@dataclass(frozen=True, slots=True)
+class CpuPagedAttention:
+    """Attend over the pages of one decode step; a `PagedAttention`."""
+
+    cache: PagedCache
+    table: BlockTable
+    table_rows_B: torch.Tensor
+    lengths_B: torch.Tensor
+
+    def attend(
+        self,
+        layer: DecodeLayer,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        spec: AttentionSpec,
+    ) -> torch.Tensor:
+        """Attend as `PagedAttention` says; all tensors have the dtype of the pages."""
+        given = {query.dtype, key.dtype, value.dtype}
+        if given != {layer.key_dtype} or layer.value_dtype != layer.key_dtype:
+            raise UnsupportedAttentionError(
+                f"its queries are {query.dtype}, its keys {key.dtype}, its values {value.dtype}, "
+                f"and its pages {layer.key_dtype} and {layer.value_dtype}"
+            )
+        paged = self.cache.layers[layer.index]
+        assert isinstance(paged, PagedLayer)
+        rows = self.table_rows_B, self.lengths_B
+        return attend(query, key, value, paged.pages, self.table, *rows, spec)
+
+
+def attend(
+    query_BH1D: torch.Tensor,
+    key_BK1D: torch.Tensor,
+    value_BK1E: torch.Tensor,
+    pages: Sequence[torch.Tensor],
+    table: BlockTable,
+    table_rows_B: torch.Tensor,
+    lengths_B: torch.Tensor,
+    spec: AttentionSpec,
+) -> torch.Tensor:
+    """Write each row's newest key and value, and attend over all of its keys.
+
+    All rows are written before any row attends, so rows of one table row see each other.
+
+    Args:
+        query_BH1D: the new tokens' queries; their dtype is one of `TYPES`, and that of all states.
+        key_BK1D: their keys.
+        value_BK1E: their values.
+        pages: of keys and of values, `[P, K x D]` and `[P, K x E]`; written to.
+        table: the block ids of each table row.
+        table_rows_B: int64.
+        lengths_B: int64; each row's tokens, the new one included, at least one.
+        spec: scale, window, cap and sinks.
+
+    Returns:
+        `[B, 1, H, E]`, in the query's dtype.
+
+    Raises:
+        Exception: what the compiler raises, at the first call for states of a new shape.
+    """
+    B, H, _, D = query_BH1D.shape
+    _, K, _, E = value_BK1E.shape
+    outputs_B1HE = query_BH1D.new_empty(B, 1, H, E)
+    sinks_H = None if spec.sinks_H is None else spec.sinks_H.to(query_BH1D.dtype).contiguous()
+    blocks = table.blocks
+    _kernel(query_BH1D.dtype, H, K, D, E)(
+        *_strided(query_BH1D),
+        *_strided(key_BK1D),
+        *_strided(value_BK1E),
+        outputs_B1HE.data_ptr(),
+        pages[0].data_ptr(),
+        pages[1].data_ptr(),
+        blocks.data_ptr(),
+        blocks.shape[1],
+        table.block_size,
+        table_rows_B.data_ptr(),
+        lengths_B.data_ptr(),
+        B,
+        spec.scale,
+        spec.softcap or 0.0,
+        spec.window or 0,
+        None if sinks_H is None else sinks_H.data_ptr(),
+    )
+    return outputs_B1HE
+
+
+@cache
+def _kernel(
+    dtype: torch.dtype, num_heads: int, num_key_heads: int, key_size: int, value_size: int
+) -> Any:
+    """Compile the kernel for states of one shape: known sizes let the compiler unroll loops."""
+    kernel = library(
+        "attend",
+        REAL=TYPES[dtype],
+        NUM_HEADS=num_heads,
+        NUM_KEY_HEADS=num_key_heads,
+        KEY_SIZE=key_size,
+        VALUE_SIZE=value_size,
+    ).attend
+    kernel.argtypes, kernel.restype = _ARGUMENTS, None
+    return kernel
+
+
+def _strided(states_BN1S: torch.Tensor) -> tuple[int, int, int, int]:
+    """Return the address of states, and the strides of rows, heads and numbers."""
+    row, head, _, number = states_BN1S.stride()
+    return states_BN1S.data_ptr(), row, head, number

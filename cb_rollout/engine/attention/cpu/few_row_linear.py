@@ -1,7 +1,7 @@
-"""Linear layers of a few rows, by a C++ kernel on a CPU; compiled once for this machine.
+"""Compute linear layers of a few rows by a C++ kernel on a CPU, compiled once for this machine.
 
-Owns the kernel's call and the choice between it and torch. Refuses no shape: torch computes what
-the kernel is not for. Called by the thread that runs a decode step.
+Owns the choice between the kernel and torch, which computes all that the kernel is not for. Called
+by the thread that runs a decode step.
 
 B: rows, K: inputs of a linear layer, N: its outputs.
 """
@@ -21,7 +21,7 @@ MAX_ROWS = 64
 
 
 def prepare(dtype: torch.dtype) -> None:
-    """Compile the kernel now, not in a rollout; a failure is raised where the kernel is called."""
+    """Compile the kernel now, not in a rollout; the kernel's call raises a failure."""
     with suppress(Exception):
         _kernel(dtype)
 
@@ -34,7 +34,7 @@ def linear(
     Args:
         rows_BK: on a CPU, in one of `native.library.TYPES`, as all three.
         weight_NK: the layer's weight.
-        bias_N: None: there is none.
+        bias_N: the bias; None: there is none.
     """
     if rows_BK.shape[0] > MAX_ROWS or not weight_NK.is_contiguous():
         return functional.linear(rows_BK, weight_NK, bias_N)
@@ -60,7 +60,7 @@ def multiply(
     return outputs_BN
 
 
-# As an operator it can stand in a traced graph, which inductor may compile.
+# An operator, so that a traced graph may hold it and inductor compile it.
 torch.library.define("cb_rollout::linear", "(Tensor rows, Tensor weight, Tensor? bias) -> Tensor")
 
 

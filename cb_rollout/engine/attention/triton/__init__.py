@@ -1,1 +1,1 @@
-"""Attention over pages by Triton kernels, for CUDA devices."""
+"""Attend over the pages by Triton kernels, on CUDA devices; imports Triton where it is used."""

@@ -1,76 +1,61 @@
-"""Decode steps of one model on the pages themselves: where the rows lie, and one forward of them.
+"""Run decode steps of one model by Triton kernels that read the pages directly.
+
+Called by the thread that runs a decode step, and by captures of CUDA graphs.
 
 B: rows, V: vocabulary.
 """
 
+import importlib.util
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
-from cb_rollout.engine.attention.backend import AttentionMetadata, AttentionSpec, Forward
-from cb_rollout.engine.attention.decode_cache import DecodeCache, DecodeLayer
+from cb_rollout.engine.attention.backend import AttentionMetadata, Forward, unsupported_states
+from cb_rollout.engine.attention.decode_cache import DecodeCache
 from cb_rollout.engine.attention.shared_prefix import num_splits
-from cb_rollout.engine.attention.triton.launch import TYPES, attend, shared_rows, write
 from cb_rollout.engine.kv_cache.block_table import BlockTable
 from cb_rollout.engine.kv_cache.layout import CacheLayout
 from cb_rollout.engine.kv_cache.paged import PagedCache, PagedLayer
 from cb_rollout.engine.memory import device as devices
 
+# Ampere, the first whose tensor cores take bfloat16, and that copies memory asynchronously.
+LEAST_CAPABILITY = (8, 0)
 
-@dataclass(frozen=True, slots=True)
-class TritonPagedAttention:
-    """Attends by kernels that read the pages where they lie."""
+# A tile of longer keys does not fit the shared memory of every card.
+LARGEST_HEAD = 256
 
-    metadata: AttentionMetadata
-    rows_per_tile: dict[int, int]
-    """Rows of a shared tile of each layer, by its number; noted where a layer attends."""
-
-    def attend(
-        self,
-        layer: DecodeLayer,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        spec: AttentionSpec,
-    ) -> torch.Tensor:
-        """See `PagedAttention`."""
-        types = TYPES[layer.key_dtype], TYPES[layer.value_dtype]
-        write(key[:, :, 0], value[:, :, 0], self.metadata, layer.index, types)
-        heads_per_key = query.shape[1] // layer.num_key_heads
-        self.rows_per_tile[layer.index] = shared_rows(
-            heads_per_key, max(query.shape[3], layer.value_size)
-        )
-        outputs_BHE = attend(
-            query[:, :, 0],
-            layer.num_key_heads,
-            layer.value_size,
-            self.metadata,
-            layer.index,
-            types,
-            spec,
-        )
-        return outputs_BHE[:, None]
+# The types that tensor cores multiply.
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class TritonBackend:
-    """Runs decode steps with no gather."""
+    """Run decode steps with no gather, on a CUDA device."""
+
+    name = "triton"
+    device_type = "cuda"
+
+    @staticmethod
+    def obstacle(device: torch.device, layout: CacheLayout | None) -> str | None:
+        """Return why the kernels cannot run; None: they can."""
+        return device_obstacle(device) or unsupported_states(layout, DTYPES, LARGEST_HEAD)
 
     def __init__(self, layout: CacheLayout, device: torch.device) -> None:
-        """Prepare for pages of this layout."""
+        # Triton is an optional dependency.
+        from cb_rollout.engine.attention.triton.launch import TritonPagedAttention
+
+        self._create_attention = TritonPagedAttention
         self.cache = DecodeCache(layout, device)
         num_addresses = 2 * len(layout.layers) + 2
         self.addresses = torch.zeros(num_addresses, dtype=torch.int64, device=device)
-        """As `AttentionMetadata` takes them; all zero until `find`."""
+        """`AttentionMetadata.addresses`; all zero until `find`."""
         self._known: list[int] = []
         self._rows_per_tile = dict.fromkeys((layer.index for layer in self.cache.paged), 1)
         self._device = device
         self._num_key_heads = max(layer.keys.shape[0] for layer in layout.layers if layer.keys)
-        self.num_processors = (
-            torch.cuda.get_device_properties(device).multi_processor_count
-            if device.type == "cuda"
-            else 1
-        )
+        self._num_processors = 1
+        if device.type == "cuda":
+            properties = torch.cuda.get_device_properties(device)
+            self._num_processors = properties.multi_processor_count
 
     def logits(
         self,
@@ -81,7 +66,7 @@ class TritonBackend:
         cache: PagedCache,
         table: BlockTable,
     ) -> torch.Tensor:
-        """As `ModelRunner.logits`, for rows of one new token each."""
+        """Return what `ModelRunner.logits` does, for rows of one new token each."""
         lengths_B = self._integers(lengths)
         metadata = AttentionMetadata(
             self.find(cache, table),
@@ -94,7 +79,7 @@ class TritonBackend:
         return self.run(forward, tokens_B1, lengths_B.long()[:, None] - 1, metadata, cache)
 
     def check_weights(self, model: torch.nn.Module) -> None:
-        """Nothing here relies on where weights are; graphs look for themselves."""
+        """Do nothing: nothing is captured here, and graphs check weights themselves."""
 
     def run(
         self,
@@ -104,17 +89,17 @@ class TritonBackend:
         metadata: AttentionMetadata,
         cache: PagedCache | None = None,
     ) -> torch.Tensor:
-        """float32 logits, `[B, V]`, by one forward that reads and writes at `metadata`.
+        """Return float32 logits, `[B, V]`, of one forward.
 
-        `cache` is where recurrent states are; None: there are none.
+        `cache` holds the recurrent states; None: there are none.
         """
-        attention = TritonPagedAttention(metadata, self._rows_per_tile)
+        attention = self._create_attention(metadata, self._rows_per_tile)
         return self.cache.run(
             forward, attention, tokens_B1, positions_B1, metadata.table_rows_B, cache
         )
 
     def find(self, cache: PagedCache, table: BlockTable) -> torch.Tensor:
-        """Where the pages and the table lie now, as the kernels take it: in one place for good."""
+        """Return the current addresses of pages and table, in a tensor that never moves."""
         blocks = table.blocks
         addresses = [blocks.data_ptr(), blocks.shape[1]]
         for layer in cache.layers:
@@ -131,8 +116,19 @@ class TritonBackend:
         return min(self._rows_per_tile.values())
 
     def splits(self, num_rows: int, longest: int) -> int:
-        """Stretches to cut the keys of so many rows into."""
-        return num_splits(num_rows, self._num_key_heads, longest, self.num_processors)
+        """Return the number of stretches to cut the keys of `num_rows` rows into."""
+        return num_splits(num_rows, self._num_key_heads, longest, self._num_processors)
 
     def _integers(self, values: Sequence[int]) -> torch.Tensor:
         return devices.to_device(values, self._device, torch.int32)
+
+
+def device_obstacle(device: torch.device) -> str | None:
+    """Return why a CUDA device cannot run the kernels; None: it can."""
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed; pip install triton"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < LEAST_CAPABILITY:
+        needed, got = (".".join(map(str, numbers)) for numbers in (LEAST_CAPABILITY, capability))
+        return f"the kernels need compute capability {needed}, and the device has {got}"
+    return None

@@ -1,13 +1,13 @@
-"""The Triton kernels of a decode step: one new token a row, over paged keys.
+"""Define the Triton kernels of a decode step: one new token a row, over paged keys.
 
-One writes new keys and values into their pages, one attends over stretches of keys (flash decoding:
-partial outputs and the log-sum-exp of each), one joins the partials. A stretch is a part of a row's
-own keys, or of a prompt that several rows share, whose queries are then packed into one tile, so
-that the prompt is read once for all of them.
+`write_kernel` writes new keys and values into their pages. `attend_kernel` attends over stretches
+of keys (flash decoding: partial outputs and the log-sum-exp of each). `join_kernel` joins the
+partial outputs. A stretch is a part of a row's own keys, or of a prompt that several rows share;
+their queries are then packed into one tile, which reads the prompt once.
 
-Pages and block table are found through addresses in device memory, never as arguments: a captured
-CUDA graph stays valid when the cache grows or is taken anew. `header` holds the address of the
-block table and its width, `layer_addresses` those of a layer's pages of keys and of values.
+The kernels find pages and block table through addresses in device memory, not as arguments, so a
+captured CUDA graph stays valid when the cache grows or is allocated anew. `header` holds the block
+table's address and width, `layer_addresses` the addresses of a layer's pages of keys and of values.
 """
 
 import triton
@@ -36,7 +36,7 @@ def write_kernel(
     VALUE_TYPE: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """One row's newest key and value."""
+    """Write one row's newest key and value."""
     row = tl.program_id(0)
     length = tl.load(lengths + row)
     if length > 0:
@@ -101,9 +101,9 @@ def attend_kernel(
     KEY_WIDTH: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
 ):
-    """One stretch of keys of one key head; `IS_WHOLE`: the only one, written as the output."""
+    """Attend over one stretch of keys of one key head; `IS_WHOLE`: it is the only one."""
     HEADS_PER_KEY: tl.constexpr = NUM_HEADS // NUM_KEY_HEADS
-    # Triton 3.9's interpreter multiplies the bits of bfloat16, not its numbers.
+    # Triton 3.9's interpreter multiplies the bits of bfloat16 as integers.
     KEY_DOT: tl.constexpr = tl.float32 if IS_INTERPRETED else KEY_TYPE
     VALUE_DOT: tl.constexpr = tl.float32 if IS_INTERPRETED else VALUE_TYPE
     unit = tl.program_id(0) // num_splits
@@ -140,9 +140,9 @@ def attend_kernel(
 
     key_offsets = tl.arange(0, KEY_WIDTH)
     value_offsets = tl.arange(0, VALUE_WIDTH)
-    query_places = rows[:, None] * query_row_stride + heads[:, None] * query_head_stride
+    query_offsets = rows[:, None] * query_row_stride + heads[:, None] * query_head_stride
     query = tl.load(
-        queries + query_places + key_offsets[None, :],
+        queries + query_offsets + key_offsets[None, :],
         mask=is_query[:, None] & (key_offsets[None, :] < KEY_SIZE),
         other=0.0,
     )
@@ -154,7 +154,7 @@ def attend_kernel(
     table = tl.load(header).to(tl.pointer_type(tl.int64))
     table_width = tl.load(header + 1)
     table_row = tl.load(table_rows + first_row, mask=num_rows > 0, other=0).to(tl.int64)
-    line = table + table_row * table_width
+    row_blocks = table + table_row * table_width
     keys = tl.load(layer_addresses).to(tl.pointer_type(KEY_TYPE))
     values = tl.load(layer_addresses + 1).to(tl.pointer_type(VALUE_TYPE))
     keys = tl.multiple_of(keys, 16)
@@ -164,7 +164,7 @@ def attend_kernel(
     for at in range(start, stop, TILE_KEYS):
         positions = at + tl.arange(0, TILE_KEYS)
         is_key = positions < stop
-        block = tl.load(line + positions // BLOCK_SIZE, mask=is_key, other=0)
+        block = tl.load(row_blocks + positions // BLOCK_SIZE, mask=is_key, other=0)
         slot = block * BLOCK_SIZE + positions % BLOCK_SIZE
         key = tl.load(
             keys + slot[None, :] * (NUM_KEY_HEADS * KEY_SIZE) + key_offsets[:, None],
@@ -179,7 +179,7 @@ def attend_kernel(
             is_seen = is_seen & (positions[None, :] >= earliest[:, None])
         scores = tl.where(is_seen, scores * LOG2_E, float("-inf"))
         new_largest = tl.maximum(largest, tl.max(scores, 1))
-        # Where nothing was seen yet both are -inf, whose difference is no number.
+        # Before any key is seen both are -inf, and their difference would be NaN.
         base = tl.where(new_largest == float("-inf"), 0.0, new_largest)
         weights = tl.exp2(scores - base[:, None])
         shrink = tl.exp2(largest - base)
@@ -211,7 +211,7 @@ def attend_kernel(
         targets = part[:, None] * VALUE_SIZE + value_offsets[None, :]
         if start < stop:
             tl.store(partials + targets, output, mask=is_output)
-        # A stretch without keys takes no share.
+        # A stretch without keys has no share of the softmax.
         known = tl.log2(tl.where(total == 0.0, 1.0, total))
         tl.store(sums + part, largest + known, mask=is_query)
 
@@ -232,7 +232,7 @@ def join_kernel(
     PARTS_WIDTH: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
 ):
-    """Weigh one head's partial outputs by their shares of the softmax."""
+    """Join one head's partial outputs, weighted by their shares of the softmax."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     parts = tl.arange(0, PARTS_WIDTH)
@@ -253,7 +253,7 @@ def join_kernel(
         total += tl.exp2(sink - base)
     value_offsets = tl.arange(0, VALUE_WIDTH)
     is_value = value_offsets < VALUE_SIZE
-    # What took no share was never written.
+    # Stretches without a share were never written.
     is_part = is_part & (part_sums > float("-inf"))
     partial = tl.load(
         partials + (first + parts)[:, None] * VALUE_SIZE + value_offsets[None, :],

@@ -1,12 +1,12 @@
-"""Launches the kernels of a decode step; needs nothing but torch and triton.
+"""Launch the kernels of a decode step. Imports Triton, so nothing imports it at the top.
 
 B: rows, H: query heads, K: key heads, D: size of a key, E: size of a value.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false
-# Triton calls a kernel's compile-time arguments `constexpr`, and is launched with plain values,
-# and with options of its own beside them.
+# Triton types compile-time arguments as `constexpr`, but takes plain values and launch options.
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,17 +15,18 @@ import triton.language as tl
 from triton import knobs
 
 from cb_rollout.engine.attention.backend import AttentionMetadata, AttentionSpec
+from cb_rollout.engine.attention.decode_cache import DecodeLayer
 from cb_rollout.engine.attention.triton.kernels import attend_kernel, join_kernel, write_kernel
 
+# The fewest that a tensor-core product takes.
 MIN_TILE_ROWS = 16
-# The least that a tensor-core product takes.
 
+# Queries packed over one shared stretch, at head sizes up to 128 and beyond: as many as registers
+# and shared memory hold.
 SHARED_TILE_ROWS, WIDE_SHARED_TILE_ROWS = 64, 32
-# Queries packed over one shared stretch, at head sizes up to 128 and beyond: what registers and
-# shared memory hold.
 
-MAX_TILE_KEYS = 128
 # More keys at a time would leave a short row's tile half empty.
+MAX_TILE_KEYS = 128
 
 TYPES = {
     torch.float32: tl.float32,
@@ -33,12 +34,39 @@ TYPES = {
     torch.float16: tl.float16,
 }
 
-Types = tuple[Any, Any]
 # Triton's names of the dtypes of a layer's keys and values.
+Types = tuple[Any, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class TritonPagedAttention:
+    """Attend over the pages of one decode step; a `PagedAttention`."""
+
+    metadata: AttentionMetadata
+    rows_per_tile: dict[int, int]
+    """Rows of a shared tile by layer; each layer sets its own as it attends."""
+
+    def attend(
+        self,
+        layer: DecodeLayer,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        spec: AttentionSpec,
+    ) -> torch.Tensor:
+        """Write new keys and values, then attend, as `PagedAttention` says."""
+        types = TYPES[layer.key_dtype], TYPES[layer.value_dtype]
+        num_key_heads, E = layer.num_key_heads, layer.value_size
+        write(key[:, :, 0], value[:, :, 0], self.metadata, layer.index, types)
+        heads_per_key = query.shape[1] // num_key_heads
+        self.rows_per_tile[layer.index] = shared_rows(heads_per_key, max(query.shape[3], E))
+        queries_BHD = query[:, :, 0]
+        outputs_BHE = attend(queries_BHD, num_key_heads, E, self.metadata, layer.index, types, spec)
+        return outputs_BHE[:, None]
 
 
 def shared_rows(heads_per_key: int, size: int) -> int:
-    """Rows whose queries of one key head, each of `size`, fit a shared tile."""
+    """Return the number of rows whose queries of one key head, each of `size`, fit a tile."""
     tile_rows = SHARED_TILE_ROWS if size <= 128 else WIDE_SHARED_TILE_ROWS
     return max(1, tile_rows // heads_per_key)
 
@@ -58,7 +86,7 @@ def write(
         keys_BKD,
         values_BKE,
         metadata.addresses,
-        _of_layer(metadata, layer),
+        _layer_addresses(metadata, layer),
         metadata.table_rows_B,
         metadata.lengths_B,
         *keys_BKD.stride()[:2],
@@ -82,56 +110,87 @@ def attend(
     types: Types,
     spec: AttentionSpec,
 ) -> torch.Tensor:
-    """Attention of each row's newest token over all of its keys.
+    """Return the attention of each row's newest token over all of its keys.
 
     Args:
         queries_BHD: the new tokens' queries.
-        num_key_heads: heads of the pages.
+        num_key_heads: K, the heads of the pages.
         value_size: E.
-        metadata: where the rows lie.
-        layer: which layer's pages.
-        types: of its pages.
+        metadata: the step's rows.
+        layer: index of the layer.
+        types: of the layer's pages.
         spec: scale, window, cap and sinks.
 
     Returns:
         `[B, H, E]` in the queries' dtype; zeros where a row has no tokens.
     """
-    B, H, D = queries_BHD.shape
-    queries_BHD = _dense(queries_BHD)
-    device = queries_BHD.device
-    has_shared = metadata.first_T is not None
-    num_shared = metadata.num_shared_splits if has_shared else 0
+    B, H, _ = queries_BHD.shape
+    num_tiles = 0 if metadata.first_T is None else metadata.first_T.shape[0]
+    num_shared = metadata.num_shared_splits if num_tiles else 0
     num_parts = metadata.num_splits + num_shared
-    outputs_BHE = torch.empty(B, H, value_size, dtype=queries_BHD.dtype, device=device)
-    is_whole = num_parts == 1
+    outputs_BHE = queries_BHD.new_empty(B, H, value_size)
     partials = sums = outputs_BHE
-    if not is_whole:
-        partials = torch.empty(B, H, num_parts, value_size, dtype=torch.float32, device=device)
-        sums = torch.empty(B, H, num_parts, dtype=torch.float32, device=device)
-    nothing = metadata.lengths_B
-    sinks = nothing if spec.sinks_H is None else spec.sinks_H
-    heads_per_key = H // num_key_heads
+    if num_parts > 1:
+        partials = outputs_BHE.new_empty(B, H, num_parts, value_size, dtype=torch.float32)
+        sums = outputs_BHE.new_empty(B, H, num_parts, dtype=torch.float32)
+    launches = _Launches(
+        _dense(queries_BHD), outputs_BHE, partials, sums, metadata, layer, types, spec
+    )
+    launches.attend(num_key_heads, B, metadata.num_splits, 0, is_shared=False)
+    if num_tiles:
+        launches.attend(num_key_heads, num_tiles, num_shared, metadata.num_splits, is_shared=True)
+    if num_parts > 1:
+        launches.join()
+    return outputs_BHE
 
-    def launch(num_units: int, num_splits: int, first_part: int, is_shared: bool) -> None:
+
+@dataclass(slots=True)
+class _Launches:
+    """The launches of one layer's attention."""
+
+    queries_BHD: torch.Tensor
+    outputs_BHE: torch.Tensor
+    partials: torch.Tensor
+    """float32, `[B, H, parts, E]`; the outputs themselves if there is one part."""
+    sums: torch.Tensor
+    """float32, `[B, H, parts]`: each part's log-sum-exp, base 2."""
+    metadata: AttentionMetadata
+    layer: int
+    types: Types
+    spec: AttentionSpec
+
+    @property
+    def num_parts(self) -> int:
+        return self.partials.shape[2] if self.partials.dim() == 4 else 1
+
+    def _or_any(self, tensor: torch.Tensor | None) -> torch.Tensor:
+        """Return a tensor, or for None one that the kernels will not read."""
+        return self.metadata.lengths_B if tensor is None else tensor
+
+    def attend(
+        self, num_key_heads: int, num_units: int, num_splits: int, first_part: int, is_shared: bool
+    ) -> None:
+        """Attend over the rows' own keys, or over the prompts of shared tiles."""
+        metadata, spec = self.metadata, self.spec
+        H, D, E = *self.queries_BHD.shape[1:], self.outputs_BHE.shape[2]
         rows = metadata.rows_per_tile if is_shared else 1
-        tile_rows = max(MIN_TILE_ROWS, triton.next_power_of_2(rows * heads_per_key))
-        tile_keys = _tile_keys(triton.next_power_of_2(max(D, value_size, MIN_TILE_ROWS)), types)
+        tile_keys = _tile_keys(triton.next_power_of_2(max(D, E, MIN_TILE_ROWS)), self.types)
         attend_kernel[(num_units * num_splits, num_key_heads)](
-            queries_BHD,
-            outputs_BHE,
-            partials,
-            sums,
+            self.queries_BHD,
+            self.outputs_BHE,
+            self.partials,
+            self.sums,
             metadata.addresses,
-            _of_layer(metadata, layer),
+            _layer_addresses(metadata, self.layer),
             metadata.table_rows_B,
             metadata.lengths_B,
-            nothing if metadata.shared_B is None else metadata.shared_B,
-            nothing if metadata.first_T is None else metadata.first_T,
-            nothing if metadata.count_T is None else metadata.count_T,
-            sinks,
-            *queries_BHD.stride()[:2],
+            self._or_any(metadata.shared_B),
+            self._or_any(metadata.first_T),
+            self._or_any(metadata.count_T),
+            self._or_any(spec.sinks_H),
+            *self.queries_BHD.stride()[:2],
             num_splits,
-            num_parts,
+            self.num_parts,
             first_part,
             float(spec.scale),
             float(spec.softcap or 0.0),
@@ -140,58 +199,54 @@ def attend(
             NUM_HEADS=H,
             NUM_KEY_HEADS=num_key_heads,
             KEY_SIZE=D,
-            VALUE_SIZE=value_size,
-            KEY_TYPE=types[0],
-            VALUE_TYPE=types[1],
+            VALUE_SIZE=E,
+            KEY_TYPE=self.types[0],
+            VALUE_TYPE=self.types[1],
             IS_INTERPRETED=knobs.runtime.interpret,
             IS_SHARED=is_shared,
-            HAS_SHARED=has_shared,
+            HAS_SHARED=metadata.first_T is not None,
             HAS_WINDOW=spec.window is not None,
             HAS_SOFTCAP=spec.softcap is not None,
             HAS_SINKS=spec.sinks_H is not None,
-            IS_WHOLE=is_whole,
-            TILE_ROWS=tile_rows,
+            IS_WHOLE=self.num_parts == 1,
+            TILE_ROWS=max(MIN_TILE_ROWS, triton.next_power_of_2(rows * (H // num_key_heads))),
             TILE_KEYS=tile_keys,
             LEAST_STRETCH=-(-metadata.least_stretch // tile_keys) * tile_keys,
             KEY_WIDTH=triton.next_power_of_2(max(D, MIN_TILE_ROWS)),
-            VALUE_WIDTH=triton.next_power_of_2(max(value_size, MIN_TILE_ROWS)),
+            VALUE_WIDTH=triton.next_power_of_2(max(E, MIN_TILE_ROWS)),
             num_warps=4,
             num_stages=2,
         )
 
-    launch(B, metadata.num_splits, 0, is_shared=False)
-    if metadata.first_T is not None:
-        num_tiles = metadata.first_T.shape[0]
-        launch(num_tiles, num_shared, metadata.num_splits, is_shared=True)
-    if not is_whole:
+    def join(self) -> None:
+        """Join the parts of each row and head."""
+        B, H, E = self.outputs_BHE.shape
         join_kernel[(B, H)](
-            outputs_BHE,
-            partials,
-            sums,
-            nothing if metadata.shared_B is None else metadata.shared_B,
-            sinks,
-            num_parts,
-            metadata.num_splits,
+            self.outputs_BHE,
+            self.partials,
+            self.sums,
+            self._or_any(self.metadata.shared_B),
+            self._or_any(self.spec.sinks_H),
+            self.num_parts,
+            self.metadata.num_splits,
             NUM_HEADS=H,
-            VALUE_SIZE=value_size,
-            HAS_SHARED=has_shared,
-            HAS_SINKS=spec.sinks_H is not None,
-            PARTS_WIDTH=triton.next_power_of_2(num_parts),
-            VALUE_WIDTH=triton.next_power_of_2(value_size),
+            VALUE_SIZE=E,
+            HAS_SHARED=self.metadata.first_T is not None,
+            HAS_SINKS=self.spec.sinks_H is not None,
+            PARTS_WIDTH=triton.next_power_of_2(self.num_parts),
+            VALUE_WIDTH=triton.next_power_of_2(E),
         )
-    return outputs_BHE
 
 
-def _of_layer(metadata: AttentionMetadata, layer: int) -> torch.Tensor:
+def _layer_addresses(metadata: AttentionMetadata, layer: int) -> torch.Tensor:
     return metadata.addresses[2 * layer + 2 : 2 * layer + 4]
 
 
 def _tile_keys(width: int, types: Types) -> int:
-    """Keys read at a time: as many as shared memory holds twice, for any card from Ampere on."""
+    """Return the keys read at a time: shared memory of any card since Ampere holds them twice."""
     is_single = tl.float32 in types
     return min(MAX_TILE_KEYS, max(MIN_TILE_ROWS, (4096 if is_single else 8192) // width))
 
 
 def _dense(states: torch.Tensor) -> torch.Tensor:
-    """The same, with a token's numbers side by side."""
     return states if states.stride(-1) == 1 else states.contiguous()

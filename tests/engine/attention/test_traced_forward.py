@@ -5,9 +5,9 @@ import torch
 from tiny import tiny_model
 
 from cb_rollout.compat import inductor
-from cb_rollout.engine.attention.cpu import trace
+from cb_rollout.engine.attention.cpu import traced_forward
 from cb_rollout.engine.attention.cpu.few_row_linear import linear
-from cb_rollout.engine.attention.cpu.trace import Trace, UntraceableError
+from cb_rollout.engine.attention.cpu.traced_forward import Trace, UntraceableError
 from cb_rollout.engine.model.check import check_model
 from cb_rollout.engine.model.runner import ModelRunner
 
@@ -29,10 +29,14 @@ def both(runner, traced, num_rows):
     tokens = torch.randint(3, 60, (num_rows, 1), generator=torch.Generator().manual_seed(num_rows))
     positions = torch.arange(num_rows)[:, None] + 5
     with torch.no_grad():
-        own = trace._run(
-            runner.forward, runner.attention_backend.cache, trace._StandIn(), tokens, positions
+        own = traced_forward._run(
+            runner.forward,
+            runner.attention_backend.cache,
+            traced_forward._NewTokenAttention(),
+            tokens,
+            positions,
         )
-    return own, traced(tokens, positions, trace._StandIn())
+    return own, traced(tokens, positions, traced_forward._NewTokenAttention())
 
 
 @pytest.mark.parametrize("family", TRACEABLE)
@@ -68,7 +72,7 @@ def test_a_compiled_trace_agrees_for_any_number_of_rows(family):
         torch.testing.assert_close(*both(runner, traced, num_rows), atol=2e-5, rtol=1e-5)
 
 
-def test_what_a_compiler_raises_is_said():
+def test_an_untraceable_error_names_what_the_compiler_raised():
     runner = runner_of(tiny_model("llama"))
     with pytest.raises(UntraceableError, match=r"it does not compile: .*no_such_option"):
         Trace(runner.forward, runner.attention_backend.cache, {"no_such_option": 1})
@@ -96,7 +100,7 @@ def test_no_module_runs_in_a_trace():
     with pytest.raises(TypeError):
         both(runner, traced, 2)
     tokens = torch.tensor([[3], [4]])
-    assert traced(tokens, tokens, trace._StandIn()).isfinite().all()
+    assert traced(tokens, tokens, traced_forward._NewTokenAttention()).isfinite().all()
 
 
 def asks_for_a_number(module, args, output):
@@ -120,7 +124,7 @@ def test_a_forward_that_is_not_the_same_every_time_has_no_trace(hook, caplog):
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
-def test_what_a_forward_computes_for_nobody_is_left_out():
+def test_unused_results_of_a_forward_are_left_out():
     runner = runner_of(tiny_model("llama"))
     unused = torch.nn.Parameter(torch.ones(3))
 
@@ -149,7 +153,7 @@ def test_a_trace_reshapes_each_tensor_once():
     assert len({str(node.args) for node in reshapes}) == len(reshapes)
 
 
-def test_a_bias_of_each_row_is_no_linear_layers_bias():
+def test_a_bias_for_each_row_is_not_taken_for_a_linear_layers_bias():
     runner = runner_of(tiny_model("llama"))
     weight = torch.nn.Parameter(torch.randn(64, 64, generator=torch.Generator().manual_seed(0)))
 
@@ -170,12 +174,12 @@ def test_linear_layers_are_found(family, num_layers):
     assert len(found) == num_layers
 
 
-def test_a_product_with_more_to_it_is_no_linear_layer():
+def test_a_scaled_product_is_not_taken_for_a_linear_layer():
     def scaled(bias, rows, weight):
         return torch.addmm(bias, rows[:, 0], weight.t(), beta=0.5)
 
     examples = torch.ones(5), torch.ones(3, 1, 8), torch.ones(5, 8)
-    module, _ = inductor.traced(scaled, *examples)
-    trace._take_linear_layers(module.graph)
+    module, _ = inductor.trace_graph(scaled, *examples)
+    traced_forward._replace_linear_layers(module.graph)
     module.recompile()
     torch.testing.assert_close(module(*examples), scaled(*examples))

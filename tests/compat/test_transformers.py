@@ -5,7 +5,7 @@ import torch
 from tiny import plain_logprobs, tiny_model
 from transformers import AttentionInterface
 
-from cb_rollout.engine.attention.gathered import attending
+from cb_rollout.compat.transformers import replacing_attention
 
 PRISTINE = AttentionInterface.get_interface
 
@@ -19,12 +19,12 @@ def counting(calls):
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-def test_a_models_layers_call_ours_with_what_they_would_have_found(implementation):
+def test_a_models_layers_call_the_replacement_with_their_own_function(implementation):
     model = tiny_model("qwen3")
     model.set_attn_implementation(implementation)
     before = plain_logprobs(model, [5, 6], [7])
     calls = []
-    with attending(counting(calls)):
+    with replacing_attention(counting(calls)):
         inside = plain_logprobs(model, [5, 6], [7])
     assert inside == before == plain_logprobs(model, [5, 6], [7])
     assert len(calls) == model.config.num_hidden_layers
@@ -33,10 +33,10 @@ def test_a_models_layers_call_ours_with_what_they_would_have_found(implementatio
     assert model.config._attn_implementation == implementation
 
 
-def test_another_thread_finds_what_it_always_found():
+def test_another_thread_finds_the_models_own_attention():
     model = tiny_model("qwen3")
     calls, elsewhere = [], []
-    with attending(counting(calls)):
+    with replacing_attention(counting(calls)):
         thread = threading.Thread(
             target=lambda: elsewhere.append(plain_logprobs(model, [5, 6], [7]))
         )
@@ -46,18 +46,18 @@ def test_another_thread_finds_what_it_always_found():
     assert not calls
 
 
-def test_the_last_one_out_puts_the_lookup_back_even_after_an_error():
+def test_the_last_thread_to_leave_restores_the_lookup_even_after_an_error():
     inside, leave = threading.Event(), threading.Event()
 
     def stay():
-        with attending(counting([])):
+        with replacing_attention(counting([])):
             inside.set()
             leave.wait()
 
     thread = threading.Thread(target=stay)
     thread.start()
     inside.wait()
-    with pytest.raises(ZeroDivisionError), attending(counting([])):
+    with pytest.raises(ZeroDivisionError), replacing_attention(counting([])):
         raise ZeroDivisionError
     assert AttentionInterface.get_interface is not PRISTINE
     leave.set()

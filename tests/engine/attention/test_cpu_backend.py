@@ -12,18 +12,19 @@ from hypothesis import strategies as st
 from plain_attention import softmax_attention
 
 from cb_rollout.engine.attention.backend import AttentionSpec, UnsupportedAttentionError
-from cb_rollout.engine.attention.cpu.attention import TYPES, CpuPagedAttention, attend
+from cb_rollout.engine.attention.cpu.backend import CpuPagedAttention, attend
 from cb_rollout.engine.attention.decode_cache import DecodeLayer
 from cb_rollout.engine.kv_cache.block_table import BlockTable
 from cb_rollout.engine.kv_cache.layout import CacheLayout, LayerStates, StateShape
 from cb_rollout.engine.kv_cache.paged import PagedCache
+from cb_rollout.engine.native.library import TYPES
 
 CPU = torch.device("cpu")
-TOLERANCES = {torch.float32: 2e-6, torch.float64: 1e-13}
 # Rounding of outputs of order one.
+TOLERANCES = {torch.float32: 2e-6, torch.float64: 1e-13}
 
-SHAPES = [(4, 2, 32, 32), (6, 1, 20, 12), (3, 3, 5, 80)]
 # Query heads, key heads, and sizes of keys and values: whole vectors, parts of one, and both.
+SHAPES = [(4, 2, 32, 32), (6, 1, 20, 12), (3, 3, 5, 80)]
 
 
 class Rows:
@@ -108,7 +109,7 @@ def test_rows_of_one_table_row_see_the_tokens_before_their_own():
 
 AFTER_A_FORK = """
 import os, signal, torch
-from test_cpu_attention import SHAPES, Rows
+from test_cpu_backend import SHAPES, Rows
 from cb_rollout.engine.attention.backend import AttentionSpec
 
 torch.set_num_threads(2)
@@ -163,7 +164,7 @@ def test_scores_of_any_size_are_attended():
 
 
 @pytest.mark.parametrize("number", [torch.nan, torch.inf])
-def test_what_is_no_number_shows_in_its_own_row_only(number):
+def test_nan_and_infinity_stay_in_their_own_row(number):
     torch.manual_seed(0)
     rows = Rows([70, 33], SHAPES[0], torch.float32, 4)
     rows.key[0] = number
