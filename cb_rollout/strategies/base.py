@@ -26,7 +26,7 @@ class Strategy:
     num_extra_members: int = 0
     """Completions of each prompt beyond a group's size; the first to finish make the group."""
     carries: bool = False
-    """Whether unfinished groups go on in the next step; if not, they are cancelled."""
+    """True: unfinished groups go on in the next step. False: they are cancelled."""
     max_staleness: int | None = None
     """Most policy versions that a carried group may last; an older one starts anew."""
     max_dropped_groups: int = 0

@@ -23,7 +23,7 @@ EPSILON = 1e-8
 
 
 @dataclass(slots=True)
-class Sample:
+class RolloutSample:
     """A completion to train on: the fields of trl 1.16's `RolloutSample`. T: all tokens."""
 
     prompt: list[dict[str, Any]]
@@ -45,15 +45,15 @@ class Sample:
     enqueued_at: float | None = field(default_factory=time.time)
 
 
-class SampleQueue(queue.Queue[Sample]):
+class SampleQueue(queue.Queue[RolloutSample]):
     """A bounded queue that reports each sample as it is taken."""
 
-    def __init__(self, maxsize: int, on_taken: Callable[[Sample], None]) -> None:
+    def __init__(self, maxsize: int, on_taken: Callable[[RolloutSample], None]) -> None:
         """Create a queue that calls `on_taken` with each sample, on the thread that takes it."""
         super().__init__(maxsize)
         self._on_taken = on_taken
 
-    def get(self, block: bool = True, timeout: float | None = None) -> Sample:
+    def get(self, block: bool = True, timeout: float | None = None) -> RolloutSample:
         """Take the next sample; see `queue.Queue`."""
         sample = super().get(block, timeout)
         self._on_taken(sample)
@@ -96,7 +96,7 @@ def summed_rewards(
     return [sum(values) if values else None for values in by_completion]
 
 
-def samples_of(group: Group, texts: Sequence[str], first_version: int) -> list[Sample]:
+def samples_of(group: Group, texts: Sequence[str], first_version: int) -> list[RolloutSample]:
     """Convert a group's completions to samples.
 
     Args:
@@ -114,7 +114,7 @@ def samples_of(group: Group, texts: Sequence[str], first_version: int) -> list[S
         num_prompt, num_sampled = len(output.prompt_ids), len(output.generated_tokens)
         versions = [(first_version + version, count) for version, count in output.policy_versions]
         samples.append(
-            Sample(
+            RolloutSample(
                 prompt=messages,
                 completion=[{"role": "assistant", "content": text}],
                 input_ids=torch.tensor(output.prompt_ids + output.generated_tokens),

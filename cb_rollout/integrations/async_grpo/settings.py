@@ -47,6 +47,21 @@ def require_settings(args: Any, in_flight: str) -> None:
         )
 
 
+def max_outstanding(args: Any) -> int:
+    """Return the most completions in flight or queued, so that none is too old when trained on."""
+    samples_per_step = (
+        args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+    )
+    limit = max(1, args.max_staleness) * samples_per_step
+    if limit < args.num_generations:
+        raise ConfigurationError(
+            f"a group of num_generations={args.num_generations} is more than "
+            f"max_staleness={args.max_staleness} steps of {samples_per_step} completions, so "
+            "part of it would be too old; raise gradient_accumulation_steps or max_staleness."
+        )
+    return limit
+
+
 def require_data(train_dataset: Any, reward_funcs: Any) -> None:
     """Refuse data and rewards that would fail at the first completion."""
     for reward in reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]:

@@ -73,10 +73,8 @@ def plain_tree_attention(
         )
     q_at_SQ, is_query_SQ = _padded_ranges(tree_cu_seqlens_q)
     k_at_SK, is_key_SK = _padded_ranges(tree_cu_seqlens_k)
-    num_queries_S, num_keys_S = is_query_SQ.sum(1), is_key_SK.sum(1)
-    position_SQ = torch.arange(q_at_SQ.shape[1], device=query.device) + (
-        num_keys_S - num_queries_S
-    ).unsqueeze(1)
+    offset_S1 = (is_key_SK.sum(1) - is_query_SQ.sum(1)).unsqueeze(1)
+    position_SQ = offset_S1 + torch.arange(q_at_SQ.shape[1], device=query.device)
     distance_SQK = position_SQ.unsqueeze(2) - torch.arange(k_at_SK.shape[1], device=query.device)
     mask_SQK = (distance_SQK >= 0) & is_key_SK.unsqueeze(1)
     if sliding_window:

@@ -20,13 +20,14 @@ from transformers import AutoTokenizer
 from cb_rollout.config.sampling import SamplingParams
 from cb_rollout.errors import ConfigurationError, RolloutError, WeightSyncError, said
 from cb_rollout.integrations.async_grpo.samples import (
-    Sample,
+    RolloutSample,
     SampleQueue,
     samples_of,
     summed_rewards,
 )
 from cb_rollout.integrations.async_grpo.settings import (
     engine_config,
+    max_outstanding,
     own_model,
     require_data,
     require_settings,
@@ -140,16 +141,7 @@ class AsyncRollouts:
         self.generator = RolloutGenerator(
             own_model(model, args), engine_config(config, args), tokenizer=processing_class
         )
-        samples_per_step = (
-            args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
-        )
-        self._max_outstanding = max(1, args.max_staleness) * samples_per_step
-        if self._max_outstanding < args.num_generations:
-            raise ConfigurationError(
-                f"a group of num_generations={args.num_generations} is more than "
-                f"max_staleness={args.max_staleness} steps of {samples_per_step} completions, so "
-                "part of it would be too old; raise gradient_accumulation_steps or max_staleness."
-            )
+        self._max_outstanding = max_outstanding(args)
         self.metrics_queue: queue.Queue[dict[str, Any]] = queue.Queue()
         self.rollout_buffer = SampleQueue(self._max_outstanding, self._report_age)
         self._strategy = _Asynchronous(
@@ -284,7 +276,7 @@ class AsyncRollouts:
             }
         )
 
-    def _is_put(self, sample: Sample) -> bool:
+    def _is_put(self, sample: RolloutSample) -> bool:
         if self._is_stopping.is_set():
             raise _Stopped
         try:
@@ -293,7 +285,7 @@ class AsyncRollouts:
             return False
         return True
 
-    def _report_age(self, sample: Sample) -> None:
+    def _report_age(self, sample: RolloutSample) -> None:
         """Report the age of a sample's tokens, on the trainer's thread, as it takes the sample."""
         ages = [(self._model_version - version, n) for version, n in sample.token_versions]
         self.metrics_queue.put(

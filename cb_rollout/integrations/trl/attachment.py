@@ -39,8 +39,8 @@ TESTED_VERSIONS = "trl>=1.16,<2"
 # Any word but TRL's own "server" and "colocate", each of which has code of its own.
 GENERATION_MODE = "cb_rollout"
 
-SEAM_ATTRIBUTES = ("use_vllm", "vllm_mode", "generation_config", "_metrics", "state", "accelerator")
-SEAM_METHODS = (
+USED_ATTRIBUTES = ("use_vllm", "vllm_mode", "generation_config", "_metrics", "state", "accelerator")
+USED_METHODS = (
     "_generate_single_turn",
     "_generate",
     "_generate_and_score_completions",
@@ -48,8 +48,9 @@ SEAM_METHODS = (
     "_get_per_token_logps_and_entropies",
     "compute_loss",
 )
+VESPO_MODES = ("token_truncate", "token_mask")
 LOGPROBS_ARGUMENTS = ["model", "input_ids", "attention_mask", "logits_to_keep", "batch_size"]
-SEAM_ARGUMENTS = ["self", "prompts", "images", "num_generations", "profiler"]
+GENERATE_ARGUMENTS = ["self", "prompts", "images", "num_generations", "profiler"]
 
 
 def attach(trainer: Any, config: Any = None) -> RolloutGenerator:
@@ -69,7 +70,7 @@ def attach(trainer: Any, config: Any = None) -> RolloutGenerator:
     Raises:
         ConfigurationError: the trainer, a setting or this TRL release is not supported.
     """
-    _require_seam(trainer)
+    _require_supported(trainer)
     _require_settings(trainer)
     end_own_engine(trainer)
     generator = create_generator(trainer, config)
@@ -125,20 +126,20 @@ def detach(trainer: Any) -> None:
     backend.close()
 
 
-def _require_seam(trainer: Any) -> None:
+def _require_supported(trainer: Any) -> None:
     """Refuse an object that is not a trainer, or whose attributes are not those of TRL 1.16."""
     if not isinstance(trainer, GRPOTrainer | RLOOTrainer):
         raise ConfigurationError(
             f"attach() takes a trl GRPOTrainer or RLOOTrainer, not a {type(trainer).__name__}; use "
             "RolloutGenerator.generate_batch in a loop of your own."
         )
-    missing = [name for name in (*SEAM_ATTRIBUTES, *SEAM_METHODS) if not hasattr(trainer, name)]
+    missing = [name for name in (*USED_ATTRIBUTES, *USED_METHODS) if not hasattr(trainer, name)]
     arguments = list(inspect.signature(VLLMGeneration.generate).parameters)
     if not missing:
         taken = list(inspect.signature(trainer._get_per_token_logps_and_entropies).parameters)
         if taken[: len(LOGPROBS_ARGUMENTS)] != LOGPROBS_ARGUMENTS:
             missing = ["_get_per_token_logps_and_entropies as it was"]
-    if missing or arguments != SEAM_ARGUMENTS or Version(trl.__version__) < Version("1.16"):
+    if missing or arguments != GENERATE_ARGUMENTS or Version(trl.__version__) < Version("1.16"):
         raise ConfigurationError(
             f"trl {trl.__version__} generates in another way than cb_rollout knows (missing: "
             f"{', '.join(missing) or 'nothing'}); install {TESTED_VERSIONS}."
@@ -169,14 +170,12 @@ def _require_settings(trainer: Any) -> None:
             "same; raise it in the trainer's config."
         )
     corrects = getattr(trainer, "vllm_importance_sampling_correction", False)
-    mode = getattr(trainer, "vllm_importance_sampling_mode", None)
-    if getattr(trainer, "loss_type", None) == "vespo" and corrects:
-        allowed = ("token_truncate", "token_mask")
-        if mode not in allowed:
-            raise ConfigurationError(
-                f"loss_type='vespo' needs vllm_importance_sampling_mode to be one of "
-                f"{', '.join(allowed)}, not {mode!r}."
-            )
+    mode, allowed = getattr(trainer, "vllm_importance_sampling_mode", None), VESPO_MODES
+    if getattr(trainer, "loss_type", None) == "vespo" and corrects and mode not in allowed:
+        raise ConfigurationError(
+            f"loss_type='vespo' needs vllm_importance_sampling_mode to be one of "
+            f"{', '.join(allowed)}, not {mode!r}."
+        )
 
 
 def _warn_of_dropout(trainer: Any) -> None:

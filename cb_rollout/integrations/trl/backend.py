@@ -9,7 +9,7 @@ import time
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerState
 
 from cb_rollout.config.enums import ReleaseCache
 from cb_rollout.config.hf import as_trainers_config
@@ -248,40 +248,27 @@ class RolloutCallback(TrainerCallback):
         self._backend, self._records = backend, records
         self._step_started = time.perf_counter()
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
         """Sync anew: the step count starts over."""
         self._backend.forget_synced_step()
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
+    def on_train_end(self, *_: Any, **__: Any) -> None:
         """Sync anew: the best weights may have been loaded at an unchanged step count."""
         self._backend.forget_synced_step()
         self._backend.cancel_carried()
         self._backend.flush_records()
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
         """Time an optimizer step and its rollout."""
         self._step_started = time.perf_counter()
         self._backend.pause_carried()
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
+    def on_step_end(self, *_: Any, **__: Any) -> None:
         """Log the step's share of rollouts."""
         self._backend.end_step(time.perf_counter() - self._step_started)
 
     def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **_: Any,
+        self, args: Any, state: TrainerState, control: Any, logs: Any = None, **_: Any
     ) -> None:
         """Record the trainer's log."""
         if self._records is not None:

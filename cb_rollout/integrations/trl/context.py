@@ -105,9 +105,9 @@ class RolloutContext:
     kept_token_ids: list[list[Any]] | None = None
     """The sampling mask of each row, while the batch is scored; None: replay is off."""
     is_check_due: bool = False
-    """Whether the guard compares this rollout's log-probabilities, and has not yet."""
+    """True until the guard has compared this rollout's log-probabilities."""
     needs_old_logprobs: bool = False
-    """Whether the trainer's scoring will ask for old log-probabilities, and has not yet."""
+    """True until the trainer's scoring has asked for old log-probabilities."""
 
     def metrics(self) -> dict[str, float]:
         """Combine the metrics of the turns; empty where nothing was sampled."""

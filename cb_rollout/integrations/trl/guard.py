@@ -37,7 +37,7 @@ class LogprobGuard:
         self._are_comparable = are_comparable
         self._num_rollouts = 0
         self.is_trusted = config.old_logps == OldLogps.ROLLOUT
-        """Whether sampled log-probabilities are used as the old ones."""
+        """True: sampled log-probabilities are used as the old ones."""
 
     def begin_rollout(self, is_training: bool) -> bool:
         """Count a rollout, and return whether it is checked."""
