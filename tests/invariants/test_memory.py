@@ -1,4 +1,4 @@
-"""Memory is shared with training without a fight, in real processes."""
+"""Training and the KV cache share memory, in real processes."""
 
 import dataclasses
 import os
@@ -106,7 +106,7 @@ def resident_bytes():
 
 
 @linux_only
-def test_asleep_the_pool_is_gone_from_the_process_and_awake_the_tokens_are_the_same():
+def test_sleeping_frees_the_pool_and_waking_changes_no_token():
     # Twelve tensors of 16 MiB: the size that glibc likes to keep for itself.
     model = tiny_model(num_hidden_layers=6, num_key_value_heads=4, head_dim=64)
     config = RolloutConfig(num_blocks=511, max_requests_per_batch=4)
@@ -163,7 +163,7 @@ def test_the_plan_is_redone_once_after_the_first_optimizer_step_in_any_loop():
         assert generator.memory_plan() is measured
 
 
-def test_every_stretch_between_rollouts_is_measured_and_the_most_counts(monkeypatch):
+def test_the_highest_peak_between_rollouts_counts(monkeypatch):
     model = tiny_model().train()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-5)
     told = [(100, 105), (100, 103)]
@@ -178,7 +178,7 @@ def test_every_stretch_between_rollouts_is_measured_and_the_most_counts(monkeypa
         assert generator.memory_plan().training.activations == 5
 
 
-def test_keys_that_are_kept_outlive_a_new_plan_that_comes_due():
+def test_kept_keys_survive_a_due_new_plan():
     model = tiny_model().train()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
     with RolloutGenerator(model, optimizer=optimizer) as generator:
@@ -218,7 +218,7 @@ def test_a_tighter_plan_after_the_first_step_refuses_in_the_caller(monkeypatch):
         assert generator.generate_batch([prompt[:300]], sampling_params=GREEDY)
 
 
-def test_waking_to_less_memory_shrinks_the_pool_and_says_so(monkeypatch, caplog):
+def test_waking_to_less_memory_shrinks_the_pool_and_logs_it(monkeypatch, caplog):
     config = RolloutConfig(num_blocks=64, block_size=4)
     with RolloutGenerator(tiny_model(), config) as generator:
         tokens = tokens_of(generator.generate_batch(PROMPTS, sampling_params=GREEDY))
@@ -273,7 +273,7 @@ def test_the_pool_never_exceeds_what_the_workload_can_use(num_waves):
         ("max_memory_percent", 1e-12, "", "0.8"),
     ],
 )
-def test_a_setting_that_leaves_the_cache_no_room_is_the_one_named(name, value, reason, default):
+def test_the_error_names_the_setting_that_leaves_the_cache_no_room(name, value, reason, default):
     refusal = (
         rf"no memory for a KV cache under {name}=.*{reason}.*; \w+ {name}: with {default} there"
     )
@@ -283,7 +283,7 @@ def test_a_setting_that_leaves_the_cache_no_room_is_the_one_named(name, value, r
     assert set(told) == {name}
 
 
-def test_more_blocks_than_the_machine_could_ever_hold_are_refused_with_how_many_it_could():
+def test_more_blocks_than_the_device_holds_are_refused_with_the_maximum():
     refusal = r"num_blocks=10{12} .* are \d+\.\d+ GiB, .* cpu has \d+\.\d+; lower num_blocks"
     with pytest.raises(ConfigurationError, match=refusal):
         RolloutGenerator(tiny_model(), RolloutConfig(num_blocks=10**12))

@@ -1,4 +1,4 @@
-"""Preempted sequences go on from their own keys, and nobody can tell from what they say."""
+"""Offloaded keys of preempted sequences change no token."""
 
 import pytest
 from fast_path import pretend_cuda
@@ -8,15 +8,15 @@ from cb_rollout import ConfigurationError, RolloutConfig, RolloutGenerator, Samp
 
 PARAMS = SamplingParams(temperature=0.8, max_new_tokens=40, ignore_eos=True, seed=3)
 PROMPTS = [[20 + i, 7, 8, 9, 30 + i] for i in range(6)]
+# For six sequences of eleven or twelve blocks each.
 SCARCE = {"block_size": 4, "num_blocks": 24}
-# Six sequences of eleven or twelve blocks each.
 
 
 def rollout(model, prompts=PROMPTS, **settings):
     with RolloutGenerator(model, RolloutConfig(seed=0, **settings)) as generator:
         outputs = generator.generate_batch(prompts, sampling_params=PARAMS)
-        store = generator.manager.engine._scheduler._offloader
-        assert getattr(store, "num_bytes", 0) == 0
+        offloader = generator.manager.engine._scheduler._offloader
+        assert getattr(offloader, "num_bytes", 0) == 0
         assert generator.manager.engine.num_blocks_used == 0
         return list(outputs.values()), generator.metrics()
 
@@ -28,20 +28,20 @@ def largest_difference(outputs, others):
 
 
 @pytest.mark.parametrize("family", ["qwen3", "mistral", "deepseek_v3", "bloom"])
-def test_preempted_sequences_resume_from_kept_keys_with_the_same_tokens(family):
+def test_preempted_sequences_resume_from_offloaded_keys_with_the_same_tokens(family):
     model = tiny_model(family)
     plenty, _ = rollout(model)
     _, before = rollout(model, **SCARCE)
     kept, after = rollout(model, **SCARCE, cpu_offload_gib=0.1)
     assert largest_difference(kept, plenty) <= 1e-5
     assert before["rollout/preemptions"] == after["rollout/preemptions"] > 3
-    # A token each is computed again, the one that was sampled last.
+    # Each resumed sequence computes one token again, the last one sampled.
     prompts = sum(map(len, PROMPTS))
     assert after["rollout/prefill_tokens"] <= prompts + 8 * after["rollout/preemptions"]
     assert after["rollout/prefill_tokens"] < 0.6 * before["rollout/prefill_tokens"]
 
 
-def test_what_does_not_fit_the_host_is_computed_anew():
+def test_keys_beyond_cpu_offload_gib_are_computed_again():
     model = tiny_model()
     plenty, _ = rollout(model)
     kept, metrics = rollout(model, **SCARCE, cpu_offload_gib=2e-6)
@@ -50,7 +50,7 @@ def test_what_does_not_fit_the_host_is_computed_anew():
     assert metrics["rollout/prefill_tokens"] == anew["rollout/prefill_tokens"]
 
 
-def test_shared_prefixes_stay_shared_where_kept_keys_come_back():
+def test_shared_prefixes_stay_shared_when_keys_are_restored():
     model = tiny_model()
     prompts = [[50 + i % 7 for i in range(13)]] * 6
     plenty, _ = rollout(model, prompts)
@@ -60,23 +60,23 @@ def test_shared_prefixes_stay_shared_where_kept_keys_come_back():
 
 
 @pytest.mark.parametrize("in_flight", ["recompute", "keep"])
-def test_kept_keys_of_an_older_policy_are_never_put_back(in_flight):
+def test_offloaded_keys_of_an_older_policy_are_never_restored(in_flight):
     config = RolloutConfig(seed=0, **SCARCE, cpu_offload_gib=0.1)
     with RolloutGenerator(tiny_model(), config) as generator:
         manager = generator.manager
-        store = manager.engine._scheduler._offloader
+        offloader = manager.engine._scheduler._offloader
         manager.start()
         ids = manager.add_requests(PROMPTS, 40, streaming=True, sampling_params=PARAMS)
-        while not store.num_bytes:
+        while not offloader.num_bytes:
             assert manager.get_result(timeout=60) is not None
         with manager.pause(in_flight):
             pass
-        store = manager.engine._scheduler._offloader
+        offloader = manager.engine._scheduler._offloader
         with manager.pause("keep"):
             running = [r for r in manager.engine._scheduler.running if r.has_old_keys]
             for request in running:
-                store.save(request)
-            assert store.num_bytes == 0 or not running
+                offloader.save(request)
+            assert offloader.num_bytes == 0 or not running
         assert all(len(list(manager.request_id_iter(i))[-1].generated_tokens) == 40 for i in ids)
 
 
@@ -86,17 +86,17 @@ def test_a_cancelled_sequences_keys_are_dropped():
         manager = generator.manager
         manager.start()
         ids = manager.add_requests(PROMPTS, 40, streaming=True, sampling_params=PARAMS)
-        store = manager.engine._scheduler._offloader
-        while not store.num_bytes:
+        offloader = manager.engine._scheduler._offloader
+        while not offloader.num_bytes:
             assert manager.get_result(timeout=60) is not None
         for request_id in ids:
             manager.cancel_request(request_id)
         for request_id in ids:
             list(manager.request_id_iter(request_id))
-        assert store.num_bytes == 0
+        assert offloader.num_bytes == 0
 
 
-def test_recurrent_models_and_devices_without_float8_are_told_what_to_set():
+def test_recurrent_models_and_devices_without_float8_are_refused_with_the_setting():
     with pytest.raises(ConfigurationError, match=r"recurrent states.*leave it at 0"):
         RolloutGenerator(tiny_model("lfm2"), RolloutConfig(cpu_offload_gib=1))
     with pytest.raises(ConfigurationError, match=r"kv_dtype.*8\.9.*is on cpu; leave it at 'auto'"):
@@ -118,7 +118,7 @@ def test_float8_pages_generate_near_the_forward(family, monkeypatch):
         generator.generate_batch(PROMPTS, sampling_params=PARAMS)
         drift = generator.verify(6)
     plain.close()
-    assert drift.max > 1e-4, "pages are really rounded"
+    assert drift.max > 1e-4, "pages are rounded"
     assert drift.mean < 0.5
 
 
@@ -128,7 +128,7 @@ def test_float8_pages_are_gathered_where_kernels_would_read_them(monkeypatch):
     monkeypatch.setattr("cb_rollout.engine.memory.device.has_float8", lambda _: True)
     model = tiny_model("qwen3")
     with RolloutGenerator(model, RolloutConfig(kv_dtype="float8_e4m3fn", seed=0)) as generator:
-        told = "decode attention: gathered (keys are torch.float8_e4m3fn); CUDA graphs: off"
-        assert told in generator.manager.engine.decode_path
+        path = "decode attention: gathered (keys are torch.float8_e4m3fn); CUDA graphs: off"
+        assert path in generator.manager.engine.decode_path
         generator.generate_batch(PROMPTS, sampling_params=PARAMS)
         assert generator.verify(6).mean < 0.5

@@ -67,7 +67,7 @@ def test_chunked_prefill_small_blocks_and_preemption_change_nothing():
     assert largest_difference(model, results[1]) <= TOLERANCE
 
 
-def test_a_prompt_asked_for_many_times_is_prefilled_once():
+def test_a_prompt_of_many_completions_is_prefilled_once():
     model = tiny_model()
     (prompt,) = prompts(70)
     params = SamplingParams(max_new_tokens=4, ignore_eos=True)
@@ -83,7 +83,7 @@ def test_a_prompt_asked_for_many_times_is_prefilled_once():
         assert largest_difference(model, outputs.values()) <= TOLERANCE
 
 
-def test_a_second_turn_prefills_only_what_is_new_until_the_weights_change():
+def test_a_second_turn_prefills_only_new_tokens_until_the_weights_change():
     model = tiny_model()
     (prompt,) = prompts(64)
     params = SamplingParams(max_new_tokens=33, ignore_eos=True)

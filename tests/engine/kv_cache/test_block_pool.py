@@ -6,20 +6,20 @@ from cb_rollout.engine.kv_cache.block_pool import NULL_BLOCK, BlockPool
 
 
 class PoolAgainstAModel(RuleBasedStateMachine):
-    """The model: how many hold each block, which are remembered, and the idle, oldest first."""
+    """The model has reference counts, the remembered blocks, and the idle ones, oldest first."""
 
     def __init__(self):
         super().__init__()
         self.evicted = []
         self.pool = BlockPool(3, on_evict=self.evicted.append)
         self.num_blocks = 3
-        self.num_holders = {}
+        self.references = {}
         self.remembered = set()
         self.idle = []
 
     @property
     def num_free(self):
-        return self.num_blocks - len(self.num_holders) - len(self.idle)
+        return self.num_blocks - len(self.references) - len(self.idle)
 
     @rule(data=st.data())
     def allocate(self, data):
@@ -31,38 +31,38 @@ class PoolAgainstAModel(RuleBasedStateMachine):
         assert self.evicted == expected_evictions
         assert blocks[count - num_evicted :] == expected_evictions
         assert len(set(blocks)) == count
-        assert not set(blocks) & (self.num_holders.keys() | set(self.idle) | {NULL_BLOCK})
+        assert not set(blocks) & (self.references.keys() | set(self.idle) | {NULL_BLOCK})
         assert all(1 <= block <= self.num_blocks for block in blocks)
         self.remembered -= set(blocks)
-        self.num_holders |= dict.fromkeys(blocks, 1)
+        self.references |= dict.fromkeys(blocks, 1)
 
-    @precondition(lambda self: self.num_holders or self.idle)
+    @precondition(lambda self: self.references or self.idle)
     @rule(data=st.data())
     def share(self, data):
-        held = [*self.num_holders, *self.idle]
+        held = [*self.references, *self.idle]
         blocks = data.draw(st.lists(st.sampled_from(held), max_size=4))
         self.pool.share(blocks)
         for block in blocks:
             if block in self.idle:
                 self.idle.remove(block)
-            self.num_holders[block] = self.num_holders.get(block, 0) + 1
+            self.references[block] = self.references.get(block, 0) + 1
 
-    @precondition(lambda self: self.num_holders)
+    @precondition(lambda self: self.references)
     @rule(data=st.data())
     def release(self, data):
-        blocks = data.draw(st.lists(st.sampled_from([*self.num_holders]), max_size=4, unique=True))
+        blocks = data.draw(st.lists(st.sampled_from([*self.references]), max_size=4, unique=True))
         self.pool.release(blocks)
         for block in blocks:
-            self.num_holders[block] -= 1
-            if self.num_holders[block] == 0:
-                del self.num_holders[block]
+            self.references[block] -= 1
+            if self.references[block] == 0:
+                del self.references[block]
                 if block in self.remembered:
                     self.idle.append(block)
 
-    @precondition(lambda self: self.num_holders)
+    @precondition(lambda self: self.references)
     @rule(data=st.data())
     def remember(self, data):
-        block = data.draw(st.sampled_from([*self.num_holders]))
+        block = data.draw(st.sampled_from([*self.references]))
         self.pool.remember(block)
         self.remembered.add(block)
 
@@ -83,12 +83,12 @@ class PoolAgainstAModel(RuleBasedStateMachine):
     @invariant()
     def every_block_is_used_idle_or_free(self):
         assert self.pool.num_blocks == self.num_blocks
-        assert self.pool.num_used == len(self.num_holders)
+        assert self.pool.num_used == len(self.references)
         assert self.pool.num_available == self.num_free + len(self.idle)
 
     def teardown(self):
         self.evicted.clear()
-        for block, count in self.num_holders.items():
+        for block, count in self.references.items():
             for _ in range(count):
                 self.pool.release([block])
         assert self.pool.num_used == 0
@@ -104,7 +104,7 @@ def pool_of(num_blocks):
     return BlockPool(num_blocks, on_evict=lambda block: pytest.fail(f"evicted {block}"))
 
 
-def test_an_empty_pool_hands_out_nothing():
+def test_an_empty_pool_allocates_nothing():
     pool = pool_of(0)
     assert pool.allocate(0) == []
     assert pool.num_available == pool.num_used == 0
@@ -145,11 +145,11 @@ def test_a_free_block_cannot_be_shared():
         pool_of(1).share([1])
 
 
-def test_the_null_block_is_never_handed_out():
+def test_the_null_block_is_never_allocated():
     assert NULL_BLOCK not in pool_of(50).allocate(50)
 
 
-def test_a_shared_block_outlives_its_first_holder():
+def test_a_shared_block_is_used_until_its_last_release():
     pool = pool_of(1)
     blocks = pool.allocate(1)
     pool.share(blocks)
@@ -159,7 +159,7 @@ def test_a_shared_block_outlives_its_first_holder():
     assert pool.num_used == 0
 
 
-def test_the_block_idle_longest_is_taken_first():
+def test_the_block_idle_longest_is_evicted_first():
     evicted = []
     pool = BlockPool(3, on_evict=evicted.append)
     first, second, third = pool.allocate(3)
@@ -172,7 +172,7 @@ def test_the_block_idle_longest_is_taken_first():
     assert evicted == [third, first, second]
 
 
-def test_a_free_block_is_taken_before_an_idle_one():
+def test_a_free_block_is_allocated_before_an_idle_one():
     pool = pool_of(2)
     idle, free = pool.allocate(2)
     pool.remember(idle)

@@ -7,21 +7,21 @@ from cb_rollout.engine.kv_cache.prefix_cache import ROOT, PrefixCache
 
 TOKENS = st.lists(st.integers(0, 1), max_size=8)
 VERSIONS = st.integers(0, 2)
+# A token of no chain: after a sequence, it lets the whole sequence match.
 UNKNOWN = 99
-# A token that no chain holds: behind a sequence it lets all of the sequence be matched.
 
 
 def insert_chain(index, version, token_ids, size, blocks):
-    """Offer the full blocks of a sequence one after the other, as the scheduler does."""
+    """Insert the full blocks of a sequence one after the other, as the scheduler does."""
     node = ROOT
-    for place, block in enumerate(blocks):
-        chunk = token_ids[place * size : (place + 1) * size]
+    for position, block in enumerate(blocks):
+        chunk = token_ids[position * size : (position + 1) * size]
         node, _ = index.insert(version, node, chunk, block)
     return node
 
 
 class IndexAgainstAModel(RuleBasedStateMachine):
-    """The model: whole prefixes, spelt out, to blocks; forgetting one hides all that extend it."""
+    """The model maps whole prefixes to blocks; forgetting one hides all that extend it."""
 
     @initialize(size=st.integers(1, 3))
     def start(self, size):

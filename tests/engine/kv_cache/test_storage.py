@@ -6,7 +6,6 @@ from types import ModuleType
 import pytest
 import torch
 
-from cb_rollout.engine.kv_cache import storage as savers
 from cb_rollout.engine.kv_cache import storage as storages
 from cb_rollout.engine.kv_cache.layout import CacheLayout, LayerStates, StateShape
 from cb_rollout.engine.kv_cache.paged import PagedCache
@@ -45,7 +44,7 @@ def storage_of(num_blocks=100, saver=None, **settings):
 
 @pytest.fixture
 def free(monkeypatch):
-    """Sets what is free, in blocks."""
+    """Set the free memory, in blocks."""
 
     def set_free(num_blocks):
         memory = devices.DeviceMemory(1 << 40, int(num_blocks * BLOCK_BYTES))
@@ -56,7 +55,7 @@ def free(monkeypatch):
 
 @pytest.fixture
 def refusing(monkeypatch):
-    """Makes the allocator refuse more blocks than this, whatever is said to be free."""
+    """Make the allocator refuse more blocks than this, whatever is free."""
 
     def refuse_above(most):
         class Refusing(PagedCache):
@@ -70,7 +69,7 @@ def refusing(monkeypatch):
     return refuse_above
 
 
-def test_memory_is_taken_as_the_workload_needs_it_and_never_beyond_the_plan():
+def test_memory_is_allocated_as_the_workload_needs_it_and_never_beyond_the_plan():
     storage = storage_of(100)
     assert (storage.num_bytes, storage.is_allocated) == (0, False)
     assert storage.allocate(7) == 7
@@ -80,7 +79,7 @@ def test_memory_is_taken_as_the_workload_needs_it_and_never_beyond_the_plan():
     assert storage.allocate(1000) == 100
 
 
-def test_a_fixed_pool_is_taken_whole():
+def test_a_fixed_pool_is_allocated_whole():
     assert storage_of(100, is_fixed=True).allocate(7) == 100
 
 
@@ -89,13 +88,13 @@ def test_growing_doubles_but_never_beyond_what_can_be_used():
     storage.allocate(10)
     assert storage.grow(1, usable=80) == 20
     assert storage.grow(1, usable=25) == 25
-    assert storage.grow(1, usable=25) == 26, "what is needed now is needed, whatever was expected"
+    assert storage.grow(1, usable=25) == 26, "a block needed now is allocated beyond what is usable"
     assert storage.grow(60, usable=1000) == 86
     assert storage.grow(60, usable=1000) == 100
     assert storage.grow(1, usable=1000) == 100
 
 
-def test_too_little_memory_shrinks_the_pool_and_says_so_with_numbers(free, caplog):
+def test_too_little_memory_shrinks_the_pool_and_logs_the_numbers(free, caplog):
     free(12.5)
     with caplog.at_level(logging.WARNING):
         assert storage_of(100).allocate(50, at_least=5) == 12
@@ -128,7 +127,7 @@ def test_the_knob_named_is_one_that_was_turned(free, caplog):
     assert "max_new_tokens" not in str(raised.value)
 
 
-def test_below_one_requests_need_it_raises_with_the_plan(free, refusing):
+def test_less_memory_than_one_request_needs_raises_with_the_plan(free, refusing):
     free(4)
     with pytest.raises(OutOfCacheMemoryError, match=r"(?s)no memory for 5 KV.*KV cache .*free"):
         storage_of(100).allocate(50, at_least=5)
@@ -139,7 +138,7 @@ def test_below_one_requests_need_it_raises_with_the_plan(free, refusing):
     assert isinstance(raised.value.__cause__, torch.OutOfMemoryError)
 
 
-def test_another_fault_is_not_taken_for_too_little_memory(monkeypatch):
+def test_other_errors_are_raised(monkeypatch):
     def fail(*_, **__):
         raise RuntimeError("device-side assert")
 
@@ -148,7 +147,7 @@ def test_another_fault_is_not_taken_for_too_little_memory(monkeypatch):
         storage_of(100).allocate(50)
 
 
-def test_growing_stops_where_memory_does(free, monkeypatch):
+def test_growing_stops_at_the_end_of_memory(free, monkeypatch):
     storage = storage_of(100)
     storage.allocate(10)
     free(5)
@@ -166,7 +165,7 @@ def test_growing_stops_where_memory_does(free, monkeypatch):
 
 
 class Library:
-    """A stand-in for torch_memory_saver: as strict as it, and counting what is held."""
+    """A fake torch_memory_saver, as strict as the real one."""
 
     def __init__(self):
         self.state = {}
@@ -174,7 +173,7 @@ class Library:
 
     @contextmanager
     def region(self, tag="default", enable_cpu_backup=False):
-        assert self.state.get(tag) is None, "a paused pool's memory would be given out again"
+        assert self.state.get(tag) is None, "a paused pool's memory would be allocated again"
         yield
         self.state[tag] = "active"
 
@@ -189,17 +188,17 @@ class Library:
 
 @pytest.fixture
 def library():
-    before = dict(savers._PAUSED)
+    before = dict(storages._PAUSED)
     yield Library()
-    savers._PAUSED.clear()
-    savers._PAUSED.update(before)
+    storages._PAUSED.clear()
+    storages._PAUSED.update(before)
 
 
 def addresses(storage):
     return [tensor.data_ptr() for tensor in storage.cache.tensors]
 
 
-def test_a_paused_pool_comes_back_at_its_addresses_and_empty(library):
+def test_a_paused_pool_is_resumed_at_its_addresses_and_empty(library):
     storage = storage_of(100, saver=MemorySaver(library))
     storage.allocate(9)
     before = addresses(storage)
@@ -214,14 +213,14 @@ def test_a_paused_pool_comes_back_at_its_addresses_and_empty(library):
     assert not any(tensor.any() for tensor in storage.cache.tensors)
 
 
-def test_another_size_is_a_new_pool_and_the_paused_one_is_never_freed(library):
+def test_another_size_needs_a_new_pool_and_the_paused_one_is_never_freed(library):
     storage = storage_of(100, saver=MemorySaver(library))
     storage.allocate(9)
     paused = storage.cache
     storage.release(LIMITS, plan_of(100))
     assert storage.allocate(10) == 10
     assert storage.cache is not paused
-    assert any(pool is paused for pool in savers._PAUSED.values())
+    assert any(pool is paused for pool in storages._PAUSED.values())
     storage.release(LIMITS, plan_of(100))
     assert storage.allocate(10) == 10
     assert list(library.state.values()) == ["paused", "active"]
@@ -237,7 +236,7 @@ def test_a_pool_that_no_longer_fits_is_not_resumed(library, free, caplog):
     assert "5 are taken" in caplog.text
 
 
-def test_a_pool_that_grew_is_made_anew(library):
+def test_a_pool_that_grew_is_allocated_anew(library):
     storage = storage_of(100, saver=MemorySaver(library))
     storage.allocate(9)
     storage.grow(1, usable=100)
@@ -246,7 +245,7 @@ def test_a_pool_that_grew_is_made_anew(library):
     assert storage.allocate(18) == 18
 
 
-def test_another_number_of_table_rowsis_another_pool(library):
+def test_another_number_of_table_rows_needs_a_new_pool(library):
     storage = storage_of(100, saver=MemorySaver(library))
     storage.allocate(9)
     paused = storage.cache
@@ -260,20 +259,20 @@ def test_the_saver_is_used_on_gpus_where_it_is_installed(monkeypatch, library, c
     gpu = torch.device("cuda", 0)
     assert create_saver(CPU) is None
     monkeypatch.setitem(sys.modules, "torch_memory_saver", None)
-    monkeypatch.setattr(savers.importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(storages.importlib.util, "find_spec", lambda _: None)
     assert create_saver(gpu) is None
     module = ModuleType("torch_memory_saver")
     module.torch_memory_saver = library
     monkeypatch.setitem(sys.modules, "torch_memory_saver", module)
-    monkeypatch.setattr(savers.importlib.util, "find_spec", lambda _: object())
-    monkeypatch.setattr(savers.torch, "zeros", lambda *_, **__: None)
+    monkeypatch.setattr(storages.importlib.util, "find_spec", lambda _: object())
+    monkeypatch.setattr(storages.torch, "zeros", lambda *_, **__: None)
     monkeypatch.delenv("LD_PRELOAD", raising=False)
     assert isinstance(create_saver(gpu), MemorySaver)
     assert library.hook_mode == "torch"
     assert not caplog.records
 
 
-def test_a_saver_that_cannot_work_here_is_said_and_left_alone(monkeypatch, library, caplog):
+def test_a_saver_that_fails_is_logged_and_not_used(monkeypatch, library, caplog):
     @contextmanager
     def fail(**_):
         raise RuntimeError("expandable_segments is not supported yet")
@@ -283,6 +282,6 @@ def test_a_saver_that_cannot_work_here_is_said_and_left_alone(monkeypatch, libra
     module = ModuleType("torch_memory_saver")
     module.torch_memory_saver = library
     monkeypatch.setitem(sys.modules, "torch_memory_saver", module)
-    monkeypatch.setattr(savers.importlib.util, "find_spec", lambda _: object())
+    monkeypatch.setattr(storages.importlib.util, "find_spec", lambda _: object())
     assert create_saver(torch.device("cuda", 0)) is None
     assert "expandable_segments" in caplog.text
