@@ -1,4 +1,4 @@
-"""A tiny policy behind a real server on this machine, and the official client to talk to it."""
+"""A tiny model behind a real server on this machine, and OpenAI's own client for it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,8 +12,8 @@ from tiny import byte_tokenizer, tiny_model
 from cb_rollout import RolloutConfig, RolloutGenerator
 from cb_rollout.server import ServerHandle
 
+# A request that takes longer fails its test.
 TIMEOUT_SECONDS = 60.0
-# A request that hangs fails its test.
 
 IDS = {"return_token_ids": True}
 
@@ -22,7 +22,7 @@ IDS = {"return_token_ids": True}
 def served(
     config: RolloutConfig | None = None, model: Any = None, tokenizer: Any = None, **options: Any
 ) -> Iterator[tuple[RolloutGenerator, ServerHandle]]:
-    """A generator and its server; nothing is left in the engine when it is over."""
+    """Serve a tiny model; close its clients at the end."""
     tokenizer = tokenizer or byte_tokenizer()
     model = model or tiny_model(vocab_size=len(tokenizer), max_position_embeddings=4096)
     config = config or RolloutConfig(seed=0, block_size=16)
@@ -33,25 +33,24 @@ def served(
 
 
 _clients: list[openai.OpenAI] = []
-# What tests made; closed with the server.
 
 
 def client(server: ServerHandle, **settings: Any) -> openai.OpenAI:
-    """The official client, which tries nothing twice."""
+    """Create a client that does not retry; it is closed with the server."""
     settings = {"api_key": "none", "timeout": TIMEOUT_SECONDS, "max_retries": 0, **settings}
     _clients.append(openai.OpenAI(base_url=f"{server.url}/v1", **settings))
     return _clients[-1]
 
 
 def idle(generator: RolloutGenerator) -> bool:
-    """Whether nothing is in flight any more, some time soon."""
+    """Wait for the engine to have no request; return False after a time-out."""
     loop = generator.manager.loop
     with loop._changed:
         return loop._changed.wait_for(lambda: not loop._live, timeout=TIMEOUT_SECONDS)
 
 
 class Script:
-    """A logits processor that makes any model say one text after `<|start|>assistant`, and end."""
+    """A logits processor that forces one text after `<|start|>assistant`, then the end token."""
 
     def __init__(self, tokenizer: Any, text: str) -> None:
         self._tokens = [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
@@ -69,7 +68,7 @@ class Script:
 
 
 def let_say(generator: RolloutGenerator, text: str) -> None:
-    """Every answer from now on is `text`."""
+    """Force `text` as every later answer."""
     script = Script(byte_tokenizer(), text)
     manager = generator.manager
     manager.defaults = replace(manager.defaults, logits_processors=(script,))

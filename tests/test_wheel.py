@@ -1,4 +1,4 @@
-"""What a wheel carries, and that its commands need nothing else of the checkout."""
+"""The contents of the wheel, and its commands without a checkout."""
 
 import subprocess
 import sys
@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.fixture(scope="module")
 def unpacked(tmp_path_factory):
-    """A wheel of this checkout, as an installer lays it out."""
+    """Build a wheel of this checkout and unpack it as an installer does."""
     pytest.importorskip("hatchling", reason="wheels are built by hatchling, from the extra dev")
     folder = tmp_path_factory.mktemp("wheel")
     command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
@@ -28,7 +28,7 @@ def unpacked(tmp_path_factory):
 
 
 def package_files(root):
-    """Paths of the package's files below a folder."""
+    """Return the paths of the package's files below a folder."""
     return {
         path.relative_to(root)
         for path in (root / "cb_rollout").rglob("*")
@@ -37,7 +37,7 @@ def package_files(root):
 
 
 def run_unpacked(unpacked, folder, *arguments):
-    """A command of the wheel, run where no checkout is."""
+    """Run a command of the wheel in a folder without a checkout."""
     code = f"import sys; sys.path.insert(0, {str(unpacked)!r}); from cb_rollout.tools import cli; "
     code += f"assert cli.__file__.startswith({str(unpacked)!r}); sys.exit(cli.main())"
     done = subprocess.run(

@@ -118,8 +118,8 @@ class ServerHandle:
     def run(self, is_done: Callable[[], bool]) -> None:
         """Serve until `is_done` or the server's end, stepping the engine on the calling thread.
 
-        A CPU step is faster on the thread that called before, see `EngineLoop.driving`. `is_done`
-        is called every `POLL_SECONDS`, between two steps.
+        A calling thread that waits anyway steps faster on a CPU, see `EngineLoop.driving`.
+        `is_done` is called every `POLL_SECONDS`, between two steps.
 
         Raises:
             EngineDeadError: the engine stopped on an exception.

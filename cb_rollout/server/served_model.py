@@ -68,7 +68,7 @@ class ServedModel:
     ) -> None:
         self.manager, self.options = manager, options
         self.is_ending = False
-        """Whether new requests are refused, because the server will end."""
+        """True once the server drains: new requests are refused."""
         self.recorder = Recorder()
         self.created = int(time.time())
         decoding = copy.deepcopy(tokenizer)

@@ -1,4 +1,4 @@
-"""`cb-rollout serve` as a process of its own, from its first line to its exit code."""
+"""`cb-rollout serve` as a process, from its first line to its exit code."""
 
 import re
 import signal
@@ -19,8 +19,8 @@ from cb_rollout.engine.core import Engine
 from cb_rollout.errors import EngineDeadError
 from cb_rollout.tools.cli import main
 
+# Importing torch takes long on a busy machine.
 START_SECONDS = 300.0
-# To import torch on a machine that is busy with other things.
 
 END_SECONDS = 60.0
 HELLO = [{"role": "user", "content": "Hello!"}]
@@ -45,7 +45,7 @@ def start(checkpoint, *options):
 
 @contextmanager
 def serving(checkpoint, *options):
-    """A served checkpoint; leaving it expects that the process was told to end, and did."""
+    """Serve a checkpoint; at the end the process must have been told to end, and have done so."""
     process = start(checkpoint, "--port", "0", *options)
     late = threading.Timer(START_SECONDS, process.kill)
     late.start()
@@ -94,7 +94,7 @@ def test_it_answers_its_clients_within_its_limits_until_ctrl_c(checkpoint):
             list(stream)
 
 
-def test_told_to_end_it_answers_what_runs_and_refuses_what_comes(checkpoint):
+def test_on_sigterm_running_requests_finish_and_new_ones_are_refused(checkpoint):
     with serving(checkpoint, "--drain-seconds", "300") as server:
         settings = {**ENDLESS, "max_tokens": 1200}
         stream = iter(complete(server, **settings, stream=True))
@@ -145,7 +145,7 @@ def test_a_port_in_use_is_one_line(checkpoint):
         (["./nowhere", "--max-num-seqs", "0"], "max_requests_per_batch=0"),
     ],
 )
-def test_what_cannot_be_served_is_one_line(arguments, said, capsys, monkeypatch):
+def test_an_error_of_serve_is_one_line(arguments, said, capsys, monkeypatch):
     monkeypatch.delenv("CB_ROLLOUT_API_KEY", raising=False)
     assert main(["serve", *arguments]) == 2
     printed = capsys.readouterr()
@@ -154,7 +154,7 @@ def test_what_cannot_be_served_is_one_line(arguments, said, capsys, monkeypatch)
     assert said in printed.err.splitlines()[-1]
 
 
-def test_whoever_waits_for_a_server_steps_the_engine_itself(monkeypatch):
+def test_the_thread_that_waits_for_a_server_steps_the_engine(monkeypatch):
     threads, step = set(), Engine.step
 
     def watched(self):
@@ -171,7 +171,7 @@ def test_whoever_waits_for_a_server_steps_the_engine_itself(monkeypatch):
         assert threads == {threading.current_thread()}
 
 
-def test_whoever_waits_for_a_server_hears_of_its_engines_death(monkeypatch):
+def test_the_death_of_the_engine_is_raised_to_the_thread_that_waits_for_its_server(monkeypatch):
     def broken(self):
         raise ZeroDivisionError("broken")
 
@@ -189,7 +189,7 @@ def test_whoever_waits_for_a_server_hears_of_its_engines_death(monkeypatch):
         asking.join()
 
 
-def test_what_runs_longer_than_a_drain_is_cancelled():
+def test_requests_that_outlast_a_drain_are_cancelled():
     with served(model_name="tiny", drain_seconds=0) as (_, server):
         stream = iter(complete(server, **ENDLESS, n=8, stream=True))
         next(stream)

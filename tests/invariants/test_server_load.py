@@ -1,4 +1,4 @@
-"""Many clients at once, rude ones, and weights that change under all of them."""
+"""Many concurrent clients, malformed requests, and weights that change meanwhile."""
 
 import asyncio
 import http.client
@@ -140,14 +140,14 @@ def test_equal_prompts_of_many_clients_are_computed_once(serving, server):
         (b"\xff\xfe\x00", "body"),
     ],
 )
-def test_what_is_no_request_is_a_400_in_openais_shape(server, content, said):
+def test_a_malformed_body_is_answered_400_in_openais_shape(server, content, said):
     answer = post(server, content)
     assert answer.status_code == 400, answer.text
     assert said in answer.json()["error"]["message"]
     assert answer.json()["error"]["type"] == "invalid_request_error"
 
 
-def test_a_form_of_a_web_page_is_no_request(server):
+def test_a_body_of_another_content_type_is_answered_400(server):
     assert post(server, b'{"prompt": "a"}', **{"content-type": "text/plain"}).status_code == 400
 
 
@@ -177,7 +177,7 @@ def raw(server, data):
 HEADERS = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 
 
-def test_a_body_that_does_not_come_is_not_waited_for():
+def test_a_body_that_does_not_arrive_is_answered_400_after_the_time_limit():
     half = HEADERS + b'Content-Length: 100\r\n\r\n{"prompt"'
     with (
         served(body_timeout_seconds=1.0) as (_, server),
@@ -189,7 +189,7 @@ def test_a_body_that_does_not_come_is_not_waited_for():
         assert "did not arrive within 1 s" in json.loads(answer.read())["error"]["message"]
 
 
-def test_clients_that_vanish_anywhere_leave_nothing(serving, server):
+def test_clients_that_disconnect_at_any_point_leave_no_request(serving, server):
     body = json.dumps(
         {"prompt": "x", "max_tokens": 3000, "ignore_eos": True, "stream": True, "n": 8}
     ).encode()
@@ -205,14 +205,14 @@ def test_clients_that_vanish_anywhere_leave_nothing(serving, server):
         complete(server)
 
 
-def test_nobody_reaches_a_server_without_a_key_by_another_name(server):
+def test_a_server_without_a_key_refuses_other_host_names(server):
     # What a web page does that gives its own name this machine's address.
     assert httpx.get(f"{server.url}/v1/models", headers={"host": "evil.example"}).status_code == 401
     for name in ("localhost:80", "127.0.0.1", "[::1]:8000"):
         assert httpx.get(f"{server.url}/v1/models", headers={"host": name}).status_code == 200
 
 
-def test_with_a_key_only_its_holders_come_in():
+def test_a_server_with_a_key_refuses_every_other_key():
     with served(api_key="s3cret") as (_, server):
         assert httpx.get(f"{server.url}/health").json() == {"status": "ok", "policy_version": 0}
         for path in ("/v1/models", "/metrics", "/openapi.json", "/nothing"):

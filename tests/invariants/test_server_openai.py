@@ -1,4 +1,4 @@
-"""The official OpenAI client, unmodified, talks to the policy."""
+"""OpenAI's own client, unmodified, against the server."""
 
 import json
 
@@ -99,7 +99,7 @@ def test_a_chat_is_what_generate_batch_gives_for_its_seed(generator, chat):
         assert told.replace(b"<|end|>", b"").decode(errors="replace").startswith(text[:3])
 
 
-def test_a_stream_is_the_answer_in_parts(chat):
+def test_the_chunks_of_a_stream_add_up_to_the_whole_response(chat):
     settings = {"seed": 3, "max_tokens": 40, "n": 2, "logprobs": True, "extra_body": IDS}
     whole = chat(HELLO, **settings)
     chunks = list(chat(HELLO, stream=True, stream_options={"include_usage": True}, **settings))
@@ -143,7 +143,7 @@ def test_several_prompts_have_n_choices_each_in_order(complete):
     assert tokens[0] != tokens[1]
 
 
-def test_texts_are_prompts_too_and_a_streams_parts_are_its_text(complete):
+def test_a_text_prompt_streams_the_text_of_its_whole_response(complete):
     whole = complete("ab", seed=9, max_tokens=30)
     parts = complete("ab", seed=9, max_tokens=30, stream=True)
     assert "".join(part.choices[0].text for part in parts) == whole.choices[0].text
@@ -165,7 +165,7 @@ def test_a_stop_string_ends_an_answer_and_is_not_in_it(generator, chat, stream):
     assert TOKENIZER.decode(tokens) == "One, two."
 
 
-def test_cut_off_by_length_says_so(chat):
+def test_an_answer_cut_off_by_its_length_has_finish_reason_length(chat):
     (choice,) = chat(HELLO, max_tokens=3, extra_body=IDS | {"ignore_eos": True}).choices
     assert choice.finish_reason == "length"
     assert len(choice.token_ids) == 3
@@ -278,7 +278,7 @@ def test_a_call_that_cannot_be_enforced_is_refused(chat):
         chat(HELLO, tools=large, tool_choice="required")
 
 
-def test_json_obeys_its_schema_and_nothing_else_is_said(chat):
+def test_an_answer_in_json_obeys_its_schema(chat):
     response_format = {"type": "json_schema", "json_schema": {"name": "p", "schema": SCHEMA}}
     answer = chat(HELLO, response_format=response_format, n=8, seed=0, max_tokens=400)
     values = [json.loads(choice.message.content) for choice in answer.choices]
@@ -314,7 +314,7 @@ def test_json_obeys_its_schema_and_nothing_else_is_said(chat):
         ),
     ],
 )
-def test_what_cannot_be_honoured_is_refused_with_its_reason(chat, settings, said):
+def test_a_field_that_cannot_be_honoured_is_refused_with_its_reason(chat, settings, said):
     with pytest.raises(openai.BadRequestError, match=said):
         chat(HELLO, **settings)
 
@@ -392,7 +392,7 @@ def test_cancelled_streams_leave_nothing_in_the_engine(generator, chat):
     assert engine.counters.tokens_generated < 9000
 
 
-def test_a_client_that_gives_up_waiting_cancels_its_request(generator, serving):
+def test_a_client_time_out_cancels_its_request(generator, serving):
     hasty = client(serving[1], timeout=0.3)
     with pytest.raises(openai.APITimeoutError):
         hasty.completions.create(

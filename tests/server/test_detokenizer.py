@@ -42,7 +42,7 @@ IDS_OF_BYTES = ids_of(range(256))
 
 
 @given(st.text(max_size=40))
-def test_the_parts_of_a_text_are_the_text_and_none_ends_in_half_a_character(text):
+def test_streamed_parts_add_up_to_the_text_and_none_ends_inside_a_character(text):
     tokens = BYTES(text)["input_ids"]
     parts = streamed(IncrementalDetokenizer(decoder(BYTES)), tokens)
     assert "".join(parts) == text
@@ -50,7 +50,7 @@ def test_the_parts_of_a_text_are_the_text_and_none_ends_in_half_a_character(text
 
 
 @given(st.binary(max_size=40))
-def test_the_parts_of_what_is_no_text_are_what_decoding_it_at_once_gives(data):
+def test_streamed_parts_of_invalid_utf8_add_up_to_its_decoded_text(data):
     tokens = [IDS_OF_BYTES[byte] for byte in data]
     parts = streamed(IncrementalDetokenizer(decoder(BYTES)), tokens)
     assert "".join(parts) == data.decode(errors="replace") == BYTES.decode(tokens)
@@ -65,7 +65,7 @@ def test_characters_of_byte_tokens_come_whole(text):
 @given(
     st.text(alphabet="ab", max_size=12), st.lists(st.text("ab", min_size=1, max_size=4), max_size=3)
 )
-def test_a_stop_string_and_none_of_its_beginning_is_seen(text, stops):
+def test_no_part_of_a_stop_string_is_streamed(text, stops):
     ends = [(text.find(stop) + len(stop), stop) for stop in stops if stop in text]
     num_tokens = min((end for end, _ in ends), default=len(text))
     is_stopped = bool(ends)
@@ -107,5 +107,5 @@ def test_a_stop_string_that_did_not_end_the_sequence_is_text():
         (FALLBACK, FALLBACK.convert_tokens_to_ids("a"), [0x61]),
     ],
 )
-def test_a_tokens_bytes_are_its_own_where_they_are_no_character(tokenizer, token, expected):
+def test_a_token_that_is_no_whole_character_has_its_bytes(tokenizer, token, expected):
     assert TokenTable(tokenizer)._look_up(token)[1] == expected

@@ -10,14 +10,14 @@ from cb_rollout.tools.cli import create_parser, main
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.5", "example.com"])
-def test_no_server_stands_open(host):
+def test_a_public_address_needs_a_key(host):
     with pytest.raises(ConfigurationError, match="set api_key, or host to 127"):
         ServerOptions(host=host)
     assert ServerOptions(host=host, api_key="k").host == host
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.9.1", "::1", "[::1]", "localhost"])
-def test_this_machine_is_open_to_itself(host):
+def test_a_loopback_address_needs_no_key(host):
     assert is_loopback(host)
     ServerOptions(host=host)
 
@@ -37,7 +37,7 @@ def test_a_value_out_of_its_range_is_refused_by_name(values):
         ServerOptions(**values)
 
 
-def test_the_key_is_not_in_what_is_printed():
+def test_the_key_is_not_in_the_repr():
     assert "hush" not in repr(ServerOptions(api_key="hush"))
 
 
@@ -60,7 +60,7 @@ def test_the_command_line_has_every_option_and_refuses_before_it_loads(capsys, m
         assert f"--{field.name.replace('_', '-')}" in printed
 
 
-def test_what_cannot_be_served_is_said_before_anything_starts():
+def test_a_server_that_cannot_start_raises_before_it_starts():
     generator = RolloutGenerator(tiny_model(vocab_size=259))
     with generator, pytest.raises(ConfigurationError, match="needs the model's tokenizer"):
         generator.serve(port=0)

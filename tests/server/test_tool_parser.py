@@ -16,7 +16,7 @@ def with_template(template):
     return tokenizer
 
 
-def test_the_template_shows_how_it_writes_calls():
+def test_the_call_format_is_read_from_the_chat_template():
     assert call_format(byte_tokenizer()) == TAGGED
     # As Qwen's does, which also shows the model an example.
     qwen = (
@@ -39,7 +39,7 @@ def test_the_template_shows_how_it_writes_calls():
         LOOP + "[TOOL_CALLS]{{ c.function | tojson }}" + END,
     ],
 )
-def test_another_way_to_write_calls_is_not_enforced(template):
+def test_calls_of_another_format_cannot_be_required(template):
     made = call_format(with_template(template))
     assert made is None
     tools = [Tool.model_validate({"type": "function", "function": {"name": "f"}})]
@@ -48,7 +48,7 @@ def test_another_way_to_write_calls_is_not_enforced(template):
     assert caught.value.status == 400
 
 
-def test_a_tokenizer_with_a_way_of_its_own_is_not_enforced():
+def test_calls_of_a_response_template_cannot_be_required():
     tokenizer = byte_tokenizer()
     tokenizer.response_template = {}
     assert call_format(tokenizer) is None

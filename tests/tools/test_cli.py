@@ -39,7 +39,7 @@ def generate(checkpoint, jsonl, *more):
 
 
 def the_fault(capsys):
-    """What a command said of the one thing that kept it from its work."""
+    """Return the line that a command wrote to stderr, and check that it printed nothing."""
     printed = capsys.readouterr()
     assert printed.out == ""
     fault = printed.err.splitlines()[-1]
@@ -65,7 +65,7 @@ def test_a_fault_is_one_line_on_stderr_and_exit_code_2(tmp_path, capsys):
     assert printed.err.count("\n") == 1
 
 
-def test_report_on_what_is_no_run_is_one_line(tmp_path, capsys):
+def test_report_on_a_folder_without_records_is_one_line(tmp_path, capsys):
     (tmp_path / "file").write_text("hello")
     (tmp_path / "directories" / METRICS_FILE).mkdir(parents=True)
     (tmp_path / "empty").mkdir()
@@ -103,7 +103,7 @@ def test_report_names_the_line_that_is_no_record(tmp_path, capsys, record):
     assert f"line 1 of {tmp_path / METRICS_FILE} is not a record" in the_fault(capsys)
 
 
-def test_generate_writes_the_output_and_prints_what_it_came_to(
+def test_generate_writes_the_output_and_prints_a_summary(
     checkpoint, jsonl, capsys, tmp_path, monkeypatch
 ):
     (tmp_path / "lengths.py").write_text("def length(row):\n    return len(row['token_ids'])\n")
@@ -157,7 +157,7 @@ def test_an_interrupted_command_exits_with_code_130_and_says_how_to_go_on(
         (["--generation-config", "mine"], "generation_config='mine'"),
     ],
 )
-def test_what_generate_cannot_do_is_one_line(checkpoint, jsonl, capsys, monkeypatch, options, said):
+def test_an_error_of_generate_is_one_line(checkpoint, jsonl, capsys, monkeypatch, options, said):
     monkeypatch.chdir(jsonl.parent)
     before = jsonl.read_bytes()
     assert generate(checkpoint, jsonl, *options) == 2
@@ -234,7 +234,7 @@ def test_a_missing_package_is_named_with_what_installs_it(
         (["--output-dir", "/proc/self"], "/proc/self cannot be"),
     ],
 )
-def test_what_bench_cannot_do_is_one_line(capsys, monkeypatch, tmp_path, options, said):
+def test_an_error_of_bench_is_one_line(capsys, monkeypatch, tmp_path, options, said):
     (tmp_path / "taken").write_text("a file")
     monkeypatch.chdir(tmp_path)
     assert main(["bench", "roofline", *options]) == 2
@@ -253,7 +253,7 @@ def test_what_bench_cannot_do_is_one_line(capsys, monkeypatch, tmp_path, options
         (["--output-dir", "/proc/self"], "/proc/self cannot be"),
     ],
 )
-def test_what_the_demo_cannot_do_is_one_line(capsys, monkeypatch, tmp_path, options, said):
+def test_an_error_of_the_demo_is_one_line(capsys, monkeypatch, tmp_path, options, said):
     (tmp_path / "taken").write_text("a file")
     monkeypatch.chdir(tmp_path)
     assert main(["demo", *options]) == 2

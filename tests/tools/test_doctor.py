@@ -1,5 +1,3 @@
-"""The doctor says what a machine and a checkpoint give, and never fails with a traceback."""
-
 import json
 
 import pytest
@@ -19,9 +17,9 @@ from cb_rollout.tools.doctor import Level, checkpoint_findings, machine_findings
 
 
 @pytest.fixture(scope="module")
-def places(tmp_path_factory):
-    """Good and bad places for a checkpoint."""
-    root = tmp_path_factory.mktemp("places")
+def checkpoints(tmp_path_factory):
+    """Save good and bad checkpoints, one in each folder."""
+    root = tmp_path_factory.mktemp("checkpoints")
     for family, layers in (("qwen3", 2), ("qwen3_5_text", 2)):
         model = tiny_model(family, vocab_size=99, num_hidden_layers=layers)
         model.save_pretrained(root / family)
@@ -45,12 +43,12 @@ def places(tmp_path_factory):
     return root
 
 
-def test_a_good_checkpoint_is_probed_and_held_to_its_forward(places, capsys):
-    assert main(["doctor", str(places / "qwen3")]) == 0
+def test_a_good_checkpoint_is_probed_and_compared_with_its_forward(checkpoints, capsys):
+    assert main(["doctor", str(checkpoints / "qwen3")]) == 0
     printed = capsys.readouterr().out
     lines = {line[2:28].strip(): line[29:] for line in printed.splitlines() if line[28:29] == " "}
     assert lines["torch"].startswith(torch.__version__)
-    assert lines["model"].startswith(f"{places / 'qwen3'}: Qwen3ForCausalLM")
+    assert lines["model"].startswith(f"{checkpoints / 'qwen3'}: Qwen3ForCausalLM")
     assert lines["tokenizer"] == "99 tokens, with a chat template"
     assert lines["layers"] == "2 with keys and values, 0 with recurrent states, 0 with neither"
     # Two layers of keys and values, two heads of 16 float32 each.
@@ -64,8 +62,8 @@ def test_a_good_checkpoint_is_probed_and_held_to_its_forward(places, capsys):
     assert not [line for line in printed.splitlines() if line.startswith("X")]
 
 
-def test_a_hybrids_layers_are_told_apart(places):
-    found = {f.name: f for f in checkpoint_findings(str(places / "qwen3_5_text"))}
+def test_a_hybrids_layers_are_told_apart(checkpoints):
+    found = {f.name: f for f in checkpoint_findings(str(checkpoints / "qwen3_5_text"))}
     assert found["layers"].text.startswith("1 with keys and values, 1 with recurrent states")
     assert found["chunks, known prefixes"].text.startswith("not used: recurrent")
     assert int(found["bytes per sequence"].text.replace(",", "")) > 0
@@ -89,8 +87,8 @@ def test_a_hybrids_layers_are_told_apart(places):
         ("bert", "BertForMaskedLM, which reads both ways"),
     ],
 )
-def test_what_cannot_be_rolled_out_is_one_line_and_exit_code_1(places, capsys, name, said):
-    assert main(["doctor", str(places / name)]) == 1
+def test_an_unusable_checkpoint_is_one_line_and_exit_code_1(checkpoints, capsys, name, said):
+    assert main(["doctor", str(checkpoints / name)]) == 1
     faults = [line for line in capsys.readouterr().out.splitlines() if line.startswith("X ")]
     assert len(faults) == 1
     assert said in faults[0]
@@ -105,12 +103,12 @@ def test_what_cannot_be_rolled_out_is_one_line_and_exit_code_1(places, capsys, n
         (["--max-memory-percent", "1e-12"], "raise max_memory_percent"),
     ],
 )
-def test_a_setting_that_cannot_be_honoured_is_a_finding(places, capsys, option, said):
-    assert main(["doctor", str(places / "qwen3"), *option]) == 1
+def test_a_setting_that_cannot_be_honoured_is_a_finding(checkpoints, capsys, option, said):
+    assert main(["doctor", str(checkpoints / "qwen3"), *option]) == 1
     assert said in capsys.readouterr().out
 
 
-def test_a_missing_tokenizer_is_a_warning_and_bfloat16_has_its_own_bound(places, tmp_path):
+def test_a_missing_tokenizer_is_a_warning_and_bfloat16_has_its_own_bound(checkpoints, tmp_path):
     tiny_model(vocab_size=99).save_pretrained(tmp_path)
     found = {f.name: f for f in checkpoint_findings(str(tmp_path), dtype="bfloat16")}
     assert found["tokenizer"].level is Level.WARNING
@@ -118,22 +116,22 @@ def test_a_missing_tokenizer_is_a_warning_and_bfloat16_has_its_own_bound(places,
     assert found["rollout against forward"].level is Level.OK
 
 
-def test_a_rollout_that_is_not_the_models_forward_is_found(places, monkeypatch):
+def test_a_rollout_that_is_not_the_models_forward_is_found(checkpoints, monkeypatch):
     plain = core.ModelRunner.recompute
     monkeypatch.setattr(
         core.ModelRunner, "recompute", lambda *args: [lp - 0.01 for lp in plain(*args)]
     )
-    last = list(checkpoint_findings(str(places / "qwen3")))[-1]
+    last = list(checkpoint_findings(str(checkpoints / "qwen3")))[-1]
     assert last.level is Level.BAD
     assert "largest difference 0.01 nats, beyond 0.0001" in last.text
 
 
-def test_whatever_a_model_raises_is_a_finding(places, monkeypatch):
+def test_any_exception_of_a_model_is_a_finding(checkpoints, monkeypatch):
     def fail(*_):
         raise RuntimeError("the wheels came off\nat once")
 
     monkeypatch.setattr(core, "check_model", fail)
-    last = list(checkpoint_findings(str(places / "qwen3")))[-1]
+    last = list(checkpoint_findings(str(checkpoints / "qwen3")))[-1]
     assert last.level is Level.BAD
     assert "(RuntimeError: the wheels came off)" in last.text
 
