@@ -70,7 +70,19 @@ def ours(**settings: Any) -> Contender:
     Args:
         settings: fields of `RolloutConfig` besides the seed.
     """
+    params = SamplingParams(ignore_eos=True)
+    return _ours(params, settings, "log-probabilities are checked", syncs_weights=True)
 
+
+def ours_at_temperature(temperature: float, **settings: Any) -> Contender:
+    """Create a contender of this package that only generates, at a temperature; 0 is greedy."""
+    params = SamplingParams(ignore_eos=True, temperature=temperature)
+    return _ours(params, settings, f"temperature {temperature}", syncs_weights=False)
+
+
+def _ours(
+    params: SamplingParams, settings: dict[str, Any], note: str, *, syncs_weights: bool
+) -> Contender:
     @contextmanager
     def create(model: Any, workload: Workload) -> Iterator[Run]:
         del workload
@@ -80,37 +92,14 @@ def ours(**settings: Any) -> Contender:
                 part.prompts, sampling_params=params, max_new_tokens=part.lengths
             ).values()
             assert all(len(o.logprobs) == len(o.generated_tokens) for o in outputs)
-            generator.sync_weights()
+            if syncs_weights:
+                generator.sync_weights()
 
-        params = SamplingParams(ignore_eos=True)
         with RolloutGenerator(model, RolloutConfig(seed=SEED, **settings)) as generator:
             yield run
 
-    return Contender(create, f"{_defaults_but(settings)}; log-probabilities are checked")
-
-
-def ours_at_temperature(temperature: float, **settings: Any) -> Contender:
-    """Create a contender of this package that only generates, at a temperature.
-
-    Args:
-        temperature: of all requests; 0 is greedy.
-        settings: fields of `RolloutConfig` besides the seed.
-    """
-
-    @contextmanager
-    def create(model: Any, workload: Workload) -> Iterator[Run]:
-        del workload
-        params = SamplingParams(ignore_eos=True, temperature=temperature)
-        with RolloutGenerator(model, RolloutConfig(seed=SEED, **settings)) as generator:
-            yield lambda part: generator.generate_batch(
-                part.prompts, sampling_params=params, max_new_tokens=part.lengths
-            )
-
-    return Contender(create, f"{_defaults_but(settings)}; temperature {temperature}")
-
-
-def _defaults_but(settings: dict[str, Any]) -> str:
-    return ", ".join(["its defaults", *(f"{name}={value}" for name, value in settings.items())])
+    given = ", ".join(["its defaults", *(f"{name}={value}" for name, value in settings.items())])
+    return Contender(create, f"{given}; {note}")
 
 
 def served() -> Contender:

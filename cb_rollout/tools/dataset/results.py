@@ -188,10 +188,10 @@ class ResultFile:
         self._sync()
 
     def _lines(self) -> Iterator[tuple[bytes, dict[str, Any]]]:
-        return read_lines(self.path, _result, "result")
+        return read_lines(self.path, _checked, "result")
 
     def _index(self, result: Mapping[str, Any]) -> None:
-        row_id, sample = _key(result)
+        row_id, sample = result["id"], result["sample"]
         if self.has(row_id, sample):
             raise ConfigurationError(
                 f"{self.path} has sequence {sample} of row {row_id!r} twice; remove one line."
@@ -207,13 +207,8 @@ def _not_writable(path: Path, error: OSError) -> ConfigurationError:
     return ConfigurationError(f"{path} cannot be written ({error.strerror}); name another output.")
 
 
-def _key(result: Mapping[str, Any]) -> tuple[RowId, int]:
+def _checked(result: dict[str, Any]) -> dict[str, Any]:
     row_id, sample = result["id"], result["sample"]
     if not isinstance(row_id, int | str) or not isinstance(sample, int) or sample < 0:
         raise TypeError(f"id {row_id!r} and sample {sample!r} name no sequence")
-    return row_id, sample
-
-
-def _result(row: dict[str, Any]) -> dict[str, Any]:
-    _key(row)
-    return row
+    return result

@@ -70,7 +70,7 @@ def survey(source: Source) -> Survey:
     problems: list[str] = []
     num_rows = num_problems = 0
     first: dict[type, str] = {}
-    for number, raw in enumerate(source):
+    for number, raw in enumerate(source()):
         num_rows += 1
         row = None
         problem = raw.problem or problem_of(raw.value)
@@ -100,7 +100,7 @@ def survey(source: Source) -> Survey:
 
 def rows(source: Source) -> Iterator[Row]:
     """Yield the rows of an input that `survey` has passed."""
-    return (_row(number, raw) for number, raw in enumerate(source))
+    return (_row(number, raw) for number, raw in enumerate(source()))
 
 
 def problem_of(value: Any) -> str | None:

@@ -4,9 +4,9 @@ Read one row at a time, unchecked; `rows` checks them.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from cb_rollout.errors import ConfigurationError, said
 
@@ -27,11 +27,8 @@ class RawRow(NamedTuple):
     """Reason why it could not be read; None: it could."""
 
 
-class Source(Protocol):
-    """Rows that can be read several times, always in the same order."""
-
-    def __iter__(self) -> Iterator[RawRow]:
-        """Read from the start."""
+# Read the rows from the start, always in the same order.
+Source = Callable[[], Iterator[RawRow]]
 
 
 def create_source(name: str, *, split: str = "train", subset: str | None = None) -> Source:
@@ -57,76 +54,59 @@ def create_source(name: str, *, split: str = "train", subset: str | None = None)
             state = "is not a file" if path.exists() else "does not exist"
             raise ConfigurationError(f"{name} {state}; pass a JSONL or Parquet file.")
         if path.suffix in JSONL_SUFFIXES:
-            return JsonlSource(path)
+            return lambda: _jsonl_rows(path)
         if path.suffix == PARQUET_SUFFIX:
-            return ParquetSource(path)
+            return _parquet_source(path)
         known = ", ".join((*JSONL_SUFFIXES, PARQUET_SUFFIX))
         raise ConfigurationError(f"{name} ends in none of {known}; convert it to one of them.")
-    return DatasetSource(name, split, subset)
+    return _dataset_source(name, split, subset)
 
 
-class JsonlSource:
-    """JSON objects, one a line; blank lines are skipped."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __iter__(self) -> Iterator[RawRow]:
-        with self._path.open("rb") as file:
-            for number, line in enumerate(file, 1):
-                if not line.strip():
-                    continue
-                label = f"{self._path} line {number}"
-                try:
-                    yield RawRow(label, json.loads(line))
-                except (ValueError, RecursionError) as error:
-                    yield RawRow(label, None, f"is not JSON ({error})")
+def _jsonl_rows(path: Path) -> Iterator[RawRow]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            label = f"{path} line {number}"
+            try:
+                yield RawRow(label, json.loads(line))
+            except (ValueError, RecursionError) as error:
+                yield RawRow(label, None, f"is not JSON ({error})")
 
 
-class ParquetSource:
-    """The rows of one Parquet file."""
+def _parquet_source(path: Path) -> Source:
+    import pyarrow
+    import pyarrow.parquet
 
-    def __init__(self, path: Path) -> None:
-        import pyarrow
-        import pyarrow.parquet
+    try:
+        file = pyarrow.parquet.ParquetFile(path)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ConfigurationError(f"{path} is not a Parquet file ({error}).") from error
 
-        self._path = path
-        try:
-            self._file = pyarrow.parquet.ParquetFile(path)
-        except (pyarrow.ArrowException, OSError) as error:
-            raise ConfigurationError(f"{path} is not a Parquet file ({error}).") from error
+    def rows() -> Iterator[RawRow]:
+        batches = file.iter_batches(batch_size=PARQUET_BATCH_ROWS)
+        values = (value for batch in batches for value in batch.to_pylist())
+        return (RawRow(f"{path} row {number}", value) for number, value in enumerate(values))
 
-    def __iter__(self) -> Iterator[RawRow]:
-        number = 0
-        for batch in self._file.iter_batches(batch_size=PARQUET_BATCH_ROWS):
-            for row in batch.to_pylist():
-                yield RawRow(f"{self._path} row {number}", row)
-                number += 1
+    return rows
 
 
-class DatasetSource:
-    """One split of a data set, loaded by the `datasets` library."""
+def _dataset_source(name: str, split: str, subset: str | None) -> Source:
+    # Only this source needs the library, which takes seconds to import.
+    import datasets
+    from datasets.exceptions import DatasetsError
 
-    def __init__(self, name: str, split: str, subset: str | None) -> None:
-        # Only this source needs the library, which takes seconds to import.
-        import datasets
-        from datasets.exceptions import DatasetsError
-
-        try:
-            if (Path(name) / "state.json").is_file() or (
-                Path(name) / "dataset_dict.json"
-            ).is_file():
-                loaded = datasets.load_from_disk(name)
-                self._rows = loaded[split] if isinstance(loaded, datasets.DatasetDict) else loaded
-            else:
-                self._rows = datasets.load_dataset(name, subset, split=split)
-        except (OSError, ValueError, KeyError, DatasetsError) as error:
-            raise ConfigurationError(
-                f"split {split!r} of {name!r} cannot be loaded ({said(error)}); pass a file, a "
-                "data set's directory or name, and its split and subset."
-            ) from error
-        self._name = f"{name} {split}"
-
-    def __iter__(self) -> Iterator[RawRow]:
-        for number, row in enumerate(self._rows):
-            yield RawRow(f"{self._name} row {number}", dict(row))
+    try:
+        if any((Path(name) / marker).is_file() for marker in ("state.json", "dataset_dict.json")):
+            loaded = datasets.load_from_disk(name)
+            dataset = loaded[split] if isinstance(loaded, datasets.DatasetDict) else loaded
+        else:
+            dataset = datasets.load_dataset(name, subset, split=split)
+    except (OSError, ValueError, KeyError, DatasetsError) as error:
+        raise ConfigurationError(
+            f"split {split!r} of {name!r} cannot be loaded ({said(error)}); pass a file, a "
+            "data set's directory or name, and its split and subset."
+        ) from error
+    return lambda: (
+        RawRow(f"{name} {split} row {number}", dict(row)) for number, row in enumerate(dataset)
+    )
