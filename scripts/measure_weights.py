@@ -74,7 +74,7 @@ def measure(title: str, generators: dict[str, RolloutGenerator]) -> None:
                 syncs[name].append(report.seconds)
                 speeds[name].append(generator.metrics()["rollout/tokens_per_second"])
     for name, generator in generators.items():
-        module, trained = generator.manager.engine.model, generator.manager.engine.trained
+        module, trained = generator.manager.model, generator.manager._engine.trained
         held = 0 if module is trained else sum(p.nbytes for p in module.parameters())
         print(
             f"{title} | {name} | {statistics.median(speeds[name]):.0f} tokens/s | sync "
@@ -107,7 +107,7 @@ def main() -> None:
 
     copy = RolloutConfig(weight_sync="copy")
     with RolloutGenerator(model, copy, accelerator=BF16_TRAINER) as generator:
-        ours = forward(generator.manager.engine.model, autocast=True)
+        ours = forward(generator.manager.model, autocast=True)
     wanted = forward(model, autocast=True)
     print(f"copy under autocast, against autocast: {(ours - wanted).abs().max():.3g} nats")
     cast = forward(create_model().to(torch.bfloat16))
@@ -117,10 +117,10 @@ def main() -> None:
         f"mean {difference.mean():.3g} nats"
     )
     with RolloutGenerator(adapted, copy) as generator:
-        merged = forward(generator.manager.engine.model)
+        merged = forward(generator.manager.model)
     print(f"LoRA merged, against unmerged: {(merged - forward(adapted)).abs().max():.3g} nats")
     with RolloutGenerator(adapted, copy, accelerator=BF16_TRAINER) as generator:
-        merged = forward(generator.manager.engine.model, autocast=True)
+        merged = forward(generator.manager.model, autocast=True)
     difference = (merged - forward(adapted, autocast=True)).abs()
     print(
         f"LoRA merged, against unmerged, both under autocast: max {difference.max():.3g}, "

@@ -44,7 +44,7 @@ def client(server: ServerHandle, **settings: Any) -> openai.OpenAI:
 
 def idle(generator: RolloutGenerator) -> bool:
     """Wait for the engine to have no request; return False after a time-out."""
-    loop = generator.manager.loop
+    loop = generator.manager._loop
     with loop._changed:
         return loop._changed.wait_for(lambda: not loop._live, timeout=TIMEOUT_SECONDS)
 

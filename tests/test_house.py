@@ -252,3 +252,15 @@ def test_the_workflow_runs_what_a_contributor_runs():
     workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
     commands = [step.get("run") for step in workflow["jobs"]["ci"]["steps"]]
     assert commands[-1] == "bash .ci/run"
+
+
+def test_only_the_service_reaches_through_a_manager():
+    inside = re.compile(r"manager\._|manager\.(loop|engine|input_processor)\b")
+    service = PACKAGE / "engine" / "service"
+    reaching = [
+        str(path.relative_to(PACKAGE))
+        for path in MODULES
+        if service not in path.parents
+        and inside.search(re.sub(r"cb_rollout\.engine\S*", "", path.read_text()))
+    ]
+    assert reaching == []

@@ -98,11 +98,11 @@ class Telemetry(Recorder):
             )
             for distribution in DISTRIBUTIONS
         }
-        manager.loop.observers.add(self)
+        manager.observers.add(self)
 
     def close(self) -> None:
         """Stop observing, and send the remaining spans and metrics."""
-        self._manager.loop.observers.remove(self)
+        self._manager.observers.remove(self)
         self._tracers.shutdown()
         self._meters.shutdown()
 
@@ -150,7 +150,7 @@ class Telemetry(Recorder):
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
         """Report the time spent inside as a span."""
-        version = self._manager.engine.policy_version
+        version = self._manager.policy_version
         with (
             super().span(name),
             self._tracer.start_as_current_span(name, attributes={"policy_version": version}),

@@ -40,3 +40,15 @@ class EngineCounters:
     def copy(self) -> "EngineCounters":
         """These totals now."""
         return EngineCounters(**asdict(self))
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatus:
+    """State of an engine at one moment."""
+
+    requests_running: int
+    requests_waiting: int
+    kv_blocks_used: int
+    kv_blocks: int
+    kv_bytes: int
+    policy_version: int

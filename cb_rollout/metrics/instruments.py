@@ -43,7 +43,7 @@ class Distribution:
 def _total(name: str, help_text: str) -> Instrument:
     """One of the engine's running totals."""
     return Instrument(
-        name, Kind.COUNTER, help_text, lambda manager: getattr(manager.engine.counters, name)
+        name, Kind.COUNTER, help_text, lambda manager: getattr(manager.counters, name)
     )
 
 
@@ -61,37 +61,37 @@ INSTRUMENTS = (
         "requests_running",
         Kind.GAUGE,
         "Sequences that hold memory now.",
-        lambda manager: manager.engine.num_running,
+        lambda manager: manager.status().requests_running,
     ),
     Instrument(
         "requests_waiting",
         Kind.GAUGE,
         "Sequences that wait for memory or a seat now.",
-        lambda manager: manager.engine.num_waiting,
+        lambda manager: manager.status().requests_waiting,
     ),
     Instrument(
         "kv_blocks_used",
         Kind.GAUGE,
         "KV cache blocks in use by unfinished sequences.",
-        lambda manager: manager.engine.num_blocks_used,
+        lambda manager: manager.status().kv_blocks_used,
     ),
     Instrument(
         "kv_blocks",
         Kind.GAUGE,
         "KV cache blocks that the plan allows.",
-        lambda manager: manager.engine.memory_plan.num_blocks,
+        lambda manager: manager.status().kv_blocks,
     ),
     Instrument(
         "kv_bytes",
         Kind.GAUGE,
         "Bytes held for keys, values and states now.",
-        lambda manager: manager.engine.cache_bytes,
+        lambda manager: manager.status().kv_bytes,
     ),
     Instrument(
         "policy_version",
         Kind.GAUGE,
         "The version that tokens are stamped with.",
-        lambda manager: manager.engine.policy_version,
+        lambda manager: manager.status().policy_version,
     ),
 )
 

@@ -15,19 +15,19 @@ class LiveStatus:
     def __init__(self, manager: ContinuousBatchingManager) -> None:
         """Start counting now."""
         self._manager = manager
-        self._before = manager.engine.counters.copy()
+        self._before = manager.counters.copy()
         self._asked = time.perf_counter()
 
     def line(self) -> str:
         """One line, without its end."""
-        engine, now = self._manager.engine, time.perf_counter()
-        added = engine.counters.since(self._before)
-        seconds, self._asked, self._before = now - self._asked, now, engine.counters.copy()
+        status, counters, now = self._manager.status(), self._manager.counters, time.perf_counter()
+        added = counters.since(self._before)
+        seconds, self._asked, self._before = now - self._asked, now, counters.copy()
         parts = [
-            f"policy {engine.policy_version}",
-            f"{engine.num_running} running, {engine.num_waiting} waiting",
+            f"policy {status.policy_version}",
+            f"{status.requests_running} running, {status.requests_waiting} waiting",
             f"{added.tokens_generated / seconds:,.0f} tokens/s",
-            f"{engine.num_blocks_used:,} of {engine.memory_plan.num_blocks:,} blocks",
+            f"{status.kv_blocks_used:,} of {status.kv_blocks:,} blocks",
         ]
         prompt_tokens = added.prefill_tokens + added.prefill_tokens_saved
         if prompt_tokens:

@@ -6,14 +6,12 @@ Owns the fan-out to those who look, and that none of them can harm the work. Kno
 from __future__ import annotations
 
 import logging
-import time
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from cb_rollout.engine.core import Engine
     from cb_rollout.engine.request import Request
 
 
@@ -68,16 +66,6 @@ class Observers(Observer):
     def stepped(self, seconds: float, is_prefill: bool) -> None:
         """One step was run."""
         self._tell(lambda observer: observer.stepped(seconds, is_prefill))
-
-    def step(self, engine: Engine) -> list[Request]:
-        """Step the engine, and tell how long it took; returns what `Engine.step` does."""
-        if not self:
-            return engine.step()
-        started, num_prefills = time.perf_counter(), engine.counters.prefill_forwards
-        touched = engine.step()
-        is_prefill = engine.counters.prefill_forwards > num_prefills
-        self.stepped(time.perf_counter() - started, is_prefill)
-        return touched
 
     def ended(self, request: Request) -> None:
         """A sequence reached its final status."""

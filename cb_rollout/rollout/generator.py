@@ -117,8 +117,8 @@ class RolloutGenerator:
             raise InvalidRequestError(f"num_return_sequences={count!r} is not a whole number >= 1.")
         prompts = encoded(inputs, self.tokenizer)
         params = self._params(len(prompts), generation_config, sampling_params, max_new_tokens)
-        with self.manager.loop.observers.span("rollout"):
-            requests = self.manager.input_processor.requests(
+        with self.manager.observers.span("rollout"):
+            requests = self.manager.create_requests(
                 [prompt for prompt in prompts for _ in range(count)],
                 [wanted for wanted in params for _ in range(count)],
                 members=[member for _ in prompts for member in range(count)],
@@ -158,12 +158,12 @@ class RolloutGenerator:
     @property
     def policy_version(self) -> int:
         """The version that tokens are stamped with; 0 before the first sync."""
-        return self.manager.engine.policy_version
+        return self.manager.policy_version
 
     def follow(self, model: torch.nn.Module) -> None:
         """The trainer has put the model into another wrapper since; sync from there."""
         self._weights.follow(model)
-        self.manager.engine.trained = self._weights.trained
+        self.manager.follow(self._weights.trained)
 
     def sync_weights(
         self, in_flight: Literal["keep", "recompute", "abort"] = "recompute"
@@ -179,9 +179,9 @@ class RolloutGenerator:
             WeightSyncError: the model and its copy no longer have the same tensors.
         """
         started = time.perf_counter()
-        with self.manager.loop.observers.span("sync_weights"), self.manager.pause(in_flight):
+        with self.manager.observers.span("sync_weights"), self.manager.pause(in_flight):
             num_bytes = self._weights.sync()
-            self.manager.loop.begin_policy_version(InFlight(in_flight))
+            self.manager.begin_policy_version(InFlight(in_flight))
             if self.config.verify_weight_sync:
                 require_equal(self._weights)
         return SyncReport(self.policy_version, time.perf_counter() - started, num_bytes)
@@ -194,25 +194,23 @@ class RolloutGenerator:
     def sleep(self) -> None:
         """Give the KV memory back and hold the engine still; what is in flight waits."""
         if not self._is_asleep:
-            loop = self.manager.loop
-            with loop.observers.span("sleep"), loop.paused():
-                self.manager.engine.release_cache()
-                loop.pause_controller.hold()
+            with self.manager.observers.span("sleep"):
+                self.manager.sleep()
             self._is_asleep = True
 
     def wake(self) -> None:
         """Let the engine run again; it takes the memory with the next step."""
         if self._is_asleep:
             self._is_asleep = False
-            self.manager.loop.pause_controller.let_go()
+            self.manager.wake()
 
     def memory_plan(self) -> MemoryPlan:
         """What the KV cache may take, and how that follows."""
-        return self.manager.engine.memory_plan
+        return self.manager.memory_plan
 
     def metrics(self) -> dict[str, float]:
         """Figures of the last rollout and of the engine now, by metric name."""
-        return self._last_metrics | standing(self.manager.engine)
+        return self._last_metrics | standing(self.manager)
 
     def verify(self, num_sequences: int) -> DriftReport:
         """Recompute sequences of the last rollout with plain forwards, and compare.
@@ -249,10 +247,8 @@ class RolloutGenerator:
         """End servers and the background thread, free the cache; generating starts it anew."""
         while self._servers:
             self._servers.pop().close()
-        self.manager.loop.halt()
-        if not self.manager.is_running():
-            self.manager.engine.release_cache()
-        self.wake()
+        self.manager.close()
+        self._is_asleep = False
 
     def __enter__(self) -> Self:
         return self

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 
 from tqdm.auto import tqdm
 
-from cb_rollout.engine.core import Engine
 from cb_rollout.engine.request import Request
 from cb_rollout.engine.service.manager import ContinuousBatchingManager
 from cb_rollout.engine.service.output_queue import OutputQueue
@@ -36,7 +35,7 @@ def run_rollout(
 @contextmanager
 def measured(manager: ContinuousBatchingManager) -> Iterator[dict[str, float]]:
     """Fills a dictionary with the figures of what the engine did inside, by metric name."""
-    counters = manager.engine.counters
+    counters = manager.counters
     before = counters.copy()
     counters.kv_blocks_peak = 0
     metrics: dict[str, float] = {}
@@ -60,12 +59,13 @@ def measured(manager: ContinuousBatchingManager) -> Iterator[dict[str, float]]:
         metrics["rollout/kept_tokens"] = added.kept_tokens / added.truncated_tokens
 
 
-def standing(engine: Engine) -> dict[str, float]:
+def standing(manager: ContinuousBatchingManager) -> dict[str, float]:
     """The figures of what an engine holds now, by metric name."""
+    status = manager.status()
     return {
-        "rollout/policy_version": engine.policy_version,
-        "rollout/kv_bytes": engine.cache_bytes,
-        "rollout/kv_blocks_used": engine.num_blocks_used,
+        "rollout/policy_version": status.policy_version,
+        "rollout/kv_bytes": status.kv_bytes,
+        "rollout/kv_blocks_used": status.kv_blocks_used,
     }
 
 
@@ -73,15 +73,15 @@ def _finished(
     manager: ContinuousBatchingManager, requests: list[Request], progress_bar: bool
 ) -> dict[str, GenerationOutput]:
     """Every request's output; an exception in the wait cancels what is unfinished."""
-    output_queue, loop = OutputQueue(), manager.loop
+    output_queue = OutputQueue()
     finished: dict[str, GenerationOutput] = {}
-    counters = manager.engine.counters
+    counters = manager.counters
     tokens_before = counters.tokens_generated
-    loop.pause_controller.require_open_for_me()
+    manager.require_can_wait()
     with tqdm(total=len(requests), desc="rollout", unit="seq", disable=not progress_bar) as bar:
         try:
-            with loop.driving() as step_until:
-                loop.submit(requests, output_queue)
+            with manager.stepping() as step_until:
+                manager.submit(requests, output_queue)
                 while len(finished) < len(requests):
                     refresh = time.monotonic() + PROGRESS_SECONDS
                     if step_until is not None:
@@ -96,8 +96,7 @@ def _finished(
                         num_tokens = counters.tokens_generated - tokens_before
                         bar.set_postfix(tokens=num_tokens, refresh=output is None)
         except BaseException:
-            loop.cancel([request.request_id for request in requests])
             # The caller gets its model back before it gets the exception.
-            with loop.paused():
-                raise
+            manager.abort([request.request_id for request in requests])
+            raise
     return finished

@@ -100,13 +100,13 @@ def verified(
     """
     if num_sequences < 1:
         raise InvalidRequestError(f"num_sequences={num_sequences} is below 1.")
-    engine = manager.engine
-    replays = engine.config.sampling_mask == SamplingMaskMode.REPLAY
-    is_processed = replays or engine.config.logprobs_mode == LogprobsMode.PROCESSED
+    config, policy_version = manager.config, manager.policy_version
+    replays = config.sampling_mask == SamplingMaskMode.REPLAY
+    is_processed = replays or config.logprobs_mode == LogprobsMode.PROCESSED
     comparable = [
         request
         for request in rollout
-        if request.policy_versions == [(engine.policy_version, request.num_generated)]
+        if request.policy_versions == [(policy_version, request.num_generated)]
         and not (is_processed and request.params.is_adjusted)
         and not (is_processed and request.params.is_truncated and not replays)
     ]
@@ -114,6 +114,5 @@ def verified(
     chosen = comparable[::stride][:num_sequences]
     num_spare = num_sequences - len(chosen) if is_collective else 0
     forwards = list(rollout[:1]) * num_spare + chosen
-    with manager.loop.paused():
-        recomputed = {request.request_id: engine.recompute(request) for request in forwards}
-    return drift({request.request_id: request.logprobs for request in chosen}, recomputed)
+    sampled = {request.request_id: request.logprobs for request in chosen}
+    return drift(sampled, manager.recompute(forwards))

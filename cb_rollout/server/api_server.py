@@ -151,7 +151,7 @@ def _add_inspection(app: FastAPI, served: ServedModel) -> None:
         """Answer 200 if requests are generated, else 503."""
         if not served.is_alive:
             raise ApiError(503, "the server is ending, or its engine stopped.")
-        return _Json({"status": "ok", "policy_version": served.manager.engine.policy_version})
+        return _Json({"status": "ok", "policy_version": served.manager.policy_version})
 
     @app.get("/metrics")
     async def metrics() -> Response:
@@ -167,7 +167,7 @@ def _model_card(served: ServedModel) -> dict[str, Any]:
         "created": served.created,
         "owned_by": "cb_rollout",
         "max_model_len": served.max_model_len,
-        "policy_version": served.manager.engine.policy_version,
+        "policy_version": served.manager.policy_version,
     }
 
 

@@ -118,21 +118,21 @@ class ServerHandle:
     def run(self, is_done: Callable[[], bool]) -> None:
         """Serve until `is_done` or the server's end, stepping the engine on the calling thread.
 
-        A calling thread that waits anyway steps faster on a CPU, see `EngineLoop.driving`.
+        A calling thread that waits anyway steps faster on a CPU, see `EngineLoop.stepping`.
         `is_done` is called every `POLL_SECONDS`, between two steps.
 
         Raises:
             EngineDeadError: the engine stopped on an exception.
         """
-        loop = self.model.manager.loop
-        with loop.driving() as step_until:
+        manager = self.model.manager
+        with manager.stepping() as step_until:
             while self.is_running() and not is_done():
                 again = time.monotonic() + POLL_SECONDS
                 if step_until is None:
                     time.sleep(POLL_SECONDS)
                 else:
                     step_until(lambda at=again: time.monotonic() >= at, POLL_SECONDS)
-                loop.require_alive()
+                manager.require_alive()
 
     def drain(self, is_enough: Callable[[], bool] = lambda: False) -> None:
         """Refuse new requests, and wait for the running ones, at most `drain_seconds`.

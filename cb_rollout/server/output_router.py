@@ -11,22 +11,22 @@ from contextlib import suppress
 from typing import Self
 
 from cb_rollout.engine.request import Request
-from cb_rollout.engine.service.loop import EngineLoop
+from cb_rollout.engine.service.manager import ContinuousBatchingManager
 from cb_rollout.errors import EngineDeadError
 from cb_rollout.types import GenerationOutput
 
 
 class OutputRouter:
-    """The engine loop's output sink; created on the asyncio thread that reads from it.
+    """The output sink of the server's requests; created on the asyncio thread that reads from it.
 
     Args:
-        loop: the engine's loop.
+        manager: the source of the outputs.
         timeout_seconds: longest time that a submission's sequences may take.
     """
 
-    def __init__(self, loop: EngineLoop, timeout_seconds: float) -> None:
+    def __init__(self, manager: ContinuousBatchingManager, timeout_seconds: float) -> None:
         self._timeout_seconds = timeout_seconds
-        self._engine_loop = loop
+        self._manager = manager
         self._asyncio_loop = asyncio.get_running_loop()
         self._lock = threading.Lock()
         self._newest: dict[str, GenerationOutput] = {}
@@ -43,7 +43,7 @@ class OutputRouter:
         """Queue sequences, and return a context manager that yields their outputs."""
         deadline = self._asyncio_loop.time() + self._timeout_seconds
         submission = Submission(self, requests, deadline)
-        self._engine_loop.submit(requests, self)
+        self._manager.submit(requests, self)
         self._submissions |= dict.fromkeys(submission.unfinished, submission)
         return submission
 
@@ -86,13 +86,13 @@ class OutputRouter:
 
     def cancel_all(self) -> None:
         """Cancel every sequence in flight; each delivers what it has."""
-        self._engine_loop.cancel(list(self._submissions))
+        self._manager.cancel_requests(list(self._submissions))
 
     def abandon(self, request_ids: Sequence[str]) -> None:
         """Cancel sequences, and drop their outputs."""
         for request_id in request_ids:
             self._submissions.pop(request_id, None)
-        self._engine_loop.cancel(request_ids)
+        self._manager.cancel_requests(request_ids)
 
 
 class Submission:

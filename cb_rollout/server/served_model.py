@@ -81,7 +81,7 @@ class ServedModel:
         self._encoder_thread = ThreadPoolExecutor(1, "cb_rollout-encode")
         self._grammar_thread = ThreadPoolExecutor(1, "cb_rollout-grammar")
         compiling = copy.deepcopy(tokenizer)
-        vocab_size = manager.input_processor.limits.vocab_size
+        vocab_size = manager.limits.vocab_size
         # Equal prompts that wait together are prefilled once, even from different clients. The
         # input processor's own group numbers are not negative.
         numbers = itertools.count(-1, -1)
@@ -100,25 +100,24 @@ class ServedModel:
 
     def start(self) -> None:
         """Connect the running asyncio loop to the engine."""
-        self.output_router = OutputRouter(self.manager.loop, self.options.request_timeout_seconds)
-        self.manager.loop.observers.add(self.recorder)
+        self.output_router = OutputRouter(self.manager, self.options.request_timeout_seconds)
+        self.manager.observers.add(self.recorder)
 
     def stop(self) -> None:
         """End the threads; the manager goes on."""
-        self.manager.loop.observers.remove(self.recorder)
+        self.manager.observers.remove(self.recorder)
         self._encoder_thread.shutdown(wait=False, cancel_futures=True)
         self._grammar_thread.shutdown(wait=False, cancel_futures=True)
 
     @property
     def is_alive(self) -> bool:
         """Return whether requests are accepted and the engine runs."""
-        loop = self.manager.loop
-        return loop.is_running() and not loop.is_dead and not self.is_ending
+        return self.manager.is_alive and not self.is_ending
 
     @property
     def max_model_len(self) -> int:
         """Return the most tokens of one sequence, prompt and completion together."""
-        limits = self.manager.input_processor.limits
+        limits = self.manager.limits
         return min(limits.max_cached_tokens(), limits.max_positions or limits.max_cached_tokens())
 
     def require_known(self, model: str | None) -> None:
@@ -232,7 +231,7 @@ class ServedModel:
         longest, limit = max(map(len, prompts)), self.options.max_prompt_tokens
         if limit is not None and longest > limit:
             raise ApiError(400, f"the prompt has {longest} tokens; {limit} are allowed.", "prompt")
-        requests = self.manager.input_processor.requests(
+        requests = self.manager.create_requests(
             [prompt for prompt in prompts for _ in range(n)],
             [params] * count,
             members=[member for _ in prompts for member in range(n)],
@@ -240,7 +239,7 @@ class ServedModel:
         )
         for request in requests:
             request.group = self._group_of(_digest(request.prompt_ids))
-        with self.manager.loop.observers.joined(headers):
+        with self.manager.observers.joined(headers):
             return self.output_router.submit(requests)
 
 

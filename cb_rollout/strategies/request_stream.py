@@ -64,12 +64,12 @@ class RequestStream:
     def submit(self, prompt: Prompt, num_sequences: int) -> list[str]:
         """Queue completions of one prompt; see `ContinuousBatchingManager.add_request`."""
         (ids,) = encoded([prompt], self._generator.tokenizer)
-        requests = self._manager.input_processor.requests(
+        requests = self._manager.create_requests(
             [ids] * num_sequences, [self._params] * num_sequences, members=range(num_sequences)
         )
         self._manager.start()
         self._output_queue.reopen()
-        self._manager.loop.submit(requests, self._output_queue)
+        self._manager.submit(requests, self._output_queue)
         return [request.request_id for request in requests]
 
     def take(self) -> GenerationOutput:
@@ -79,14 +79,14 @@ class RequestStream:
             EngineDeadError: the engine stopped on an exception.
             RolloutError: the engine is paused, so no sequence would end.
         """
-        self._manager.loop.pause_controller.require_open_for_me()
+        self._manager.require_can_wait()
         output = self._output_queue.take()
         assert output is not None, "a wait without a limit ended without an output"
         return output
 
     def cancel(self, request_ids: Sequence[str]) -> None:
         """End sequences early; each still delivers its tokens."""
-        self._manager.loop.cancel(request_ids)
+        self._manager.cancel_requests(request_ids)
 
     def sleep(self) -> None:
         """Release the KV memory and stop the engine; sequences in flight keep their tokens."""

@@ -204,8 +204,8 @@ def checkpoint_findings(
         yield _model(name, model)
         yield _tokenizer(name)
         with RolloutGenerator(model, config) as generator:
-            yield from _cache(generator.manager.engine.layout)
-            yield _batch_layout(generator.manager.engine.batch_layout)
+            yield from _cache(generator.manager.cache_layout)
+            yield _batch_layout(generator.manager.batch_layout)
             yield from _memory(generator, model)
             yield _comparison(generator, model)
     except RolloutError as error:
@@ -274,7 +274,7 @@ def _batch_layout(layout: BatchLayout) -> Finding:
 
 
 def _memory(generator: RolloutGenerator, model: PreTrainedModel) -> Iterator[Finding]:
-    engine, plan = generator.manager.engine, generator.memory_plan()
+    manager, plan = generator.manager, generator.memory_plan()
     yield Finding(
         Level.OK,
         "memory for the cache",
@@ -285,15 +285,16 @@ def _memory(generator: RolloutGenerator, model: PreTrainedModel) -> Iterator[Fin
         Level.OK,
         "of it, at most",
         f"{plan.kv_bytes / GIB:.2f} GiB in {plan.num_blocks:,} blocks of "
-        f"{engine.limits.block_size} tokens, {plan.state_bytes / GIB:.2f} GiB of recurrent states",
+        f"{manager.config.block_size} tokens, {plan.state_bytes / GIB:.2f} GiB of recurrent states",
     )
-    yield Finding(Level.OK, "sequences together", f"{engine.limits.max_requests:,} at most")
-    num_tokens = plan.num_blocks * engine.limits.block_size
+    yield Finding(Level.OK, "sequences together", f"{plan.num_slots:,} at most")
+    num_tokens = plan.num_blocks * manager.config.block_size
     longest = hf_compat.max_positions(model)
+    most = min(manager.limits.max_cached_tokens(), longest or num_tokens)
     yield Finding(
         Level.OK,
         "max tokens",
-        f"{num_tokens:,} cached at once; {min(engine.max_sequence_tokens, longest or num_tokens):,}"
+        f"{num_tokens:,} cached at once; {most:,}"
         f" in one sequence (the model's own limit: {longest or 'none named'})",
     )
 

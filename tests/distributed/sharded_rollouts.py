@@ -125,7 +125,7 @@ def follow(
             num_bytes.append(report.bytes_copied)
             parts = local_parts(parameters)
             if not has_adapters:
-                held, whole = generator.manager.engine.model.state_dict(), gather(model)
+                held, whole = generator.manager.model.state_dict(), gather(model)
                 probe.load_state_dict(whole)
                 num_unequal += len(held.keys() ^ whole.keys()) + sum(
                     not torch.equal(held[name], whole[name].to(held[name].dtype))
@@ -143,17 +143,17 @@ def follow(
             generator.sync_weights()
             same = [torch.equal(a, b) for a, b in zip(parts, local_parts(parameters), strict=True)]
             parts_kept = parts_kept and all(same)
-        is_shared = generator.manager.engine.model is generator.manager.engine.trained
+        is_shared = generator.manager.model is generator.manager._engine.trained
         # Every process takes part in the model's forward.
         model.eval()
         with torch.no_grad():
             logits = model(input_ids=BATCH).logits
-            own = generator.manager.engine.model(input_ids=BATCH).logits
+            own = generator.manager.model(input_ids=BATCH).logits
         generator.sync_weights()
-        head = generator.manager.engine.model.lm_head.weight
+        head = generator.manager.model.lm_head.weight
         if not rank and not is_shared:
             with torch.no_grad():
-                generator.manager.engine.model.model.norm.weight[3] += 1
+                generator.manager.model.model.norm.weight[3] += 1
         spoiled = generator._weights.differing()
     after = plain_logprobs(reference, [5, 6], [7, 8, 9])
     return {

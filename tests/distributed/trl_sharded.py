@@ -59,7 +59,7 @@ def train(output_dir: Path, settings: dict[str, Any]) -> dict[str, Any]:
     trainer = tiny_trainer(output_dir, **settings)
     assert trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
     generator = attach(trainer, RolloutConfig(verify_every_steps=1, verify_weight_sync=True))
-    engine = generator.manager.engine
+    engine = generator.manager._engine
     before = plain_logprobs(engine.model, PROMPT, COMPLETION)
     trainer.train()
     generator.sync_weights()

@@ -98,11 +98,11 @@ def check(model: PreTrainedModel) -> Parity:
         num_speculative_tokens=0,
     )
     with RolloutGenerator(model, config) as generator:
-        engine = generator.manager.engine
+        engine = generator.manager._engine
         greedy = SamplingParams(do_sample=False, max_new_tokens=NEW_TOKENS, ignore_eos=True)
         sampled = SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True)
         *inputs, group = prompts(*GREEDY_LENGTHS, GROUP_LENGTH)
-        requests = generator.manager.input_processor.requests(
+        requests = generator.manager._input_processor.requests(
             inputs + [group] * GROUP_SIZE,
             [greedy] * len(inputs) + [sampled] * GROUP_SIZE,
             members=[0] * len(inputs) + list(range(GROUP_SIZE)),

@@ -128,7 +128,7 @@ def test_a_groups_prompt_is_computed_once(model):
         stream = CompletionStream(manager, PARAMS, token_ids)
         wanted = ((Row("", n, {"prompt": f"{n:04}" + "x" * 60}), [0, 1, 2]) for n in range(30))
         assert sum(map(len, stream.completed(wanted))) == 90
-        assert manager.engine.counters.prefill_tokens == 30 * 64
+        assert manager.counters.prefill_tokens == 30 * 64
 
 
 def test_no_more_is_read_than_keeps_the_batch_full(model):

@@ -28,7 +28,7 @@ def soon(monkeypatch):
 
 
 def runner_of(generator):
-    return generator.manager.engine._runner
+    return generator.manager._engine._runner
 
 
 def rollout(generator):
@@ -76,7 +76,7 @@ def test_compiled_decode_steps_give_the_same_tokens():
         expected = tokens_of(rollout(generator))
     config = RolloutConfig(seed=3, use_default_compile_configs=True)
     with RolloutGenerator(model, config) as generator:
-        assert "; compiled; drafts: on" in generator.manager.engine.decode_path
+        assert "; compiled; drafts: on" in generator.manager._engine.decode_path
         outputs = rollout(generator)
         assert tokens_of(outputs) == expected
         assert_right(outputs, model)
@@ -140,9 +140,9 @@ def test_a_plan_made_anew_asks_nothing_of_a_forward_whose_weights_keep_moving(mo
         model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach() * 1.1)
         rollout(generator)
         assert not runner_of(generator).attention_backend.traced_forward.can_trace
-        generator.manager.engine.training.has_stepped = True
+        generator.manager._engine.training.has_stepped = True
         generator.sync_weights()
-        assert generator.manager.engine.training.is_settled
+        assert generator.manager._engine.training.is_settled
         assert_right(rollout(generator), model)
 
 
@@ -254,7 +254,7 @@ def test_a_model_in_bfloat16_keeps_its_own_attention():
     """It rounds as the trainer's does; a kernel that rounds less is further from both."""
     with RolloutGenerator(tiny_model("qwen3").bfloat16(), RolloutConfig(seed=3)) as generator:
         told = "decode attention: gathered (keys are torch.bfloat16)"
-        assert told in generator.manager.engine.decode_path
+        assert told in generator.manager._engine.decode_path
 
 
 def test_without_a_compiler_keys_are_gathered_and_the_reason_is_told(monkeypatch):
@@ -267,7 +267,7 @@ def test_without_a_compiler_keys_are_gathered_and_the_reason_is_told(monkeypatch
         RolloutGenerator(model, RolloutConfig(seed=3)) as generator,
     ):
         told = "gathered (the kernel needs a C++ compiler, g++ or the one that CXX names ("
-        assert told in generator.manager.engine.decode_path
+        assert told in generator.manager._engine.decode_path
         outputs = rollout(generator)
         assert tokens_of(outputs) == expected
         assert_right(outputs, model)
@@ -336,6 +336,6 @@ def test_a_trace_that_cannot_be_made_fails_no_request(bug, settings, monkeypatch
     with RolloutGenerator(model, RolloutConfig(seed=3, **settings)) as generator:
         assert_right(rollout(generator), model)
         assert not runner_of(generator).attention_backend.traced_forward.can_trace
-        assert generator.manager.engine.counters.preemptions == 0
+        assert generator.manager.counters.preemptions == 0
     levels = {record.levelname for record in caplog.records if "a bug" in record.message}
     assert levels == {"WARNING"}

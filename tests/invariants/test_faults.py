@@ -181,7 +181,7 @@ def test_prompts_first_and_in_turns_give_the_same_tokens():
         config = RolloutConfig(scheduler_type=scheduler_type, max_batch_tokens=16, block_size=16)
         with RolloutGenerator(model, config) as generator:
             outputs = generator.generate_batch(prompts, sampling_params=PARAMS)
-            counters = generator.manager.engine.counters
+            counters = generator.manager.counters
         tokens.append(([o.generated_tokens for o in outputs.values()], counters.decode_forwards))
     assert tokens[0][0] == tokens[1][0]
     # Waiting for every prompt, all rows decode together: as many forwards as one sequence needs.

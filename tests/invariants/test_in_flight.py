@@ -20,7 +20,7 @@ def manager():
     manager.start()
     yield manager
     manager.stop(timeout=0)
-    assert manager.engine.num_blocks_used == 0
+    assert manager._engine.num_blocks_used == 0
 
 
 @torch.no_grad()
@@ -35,18 +35,18 @@ def outputs_after_a_change(manager, in_flight):
     stream = manager.request_id_iter(request_id)
     next(stream)
     with manager.pause(in_flight):
-        change(manager.engine.model)
+        change(manager.model)
     return list(stream)
 
 
 def test_leaving_a_pause_begins_a_version_and_recomputes_what_is_in_flight(manager):
-    old = copy.deepcopy(manager.engine.model)
+    old = copy.deepcopy(manager.model)
     *_, last = outputs_after_a_change(manager, "recompute")
     (first, num_old), (second, num_new) = last.policy_versions
     assert (first, second, num_old + num_new) == (0, 1, 60)
     by_version = [
         plain_logprobs(model, last.prompt_ids, last.generated_tokens)
-        for model in (old, manager.engine.model)
+        for model in (old, manager.model)
     ]
     expected = by_version[0][:num_old] + by_version[1][num_old:]
     assert last.logprobs == pytest.approx(expected, abs=1e-5)
@@ -56,12 +56,12 @@ def test_kept_keys_go_on_and_are_shared_with_nobody(manager):
     *_, last = outputs_after_a_change(manager, "keep")
     assert [version for version, _ in last.policy_versions] == [0, 1]
     num_old = last.policy_versions[0][1]
-    recomputed = plain_logprobs(manager.engine.model, last.prompt_ids, last.generated_tokens)
+    recomputed = plain_logprobs(manager.model, last.prompt_ids, last.generated_tokens)
     assert last.logprobs[num_old:] != pytest.approx(recomputed[num_old:], abs=1e-3)
     again = manager.get_result(
         manager.add_request(PROMPT + last.generated_tokens, sampling_params=PARAMS)
     )
-    expected = plain_logprobs(manager.engine.model, again.prompt_ids, again.generated_tokens)
+    expected = plain_logprobs(manager.model, again.prompt_ids, again.generated_tokens)
     assert again.logprobs == pytest.approx(expected, abs=1e-5)
 
 
@@ -78,4 +78,4 @@ def test_an_unknown_fate_is_refused_before_the_engine_is_held(manager):
         manager.pause("drop"),
     ):
         pytest.fail("paused")
-    assert manager.engine.policy_version == 0
+    assert manager._engine.policy_version == 0

@@ -41,7 +41,7 @@ def test_requests_are_served_and_iteration_ends(manager):
     assert len(outputs["mine"].generated_tokens) == 3
     for request_id in ids:
         output = outputs[request_id]
-        expected = plain_logprobs(manager.engine.model, output.prompt_ids, output.generated_tokens)
+        expected = plain_logprobs(manager.model, output.prompt_ids, output.generated_tokens)
         assert output.logprobs == pytest.approx(expected, abs=1e-5)
 
 
@@ -56,7 +56,7 @@ def test_a_cancelled_request_delivers_what_it_had(manager):
     assert 0 < len(last.generated_tokens) == len(last.logprobs) < 400
     assert manager.cancel_request(request_id) is CancelResult.FINISHED
     assert manager.cancel_request("nobody") is CancelResult.UNKNOWN
-    assert manager.engine.num_blocks_used == 0
+    assert manager._engine.num_blocks_used == 0
 
 
 def test_an_id_in_use_and_a_full_queue_are_refused(manager):
@@ -73,9 +73,9 @@ def test_nothing_steps_inside_a_pause(manager):
     request_id = manager.add_request([5, 6], streaming=True, sampling_params=LONG)
     assert manager.get_result(request_id) is not None
     with manager.pause():
-        before = manager.engine.counters.tokens_generated
+        before = manager.counters.tokens_generated
         assert manager.get_result("nobody", timeout=0.05) is None
-        assert manager.engine.counters.tokens_generated == before
+        assert manager.counters.tokens_generated == before
         with pytest.raises(RolloutError, match=r"leave pause\(\) first"):
             manager.stop()
     manager.cancel_request(request_id)

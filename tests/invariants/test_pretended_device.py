@@ -34,7 +34,7 @@ def rollout(model, asked, sleeps=False, **settings):
         before = Pretended.num_waits
         outputs = generator.generate_batch(INPUTS, sampling_params=params, num_return_sequences=2)
         num_waits = Pretended.num_waits - before
-        path = generator.manager.engine.decode_path
+        path = generator.manager._engine.decode_path
     tokens = [output.generated_tokens for output in outputs.values()]
     return tokens, [output.logprobs for output in outputs.values()], num_waits, path
 

@@ -39,7 +39,7 @@ def test_log_probabilities_are_those_of_the_trainers_forward_after_every_step(mo
     params = SamplingParams(max_new_tokens=8, ignore_eos=True)
     before, versions, drifts = packed(model), [], []
     with RolloutGenerator(model, RolloutConfig(seed=0)) as generator:
-        assert generator.manager.engine.model is model.get_base_model()
+        assert generator.manager.model is model.get_base_model()
         for _ in range(3):
             model.train()
             model(input_ids=BATCH, labels=BATCH).loss.backward()

@@ -41,7 +41,7 @@ def generator(serving):
     defaults = generator.manager.defaults
     yield generator
     generator.manager.defaults = defaults
-    assert generator.manager.engine.num_blocks_used == 0
+    assert generator.manager._engine.num_blocks_used == 0
 
 
 @pytest.fixture
@@ -89,7 +89,7 @@ def test_a_chat_is_what_generate_batch_gives_for_its_seed(generator, chat):
         assert choice.finish_reason == output.finish_reason
         assert choice.policy_versions == [[0, len(output.generated_tokens)]]
         logprobs = [entry.logprob for entry in choice.logprobs.content]
-        plain = plain_logprobs(generator.manager.engine.model, prompt_ids, choice.token_ids)
+        plain = plain_logprobs(generator.manager.model, prompt_ids, choice.token_ids)
         assert logprobs == pytest.approx(plain, abs=1e-5)
         for entry in choice.logprobs.content:
             assert len(entry.top_logprobs) == 4
@@ -334,7 +334,7 @@ def test_unsuitable_chats_and_prompts_are_refused(chat, complete):
 def test_a_conversation_goes_on_token_by_token_and_reuses_its_keys(generator, chat):
     messages = [{"role": "user", "content": "Tell me a story. " * 20}]
     trajectory = Trajectory()
-    counters = generator.manager.engine.counters
+    counters = generator.manager.counters
     for turn in range(4):
         before = counters.copy()
         answer = chat(
@@ -353,7 +353,7 @@ def test_a_conversation_goes_on_token_by_token_and_reuses_its_keys(generator, ch
             assert new < 80 < added.prefill_tokens_saved
     (sample,) = trajectory.samples
     assert sum(sample.is_sampled) == sum(version == 0 for version in sample.policy_versions)
-    model = generator.manager.engine.model
+    model = generator.manager.model
     start = sample.is_sampled.index(True)
     plain = plain_logprobs(model, sample.token_ids[:start], sample.token_ids[start:], 0.5)
     for place, logprob in enumerate(plain, start):
@@ -386,7 +386,7 @@ def test_cancelled_streams_leave_nothing_in_the_engine(generator, chat):
         stream = chat(HELLO, max_tokens=3000, stream=True, extra_body={"ignore_eos": True})
         next(iter(stream))
         stream.close()
-    engine = generator.manager.engine
+    engine = generator.manager._engine
     assert idle(generator)
     assert engine.num_blocks_used == 0
     assert engine.counters.tokens_generated < 9000

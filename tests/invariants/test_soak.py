@@ -112,8 +112,8 @@ def test_thousands_of_requests_from_many_threads_are_each_delivered_once_and_rig
     heal()
     assert [submitter.failure for submitter in submitters] == [None] * NUM_THREADS
     assert manager.get_result(timeout=0) is None
-    assert manager.engine.num_blocks_used == 0
-    assert manager.engine.cache_bytes == 0
+    assert manager._engine.num_blocks_used == 0
+    assert manager._engine.cache_bytes == 0
     assert threading.active_count() == num_threads_before
 
     outputs = [output for submitter in submitters for output in submitter.outputs]
@@ -128,7 +128,7 @@ def test_thousands_of_requests_from_many_threads_are_each_delivered_once_and_rig
     assert by_status[RequestStatus.FINISHED] > 2000
     assert by_status[RequestStatus.CANCELLED] > 10
     assert by_status[RequestStatus.FAILED] > 10
-    assert manager.engine.counters.preemptions > 0
+    assert manager.counters.preemptions > 0
     temperatures = {k: v for s in submitters for k, v in s.temperatures.items()}
     check_logprobs(model, weights, outputs, temperatures, only_first=in_flight == "keep")
 

@@ -113,7 +113,7 @@ def test_under_autocast_a_copy_gives_bit_by_bit_what_autocast_gives(tied):
         with RolloutGenerator(model, config, accelerator=Autocasting()) as generator:
             outputs = generator.generate_batch(PROMPTS, sampling_params=PARAMS).values()
             results.append([(output.generated_tokens, output.logprobs) for output in outputs])
-            copied = generator.manager.engine.model
+            copied = generator.manager.model
     assert results[0] == results[1] == results[2]
     assert copied is not model
     assert copied.model.layers[0].mlp.up_proj.weight.dtype == torch.bfloat16

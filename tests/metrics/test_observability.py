@@ -164,7 +164,7 @@ def test_a_preemption_is_in_its_requests_span():
         telemetry = export(generator, url)
         params = SamplingParams(max_new_tokens=20, ignore_eos=True)
         generator.generate_batch([[5], [6], [7]], sampling_params=params)
-        preemptions = generator.manager.engine.counters.preemptions
+        preemptions = generator.manager.counters.preemptions
         telemetry.close()
     assert preemptions > 0
     told = [
@@ -178,7 +178,7 @@ def test_a_preemption_is_in_its_requests_span():
 
 def test_prometheus_reads_every_figure(generator):
     recorder = Recorder()
-    generator.manager.loop.observers.add(recorder)
+    generator.manager.observers.add(recorder)
     generator.generate_batch(PROMPTS, sampling_params=PARAMS)
     generator.sync_weights()
     text = exposition(generator.manager, recorder)
@@ -199,7 +199,7 @@ def test_prometheus_reads_every_figure(generator):
     assert families["cb_rollout_policy_version"].samples[0].value == 1
     steps = families["cb_rollout_decode_step_seconds"].samples
     (count,) = [s.value for s in steps if s.name.endswith("_count")]
-    assert count == generator.manager.engine.counters.decode_forwards
+    assert count == generator.manager.counters.decode_forwards
 
 
 def test_a_histogram_counts_up_to_and_at_its_bounds():
@@ -219,7 +219,7 @@ def test_an_observer_that_raises_is_dropped_and_harms_nothing(generator, caplog)
             seen.append(len(requests))
             raise ValueError("broken")
 
-    generator.manager.loop.observers.add(Broken())
+    generator.manager.observers.add(Broken())
     for _ in range(2):
         outputs = generator.generate_batch(PROMPTS, sampling_params=PARAMS)
         assert len(outputs) == 3

@@ -72,7 +72,7 @@ class Watched(AsyncRollouts):
     def update_model_version(self, model_version):
         super().update_model_version(model_version)
         policy = tiny_model(vocab_size=99)
-        policy.load_state_dict(self.generator.manager.engine.model.state_dict())
+        policy.load_state_dict(self.generator.manager.model.state_dict())
         self.policies[model_version] = policy
 
 
@@ -196,7 +196,7 @@ def test_weights_that_were_sent_begin_a_version_under_autocast_too(checkpoint, t
     generator = rollouts.generator
     generator.generate_batch([[5, 6, 7]], max_new_tokens=2)
     rollouts.pause()
-    rollouts.send_weights(iter(generator.manager.engine.model.named_parameters()))
+    rollouts.send_weights(iter(generator.manager.model.named_parameters()))
     rollouts.resume()
     rollouts.update_model_version(1)
     (output,) = generator.generate_batch([[5, 6, 7]], max_new_tokens=2).values()

@@ -170,9 +170,9 @@ def test_each_turn_reuses_the_keys_of_the_turns_before(tmp_path, monkeypatch, ki
     turns, generate = [], trainer._generate_single_turn
 
     def keep(prompt_ids, *rest, **named):
-        before = generator.manager.engine.counters.copy()
+        before = generator.manager.counters.copy()
         result = generate(prompt_ids, *rest, **named)
-        added = generator.manager.engine.counters.since(before)
+        added = generator.manager.counters.since(before)
         turns.append(([len(ids) for ids in prompt_ids], added.prefill_tokens))
         return result
 

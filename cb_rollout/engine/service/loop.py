@@ -3,12 +3,13 @@
 Steps the engine while there is work: on a background thread, or on that of a waiting caller.
 
 Owns the thread, the inbox and death. The engine is touched by one thread at a time: the background
-one, a caller in `driving()`, or one inside `paused()`. The background thread is a daemon, and
+one, a caller in `stepping()`, or one inside `paused()`. The background thread is a daemon, and
 whoever makes a loop halts it when done.
 """
 
 import signal
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -62,6 +63,10 @@ HALT_TIMEOUT_SECONDS = 10.0
 
 NUM_ENDED_IDS_KEPT = 10_000
 # So that a late cancel can tell an ended request from one that never was.
+
+
+# Steps until its first argument says that it is done; see `EngineLoop.stepping`.
+StepUntil = Callable[..., None]
 
 
 class EngineLoop:
@@ -238,7 +243,7 @@ class EngineLoop:
             self.engine.begin_policy_version(version, keep_keys=in_flight is InFlight.KEEP)
 
     @contextmanager
-    def driving(self) -> Iterator[Callable[..., None] | None]:
+    def stepping(self) -> Iterator["StepUntil | None"]:
         """Step on the calling thread, in the background one's place.
 
         A caller that waits anyway does the work better: on a CPU every thread that computes has a
@@ -247,7 +252,7 @@ class EngineLoop:
         Gives a function that steps until its argument says that it is done, asked at every change
         and every `look_seconds`; None where another caller drives, whose steps serve this one too.
         """
-        with self.pause_controller.driving() as is_mine:
+        with self.pause_controller.stepping() as is_mine:
             yield self._step_until if is_mine else None
 
     def _could_step(self) -> bool:
@@ -260,9 +265,18 @@ class EngineLoop:
         while self._await_work(is_done, look_seconds):
             with interrupts_deferred():
                 try:
-                    self._deliver(self.observers.step(self.engine))
+                    self._deliver(self._step())
                 except BaseException as error:  # noqa: BLE001  the waiters must hear it
                     self._die(error)
+
+    def _step(self) -> list[Request]:
+        if not self.observers:
+            return self.engine.step()
+        started, num_prefills = time.perf_counter(), self.engine.counters.prefill_forwards
+        touched = self.engine.step()
+        is_prefill = self.engine.counters.prefill_forwards > num_prefills
+        self.observers.stepped(time.perf_counter() - started, is_prefill)
+        return touched
 
     def _await_work(self, is_done: Callable[[], bool], look_seconds: float | None) -> bool:
         """Wait until this thread has a step to run; False when it is done, or the loop is."""

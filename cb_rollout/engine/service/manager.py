@@ -7,10 +7,11 @@ thread; none waits without an end.
 import asyncio
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal
 
 import torch
+from transformers import PreTrainedModel
 
 from cb_rollout.compat import transformers as hf_compat
 from cb_rollout.compat.torch import release_workers
@@ -18,11 +19,17 @@ from cb_rollout.config.enums import InFlight
 from cb_rollout.config.hf import as_rollout_config, from_generation_config
 from cb_rollout.config.sampling import SamplingParams, resolved
 from cb_rollout.engine.core import Engine
+from cb_rollout.engine.kv_cache.layout import CacheLayout
+from cb_rollout.engine.memory.plan import MemoryPlan
 from cb_rollout.engine.model.precision import autocast_alone
+from cb_rollout.engine.model.runner import BatchLayout
+from cb_rollout.engine.request import Request
 from cb_rollout.engine.service.input_processor import InputProcessor, ServingLimits
-from cb_rollout.engine.service.loop import EngineLoop
-from cb_rollout.engine.service.output_queue import Handler, OutputQueue
+from cb_rollout.engine.service.loop import EngineLoop, StepUntil
+from cb_rollout.engine.service.output_queue import CallbackSink, OutputQueue, OutputSink
 from cb_rollout.errors import ConfigurationError
+from cb_rollout.metrics.counters import EngineCounters, EngineStatus
+from cb_rollout.metrics.observers import Observers
 from cb_rollout.types import CancelResult, GenerationOutput
 
 POLL_SECONDS = 0.1
@@ -73,18 +80,18 @@ class ContinuousBatchingManager:
         if generation_config is None:
             generation_config = module.generation_config
         self.defaults = from_generation_config(generation_config)
-        self.engine = Engine(module, self.config, autocast_dtype, trained, optimizer)
-        self._runs_a_copy = self.engine.trained is not module
-        engine = self.engine
+        self._engine = Engine(module, self.config, autocast_dtype, trained, optimizer)
+        self._runs_a_copy = self._engine.trained is not module
+        engine = self._engine
         limits = ServingLimits(
             vocab_size=hf_compat.vocab_size(module),
             max_positions=hf_compat.max_positions(module),
             max_cached_tokens=lambda: engine.max_sequence_tokens,
             model_eos=hf_compat.model_eos_token_ids(module),
         )
-        self.input_processor = InputProcessor(limits, self.config.seed, rank, tokenizer)
-        self.loop = EngineLoop(
-            self.engine,
+        self._input_processor = InputProcessor(limits, self.config.seed, rank, tokenizer)
+        self._loop = EngineLoop(
+            self._engine,
             max_queue_size=self.config.max_queue_size,
             return_logprobs=self.config.return_logprobs,
         )
@@ -93,16 +100,16 @@ class ContinuousBatchingManager:
         self._output_queue = OutputQueue()
         # The thread holds the loop and not the manager, so a forgotten manager still ends it; the
         # finalizer also runs when the interpreter exits.
-        weakref.finalize(self, self.loop.halt)
+        weakref.finalize(self, self._loop.halt)
 
     def start(self) -> None:
         """Start the background thread; a dead engine starts over with nothing queued."""
-        self.loop.start()
+        self._loop.start()
         self._output_queue.reopen()
 
     def is_running(self) -> bool:
         """Whether the background thread is alive."""
-        return self.loop.is_running()
+        return self._loop.is_running()
 
     def stop(
         self,
@@ -122,20 +129,20 @@ class ContinuousBatchingManager:
             RolloutError: this thread paused the engine, or it is asleep with requests in flight,
                 which cannot finish then.
         """
-        if self.loop.is_live():
-            self.loop.pause_controller.require_open_for_me()
-        self.loop.stop(drain=True)
+        if self._loop.is_live():
+            self.require_can_wait()
+        self._loop.stop(drain=True)
         if not block:
             return
-        self.loop.join(timeout)
+        self._loop.join(timeout)
         if self.is_running():
-            self.loop.halt()
+            self._loop.halt()
         if not keep_for_next_session and not self.is_running():
-            self.engine.release_cache()
+            self._engine.release_cache()
 
     def join(self, timeout: float | None = None) -> None:
         """Wait for the background thread to end, at most `timeout` seconds."""
-        self.loop.join(timeout)
+        self._loop.join(timeout)
 
     @contextmanager
     def pause(
@@ -160,14 +167,14 @@ class ContinuousBatchingManager:
             raise ConfigurationError(
                 f"in_flight={in_flight!r} is not one of {', '.join(InFlight)}."
             )
-        with self.loop.paused():
-            version = self.engine.policy_version
+        with self._loop.paused():
+            version = self._engine.policy_version
             try:
                 yield
             finally:
                 # A sync inside has begun one already; a copy changes by a sync only.
-                if self.engine.policy_version == version and not self._runs_a_copy:
-                    self.loop.begin_policy_version(InFlight(in_flight))
+                if self._engine.policy_version == version and not self._runs_a_copy:
+                    self._loop.begin_policy_version(InFlight(in_flight))
                 if self.is_served:
                     release_workers()
 
@@ -203,14 +210,14 @@ class ContinuousBatchingManager:
             EngineDeadError: the engine stopped on an exception.
         """
         params = resolved(sampling_params, self.defaults, max_new_tokens, eos_token_id)
-        requests = self.input_processor.requests(
+        requests = self.create_requests(
             [input_ids],
             [params],
             request_id=request_id,
             is_streaming=streaming,
             records_timestamps=record_timestamps,
         )
-        self.loop.submit(requests, self._output_queue)
+        self.submit(requests, self._output_queue)
         return requests[0].request_id
 
     def add_requests(
@@ -224,13 +231,13 @@ class ContinuousBatchingManager:
     ) -> list[str]:
         """Queue many sequences, all or none; equal prompts are computed once. See `add_request`."""
         params = resolved(sampling_params, self.defaults, max_new_tokens)
-        requests = self.input_processor.requests(
+        requests = self.create_requests(
             inputs,
             [params] * len(inputs),
             is_streaming=streaming,
             records_timestamps=record_timestamps,
         )
-        self.loop.submit(requests, self._output_queue)
+        self.submit(requests, self._output_queue)
         return [request.request_id for request in requests]
 
     def cancel_request(self, request_id: str) -> CancelResult:
@@ -239,7 +246,7 @@ class ContinuousBatchingManager:
         Returns:
             Whether it was live, had finished, or is unknown. Asking again changes nothing.
         """
-        return self.loop.cancel([request_id])[0]
+        return self.cancel_requests([request_id])[0]
 
     def get_result(
         self, request_id: str | None = None, timeout: float | None = None
@@ -258,12 +265,12 @@ class ContinuousBatchingManager:
         """
         if (output := self._output_queue.take(request_id, 0.0)) is not None:
             return output
-        self.loop.require_alive()
+        self._loop.require_alive()
         if timeout is not None:
             return self._output_queue.take(request_id, timeout)
-        self.loop.pause_controller.require_open_for_me()
+        self.require_can_wait()
         while (output := self._output_queue.take(request_id, POLL_SECONDS)) is None:
-            if not self.loop.is_live(request_id):
+            if not self._loop.is_live(request_id):
                 return self._output_queue.take(request_id, 0.0)
         return output
 
@@ -290,5 +297,126 @@ class ContinuousBatchingManager:
         Raises:
             InvalidRequestError: the request ended, and all of it was delivered.
         """
-        handler = Handler(request_id, callback, asyncio.get_running_loop())
-        self.loop.redirect(request_id, handler, self._output_queue)
+        sink = CallbackSink(request_id, callback, asyncio.get_running_loop())
+        self._loop.redirect(request_id, sink, self._output_queue)
+
+    # The package's other rooms use what follows, and never the loop or the engine.
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """Return the model that generates: the training module, or its copy."""
+        return self._engine.model
+
+    @property
+    def policy_version(self) -> int:
+        """Return the version that tokens are stamped with."""
+        return self._engine.policy_version
+
+    @property
+    def memory_plan(self) -> MemoryPlan:
+        """Return the plan that the KV cache is allocated by."""
+        return self._engine.memory_plan
+
+    @property
+    def cache_layout(self) -> CacheLayout:
+        """Return what each layer of the model stores."""
+        return self._engine.layout
+
+    @property
+    def batch_layout(self) -> BatchLayout:
+        """Return how sequences share a forward."""
+        return self._engine.batch_layout
+
+    @property
+    def limits(self) -> ServingLimits:
+        """Return the limits that requests are validated against."""
+        return self._input_processor.limits
+
+    @property
+    def counters(self) -> EngineCounters:
+        """Return the engine's running totals, which go on changing."""
+        return self._engine.counters
+
+    @property
+    def observers(self) -> Observers:
+        """Return the observers of the engine's work, to add to and remove from."""
+        return self._loop.observers
+
+    def status(self) -> EngineStatus:
+        """Return the engine's state now."""
+        engine = self._engine
+        return EngineStatus(
+            requests_running=engine.num_running,
+            requests_waiting=engine.num_waiting,
+            kv_blocks_used=engine.num_blocks_used,
+            kv_blocks=engine.memory_plan.num_blocks,
+            kv_bytes=engine.cache_bytes,
+            policy_version=engine.policy_version,
+        )
+
+    @property
+    def is_alive(self) -> bool:
+        """Tell whether the thread runs and the engine has not died."""
+        return self.is_running() and not self._loop.is_dead
+
+    def require_alive(self) -> None:
+        """Raise `EngineDeadError` where the engine died of an exception."""
+        self._loop.require_alive()
+
+    def require_can_wait(self) -> None:
+        """Raise `RolloutError` where this thread's wait for an output would never end."""
+        self._loop.pause_controller.require_open_for_me()
+
+    def create_requests(
+        self, inputs: Sequence[Sequence[int]], params: Sequence[SamplingParams], **options: Any
+    ) -> list[Request]:
+        """Validate sequences without queueing them; see `InputProcessor.requests`."""
+        return self._input_processor.requests(inputs, params, **options)
+
+    def submit(self, requests: Sequence[Request], sink: OutputSink) -> None:
+        """Queue requests, all or none; their outputs go to `sink`. See `EngineLoop.submit`."""
+        self._loop.submit(requests, sink)
+
+    def cancel_requests(self, request_ids: Sequence[str]) -> list[CancelResult]:
+        """End requests early; see `cancel_request`."""
+        return self._loop.cancel(request_ids)
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """End requests early and wait until the model is handed back."""
+        self._loop.cancel(request_ids)
+        with self._loop.paused():
+            pass
+
+    def stepping(self) -> AbstractContextManager[StepUntil | None]:
+        """Step on the calling thread; see `EngineLoop.stepping`."""
+        return self._loop.stepping()
+
+    def begin_policy_version(self, in_flight: InFlight) -> None:
+        """Begin a policy version inside `pause()`; called when the weights have changed."""
+        self._loop.begin_policy_version(in_flight)
+
+    def follow(self, trained: torch.nn.Module) -> None:
+        """Verify against this module from now on: the same weights in another wrapper."""
+        self._engine.trained = trained
+
+    def recompute(self, requests: Sequence[Request]) -> dict[str, list[float]]:
+        """Compute log-probabilities of sequences by plain forwards of the model that trains."""
+        with self._loop.paused():
+            return {request.request_id: self._engine.recompute(request) for request in requests}
+
+    def sleep(self) -> None:
+        """Free the KV memory and hold the engine still until `wake()`; requests stay in flight."""
+        with self._loop.paused():
+            self._engine.release_cache()
+            self._loop.pause_controller.hold()
+
+    def wake(self) -> None:
+        """Let the engine run again; it allocates the KV memory with the next step."""
+        self._loop.pause_controller.release()
+
+    def close(self) -> None:
+        """End the thread, cancelling what is in flight, and free the KV memory."""
+        self._loop.halt()
+        if not self.is_running():
+            self._engine.release_cache()
+        self.wake()

@@ -102,7 +102,7 @@ class OutputQueue:
         return output
 
 
-class Handler:
+class CallbackSink:
     """Gives one request's outputs to a callback on an asyncio loop."""
 
     def __init__(

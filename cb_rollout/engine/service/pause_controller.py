@@ -23,7 +23,7 @@ class PauseController:
         """
         self._changed, self._could_step = changed, could_step
         self._stepping_thread: int | None = None
-        self._driving_thread: int | None = None
+        self._caller_thread: int | None = None
         self._owes_turn = False
         self._is_held = False
         self._pausing_thread: int | None = None
@@ -46,7 +46,7 @@ class PauseController:
         Never while another thread is in a step.
         """
         me = threading.get_ident()
-        return self._stepping_thread is None and self._driving_thread in (None, me)
+        return self._stepping_thread is None and self._caller_thread in (None, me)
 
     def begin_step(self) -> None:
         """The calling thread, whose turn it is, steps."""
@@ -68,19 +68,19 @@ class PauseController:
             self._changed.notify_all()
 
     @contextmanager
-    def driving(self) -> Iterator[bool]:
+    def stepping(self) -> Iterator[bool]:
         """Step in the loop's thread's place; gives whether the calling thread may."""
         with self._changed:
-            is_mine = self._driving_thread is None
+            is_mine = self._caller_thread is None
             if is_mine:
-                self._driving_thread = threading.get_ident()
+                self._caller_thread = threading.get_ident()
         try:
             yield is_mine
         finally:
             if is_mine:
                 with self._changed:
                     self.end_step()
-                    self._driving_thread = None
+                    self._caller_thread = None
                     self._changed.notify_all()
 
     @contextmanager
@@ -116,11 +116,11 @@ class PauseController:
         return self._owes_turn and not self._is_held and self._could_step()
 
     def hold(self) -> None:
-        """Stay shut after the pause that this is called in, until `let_go()`."""
+        """Stay shut after the pause that this is called in, until `release()`."""
         assert self._pausing_thread == threading.get_ident()
         self._is_held = True
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Open again after `hold()`."""
         with self._changed:
             self._is_held = False

@@ -205,7 +205,7 @@ class AsyncRollouts:
         Raises:
             WeightSyncError: the two models do not have the same tensors.
         """
-        held = dict(self.generator.manager.engine.model.named_parameters(remove_duplicate=False))
+        held = dict(self.generator.manager.model.named_parameters(remove_duplicate=False))
         with torch.no_grad():
             for name, tensor in iterator:
                 if name not in held or held[name].shape != tensor.shape:

@@ -70,7 +70,7 @@ def create_generator(trainer: Any, config: Any) -> RolloutGenerator:
         accelerator=trainer.accelerator,
         optimizer=optimizer,
     )
-    limits = generator.manager.input_processor.limits
+    limits = generator.manager.limits
     length = trainer.args.max_completion_length
     for limit, holder in (
         (limits.max_positions, "the model takes"),

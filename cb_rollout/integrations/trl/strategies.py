@@ -149,7 +149,7 @@ class TrainerStrategy:
             complete = groups.collect(len(rows))
         collector_metrics = groups.metrics()
         metrics |= {name: collector_metrics[name] for name in LOGGED}
-        metrics |= standing(backend.generator.manager.engine)
+        metrics |= standing(backend.generator.manager)
         outputs = [output for group in complete for output in group.outputs]
         return Collected([group.prompt["row"] for group in complete], outputs, metrics)
 

@@ -25,9 +25,9 @@ from cb_rollout.engine.core import Engine
 from cb_rollout.engine.executor import Steps
 from cb_rollout.engine.kv_cache.paged import PagedLayer
 from cb_rollout.engine.model.runner import ModelRunner
+from cb_rollout.engine.request import Request
 from cb_rollout.engine.sampling.sampler import TokenSampler
 from cb_rollout.engine.service.loop import EngineLoop
-from cb_rollout.engine.service.manager import ContinuousBatchingManager
 from cb_rollout.tools.bench.contenders import Contender, ours
 from cb_rollout.tools.bench.timing import synchronize, timed
 from cb_rollout.tools.bench.workload import SEED, Setup, Workload, create_model, long_tailed
@@ -253,14 +253,24 @@ def _decoding_engine(setup: Setup, num_rows: int, num_waiting: int) -> tuple[Any
     """Return an engine with `num_rows` sequences that decode, and these sequences."""
     model = create_model(setup.sizes.shape, setup.device)
     config = cb_rollout.RolloutConfig(seed=SEED, max_requests_per_batch=num_rows)
-    manager = ContinuousBatchingManager(model, continuous_batching_config=config)
+    engine = Engine(model, config)
     params = cb_rollout.SamplingParams(ignore_eos=True, max_new_tokens=MAX_NEW_TOKENS)
     count, vocab_size = num_rows + num_waiting, model.config.vocab_size
     prompts = [[2 + i % (vocab_size - 2), 2 + i // (vocab_size - 2)] for i in range(count)]
-    requests = manager.input_processor.requests(prompts, [params] * count)
+    requests = [
+        Request(
+            request_id=str(number),
+            prompt_ids=prompt,
+            params=params,
+            max_new_tokens=MAX_NEW_TOKENS,
+            stop_tokens=frozenset(),
+            seed=number,
+        )
+        for number, prompt in enumerate(prompts)
+    ]
     for request in requests:
-        manager.engine.add(request)
+        engine.add(request)
     running = requests[:num_rows]
     while not all(request.num_generated for request in running):
-        manager.engine.step()
-    return manager.engine, running
+        engine.step()
+    return engine, running

@@ -205,7 +205,7 @@ class _Run:
         self, wanted: Iterator[tuple[Row, list[int]]], num_wanted: int, progress_bar: bool
     ) -> int:
         """Generate and write the wanted sequences; return the number of sampled tokens."""
-        counters = self._manager.engine.counters
+        counters = self._manager.counters
         bar = tqdm(
             total=num_wanted,
             initial=self._results.num_done,

@@ -51,7 +51,7 @@ class CompletionStream:
             token_ids: encodes a row; may raise `InvalidRequestError`.
         """
         self._manager, self._params, self._token_ids = manager, params, token_ids
-        self._max_in_flight = BATCHES_IN_FLIGHT * manager.engine.limits.max_requests
+        self._max_in_flight = BATCHES_IN_FLIGHT * manager.memory_plan.num_slots
         self._in_flight: dict[str, tuple[Row, int]] = {}
         self._output_queue = OutputQueue()
 
@@ -84,12 +84,12 @@ class CompletionStream:
         """Submit a row's sequences as one group; return them as failed if they are refused."""
         params = replace(self._params, seed=_row_seed(self._params.seed, row))
         try:
-            requests = self._manager.input_processor.requests(
+            requests = self._manager.create_requests(
                 [self._token_ids(row)] * len(samples), [params] * len(samples), members=samples
             )
         except InvalidRequestError as error:
             return [CompletedSequence(row, sample, None, str(error)) for sample in samples]
-        self._manager.loop.submit(requests, self._output_queue)
+        self._manager.submit(requests, self._output_queue)
         for request, sample in zip(requests, samples, strict=True):
             self._in_flight[request.request_id] = (row, sample)
         return []
