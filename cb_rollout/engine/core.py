@@ -1,6 +1,7 @@
-"""The step loop: schedule, run, sample, hand back what ended.
+"""Join the engine's parts: plan the memory, step the executor, change policy versions.
 
-Owns the paged cache and the policy version that tokens are stamped with. One thread calls it.
+Owns the paged cache and the policy version that tokens are stamped with. Called by one thread at a
+time.
 """
 
 import logging
@@ -11,11 +12,9 @@ import torch
 from transformers import PreTrainedModel
 
 from cb_rollout.compat import transformers as hf_compat
-from cb_rollout.config.enums import SchedulerType
 from cb_rollout.config.rollout import RolloutConfig
 from cb_rollout.engine.cuda_graphs.selection import choose_compilation, create_graphs
-from cb_rollout.engine.cuda_graphs.steps import GraphedSteps
-from cb_rollout.engine.executor import Steps
+from cb_rollout.engine.executor import StepExecutor
 from cb_rollout.engine.kv_cache.offload import KVOffloader
 from cb_rollout.engine.kv_cache.sizing import page_layout, plan_memory
 from cb_rollout.engine.kv_cache.storage import CacheStorage, create_saver
@@ -27,9 +26,9 @@ from cb_rollout.engine.model.eval_mode import eval_mode
 from cb_rollout.engine.model.runner import BatchLayout, ModelRunner
 from cb_rollout.engine.request import Limits, Request
 from cb_rollout.engine.sampling.sampler import create_token_sampler
+from cb_rollout.engine.scheduler.policy import create_policy
 from cb_rollout.engine.scheduler.scheduler import Scheduler
-from cb_rollout.engine.spec_decode.ngram import NgramProposer
-from cb_rollout.engine.spec_decode.verify import DraftedSteps, can_draft
+from cb_rollout.engine.spec_decode.ngram import NgramProposer, can_draft
 from cb_rollout.errors import OutOfCacheMemoryError, RolloutError
 from cb_rollout.metrics.counters import EngineCounters
 from cb_rollout.types import FinishReason, RequestStatus
@@ -38,7 +37,7 @@ _LOGGER = logging.getLogger(__name__)
 
 
 class Engine:
-    """Serves requests with one model, by continuous batching over a paged cache."""
+    """Generates tokens with one model, by continuous batching over a paged cache."""
 
     def __init__(
         self,
@@ -52,10 +51,10 @@ class Engine:
 
         Args:
             model: the unwrapped model.
-            config: settings; what it leaves open is chosen here.
-            autocast_dtype: run forwards under autocast to this dtype; None: as the model is.
+            config: settings; "auto" values are resolved here.
+            autocast_dtype: run forwards under autocast to this dtype; None: without autocast.
             trained: the model that trains, where `model` is a copy of it; None: `model` itself.
-            optimizer: what will step it, or its name; None: not known.
+            optimizer: steps the model that trains, or names the class that will; None: not known.
 
         Raises:
             ConfigurationError: the model cannot run on pages, or a setting cannot be honoured.
@@ -71,30 +70,44 @@ class Engine:
         self.training = TrainingMemory(
             self.trained, model, self.device, optimizer, config.training_reserve_gib
         )
+        self._proposer = NgramProposer(config.num_speculative_tokens)
         self._probe()
-        self._start_empty()
+        saver = create_saver(self.device)
+        self._storage = CacheStorage(self.layout, self.limits, self.memory_plan, self.device, saver)
+        offload_bytes, offloader = int(config.cpu_offload_gib * GIB), None
+        if offload_bytes:
+            offloader = KVOffloader(self._storage, config.block_size, offload_bytes)
+        policy = create_policy(config.scheduler_type)
+        self._scheduler = Scheduler(self.limits, self.counters, self._grow, policy, offloader)
+        self._executor = StepExecutor(
+            self._runner,
+            self._scheduler,
+            self._storage,
+            create_token_sampler(config, self.device, self.counters),
+            self.counters,
+            looks_ahead=config.looks_ahead,
+        )
+        self._reset_executor()
 
     def _probe(self) -> None:
-        """Learn the cache's layout, how decode steps run, and plan the memory."""
+        """Probe the cache's layout, select how decode steps run, and plan the memory."""
         devices.require_unmoved(self.model, self.device)
         identity = hf_compat.forward_identity(self.model)
         self.layout = check_model(
             self._runner, partial(page_layout, config=self.config, device=self.device)
         )
-        # Once for each layout: a later plan may find a trace given up, for reasons of its own.
-        self._told_of_compilation = choose_compilation(self._runner, self.config)
+        # Once for each layout: a later plan may find the trace given up, for other reasons.
+        self._compilation = choose_compilation(self._runner, self.config)
         self._plan()
-        saver = create_saver(self.device)
-        self._storage = CacheStorage(self.layout, self.limits, self.memory_plan, self.device, saver)
         self._identity = identity
 
     @property
     def _is_model_changed(self) -> bool:
-        """Whether forwards may compute in something else than when the model was probed."""
+        """Whether the model's forwards may differ from those that were probed."""
         return hf_compat.forward_identity(self.model) != self._identity
 
     def _plan(self) -> None:
-        """Divide what is free now, where no cache is held."""
+        """Divide the free memory; no cache may be allocated."""
         config = self.config
         plan = plan_memory(
             self.layout,
@@ -111,32 +124,18 @@ class Engine:
             max_requests=plan.num_slots,
             can_share_blocks=config.allow_block_sharing,
             can_resume_prompts=not self.layout.is_recurrent,
-            prefills_first=config.scheduler_type == SchedulerType.PREFILL_FIRST,
         )
-        self._graphs, told = create_graphs(
+        self._graphs, graphs = create_graphs(
             self._runner, config, self.limits.max_requests, self.layout.is_recurrent
         )
         self._has_drafts = can_draft(self._runner, self.layout, config)
-        compiled, drafts = self._told_of_compilation, "on" if self._has_drafts else "off"
-        self.decode_path = f"{self._runner.backend_selection}; {told}{compiled}; drafts: {drafts}"
+        drafts = "on" if self._has_drafts else "off"
+        attention = self._runner.backend_selection
+        self.decode_path = f"{attention}; {graphs}{self._compilation}; drafts: {drafts}"
         _LOGGER.info("%s", self.decode_path)
 
-    def _start_empty(self) -> None:
-        self._storage.release(self.limits, self.memory_plan)
-        offload_bytes, keys = int(self.config.cpu_offload_gib * GIB), None
-        if offload_bytes:
-            keys = KVOffloader(self._storage, self.limits.block_size, offload_bytes)
-        self._scheduler = Scheduler(
-            self.limits, self.counters, self._grow, self.policy_version, keys
-        )
-        token_sampler = create_token_sampler(self.config, self.device, self.counters)
-        parts = self._runner, self._scheduler, self._storage, token_sampler, self.counters
-        proposer = NgramProposer(self.config.num_speculative_tokens)
-        drafted = DraftedSteps(proposer, *parts, self._graphs) if self._has_drafts else None
-        graphed = self._graphs and GraphedSteps(
-            self._graphs, *parts[1:], drafted and proposer, looks_ahead=self.config.looks_ahead
-        )
-        self._steps = Steps(*parts, graphed, drafted)
+    def _reset_executor(self) -> None:
+        self._executor.reset(self._graphs, self._proposer if self._has_drafts else None)
 
     @property
     def model(self) -> PreTrainedModel:
@@ -145,7 +144,7 @@ class Engine:
 
     @property
     def batch_layout(self) -> BatchLayout:
-        """How sequences share a forward."""
+        """Layout of the rows that share a forward."""
         return self._runner.batch_layout
 
     @property
@@ -163,13 +162,13 @@ class Engine:
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that are not admitted yet."""
+        """Sequences that wait to be admitted."""
         return len(self._scheduler.waiting)
 
     @property
     def num_running(self) -> int:
         """Sequences that hold a table row."""
-        return self._scheduler.num_seated
+        return self._scheduler.num_admitted
 
     @property
     def num_blocks_used(self) -> int:
@@ -178,7 +177,7 @@ class Engine:
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes held for keys, values and states now."""
+        """Bytes of the allocated keys, values and states."""
         return self._storage.num_bytes
 
     def add(self, request: Request) -> None:
@@ -191,12 +190,11 @@ class Engine:
         self._scheduler.retire(request)
 
     def begin_policy_version(self, policy_version: int, keep_keys: bool = False) -> None:
-        """The weights changed: stamp this version, and never match a key of an older one.
+        """Stamp tokens with a new version, and never match a key of an older one.
 
         Args:
-            policy_version: the new one.
-            keep_keys: running sequences go on with the keys they have; False: all are computed
-                anew.
+            policy_version: version of the changed weights.
+            keep_keys: let running sequences go on with their keys; False: all are computed anew.
         """
         self.policy_version = policy_version
         self._scheduler.begin_policy_version(policy_version, keep_keys)
@@ -209,7 +207,7 @@ class Engine:
         self._plan_anew()
 
     def _plan_anew(self) -> None:
-        """Probe the model where it changed, and divide the memory that is free without a cache."""
+        """Plan the memory again, and probe the model first if it changed."""
         self.release_cache()
         if self._is_model_changed:
             self._probe()
@@ -218,15 +216,13 @@ class Engine:
         self.release_cache()
 
     def release_cache(self) -> None:
-        """Give the cache's memory back; unfinished sequences are computed anew afterwards."""
-        self._scheduler.begin_policy_version(self.policy_version, keep_keys=False)
-        waiting = self._scheduler.waiting
-        self._start_empty()
-        for request in waiting:
-            self._scheduler.add(request)
+        """Release the cache's memory; unfinished sequences are computed anew afterwards."""
+        self._scheduler.reset(self.limits)
+        self._storage.release(self.limits, self.memory_plan, self.layout)
+        self._reset_executor()
 
     def recompute(self, request: Request) -> list[float]:
-        """A sequence's log-probabilities by one plain forward of the model that trains."""
+        """Return a sequence's log-probabilities by one plain forward of the model that trains."""
         with eval_mode(self.trained):
             return self._runner.recompute(self.trained, request)
 
@@ -247,11 +243,11 @@ class Engine:
         if self._eval_mode is None:
             self.training.stop_measuring(self.cache_bytes)
             if self._is_model_changed:
-                # To whoever casts a model its weights stay the same, so no sync told of it.
+                # A cast does not change the weights, so no sync reported it.
                 try:
                     self._plan_anew()
                 except RolloutError as error:
-                    return self._steps.fail(list(self._scheduler.waiting), error)
+                    return self._executor.fail(list(self._scheduler.waiting), error)
             self._eval_mode = ExitStack()
             self._eval_mode.enter_context(eval_mode(self.model))
             self._check_captured()
@@ -259,8 +255,8 @@ class Engine:
             try:
                 self._allocate()
             except OutOfCacheMemoryError as error:
-                return self._steps.fail(list(self._scheduler.waiting), error)
-        if (touched := self._steps.run()) is not None:
+                return self._executor.fail(list(self._scheduler.waiting), error)
+        if (touched := self._executor.run()) is not None:
             return touched
         request = self._scheduler.waiting.head
         assert request is not None, "there is work, and none of it can run"
@@ -269,34 +265,35 @@ class Engine:
             f"blocks of {self.limits.block_size}; raise num_blocks or max_memory_percent.\n"
             f"{self.memory_plan}"
         )
-        return self._steps.fail([request], error)
+        return self._executor.fail([request], error)
 
     def _check_captured(self) -> None:
-        """Forget captured forwards that rely on weights that are elsewhere now."""
+        """Drop captured and traced forwards whose weights have moved."""
         if self._graphs is not None:
             self._graphs.check_weights()
         self._runner.check_weights()
 
     def hand_back_model(self) -> None:
-        """Put the model's training flags back; the next step takes it again."""
+        """Restore the model's training flags, until the next step."""
         if self._eval_mode is not None:
-            self._steps.settle()
+            self._executor.settle()
             self._eval_mode.close()
             self._eval_mode = None
             self.training.start_measuring()
 
     def abandon(self) -> None:
-        """Forget every request and everything cached."""
+        """Drop every request and the cache."""
         self.hand_back_model()
-        self._start_empty()
+        self._scheduler.clear()
+        self.release_cache()
 
     def _allocate(self) -> None:
-        """Allocate pages for what waits, within the plan."""
+        """Allocate pages for the waiting sequences, within the plan."""
         needed = self._scheduler.num_usable_blocks()
         self._scheduler.pool.grow(self._storage.allocate(sum(needed), at_least=min(needed)))
 
     def _grow(self, count: int) -> int:
-        """Make room for more blocks, as far as plan and work allow; returns how many there are."""
+        """Make room for more blocks, as far as plan and work allow; return the total."""
         if (num_blocks := self._scheduler.pool.num_blocks) >= self.memory_plan.num_blocks:
             return num_blocks
         return self._storage.grow(count, usable=sum(self._scheduler.num_usable_blocks()))

@@ -1,34 +1,38 @@
-"""One step of the loop: a scheduled forward, and a token for each sequence that it completes.
+"""Run one step: a scheduled forward, and a token for each sequence that it completes.
 
-Owns what happens where a forward fails. Made anew with each cache.
+Owns the recovery from a forward that fails, and the decode step that runs ahead of its results.
+Decides neither who runs (`scheduler`) nor how much memory the cache takes (`kv_cache.storage`).
+Called by the thread that steps the engine.
+
+B: rows of a forward, V: vocabulary.
 """
 
+import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
-from cb_rollout.engine.cuda_graphs.steps import GraphedSteps
+from cb_rollout.engine.cuda_graphs.graphs import GraphedDecoding, PendingStep
 from cb_rollout.engine.kv_cache.storage import CacheStorage
 from cb_rollout.engine.memory import device as devices
 from cb_rollout.engine.memory.device import is_out_of_memory, out_of_memory
+from cb_rollout.engine.model.decode_rows import DecodeRows
 from cb_rollout.engine.model.runner import BatchLayout, ModelRunner
 from cb_rollout.engine.request import Prefill, Request
-from cb_rollout.engine.sampling.sampler import TokenSampler
-from cb_rollout.engine.scheduler.faults import Outcome, run_isolated
+from cb_rollout.engine.sampling.sampler import TokenSampler, append_each, want_plain_tokens
 from cb_rollout.engine.scheduler.scheduler import Scheduler
-from cb_rollout.engine.spec_decode.verify import DraftedSteps
-from cb_rollout.errors import RolloutError
+from cb_rollout.engine.spec_decode.ngram import NgramProposer
+from cb_rollout.errors import RolloutError, said
 from cb_rollout.metrics.counters import EngineCounters
 from cb_rollout.types import FinishReason, RequestStatus
 
-WORTHWHILE_SHARE, MOST_DECODES = 4, 8
-# A prefill of few prompts costs as much as a decode step of many rows. So prompts wait until there
-# is one for so many running sequences, or for so many decode steps.
+_LOGGER = logging.getLogger(__name__)
 
 
-class Steps:
-    """Runs what the scheduler chose."""
+class StepExecutor:
+    """Runs prefill and decode steps; lives as long as its engine."""
 
     def __init__(
         self,
@@ -37,59 +41,70 @@ class Steps:
         storage: CacheStorage,
         token_sampler: TokenSampler,
         counters: EngineCounters,
-        graphed: GraphedSteps | None = None,
-        drafted: DraftedSteps | None = None,
+        *,
+        looks_ahead: bool = False,
     ) -> None:
         """Join the parts of one engine.
 
         Args:
             runner: runs forwards.
-            scheduler: chooses what runs.
+            scheduler: chooses the sequences of a step.
             storage: holds the cache.
-            token_sampler: samples.
-            counters: told what was done.
-            graphed: runs decode steps, where a device can; None: the runner does.
-            drafted: runs them with drafts, where few sequences run; None: nobody does.
+            token_sampler: samples from logits.
+            counters: counts forwards and tokens.
+            looks_ahead: whether a CUDA graph may be launched before the last one's tokens are read.
         """
-        self._graphed, self._drafted = graphed, drafted
-        self.counters = counters
         self.device = runner.device
+        self.graphs: GraphedDecoding | None = None
+        self.proposer: NgramProposer | None = None
         self._runner, self._scheduler, self._storage = runner, scheduler, storage
-        self._token_sampler = token_sampler
-        self._num_decodes = 0
+        self._token_sampler, self._counters = token_sampler, counters
+        self._looks_ahead = looks_ahead
+        self._pending: PendingStep | None = None
         self._end: torch.cuda.Event | None = None
+
+    def reset(self, graphs: GraphedDecoding | None, proposer: NgramProposer | None) -> None:
+        """Forget the rows of the last step: the cache was released.
+
+        Args:
+            graphs: replays decode steps as CUDA graphs; None: the runner runs them.
+            proposer: drafts tokens for decode steps of few sequences; None: none are drafted.
+        """
+        self.graphs, self.proposer = graphs, proposer
+        self._token_sampler.forget_rows()
+        self._forget_pending()
 
     def run(self) -> list[Request] | None:
         """Run one forward, of prompts or of running sequences; None: neither can run."""
-        # The last one may have run in another thread, and its stream.
+        # The last forward may have run in another thread, and in that thread's stream.
         devices.wait_event(self._end, self.device)
         turns = [self.decode, self.prefill]
-        if self._is_prefill_due:
+        if self._scheduler.is_prefill_next:
             turns.reverse()
         for run in turns:
             if (touched := run()) is not None:
-                self._num_decodes = self._num_decodes + 1 if run == self.decode else 0
+                self._scheduler.note_step(is_decode=run == self.decode)
                 self._end = devices.record_event(self.device)
                 return touched
         return None
 
     def settle(self) -> None:
-        """Give up what was launched ahead, and return when the device is done with everything."""
-        if self._graphed is not None:
-            self._graphed.forget()
+        """Give up the pending step, and return when the device has finished all work."""
+        self._forget_pending()
         devices.finish(self.device)
 
-    @property
-    def _is_prefill_due(self) -> bool:
-        scheduler = self._scheduler
-        if scheduler.limits.prefills_first or self._num_decodes >= MOST_DECODES:
-            return True
-        num_startable = min(len(scheduler.waiting), scheduler.max_seated - scheduler.num_seated)
-        is_worthwhile = num_startable * WORTHWHILE_SHARE >= len(scheduler.running)
-        return self._num_decodes > 0 and (is_worthwhile or bool(scheduler.prefilling))
+    def fail(self, requests: list[Request], error: Exception) -> list[Request]:
+        """End requests that cannot be served, with the error as their cause."""
+        name = "" if isinstance(error, RolloutError) else f"{type(error).__name__}: "
+        for request in requests:
+            request.cause = error
+            request.end(RequestStatus.FAILED, FinishReason.ERROR, f"{name}{error}")
+            self._scheduler.retire(request)
+        self._counters.requests_finished += len(requests)
+        return requests
 
     def prefill(self) -> list[Request] | None:
-        """Run one forward of prompts; None: there is none to run."""
+        """Run one forward of prompts; None: no prompt can run."""
         while prefills := self._scheduler.schedule_prefill():
             try:
                 return self._run_prefill(prefills)
@@ -104,60 +119,38 @@ class Steps:
         return None
 
     def _run_prefill(self, prefills: list[Prefill]) -> list[Request]:
-        if self._graphed is not None:
-            self._graphed.note_prefill()
-        self._write_tables()
+        if self.graphs is not None:
+            # Table rows may get other sequences, so no graph continues from the last one's buffers.
+            self.graphs.forget_rows()
+        self._write_new_blocks()
         starts = [p.leader.num_computed for p in prefills]
         ends = [p.leader.num_computed + p.num_scheduled for p in prefills]
-        leaders = [prefill.leader for prefill in prefills]
-        outcome, failed = self._forward(leaders, starts, ends)
-        self.counters.prefill_forwards += 1
-        self.counters.prefill_tokens += sum(ends[row] - starts[row] for row in outcome.rows)
+        outcome, failed = self._forward([prefill.leader for prefill in prefills], starts, ends)
+        self._counters.prefill_forwards += 1
+        self._counters.prefill_tokens += sum(ends[row] - starts[row] for row in outcome.rows)
         rows, requests = self._fork([prefills[row] for row in outcome.rows])
         if requests:
             row_index = devices.to_device(rows, self.device)
             self._sample(outcome.logits_BV.index_select(0, row_index), requests, is_recurring=False)
-            if self._drafted is not None:
-                self._drafted.proposer.listen(requests)
+            if self.proposer is not None:
+                self.proposer.track(requests)
             now = time.perf_counter()
             for request in requests:
                 request.first_token_time = request.first_token_time or now
         return failed + requests
 
-    def _forward(
-        self, requests: list[Request], starts: list[int], ends: list[int]
-    ) -> tuple[Outcome, list[Request]]:
-        """Compute each sequence's tokens from `starts` to `ends`.
-
-        Returns:
-            What ran, and the sequences that were ended because they cannot.
-
-        Raises:
-            Exception: the model runs nothing at all any more, or memory ran out.
-        """
-        table_rows = [request.table_row for request in requests]
-
-        def forward(rows: Sequence[int]) -> torch.Tensor:
-            return self._runner.logits(
-                [requests[row].token_ids[starts[row] : ends[row]] for row in rows],
-                [ends[row] for row in rows],
-                [table_rows[row] for row in rows],
-                self._storage.cache,
-                self._storage.table,
-            )
-
-        rows = range(len(requests))
-        if any(starts) and not self._can_repeat:
-            return Outcome([forward(rows)], list(rows), []), []
-        outcome = run_isolated(forward, len(rows))
-        if outcome.failures and not outcome.rows and not self._runner.is_sound():
-            raise outcome.failures[0][1]
-        for row, error in outcome.failures:
-            self.fail([requests[row]], error)
-        return outcome, [requests[row] for row, _ in outcome.failures]
+    def _write_new_blocks(self) -> None:
+        """Write the blocks of sequences that were just admitted into the block table."""
+        self._storage.table.write(
+            [
+                (request.table_row, index, block)
+                for request in self._scheduler.take_admitted()
+                for index, block in enumerate(request.block_ids)
+            ]
+        )
 
     def _fork(self, prefills: list[Prefill]) -> tuple[list[int], list[Request]]:
-        """Complete the computed prompts; returns the logits row of each sequence to sample."""
+        """Complete the computed prompts; return the logits row of each sequence to sample."""
         rows: list[int] = []
         requests: list[Request] = []
         for row, prefill in enumerate(prefills):
@@ -189,17 +182,8 @@ class Steps:
                     return self.fail(self._scheduler.running[:1], told)
         return None
 
-    @property
-    def _can_repeat(self) -> bool:
-        """Whether a decode that raised can be run again: no row's recurrent state has moved on.
-
-        Rows that are not padded run in several forwards, each of which keeps its states.
-        """
-        layout = self._storage.cache.layout
-        return self._runner.batch_layout is BatchLayout.PADDED or not layout.is_recurrent
-
     def _run_decode(self) -> list[Request]:
-        if self._graphed is not None and (collected := self._graphed.collect()) is not None:
+        if (collected := self._collect_pending()) is not None:
             self._count(*collected)
             return collected[0]
         extended = self._scheduler.schedule_decode()
@@ -207,35 +191,64 @@ class Steps:
         if not running:
             return []
         self._storage.table.write(extended)
-        num_given = None if self._drafted is None else self._drafted.run(running)
-        if num_given is None and self._graphed is not None and self._graphed.can_run:
-            num_given = self._graphed.run(running)
+        num_given = self._decode_drafted(running)
+        if num_given is None and self._can_replay:
+            num_given = self._decode_graphed(running)
         if num_given is not None:
             self._count(running, num_given)
             return running
         ends = [request.num_tokens for request in running]
         outcome, failed = self._forward(running, [end - 1 for end in ends], ends)
         survivors = [running[row] for row in outcome.rows]
-        self._scheduler.complete_decode(survivors)
+        self._note_computed(survivors)
         if survivors:
             self._sample(outcome.logits_BV, survivors, is_recurring=True)
-        self.counters.decode_forwards += 1
         return failed + survivors
 
-    def _write_tables(self) -> None:
-        """Tell the block table about sequences that were just seated."""
-        self._storage.table.write(
-            [
-                (request.table_row, index, block)
-                for request in self._scheduler.take_seated()
-                for index, block in enumerate(request.block_ids)
-            ]
-        )
+    def _forward(
+        self, requests: list[Request], starts: list[int], ends: list[int]
+    ) -> tuple["Outcome", list[Request]]:
+        """Compute each sequence's tokens from `starts` to `ends`.
+
+        Returns:
+            The rows that ran, and the sequences that were ended because theirs raised.
+
+        Raises:
+            Exception: the model runs nothing at all any more, or memory ran out.
+        """
+        table_rows = [request.table_row for request in requests]
+
+        def forward(rows: Sequence[int]) -> torch.Tensor:
+            return self._runner.logits(
+                [requests[row].token_ids[starts[row] : ends[row]] for row in rows],
+                [ends[row] for row in rows],
+                [table_rows[row] for row in rows],
+                self._storage.cache,
+                self._storage.table,
+            )
+
+        rows = range(len(requests))
+        if any(starts) and not self._can_repeat:
+            return Outcome([forward(rows)], list(rows), []), []
+        outcome = run_isolated(forward, len(rows))
+        if outcome.failures and not outcome.rows and not self._runner.is_sound():
+            raise outcome.failures[0][1]
+        for row, error in outcome.failures:
+            self.fail([requests[row]], error)
+        return outcome, [requests[row] for row, _ in outcome.failures]
+
+    @property
+    def _can_repeat(self) -> bool:
+        """Whether a decode that raised can run again: no row's recurrent state has moved on.
+
+        Rows that are not padded run in several forwards, each of which stores its states.
+        """
+        layout = self._storage.cache.layout
+        return self._runner.batch_layout is BatchLayout.PADDED or not layout.is_recurrent
 
     def _sample(
         self, logits_BV: torch.Tensor, requests: list[Request], *, is_recurring: bool
     ) -> None:
-        """Give each request its next token, or end it where there is none for it."""
         version = self._scheduler.blocks.policy_version
         num_given = self._token_sampler.extend(
             requests, logits_BV, version, is_recurring=is_recurring
@@ -243,19 +256,183 @@ class Steps:
         self._count(requests, num_given)
 
     def _count(self, requests: list[Request], num_given: int) -> None:
-        """Note what a forward brought."""
-        self.counters.tokens_generated += num_given
-        self.counters.requests_finished += sum(r.status.is_final for r in requests)
-        self.counters.kv_blocks_peak = max(
-            self.counters.kv_blocks_peak, self._scheduler.pool.num_used
+        self._counters.tokens_generated += num_given
+        self._counters.requests_finished += sum(r.status.is_final for r in requests)
+        self._counters.kv_blocks_peak = max(
+            self._counters.kv_blocks_peak, self._scheduler.pool.num_used
         )
 
-    def fail(self, requests: list[Request], error: Exception) -> list[Request]:
-        """End requests that cannot be served."""
-        name = "" if isinstance(error, RolloutError) else f"{type(error).__name__}: "
-        for request in requests:
-            request.cause = error
-            request.end(RequestStatus.FAILED, FinishReason.ERROR, f"{name}{error}")
-            self._scheduler.retire(request)
-        self.counters.requests_finished += len(requests)
-        return requests
+    def _note_computed(self, requests: list[Request]) -> int:
+        """Account for a decode step of these sequences; return its policy version."""
+        self._scheduler.complete_decode(requests)
+        self._counters.decode_forwards += 1
+        return self._scheduler.blocks.policy_version
+
+    # Speculative decoding. A drafted token is a further row of its sequence, one token longer than
+    # the row before. Every layer writes the keys of all rows before any row attends.
+
+    def _decode_drafted(self, running: list[Request]) -> int | None:
+        """Run one forward of the running sequences and their drafts.
+
+        Returns:
+            The number of new tokens; None: nothing was drafted, or the forward failed, and the
+            step has to run without drafts.
+        """
+        if self.proposer is None or not (drafts := self.proposer.propose(running)):
+            return None
+        drafts = [self._with_blocks(r, draft) for r, draft in zip(running, drafts, strict=True)]
+        try:
+            logits_BV = self._drafted_logits(running, drafts)
+        except Exception as error:  # noqa: BLE001  the step without drafts finds the row at fault
+            _LOGGER.debug("a step runs again without its drafts: %s", said(error))
+            for request, draft in zip(running, drafts, strict=True):
+                self.proposer.record(request, len(draft), 0)
+            return None
+        version = self._scheduler.blocks.policy_version
+        num_given = self._token_sampler.extend_drafted(running, drafts, logits_BV, version)
+        self._scheduler.complete_drafted()
+        for request, draft, num_tokens in zip(running, drafts, num_given, strict=True):
+            num_accepted = max(0, num_tokens - 1)
+            self.proposer.record(request, len(draft), num_accepted)
+            self._counters.drafted_tokens += len(draft)
+            self._counters.accepted_tokens += num_accepted
+        self._counters.decode_forwards += 1
+        return sum(num_given)
+
+    def _with_blocks(self, request: Request, draft: list[int]) -> list[int]:
+        """Return the draft, or nothing where its blocks would take a preemption."""
+        blocks = self._scheduler.blocks.extend(request, request.num_tokens + len(draft))
+        self._storage.table.write(blocks or [])
+        return [] if blocks is None else draft
+
+    def _drafted_logits(self, running: list[Request], drafts: list[list[int]]) -> torch.Tensor:
+        """float32, `[B, V]`: after each sequence's last token, then after each drafted one."""
+        cache, table = self._storage.cache, self._storage.table
+        rows = DecodeRows.of(running, table.block_size, drafts)
+        if self.graphs is not None and self._can_replay:
+            return self.graphs.logits(rows, cache, table)
+        tokens = [[token_id] for token_id in rows.token_ids]
+        return self._runner.logits(tokens, rows.lengths, rows.table_rows, cache, table)
+
+    # CUDA graphs. A step leaves the next one's inputs on the device, so the next step is launched
+    # before this one's tokens are read. A sequence that turns out to have ended has one row too
+    # many, whose token is dropped.
+
+    @property
+    def _can_replay(self) -> bool:
+        return self.graphs is not None and not self.graphs.has_hooks
+
+    def _decode_graphed(self, running: list[Request]) -> int:
+        """Run one step of all running sequences; return how many of them got a token.
+
+        Raises:
+            Exception: of a capture, or of the device; no sequence got anything.
+        """
+        assert self.graphs is not None
+        cache, table = self._storage.cache, self._storage.table
+        if want_plain_tokens(running):
+            lengths = [request.num_tokens for request in running]
+            if not self.graphs.follows(running, lengths):
+                self.graphs.load(running, table)
+            return self._finish(self.graphs.launch(running, max(lengths), cache, table), running)
+        logits_BV = self.graphs.logits(DecodeRows.of(running, table.block_size), cache, table)
+        version = self._note_computed(running)
+        return self._token_sampler.extend(running, logits_BV, version, is_recurring=True)
+
+    def _collect_pending(self) -> tuple[list[Request], int] | None:
+        """Take the results of the pending step.
+
+        Returns:
+            Its sequences that still run, and how many of them got a token; None: there are none.
+
+        Raises:
+            Exception: as `_decode_graphed`.
+        """
+        step, self._pending = self._pending, None
+        current = [] if step is None else step.running
+        if step is None or not current:
+            return None
+        return current, self._finish(step, current)
+
+    def _finish(self, step: PendingStep, current: list[Request]) -> int:
+        """Launch the next step where possible, then take this one's results."""
+        assert self.graphs is not None
+        try:
+            self._pending = self._launch_next(current)
+        except Exception as error:  # noqa: BLE001  a step that is needed will fail again
+            _LOGGER.debug("a step waits for the last one's tokens: %s", said(error))
+            self.graphs.forget_rows()
+        tokens, logprobs, is_valid = step.read(current)
+        return append_each(current, tokens, logprobs, is_valid, self._note_computed(current))
+
+    def _launch_next(self, current: list[Request]) -> PendingStep | None:
+        """Launch the step after one whose tokens are not read yet.
+
+        Returns:
+            The step; None: it has to wait for these tokens, because a sequence joined, drafts are
+            made from them, a smaller graph fits, or its blocks would take a preemption.
+        """
+        if not self._looks_ahead or self.graphs is None:
+            return None
+        going = [r for r in current if r.num_generated + 1 < r.max_new_tokens]
+        lengths = [request.num_tokens + 1 for request in going]
+        is_drafted = self.proposer is not None and self.proposer.max_draft_tokens(len(going)) > 0
+        if not going or is_drafted or not self.graphs.follows(going, lengths):
+            return None
+        extended = self._scheduler.blocks.extend_ahead(going)
+        if extended is None:
+            return None
+        cache, table = self._storage.cache, self._storage.table
+        table.write(extended)
+        return self.graphs.launch(going, max(lengths), cache, table)
+
+    def _forget_pending(self) -> None:
+        self._pending = None
+        if self.graphs is not None:
+            self.graphs.forget_rows()
+
+
+@dataclass(slots=True)
+class Outcome:
+    """Rows of a forward that ran, and rows that did not."""
+
+    logits: list[torch.Tensor]
+    """float32 `[rows, V]` parts that together hold the rows that ran, in order."""
+    rows: list[int]
+    """Rows that ran."""
+    failures: list[tuple[int, Exception]]
+    """Rows that raised, each with its exception."""
+
+    @property
+    def logits_BV(self) -> torch.Tensor:
+        """Logits of the rows that ran, of which there is at least one."""
+        return self.logits[0] if len(self.logits) == 1 else torch.cat(self.logits)
+
+
+def run_isolated(forward: Callable[[Sequence[int]], torch.Tensor], num_rows: int) -> Outcome:
+    """Run a forward over rows `0 .. num_rows - 1`; where it raises, find the rows at fault.
+
+    Halves are tried until the bad rows are alone: `k` of them cost about `2 k log2(num_rows)`
+    forwards, and all others run. `forward` must leave the cache of the rows it raised for as it
+    was, or write it again when it is repeated.
+
+    Raises:
+        Exception: an out-of-memory error, for the caller to make room.
+    """
+    outcome = Outcome([], [], [])
+    pending: list[Sequence[int]] = [range(num_rows)]
+    while pending:
+        rows = pending.pop()
+        try:
+            outcome.logits.append(forward(rows))
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            if len(rows) == 1:
+                outcome.failures.append((rows[0], error))
+            else:
+                middle = len(rows) // 2
+                pending += [rows[middle:], rows[:middle]]
+        else:
+            outcome.rows.extend(rows)
+    return outcome

@@ -33,9 +33,6 @@ class Limits:
     can_resume_prompts: bool
     """False where a layer is recurrent: no chunk or known prefix can be continued from its keys."""
 
-    prefills_first: bool = False
-    """Whether running sequences wait while any prompt could run."""
-
     @property
     def can_match_prefixes(self) -> bool:
         """Whether blocks of one sequence may serve a later one."""
@@ -88,7 +85,7 @@ class Request:
     timestamps: list[float] = field(default_factory=list)
     policy_versions: list[tuple[int, int]] = field(default_factory=list)
     created_time: float = field(default_factory=time.perf_counter)
-    seated_time: float | None = None
+    admitted_time: float | None = None
     """When it first left the queue."""
     first_token_time: float | None = None
     num_preemptions: int = 0

@@ -136,7 +136,7 @@ class Telemetry(Recorder):
             },
         )
         inside = trace.set_span_in_context(span, parent)
-        times = (request.created_time, request.seated_time, request.first_token_time, now)
+        times = (request.created_time, request.admitted_time, request.first_token_time, now)
         for name, started, ended in zip(
             ("queue", "prefill", "decode"), times, times[1:], strict=False
         ):

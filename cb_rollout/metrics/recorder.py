@@ -59,10 +59,10 @@ class Recorder(Observer):
         """A sequence reached its final status."""
         now = time.perf_counter()
         self.record(instruments.REQUEST, now - request.created_time)
-        if request.seated_time is not None:
-            self.record(instruments.QUEUE, request.seated_time - request.created_time)
-        if request.seated_time is not None and request.first_token_time is not None:
-            self.record(instruments.PREFILL, request.first_token_time - request.seated_time)
+        if request.admitted_time is not None:
+            self.record(instruments.QUEUE, request.admitted_time - request.created_time)
+        if request.admitted_time is not None and request.first_token_time is not None:
+            self.record(instruments.PREFILL, request.first_token_time - request.admitted_time)
             self.record(instruments.DECODE, now - request.first_token_time)
 
     @contextmanager

@@ -4,14 +4,14 @@ import re
 
 import pytest
 import torch
-from fake_engine import request_of
+from fake_model import request_of
 from fast_path import Playback, pretend_cuda
 from tiny import plain_logprobs, tiny_model
 
 from cb_rollout import ConfigurationError, RolloutConfig, RolloutGenerator, SamplingParams
 from cb_rollout.engine.attention import shared_prefix as sharing
 from cb_rollout.engine.cuda_graphs import graphs
-from cb_rollout.engine.cuda_graphs.steps import GraphedSteps
+from cb_rollout.engine.executor import StepExecutor
 from cb_rollout.engine.request import Request
 from cb_rollout.engine.scheduler.scheduler import Scheduler
 
@@ -134,9 +134,11 @@ def test_no_graph_is_replayed_while_anyone_steps_into_the_forward(fast):
 def test_steps_ahead_of_their_tokens_change_none(fast, monkeypatch):
     """Sequences end by stop tokens that only the host finds, and others take their places."""
     collected = []
-    collect = GraphedSteps.collect
+    collect = StepExecutor._collect_pending
     monkeypatch.setattr(
-        GraphedSteps, "collect", lambda self: collected.append(collect(self)) or collected[-1]
+        StepExecutor,
+        "_collect_pending",
+        lambda self: collected.append(collect(self)) or collected[-1],
     )
     model = tiny_model("qwen3", vocab_size=24, **SMALL)
     asked = params(max_new_tokens=8, ignore_eos=False, stop_token_ids=[3, 5, 7])

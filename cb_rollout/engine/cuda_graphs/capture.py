@@ -1,23 +1,22 @@
-"""What it is to capture a step as a CUDA graph, and what a captured forward relies on."""
+"""Capture a step as a CUDA graph."""
 
 from collections.abc import Callable
 
 import torch
 
+# Runs a captured step again; returns the tensor of its first run, with new contents.
 Replay = Callable[[], torch.Tensor]
-# Runs a captured step again; returns what its first run returned, with new contents.
 
 
 class CudaCapture:
     """Captures steps into CUDA graphs that share one memory pool."""
 
     def __init__(self, device: torch.device) -> None:
-        """Take a pool."""
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, step: Replay) -> Replay:
-        """Run a step aside, so that kernels are compiled and libraries set up; then capture it."""
+        """Run a step in a side stream, to compile kernels and set up libraries; then capture it."""
         stream = torch.cuda.Stream(self._device)
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
@@ -25,7 +24,7 @@ class CudaCapture:
                 step()
         torch.cuda.current_stream(self._device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        # Other threads may train, and allocate, meanwhile.
+        # Other threads may train, and allocate, during the capture.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             result = step()
 

@@ -1,12 +1,9 @@
-"""For how many rows and keys decode graphs are captured: arithmetic only.
+"""Run decode steps as CUDA graphs: forward, sampling, log-probabilities and the next inputs in one.
 
-Decode steps as CUDA graphs: forward, sampling, log-probabilities and the next inputs in one.
-
-A step reads `GraphInputs` and writes the next ones over them, so while no sequence joins nothing
-goes to the device but a new block now and then, and one small tensor comes back, which the next
-step need not wait for. Graphs find pages by address (see `triton_decode`) and weights where they
-are: they stay valid while weights change in place and while the cache grows, sleeps and wakes. One
-thread calls it.
+A step reads `GraphInputs` and writes the next inputs over them. While no sequence joins, only a new
+block now and then goes to the device, and one small tensor comes back, which the next step need not
+wait for. Graphs find pages and weights by address, so they stay valid while weights change in place
+and while the cache grows, sleeps and wakes. Called by the thread that steps the engine.
 
 B: rows of a graph, N: most rows, V: vocabulary.
 """
@@ -18,55 +15,56 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from cb_rollout.compat.torch import captured_weights, has_hooks
+from cb_rollout.compat import torch as torch_compat
 from cb_rollout.engine.attention.backend import AttentionMetadata
 from cb_rollout.engine.cuda_graphs.capture import CudaCapture, Replay
 from cb_rollout.engine.cuda_graphs.inputs import GraphInputs, Line
-from cb_rollout.engine.cuda_graphs.pending_step import PendingStep
 from cb_rollout.engine.kv_cache.block_table import BlockTable
 from cb_rollout.engine.kv_cache.paged import PagedCache
+from cb_rollout.engine.memory import device as devices
 from cb_rollout.engine.model.decode_rows import DecodeRows
 from cb_rollout.engine.model.runner import ModelRunner
 from cb_rollout.engine.request import Request
 from cb_rollout.engine.sampling.draw import draw, exponentials, uniforms
-from cb_rollout.engine.spec_decode.ngram import MOST_ROWS
+from cb_rollout.engine.spec_decode.ngram import MAX_DRAFT_ROWS
+from cb_rollout.types import RequestStatus
 
 if TYPE_CHECKING:
     from cb_rollout.engine.attention.triton.backend import TritonBackend
 
+# At most half as many rows again as needed: up to a few hundred, a step's time is reading weights.
 ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
-# At most half as many rows again as are needed: up to a few hundred, weights are what a step reads.
 
+# Graphs differ in the splits of the keys, which follow from the longest row rounded up to this.
 KEYS = 1024
-# Graphs differ in how keys are split, which is settled by the longest row rounded up to this.
 
-MAX_GRAPHS = 32
 # One for each number of rows, and some for rows so long that they are split more.
+MAX_GRAPHS = 32
 
 
 @dataclass(frozen=True, slots=True)
 class GraphSizes:
-    """Sizes of the graphs, and how many are kept; 0 leaves the choice here."""
+    """Sizes of the graphs, and the most that are cached; 0: the defaults of this module."""
 
     row_interval: int = 0
-    """Rows are rounded up to a multiple of this."""
+    """Multiple that rows are rounded up to."""
     key_interval: int = 0
-    """The longest row's length is rounded up to a multiple of this."""
+    """Multiple that the longest row's length is rounded up to."""
     max_cached: int = 0
 
     @property
     def max_graphs(self) -> int:
-        """Most graphs kept; the least recently used goes first."""
+        """Most graphs cached; the least recently used goes first."""
         return self.max_cached or MAX_GRAPHS
 
     def padded(self, num_rows: int) -> int:
-        """Rows of the graph that runs `num_rows`."""
+        """Return the rows of the graph that runs `num_rows`."""
         if not self.row_interval and num_rows <= ROWS[-1]:
             return next(size for size in ROWS if size >= num_rows)
         return _rounded_up(num_rows, self.row_interval or ROWS[-1])
 
     def padded_keys(self, num_keys: int) -> int:
-        """Keys of the longest row, for the graph that runs it."""
+        """Return the keys of the graph whose longest row has `num_keys`."""
         return _rounded_up(num_keys, self.key_interval or KEYS)
 
 
@@ -76,7 +74,7 @@ def _rounded_up(count: int, interval: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class GraphKey:
-    """What is fixed when a graph is captured."""
+    """Sizes that are fixed when a graph is captured."""
 
     num_rows: int
     num_splits: int
@@ -85,8 +83,48 @@ class GraphKey:
     """Whether tokens are sampled in the graph; False: it ends with the logits."""
 
 
+class PendingStep:
+    """A decode step that was launched, and whose results are on their way to the host."""
+
+    def __init__(
+        self,
+        requests: Sequence[Request],
+        rows: Sequence[int],
+        results_N3: torch.Tensor,
+        device: torch.device,
+    ) -> None:
+        """Record the step's end in the calling thread's stream.
+
+        Args:
+            requests: the sequences.
+            rows: each one's row of the results.
+            results_N3: float64, on the host, being written to: token ids, log-probabilities, and
+                whether each is valid.
+            device: runs the step.
+        """
+        self._rows = dict(zip(requests, rows, strict=True))
+        self._results_N3, self._end = results_N3, devices.record_event(device)
+
+    @property
+    def running(self) -> list[Request]:
+        """Sequences of the step that still run."""
+        return [r for r in self._rows if r.status is RequestStatus.DECODING]
+
+    def read(self, requests: Sequence[Request]) -> tuple[list[int], list[float], list[bool]]:
+        """Wait for the step; return token ids, log-probabilities and validity of its sequences.
+
+        Raises:
+            RuntimeError: the device failed.
+        """
+        if self._end is not None:
+            self._end.synchronize()
+        rows = [self._rows[request] for request in requests]
+        tokens, logprobs, is_valid = self._results_N3[rows].unbind(1)
+        return tokens.long().tolist(), logprobs.tolist(), is_valid.bool().tolist()
+
+
 class GraphedDecoding:
-    """Runs decode steps of running sequences by replaying graphs."""
+    """Captures decode steps as graphs, caches them and replays them."""
 
     def __init__(
         self,
@@ -100,89 +138,86 @@ class GraphedDecoding:
 
         Args:
             runner: calls the model.
-            decoding: reads the pages.
-            sizes: of the graphs, and how many are kept.
+            decoding: reads and writes the pages.
+            sizes: sizes of the graphs.
             max_rows: most sequences that run together.
-            capture: makes a graph of a step; None: on the device's own streams.
+            capture: captures a step; None: as a CUDA graph.
         """
         self._runner, self._decoding, self._sizes = runner, decoding, sizes
         self._capture = capture or CudaCapture(runner.device)
-        num_rows, device = sizes.padded(max(max_rows, MOST_ROWS)), runner.device
+        num_rows, device = sizes.padded(max(max_rows, MAX_DRAFT_ROWS)), runner.device
         self._inputs = GraphInputs(num_rows, device)
         self._results_N3 = torch.zeros(num_rows, 3, dtype=torch.float64, device=device)
-        # Of a step, and of the one after it.
+        # One for a step, one for the step after it.
         self._host_results = [
             torch.zeros(num_rows, 3, dtype=torch.float64, pin_memory=device.type == "cuda")
             for _ in range(2)
         ]
         self._graphs: OrderedDict[GraphKey, Replay] = OrderedDict()
         self._weights: list[object] = []
-        self.is_stepped_into = False
-        """Whether anyone steps into the forward, whom no replay would call: nothing is to run."""
+        self.has_hooks = False
+        """Whether the model has hooks, which a replay would not call: no graph may run."""
 
     @property
     def num_graphs(self) -> int:
-        """Graphs held now."""
+        """Graphs cached now."""
         return len(self._graphs)
 
     def check_model(self, block_size: int) -> None:
         """Capture the smallest graph, before there is any cache.
 
         Raises:
-            Exception: the model's forward cannot be captured; it asks the host what to do.
+            Exception: the forward cannot be captured, for example because it waits for the device.
         """
         self.check_weights()
         num_rows = self._sizes.padded(1)
         num_splits = self._decoding.splits(num_rows, self._sizes.padded_keys(1))
         key = GraphKey(num_rows, num_splits, has_shared=False, samples=True)
         self._add(key, self._decoding.addresses, block_size)
-        if self.is_stepped_into:
-            # What was captured does what a hook does, which may be gone by the first step.
+        if self.has_hooks:
+            # The captured step includes the hooks, which may be gone by the first step.
             self._graphs.clear()
 
     def check_weights(self) -> None:
-        """Forget every graph if a weight no longer is where it was, or an adapter was switched.
-
-        And while anyone steps into the forward.
-        """
-        weights = captured_weights(self._runner.model)
-        self.is_stepped_into = has_hooks(self._runner.model)
-        if self.is_stepped_into or weights != self._weights:
+        """Forget every graph if a weight moved, an adapter was switched, or the model has hooks."""
+        weights = torch_compat.captured_weights(self._runner.model)
+        self.has_hooks = torch_compat.has_hooks(self._runner.model)
+        if self.has_hooks or weights != self._weights:
             self._graphs.clear()
             self._weights = weights
 
     def follows(self, requests: Sequence[Request], lengths: Sequence[int]) -> bool:
-        """Whether the last step left what a step of these sequences reads, in a graph of its size.
+        """Return whether the last step left the inputs of this one, for a graph of the same size.
 
         Args:
-            requests: sequences, of which none was seated anew since that step.
+            requests: sequences, none of them admitted since the last step.
             lengths: tokens of each, the one that the last step sampled included.
         """
         is_size = self._sizes.padded(len(requests)) == self._sizes.padded(self._inputs.num_rows)
         return is_size and self._inputs.holds(requests, lengths)
 
     def forget_rows(self) -> None:
-        """Have the next step's rows loaded anew: a sequence was seated, or took another way."""
+        """Have the next step load its inputs: the last one's are of other sequences."""
         self._inputs.forget()
 
     def load(self, requests: Sequence[Request], table: BlockTable) -> None:
-        """Have the device know what a step of these sequences reads."""
+        """Copy the inputs of a step of these sequences to the device."""
         rows = DecodeRows.of(requests, table.block_size)
         self._inputs.load(rows, table.block_size, self._decoding.rows_per_tile, requests)
 
     def launch(
         self, requests: Sequence[Request], longest: int, cache: PagedCache, table: BlockTable
     ) -> PendingStep:
-        """Have the device run one step, and sample in it.
+        """Launch one step, sampling included.
 
         Args:
-            requests: sequences that `want_plain_tokens`, and were loaded or `follows`.
-            longest: tokens of the longest, the newest included, whether the host knows it or not.
-            cache: their pages.
-            table: where each table row's blocks are, that of the newest token included.
+            requests: sequences that `want_plain_tokens`, loaded by `load` or by the last step.
+            longest: tokens of the longest, the newest included, even if the host has not read it.
+            cache: holds their pages.
+            table: lists the blocks of each table row, that of the newest token included.
 
         Raises:
-            Exception: what capturing a graph of another size raises, or running one.
+            Exception: capturing a graph of another size failed, or running it.
         """
         addresses, inputs = self._decoding.find(cache, table), self._inputs
         inputs.empty_all_but(requests)
@@ -194,7 +229,7 @@ class GraphedDecoding:
         return PendingStep(requests, inputs.rows_of(requests), host_N3, self._runner.device)
 
     def logits(self, rows: DecodeRows, cache: PagedCache, table: BlockTable) -> torch.Tensor:
-        """Run one step; float32 logits after each row's token, `[rows, V]`."""
+        """Run one step; return float32 logits after each row's token, `[rows, V]`."""
         addresses = self._decoding.find(cache, table)
         self._inputs.load(rows, table.block_size, self._decoding.rows_per_tile)
         logits_BV = self._replay(max(rows.lengths), addresses, table.block_size, samples=False)
@@ -203,7 +238,7 @@ class GraphedDecoding:
     def _replay(
         self, longest: int, addresses: torch.Tensor, block_size: int, *, samples: bool
     ) -> torch.Tensor:
-        """Run a graph on what was loaded; what its step returns."""
+        """Replay a graph on the loaded inputs; return its step's result."""
         num_rows = self._sizes.padded(self._inputs.num_rows)
         num_splits = self._decoding.splits(num_rows, self._sizes.padded_keys(longest))
         key = GraphKey(num_rows, num_splits, self._inputs.has_shared, samples)
@@ -213,14 +248,13 @@ class GraphedDecoding:
         return self._graphs[key]()
 
     def _add(self, key: GraphKey, addresses: torch.Tensor, block_size: int) -> None:
-        """Capture a graph."""
         with self._inputs.emptied():
             self._graphs[key] = self._capture(self._step(key, addresses, block_size))
         while len(self._graphs) > self._sizes.max_graphs:
             self._graphs.popitem(last=False)
 
     def _step(self, key: GraphKey, addresses: torch.Tensor, block_size: int) -> Replay:
-        """The work of one step, as it is captured."""
+        """Return the function that is captured."""
         inputs_LB = self._inputs.tensor[:, : key.num_rows]
         tokens_B, lengths_B, indices_B = (
             inputs_LB[line] for line in (Line.TOKEN, Line.LENGTH, Line.INDEX)
@@ -228,7 +262,7 @@ class GraphedDecoding:
         num_tiles = key.num_rows // 2 if key.has_shared else 0
 
         def run() -> torch.Tensor:
-            # Of full width, so that every line begins where Triton likes pointers to.
+            # Full width keeps the start of every line aligned as Triton expects of pointers.
             small = self._inputs.tensor.to(torch.int32)[:, : key.num_rows]
             metadata = AttentionMetadata(
                 addresses,
@@ -256,9 +290,9 @@ class GraphedDecoding:
 
 
 def sample_plainly(logits_BV: torch.Tensor, inputs_LB: torch.Tensor) -> torch.Tensor:
-    """Each row's next token, its log-probability and whether it is valid, as one float64 tensor.
+    """Return each row's next token, log-probability and validity, as one float64 tensor `[B, 3]`.
 
-    The same arithmetic as `sampler.sample` where nothing is truncated, without a word to the host.
+    The arithmetic of `sampling.draw.sample` without truncation, and without waiting for the device.
     """
     temperatures_B = inputs_LB[Line.TEMPERATURE].view(torch.float64).float()
     scaled_BV = logits_BV / temperatures_B[:, None]

@@ -1,7 +1,7 @@
-"""What a captured decode step reads: buffers on the device that never move.
+"""Hold the inputs of a captured decode step: buffers on the device that never move.
 
-A step writes each row's next token and length over the last ones, so the buffers follow the rows by
-themselves until a sequence joins. One thread uses them.
+A step writes each row's next token and length over the last ones, so no input is copied to the
+device until a sequence joins. Called by the thread that steps the engine.
 
 B: rows of a step, N: most rows.
 """
@@ -19,35 +19,34 @@ from cb_rollout.engine.request import Request
 
 
 class Line(IntEnum):
-    """The lines of the buffer, one number a row, or a tile, in each."""
+    """Lines of the buffer; each holds one number for a row, or for a tile."""
 
     TOKEN = 0
     LENGTH = 1
-    """Tokens, the newest included; 0: no row."""
+    """Tokens, the newest included; 0: the row is empty."""
     TABLE_ROW = 2
     SEED = 3
     INDEX = 4
-    """Tokens sampled before."""
+    """Tokens that the sequence has sampled."""
     IS_GREEDY = 5
     TEMPERATURE = 6
     """The bits of a float64."""
     NUM_SHARED = 7
-    """Leading tokens that a shared tile reads."""
+    """Leading tokens that the row's tile reads once for all its rows."""
     TILE_FIRST = 8
     TILE_COUNT = 9
 
 
 class GraphInputs:
-    """The buffers, and which sequences stand in them."""
+    """Buffers, and the sequences that their rows hold."""
 
     def __init__(self, max_rows: int, device: torch.device) -> None:
-        """Hold no row, and room for so many."""
         self.tensor = torch.zeros(len(Line), max_rows, dtype=torch.int64, device=device)
         """int64, `[lines, N]`."""
         self.num_rows = 0
         """Rows that were loaded, emptied ones included."""
         self.has_shared = False
-        """Whether rows share a prompt that they read together."""
+        """Whether rows share a prefix that a tile reads."""
         self._loaded: dict[Request, tuple[int, int]] = {}
         self._num_steps = 0
 
@@ -58,13 +57,13 @@ class GraphInputs:
         rows_per_tile: int,
         requests: Sequence[Request] = (),
     ) -> None:
-        """Write the rows, and, where their tokens are sampled in the step, how.
+        """Write the rows, with their sampling parameters if the step samples.
 
         Args:
-            rows: what is computed.
+            rows: tokens to compute.
             block_size: tokens of a block.
-            rows_per_tile: most rows that read a shared prompt together.
-            requests: the rows' sequences, one each; none: nothing is sampled.
+            rows_per_tile: most rows that read a shared prefix together.
+            requests: the rows' sequences, one each; empty: nothing is sampled.
         """
         params = [request.params for request in requests]
         tiles = shared_tiles(rows.block_ids, block_size, rows_per_tile)
@@ -95,15 +94,15 @@ class GraphInputs:
         self._num_steps = 0
 
     def note_step(self) -> None:
-        """A step wrote the next tokens and lengths."""
+        """Count a step, which wrote the next tokens and lengths."""
         self._num_steps += 1
 
     def forget(self) -> None:
-        """What stands here may not be true of any sequence any more."""
+        """Invalidate the buffer's contents."""
         self._loaded = {}
 
     def holds(self, requests: Sequence[Request], lengths: Sequence[int]) -> bool:
-        """Whether all of these sequences stand here, each with so many tokens."""
+        """Return whether the buffers hold all of these sequences, each with so many tokens."""
         passed = self._num_steps
         return all(
             request in self._loaded and self._loaded[request][1] + passed == length
@@ -111,11 +110,11 @@ class GraphInputs:
         )
 
     def rows_of(self, requests: Sequence[Request]) -> list[int]:
-        """Where they stand."""
+        """Return the row of each sequence."""
         return [self._loaded[request][0] for request in requests]
 
     def empty_all_but(self, requests: Sequence[Request]) -> None:
-        """Have the rows of all other sequences compute nothing from now on."""
+        """Empty the rows of all other sequences: they compute nothing from now on."""
         if len(requests) == len(self._loaded):
             return
         kept = {request: self._loaded[request] for request in requests}
@@ -126,7 +125,7 @@ class GraphInputs:
 
     @contextmanager
     def emptied(self) -> Iterator[None]:
-        """Within, no row at all: what a step does then touches no page."""
+        """Hold no row inside the block: a step then touches no page."""
         held = self.tensor.clone()
         self.tensor.zero_()
         try:

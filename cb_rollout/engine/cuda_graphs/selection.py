@@ -1,9 +1,7 @@
-"""Whether decode steps are compiled. Asked where an engine is made; answers in a word.
+"""Decide, at an engine's start, whether decode steps are compiled or run as CUDA graphs.
 
-Whether decode steps run as CUDA graphs. Asked where an engine is made; answers in a line.
+Each decision returns a phrase for the log, or refuses a setting that cannot be honoured.
 """
-
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -12,23 +10,30 @@ from cb_rollout.compat import torch as torch_compat
 from cb_rollout.config.rollout import RolloutConfig
 from cb_rollout.engine.attention.cpu.backend import CpuBackend
 from cb_rollout.engine.attention.triton.backend import TritonBackend
-from cb_rollout.engine.cuda_graphs.graphs import GraphSizes
+from cb_rollout.engine.cuda_graphs.graphs import GraphedDecoding, GraphSizes
 from cb_rollout.engine.memory import device as devices
-from cb_rollout.engine.model.runner import ModelRunner, eval_mode
+from cb_rollout.engine.model.eval_mode import eval_mode
+from cb_rollout.engine.model.runner import ModelRunner
 from cb_rollout.errors import ConfigurationError, said
 
-if TYPE_CHECKING:
-    from cb_rollout.engine.cuda_graphs.graphs import GraphedDecoding
+# Settings of graphs, and the values of each that do not ask for graphs.
+_GRAPH_SETTINGS = {
+    "use_async_batching": (None, False),
+    "use_cuda_graph": (None, False, (False, False), [False, False]),
+    "q_padding_interval_size": (0,),
+    "kv_padding_interval_size": (0,),
+    "max_cached_graphs": (0,),
+}
 
 
 def choose_compilation(runner: ModelRunner, config: RolloutConfig) -> str:
-    """Have the runner's decode steps compiled, where that is asked for.
+    """Compile the runner's decode steps, where the settings ask for it.
 
     Returns:
-        What to say about it; empty where nothing was asked for.
+        A phrase for the log; empty where nothing was asked for.
 
     Raises:
-        ConfigurationError: it cannot be.
+        ConfigurationError: the steps cannot be compiled.
     """
     settings = config.compiles_decode
     if settings is None:
@@ -63,30 +68,33 @@ def _compile_obstacle(runner: ModelRunner, config: RolloutConfig) -> str | None:
 
 
 def graph_obstacle(device: torch.device) -> str | None:
-    """Why a device has no graphs; None: it has."""
+    """Return the reason why a device has no CUDA graphs; None: it has them."""
     return None if device.type == "cuda" else f"needs a CUDA device, and the model is on {device}"
 
 
 def create_graphs(
     runner: ModelRunner, config: RolloutConfig, max_rows: int, is_recurrent: bool
-) -> tuple["GraphedDecoding | None", str]:
-    """What runs decode steps as graphs, where that can be, and what to say about it.
+) -> tuple[GraphedDecoding | None, str]:
+    """Create the graphs of decode steps, where possible.
+
+    Returns:
+        The graphs, of which the smallest is captured, or None; and a phrase for the log.
 
     Raises:
-        ConfigurationError: graphs are asked for, and cannot be.
+        ConfigurationError: a setting asks for graphs, and there can be none.
     """
     if config.wants_graphs is False:
         if isinstance(runner.attention_backend, CpuBackend):
             runner.attention_backend.traced_forward.stay_untraced()
         return None, "CUDA graphs: off, as asked"
-    graphs, obstacle = None, _obstacle(runner, is_recurrent)
+    graphs, obstacle = None, _graph_obstacle(runner, is_recurrent)
     if obstacle is None:
-        graphs, obstacle = _checked_graphs(runner, config, max_rows)
+        graphs, obstacle = _try_capture(runner, config, max_rows)
     if graphs is not None:
         return graphs, "CUDA graphs: on" + (", a step ahead" if config.looks_ahead else "")
     asked = [
         f"{name}={getattr(config, name)!r}"
-        for name, rest in _SETTINGS.items()
+        for name, rest in _GRAPH_SETTINGS.items()
         if getattr(config, name) not in rest
     ]
     if asked:
@@ -97,12 +105,10 @@ def create_graphs(
     return None, f"CUDA graphs: off ({obstacle})"
 
 
-def _checked_graphs(
+def _try_capture(
     runner: ModelRunner, config: RolloutConfig, max_rows: int
-) -> tuple["GraphedDecoding | None", str | None]:
-    """Graphs of which the smallest was captured, or None and why it could not be."""
-    from cb_rollout.engine.cuda_graphs.graphs import GraphedDecoding
-
+) -> tuple[GraphedDecoding | None, str | None]:
+    """Return graphs of which the smallest is captured, or the reason why it cannot be."""
     assert isinstance(runner.attention_backend, TritonBackend)
     sizes = GraphSizes(
         config.q_padding_interval_size, config.kv_padding_interval_size, config.max_cached_graphs
@@ -113,22 +119,12 @@ def _checked_graphs(
             graphs.check_model(config.block_size)
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # noqa: BLE001  what it raises is the answer
+    except Exception as error:  # noqa: BLE001  the error is the reason
         return None, f"needs a forward that asks the host nothing ({said(error)})"
     return graphs, None
 
 
-_SETTINGS = {
-    "use_async_batching": (None, False),
-    "use_cuda_graph": (None, False, (False, False), [False, False]),
-    "q_padding_interval_size": (0,),
-    "kv_padding_interval_size": (0,),
-    "max_cached_graphs": (0,),
-}
-# Each setting of graphs, and the values that ask for none.
-
-
-def _obstacle(runner: ModelRunner, is_recurrent: bool) -> str | None:
+def _graph_obstacle(runner: ModelRunner, is_recurrent: bool) -> str | None:
     if obstacle := graph_obstacle(runner.device):
         return obstacle
     if runner.attention_backend is None:

@@ -120,8 +120,8 @@ class CacheStorage:
         """Return the bytes of keys, values and states."""
         return self.cache.num_bytes if self._held else 0
 
-    def release(self, limits: Limits, plan: MemoryPlan) -> None:
-        """Release the memory; the next allocation follows these limits and this plan."""
+    def release(self, limits: Limits, plan: MemoryPlan, layout: CacheLayout | None = None) -> None:
+        """Release the memory; the next allocation follows these limits, this plan and layout."""
         if self._held is not None:
             if self._saver is not None and self._tag is not None:
                 self._saver.pause(self._tag, self.cache)
@@ -129,6 +129,8 @@ class CacheStorage:
             self._held, self._num_blocks = None, 0
             devices.empty_cache(self._device)
         self._limits, self._plan = limits, plan
+        if layout is not None and layout is not self._layout:
+            self._layout, self._tag, self._paused = layout, None, None
 
     def allocate(self, num_blocks: int, at_least: int = 1) -> int:
         """Allocate `num_blocks` blocks, or as many as fit; return the number allocated.

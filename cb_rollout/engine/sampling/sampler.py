@@ -45,6 +45,10 @@ class TokenSampler:
         self._mode = mode
         self._kept: tuple[list[Request], SamplingBatch, LogitsProcessing | None] | None = None
 
+    def forget_rows(self) -> None:
+        """Drop the parameters that are kept for rows that recur."""
+        self._kept = None
+
     def extend(
         self,
         requests: Sequence[Request],

@@ -1,1 +1,1 @@
-"""Choose which sequences run next. Knows tokens and blocks, never tensors."""
+"""Choose the sequences of a step by a policy, within blocks and table rows."""

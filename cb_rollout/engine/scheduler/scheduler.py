@@ -1,32 +1,37 @@
-"""Sequences that wait for blocks and a table row, first come first.
+"""Choose which sequences run in the next step, and which table rows and blocks they hold.
 
-One that ended while it waited stays where it is and is passed over, so that ending it costs the
-same however many wait.
-
-Which sequences run next, and which table_rows they hold.
-
-Owns the queues. Knows tokens and blocks, never tensors.
+Owns the queues. Handles tokens and blocks, never tensors. Called by the thread that steps the
+engine.
 """
 
 import heapq
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 
 from cb_rollout.engine.kv_cache.block_manager import BlockManager
+from cb_rollout.engine.kv_cache.block_pool import BlockPool
 from cb_rollout.engine.kv_cache.offload import NoOffload
 from cb_rollout.engine.request import NO_TABLE_ROW, Limits, Prefill, Request
+from cb_rollout.engine.scheduler.policy import SchedulerPolicy
 from cb_rollout.metrics.counters import EngineCounters
 from cb_rollout.types import RequestStatus
 
+# A prefill that has no memory for this many tokens has none for a decode either.
+MIN_BATCH_TOKENS = 16
+
 
 class WaitingQueue:
-    """A queue whose length counts the unfinished."""
+    """Sequences that wait for blocks and a table row, in the order of a policy.
 
-    def __init__(self, requests: Iterable[Request] = ()) -> None:
-        """Start with `requests`."""
-        self._requests = deque(requests)
+    One that ended while it waited stays in place and is passed over, so that ending it costs the
+    same however many wait. The length counts the unfinished.
+    """
+
+    def __init__(self, policy: SchedulerPolicy) -> None:
+        self._policy = policy
+        self._requests: deque[Request] = deque()
         self._num_ended = 0
 
     def __len__(self) -> int:
@@ -37,18 +42,24 @@ class WaitingQueue:
 
     @property
     def head(self) -> Request | None:
-        """Who is next; None: nobody waits."""
+        """The next sequence to admit; None: none waits."""
         while self._requests and self._requests[0].status.is_final:
             self._requests.popleft()
             self._num_ended -= 1
         return self._requests[0] if self._requests else None
 
     def append(self, request: Request) -> None:
-        """Queue a newcomer."""
-        self._requests.append(request)
+        """Queue a new sequence where the policy says."""
+        index = len(self._requests)
+        for waiting in reversed(self._requests):
+            ran_before = waiting.admitted_time is not None
+            if ran_before or not self._policy.comes_before(request, waiting):
+                break
+            index -= 1
+        self._requests.insert(index, request)
 
     def appendleft(self, request: Request) -> None:
-        """Let one that ran before be next."""
+        """Queue a sequence that ran before in front of all others."""
         self._requests.appendleft(request)
 
     def take(self) -> Request:
@@ -58,66 +69,111 @@ class WaitingQueue:
         return self._requests.popleft()
 
     def note_ended(self) -> None:
-        """One of the queue was ended."""
+        """Count a sequence of the queue that was ended."""
         self._num_ended += 1
 
-
-MIN_BATCH_TOKENS = 16
-# A prefill that has no memory for this many tokens has none for a decode either.
+    def clear(self) -> None:
+        """Drop all sequences."""
+        self._requests.clear()
+        self._num_ended = 0
 
 
 class Scheduler:
-    """Admits, forks, preempts and retires sequences."""
+    """Admits, forks, preempts and retires sequences; lives as long as its engine."""
+
+    blocks: BlockManager
+    max_batch_tokens: int
+    """Tokens of one prefill; shrinks where a forward ran out of memory."""
+    max_admitted: int
+    """Sequences that may hold a table row; shrinks likewise."""
+    num_decodes_in_a_row: int
+    """Decode steps since the last prefill."""
 
     def __init__(
         self,
         limits: Limits,
         counters: EngineCounters,
         grow: Callable[[int], int],
-        policy_version: int = 0,
+        policy: SchedulerPolicy,
         offloader: NoOffload | None = None,
     ) -> None:
         """Start empty, with no block.
 
         Args:
-            limits: what may be used.
-            counters: where preemptions and shared tokens are counted.
-            grow: asked for this many more blocks, makes as many as it can and returns how many
-                there are in all.
-            policy_version: under which keys are computed.
-            offloader: may keep the keys of preempted sequences; None: they are computed anew.
+            limits: sizes of the engine.
+            counters: counts preemptions and shared tokens.
+            grow: takes a number of blocks, makes room for as many more as it can, and returns the
+                total.
+            policy: decides the order of admission, and when to prefill.
+            offloader: stores the keys of preempted sequences; None: they are computed anew.
         """
-        self.limits = limits
-        self._offloader = offloader or NoOffload()
-        self.blocks = BlockManager(limits, grow, policy_version)
-        self.pool = self.blocks.pool
-        self.waiting = WaitingQueue()
+        self.waiting = WaitingQueue(policy)
         self.prefilling: deque[Prefill] = deque()
         self.running: list[Request] = []
-        self.max_batch_tokens = limits.max_batch_tokens
-        """Shrinks where a forward ran out of memory."""
-        self.max_seated = limits.max_requests
-        """Most sequences that hold a table row; shrinks likewise."""
-        self._counters = counters
+        self._policy, self._counters, self._grow = policy, counters, grow
+        self._offloader = offloader or NoOffload()
+        self._start_empty(limits, policy_version=0)
+
+    def _start_empty(self, limits: Limits, policy_version: int) -> None:
+        self.limits = limits
+        self.blocks = BlockManager(limits, self._grow, policy_version)
+        self.max_batch_tokens, self.max_admitted = limits.max_batch_tokens, limits.max_requests
+        self.num_decodes_in_a_row = 0
         self._free_table_rows = list(range(limits.max_requests))
-        self._seated: list[Request] = []
+        self._newly_admitted: list[Request] = []
+
+    def reset(self, limits: Limits) -> None:
+        """Have all unfinished sequences wait again, hold no block, and follow other limits."""
+        self.begin_policy_version(self.blocks.policy_version, keep_keys=False)
+        self._start_empty(limits, self.blocks.policy_version)
+
+    def clear(self) -> None:
+        """Drop all sequences, without touching them, and every block."""
+        self.waiting.clear()
+        self.prefilling, self.running = deque(), []
+        self._offloader.clear()
+        self._start_empty(self.limits, self.blocks.policy_version)
+
+    @property
+    def pool(self) -> BlockPool:
+        """The blocks of the cache."""
+        return self.blocks.pool
+
+    @property
+    def is_prefill_next(self) -> bool:
+        """Whether the policy tries a prefill before a decode step."""
+        return self._policy.is_prefill_next(self)
+
+    def note_step(self, *, is_decode: bool) -> None:
+        """Count a step that ran."""
+        self.num_decodes_in_a_row = self.num_decodes_in_a_row + 1 if is_decode else 0
 
     @property
     def has_work(self) -> bool:
         """Whether any sequence is unfinished."""
         return bool(len(self.waiting) or self.prefilling or self.running)
 
+    @property
+    def num_admitted(self) -> int:
+        """Sequences that hold a table row."""
+        return self.limits.max_requests - len(self._free_table_rows)
+
+    @property
+    def num_admissible(self) -> int:
+        """Sequences that may still be admitted; negative after `narrow_decode`."""
+        return self.max_admitted - self.num_admitted
+
     def num_usable_blocks(self) -> list[int]:
         """Return the blocks that each running sequence may come to need; shared ones twice.
 
         Waiting sequences count as far as table rows go.
         """
-        seated = [m for prefill in self.prefilling for m in (prefill.leader, *prefill.followers)]
-        seated += self.running
-        waiting = islice(self.waiting, self.limits.max_requests - len(seated))
+        admitted = [m for prefill in self.prefilling for m in (prefill.leader, *prefill.followers)]
+        admitted += self.running
+        waiting = islice(self.waiting, self.limits.max_requests - len(admitted))
         return [
             self.blocks.num_needed(len(request.prompt_ids) + request.max_new_tokens)
-            for request in (*seated, *waiting)
+            for request in (*admitted, *waiting)
         ]
 
     def add(self, request: Request) -> None:
@@ -125,7 +181,7 @@ class Scheduler:
         self.waiting.append(request)
 
     def schedule_prefill(self) -> list[Prefill]:
-        """The prompts, or chunks, of the coming forward; padded, `max_batch_tokens` at most."""
+        """Choose prompts, or chunks of them: at most `max_batch_tokens`, padding included."""
         chosen: list[Prefill] = []
         width = 0
         pending = deque(self.prefilling)
@@ -142,17 +198,17 @@ class Scheduler:
         return chosen
 
     def _admit(self) -> Prefill | None:
-        """Move the first waiting sequence, and what can be forked from it, to the prefilling ones.
+        """Begin the prefill of the first waiting sequence and of its followers.
 
-        A block is left for every running sequence, or they would soon preempt the newcomer.
+        A block stays free for every running sequence, or they would soon preempt the newcomer.
         """
         leader = self.waiting.head
-        if leader is None or not self._can_seat:
+        if leader is None or self.num_admissible <= 0:
             return None
         if not self.blocks.allocate_prompt(leader, num_spare=len(self.running)):
             return None
         self.waiting.take()
-        self._seat(leader)
+        self._assign_table_row(leader)
         self._offloader.restore(leader)
         self._counters.prefill_tokens_saved += leader.num_computed
         prefill = Prefill(leader)
@@ -160,46 +216,37 @@ class Scheduler:
         self.prefilling.append(prefill)
         return prefill
 
-    @property
-    def num_seated(self) -> int:
-        """Sequences that hold a table row."""
-        return self.limits.max_requests - len(self._free_table_rows)
-
-    @property
-    def _can_seat(self) -> bool:
-        return self.num_seated < self.max_seated
-
     def _admit_followers(self, prefill: Prefill) -> None:
-        """Seat the neighbours that ask for the same prompt; they share its whole blocks."""
+        """Admit the neighbours in the queue with the same prompt; they share its whole blocks."""
         leader = prefill.leader
         if leader.group is None or leader.num_generated:
             return
-        while self._can_seat and (follower := self.waiting.head):
+        while self.num_admissible > 0 and (follower := self.waiting.head):
             if follower.group != leader.group or follower.num_generated:
                 return
             if not self.blocks.allocate_fork(follower, leader, num_spare=len(self.running)):
                 return
             self.waiting.take()
-            self._seat(follower)
+            self._assign_table_row(follower)
             prefill.followers.append(follower)
 
-    def _seat(self, request: Request) -> None:
+    def _assign_table_row(self, request: Request) -> None:
         request.table_row = heapq.heappop(self._free_table_rows)
         request.status = RequestStatus.PREFILLING
-        if request.seated_time is None:
-            request.seated_time = time.perf_counter()
-        self._seated.append(request)
+        if request.admitted_time is None:
+            request.admitted_time = time.perf_counter()
+        self._newly_admitted.append(request)
 
-    def take_seated(self) -> list[Request]:
-        """The sequences that were given a table row and blocks since the last call."""
-        seated, self._seated = self._seated, []
-        return seated
+    def take_admitted(self) -> list[Request]:
+        """Return the sequences that got a table row and blocks since the last call."""
+        admitted, self._newly_admitted = self._newly_admitted, []
+        return admitted
 
     def complete_prefill(self, prefill: Prefill) -> tuple[list[int], list[int]]:
         """Account for a computed chunk; after the last one, let the group decode.
 
         Returns:
-            The blocks to copy, source and target, so that each follower owns its last ones.
+            Blocks to copy, sources and targets, so that each follower owns its last ones.
         """
         leader = prefill.leader
         leader.num_computed += prefill.num_scheduled
@@ -224,10 +271,10 @@ class Scheduler:
         return sources, targets
 
     def schedule_decode(self) -> list[tuple[int, int, int]]:
-        """Give every running sequence a place for its newest token, preempting where there is none.
+        """Give every running sequence a slot for its newest token; preempt where there is none.
 
         Returns:
-            The blocks that sequences got, each as table row, index within the sequence, and block.
+            The new blocks, each as table row, index within the sequence, and block.
         """
         extended: list[tuple[int, int, int]] = []
         index = 0
@@ -250,13 +297,13 @@ class Scheduler:
             self.blocks.remember(request)
 
     def complete_drafted(self) -> None:
-        """Account for a step that brought several tokens: all but the newest are computed."""
+        """Account for a drafted step: all but the newest token of each sequence are computed."""
         for request in self.running:
             request.num_computed = request.num_tokens - 1
             self.blocks.remember(request)
 
     def retire_running(self) -> list[Request]:
-        """Take the running sequences that ended out, and free what they held."""
+        """Remove the running sequences that ended, and free their blocks; return them."""
         ended = [request for request in self.running if request.status.is_final]
         if ended:
             self.running = [r for r in self.running if not r.status.is_final]
@@ -265,10 +312,7 @@ class Scheduler:
         return ended
 
     def retire(self, request: Request) -> None:
-        """Take out one sequence that was ended from outside, wherever it is.
-
-        A waiting one is passed over when its turn comes.
-        """
+        """Remove a sequence that was ended from outside, wherever it is."""
         assert request.status.is_final
         self._offloader.drop(request)
         if request.table_row == NO_TABLE_ROW:
@@ -286,10 +330,12 @@ class Scheduler:
         self._free(request)
 
     def begin_policy_version(self, policy_version: int, keep_keys: bool) -> None:
-        """From now on cache for `policy_version`: no older key is ever matched again.
+        """Cache for `policy_version` from now on: no older key is ever matched again.
 
-        Running sequences go on with the keys they have (`keep_keys`), which no other sequence will
-        share, or are computed anew; unfinished prompts always are.
+        Args:
+            policy_version: the new version.
+            keep_keys: let running sequences go on with their keys, which no other sequence will
+                share. False: they are computed anew, as unfinished prompts always are.
         """
         self._offloader.clear()
         if keep_keys:
@@ -304,22 +350,22 @@ class Scheduler:
         self.blocks.begin_policy_version(policy_version)
 
     def narrow_prefill(self) -> bool:
-        """After a prefill ran out of memory: halve what one takes; False when it cannot be less."""
+        """Halve the tokens of a prefill, after one ran out of memory; False at the minimum."""
         if self.max_batch_tokens <= MIN_BATCH_TOKENS:
             return False
         self.max_batch_tokens = max(MIN_BATCH_TOKENS, self.max_batch_tokens // 2)
         return True
 
     def narrow_decode(self) -> bool:
-        """After a decode ran out of memory: preempt all, and seat half as many; False when one."""
+        """Preempt all and halve their number, after a decode ran out of memory; False for one."""
         if len(self.running) <= 1:
             return False
-        self.max_seated = len(self.running) // 2
+        self.max_admitted = len(self.running) // 2
         self.preempt(self.running)
         return True
 
     def preempt(self, requests: list[Request]) -> None:
-        """Give up what running sequences hold; they resume later with all their tokens."""
+        """Free the blocks of running sequences; they resume later with all their tokens."""
         preempted = [request for request in requests if request in self.running]
         self._counters.preemptions += len(preempted)
         for request in preempted:

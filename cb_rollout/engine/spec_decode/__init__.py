@@ -1,1 +1,1 @@
-"""Propose draft tokens from n-grams and verify them in one forward."""
+"""Propose draft tokens from n-grams; the executor verifies them in one forward."""

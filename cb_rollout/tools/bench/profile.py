@@ -22,7 +22,7 @@ from cb_rollout.engine.attention.cpu import few_row_linear
 from cb_rollout.engine.attention.cpu.backend import CpuPagedAttention
 from cb_rollout.engine.attention.gathered import BatchedAttention
 from cb_rollout.engine.core import Engine
-from cb_rollout.engine.executor import Steps
+from cb_rollout.engine.executor import StepExecutor
 from cb_rollout.engine.kv_cache.paged import PagedLayer
 from cb_rollout.engine.model.runner import ModelRunner
 from cb_rollout.engine.request import Request
@@ -58,8 +58,8 @@ COARSE = (
 FINE = (
     *COARSE,
     WrappedFunction(STEP, Engine, "step"),
-    WrappedFunction(PREFILL, Steps, "prefill"),
-    WrappedFunction(DECODE, Steps, "decode"),
+    WrappedFunction(PREFILL, StepExecutor, "prefill"),
+    WrappedFunction(DECODE, StepExecutor, "decode"),
     WrappedFunction(ATTENTION, BatchedAttention, "__call__"),
     WrappedFunction(ATTENTION, CpuPagedAttention, "attend"),
     WrappedFunction(ATTENTION, PagedLayer, "update"),

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from cb_rollout import FinishReason, RequestStatus, SamplingParams
 from cb_rollout.engine.request import Request
 from cb_rollout.engine.spec_decode.ngram import (
-    GRAMS,
-    MOST_DRAFTED,
-    MOST_ROWS,
+    MAX_DRAFT_ROWS,
+    MAX_DRAFT_TOKENS,
+    NGRAM_SIZES,
     NgramIndex,
     NgramProposer,
 )
@@ -36,18 +36,18 @@ def request(prompt_ids, said=(), group=None, max_new_tokens=100, **settings):
 
 def test_what_followed_the_longest_known_run_is_expected():
     ngram_index = NgramIndex()
-    ngram_index.listen([1, 2, 3, 4, 5, 9, 3, 4, 6, 7], 0)
-    assert ngram_index.expected([8, 3, 4], 3) == [6, 7]
-    assert ngram_index.expected([2, 3, 4], 3) == [5, 9, 3]
-    assert ngram_index.expected([4, 3], 3) == []
+    ngram_index.add([1, 2, 3, 4, 5, 9, 3, 4, 6, 7], 0)
+    assert ngram_index.predict([8, 3, 4], 3) == [6, 7]
+    assert ngram_index.predict([2, 3, 4], 3) == [5, 9, 3]
+    assert ngram_index.predict([4, 3], 3) == []
 
 
 def test_what_is_said_later_is_known_later_and_comes_first():
     ngram_index, text = NgramIndex(), [1, 2, 3]
-    ngram_index.listen(text, 0)
-    assert ngram_index.expected([1, 2], 2) == [3]
+    ngram_index.add(text, 0)
+    assert ngram_index.predict([1, 2], 2) == [3]
     text += [1, 2, 7]
-    assert ngram_index.expected([1, 2], 2) == [7]
+    assert ngram_index.predict([1, 2], 2) == [7]
 
 
 texts_of_few_words = st.lists(st.lists(st.integers(0, 3), max_size=12), min_size=1, max_size=4)
@@ -55,12 +55,12 @@ texts_of_few_words = st.lists(st.lists(st.integers(0, 3), max_size=12), min_size
 
 @given(texts_of_few_words, st.integers(1, 5))
 def test_every_expected_token_was_said_after_the_same_tokens(texts, count):
-    ngram_index, size = NgramIndex(), min(GRAMS)
+    ngram_index, size = NgramIndex(), min(NGRAM_SIZES)
     for text in texts:
-        ngram_index.listen(text, 0)
+        ngram_index.add(text, 0)
     said = {tuple(text[end - size : end + 1]) for text in texts for end in range(size, len(text))}
     for text in texts:
-        expected = ngram_index.expected(text, count)
+        expected = ngram_index.predict(text, count)
         whole = [*text, *expected]
         assert len(expected) <= count
         for end in range(len(text), len(whole)):
@@ -71,8 +71,8 @@ def test_every_expected_token_was_said_after_the_same_tokens(texts, count):
 
 def test_a_loop_is_expected_to_go_on():
     ngram_index = NgramIndex()
-    ngram_index.listen([1, 2, 3] * 4, 0)
-    assert ngram_index.expected([1, 2, 3] * 4, 7) == [1, 2, 3, 1, 2, 3, 1]
+    ngram_index.add([1, 2, 3] * 4, 0)
+    assert ngram_index.predict([1, 2, 3] * 4, 7) == [1, 2, 3, 1, 2, 3, 1]
 
 
 def test_members_of_a_group_hear_each_other_and_nobody_else():
@@ -80,25 +80,25 @@ def test_members_of_a_group_hear_each_other_and_nobody_else():
     prompt = [1, 2, 3]
     first, second = request(prompt, [4, 5, 6, 7], group=0), request(prompt, [4, 5], group=0)
     stranger = request(prompt, [4, 5], group=1)
-    proposer.listen([first, second, stranger])
-    assert proposer.drafts([second, stranger]) == [[6, 7], []]
+    proposer.track([first, second, stranger])
+    assert proposer.propose([second, stranger]) == [[6, 7], []]
     del first
     # What a member that is gone has said stays, as long as one of them runs.
-    assert proposer.drafts([second]) == [[6, 7]]
+    assert proposer.propose([second]) == [[6, 7]]
 
 
 def test_a_sequence_that_ended_holds_nothing_of_its_group():
     proposer, prompt = NgramProposer(4), [1, 2, 3]
     first, second = request(prompt, [4, 5, 6, 7], group=0), request(prompt, [4, 5], group=0)
-    proposer.listen([first, second])
+    proposer.track([first, second])
     known = weakref.ref(first.ngram_index)
     first.end(RequestStatus.CANCELLED, FinishReason.CANCELLED)
     assert first.ngram_index is None
-    assert proposer.drafts([second]) == [[6, 7]]
+    assert proposer.propose([second]) == [[6, 7]]
     second.end(RequestStatus.CANCELLED, FinishReason.CANCELLED)
     gc.collect()
     assert known() is None
-    proposer.listen([first])
+    proposer.track([first])
     assert first.ngram_index is None
 
 
@@ -106,9 +106,9 @@ def test_a_draft_leaves_room_for_the_last_token_and_is_no_longer_than_asked():
     loop = [1, 2, 3] * 4
     short, long = request(loop, max_new_tokens=3), request(loop, max_new_tokens=50)
     proposer = NgramProposer(6)
-    proposer.listen([short, long])
+    proposer.track([short, long])
     long.ngram_index.acceptance_rate = short.ngram_index.acceptance_rate = 1.0
-    assert [len(draft) for draft in proposer.drafts([short, long])] == [2, 6]
+    assert [len(draft) for draft in proposer.propose([short, long])] == [2, 6]
 
 
 def test_who_cannot_be_drafted_for_is_left_out():
@@ -116,25 +116,25 @@ def test_who_cannot_be_drafted_for_is_left_out():
     plain = request(loop)
     streaming = request(loop, is_streaming=True)
     proposer = NgramProposer(None)
-    proposer.listen([plain, streaming])
+    proposer.track([plain, streaming])
     plain.ngram_index.acceptance_rate = 1.0
-    draft, none = proposer.drafts([plain, streaming])
-    assert (len(draft), none) == (min(MOST_DRAFTED, MOST_ROWS // 2 - 1), [])
+    draft, none = proposer.propose([plain, streaming])
+    assert (len(draft), none) == (min(MAX_DRAFT_TOKENS, MAX_DRAFT_ROWS // 2 - 1), [])
     for adjusted in (request(loop, repetition_penalty=1.5), request(loop, top_logprobs=2)):
-        assert proposer.drafts([plain, adjusted]) == []
-    assert proposer.drafts([plain] * (MOST_ROWS // 2 + 1)) == []
+        assert proposer.propose([plain, adjusted]) == []
+    assert proposer.propose([plain] * (MAX_DRAFT_ROWS // 2 + 1)) == []
 
 
 def test_a_group_without_luck_is_tried_less_and_one_with_luck_more():
     proposer, looping = NgramProposer(4), request([1, 2, 3] * 4)
-    proposer.listen([looping])
+    proposer.track([looping])
     lengths = []
     for _ in range(100):
-        drafts = proposer.drafts([looping])
+        drafts = proposer.propose([looping])
         lengths.append(len(drafts[0]) if drafts else 0)
-        proposer.note(looping, lengths[-1], 0)
+        proposer.record(looping, lengths[-1], 0)
     assert lengths[0] == 2
     assert 0 < sum(lengths[20:]) < 40
     for _ in range(20):
-        proposer.note(looping, 4, 4)
-    assert len(proposer.drafts([looping])[0]) == 4
+        proposer.record(looping, 4, 4)
+    assert len(proposer.propose([looping])[0]) == 4
