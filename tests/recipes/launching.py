@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-RECIPES = Path(__file__).parents[2] / "recipes"
 # A run that hangs is killed and fails the test.
+RECIPES = Path(__file__).parents[2] / "recipes"
 TIMEOUT_SECONDS = 240
 
 ACCELERATE = ("-m", "accelerate.commands.launch", "--cpu", "--num_processes")

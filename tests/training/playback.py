@@ -22,8 +22,8 @@ TOOL_TEMPLATE = (
 )
 assert TOOL_TEMPLATE != CHAT_TEMPLATE
 
-TURN_TOKENS = 6
 # A random model hardly ever ends a turn itself.
+TURN_TOKENS = 6
 
 TOOLS = {
     "max_completion_length": 70,

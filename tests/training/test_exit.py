@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parent.parent
-TIMEOUT_SECONDS = 120
 # A process that hangs is killed and fails the test; a sound one ends long before.
+TIMEOUT_SECONDS = 120
 
 REWARD_RAISES = """
 def reward(completions, **_):

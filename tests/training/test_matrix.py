@@ -27,6 +27,7 @@ SMALL = {
     "lr_scheduler_type": "constant",
     "learning_rate": 1e-2,
 }
+# Refused with the modes that weigh whole sequences, by TRL and by attach.
 FEATURES = {
     "accumulate": {"gradient_accumulation_steps": 2},
     "iterate": {"num_iterations": 2, "steps_per_generation": 2, "max_steps": 4},
@@ -37,7 +38,6 @@ FEATURES = {
     "environment": TOOLS,
 }
 SEQUENCE_LOSSES = {"vespo"}
-# Refused with the modes that weigh whole sequences, by TRL and by attach.
 
 
 @pytest.fixture(autouse=True)
