@@ -73,7 +73,7 @@ def create_model() -> Qwen3ForCausalLM:
 
 
 def answer(secret: int, guess: str) -> str:
-    """Return the environment's answer to a guess."""
+    """Return the environment's reply to a guess."""
     number = int(guess)
     return "=" if number == secret else (">" if secret > number else "<")
 
@@ -84,12 +84,12 @@ def learn_the_rules(model, tokenizer, optimizer) -> None:
     for _ in range(WARM_STEPS):
         games = []
         for _ in range(64):
-            secret, messages, said = rng.randrange(10), [], "?"
+            secret, messages, reply = rng.randrange(10), [], "?"
             for _ in range(MAX_GUESSES):
                 guess = str(rng.randrange(10))
-                messages.append({"role": "user", "content": said})
+                messages.append({"role": "user", "content": reply})
                 messages.append({"role": "assistant", "content": guess})
-                said = answer(secret, guess)
+                reply = answer(secret, guess)
             games.append(tokenizer.apply_chat_template(messages, return_dict=True)["input_ids"])
         ids = torch.tensor(games)
         targets = ids[:, 1:].masked_fill(ids[:, 1:] == USER, -100)
@@ -101,10 +101,10 @@ def learn_the_rules(model, tokenizer, optimizer) -> None:
 
 async def play(client: AsyncOpenAI, secret: int) -> tuple[Trajectory, float]:
     """Play one game through the endpoint; return its messages and the reward."""
-    trajectory, said = Trajectory(), "?"
+    trajectory, reply = Trajectory(), "?"
     messages = []
     for turn in range(MAX_GUESSES):
-        messages.append({"role": "user", "content": said})
+        messages.append({"role": "user", "content": reply})
         response = await client.chat.completions.create(
             model="policy", messages=messages, max_tokens=2, logprobs=True,
             extra_body={"return_token_ids": True},
@@ -114,8 +114,8 @@ async def play(client: AsyncOpenAI, secret: int) -> tuple[Trajectory, float]:
         if guess not in "0123456789" or len(guess) != 1:
             return trajectory, 0.0
         messages.append({"role": "assistant", "content": guess})
-        said = answer(secret, guess)
-        if said == "=":
+        reply = answer(secret, guess)
+        if reply == "=":
             return trajectory, 1.0 - 0.1 * turn
     return trajectory, 0.0
 

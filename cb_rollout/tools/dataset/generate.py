@@ -22,7 +22,7 @@ from cb_rollout.errors import ConfigurationError
 from cb_rollout.rollout.checkpoint import load_model, load_tokenizer
 from cb_rollout.tools.dataset.options import DatasetOptions
 from cb_rollout.tools.dataset.results import ResultFile
-from cb_rollout.tools.dataset.rows import PromptEncoder, Row, rows, survey
+from cb_rollout.tools.dataset.rows import Row, RowEncoder, rows, survey
 from cb_rollout.tools.dataset.scores import (
     Scorer,
     ScoreSummary,
@@ -140,7 +140,7 @@ def generate_dataset(
         if isinstance(model, torch.nn.Module):
             raise ConfigurationError("tokenizer is None beside a model; give the model's own.")
         tokenizer = load_tokenizer(os.fspath(model))
-    encoder = PromptEncoder(tokenizer, system_prompt=chosen.system_prompt, chat=chosen.chat)
+    encoder = RowEncoder(tokenizer, system_prompt=chosen.system_prompt, chat=chosen.chat)
     encoder.check(found)
     if not isinstance(model, torch.nn.Module):
         model = load_model(os.fspath(model), chosen.dtype, chosen.device)
@@ -180,7 +180,7 @@ class _Run:
         self,
         model: torch.nn.Module,
         tokenizer: Any,
-        encoder: PromptEncoder,
+        encoder: RowEncoder,
         options: DatasetOptions,
         results: ResultFile,
         scorer: Scorer | None,

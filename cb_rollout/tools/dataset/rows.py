@@ -138,7 +138,7 @@ def _problem_of_prompt(name: str, prompt: Any) -> str | None:
 
 def _row(number: int, raw: RawRow) -> Row:
     # Columnar files have every key in every row.
-    values = {
+    values: dict[str, Any] = {
         name: value
         for name, value in raw.value.items()
         if value is not None or name not in ("id", "prompt", "messages")
@@ -146,7 +146,7 @@ def _row(number: int, raw: RawRow) -> Row:
     return Row(raw.label, values.pop("id", number), values)
 
 
-class PromptEncoder:
+class RowEncoder:
     """Encoding of rows: system message, chat template, tokenizer."""
 
     def __init__(self, tokenizer: Any, *, system_prompt: str | None, chat: bool) -> None:

@@ -110,7 +110,7 @@ def _overlay(
     key: str,
     title: str,
     note: str,
-    said: Callable[[float], str],
+    label: Callable[[float], str],
 ) -> str:
     mode = "eval" if key.startswith("eval_") else "train"
     found = [
@@ -130,6 +130,6 @@ def _overlay(
         x=step_axis(points),
         y=log_axis(values, floor=DRIFT_FLOOR) if is_drift else linear_axis(values),
         title=f"{title} of {len(found)} runs",
-        tips=tips_at(found[0][2], said),
+        tips=tips_at(found[0][2], label),
     )
     return figure(title, note, chart, [(style, name) for style, name, _ in found])
