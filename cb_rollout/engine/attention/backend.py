@@ -5,20 +5,20 @@ A backend runs decode steps (one new token a row) on the pages of the cache, wit
 B: rows, H: query heads, T: shared tiles, V: vocabulary.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import torch
-from transformers.cache_utils import Cache
 
 from cb_rollout.engine.attention.shared_prefix import SHORT_STRETCH
 from cb_rollout.engine.kv_cache.block_table import BlockTable
 from cb_rollout.engine.kv_cache.layout import CacheLayout
 from cb_rollout.engine.kv_cache.paged import PagedCache
 
-# Token ids, mask, positions and cache to float32 logits: one call of the model.
-Forward = Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor | None, Cache], torch.Tensor]
+if TYPE_CHECKING:
+    from cb_rollout.engine.attention.cpu.traced_forward import TracedForward
+    from cb_rollout.engine.attention.decode_cache import DecodeInputs
 
 
 class UnsupportedAttentionError(Exception):
@@ -65,11 +65,13 @@ class AttentionMetadata:
 
 
 class AttentionBackend(Protocol):
-    """Run the decode steps of one model; `selector.BACKENDS` lists the implementations."""
+    """Prepare the decode steps of one model; `selector.BACKENDS` lists the implementations."""
 
     name: ClassVar[str]
     device_type: ClassVar[str]
     """The `torch.device.type` that the backend runs on."""
+    traced_forward: "TracedForward | None"
+    """Runs the model's forward from a trace; None: the model itself runs."""
 
     @staticmethod
     def obstacle(device: torch.device, layout: CacheLayout | None) -> str | None:
@@ -83,16 +85,15 @@ class AttentionBackend(Protocol):
 
     def __init__(self, layout: CacheLayout, device: torch.device) -> None: ...
 
-    def logits(
+    def prepare(
         self,
-        forward: Forward,
         new_tokens: Sequence[Sequence[int]],
         lengths: Sequence[int],
         table_rows: Sequence[int],
         cache: PagedCache,
         table: BlockTable,
-    ) -> torch.Tensor:
-        """Return what `ModelRunner.logits` does, for rows of one new token each."""
+    ) -> "DecodeInputs":
+        """Return the inputs of a forward of rows of one new token; see `ModelRunner.logits`."""
         ...
 
     def check_weights(self, model: torch.nn.Module) -> None:

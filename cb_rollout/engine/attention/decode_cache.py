@@ -7,14 +7,16 @@ mask is made, and every shape is known before the step. Called by the thread tha
 B: rows, V: vocabulary, H: query heads, K: key heads, D: size of a key, E: size of a value.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from cb_rollout.compat import transformers as hf_compat
-from cb_rollout.engine.attention.backend import AttentionSpec, Forward, UnsupportedAttentionError
+from cb_rollout.engine.attention.backend import AttentionSpec, UnsupportedAttentionError
 from cb_rollout.engine.kv_cache.layout import CacheLayout, LayerStates
 from cb_rollout.engine.kv_cache.paged import PagedCache
 
@@ -109,44 +111,30 @@ class DecodeCache(Cache):
         self._is_recurrent = layout.is_recurrent
         self._attention: PagedAttention | None = None
 
-    def run(
-        self,
-        forward: Forward,
-        attention: PagedAttention,
-        tokens_B1: torch.Tensor,
-        positions_B1: torch.Tensor,
-        table_rows_B: torch.Tensor,
-        cache: PagedCache | None = None,
-    ) -> torch.Tensor:
-        """Return float32 logits, `[B, V]`, of one forward of one new token of each row.
-
-        Args:
-            forward: calls the model.
-            attention: attends over the rows' pages.
-            tokens_B1: the new tokens.
-            positions_B1: each one's position.
-            table_rows_B: integers; each row's index into the recurrent states.
-            cache: holds the recurrent states; None: there are none.
-        """
+    def mask(self, tokens_B1: torch.Tensor) -> torch.Tensor | None:
+        """Return the mask of a decode step."""
         # Models take a mask of four dimensions as it is, and the kernels ignore it; recurrent
         # layers would read it.
-        mask = None if self._is_recurrent else tokens_B1.new_ones(tokens_B1.shape[0], 1, 1, 1)
+        return None if self._is_recurrent else tokens_B1.new_ones(tokens_B1.shape[0], 1, 1, 1)
+
+    @contextmanager
+    def attending(self, inputs: "DecodeInputs") -> Iterator[None]:
+        """Have a forward with this cache attend over the pages of these inputs."""
         for layer in self.paged:
             layer.new_states = None
-        layers, recurrent = self.layers, cache.stateful if cache else {}
+        layers, recurrent = self.layers, inputs.states.stateful if inputs.states else {}
         self.layers = [recurrent.get(index, layer) for index, layer in enumerate(layers)]
-        self._attention = attention
+        self._attention = inputs.attention
         for layer in recurrent.values():
-            layer.load(table_rows_B)
+            layer.load(inputs.table_rows_B)
         try:
             with hf_compat.replacing_attention(self.attend):
-                logits_BV = forward(tokens_B1, mask, positions_B1, self)
+                yield
             for layer in recurrent.values():
-                layer.save(table_rows_B.long())
+                layer.save(inputs.table_rows_B.long())
         finally:
             # A reference kept here would keep released pages and states alive.
             self._attention, self.layers = None, layers
-        return logits_BV
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return what `DecodeLayer` does, for any layer."""
@@ -180,6 +168,21 @@ class DecodeCache(Cache):
         layer.new_states = None
         spec = _spec(query, layer, arguments)
         return self._attention.attend(layer, query, key, value, spec), None
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeInputs:
+    """Inputs of a decode forward: one new token of each row, and the attention over its pages."""
+
+    cache: DecodeCache
+    """Passed to the model as its cache."""
+    attention: PagedAttention
+    tokens_B1: torch.Tensor
+    positions_B1: torch.Tensor
+    table_rows_B: torch.Tensor
+    """Integers: each row's index into the recurrent states."""
+    states: PagedCache | None = None
+    """Holds the recurrent states; None: there are none."""
 
 
 def _spec(query: torch.Tensor, layer: DecodeLayer, arguments: dict[str, Any]) -> AttentionSpec:

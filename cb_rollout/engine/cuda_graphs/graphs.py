@@ -276,8 +276,8 @@ class GraphedDecoding:
                 rows_per_tile=self._decoding.rows_per_tile,
             )
             positions_B1 = (lengths_B - 1).clamp(min=0)[:, None]
-            forward = self._runner.forward
-            logits_BV = self._decoding.run(forward, tokens_B[:, None], positions_B1, metadata)
+            inputs = self._decoding.inputs(tokens_B[:, None], positions_B1, metadata)
+            logits_BV = self._runner.decode(inputs)
             if not key.samples:
                 return logits_BV
             results_B3 = sample_plainly(logits_BV, inputs_LB)

@@ -14,6 +14,7 @@ from transformers.cache_utils import Cache
 
 from cb_rollout.compat import torch as torch_compat
 from cb_rollout.compat import transformers as hf_compat
+from cb_rollout.engine.attention.decode_cache import DecodeInputs
 from cb_rollout.engine.attention.gathered import BatchedAttention
 from cb_rollout.engine.attention.selector import select_backend
 from cb_rollout.engine.kv_cache.block_table import BlockTable
@@ -129,9 +130,14 @@ class ModelRunner:
             float32 logits after each row's last token, `[B, V]`.
         """
         if self.attention_backend is not None and max(map(len, new_tokens)) == 1 < min(lengths):
-            return self.attention_backend.logits(
-                self.forward, new_tokens, lengths, table_rows, cache, table
-            )
+            backend = self.attention_backend
+            inputs = backend.prepare(new_tokens, lengths, table_rows, cache, table)
+            if (traced := backend.traced_forward) is not None:
+                if traced.is_due():
+                    traced.make_trace(self.decode, inputs.cache)
+                if (logits_BV := traced.run(inputs)) is not None:
+                    return logits_BV
+            return self.decode(inputs)
         if self.batch_layout is BatchLayout.PADDED:
             return self._forward(new_tokens, lengths, table_rows, cache, table)
         # Without keys there is no history to align: only the new tokens must be of one length.
@@ -154,6 +160,12 @@ class ModelRunner:
         ]
         order = self._integers([row for rows in batches.values() for row in rows])
         return torch.cat(parts).index_select(0, order.argsort())
+
+    def decode(self, inputs: DecodeInputs) -> torch.Tensor:
+        """Run one new token of each row by the model; return float32 logits, `[B, V]`."""
+        cache, tokens_B1 = inputs.cache, inputs.tokens_B1
+        with cache.attending(inputs):
+            return self.forward(tokens_B1, cache.mask(tokens_B1), inputs.positions_B1, cache)
 
     def _forward(
         self,

@@ -11,7 +11,7 @@ from torch._inductor import config as inductor_config
 from cb_rollout import RolloutConfig, RolloutGenerator, SamplingParams
 from cb_rollout.engine.attention import selector
 from cb_rollout.engine.attention.cpu.backend import CpuBackend
-from cb_rollout.engine.attention.decode_cache import DecodeCache
+from cb_rollout.engine.attention.decode_cache import DecodeCache, DecodeInputs
 from cb_rollout.engine.attention.selector import select_backend
 from cb_rollout.engine.attention.triton.backend import TritonBackend
 from cb_rollout.engine.kv_cache.layout import CacheLayout, LayerStates, StateShape
@@ -130,6 +130,7 @@ class TorchBackend:
 
     name = "torch"
     device_type = "cpu"
+    traced_forward = None
     num_steps = 0
 
     @staticmethod
@@ -142,12 +143,13 @@ class TorchBackend:
     def check_weights(self, model):
         pass
 
-    def logits(self, forward, new_tokens, lengths, table_rows, cache, table):
+    def prepare(self, new_tokens, lengths, table_rows, cache, table):
         type(self).num_steps += 1
         rows_B, lengths_B = torch.tensor(table_rows), torch.tensor(lengths)
         attention = TorchPagedAttention(cache, table, rows_B, lengths)
         tokens_B1 = torch.tensor(new_tokens)
-        return self.cache.run(forward, attention, tokens_B1, lengths_B[:, None] - 1, rows_B, cache)
+        positions_B1 = lengths_B[:, None] - 1
+        return DecodeInputs(self.cache, attention, tokens_B1, positions_B1, rows_B, cache)
 
 
 class TorchPagedAttention:

@@ -21,7 +21,7 @@ def runner_of(model):
 
 
 def trace_of(runner):
-    return Trace(runner.forward, runner.attention_backend.cache)
+    return Trace(runner.decode, runner.attention_backend.cache)
 
 
 def both(runner, traced, num_rows):
@@ -30,7 +30,7 @@ def both(runner, traced, num_rows):
     positions = torch.arange(num_rows)[:, None] + 5
     with torch.no_grad():
         own = traced_forward._run(
-            runner.forward,
+            runner.decode,
             runner.attention_backend.cache,
             traced_forward._NewTokenAttention(),
             tokens,
@@ -67,7 +67,7 @@ COMPILED = [
 @pytest.mark.parametrize("family", COMPILED)
 def test_a_compiled_trace_agrees_for_any_number_of_rows(family):
     runner = runner_of(tiny_model(family))
-    traced = Trace(runner.forward, runner.attention_backend.cache, {})
+    traced = Trace(runner.decode, runner.attention_backend.cache, {})
     for num_rows in (1, 2, 3, 5, 64, 65, 200):
         torch.testing.assert_close(*both(runner, traced, num_rows), atol=2e-5, rtol=1e-5)
 
@@ -75,7 +75,7 @@ def test_a_compiled_trace_agrees_for_any_number_of_rows(family):
 def test_an_untraceable_error_names_what_the_compiler_raised():
     runner = runner_of(tiny_model("llama"))
     with pytest.raises(UntraceableError, match=r"it does not compile: .*no_such_option"):
-        Trace(runner.forward, runner.attention_backend.cache, {"no_such_option": 1})
+        Trace(runner.decode, runner.attention_backend.cache, {"no_such_option": 1})
 
 
 def test_a_trace_sees_weights_that_change_in_place_or_by_their_data():

@@ -17,13 +17,12 @@ import torch
 from cb_rollout.compat import inductor
 from cb_rollout.engine.attention.backend import (
     AttentionSpec,
-    Forward,
     UnsupportedAttentionError,
     unsupported_states,
 )
 from cb_rollout.engine.attention.cpu import few_row_linear
 from cb_rollout.engine.attention.cpu.traced_forward import TracedForward
-from cb_rollout.engine.attention.decode_cache import DecodeCache, DecodeLayer
+from cb_rollout.engine.attention.decode_cache import DecodeCache, DecodeInputs, DecodeLayer
 from cb_rollout.engine.kv_cache.block_table import BlockTable
 from cb_rollout.engine.kv_cache.layout import CacheLayout
 from cb_rollout.engine.kv_cache.paged import PagedCache, PagedLayer
@@ -58,7 +57,7 @@ class CpuBackend:
 
     def __init__(self, layout: CacheLayout, device: torch.device = CPU) -> None:
         self.cache = DecodeCache(layout, device)
-        self.traced_forward = TracedForward(self.cache, can_be_traced=not layout.is_recurrent)
+        self.traced_forward = TracedForward(can_be_traced=not layout.is_recurrent)
         if self.traced_forward.can_be_traced:
             few_row_linear.prepare(self.cache.paged[0].key_dtype)
 
@@ -66,25 +65,23 @@ class CpuBackend:
         """Drop the trace if weights have moved."""
         self.traced_forward.check_weights(model)
 
-    def logits(
+    def prepare(
         self,
-        forward: Forward,
         new_tokens: Sequence[Sequence[int]],
         lengths: Sequence[int],
         table_rows: Sequence[int],
         cache: PagedCache,
         table: BlockTable,
-    ) -> torch.Tensor:
-        """Return what `ModelRunner.logits` does, for rows of one new token each."""
+    ) -> DecodeInputs:
+        """Return the inputs of a forward of rows of one new token."""
         tokens = [token_id for (token_id,) in new_tokens]
         tokens_B, lengths_B, table_rows_B = (
             devices.to_device(v, CPU) for v in (tokens, lengths, table_rows)
         )
         attention = CpuPagedAttention(cache, table, table_rows_B, lengths_B)
         positions_B1 = (lengths_B - 1)[:, None]
-        return self.traced_forward(
-            forward, attention, tokens_B[:, None], positions_B1, table_rows_B, cache
-        )
+        tokens_B1 = tokens_B[:, None]
+        return DecodeInputs(self.cache, attention, tokens_B1, positions_B1, table_rows_B, cache)
 
 
 @dataclass(frozen=True, slots=True)

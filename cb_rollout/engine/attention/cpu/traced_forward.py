@@ -25,10 +25,14 @@ from torch.nn import functional
 
 from cb_rollout.compat import inductor
 from cb_rollout.compat.torch import captured_weights, has_hooks
-from cb_rollout.engine.attention.backend import AttentionSpec, Forward
+from cb_rollout.engine.attention.backend import AttentionSpec
 from cb_rollout.engine.attention.cpu.few_row_linear import MAX_ROWS, linear
-from cb_rollout.engine.attention.decode_cache import DecodeCache, DecodeLayer, PagedAttention
-from cb_rollout.engine.kv_cache.paged import PagedCache
+from cb_rollout.engine.attention.decode_cache import (
+    DecodeCache,
+    DecodeInputs,
+    DecodeLayer,
+    PagedAttention,
+)
 from cb_rollout.engine.memory.device import is_out_of_memory
 from cb_rollout.engine.native.library import TYPES
 from cb_rollout.errors import said
@@ -48,25 +52,24 @@ TRIED_ROWS = (1, 3, 8, MAX_ROWS + 1)
 # Relative to the largest logit: a trace may sum in another order, and may differ in nothing else.
 LARGEST_DIFFERENCE = 1e-3
 
+# Runs the model on the inputs of a decode step; returns float32 logits.
+Decode = Callable[[DecodeInputs], torch.Tensor]
+
 _LOGGER = logging.getLogger(__name__)
 _ATTENTION = threading.local()
 
 
 class TracedForward:
-    """Run decode forwards of one model: the model itself at first, then a trace of it."""
+    """Decide when to trace a model's decode forward, and run the trace.
 
-    def __init__(self, cache: DecodeCache, *, can_be_traced: bool) -> None:
-        """Set up without a trace.
+    `can_be_traced`: whether the forward is only operators on the tensors that it is given; False
+    where it moves recurrent states.
+    """
 
-        Args:
-            cache: passed to the model as its cache.
-            can_be_traced: whether the forward is only operators on the tensors that it is given;
-                False where it moves recurrent states.
-        """
+    def __init__(self, *, can_be_traced: bool) -> None:
         self.trace: Trace | None = None
         """Runs the forward; None: the model itself runs."""
         self.can_be_traced = can_be_traced
-        self._cache = cache
         self._num_traces = 0 if can_be_traced else MOST_TRACES
         self._num_steps = 0
         self._steps_before_trace = STEPS_BEFORE_TRACE
@@ -98,41 +101,35 @@ class TracedForward:
         """Run the model itself from now on."""
         self._num_traces, self.trace = MOST_TRACES, None
 
-    def __call__(
-        self,
-        forward: Forward,
-        attention: PagedAttention,
-        tokens_B1: torch.Tensor,
-        positions_B1: torch.Tensor,
-        table_rows_B: torch.Tensor,
-        cache: PagedCache,
-    ) -> torch.Tensor:
-        """Return float32 logits, `[B, V]`; the arguments are those of `DecodeCache.run`."""
+    def is_due(self) -> bool:
+        """Count a step, and decide whether to make a trace before it."""
         self._num_steps += 1
-        if self.trace is None and self._is_due():
-            self._make_trace(forward)
-        if self.trace is not None:
-            try:
-                return self.trace(tokens_B1, positions_B1, attention)
-            except Exception as error:
-                # The model itself may succeed, but not where memory ran out.
-                if is_out_of_memory(error):
-                    raise
-                _LOGGER.warning("a trace is given up after it failed: %s", said(error))
-                self.stay_untraced()
-        return self._cache.run(forward, attention, tokens_B1, positions_B1, table_rows_B, cache)
-
-    def _is_due(self) -> bool:
         return (
-            self._num_steps > self._steps_before_trace
+            self.trace is None
+            and self._num_steps > self._steps_before_trace
             and self._num_traces < MOST_TRACES
             and not self._has_hooks
         )
 
-    def _make_trace(self, forward: Forward) -> None:
+    def run(self, inputs: DecodeInputs) -> torch.Tensor | None:
+        """Return float32 logits, `[B, V]`, from the trace; None: there is none, or it failed."""
+        if self.trace is None:
+            return None
+        try:
+            return self.trace(inputs.tokens_B1, inputs.positions_B1, inputs.attention)
+        except Exception as error:
+            # The model itself may succeed, but not where memory ran out.
+            if is_out_of_memory(error):
+                raise
+            _LOGGER.warning("a trace is given up after it failed: %s", said(error))
+            self.stay_untraced()
+            return None
+
+    def make_trace(self, decode: Decode, cache: DecodeCache) -> None:
+        """Trace `decode` with inputs that have this cache, or go on without a trace."""
         self._num_traces += 1
         try:
-            self.trace = Trace(forward, self._cache, self._inductor_options)
+            self.trace = Trace(decode, cache, self._inductor_options)
         except Exception as error:  # noqa: BLE001  a trace fails no request, whatever is wrong
             # Where memory ran out, the model's own forward says so itself.
             is_answer = isinstance(error, UntraceableError)
@@ -159,14 +156,14 @@ class Trace:
 
     def __init__(
         self,
-        forward: Forward,
+        decode: Decode,
         cache: DecodeCache,
         inductor_options: Mapping[str, Any] | None = None,
     ) -> None:
         """Trace a forward.
 
         Args:
-            forward: of the model, held in evaluation mode.
+            decode: runs the model, held in evaluation mode.
             cache: passed to the model as its cache; without recurrent layers.
             inductor_options: inductor compiles the graph with these; None: it is not compiled.
 
@@ -177,7 +174,7 @@ class Trace:
         recorder = _Recorder()
 
         def run(tokens_B1: torch.Tensor, positions_B1: torch.Tensor) -> torch.Tensor:
-            return _run(forward, cache, recorder, tokens_B1, positions_B1)
+            return _run(decode, cache, recorder, tokens_B1, positions_B1)
 
         try:
             module, has_guards = inductor.trace_graph(run, *_example(TRACED_ROWS))
@@ -198,12 +195,12 @@ class Trace:
             except Exception as error:
                 raise UntraceableError(f"it does not compile: {said(error)}") from error
         for num_rows in TRIED_ROWS:
-            self._try(forward, cache, num_rows)
+            self._try(decode, cache, num_rows)
 
     def __call__(
         self, tokens_B1: torch.Tensor, positions_B1: torch.Tensor, attention: PagedAttention
     ) -> torch.Tensor:
-        """Return float32 logits, `[B, V]`, as `Forward` does."""
+        """Return float32 logits, `[B, V]`."""
         # Only operators run here, so no inference tensor outlives the call.
         with torch.inference_mode(), _attending(partial(self._attend, attention)):
             return self._compute(tokens_B1, positions_B1, *self._weights)
@@ -219,10 +216,10 @@ class Trace:
         layer, spec = self._calls[call]
         return attention.attend(layer, query, key, value, spec)
 
-    def _try(self, forward: Forward, cache: DecodeCache, num_rows: int) -> None:
+    def _try(self, decode: Decode, cache: DecodeCache, num_rows: int) -> None:
         inputs = _example(num_rows)
         with torch.no_grad():
-            expected_BV = _run(forward, cache, _NewTokenAttention(), *inputs)
+            expected_BV = _run(decode, cache, _NewTokenAttention(), *inputs)
         try:
             got_BV = self(*inputs, _NewTokenAttention())
         except Exception as error:
@@ -233,13 +230,13 @@ class Trace:
 
 
 def _run(
-    forward: Forward,
+    decode: Decode,
     cache: DecodeCache,
     attention: Any,
     tokens: torch.Tensor,
     positions: torch.Tensor,
 ) -> torch.Tensor:
-    return cache.run(forward, attention, tokens, positions, tokens[:, 0])
+    return decode(DecodeInputs(cache, attention, tokens, positions, tokens[:, 0]))
 
 
 def _example(num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:

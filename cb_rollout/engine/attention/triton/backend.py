@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import torch
 
-from cb_rollout.engine.attention.backend import AttentionMetadata, Forward, unsupported_states
-from cb_rollout.engine.attention.decode_cache import DecodeCache
+from cb_rollout.engine.attention.backend import AttentionMetadata, unsupported_states
+from cb_rollout.engine.attention.decode_cache import DecodeCache, DecodeInputs
 from cb_rollout.engine.attention.shared_prefix import num_splits
 from cb_rollout.engine.kv_cache.block_table import BlockTable
 from cb_rollout.engine.kv_cache.layout import CacheLayout
@@ -33,6 +33,7 @@ class TritonBackend:
 
     name = "triton"
     device_type = "cuda"
+    traced_forward = None
 
     @staticmethod
     def obstacle(device: torch.device, layout: CacheLayout | None) -> str | None:
@@ -57,16 +58,15 @@ class TritonBackend:
             properties = torch.cuda.get_device_properties(device)
             self._num_processors = properties.multi_processor_count
 
-    def logits(
+    def prepare(
         self,
-        forward: Forward,
         new_tokens: Sequence[Sequence[int]],
         lengths: Sequence[int],
         table_rows: Sequence[int],
         cache: PagedCache,
         table: BlockTable,
-    ) -> torch.Tensor:
-        """Return what `ModelRunner.logits` does, for rows of one new token each."""
+    ) -> DecodeInputs:
+        """Return the inputs of a forward of rows of one new token."""
         lengths_B = self._integers(lengths)
         metadata = AttentionMetadata(
             self.find(cache, table),
@@ -76,27 +76,22 @@ class TritonBackend:
             self.splits(len(lengths), max(lengths)),
         )
         tokens_B1 = devices.to_device(new_tokens, self._device)
-        return self.run(forward, tokens_B1, lengths_B.long()[:, None] - 1, metadata, cache)
+        return self.inputs(tokens_B1, lengths_B.long()[:, None] - 1, metadata, cache)
 
     def check_weights(self, model: torch.nn.Module) -> None:
         """Do nothing: nothing is captured here, and graphs check weights themselves."""
 
-    def run(
+    def inputs(
         self,
-        forward: Forward,
         tokens_B1: torch.Tensor,
         positions_B1: torch.Tensor,
         metadata: AttentionMetadata,
-        cache: PagedCache | None = None,
-    ) -> torch.Tensor:
-        """Return float32 logits, `[B, V]`, of one forward.
-
-        `cache` holds the recurrent states; None: there are none.
-        """
+        states: PagedCache | None = None,
+    ) -> DecodeInputs:
+        """Return the inputs of a forward; `states` holds the recurrent states, if there are any."""
         attention = self._create_attention(metadata, self._rows_per_tile)
-        return self.cache.run(
-            forward, attention, tokens_B1, positions_B1, metadata.table_rows_B, cache
-        )
+        rows_B = metadata.table_rows_B
+        return DecodeInputs(self.cache, attention, tokens_B1, positions_B1, rows_B, states)
 
     def find(self, cache: PagedCache, table: BlockTable) -> torch.Tensor:
         """Return the current addresses of pages and table, in a tensor that never moves."""
