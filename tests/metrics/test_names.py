@@ -9,7 +9,7 @@ from cb_rollout.metrics.names import METRICS
 
 ROOT = Path(__file__).parents[2]
 NAME = re.compile(r"rollout/[a-z_0-9]+")
-REGISTRY = "metric_names.py"
+REGISTRY = ROOT / "cb_rollout" / "metrics" / "names.py"
 
 
 def names_in(path):
@@ -20,7 +20,7 @@ def names_in(path):
 
 
 def logged_names():
-    files = [path for path in (ROOT / "cb_rollout").rglob("*.py") if path.name != REGISTRY]
+    files = [path for path in (ROOT / "cb_rollout").rglob("*.py") if path != REGISTRY]
     return set().union(*map(names_in, files))
 
 
