@@ -103,7 +103,7 @@ class Engine:
 
     @property
     def _is_model_changed(self) -> bool:
-        """Whether the model's forwards may differ from those that were probed."""
+        """Return whether the model's forwards may differ from those that were probed."""
         return hf_compat.forward_identity(self.model) != self._identity
 
     def _plan(self) -> None:
@@ -157,7 +157,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether any sequence is unfinished."""
+        """Return whether any sequence is unfinished."""
         return self._scheduler.has_work
 
     @property

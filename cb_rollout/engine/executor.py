@@ -239,7 +239,7 @@ class StepExecutor:
 
     @property
     def _can_repeat(self) -> bool:
-        """Whether a decode that raised can run again: no row's recurrent state has moved on.
+        """Return whether a decode that raised can run again: no row's recurrent state has moved on.
 
         Rows that are not padded run in several forwards, each of which stores its states.
         """

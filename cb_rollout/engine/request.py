@@ -1,6 +1,6 @@
-"""What one engine may use at once.
+"""Hold the state of one sequence on its way through the engine, and the sizes of an engine.
 
-One sequence on its way through the engine: what was asked, what is cached, what came out.
+Called by the thread that steps the engine.
 """
 
 from __future__ import annotations
@@ -23,87 +23,103 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Sizes that never change while an engine runs."""
+    """Sizes of an engine; fixed until its memory is planned again."""
 
     block_size: int
+    """Tokens of one block."""
     max_batch_tokens: int
+    """Tokens of one prefill, padding included."""
     max_requests: int
+    """Sequences that run together; rows of the block table."""
     can_share_blocks: bool
-    """Whether a group may share its prompt's whole blocks, or must copy them."""
+    """True if a group shares its prompt's whole blocks; False: it copies them."""
     can_resume_prompts: bool
-    """False where a layer is recurrent: no chunk or known prefix can be continued from its keys."""
+    """False where a layer is recurrent: its state cannot be restored from keys."""
 
     @property
     def can_match_prefixes(self) -> bool:
-        """Whether blocks of one sequence may serve a later one."""
+        """Return whether a later sequence may share the blocks of a prefix."""
         return self.can_share_blocks and self.can_resume_prompts
 
 
+# Row of a sequence that waits.
 NO_TABLE_ROW = -1
-# While a sequence waits.
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """The mutable state of one sequence; owned by the thread that steps the engine."""
+    """Mutable state of one sequence."""
 
     request_id: str
+    """Unique id among the unfinished requests."""
     prompt_ids: list[int]
-    """Never written to; a group's members may hold one list."""
+    """Prompt tokens, never written to; members of a group may share the list."""
     params: SamplingParams
+    """Sampling parameters of the request."""
     max_new_tokens: int
+    """Tokens after which the sequence ends."""
     stop_tokens: frozenset[int]
+    """Token ids that end the sequence, EOS included."""
     seed: int
-    """Seed of this sequence's own stream of uniform draws."""
+    """Seed of the sequence's own stream of uniform draws."""
     group: int | None = None
-    """Queue neighbours of one number have one prompt; None: a prompt of its own."""
+    """Number shared by queue neighbours with the same prompt; None: a prompt of its own."""
     is_streaming: bool = False
+    """True if an output is delivered after every step."""
     records_timestamps: bool = False
+    """True if `timestamps` is filled."""
     stop_strings: StopStrings | None = None
-    """Looks for the strings that end this sequence; None: there are none."""
+    """Detector of the strings that end the sequence; None: there are none."""
     matcher: GrammarMatcher | None = None
-    """How far this sequence has come through its grammar; None: it has none."""
-
+    """State of the sequence in its grammar; None: it has none."""
     ngram_index: NgramIndex | None = None
-    """Where drafts are looked up; None: nowhere, as once it has ended."""
-
+    """Index that drafts are looked up in; None: no drafts, or the sequence has ended."""
     is_adjusted: bool = field(init=False)
-    """Whether its logits are changed before the temperature."""
+    """True if its logits are changed before the temperature."""
 
     status: RequestStatus = RequestStatus.PENDING
+    """Place in the life of a request."""
     finish_reason: FinishReason | None = None
+    """Reason of the end; None: unfinished."""
     error: str | None = None
+    """Message of a failure; None: there was none."""
     cause: Exception | None = None
-    """What made it fail, where that was an exception."""
+    """Exception that made it fail; None: there was none."""
     token_ids: list[int] = field(init=False)
-    """The prompt, then what was sampled; the prompt's own list until something was."""
+    """Prompt and sampled tokens; `prompt_ids` itself until a token is sampled."""
     logprobs: list[float] = field(default_factory=list)
+    """Log-probability of each sampled token, in nats."""
     top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
-    """With each sampled token, the most likely ones; empty unless asked for."""
+    """Most likely tokens at each sampled token; empty unless asked for."""
     kept_token_ids: list[Sequence[int]] = field(default_factory=list)
-    """With each sampled token, the ids that truncation left; empty unless they are kept."""
+    """Token ids that truncation left at each sampled token; empty unless the mask is replayed."""
     timestamps: list[float] = field(default_factory=list)
+    """Time of each sampled token, by `time.perf_counter`."""
     policy_versions: list[tuple[int, int]] = field(default_factory=list)
+    """Runs of (version, number of sampled tokens)."""
     created_time: float = field(default_factory=time.perf_counter)
+    """Time of creation, by `time.perf_counter`, as the next two."""
     admitted_time: float | None = None
-    """When it first left the queue."""
+    """Time of the first admission; None: not yet."""
     first_token_time: float | None = None
+    """Time of the first sampled token; None: not yet."""
     num_preemptions: int = 0
+    """Times that its blocks were taken for another sequence."""
 
     table_row: int = NO_TABLE_ROW
     """Row of the block table and of the recurrent states."""
     block_ids: list[int] = field(default_factory=list)
+    """Blocks that hold its tokens, in order."""
     num_computed: int = 0
     """Leading tokens whose keys, values and states are in the cache."""
     prefix_node: int = 0
-    """Where this sequence's last remembered block stands in the prefix index; 0 is the root."""
+    """Node of its last remembered block in the prefix cache; 0 is the root."""
     num_remembered: int = 0
-    """Leading blocks already offered to the prefix index."""
+    """Leading blocks that were offered to the prefix cache."""
     has_old_keys: bool = False
-    """Whether the cache holds keys of an older policy, which no other sequence may share."""
+    """True if the cache holds keys of an older policy, which no other sequence may share."""
 
     def __post_init__(self) -> None:
-        """Start from the prompt."""
         self.token_ids = self.prompt_ids
         self.is_adjusted = self.params.is_adjusted
 
@@ -129,7 +145,7 @@ class Request:
         policy_version: int,
         top_logprobs: list[tuple[int, float]] | None = None,
     ) -> None:
-        """Take a sampled token, and finish if it was the last."""
+        """Append a sampled token, and end the sequence if it is the last."""
         if self.token_ids is self.prompt_ids:
             self.token_ids = list(self.prompt_ids)
         self.token_ids.append(token_id)
@@ -153,7 +169,7 @@ class Request:
             self.end(RequestStatus.FINISHED, FinishReason.LENGTH)
 
     def _is_text_done(self, token_id: int) -> bool:
-        """Whether a stop string or the grammar ends the sequence with this token."""
+        """Return whether a stop string or the grammar ends the sequence with this token."""
         is_done = False
         if self.stop_strings is not None:
             with self.failing_with("decoding for stop="):
@@ -166,30 +182,30 @@ class Request:
 
     def _is_grammar_done(self, matcher: GrammarMatcher, token_id: int) -> bool:
         is_accepted = matcher.accept_token(token_id)
-        # A stop token that the grammar does not know still ends the sequence.
+        # A stop token that is not in the grammar still ends the sequence.
         if not is_accepted and token_id not in self.stop_tokens:
             raise ValueError(f"token id {token_id}, which its own mask allowed, was not accepted")
         return matcher.is_terminated()
 
     @contextmanager
     def failing_with(self, culprit: str) -> Iterator[None]:
-        """Let an exception of somebody else's code end this sequence, and no other."""
+        """Let an exception of a user's code inside the block fail this sequence alone."""
         try:
             yield
-        except Exception as error:  # noqa: BLE001  it may be anything, and is told to the caller
+        except Exception as error:  # noqa: BLE001  the output reports it
             if not self.status.is_final:
                 said = f"{culprit} raised {type(error).__name__}: {error}"
                 self.end(RequestStatus.FAILED, FinishReason.ERROR, said)
 
     def end(self, status: RequestStatus, reason: FinishReason, error: str | None = None) -> None:
-        """Reach a final status."""
+        """Set a final status."""
         assert not self.status.is_final, f"{self.request_id} ended twice"
         self.status, self.finish_reason, self.error = status, reason, error
-        # What is kept of an ended sequence is not to keep what its group has said.
+        # An ended request may be kept for long, and must not keep its group's index alive.
         self.ngram_index = None
 
     def reset_cache(self) -> None:
-        """Forget what was cached, keeping every token and log-probability."""
+        """Reset the cache's fields; every token and log-probability stays."""
         self.table_row = NO_TABLE_ROW
         self.block_ids = []
         self.num_computed = self.prefix_node = self.num_remembered = 0
@@ -197,7 +213,7 @@ class Request:
         self.status = RequestStatus.PENDING
 
     def output(self, with_logprobs: bool = True) -> GenerationOutput:
-        """What a caller sees of this sequence now."""
+        """Return a snapshot for the caller."""
         return GenerationOutput(
             request_id=self.request_id,
             prompt_ids=list(self.prompt_ids),
@@ -216,7 +232,7 @@ class Request:
 
 @dataclass(slots=True)
 class Prefill:
-    """A sequence whose tokens are being computed, with those that will be forked from it."""
+    """A sequence that is being prefilled, and the sequences that will be forked from it."""
 
     leader: Request
     followers: list[Request] = field(default_factory=list)
@@ -225,5 +241,5 @@ class Prefill:
 
     @property
     def is_last_chunk(self) -> bool:
-        """Whether the coming forward completes the prompt."""
+        """Return whether the coming forward completes the prompt."""
         return self.leader.num_computed + self.num_scheduled == self.leader.num_tokens

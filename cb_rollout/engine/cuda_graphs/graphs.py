@@ -80,7 +80,7 @@ class GraphKey:
     num_splits: int
     has_shared: bool
     samples: bool
-    """Whether tokens are sampled in the graph; False: it ends with the logits."""
+    """True if tokens are sampled in the graph; False: it ends with the logits."""
 
 
 class PendingStep:
@@ -156,7 +156,7 @@ class GraphedDecoding:
         self._graphs: OrderedDict[GraphKey, Replay] = OrderedDict()
         self._weights: list[object] = []
         self.has_hooks = False
-        """Whether the model has hooks, which a replay would not call: no graph may run."""
+        """True while the model has hooks, which a replay would not call: no graph may run."""
 
     @property
     def num_graphs(self) -> int:

@@ -46,7 +46,7 @@ class GraphInputs:
         self.num_rows = 0
         """Rows that were loaded, emptied ones included."""
         self.has_shared = False
-        """Whether rows share a prefix that a tile reads."""
+        """True if rows share a prefix that a tile reads."""
         self._loaded: dict[Request, tuple[int, int]] = {}
         self._num_steps = 0
 

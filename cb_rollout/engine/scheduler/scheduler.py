@@ -141,7 +141,7 @@ class Scheduler:
 
     @property
     def is_prefill_next(self) -> bool:
-        """Whether the policy tries a prefill before a decode step."""
+        """Return whether the policy tries a prefill before a decode step."""
         return self._policy.is_prefill_next(self)
 
     def note_step(self, *, is_decode: bool) -> None:
@@ -150,7 +150,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether any sequence is unfinished."""
+        """Return whether any sequence is unfinished."""
         return bool(len(self.waiting) or self.prefilling or self.running)
 
     @property
