@@ -13,7 +13,7 @@ from cb_rollout.engine.attention.cpu import traced_forward
 from cb_rollout.engine.attention.selector import BackendSelection
 from cb_rollout.engine.model import check as model_check
 from cb_rollout.engine.native import library
-from cb_rollout.engine.sampling import cpu as cpp_sampler
+from cb_rollout.engine.sampling import cpu as cpu_sampling
 from cb_rollout.errors import ConfigurationError
 
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11, 12, 13], [5, 6, 7], [20] * 17]
@@ -261,7 +261,7 @@ def test_without_a_compiler_keys_are_gathered_and_the_reason_is_told(monkeypatch
     model = tiny_model("qwen3")
     with RolloutGenerator(model, RolloutConfig(seed=3)) as generator:
         expected = tokens_of(rollout(generator))
-    monkeypatch.setattr(cpp_sampler, "_kernel", cpp_sampler._kernel.__wrapped__)
+    monkeypatch.setattr(cpu_sampling, "_kernel", cpu_sampling._kernel.__wrapped__)
     with (
         inductor_config.patch({"cpp.cxx": ("no-such-compiler",)}),
         RolloutGenerator(model, RolloutConfig(seed=3)) as generator,
@@ -279,9 +279,9 @@ def test_a_kernel_that_does_not_compile_fails_no_request(monkeypatch, caplog):
 
     monkeypatch.setattr(inductor, "compile_library", fails)
     monkeypatch.setattr(cpu_backend, "_kernel", cpu_backend._kernel.__wrapped__)
-    monkeypatch.setattr(cpp_sampler, "_kernel", cpp_sampler._kernel.__wrapped__)
+    monkeypatch.setattr(cpu_sampling, "_kernel", cpu_sampling._kernel.__wrapped__)
     monkeypatch.setattr(library, "library", library.library.__wrapped__)
-    for module in (cpu_backend, cpp_sampler):
+    for module in (cpu_backend, cpu_sampling):
         monkeypatch.setattr(module, "library", library.library)
     model = tiny_model("qwen3")
     with RolloutGenerator(model, RolloutConfig(seed=3)) as generator:

@@ -25,7 +25,7 @@ from cb_rollout.engine.memory import device as devices
 from cb_rollout.engine.model.eval_mode import eval_mode
 from cb_rollout.engine.model.probe import PROBE_TOKENS, probe
 from cb_rollout.engine.request import Request
-from cb_rollout.engine.sampling.logprobs import chosen_logprobs
+from cb_rollout.engine.sampling.draw import chosen_logprobs
 from cb_rollout.engine.sampling.mask import SamplingMask, masked_logprobs
 from cb_rollout.errors import ConfigurationError
 
@@ -231,8 +231,7 @@ class ModelRunner:
         if request.kept_token_ids:
             kept = SamplingMask.joined(request.kept_token_ids[: len(chosen_T)])
             return masked_logprobs(logits_TV, chosen_T, kept, temperature)[0].tolist()
-        logprobs_T, _ = chosen_logprobs(logits_TV / temperature, chosen_T)
-        return logprobs_T.tolist()
+        return chosen_logprobs(logits_TV / temperature, chosen_T).tolist()
 
     def plain_logits(
         self,

@@ -1,4 +1,7 @@
-"""Draws tokens by a C++ kernel, in one pass over the logits: what `sampler` gives, for plain rows.
+"""Sample plain rows by a C++ kernel, in one pass over the logits, as `draw.sample` does.
+
+A plain row has no truncation, no logits processors and no `top_logprobs`. Called by the thread that
+steps the engine.
 
 B: rows, V: vocabulary.
 """
@@ -18,12 +21,12 @@ _LOGGER = logging.getLogger(__name__)
 
 
 def prepare() -> None:
-    """Compile the kernel, unless that was done or cannot be."""
+    """Compile the kernel, if there is a compiler."""
     _kernel()
 
 
 def can_sample(logits_BV: torch.Tensor) -> bool:
-    """Whether the kernel takes such logits on this machine."""
+    """Return whether the kernel takes these logits on this machine."""
     is_kind = logits_BV.device.type == "cpu" and logits_BV.dtype == torch.float32
     return is_kind and _kernel() is not None
 
@@ -37,21 +40,21 @@ def sample_plain(
     """Choose each row's next token from its whole vocabulary.
 
     Args:
-        logits_BV: such that `can_sample`.
+        logits_BV: logits for which `can_sample` is True.
         temperatures_B: float32; 0: the most likely token, its log-probability at temperature 1.
         seeds_B: int64.
-        indices_B: int64, how many tokens each row has sampled before.
+        indices_B: int64, the number of tokens that each row has sampled.
 
     Returns:
-        Token ids (int64) and their log-probabilities (float32, natural logarithm), `[B]` each; NaN
-        where a row's logits make no distribution, and its token means nothing.
+        Token ids (int64) and their log-probabilities (float32, natural logarithm), `[B]` each. A
+        row whose logits make no distribution gets NaN and an arbitrary token.
     """
     B, V = logits_BV.shape
-    # A trace's last product gives them column by column.
+    # The last product of a trace is stored by columns.
     logits_BV = logits_BV.contiguous()
     token_ids_B, logprobs_B = seeds_B.new_empty(B), logits_BV.new_empty(B)
     kernel = _kernel()
-    assert kernel is not None, "asked of a machine that cannot"
+    assert kernel is not None, "can_sample is False"
     kernel(
         logits_BV.data_ptr(),
         B,

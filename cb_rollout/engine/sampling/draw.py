@@ -1,8 +1,8 @@
-"""From logits to tokens and their log-probabilities.
+"""Draw tokens from logits, and compute their log-probabilities: tensor arithmetic, without state.
 
-One uniform number per token, from a counter-based generator keyed by the sequence's own seed and
-the token's place, mapped through the cumulative distribution. So a sequence's draws depend on
-nothing else in the batch, resuming needs no saved state, and no global generator is touched.
+A counter-based generator, keyed by the sequence's seed and the token's index, gives one uniform
+number per token, which is mapped through the cumulative distribution. A sequence's draws depend on
+nothing else in the batch, resuming needs no saved state, and no global generator is used.
 
 B: rows, V: vocabulary.
 """
@@ -20,16 +20,19 @@ from cb_rollout.engine.request import Request
 from cb_rollout.engine.sampling.cpu import can_sample, sample_plain
 from cb_rollout.engine.sampling.truncation import Truncation, create_truncation, truncate
 
+# SplitMix64's constants (Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators")
+# as signed integers: torch's int64 wraps as the unsigned arithmetic of the paper does.
 GOLDEN_GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
 MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 MIX_2 = 0x94D049BB133111EB - (1 << 64)
-# SplitMix64's constants (Steele, Lea, Flood 2014, "Fast splittable pseudorandom
-# number generators"), as signed integers: torch's int64 wraps like the unsigned arithmetic they
-# are meant for.
+
+# Tokens that are summed together before one is drawn: cumulative sums over the whole vocabulary
+# would take more bytes than the logits.
+LARGEST_CHUNK, SMALLEST_CHUNK = 256, 16
 
 
 def uniforms(seeds_B: torch.Tensor, indices_B: torch.Tensor) -> torch.Tensor:
-    """The `index`-th draw of each seed's SplitMix64 stream.
+    """Return the `index`-th draw of each seed's SplitMix64 stream.
 
     Args:
         seeds_B: int64.
@@ -46,13 +49,8 @@ def uniforms(seeds_B: torch.Tensor, indices_B: torch.Tensor) -> torch.Tensor:
 
 
 def _shift_right(z: torch.Tensor, bits: int) -> torch.Tensor:
-    """A logical shift; torch's own `>>` copies the sign bit."""
+    # A logical shift: torch's `>>` copies the sign bit.
     return (z >> bits) & ((1 << (64 - bits)) - 1)
-
-
-LARGEST_CHUNK, SMALLEST_CHUNK = 256, 16
-# Tokens that are summed together before one is drawn: the sums of all tokens before each would be
-# more bytes than the logits.
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,49 +61,49 @@ class SamplingBatch:
     """1 where greedy, so that log-probabilities are reported at temperature 1; None: 1 for all."""
     seeds_B: torch.Tensor
     greedy_rows: torch.Tensor | None
-    """Rows that take the most likely token; None: there are none."""
+    """Indices of the rows that take the most likely token; None: there are none."""
     truncated_rows: torch.Tensor | None
-    """Rows with top-k, top-p or min-p; None: there are none."""
+    """Indices of the rows with top-k, top-p or min-p; None: there are none."""
     truncation: Truncation | None
-    """What they ask for."""
+    """The parameters of `truncated_rows`."""
     top_rows: torch.Tensor | None
-    """Rows whose most likely tokens are delivered too; None: there are none."""
+    """Indices of the rows that ask for `top_logprobs`; None: there are none."""
     num_top: int
-    """How many the row that wants most wants."""
+    """The largest `top_logprobs` of all rows."""
     plain_temperatures_B: torch.Tensor | None = None
-    """float32, 0 where greedy; None: some row wants more than a token of its whole vocabulary, or
-    there is no kernel for the device."""
+    """float32, 0 where greedy, for the C++ kernel; None: some row is not plain, or the device is
+    not a CPU."""
 
     def scaled(self, logits_BV: torch.Tensor) -> torch.Tensor:
-        """Logits over temperatures."""
+        """Return logits over temperatures."""
         return (
             logits_BV if self.temperatures_B is None else logits_BV / self.temperatures_B[:, None]
         )
 
 
 class Sampled(NamedTuple):
-    """What each row got."""
+    """The results of sampling a batch."""
 
     token_ids_B: torch.Tensor
     """int64"""
     logprobs_B: torch.Tensor
     """float32, natural logarithm."""
     is_valid_B: torch.Tensor
-    """Whether the row's logits made a distribution at all (bool): a row of NaN or infinity does
-    not, and its token and log-probability mean nothing."""
+    """bool; False for logits with NaN or infinity, which make no distribution: the row's token and
+    log-probability are arbitrary."""
     is_possible_B: torch.Tensor | None
-    """Whether any token was left to sample (bool); None: the logits were not processed."""
+    """bool; False if logits processors excluded every token; None: logits were not processed."""
     top_KN: tuple[torch.Tensor, torch.Tensor] | None
     """The `num_top` most likely tokens of each of `top_rows` and their log-probabilities."""
     log_mass_R: torch.Tensor | None
-    """float32; logarithm of the probability that truncation left, of each truncated row; None:
-    there are none."""
+    """float32; the logarithm of each truncated row's kept probability; None: no row is
+    truncated."""
     kept_RV: torch.Tensor | None
-    """Which tokens truncation left (bool); None: no row is truncated."""
+    """bool; the tokens that truncation kept; None: no row is truncated."""
 
 
 def create_sampling_batch(requests: Sequence[Request], device: torch.device) -> SamplingBatch:
-    """Gather the parameters of `requests`, one row each."""
+    """Collect the parameters of `requests`, one row each."""
     params = [request.params for request in requests]
     greedy = [row for row, p in enumerate(params) if p.is_greedy]
     truncated = [row for row, p in enumerate(params) if p.is_truncated]
@@ -134,18 +132,18 @@ def create_sampling_batch(requests: Sequence[Request], device: torch.device) -> 
 
 
 class Exponentials(NamedTuple):
-    """Each row's probabilities but for a factor. C: chunks of the vocabulary."""
+    """Each row's unnormalized probabilities. C: chunks of the vocabulary."""
 
     weights_BV: torch.Tensor
     """float32; 1 for the most likely token."""
     sums_BC: torch.Tensor
-    """float64, of each chunk: over a large vocabulary float32 would lose the tail."""
+    """float64, each chunk's sum: in float32 a large vocabulary would lose its tail."""
     normalizers_B: torch.Tensor
     """float32, log-sum-exp; finite exactly when the row's logits make a distribution."""
 
 
 def exponentials(logits_BV: torch.Tensor) -> Exponentials:
-    """Exponentials of each row's logits, the largest of which becomes 1."""
+    """Return the exponentials of each row's logits, scaled so that the largest is 1."""
     peaks_B1 = logits_BV.amax(-1, keepdim=True)
     weights_BV = (logits_BV - peaks_B1).exp_()
     sums_BC = _chunks(weights_BV).sum(-1, dtype=torch.float64)
@@ -153,48 +151,46 @@ def exponentials(logits_BV: torch.Tensor) -> Exponentials:
 
 
 def _chunks(weights_BV: torch.Tensor) -> torch.Tensor:
-    """The vocabulary in chunks of one size, `[B, C, V / C]`."""
     B, V = weights_BV.shape
     return weights_BV.reshape(B, -1, _chunk_size(V))
 
 
 @functools.cache
 def _chunk_size(vocab_size: int) -> int:
-    """The largest that divides the vocabulary; all of it where only small ones do."""
+    """Return the largest chunk size that divides the vocabulary, or the whole vocabulary."""
     sizes = range(LARGEST_CHUNK, SMALLEST_CHUNK - 1, -1)
     return next((size for size in sizes if vocab_size % size == 0), vocab_size)
 
 
 def draw(exponentials: Exponentials, uniforms_B: torch.Tensor) -> torch.Tensor:
-    """The token whose share of the cumulative distribution holds each row's uniform number.
+    """Return the token at each row's uniform number in the cumulative distribution.
 
-    First the chunk, then the token in it. What has probability zero spans nothing, so it is never
-    drawn.
+    Finds the chunk, then the token in it. A token of probability zero is never drawn.
     """
     weights_BCN = _chunks(exponentials.weights_BV)
     points_B1 = (uniforms_B * exponentials.sums_BC.sum(-1))[:, None]
-    chunks_B1, points_B1 = _found(exponentials.sums_BC, points_B1)
+    chunks_B1, points_B1 = _find(exponentials.sums_BC, points_B1)
     chunk_size = weights_BCN.shape[2]
     weights_BN = weights_BCN.gather(1, chunks_B1[:, :, None].expand(-1, -1, chunk_size))[:, 0]
-    places_B1, _ = _found(weights_BN.double(), points_B1)
-    return (chunks_B1 * chunk_size + places_B1)[:, 0]
+    offsets_B1, _ = _find(weights_BN.double(), points_B1)
+    return (chunks_B1 * chunk_size + offsets_B1)[:, 0]
 
 
-def _found(sums_BK: torch.Tensor, points_B1: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which of K stretches, laid end to end, holds a point, and where in it the point is.
+def _find(sums_BK: torch.Tensor, points_B1: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Find the one of K intervals, laid end to end, that holds a point, and the point's offset.
 
     Args:
-        sums_BK: float64; how long each stretch is.
+        sums_BK: float64; the length of each interval.
         points_B1: float64, at least 0.
     """
     ends_BK = sums_BK.cumsum(-1)
     last_B1 = ends_BK[:, -1:]
-    # Rounding must lead neither behind the end nor before the beginning, where nothing may be.
+    # Rounding must not lead past the end or before the beginning, to a token of probability zero.
     points_B1 = torch.minimum(points_B1, torch.nextafter(last_B1, torch.zeros_like(last_B1)))
-    # A row without a distribution has no such stretch.
-    found_B1 = torch.searchsorted(ends_BK, points_B1, right=True).clamp(max=sums_BK.shape[1] - 1)
-    starts_B1 = (ends_BK - sums_BK).gather(1, found_B1)
-    return found_B1, (points_B1 - starts_B1).clamp(min=0)
+    # A row without a distribution has no such interval.
+    indices_B1 = torch.searchsorted(ends_BK, points_B1, right=True).clamp(max=sums_BK.shape[1] - 1)
+    starts_B1 = (ends_BK - sums_BK).gather(1, indices_B1)
+    return indices_B1, (points_B1 - starts_B1).clamp(min=0)
 
 
 def sample(
@@ -207,11 +203,11 @@ def sample(
     """Choose each row's next token.
 
     Args:
-        logits_BV: float32, as the model gave them.
+        logits_BV: float32, the model's.
         batch: the rows' parameters.
-        indices_B: int64, how many tokens each row has sampled before.
-        mode: which distribution the log-probabilities are of.
-        processed_BV: the logits to sample from instead, float32; None: the same ones.
+        indices_B: int64, the number of tokens that each row has sampled.
+        mode: the distribution that log-probabilities are taken from.
+        processed_BV: float32, logits to sample from instead; None: `logits_BV`.
     """
     is_same = processed_BV is None
     if is_same and batch.plain_temperatures_B is not None and can_sample(logits_BV):
@@ -256,3 +252,15 @@ def sample(
 def _sampled_plain(logits_BV: torch.Tensor, *rows: torch.Tensor) -> Sampled:
     token_ids_B, logprobs_B = sample_plain(logits_BV, *rows)
     return Sampled(token_ids_B, logprobs_B, ~logprobs_B.isnan(), None, None, None, None)
+
+
+def chosen_logprobs(logits_BV: torch.Tensor, token_ids_B: torch.Tensor) -> torch.Tensor:
+    """Return log-softmax over the whole vocabulary at the given tokens, float32, `[B]`.
+
+    On logits/temperature this is what TRL's loss recomputes (its `selective_log_softmax`).
+
+    Args:
+        logits_BV: float32, already divided by temperature.
+        token_ids_B: int64.
+    """
+    return logits_BV.gather(1, token_ids_B[:, None])[:, 0] - logits_BV.logsumexp(-1)

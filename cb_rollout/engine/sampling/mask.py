@@ -1,8 +1,7 @@
-"""Which tokens truncated sampling left to choose from, and log-softmax over them alone.
+"""Keep the token ids that truncation left, and compute log-softmax over them alone.
 
-Top-k, top-p and min-p cut the distribution that is sampled from; which tokens they leave depends on
-the weights of that moment, so a trainer whose weights have moved cannot find them again. They are
-kept: 4 bytes a token id, exactly as many as were left. Arithmetic only.
+Top-k, top-p and min-p depend on the weights at sampling time, so a trainer whose weights have moved
+cannot recompute which tokens they kept. The ids take 4 bytes each. Arithmetic only.
 
 N: tokens, V: vocabulary, M: kept ids of all tokens together.
 """
@@ -16,7 +15,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class SamplingMask:
-    """The token ids that each of N tokens was chosen from, one after the other."""
+    """The token ids from which each of N tokens was chosen, concatenated."""
 
     ids_M: torch.Tensor
     """int32"""
@@ -25,7 +24,7 @@ class SamplingMask:
 
     @classmethod
     def joined(cls, kept: Sequence[Any]) -> "SamplingMask":
-        """Of one `array("i")` of ids for each token."""
+        """Return the mask of one `array("i")` of ids for each token."""
         ids_M = torch.empty(0, dtype=torch.int32)
         if kept:
             ids_M = torch.frombuffer(bytearray(b"".join(kept)), dtype=torch.int32)
@@ -35,18 +34,18 @@ class SamplingMask:
 def masked_logprobs(
     logits_NV: torch.Tensor, token_ids_N: torch.Tensor, kept: SamplingMask, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """log-softmax over each token's kept ids alone, at the given tokens, and its entropy.
+    """Return log-softmax over each token's kept ids, at the given tokens, and its entropy.
 
-    Differentiable; takes memory for the kept logits only, beside the gradient of all.
+    Differentiable. Memory: the kept logits, and the gradient of all logits.
 
     Args:
         logits_NV: as the model gave them, of any floating-point dtype.
         token_ids_N: int64, each among its kept ids.
-        kept: on any device.
+        kept: the mask, on any device.
         temperature: divides the logits.
 
     Returns:
-        Two of float32, N: natural logarithms; nats.
+        Two float32 tensors, N: natural logarithms, and entropies in nats.
     """
     device, num_tokens = logits_NV.device, logits_NV.shape[0]
     rows_M = torch.arange(num_tokens).repeat_interleave(kept.counts_N).to(device)

@@ -1,6 +1,7 @@
-"""Gives sequences their next tokens: logits in, tokens appended, or the sequence ended.
+"""Append each sequence's next token, sampled from its logits, or end the sequence as failed.
 
-Owns what is kept between steps of the same rows. Called by the thread that steps the engine.
+Owns the sampling parameters that consecutive steps of the same rows share. Called by the thread
+that steps the engine.
 """
 
 from array import array
@@ -14,7 +15,7 @@ from cb_rollout.config.enums import LogprobsMode, SamplingMaskMode
 from cb_rollout.config.rollout import RolloutConfig
 from cb_rollout.engine.memory import device as devices
 from cb_rollout.engine.request import Request
-from cb_rollout.engine.sampling import cpu as cpp_sampler
+from cb_rollout.engine.sampling import cpu
 from cb_rollout.engine.sampling.draw import Sampled, SamplingBatch, create_sampling_batch, sample
 from cb_rollout.engine.sampling.logits_processors import LogitsProcessing
 from cb_rollout.metrics.counters import EngineCounters
@@ -22,7 +23,7 @@ from cb_rollout.types import FinishReason, RequestStatus
 
 
 class TokenSampler:
-    """Samples for one engine."""
+    """The sampler of one engine."""
 
     def __init__(
         self,
@@ -32,18 +33,18 @@ class TokenSampler:
         *,
         keeps_ids: bool = False,
     ) -> None:
-        """Keep nothing yet.
+        """Set up for one device.
 
         Args:
-            device: where the logits are.
-            mode: which distribution the log-probabilities are of.
-            counters: told how much truncation left.
-            keeps_ids: whether sequences remember what truncation left them.
+            device: the logits'.
+            mode: the distribution that log-probabilities are taken from.
+            counters: count the tokens and the probability that truncation kept.
+            keeps_ids: record the token ids that truncation kept on each sequence.
         """
         self._counters, self._keeps_ids = counters, keeps_ids
         self._device = device
         self._mode = mode
-        self._kept: tuple[list[Request], SamplingBatch, LogitsProcessing | None] | None = None
+        self._cached: tuple[list[Request], SamplingBatch, LogitsProcessing | None] | None = None
 
     def forget_rows(self) -> None:
         """Drop the parameters that are kept for rows that recur."""
@@ -57,27 +58,29 @@ class TokenSampler:
         *,
         is_recurring: bool,
     ) -> int:
-        """Append a token to every sequence, or end it as failed where there is none for it.
+        """Append a token to every sequence, or end it as failed if none can be sampled.
 
         Args:
-            requests: the rows' sequences.
-            logits_BV: float32 logits after each one's last token.
-            policy_version: what the tokens are stamped with.
-            is_recurring: whether the same rows are likely to come next time.
+            requests: the sequence of each row.
+            logits_BV: float32 logits after each sequence's last token.
+            policy_version: recorded with each token.
+            is_recurring: the next call is likely to have the same rows.
 
         Returns:
-            How many got a token.
+            The number of sequences that got a token.
         """
         batch, processing = self._prepared(requests, logits_BV.shape[-1], is_recurring)
         indices_B = devices.to_device([r.num_generated for r in requests], self._device)
         processed_BV = None if processing is None else processing(logits_BV, indices_B)
         sampled = sample(logits_BV, batch, indices_B, self._mode, processed_BV)
-        told = _told(sampled)
+        results = _to_host(sampled)
         if sampled.kept_RV is not None:
-            self._note_truncation(requests, told, sampled.kept_RV)
+            self._record_truncation(requests, results, sampled.kept_RV)
         if processed_BV is not None or batch.top_rows is not None:
-            return _append_one_by_one(requests, told, policy_version)
-        return append_each(requests, told.tokens, told.logprobs, told.is_valid, policy_version)
+            return _append_one_by_one(requests, results, policy_version)
+        return append_each(
+            requests, results.tokens, results.logprobs, results.is_valid, policy_version
+        )
 
     def extend_drafted(
         self,
@@ -86,24 +89,24 @@ class TokenSampler:
         logits_BV: torch.Tensor,
         policy_version: int,
     ) -> list[int]:
-        """Append to every sequence what is sampled as long as it is what was drafted, and one more.
+        """Append to every sequence the sampled tokens that equal its draft, and one more.
 
         Args:
-            requests: sequences of plain parameters; their logits are not adjusted.
-            drafts: what each was expected to say; may be empty.
-            logits_BV: float32 logits after each one's last token, then after each token drafted.
-            policy_version: what the tokens are stamped with.
+            requests: sequences without logits processors.
+            drafts: the tokens proposed for each; may be empty.
+            logits_BV: float32 logits after each one's last token, then after each drafted token.
+            policy_version: recorded with each token.
 
         Returns:
-            How many each got.
+            The number of tokens that each got.
         """
         rows = [r for r, draft in zip(requests, drafts, strict=True) for _ in range(len(draft) + 1)]
-        places = [place for draft in drafts for place in range(len(draft) + 1)]
+        offsets = [offset for draft in drafts for offset in range(len(draft) + 1)]
         batch = create_sampling_batch(rows, self._device)
-        indices = [r.num_generated + place for r, place in zip(rows, places, strict=True)]
+        indices = [r.num_generated + n for r, n in zip(rows, offsets, strict=True)]
         indices_B = devices.to_device(indices, self._device)
         sampled = sample(logits_BV, batch, indices_B, self._mode)
-        told = _told(sampled)
+        results = _to_host(sampled)
         num_given: list[int] = []
         is_used: list[bool] = []
         for request, draft in zip(requests, drafts, strict=True):
@@ -113,72 +116,72 @@ class TokenSampler:
                 is_used.append(is_going)
                 if is_going:
                     now = slice(row, row + 1)
-                    given = told.tokens[now], told.logprobs[now], told.is_valid[now]
+                    given = results.tokens[now], results.logprobs[now], results.is_valid[now]
                     append_each([request], *given, policy_version)
-                    is_going = told.tokens[row] == expected and not request.status.is_final
+                    is_going = results.tokens[row] == expected and not request.status.is_final
             num_given.append(request.num_generated - num_before)
         if sampled.kept_RV is not None:
-            self._note_truncation(rows, told, sampled.kept_RV, is_used)
+            self._record_truncation(rows, results, sampled.kept_RV, is_used)
         return num_given
 
-    def _note_truncation(
+    def _record_truncation(
         self,
         requests: Sequence[Request],
-        told: "_Told",
+        results: "_HostSampled",
         kept_RV: torch.Tensor,
         is_used: Sequence[bool] | None = None,
     ) -> None:
-        """Count what truncation left, and remember its ids where a trainer will want them.
+        """Count the tokens that truncation kept, and record their ids if a trainer replays them.
 
-        `is_used` tells of which of the requests; None: of all.
+        `is_used`: which of the requests count; None: all.
         """
         rows = [row for row, request in enumerate(requests) if request.params.is_truncated]
-        used = [place for place, row in enumerate(rows) if is_used is None or is_used[row]]
-        masses = [told.log_masses[place] for place in used if isfinite(told.log_masses[place])]
+        used = [index for index, row in enumerate(rows) if is_used is None or is_used[row]]
+        masses = [mass for mass in (results.log_masses[i] for i in used) if isfinite(mass)]
         self._counters.truncated_tokens += len(masses)
         self._counters.log_kept_mass += sum(masses)
-        self._counters.kept_tokens += sum(told.nums_kept[place] for place in used)
+        self._counters.kept_tokens += sum(results.nums_kept[i] for i in used)
         if not self._keeps_ids:
             return
         if len(used) < len(rows):
             kept_RV = kept_RV.index_select(0, devices.to_device(used, self._device))
         ids, start = kept_RV.nonzero()[:, 1].int().cpu().numpy(), 0
-        for place in used:
-            end = start + told.nums_kept[place]
-            requests[rows[place]].kept_token_ids.append(array("i", ids[start:end].tobytes()))
+        for index in used:
+            end = start + results.nums_kept[index]
+            requests[rows[index]].kept_token_ids.append(array("i", ids[start:end].tobytes()))
             start = end
 
     def _prepared(
         self, requests: Sequence[Request], vocab_size: int, is_recurring: bool
     ) -> tuple[SamplingBatch, LogitsProcessing | None]:
-        """The rows' parameters, kept until the rows change."""
-        if is_recurring and self._kept is not None and self._kept[0] == requests:
-            return self._kept[1:]
+        """Return the rows' parameters, cached until the rows change."""
+        if is_recurring and self._cached is not None and self._cached[0] == requests:
+            return self._cached[1:]
         batch, processing = create_sampling_batch(requests, self._device), None
         if any(request.is_adjusted for request in requests):
-            previous = self._kept[2] if is_recurring and self._kept is not None else None
+            previous = self._cached[2] if is_recurring and self._cached is not None else None
             processing = LogitsProcessing(requests, vocab_size, self._device, previous)
         if is_recurring:
-            self._kept = (list(requests), batch, processing)
+            self._cached = (list(requests), batch, processing)
         return batch, processing
 
 
 def create_token_sampler(
     config: RolloutConfig, device: torch.device, counters: EngineCounters
 ) -> TokenSampler:
-    """What gives tokens as the settings say."""
+    """Create the token sampler that the settings ask for."""
     mode = LogprobsMode(config.logprobs_mode)
     keeps_ids = config.sampling_mask == SamplingMaskMode.REPLAY
     if keeps_ids:
         mode = LogprobsMode.PROCESSED
     if device.type == "cpu":
-        # Compiled now, not in a rollout's first step.
-        cpp_sampler.prepare()
+        # Compile now, not in a rollout's first step.
+        cpu.prepare()
     return TokenSampler(device, mode, counters, keeps_ids=keeps_ids)
 
 
 def want_plain_tokens(requests: Sequence[Request]) -> bool:
-    """Whether nobody wants more than a token of the whole vocabulary and its log-probability."""
+    """Return whether every request only samples a token from the whole vocabulary."""
     return not any(
         r.is_adjusted or r.params.is_truncated or r.params.top_logprobs for r in requests
     )
@@ -191,10 +194,10 @@ def append_each(
     is_valid: Sequence[bool],
     policy_version: int,
 ) -> int:
-    """Append each sequence's token, or end it where its logits made no distribution.
+    """Append each sequence's token, or end it if its logits make no distribution.
 
     Returns:
-        How many got a token.
+        The number of sequences that got a token.
     """
     for request, token, logprob, valid in zip(requests, tokens, logprobs, is_valid, strict=True):
         if valid:
@@ -204,8 +207,8 @@ def append_each(
     return sum(is_valid)
 
 
-class _Told(NamedTuple):
-    """What is in a `Sampled`, on the host."""
+class _HostSampled(NamedTuple):
+    """A `Sampled` in system memory."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -217,8 +220,8 @@ class _Told(NamedTuple):
     nums_kept: list[int]
 
 
-def _told(sampled: Sampled) -> _Told:
-    """All of it by one transfer; empty where there is nothing."""
+def _to_host(sampled: Sampled) -> _HostSampled:
+    """Copy a `Sampled` to system memory by one transfer; an absent part becomes an empty list."""
     kept_RV = sampled.kept_RV
     parts = {
         "tokens": sampled.token_ids_B,
@@ -230,33 +233,38 @@ def _told(sampled: Sampled) -> _Told:
         "log_masses": sampled.log_mass_R,
         "nums_kept": None if kept_RV is None else kept_RV.sum(-1),
     }
-    there = {name: part for name, part in parts.items() if part is not None}
-    lists = dict(zip(there, devices.to_host(*there.values()), strict=True))
-    return _Told(**{name: lists.get(name, []) for name in parts})
+    present = {name: part for name, part in parts.items() if part is not None}
+    lists = dict(zip(present, devices.to_host(*present.values()), strict=True))
+    return _HostSampled(**{name: lists.get(name, []) for name in parts})
 
 
-def _append_one_by_one(requests: Sequence[Request], told: _Told, policy_version: int) -> int:
-    """Append where a sequence may have failed already, or wants its most likely tokens."""
-    is_possible = told.is_possible or told.is_valid
+def _append_one_by_one(
+    requests: Sequence[Request], results: _HostSampled, policy_version: int
+) -> int:
+    """Append tokens of sequences that may have failed, or that ask for `top_logprobs`."""
+    is_possible = results.is_possible or results.is_valid
     top: dict[Request, list[tuple[int, float]]] = {}
     wanting = [request for request in requests if request.params.top_logprobs]
-    for request, ids, values in zip(wanting, told.top_ids, told.top_logprobs, strict=True):
+    for request, ids, values in zip(wanting, results.top_ids, results.top_logprobs, strict=True):
         wanted = request.params.top_logprobs
-        # What can not be sampled at all is no alternative.
+        # A token of probability zero is no alternative.
         pairs = zip(ids[:wanted], values[:wanted], strict=True)
         top[request] = [(token, value) for token, value in pairs if value > -torch.inf]
     num_appended = 0
     for row, request in enumerate(requests):
         if request.status.is_final:
             continue
-        if not told.is_valid[row]:
+        if not results.is_valid[row]:
             _fail_without_distribution(request)
         elif not is_possible[row]:
-            said = f"after {request.num_tokens} tokens none may follow: bad_words, logit_bias, "
-            said += "min_new_tokens, a logits processor and the grammar forbid all; loosen them."
-            request.end(RequestStatus.FAILED, FinishReason.ERROR, said)
+            request.end(
+                RequestStatus.FAILED,
+                FinishReason.ERROR,
+                f"after {request.num_tokens} tokens none may follow: bad_words, logit_bias, "
+                "min_new_tokens, a logits processor and the grammar forbid all; loosen them.",
+            )
         else:
-            token, logprob = told.tokens[row], told.logprobs[row]
+            token, logprob = results.tokens[row], results.logprobs[row]
             request.append(token, logprob, policy_version, top.get(request))
             num_appended += 1
     return num_appended

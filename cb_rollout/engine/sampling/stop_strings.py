@@ -1,30 +1,25 @@
-"""Finds stop strings in one sequence's text as it grows, at a cost that does not grow with it.
+"""Find stop strings in one sequence's text as it grows, at a constant cost for each token.
 
 Owns the text of the newest tokens. Called by the thread that steps the engine.
 """
 
 from collections.abc import Callable, Sequence
 
+# A tokenizer decodes the first bytes of an incomplete character to this.
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
-# What a tokenizer decodes the first bytes of a character to, before the rest has come.
 
+# Bytes of UTF-8, and so tokens, of one character at most.
 LONGEST_CHARACTER = 4
-# Bytes of UTF-8, and so tokens, that one character can take.
 
-Decode = Callable[[Sequence[int]], str]
 # From token ids to their text, special tokens included.
+Decode = Callable[[Sequence[int]], str]
 
 
 class StopStrings:
-    """Watches one sequence; strings may span tokens, and tokens may go on after a string."""
+    """The stop strings of one sequence; a string may span tokens or end inside one."""
 
     def __init__(self, strings: Sequence[str], decode: Decode) -> None:
-        """Start with no text.
-
-        Args:
-            strings: what to look for; none empty.
-            decode: the tokenizer's.
-        """
+        """Start with no text; `strings` are not empty, `decode` is the tokenizer's."""
         self._strings = strings
         self._decode = decode
         self._num_kept = max(map(len, strings)) - 1
@@ -35,9 +30,9 @@ class StopStrings:
         self._num_seen = 0
 
     def found_with(self, token_id: int) -> bool:
-        """Whether this token, the sequence's next, completes one of the strings."""
+        """Append the sequence's next token; return whether it completes one of the strings."""
         self._tokens.append(token_id)
-        # A token's text depends on the one before it (a leading space), never on more.
+        # A token's text depends on the token before it (a leading space), not on earlier ones.
         new_text = self._decode(self._tokens)[len(self._context) :]
         text, num_seen = self._tail + new_text, len(self._tail) + self._num_seen
         is_found = any(

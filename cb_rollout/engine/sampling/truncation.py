@@ -1,6 +1,8 @@
-"""Top-k, then top-p, then min-p, as transformers does them, sorting no more than has to be.
+"""Apply top-k, then top-p, then min-p, as transformers does, sorting as little as possible.
 
-R: rows, V: vocabulary, M: tokens that are looked at.
+Arithmetic on logits; keeps no state.
+
+R: rows, V: vocabulary, M: candidates.
 """
 
 from collections.abc import Sequence
@@ -11,22 +13,22 @@ import torch
 from cb_rollout.config.sampling import SamplingParams
 from cb_rollout.engine.memory import device as devices
 
-NO_TOP_K = 2**31 - 1
 # More tokens than any vocabulary has.
+NO_TOP_K = 2**31 - 1
 
+# Less may be zero in float32, which would exclude even the most likely token.
 LEAST_TOP_P = 1e-30
-# Less may be zero in float32, and not even the most likely token would stay.
 
+# The most likely tokens, among which top-p and min-p look for the last one to keep.
 NUM_CANDIDATES = 1024
-# Most likely tokens among which top-p and min-p look for the last one to stay.
 
+# With more than one candidate in four tokens, sorting the vocabulary costs little more.
 SORTED_SHARE = 4
-# Where candidates are more than one in so many tokens, sorting all of them costs little more.
 
 
 @dataclass(frozen=True, slots=True)
 class Truncation:
-    """What some rows ask for."""
+    """The truncation parameters of some rows."""
 
     top_k_R: torch.Tensor
     """int64; `NO_TOP_K`: none."""
@@ -35,13 +37,13 @@ class Truncation:
     min_p_R: torch.Tensor
     """float32; 0: none."""
     has_whole: bool
-    """Whether any row has no top-k, so that top-p is of its whole vocabulary."""
+    """True: some row has no top-k, so its top-p is of its whole vocabulary."""
     num_candidates: int
-    """Most likely tokens that are looked at first: all that stay are likely among them."""
+    """The number of most likely tokens to look at first."""
 
 
 def create_truncation(params: Sequence[SamplingParams], device: torch.device) -> Truncation | None:
-    """Gather what rows ask for, one each; None: there are no rows."""
+    """Collect the truncation parameters of rows; None: there are no rows."""
     if not params:
         return None
     return Truncation(
@@ -49,20 +51,20 @@ def create_truncation(params: Sequence[SamplingParams], device: torch.device) ->
         devices.to_device([max(p.top_p, LEAST_TOP_P) for p in params], device, torch.float32),
         devices.to_device([p.min_p for p in params], device, torch.float32),
         has_whole=not all(p.top_k for p in params),
-        # More than the k that stay, since others may be as likely as the k-th.
+        # More than k, since other tokens may be as likely as the k-th.
         num_candidates=max(2 * p.top_k or NUM_CANDIDATES for p in params),
     )
 
 
 def truncate(logits_RV: torch.Tensor, truncation: Truncation) -> torch.Tensor:
-    """Logits, with what is excluded set to -inf.
+    """Return the logits with excluded tokens at -inf.
 
-    Each rule keeps the most likely tokens up to some point. So where the last candidate is out, all
-    that are less likely are out too, and the vocabulary need not be sorted.
+    Each rule keeps the most likely tokens up to some point. If the last candidate is excluded, so
+    are all less likely tokens, and the vocabulary need not be sorted.
 
     Args:
         logits_RV: float32, already divided by temperature.
-        truncation: what each row asks for.
+        truncation: the rows' parameters.
     """
     if truncation.num_candidates * SORTED_SHARE <= logits_RV.shape[-1]:
         values_RM, order_RM = logits_RV.topk(truncation.num_candidates)
@@ -80,17 +82,17 @@ def truncate(logits_RV: torch.Tensor, truncation: Truncation) -> torch.Tensor:
 def _keep(
     values_RM: torch.Tensor, logits_RV: torch.Tensor, truncation: Truncation
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which of each row's most likely tokens, in order, stay.
+    """Select the tokens to keep among each row's most likely ones, in order.
 
     Returns:
-        A mask (bool, `[R, M]`), and whether less likely tokens may have had a part in it (bool,
-        `[R]`): the last one stays, or top-k leaves it to the other rules.
+        A mask (bool, `[R, M]`), and whether it may depend on less likely tokens (bool, `[R]`): the
+        last candidate is kept, or top-k keeps it for the other rules.
     """
     M = values_RM.shape[-1]
     top_k_R1, top_p_R1 = truncation.top_k_R[:, None], truncation.top_p_R[:, None]
     last_values_R1 = values_RM.gather(-1, top_k_R1.clamp(max=M) - 1)
     left_RM = (values_RM >= last_values_R1) & (values_RM > -torch.inf)
-    # What top-k leaves is all that there is for top-p; without top-k that is the whole vocabulary.
+    # Top-p counts the tokens that top-k keeps; without top-k, the whole vocabulary.
     total_R1 = values_RM.masked_fill(~left_RM, -torch.inf).logsumexp(-1, keepdim=True)
     is_whole_R1 = top_k_R1 == NO_TOP_K
     if truncation.has_whole:

@@ -13,12 +13,14 @@ from transformers.generation.logits_process import (
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
+from trl.trainer.utils import selective_log_softmax
 
 from cb_rollout.config.enums import LogprobsMode
 from cb_rollout.config.sampling import SamplingParams
 from cb_rollout.engine.request import Request
 from cb_rollout.engine.sampling.cpu import can_sample
 from cb_rollout.engine.sampling.draw import (
+    chosen_logprobs,
     create_sampling_batch,
     draw,
     exponentials,
@@ -454,3 +456,20 @@ def test_the_kernel_draws_what_torch_draws(seeds, vocab_size, draws, data):
     torch.testing.assert_close(
         found.logprobs_B[is_valid_B], by_torch.logprobs_B[is_valid_B], atol=1e-5, rtol=1e-6
     )
+
+
+@given(
+    seed=st.integers(0, 10**6),
+    rows=st.integers(1, 4),
+    vocab_size=st.integers(1, 300),
+    spread=st.floats(0, 20),
+)
+def test_chosen_logprobs_are_a_log_softmax_as_trl_recomputes_it(seed, rows, vocab_size, spread):
+    generator = torch.Generator().manual_seed(seed)
+    logits_BV = torch.randn(rows, vocab_size, generator=generator) * spread
+    tokens_B = torch.randint(vocab_size, (rows,), generator=generator)
+    logprobs_B = chosen_logprobs(logits_BV, tokens_B)
+    expected_B = logits_BV.double().log_softmax(-1).gather(1, tokens_B[:, None])[:, 0]
+    tolerance = 3e-7 * (10 + 8 * spread)
+    torch.testing.assert_close(logprobs_B, expected_B.float(), rtol=0, atol=tolerance)
+    assert torch.equal(logprobs_B, selective_log_softmax(logits_BV, tokens_B))
