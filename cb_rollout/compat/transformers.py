@@ -210,9 +210,9 @@ PAGEABLE_KINDS = (
 
 
 def pageable_layers() -> tuple[type, ...]:
-    """The cache layers whose contents can be kept in pages and table rows.
+    """Return the cache layers whose contents can be kept in pages and table rows.
 
-    Asked anew each time: a model's own layer is registered when its module is imported.
+    Not cached: a model's own layer is registered when its module is imported.
     """
     kinds = cache_utils.DYNAMIC_LAYER_TYPE_MAPPING
     return tuple({kinds[kind] for kind in PAGEABLE_KINDS if kind in kinds})

@@ -1,10 +1,10 @@
 // Attention of a decode step on a CPU: one new token a row, over paged keys.
 //
-// Writes each row's new key and value into its page, then attends over all that the row has where
-// it lies: all heads of a row together, so that memory is read in order, a tile of keys at a time,
-// with a softmax that is corrected as larger scores come (online softmax).
+// Write each row's new key and value into its page, then attend over the row's keys in the pages:
+// all heads of a row together, so that memory is read in order, a tile of keys at a time, with an
+// online softmax.
 //
-// Stands below vectors.h. Given are NUM_HEADS, NUM_KEY_HEADS, KEY_SIZE and VALUE_SIZE.
+// Follows vectors.h. The loader defines NUM_HEADS, NUM_KEY_HEADS, KEY_SIZE and VALUE_SIZE.
 
 #include <omp.h>
 
@@ -13,19 +13,19 @@ namespace {
 constexpr int64_t HEADS_PER_KEY = NUM_HEADS / NUM_KEY_HEADS;
 constexpr int64_t TILE_KEYS = 32;
 
-// Vectors of one key or value, the last one filled up with zeros.
+// Vectors of one key or value, the last one padded with zeros.
 constexpr int64_t vectors_of(int64_t size) { return (size + LANES - 1) / LANES; }
 constexpr int64_t KEY_VECTORS = vectors_of(KEY_SIZE);
 constexpr int64_t VALUE_VECTORS = vectors_of(VALUE_SIZE);
 
-// The `index`-th vector of a key or value, which may end within it.
+// Return the `index`-th vector of a key or value, padded with zeros.
 template <int64_t SIZE>
 inline Vector vector_at(const REAL* from, int64_t index) {
     from += index * LANES;
     return index < SIZE / LANES ? lanes_at(from) : first_of(from, SIZE % LANES);
 }
 
-// The largest of some scores, and of one more. Like all that is done to scores, to whole vectors.
+// Return the largest of some scores and of `largest`. Scores are padded to whole vectors.
 inline REAL largest_of(const REAL* scores, int64_t count, REAL largest) {
     Vector most = Vector{} + largest;
     for (int64_t t = 0; t < count; t += LANES) {
@@ -35,7 +35,7 @@ inline REAL largest_of(const REAL* scores, int64_t count, REAL largest) {
     return largest_of(most);
 }
 
-// Makes scores weights; returns their sum.
+// Replace scores by their exponentials; return the sum.
 inline REAL exponentials(REAL* scores, int64_t count, REAL most) {
     Vector total = {};
     for (int64_t t = 0; t < count; t += LANES) {
@@ -46,7 +46,7 @@ inline REAL exponentials(REAL* scores, int64_t count, REAL most) {
     return sum_of(total);
 }
 
-// What layers give for their new tokens, as a tensor whose strides are counted in numbers.
+// Queries, keys or values of the new tokens, with strides in numbers.
 struct States {
     const REAL* first;
     int64_t row_stride, head_stride, stride;
@@ -76,17 +76,17 @@ struct Rows {
 };
 
 inline int64_t slot_of(const Rows& rows, int64_t row, int64_t position) {
-    const int64_t* line = rows.table + rows.table_rows[row] * rows.table_width;
-    return line[position / rows.block_size] * rows.block_size + position % rows.block_size;
+    const int64_t* blocks = rows.table + rows.table_rows[row] * rows.table_width;
+    return blocks[position / rows.block_size] * rows.block_size + position % rows.block_size;
 }
 
-// Where some neighbouring keys and values of a row lie, all their heads together.
+// Addresses of neighbouring keys and values of a row, all their heads together.
 struct Tile {
     int64_t count;
     const REAL* keys[TILE_KEYS];
     const REAL* values[TILE_KEYS];
 
-    // Look up the keys from `start` on, and have some heads of them fetched from memory.
+    // Look up the keys from `start` on, and prefetch the heads from `first` to `last`.
     void find(
         const Rows& rows, int64_t row, int64_t start, int64_t end, int64_t first, int64_t last) {
         count = end - start < TILE_KEYS ? end - start : TILE_KEYS;
@@ -108,19 +108,19 @@ struct Tile {
     }
 };
 
-// What one key head's queries have seen so far.
-struct Seen {
+// The partial results of one key head's queries.
+struct Partial {
     Vector outputs[HEADS_PER_KEY][VALUE_VECTORS];
     REAL largest[HEADS_PER_KEY], totals[HEADS_PER_KEY];
 };
 
-// Attend over some keys and values, whose heads lie one after the other.
+// Attend over a tile of keys and values with the queries of one key head.
 void attend_tile(
     const Rows& rows,
     const Vector (&queries)[HEADS_PER_KEY][KEY_VECTORS],
     const Tile& tile,
     int64_t key_head,
-    Seen& seen) {
+    Partial& partial) {
     const int64_t count = tile.count;
     alignas(32) REAL weights[HEADS_PER_KEY][TILE_KEYS];
     for (int64_t t = 0; t < count; t++) {
@@ -138,32 +138,33 @@ void attend_tile(
             for (int64_t t = 0; t < count; t++)
                 scores[t] = rows.softcap * std::tanh(scores[t] / rows.softcap);
         for (int64_t t = count; t % LANES; t++) scores[t] = -INFINITE;
-        const REAL most = largest_of(scores, count, seen.largest[g]);
+        const REAL most = largest_of(scores, count, partial.largest[g]);
         const REAL total = exponentials(scores, count, most);
-        const REAL shrink = std::exp(seen.largest[g] - most);
-        seen.totals[g] = seen.totals[g] * shrink + total;
-        seen.largest[g] = most;
-        for (int64_t i = 0; i < VALUE_VECTORS; i++) seen.outputs[g][i] *= shrink;
+        const REAL shrink = std::exp(partial.largest[g] - most);
+        partial.totals[g] = partial.totals[g] * shrink + total;
+        partial.largest[g] = most;
+        for (int64_t i = 0; i < VALUE_VECTORS; i++) partial.outputs[g][i] *= shrink;
     }
     for (int64_t t = 0; t < count; t++)
         for (int64_t i = 0; i < VALUE_VECTORS; i++) {
             const Vector part = vector_at<VALUE_SIZE>(tile.values[t] + key_head * VALUE_SIZE, i);
-            for (int64_t g = 0; g < HEADS_PER_KEY; g++) seen.outputs[g][i] += weights[g][t] * part;
+            for (int64_t g = 0; g < HEADS_PER_KEY; g++)
+                partial.outputs[g][i] += weights[g][t] * part;
         }
 }
 
 void attend_row(const Rows& rows, int64_t row, int64_t first, int64_t last) {
     Vector queries[NUM_KEY_HEADS][HEADS_PER_KEY][KEY_VECTORS];
-    Seen seen[NUM_KEY_HEADS];
+    Partial partials[NUM_KEY_HEADS];
     for (int64_t head = first; head < last; head++)
         for (int64_t g = 0; g < HEADS_PER_KEY; g++) {
             REAL query[KEY_SIZE];
             rows.queries.copy(row, head * HEADS_PER_KEY + g, KEY_SIZE, query);
             for (int64_t i = 0; i < KEY_VECTORS; i++)
                 queries[head][g][i] = vector_at<KEY_SIZE>(query, i);
-            for (int64_t i = 0; i < VALUE_VECTORS; i++) seen[head].outputs[g][i] = Vector{};
-            seen[head].largest[g] = -INFINITE;
-            seen[head].totals[g] = 0;
+            for (int64_t i = 0; i < VALUE_VECTORS; i++) partials[head].outputs[g][i] = Vector{};
+            partials[head].largest[g] = -INFINITE;
+            partials[head].totals[g] = 0;
         }
     const int64_t length = rows.lengths[row];
     int64_t start = rows.window && rows.window < length ? length - rows.window : 0;
@@ -172,12 +173,12 @@ void attend_row(const Rows& rows, int64_t row, int64_t first, int64_t last) {
     for (int64_t index = 0; start < length; start += TILE_KEYS, index ^= 1) {
         tiles[index ^ 1].find(rows, row, start + TILE_KEYS, length, first, last);
         for (int64_t head = first; head < last; head++)
-            attend_tile(rows, queries[head], tiles[index], head, seen[head]);
+            attend_tile(rows, queries[head], tiles[index], head, partials[head]);
     }
     for (int64_t head = first; head < last; head++)
         for (int64_t g = 0; g < HEADS_PER_KEY; g++) {
-            const Vector(&output)[VALUE_VECTORS] = seen[head].outputs[g];
-            const REAL largest = seen[head].largest[g], total = seen[head].totals[g];
+            const Vector(&output)[VALUE_VECTORS] = partials[head].outputs[g];
+            const REAL largest = partials[head].largest[g], total = partials[head].totals[g];
             const int64_t query_head = head * HEADS_PER_KEY + g;
             REAL share = 1 / total;
             if (rows.sinks) {
@@ -193,7 +194,7 @@ void attend_row(const Rows& rows, int64_t row, int64_t first, int64_t last) {
 
 }  // namespace
 
-// A window, a softcap or sinks of 0 are none.
+// A window, a softcap or sinks of 0 mean none.
 extern "C" void attend(
     const REAL* queries,
     int64_t query_row_stride,
@@ -239,8 +240,8 @@ extern "C" void attend(
             new_value.copy(row, head, VALUE_SIZE, values + written * VALUE_SIZE);
         }
     });
-    // Where rows are few their key heads are parts for different threads. Rows of one prompt come
-    // one after the other, so that its keys are read from a near cache.
+    // With few rows, different threads compute different key heads. Rows of one prompt follow each
+    // other, so that its keys are read from a near cache.
     const int64_t wanted = (2 * omp_get_max_threads() + num_rows - 1) / num_rows;
     const int64_t num_parts = wanted < NUM_KEY_HEADS ? wanted : NUM_KEY_HEADS;
     for_each(num_rows * num_parts, is_much, [&](int64_t item) {

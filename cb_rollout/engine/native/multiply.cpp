@@ -1,22 +1,22 @@
-// Products of a few rows with a linear layer's weight, each weight read from memory once.
+// Products of a few rows with a linear layer's weight; each weight is read from memory once.
 //
-// A tile of outputs is summed in registers: so many rows of the weight times so many rows given,
-// vector by vector along what both have in order. The weight's next rows are fetched meanwhile.
+// A tile of outputs is summed in registers: TILE_OUTPUTS rows of the weight times TILE_ROWS input
+// rows, vector by vector along their inputs. The weight's next rows are prefetched meanwhile.
 //
-// Stands below vectors.h. Given is REAL, float or double.
+// Follows vectors.h. The loader defines REAL, float or double.
 
 namespace {
 
-// Their twelve sums, three vectors of the weight and one of a row are the sixteen registers of AVX2.
+// Twelve sums, three vectors of the weight and one of a row fill the sixteen registers of AVX2.
 constexpr int64_t TILE_OUTPUTS = 3, TILE_ROWS = 4;
 
-// What one fetch brings.
+// The numbers that one prefetch loads.
 constexpr int64_t NUMBERS_PER_LINE = 64 / sizeof(REAL);
 
 struct Product {
     const REAL* rows;
     const REAL* weight;
-    // One for each output, or null.
+    // One number for each output, or null.
     const REAL* bias;
     REAL* outputs;
     int64_t num_rows, num_inputs, num_outputs;
@@ -54,7 +54,7 @@ inline void multiply_tile(const Product& product, int64_t output, int64_t row, b
                 outputs[r * product.num_outputs + o] += product.bias[output + o];
 }
 
-// All rows given, in tiles as equal as can be: a tile of one row reads as much as one of four.
+// Multiply all rows, in tiles of nearly equal size: a tile of one row reads as much as one of four.
 template <int64_t OUTPUTS>
 inline void multiply_outputs(const Product& product, int64_t output) {
     const int64_t num_tiles = (product.num_rows + TILE_ROWS - 1) / TILE_ROWS;

@@ -1,10 +1,10 @@
 // The next token of each row, and its log-probability, in one pass over the logits.
 //
-// The vocabulary is taken a chunk at a time: its largest logit, and the sum of its exponentials
-// over that. A token is drawn by a uniform number, first its chunk, then within it; the numbers are
-// those of SplitMix64, as in sampler.py, which says what all of this must give.
+// The vocabulary is read a chunk at a time: its largest logit, and the sum of its exponentials
+// relative to that. A uniform number of SplitMix64 chooses the chunk, then the token in it. The
+// results are those of sampling/draw.py.
 //
-// Stands below vectors.h. Given is REAL, float.
+// Follows vectors.h. The loader defines REAL as float.
 
 #include <vector>
 
@@ -20,7 +20,7 @@ struct Row {
 
     float at(int64_t token) const { return logits[token] / temperature; }
 
-    // Eight from `token` on; those behind the end are minus infinity.
+    // Eight logits from `token` on; past the end they are minus infinity.
     Vector lanes(int64_t token) const {
         if (token + LANES <= count) return lanes_at(logits + token) / temperature;
         Vector last = Vector{} - INFINITE;
@@ -31,7 +31,7 @@ struct Row {
 
 struct Chunk {
     float largest;
-    // Of exponentials over the largest; none where any logit is none.
+    // Of exponentials relative to the largest logit; NaN if any logit is NaN.
     double sum;
 };
 
@@ -43,7 +43,7 @@ Chunk chunk_at(const Row& row, int64_t start) {
         most = some > most ? some : most;
     }
     const float largest = largest_of(most);
-    // A chunk of nothing but minus infinity has no largest to compare with.
+    // In a chunk of minus infinities the difference to the largest would be NaN.
     const float base = largest == -INFINITE ? 0 : largest;
     typedef float Four __attribute__((vector_size(16), may_alias));
     typedef double Doubles __attribute__((vector_size(32)));
@@ -65,10 +65,10 @@ double uniform(uint64_t seed, uint64_t index) {
     return double(z >> 11) * (1. / (int64_t(1) << 53));
 }
 
-// The first stretch, of those laid end to end, that ends behind a point; takes away what lies
-// before. Rounding may lead behind the end: then the last stretch that is not empty.
+// Return the first of the intervals laid end to end that ends after a point, and make the point
+// relative to its start. If rounding leads past the end, return the last nonempty interval.
 template <typename Length>
-int64_t found(int64_t count, double& point, Length length) {
+int64_t find(int64_t count, double& point, Length length) {
     int64_t last = 0;
     double before = 0, start = 0;
     for (int64_t index = 0; index < count; index++) {
@@ -86,7 +86,7 @@ int64_t drawn(const Row& row, const std::vector<Chunk>& chunks, float largest, d
         const Chunk& chunk = chunks[index];
         return chunk.sum == 0 ? 0 : chunk.sum * std::exp(double(chunk.largest) - largest);
     };
-    const int64_t index = found(int64_t(chunks.size()), point, share);
+    const int64_t index = find(int64_t(chunks.size()), point, share);
     point /= std::exp(double(chunks[index].largest) - largest);
     alignas(32) float weights[CHUNK];
     const int64_t start = index * CHUNK;
@@ -95,7 +95,7 @@ int64_t drawn(const Row& row, const std::vector<Chunk>& chunks, float largest, d
         const Vector some = exponential(row.lanes(start + i) - chunks[index].largest);
         std::memcpy(weights + i, &some, sizeof(some));
     }
-    return start + found(count, point, [&](int64_t i) { return double(weights[i]); });
+    return start + find(count, point, [&](int64_t i) { return double(weights[i]); });
 }
 
 int64_t most_likely(const Row& row, const std::vector<Chunk>& chunks, float largest) {
@@ -109,7 +109,7 @@ int64_t most_likely(const Row& row, const std::vector<Chunk>& chunks, float larg
 }  // namespace
 
 // A temperature of 0 takes the most likely token, and counts as 1 for its log-probability.
-// A row whose logits make no distribution gets a log-probability that is none.
+// A row whose logits make no distribution gets NaN as its log-probability.
 extern "C" void sample(
     const float* logits,
     int64_t num_rows,

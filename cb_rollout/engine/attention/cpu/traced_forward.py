@@ -79,7 +79,7 @@ class TracedForward:
 
     @property
     def can_trace(self) -> bool:
-        """Whether the forward has a trace, or may still get one."""
+        """True: the forward has a trace, or may still get one."""
         return self.trace is not None or self._num_traces < MOST_TRACES
 
     def compile_with(self, inductor_options: Mapping[str, Any]) -> None:
