@@ -96,19 +96,23 @@ class Finding:
         return f"{mark}{self.name:<{NAME_WIDTH}} {' '.join(self.text.split())}"
 
 
+def _ok(name: str, text: str) -> Finding:
+    return Finding(Level.OK, name, text)
+
+
 def machine_findings(device: str = "auto") -> Iterator[Finding]:
     """Yield findings on versions, extras, kernels, the device and its memory."""
-    yield Finding(Level.OK, "cb_rollout", cb_rollout.__version__)
-    yield Finding(Level.OK, "python", platform.python_version())
+    yield _ok("cb_rollout", cb_rollout.__version__)
+    yield _ok("python", platform.python_version())
     requirements = _requirements()
     for package in (*NEEDED, *SERVE_TRAINING):
         yield _version(package, requirements)
     for extra, modules in EXTRAS.items():
         missing = ", ".join(name for name in modules if not _is_there(name))
         text = f"lacks {missing}; pip install 'cb_rollout[{extra}]'" if missing else "found"
-        yield Finding(Level.OK, f"extra {extra!r}", text)
+        yield _ok(f"extra {extra!r}", text)
     for name in KERNELS:
-        yield Finding(Level.OK, name, "found" if _is_there(name) else "not found")
+        yield _ok(name, "found" if _is_there(name) else "not found")
     for name, settings in FASTER.items():
         asked = ", ".join(f"{key}={value!r}" for key, value in settings.items())
         try:
@@ -116,16 +120,16 @@ def machine_findings(device: str = "auto") -> Iterator[Finding]:
             text = f"when asked for, by {asked}"
         except ConfigurationError as error:
             text = f"not used: {error}"
-        yield Finding(Level.OK, name, text)
+        yield _ok(name, text)
     try:
         target = torch_device(device)
     except ConfigurationError as error:
         yield Finding(Level.BAD, "device", str(error))
         return
-    yield Finding(Level.OK, "attention", str(select_backend(target)))
+    yield _ok("attention", str(select_backend(target)))
     obstacle = graph_obstacle(target)
     text = f"not used: use_cuda_graph=True {obstacle}" if obstacle else "where the model allows"
-    yield Finding(Level.OK, "CUDA graphs", text)
+    yield _ok("CUDA graphs", text)
     yield from _device(target)
 
 
@@ -148,11 +152,11 @@ def _version(package: str, requirements: dict[str, Requirement]) -> Finding:
         return Finding(Level.WARNING, package, "is missing; training with it needs it")
     requirement = requirements.get(package)
     if requirement is None:
-        return Finding(Level.OK, package, f"{version} (cb_rollout is not installed: not compared)")
+        return _ok(package, f"{version} (cb_rollout is not installed: not compared)")
     if not (tested := str(requirement.specifier)):
-        return Finding(Level.OK, package, version)
+        return _ok(package, version)
     if requirement.specifier.contains(version, prereleases=True):
-        return Finding(Level.OK, package, f"{version} (tested: {tested})")
+        return _ok(package, f"{version} (tested: {tested})")
     text = f"{version} is outside what is tested; pip install '{package}{tested}'"
     return Finding(Level.WARNING, package, text)
 
@@ -174,17 +178,17 @@ def _device(target: torch.device) -> Iterator[Finding]:
         text = f"{target.type}, {torch.get_num_threads()} threads of {psutil.cpu_count()} cores"
         if not torch.cuda.is_available():
             text += f"; no GPU: torch {torch.__version__} sees none"
-    yield Finding(Level.OK, "device", text)
+    yield _ok("device", text)
     memory = devices.memory(target)
     free, total = memory.free_bytes / GIB, memory.total_bytes / GIB
-    yield Finding(Level.OK, "memory free", f"{free:.1f} of {total:.1f} GiB on {target.type}")
+    yield _ok("memory free", f"{free:.1f} of {total:.1f} GiB on {target.type}")
     if target.type == "cuda":
         return
     container, text = container_memory(), "none"
     if container.limit_bytes != math.inf:
         left, limit = container.left_bytes / GIB, container.limit_bytes / GIB
         text = f"{left:.1f} GiB left of {limit:.1f}; counted above"
-    yield Finding(Level.OK, "container limit", text)
+    yield _ok("container limit", text)
 
 
 def checkpoint_findings(
@@ -219,8 +223,7 @@ def checkpoint_findings(
 def _model(name: str, model: PreTrainedModel) -> Finding:
     size = sum(parameter.nbytes for parameter in model.parameters())
     count = sum(parameter.numel() for parameter in model.parameters())
-    return Finding(
-        Level.OK,
+    return _ok(
         "model",
         f"{name}: {type(model).__name__}, {count:,} parameters in "
         f"{torch_compat.compute_dtype(model)}, {size / GIB:.2f} GiB",
@@ -233,8 +236,7 @@ def _tokenizer(name: str) -> Finding:
     except ConfigurationError as error:
         return Finding(Level.WARNING, "tokenizer", str(error))
     has_template = getattr(tokenizer, "chat_template", None) is not None
-    return Finding(
-        Level.OK,
+    return _ok(
         "tokenizer",
         f"{len(tokenizer):,} tokens, {'with a' if has_template else 'without'} chat template",
     )
@@ -246,19 +248,15 @@ def _cache(layout: CacheLayout) -> Iterator[Finding]:
     num_neither = sum(
         not layer.is_recurrent and not layer.bytes_per_token for layer in layout.layers
     )
-    yield Finding(
-        Level.OK,
+    yield _ok(
         "layers",
         f"{num_paged} with keys and values, {num_recurrent} with recurrent states, "
         f"{num_neither} with neither",
     )
-    yield Finding(Level.OK, "bytes per token", f"{layout.bytes_per_token:,}")
-    yield Finding(Level.OK, "bytes per sequence", f"{layout.bytes_per_sequence:,}")
-    if layout.is_recurrent:
-        why_not = "not used: recurrent states cannot be continued from keys"
-        yield Finding(Level.OK, "chunks, known prefixes", why_not)
-    else:
-        yield Finding(Level.OK, "chunks, known prefixes", "used")
+    yield _ok("bytes per token", f"{layout.bytes_per_token:,}")
+    yield _ok("bytes per sequence", f"{layout.bytes_per_sequence:,}")
+    why_not = "not used: recurrent states cannot be continued from keys"
+    yield _ok("chunks, known prefixes", why_not if layout.is_recurrent else "used")
 
 
 def _batch_layout(layout: BatchLayout) -> Finding:
@@ -275,24 +273,21 @@ def _batch_layout(layout: BatchLayout) -> Finding:
 
 def _memory(generator: RolloutGenerator, model: PreTrainedModel) -> Iterator[Finding]:
     manager, plan = generator.manager, generator.memory_plan()
-    yield Finding(
-        Level.OK,
+    yield _ok(
         "memory for the cache",
         f"{plan.budget_bytes / GIB:.2f} GiB: {plan.max_memory_percent:.0%} of "
         f"{plan.free_bytes / GIB:.2f} free, less what a trainer will still allocate",
     )
-    yield Finding(
-        Level.OK,
+    yield _ok(
         "of it, at most",
         f"{plan.kv_bytes / GIB:.2f} GiB in {plan.num_blocks:,} blocks of "
         f"{manager.config.block_size} tokens, {plan.state_bytes / GIB:.2f} GiB of recurrent states",
     )
-    yield Finding(Level.OK, "sequences together", f"{plan.num_slots:,} at most")
+    yield _ok("sequences together", f"{plan.num_slots:,} at most")
     num_tokens = plan.num_blocks * manager.config.block_size
     longest = hf_compat.max_positions(model)
     most = min(manager.limits.max_cached_tokens(), longest or num_tokens)
-    yield Finding(
-        Level.OK,
+    yield _ok(
         "max tokens",
         f"{num_tokens:,} cached at once; {most:,}"
         f" in one sequence (the model's own limit: {longest or 'none named'})",
@@ -309,7 +304,7 @@ def _comparison(generator: RolloutGenerator, model: PreTrainedModel) -> Finding:
     allowed = LARGEST_DRIFT.get(str(torch_compat.compute_dtype(model)), LARGEST_DRIFT_OTHERWISE)
     text = f"{drift.num_tokens} tokens, largest difference {drift.max:.2g} nats"
     if math.isfinite(drift.max) and drift.max <= allowed:
-        return Finding(Level.OK, "rollout against forward", text)
+        return _ok("rollout against forward", text)
     return Finding(
         Level.BAD,
         "rollout against forward",
