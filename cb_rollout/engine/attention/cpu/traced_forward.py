@@ -133,9 +133,9 @@ class TracedForward:
         except Exception as error:  # noqa: BLE001  a trace fails no request, whatever is wrong
             # Where memory ran out, the model's own forward says so itself.
             is_answer = isinstance(error, UntraceableError)
-            told = str(error) if is_answer else said(error)
+            reason = str(error) if is_answer else said(error)
             if self._inductor_options is not None:
-                _LOGGER.warning("decode forwards are not compiled, as was asked: %s", told)
+                _LOGGER.warning("decode forwards are not compiled, as was asked: %s", reason)
                 self._inductor_options = None
                 self._num_traces -= 1
                 return
@@ -143,7 +143,7 @@ class TracedForward:
             _LOGGER.log(
                 logging.INFO if is_answer else logging.WARNING,
                 "decode forwards run by the model itself, not from a trace: %s",
-                told,
+                reason,
             )
 
 
