@@ -19,7 +19,7 @@ from typing import Any
 
 from cb_rollout.config.rollout import RolloutConfig
 from cb_rollout.config.sampling import SamplingParams
-from cb_rollout.metrics.names import METRICS
+from cb_rollout.metrics.registry import METRICS
 from cb_rollout.tools.bench.table import OURS, number_text, times_better, value_text
 from cb_rollout.tools.cli import create_parser
 
@@ -119,7 +119,7 @@ outputs = generator.generate_batch(prompts, sampling_params=SamplingParams(gramm
 
 METRICS_HEADER = """# Metrics
 
-Every logged metric, from `cb_rollout/metrics/names.py`. `scripts/write_docs.py` writes this page.
+Every logged metric, from `cb_rollout/metrics/registry.py`; `scripts/write_docs.py` writes it.
 
 - Under `attach`, metrics go through the trainer's own logger (wandb, TensorBoard, trackio), and
   to `<output_dir>/cb_rollout/metrics.jsonl`.

@@ -16,7 +16,7 @@ from cb_rollout.engine.request import NO_TABLE_ROW, Request
 from cb_rollout.engine.sampling.sampler import append_each
 from cb_rollout.engine.scheduler.policy import create_policy
 from cb_rollout.engine.scheduler.scheduler import Scheduler
-from cb_rollout.metrics.counters import EngineCounters
+from cb_rollout.metrics.registry import EngineCounters
 from cb_rollout.types import FinishReason, RequestStatus
 
 CPU = torch.device("cpu")

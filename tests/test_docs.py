@@ -17,7 +17,7 @@ import pytest
 import cb_rollout
 from cb_rollout import RolloutConfig, strategies
 from cb_rollout.integrations.async_grpo import AsyncRollouts
-from cb_rollout.metrics.names import METRICS
+from cb_rollout.metrics.registry import METRICS
 from cb_rollout.tools.cli import create_parser
 from site_pages import DOCS, PAGES, linked_files, parts
 

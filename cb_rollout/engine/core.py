@@ -30,7 +30,7 @@ from cb_rollout.engine.scheduler.policy import create_policy
 from cb_rollout.engine.scheduler.scheduler import Scheduler
 from cb_rollout.engine.spec_decode.ngram import NgramProposer, can_draft
 from cb_rollout.errors import OutOfCacheMemoryError, RolloutError
-from cb_rollout.metrics.counters import EngineCounters
+from cb_rollout.metrics.registry import EngineCounters
 from cb_rollout.types import FinishReason, RequestStatus
 
 _LOGGER = logging.getLogger(__name__)

@@ -25,7 +25,7 @@ from cb_rollout.engine.sampling.sampler import TokenSampler, append_each, want_p
 from cb_rollout.engine.scheduler.scheduler import Scheduler
 from cb_rollout.engine.spec_decode.ngram import NgramProposer
 from cb_rollout.errors import RolloutError, said
-from cb_rollout.metrics.counters import EngineCounters
+from cb_rollout.metrics.registry import EngineCounters
 from cb_rollout.types import FinishReason, RequestStatus
 
 _LOGGER = logging.getLogger(__name__)

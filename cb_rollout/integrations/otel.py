@@ -16,15 +16,15 @@ from cb_rollout import __version__
 from cb_rollout.engine.request import Request
 from cb_rollout.engine.service.manager import ContinuousBatchingManager
 from cb_rollout.errors import ConfigurationError
-from cb_rollout.metrics.instruments import (
+from cb_rollout.metrics.observers import Recorder
+from cb_rollout.metrics.registry import (
     BUCKETS,
     DISTRIBUTIONS,
-    INSTRUMENTS,
+    LIVE_METRICS,
     Distribution,
-    Instrument,
-    Kind,
+    LiveMetric,
+    MetricKind,
 )
-from cb_rollout.metrics.recorder import Recorder
 from cb_rollout.rollout.generator import RolloutGenerator
 
 try:
@@ -87,7 +87,7 @@ class Telemetry(Recorder):
         self._lock = threading.Lock()
         self._asked_in: dict[str, context.Context] = {}
         meter = meters.get_meter("cb_rollout", __version__)
-        for instrument in INSTRUMENTS:
+        for instrument in LIVE_METRICS:
             _create(meter, instrument, manager)
         self._histograms = {
             distribution.name: meter.create_histogram(
@@ -172,14 +172,14 @@ class Telemetry(Recorder):
         return self._wall_clock_ns + int(seconds * 1e9)
 
 
-def _create(meter: Meter, instrument: Instrument, manager: ContinuousBatchingManager) -> None:
+def _create(meter: Meter, instrument: LiveMetric, manager: ContinuousBatchingManager) -> None:
     create: Callable[..., Any] = (
         meter.create_observable_counter
-        if instrument.kind is Kind.COUNTER
+        if instrument.kind is MetricKind.COUNTER
         else meter.create_observable_gauge
     )
     create(
         f"{PREFIX}{instrument.name}",
-        callbacks=[lambda _: [Observation(instrument.read(manager))]],
+        callbacks=[lambda _: [Observation(instrument.read(manager.counters, manager.status()))]],
         description=instrument.help,
     )

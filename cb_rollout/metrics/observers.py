@@ -1,86 +1,92 @@
-"""Who may look on while an engine works: hooks that see, and change nothing.
+"""Watch an engine's work through hooks, which change nothing and never harm it.
 
-Owns the fan-out to those who look, and that none of them can harm the work. Knows no telemetry.
+Owns the fan-out to observers, and `Recorder`, which keeps distributions in memory. Knows no
+telemetry library.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
+import time
+from bisect import bisect_left
 from contextlib import ExitStack, contextmanager
+from itertools import accumulate
 from typing import TYPE_CHECKING
+
+from cb_rollout.metrics import registry
+from cb_rollout.metrics.registry import BUCKETS, DISTRIBUTIONS, Distribution
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from cb_rollout.engine.request import Request
 
-
 logger = logging.getLogger(__name__)
 
 
 class Observer:
-    """Sees nothing; a subclass overrides what it wants to see. Quick, or it holds up the engine."""
+    """Hooks that do nothing; a subclass overrides some. They must be fast: the engine waits."""
 
     def submitted(self, requests: Sequence[Request]) -> None:
-        """Sequences were queued; called on the thread that asked for them."""
+        """Note queued sequences; called on the thread that submits them."""
 
     def stepped(self, seconds: float, is_prefill: bool) -> None:
-        """One step was run; called on the engine's thread."""
+        """Note one step and its seconds; called on the engine's thread."""
 
     def ended(self, request: Request) -> None:
-        """A sequence reached its final status; called on the engine's thread."""
+        """Note a sequence with its final status; called on the engine's thread."""
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
-        """Something that takes time is done inside, by the calling thread."""
+        """Time the block under `name`; entered on the calling thread."""
         yield
 
     @contextmanager
     def joined(self, headers: Mapping[str, str]) -> Iterator[None]:
-        """What the calling thread asks for inside is a client's, told of by its HTTP headers."""
+        """Attribute submissions inside to a client, named by its HTTP headers."""
         yield
 
 
 class Observers(Observer):
-    """All who look on; one that raises is warned of, and looks on no longer."""
+    """Forward every event to observers; one that raises is logged and removed."""
 
     def __init__(self) -> None:
-        """Nobody looks on yet."""
         self._observers: tuple[Observer, ...] = ()
 
     def __bool__(self) -> bool:
         return bool(self._observers)
 
     def add(self, observer: Observer) -> None:
-        """Let one more look on, from now on."""
+        """Add an observer."""
         self._observers = (*self._observers, observer)
 
     def remove(self, observer: Observer) -> None:
-        """Let one look on no longer."""
+        """Remove an observer."""
         self._observers = tuple(other for other in self._observers if other is not observer)
 
     def submitted(self, requests: Sequence[Request]) -> None:
-        """Sequences were queued."""
+        """Note queued sequences."""
         self._tell(lambda observer: observer.submitted(requests))
 
     def stepped(self, seconds: float, is_prefill: bool) -> None:
-        """One step was run."""
+        """Note one step and its seconds."""
         self._tell(lambda observer: observer.stepped(seconds, is_prefill))
 
     def ended(self, request: Request) -> None:
-        """A sequence reached its final status."""
+        """Note a sequence with its final status."""
         self._tell(lambda observer: observer.ended(request))
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
-        """Something that takes time is done inside."""
+        """Time the block under `name`."""
         with ExitStack() as spans:
             self._tell(lambda observer: spans.enter_context(observer.span(name)))
             yield
 
     @contextmanager
     def joined(self, headers: Mapping[str, str]) -> Iterator[None]:
-        """What is asked for inside is a client's."""
+        """Attribute submissions inside to a client."""
         with ExitStack() as clients:
             self._tell(lambda observer: clients.enter_context(observer.joined(headers)))
             yield
@@ -92,3 +98,57 @@ class Observers(Observer):
             except Exception:
                 logger.warning("%r raised, and is told nothing more", observer, exc_info=True)
                 self.remove(observer)
+
+
+class Histogram:
+    """Count values by bucket; thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts = [0] * (len(BUCKETS) + 1)
+        self._sum = 0.0
+
+    def record(self, value: float) -> None:
+        """Count one value."""
+        with self._lock:
+            self._counts[bisect_left(BUCKETS, value)] += 1
+            self._sum += value
+
+    def read(self) -> tuple[list[int], float]:
+        """Return the number of values at or below each bound, the last all, and the values' sum."""
+        with self._lock:
+            return list(accumulate(self._counts)), self._sum
+
+
+class Recorder(Observer):
+    """Keep every distribution in memory; a subclass may send the values elsewhere too."""
+
+    def __init__(self) -> None:
+        self.histograms = {distribution.name: Histogram() for distribution in DISTRIBUTIONS}
+
+    def record(self, distribution: Distribution, seconds: float) -> None:
+        """Record one value of a distribution."""
+        self.histograms[distribution.name].record(seconds)
+
+    def stepped(self, seconds: float, is_prefill: bool) -> None:
+        """Record the step's seconds."""
+        self.record(registry.PREFILL_STEP if is_prefill else registry.DECODE_STEP, seconds)
+
+    def ended(self, request: Request) -> None:
+        """Record the seconds of each part of the sequence's life."""
+        now = time.perf_counter()
+        self.record(registry.REQUEST, now - request.created_time)
+        if request.seated_time is not None:
+            self.record(registry.QUEUE, request.seated_time - request.created_time)
+        if request.seated_time is not None and request.first_token_time is not None:
+            self.record(registry.PREFILL, request.first_token_time - request.seated_time)
+            self.record(registry.DECODE, now - request.first_token_time)
+
+    @contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        """Record the block's seconds."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.record(registry.DISTRIBUTION_OF_SPAN[name], time.perf_counter() - started)

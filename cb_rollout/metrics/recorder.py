@@ -10,8 +10,8 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from cb_rollout.metrics import instruments
-from cb_rollout.metrics.instruments import BUCKETS, DISTRIBUTIONS, Distribution
 from cb_rollout.metrics.observers import Observer
+from cb_rollout.metrics.registry import BUCKETS, DISTRIBUTIONS, Distribution
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -16,8 +16,9 @@ from cb_rollout.config.sampling import SamplingParams, resolved
 from cb_rollout.engine.memory.plan import MemoryPlan
 from cb_rollout.engine.service.manager import ContinuousBatchingManager
 from cb_rollout.errors import ConfigurationError, IncompleteRolloutError, InvalidRequestError
+from cb_rollout.metrics.registry import status_metrics
 from cb_rollout.rollout.prompts import Prompt, encoded, one_per_input, require_tokenizer
-from cb_rollout.rollout.run import run_rollout, standing
+from cb_rollout.rollout.run import run_rollout
 from cb_rollout.rollout.verification import DriftReport, verified
 from cb_rollout.types import GenerationOutput, RequestStatus, SyncReport
 from cb_rollout.weights import create_weight_sync, require_equal
@@ -210,7 +211,7 @@ class RolloutGenerator:
 
     def metrics(self) -> dict[str, float]:
         """Figures of the last rollout and of the engine now, by metric name."""
-        return self._last_metrics | standing(self.manager)
+        return self._last_metrics | status_metrics(self.manager.status())
 
     def verify(self, num_sequences: int) -> DriftReport:
         """Recompute sequences of the last rollout with plain forwards, and compare.

@@ -12,6 +12,7 @@ from tqdm.auto import tqdm
 from cb_rollout.engine.request import Request
 from cb_rollout.engine.service.manager import ContinuousBatchingManager
 from cb_rollout.engine.service.output_queue import OutputQueue
+from cb_rollout.metrics.registry import rollout_metrics
 from cb_rollout.types import GenerationOutput
 
 PROGRESS_SECONDS = 0.25
@@ -42,31 +43,7 @@ def measured(manager: ContinuousBatchingManager) -> Iterator[dict[str, float]]:
     started = time.perf_counter()
     yield metrics
     seconds = time.perf_counter() - started
-    added = counters.since(before)
-    metrics |= {
-        "rollout/seconds": seconds,
-        "rollout/tokens_per_second": added.tokens_generated / seconds if seconds else 0.0,
-        "rollout/tokens": added.tokens_generated,
-        "rollout/kv_blocks_peak": added.kv_blocks_peak,
-        "rollout/prefill_tokens": added.prefill_tokens,
-        "rollout/prefill_tokens_saved": added.prefill_tokens_saved,
-        "rollout/preemptions": added.preemptions,
-        "rollout/drafted_tokens": added.drafted_tokens,
-        "rollout/accepted_tokens": added.accepted_tokens,
-    }
-    if added.truncated_tokens:
-        metrics["rollout/log_kept_mass"] = added.log_kept_mass / added.truncated_tokens
-        metrics["rollout/kept_tokens"] = added.kept_tokens / added.truncated_tokens
-
-
-def standing(manager: ContinuousBatchingManager) -> dict[str, float]:
-    """The figures of what an engine holds now, by metric name."""
-    status = manager.status()
-    return {
-        "rollout/policy_version": status.policy_version,
-        "rollout/kv_bytes": status.kv_bytes,
-        "rollout/kv_blocks_used": status.kv_blocks_used,
-    }
+    metrics |= rollout_metrics(counters.since(before), seconds)
 
 
 def _finished(

@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 
 import cb_rollout
 from cb_rollout.errors import RolloutError
-from cb_rollout.metrics.prometheus import CONTENT_TYPE, exposition
+from cb_rollout.metrics.exposition import CONTENT_TYPE, exposition
 from cb_rollout.server import protocol
 from cb_rollout.server.errors import ApiError, as_api_error
 from cb_rollout.server.middleware import AccessMiddleware

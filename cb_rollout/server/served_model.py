@@ -22,7 +22,7 @@ from cb_rollout.config.sampling import SamplingParams, resolved
 from cb_rollout.engine.service.manager import ContinuousBatchingManager
 from cb_rollout.errors import InvalidRequestError
 from cb_rollout.integrations.xgrammar import XGrammar
-from cb_rollout.metrics.recorder import Recorder
+from cb_rollout.metrics.observers import Recorder
 from cb_rollout.server.detokenizer import Decode, TokenTable
 from cb_rollout.server.errors import ApiError
 from cb_rollout.server.options import ServerOptions

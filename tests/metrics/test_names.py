@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from cb_rollout.metrics.names import METRICS
+from cb_rollout.metrics.registry import METRICS
 
 ROOT = Path(__file__).parents[2]
 NAME = re.compile(r"rollout/[a-z_0-9]+")

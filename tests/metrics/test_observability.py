@@ -16,11 +16,9 @@ from tiny import tiny_model
 
 from cb_rollout import RolloutConfig, RolloutGenerator, SamplingParams
 from cb_rollout.integrations.otel import export
-from cb_rollout.metrics.instruments import DISTRIBUTIONS, INSTRUMENTS, Kind
-from cb_rollout.metrics.live_status import LiveStatus
-from cb_rollout.metrics.observers import Observer
-from cb_rollout.metrics.prometheus import exposition
-from cb_rollout.metrics.recorder import Histogram, Recorder
+from cb_rollout.metrics.exposition import LiveStatus, exposition
+from cb_rollout.metrics.observers import Histogram, Observer, Recorder
+from cb_rollout.metrics.registry import DISTRIBUTIONS, LIVE_METRICS, MetricKind
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "observability.md"
 DASHBOARD = DOCUMENT.with_name("grafana-dashboard.json")
@@ -120,7 +118,7 @@ def test_a_collector_sees_a_rollout_step(generator):
     assert metrics["cb_rollout.policy_version"].gauge.data_points[0].as_int == 1
     assert metrics["cb_rollout.queue"].histogram.data_points[0].count == 3
     assert metrics["cb_rollout.sync"].histogram.data_points[0].count == 1
-    known = {f"cb_rollout.{i.name}" for i in INSTRUMENTS}
+    known = {f"cb_rollout.{i.name}" for i in LIVE_METRICS}
     known |= {f"cb_rollout.{d.name.removesuffix('_seconds')}" for d in DISTRIBUTIONS}
     assert set(metrics) <= known
 
@@ -183,7 +181,7 @@ def test_prometheus_reads_every_figure(generator):
     generator.sync_weights()
     text = exposition(generator.manager, recorder)
     families = {family.name: family for family in text_string_to_metric_families(text)}
-    kinds = {f"cb_rollout_{i.name}": i.kind.value for i in INSTRUMENTS}
+    kinds = {f"cb_rollout_{i.name}": i.kind.value for i in LIVE_METRICS}
     kinds |= {f"cb_rollout_{d.name}": "histogram" for d in DISTRIBUTIONS}
     assert {name: family.type for name, family in families.items()} == kinds
     tokens = families["cb_rollout_tokens_generated"].samples[0]
@@ -244,15 +242,15 @@ def test_the_dashboard_draws_every_metric_and_no_other(generator):
 
 def test_the_document_lists_every_name():
     text = DOCUMENT.read_text()
-    assert [i.name for i in INSTRUMENTS if f"`{i.name}`" not in text] == []
+    assert [i.name for i in LIVE_METRICS if f"`{i.name}`" not in text] == []
     assert [d.name for d in DISTRIBUTIONS if f"`{d.name}`" not in text] == []
 
 
 def test_every_name_is_one_of_a_kind():
-    names = [i.name for i in INSTRUMENTS] + [d.name for d in DISTRIBUTIONS]
+    names = [i.name for i in LIVE_METRICS] + [d.name for d in DISTRIBUTIONS]
     assert len(names) == len(set(names))
     assert all(d.name.endswith("_seconds") for d in DISTRIBUTIONS)
-    assert {i.kind for i in INSTRUMENTS} == set(Kind)
+    assert {i.kind for i in LIVE_METRICS} == set(MetricKind)
 
 
 def test_the_live_status_is_one_line_with_what_goes_on(generator):

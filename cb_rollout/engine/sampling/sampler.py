@@ -18,7 +18,7 @@ from cb_rollout.engine.request import Request
 from cb_rollout.engine.sampling import cpu
 from cb_rollout.engine.sampling.draw import Sampled, SamplingBatch, create_sampling_batch, sample
 from cb_rollout.engine.sampling.logits_processors import LogitsProcessing
-from cb_rollout.metrics.counters import EngineCounters
+from cb_rollout.metrics.registry import EngineCounters
 from cb_rollout.types import FinishReason, RequestStatus
 
 

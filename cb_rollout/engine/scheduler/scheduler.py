@@ -15,7 +15,7 @@ from cb_rollout.engine.kv_cache.block_pool import BlockPool
 from cb_rollout.engine.kv_cache.offload import NoOffload
 from cb_rollout.engine.request import NO_TABLE_ROW, Limits, Prefill, Request
 from cb_rollout.engine.scheduler.policy import SchedulerPolicy
-from cb_rollout.metrics.counters import EngineCounters
+from cb_rollout.metrics.registry import EngineCounters
 from cb_rollout.types import RequestStatus
 
 # A prefill that has no memory for this many tokens has none for a decode either.

@@ -28,8 +28,8 @@ from cb_rollout.engine.service.input_processor import InputProcessor, ServingLim
 from cb_rollout.engine.service.loop import EngineLoop, StepUntil
 from cb_rollout.engine.service.output_queue import CallbackSink, OutputQueue, OutputSink
 from cb_rollout.errors import ConfigurationError
-from cb_rollout.metrics.counters import EngineCounters, EngineStatus
 from cb_rollout.metrics.observers import Observers
+from cb_rollout.metrics.registry import EngineCounters, EngineStatus
 from cb_rollout.types import CancelResult, GenerationOutput
 
 POLL_SECONDS = 0.1

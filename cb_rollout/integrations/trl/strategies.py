@@ -22,7 +22,8 @@ from cb_rollout.config.enums import OldLogps
 from cb_rollout.errors import ConfigurationError
 from cb_rollout.integrations.trl.backend import GenerationBackend, Overrides
 from cb_rollout.integrations.trl.context import Collected
-from cb_rollout.rollout.run import measured, standing
+from cb_rollout.metrics.registry import status_metrics
+from cb_rollout.rollout.run import measured
 from cb_rollout.strategies import DynamicSampling, GroupCollector, Plain, RequestStream, Strategy
 
 # The trainer's attribute that holds the overrides of a strategy without `attach`.
@@ -149,7 +150,7 @@ class TrainerStrategy:
             complete = groups.collect(len(rows))
         collector_metrics = groups.metrics()
         metrics |= {name: collector_metrics[name] for name in LOGGED}
-        metrics |= standing(backend.generator.manager)
+        metrics |= status_metrics(backend.generator.manager.status())
         outputs = [output for group in complete for output in group.outputs]
         return Collected([group.prompt["row"] for group in complete], outputs, metrics)
 

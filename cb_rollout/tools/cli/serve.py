@@ -79,7 +79,7 @@ def _run(arguments: argparse.Namespace) -> int:
         training_reserve_gib=0,
     )
     # Imported late: torch and transformers take seconds to load.
-    from cb_rollout.metrics.live_status import LiveStatus
+    from cb_rollout.metrics.exposition import LiveStatus
     from cb_rollout.rollout.checkpoint import load_model, load_tokenizer
     from cb_rollout.rollout.generator import RolloutGenerator
 
