@@ -138,10 +138,10 @@ class Recorder(Observer):
         """Record the seconds of each part of the sequence's life."""
         now = time.perf_counter()
         self.record(registry.REQUEST, now - request.created_time)
-        if request.seated_time is not None:
-            self.record(registry.QUEUE, request.seated_time - request.created_time)
-        if request.seated_time is not None and request.first_token_time is not None:
-            self.record(registry.PREFILL, request.first_token_time - request.seated_time)
+        if request.admitted_time is not None:
+            self.record(registry.QUEUE, request.admitted_time - request.created_time)
+        if request.admitted_time is not None and request.first_token_time is not None:
+            self.record(registry.PREFILL, request.first_token_time - request.admitted_time)
             self.record(registry.DECODE, now - request.first_token_time)
 
     @contextmanager
