@@ -21,7 +21,7 @@ from cb_rollout.types import GenerationOutput
 
 
 def said(error: BaseException) -> str:
-    """Any exception in one short line: its type and the first line of what it says."""
+    """Return an exception as one line: its type and the first line of its message."""
     first_line = next(iter(str(error).strip().splitlines()), "")
     return f"{type(error).__name__}: {first_line}" if first_line else type(error).__name__
 
@@ -46,7 +46,7 @@ class IncompleteRolloutError(RolloutError, RuntimeError):
     """Some sequences of a batch could not be produced.
 
     Attributes:
-        outputs: what was delivered, by request id, the failed sequences included.
+        outputs: delivered sequences by request id, the failed ones included.
     """
 
     def __init__(self, message: str, outputs: Mapping[str, GenerationOutput]) -> None:

@@ -7,7 +7,7 @@ from enum import StrEnum
 
 
 class RequestStatus(StrEnum):
-    """Where a request is in its life; the last three are final."""
+    """State of a request; the last three are final."""
 
     PENDING = "pending"
     PREFILLING = "prefilling"
@@ -18,7 +18,7 @@ class RequestStatus(StrEnum):
 
     @property
     def is_final(self) -> bool:
-        """Whether nothing more will happen to the request."""
+        """Return whether the request has ended."""
         return self in _FINAL_STATUSES
 
 
@@ -26,7 +26,7 @@ _FINAL_STATUSES = frozenset({RequestStatus.FINISHED, RequestStatus.CANCELLED, Re
 
 
 class FinishReason(StrEnum):
-    """Why a request ended."""
+    """Reason for which a request ended."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -35,7 +35,7 @@ class FinishReason(StrEnum):
 
 
 class CancelResult(StrEnum):
-    """What `cancel_request` found."""
+    """State of a request when `cancel_request` was called."""
 
     LIVE = "live"
     FINISHED = "finished"
@@ -44,7 +44,7 @@ class CancelResult(StrEnum):
 
 @dataclass(slots=True)
 class GenerationOutput:
-    """One sequence: its prompt, what was sampled, and how likely each token was."""
+    """One sequence: its prompt, sampled tokens and their log-probabilities."""
 
     request_id: str
     prompt_ids: list[int] = field(default_factory=list)
@@ -56,7 +56,7 @@ class GenerationOutput:
     finish_reason: FinishReason | None = None
     """None until the request ends."""
     error: str | None = None
-    """Why the request failed; None unless `status` is FAILED."""
+    """Reason of the failure; None unless `status` is FAILED."""
     created_time: float = field(default_factory=time.perf_counter)
     """`time.perf_counter()` seconds at submission."""
     timestamps: list[float] | None = None
@@ -71,13 +71,13 @@ class GenerationOutput:
     `array("i")`; None unless `sampling_mask="replay"` and something was cut."""
 
     def is_finished(self) -> bool:
-        """Whether the request reached a final status: finished, cancelled or failed."""
+        """Return whether the request reached a final status: finished, cancelled or failed."""
         return self.status.is_final
 
 
 @dataclass(frozen=True, slots=True)
 class SyncReport:
-    """What one `sync_weights()` did."""
+    """Result of one `sync_weights()`."""
 
     policy_version: int
     """The version that every token sampled from now on is stamped with."""

@@ -1,4 +1,4 @@
-"""Names, counters and observers of everything that is measured, and where the figures go.
+"""Define, observe and export the metrics of rollouts and engines.
 
 The engine writes counters; observers watch it; Prometheus, the live line and the run records read.
 """
