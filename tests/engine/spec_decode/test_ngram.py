@@ -1,5 +1,3 @@
-"""What is expected of a sequence is what followed the same words last time."""
-
 import gc
 import weakref
 
@@ -34,7 +32,7 @@ def request(prompt_ids, said=(), group=None, max_new_tokens=100, **settings):
     return made
 
 
-def test_what_followed_the_longest_known_run_is_expected():
+def test_the_tokens_after_the_longest_matching_ngram_are_predicted():
     ngram_index = NgramIndex()
     ngram_index.add([1, 2, 3, 4, 5, 9, 3, 4, 6, 7], 0)
     assert ngram_index.predict([8, 3, 4], 3) == [6, 7]
@@ -42,7 +40,7 @@ def test_what_followed_the_longest_known_run_is_expected():
     assert ngram_index.predict([4, 3], 3) == []
 
 
-def test_what_is_said_later_is_known_later_and_comes_first():
+def test_the_latest_occurrence_of_an_ngram_counts():
     ngram_index, text = NgramIndex(), [1, 2, 3]
     ngram_index.add(text, 0)
     assert ngram_index.predict([1, 2], 2) == [3]
@@ -50,11 +48,11 @@ def test_what_is_said_later_is_known_later_and_comes_first():
     assert ngram_index.predict([1, 2], 2) == [7]
 
 
-texts_of_few_words = st.lists(st.lists(st.integers(0, 3), max_size=12), min_size=1, max_size=4)
+texts_of_few_tokens = st.lists(st.lists(st.integers(0, 3), max_size=12), min_size=1, max_size=4)
 
 
-@given(texts_of_few_words, st.integers(1, 5))
-def test_every_expected_token_was_said_after_the_same_tokens(texts, count):
+@given(texts_of_few_tokens, st.integers(1, 5))
+def test_every_predicted_token_followed_the_same_ngram_before(texts, count):
     ngram_index, size = NgramIndex(), min(NGRAM_SIZES)
     for text in texts:
         ngram_index.add(text, 0)
@@ -69,13 +67,13 @@ def test_every_expected_token_was_said_after_the_same_tokens(texts, count):
         assert bool(expected) == has_follower
 
 
-def test_a_loop_is_expected_to_go_on():
+def test_a_loop_is_predicted_to_go_on():
     ngram_index = NgramIndex()
     ngram_index.add([1, 2, 3] * 4, 0)
     assert ngram_index.predict([1, 2, 3] * 4, 7) == [1, 2, 3, 1, 2, 3, 1]
 
 
-def test_members_of_a_group_hear_each_other_and_nobody_else():
+def test_members_of_a_group_share_one_index():
     proposer = NgramProposer(4)
     prompt = [1, 2, 3]
     first, second = request(prompt, [4, 5, 6, 7], group=0), request(prompt, [4, 5], group=0)
@@ -83,11 +81,11 @@ def test_members_of_a_group_hear_each_other_and_nobody_else():
     proposer.track([first, second, stranger])
     assert proposer.propose([second, stranger]) == [[6, 7], []]
     del first
-    # What a member that is gone has said stays, as long as one of them runs.
+    # The tokens of a member that is gone stay, as long as another runs.
     assert proposer.propose([second]) == [[6, 7]]
 
 
-def test_a_sequence_that_ended_holds_nothing_of_its_group():
+def test_a_sequence_that_ended_does_not_keep_its_groups_index_alive():
     proposer, prompt = NgramProposer(4), [1, 2, 3]
     first, second = request(prompt, [4, 5, 6, 7], group=0), request(prompt, [4, 5], group=0)
     proposer.track([first, second])
@@ -111,7 +109,7 @@ def test_a_draft_leaves_room_for_the_last_token_and_is_no_longer_than_asked():
     assert [len(draft) for draft in proposer.propose([short, long])] == [2, 6]
 
 
-def test_who_cannot_be_drafted_for_is_left_out():
+def test_streaming_and_adjusted_sequences_get_no_drafts():
     loop = [1, 2, 3] * 4
     plain = request(loop)
     streaming = request(loop, is_streaming=True)
@@ -125,7 +123,7 @@ def test_who_cannot_be_drafted_for_is_left_out():
     assert proposer.propose([plain] * (MAX_DRAFT_ROWS // 2 + 1)) == []
 
 
-def test_a_group_without_luck_is_tried_less_and_one_with_luck_more():
+def test_drafts_become_longer_with_the_acceptance_rate():
     proposer, looping = NgramProposer(4), request([1, 2, 3] * 4)
     proposer.track([looping])
     lengths = []
