@@ -197,15 +197,12 @@ class ModelRunner:
             )
             write_tokens = is_new_BQ.view(-1).nonzero()[:, 0]
             slots_BQ = slots_BQ[write_tokens]
+        read_slots_BS = None
+        if not is_fresh:
+            read_slots_BS = table.slots(table_rows_B, positions_BS)
+            read_slots_BS = read_slots_BS.masked_fill(~is_token_BS, PADDING_SLOT)
         mapping = SlotMapping(
-            num_cached=S - Q,
-            table_rows_B=table_rows_B,
-            write_tokens=write_tokens,
-            write_slots=slots_BQ,
-            read_slots_BS=None
-            if is_fresh
-            else table.slots(table_rows_B, positions_BS).masked_fill(~is_token_BS, PADDING_SLOT),
-            positions_BS=positions_BS,
+            S - Q, table_rows_B, write_tokens, slots_BQ, read_slots_BS, positions_BS
         )
         cache.begin(mapping, is_fresh)
         mask_BS = is_token_BS.to(torch.int64)
@@ -214,8 +211,7 @@ class ModelRunner:
         if self.batch_layout is not BatchLayout.PADDED:
             positions_BQ = None
         is_batched = Q == 1 and self.device.type == "cpu"
-        own = hf_compat.replacing_attention(BatchedAttention()) if is_batched else nullcontext()
-        with own:
+        with hf_compat.replacing_attention(BatchedAttention()) if is_batched else nullcontext():
             logits_BV = self.forward(input_ids_BQ, mask_BS, positions_BQ, cache)
         cache.end(mapping)
         assert logits_BV.shape[0] == B
