@@ -154,7 +154,7 @@ def test_a_compilation_needs_a_compiler():
         RolloutGenerator(tiny_model("qwen3"), RolloutConfig(use_default_compile_configs=True))
 
 
-def test_a_forward_that_does_not_compile_runs_as_a_list(monkeypatch, caplog):
+def test_a_forward_that_does_not_compile_runs_as_an_uncompiled_trace(monkeypatch, caplog):
     def fails(graph, options):
         raise RuntimeError("internal compiler error")
 

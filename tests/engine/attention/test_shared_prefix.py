@@ -10,7 +10,7 @@ def test_neighbours_share_their_leading_whole_blocks():
     assert shared_tiles(rows, 32, 8) == [Tile(0, 2, 128), Tile(2, 3, 128)]
 
 
-def test_the_last_block_may_be_written_to_and_is_nobody_elses():
+def test_the_last_block_of_a_row_is_never_shared():
     assert shared_tiles([PROMPT, PROMPT], 32, 8) == [Tile(0, 2, 96)]
 
 
