@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from cb_rollout.types import GenerationOutput
 
 
-def said(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """Return an exception as one line: its type and the first line of its message."""
     first_line = next(iter(str(error).strip().splitlines()), "")
     return f"{type(error).__name__}: {first_line}" if first_line else type(error).__name__

@@ -24,7 +24,7 @@ from cb_rollout.engine.request import Prefill, Request
 from cb_rollout.engine.sampling.sampler import TokenSampler, append_each, want_plain_tokens
 from cb_rollout.engine.scheduler.scheduler import Scheduler
 from cb_rollout.engine.spec_decode.ngram import NgramProposer
-from cb_rollout.errors import RolloutError, said
+from cb_rollout.errors import RolloutError, error_text
 from cb_rollout.metrics.registry import EngineCounters
 from cb_rollout.types import FinishReason, RequestStatus
 
@@ -284,7 +284,7 @@ class StepExecutor:
         try:
             logits_BV = self._drafted_logits(running, drafts)
         except Exception as error:  # noqa: BLE001  the step without drafts finds the row at fault
-            _LOGGER.debug("a step runs again without its drafts: %s", said(error))
+            _LOGGER.debug("a step runs again without its drafts: %s", error_text(error))
             for request, draft in zip(running, drafts, strict=True):
                 self.proposer.record(request, len(draft), 0)
             return None
@@ -360,7 +360,7 @@ class StepExecutor:
         try:
             self._pending = self._launch_next(current)
         except Exception as error:  # noqa: BLE001  a step that is needed will fail again
-            _LOGGER.debug("a step waits for the last one's tokens: %s", said(error))
+            _LOGGER.debug("a step waits for the last one's tokens: %s", error_text(error))
             self.graphs.forget_rows()
         tokens, logprobs, is_valid = step.read(current)
         return append_each(current, tokens, logprobs, is_valid, self._note_computed(current))

@@ -14,7 +14,7 @@ from typing import Any, Self
 
 import torch
 
-from cb_rollout.errors import InvalidRequestError, said
+from cb_rollout.errors import InvalidRequestError, error_text
 
 # Of one word of xgrammar's masks.
 BITS = 32
@@ -144,8 +144,8 @@ def _compiled(compile_it: Callable[[], Any], what: str) -> Any:
         return compile_it()
     except (RuntimeError, ValueError) as error:
         raise InvalidRequestError(
-            f"the {what} cannot be compiled ({said(error)}); mend it, or leave out what xgrammar "
-            "does not support."
+            f"the {what} cannot be compiled ({error_text(error)}); mend it, or leave out what "
+            "xgrammar does not support."
         ) from error
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from cb_rollout.errors import ConfigurationError, said
+from cb_rollout.errors import ConfigurationError, error_text
 
 T = TypeVar("T")
 
@@ -47,8 +47,8 @@ def read_lines(path: Path, parse: Callable[[Any], T], noun: str) -> Iterator[tup
                 record = parse(json.loads(line))
             except _PARSING_ERRORS as error:
                 raise ConfigurationError(
-                    f"line {number} of {path} is not a {noun} ({said(error)}); remove the line to "
-                    "keep the others."
+                    f"line {number} of {path} is not a {noun} ({error_text(error)}); remove the "
+                    "line to keep the others."
                 ) from error
             yield line, record
 

@@ -1,6 +1,6 @@
 """A checkpoint by its name: the model and the tokenizer that transformers makes of it.
 
-Owns what can be wrong with a checkpoint, each said in one error. Knows nothing of rollouts.
+Owns what can be wrong with a checkpoint, each reported in one error. Knows nothing of rollouts.
 """
 
 import os
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from cb_rollout.errors import ConfigurationError, said
+from cb_rollout.errors import ConfigurationError, error_text
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 # "auto" is what the checkpoint was saved in.
@@ -42,7 +42,8 @@ def load_model(name: str, dtype: str = "auto", device: str = "auto") -> PreTrain
         )
     except Exception as error:
         raise ConfigurationError(
-            f"no causal language model could be loaded from {_described(name)} ({said(error)}); "
+            f"no causal language model could be loaded from {_described(name)} "
+            f"({error_text(error)}); "
             "pass the directory that save_pretrained wrote, with config.json and all its weights."
         ) from error
     model, found = loaded
@@ -61,8 +62,8 @@ def load_model(name: str, dtype: str = "auto", device: str = "auto") -> PreTrain
         return model.eval().to(target)
     except torch.OutOfMemoryError as error:
         raise ConfigurationError(
-            f"{name!r} does not fit on {target} ({said(error)}); free memory, or set dtype or "
-            "device."
+            f"{name!r} does not fit on {target} ({error_text(error)}); free memory, or set dtype "
+            "or device."
         ) from error
 
 
@@ -77,8 +78,8 @@ def load_tokenizer(name: str) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(name)
     except Exception as error:
         raise ConfigurationError(
-            f"no tokenizer could be loaded from {_described(name)} ({said(error)}); mend the name, "
-            "or save one there with tokenizer.save_pretrained."
+            f"no tokenizer could be loaded from {_described(name)} ({error_text(error)}); mend the "
+            "name, or save one there with tokenizer.save_pretrained."
         ) from error
     # Where its files are missing, transformers 5.23 makes one of its special tokens alone.
     if len(tokenizer) <= len(tokenizer.all_special_ids):
@@ -102,7 +103,7 @@ def torch_device(device: str) -> torch.device:
         torch.empty(0, device=target)
     except (RuntimeError, AssertionError) as error:
         raise ConfigurationError(
-            f"device={device!r} cannot be used ({said(error)}); try cpu, or leave it at auto."
+            f"device={device!r} cannot be used ({error_text(error)}); try cpu, or leave it at auto."
         ) from error
     return target
 

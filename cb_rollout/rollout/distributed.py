@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from cb_rollout.compat import fsdp as _compat_fsdp
-from cb_rollout.errors import RolloutError, said
+from cb_rollout.errors import RolloutError, error_text
 
 POLL_SECONDS = 1.0
 # Between two looks at the note; a look is one small message.
@@ -69,7 +69,7 @@ class FailureWatch:
             yield
         except BaseException as error:
             done.set()
-            failure = self._note(key, f"rank {self._rank}: {said(error)}")
+            failure = self._note(key, f"rank {self._rank}: {error_text(error)}")
             if not failure.startswith(f"rank {self._rank}:"):
                 raise RolloutError(f"another process failed first. {failure}") from error
             raise

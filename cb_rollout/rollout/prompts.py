@@ -6,7 +6,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from cb_rollout.errors import ConfigurationError, InvalidRequestError, said
+from cb_rollout.errors import ConfigurationError, InvalidRequestError, error_text
 
 Prompt = Sequence[int] | str | Sequence[Mapping[str, Any]]
 # Token ids, text, or a chat.
@@ -72,7 +72,9 @@ def _encoded(prompt: Any, index: int, tokenizer: Any) -> Any:
             else "the tokenizer's chat template does not take this chat"
         )
         advice = "is it valid Unicode?" if is_text else "change its messages, or the template."
-        raise InvalidRequestError(f"input {index}: {refused} ({said(error)}); {advice}") from error
+        raise InvalidRequestError(
+            f"input {index}: {refused} ({error_text(error)}); {advice}"
+        ) from error
 
 
 def _refuse_what_is_no_prompt(prompt: Any, index: int) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cb_rollout.errors import InvalidRequestError, said
+from cb_rollout.errors import InvalidRequestError, error_text
 from cb_rollout.rollout.prompts import ENCODING_FAULTS
 
 # Limits over all conversations, about 10 MB and a millisecond to search. The least recently used
@@ -71,7 +71,7 @@ class PromptEncoder:
             )
         except ENCODING_FAULTS as error:
             raise InvalidRequestError(
-                f"the model's chat template refuses the messages ({said(error)})."
+                f"the model's chat template refuses the messages ({error_text(error)})."
             ) from error
         return text, self._continued(text)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
-from cb_rollout.errors import ConfigurationError, IncompleteRolloutError, RolloutError, said
+from cb_rollout.errors import ConfigurationError, IncompleteRolloutError, RolloutError, error_text
 from cb_rollout.strategies.base import Plain, Strategy
 from cb_rollout.strategies.group import Group
 from cb_rollout.strategies.groups_in_flight import CompletionStats, GroupsInFlight, PendingGroup
@@ -210,7 +210,7 @@ class GroupCollector:
         if may_drop:
             return False
         self.stats.drop(outputs)
-        raised = f"; the reward last raised {said(scores.cause)}" if scores.cause else ""
+        raised = f"; the reward last raised {error_text(scores.cause)}" if scores.cause else ""
         raise RolloutError(
             f"{len(scores.rewards)} of {self._num_generations} completions of group "
             f"{group.number} could be generated and scored, and the strategy needs {least}"

@@ -29,7 +29,7 @@ from cb_rollout.engine.memory import device as devices
 from cb_rollout.engine.memory.plan import GIB
 from cb_rollout.engine.memory.system import container_memory
 from cb_rollout.engine.model.runner import BatchLayout
-from cb_rollout.errors import ConfigurationError, RolloutError, said
+from cb_rollout.errors import ConfigurationError, RolloutError, error_text
 from cb_rollout.rollout.checkpoint import load_model, load_tokenizer, torch_device
 from cb_rollout.rollout.generator import RolloutGenerator
 
@@ -216,7 +216,7 @@ def checkpoint_findings(
         yield Finding(Level.BAD, "model", str(error))
     except Exception as error:  # noqa: BLE001  a model may raise anything
         yield Finding(
-            Level.BAD, "model", f"cannot be rolled out ({said(error)}); use model.generate"
+            Level.BAD, "model", f"cannot be rolled out ({error_text(error)}); use model.generate"
         )
 
 

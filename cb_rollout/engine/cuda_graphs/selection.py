@@ -14,7 +14,7 @@ from cb_rollout.engine.cuda_graphs.graphs import GraphedDecoding, GraphSizes
 from cb_rollout.engine.memory import device as devices
 from cb_rollout.engine.model.eval_mode import eval_mode
 from cb_rollout.engine.model.runner import ModelRunner
-from cb_rollout.errors import ConfigurationError, said
+from cb_rollout.errors import ConfigurationError, error_text
 
 # Settings of graphs, and the values of each that do not ask for graphs.
 _GRAPH_SETTINGS = {
@@ -120,7 +120,7 @@ def _try_capture(
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # noqa: BLE001  the error is the reason
-        return None, f"needs a forward that asks the host nothing ({said(error)})"
+        return None, f"needs a forward that asks the host nothing ({error_text(error)})"
     return graphs, None
 
 

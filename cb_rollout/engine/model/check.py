@@ -19,7 +19,7 @@ from cb_rollout.engine.kv_cache.paged import PagedCache
 from cb_rollout.engine.memory import device as devices
 from cb_rollout.engine.model.eval_mode import eval_mode
 from cb_rollout.engine.model.runner import BatchLayout, ModelRunner
-from cb_rollout.errors import ConfigurationError, said
+from cb_rollout.errors import ConfigurationError, error_text
 
 # Two lengths, so that rows are padded, and two rows of one length, which run together unpadded.
 PROMPT_LENGTHS = (7, 4, 4)
@@ -62,16 +62,16 @@ def check_model(
         plain, failure = _attempt(lambda: _plain(runner, rows))
         if plain is None:
             raise ConfigurationError(
-                f"{name} does not run on token ids alone ({said(failure)}); load a decoder-only "
-                "language model, or use model.generate."
+                f"{name} does not run on token ids alone ({error_text(failure)}); load a "
+                "decoder-only language model, or use model.generate."
             ) from failure
         layout, failure = _attempt(runner.probe)
         if layout is None:
             layout, _ = _attempt(runner.probe_opaque_states)
         if layout is None:
             raise ConfigurationError(
-                f"{name} does not take transformers' own cache ({said(failure)}); roll it out "
-                "with model.generate."
+                f"{name} does not take transformers' own cache ({error_text(failure)}); roll it "
+                "out with model.generate."
             ) from failure
         if plain.isnan().any():
             # Diverged weights show nothing about pages; the sampler refuses their tokens.
@@ -80,7 +80,7 @@ def check_model(
         for runner.batch_layout in BatchLayout:
             paged, failure = _attempt(lambda: _paged(runner, layout, rows))
             if paged is None:
-                found = f"its forward fails ({said(failure)})"
+                found = f"its forward fails ({error_text(failure)})"
                 continue
             distances = torch.where(plain == paged, 0.0, (plain - paged).abs())
             if _is_rounding(distances, plain, runner.compute_dtype):
@@ -132,7 +132,7 @@ def _set_backend(
         runner.attention_backend = choice.backend(layout, runner.device)
         with devices.current(runner.device):
             direct, failure = _attempt(lambda: _paged(runner, layout, rows))
-        found = f"the model does not run on it: {said(failure)}"
+        found = f"the model does not run on it: {error_text(failure)}"
         if direct is not None:
             distances = torch.where(gathered == direct, 0.0, (gathered - direct).abs())
             if _is_rounding(distances, gathered, runner.compute_dtype, MAX_SHARE_OF_KERNELS):

@@ -15,7 +15,7 @@ import torch
 
 from cb_rollout.compat import inductor
 from cb_rollout.engine.native.library import COUNT, TENSOR, library
-from cb_rollout.errors import said
+from cb_rollout.errors import error_text
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -75,7 +75,9 @@ def _kernel() -> Callable[..., Any] | None:
     try:
         kernel = library("sample", REAL="float").sample
     except Exception as error:  # noqa: BLE001  torch's operators do the same
-        _LOGGER.warning("tokens are sampled by torch's operators, not a kernel: %s", said(error))
+        _LOGGER.warning(
+            "tokens are sampled by torch's operators, not a kernel: %s", error_text(error)
+        )
         return None
     kernel.argtypes = (TENSOR, COUNT, COUNT, TENSOR, TENSOR, TENSOR, TENSOR, TENSOR)
     kernel.restype = None

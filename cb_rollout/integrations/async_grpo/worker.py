@@ -18,7 +18,7 @@ import torch
 from transformers import AutoTokenizer
 
 from cb_rollout.config.sampling import SamplingParams
-from cb_rollout.errors import ConfigurationError, RolloutError, WeightSyncError, said
+from cb_rollout.errors import ConfigurationError, RolloutError, WeightSyncError, error_text
 from cb_rollout.integrations.async_grpo.samples import (
     RolloutSample,
     SampleQueue,
@@ -182,7 +182,9 @@ class AsyncRollouts:
             RolloutError: the thread ended, or no completion came for `stale_after_s` seconds.
         """
         if self._error is not None:
-            raise RolloutError(f"the rollout thread ended on {said(self._error)}") from self._error
+            raise RolloutError(
+                f"the rollout thread ended on {error_text(self._error)}"
+            ) from self._error
         silence = time.monotonic() - self._last_progress
         if silence > stale_after_s:
             raise RolloutError(

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
-from cb_rollout.errors import ConfigurationError, said
+from cb_rollout.errors import ConfigurationError, error_text
 
 # Called with a result: the row's keys, the completion, and the sequence's number as "sample".
 Scorer = Callable[[dict[str, Any]], float | bool | Mapping[str, float]]
@@ -53,7 +53,7 @@ def load_scorer(name: str) -> Scorer:
         module = importlib.import_module(module_name)
     except Exception as error:
         raise ConfigurationError(
-            f"evaluate={name!r}: {module_name} does not load ({said(error)}); run from its "
+            f"evaluate={name!r}: {module_name} does not load ({error_text(error)}); run from its "
             "directory, or put that on PYTHONPATH."
         ) from error
     scorer: Any = getattr(module, function_name, None)
@@ -79,7 +79,8 @@ def scores_of(scorer: Scorer, result: Mapping[str, Any], label: str) -> dict[str
         returned = scorer(dict(result))
     except Exception as error:
         raise ConfigurationError(
-            f"{where} raised {said(error)}; mend it and run the same again, what is scored stays."
+            f"{where} raised {error_text(error)}; mend it and run the same again, "
+            "what is scored stays."
         ) from error
     named = dict(returned) if isinstance(returned, Mapping) else {UNNAMED_SCORE: returned}
     scores = {}

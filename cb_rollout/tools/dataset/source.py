@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cb_rollout.errors import ConfigurationError, said
+from cb_rollout.errors import ConfigurationError, error_text
 
 JSONL_SUFFIXES = (".jsonl", ".ndjson", ".json")
 PARQUET_SUFFIX = ".parquet"
@@ -104,7 +104,7 @@ def _dataset_source(name: str, split: str, subset: str | None) -> Source:
             dataset = datasets.load_dataset(name, subset, split=split)
     except (OSError, ValueError, KeyError, DatasetsError) as error:
         raise ConfigurationError(
-            f"split {split!r} of {name!r} cannot be loaded ({said(error)}); pass a file, a "
+            f"split {split!r} of {name!r} cannot be loaded ({error_text(error)}); pass a file, a "
             "data set's directory or name, and its split and subset."
         ) from error
     return lambda: (

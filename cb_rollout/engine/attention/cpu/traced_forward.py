@@ -35,7 +35,7 @@ from cb_rollout.engine.attention.decode_cache import (
 )
 from cb_rollout.engine.memory.device import is_out_of_memory
 from cb_rollout.engine.native.library import TYPES
-from cb_rollout.errors import said
+from cb_rollout.errors import error_text
 
 # With the same weights, tracing pays off after 64 steps.
 STEPS_BEFORE_TRACE = 64
@@ -121,7 +121,7 @@ class TracedForward:
             # The model itself may succeed, but not where memory ran out.
             if is_out_of_memory(error):
                 raise
-            _LOGGER.warning("a trace is given up after it failed: %s", said(error))
+            _LOGGER.warning("a trace is given up after it failed: %s", error_text(error))
             self.stay_untraced()
             return None
 
@@ -133,7 +133,7 @@ class TracedForward:
         except Exception as error:  # noqa: BLE001  a trace fails no request, whatever is wrong
             # Where memory ran out, the model's own forward says so itself.
             is_answer = isinstance(error, UntraceableError)
-            reason = str(error) if is_answer else said(error)
+            reason = str(error) if is_answer else error_text(error)
             if self._inductor_options is not None:
                 _LOGGER.warning("decode forwards are not compiled, as was asked: %s", reason)
                 self._inductor_options = None
@@ -179,7 +179,7 @@ class Trace:
         try:
             module, has_guards = inductor.trace_graph(run, *_example(TRACED_ROWS))
         except Exception as error:
-            raise UntraceableError(said(error)) from error
+            raise UntraceableError(error_text(error)) from error
         if has_guards:
             raise UntraceableError("its forward depends on the number of rows")
         self.graph = module.graph
@@ -193,7 +193,7 @@ class Trace:
             try:
                 self._compute = inductor.compile_graph(self.graph, inductor_options)
             except Exception as error:
-                raise UntraceableError(f"it does not compile: {said(error)}") from error
+                raise UntraceableError(f"it does not compile: {error_text(error)}") from error
         for num_rows in TRIED_ROWS:
             self._try(decode, cache, num_rows)
 
@@ -223,7 +223,7 @@ class Trace:
         try:
             got_BV = self(*inputs, _NewTokenAttention())
         except Exception as error:
-            raise UntraceableError(f"with {num_rows} rows: {said(error)}") from error
+            raise UntraceableError(f"with {num_rows} rows: {error_text(error)}") from error
         allowed = LARGEST_DIFFERENCE * expected_BV.abs().max()
         if got_BV.shape != expected_BV.shape or not (got_BV - expected_BV).abs().max() <= allowed:
             raise UntraceableError(f"with {num_rows} rows it computes something else")
