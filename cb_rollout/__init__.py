@@ -29,8 +29,7 @@ if TYPE_CHECKING:
     )
     from cb_rollout.integrations.trl.attachment import attach, detach
     from cb_rollout.integrations.trl.rollout_func import make_rollout_func
-    from cb_rollout.rollout.generator import RolloutGenerator
-    from cb_rollout.rollout.one_call import generate_batch
+    from cb_rollout.rollout.generator import RolloutGenerator, generate_batch
     from cb_rollout.types import FinishReason, GenerationOutput, RequestStatus, SyncReport
 
 __version__ = "0.1.0"
@@ -70,8 +69,7 @@ _HOMES = {
     "errors": tuple(name for name in __all__ if name.endswith("Error")),
     "integrations.trl.attachment": ("attach", "detach"),
     "integrations.trl.rollout_func": ("make_rollout_func",),
-    "rollout.generator": ("RolloutGenerator",),
-    "rollout.one_call": ("generate_batch",),
+    "rollout.generator": ("RolloutGenerator", "generate_batch"),
     "types": ("FinishReason", "GenerationOutput", "RequestStatus", "SyncReport"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

@@ -1,35 +1,44 @@
-"""`RolloutGenerator`: where model, manager, policy version and trainer meet.
+"""Generate completions from a model in training: `RolloutGenerator` and `generate_batch`.
 
-Owns the life of a rollout: prompts in, groups folded, outputs back in order, and what happens to
-the cache when the weights change. Called from the training thread.
+Owns one rollout from prompts to outputs and metrics, and the weight sync between rollouts. Steps
+nothing itself: `ContinuousBatchingManager` runs the engine. Called from the training thread.
 """
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
+from tqdm.auto import tqdm
 
 from cb_rollout.config.enums import InFlight
 from cb_rollout.config.hf import as_rollout_config, from_generation_config
+from cb_rollout.config.rollout import RolloutConfig
 from cb_rollout.config.sampling import SamplingParams, resolved
 from cb_rollout.engine.memory.plan import MemoryPlan
+from cb_rollout.engine.request import Request
 from cb_rollout.engine.service.manager import ContinuousBatchingManager
+from cb_rollout.engine.service.output_queue import OutputQueue
 from cb_rollout.errors import ConfigurationError, IncompleteRolloutError, InvalidRequestError
-from cb_rollout.metrics.registry import status_metrics
+from cb_rollout.metrics.registry import rollout_metrics, status_metrics
 from cb_rollout.rollout.prompts import Prompt, encoded, one_per_input, require_tokenizer
-from cb_rollout.rollout.run import run_rollout
 from cb_rollout.rollout.verification import DriftReport, verified
 from cb_rollout.types import GenerationOutput, RequestStatus, SyncReport
 from cb_rollout.weights import create_weight_sync, require_equal
 
 if TYPE_CHECKING:
-    from cb_rollout.engine.request import Request
     from cb_rollout.server import ServerHandle
+
+# Longest time between two updates of a progress bar.
+PROGRESS_SECONDS = 0.25
+
+# The model's attribute that holds the generator of `persistent_manager=True`.
+GENERATOR_ATTRIBUTE = "_cb_rollout_generator"
 
 
 class RolloutGenerator:
-    """Samples completions from a model that is being trained, with their log-probabilities."""
+    """Sample completions and their log-probabilities from a model in training."""
 
     def __init__(
         self,
@@ -48,12 +57,12 @@ class RolloutGenerator:
             config: a `RolloutConfig`, or a transformers `ContinuousBatchingConfig`.
             tokenizer: allows prompts that are strings or chats, and stop strings.
             generation_config: defaults of every request; None: the model's own.
-            accelerator: tells the rank, and the precision that the trainer's forward computes in.
-            optimizer: what will step the model, or its name, from which the memory it will take is
-                estimated. None: like Adam for a model in training mode, nothing for any other.
+            accelerator: source of the rank, and of the precision of the trainer's forward.
+            optimizer: the model's optimizer or its name, used to estimate the memory of its
+                states. None: as Adam's for a model in training mode, else 0.
 
         Raises:
-            ConfigurationError: a setting or the model cannot be honoured.
+            ConfigurationError: a setting or the model is not supported.
         """
         self.config = as_rollout_config(config)
         require_tokenizer(tokenizer)
@@ -87,24 +96,24 @@ class RolloutGenerator:
         record_timestamps: bool = False,
         on_error: Literal["raise", "return"] = "raise",
     ) -> dict[str, GenerationOutput]:
-        """Sample completions of many prompts together; equal prompts are computed once.
+        """Sample completions of many prompts together; prefill equal prompts once.
 
         Args:
             inputs: lists of token ids; with a tokenizer also strings, or chats (lists of messages).
             generation_config: defaults of this call; None: the generator's.
-            sampling_params: one, or one per input; None: what the generation config says.
+            sampling_params: one, or one per input; None: the generation config's.
             num_return_sequences: completions of each input; None: the generation config's, else 1.
-            max_new_tokens: one, or one per input; comes before what the others say.
+            max_new_tokens: one, or one per input; overrides the two above.
             progress_bar: show sequences done and tokens per second.
-            record_timestamps: note when each token was sampled.
+            record_timestamps: record the time at which each token was sampled.
             on_error: "raise", or "return" failed sequences with `status=FAILED`.
 
         Returns:
             Outputs by request id, in the order of `inputs`, the completions of one input adjacent.
 
         Raises:
-            InvalidRequestError: an input could never be served; nothing was generated.
-            IncompleteRolloutError: a sequence failed; the others are on its `.outputs`.
+            InvalidRequestError: an input is invalid or too long; nothing was generated.
+            IncompleteRolloutError: a sequence failed; its `.outputs` holds all outputs.
             EngineDeadError: the engine stopped on an exception.
         """
         if on_error not in ("raise", "return"):
@@ -126,8 +135,10 @@ class RolloutGenerator:
                 records_timestamps=record_timestamps,
             )
             self.wake()
-            outputs, self._last_metrics = run_rollout(self.manager, requests, progress_bar)
-            self._last_rollout = requests
+            self.manager.start()
+            with measured(self.manager) as metrics:
+                outputs = _run(self.manager, requests, progress_bar)
+            self._last_rollout, self._last_metrics = requests, metrics
         failed = [o for o in outputs.values() if o.status is not RequestStatus.FINISHED]
         if failed and on_error == "raise":
             raise IncompleteRolloutError(
@@ -145,7 +156,6 @@ class RolloutGenerator:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         max_new_tokens: int | Sequence[int] | None,
     ) -> list[SamplingParams]:
-        """How each input is sampled."""
         defaults = self.manager.defaults
         if generation_config is not None:
             defaults = from_generation_config(generation_config)
@@ -158,23 +168,26 @@ class RolloutGenerator:
 
     @property
     def policy_version(self) -> int:
-        """The version that tokens are stamped with; 0 before the first sync."""
+        """Return the version recorded with every token; 0 before the first sync."""
         return self.manager.policy_version
 
     def follow(self, model: torch.nn.Module) -> None:
-        """The trainer has put the model into another wrapper since; sync from there."""
+        """Use this re-wrapped model as the weight source."""
         self._weights.follow(model)
         self.manager.follow(self._weights.trained)
 
     def sync_weights(
         self, in_flight: Literal["keep", "recompute", "abort"] = "recompute"
     ) -> SyncReport:
-        """The model's weights changed: every token from now on comes from the new ones.
+        """Generate from the model's new weights from now on, under a new policy version.
 
-        Every process of a sharded model calls it.
+        Call it after every weight change; with a sharded model, on every process.
 
         Args:
-            in_flight: what becomes of unfinished sequences; see `ContinuousBatchingManager.pause`.
+            in_flight: treatment of unfinished sequences; see `ContinuousBatchingManager.pause`.
+
+        Returns:
+            The new policy version, the duration in seconds and the bytes copied.
 
         Raises:
             WeightSyncError: the model and its copy no longer have the same tensors.
@@ -189,54 +202,60 @@ class RolloutGenerator:
 
     @property
     def is_asleep(self) -> bool:
-        """Whether the KV memory was given back."""
+        """Return True between `sleep()` and `wake()`."""
         return self._is_asleep
 
     def sleep(self) -> None:
-        """Give the KV memory back and hold the engine still; what is in flight waits."""
+        """Release the KV memory and pause the engine; unfinished sequences wait."""
         if not self._is_asleep:
             with self.manager.observers.span("sleep"):
                 self.manager.sleep()
             self._is_asleep = True
 
     def wake(self) -> None:
-        """Let the engine run again; it takes the memory with the next step."""
+        """Resume the engine; its next step allocates the KV memory again."""
         if self._is_asleep:
             self._is_asleep = False
             self.manager.wake()
 
     def memory_plan(self) -> MemoryPlan:
-        """What the KV cache may take, and how that follows."""
+        """Return the size of the KV cache in blocks and bytes, with its derivation."""
         return self.manager.memory_plan
 
     def metrics(self) -> dict[str, float]:
-        """Figures of the last rollout and of the engine now, by metric name."""
+        """Return the metrics of the last rollout and of the engine now, by name."""
         return self._last_metrics | status_metrics(self.manager.status())
 
     def verify(self, num_sequences: int) -> DriftReport:
-        """Recompute sequences of the last rollout with plain forwards, and compare.
+        """Recompute log-probabilities of the last rollout with plain forwards, and compare.
 
-        Takes sequences evenly over the rollout. Those whose log-probabilities are not the policy's
-        (`logprobs_mode="processed"` where logits were changed) or whose weights have since changed
-        are passed over.
+        Sequences are taken evenly over the rollout. Skipped are those of an older policy version,
+        and those whose log-probabilities are of changed logits (`logprobs_mode="processed"`).
+
+        Args:
+            num_sequences: at least 1.
+
+        Raises:
+            InvalidRequestError: `num_sequences` is below 1.
         """
         is_collective = self._weights.is_collective
         return verified(self.manager, self._last_rollout, num_sequences, is_collective)
 
     def serve(self, **options: Any) -> "ServerHandle":
-        """Let OpenAI clients talk to the policy as it is now, in this process.
+        """Serve the current policy to OpenAI clients, in a thread of this process.
 
-        Requests share the engine with `generate_batch`, and go on through every `sync_weights()`.
-        Weights that the engine shares with the trainer are to be changed inside `manager.pause()`.
+        Requests share the engine with `generate_batch`, and continue through `sync_weights()`.
+        Change weights that the engine shares with the trainer inside `manager.pause()`.
 
         Args:
             **options: the fields of `cb_rollout.server.ServerOptions`: `host`, `port`, `api_key`...
 
         Returns:
-            The server, with its `url`; it ends with its `close()`, or the generator's.
+            The server, with its `url`; it runs until its `close()`, or the generator's.
 
         Raises:
-            ConfigurationError: an option, no tokenizer, or an address that cannot be bound.
+            ConfigurationError: an option is invalid, the generator has no tokenizer, or the
+                address cannot be bound.
         """
         from cb_rollout.server import ServerOptions, start_server
 
@@ -245,7 +264,10 @@ class RolloutGenerator:
         return server
 
     def close(self) -> None:
-        """End servers and the background thread, free the cache; generating starts it anew."""
+        """End the servers and the background thread, and free the cache.
+
+        The next `generate_batch` starts the thread and allocates the cache again.
+        """
         while self._servers:
             self._servers.pop().close()
         self.manager.close()
@@ -256,3 +278,114 @@ class RolloutGenerator:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+@contextmanager
+def measured(manager: ContinuousBatchingManager) -> Iterator[dict[str, float]]:
+    """Yield a dictionary that receives the metrics of the block's rollout, by name, at its end."""
+    counters = manager.counters
+    before = counters.copy()
+    counters.kv_blocks_peak = 0
+    metrics: dict[str, float] = {}
+    started = time.perf_counter()
+    yield metrics
+    seconds = time.perf_counter() - started
+    metrics |= rollout_metrics(counters.since(before), seconds)
+
+
+def _run(
+    manager: ContinuousBatchingManager, requests: list[Request], progress_bar: bool
+) -> dict[str, GenerationOutput]:
+    """Return the outputs by request id, in the order of `requests`; on an exception, abort all."""
+    if not requests:
+        return {}
+    output_queue = OutputQueue()
+    finished: dict[str, GenerationOutput] = {}
+    counters = manager.counters
+    tokens_before = counters.tokens_generated
+    manager.require_can_wait()
+    with tqdm(total=len(requests), desc="rollout", unit="seq", disable=not progress_bar) as bar:
+        try:
+            with manager.stepping() as step_until:
+                manager.submit(requests, output_queue)
+                while len(finished) < len(requests):
+                    refresh = time.monotonic() + PROGRESS_SECONDS
+                    if step_until is not None:
+                        step_until(
+                            lambda at=refresh: output_queue.has_news or time.monotonic() > at
+                        )
+                    output = output_queue.take(timeout=0.0 if step_until else PROGRESS_SECONDS)
+                    if output is not None:
+                        finished[output.request_id] = output
+                        bar.update(1)
+                    if progress_bar:
+                        num_tokens = counters.tokens_generated - tokens_before
+                        bar.set_postfix(tokens=num_tokens, refresh=output is None)
+        except BaseException:
+            # The abort restores the model's training flags before the caller gets the exception.
+            manager.abort([request.request_id for request in requests])
+            raise
+    return {request.request_id: finished[request.request_id] for request in requests}
+
+
+def generate_batch(
+    model: torch.nn.Module,
+    inputs: Sequence[Prompt],
+    generation_config: Any = None,
+    continuous_batching_config: Any = None,
+    record_timestamps: bool = False,
+    progress_bar: bool = True,
+    persistent_manager: bool = False,
+    **kwargs: Any,
+) -> dict[str, GenerationOutput]:
+    """Sample completions of many prompts together, in one call.
+
+    Args:
+        model: a causal language model, wrapped or not.
+        inputs: lists of token ids.
+        generation_config: defaults of every request; None: the model's own.
+        continuous_batching_config: a `RolloutConfig`, or transformers' own.
+        record_timestamps: record the time at which each token was sampled.
+        progress_bar: show sequences done and tokens per second.
+        persistent_manager: keep the manager on the model for the next call, which syncs the
+            weights and reads no keys of this one.
+        **kwargs: further arguments of `RolloutGenerator.generate_batch`.
+
+    Returns:
+        Outputs by request id; see `RolloutGenerator.generate_batch`, also for the errors.
+    """
+    config = as_rollout_config(continuous_batching_config)
+    with (
+        nullcontext(_kept_generator(model, config))
+        if persistent_manager
+        else RolloutGenerator(model, config)
+    ) as generator:
+        return generator.generate_batch(
+            inputs,
+            generation_config,
+            record_timestamps=record_timestamps,
+            progress_bar=progress_bar,
+            **kwargs,
+        )
+
+
+class _Kept:
+    """Hold a model's generator; a copied or pickled model gets an empty holder."""
+
+    def __init__(self, generator: RolloutGenerator | None = None) -> None:
+        self.generator = generator
+
+    def __reduce__(self) -> tuple[type["_Kept"], tuple[()]]:
+        return _Kept, ()
+
+
+def _kept_generator(model: torch.nn.Module, config: RolloutConfig) -> RolloutGenerator:
+    """Return the generator kept on the model if its config is equal, else keep a new one."""
+    kept = vars(model).setdefault(GENERATOR_ATTRIBUTE, _Kept())
+    if kept.generator is not None and kept.generator.config == config:
+        kept.generator.sync_weights()
+    else:
+        if kept.generator is not None:
+            kept.generator.close()
+        kept.generator = RolloutGenerator(model, config)
+    return kept.generator

@@ -23,7 +23,7 @@ from cb_rollout.errors import ConfigurationError
 from cb_rollout.integrations.trl.backend import GenerationBackend, Overrides
 from cb_rollout.integrations.trl.context import Collected
 from cb_rollout.metrics.registry import status_metrics
-from cb_rollout.rollout.run import measured
+from cb_rollout.rollout.generator import measured
 from cb_rollout.strategies import DynamicSampling, GroupCollector, Plain, RequestStream, Strategy
 
 # The trainer's attribute that holds the overrides of a strategy without `attach`.
