@@ -312,7 +312,7 @@ def _run(
                     refresh = time.monotonic() + PROGRESS_SECONDS
                     if step_until is not None:
                         step_until(
-                            lambda at=refresh: output_queue.has_news or time.monotonic() > at
+                            lambda at=refresh: output_queue.can_take or time.monotonic() > at
                         )
                     output = output_queue.take(timeout=0.0 if step_until else PROGRESS_SECONDS)
                     if output is not None:

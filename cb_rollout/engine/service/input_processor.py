@@ -1,7 +1,7 @@
-"""From a caller's words to a validated request, or to an error that says which word to change.
+"""Make validated requests of prompts and sampling parameters.
 
-Owns validation, request ids, seeds and the folding of equal prompts. Runs in the caller's thread,
-before anything is queued, so a bad request never meets a good one.
+Owns validation, request ids, seeds and the grouping of equal prompts. Queues nothing. Runs on the
+caller's thread, so an invalid request is refused before it reaches the engine.
 """
 
 import copy
@@ -22,8 +22,8 @@ from cb_rollout.engine.request import Request
 from cb_rollout.engine.sampling.stop_strings import Decode, StopStrings
 from cb_rollout.errors import InvalidRequestError
 
-MADE_ID = re.compile(r"req_([0-9]{1,18})")
-# What an id that is made here looks like; a caller's own may look so too.
+# A caller's own id may match too, and generated ids must avoid it.
+_GENERATED_ID = re.compile(r"req_([0-9]{1,18})")
 
 _CACHE_ADVICE = "shorten it, or raise num_blocks, max_blocks_per_request or max_memory_percent"
 _MAX_LENGTH_ADVICE = "set max_new_tokens instead"
@@ -32,25 +32,26 @@ _MODEL_ADVICE = "shorten the prompt or lower max_new_tokens"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingLimits:
-    """What a request must fit."""
+    """Bounds of the model and the KV cache on a request."""
 
     vocab_size: int
     max_positions: int | None
-    """The longest sequence that the model was made for; None: no limit known."""
+    """Longest sequence in tokens that the model supports; None: no known limit."""
     max_cached_tokens: Callable[[], int]
-    """The longest sequence that the KV cache can hold, by the plan of the moment."""
+    """Return the longest sequence in tokens that the KV cache can hold under the current plan."""
     model_eos: tuple[int, ...]
+    """Token ids that end a sequence by default."""
 
 
 class InputProcessor:
-    """Makes requests."""
+    """Make requests from any thread, with unique ids and independent seeds."""
 
     def __init__(
         self, limits: ServingLimits, seed: int | None, rank: int, tokenizer: Any = None
     ) -> None:
-        """Draw a fresh seed where none is given; the global generators are not asked."""
         self.limits = limits
         self._tokenizer = tokenizer
+        # Drawn apart from the global generators, whose state belongs to the training script.
         self._seed = secrets.randbits(63) if seed is None else seed
         self._rank = rank
         self._lock = threading.Lock()
@@ -71,23 +72,23 @@ class InputProcessor:
 
         Args:
             inputs: token ids of each prompt.
-            params: how each is sampled; same length.
-            members: each one's place, from 0, among the sequences asked of one input; None: all 0.
-            request_id: of a single sequence; None: made here.
-            is_streaming: whether an output is wanted after every token.
-            records_timestamps: whether each token's time is wanted.
+            params: sampling parameters of each prompt; same length as `inputs`.
+            members: index of each sequence, from 0, among those of one input; None: all 0.
+            request_id: id of a single sequence; None: generated.
+            is_streaming: deliver an output after every token.
+            records_timestamps: record the time of each token.
 
         Returns:
             Requests in the order of `inputs`.
 
         Raises:
-            InvalidRequestError: one of them could never be served.
+            InvalidRequestError: a sequence could never be served; none is queued then.
         """
         if not isinstance(request_id, str | None):
             raise InvalidRequestError(f"request_id={request_id!r} is no text; pass a str.")
         prompts = [self._prompt(input_ids, index) for index, input_ids in enumerate(inputs)]
         groups: dict[tuple[int, ...], tuple[int, list[int]]] = {}
-        made = []
+        requests = []
         members = members or [0] * len(prompts)
         for index, (prompt, wanted) in enumerate(zip(prompts, params, strict=True)):
             key = tuple(prompt)
@@ -95,10 +96,10 @@ class InputProcessor:
             if key not in groups:
                 groups[key] = (next(self._group_numbers), prompt)
             group, shared_prompt = groups[key]
-            number, made_id = self._numbered(request_id)
-            made.append(
+            number, generated_id = self._next_number_and_id(request_id)
+            requests.append(
                 Request(
-                    request_id=request_id or made_id,
+                    request_id=request_id or generated_id,
                     prompt_ids=shared_prompt,
                     params=wanted,
                     max_new_tokens=self._max_new_tokens(prompt, wanted, index),
@@ -111,19 +112,19 @@ class InputProcessor:
                     matcher=None if wanted.grammar is None else wanted.grammar.matcher(),
                 )
             )
-            _require_reachable_minimum(made[-1], index)
-        return made
+            _require_reachable_minimum(requests[-1], index)
+        return requests
 
-    def _numbered(self, given_id: str | None) -> tuple[int, str]:
-        """The next sequence's number, and an id that looks like none that a caller gave."""
+    def _next_number_and_id(self, given_id: str | None) -> tuple[int, str]:
+        """Count a sequence, and return its number and an id that no caller has used."""
         with self._lock:
-            number, made_id = self._num_sequences, f"req_{self._next_id}"
+            number, generated_id = self._num_sequences, f"req_{self._next_id}"
             self._num_sequences += 1
             if given_id is None:
                 self._next_id += 1
-            elif match := MADE_ID.fullmatch(given_id):
+            elif match := _GENERATED_ID.fullmatch(given_id):
                 self._next_id = max(self._next_id, int(match[1]) + 1)
-        return number, made_id
+        return number, generated_id
 
     def _prompt(self, input_ids: Sequence[int], index: int) -> list[int]:
         try:
@@ -144,7 +145,7 @@ class InputProcessor:
         return prompt
 
     def _max_new_tokens(self, prompt: list[int], params: SamplingParams, index: int) -> int:
-        """How many tokens this sequence may grow by, checked against the model and the cache."""
+        """Return the most tokens to sample, checked against the model and the cache."""
         limits = [(self.limits.max_cached_tokens(), "the KV cache holds", _CACHE_ADVICE)]
         if self.limits.max_positions is not None:
             limits.append((self.limits.max_positions, "the model takes", _MODEL_ADVICE))
@@ -161,7 +162,7 @@ class InputProcessor:
         return wanted or limit - len(prompt)
 
     def _require_tokens_in_vocabulary(self, params: SamplingParams) -> None:
-        """The parameters' own token ids; the end-of-sequence token may be one never sampled."""
+        # eos_token_id is not checked: an id that is never sampled only disables the stop.
         named = {
             "stop_token_ids": params.stop_token_ids,
             "logit_bias": params.logit_bias or (),
@@ -195,18 +196,17 @@ class InputProcessor:
 
     @cached_property
     def _decode(self) -> Decode:
-        # A copy, because a fast tokenizer that encodes in one thread refuses to decode in another.
+        # A fast tokenizer that encodes in one thread refuses to decode in another.
         tokenizer = copy.deepcopy(self._tokenizer)
         return partial(
             tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
 
     def _request_seed(self, params: SamplingParams, number: int, member: int) -> int:
-        """A seed of its own for every sequence, the same whenever the same things are asked again.
+        """Return a reproducible 64-bit seed, distinct for each sequence.
 
-        A request that names a seed depends on that and on its place in its group, so that
-        the members differ; any other depends on the config's seed, the rank and how many
-        sequences came before it.
+        A request's own seed is combined with its index in the group. Without one, the config's
+        seed is combined with the rank and the number of earlier sequences.
         """
         if params.seed is not None:
             words = ("request", params.seed, member)

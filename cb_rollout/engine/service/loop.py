@@ -1,10 +1,8 @@
-"""Keeps a signal's handler from raising amid work that must not be left half done.
+"""Step an engine while it has requests, on a background thread or on a waiting caller's.
 
-Steps the engine while there is work: on a background thread, or on that of a waiting caller.
-
-Owns the thread, the inbox and death. The engine is touched by one thread at a time: the background
-one, a caller in `stepping()`, or one inside `paused()`. The background thread is a daemon, and
-whoever makes a loop halts it when done.
+Owns the thread, the queue of submitted requests and the engine's failure. One thread at a time
+uses the engine: the background thread, a caller in `stepping()`, or one inside `paused()`. The
+background thread is a daemon; the loop's owner halts it.
 """
 
 import signal
@@ -24,21 +22,32 @@ from cb_rollout.errors import EngineDeadError, InvalidRequestError, QueueFullErr
 from cb_rollout.metrics.observers import Observers
 from cb_rollout.types import CancelResult
 
-DEFERRED = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM, signal.SIGUSR1, signal.SIGUSR2)
-# Ctrl-C, a cluster's notice, and those that people give handlers of their own.
+# Interrupts, schedulers' notices, and the signals that scripts commonly handle.
+_DEFERRED_SIGNALS = (
+    signal.SIGINT, signal.SIGTERM, signal.SIGALRM, signal.SIGUSR1, signal.SIGUSR2,
+)  # fmt: skip
+
+# Longer than a step should take; the process may end without the thread after it.
+HALT_TIMEOUT_SECONDS = 10.0
+
+# A late cancel must tell an ended request from an unknown one.
+NUM_ENDED_IDS_KEPT = 10_000
+
+# Steps until its first argument returns True; see `EngineLoop.stepping`.
+StepUntil = Callable[..., None]
 
 
 @contextmanager
 def interrupts_deferred() -> Iterator[None]:
     """Run Python's signal handlers after the block instead of inside it.
 
-    Of the main thread only, which is where Python runs them. A signal that comes a second time is
-    not deferred: a block that hangs can still be interrupted.
+    Python runs handlers on the main thread, so other threads are unaffected. A repeated signal is
+    handled at once, so that a block that hangs can be interrupted.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    handlers = {number: signal.getsignal(number) for number in DEFERRED}
+    handlers = {number: signal.getsignal(number) for number in _DEFERRED_SIGNALS}
     handlers = {number: handler for number, handler in handlers.items() if callable(handler)}
     caught: dict[int, FrameType | None] = {}
 
@@ -58,22 +67,10 @@ def interrupts_deferred() -> Iterator[None]:
         handlers[signal.Signals(number)](number, frame)
 
 
-HALT_TIMEOUT_SECONDS = 10.0
-# Longer than a step should take; past it the process ends without the thread.
-
-NUM_ENDED_IDS_KEPT = 10_000
-# So that a late cancel can tell an ended request from one that never was.
-
-
-# Steps until its first argument says that it is done; see `EngineLoop.stepping`.
-StepUntil = Callable[..., None]
-
-
 class EngineLoop:
-    """Steps one engine; thread-safe."""
+    """Step one engine and deliver its outputs; thread-safe."""
 
     def __init__(self, engine: Engine, *, max_queue_size: int, return_logprobs: bool) -> None:
-        """Stand ready; nothing runs before `start()`."""
         self.engine = engine
         self._max_queue_size = max_queue_size
         self._return_logprobs = return_logprobs
@@ -88,11 +85,11 @@ class EngineLoop:
         self._is_draining = False
         self._is_ending = False
         self.pause_controller = PauseController(self._changed, self._could_step)
-        self._death: BaseException | None = None
+        self._fatal_error: BaseException | None = None
         self.observers = Observers()
 
     def start(self) -> None:
-        """Start the thread, or call off its stop; after a death, start over with nothing queued."""
+        """Start the thread, or revoke its stop; after a failure, restart with nothing queued."""
         ending = self._thread if self._is_ending else None
         if ending is not None and ending is not threading.current_thread():
             ending.join()
@@ -100,16 +97,16 @@ class EngineLoop:
             self._is_stopping = False
             if self.is_running() and not self._is_ending:
                 return
-            self._death, self._is_ending = None, False
+            self._fatal_error, self._is_ending = None, False
             self._thread = threading.Thread(target=self._run, name="cb_rollout", daemon=True)
             self._thread.start()
 
     def is_running(self) -> bool:
-        """Whether the thread is alive."""
+        """Return whether the thread is alive."""
         return self._thread is not None and self._thread.is_alive()
 
     def stop(self, drain: bool) -> None:
-        """Ask the thread to end, after what is in flight (`drain`) or cancelling it."""
+        """Ask the thread to end: after the requests in flight (`drain`), or cancelling them."""
         with self._changed:
             self._is_stopping, self._is_draining = True, drain
             self._changed.notify_all()
@@ -120,17 +117,17 @@ class EngineLoop:
             self._thread.join(timeout)
 
     def halt(self) -> None:
-        """End the thread now: within a step, cancelling what is in flight."""
+        """Cancel the requests in flight and end the thread after its current step."""
         self.stop(drain=False)
         self.join(HALT_TIMEOUT_SECONDS)
 
     def submit(self, requests: Sequence[Request], sink: OutputSink) -> None:
-        """Queue requests, all or none, the members of a group as neighbours.
+        """Queue requests, all or none, with the members of a group side by side.
 
         Raises:
             EngineDeadError: the engine stopped on an exception.
             RolloutError: the loop was stopped.
-            QueueFullError: more would wait than may.
+            QueueFullError: more than `max_queue_size` requests would wait.
             InvalidRequestError: an id is in use.
         """
         with self._changed:
@@ -165,7 +162,7 @@ class EngineLoop:
             self._changed.notify_all()
 
     def cancel(self, request_ids: Sequence[str]) -> list[CancelResult]:
-        """End requests early; each live one delivers what it has."""
+        """End requests early; each live one delivers its tokens so far."""
         with self._changed:
             found = [self._state_of(request_id) for request_id in request_ids]
             self._cancelled |= dict.fromkeys(i for i in request_ids if i in self._live)
@@ -178,12 +175,12 @@ class EngineLoop:
         return CancelResult.FINISHED if request_id in self._ended_ids else CancelResult.UNKNOWN
 
     def redirect(self, request_id: str, sink: OutputSink, undelivered: OutputQueue) -> None:
-        """Send a request's further outputs, and those that wait in `undelivered`, elsewhere.
+        """Send a request's further outputs, and those in `undelivered`, to another sink.
 
-        A request that is not known yet is expected: its outputs will go there.
+        The request may be submitted later.
 
         Raises:
-            InvalidRequestError: it ended, and all of it was delivered.
+            InvalidRequestError: the request ended, and all of its outputs were delivered.
         """
         with self._changed:
             outputs = list(iter(lambda: undelivered.take(request_id, 0.0), None))
@@ -200,7 +197,7 @@ class EngineLoop:
                 )
 
     def is_live(self, request_id: str | None = None) -> bool:
-        """Whether a request, or any where None, could still deliver: it has not ended."""
+        """Return whether a request can still deliver; None: whether any can."""
         with self._changed:
             if not self.is_running():
                 return False
@@ -208,16 +205,16 @@ class EngineLoop:
 
     @property
     def is_dead(self) -> bool:
-        """Whether the engine stopped on an exception, and was not started since."""
-        return self._death is not None
+        """Return whether the engine stopped on an exception and was not restarted."""
+        return self._fatal_error is not None
 
     def require_alive(self) -> None:
-        """Raise what the engine died of, if it did."""
-        if self._death is not None:
-            raise self._dead_error()
+        """Raise `EngineDeadError` where the engine stopped on an exception."""
+        if self._fatal_error is not None:
+            raise self._engine_dead_error()
 
-    def _dead_error(self) -> EngineDeadError:
-        cause = self._death
+    def _engine_dead_error(self) -> EngineDeadError:
+        cause = self._fatal_error
         error = EngineDeadError(
             f"the engine stopped on {type(cause).__name__}: {cause}. Its requests are lost; "
             "generating again, or start(), starts it over."
@@ -227,7 +224,7 @@ class EngineLoop:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Hold the engine still between two forwards; see `PauseController`."""
+        """Pause the engine between two forwards; see `PauseController.paused`."""
         if self.pause_controller.is_stepping_here or threading.current_thread() is self._thread:
             raise RolloutError("what runs inside a step cannot pause the engine that runs it.")
         with self.pause_controller.paused():
@@ -235,7 +232,7 @@ class EngineLoop:
             yield
 
     def begin_policy_version(self, in_flight: InFlight) -> None:
-        """The weights changed, in the pause that this is called in."""
+        """Begin a policy version; called inside `paused()`, after the weights changed."""
         with self._changed:
             if in_flight is InFlight.ABORT:
                 self._cancelled |= dict.fromkeys(self._live)
@@ -244,13 +241,14 @@ class EngineLoop:
 
     @contextmanager
     def stepping(self) -> Iterator["StepUntil | None"]:
-        """Step on the calling thread, in the background one's place.
+        """Step on the calling thread instead of the background thread.
 
-        A caller that waits anyway does the work better: on a CPU every thread that computes has a
-        pool of workers, and libgomp's, once two pools share the cores, sleep instead of spinning.
+        A waiting caller steps faster on a CPU: each computing thread has a pool of OpenMP workers,
+        and libgomp's workers sleep instead of spinning once two pools share the cores.
 
-        Gives a function that steps until its argument says that it is done, asked at every change
-        and every `look_seconds`; None where another caller drives, whose steps serve this one too.
+        Yields:
+            A function `step_until(is_done, poll_seconds)`, which calls `is_done` at every change
+            and every `poll_seconds`; None where another caller steps, which serves this one too.
         """
         with self.pause_controller.stepping() as is_mine:
             yield self._step_until if is_mine else None
@@ -261,13 +259,13 @@ class EngineLoop:
     def _run(self) -> None:
         self._step_until(lambda: False)
 
-    def _step_until(self, is_done: Callable[[], bool], look_seconds: float | None = None) -> None:
-        while self._await_work(is_done, look_seconds):
+    def _step_until(self, is_done: Callable[[], bool], poll_seconds: float | None = None) -> None:
+        while self._await_work(is_done, poll_seconds):
             with interrupts_deferred():
                 try:
                     self._deliver(self._step())
-                except BaseException as error:  # noqa: BLE001  the waiters must hear it
-                    self._die(error)
+                except BaseException as error:  # noqa: BLE001  reraised in waiting threads
+                    self._fail(error)
 
     def _step(self) -> list[Request]:
         if not self.observers:
@@ -278,14 +276,14 @@ class EngineLoop:
         self.observers.stepped(time.perf_counter() - started, is_prefill)
         return touched
 
-    def _await_work(self, is_done: Callable[[], bool], look_seconds: float | None) -> bool:
-        """Wait until this thread has a step to run; False when it is done, or the loop is."""
+    def _await_work(self, is_done: Callable[[], bool], poll_seconds: float | None) -> bool:
+        """Wait until this thread may step; return False when `is_done` or the loop ends."""
         with self._changed:
             self.pause_controller.end_step()
-            while self._death is None and not is_done():
+            while self._fatal_error is None and not is_done():
                 is_halting = self._is_stopping and not self._is_draining
                 if self.pause_controller.is_my_turn and (
-                    is_halting or not self.pause_controller.is_shut
+                    is_halting or not self.pause_controller.is_paused
                 ):
                     self._take_inbox()
                     if self.engine.has_work and not is_halting:
@@ -299,7 +297,7 @@ class EngineLoop:
                     self.pause_controller.pass_turn()
                     if is_done():
                         return False
-                self._changed.wait(look_seconds)
+                self._changed.wait(poll_seconds)
             return False
 
     def _take_inbox(self) -> None:
@@ -335,17 +333,17 @@ class EngineLoop:
                     if not self._live:
                         self._changed.notify_all()
 
-    def _die(self, error: BaseException) -> None:
+    def _fail(self, error: BaseException) -> None:
         with self._changed:
-            self._death = error
-            dead_error = self._dead_error()
+            self._fatal_error = error
+            dead_error = self._engine_dead_error()
             sinks = {id(sink): sink for _, sink in self._live.values()}
             self._live.clear()
             self._expected.clear()
             self._inbox.clear()
             self._cancelled = {}
             self._is_ending = True
-            # A device that failed may fail this as well, and nobody is to wait for it.
+            # A failed device may fail here too, and the sinks must be closed regardless.
             with suppress(Exception):
                 self.engine.abandon()
             self._changed.notify_all()

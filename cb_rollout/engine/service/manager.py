@@ -1,7 +1,7 @@
-"""The persistent manager: the reference's interface, over an engine that runs in the background.
+"""Offer transformers' `ContinuousBatchingManager` interface over an engine on a thread.
 
-Owns which thread may ask what, and who gets which output. Every method may be called from any
-thread; none waits without an end.
+Owns the engine, its loop and the queue of outputs. Every method may be called from any thread, and
+no wait is endless.
 """
 
 import asyncio
@@ -32,15 +32,15 @@ from cb_rollout.metrics.observers import Observers
 from cb_rollout.metrics.registry import EngineCounters, EngineStatus
 from cb_rollout.types import CancelResult, GenerationOutput
 
+# Longest wait of an iterator between two checks that a request is still in flight.
 POLL_SECONDS = 0.1
-# How long an iterator waits before it looks whether anything is still in flight.
 
 
 class ContinuousBatchingManager:
-    """Takes requests from any thread and generates them together, continuously.
+    """Generate requests from any thread together, by continuous batching.
 
-    Made by itself it knows no trainer's steps: it keeps its cache until `stop()`, and settings that
-    only a `RolloutGenerator` or an attached trainer acts on are refused.
+    A manager that no generator or trainer made keeps its cache until `stop()`, and refuses settings
+    that only a `RolloutGenerator` or an attached trainer acts on.
     """
 
     def __init__(
@@ -58,15 +58,16 @@ class ContinuousBatchingManager:
         """Probe the model and plan the memory; nothing runs before `start()`.
 
         Args:
-            model: a causal language model, wrapped or not; used as it is, never copied.
+            model: a causal language model, wrapped or not; never copied.
             generation_config: defaults of every request; None: the model's own.
             continuous_batching_config: a `RolloutConfig`, or transformers' own.
-            autocast_dtype: run forwards under autocast to this dtype; None: as `rollout_dtype`
-                says, where no trainer's model is given, else as the model is.
-            rank: keeps the random draws of data-parallel processes apart.
-            tokenizer: allows stop strings.
-            trained: the model that trains, where `model` is a copy of it; None: `model` itself.
-            optimizer: what will step it, or its name; None: not known.
+            autocast_dtype: run forwards under autocast to this dtype; None: by `rollout_dtype`
+                without `trained`, else the model's dtype.
+            rank: data-parallel rank, which keeps the seeds of processes apart.
+            tokenizer: decodes tokens for stop strings; None: stop strings are refused.
+            trained: the training model that `model` is a copy of; None: `model` itself.
+            optimizer: the optimizer of the training model, or its name, for the memory plan; None:
+                unknown.
 
         Raises:
             ConfigurationError: a setting or the model cannot be honoured.
@@ -95,11 +96,11 @@ class ContinuousBatchingManager:
             max_queue_size=self.config.max_queue_size,
             return_logprobs=self.config.return_logprobs,
         )
+        # True while a server submits requests, so that the background thread computes.
         self.is_served = False
-        """Whether requests come from outside, so that the background thread is who computes."""
         self._output_queue = OutputQueue()
-        # The thread holds the loop and not the manager, so a forgotten manager still ends it; the
-        # finalizer also runs when the interpreter exits.
+        # The thread refers to the loop only, so a manager without references is collected, and the
+        # finalizer ends the thread then or at the interpreter's exit.
         weakref.finalize(self, self._loop.halt)
 
     def start(self) -> None:
@@ -108,7 +109,7 @@ class ContinuousBatchingManager:
         self._output_queue.reopen()
 
     def is_running(self) -> bool:
-        """Whether the background thread is alive."""
+        """Return whether the background thread is alive."""
         return self._loop.is_running()
 
     def stop(
@@ -120,14 +121,14 @@ class ContinuousBatchingManager:
         """Stop the background thread once the requests in flight are done.
 
         Args:
-            block: wait for that.
-            timeout: longest wait, in seconds; what is not done by then is cancelled, and delivers
-                what it has. None: no limit.
+            block: wait for the thread to end.
+            timeout: longest wait in seconds, after which unfinished requests are cancelled and
+                deliver their tokens so far; None: no limit.
             keep_for_next_session: keep the KV cache for the next `start()`.
 
         Raises:
-            RolloutError: this thread paused the engine, or it is asleep with requests in flight,
-                which cannot finish then.
+            RolloutError: requests in flight cannot finish, because this thread paused the engine
+                or the engine is asleep.
         """
         if self._loop.is_live():
             self.require_can_wait()
@@ -148,20 +149,20 @@ class ContinuousBatchingManager:
     def pause(
         self, in_flight: Literal["keep", "recompute", "abort"] = "recompute"
     ) -> Iterator[None]:
-        """Hold the engine still between two forwards, with requests staying in flight.
+        """Pause the engine between two forwards; requests stay in flight.
 
-        Inside, the caller may change weights, and only one thread is inside at a time. The wait for
-        it is at most one forward. Leaving it begins a policy version, unless a copy of the model
-        generates: every token from then on is stamped with it, and no older key is matched again.
+        One thread at a time is inside, and may change the weights. Entering waits for at most one
+        forward. Leaving begins a policy version, unless a copy of the model generates: later tokens
+        are stamped with it, and cached prefixes of older versions are never matched.
 
         Args:
-            in_flight: what becomes of unfinished sequences. "recompute": they go on, their keys
-                computed anew under the new weights; "keep": they go on with the keys they have;
-                "abort": they end, delivering what they have with `status=CANCELLED`.
+            in_flight: fate of unfinished sequences. "recompute": continue, with keys computed again
+                under the new weights; "keep": continue with the present keys; "abort": end, and
+                deliver the tokens so far with `status=CANCELLED`.
 
         Raises:
             ConfigurationError: `in_flight` is none of these.
-            RolloutError: called by a result handler, on the thread that it would hold still.
+            RolloutError: called inside a step, as by a result handler.
         """
         if in_flight not in list(InFlight):
             raise ConfigurationError(
@@ -172,7 +173,7 @@ class ContinuousBatchingManager:
             try:
                 yield
             finally:
-                # A sync inside has begun one already; a copy changes by a sync only.
+                # A sync inside has begun one already, and a copy changes by a sync only.
                 if self._engine.policy_version == version and not self._runs_a_copy:
                     self._loop.begin_policy_version(InFlight(in_flight))
                 if self.is_served:
@@ -193,19 +194,19 @@ class ContinuousBatchingManager:
 
         Args:
             input_ids: the prompt's token ids.
-            request_id: unique among live requests; None: made here.
+            request_id: unique among live requests; None: generated.
             max_new_tokens: None: the sampling parameters', else the generation config's, else as
                 many as the model and the cache can hold.
             streaming: deliver an output after every token.
-            record_timestamps: note when each token was sampled.
+            record_timestamps: record the time of each token.
             eos_token_id: None: the sampling parameters', else the model's own; -1: none.
-            sampling_params: None: what the generation config says.
+            sampling_params: None: the generation config's.
 
         Returns:
             The request's id.
 
         Raises:
-            InvalidRequestError: it could never be served.
+            InvalidRequestError: the request could never be served.
             QueueFullError: `max_queue_size` requests wait already.
             EngineDeadError: the engine stopped on an exception.
         """
@@ -241,24 +242,25 @@ class ContinuousBatchingManager:
         return [request.request_id for request in requests]
 
     def cancel_request(self, request_id: str) -> CancelResult:
-        """End a request early; it delivers what it has, with `status=CANCELLED`.
+        """End a request early; it delivers its tokens so far with `status=CANCELLED`.
 
         Returns:
-            Whether it was live, had finished, or is unknown. Asking again changes nothing.
+            The request's state before the call: live, finished or unknown. Cancelling twice has no
+            further effect.
         """
         return self.cancel_requests([request_id])[0]
 
     def get_result(
         self, request_id: str | None = None, timeout: float | None = None
     ) -> GenerationOutput | None:
-        """Take one output: of one request, or of any, first delivered first.
+        """Take the next output, of one request or of any.
 
         Args:
-            request_id: whose; None: any.
-            timeout: longest wait, in seconds; None: until it comes.
+            request_id: id of the request; None: any, first delivered first.
+            timeout: longest wait in seconds; None: no limit.
 
         Returns:
-            The output; None when the time is over, or when nothing is in flight that could come.
+            The output; None after `timeout`, or when no such request is in flight.
 
         Raises:
             EngineDeadError: the engine stopped on an exception.
@@ -275,12 +277,12 @@ class ContinuousBatchingManager:
         return output
 
     def __iter__(self) -> Iterator[GenerationOutput]:
-        """Yield outputs as they come, until nothing is in flight."""
+        """Yield outputs in order of delivery, until nothing is in flight."""
         while (output := self.get_result()) is not None:
             yield output
 
     def request_id_iter(self, request_id: str) -> Iterator[GenerationOutput]:
-        """Yield one request's outputs until its last."""
+        """Yield one request's outputs, the final one last."""
         while (output := self.get_result(request_id)) is not None:
             yield output
             if output.is_finished():
@@ -291,16 +293,16 @@ class ContinuousBatchingManager:
     ) -> None:
         """Call `callback` on the running asyncio loop with each further output of a request.
 
-        Outputs that wait to be taken go to it first. It may be registered before the request is
-        added. Should the engine die, it is called with `status=FAILED`.
+        Outputs that nobody took yet come first. The request may be added later. When the engine
+        stops on an exception, the callback gets an output with `status=FAILED`.
 
         Raises:
-            InvalidRequestError: the request ended, and all of it was delivered.
+            InvalidRequestError: the request ended, and all of its outputs were delivered.
         """
         sink = CallbackSink(request_id, callback, asyncio.get_running_loop())
         self._loop.redirect(request_id, sink, self._output_queue)
 
-    # The package's other rooms use what follows, and never the loop or the engine.
+    # The other folders of the package use the methods below, never the loop or the engine.
 
     @property
     def model(self) -> PreTrainedModel:
@@ -309,7 +311,7 @@ class ContinuousBatchingManager:
 
     @property
     def policy_version(self) -> int:
-        """Return the version that tokens are stamped with."""
+        """Return the policy version that new tokens are stamped with."""
         return self._engine.policy_version
 
     @property
@@ -319,12 +321,12 @@ class ContinuousBatchingManager:
 
     @property
     def cache_layout(self) -> CacheLayout:
-        """Return what each layer of the model stores."""
+        """Return the kind of state that each layer stores."""
         return self._engine.layout
 
     @property
     def batch_layout(self) -> BatchLayout:
-        """Return how sequences share a forward."""
+        """Return the layout in which sequences share a forward."""
         return self._engine.batch_layout
 
     @property
@@ -334,12 +336,12 @@ class ContinuousBatchingManager:
 
     @property
     def counters(self) -> EngineCounters:
-        """Return the engine's running totals, which go on changing."""
+        """Return the engine's live running totals."""
         return self._engine.counters
 
     @property
     def observers(self) -> Observers:
-        """Return the observers of the engine's work, to add to and remove from."""
+        """Return the observers of the engine, which can be added and removed."""
         return self._loop.observers
 
     def status(self) -> EngineStatus:
@@ -356,16 +358,16 @@ class ContinuousBatchingManager:
 
     @property
     def is_alive(self) -> bool:
-        """Tell whether the thread runs and the engine has not died."""
+        """Return whether the thread runs and the engine did not stop on an exception."""
         return self.is_running() and not self._loop.is_dead
 
     def require_alive(self) -> None:
-        """Raise `EngineDeadError` where the engine died of an exception."""
+        """Raise `EngineDeadError` where the engine stopped on an exception."""
         self._loop.require_alive()
 
     def require_can_wait(self) -> None:
         """Raise `RolloutError` where this thread's wait for an output would never end."""
-        self._loop.pause_controller.require_open_for_me()
+        self._loop.pause_controller.require_can_wait()
 
     def create_requests(
         self, inputs: Sequence[Sequence[int]], params: Sequence[SamplingParams], **options: Any
@@ -382,7 +384,7 @@ class ContinuousBatchingManager:
         return self._loop.cancel(request_ids)
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        """End requests early and wait until the model is handed back."""
+        """End requests early and wait until the model is back in its training mode."""
         self._loop.cancel(request_ids)
         with self._loop.paused():
             pass
@@ -392,30 +394,30 @@ class ContinuousBatchingManager:
         return self._loop.stepping()
 
     def begin_policy_version(self, in_flight: InFlight) -> None:
-        """Begin a policy version inside `pause()`; called when the weights have changed."""
+        """Begin a policy version inside `pause()`, after the weights changed."""
         self._loop.begin_policy_version(in_flight)
 
     def follow(self, trained: torch.nn.Module) -> None:
-        """Verify against this module from now on: the same weights in another wrapper."""
+        """Use this re-wrapped model as the training model that outputs are verified against."""
         self._engine.trained = trained
 
     def recompute(self, requests: Sequence[Request]) -> dict[str, list[float]]:
-        """Compute log-probabilities of sequences by plain forwards of the model that trains."""
+        """Return log-probabilities by request id, by plain forwards of the training model."""
         with self._loop.paused():
             return {request.request_id: self._engine.recompute(request) for request in requests}
 
     def sleep(self) -> None:
-        """Free the KV memory and hold the engine still until `wake()`; requests stay in flight."""
+        """Free the KV memory and pause the engine until `wake()`; requests stay in flight."""
         with self._loop.paused():
             self._engine.release_cache()
             self._loop.pause_controller.hold()
 
     def wake(self) -> None:
-        """Let the engine run again; it allocates the KV memory with the next step."""
+        """Resume the engine, which allocates the KV memory with its next step."""
         self._loop.pause_controller.release()
 
     def close(self) -> None:
-        """End the thread, cancelling what is in flight, and free the KV memory."""
+        """Cancel the requests in flight, end the thread and free the KV memory."""
         self._loop.halt()
         if not self.is_running():
             self._engine.release_cache()

@@ -1,7 +1,7 @@
-"""Where finished sequences wait for whoever asked for them.
+"""Deliver outputs from the thread that steps the engine to the threads that wait for them.
 
-Owns outputs between the thread that produces them and the threads that take them. Each output is
-taken exactly once. Every wait ends in an output, a timeout, or the error that stopped production.
+Owns outputs from delivery until they are taken, each exactly once. Every wait ends in an output, a
+timeout, or the error that stopped the engine. Any thread may call it.
 """
 
 import asyncio
@@ -17,22 +17,21 @@ from cb_rollout.types import FinishReason, GenerationOutput, RequestStatus
 
 
 class OutputSink(Protocol):
-    """Who gets a request's outputs."""
+    """Receiver of a request's outputs; called on the thread that steps the engine."""
 
     def put(self, output: GenerationOutput) -> None:
-        """Take an output; called on the thread that steps."""
+        """Receive an output."""
         ...
 
     def close(self, error: EngineDeadError) -> None:
-        """Learn that nothing more will come."""
+        """Receive the error after which no output follows."""
         ...
 
 
 class OutputQueue:
-    """Outputs by request id; any number of threads may take from it."""
+    """Hold outputs by request id until a thread takes them."""
 
     def __init__(self) -> None:
-        """Start empty and open."""
         self._changed = threading.Condition()
         self._num_delivered = 0
         self._outputs: dict[int, GenerationOutput] = {}
@@ -40,7 +39,7 @@ class OutputQueue:
         self._error: EngineDeadError | None = None
 
     def put(self, output: GenerationOutput) -> None:
-        """Deliver an output."""
+        """Append an output and wake the waiting threads."""
         with self._changed:
             self._outputs[self._num_delivered] = output
             self._numbers.setdefault(output.request_id, deque()).append(self._num_delivered)
@@ -48,19 +47,19 @@ class OutputQueue:
             self._changed.notify_all()
 
     @property
-    def has_news(self) -> bool:
-        """Whether taking any output would not wait."""
+    def can_take(self) -> bool:
+        """Return whether `take()` would return or raise without waiting."""
         with self._changed:
             return bool(self._outputs) or self._error is not None
 
     def close(self, error: EngineDeadError) -> None:
-        """Nothing more will come: whoever waits for what is not here gets `error`."""
+        """Raise `error` in every present and later `take()` that finds no output."""
         with self._changed:
             self._error = error
             self._changed.notify_all()
 
     def reopen(self) -> None:
-        """More may come again."""
+        """Let `take()` wait for outputs again after `close()`."""
         with self._changed:
             self._error = None
 
@@ -70,11 +69,14 @@ class OutputQueue:
         """Take the next output, of one request or of any.
 
         Args:
-            request_id: whose; None: any, first delivered first.
-            timeout: seconds; None: no limit.
+            request_id: id of the request; None: any, first delivered first.
+            timeout: longest wait in seconds; None: no limit.
 
         Returns:
-            The output, or None when the time is over.
+            The output; None after `timeout`.
+
+        Raises:
+            EngineDeadError: the queue was closed and holds no such output.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         with self._changed:
@@ -103,7 +105,7 @@ class OutputQueue:
 
 
 class CallbackSink:
-    """Gives one request's outputs to a callback on an asyncio loop."""
+    """Pass one request's outputs to a callback on an asyncio loop, from any thread."""
 
     def __init__(
         self,
@@ -111,17 +113,16 @@ class CallbackSink:
         callback: Callable[[GenerationOutput], None],
         loop: asyncio.AbstractEventLoop,
     ) -> None:
-        """Call `callback` on `loop`, from whatever thread."""
         self._request_id, self._callback, self._loop = request_id, callback, loop
 
     def put(self, output: GenerationOutput) -> None:
-        """Deliver an output."""
-        # A closed loop has nobody left to tell.
+        """Schedule the callback with an output."""
+        # The asyncio loop may be closed already, and its callbacks with it.
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._callback, output)
 
     def close(self, error: EngineDeadError) -> None:
-        """Nothing more will come: the request failed."""
+        """Schedule the callback with a failed output that carries `error`."""
         self.put(
             GenerationOutput(
                 request_id=self._request_id,

@@ -1,7 +1,7 @@
-"""Who may touch the engine: the thread that steps, or the one caller that holds it still.
+"""Decide which thread may use the engine: one that steps it, or one that paused it.
 
-Owns turns, pauses and sleep, not the engine. Shares the loop's condition, so that whoever waits
-hears of every change.
+Owns turns to step, pauses and sleep, but not the engine. It shares the loop's condition, so every
+change wakes the threads that wait; `begin_step`, `end_step` and `pass_turn` are called under it.
 """
 
 import threading
@@ -12,14 +12,14 @@ from cb_rollout.errors import RolloutError
 
 
 class PauseController:
-    """Keeps steps and pauses apart."""
+    """Keep steps and pauses of one engine apart; any thread may pause."""
 
     def __init__(self, changed: threading.Condition, could_step: Callable[[], bool]) -> None:
-        """Start open.
+        """Start without a pause.
 
         Args:
             changed: the loop's condition.
-            could_step: whether a thread is there to step.
+            could_step: return whether the loop's thread runs.
         """
         self._changed, self._could_step = changed, could_step
         self._stepping_thread: int | None = None
@@ -30,46 +30,46 @@ class PauseController:
         self._pause_depth = 0
 
     @property
-    def is_shut(self) -> bool:
-        """Whether no step may begin."""
+    def is_paused(self) -> bool:
+        """Return whether a pause or sleep forbids the next step."""
         return self._is_held or self._pausing_thread is not None
 
     @property
     def is_stepping_here(self) -> bool:
-        """Whether the calling thread is inside a step."""
+        """Return whether the calling thread is inside a step."""
         return self._stepping_thread == threading.get_ident()
 
     @property
     def is_my_turn(self) -> bool:
-        """Whether the calling thread is the one that steps: a driving caller, or else the loop's.
+        """Return whether the calling thread may step: the stepping caller, else the loop's thread.
 
-        Never while another thread is in a step.
+        False while a thread is inside a step.
         """
         me = threading.get_ident()
         return self._stepping_thread is None and self._caller_thread in (None, me)
 
     def begin_step(self) -> None:
-        """The calling thread, whose turn it is, steps."""
+        """Mark the calling thread as inside a step."""
         self._stepping_thread = threading.get_ident()
         self.pass_turn()
 
     def end_step(self) -> None:
-        """The calling thread is in no step any more."""
+        """Mark the calling thread as outside a step, and wake a pause that waits for it."""
         if self.is_stepping_here:
             self._stepping_thread = None
-            # A loop's thread that stands by for a driving caller sleeps on.
+            # A notification would wake the loop's thread in vain after each step of a caller.
             if self._pausing_thread is not None or not self.is_my_turn:
                 self._changed.notify_all()
 
     def pass_turn(self) -> None:
-        """The engine had its turn after a pause, whether there was something to do or not."""
+        """Let the next pause begin: the engine had its turn after the last one."""
         if self._owes_turn:
             self._owes_turn = False
             self._changed.notify_all()
 
     @contextmanager
     def stepping(self) -> Iterator[bool]:
-        """Step in the loop's thread's place; gives whether the calling thread may."""
+        """Make the calling thread the one that steps; yield False where another caller does."""
         with self._changed:
             is_mine = self._caller_thread is None
             if is_mine:
@@ -85,10 +85,10 @@ class PauseController:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Hold the engine still between two forwards, and be the only one who does.
+        """Pause the engine between two forwards, for the calling thread alone.
 
-        The wait is at most one forward, after that of whoever came first. A thread may pause again
-        inside its own pause.
+        It waits for the pauses that came first and for at most one forward. A thread may pause
+        again inside its own pause.
         """
         me = threading.get_ident()
         with self._changed:
@@ -112,22 +112,22 @@ class PauseController:
     def _must_queue(self, me: int) -> bool:
         if self._pausing_thread is not None:
             return self._pausing_thread != me
-        # Whoever pauses again and again leaves the engine a step in between.
+        # Repeated pauses must leave the engine a step in between.
         return self._owes_turn and not self._is_held and self._could_step()
 
     def hold(self) -> None:
-        """Stay shut after the pause that this is called in, until `release()`."""
+        """Extend the current pause beyond its end, until `release()`."""
         assert self._pausing_thread == threading.get_ident()
         self._is_held = True
 
     def release(self) -> None:
-        """Open again after `hold()`."""
+        """End the pause that `hold()` extended."""
         with self._changed:
             self._is_held = False
             self._changed.notify_all()
 
-    def require_open_for_me(self) -> None:
-        """Raise where the calling thread would wait for what stands still until it acts."""
+    def require_can_wait(self) -> None:
+        """Raise `RolloutError` where the calling thread's wait for an output would never end."""
         if self.is_stepping_here:
             raise RolloutError(
                 "what runs inside a step cannot wait for the engine that runs it; generate before "

@@ -168,9 +168,9 @@ def test_two_threads_never_hold_the_engine_at_once(loop):
 def test_the_engine_is_held_until_the_last_pause_ends(loop):
     with loop.paused():
         with loop.paused():
-            assert loop.pause_controller.is_shut
-        assert loop.pause_controller.is_shut
-    assert not loop.pause_controller.is_shut
+            assert loop.pause_controller.is_paused
+        assert loop.pause_controller.is_paused
+    assert not loop.pause_controller.is_paused
 
 
 def test_a_handler_that_would_pause_its_own_loop_is_refused(loop):
