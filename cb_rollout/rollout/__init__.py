@@ -1,4 +1,5 @@
-"""Roll out a model that is being trained: `RolloutGenerator` and `generate_batch`.
+"""Generate rollouts from a model in training: `RolloutGenerator` and `generate_batch`.
 
-Owns prompts, checkpoints, verification and multi-process checks. Training code calls it.
+Owns prompts, checkpoints, trajectories, verification and failures across processes. Called by
+training code, the strategies, the server and the tools.
 """

@@ -1,6 +1,6 @@
-"""A checkpoint by its name: the model and the tokenizer that transformers makes of it.
+"""Load a model and a tokenizer from a checkpoint directory or a name on the hub.
 
-Owns what can be wrong with a checkpoint, each reported in one error. Knows nothing of rollouts.
+Owns the checks of a checkpoint, with an error for each fault. Called by the command-line tools.
 """
 
 import os
@@ -12,30 +12,29 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from cb_rollout.errors import ConfigurationError, error_text
 
+# "auto" is the dtype that the checkpoint was saved in.
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-# "auto" is what the checkpoint was saved in.
 
-
+# transformers loads a masked model's checkpoint as a causal model without a warning.
 MASKED_SUFFIX = "ForMaskedLM"
-# transformers makes a causal model of such a checkpoint too, without a word.
 
 
 def load_model(name: str, dtype: str = "auto", device: str = "auto") -> PreTrainedModel:
-    """The causal language model of a checkpoint, in evaluation mode.
+    """Load a checkpoint's causal language model, in evaluation mode.
 
     Args:
         name: a local directory, or a name on the hub.
         dtype: one of `DTYPES`.
-        device: what torch calls a device; "auto": a GPU where there is one, else the CPU.
+        device: a device name of torch; "auto": a GPU if there is one, else the CPU.
 
     Raises:
-        ConfigurationError: there is no such checkpoint or device, it cannot be read, it is not a
-            causal language model, or some of its weights are missing.
+        ConfigurationError: the checkpoint or the device does not exist, the checkpoint cannot be
+            read, is not a causal language model or lacks weights, or the model does not fit.
     """
     if dtype not in DTYPES:
         raise ConfigurationError(f"dtype={dtype!r} is not one of {', '.join(DTYPES)}.")
     target = torch_device(device)
-    _refuse_what_is_no_directory(name)
+    _require_directory(name)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             name, dtype=dtype, output_loading_info=True
@@ -68,20 +67,20 @@ def load_model(name: str, dtype: str = "auto", device: str = "auto") -> PreTrain
 
 
 def load_tokenizer(name: str) -> Any:
-    """The tokenizer of a checkpoint.
+    """Load a checkpoint's tokenizer.
 
     Raises:
-        ConfigurationError: there is none that can be read.
+        ConfigurationError: the checkpoint has no readable tokenizer.
     """
-    _refuse_what_is_no_directory(name)
+    _require_directory(name)
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
     except Exception as error:
         raise ConfigurationError(
-            f"no tokenizer could be loaded from {_described(name)} ({error_text(error)}); mend the "
-            "name, or save one there with tokenizer.save_pretrained."
+            f"no tokenizer could be loaded from {_described(name)} ({error_text(error)}); correct "
+            "the name, or save one there with tokenizer.save_pretrained."
         ) from error
-    # Where its files are missing, transformers 5.23 makes one of its special tokens alone.
+    # If its files are missing, transformers 5.23 returns a tokenizer of special tokens only.
     if len(tokenizer) <= len(tokenizer.all_special_ids):
         raise ConfigurationError(
             f"{name!r} holds no tokenizer's vocabulary; save one there with "
@@ -91,10 +90,10 @@ def load_tokenizer(name: str) -> Any:
 
 
 def torch_device(device: str) -> torch.device:
-    """What `device` names, tried out; "auto": a GPU where there is one, else the CPU.
+    """Return a device after a trial allocation; "auto": a GPU if there is one, else the CPU.
 
     Raises:
-        ConfigurationError: it is not there.
+        ConfigurationError: the device cannot be used.
     """
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -109,16 +108,16 @@ def torch_device(device: str) -> torch.device:
 
 
 def _described(name: str) -> str:
-    return repr(name) if Path(name).exists() else f"{name!r}, which is no directory here"
+    return repr(name) if Path(name).exists() else f"{name!r}, which is not a local directory"
 
 
-def _refuse_what_is_no_directory(name: str) -> None:
-    """A path is never looked up on the hub, where its error would speak of networks."""
+def _require_directory(name: str) -> None:
     path = Path(name)
     try:
         exists = path.exists()
     except OSError as error:
         raise ConfigurationError(f"{name!r} cannot be read ({error.strerror}).") from error
+    # A path is never looked up on the hub, whose error would be about the network.
     is_path = exists or path.is_absolute() or name.startswith(".") or name.count(os.sep) > 1
     if is_path and not path.is_dir():
         state = "is a file" if exists else "does not exist"

@@ -1,8 +1,8 @@
-"""A failure on one process of a training run is raised on all of them.
+"""Raise a failure of one process of a training run on all processes.
 
-Owns a note in the process group's store, which every process reads once a second while it trains.
-Collectives are torch's: a process that waits in one for a process that failed cannot be woken, so
-after a grace it is ended. A process that is killed leaves no note; its launcher ends the others.
+Owns a key in the process group's store, which a thread of every process polls once a second. A
+process blocked in a torch collective cannot be interrupted, so it is ended after a grace period. A
+killed process writes no key; its launcher ends the others. Called from the training thread.
 """
 
 import functools
@@ -19,14 +19,14 @@ import torch.distributed as dist
 from cb_rollout.compat import fsdp as _compat_fsdp
 from cb_rollout.errors import RolloutError, error_text
 
+# Polling interval of the key; a poll is one small message.
 POLL_SECONDS = 1.0
-# Between two looks at the note; a look is one small message.
+# Time for a process to end by itself: its broken collective raises, or its step completes.
 GRACE_SECONDS = 10.0
-# In which a process may end by itself, its broken collective raising or its step going on.
 
 
 class FailureWatch:
-    """Tells the other processes of this one's failure, and this one of theirs."""
+    """Report this process's failure to the others, and raise theirs here."""
 
     def __init__(
         self,
@@ -35,14 +35,14 @@ class FailureWatch:
         end_process: Callable[[str], None] | None = None,
         grace_seconds: float = GRACE_SECONDS,
     ) -> None:
-        """Watch nothing yet.
+        """Clone the store; no thread starts before `watched()`.
 
         Args:
             store: a `torch.distributed.Store`, shared by all processes.
-            rank: this process's.
-            end_process: called with what happened when this process is still at work
-                `grace_seconds` after another one failed; None: end it with exit code 1.
-            grace_seconds: see there.
+            rank: this process's rank.
+            end_process: called with the failure's text if this process still runs `grace_seconds`
+                after another one failed; None: end it with exit code 1.
+            grace_seconds: time between the other failure and `end_process`.
         """
         self._store, self._rank = store.clone(), rank
         self._end_process = end_process or _end_process
@@ -52,10 +52,10 @@ class FailureWatch:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Work that every process does together; a failure of any raises on all.
+        """Run a block that every process runs; a failure in any of them raises in all.
 
         Raises:
-            RolloutError: another process failed; what this one met then is its cause.
+            RolloutError: another process failed first; this process's own error is its cause.
         """
         if self._is_watching:
             yield
@@ -69,7 +69,7 @@ class FailureWatch:
             yield
         except BaseException as error:
             done.set()
-            failure = self._note(key, f"rank {self._rank}: {error_text(error)}")
+            failure = self._report(key, f"rank {self._rank}: {error_text(error)}")
             if not failure.startswith(f"rank {self._rank}:"):
                 raise RolloutError(f"another process failed first. {failure}") from error
             raise
@@ -78,7 +78,7 @@ class FailureWatch:
             self._is_watching = False
 
     def watching(self, work: Callable[..., Any]) -> Callable[..., Any]:
-        """`work`, watched."""
+        """Wrap `work` in `watched()`."""
 
         @functools.wraps(work)
         def watched_work(*args: Any, **kwargs: Any) -> Any:
@@ -87,15 +87,15 @@ class FailureWatch:
 
         return watched_work
 
-    def _note(self, key: str, failure: str) -> str:
-        """Leave the note if it is the first; returns the first."""
+    def _report(self, key: str, failure: str) -> str:
+        """Store the failure if it is the first; return the first."""
         try:
             first = self._store.compare_set(key, "", failure).decode()
         except RuntimeError:
-            # Whoever holds the store is gone, and with it every note.
+            # The process that holds the store has ended, and the store with it.
             return failure
         if first == failure:
-            # The store may end with this process: the others get time to read it.
+            # The store may end with this process, so leave the others time to read it.
             time.sleep(2 * POLL_SECONDS)
         return first
 
@@ -113,8 +113,8 @@ class FailureWatch:
 
 
 def _end_process(failure: str) -> None:
-    """Leave without unwinding: the main thread waits for a process that will not come."""
-    print(  # noqa: T201 - the last words of this process
+    """Exit without unwinding, because the main thread is blocked in a collective."""
+    print(  # noqa: T201 - the process exits before a logger would flush
         f"cb_rollout: another process failed first, and this one waits for it. {failure}",
         file=sys.stderr,
         flush=True,
@@ -123,12 +123,12 @@ def _end_process(failure: str) -> None:
 
 
 def is_distributed() -> bool:
-    """Whether this process is one of several."""
+    """Return True in a process group of more than one process."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def create_failure_watch() -> FailureWatch | None:
-    """A watch over the processes of the default group; None where this one is alone."""
+    """Create a watch over the default process group; None for a single process."""
     if not is_distributed():
         return None
     return FailureWatch(_compat_fsdp.default_store(), dist.get_rank())

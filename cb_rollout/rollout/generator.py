@@ -23,7 +23,7 @@ from cb_rollout.engine.service.output_queue import OutputQueue
 from cb_rollout.errors import ConfigurationError, IncompleteRolloutError, InvalidRequestError
 from cb_rollout.metrics.registry import rollout_metrics, status_metrics
 from cb_rollout.rollout.prompts import Prompt, encoded, one_per_input, require_tokenizer
-from cb_rollout.rollout.verification import DriftReport, verified
+from cb_rollout.rollout.verification import DriftReport, rollout_drift
 from cb_rollout.types import GenerationOutput, RequestStatus, SyncReport
 from cb_rollout.weights import create_weight_sync, require_equal
 
@@ -239,7 +239,7 @@ class RolloutGenerator:
             InvalidRequestError: `num_sequences` is below 1.
         """
         is_collective = self._weights.is_collective
-        return verified(self.manager, self._last_rollout, num_sequences, is_collective)
+        return rollout_drift(self.manager, self._last_rollout, num_sequences, is_collective)
 
     def serve(self, **options: Any) -> "ServerHandle":
         """Serve the current policy to OpenAI clients, in a thread of this process.

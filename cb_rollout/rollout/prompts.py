@@ -1,4 +1,7 @@
-"""Prompts as people write them, turned into token ids."""
+"""Encode prompts (token ids, texts, chats) as token ids.
+
+Owns the check of each prompt's type, with an error that names the right one. Called by any thread.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Number
@@ -8,15 +11,15 @@ from jinja2 import TemplateError
 
 from cb_rollout.errors import ConfigurationError, InvalidRequestError, error_text
 
-Prompt = Sequence[int] | str | Sequence[Mapping[str, Any]]
 # Token ids, text, or a chat.
+Prompt = Sequence[int] | str | Sequence[Mapping[str, Any]]
 
+# Chat templates raise these, deliberately or not; tokenizers raise some for lone surrogates.
 ENCODING_FAULTS = (TemplateError, ValueError, TypeError, KeyError, AttributeError)
-# What templates raise, on purpose and not, and tokenizers of lone surrogates.
 
 
 def require_tokenizer(tokenizer: Any) -> None:
-    """Raise `ConfigurationError` for what is neither None nor a tokenizer."""
+    """Raise `ConfigurationError` unless `tokenizer` is None or callable."""
     if tokenizer is not None and not callable(tokenizer):
         raise ConfigurationError(
             f"tokenizer is a {type(tokenizer).__name__}; pass the tokenizer itself, as "
@@ -25,15 +28,16 @@ def require_tokenizer(tokenizer: Any) -> None:
 
 
 def encoded(prompts: Iterable[Prompt], tokenizer: Any) -> list[Sequence[int]]:
-    """Token ids of every prompt.
+    """Return the token ids of every prompt.
 
     Args:
-        prompts: lists of token ids, which stay as they are; strings; chats, to which the
-            tokenizer's chat template is applied.
+        prompts: lists of token ids, returned unchanged; strings; chats, encoded by the tokenizer's
+            chat template.
         tokenizer: a transformers tokenizer; None: only token ids are allowed.
 
     Raises:
-        InvalidRequestError: text or a chat without a tokenizer, or with one that cannot encode it.
+        InvalidRequestError: a text or chat has no tokenizer, or its tokenizer cannot encode it; or
+            an input is of another type.
     """
     if isinstance(prompts, str | Mapping) or not isinstance(prompts, Iterable):
         raise InvalidRequestError(
@@ -44,7 +48,7 @@ def encoded(prompts: Iterable[Prompt], tokenizer: Any) -> list[Sequence[int]]:
 
 
 def _encoded(prompt: Any, index: int, tokenizer: Any) -> Any:
-    _refuse_what_is_no_prompt(prompt, index)
+    _require_prompt(prompt, index)
     is_text = isinstance(prompt, str)
     is_chat = isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
     if not (is_text or is_chat):
@@ -77,8 +81,7 @@ def _encoded(prompt: Any, index: int, tokenizer: Any) -> Any:
         ) from error
 
 
-def _refuse_what_is_no_prompt(prompt: Any, index: int) -> None:
-    """What people pass in a prompt's place, each with what to pass instead."""
+def _require_prompt(prompt: Any, index: int) -> None:
     if isinstance(prompt, Mapping):
         raise InvalidRequestError(
             f"input {index} is a dict of {', '.join(map(str, prompt))}; a chat is a list of "
@@ -94,7 +97,7 @@ def _refuse_what_is_no_prompt(prompt: Any, index: int) -> None:
 
 
 def one_per_input(name: str, value: Any, num_inputs: int) -> list[Any]:
-    """A setting for every input, given as one for all or as one each."""
+    """Return a list of a setting, given as one for all inputs or one for each."""
     if isinstance(value, Sequence):
         if len(value) != num_inputs:
             raise InvalidRequestError(

@@ -1,10 +1,10 @@
-"""From an agent's turns to token-exact training samples.
+"""Build token-exact training samples from an agent's turns.
 
-Each turn is what a server answered: the prompt's token ids as the model got them, and the sampled
-tokens with their log-probabilities and policy versions. Where a turn's prompt begins with all of
-the turns before it, they are one sample. Where it does not (a template that rewrites history, a
-client that edits it, text that was tokenized anew in another way) that is drift: a new sample
-begins, in which the rewritten history is context and is not trained on. Loads no torch.
+A turn is a server's answer: the prompt's token ids as the model received them, and the sampled
+tokens with log-probabilities and policy versions. A turn whose prompt begins with all tokens so far
+extends the sample. Any other turn is a drift: its template or client rewrote the history, or the
+text was tokenized differently. It begins a new sample, with its prompt as context that is not
+trained on. Called by any one thread; loads no torch.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,34 +16,27 @@ from cb_rollout.errors import InvalidRequestError
 
 @dataclass(slots=True)
 class Sample:
-    """One sequence to train on; all lists are as long as `token_ids`."""
+    """One training sequence; all lists are as long as `token_ids`."""
 
     token_ids: list[int] = field(default_factory=list)
     is_sampled: list[bool] = field(default_factory=list)
-    """True where the policy chose the token; False for prompts, tools' and environment's words."""
+    """True for sampled tokens; False for prompts and for text of tools and the environment."""
     logprobs: list[float] = field(default_factory=list)
-    """Natural logarithms of the chosen tokens; 0 elsewhere."""
+    """Natural log-probabilities of the sampled tokens; 0 elsewhere."""
     policy_versions: list[int] = field(default_factory=list)
-    """Which policy chose each token; -1 elsewhere."""
-
-    def _extend(self, token_ids: Sequence[int]) -> None:
-        """Take tokens that the policy did not choose."""
-        self.token_ids += token_ids
-        self.is_sampled += [False] * len(token_ids)
-        self.logprobs += [0.0] * len(token_ids)
-        self.policy_versions += [-1] * len(token_ids)
+    """The policy version that sampled each token; -1 elsewhere."""
 
 
 @dataclass(slots=True)
 class Trajectory:
-    """One conversation, turn by turn."""
+    """One conversation, built turn by turn."""
 
     samples: list[Sample] = field(default_factory=list)
-    """One, unless history was rewritten."""
+    """One sample, and one more for each drift."""
 
     @property
     def num_drifts(self) -> int:
-        """How often history was rewritten."""
+        """Return the number of turns that began a new sample."""
         return max(0, len(self.samples) - 1)
 
     def add_turn(
@@ -56,16 +49,16 @@ class Trajectory:
         """Add one answer of the model.
 
         Args:
-            prompt_ids: everything the model was given.
-            generated_tokens: everything it sampled.
-            logprobs: one for each of them.
+            prompt_ids: all token ids of the model's input.
+            generated_tokens: the sampled token ids.
+            logprobs: the natural log-probability of each sampled token.
             policy_versions: runs of `(policy_version, num_tokens)`.
 
         Returns:
-            Whether it goes on from the turn before, token by token; True for the first.
+            True if the prompt begins with all earlier tokens, and for the first turn.
 
         Raises:
-            InvalidRequestError: the lists do not belong together.
+            InvalidRequestError: the lists are of different lengths.
         """
         versions = [version for version, count in policy_versions for _ in range(count)]
         if not len(generated_tokens) == len(logprobs) == len(versions):
@@ -74,26 +67,29 @@ class Trajectory:
                 f"{len(versions)} policy versions do not belong together; pass those of one answer."
             )
         known = self.samples[-1].token_ids if self.samples else []
-        goes_on = list(prompt_ids[: len(known)]) == known
-        if not self.samples or not goes_on:
+        is_continued = list(prompt_ids[: len(known)]) == known
+        if not self.samples or not is_continued:
             self.samples.append(Sample())
         sample = self.samples[-1]
-        sample._extend(prompt_ids[len(sample.token_ids) :])
-        sample.token_ids += generated_tokens
-        sample.is_sampled += [True] * len(generated_tokens)
-        sample.logprobs += logprobs
-        sample.policy_versions += versions
-        return goes_on
+        context = prompt_ids[len(sample.token_ids) :]
+        sample.token_ids += [*context, *generated_tokens]
+        sample.is_sampled += [False] * len(context) + [True] * len(generated_tokens)
+        sample.logprobs += [0.0] * len(context) + [*logprobs]
+        sample.policy_versions += [-1] * len(context) + versions
+        return is_continued
 
     def add_response(self, response: Any) -> bool:
-        """Add the first choice of a chat completion, as a client got it.
+        """Add the first choice of a chat completion, as a client received it.
 
         Args:
-            response: of a request with `logprobs` and `return_token_ids`; an OpenAI client's
-                object, or the JSON itself.
+            response: the response to a request with `logprobs` and `return_token_ids`; an OpenAI
+                client's object, or the parsed JSON.
 
         Returns:
-            As `add_turn`.
+            See `add_turn`.
+
+        Raises:
+            InvalidRequestError: the response lacks token ids or log-probabilities.
         """
         body: Mapping[str, Any] = response if isinstance(response, dict) else response.model_dump()
         choice = body["choices"][0]

@@ -1,4 +1,8 @@
-"""Compare a rollout's log-probabilities with plain forwards of the trained model."""
+"""Compare a rollout's log-probabilities with plain forwards of the trained model.
+
+Owns the choice of the sequences and the estimates of the difference. Raises nothing on a large one:
+the caller does. Called from the training thread.
+"""
 
 import math
 from collections.abc import Sequence
@@ -11,28 +15,28 @@ from cb_rollout.engine.request import Request
 from cb_rollout.engine.service.manager import ContinuousBatchingManager
 from cb_rollout.errors import InvalidRequestError
 
-# Nats. Float32 rounding stays a thousand times below, and no clip range notices less.
+# In nats. Float32 rounding is a thousand times smaller, and a smaller drift changes no clipping.
 NOTABLE_DRIFT = 0.01
 
 
 @dataclass(frozen=True, slots=True)
 class DriftReport:
-    """Measure the difference of recomputed and sampled log-probabilities, in nats.
+    """Difference of recomputed and sampled log-probabilities, in nats.
 
-    The divergences are of the sampling distribution against the recomputed one, estimated over the
-    sampled tokens, each counted once; r is recomputed over sampled probability (Schulman 2020,
-    "Approximating KL divergence", for k1 and k3).
+    The divergences are of the sampling distribution from the recomputed one, estimated over the
+    sampled tokens. r is the recomputed over the sampled probability (k1 and k3: Schulman 2020,
+    "Approximating KL divergence").
     """
 
     max: float
     mean: float
     num_tokens: int
     request_id: str
-    """Sequence with the largest difference; empty when nothing was compared."""
+    """Sequence with the largest difference; empty if no sequence was compared."""
     position: int
-    """Index of that generated token, from 0."""
+    """Index of the generated token with the largest difference, from 0."""
     first_position: int | None = None
-    """First token of that sequence beyond `NOTABLE_DRIFT`; None: there is none."""
+    """Index of the first token of that sequence beyond `NOTABLE_DRIFT`, if there is one."""
     k1: float = 0.0
     """KL divergence: mean of -log r; unbiased, may be negative."""
     k3: float = 0.0
@@ -40,12 +44,12 @@ class DriftReport:
     chi_squared: float = 0.0
     """Chi-squared divergence: mean of r**2, less 1."""
     effective_sample_size: float = 1.0
-    """(sum of r)**2 over num_tokens * (sum of r**2): 1 where all weights are equal, near 0
-    where one token outweighs all."""
+    """(sum of r)**2 / (num_tokens * sum of r**2): 1 if all r are equal, 1 / num_tokens if one
+    dominates."""
 
 
 def drift(sampled: dict[str, list[float]], recomputed: dict[str, list[float]]) -> DriftReport:
-    """Compare log-probabilities token by token, by request id; NaN counts as infinitely far."""
+    """Compare log-probabilities by request id, token by token; NaN is an infinite difference."""
     pairs = [
         (a, b, request_id, position)
         for request_id, logprobs in sampled.items()
@@ -83,7 +87,7 @@ def drift(sampled: dict[str, list[float]], recomputed: dict[str, list[float]]) -
     )
 
 
-def verified(
+def rollout_drift(
     manager: ContinuousBatchingManager,
     rollout: Sequence[Request],
     num_sequences: int,
@@ -92,11 +96,10 @@ def verified(
     """Recompute `num_sequences` finished sequences, taken evenly over a rollout, and compare.
 
     Args:
-        manager: whose engine generated them.
-        rollout: its sequences; those whose log-probabilities are not the policy's now are passed
-            over.
+        manager: the manager of the engine that generated them.
+        rollout: all sequences; those of an older policy version or of changed logits are skipped.
         num_sequences: at least 1.
-        is_collective: every process of a sharded model calls this, and must run as many forwards.
+        is_collective: the model is sharded, so every process must run equally many forwards.
     """
     if num_sequences < 1:
         raise InvalidRequestError(f"num_sequences={num_sequences} is below 1.")
@@ -112,7 +115,7 @@ def verified(
     ]
     stride = max(1, len(comparable) // num_sequences)
     chosen = comparable[::stride][:num_sequences]
-    num_spare = num_sequences - len(chosen) if is_collective else 0
-    forwards = list(rollout[:1]) * num_spare + chosen
+    num_extra = num_sequences - len(chosen) if is_collective else 0
+    forwards = list(rollout[:1]) * num_extra + chosen
     sampled = {request.request_id: request.logprobs for request in chosen}
     return drift(sampled, manager.recompute(forwards))

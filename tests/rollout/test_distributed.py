@@ -1,4 +1,4 @@
-"""A process hears of another's failure and says its own; two watches on one store are two."""
+"""A process raises the failure of another, and reports its own; two watches share a store."""
 
 import threading
 
@@ -8,8 +8,8 @@ import torch.distributed as dist
 from cb_rollout import RolloutError
 from cb_rollout.rollout.distributed import FailureWatch
 
-SECONDS = 30
 # Longest wait of a test for another thread.
+SECONDS = 30
 
 
 class Processes:

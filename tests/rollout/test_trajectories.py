@@ -25,7 +25,7 @@ def test_rewritten_history_is_context_of_a_new_sample(prompt):
     assert trajectory.samples[0].token_ids == [1, 2, 3, 4]
     assert trajectory.samples[1].token_ids == [*prompt, 6]
     assert trajectory.samples[1].is_sampled == [False] * len(prompt) + [True]
-    # What comes next goes on from the new one.
+    # The next turn extends the new sample.
     assert trajectory.add_turn([*prompt, 6, 7], [8], [-0.8], [(1, 1)])
     assert trajectory.num_drifts == 1
 
