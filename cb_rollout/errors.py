@@ -1,4 +1,4 @@
-"""Every error that cb_rollout raises on purpose.
+"""Define every error that cb_rollout raises on purpose.
 
     RolloutError
     +-- ConfigurationError      (ValueError)       a setting that cannot be honoured
@@ -10,8 +10,8 @@
     +-- WeightSyncError         (RuntimeError)     the rollout weights are not the trainer's
     +-- LogprobDriftError       (ArithmeticError)  log-probabilities left the trainer's forward
 
-A message says what happened, with its numbers, then which knob to turn. What is raised here is a
-fault of the world; a fault of ours is an `assert`.
+A message says what happened, with its numbers, then which setting to change. The package's own bugs
+are asserts.
 """
 
 import queue
@@ -31,7 +31,7 @@ class RolloutError(Exception):
 
 
 class ConfigurationError(RolloutError, ValueError):
-    """A setting is unknown, out of range, or cannot be honoured here."""
+    """A setting that is unknown, out of range, or cannot be honoured here."""
 
 
 class InvalidRequestError(RolloutError, ValueError):
@@ -50,7 +50,6 @@ class IncompleteRolloutError(RolloutError, RuntimeError):
     """
 
     def __init__(self, message: str, outputs: Mapping[str, GenerationOutput]) -> None:
-        """Keep the delivered sequences beside the message."""
         super().__init__(message)
         self.outputs = dict(outputs)
 

@@ -1,4 +1,4 @@
-"""The records that cross the package's surface: plain data, without torch."""
+"""Define the public records of requests, outputs and weight syncs: plain data, without torch."""
 
 import time
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ _FINAL_STATUSES = frozenset({RequestStatus.FINISHED, RequestStatus.CANCELLED, Re
 
 
 class FinishReason(StrEnum):
-    """Reason for which a request ended."""
+    """Reason for the end of a request."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -64,11 +64,11 @@ class GenerationOutput:
     policy_versions: list[tuple[int, int]] = field(default_factory=list)
     """Runs of `(policy_version, num_tokens)`, in order, that sum to the generated length."""
     top_logprobs: list[list[tuple[int, float]]] | None = None
-    """For each generated token the most likely ones, `(token id, natural logarithm)`, most likely
-    first; None unless asked for."""
+    """For each generated token the most likely tokens, as `(token id, natural logarithm)`, most
+    likely first; None unless asked for."""
     kept_token_ids: list[Sequence[int]] | None = None
     """For each generated token the ids that top-k, top-p and min-p left to choose from, each an
-    `array("i")`; None unless `sampling_mask="replay"` and something was cut."""
+    `array("i")`; None unless `sampling_mask="replay"` and truncation removed a token."""
 
     def is_finished(self) -> bool:
         """Return whether the request reached a final status: finished, cancelled or failed."""

@@ -1,4 +1,7 @@
-"""Show an engine's metrics now: in Prometheus' text format 0.0.4, and as a line for a terminal."""
+"""Render an engine's present metrics as Prometheus text (format 0.0.4) or one terminal line.
+
+Computes no metric: `metrics.registry` defines them. Any thread may call it.
+"""
 
 from __future__ import annotations
 
@@ -46,18 +49,18 @@ def _heading(name: str, help_text: str, kind: str) -> Iterator[str]:
 
 
 class LiveStatus:
-    """Describe the engine in one line; speeds are over the time since the last line."""
+    """Describe the engine in one line, with speeds over the time since the last line."""
 
     def __init__(self, manager: ContinuousBatchingManager) -> None:
         self._manager = manager
         self._before = manager.counters.copy()
-        self._asked = time.perf_counter()
+        self._last_time = time.perf_counter()
 
     def line(self) -> str:
         """Return the line, without its newline."""
         status, counters, now = self._manager.status(), self._manager.counters, time.perf_counter()
         added = counters.since(self._before)
-        seconds, self._asked, self._before = now - self._asked, now, counters.copy()
+        seconds, self._last_time, self._before = now - self._last_time, now, counters.copy()
         parts = [
             f"policy {status.policy_version}",
             f"{status.requests_running} running, {status.requests_waiting} waiting",

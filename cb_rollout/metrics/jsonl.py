@@ -1,6 +1,7 @@
 """Read and repair JSON-lines files whose writer may be killed.
 
-A record exists once its newline is written. Knows no format of a record; any thread may call it.
+A record exists once its newline is written. Callers own its format. Any thread may call these
+functions.
 """
 
 import json

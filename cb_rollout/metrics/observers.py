@@ -1,7 +1,7 @@
-"""Watch an engine's work through hooks, which change nothing and never harm it.
+"""Observe an engine through hooks, whose errors never reach it.
 
-Owns the fan-out to observers, and `Recorder`, which keeps distributions in memory. Knows no
-telemetry library.
+Owns the fan-out to observers, and `Recorder`, which keeps distributions in memory. Uses no
+telemetry library. Each hook names the thread that calls it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 class Observer:
-    """Hooks that do nothing; a subclass overrides some. They must be fast: the engine waits."""
+    """Hooks that do nothing; a subclass overrides some. The engine waits for each hook."""
 
     def submitted(self, requests: Sequence[Request]) -> None:
         """Note queued sequences; called on the thread that submits them."""
@@ -58,43 +58,43 @@ class Observers(Observer):
         return bool(self._observers)
 
     def add(self, observer: Observer) -> None:
-        """Add an observer."""
+        """Add an observer, from any thread."""
         self._observers = (*self._observers, observer)
 
     def remove(self, observer: Observer) -> None:
-        """Remove an observer."""
+        """Remove an observer, from any thread."""
         self._observers = tuple(other for other in self._observers if other is not observer)
 
     def submitted(self, requests: Sequence[Request]) -> None:
         """Note queued sequences."""
-        self._tell(lambda observer: observer.submitted(requests))
+        self._notify(lambda observer: observer.submitted(requests))
 
     def stepped(self, seconds: float, is_prefill: bool) -> None:
         """Note one step and its seconds."""
-        self._tell(lambda observer: observer.stepped(seconds, is_prefill))
+        self._notify(lambda observer: observer.stepped(seconds, is_prefill))
 
     def ended(self, request: Request) -> None:
         """Note a sequence with its final status."""
-        self._tell(lambda observer: observer.ended(request))
+        self._notify(lambda observer: observer.ended(request))
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
         """Time the block under `name`."""
         with ExitStack() as spans:
-            self._tell(lambda observer: spans.enter_context(observer.span(name)))
+            self._notify(lambda observer: spans.enter_context(observer.span(name)))
             yield
 
     @contextmanager
     def joined(self, headers: Mapping[str, str]) -> Iterator[None]:
         """Attribute submissions inside to a client."""
         with ExitStack() as clients:
-            self._tell(lambda observer: clients.enter_context(observer.joined(headers)))
+            self._notify(lambda observer: clients.enter_context(observer.joined(headers)))
             yield
 
-    def _tell(self, what: Callable[[Observer], object]) -> None:
+    def _notify(self, call: Callable[[Observer], object]) -> None:
         for observer in self._observers:
             try:
-                what(observer)
+                call(observer)
             except Exception:
                 logger.warning("%r raised, and is told nothing more", observer, exc_info=True)
                 self.remove(observer)
@@ -121,7 +121,7 @@ class Histogram:
 
 
 class Recorder(Observer):
-    """Keep every distribution in memory; a subclass may send the values elsewhere too."""
+    """Keep every distribution in memory; a subclass may export the values too."""
 
     def __init__(self) -> None:
         self.histograms = {distribution.name: Histogram() for distribution in DISTRIBUTIONS}
@@ -135,7 +135,7 @@ class Recorder(Observer):
         self.record(registry.PREFILL_STEP if is_prefill else registry.DECODE_STEP, seconds)
 
     def ended(self, request: Request) -> None:
-        """Record the seconds of each part of the sequence's life."""
+        """Record the seconds from submission to the end, and of queue, prefill and decode."""
         now = time.perf_counter()
         self.record(registry.REQUEST, now - request.created_time)
         if request.admitted_time is not None:

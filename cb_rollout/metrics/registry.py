@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 
 class MetricKind(StrEnum):
-    """A metric that only grows, or one that moves both ways."""
+    """Prometheus type of a live metric: a growing total, or a value of the moment."""
 
     COUNTER = "counter"
     GAUGE = "gauge"
@@ -35,12 +35,12 @@ class EngineCounters:
     requests_finished: int = _total("Sequences that ended, well or not; cancelled ones left out.")
     tokens_generated: int = _total("Sampled tokens.")
     prefill_tokens: int = _total("Prompt tokens that went through a forward.")
-    prefill_tokens_saved: int = _total("Prompt tokens that a group or a known prefix had already.")
-    preemptions: int = _total("Sequences that gave up their memory to resume later.")
+    prefill_tokens_saved: int = _total("Prompt tokens that a group or a cached prefix had already.")
+    preemptions: int = _total("Sequences preempted for want of KV blocks, to resume later.")
     prefill_forwards: int = _total("Forwards of prompts.")
     decode_forwards: int = _total("Forwards of running sequences.")
-    drafted_tokens: int = _total("Tokens that were guessed, and checked in a decode forward.")
-    accepted_tokens: int = _total("Guessed tokens that were sampled.")
+    drafted_tokens: int = _total("Draft tokens verified in a decode forward.")
+    accepted_tokens: int = _total("Draft tokens that were accepted.")
     truncated_tokens: int = 0
     """Tokens sampled under top-k, top-p or min-p."""
     kept_tokens: int = 0
@@ -68,7 +68,7 @@ class EngineStatus:
     """State of an engine at one moment."""
 
     requests_running: int = _gauge("Sequences that hold memory now.")
-    requests_waiting: int = _gauge("Sequences that wait for memory or a seat now.")
+    requests_waiting: int = _gauge("Sequences that wait for KV blocks or a place in the batch now.")
     kv_blocks_used: int = _gauge("KV cache blocks in use by unfinished sequences.")
     kv_blocks: int = _gauge("KV cache blocks that the plan allows.")
     kv_bytes: int = _gauge("Bytes held for keys, values and states now.")
@@ -102,8 +102,8 @@ class Distribution(NamedTuple):
     help: str
 
 
-QUEUE = Distribution("queue_seconds", "From submission to the first seat, of each sequence.")
-PREFILL = Distribution("prefill_seconds", "From the first seat to the first token.")
+QUEUE = Distribution("queue_seconds", "From submission to admission, of each sequence.")
+PREFILL = Distribution("prefill_seconds", "From admission to the first token.")
 DECODE = Distribution("decode_seconds", "From the first token to the last.")
 REQUEST = Distribution("request_seconds", "From submission to the end.")
 PREFILL_STEP = Distribution("prefill_step_seconds", "One forward of prompts, with its sampling.")
@@ -133,12 +133,12 @@ class Metric(NamedTuple):
     unit: str
     meaning: str
     advice: str
-    """What to do when it moves."""
+    """Advice for a value that moves."""
     panel: str
-    """The dashboard panel it is drawn in."""
+    """Title of the dashboard panel."""
     of_rollout: Callable[[EngineCounters, float], float | None] | None = None
-    """Value from a rollout's own counters and its seconds, None: left out; no function: logged
-    where it is known."""
+    """Function of the rollout's counters and seconds, which returns None to leave the metric out;
+    None: logged by the code that measures it."""
 
 
 def _per_truncated(added: EngineCounters, total: float) -> float | None:
@@ -171,18 +171,18 @@ METRICS = (
            "Rising with equal prompts: sharing is off, or blocks are evicted.", SPEED,
            lambda added, _: added.prefill_tokens),
     Metric("rollout/prefill_tokens_saved", "tokens",
-           "Prompt tokens that a group or a known prefix had already.",
+           "Prompt tokens that a group or a cached prefix had already.",
            "Zero with groups: prompts of a group differ, or allow_block_sharing is off.", SPEED,
            lambda added, _: added.prefill_tokens_saved),
     Metric("rollout/drafted_tokens", "tokens",
-           "Tokens that a sequence was expected to say, and that a decode step of few checked.",
+           "Draft tokens verified in decode steps of few sequences.",
            "Zero: many sequences run, or nothing repeats.", SPEED,
            lambda added, _: added.drafted_tokens),
     Metric("rollout/accepted_tokens", "tokens",
-           "How many of them were sampled; each saves its sequence a step.",
+           "Draft tokens that were accepted; each saves its sequence a step.",
            "Far below drafted_tokens: set num_speculative_tokens=0, and look at the speed.", SPEED,
            lambda added, _: added.accepted_tokens),
-    Metric("rollout/preemptions", "count", "Sequences put back because the KV cache was full.",
+    Metric("rollout/preemptions", "count", "Sequences preempted because the KV cache was full.",
            "Above 0: raise max_memory_percent or num_blocks, or lower max_requests_per_batch.",
            MEMORY,
            lambda added, _: added.preemptions),
@@ -196,9 +196,9 @@ METRICS = (
     Metric("rollout/policy_version", "count", "Weight syncs so far; tokens are stamped with it.",
            "Standing still while training: sync_weights() is not called.", AGE),
     Metric("rollout/staleness_mean", "versions",
-           "How many syncs before it was taken a token was sampled, mean over tokens.",
+           "Syncs between the sampling of a token and its use, mean over tokens.",
            "Rising: generation outpaces training; lower max_staleness or the extra groups.", AGE),
-    Metric("rollout/staleness_max", "versions", "The same, largest.",
+    Metric("rollout/staleness_max", "versions", "Largest staleness of a token.",
            "Beyond max_staleness the trainer drops the completion.", AGE),
     Metric("rollout/logprob_drift_max", "nats",
            "Largest difference between a sampled log-probability and a plain forward's.",
@@ -220,16 +220,16 @@ METRICS = (
            DRIFT),
     Metric("rollout/logprob_drift_first_token", "tokens",
            "In the worst sequence, the first token that differs notably; absent where none does.",
-           "Always 0: the prompt is seen differently. Later: keys went wrong there.", DRIFT),
+           "Always 0: the prompt is seen differently. Later: the KV cache differs there.", DRIFT),
     Metric("rollout/log_kept_mass", "nats",
            "Log-probability of the tokens that top-k, top-p and min-p left, mean over tokens.",
            "Far below 0: truncation biases the loss; set sampling_mask='replay'.", DRIFT,
            lambda added, _: _per_truncated(added, added.log_kept_mass)),
-    Metric("rollout/kept_tokens", "tokens", "How many tokens truncation left, mean over tokens.",
+    Metric("rollout/kept_tokens", "tokens", "Candidates that truncation left, mean over tokens.",
            "Near 1: sampling is nearly greedy; loosen top_p, top_k or min_p.", DRIFT,
            lambda added, _: _per_truncated(added, added.kept_tokens)),
     Metric("rollout/groups_kept", "groups", "Groups that the strategy returned.",
-           "Below what was asked for: the prompts have come to an end.", CHOICE),
+           "Below what was asked for: the prompts ran out.", CHOICE),
     Metric("rollout/groups_dropped", "groups",
            "Groups replaced, for want of an advantage or of scores.",
            "Rising: the data is too easy or too hard; at its bound, groups are kept as they come.",
@@ -239,7 +239,7 @@ METRICS = (
     Metric("rollout/groups_cancelled", "groups", "Groups cancelled unfinished.",
            "Their tokens are lost; lower num_extra_groups, or carry them over.", CHOICE),
     Metric("rollout/groups_cancelled_total", "groups",
-           "Groups started anew because they were too old, since the last log.",
+           "Groups started again because they were too old, since the last log.",
            "Above 0: raise max_staleness, or lower max_inflight_tasks.", CHOICE),
     Metric("rollout/groups_carried", "groups", "Groups unfinished at the end, carried over.",
            "At num_extra_groups in every step is as it should be.", CHOICE),

@@ -38,9 +38,9 @@ class TokenRow(NamedTuple):
     """The version that sampled the token; None: not recorded."""
     reward: float | None
     trainer_logprob: float | None = None
-    """By the trainer's forward, in the first loss of the token; None: not recorded."""
+    """Log-probability by the trainer's forward in the token's first loss; None: not recorded."""
     entropy: float | None = None
-    """Nats, of the distribution in the loss; None: not recorded."""
+    """Entropy in nats of the distribution in the loss; None: not recorded."""
     advantage: float | None = None
     mask: int | None = None
     """1 where the loss counts the token, 0 where it does not; None: not recorded."""
@@ -54,7 +54,7 @@ class StepMetrics:
     """The trainer's global step."""
     mode: Mode
     scalars: dict[str, float]
-    """By the name it is logged under. A value that is not finite is absent when read back."""
+    """Values by logged name. A value that is not finite is absent when read back."""
     completion_lengths: list[int]
     """Sampled tokens of each completion of the step; empty when the step sampled nothing."""
 
@@ -68,7 +68,7 @@ class SequenceRecord:
     mode: Mode
     request_id: str
     prompt: str
-    """As text, special tokens included."""
+    """Prompt text, special tokens included."""
     tokens: list[str]
     """The text of each sampled token, decoded alone; the end-of-sequence token included."""
     token_ids: list[int]
@@ -78,18 +78,18 @@ class SequenceRecord:
     policy_versions: list[tuple[int, int]]
     """Runs of `(policy_version, num_tokens)` that sum to the tokens; empty: not recorded."""
     reward: float | None
-    """None: not scored, or not finite."""
+    """Reward of the sequence; None: not scored, or not finite."""
     finish_reason: str | None
     """A `FinishReason`; None: not known."""
     trainer_logprobs: list[float] = field(default_factory=list)
-    """By the trainer's forward, in the first loss of each token; empty: not recorded."""
+    """Log-probabilities by the trainer's forward in the tokens' first loss; empty: not recorded."""
     entropies: list[float] = field(default_factory=list)
-    """Nats, of the distribution in the loss; empty: not recorded."""
+    """Entropies in nats of the distribution in the loss; empty: not recorded."""
     advantage: float | None = None
-    """None: not known, or not finite."""
+    """Advantage in the loss; None: not known, or not finite."""
     mask: list[int] = field(default_factory=list)
-    """1 where the loss counts the token, 0 where it does not (a tool wrote it, or the sequence is
-    left out); empty: not recorded."""
+    """1 where the loss counts the token, 0 where it does not (a tool wrote the token, or the loss
+    leaves the sequence out); empty: not recorded."""
 
     def __post_init__(self) -> None:
         """Check that all lists have one entry per token."""
@@ -120,7 +120,7 @@ class SequenceRecord:
 
 
 class RunRecorder:
-    """Appends records to the files of one run, each with one unbuffered write."""
+    """Append records to the files of one run, each with one unbuffered write."""
 
     def __init__(self, run_dir: str | os.PathLike[str]) -> None:
         """Create `run_dir`, or continue after its last whole record."""

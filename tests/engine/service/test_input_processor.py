@@ -11,7 +11,7 @@ from cb_rollout.engine.service.input_processor import InputProcessor, ServingLim
 from cb_rollout.errors import InvalidRequestError
 
 
-def intake_of(seed=0, rank=0, **limits):
+def processor_of(seed=0, rank=0, **limits):
     defaults = {
         "vocab_size": 100,
         "max_positions": 50,
@@ -30,12 +30,12 @@ def one(input_processor, prompt=(3, 4), **params):
 
 def refusal(prompt=(3, 4), limits=None, **params):
     with pytest.raises(InvalidRequestError) as raised:
-        one(intake_of(**(limits or {})), prompt, **params)
+        one(processor_of(**(limits or {})), prompt, **params)
     return str(raised.value)
 
 
 def test_a_request_carries_what_was_asked():
-    request = one(intake_of(), [3, 4, 5], max_new_tokens=6, stop_token_ids=(9,))
+    request = one(processor_of(), [3, 4, 5], max_new_tokens=6, stop_token_ids=(9,))
     assert request.prompt_ids == request.token_ids == [3, 4, 5]
     assert request.max_new_tokens == 6
     assert request.stop_tokens == {1, 7, 9}
@@ -43,7 +43,7 @@ def test_a_request_carries_what_was_asked():
 
 
 def test_ids_from_a_tensor_become_plain_integers():
-    assert one(intake_of(), torch.tensor([3, 4])).prompt_ids == [3, 4]
+    assert one(processor_of(), torch.tensor([3, 4])).prompt_ids == [3, 4]
 
 
 @pytest.mark.parametrize("prompt", ["text", [[3, 4]], [3.5], [None], 5])
@@ -66,7 +66,7 @@ def test_a_token_outside_the_vocabulary_is_refused_by_name(token):
 
 
 def test_the_first_and_last_ids_of_the_vocabulary_are_accepted():
-    assert one(intake_of(), [0, 99]).prompt_ids == [0, 99]
+    assert one(processor_of(), [0, 99]).prompt_ids == [0, 99]
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_a_sequence_that_can_never_fit_is_refused_with_the_numbers(limits, param
     message = refusal([3] * length, limits, **params)
     assert message.startswith(f"input 0 has {length} tokens")
     assert advice in message
-    assert one(intake_of(**limits), [3] * (length - 1), **params)
+    assert one(processor_of(**limits), [3] * (length - 1), **params)
 
 
 @given(
@@ -93,7 +93,7 @@ def test_a_sequence_that_can_never_fit_is_refused_with_the_numbers(limits, param
     cached=st.integers(1, 60),
 )
 def test_an_accepted_sequence_always_fits(length, wanted, positions, cached):
-    input_processor = intake_of(max_positions=positions, max_cached_tokens=cached)
+    input_processor = processor_of(max_positions=positions, max_cached_tokens=cached)
     room = min(cached, positions or cached) - length
     if room < (wanted or 1):
         with pytest.raises(InvalidRequestError):
@@ -104,21 +104,21 @@ def test_an_accepted_sequence_always_fits(length, wanted, positions, cached):
 
 
 def test_max_length_counts_the_prompt_and_yields_to_max_new_tokens():
-    input_processor = intake_of()
+    input_processor = processor_of()
     assert one(input_processor, [3] * 4, max_length=10).max_new_tokens == 6
     assert one(input_processor, [3] * 4, max_length=5, max_new_tokens=8).max_new_tokens == 8
 
 
 def test_equal_prompts_of_one_call_are_one_group():
     prompts = [[3, 4], [5], [3, 4], (5,)]
-    requests = intake_of().requests(prompts, [SamplingParams()] * 4)
+    requests = processor_of().requests(prompts, [SamplingParams()] * 4)
     a, b, c, d = (request.group for request in requests)
     assert a == c != b == d
 
 
 def test_what_waits_keeps_one_prompt_a_group_and_stop_tokens_once():
     params = [SamplingParams(ignore_eos=True), SamplingParams(ignore_eos=True, seed=1)] * 2
-    waiting = intake_of().requests([[3, 4], [3, 4], (3, 4), [5]], params)
+    waiting = processor_of().requests([[3, 4], [3, 4], (3, 4), [5]], params)
     held = {id(tokens) for request in waiting for tokens in (request.prompt_ids, request.token_ids)}
     assert len(held) == 2
     assert len({id(request.stop_tokens) for request in waiting}) == 1
@@ -129,28 +129,28 @@ def test_what_waits_keeps_one_prompt_a_group_and_stop_tokens_once():
 
 
 def test_equal_prompts_of_two_calls_are_two_groups():
-    input_processor = intake_of()
+    input_processor = processor_of()
     assert one(input_processor).group != one(input_processor).group
 
 
 def test_one_bad_prompt_refuses_the_whole_call_and_is_named():
     with pytest.raises(InvalidRequestError, match="input 1 holds token id 200"):
-        intake_of().requests([[3], [200]], [SamplingParams()] * 2)
+        processor_of().requests([[3], [200]], [SamplingParams()] * 2)
 
 
 def test_ids_that_are_made_here_never_repeat():
-    input_processor = intake_of()
+    input_processor = processor_of()
     ids = [one(input_processor).request_id for _ in range(20)]
     assert len(set(ids)) == 20
 
 
 def test_an_id_that_is_given_is_kept():
-    (request,) = intake_of().requests([[3]], [SamplingParams()], request_id="mine")
+    (request,) = processor_of().requests([[3]], [SamplingParams()], request_id="mine")
     assert request.request_id == "mine"
 
 
 def test_an_id_that_is_made_here_is_none_that_was_given():
-    input_processor = intake_of()
+    input_processor = processor_of()
     (given_id,) = input_processor.requests([[3]], [SamplingParams()], request_id="req_1")
     assert one(input_processor).request_id != given_id.request_id
 
@@ -166,37 +166,37 @@ def seeds(input_processor, count=4, **params):
 
 
 def test_every_sequence_has_a_seed_of_its_own():
-    input_processor = intake_of()
+    input_processor = processor_of()
     drawn = seeds(input_processor) + seeds(input_processor)
     assert len(set(drawn)) == 8
     assert all(-(2**63) <= seed < 2**63 for seed in drawn)
 
 
 def test_the_same_config_seed_gives_the_same_seeds_again():
-    assert seeds(intake_of(seed=5)) == seeds(intake_of(seed=5))
-    assert not set(seeds(intake_of(seed=5))) & set(seeds(intake_of(seed=6)))
+    assert seeds(processor_of(seed=5)) == seeds(processor_of(seed=5))
+    assert not set(seeds(processor_of(seed=5))) & set(seeds(processor_of(seed=6)))
 
 
 def test_ranks_draw_apart():
-    assert not set(seeds(intake_of(rank=0))) & set(seeds(intake_of(rank=1)))
+    assert not set(seeds(processor_of(rank=0))) & set(seeds(processor_of(rank=1)))
 
 
 def test_a_seed_of_a_request_holds_whatever_came_before_and_parts_its_group():
-    fresh, used = intake_of(seed=1, rank=0), intake_of(seed=2, rank=3)
+    fresh, used = processor_of(seed=1, rank=0), processor_of(seed=2, rank=3)
     seeds(used)
     assert seeds(fresh, seed=11) == seeds(used, seed=11)
     assert len(set(seeds(fresh, seed=11))) == 4
 
 
-def test_without_a_seed_each_intake_draws_fresh_and_asks_no_global_generator():
+def test_without_a_seed_each_processor_draws_fresh_and_asks_no_global_generator():
     before = torch.get_rng_state(), random.getstate()
-    assert seeds(intake_of(seed=None)) != seeds(intake_of(seed=None))
+    assert seeds(processor_of(seed=None)) != seeds(processor_of(seed=None))
     assert torch.equal(torch.get_rng_state(), before[0])
     assert random.getstate() == before[1]
 
 
 @pytest.mark.parametrize(
-    ("params", "said"),
+    ("params", "message"),
     [
         ({"stop_token_ids": (100,)}, "stop_token_ids holds token id 100"),
         ({"stop_token_ids": (-1,)}, "stop_token_ids holds token id -1"),
@@ -205,17 +205,17 @@ def test_without_a_seed_each_intake_draws_fresh_and_asks_no_global_generator():
         ({"top_logprobs": 101}, "top_logprobs=101 is more than the model's vocabulary of 100"),
     ],
 )
-def test_settings_outside_the_vocabulary_are_refused_by_name(params, said):
-    assert refusal(**params).startswith(said)
+def test_settings_outside_the_vocabulary_are_refused_by_name(params, message):
+    assert refusal(**params).startswith(message)
 
 
 def test_an_end_of_sequence_token_that_is_never_sampled_is_no_fault():
-    assert one(intake_of(), eos_token_id=50_256).stop_tokens == {50_256}
+    assert one(processor_of(), eos_token_id=50_256).stop_tokens == {50_256}
 
 
 def test_a_least_length_counts_the_prompt_where_it_says_so():
-    assert one(intake_of(), [3, 4, 5], min_new_tokens=2, min_length=9).min_generated == 6
-    assert one(intake_of(), [3, 4, 5], min_new_tokens=8, min_length=9).min_generated == 8
+    assert one(processor_of(), [3, 4, 5], min_new_tokens=2, min_length=9).min_generated == 6
+    assert one(processor_of(), [3, 4, 5], min_new_tokens=8, min_length=9).min_generated == 8
 
 
 def test_a_least_length_that_cannot_be_reached_is_refused_with_the_numbers():
@@ -225,6 +225,6 @@ def test_a_least_length_that_cannot_be_reached_is_refused_with_the_numbers():
 
 def test_stop_strings_take_a_tokenizer():
     assert "make the generator or the manager with tokenizer=" in refusal(stop="END")
-    input_processor = InputProcessor(intake_of().limits, 0, 0, char_tokenizer())
+    input_processor = InputProcessor(processor_of().limits, 0, 0, char_tokenizer())
     first, second = (one(input_processor, stop="END") for _ in range(2))
     assert first.stop_strings is not second.stop_strings

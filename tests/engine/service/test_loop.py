@@ -12,14 +12,15 @@ from cb_rollout.engine.service.output_queue import OutputQueue
 from cb_rollout.errors import EngineDeadError, InvalidRequestError, QueueFullError, RolloutError
 from cb_rollout.types import CancelResult, FinishReason, RequestStatus
 
-LONG = 30.0
 # Seconds after which a wait that should have ended fails the test.
+LONG = 30.0
+
+# Seconds for a start() that does not wait for the old thread.
 A_MOMENT = 1.0
-# Seconds for a start() that need not wait for the old thread; one that must goes on waiting.
 
 
 class WatchedEngine(Engine):
-    """Notices a step that overlaps a pause, and breaks when told to."""
+    """Count steps that overlap a pause, and raise `fault` where it is set."""
 
     is_held = False
     num_overlaps = 0
@@ -35,7 +36,7 @@ class WatchedEngine(Engine):
 
 
 class Handler(OutputQueue):
-    """A output_queue that first lets `on_output` see each output, on the loop's own thread."""
+    """Queue that first calls `on_output` with each output, on the loop's thread."""
 
     def __init__(self, on_output):
         super().__init__()

@@ -6,8 +6,8 @@ from cb_rollout.engine.service.output_queue import OutputQueue
 from cb_rollout.errors import EngineDeadError
 from cb_rollout.types import GenerationOutput
 
-LONG = 30.0
 # Seconds after which a wait that should have ended fails the test.
+LONG = 30.0
 
 
 def output_of(request_id, *tokens):
@@ -15,7 +15,7 @@ def output_of(request_id, *tokens):
 
 
 def in_thread(function):
-    """Run `function` in a thread; returns the thread and the list that its result goes to."""
+    """Run a function in a thread; return the thread and the list that receives its result."""
     results = []
 
     def run():
@@ -119,7 +119,7 @@ def test_what_was_delivered_before_the_end_can_still_be_taken():
         output_queue.take(timeout=0)
 
 
-def test_a_reopened_mailbox_waits_again():
+def test_a_reopened_queue_waits_again():
     output_queue = OutputQueue()
     output_queue.close(EngineDeadError("gone"))
     output_queue.reopen()

@@ -1,4 +1,4 @@
-"""A caller that waits for its outputs steps the engine itself, on its own thread."""
+"""Check that a caller that waits for its outputs steps the engine on its own thread."""
 
 import os
 import signal
@@ -92,7 +92,7 @@ def test_a_signal_amid_a_step_is_handled_after_it(generator, monkeypatch):
         generate(generator)
     assert was_whole == [True]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    # The engine is alive, and lost nothing: it was not cut in two.
+    # The interrupted step was finished, so the engine still works.
     assert len(generate(generator)[0].generated_tokens) == 6
     assert generator.manager._engine.num_blocks_used == 0
 
@@ -121,17 +121,17 @@ def test_an_engine_that_breaks_under_a_waiting_caller_is_started_over(generator,
 
 
 def test_a_step_cannot_pause_the_engine_that_runs_it(generator, monkeypatch):
-    step, told = Engine.step, []
+    step, messages = Engine.step, []
 
     def pausing(self):
         with pytest.raises(RolloutError) as error, generator.manager.pause():
             pytest.fail("paused inside a step")
-        told.append(str(error.value))
+        messages.append(str(error.value))
         return step(self)
 
     monkeypatch.setattr(Engine, "step", pausing)
     generate(generator)
-    assert "inside a step" in told[0]
+    assert "inside a step" in messages[0]
 
 
 def test_a_step_cannot_wait_for_the_engine_that_runs_it(generator):
@@ -157,5 +157,5 @@ def test_the_callers_modes_do_not_reach_the_forward(generator, mode):
         got = generate(again)[0]
     assert got.generated_tokens == wanted.generated_tokens
     assert got.logprobs == pytest.approx(wanted.logprobs, abs=1e-5)
-    # Pages made inside the mode can still be written outside of it.
+    # Pages allocated inside the mode must be writable outside of it.
     generate(generator)
