@@ -1,4 +1,4 @@
-"""Continuous batching inside the training process, on the training weights.
+"""Run continuous batching inside the training process, on the training weights.
 
     trainer = GRPOTrainer(...)
     cb_rollout.attach(trainer, RolloutConfig(max_memory_percent=0.4))

@@ -14,6 +14,7 @@ from cb_rollout import (
     generate_batch,
 )
 from cb_rollout.engine.kv_cache.prefix_cache import PrefixCache, PrefixKey
+from cb_rollout.rollout.generator import GENERATOR_ATTRIBUTE
 
 GREEDY = SamplingParams(temperature=0, max_new_tokens=12, ignore_eos=True)
 PROMPT = [random.Random(0).randrange(3, 256) for _ in range(100)]
@@ -110,6 +111,8 @@ def test_a_kept_manager_never_reads_keys_of_an_earlier_call():
     (after,) = generate_batch(model, [PROMPT], **arguments).values()
     assert largest_difference(model, [after]) <= 1e-5
     generate_batch(model, [PROMPT], **{**arguments, "persistent_manager": False})
+    # The running thread refers to the model, and so to the generator kept on it.
+    vars(model)[GENERATOR_ATTRIBUTE].generator.close()
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
