@@ -96,7 +96,7 @@ class Observers(Observer):
             try:
                 call(observer)
             except Exception:
-                logger.warning("%r raised, and is told nothing more", observer, exc_info=True)
+                logger.warning("%r raised, and was removed", observer, exc_info=True)
                 self.remove(observer)
 
 

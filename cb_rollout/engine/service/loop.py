@@ -98,7 +98,9 @@ class EngineLoop:
             if self.is_running() and not self._is_ending:
                 return
             self._fatal_error, self._is_ending = None, False
-            self._thread = threading.Thread(target=self._run, name="cb_rollout", daemon=True)
+            self._thread = threading.Thread(
+                target=self._step_until, args=(lambda: False,), name="cb_rollout", daemon=True
+            )
             self._thread.start()
 
     def is_running(self) -> bool:
@@ -255,9 +257,6 @@ class EngineLoop:
 
     def _could_step(self) -> bool:
         return self.is_running() and not self._is_ending
-
-    def _run(self) -> None:
-        self._step_until(lambda: False)
 
     def _step_until(self, is_done: Callable[[], bool], poll_seconds: float | None = None) -> None:
         while self._await_work(is_done, poll_seconds):

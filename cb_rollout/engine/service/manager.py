@@ -293,7 +293,7 @@ class ContinuousBatchingManager:
     ) -> None:
         """Call `callback` on the running asyncio loop with each further output of a request.
 
-        Outputs that nobody took yet come first. The request may be added later. When the engine
+        Outputs not taken yet come first. The request may be added later. When the engine
         stops on an exception, the callback gets an output with `status=FAILED`.
 
         Raises:
@@ -384,7 +384,7 @@ class ContinuousBatchingManager:
         return self._loop.cancel(request_ids)
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        """End requests early and wait until the model is back in its training mode."""
+        """End requests early and wait until the model's training flags are restored."""
         self._loop.cancel(request_ids)
         with self._loop.paused():
             pass
