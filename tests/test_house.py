@@ -205,10 +205,81 @@ def test_the_help_of_the_command_line_and_of_each_subcommand_is_printed():
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_a_file_owns_one_noun_and_is_ascii(path):
+def test_a_file_names_a_noun_and_is_ascii(path):
     text = path.read_text()
     assert path.stem not in HOMELESS
     assert text.isascii()
+
+
+MAX_FOLDER_ENTRIES = 14
+MAX_FUNCTION_LINES = 60
+
+HEADLESS = ("What", "Who", "Whose", "Which", "Whether", "Where", "How", "When")
+
+
+def definitions(path: Path, *kinds: type[ast.AST]) -> Iterator[ast.AST]:
+    return (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, kinds))
+
+
+@pytest.mark.parametrize("folder", sorted({path.parent for path in MODULES}), ids=str)
+def test_a_folder_holds_about_a_dozen_entries(folder):
+    uncounted = {"__pycache__", "__init__.py", "py.typed"}
+    entries = [entry for entry in folder.iterdir() if entry.name not in uncounted]
+    assert len(entries) <= MAX_FOLDER_ENTRIES
+    assert ast.get_docstring(ast.parse((folder / "__init__.py").read_text()))
+
+
+def num_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Lines of a function without its docstring."""
+    lines = function.end_lineno - function.lineno + 1
+    if ast.get_docstring(function) is None:
+        return lines
+    return lines - (function.body[0].end_lineno - function.body[0].lineno + 1)
+
+
+def test_a_function_has_at_most_sixty_lines():
+    long = [
+        f"{path.relative_to(PACKAGE)}:{node.name}: {num_lines(node)}"
+        for path in MODULES
+        # A Triton kernel is one function.
+        if path.stem != "kernels"
+        for node in definitions(path, ast.FunctionDef, ast.AsyncFunctionDef)
+        if num_lines(node) > MAX_FUNCTION_LINES
+    ]
+    assert long == []
+
+
+def test_no_two_public_classes_have_one_name():
+    homes: dict[str, list[str]] = {}
+    for path in MODULES:
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes.setdefault(node.name, []).append(str(path.relative_to(PACKAGE)))
+    assert {name: paths for name, paths in homes.items() if len(paths) > 1} == {}
+
+
+def test_a_docstring_names_the_thing_first():
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    headless = [
+        f"{path.relative_to(PACKAGE)}: {docstring.splitlines()[0]}"
+        for path in MODULES
+        for node in definitions(path, *kinds)
+        if (docstring := ast.get_docstring(node)) and docstring.split()[0] in HEADLESS
+    ]
+    assert headless == []
+
+
+def test_a_comment_stands_above_what_it_explains():
+    below = []
+    for path in MODULES:
+        lines = path.read_text().splitlines()
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.Assign | ast.AnnAssign) and node.end_lineno < len(lines):
+                after = lines[node.end_lineno]
+                next_line = next((x for x in lines[node.end_lineno :] if x[:1] != "#"), "")
+                if after.startswith("# ") and not next_line:
+                    below.append(f"{path.relative_to(PACKAGE)}:{node.end_lineno + 1}: {after}")
+    assert below == []
 
 
 @pytest.mark.parametrize(("framework", "home"), HOME_OF_FRAMEWORK.items())
