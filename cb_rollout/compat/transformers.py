@@ -258,7 +258,7 @@ def replacing_attention(attend: Attention) -> Iterator[None]:
     with _LOCK:
         if not _INSIDE:
             _OWN_LOOKUP[:] = [AttentionInterface.get_interface]
-            AttentionInterface.get_interface = _lookup
+            AttentionInterface.get_interface = _lookup  # type: ignore[method-assign]
         _INSIDE.append(attend)
     _REPLACEMENT.attend = attend
     try:

@@ -70,8 +70,11 @@ class AttentionBackend(Protocol):
     name: ClassVar[str]
     device_type: ClassVar[str]
     """The `torch.device.type` that the backend runs on."""
-    traced_forward: "TracedForward | None"
-    """Runs the model's forward from a trace; None: the model itself runs."""
+
+    @property
+    def traced_forward(self) -> "TracedForward | None":
+        """Forward that runs from a trace; None: the model itself runs."""
+        ...
 
     @staticmethod
     def obstacle(device: torch.device, layout: CacheLayout | None) -> str | None:

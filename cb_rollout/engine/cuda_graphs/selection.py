@@ -8,7 +8,7 @@ import torch
 from cb_rollout.compat import inductor
 from cb_rollout.compat import torch as torch_compat
 from cb_rollout.config.rollout import RolloutConfig
-from cb_rollout.engine.attention.cpu.backend import CpuBackend
+from cb_rollout.engine.attention.cpu.traced_forward import TracedForward
 from cb_rollout.engine.attention.triton.backend import TritonBackend
 from cb_rollout.engine.cuda_graphs.graphs import GraphedDecoding, GraphSizes
 from cb_rollout.engine.memory import device as devices
@@ -38,7 +38,7 @@ def choose_compilation(runner: ModelRunner, config: RolloutConfig) -> str:
     settings = config.compiles_decode
     if settings is None:
         return ""
-    decoding, options, obstacle = runner.attention_backend, {}, _compile_obstacle(runner, config)
+    options, obstacle = {}, _compile_obstacle(runner, config)
     try:
         options = inductor.inductor_options(settings.mode) | dict(settings.options)
     except RuntimeError as error:
@@ -46,8 +46,9 @@ def choose_compilation(runner: ModelRunner, config: RolloutConfig) -> str:
     if unknown := inductor.unknown_inductor_options(settings.options):
         obstacle = f"has options that inductor does not know ({', '.join(map(repr, unknown))})"
     if obstacle is None:
-        assert isinstance(decoding, CpuBackend)
-        decoding.traced_forward.compile_with(options)
+        traced_forward = _traced_forward(runner)
+        assert traced_forward is not None
+        traced_forward.compile_with(options)
         return "; compiled"
     asked = "use_default_compile_configs=True"
     if config.decode_compile_config is not None:
@@ -60,11 +61,15 @@ def _compile_obstacle(runner: ModelRunner, config: RolloutConfig) -> str | None:
         return f"is for a CPU; on {runner.device} decode steps run as CUDA graphs"
     if config.wants_graphs is False:
         return "needs a trace of the forward, which use_cuda_graph=False forbids"
-    if not isinstance(runner.attention_backend, CpuBackend):
+    if (traced_forward := _traced_forward(runner)) is None:
         return f"needs a forward that can be traced ({runner.backend_selection.reason})"
-    if not runner.attention_backend.traced_forward.can_be_traced:
+    if not traced_forward.can_be_traced:
         return "needs a forward that can be traced (this model keeps recurrent states)"
     return None
+
+
+def _traced_forward(runner: ModelRunner) -> TracedForward | None:
+    return None if runner.attention_backend is None else runner.attention_backend.traced_forward
 
 
 def graph_obstacle(device: torch.device) -> str | None:
@@ -84,8 +89,8 @@ def create_graphs(
         ConfigurationError: a setting asks for graphs, and there can be none.
     """
     if config.wants_graphs is False:
-        if isinstance(runner.attention_backend, CpuBackend):
-            runner.attention_backend.traced_forward.stay_untraced()
+        if (traced_forward := _traced_forward(runner)) is not None:
+            traced_forward.stay_untraced()
         return None, "CUDA graphs: off, as asked"
     graphs, obstacle = None, _graph_obstacle(runner, is_recurrent)
     if obstacle is None:

@@ -10,7 +10,7 @@ V: vocabulary.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -43,8 +43,8 @@ _ARGUMENTS = (
 class CpuBackend:
     """Run decode steps with no gather, on a CPU."""
 
-    name = "cpp"
-    device_type = "cpu"
+    name: ClassVar[str] = "cpp"
+    device_type: ClassVar[str] = "cpu"
 
     @staticmethod
     def obstacle(device: torch.device, layout: CacheLayout | None) -> str | None:

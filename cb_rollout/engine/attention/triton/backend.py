@@ -7,6 +7,7 @@ B: rows, V: vocabulary.
 
 import importlib.util
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 
@@ -31,8 +32,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 class TritonBackend:
     """Run decode steps with no gather, on a CUDA device."""
 
-    name = "triton"
-    device_type = "cuda"
+    name: ClassVar[str] = "triton"
+    device_type: ClassVar[str] = "cuda"
     traced_forward = None
 
     @staticmethod
