@@ -64,7 +64,7 @@ class StepExecutor:
         self._end: torch.cuda.Event | None = None
 
     def reset(self, graphs: GraphedDecoding | None, proposer: NgramProposer | None) -> None:
-        """Forget the rows of the last step: the cache was released.
+        """Discard the state of the last step, after the cache was released.
 
         Args:
             graphs: replays decode steps as CUDA graphs; None: the runner runs them.
@@ -300,7 +300,7 @@ class StepExecutor:
         return sum(num_given)
 
     def _with_blocks(self, request: Request, draft: list[int]) -> list[int]:
-        """Return the draft, or nothing where its blocks would take a preemption."""
+        """Allocate blocks for a draft; return an empty draft if that would preempt a sequence."""
         blocks = self._scheduler.blocks.extend(request, request.num_tokens + len(draft))
         self._storage.table.write(blocks or [])
         return [] if blocks is None else draft
@@ -326,7 +326,7 @@ class StepExecutor:
         """Run one step of all running sequences; return how many of them got a token.
 
         Raises:
-            Exception: of a capture, or of the device; no sequence got anything.
+            Exception: a capture or the device failed; no sequence got a token.
         """
         assert self.graphs is not None
         cache, table = self._storage.cache, self._storage.table
@@ -355,7 +355,7 @@ class StepExecutor:
         return current, self._finish(step, current)
 
     def _finish(self, step: PendingStep, current: list[Request]) -> int:
-        """Launch the next step where possible, then take this one's results."""
+        """Launch the next step if it can start already, then read this step's tokens."""
         assert self.graphs is not None
         try:
             self._pending = self._launch_next(current)
@@ -413,8 +413,8 @@ def run_isolated(forward: Callable[[Sequence[int]], torch.Tensor], num_rows: int
     """Run a forward over rows `0 .. num_rows - 1`; where it raises, find the rows at fault.
 
     Halves are tried until the bad rows are alone: `k` of them cost about `2 k log2(num_rows)`
-    forwards, and all others run. `forward` must leave the cache of the rows it raised for as it
-    was, or write it again when it is repeated.
+    forwards, and all others run. A `forward` that raises must leave the cache unchanged, or
+    overwrite it when it runs again.
 
     Raises:
         Exception: an out-of-memory error, for the caller to make room.

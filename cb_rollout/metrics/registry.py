@@ -1,8 +1,9 @@
 """Define every metric: its name, unit and meaning, and how it is computed.
 
-A metric is added here and nowhere else. `docs/metrics.md`, the wandb panels, Prometheus and
-OpenTelemetry read this registry. Prometheus sees `cb_rollout_<name>` (counters with `_total`),
-OpenTelemetry `cb_rollout.<name>`. Loads no torch; the engine's thread writes the counters.
+To add a metric, add its entry here, and set its value where it is measured. `docs/metrics.md`,
+the wandb panels, Prometheus and OpenTelemetry read this registry. Prometheus sees
+`cb_rollout_<name>` (counters with `_total`), OpenTelemetry `cb_rollout.<name>`. Loads no torch;
+the engine's thread writes the counters.
 """
 
 from collections.abc import Callable

@@ -89,7 +89,7 @@ class EngineLoop:
         self.observers = Observers()
 
     def start(self) -> None:
-        """Start the thread, or revoke its stop; after a failure, restart with nothing queued."""
+        """Start the thread, or cancel its stop; after a failure, restart with an empty queue."""
         ending = self._thread if self._is_ending else None
         if ending is not None and ending is not threading.current_thread():
             ending.join()
@@ -199,7 +199,7 @@ class EngineLoop:
                 )
 
     def is_live(self, request_id: str | None = None) -> bool:
-        """Return whether a request can still deliver; None: whether any can."""
+        """Return True if a request can still deliver an output; with None, if any request can."""
         with self._changed:
             if not self.is_running():
                 return False
@@ -250,7 +250,7 @@ class EngineLoop:
 
         Yields:
             A function `step_until(is_done, poll_seconds)`, which calls `is_done` at every change
-            and every `poll_seconds`; None where another caller steps, which serves this one too.
+            and every `poll_seconds`; None if another caller steps, whose steps serve this one too.
         """
         with self.pause_controller.stepping() as is_mine:
             yield self._step_until if is_mine else None

@@ -210,7 +210,7 @@ class GenerationBackend:
         self.pause_carried()
 
     def pause_carried(self) -> None:
-        """Stop the engine while sequences are carried into the next step: weights may change."""
+        """Pause the engine while unfinished sequences wait; the weights may change."""
         if self.collector is not None and self.collector.num_in_flight:
             self.generator.sleep()
 
@@ -228,7 +228,7 @@ class GenerationBackend:
         self._seconds_this_step = 0.0
 
     def flush_records(self) -> None:
-        """Write the sequences that no loss will see any more."""
+        """Write the records of sequences that no later step will train on."""
         if self._records is not None:
             self._records.flush()
 
