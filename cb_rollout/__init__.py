@@ -60,7 +60,7 @@ __all__ = [
     "make_rollout_func",
 ]
 
-_HOMES = {
+_MODULES = {
     "config.arguments": ("RolloutArguments",),
     "config.rollout": ("RolloutConfig",),
     "config.sampling": ("SamplingParams",),
@@ -72,14 +72,14 @@ _HOMES = {
     "rollout.generator": ("RolloutGenerator", "generate_batch"),
     "types": ("FinishReason", "GenerationOutput", "RequestStatus", "SyncReport"),
 }
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
     """Load a public name from its module on first use (PEP 562)."""
-    if name not in _HOME_OF:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module 'cb_rollout' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"cb_rollout.{_HOME_OF[name]}"), name)
+    value = getattr(importlib.import_module(f"cb_rollout.{_MODULE_OF[name]}"), name)
     globals()[name] = value
     return value
 

@@ -250,7 +250,7 @@ class Engine:
                     return self._executor.fail(list(self._scheduler.waiting), error)
             self._eval_mode = ExitStack()
             self._eval_mode.enter_context(eval_mode(self.model))
-            self._check_captured()
+            self._drop_stale_forwards()
         if not self._storage.is_allocated:
             try:
                 self._allocate()
@@ -267,7 +267,7 @@ class Engine:
         )
         return self._executor.fail([request], error)
 
-    def _check_captured(self) -> None:
+    def _drop_stale_forwards(self) -> None:
         """Drop captured and traced forwards whose weights have moved."""
         if self._graphs is not None:
             self._graphs.check_weights()

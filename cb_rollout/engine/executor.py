@@ -32,7 +32,7 @@ _LOGGER = logging.getLogger(__name__)
 
 
 class StepExecutor:
-    """Runs prefill and decode steps; lives as long as its engine."""
+    """Run prefill and decode steps for an engine's whole life."""
 
     def __init__(
         self,
@@ -178,8 +178,8 @@ class StepExecutor:
                     raise
                 devices.empty_cache(self.device)
                 if not self._scheduler.narrow_decode():
-                    told = out_of_memory(error) if is_memory else error
-                    return self.fail(self._scheduler.running[:1], told)
+                    cause = out_of_memory(error) if is_memory else error
+                    return self.fail(self._scheduler.running[:1], cause)
         return None
 
     def _run_decode(self) -> list[Request]:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from cb_rollout.engine.request import Request
 
-logger = logging.getLogger(__name__)
+_LOGGER = logging.getLogger(__name__)
 
 
 class Observer:
@@ -96,7 +96,7 @@ class Observers(Observer):
             try:
                 call(observer)
             except Exception:
-                logger.warning("%r raised, and was removed", observer, exc_info=True)
+                _LOGGER.warning("%r raised, and was removed", observer, exc_info=True)
                 self.remove(observer)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from cb_rollout.compat import fsdp as _compat_fsdp
+from cb_rollout.compat import fsdp as fsdp_compat
 from cb_rollout.errors import RolloutError, error_text
 
 # Polling interval of the key; a poll is one small message.
@@ -131,4 +131,4 @@ def create_failure_watch() -> FailureWatch | None:
     """Create a watch over the default process group; None for a single process."""
     if not is_distributed():
         return None
-    return FailureWatch(_compat_fsdp.default_store(), dist.get_rank())
+    return FailureWatch(fsdp_compat.default_store(), dist.get_rank())

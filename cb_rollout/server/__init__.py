@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
 __all__ = ["ServerHandle", "ServerOptions", "start_server"]
 
-_HOME_OF = {"ServerHandle": "handle", "ServerOptions": "options", "start_server": "handle"}
+_MODULE_OF = {"ServerHandle": "handle", "ServerOptions": "options", "start_server": "handle"}
 
 
 def __getattr__(name: str) -> Any:
     """Load a public name from its module on first use (PEP 562)."""
-    if name not in _HOME_OF:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module 'cb_rollout.server' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOME_OF[name]}"), name)
+    return getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)

@@ -1,4 +1,4 @@
-"""The server's life: bind, start, drain and close; any thread may hold the handle.
+"""Bind, start, drain and close the server; any thread may hold the handle.
 
 The server runs in a daemon thread, which keeps no process alive.
 """

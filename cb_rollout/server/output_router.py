@@ -1,4 +1,4 @@
-"""Outputs from the engine's thread to the server's asyncio thread, and cancellations back.
+"""Pass outputs from the engine's thread to the asyncio thread, and cancellations back.
 
 Only the newest state of each sequence is kept: a slow client delays no other, and a step costs the
 asyncio thread one wake-up. Sequences of a request that ends, for any reason, leave the engine.

@@ -1,4 +1,4 @@
-"""The settings that a strategy decides: how much to submit, what to keep, what to carry over.
+"""Define a strategy's settings: groups to submit, to keep and to carry over.
 
 A strategy holds settings and no state; `GroupCollector` acts on them.
 """

@@ -1,4 +1,4 @@
-"""Groups whose completions are still being generated, and the count of where completions end.
+"""Track groups whose completions are still generated, and count how each completion ends.
 
 Owns the map from sequences to groups, and delivers and counts the end of each sequence once.
 Decides nothing. Called from one thread.

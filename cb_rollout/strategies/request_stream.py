@@ -1,4 +1,4 @@
-"""Sequences in flight over a persistent manager, for one owner.
+"""Submit sequences to a persistent manager and receive their outputs, for one owner.
 
 Owns the output queue that receives their outputs, so that no other caller takes them. Called from
 one thread.

@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from cb_rollout.compat import transformers as hf_compat
 from cb_rollout.engine.attention.backend import AttentionSpec, UnsupportedAttentionError
-from cb_rollout.engine.kv_cache.layout import CacheLayout, LayerStates
+from cb_rollout.engine.kv_cache.layout import CacheLayout, LayerSpec
 from cb_rollout.engine.kv_cache.paged import PagedCache
 
 # Arguments of attention functions that change nothing about one new token a row.
@@ -60,7 +60,7 @@ class PagedAttention(Protocol):
 class DecodeLayer(CacheLayerMixin):
     """One attention layer, in decode steps."""
 
-    def __init__(self, index: int, states: LayerStates, device: torch.device) -> None:
+    def __init__(self, index: int, states: LayerSpec, device: torch.device) -> None:
         super().__init__()
         assert states.keys is not None
         assert states.values is not None

@@ -125,7 +125,7 @@ def _try_capture(
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # noqa: BLE001  the error is the reason
-        return None, f"needs a forward that asks the host nothing ({error_text(error)})"
+        return None, f"needs a forward that never waits for the device ({error_text(error)})"
     return graphs, None
 
 

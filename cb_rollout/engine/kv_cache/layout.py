@@ -6,7 +6,7 @@ import torch
 
 
 @dataclass(frozen=True, slots=True)
-class StateShape:
+class TensorSpec:
     """Shape, for one token or one sequence, and dtype of a tensor that a layer stores."""
 
     shape: tuple[int, ...]
@@ -24,25 +24,25 @@ class StateShape:
 
 
 @dataclass(frozen=True, slots=True)
-class LayerStates:
+class LayerSpec:
     """The tensors that one layer stores."""
 
-    keys: StateShape | None = None
+    keys: TensorSpec | None = None
     """Heads x size of a token's keys; None: the layer is recurrent, or shares another's."""
-    values: StateShape | None = None
-    index: StateShape | None = None
+    values: TensorSpec | None = None
+    index: TensorSpec | None = None
     """Heads x size of a token's index, by which sparse attention ranks tokens."""
     num_index_positions: int = 0
     """Positions that sparse attention stores for each token beside its index."""
-    conv: tuple[StateShape | None, ...] = ()
+    conv: tuple[TensorSpec | None, ...] = ()
     """Convolution states of one sequence."""
-    recurrent: tuple[StateShape | None, ...] = ()
+    recurrent: tuple[TensorSpec | None, ...] = ()
     """Recurrent states of one sequence; None: the layer leaves that one unused."""
     window: int | None = None
     """Newest tokens that transformers' own cache keeps; None: all."""
 
     @property
-    def per_token(self) -> tuple[StateShape, ...]:
+    def per_token(self) -> tuple[TensorSpec, ...]:
         """Return the tensors of each token: keys, values, and an index where there is one."""
         return tuple(s for s in (self.keys, self.values, self.index) if s)
 
@@ -66,7 +66,7 @@ class LayerStates:
 class CacheLayout:
     """The tensors that a model's layers store, in order."""
 
-    layers: tuple[LayerStates, ...]
+    layers: tuple[LayerSpec, ...]
 
     @property
     def bytes_per_token(self) -> int:

@@ -12,20 +12,20 @@ from cb_rollout.engine.memory import device as devices
 from cb_rollout.engine.request import Request
 
 
-class NoOffload:
-    """Keep nothing: a resumed sequence computes its keys again."""
+class KVRetention:
+    """Interface to keep the keys of preempted sequences; this base keeps none."""
 
     def save(self, request: Request) -> None:
-        """Copy the keys of a sequence that is about to lose its blocks."""
+        """Do nothing; a subclass copies the keys before the blocks are lost."""
 
     def restore(self, request: Request) -> None:
-        """Write saved keys into a sequence's new blocks, and count them as computed."""
+        """Do nothing; a subclass writes saved keys into the new blocks."""
 
     def drop(self, request: Request) -> None:
-        """Delete the keys of a sequence that ended."""
+        """Do nothing; a subclass deletes the sequence's keys."""
 
     def clear(self) -> None:
-        """Delete all keys: the policy that computed them has ended."""
+        """Do nothing; a subclass deletes all keys."""
 
 
 @dataclass(slots=True)
@@ -40,7 +40,7 @@ class _SavedBlocks:
         return sum(tensor.nbytes for tensor in self.blocks)
 
 
-class KVOffloader(NoOffload):
+class KVOffloader(KVRetention):
     """Copy blocks to system memory and back, up to `max_bytes` at once."""
 
     def __init__(self, storage: CacheStorage, block_size: int, max_bytes: int) -> None:
@@ -78,11 +78,11 @@ class KVOffloader(NoOffload):
         request.num_computed = saved.num_computed
 
     def drop(self, request: Request) -> None:
-        """Delete the keys of a sequence that ended."""
+        """Do nothing; a subclass deletes the sequence's keys."""
         self._saved.pop(request.request_id, None)
 
     def clear(self) -> None:
-        """Delete all keys: the policy that computed them has ended."""
+        """Do nothing; a subclass deletes all keys."""
         self._saved.clear()
 
     def _blocks(self, pages_NF: torch.Tensor) -> torch.Tensor:

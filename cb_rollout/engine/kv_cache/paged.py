@@ -17,8 +17,8 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from cb_rollout.compat import transformers as hf_compat
-from cb_rollout.engine.kv_cache.layout import CacheLayout, LayerStates, StateShape
-from cb_rollout.engine.kv_cache.recurrent import StateLayer
+from cb_rollout.engine.kv_cache.layout import CacheLayout, LayerSpec, TensorSpec
+from cb_rollout.engine.kv_cache.recurrent import RecurrentLayer
 from cb_rollout.engine.memory import device as devices
 
 FLOAT8 = torch.float8_e4m3fn
@@ -31,7 +31,7 @@ PADDING_SLOT = 0
 def float8_layout(layout: CacheLayout) -> CacheLayout:
     """Return the layout with float8 keys and values; indices and states keep their dtype."""
 
-    def in_float8(shape: StateShape | None) -> StateShape | None:
+    def in_float8(shape: TensorSpec | None) -> TensorSpec | None:
         return shape and replace(shape, dtype=FLOAT8)
 
     return CacheLayout(
@@ -91,7 +91,7 @@ class PagedLayer(CacheLayerMixin):
     # Every layer reads the whole history; the model's own mask narrows the window.
     is_sliding = False
 
-    def __init__(self, states: LayerStates, num_slots: int, device: torch.device) -> None:
+    def __init__(self, states: LayerSpec, num_slots: int, device: torch.device) -> None:
         super().__init__()
         self.is_initialized = True
         # Some models read these before their own update, to see whether the layer is empty.
@@ -165,19 +165,19 @@ class PagedLayer(CacheLayerMixin):
         return -1
 
 
-class PagedStateLayer(StateLayer, PagedLayer):
+class PagedRecurrentLayer(RecurrentLayer, PagedLayer):
     """A layer with both pages and recurrent states."""
 
     def __init__(
-        self, states: LayerStates, num_slots: int, num_table_rows: int, device: torch.device
+        self, states: LayerSpec, num_slots: int, num_table_rows: int, device: torch.device
     ) -> None:
         PagedLayer.__init__(self, states, num_slots, device)
-        StateLayer.__init__(self, states, num_table_rows, device)
+        RecurrentLayer.__init__(self, states, num_table_rows, device)
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         """Initialise the states; the pages exist."""
         if kwargs:
-            StateLayer.lazy_initialization(self, **kwargs)
+            RecurrentLayer.lazy_initialization(self, **kwargs)
 
 
 class PagedCache(Cache):
@@ -200,17 +200,19 @@ class PagedCache(Cache):
         self._mapping: SlotMapping | None = None
         self._paged = [layer for layer in self.layers if isinstance(layer, PagedLayer)]
         self.stateful = {
-            index: layer for index, layer in enumerate(self.layers) if isinstance(layer, StateLayer)
+            index: layer
+            for index, layer in enumerate(self.layers)
+            if isinstance(layer, RecurrentLayer)
         }
         """The layers with recurrent states, by their index."""
 
-    def _layer(self, states: LayerStates, num_slots: int) -> Any:
+    def _layer(self, states: LayerSpec, num_slots: int) -> Any:
         if states.keys and states.is_recurrent:
-            return PagedStateLayer(states, num_slots, self._num_table_rows, self._device)
+            return PagedRecurrentLayer(states, num_slots, self._num_table_rows, self._device)
         if states.keys:
             return PagedLayer(states, num_slots, self._device)
         if states.is_recurrent:
-            return StateLayer(states, self._num_table_rows, self._device)
+            return RecurrentLayer(states, self._num_table_rows, self._device)
         nothing = hf_compat.DummyLayer()
         # Cross-attention reads the keys of an encoder where this is True; text alone has none.
         nothing.is_initialized = False
@@ -281,7 +283,7 @@ class PagedCache(Cache):
                 layer.pages[index] = new_NF
 
 
-def _pages(shape: StateShape, num_slots: int, device: torch.device) -> torch.Tensor:
+def _pages(shape: TensorSpec, num_slots: int, device: torch.device) -> torch.Tensor:
     """Return uninitialised pages; only the padding slot is read before it is written."""
     heads, size = shape.shape
     # Few operators take float8.

@@ -15,14 +15,14 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.cache_utils import LinearAttentionLayer
 
-from cb_rollout.engine.kv_cache.layout import CacheLayout, LayerStates, StateShape
+from cb_rollout.engine.kv_cache.layout import CacheLayout, LayerSpec, TensorSpec
 from cb_rollout.errors import ConfigurationError
 
 
-class StateLayer(LinearAttentionLayer):
+class RecurrentLayer(LinearAttentionLayer):
     """Convolution and recurrent states of one layer."""
 
-    def __init__(self, states: LayerStates, num_table_rows: int, device: torch.device) -> None:
+    def __init__(self, states: LayerSpec, num_table_rows: int, device: torch.device) -> None:
         LinearAttentionLayer.__init__(self, number_of_states=len(states.conv))
         self.states = {
             "conv_states": [_allocated(shape, num_table_rows, device) for shape in states.conv],
@@ -59,7 +59,7 @@ class StateLayer(LinearAttentionLayer):
 
 
 def _allocated(
-    shape: StateShape | None, num_table_rows: int, device: torch.device
+    shape: TensorSpec | None, num_table_rows: int, device: torch.device
 ) -> torch.Tensor | None:
     if shape is None:
         return None
@@ -94,17 +94,17 @@ class OpaqueStateAdapter:
                 f"the model keeps its past in {type(long).__name__}, which is neither a "
                 "transformers Cache nor of a fixed size; roll it out with model.generate."
             )
-        shapes = tuple(StateShape(tuple(s.shape[1:]), s.dtype) for s in later)
-        self.layout = CacheLayout((LayerStates(conv=(None,) * len(shapes), recurrent=shapes),))
+        shapes = tuple(TensorSpec(tuple(s.shape[1:]), s.dtype) for s in later)
+        self.layout = CacheLayout((LayerSpec(conv=(None,) * len(shapes), recurrent=shapes),))
 
-    def inserted(self, layer: StateLayer) -> object:
+    def inserted(self, layer: RecurrentLayer) -> object:
         """Return the rows' states in an object as the model takes it; None: there is no history."""
         if not layer.has_previous_state[0]:
             return None
         states = iter([s for s in layer.recurrent_states.values() if s is not None])
         return _mapped(self._template, lambda s: next(states) if _is_state(s) else s.clone())
 
-    def extract(self, layer: StateLayer, returned: object, num_rows: int) -> None:
+    def extract(self, layer: RecurrentLayer, returned: object, num_rows: int) -> None:
         """Move the states from the object that a forward of `num_rows` rows returned."""
         for index, states in enumerate(_states(returned, num_rows)):
             layer.recurrent_states[index] = states

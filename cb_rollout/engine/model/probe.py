@@ -15,7 +15,7 @@ from transformers.cache_utils import (
 )
 
 from cb_rollout.compat import transformers as hf_compat
-from cb_rollout.engine.kv_cache.layout import CacheLayout, LayerStates, StateShape
+from cb_rollout.engine.kv_cache.layout import CacheLayout, LayerSpec, TensorSpec
 from cb_rollout.errors import ConfigurationError
 
 # Enough to fill the short convolutions in front of recurrent layers.
@@ -49,7 +49,7 @@ class RecordingCache(DynamicCache):
 
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__(config=config)
-        self.recorded: dict[int, tuple[StateShape, StateShape]] = {}
+        self.recorded: dict[int, tuple[TensorSpec, TensorSpec]] = {}
 
     def update(
         self,
@@ -74,21 +74,21 @@ class RecordingCache(DynamicCache):
         return super().get_mask_sizes(query_length, layer_idx) if is_counted else (query_length, 0)
 
 
-def _read(layer: object, keys: StateShape | None, values: StateShape | None) -> LayerStates:
+def _read(layer: object, keys: TensorSpec | None, values: TensorSpec | None) -> LayerSpec:
     if type(layer) not in hf_compat.pageable_layers():
         if isinstance(layer, CacheLayerMixin):
             raise ConfigurationError(
                 f"a {type(layer).__name__} layer stores what the engine cannot keep in pages; "
                 "roll this model out with model.generate."
             )
-        return LayerStates()
+        return LayerSpec()
     index, num_index_positions = hf_compat.token_index(layer)
     conv, recurrent = (), ()
     if isinstance(layer, LinearAttentionLayer):
         indices = range(layer.number_of_states)
         conv = tuple(_per_sequence(layer.conv_states[i]) for i in indices)
         recurrent = tuple(_per_sequence(layer.recurrent_states[i]) for i in indices)
-    return LayerStates(
+    return LayerSpec(
         keys,
         values,
         None if index is None else _per_token(index),
@@ -99,10 +99,10 @@ def _read(layer: object, keys: StateShape | None, values: StateShape | None) -> 
     )
 
 
-def _per_token(states: torch.Tensor) -> StateShape:
+def _per_token(states: torch.Tensor) -> TensorSpec:
     """Return the shape that `[1, heads, tokens, size]` states have for one token."""
-    return StateShape((states.shape[1], states.shape[3]), states.dtype)
+    return TensorSpec((states.shape[1], states.shape[3]), states.dtype)
 
 
-def _per_sequence(states: torch.Tensor | None) -> StateShape | None:
-    return None if states is None else StateShape(tuple(states.shape[1:]), states.dtype)
+def _per_sequence(states: torch.Tensor | None) -> TensorSpec | None:
+    return None if states is None else TensorSpec(tuple(states.shape[1:]), states.dtype)

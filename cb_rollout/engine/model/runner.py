@@ -20,7 +20,7 @@ from cb_rollout.engine.attention.selector import select_backend
 from cb_rollout.engine.kv_cache.block_table import BlockTable
 from cb_rollout.engine.kv_cache.layout import CacheLayout
 from cb_rollout.engine.kv_cache.paged import PADDING_SLOT, PagedCache, SlotMapping
-from cb_rollout.engine.kv_cache.recurrent import PROBE_ROWS, OpaqueStateAdapter, StateLayer
+from cb_rollout.engine.kv_cache.recurrent import PROBE_ROWS, OpaqueStateAdapter, RecurrentLayer
 from cb_rollout.engine.memory import device as devices
 from cb_rollout.engine.model.eval_mode import eval_mode
 from cb_rollout.engine.model.probe import PROBE_TOKENS, probe
@@ -268,7 +268,7 @@ class ModelRunner:
             known[self._cache_argument] = cache
             return self._run(input_ids_BQ, known).logits[:, -1].float()
         layer = cache.layers[0]
-        assert isinstance(layer, StateLayer)
+        assert isinstance(layer, RecurrentLayer)
         known[self._cache_argument] = self._opaque_states.inserted(layer)
         output = self._run(input_ids_BQ, known)
         returned = getattr(output, self._cache_argument)

@@ -1,1 +1,1 @@
-"""C++ kernels, and the loader that compiles them once for a machine."""
+"""Own the C++ kernels, and compile them once per machine."""

@@ -12,7 +12,7 @@ from itertools import islice
 
 from cb_rollout.engine.kv_cache.block_manager import BlockManager
 from cb_rollout.engine.kv_cache.block_pool import BlockPool
-from cb_rollout.engine.kv_cache.offload import NoOffload
+from cb_rollout.engine.kv_cache.offload import KVRetention
 from cb_rollout.engine.request import NO_TABLE_ROW, Limits, Prefill, Request
 from cb_rollout.engine.scheduler.policy import SchedulerPolicy
 from cb_rollout.metrics.registry import EngineCounters
@@ -95,7 +95,7 @@ class Scheduler:
         counters: EngineCounters,
         grow: Callable[[int], int],
         policy: SchedulerPolicy,
-        offloader: NoOffload | None = None,
+        offloader: KVRetention | None = None,
     ) -> None:
         """Start empty, with no block.
 
@@ -111,7 +111,7 @@ class Scheduler:
         self.prefilling: deque[Prefill] = deque()
         self.running: list[Request] = []
         self._policy, self._counters, self._grow = policy, counters, grow
-        self._offloader = offloader or NoOffload()
+        self._offloader = offloader or KVRetention()
         self._start_empty(limits, policy_version=0)
 
     def _start_empty(self, limits: Limits, policy_version: int) -> None:

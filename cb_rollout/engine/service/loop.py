@@ -228,7 +228,9 @@ class EngineLoop:
     def paused(self) -> Iterator[None]:
         """Pause the engine between two forwards; see `PauseController.paused`."""
         if self.pause_controller.is_stepping_here or threading.current_thread() is self._thread:
-            raise RolloutError("what runs inside a step cannot pause the engine that runs it.")
+            raise RolloutError(
+                "a logits processor or a model's hook cannot pause the engine during its step."
+            )
         with self.pause_controller.paused():
             self.engine.hand_back_model()
             yield

@@ -130,15 +130,14 @@ class PauseController:
         """Raise `RolloutError` where the calling thread's wait for an output would never end."""
         if self.is_stepping_here:
             raise RolloutError(
-                "what runs inside a step cannot wait for the engine that runs it; generate before "
-                "or after, not in a logits processor or a model's hook."
+                "a logits processor or a model's hook cannot wait for an output during a step; "
+                "generate before or after the step."
             )
         if threading.get_ident() == self._pausing_thread:
             raise RolloutError(
-                "this thread paused the engine, so what it waits for would never come; leave "
-                "pause() first."
+                "this thread paused the engine, so no output would arrive; leave pause() first."
             )
         if self._is_held:
             raise RolloutError(
-                "the generator is asleep, so what this waits for would never come; wake() it first."
+                "the generator is asleep, so no output would arrive; wake() it first."
             )

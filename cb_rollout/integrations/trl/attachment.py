@@ -1,10 +1,10 @@
 """Attach a `RolloutGenerator` to a stock TRL trainer.
 
-TRL 1.16 asks an object named `vllm_generation` for completions, and every switch of that path is an
-attribute of the trainer, not of its arguments. So a trainer made without vLLM takes that path once
-its attributes are set, with our object at its end; `args.use_vllm` stays False and vLLM is never
-imported. Every attribute and method of the trainer is replaced here, once. The only file that
-imports trl. Called from the thread that trains, before or after training.
+TRL 1.16 asks an object named `vllm_generation` for completions, and every switch of that path is
+an attribute of the trainer, not of its arguments. So a trainer made without vLLM takes that path
+once its attributes are set, with our object at its end; `args.use_vllm` stays False and vLLM is
+never imported. Every attribute and method of the trainer is replaced here, once. The only file
+that imports trl. Called from the thread that trains, before or after training.
 """
 
 import inspect
@@ -30,7 +30,10 @@ from cb_rollout.integrations.trl.records import TrainerRecords
 from cb_rollout.integrations.trl.rollout_func import end_own_engine
 from cb_rollout.integrations.trl.scoring import TrainerScoring
 from cb_rollout.integrations.trl.strategies import STRATEGY
-from cb_rollout.integrations.trl.truncation import TrainerTruncation, require_known_ends
+from cb_rollout.integrations.trl.truncated_completions import (
+    TruncatedCompletions,
+    require_known_ends,
+)
 from cb_rollout.rollout.distributed import create_failure_watch
 from cb_rollout.rollout.generator import RolloutGenerator
 
@@ -89,7 +92,7 @@ def attach(trainer: Any, config: Any = None) -> RolloutGenerator:
         backend,
         LogprobGuard(trainer, config, are_comparable(config, defaults)),
         records,
-        TrainerTruncation(trainer, defaults),
+        TruncatedCompletions(trainer, defaults),
         replays=config.sampling_mask == SamplingMaskMode.REPLAY,
     )
     backend.overrides.set(

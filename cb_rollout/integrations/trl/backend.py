@@ -1,8 +1,8 @@
-"""A trainer's generation backend, in the place of TRL's `VLLMGeneration`.
+"""Generate a trainer's completions in place of TRL's `VLLMGeneration`.
 
-Owns the generator of an attached trainer, the context of the rollout in progress, and every change
-made on the trainer, so that `close` undoes them all. Called by the trainer, on its thread. Knows
-the trainer by its attributes only.
+Owns the generator of an attached trainer, the context of the rollout in progress, and every
+change made on the trainer, so that `close` undoes them all. Called by the trainer, on its thread.
+Reads the trainer's attributes and imports no trl.
 """
 
 import time

@@ -1,4 +1,4 @@
-"""The state of one rollout of a trainer, from its prompts to its scored batch.
+"""Hold the state of one rollout of a trainer, from its prompts to its scored batch.
 
 Owns the record of what was sampled, and the assignment of sampled sequences to the trainer's rows.
 One context is made for each rollout; the trainer's thread alone reads and writes it.

@@ -1,9 +1,10 @@
-"""Comparison of the sampled log-probabilities with the trainer's own forward.
+"""Compare sampled log-probabilities with the trainer's own forward.
 
-Owns the schedule of checks, their metrics, the fallback or error when they differ too much, and the
-settings under which the two are not of one distribution: the loss of TRL 1.16 takes a log-softmax
-of logits/temperature over the whole vocabulary. Called by the trainer, on its thread; with several
-processes all of them call it together. Knows the trainer by its attributes only.
+Owns the schedule of checks, their metrics, the fallback or error when they differ too much, and
+the settings under which the two are not of one distribution: the loss of TRL 1.16 takes a
+log-softmax of logits/temperature over the whole vocabulary. Called by the trainer, on its thread;
+with several processes all of them call it together. Reads the trainer's attributes and imports no
+trl.
 
 B: rows of a batch, T: tokens of a completion.
 """

@@ -1,8 +1,8 @@
-"""Records of the first sequences of each rollout, token by token.
+"""Record the first sequences of each rollout, token by token.
 
-A sequence is written after its first loss, which has the trainer's log-probabilities and entropies;
-at the latest when the next rollout of its mode begins, or training ends. Called by the trainer's
-main process, on its thread.
+A sequence is written after its first loss, which has the trainer's log-probabilities and
+entropies; at the latest when the next rollout of its mode begins, or training ends. Called by the
+trainer's main process, on its thread.
 
 B: rows of a batch, T: tokens of a completion.
 """

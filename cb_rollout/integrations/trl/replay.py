@@ -1,4 +1,4 @@
-"""The trainer's log-probabilities over the sampling mask: the tokens that truncation left.
+"""Compute the trainer's log-probabilities over the sampling mask.
 
 "Keep Sampling Mask" in DeepSeek-V3.2's report. TRL's own forward never has logits, so the model's
 is run instead: a micro-batch's logits of the completion exist whole.

@@ -1,7 +1,7 @@
-"""Completions for a trainer's `rollout_func`, from the attached engine or one of its own.
+"""Generate completions for a `rollout_func`, from the attached engine or its own.
 
 Without `attach` TRL's loss does not use the sampled log-probabilities; they are only passed on.
-Called by the trainer, on its thread. Knows the trainer by its attributes only.
+Called by the trainer, on its thread. Reads the trainer's attributes and imports no trl.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from cb_rollout.config.sampling import SamplingParams, resolved
 from cb_rollout.errors import ConfigurationError
 from cb_rollout.integrations.trl.backend import GenerationBackend, create_generator
 from cb_rollout.integrations.trl.guard import warn_of_bias
-from cb_rollout.integrations.trl.truncation import unknown_end
+from cb_rollout.integrations.trl.truncated_completions import unknown_end
 
 # The trainer's attribute that holds the engine of its rollout functions, where none is attached.
 OWN = "_cb_rollout_own"
@@ -46,7 +46,7 @@ def make_rollout_func(
         ConfigurationError: a setting that needs `attach`.
     """
     complaint = (
-        "a rollout_func has no hand in that; call cb_rollout.attach(trainer, config) before train()"
+        "a rollout_func cannot apply it; call cb_rollout.attach(trainer, config) before train()"
     )
     require_unused(as_rollout_config(config), NEED_ATTACH, complaint)
 

@@ -1,7 +1,7 @@
-"""The trainer's methods between its rollout and its loss: which log-probabilities it learns from.
+"""Replace the trainer's methods between rollout and loss; choose its old log-probabilities.
 
 Each method here replaces the trainer's method of that name and calls the original. Called by the
-trainer, on its thread. Knows the trainer by its attributes only.
+trainer, on its thread. Reads the trainer's attributes and imports no trl.
 
 B: rows of a batch, T: tokens of a completion.
 """
@@ -17,7 +17,7 @@ from cb_rollout.integrations.trl.context import Collected, rows_from
 from cb_rollout.integrations.trl.guard import LogprobGuard
 from cb_rollout.integrations.trl.records import TrainerRecords
 from cb_rollout.integrations.trl.replay import kept_token_ids, replayed_logprobs
-from cb_rollout.integrations.trl.truncation import TrainerTruncation
+from cb_rollout.integrations.trl.truncated_completions import TruncatedCompletions
 
 # Keys that a batch carries into the loss, beside the trainer's own.
 ROW_KEY, KEPT_KEY = "rollout_row", "kept_token_ids"
@@ -32,7 +32,7 @@ class TrainerScoring:
         backend: GenerationBackend,
         guard: LogprobGuard,
         records: TrainerRecords | None,
-        truncation: TrainerTruncation,
+        truncation: TruncatedCompletions,
         *,
         replays: bool,
     ) -> None:

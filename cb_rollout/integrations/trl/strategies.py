@@ -1,4 +1,4 @@
-"""Strategies under a stock trainer: the choice of the data set rows that make a training batch.
+"""Choose the data set rows of a trainer's batch by a strategy.
 
 TRL fixes a batch's prompts before it generates. A strategy changes that in one step or both:
 
@@ -7,7 +7,7 @@ TRL fixes a batch's prompts before it generates. A strategy changes that in one 
 - After: groups without an advantage are replaced. The trainer generates and scores once more, and
   whole groups of that go into the batch.
 
-Called by the trainer, on its thread. Knows the trainer by its attributes only.
+Called by the trainer, on its thread. Reads the trainer's attributes and imports no trl.
 """
 
 import random

@@ -24,7 +24,7 @@ SETTINGS_SUFFIX = ".settings.json"
 # A killed process loses no written line; a power failure loses at most this much.
 SYNC_SECONDS = 1.0
 
-logger = logging.getLogger(__name__)
+_LOGGER = logging.getLogger(__name__)
 
 
 class ResultFile:
@@ -131,7 +131,7 @@ class ResultFile:
                 f"another process writes {self.path}; wait for it, or name another output."
             ) from error
         except OSError as error:
-            logger.warning(
+            _LOGGER.warning(
                 "%s is on a file system without locks (%s); let one process at a time write it",
                 self.path,
                 error.strerror,

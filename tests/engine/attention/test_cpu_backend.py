@@ -15,7 +15,7 @@ from cb_rollout.engine.attention.backend import AttentionSpec, UnsupportedAttent
 from cb_rollout.engine.attention.cpu.backend import CpuPagedAttention, attend
 from cb_rollout.engine.attention.decode_cache import DecodeLayer
 from cb_rollout.engine.kv_cache.block_table import BlockTable
-from cb_rollout.engine.kv_cache.layout import CacheLayout, LayerStates, StateShape
+from cb_rollout.engine.kv_cache.layout import CacheLayout, LayerSpec, TensorSpec
 from cb_rollout.engine.kv_cache.paged import PagedCache
 from cb_rollout.engine.native.library import TYPES
 
@@ -174,7 +174,7 @@ def test_nan_and_infinity_stay_in_their_own_row(number):
 
 
 def test_states_of_two_types_are_refused():
-    states = [LayerStates(*(StateShape((2, 8), torch.float32) for _ in range(2)))]
+    states = [LayerSpec(*(TensorSpec((2, 8), torch.float32) for _ in range(2)))]
     layout = CacheLayout(tuple(states))
     cache = PagedCache(layout, num_blocks=4, block_size=4, num_table_rows=1, device=CPU)
     row = torch.tensor([0]), torch.tensor([3])

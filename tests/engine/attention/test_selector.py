@@ -14,15 +14,15 @@ from cb_rollout.engine.attention.cpu.backend import CpuBackend
 from cb_rollout.engine.attention.decode_cache import DecodeCache, DecodeInputs
 from cb_rollout.engine.attention.selector import select_backend
 from cb_rollout.engine.attention.triton.backend import TritonBackend
-from cb_rollout.engine.kv_cache.layout import CacheLayout, LayerStates, StateShape
+from cb_rollout.engine.kv_cache.layout import CacheLayout, LayerSpec, TensorSpec
 from cb_rollout.engine.model.runner import ModelRunner
 
 CUDA = torch.device("cuda")
 
 
 def layout_of(size=128, dtype=torch.bfloat16, **more):
-    states = StateShape((8, size), dtype)
-    return CacheLayout((LayerStates(states, states, **more),))
+    states = TensorSpec((8, size), dtype)
+    return CacheLayout((LayerSpec(states, states, **more),))
 
 
 @pytest.fixture
@@ -45,9 +45,9 @@ def test_an_ordinary_model_on_a_gpu_gets_the_triton_backend():
     [
         (layout_of(size=320), "heads of 320 are larger than 256"),
         (layout_of(dtype=torch.float64), "keys are torch.float64"),
-        (layout_of(index=StateShape((1, 64), torch.bfloat16)), "more than keys and values"),
-        (layout_of(conv=(StateShape((4,), torch.float32),)), "more than keys and values"),
-        (CacheLayout((LayerStates(),)), "no layer keeps keys"),
+        (layout_of(index=TensorSpec((1, 64), torch.bfloat16)), "more than keys and values"),
+        (layout_of(conv=(TensorSpec((4,), torch.float32),)), "more than keys and values"),
+        (CacheLayout((LayerSpec(),)), "no layer keeps keys"),
     ],
 )
 def test_states_that_the_kernels_do_not_read_are_gathered_with_the_reason(layout, reason):
@@ -109,7 +109,7 @@ def test_without_triton_the_package_runs():
         (layout_of(dtype=torch.float32), CpuBackend, "kernels read the pages"),
         (layout_of(size=320, dtype=torch.float64), CpuBackend, "kernels read the pages"),
         (layout_of(dtype=torch.bfloat16), None, "keys are torch.bfloat16"),
-        (CacheLayout((LayerStates(),)), None, "no layer keeps keys"),
+        (CacheLayout((LayerSpec(),)), None, "no layer keeps keys"),
     ],
 )
 def test_a_cpu_has_a_kernel_for_float32_and_float64(layout, backend, reason):

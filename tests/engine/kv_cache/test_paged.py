@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from transformers.cache_utils import DummyLayer
 
 from cb_rollout.engine.kv_cache.block_table import BlockTable
-from cb_rollout.engine.kv_cache.layout import CacheLayout, LayerStates, StateShape
+from cb_rollout.engine.kv_cache.layout import CacheLayout, LayerSpec, TensorSpec
 from cb_rollout.engine.kv_cache.paged import (
     FLOAT8,
     LARGEST_FLOAT8,
@@ -22,9 +22,9 @@ HEADS, KEY_SIZE, VALUE_SIZE = 2, 3, 5
 
 
 def layout_of(num_layers=1, key_dtype=torch.float32, value_dtype=torch.float32, **states):
-    keys = StateShape((HEADS, KEY_SIZE), key_dtype)
-    values = StateShape((HEADS, VALUE_SIZE), value_dtype)
-    return CacheLayout(tuple(LayerStates(keys, values, **states) for _ in range(num_layers)))
+    keys = TensorSpec((HEADS, KEY_SIZE), key_dtype)
+    values = TensorSpec((HEADS, VALUE_SIZE), value_dtype)
+    return CacheLayout(tuple(LayerSpec(keys, values, **states) for _ in range(num_layers)))
 
 
 def cache_of(layout, num_blocks, block_size=2, num_table_rows=4):
@@ -195,7 +195,7 @@ def test_keys_and_values_keep_their_own_size_and_dtype(key_dtype, value_dtype):
 
 
 def test_bytes_count_all_blocks_the_null_block_and_all_table_rows():
-    state = StateShape((2, 6), torch.float32)
+    state = TensorSpec((2, 6), torch.float32)
     layout = layout_of(num_layers=3, conv=(state,), recurrent=(None,))
     cache = cache_of(layout, num_blocks=7, block_size=4, num_table_rows=5)
     assert cache.num_bytes == 8 * 4 * layout.bytes_per_token + 5 * layout.bytes_per_sequence
@@ -208,8 +208,8 @@ def test_padding_reads_zeros():
 
 
 def test_states_are_loaded_from_the_table_rows_they_were_saved_to():
-    state = StateShape((2, 3), torch.float32)
-    cache = cache_of(CacheLayout((LayerStates(recurrent=(state,), conv=(None,)),)), num_blocks=0)
+    state = TensorSpec((2, 3), torch.float32)
+    cache = cache_of(CacheLayout((LayerSpec(recurrent=(state,), conv=(None,)),)), num_blocks=0)
     (layer,) = cache.layers
     mapping = SlotMapping(0, torch.tensor([2, 0]), None, torch.tensor([]), None, torch.tensor([]))
     states = torch.randn(2, 2, 3)
@@ -227,7 +227,7 @@ def test_states_are_loaded_from_the_table_rows_they_were_saved_to():
 
 
 def test_the_index_of_a_sparse_attention_is_read_with_each_rows_positions():
-    index = StateShape((1, 4), torch.float32)
+    index = TensorSpec((1, 4), torch.float32)
     cache = cache_of(layout_of(index=index, num_index_positions=3), num_blocks=4)
     (layer,) = cache.layers
     blocks = [[1, 2], [3]]
@@ -258,8 +258,8 @@ def test_histories_have_the_memory_layout_of_transformers_cache():
 
 
 def test_a_cache_of_only_recurrent_layers_reports_the_length_of_its_rows():
-    state = StateShape((2, 3), torch.float32)
-    cache = cache_of(CacheLayout((LayerStates(recurrent=(state,), conv=(None,)),)), num_blocks=0)
+    state = TensorSpec((2, 3), torch.float32)
+    cache = cache_of(CacheLayout((LayerSpec(recurrent=(state,), conv=(None,)),)), num_blocks=0)
     cache.begin(
         SlotMapping(5, torch.tensor([0]), None, torch.tensor([]), None, torch.tensor([])), False
     )
@@ -268,7 +268,7 @@ def test_a_cache_of_only_recurrent_layers_reports_the_length_of_its_rows():
 
 
 def test_a_layer_without_states_takes_no_memory():
-    cache = cache_of(CacheLayout((LayerStates(),)), num_blocks=100)
+    cache = cache_of(CacheLayout((LayerSpec(),)), num_blocks=100)
     assert isinstance(cache.layers[0], DummyLayer)
     assert not cache.layers[0].is_initialized
     assert cache.num_bytes == 0
@@ -302,21 +302,21 @@ def test_values_out_of_range_become_the_largest_float8_and_not_nan():
 
 
 def test_only_keys_and_values_become_float8():
-    keys, index = StateShape((2, 4), torch.float32), StateShape((1, 8), torch.float32)
-    state = StateShape((3, 3), torch.float32)
+    keys, index = TensorSpec((2, 4), torch.float32), TensorSpec((1, 8), torch.float32)
+    state = TensorSpec((3, 3), torch.float32)
     layout = CacheLayout(
-        (LayerStates(keys, keys, index, recurrent=(state,)), LayerStates(conv=(state, None)))
+        (LayerSpec(keys, keys, index, recurrent=(state,)), LayerSpec(conv=(state, None)))
     )
     narrow = float8_layout(layout)
-    assert narrow.layers[0].keys == StateShape((2, 4), FLOAT8)
+    assert narrow.layers[0].keys == TensorSpec((2, 4), FLOAT8)
     assert narrow.bytes_per_token == 8 + 8 + 8 * 4
     assert narrow.bytes_per_sequence == layout.bytes_per_sequence
     assert narrow.layers[1] == layout.layers[1]
 
 
 def test_float8_pages_return_rounded_states_also_after_growing_and_copying():
-    shape = StateShape((2, 3), torch.float32)
-    layout = float8_layout(CacheLayout((LayerStates(shape, shape),)))
+    shape = TensorSpec((2, 3), torch.float32)
+    layout = float8_layout(CacheLayout((LayerSpec(shape, shape),)))
     cache = PagedCache(layout, num_blocks=2, block_size=2, num_table_rows=1, device=CPU)
     assert cache.num_bytes == 2 * 3 * 2 * 6, "one byte an element"
     keys = torch.linspace(-3, 3, 2 * 3).view(1, 2, 1, 3)

@@ -3,8 +3,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from cb_rollout.engine.kv_cache.layout import StateShape
-from cb_rollout.engine.kv_cache.recurrent import PROBE_ROWS, OpaqueStateAdapter, StateLayer
+from cb_rollout.engine.kv_cache.layout import TensorSpec
+from cb_rollout.engine.kv_cache.recurrent import PROBE_ROWS, OpaqueStateAdapter, RecurrentLayer
 from cb_rollout.errors import ConfigurationError
 
 CPU = torch.device("cpu")
@@ -24,14 +24,14 @@ def adapter():
 
 def test_the_layout_is_that_of_the_tensors_with_a_row_for_each_sequence():
     (states,) = adapter().layout.layers
-    assert states.recurrent == (StateShape((3,), torch.float32), StateShape((2, 2), torch.float32))
+    assert states.recurrent == (TensorSpec((3,), torch.float32), TensorSpec((2, 2), torch.float32))
     assert states.conv == (None, None)
     assert states.keys is None
 
 
 def test_states_extracted_from_one_forward_are_inserted_into_the_next_row_by_row():
     opaque = adapter()
-    layer = StateLayer(opaque.layout.layers[0], num_table_rows=4, device=CPU)
+    layer = RecurrentLayer(opaque.layout.layers[0], num_table_rows=4, device=CPU)
     layer.load(None)
     assert opaque.inserted(layer) is None
     opaque.extract(layer, returned_by_model(1, value=5.0), num_rows=1)
@@ -45,7 +45,7 @@ def test_states_extracted_from_one_forward_are_inserted_into_the_next_row_by_row
 
 def test_tensors_common_to_all_sequences_are_copied():
     opaque = adapter()
-    layer = StateLayer(opaque.layout.layers[0], num_table_rows=1, device=CPU)
+    layer = RecurrentLayer(opaque.layout.layers[0], num_table_rows=1, device=CPU)
     layer.load(torch.tensor([0]))
     opaque.inserted(layer).counter.add_(1)
     assert opaque.inserted(layer).counter.tolist() == [7]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from cb_rollout.engine.kv_cache import storage as storages
-from cb_rollout.engine.kv_cache.layout import CacheLayout, LayerStates, StateShape
+from cb_rollout.engine.kv_cache.layout import CacheLayout, LayerSpec, TensorSpec
 from cb_rollout.engine.kv_cache.paged import PagedCache
 from cb_rollout.engine.kv_cache.storage import CacheStorage, MemorySaver, create_saver
 from cb_rollout.engine.memory import device as devices
@@ -16,8 +16,8 @@ from cb_rollout.engine.request import Limits
 from cb_rollout.errors import OutOfCacheMemoryError
 
 CPU = torch.device("cpu")
-KEYS = StateShape((2, 4), torch.float32)
-LAYOUT = CacheLayout((LayerStates(KEYS, KEYS),))
+KEYS = TensorSpec((2, 4), torch.float32)
+LAYOUT = CacheLayout((LayerSpec(KEYS, KEYS),))
 BLOCK_SIZE = 4
 BLOCK_BYTES = LAYOUT.bytes_per_token * BLOCK_SIZE
 LIMITS = Limits(BLOCK_SIZE, 64, 3, can_share_blocks=True, can_resume_prompts=True)

@@ -4,7 +4,7 @@ from tiny import FAMILIES, SMALL, tiny_model
 from transformers import AutoModelForCausalLM, DeepseekV32Config, MambaConfig
 from transformers.cache_utils import DynamicLayer
 
-from cb_rollout.engine.kv_cache.layout import CacheLayout, LayerStates, StateShape
+from cb_rollout.engine.kv_cache.layout import CacheLayout, LayerSpec, TensorSpec
 from cb_rollout.engine.model.probe import probe
 from cb_rollout.engine.model.runner import ModelRunner
 from cb_rollout.errors import ConfigurationError
@@ -25,19 +25,19 @@ def layers_of(family, autocast_dtype=None):
 
 
 def f32(*shape):
-    return StateShape(shape, torch.float32)
+    return TensorSpec(shape, torch.float32)
 
 
 def bf16(*shape):
-    return StateShape(shape, torch.bfloat16)
+    return TensorSpec(shape, torch.bfloat16)
 
 
 def test_llama_stores_equal_keys_and_values_in_every_layer():
-    assert layers_of("llama") == (LayerStates(f32(2, 16), f32(2, 16)),) * 2
+    assert layers_of("llama") == (LayerSpec(f32(2, 16), f32(2, 16)),) * 2
 
 
 def test_deepseek_stores_one_latent_and_a_smaller_rotary_part():
-    assert layers_of("deepseek_v3") == (LayerStates(f32(1, 16), f32(1, 8)),) * 2
+    assert layers_of("deepseek_v3") == (LayerSpec(f32(1, 16), f32(1, 8)),) * 2
 
 
 @pytest.mark.parametrize(
@@ -52,36 +52,36 @@ def test_a_hybrid_stores_states_in_one_layer_and_keys_in_the_other(
     family, conv, recurrent, attention
 ):
     assert layers_of(family) == (
-        LayerStates(conv=(conv,), recurrent=(recurrent,)),
-        LayerStates(f32(*attention), f32(*attention)),
+        LayerSpec(conv=(conv,), recurrent=(recurrent,)),
+        LayerSpec(f32(*attention), f32(*attention)),
     )
 
 
 def test_sparse_attention_stores_an_index_of_every_token():
     config = DeepseekV32Config(**SPARSE)
     (layer,) = ModelRunner(AutoModelForCausalLM.from_config(config).eval(), None).probe().layers
-    assert layer == LayerStates(f32(1, 16), f32(1, 8), index=f32(1, 12))
+    assert layer == LayerSpec(f32(1, 16), f32(1, 8), index=f32(1, 12))
     assert layer.bytes_per_token == (16 + 8 + 12) * 4
 
 
 def test_a_model_whose_layers_are_all_recurrent_is_probed():
     config = MambaConfig(hidden_size=64, num_hidden_layers=2, vocab_size=64, state_size=8)
     layers = ModelRunner(AutoModelForCausalLM.from_config(config).eval(), None).probe().layers
-    assert layers == (LayerStates(conv=(f32(128, 4),), recurrent=(f32(128, 8),)),) * 2
+    assert layers == (LayerSpec(conv=(f32(128, 4),), recurrent=(f32(128, 8),)),) * 2
 
 
 def test_under_autocast_keys_and_values_may_have_different_dtypes():
-    expected = (LayerStates(f32(2, 16), bf16(2, 16)),) * 2
+    expected = (LayerSpec(f32(2, 16), bf16(2, 16)),) * 2
     assert layers_of("qwen3", torch.bfloat16) == expected
-    assert layers_of("qwen3") == (LayerStates(f32(2, 16), f32(2, 16)),) * 2
+    assert layers_of("qwen3") == (LayerSpec(f32(2, 16), f32(2, 16)),) * 2
 
 
 def test_bytes_follow_from_shapes_and_dtypes():
     layout = CacheLayout(
         (
-            LayerStates(f32(2, 16), bf16(2, 8)),
-            LayerStates(conv=(f32(6, 4), None), recurrent=(None, bf16(3, 3))),
-            LayerStates(),
+            LayerSpec(f32(2, 16), bf16(2, 8)),
+            LayerSpec(conv=(f32(6, 4), None), recurrent=(None, bf16(3, 3))),
+            LayerSpec(),
         )
     )
     assert layout.bytes_per_token == 2 * 16 * 4 + 2 * 8 * 2
@@ -91,7 +91,7 @@ def test_bytes_follow_from_shapes_and_dtypes():
 
 
 def test_attention_alone_is_not_recurrent():
-    assert not CacheLayout((LayerStates(f32(1, 1), f32(1, 1)),)).is_recurrent
+    assert not CacheLayout((LayerSpec(f32(1, 1), f32(1, 1)),)).is_recurrent
 
 
 def test_probing_leaves_the_model_and_the_random_state_as_they_were():

@@ -188,7 +188,9 @@ def test_a_handler_that_would_pause_its_own_loop_is_refused(loop):
     loop.submit([request_of("a")], output_queue)
     loop.start()
     assert output_queue.take("a", LONG).is_finished()
-    assert errors == ["what runs inside a step cannot pause the engine that runs it."]
+    assert errors == [
+        "a logits processor or a model's hook cannot pause the engine during its step."
+    ]
 
 
 def test_a_cancelled_request_delivers_what_it_had(loop):

@@ -140,7 +140,7 @@ def test_a_step_cannot_wait_for_the_engine_that_runs_it(generator):
         return scores
 
     params = SamplingParams(max_new_tokens=4, logits_processors=[ask_again])
-    with pytest.raises(IncompleteRolloutError, match="cannot wait for the engine that runs it"):
+    with pytest.raises(IncompleteRolloutError, match="cannot wait for an output during a step"):
         generator.generate_batch([[5]], sampling_params=params)
     assert len(generator.generate_batch([[5]], max_new_tokens=2)) == 1
 

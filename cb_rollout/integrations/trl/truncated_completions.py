@@ -1,8 +1,9 @@
-"""The completions that the trainer counts as truncated, where it does not know every stop.
+"""Mark truncated completions by finish reason, where TRL's test of the last token is wrong.
 
-TRL 1.16 looks at the last token alone: one of its own end-of-sequence tokens, or padding, or the
-completion was truncated. It knows no stop strings, no other stop tokens, and no sampling parameters
-of a `rollout_func`. Knows the trainer by its attributes only. Called on the trainer's thread.
+TRL 1.16 counts a completion as whole if its last token is one of the trainer's end-of-sequence
+tokens, or padding. Stop strings, other stop tokens and a `rollout_func`'s sampling parameters
+break that test. Reads the trainer's attributes and imports no trl. Called on the trainer's
+thread.
 """
 
 from collections.abc import Iterator, Sequence
@@ -39,7 +40,7 @@ def require_known_ends(trainer: Any, params: SamplingParams) -> None:
         )
 
 
-class TrainerTruncation:
+class TruncatedCompletions:
     """Corrects the trainer's metrics and masks of truncated completions.
 
     Changes nothing where the trainer's own look at the last token suffices.
