@@ -31,8 +31,8 @@ change.
   plain forward's own float32 rounding if that is larger. Greedy tokens equal those of the plain
   forward and of `generate`.
 - *rows*: the batch layout. *padded*: one forward for all rows; *equal_lengths*: one forward for
-  rows of one length; *single_rows*: one forward for each row. An engine tries these in turn when it is
-  made. It refuses a model that agrees with its plain forward in none.
+  rows of one length; *single_rows*: one forward for each row. An engine tries these in turn when it
+  is made. It refuses a model that agrees with its plain forward in none.
 
 {num_running} of {num_types} run. An encoder runs with `is_decoder=True` in its config, and is
 refused without.
