@@ -194,8 +194,8 @@ class Request:
             yield
         except Exception as error:  # noqa: BLE001  the output reports it
             if not self.status.is_final:
-                said = f"{culprit} raised {type(error).__name__}: {error}"
-                self.end(RequestStatus.FAILED, FinishReason.ERROR, said)
+                message = f"{culprit} raised {type(error).__name__}: {error}"
+                self.end(RequestStatus.FAILED, FinishReason.ERROR, message)
 
     def end(self, status: RequestStatus, reason: FinishReason, error: str | None = None) -> None:
         """Set a final status."""

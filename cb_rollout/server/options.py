@@ -43,7 +43,7 @@ class ServerOptions:
         30.0, "Longest a body may take to arrive, or the end of an answer to be taken."
     )
     drain_seconds: float = _option(
-        20.0, "Longest that running requests go on once it is told to end; then they are cancelled."
+        20.0, "Longest that running requests go on after shutdown begins; then they are cancelled."
     )
 
     def __post_init__(self) -> None:

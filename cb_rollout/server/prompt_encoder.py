@@ -61,7 +61,7 @@ class PromptEncoder:
                 "the model has no chat template; send text to /v1/completions."
             )
         if tools and "tools" not in str(template):
-            raise InvalidRequestError("the model's chat template knows no tools; leave them out.")
+            raise InvalidRequestError("the model's chat template takes no tools; leave them out.")
         try:
             text = self._tokenizer.apply_chat_template(
                 [_for_template(message) for message in messages],

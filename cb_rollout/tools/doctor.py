@@ -263,7 +263,7 @@ def _batch_layout(layout: BatchLayout) -> Finding:
     texts = {
         BatchLayout.PADDED: "of any lengths together in one forward",
         BatchLayout.EQUAL_LENGTHS: "of equal length together; others take a forward each, because "
-        "the model counts positions itself or knows no padding",
+        "the model counts positions itself or takes no padding",
         BatchLayout.SINGLE_ROWS: "one to a forward, because the model mixes the rows of a batch; "
         "slow",
     }

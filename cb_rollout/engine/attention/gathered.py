@@ -1,8 +1,9 @@
 """Compute attention of gathered decode steps on a CPU, as two batched matrix products.
 
 PyTorch's own kernel for a CPU makes two small products for each row and head, and each call costs
-more than its work. `BatchedAttention` replaces it where the model asks for `sdpa` with arguments
-that it knows; the result is the same up to rounding. Called by the thread that runs a decode step.
+more than its work. `BatchedAttention` replaces it where the model calls `sdpa` with arguments
+that it supports; the result is the same up to rounding. Called by the thread that runs a decode
+step.
 
 B: rows, H: key heads, G: queries of each key head, S: tokens of the longest row, D: size of a head.
 """

@@ -10,13 +10,13 @@ from itertools import pairwise
 # Fewer shared tokens cost more to join than to read twice.
 MIN_SHARED_TOKENS = 64
 
-# Most keys of one stretch, so that a long row does not keep the device waiting; and fewest.
+# Most and fewest keys of one stretch; longer ones leave processors idle.
 LONG_STRETCH, SHORT_STRETCH = 1024, 256
 
-# As many hide the latency of memory.
+# This many stretches per processor hide the latency of memory.
 STRETCHES_PER_PROCESSOR = 4
 
-# With more, joining costs what splitting gains.
+# Above this, joining costs as much as splitting gains.
 MAX_SPLITS = 32
 
 

@@ -84,7 +84,7 @@ class GraphKey:
 
 
 class PendingStep:
-    """A decode step that was launched, and whose results are on their way to the host."""
+    """A launched decode step whose results are still being copied to system memory."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class PendingStep:
         Args:
             requests: the sequences.
             rows: each one's row of the results.
-            results_N3: float64, on the host, being written to: token ids, log-probabilities, and
+            results_N3: float64, in system memory, still being written: token ids, log-probs, and
                 whether each is valid.
             device: runs the step.
         """
@@ -212,7 +212,7 @@ class GraphedDecoding:
 
         Args:
             requests: sequences that `want_plain_tokens`, loaded by `load` or by the last step.
-            longest: tokens of the longest, the newest included, even if the host has not read it.
+            longest: tokens of the longest sequence, with the newest, which may not be read yet.
             cache: holds their pages.
             table: lists the blocks of each table row, that of the newest token included.
 

@@ -95,7 +95,7 @@ class MemoryPlan:
     bytes_per_sequence: int
     """Recurrent states of one sequence, over all layers; 0 where the model has none."""
     num_slots: int
-    """Maximum of sequences decoded together; their states are taken from the budget first."""
+    """Most sequences decoded together; not slots of the pages. Their states come first."""
     num_blocks: int
     """Maximum of blocks that the cache may grow to."""
     is_fixed: bool = False

@@ -122,14 +122,15 @@ class LogprobGuard:
         largest = torch.tensor([report.max], device=accelerator.device)
         if float(accelerator.gather(largest).max()) <= allowed:
             return
-        said = self._description(report, compared) if report.max > allowed else "on another process"
-        said += f", max_logprob_drift={allowed:.3g}; "
+        is_here = report.max > allowed
+        message = self._description(report, compared) if is_here else "on another process"
+        message += f", max_logprob_drift={allowed:.3g}; "
         if self._config.on_logprob_drift == OnLogprobDrift.RAISE:
-            said += "raise it, or look for what changes the forward between rollout and loss."
-            raise LogprobDriftError(said)
+            message += "raise it, or look for what changes the forward between rollout and loss."
+            raise LogprobDriftError(message)
         if self.is_trusted:
-            said += "old log-probabilities are recomputed by the trainer from now on."
-            warnings.warn(said, stacklevel=2)
+            message += "old log-probabilities are recomputed by the trainer from now on."
+            warnings.warn(message, stacklevel=2)
         self.is_trusted = False
 
     def _description(self, report: DriftReport, compared: Compared) -> str:
@@ -137,11 +138,11 @@ class LogprobGuard:
         row, positions = compared[report.request_id]
         position = positions[report.position]
         text = self._trainer.processing_class.decode([row.completion_ids[position]])
-        said = f"{report.request_id}, generated token {position} ({text!r}): sampled "
-        said += f"log-probability is {report.max:.3g} nats from the trainer's forward"
+        message = f"{report.request_id}, generated token {position} ({text!r}): sampled "
+        message += f"log-probability is {report.max:.3g} nats from the trainer's forward"
         if report.first_position is not None and report.first_position < report.position:
-            said += f", the first difference at token {positions[report.first_position]}"
-        return said
+            message += f", the first difference at token {positions[report.first_position]}"
+        return message
 
 
 def are_comparable(config: RolloutConfig, params: SamplingParams) -> bool:
@@ -180,7 +181,7 @@ def warn_of_bias(trainer: Any, config: RolloutConfig, params: SamplingParams) ->
         return
     settings = {"top_k": params.top_k, "top_p": params.top_p, "min_p": params.min_p}
     rest = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
-    said = ", ".join(f"{k}={v:g}" for k, v in settings.items() if v != rest[k])
+    truncations = ", ".join(f"{k}={v:g}" for k, v in settings.items() if v != rest[k])
     length = trainer.args.max_completion_length
     bound = ""
     if params.top_p < 1 and not params.top_k and not params.min_p:
@@ -191,7 +192,7 @@ def warn_of_bias(trainer: Any, config: RolloutConfig, params: SamplingParams) ->
     if corrects and config.logprobs_mode == LogprobsMode.PROCESSED:
         effect = "the importance-sampling correction multiplies that mass into the loss"
     warnings.warn(
-        f"{said}: completions are sampled from part of the distribution{bound}, the loss is of all "
+        f"{truncations}: completions are sampled from part of the distribution{bound}, the loss is of all "
         f"of it; {effect}. rollout/log_kept_mass says how much is cut. Set sampling_mask='replay' "
         "for exact ratios, or switch truncation off.",
         stacklevel=STACKLEVEL,

@@ -36,7 +36,7 @@ class TrainerRecords:
         advantages: Sequence[float],
         masks: Sequence[Sequence[int]],
     ) -> None:
-        """Take the first rows of a rollout; they wait for the loss, which knows their `row_ids`."""
+        """Take the first rows of a rollout; they wait for the loss, which passes `row_ids`."""
         self.flush(context.mode)
         if context.mode == "train":
             self._completion_lengths += [sum(row.is_sampled) for row in context.rows]

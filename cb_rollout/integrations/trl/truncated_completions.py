@@ -18,7 +18,7 @@ from cb_rollout.integrations.trl.context import RolloutRow
 
 
 def unknown_end(trainer: Any, params: SamplingParams) -> str | None:
-    """Name a stop that the trainer does not know; None where it knows all."""
+    """Return a name for a stop that TRL's test misses; None: the test covers all stops."""
     if params.stop:
         return "a stop string"
     ends: Any = params.eos_token_id or ()

@@ -68,7 +68,7 @@ FINE = (
     WrappedFunction(DELIVERY, EngineLoop, "_deliver"),
 )
 
-OUTSIDE = "intake, collecting, sync"
+OUTSIDE = "input processing, collecting, sync"
 
 # Rows of the table, each with the function whose calls it counts; None: time outside of all.
 ROWS = {
