@@ -192,8 +192,8 @@ def warn_of_bias(trainer: Any, config: RolloutConfig, params: SamplingParams) ->
     if corrects and config.logprobs_mode == LogprobsMode.PROCESSED:
         effect = "the importance-sampling correction multiplies that mass into the loss"
     warnings.warn(
-        f"{truncations}: completions are sampled from part of the distribution{bound}, the loss is of all "
-        f"of it; {effect}. rollout/log_kept_mass says how much is cut. Set sampling_mask='replay' "
-        "for exact ratios, or switch truncation off.",
+        f"{truncations}: completions are sampled from part of the distribution{bound}, the loss is "
+        f"of all of it; {effect}. rollout/log_kept_mass says how much is cut. Set "
+        "sampling_mask='replay' for exact ratios, or switch truncation off.",
         stacklevel=STACKLEVEL,
     )
