@@ -48,7 +48,7 @@ class TokenSampler:
 
     def forget_rows(self) -> None:
         """Drop the parameters that are kept for rows that recur."""
-        self._kept = None
+        self._cached = None
 
     def extend(
         self,

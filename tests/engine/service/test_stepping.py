@@ -131,7 +131,7 @@ def test_a_step_cannot_pause_the_engine_that_runs_it(generator, monkeypatch):
 
     monkeypatch.setattr(Engine, "step", pausing)
     generate(generator)
-    assert "inside a step" in messages[0]
+    assert "during its step" in messages[0]
 
 
 def test_a_step_cannot_wait_for_the_engine_that_runs_it(generator):
