@@ -11,7 +11,7 @@ from cb_rollout.metrics.registry import EngineCounters
 
 def is_alive(name):
     objects = gc.get_objects()
-    return any(isinstance(one, Request) and one.request_id == name for one in objects)
+    return any(type(one) is Request and one.request_id == name for one in objects)
 
 
 def test_a_sampler_that_forgets_its_rows_keeps_no_sequence_alive():
