@@ -287,7 +287,7 @@ def test_attention_that_the_kernels_do_otherwise_is_gathered(family, reason, fas
         generator_of(model, use_cuda_graph=True)
 
 
-def test_a_forward_that_asks_the_host_is_not_captured(fast, monkeypatch):
+def test_a_forward_that_waits_for_the_device_is_not_captured(fast, monkeypatch):
     def capture(step):
         raise RuntimeError("operation not permitted when stream is capturing\nat line 7")
 
@@ -297,7 +297,7 @@ def test_a_forward_that_asks_the_host_is_not_captured(fast, monkeypatch):
         assert generator.manager._engine._graphs is None
         assert "(RuntimeError: operation not permitted" in generator.manager._engine.decode_path
         rollout(generator, [SHORT], [params()])
-    with pytest.raises(ConfigurationError, match="use_cuda_graph=True needs a forward that asks"):
+    with pytest.raises(ConfigurationError, match="use_cuda_graph=True needs a forward that never waits"):
         generator_of(model, use_cuda_graph=True)
 
 
