@@ -297,7 +297,9 @@ def test_a_forward_that_waits_for_the_device_is_not_captured(fast, monkeypatch):
         assert generator.manager._engine._graphs is None
         assert "(RuntimeError: operation not permitted" in generator.manager._engine.decode_path
         rollout(generator, [SHORT], [params()])
-    with pytest.raises(ConfigurationError, match="use_cuda_graph=True needs a forward that never waits"):
+    with pytest.raises(
+        ConfigurationError, match="use_cuda_graph=True needs a forward that never waits"
+    ):
         generator_of(model, use_cuda_graph=True)
 
 
