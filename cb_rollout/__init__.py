@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     )
     from cb_rollout.integrations.trl.attachment import attach, detach
     from cb_rollout.integrations.trl.rollout_func import make_rollout_func
+    from cb_rollout.packing.logprobs import packed_logprobs
     from cb_rollout.rollout.generator import RolloutGenerator, generate_batch
     from cb_rollout.types import FinishReason, GenerationOutput, RequestStatus, SyncReport
 
@@ -58,6 +59,7 @@ __all__ = [
     "detach",
     "generate_batch",
     "make_rollout_func",
+    "packed_logprobs",
 ]
 
 _MODULES = {
@@ -69,6 +71,7 @@ _MODULES = {
     "errors": tuple(name for name in __all__ if name.endswith("Error")),
     "integrations.trl.attachment": ("attach", "detach"),
     "integrations.trl.rollout_func": ("make_rollout_func",),
+    "packing.logprobs": ("packed_logprobs",),
     "rollout.generator": ("RolloutGenerator", "generate_batch"),
     "types": ("FinishReason", "GenerationOutput", "RequestStatus", "SyncReport"),
 }

@@ -31,6 +31,37 @@ def compute_dtype(model: torch.nn.Module) -> torch.dtype:
     return next(p.dtype for p in model.parameters() if p.is_floating_point())
 
 
+def dropout_rate(model: torch.nn.Module) -> float:
+    """Return the highest rate of dropout, in modules and in attention."""
+    modules: list[Any] = list(model.modules())
+    rates = [module.p for module in modules if isinstance(module, torch.nn.Dropout)]
+    rates += [getattr(module, "attention_dropout", 0.0) or 0.0 for module in modules]
+    return max((rate for rate in rates if isinstance(rate, float)), default=0.0)
+
+
+class SavedBytes:
+    """Count the bytes that forwards inside keep for their backward pass, weights left out."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._seen = {parameter.data_ptr() for parameter in model.parameters()}
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._count, lambda tensor: tensor)
+        self.total = 0
+
+    def _count(self, tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self._seen:
+            self._seen.add(storage.data_ptr())
+            self.total += storage.nbytes()
+        return tensor
+
+    def __enter__(self) -> "SavedBytes":
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._hooks.__exit__(*error)
+
+
 # transformers 5.23 hooks embeddings there for gradient checkpointing under adapters; without
 # gradients the hook does nothing.
 HARMLESS_HOOK = "PreTrainedModel.enable_input_require_grads"

@@ -2,8 +2,9 @@
 
 import inspect
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import copy
 from functools import partial
 from typing import Any
 
@@ -275,6 +276,131 @@ def _lookup(interface: Any, implementation: str, default: Attention) -> Attentio
     own_attention = _OWN_LOOKUP[-1](interface, implementation, default)
     attend = _REPLACEMENT.attend
     return own_attention if attend is None else partial(attend, own_attention)
+
+
+@contextmanager
+def replacing_attention_again(model: torch.nn.Module, attend: Attention) -> Iterator[None]:
+    """Replace attention, and again whenever gradient checkpointing computes a layer again.
+
+    That happens in the backward pass, after this context, and on a GPU in another thread. The
+    checkpointing functions of transformers 5.23 and torch 2.13 are replaced inside.
+    """
+
+    def with_attention(run: Callable[..., Any]) -> Callable[..., Any]:
+        def run_again(*arguments: Any, **named: Any) -> Any:
+            if _REPLACEMENT.attend is attend:
+                return run(*arguments, **named)
+            with replacing_attention(attend):
+                return run(*arguments, **named)
+
+        return run_again
+
+    def wrapped(own: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda run, *rest, **named: own(with_attention(run), *rest, **named)
+
+    changed: list[tuple[Any, str, Any]] = []
+    for module in model.modules():
+        for name in ("_gradient_checkpointing_func", "checkpoint_fn"):
+            own = vars(module).get(name)
+            if own is not None:
+                changed.append((module, name, own))
+                setattr(module, name, wrapped(own))
+    try:
+        with replacing_attention(attend):
+            yield
+    finally:
+        for module, name, own in changed:
+            setattr(module, name, own)
+
+
+def attention_implementation(module: torch.nn.Module) -> str:
+    """Return the name of the attention that a layer calls (transformers 5.23)."""
+    config: Any = getattr(module, "config", None)
+    return getattr(config, "_attn_implementation", None) or "eager"
+
+
+def attention_window(
+    module: torch.nn.Module, arguments: Mapping[str, Any], longest: int
+) -> int | None:
+    """Return the most tokens that a token of this layer attends to, itself included; None: all.
+
+    Args:
+        module: the attention module.
+        arguments: what the model passes to its attention function (transformers 5.23).
+        longest: tokens of the longest sequence.
+
+    Raises:
+        ConfigurationError: the layer has a window that it does not pass on.
+    """
+    window = arguments.get("sliding_window")
+    config: Any = getattr(module, "config", None)
+    index, kinds = getattr(module, "layer_idx", None), getattr(config, "layer_types", None)
+    kind = kinds[index] if kinds and isinstance(index, int) else None
+    limit = None
+    if kind == "chunked_attention":
+        limit = getattr(config, "attention_chunk_size", None)
+    elif kind in (None, "sliding_attention") and window is None:
+        limit = getattr(config, "sliding_window", None)
+    if isinstance(limit, int) and longest > limit:
+        raise ConfigurationError(f"its attention keeps a window of {limit} tokens to itself")
+    return window
+
+
+@contextmanager
+def replacing_forward(module: torch.nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Have a module, called by whatever wraps it, run `forward` instead of its own."""
+    own = vars(module).get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        if own is None:
+            del module.forward
+        else:
+            module.forward = own
+
+
+def backbone_of(model: PreTrainedModel) -> torch.nn.Module:
+    """Return the model without its head (transformers 5.23).
+
+    Raises:
+        ConfigurationError: the two are one module.
+    """
+    # OPT's head reads its decoder, inside its base model.
+    backbone = model.get_decoder()
+    if backbone is None or backbone is model:
+        raise ConfigurationError("its head and its layers are one module")
+    return backbone
+
+
+@contextmanager
+def taking_hidden_states(model: PreTrainedModel) -> Iterator[list[Any]]:
+    """Take the backbone's output, and show the head one token's hidden states, (B, 1, H)."""
+    taken: list[Any] = []
+
+    def take(_module: Any, _arguments: Any, output: Any) -> Any:
+        taken.append(copy(output))
+        output.last_hidden_state = output.last_hidden_state[:, :1]
+        return output
+
+    handle = backbone_of(model).register_forward_hook(take)
+    try:
+        yield taken
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def giving_hidden_states(
+    model: PreTrainedModel, kind: type[Any], hidden: torch.Tensor
+) -> Iterator[None]:
+    """Have the model's forward compute its head alone, on these hidden states, (B, S, H).
+
+    `kind` is the class of the backbone's output.
+    """
+    output = kind(last_hidden_state=hidden)
+    with replacing_forward(backbone_of(model), lambda *_, **__: output):
+        yield
 
 
 def sdpa_attention() -> Attention:

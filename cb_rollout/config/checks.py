@@ -90,13 +90,18 @@ def boolean(value: Any) -> bool:
     return plain
 
 
-def integer(least: int | None = None, advice: str = "", *, may_be_none: bool = False) -> Check:
-    """Accept a whole number, at least `least`."""
+def integer(
+    least: int | None = None, advice: str = "", *, may_be_none: bool = False, word: str = ""
+) -> Check:
+    """Accept a whole number, at least `least`, or `word`."""
     range_text = "" if least is None else f" >= {least}"
+    range_text += f", nor {word!r}" if word else ""
 
-    def check(value: Any) -> int | None:
+    def check(value: Any) -> int | str | None:
         if value is None and may_be_none:
             return None
+        if word and isinstance(value, str) and value == word:
+            return word
         plain = _plain(value)
         try:
             number = None if isinstance(plain, bool) else operator.index(plain)

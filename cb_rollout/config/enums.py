@@ -45,8 +45,16 @@ class LogprobsMode(StrEnum):
 class OldLogps(StrEnum):
     """Source of the trainer's old log-probabilities."""
 
+    AUTO = "auto"
     TRAINER = "trainer"
     ROLLOUT = "rollout"
+
+
+class LossForward(StrEnum):
+    """Forward that computes the loss's log-probabilities."""
+
+    TRAINER = "trainer"
+    PACKED = "packed"
 
 
 class OnLogprobDrift(StrEnum):

@@ -23,6 +23,7 @@ from cb_rollout.config.compilation import CompileSettings, check_compile_config,
 from cb_rollout.config.enums import (
     KvDtype,
     LogprobsMode,
+    LossForward,
     OldLogps,
     OnLogprobDrift,
     ReleaseCache,
@@ -227,13 +228,31 @@ class RolloutConfig:
         cost="replay costs 4 bytes per kept token id, and the loss's logits whole.",
     )
     old_logps: str = setting(
-        "trainer",
+        "auto",
         "trainer: the trainer's forward recomputes the old log-probabilities; rollout: the sampled "
-        "ones are the old ones, and that forward is saved.",
+        "ones are the old ones, and that forward is saved; auto: rollout, once a verification has "
+        "found the two equal to rounding.",
         choice(OldLogps),
         actor="trainer",
         choices=OldLogps,
-        cost="rollout saves a forward per rollout; set max_logprob_drift with it.",
+        cost="The sampled ones save a forward per rollout; set max_logprob_drift with rollout.",
+    )
+    loss_forward: str = setting(
+        "trainer",
+        "trainer: the loss computes the trainer's padded batch; packed: no padding, each prompt "
+        "once per group, and no gradient of rows without an advantage.",
+        choice(LossForward),
+        actor="trainer",
+        choices=LossForward,
+        cost="packed compares some rows of the first batch with the trainer's forward.",
+    )
+    loss_tokens_per_forward: int | str = setting(
+        "auto",
+        "Tokens of one forward of loss_forward='packed'; a larger batch is cut, and the backward "
+        "pass computes each part again; auto: what the free memory holds.",
+        integer(1, word="auto"),
+        actor="trainer",
+        cost="Lower: less memory; a batch that is cut costs one more forward.",
     )
     verify_every_steps: int = setting(
         10,
@@ -311,7 +330,7 @@ class RolloutConfig:
                 f"{self.use_cuda_graph!r} has none; leave one of them at None."
             )
         if self.on_logprob_drift == OnLogprobDrift.RECOMPUTE and (
-            self.old_logps == OldLogps.TRAINER or self.max_logprob_drift is None
+            self.old_logps != OldLogps.ROLLOUT or self.max_logprob_drift is None
         ):
             raise ConfigurationError(
                 "on_logprob_drift='recompute' needs old_logps='rollout' and a max_logprob_drift; "

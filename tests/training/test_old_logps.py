@@ -96,7 +96,7 @@ def test_each_verification_takes_other_sequences(tmp_path, monkeypatch):
         return seen(sampled, recomputed)
 
     monkeypatch.setattr(guard_module, "drift", watched_drift)
-    config = {"verify_every_steps": 1, "verify_num_sequences": 3}
+    config = {"old_logps": "trainer", "verify_every_steps": 1, "verify_num_sequences": 3}
     trained(tmp_path, config, max_steps=4)
     assert names == [[0, 2, 4], [1, 3, 5], [0, 2, 4], [1, 3, 5]]
 

@@ -11,13 +11,13 @@ import inspect
 import warnings
 from typing import Any
 
-import torch
 import trl
 from packaging.version import Version
 from trl import GRPOTrainer, RLOOTrainer
 from trl.generation.vllm_generation import VLLMGeneration
 
-from cb_rollout.config.enums import SamplingMaskMode
+from cb_rollout.compat.torch import dropout_rate
+from cb_rollout.config.enums import LossForward, SamplingMaskMode
 from cb_rollout.errors import ConfigurationError
 from cb_rollout.integrations.trl.backend import GenerationBackend, create_generator
 from cb_rollout.integrations.trl.guard import (
@@ -26,6 +26,7 @@ from cb_rollout.integrations.trl.guard import (
     require_one_distribution,
     warn_of_bias,
 )
+from cb_rollout.integrations.trl.packed_loss import PackedLoss
 from cb_rollout.integrations.trl.records import TrainerRecords
 from cb_rollout.integrations.trl.rollout_func import end_own_engine
 from cb_rollout.integrations.trl.scoring import TrainerScoring
@@ -93,6 +94,7 @@ def attach(trainer: Any, config: Any = None) -> RolloutGenerator:
         LogprobGuard(trainer, config, are_comparable(config, defaults)),
         records,
         TruncatedCompletions(trainer, defaults),
+        packed=PackedLoss(trainer, config) if config.loss_forward == LossForward.PACKED else None,
         replays=config.sampling_mask == SamplingMaskMode.REPLAY,
     )
     backend.overrides.set(
@@ -183,9 +185,7 @@ def _require_settings(trainer: Any) -> None:
 
 def _warn_of_dropout(trainer: Any) -> None:
     """Warn that the importance-sampling correction counts dropout as a change of policy."""
-    rates = [m.p for m in trainer.model.modules() if isinstance(m, torch.nn.Dropout)]
-    rates += [getattr(m, "attention_dropout", 0.0) or 0.0 for m in trainer.model.modules()]
-    highest = max((rate for rate in rates if isinstance(rate, float)), default=0.0)
+    highest = dropout_rate(trainer.model)
     if highest > 0 and getattr(trainer, "vllm_importance_sampling_correction", False):
         warnings.warn(
             f"the model trains with dropout (rate {highest:g}), and rollouts are sampled without: "

@@ -7,6 +7,7 @@ Reads the trainer's attributes and imports no trl.
 
 import time
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback, TrainerState
@@ -16,6 +17,7 @@ from cb_rollout.config.hf import as_trainers_config
 from cb_rollout.config.sampling import SamplingParams
 from cb_rollout.errors import ConfigurationError, InvalidRequestError
 from cb_rollout.integrations.trl.context import RolloutContext
+from cb_rollout.integrations.trl.packed_loss import LossTokens
 from cb_rollout.integrations.trl.records import TrainerRecords
 from cb_rollout.rollout.generator import RolloutGenerator
 from cb_rollout.types import GenerationOutput
@@ -97,6 +99,8 @@ class GenerationBackend:
         """Of the rollout in progress, or of the last one."""
         self.strategy: TrainerStrategy | None = None
         self._seconds_this_step = 0.0
+        self._loss_began: float | None = None
+        self._loss_seconds = 0.0
 
     @property
     def collector(self) -> "GroupCollector | None":
@@ -226,6 +230,25 @@ class GenerationBackend:
             min(1.0, self._seconds_this_step / seconds)
         )
         self._seconds_this_step = 0.0
+        if self._loss_seconds:
+            self._trainer._metrics["train"]["rollout/loss_seconds"].append(self._loss_seconds)
+        self._loss_seconds = 0.0
+
+    def begin_loss(self) -> None:
+        """Start the clock of a micro-batch's forward and backward pass."""
+        self._loss_began = time.perf_counter()
+
+    def end_loss(self) -> None:
+        """Stop the clock, after the backward pass."""
+        if self._loss_began is not None:
+            self._loss_seconds += time.perf_counter() - self._loss_began
+        self._loss_began = None
+
+    def log_loss_tokens(self, tokens: LossTokens) -> None:
+        """Log what one forward of the loss computed."""
+        metrics = self._trainer._metrics[self._mode]
+        for name, value in asdict(tokens).items():
+            metrics[f"rollout/{name}"].append(value)
 
     def flush_records(self) -> None:
         """Write the records of sequences that no later step will train on."""
@@ -262,6 +285,14 @@ class RolloutCallback(TrainerCallback):
         """Time an optimizer step and its rollout."""
         self._step_started = time.perf_counter()
         self._backend.pause_carried()
+
+    def on_substep_end(self, *_: Any, **__: Any) -> None:
+        """Stop the loss's clock where gradients accumulate."""
+        self._backend.end_loss()
+
+    def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+        """Stop the loss's clock before the update."""
+        self._backend.end_loss()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         """Log the step's share of rollouts."""

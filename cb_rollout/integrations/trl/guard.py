@@ -11,11 +11,12 @@ B: rows of a batch, T: tokens of a completion.
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from cb_rollout.compat.torch import compute_dtype
 from cb_rollout.config.enums import LogprobsMode, OldLogps, OnLogprobDrift, SamplingMaskMode
 from cb_rollout.config.rollout import RolloutConfig
 from cb_rollout.config.sampling import SamplingParams
@@ -25,6 +26,10 @@ from cb_rollout.rollout.verification import DriftReport, drift
 
 # By name: a row, and the indices of the tokens that are compared.
 Compared = dict[str, tuple[RolloutRow, list[int]]]
+
+# Nats between a sampled and a recomputed log-probability that rounding explains. A model that
+# computes in 16 bits rounds logits of about 10 by 0.03.
+FLOAT32_ROUNDING, HALF_ROUNDING = 1e-3, 0.1
 
 # Warnings point at the caller of attach().
 STACKLEVEL = 3
@@ -37,8 +42,15 @@ class LogprobGuard:
         self._trainer, self._config = trainer, config
         self._are_comparable = are_comparable
         self._num_rollouts = 0
+        self._is_auto = config.old_logps == OldLogps.AUTO
+        self._was_said = False
         self.is_trusted = config.old_logps == OldLogps.ROLLOUT
         """True: sampled log-probabilities are used as the old ones."""
+
+    @property
+    def replaces_loss(self) -> bool:
+        """Return True if the sampled ones are used where the trainer would take its loss's own."""
+        return self.is_trusted and not self._is_auto
 
     def begin_rollout(self, is_training: bool) -> bool:
         """Count a rollout, and return whether it is checked."""
@@ -54,6 +66,8 @@ class LogprobGuard:
         policy_version: int,
         mask_BT: torch.Tensor,
         recompute: Callable[[list[int]], torch.Tensor],
+        *,
+        of_all: bool = False,
     ) -> None:
         """Compare some rows, once for each rollout that is due.
 
@@ -62,6 +76,7 @@ class LogprobGuard:
             policy_version: the trainer's; tokens of older ones are skipped.
             mask_BT: 0 where the trainer's forward leaves tokens out.
             recompute: returns the trainer's log-probabilities, (rows, T), of the rows at indices.
+            of_all: they are there already for all rows, and old_logps="auto" compares all.
 
         Raises:
             LogprobDriftError: they differ by more than `max_logprob_drift`.
@@ -70,7 +85,7 @@ class LogprobGuard:
         if not context.is_check_due or any(row.logprobs is None for row in rows):
             return
         context.is_check_due = False
-        num_chosen = self._config.verify_num_sequences
+        num_chosen = len(rows) if of_all and self._is_auto else self._config.verify_num_sequences
         stride = max(1, len(rows) // num_chosen)
         # Other rows each time, so that every row is checked at some time.
         first = (self._num_rollouts - 1) // self._config.verify_every_steps % stride
@@ -96,6 +111,38 @@ class LogprobGuard:
         if report.num_tokens:
             self._log(report, compared)
         self._act(report, compared)
+        if self._is_auto:
+            self._choose(report)
+
+    def are_current(self, rows: Sequence[RolloutRow], policy_version: int) -> bool:
+        """Return whether sampled log-probabilities of these rows may be the old ones.
+
+        With old_logps="auto" only those of the trainer's own version: there the two are equal.
+        """
+        if not self._is_auto:
+            return self.is_trusted
+        return self.is_trusted and all(
+            version == policy_version
+            for row in rows
+            for version, own in zip(row.token_versions, row.is_sampled, strict=True)
+            if own
+        )
+
+    def _choose(self, report: DriftReport) -> None:
+        """Trust the sampled ones from now on if they are the trainer's to rounding."""
+        model, trainer = self._trainer.model, self._trainer
+        is_half = trainer.accelerator.mixed_precision != "no" or compute_dtype(model).itemsize < 4
+        allowed = HALF_ROUNDING if is_half else FLOAT32_ROUNDING
+        largest = self._largest(report.max if report.num_tokens else math.inf)
+        self.is_trusted = largest <= allowed
+        if not self.is_trusted and math.isfinite(largest) and not self._was_said:
+            self._was_said = True
+            warnings.warn(
+                f"old_logps='auto': sampled log-probabilities are {largest:.2g} nats from the "
+                f"trainer's forward, more than rounding ({allowed:g}); old ones are recomputed by "
+                "the trainer.",
+                stacklevel=2,
+            )
 
     def _log(self, report: DriftReport, compared: Compared) -> None:
         metrics = {
@@ -117,10 +164,7 @@ class LogprobGuard:
         allowed = self._config.max_logprob_drift
         if allowed is None:
             return
-        # Every process must act alike: they share the forwards that follow.
-        accelerator = self._trainer.accelerator
-        largest = torch.tensor([report.max], device=accelerator.device)
-        if float(accelerator.gather(largest).max()) <= allowed:
+        if self._largest(report.max) <= allowed:
             return
         is_here = report.max > allowed
         message = self._description(report, compared) if is_here else "on another process"
@@ -132,6 +176,11 @@ class LogprobGuard:
             message += "old log-probabilities are recomputed by the trainer from now on."
             warnings.warn(message, stacklevel=2)
         self.is_trusted = False
+
+    def _largest(self, here: float) -> float:
+        """Return the largest of all processes: they share the forwards that follow."""
+        accelerator = self._trainer.accelerator
+        return float(accelerator.gather(torch.tensor([here], device=accelerator.device)).max())
 
     def _description(self, report: DriftReport, compared: Compared) -> str:
         """Name the sequence and token, the drift, and the first token that differs."""

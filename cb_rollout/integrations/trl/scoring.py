@@ -7,6 +7,7 @@ B: rows of a batch, T: tokens of a completion.
 """
 
 import itertools
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from cb_rollout.integrations.trl.backend import GenerationBackend
 from cb_rollout.integrations.trl.context import Collected, rows_from
 from cb_rollout.integrations.trl.guard import LogprobGuard
+from cb_rollout.integrations.trl.packed_loss import LossTokens, PackedLoss, padded_tokens
 from cb_rollout.integrations.trl.records import TrainerRecords
 from cb_rollout.integrations.trl.replay import kept_token_ids, replayed_logprobs
 from cb_rollout.integrations.trl.truncated_completions import TruncatedCompletions
@@ -33,6 +35,7 @@ class TrainerScoring:
         guard: LogprobGuard,
         records: TrainerRecords | None,
         truncation: TruncatedCompletions,
+        packed: PackedLoss | None,
         *,
         replays: bool,
     ) -> None:
@@ -44,11 +47,12 @@ class TrainerScoring:
             guard: decides whether sampled log-probabilities are used as the old ones.
             records: None: this process keeps none.
             truncation: tells which completions were truncated.
+            packed: computes the loss's log-probabilities; None: the trainer's own forward does.
             replays: compute log-probabilities over the sampling mask.
         """
         self._trainer, self._backend = trainer, backend
         self._guard, self._records, self._replays = guard, records, replays
-        self._truncation = truncation
+        self._truncation, self._packed = truncation, packed
         self._generate = trainer._generate
         self._generate_and_score = trainer._generate_and_score_completions
         self._calculate_rewards = trainer._calculate_rewards
@@ -56,6 +60,7 @@ class TrainerScoring:
         self._compute_loss = trainer.compute_loss
         self._row_ids = itertools.count()
         self._loss_inputs: dict[str, Any] | None = None
+        self._loss_tokens = LossTokens()
 
     def generate(self, prompts: list[Any]) -> Any:
         """Replace `_generate`: keep the rows and the outputs they consist of."""
@@ -109,7 +114,7 @@ class TrainerScoring:
             kept, context.kept_token_ids = context.kept_token_ids, None
             context.needs_old_logprobs, context.collected = False, None
         sampled_BT = batch.get("sampling_per_token_logps")
-        if self._guard.is_trusted and sampled_BT is not None and sampled_BT.isfinite().all():
+        if self._guard.replaces_loss and sampled_BT is not None and sampled_BT.isfinite().all():
             batch.setdefault("old_per_token_logps", sampled_BT)
         row_ids = list(itertools.islice(self._row_ids, len(context.rows)))
         batch[ROW_KEY] = torch.tensor(row_ids)
@@ -123,11 +128,14 @@ class TrainerScoring:
     def compute_loss(self, model: Any, inputs: dict[str, Any], *rest: Any, **named: Any) -> Any:
         """Replace `compute_loss`: give the forward inside the ids and masks of its rows."""
         self._backend.pause_carried()
+        self._backend.begin_loss()
         self._loss_inputs = inputs
         try:
-            return self._compute_loss(model, inputs, *rest, **named)
+            loss = self._compute_loss(model, inputs, *rest, **named)
         finally:
             self._loss_inputs = None
+        self._backend.log_loss_tokens(self._loss_tokens)
+        return loss
 
     def logprobs(
         self,
@@ -177,6 +185,42 @@ class TrainerScoring:
             input_ids, attention_mask = input_ids[numbers], attention_mask[numbers]
             kept = None if kept is None else [kept[number] for number in numbers]
             batch_size = len(numbers)
+        own = partial(
+            self._own_forward, input_ids, attention_mask, logits_to_keep, batch_size, kept, settings
+        )
+        if self._packed is not None:
+            found = self._packed.logprobs(
+                own,
+                model,
+                input_ids,
+                attention_mask,
+                logits_to_keep,
+                batch_size=batch_size,
+                kept=kept,
+                advantages=self._advantages(),
+                **settings,
+            )
+            if found is not None:
+                self._loss_tokens = self._packed.tokens
+                return found
+        self._loss_tokens = padded_tokens(input_ids, attention_mask, logits_to_keep)
+        return own(model)
+
+    def _own_forward(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        logits_to_keep: int,
+        batch_size: int | None,
+        kept: Sequence[list[Any]] | None,
+        settings: dict[str, Any],
+        model: torch.nn.Module,
+        numbers: list[int] | None = None,
+    ) -> tuple[torch.Tensor, Any, Any]:
+        """Run the trainer's own forward of all rows, or of the rows at `numbers` together."""
+        if numbers is not None:
+            input_ids, attention_mask = input_ids[numbers], attention_mask[numbers]
+            kept = None if kept is None else [kept[number] for number in numbers]
         if kept is None:
             return self._forward(
                 model, input_ids, attention_mask, logits_to_keep, batch_size, **settings
@@ -192,16 +236,27 @@ class TrainerScoring:
             bool(settings.get("compute_aux_loss")),
         )
 
+    def _advantages(self) -> torch.Tensor | None:
+        """Return the rows' advantages where a row without one changes no gradient, else None."""
+        trainer, inputs = self._trainer, self._loss_inputs
+        if inputs is None or not torch.is_grad_enabled():
+            return None
+        has_kl = hasattr(trainer, "loss_type") and trainer.beta != 0.0
+        has_bonus = getattr(trainer, "_entropy_bonus_enabled", False)
+        advantages = inputs["advantages"]
+        return None if has_kl or has_bonus or advantages.dim() != 1 else advantages
+
     def _old_logprobs(self, run: Any, mask_BT: torch.Tensor) -> torch.Tensor:
         """Return the sampled ones where the guard trusts them, else the trainer's."""
         context, guard = self._backend.context, self._guard
         version = self._backend.generator.policy_version
-        if guard.is_trusted and (sampled_BT := context.sampled_logprobs(mask_BT)) is not None:
+        sampled_BT = context.sampled_logprobs(mask_BT)
+        if sampled_BT is not None and guard.are_current(context.rows, version):
             guard.check(context, version, mask_BT, lambda numbers: run(numbers=numbers)[0])
             if guard.is_trusted:
                 return sampled_BT
         recomputed_BT = run()[0]
-        guard.check(context, version, mask_BT, lambda numbers: recomputed_BT[numbers])
+        guard.check(context, version, mask_BT, lambda numbers: recomputed_BT[numbers], of_all=True)
         return recomputed_BT
 
     def _check(self, batch: dict[str, Any]) -> None:

@@ -1,0 +1,229 @@
+"""Lay prompts and completions out as packed batches of a token budget.
+
+In a packed batch all tokens stand in one row of the model's input. A prompt is one segment; each
+of its completions is another, which attends to the prompt and to itself. Where a model cannot take
+that, rows of about one length are padded on the right instead.
+
+N: tokens of a batch, K: completion tokens of a batch, B: rows, S: longest row.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
+
+import torch
+
+from cb_rollout.engine.memory.device import to_device
+
+# A padded batch holds at most this many times its tokens: a wider one costs more than two forwards.
+MAX_PADDING = 1.25
+
+
+# Rows that are computed both ways before a layout is used.
+NUM_COMPARED = 4
+
+
+class Row(NamedTuple):
+    """One sequence to score."""
+
+    prompt_ids: Sequence[int]
+    """At least one token."""
+    completion_ids: Sequence[int]
+
+
+class Segment(NamedTuple):
+    """Adjacent tokens of a packed batch that attend to a prefix and, causally, to each other."""
+
+    start: int
+    length: int
+    prefix_start: int = 0
+    prefix_length: int = 0
+
+
+class PackingLayout(StrEnum):
+    """The way in which rows share one forward."""
+
+    SHARED_PROMPTS = "shared_prompts"
+    """One row of all tokens that are needed; a prompt once for its group."""
+    WHOLE_ROWS = "whole_rows"
+    """One row of all tokens, the last one of each completion and the prompts of empty ones too."""
+    PADDED = "padded"
+    """Rows of about one length, padded on the right."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedBatch:
+    """Input of one forward, and the completion tokens that it scores."""
+
+    rows: list[int]
+    """Indices of the rows, in the order in which their tokens are scored."""
+    lengths: list[int]
+    """Number of completion tokens of each."""
+    input_ids: torch.Tensor
+    """int64, (1, N), or (B, S) in a padded batch."""
+    position_ids: torch.Tensor
+    """int64, as `input_ids`: each token's index in its own sequence."""
+    predicting_K: torch.Tensor
+    """int64: index among the flat `input_ids` of the token before each completion token."""
+    labels_K: torch.Tensor
+    """int64: the completion tokens."""
+    segments: tuple[Segment, ...] | None
+    """None: a padded batch."""
+    is_token: torch.Tensor | None
+    """int64, (B, S), 0 in the padding; None: a packed batch, which has none."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Return the number of tokens that the forward computes, padding included."""
+        return self.input_ids.numel()
+
+
+def group_rows(rows: Sequence[Row], numbers: Sequence[int]) -> list[list[int]]:
+    """Return the rows at `numbers` in groups of equal prompts, in the order of the first one."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for number in numbers:
+        groups.setdefault(tuple(rows[number].prompt_ids), []).append(number)
+    return list(groups.values())
+
+
+def representative(rows: Sequence[Row]) -> list[int]:
+    """Return some rows to compare two forwards on: two of one group, the longest, and others."""
+    scored = [number for number, row in enumerate(rows) if row.completion_ids]
+    groups = sorted(group_rows(rows, scored), key=len, reverse=True)
+    longest = max(scored, key=lambda n: len(rows[n].prompt_ids) + len(rows[n].completion_ids))
+    chosen = dict.fromkeys([*groups[0][:2], longest, *(group[0] for group in groups), *scored])
+    return list(chosen)[:NUM_COMPARED]
+
+
+def pack(
+    rows: Sequence[Row],
+    numbers: Sequence[int],
+    layout: PackingLayout,
+    device: torch.device,
+    max_tokens: int | None = None,
+) -> list[PackedBatch]:
+    """Lay rows out in as few batches as `max_tokens` allows.
+
+    Args:
+        rows: sequences.
+        numbers: indices of the rows to score; those without a completion token are left out.
+        layout: the way in which they share a forward.
+        device: device of the tensors.
+        max_tokens: tokens of one batch, padding included; None: no limit. A longer row is a batch
+            of its own. A group that does not fit is cut, and its prompt is in each part.
+    """
+    if layout is PackingLayout.WHOLE_ROWS:
+        parts = _within(rows, [[number] for number in numbers], max_tokens)
+        return [_packed(rows, part, device, num_dropped=0) for part in parts]
+    scored = [number for number in numbers if rows[number].completion_ids]
+    if layout is PackingLayout.PADDED:
+        return [_padded(rows, part, device) for part in _of_one_length(rows, scored, max_tokens)]
+    parts = _within(rows, group_rows(rows, scored), max_tokens)
+    return [_packed(rows, part, device) for part in parts]
+
+
+def _within(
+    rows: Sequence[Row], groups: list[list[int]], max_tokens: int | None
+) -> Iterator[list[list[int]]]:
+    """Yield lists of groups of at most `max_tokens` tokens; a group that does not fit is cut."""
+    part: list[list[int]] = []
+    left = max_tokens
+    for group in groups:
+        num_prompt = len(rows[group[0]].prompt_ids)
+        open_group: list[int] = []
+        for number in group:
+            num_new = len(rows[number].completion_ids) + (0 if open_group else num_prompt)
+            if left is not None and num_new > left and part:
+                yield part
+                part, left, open_group = [], max_tokens, []
+                num_new = len(rows[number].completion_ids) + num_prompt
+            if not open_group:
+                part.append(open_group)
+            open_group.append(number)
+            left = None if left is None else left - num_new
+    if part:
+        yield part
+
+
+def _of_one_length(
+    rows: Sequence[Row], numbers: list[int], max_tokens: int | None
+) -> Iterator[list[int]]:
+    """Yield rows of about one length, within `max_tokens` and `MAX_PADDING`."""
+    sizes = {n: len(rows[n].prompt_ids) + len(rows[n].completion_ids) - 1 for n in numbers}
+    part: list[int] = []
+    num_tokens = 0
+    for number in sorted(numbers, key=lambda n: -sizes[n]):
+        longest = sizes[part[0]] if part else sizes[number]
+        padded = longest * (len(part) + 1)
+        is_wide = padded > MAX_PADDING * (num_tokens + sizes[number])
+        if part and (is_wide or (max_tokens is not None and padded > max_tokens)):
+            yield part
+            part, num_tokens = [], 0
+        part.append(number)
+        num_tokens += sizes[number]
+    if part:
+        yield part
+
+
+def _packed(
+    rows: Sequence[Row], groups: list[list[int]], device: torch.device, *, num_dropped: int = 1
+) -> PackedBatch:
+    """Pack groups, without the last `num_dropped` tokens of completions, which predict nothing."""
+    ids: list[int] = []
+    positions: list[int] = []
+    predicting: list[int] = []
+    segments: list[Segment] = []
+    for group in groups:
+        prompt = rows[group[0]].prompt_ids
+        start, num_prompt = len(ids), len(prompt)
+        is_alone = len(group) == 1
+        if not is_alone:
+            segments.append(Segment(start, num_prompt))
+        ids += prompt
+        positions += range(num_prompt)
+        for number in group:
+            completion = rows[number].completion_ids
+            num_new, first = max(0, len(completion) - num_dropped), len(ids)
+            before = [start + num_prompt - 1, *range(first, first + num_new)]
+            predicting += before[: len(completion)]
+            ids += completion[:num_new]
+            positions += range(num_prompt, num_prompt + num_new)
+            if is_alone:
+                segments.append(Segment(start, num_prompt + num_new))
+            elif num_new:
+                segments.append(Segment(first, num_new, start, num_prompt))
+    numbers = [number for group in groups for number in group]
+    return PackedBatch(
+        numbers,
+        [len(rows[number].completion_ids) for number in numbers],
+        to_device(ids, device)[None],
+        to_device(positions, device)[None],
+        to_device(predicting, device),
+        to_device([t for n in numbers for t in rows[n].completion_ids], device),
+        tuple(segments),
+        None,
+    )
+
+
+def _padded(rows: Sequence[Row], numbers: list[int], device: torch.device) -> PackedBatch:
+    sequences = [[*rows[n].prompt_ids, *rows[n].completion_ids[:-1]] for n in numbers]
+    S = max(map(len, sequences))
+    predicting: list[int] = []
+    for index, number in enumerate(numbers):
+        first = index * S + len(rows[number].prompt_ids) - 1
+        predicting += range(first, first + len(rows[number].completion_ids))
+    # Any token will do as padding: nothing attends to it.
+    ids = [sequence + sequence[:1] * (S - len(sequence)) for sequence in sequences]
+    lengths = to_device(list(map(len, sequences)), device)
+    positions_1S = torch.arange(S, device=device)[None]
+    return PackedBatch(
+        numbers,
+        [len(rows[number].completion_ids) for number in numbers],
+        to_device([t for row in ids for t in row], device).view(len(numbers), S),
+        positions_1S.expand(len(numbers), S),
+        to_device(predicting, device),
+        to_device([t for n in numbers for t in rows[n].completion_ids], device),
+        None,
+        (positions_1S < lengths[:, None]).to(torch.int64),
+    )

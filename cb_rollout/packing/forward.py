@@ -1,0 +1,142 @@
+"""Run a model over packed batches, under whatever wraps it.
+
+The wrapper's forward (DDP, FSDP, DeepSpeed, PEFT) is entered once for all batches, so that
+gradients are reduced as after any other forward. Called by the thread that trains.
+
+N: tokens of a batch, K: completion tokens of a batch.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from cb_rollout.compat import transformers as hf_compat
+from cb_rollout.compat.torch import compute_dtype
+from cb_rollout.errors import ConfigurationError
+from cb_rollout.packing.attention import PackedAttention
+from cb_rollout.packing.batch import PackedBatch
+
+# Nats between the log-probabilities of two forwards that rounding explains. A model that computes
+# in 16 bits rounds logits of about 10 by 0.03.
+FLOAT32_NATS, HALF_NATS = 1e-4, 0.25
+
+
+def max_difference(model: torch.nn.Module, *, is_autocast: bool = False) -> float:
+    """Return the nats by which log-probabilities of two forwards may differ by rounding."""
+    is_half = is_autocast or compute_dtype(model).itemsize < torch.float32.itemsize
+    return HALF_NATS if is_half else FLOAT32_NATS
+
+
+class Scores(NamedTuple):
+    """What a head computes for completion tokens."""
+
+    logprobs_K: torch.Tensor
+    """float32, in nats."""
+    entropies_K: torch.Tensor | None = None
+    """float32, in nats; None: not computed."""
+    aux_loss: torch.Tensor | None = None
+    """The load-balancing loss of a mixture of experts; None: not asked for."""
+
+
+Head = Callable[[Callable[..., Any], PackedBatch, dict[str, Any]], Scores]
+"""Calls the model's forward with the arguments of a batch, inside `selecting_hidden_states`."""
+
+
+def score_batches(
+    model: torch.nn.Module,
+    batches: Sequence[PackedBatch],
+    head: Head,
+    *,
+    num_trained: int,
+    recompute: bool,
+) -> list[Scores]:
+    """Score the completion tokens of each batch.
+
+    Args:
+        model: a transformers causal language model, plain or wrapped.
+        batches: at least one.
+        head: computes the scores of a batch.
+        num_trained: the first batches have gradients, if gradients are enabled; the rest have none.
+        recompute: keep no activations: the backward pass computes each batch again, so that one
+            batch's exist at a time.
+
+    Raises:
+        ConfigurationError: the model cannot run over packed tokens.
+    """
+    inner = hf_compat.unwrap(model)
+    own_forward = inner.forward
+    scores: list[Scores] = []
+
+    def forward(*_: Any, **__: Any) -> list[torch.Tensor]:
+        for number, batch in enumerate(batches):
+            is_trained = number < num_trained and torch.is_grad_enabled()
+            with torch.set_grad_enabled(is_trained):
+                arguments = (inner, own_forward, batch, head)
+                if recompute and is_trained:
+                    found = checkpoint(_score, *arguments, use_reentrant=False)
+                else:
+                    found = _score(*arguments)
+            scores.append(found)
+        # DDP looks for the tensors that it will see gradients of.
+        return [tensor for found in scores for tensor in found if tensor is not None]
+
+    with hf_compat.replacing_forward(inner, forward):
+        model(input_ids=batches[0].input_ids)
+    return scores
+
+
+def _score(inner: Any, own_forward: Callable[..., Any], batch: PackedBatch, head: Head) -> Scores:
+    backbone = hf_compat.backbone_of(inner)
+    arguments: dict[str, Any] = {"input_ids": batch.input_ids, "position_ids": batch.position_ids}
+    with ExitStack() as stack:
+        stack.enter_context(hf_compat.replacing_forward(inner, own_forward))
+        stack.enter_context(_selecting_hidden_states(backbone, batch.predicting_K))
+        attend = None
+        if batch.segments is None:
+            arguments["attention_mask"] = batch.is_token
+        else:
+            attend = PackedAttention(batch.segments, batch.input_ids.device)
+            stack.enter_context(hf_compat.replacing_attention_again(inner, attend))
+            stack.enter_context(_without_mask(backbone, batch.input_ids))
+        scores = head(own_forward, batch, arguments)
+        if attend is not None and not attend.num_calls:
+            raise ConfigurationError("its attention cannot be replaced")
+    return scores
+
+
+@contextmanager
+def _selecting_hidden_states(
+    backbone: torch.nn.Module, predicting_K: torch.Tensor
+) -> Iterator[None]:
+    """Have the head see the hidden states that predict completion tokens alone, (1, K, H)."""
+
+    def select(_module: Any, _arguments: Any, output: Any) -> Any:
+        # The head may be called again, on a part of these.
+        handle.remove()
+        hidden = output.last_hidden_state
+        output.last_hidden_state = hidden.flatten(0, 1).index_select(0, predicting_K)[None]
+        return output
+
+    handle = backbone.register_forward_hook(select)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def _without_mask(backbone: torch.nn.Module, input_ids: torch.Tensor) -> Iterator[None]:
+    """Have layers build no mask of all tokens: transformers 5.23 keeps one of four axes."""
+    no_mask = torch.zeros((1, 1, 1, 1), dtype=torch.bool, device=input_ids.device)
+
+    def replace(_module: Any, arguments: Any, named: dict[str, Any]) -> Any:
+        return arguments, named | {"attention_mask": no_mask}
+
+    handle = backbone.register_forward_pre_hook(replace, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
