@@ -1,0 +1,249 @@
+"""`packed_logprobs` are those of the model's plain forward, and so are their gradients."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from tiny import SMALL, tiny_model
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from cb_rollout import ConfigurationError, InvalidRequestError, packed_logprobs
+from cb_rollout.packing import batch as batch_module
+from cb_rollout.packing import forward as forward_module
+from cb_rollout.packing import logprobs as logprobs_module
+
+VOCABULARY = 64
+TEMPERATURE = 0.7
+
+# Shorter than the longest row, so that some tokens see a part of their prompt, or none of it.
+WINDOW = 6
+
+PACKED = {
+    "qwen3": {},
+    "llama": {},
+    "mistral": {"sliding_window": WINDOW},
+    "gemma2": {"sliding_window": WINDOW},
+    "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64}
+    | dict.fromkeys(["resid_pdrop", "embd_pdrop", "attn_pdrop"], 0.0),
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": WINDOW},
+    "deepseek_v3": {},
+    "opt": {"ffn_dim": 64, "word_embed_proj_dim": 64, "dropout": 0.0, "head_dim": None},
+}
+PADDED = {
+    "bloom": {"n_layer": 2, "n_head": 4},
+    "mamba": {"head_dim": None, "num_key_value_heads": None},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+}
+FAMILIES = PACKED | PADDED
+
+
+@dataclass
+class Output:
+    """What `packed_logprobs` reads of an output."""
+
+    request_id: str
+    prompt_ids: Sequence[int]
+    generated_tokens: Sequence[int]
+
+
+def random_outputs(num_groups=3, size=3, seed=0):
+    """Groups of equal prompts; some completions are empty."""
+    rng = random.Random(seed)
+
+    def tokens(least, most):
+        return [rng.randrange(3, VOCABULARY) for _ in range(rng.randint(least, most))]
+
+    groups = [(tokens(3, 9), [tokens(0, 9) for _ in range(size)]) for _ in range(num_groups)]
+    pairs = [(prompt, completion) for prompt, group in groups for completion in group]
+    # One more, whose length no seed decides.
+    pairs.append((pairs[0][0], []))
+    return [Output(f"r{i}", *pair) for i, pair in enumerate(pairs)]
+
+
+def a_model(family):
+    settings = FAMILIES[family]
+    if family in ("gemma2", "opt", "mamba"):
+        given = {**SMALL, "vocab_size": VOCABULARY, **settings}
+        given = {name: value for name, value in given.items() if value is not None}
+        torch.manual_seed(0)
+        config = AutoConfig.for_model(family, **given)
+        return AutoModelForCausalLM.from_config(config).train()
+    return tiny_model(family, vocab_size=VOCABULARY, **settings).train()
+
+
+def plain(model, outputs, temperature=TEMPERATURE):
+    """One forward each, by the definition."""
+    found = []
+    for output in outputs:
+        ids = torch.tensor([[*output.prompt_ids, *output.generated_tokens]])
+        first = len(output.prompt_ids)
+        logits = model(input_ids=ids, use_cache=False).logits[0, first - 1 : -1]
+        logprobs = (logits.float() / temperature).log_softmax(-1)
+        found.append(logprobs.gather(1, ids[0, first:, None])[:, 0])
+    return found
+
+
+def gradients_of(model, logprobs):
+    """Gradients of a sum in which each token has a weight of its own."""
+    total = sum((values * torch.linspace(1, 2, len(values))).sum() for values in logprobs)
+    model.zero_grad()
+    total.backward()
+    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_as_plain(model, outputs):
+    packed = packed_logprobs(model, outputs, temperature=TEMPERATURE)
+    own = gradients_of(model, packed)
+    expected = plain(model, outputs)
+    other = gradients_of(model, expected)
+    assert [len(values) for values in packed] == [len(o.generated_tokens) for o in outputs]
+    for values, right in zip(packed, expected, strict=True):
+        assert values.dtype == torch.float32
+        torch.testing.assert_close(values, right, rtol=1e-5, atol=1e-5)
+    # Experts that no token is sent to have a gradient of zero, or none.
+    for name in own.keys() | other.keys():
+        mine = own.get(name, torch.zeros(()))
+        right = other.get(name, torch.zeros(()))
+        assert (mine - right).norm() <= 1e-5 * right.norm() + 1e-6, name
+
+
+def layouts_used(monkeypatch):
+    """The layouts of all batches from now on."""
+    used, pack = [], batch_module.pack
+
+    def watched(rows, numbers, layout, *rest):
+        used.append(layout.value)
+        return pack(rows, numbers, layout, *rest)
+
+    monkeypatch.setattr(logprobs_module, "pack", watched)
+    return used
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_family_has_the_scores_and_gradients_of_its_plain_forward(monkeypatch, family):
+    used = layouts_used(monkeypatch)
+    model, outputs = a_model(family), random_outputs()
+    longest = max(len(o.prompt_ids) + len(o.generated_tokens) for o in outputs)
+    assert longest > WINDOW + 2
+    assert_as_plain(model, outputs)
+    assert used[-1] == ("padded" if family in PADDED else "shared_prompts")
+    # A layout is looked for once.
+    num_looked = len(used)
+    packed_logprobs(model, outputs[:2])
+    assert len(used) == num_looked + 1
+    assert model.training
+
+
+@pytest.fixture(scope="module")
+def model():
+    return a_model("qwen3")
+
+
+@pytest.fixture(autouse=True)
+def fresh_layouts():
+    logprobs_module._LAYOUTS.clear()
+
+
+def test_each_prompt_is_computed_once(model):
+    outputs = random_outputs()
+    packed_logprobs(model, outputs)
+    seen = []
+    layer = model.model.layers[0]
+    handle = layer.register_forward_hook(lambda *args: seen.append(tuple(args[2].shape[:2])))
+    packed_logprobs(model, outputs)
+    handle.remove()
+    prompts = {tuple(o.prompt_ids) for o in outputs if o.generated_tokens}
+    num_new = sum(len(o.generated_tokens) - 1 for o in outputs if o.generated_tokens)
+    assert seen == [(1, sum(map(len, prompts)) + num_new)]
+
+
+def test_logits_exist_for_a_chunk_at_a_time(model, monkeypatch):
+    monkeypatch.setattr(logprobs_module, "CHUNK_TOKENS", 5)
+    sizes = []
+    handle = model.lm_head.register_forward_hook(lambda *args: sizes.append(args[2].shape[1]))
+    outputs = random_outputs()
+    assert_as_plain(model, outputs)
+    handle.remove()
+    assert sizes.count(5) > 2
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointed_layers_are_computed_again_over_packed_tokens(use_reentrant):
+    model = a_model("qwen3")
+    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    # Under reentrant checkpointing the first layer's input has to have a gradient.
+    model.enable_input_require_grads()
+    calls = []
+    # The layer's own hooks stay outside what is checkpointed.
+    inside = model.model.layers[0].self_attn.q_proj
+    inside.register_forward_hook(lambda *_: calls.append(torch.is_grad_enabled()))
+    outputs = random_outputs()
+    packed = packed_logprobs(model, outputs, temperature=TEMPERATURE)
+    num_calls = len(calls)
+    own = gradients_of(model, packed)
+    assert len(calls) == num_calls + 1, "nothing was computed again"
+    model.gradient_checkpointing_disable()
+    other = gradients_of(model, plain(model, outputs))
+    for name, gradient in own.items():
+        assert (gradient - other[name]).norm() <= 1e-5 * other[name].norm() + 1e-6, name
+
+
+def test_an_adapter_has_its_gradients():
+    model = get_peft_model(
+        a_model("qwen3"), LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    )
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter)
+    assert_as_plain(model, random_outputs())
+    with model.disable_adapter(), torch.no_grad():
+        outputs = random_outputs()
+        for values, right in zip(
+            packed_logprobs(model, outputs), plain(model, outputs, 1.0), strict=True
+        ):
+            torch.testing.assert_close(values, right, rtol=1e-5, atol=1e-5)
+
+
+def test_without_gradients_there_is_no_graph(model):
+    with torch.no_grad():
+        values = packed_logprobs(model, random_outputs())
+    assert not any(v.requires_grad for v in values)
+
+
+def test_outputs_without_a_token_have_no_log_probability(model):
+    values = packed_logprobs(model, [Output("a", [3], []), Output("b", [4, 5], [])])
+    assert [v.shape for v in values] == [(0,), (0,)]
+    assert packed_logprobs(model, []) == []
+
+
+@pytest.mark.parametrize("temperature", [0, -1.0, float("nan")])
+def test_a_temperature_that_divides_nothing_is_refused(model, temperature):
+    with pytest.raises(ConfigurationError, match="is not above 0"):
+        packed_logprobs(model, random_outputs(), temperature=temperature)
+
+
+def test_an_output_without_a_prompt_is_named(model):
+    outputs = [*random_outputs(), Output("the one", [], [3])]
+    with pytest.raises(InvalidRequestError, match="the one has no prompt token"):
+        packed_logprobs(model, outputs)
+
+
+def test_a_model_whose_packed_forward_lies_runs_padded_and_then_not_at_all(monkeypatch, model):
+    used = layouts_used(monkeypatch)
+    attention = forward_module.PackedAttention
+
+    class Lying(attention):
+        def __call__(self, *arguments, **named):
+            output, weights = super().__call__(*arguments, **named)
+            return output.roll(1, dims=1), weights
+
+    monkeypatch.setattr(forward_module, "PackedAttention", Lying)
+    assert_as_plain(model, random_outputs())
+    assert used == ["shared_prompts", "padded", "padded"]
+    logprobs_module._LAYOUTS.clear()
+    monkeypatch.setattr(logprobs_module, "max_difference", lambda _: -1.0)
+    with pytest.raises(ConfigurationError, match="Qwen3ForCausalLM computes other log-prob"):
+        packed_logprobs(model, random_outputs())
