@@ -21,7 +21,7 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from cb_rollout import RolloutConfig, RolloutGenerator, SamplingParams
+from cb_rollout import RolloutConfig, RolloutGenerator, SamplingParams, packed_logprobs
 
 PAD, EOS = 0, 1
 CHARACTERS = "#.0123456789+-*="
@@ -91,19 +91,16 @@ def warm_start(model, optimizer, num_steps: int, rng: random.Random) -> None:
 def grpo_loss(model, outputs, advantages: torch.Tensor) -> torch.Tensor:
     """Return the clipped loss, with the sampled log-probabilities as old ones.
 
-    B: rows, T: tokens.
+    N: tokens of all completions.
     """
     device = advantages.device
-    ids_BT = padded([o.prompt_ids + o.generated_tokens for o in outputs], device)
-    old_BT = padded([[0.0] * len(o.prompt_ids) + o.logprobs for o in outputs], device)[:, 1:]
-    lengths = [(len(o.prompt_ids), len(o.generated_tokens)) for o in outputs]
-    mask_BT = padded([[0.0] * before + [1.0] * after for before, after in lengths], device)[:, 1:]
-    logits = model(input_ids=ids_BT, use_cache=False).logits[:, :-1]
-    new_BT = logits.log_softmax(-1).gather(2, ids_BT[:, 1:, None])[..., 0]
-    ratio_BT = (new_BT - old_BT).exp()
-    clipped_BT = ratio_BT.clamp(1 - CLIP, 1 + CLIP)
-    gain_BT = torch.min(ratio_BT * advantages[:, None], clipped_BT * advantages[:, None])
-    return -(gain_BT * mask_BT).sum() / mask_BT.sum()
+    new_N = torch.cat(packed_logprobs(model, outputs))
+    old_N = torch.tensor([logprob for o in outputs for logprob in o.logprobs], device=device)
+    lengths = torch.tensor([len(o.generated_tokens) for o in outputs], device=device)
+    advantages_N = advantages.repeat_interleave(lengths)
+    ratio_N = (new_N - old_N).exp()
+    clipped_N = ratio_N.clamp(1 - CLIP, 1 + CLIP)
+    return -torch.min(ratio_N * advantages_N, clipped_N * advantages_N).mean()
 
 
 def main() -> None:

@@ -177,20 +177,17 @@ def _heads(states_NHD: torch.Tensor, indices: torch.Tensor, num_segments: int) -
 def _of_one_size(segments: Sequence[Segment]) -> list[list[Segment]]:
     """Return segments in buckets of about one length, those without a prefix apart."""
     buckets: list[list[Segment]] = []
-    num_pairs = 0
-    ordered = sorted(segments, key=lambda s: (s.prefix_length > 0, -s.length, -s.prefix_length))
-    for segment in ordered:
-        own_pairs = segment.length * (segment.prefix_length + segment.length)
-        if buckets and bool(buckets[-1][0].prefix_length) == bool(segment.prefix_length):
-            part = [*buckets[-1], segment]
-            padded = max(s.length for s in part) * len(part)
-            padded *= max(s.prefix_length + s.length for s in part)
-            if padded <= MAX_PADDED_PAIRS * (num_pairs + own_pairs) + CALL_PAIRS:
-                buckets[-1].append(segment)
-                num_pairs += own_pairs
-                continue
-        buckets.append([segment])
-        num_pairs = own_pairs
+    has_prefix, num_pairs, Q, K = None, 0, 0, 0
+    for segment in sorted(segments, key=lambda s: (s.prefix_length > 0, -s.length)):
+        num_keys = segment.prefix_length + segment.length
+        own_pairs = segment.length * num_keys
+        padded = max(Q, segment.length) * max(K, num_keys) * (len(buckets[-1]) + 1 if Q else 0)
+        is_wide = padded > MAX_PADDED_PAIRS * (num_pairs + own_pairs) + CALL_PAIRS
+        if not buckets or is_wide or has_prefix != (segment.prefix_length > 0):
+            buckets.append([])
+            has_prefix, num_pairs, Q, K = segment.prefix_length > 0, 0, 0, 0
+        buckets[-1].append(segment)
+        num_pairs, Q, K = num_pairs + own_pairs, max(Q, segment.length), max(K, num_keys)
     return buckets
 
 

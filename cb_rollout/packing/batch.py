@@ -78,6 +78,13 @@ class PackedBatch:
         """Return the number of tokens that the forward computes, padding included."""
         return self.input_ids.numel()
 
+    @property
+    def num_shared_prompts(self) -> int:
+        """Return the number of rows whose prompt is computed for another row."""
+        if self.segments is None:
+            return 0
+        return len(self.rows) - sum(not segment.prefix_length for segment in self.segments)
+
 
 def group_rows(rows: Sequence[Row], numbers: Sequence[int]) -> list[list[int]]:
     """Return the rows at `numbers` in groups of equal prompts, in the order of the first one."""

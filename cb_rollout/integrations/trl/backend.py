@@ -17,7 +17,7 @@ from cb_rollout.config.hf import as_trainers_config
 from cb_rollout.config.sampling import SamplingParams
 from cb_rollout.errors import ConfigurationError, InvalidRequestError
 from cb_rollout.integrations.trl.context import RolloutContext
-from cb_rollout.integrations.trl.packed_loss import LossTokens
+from cb_rollout.integrations.trl.packed_scores import LossTokens
 from cb_rollout.integrations.trl.records import TrainerRecords
 from cb_rollout.rollout.generator import RolloutGenerator
 from cb_rollout.types import GenerationOutput

@@ -16,7 +16,8 @@ import torch
 from cb_rollout.integrations.trl.backend import GenerationBackend
 from cb_rollout.integrations.trl.context import Collected, rows_from
 from cb_rollout.integrations.trl.guard import LogprobGuard
-from cb_rollout.integrations.trl.packed_loss import LossTokens, PackedLoss, padded_tokens
+from cb_rollout.integrations.trl.packed_loss import PackedLoss
+from cb_rollout.integrations.trl.packed_scores import LossTokens, padded_tokens
 from cb_rollout.integrations.trl.records import TrainerRecords
 from cb_rollout.integrations.trl.replay import kept_token_ids, replayed_logprobs
 from cb_rollout.integrations.trl.truncated_completions import TruncatedCompletions

@@ -1,21 +1,26 @@
 """The workload `step`: one GRPO step through TRL, by each of its generation paths.
 
-A step is rollout, scoring, loss and update.
+A step is rollout, scoring, forward and backward of the loss, and update. Three batches: completions
+of long-tailed lengths, and prompts of 400 tokens with 8 and with 16 completions each.
 """
 
+import statistics
 import tempfile
 import time
 import warnings
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from datasets import Dataset
 from transformers import PrinterCallback, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 import cb_rollout
+from cb_rollout.engine.memory.device import empty_cache
 from cb_rollout.tools.bench.contenders import BATCHING_SETTINGS, batching_fields
-from cb_rollout.tools.bench.timing import summary, synchronize
+from cb_rollout.tools.bench.timing import ResidentPeak, summary, synchronize
 from cb_rollout.tools.bench.workload import (
     Setup,
     Sizes,
@@ -26,8 +31,13 @@ from cb_rollout.tools.bench.workload import (
 
 STEPS_PER_TURN = 1
 
-# Records and checks, which no other contender makes.
-QUIET = {"record_num_sequences": 0, "verify_every_steps": 0}
+# Records, which no other contender writes.
+QUIET = {"record_num_sequences": 0}
+
+PARTS = ("rollout", "scoring", "forward", "backward", "optimizer")
+
+# Tokens of a prompt, and completions of each: a problem statement and a system prompt.
+LONG_PROMPT, GROUP_SIZES = 400, (8, 16)
 
 
 @dataclass(frozen=True)
@@ -47,11 +57,13 @@ def create_paths(sizes: Sizes, device: str) -> dict[str, GenerationPath]:
     longest = [sizes.prompt_tokens[1] + sizes.longest_in_step] * sizes.num_sequences
     return {
         "cb_rollout": GenerationPath(
-            "its defaults, without records and checks, which the others do not make", rollout=QUIET
+            "its defaults, without records, which the others do not write; its checks fall into "
+            "the step before",
+            rollout=QUIET,
         ),
-        "cb_rollout, old_logps=rollout": GenerationPath(
-            "as above, and the sampled log-probabilities save the forward that recomputes them",
-            rollout=QUIET | {"old_logps": "rollout"},
+        "cb_rollout, loss_forward=trainer": GenerationPath(
+            "as above, with the trainer's own padded forward",
+            rollout=QUIET | {"loss_forward": "trainer"},
         ),
         "TRL continuous batching": GenerationPath(
             f"made anew at each call, as TRL does; {BATCHING_SETTINGS}",
@@ -67,58 +79,137 @@ def create_paths(sizes: Sizes, device: str) -> dict[str, GenerationPath]:
 
 
 class StepClock(TrainerCallback):
-    """Record the seconds of each optimizer step, rollout and update included."""
+    """Record the seconds of each optimizer step and its parts, and the memory of its loss."""
 
-    def __init__(self) -> None:
-        self.seconds: list[float] = []
+    def __init__(self, trainer: Any) -> None:
+        """Wrap the methods of a trainer that the parts of a step run in."""
+        self.steps: list[dict[str, float]] = []
+        self._methods: dict[str, float] = {}
         self._started = 0.0
+        for name in ("_generate", "_generate_and_score_completions", "compute_loss"):
+            setattr(trainer, name, self._timed(name, getattr(trainer, name)))
+        trainer.training_step = self._timed("training_step", trainer.training_step)
+
+    def _timed(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any, **named: Any) -> Any:
+            synchronize()
+            started = time.perf_counter()
+            result = method(*arguments, **named)
+            synchronize()
+            seconds = time.perf_counter() - started
+            self._methods[name] = self._methods.get(name, 0.0) + seconds
+            return result
+
+        return run
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         """Start the clock, before the rollout."""
+        self._methods.clear()
         self._started = time.perf_counter()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         """Stop the clock, after the update."""
         synchronize()
-        self.seconds.append(time.perf_counter() - self._started)
+        total, spent = time.perf_counter() - self._started, self._methods
+        made = spent["_generate_and_score_completions"]
+        self.steps.append(
+            {
+                "seconds": total,
+                "rollout": spent["_generate"],
+                "scoring": made - spent["_generate"],
+                "forward": spent["compute_loss"],
+                "backward": spent["training_step"] - made - spent["compute_loss"],
+                "optimizer": total - spent["training_step"],
+            }
+        )
+
+
+class LossMemory:
+    """Measure the memory that forward and backward of a trainer's loss add to what it held."""
+
+    def __init__(self, trainer: Any, device: torch.device) -> None:
+        self.num_bytes = 0
+        self._device, self._backward = device, trainer.accelerator.backward
+        self._compute_loss = trainer.compute_loss
+        self._peak: ResidentPeak | None = None
+        self._held = 0
+        trainer.compute_loss, trainer.accelerator.backward = self._forward, self._and_backward
+
+    def _forward(self, *arguments: Any, **named: Any) -> Any:
+        empty_cache(self._device)
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+            self._held = torch.cuda.memory_allocated(self._device)
+        else:
+            self._peak = ResidentPeak().__enter__()
+            self._held = self._peak.num_bytes
+        return self._compute_loss(*arguments, **named)
+
+    def _and_backward(self, *arguments: Any, **named: Any) -> None:
+        self._backward(*arguments, **named)
+        if self._peak is None:
+            self.num_bytes = torch.cuda.max_memory_allocated(self._device) - self._held
+        else:
+            self._peak.__exit__()
+            self.num_bytes = self._peak.num_bytes - self._held
 
 
 def bench_step(setup: Setup) -> dict[str, Any]:
-    """Return the seconds of one step of each path."""
+    """Return the seconds of one step of each path, for each batch."""
     print("step: vLLM, TRL's third path, is not installed here and is left out")
-    paths = create_paths(setup.sizes, setup.device)
-    seconds: dict[str, list[float]] = {name: [] for name in paths}
+    print("step: TRL 1.16 has no Liger loss any more; its own fused head is in every path")
+    num_sequences = setup.sizes.num_sequences
+    batches = {"grpo_step": setup.sizes}
+    for size in GROUP_SIZES if num_sequences >= max(GROUP_SIZES) else ():
+        batches[f"grpo_step_{LONG_PROMPT}x{size}"] = replace(
+            setup.sizes,
+            prompt_tokens=(LONG_PROMPT, LONG_PROMPT),
+            num_prompts=num_sequences // 2 // size,
+            num_completions=size,
+        )
+    return {name: _bench_batch(name, setup, sizes) for name, sizes in batches.items()}
+
+
+def _bench_batch(batch: str, setup: Setup, sizes: Sizes) -> dict[str, Any]:
+    paths = create_paths(sizes, setup.device)
+    steps: dict[str, list[dict[str, float]]] = {name: [] for name in paths}
     for repetition in range(setup.repetitions):
         for name, path in paths.items():
-            turn = _step_seconds(setup, path)
-            seconds[name] += turn
-            text = " ".join(f"{value:.2f}" for value in turn)
-            print(f"  {repetition + 1}/{setup.repetitions} {name:<32}{text} s", flush=True)
+            turn = _timed_steps(setup, sizes, path)
+            steps[name] += turn
+            text = " ".join(f"{step['seconds']:.2f}" for step in turn)
+            place = f"{repetition + 1}/{setup.repetitions}"
+            print(f"  {batch} {place} {name:<32}{text} s", flush=True)
     return {
-        "grpo_step": {
-            name: summary(seconds[name], "seconds", path.settings) for name, path in paths.items()
+        name: summary([step["seconds"] for step in steps[name]], "seconds", path.settings)
+        | {
+            "parts": {
+                part: statistics.median(step[part] for step in steps[name]) for part in PARTS
+            },
+            "loss_peak_bytes": max(step["loss_peak_bytes"] for step in steps[name]),
         }
+        for name, path in paths.items()
     }
 
 
-def _step_seconds(setup: Setup, path: GenerationPath) -> list[float]:
-    """Return the seconds of each step of one trainer, after one that warms up."""
+def _timed_steps(setup: Setup, sizes: Sizes, path: GenerationPath) -> list[dict[str, float]]:
+    """Return the seconds of each step of one trainer and of its parts, after one that warms up."""
     # TRL warns of settings that are right for a single step.
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        trainer = _create_trainer(setup, path, folder)
+        trainer = _create_trainer(setup, sizes, path, folder)
         if path.rollout is not None:
             cb_rollout.attach(trainer, cb_rollout.RolloutConfig(**path.rollout))
         trainer.vllm_importance_sampling_mode = "token_truncate"
         trainer.remove_callback(PrinterCallback)
-        clock = StepClock()
+        clock, memory = StepClock(trainer), LossMemory(trainer, trainer.accelerator.device)
         trainer.add_callback(clock)
         trainer.train()
-    return clock.seconds[1:]
+    return [step | {"loss_peak_bytes": memory.num_bytes} for step in clock.steps[1:]]
 
 
-def _create_trainer(setup: Setup, path: GenerationPath, folder: str) -> GRPOTrainer:
-    sizes, is_cpu = setup.sizes, setup.device == "cpu"
+def _create_trainer(setup: Setup, sizes: Sizes, path: GenerationPath, folder: str) -> GRPOTrainer:
+    is_cpu = setup.device == "cpu"
     return GRPOTrainer(
         model=create_ending_model(sizes.shape, setup.device, sizes.sampled_mean),
         reward_funcs=lambda completions, **_: [len(c) % 7 for c in completions],

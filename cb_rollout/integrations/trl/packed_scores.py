@@ -1,0 +1,148 @@
+"""Score the rows of TRL's padded batch over packed batches, and count their tokens.
+
+Called by the trainer, on its thread. Imports no trl.
+
+B: rows of a batch, S: prompt and completion, T: completion, K: completion tokens.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from cb_rollout.engine.memory import device as devices
+from cb_rollout.engine.sampling.mask import SamplingMask, masked_logprobs
+from cb_rollout.packing.batch import PackedBatch, PackingLayout, Row, pack
+from cb_rollout.packing.forward import Scores, score_batches
+
+Result = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
+"""Log-probabilities and entropies, (B, T), and the load-balancing loss of a mixture of experts."""
+
+
+@dataclass(frozen=True, slots=True)
+class LossTokens:
+    """Counts of one forward."""
+
+    loss_tokens_computed: int = 0
+    """Tokens that went through the model, padding included."""
+    loss_tokens_useful: int = 0
+    """Tokens that the scores need: each distinct prompt once, completions without the last."""
+    prompts_shared: int = 0
+    """Completions that used a prompt computed for another one."""
+    rows_left_out: int = 0
+    """Rows without a gradient: they have no advantage, or are masked."""
+
+
+def padded_tokens(
+    input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_keep: int
+) -> LossTokens:
+    """Return the counts of the trainer's own forward."""
+    rows = rows_of(input_ids, attention_mask, logits_to_keep)
+    return LossTokens(input_ids.numel(), _num_needed(rows) if rows else input_ids.numel())
+
+
+@dataclass
+class PackedScores:
+    """Scores of a batch of rows by one model."""
+
+    trainer: Any
+    model: torch.nn.Module
+    rows: list[Row]
+    layout: PackingLayout
+    kept: Sequence[list[Any]] | None
+    has_aux_loss: bool
+
+    def __post_init__(self) -> None:
+        self.tokens = LossTokens()
+        self._batches: list[PackedBatch] = []
+
+    def scores(self, trained: Sequence[int], max_tokens: int | None) -> list[Scores]:
+        """Run the rows at `trained` with gradients, and the others without."""
+        device = next(self.model.parameters()).device
+        others = sorted(set(range(len(self.rows))) - set(trained))
+        with_gradient = pack(self.rows, trained, self.layout, device, max_tokens)
+        self._batches = with_gradient + pack(self.rows, others, self.layout, device, max_tokens)
+        self._count(trained)
+        with self.trainer.accelerator.autocast():
+            return score_batches(
+                self.model,
+                self._batches,
+                self._head,
+                num_trained=len(with_gradient),
+                recompute=len(with_gradient) > 1,
+            )
+
+    def unpacked(self, scores: list[Scores], logits_to_keep: int) -> Result:
+        """Return scores as TRL's forward does: (B, T), and 0 in the padding."""
+        T = logits_to_keep
+        places: list[int] = []
+        for batch in self._batches:
+            for row, length in zip(batch.rows, batch.lengths, strict=True):
+                places += range(row * T, row * T + length)
+        device = scores[0].logprobs_K.device
+        places_K = devices.to_device(places, device)
+
+        def spread(parts: list[torch.Tensor]) -> torch.Tensor:
+            values_K = torch.cat(parts).float()
+            flat = torch.zeros(len(self.rows) * T, device=device)
+            return flat.index_copy(0, places_K, values_K).view(-1, T)
+
+        entropies = [part.entropies_K for part in scores if part.entropies_K is not None]
+        return (
+            spread([part.logprobs_K for part in scores]),
+            spread(entropies) if entropies else None,
+            scores[0].aux_loss,
+        )
+
+    def _head(
+        self, own_forward: Callable[..., Any], batch: PackedBatch, arguments: dict[str, Any]
+    ) -> Scores:
+        """Score by TRL's fused head, or over the sampling mask."""
+        if self.has_aux_loss:
+            arguments = arguments | {"output_router_logits": True}
+        if self.kept is not None:
+            output = own_forward(**arguments, use_cache=False)
+            kept = [ids for row in batch.rows for ids in self.kept[row]]
+            logits_KV, mask = output.logits[0], SamplingMask.joined(kept)
+            found = masked_logprobs(logits_KV, batch.labels_K, mask, self.trainer.temperature)
+            return Scores(*found, output.aux_loss if self.has_aux_loss else None)
+        output = own_forward(**arguments, shift_labels=batch.labels_K[None], fused_lm_head=True)
+        entropies = None if output.entropy is None else output.entropy[0]
+        return Scores(output.log_probs[0], entropies, output.aux_loss)
+
+    def _count(self, trained: Sequence[int]) -> None:
+        num_shared = sum(batch.num_shared_prompts for batch in self._batches)
+        self.tokens = LossTokens(
+            sum(batch.num_tokens for batch in self._batches),
+            _num_needed(self.rows),
+            num_shared,
+            len(self.rows) - sum(bool(self.rows[number].completion_ids) for number in trained),
+        )
+
+
+def _num_needed(rows: Sequence[Row]) -> int:
+    """Return the tokens that the scores of these rows need."""
+    scored = [row for row in rows if row.completion_ids]
+    prompts = {tuple(row.prompt_ids) for row in scored}
+    return sum(map(len, prompts)) + sum(len(row.completion_ids) - 1 for row in scored)
+
+
+def rows_of(
+    input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_keep: int
+) -> list[Row] | None:
+    """Return the rows without padding; None where padding is not at the two ends alone."""
+    first = input_ids.shape[1] - logits_to_keep
+    prompt_mask_BP, mask_BT = attention_mask[:, :first] > 0, attention_mask[:, first:] > 0
+    prompts_B, completions_B = prompt_mask_BP.sum(1), mask_BT.sum(1)
+    at_P = torch.arange(first, device=input_ids.device)
+    at_T = torch.arange(logits_to_keep, device=input_ids.device)
+    is_plain = (prompt_mask_BP == (at_P >= first - prompts_B[:, None])).all()
+    is_plain &= (mask_BT == (at_T < completions_B[:, None])).all() & (prompts_B > 0).all()
+    if not is_plain:
+        return None
+    lengths = zip(prompts_B.tolist(), completions_B.tolist(), strict=True)
+    return [
+        Row(ids[first - before : first], ids[first : first + after])
+        for ids, (before, after) in zip(input_ids.tolist(), lengths, strict=True)
+    ]
