@@ -48,6 +48,7 @@ PUBLIC = [
     "detach",
     "generate_batch",
     "make_rollout_func",
+    "packed_logprobs",
 ]
 
 REFERENCE_FIELDS = [

@@ -24,7 +24,7 @@ MAX_PADDING = 1.25
 NUM_COMPARED = 4
 
 
-class Row(NamedTuple):
+class PackedRow(NamedTuple):
     """One sequence to score."""
 
     prompt_ids: Sequence[int]
@@ -86,7 +86,7 @@ class PackedBatch:
         return len(self.rows) - sum(not segment.prefix_length for segment in self.segments)
 
 
-def group_rows(rows: Sequence[Row], numbers: Sequence[int]) -> list[list[int]]:
+def group_rows(rows: Sequence[PackedRow], numbers: Sequence[int]) -> list[list[int]]:
     """Return the rows at `numbers` in groups of equal prompts, in the order of the first one."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for number in numbers:
@@ -94,7 +94,7 @@ def group_rows(rows: Sequence[Row], numbers: Sequence[int]) -> list[list[int]]:
     return list(groups.values())
 
 
-def representative(rows: Sequence[Row]) -> list[int]:
+def representative(rows: Sequence[PackedRow]) -> list[int]:
     """Return some rows to compare two forwards on: two of one group, the longest, and others."""
     scored = [number for number, row in enumerate(rows) if row.completion_ids]
     groups = sorted(group_rows(rows, scored), key=len, reverse=True)
@@ -104,7 +104,7 @@ def representative(rows: Sequence[Row]) -> list[int]:
 
 
 def pack(
-    rows: Sequence[Row],
+    rows: Sequence[PackedRow],
     numbers: Sequence[int],
     layout: PackingLayout,
     device: torch.device,
@@ -131,7 +131,7 @@ def pack(
 
 
 def _within(
-    rows: Sequence[Row], groups: list[list[int]], max_tokens: int | None
+    rows: Sequence[PackedRow], groups: list[list[int]], max_tokens: int | None
 ) -> Iterator[list[list[int]]]:
     """Yield lists of groups of at most `max_tokens` tokens; a group that does not fit is cut."""
     part: list[list[int]] = []
@@ -154,7 +154,7 @@ def _within(
 
 
 def _of_one_length(
-    rows: Sequence[Row], numbers: list[int], max_tokens: int | None
+    rows: Sequence[PackedRow], numbers: list[int], max_tokens: int | None
 ) -> Iterator[list[int]]:
     """Yield rows of about one length, within `max_tokens` and `MAX_PADDING`."""
     sizes = {n: len(rows[n].prompt_ids) + len(rows[n].completion_ids) - 1 for n in numbers}
@@ -174,7 +174,11 @@ def _of_one_length(
 
 
 def _packed(
-    rows: Sequence[Row], groups: list[list[int]], device: torch.device, *, num_dropped: int = 1
+    rows: Sequence[PackedRow],
+    groups: list[list[int]],
+    device: torch.device,
+    *,
+    num_dropped: int = 1,
 ) -> PackedBatch:
     """Pack groups, without the last `num_dropped` tokens of completions, which predict nothing."""
     ids: list[int] = []
@@ -213,7 +217,7 @@ def _packed(
     )
 
 
-def _padded(rows: Sequence[Row], numbers: list[int], device: torch.device) -> PackedBatch:
+def _padded(rows: Sequence[PackedRow], numbers: list[int], device: torch.device) -> PackedBatch:
     sequences = [[*rows[n].prompt_ids, *rows[n].completion_ids[:-1]] for n in numbers]
     S = max(map(len, sequences))
     predicting: list[int] = []

@@ -31,7 +31,7 @@ def max_difference(model: torch.nn.Module, *, is_autocast: bool = False) -> floa
 
 
 class Scores(NamedTuple):
-    """What a head computes for completion tokens."""
+    """Scores of completion tokens."""
 
     logprobs_K: torch.Tensor
     """float32, in nats."""

@@ -16,7 +16,7 @@ from cb_rollout.compat.fsdp import is_sharded
 from cb_rollout.engine.model.eval_mode import eval_mode
 from cb_rollout.engine.sampling.draw import chosen_logprobs
 from cb_rollout.errors import ConfigurationError, InvalidRequestError
-from cb_rollout.packing.batch import PackedBatch, PackingLayout, Row, pack, representative
+from cb_rollout.packing.batch import PackedBatch, PackedRow, PackingLayout, pack, representative
 from cb_rollout.packing.forward import Scores, max_difference, score_batches
 from cb_rollout.types import GenerationOutput
 
@@ -61,7 +61,7 @@ def packed_logprobs(
             "packed_logprobs takes a model whose parameters are whole; under FSDP or ZeRO-3 attach "
             "a TRL trainer with loss_forward='packed', or call the model's own forward."
         )
-    rows = [Row(output.prompt_ids, output.generated_tokens) for output in outputs]
+    rows = [PackedRow(output.prompt_ids, output.generated_tokens) for output in outputs]
     for output in outputs:
         if not output.prompt_ids:
             raise InvalidRequestError(
@@ -80,7 +80,7 @@ def packed_logprobs(
 
 def _scored(
     model: torch.nn.Module,
-    rows: Sequence[Row],
+    rows: Sequence[PackedRow],
     numbers: Sequence[int],
     layout: PackingLayout,
     temperature: float,
@@ -124,7 +124,7 @@ def _chunk(
     return chosen_logprobs(logits_KV.float() / temperature, labels_K)
 
 
-def _agreeing_layout(inner: Any, rows: Sequence[Row], temperature: float) -> PackingLayout:
+def _agreeing_layout(inner: Any, rows: Sequence[PackedRow], temperature: float) -> PackingLayout:
     """Return the first layout that agrees with the model's plain forward on some rows."""
     numbers = representative(rows)
     max_nats = max_difference(inner)
@@ -149,7 +149,7 @@ def _agreeing_layout(inner: Any, rows: Sequence[Row], temperature: float) -> Pac
     )
 
 
-def _plain(inner: Any, row: Row, temperature: float) -> torch.Tensor:
+def _plain(inner: Any, row: PackedRow, temperature: float) -> torch.Tensor:
     device = next(inner.parameters()).device
     ids = torch.tensor([[*row.prompt_ids, *row.completion_ids]], device=device)
     first = len(row.prompt_ids)

@@ -10,16 +10,16 @@ from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from cb_rollout import ConfigurationError
 from cb_rollout.packing.attention import PackedAttention
-from cb_rollout.packing.batch import PackingLayout, Row, Segment, pack
+from cb_rollout.packing.batch import PackedRow, PackingLayout, Segment, pack
 
 HEADS, KEY_HEADS, HEAD_SIZE = 4, 2, 8
 SCALE = HEAD_SIZE**-0.5
 CPU = torch.device("cpu")
 
 # Lengths far apart make several buckets; the third prompt has one completion, and so no prefix.
-ROWS = [Row([1] * prompt, [1] * new) for prompt, new in [(200, 3), (200, 150), (200, 2)]]
-ROWS += [Row([2] * prompt, [1] * new) for prompt, new in [(3, 1), (3, 260), (3, 7)]]
-ROWS += [Row([3] * 4, [1] * 5)]
+ROWS = [PackedRow([1] * prompt, [1] * new) for prompt, new in [(200, 3), (200, 150), (200, 2)]]
+ROWS += [PackedRow([2] * prompt, [1] * new) for prompt, new in [(3, 1), (3, 260), (3, 7)]]
+ROWS += [PackedRow([3] * 4, [1] * 5)]
 
 
 def segments_of_rows():

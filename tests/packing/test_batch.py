@@ -7,8 +7,8 @@ import torch
 
 from cb_rollout.packing.batch import (
     MAX_PADDING,
+    PackedRow,
     PackingLayout,
-    Row,
     Segment,
     pack,
     representative,
@@ -16,7 +16,13 @@ from cb_rollout.packing.batch import (
 
 CPU = torch.device("cpu")
 A, B = [10, 11, 12], [13]
-ROWS = [Row(A, [20, 21]), Row(A, [22]), Row(A, []), Row(B, [23, 24, 25]), Row(A, [26, 27, 28])]
+ROWS = [
+    PackedRow(A, [20, 21]),
+    PackedRow(A, [22]),
+    PackedRow(A, []),
+    PackedRow(B, [23, 24, 25]),
+    PackedRow(A, [26, 27, 28]),
+]
 EVERY = range(len(ROWS))
 
 
@@ -97,7 +103,7 @@ def test_whatever_the_cuts_each_token_sees_its_own_sequence(layout):
     for _ in range(150):
         prompts = [[rng.randrange(9) for _ in range(rng.randint(1, 8))] for _ in range(3)]
         rows = [
-            Row(rng.choice(prompts), [rng.randrange(9) for _ in range(rng.randint(0, 9))])
+            PackedRow(rng.choice(prompts), [rng.randrange(9) for _ in range(rng.randint(0, 9))])
             for _ in range(rng.randint(1, 10))
         ]
         numbers = sorted(rng.sample(range(len(rows)), rng.randint(1, len(rows))))
@@ -130,5 +136,5 @@ def check_each_token(rows, batch):
 
 
 def test_the_rows_to_compare_are_a_pair_of_a_group_and_the_longest():
-    rows = [Row(B, [1]), Row([9], [2]), *ROWS, Row([7], [1] * 9)]
+    rows = [PackedRow(B, [1]), PackedRow([9], [2]), *ROWS, PackedRow([7], [1] * 9)]
     assert representative(rows) == [2, 3, 7, 0]

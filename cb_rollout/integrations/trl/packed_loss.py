@@ -23,7 +23,7 @@ from cb_rollout.engine.memory import device as devices
 from cb_rollout.engine.model.eval_mode import eval_mode
 from cb_rollout.errors import ConfigurationError, error_text
 from cb_rollout.integrations.trl.packed_scores import LossTokens, PackedScores, Result, rows_of
-from cb_rollout.packing.batch import PackingLayout, Row, representative
+from cb_rollout.packing.batch import PackedRow, PackingLayout, representative
 from cb_rollout.packing.forward import FLOAT32_NATS, max_difference
 
 # Allowed between two gradients, as a share of the norm: in float32, and with 8 or 11 bits.
@@ -47,6 +47,8 @@ class PackedLoss:
         if not isinstance(config.loss_tokens_per_forward, str):
             self._max_tokens = config.loss_tokens_per_forward
         self.tokens = LossTokens()
+        if getattr(trainer.args, "torch_compile", False):
+            self._give_up("torch_compile=True compiles the trainer's own forward")
 
     def logprobs(
         self,
@@ -195,7 +197,7 @@ class PackedLoss:
         return max(1, int(ACTIVATION_SHARE * free / max(1.0, bytes_per_token)))
 
 
-def _rows_with_gradient(rows: list[Row], advantages: list[float]) -> list[int]:
+def _rows_with_gradient(rows: list[PackedRow], advantages: list[float]) -> list[int]:
     """Return the rows with an advantage, or else the shortest: a backward pass needs one."""
     scored = [number for number, row in enumerate(rows) if row.completion_ids]
     trained = [number for number in scored if advantages[number]]

@@ -13,7 +13,7 @@ import torch
 
 from cb_rollout.engine.memory import device as devices
 from cb_rollout.engine.sampling.mask import SamplingMask, masked_logprobs
-from cb_rollout.packing.batch import PackedBatch, PackingLayout, Row, pack
+from cb_rollout.packing.batch import PackedBatch, PackedRow, PackingLayout, pack
 from cb_rollout.packing.forward import Scores, score_batches
 
 Result = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
@@ -48,7 +48,7 @@ class PackedScores:
 
     trainer: Any
     model: torch.nn.Module
-    rows: list[Row]
+    rows: list[PackedRow]
     layout: PackingLayout
     kept: Sequence[list[Any]] | None
     has_aux_loss: bool
@@ -121,7 +121,7 @@ class PackedScores:
         )
 
 
-def _num_needed(rows: Sequence[Row]) -> int:
+def _num_needed(rows: Sequence[PackedRow]) -> int:
     """Return the tokens that the scores of these rows need."""
     scored = [row for row in rows if row.completion_ids]
     prompts = {tuple(row.prompt_ids) for row in scored}
@@ -130,7 +130,7 @@ def _num_needed(rows: Sequence[Row]) -> int:
 
 def rows_of(
     input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_keep: int
-) -> list[Row] | None:
+) -> list[PackedRow] | None:
     """Return the rows without padding; None where padding is not at the two ends alone."""
     first = input_ids.shape[1] - logits_to_keep
     prompt_mask_BP, mask_BT = attention_mask[:, :first] > 0, attention_mask[:, first:] > 0
@@ -143,6 +143,6 @@ def rows_of(
         return None
     lengths = zip(prompts_B.tolist(), completions_B.tolist(), strict=True)
     return [
-        Row(ids[first - before : first], ids[first : first + after])
+        PackedRow(ids[first - before : first], ids[first : first + after])
         for ids, (before, after) in zip(input_ids.tolist(), lengths, strict=True)
     ]
