@@ -1,0 +1,273 @@
+"""The packed loss of random batches is TRL's own, and a fault in it would be seen.
+
+Each batch is one that TRL could have made: groups of random lengths and sizes, left-padded prompts,
+right-padded completions, rows without an advantage, rows and tokens that are masked.
+"""
+
+import random
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tiny import PAD
+from tiny_trainer import tiny_trainer
+
+from cb_rollout import RolloutConfig, attach
+from cb_rollout.integrations.trl import packed_loss
+from cb_rollout.integrations.trl.scoring import TrainerScoring
+from cb_rollout.packing.batch import Segment
+
+VOCABULARY = 99
+LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "vespo", "luspo")
+TOLERANCE = 1e-5
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    """A trainer that packs and one that is TRL's own, of equal weights that never change."""
+    settings = {"num_hidden_layers": 1, "vllm_importance_sampling_correction": False}
+    ours, theirs = (tiny_trainer(tmp_path_factory.mktemp("runs"), **settings) for _ in range(2))
+    generator = attach(ours, RolloutConfig(loss_forward="packed"))
+    for trainer in (ours, theirs):
+        trainer.model.train()
+    yield SimpleNamespace(ours=ours, theirs=theirs)
+    generator.close()
+
+
+@pytest.fixture(autouse=True)
+def nothing_falls_back(monkeypatch):
+    """What is compared here is the packed forward, even one that the first batch would refuse."""
+    monkeypatch.setattr(packed_loss.PackedLoss, "_is_proved", lambda *_: True)
+
+
+def random_batch(rng):
+    """Inputs of TRL's loss, as its `_generate_and_score_completions` makes them."""
+
+    def tokens(least, most):
+        return [rng.randrange(3, VOCABULARY) for _ in range(rng.randint(least, most))]
+
+    prompts = [tokens(1, 8) for _ in range(rng.randint(1, 3))]
+    longest = rng.choice([1, 4, 10])
+    rows = [(p, tokens(0, longest)) for p in prompts for _ in range(rng.randint(1, 4))]
+    rng.shuffle(rows)
+    P = max(len(prompt) for prompt, _ in rows)
+    T = max(1, *(len(completion) for _, completion in rows))
+    shape = (len(rows), T)
+    generator = torch.Generator().manual_seed(rng.randrange(1 << 30))
+    share = rng.choice([0.0, 0.5, 0.5, 1.0])
+    advantages = torch.randn(len(rows), generator=generator)
+    is_left_out = torch.rand(len(rows), generator=generator) < share
+    # A masked row keeps its tokens, as where TRL leaves truncated completions out.
+    under_mask = torch.randint(3, VOCABULARY, shape, generator=generator).tolist()
+    mask = torch.tensor([[t < len(c) for t in range(T)] for _, c in rows]).long()
+    batch = {
+        "prompt_ids": torch.tensor([[PAD] * (P - len(p)) + p for p, _ in rows]),
+        "prompt_mask": torch.tensor([[0] * (P - len(p)) + [1] * len(p) for p, _ in rows]),
+        "completion_ids": torch.tensor(
+            [c + rest[len(c) :] for (_, c), rest in zip(rows, under_mask, strict=True)]
+        ),
+        "completion_mask": mask,
+        "advantages": advantages.masked_fill(is_left_out, 0.0),
+        "num_items_in_batch": mask.sum(),
+    }
+    if rng.random() < 0.5:
+        batch["tool_mask"] = torch.randint(0, 2, shape, generator=generator)
+    if rng.random() < 0.5:
+        near = torch.randn(shape, generator=generator) * 0.1
+        batch["old_per_token_logps"] = near - 4
+    batch["ref_per_token_logps"] = torch.randn(shape, generator=generator) * 0.1 - 4
+    return batch
+
+
+def random_settings(rng):
+    bonus = rng.choice([0.0, 0.0, 0.02])
+    return {
+        "loss_type": rng.choice(LOSSES),
+        "beta": rng.choice([0.0, 0.0, 0.1]),
+        "entropy_coef": bonus,
+        "_entropy_bonus_enabled": bool(bonus),
+        "top_entropy_quantile": rng.choice([1.0, 1.0, 0.4]),
+        "importance_sampling_level": rng.choice(["token", "sequence"]),
+    }
+
+
+def learned(trainer, batches, settings):
+    """The losses of some micro-batches, the gradient of their sum, and what was logged."""
+    for name, value in settings.items():
+        setattr(trainer, name, value)
+    trainer.current_gradient_accumulation_steps = len(batches)
+    trainer._metrics["train"].clear()
+    trainer.model.zero_grad()
+    losses = []
+    for batch in batches:
+        loss = trainer.compute_loss(trainer.model, dict(batch))
+        loss.backward()
+        losses.append(loss.item())
+    gradients = {n: p.grad.clone() for n, p in trainer.model.named_parameters()}
+    return losses, gradients, {k: list(v) for k, v in trainer._metrics["train"].items()}
+
+
+def scored(trainer, batch, rng):
+    """Old or reference log-probabilities, and entropies, without gradients."""
+    with torch.no_grad():
+        return trainer._get_per_token_logps_and_entropies(
+            trainer.model,
+            torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1),
+            torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1),
+            batch["completion_ids"].shape[1],
+            rng.choice([None, 1, 3]),
+            compute_entropy=True,
+        )[:2]
+
+
+def difference(pair, seed):
+    """What differs between the two trainers on this seed's batches; None: nothing does."""
+    rng = random.Random(seed)
+    limit = rng.choice(["auto", 1, 12, 40])
+    config = RolloutConfig(loss_forward="packed", loss_tokens_per_forward=limit)
+    scoring = pair.ours._get_per_token_logps_and_entropies.__self__
+    scoring._packed = packed_loss.PackedLoss(pair.ours, config)
+    batches = [random_batch(rng) for _ in range(rng.randint(1, 2))]
+    own, other = (scored(t, batches[0], random.Random(seed)) for t in (pair.ours, pair.theirs))
+    if any((a - b).abs().max() > 10 * TOLERANCE for a, b in zip(own, other, strict=True)):
+        return "scores"
+    settings = random_settings(rng)
+    own, other = (learned(trainer, batches, settings) for trainer in (pair.ours, pair.theirs))
+    if own[0] != pytest.approx(other[0], rel=TOLERANCE, abs=TOLERANCE):
+        return "losses"
+    norm = max(float(gradient.norm()) for gradient in other[1].values())
+    for name, gradient in other[1].items():
+        if (own[1][name] - gradient).norm() > TOLERANCE * (gradient.norm() + norm) + 1e-7:
+            return f"gradients of {name}"
+    for name, values in other[2].items():
+        if own[2][name] != pytest.approx(values, rel=10 * TOLERANCE, abs=1e-4, nan_ok=True):
+            return f"metric {name}"
+    return None
+
+
+def test_random_batches_learn_what_trl_would(pair):
+    assert {seed: found for seed in range(12) if (found := difference(pair, seed))} == {}
+
+
+@pytest.mark.slow
+def test_many_random_batches_learn_what_trl_would(pair):
+    assert {seed: found for seed in range(12, 500) if (found := difference(pair, seed))} == {}
+
+
+def packing(change):
+    """A fault in the layout of a batch."""
+    pack = packed_loss.pack
+
+    def faulty(*arguments):
+        return [change(batch) for batch in pack(*arguments)]
+
+    return lambda monkeypatch: monkeypatch.setattr(packed_loss, "pack", faulty)
+
+
+def shifted(batch):
+    """A completion's positions begin one too late."""
+    positions = batch.position_ids.clone()
+    for segment in batch.segments:
+        if segment.prefix_length:
+            positions[0, segment.start : segment.start + segment.length] += 1
+    return replace(batch, position_ids=positions)
+
+
+def of_another_group(batch):
+    """Completions attend to the first prompt of the batch."""
+    segments = tuple(
+        Segment(s.start, s.length, 0, s.prefix_length) if s.prefix_length else s
+        for s in batch.segments
+    )
+    return replace(batch, segments=segments)
+
+
+def with_a_token_too_early(batch):
+    """Tokens are predicted from the one before the right one."""
+    return replace(batch, predicting_K=(batch.predicting_K - 1).clamp(min=0))
+
+
+def in_another_order(batch):
+    """Scores are those of other rows of equal length."""
+    if len(set(batch.lengths)) > 1:
+        return batch
+    return replace(batch, rows=batch.rows[::-1])
+
+
+def padding_is_a_prompt(monkeypatch):
+    rows = packed_loss._rows
+
+    def faulty(input_ids, attention_mask, logits_to_keep):
+        mask = attention_mask.clone()
+        mask[:, :-logits_to_keep] = 1
+        return rows(input_ids, mask, logits_to_keep)
+
+    monkeypatch.setattr(packed_loss, "_rows", faulty)
+
+
+def a_row_has_no_gradient(monkeypatch):
+    chosen = packed_loss._rows_with_gradient
+    monkeypatch.setattr(
+        packed_loss, "_rows_with_gradient", lambda rows, advantages: chosen(rows, advantages)[:1]
+    )
+
+
+def rows_are_left_out_of_every_loss(monkeypatch):
+    """Rows without an advantage are left out where the KL or the entropy bonus needs them."""
+    monkeypatch.setattr(
+        TrainerScoring,
+        "_advantages",
+        lambda self: self._loss_inputs and self._loss_inputs["advantages"],
+    )
+
+
+def input_of_the_loss(change):
+    """A fault that leaves something out of the batch."""
+
+    def faulty(monkeypatch, pair):
+        compute_loss = pair.ours.compute_loss
+        monkeypatch.setattr(
+            pair.ours,
+            "compute_loss",
+            lambda model, batch: compute_loss(model, batch | change(batch)),
+        )
+
+    return faulty
+
+
+def without_their_tokens(batch):
+    """Rows without an advantage are out of the denominator too."""
+    return {"completion_mask": batch["completion_mask"] * (batch["advantages"] != 0)[:, None]}
+
+
+def without_a_mask(batch):
+    """A row's tokens all count."""
+    return {"tool_mask": torch.ones_like(batch["completion_mask"])}
+
+
+MUTANTS = {
+    "position": packing(shifted),
+    "prompt": packing(of_another_group),
+    "prediction": packing(with_a_token_too_early),
+    "order": packing(in_another_order),
+    "padding": padding_is_a_prompt,
+    "gradient": a_row_has_no_gradient,
+    "kl": rows_are_left_out_of_every_loss,
+}
+FAULTY_INPUTS = {
+    "denominator": input_of_the_loss(without_their_tokens),
+    "mask": input_of_the_loss(without_a_mask),
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_a_fault_in_the_packed_forward_is_seen(pair, monkeypatch, mutant):
+    MUTANTS[mutant](monkeypatch)
+    assert any(difference(pair, seed) for seed in range(12))
+
+
+@pytest.mark.parametrize("mutant", FAULTY_INPUTS)
+def test_something_left_out_of_the_loss_is_seen(pair, monkeypatch, mutant):
+    FAULTY_INPUTS[mutant](monkeypatch, pair)
+    assert any(difference(pair, seed) for seed in range(12))

@@ -1,0 +1,219 @@
+"""With loss_forward="packed" an attached trainer learns what TRL would, and logs what TRL would."""
+
+import gc
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from playback import TOOLS, assert_learned_alike, double, play_back, watched, with_tools
+from tiny import EOS, tiny_model
+from tiny_trainer import PROBLEMS, logged, tiny_trainer
+from trl import RLOOConfig, RLOOTrainer
+
+from cb_rollout import RolloutConfig, attach
+
+SMALL = {
+    "max_steps": 2,
+    "per_device_train_batch_size": 8,
+    "per_device_eval_batch_size": 8,
+    "num_generations": 4,
+    "max_completion_length": 10,
+    "optim": "sgd",
+    "lr_scheduler_type": "constant",
+    "learning_rate": 1e-2,
+}
+RLOO = {"trainer_class": RLOOTrainer, "config_class": RLOOConfig}
+LORA = {"peft_config": LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")}
+
+# Tokens that end a completion, so that lengths differ.
+ENDS = [EOS, *range(20, 32)]
+
+# What a clock says, and what only one of the two paths has.
+CLOCKS = ("_time", "runtime", "per_second", "flos")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def what_was_imported_is_no_garbage():
+    """Each `train()` collects garbage, which takes four times as long as the rest of a cell."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def reference(tmp_path_factory):
+    """A model of other weights, which TRL loads where a run has a reference model."""
+    path = tmp_path_factory.mktemp("reference")
+    tiny_model(vocab_size=99, num_hidden_layers=1, seed=1).save_pretrained(path)
+    return path
+
+
+def many_letters(completions, **_):
+    """A reward that is often equal within a group."""
+    return [float(len(str(c)) % 2) for c in completions]
+
+
+def a_trainer(
+    output_dir,
+    monkeypatch,
+    *,
+    family="qwen3",
+    reference=None,
+    peft=False,
+    tools=False,
+    **settings,
+):
+    arguments = dict(LORA) if peft else {}
+    if tools:
+        rows = [{"prompt": [{"role": "user", "content": row["prompt"]}]} for row in PROBLEMS[:8]]
+        arguments |= {"train_dataset": Dataset.from_list(rows), "tools": [double]}
+        settings = TOOLS | settings
+    lfm2 = {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2}
+    sizes = {"num_hidden_layers": 1} | (lfm2 if family == "lfm2" else {})
+    model = tiny_model(family, vocab_size=99, **sizes)
+    model.generation_config.eos_token_id = ENDS
+    if reference is not None:
+        model.config._name_or_path = str(reference)
+    torch.manual_seed(0)
+    return tiny_trainer(
+        output_dir,
+        model=model,
+        reward=settings.pop("reward", many_letters),
+        prepare_tokenizer=lambda tokenizer: with_tools(monkeypatch, tokenizer),
+        trainer_arguments=arguments,
+        **(SMALL | settings),
+    )
+
+
+def packed_run(output_dir, monkeypatch, settings, **config):
+    """An attached trainer that packs, after training."""
+    trainer = a_trainer(output_dir, monkeypatch, **settings)
+    config = {"loss_forward": "packed", "verify_every_steps": 0} | config
+    generator = attach(trainer, RolloutConfig(**config))
+    record = watched(trainer)
+    torch.manual_seed(0)
+    trainer.train()
+    generator.close()
+    return trainer, record
+
+
+def trl_run(output_dir, monkeypatch, settings, turns):
+    """TRL's own, on the same tokens."""
+    trainer = a_trainer(output_dir, monkeypatch, **settings)
+    assert not trainer.use_vllm
+    record = play_back(trainer, turns)
+    torch.manual_seed(0)
+    trainer.train()
+    return trainer, record
+
+
+def assert_logged_alike(ours, theirs, tolerance=1e-4):
+    pairs = list(zip(ours.state.log_history, theirs.state.log_history, strict=True))
+    assert pairs
+    for own, other in pairs:
+        for name, value in other.items():
+            if not name.endswith(CLOCKS) and not name.startswith("rollout/"):
+                assert own[name] == pytest.approx(value, rel=tolerance, abs=tolerance), name
+
+
+def assert_packed(trainer):
+    """Hardly anything was computed twice: rows without a gradient run apart from their group."""
+    computed = logged(trainer, "rollout/loss_tokens_computed")
+    needed = logged(trainer, "rollout/loss_tokens_useful")
+    assert all(c <= 1.25 * n for c, n in zip(computed, needed, strict=True))
+    assert max(logged(trainer, "rollout/prompts_shared")) > 0
+
+
+CELLS = {
+    "kl": {"beta": 0.1, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 4},
+    "evaluate": {
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "num_generations_eval": 2,
+        "scale_rewards": "batch",
+        "loss_type": "dapo",
+    },
+    "lora": {"beta": 0.1, "peft": True, "loss_type": "bnpo"},
+    "entropy": {"top_entropy_quantile": 0.5, "entropy_coef": 0.05, "loss_type": "dr_grpo"},
+    "masked": {
+        "mask_truncated_completions": True,
+        "num_iterations": 2,
+        "steps_per_generation": 2,
+        "per_device_train_batch_size": 4,
+        "max_steps": 4,
+        "loss_type": "bnpo",
+    },
+    "tools": {"tools": True, "loss_type": "dapo"},
+    "rloo": {"beta": 0.1} | RLOO,
+    "checkpointed": {
+        "activation_checkpointing": True,
+        "activation_checkpointing_kwargs": {"use_reentrant": False},
+        "importance_sampling_level": "sequence",
+    },
+    "reentrant": {
+        "activation_checkpointing": True,
+        "activation_checkpointing_kwargs": {"use_reentrant": True},
+        "beta": 0.1,
+        "peft": True,
+    },
+    "no advantage": {"reward": lambda completions, **_: [0.0] * len(completions)},
+}
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_a_packed_run_learns_and_logs_what_trl_would(tmp_path, monkeypatch, reference, cell):
+    settings = CELLS[cell] | {"reference": reference}
+    ours, own = packed_run(tmp_path / "ours", monkeypatch, settings)
+    theirs, other = trl_run(tmp_path / "theirs", monkeypatch, settings, own.turns)
+    assert_learned_alike(own, other)
+    assert_logged_alike(ours, theirs)
+    assert_packed(ours)
+
+
+@pytest.mark.parametrize("limit", [1, 60])
+def test_a_batch_of_many_forwards_is_computed_again(tmp_path, monkeypatch, reference, limit):
+    settings = {"beta": 0.1, "reference": reference, "loss_type": "dapo"}
+    _, own = packed_run(tmp_path / "ours", monkeypatch, settings, loss_tokens_per_forward=limit)
+    _, other = trl_run(tmp_path / "theirs", monkeypatch, settings, own.turns)
+    assert_learned_alike(own, other)
+
+
+def both_forwards(tmp_path, monkeypatch, settings, **config):
+    """Attached runs that pack and that do not, where TRL has no path of its own to hold against."""
+    runs = []
+    for forward in ("packed", "trainer"):
+        runs.append(
+            packed_run(tmp_path / forward, monkeypatch, settings, loss_forward=forward, **config)
+        )
+    (ours, own), (theirs, other) = runs
+    return ours, own, theirs, other
+
+
+def test_truncated_sampling_is_replayed(tmp_path, monkeypatch):
+    ours, own, theirs, other = both_forwards(
+        tmp_path, monkeypatch, {"top_k": 20}, sampling_mask="replay", old_logps="trainer"
+    )
+    assert_learned_alike(own, other)
+    assert_logged_alike(ours, theirs)
+    assert_packed(ours)
+
+
+def test_bf16_differs_by_rounding(tmp_path, monkeypatch):
+    settings = {"bf16": True, "loss_type": "dapo"}
+    ours, own = packed_run(tmp_path / "ours", monkeypatch, settings)
+    _, other = trl_run(tmp_path / "theirs", monkeypatch, settings, own.turns)
+    assert_learned_alike(own, other, tolerance=0.03)
+    assert_packed(ours)
+
+
+def test_a_router_is_balanced_over_all_rows(tmp_path, monkeypatch):
+    settings = {"family": "qwen3_moe", "router_aux_loss_coef": 0.5}
+    ours, own = packed_run(tmp_path / "ours", monkeypatch, settings)
+    theirs, other = trl_run(tmp_path / "theirs", monkeypatch, settings, own.turns)
+    assert logged(theirs, "aux_loss")
+    assert_learned_alike(own, other)
+    assert_logged_alike(ours, theirs)
+    # Its load is that of every token of every row.
+    assert logged(ours, "rollout/prompts_shared") == [0, 0]
