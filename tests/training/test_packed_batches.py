@@ -14,7 +14,7 @@ from tiny import PAD
 from tiny_trainer import tiny_trainer
 
 from cb_rollout import RolloutConfig, attach
-from cb_rollout.integrations.trl import packed_loss
+from cb_rollout.integrations.trl import packed_loss, packed_scores
 from cb_rollout.integrations.trl.scoring import TrainerScoring
 from cb_rollout.packing.batch import Segment
 
@@ -157,12 +157,12 @@ def test_many_random_batches_learn_what_trl_would(pair):
 
 def packing(change):
     """A fault in the layout of a batch."""
-    pack = packed_loss.pack
+    pack = packed_scores.pack
 
     def faulty(*arguments):
         return [change(batch) for batch in pack(*arguments)]
 
-    return lambda monkeypatch: monkeypatch.setattr(packed_loss, "pack", faulty)
+    return lambda monkeypatch: monkeypatch.setattr(packed_scores, "pack", faulty)
 
 
 def shifted(batch):
@@ -196,14 +196,14 @@ def in_another_order(batch):
 
 
 def padding_is_a_prompt(monkeypatch):
-    rows = packed_loss._rows
+    rows = packed_loss.rows_of
 
     def faulty(input_ids, attention_mask, logits_to_keep):
         mask = attention_mask.clone()
         mask[:, :-logits_to_keep] = 1
         return rows(input_ids, mask, logits_to_keep)
 
-    monkeypatch.setattr(packed_loss, "_rows", faulty)
+    monkeypatch.setattr(packed_loss, "rows_of", faulty)
 
 
 def a_row_has_no_gradient(monkeypatch):
@@ -271,3 +271,77 @@ def test_a_fault_in_the_packed_forward_is_seen(pair, monkeypatch, mutant):
 def test_something_left_out_of_the_loss_is_seen(pair, monkeypatch, mutant):
     FAULTY_INPUTS[mutant](monkeypatch, pair)
     assert any(difference(pair, seed) for seed in range(12))
+
+
+A, B = [10, 11, 12], [13, 14]
+BY_HAND = {
+    "prompt_ids": torch.tensor([A, A, [PAD, *B], [PAD, *B]]),
+    "prompt_mask": torch.tensor([[1, 1, 1], [1, 1, 1], [0, 1, 1], [0, 1, 1]]),
+    "completion_ids": torch.tensor(
+        [[20, 21, PAD, PAD], [22, 23, 24, 25], [26, 27, 28, PAD], [29, 30, 31, 32]]
+    ),
+    # The last row is masked, as where TRL leaves truncated completions out.
+    "completion_mask": torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1], [1, 1, 1, 0], [0, 0, 0, 0]]),
+    "advantages": torch.tensor([1.0, 0.0, -1.0, 1.0]),
+    "num_items_in_batch": torch.tensor(9),
+    "ref_per_token_logps": torch.zeros(4, 4),
+}
+
+
+def use(trainer, settings=None, **config):
+    """Have a trainer pack anew, with these settings."""
+    scoring = trainer._get_per_token_logps_and_entropies.__self__
+    config = RolloutConfig(loss_forward="packed", **config)
+    scoring._packed = packed_loss.PackedLoss(trainer, config)
+    plain = {"beta": 0.0, "entropy_coef": 0.0, "_entropy_bonus_enabled": False}
+    plain |= {"loss_type": "dapo", "top_entropy_quantile": 1.0}
+    return plain | (settings or {})
+
+
+@pytest.mark.parametrize(
+    ("settings", "config", "counts"),
+    [
+        # Rows 0 and 2 alone, 4 tokens each; row 1 without a gradient, 6.
+        ({}, {}, (14, 11, 0, 2)),
+        # Every row has a gradient: prompt A, 1 and 3 tokens; row 2 alone. Only row 3 is out.
+        ({"beta": 0.1}, {}, (11, 11, 1, 1)),
+        # The batch is cut between rows 0 and 1, and the prompt is computed twice.
+        ({"beta": 0.1}, {"loss_tokens_per_forward": 6}, (14, 11, 0, 1)),
+    ],
+    ids=["advantages", "kl", "cut"],
+)
+def test_the_counts_are_those_made_by_hand(pair, settings, config, counts):
+    settings = use(pair.ours, settings, **config)
+    logged = learned(pair.ours, [BY_HAND], settings)[2]
+    names = ("loss_tokens_computed", "loss_tokens_useful", "prompts_shared", "rows_left_out")
+    assert tuple(logged[f"rollout/{name}"][0] for name in names) == counts
+
+
+def test_the_trainers_own_forward_is_counted_too(pair):
+    use(pair.ours)
+    scoring = pair.ours._get_per_token_logps_and_entropies.__self__
+    scoring._packed = None
+    logged = learned(pair.ours, [BY_HAND], {"beta": 0.0, "loss_type": "dapo"})[2]
+    assert logged["rollout/loss_tokens_computed"] == [4 * (3 + 4)]
+    assert logged["rollout/loss_tokens_useful"] == [11]
+    assert logged["rollout/rows_left_out"] == logged["rollout/prompts_shared"] == [0]
+
+
+def test_padding_in_the_midst_is_left_to_the_trainer(pair):
+    settings = use(pair.ours)
+    with_a_hole = dict(BY_HAND, completion_mask=BY_HAND["completion_mask"].clone())
+    with_a_hole["completion_mask"][1, 1] = 0
+    logged = learned(pair.ours, [with_a_hole, BY_HAND], settings)[2]
+    # The next batch is packed again.
+    assert logged["rollout/loss_tokens_computed"] == [28, 14]
+
+
+def test_a_batch_with_other_inputs_switches_packing_off(pair):
+    settings = use(pair.ours)
+    zeros = torch.zeros(4, 7, dtype=torch.long)
+    with_types = BY_HAND | {"token_type_ids": zeros, "mm_token_type_ids": zeros}
+    said = r"is switched off \(the batch has token_type_ids, mm_token_type_ids\)"
+    with pytest.warns(UserWarning, match=said) as caught:
+        learned(pair.ours, [with_types, BY_HAND, with_types], settings)
+    assert len(caught) == 1
+    assert pair.ours._metrics["train"]["rollout/loss_tokens_computed"] == [28, 28, 28]

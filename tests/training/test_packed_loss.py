@@ -1,6 +1,7 @@
 """With loss_forward="packed" an attached trainer learns what TRL would, and logs what TRL would."""
 
 import gc
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,9 @@ from tiny import EOS, tiny_model
 from tiny_trainer import PROBLEMS, logged, tiny_trainer
 from trl import RLOOConfig, RLOOTrainer
 
-from cb_rollout import RolloutConfig, attach
+from cb_rollout import ConfigurationError, RolloutConfig, attach
+from cb_rollout.integrations.trl import backend, packed_scores
+from cb_rollout.packing.attention import PackedAttention
 
 SMALL = {
     "max_steps": 2,
@@ -217,3 +220,77 @@ def test_a_router_is_balanced_over_all_rows(tmp_path, monkeypatch):
     assert_logged_alike(ours, theirs)
     # Its load is that of every token of every row.
     assert logged(ours, "rollout/prompts_shared") == [0, 0]
+
+
+def test_the_loss_has_seconds_in_each_step(tmp_path, monkeypatch):
+    now = iter(range(10**6))
+    clock = SimpleNamespace(perf_counter=lambda: float(next(now)))
+    settings = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+    monkeypatch.setattr(backend, "time", clock)
+    trainer, _ = packed_run(tmp_path, monkeypatch, settings)
+    # Two micro-batches: the clock is read at the two ends of each.
+    assert logged(trainer, "rollout/loss_seconds") == [2, 2]
+
+
+def warned(caught):
+    return [str(warning.message) for warning in caught if "packed" in str(warning.message)]
+
+
+def test_a_recurrent_model_runs_padded_and_says_so_once(tmp_path, monkeypatch):
+    settings = {"family": "lfm2", "beta": 0.0}
+    with pytest.warns(UserWarning, match="loss_forward='packed': prompts cannot be") as caught:
+        ours, own = packed_run(tmp_path / "ours", monkeypatch, settings)
+    assert len(warned(caught)) == 1
+    theirs, other = trl_run(tmp_path / "theirs", monkeypatch, settings, own.turns)
+    assert_learned_alike(own, other)
+    assert_logged_alike(ours, theirs)
+    assert logged(ours, "rollout/prompts_shared") == [0, 0]
+    # Rows of about one length.
+    lengths = [9 + len(ids) for turn in own.turns for ids in turn]
+    assert sum(logged(ours, "rollout/loss_tokens_computed")) < 8 * 2 * max(lengths)
+
+
+def lying(monkeypatch, lie):
+    """Change the scores of every packed batch."""
+    score_batches = packed_scores.score_batches
+
+    def faulty(*arguments, **named):
+        found = score_batches(*arguments, **named)
+        return [scores._replace(logprobs_K=lie(scores.logprobs_K)) for scores in found]
+
+    monkeypatch.setattr(packed_scores, "score_batches", faulty)
+
+
+LIES = {
+    "scores": (lambda values: values + 0.5, "log-probabilities differ by 0.5 nats"),
+    "numbers": (lambda values: values * torch.nan, "log-probabilities differ by nan nats"),
+    "gradients": (
+        lambda values: values + (values - values.detach()),
+        "gradients differ by 1 of their norm",
+    ),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_forward_that_lies_is_switched_off(tmp_path, monkeypatch, lie):
+    change, reason = LIES[lie]
+    lying(monkeypatch, change)
+    settings = {"loss_type": "dapo"}
+    with pytest.warns(UserWarning, match=rf"is switched off \({reason}") as caught:
+        ours, own = packed_run(tmp_path / "ours", monkeypatch, settings)
+    assert len(warned(caught)) == 1
+    _, other = trl_run(tmp_path / "theirs", monkeypatch, settings, own.turns)
+    assert_learned_alike(own, other)
+    assert max(logged(ours, "rollout/prompts_shared")) == 0
+
+
+def test_attention_that_cannot_be_packed_names_its_error(tmp_path, monkeypatch):
+    def fail(*_, **__):
+        raise ConfigurationError("its attention is odd")
+
+    monkeypatch.setattr(PackedAttention, "__call__", fail)
+    with pytest.warns(UserWarning, match=r"cannot be shared \(its attention is odd\)") as caught:
+        _, own = packed_run(tmp_path / "ours", monkeypatch, {})
+    assert len(warned(caught)) == 1
+    _, other = trl_run(tmp_path / "theirs", monkeypatch, {}, own.turns)
+    assert_learned_alike(own, other)

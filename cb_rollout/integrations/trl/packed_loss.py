@@ -83,7 +83,8 @@ class PackedLoss:
             the load-balancing loss, or None. None where the trainer's own forward is needed.
         """
         given = [name for name, value in settings.items() if value is not None]
-        if set(given) - {"compute_entropy"}:
+        given = [name for name in given if name != "compute_entropy"]
+        if given:
             self._give_up(f"the batch has {', '.join(given)}")
         if self._layout is None:
             return None
@@ -115,24 +116,28 @@ class PackedLoss:
 
     def _is_proved(self, run: PackedScores, own_forward: OwnForward) -> bool:
         """Compare some rows of a first batch both ways; fall back until the two agree."""
+        not_shared: str | None = None
         while True:
             key = (id(hf_compat.unwrap(run.model)), run.layout, torch.is_grad_enabled())
             if key in self._compared:
-                return True
+                break
             reason = self._difference(run, own_forward)
             if not self._is_anywhere(reason):
                 self._compared.add(key)
-                return True
+                break
             reason = reason or "so found another process"
             if run.layout is not PackingLayout.SHARED_PROMPTS or self._is_sharded:
                 self._give_up(reason)
                 return False
+            not_shared, run.layout = reason, PackingLayout.PADDED
+        if not_shared is not None:
+            self._layout = run.layout
             warnings.warn(
-                f"loss_forward='packed': prompts cannot be shared ({reason}); rows are sorted by "
-                "length instead.",
+                f"loss_forward='packed': prompts cannot be shared ({not_shared}); rows are sorted "
+                "by length instead.",
                 stacklevel=2,
             )
-            self._layout = run.layout = PackingLayout.PADDED
+        return True
 
     def _give_up(self, reason: str) -> None:
         if self._layout is not None:
