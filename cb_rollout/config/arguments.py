@@ -29,14 +29,15 @@ def _parsed_type(field: dataclasses.Field[Any]) -> Any:
 
 
 def _may_be_word(name: str) -> bool:
-    return {float, str} <= set(get_args(_HINTS[name]))
+    kinds = set(get_args(_HINTS[name]))
+    return str in kinds and bool(kinds & {int, float})
 
 
 def _value(name: str, parsed: Any) -> Any:
     """Convert a string to a number where it is one; `RolloutConfig` refuses other strings."""
     if _may_be_word(name):
         with suppress(ValueError):
-            return float(parsed)
+            return int(parsed) if int in get_args(_HINTS[name]) else float(parsed)
     return parsed
 
 

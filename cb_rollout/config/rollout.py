@@ -238,7 +238,7 @@ class RolloutConfig:
         cost="The sampled ones save a forward per rollout; set max_logprob_drift with rollout.",
     )
     loss_forward: str = setting(
-        "trainer",
+        "packed",
         "trainer: the loss computes the trainer's padded batch; packed: no padding, each prompt "
         "once per group, and no gradient of rows without an advantage.",
         choice(LossForward),

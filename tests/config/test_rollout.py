@@ -134,7 +134,7 @@ def test_the_training_reserve_is_kept_as_given(value):
         ("rollout_dtype", "auto, float32, bfloat16, float16"),
         ("logprobs_mode", "policy, processed"),
         ("sampling_mask", "ignore, replay"),
-        ("old_logps", "trainer, rollout"),
+        ("old_logps", "auto, trainer, rollout"),
         ("on_logprob_drift", "raise, recompute"),
         ("release_cache", "between_steps, never"),
     ],

@@ -112,6 +112,7 @@ max_logprob_drift: 0.001
 max_memory_percent: 0.5
 training_reserve_gib: 0.25
 allow_block_sharing: true
+loss_tokens_per_forward: 4096
 learning_rate: 0.001
 seed: 5
 """
@@ -133,6 +134,7 @@ def test_a_yaml_file_turns_it_on(tmp_path):
         max_logprob_drift=0.001,
         max_memory_percent=0.5,
         training_reserve_gib=0.25,
+        loss_tokens_per_forward=4096,
     )
     trainer = tiny_trainer(tmp_path, max_steps=1, **QUICK)
     attach(trainer, config)
@@ -225,7 +227,8 @@ def test_a_reference_model_is_left_alone(tmp_path):
         model = str(tmp_path / "saved")
         trainer = tiny_trainer(tmp_path / name, model=model, beta=0.5, max_steps=2, **QUICK)
         assert trainer.ref_model is not None
-        generator = attach(trainer, RolloutConfig(old_logps=name, verify_every_steps=0))
+        config = {"old_logps": name, "verify_every_steps": 0, "loss_forward": "trainer"}
+        generator = attach(trainer, RolloutConfig(**config))
         record = watched(trainer)
         trainer.train()
         generator.close()

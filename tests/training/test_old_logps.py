@@ -21,7 +21,8 @@ RLOO = {"trainer_class": RLOOTrainer, "config_class": RLOOConfig}
 
 def trained(output_dir, config, turns=None, **settings):
     trainer = tiny_trainer(output_dir, **(QUICK | settings))
-    generator = attach(trainer, RolloutConfig(**config))
+    # The forwards that are counted are the trainer's own.
+    generator = attach(trainer, RolloutConfig(**({"loss_forward": "trainer"} | config)))
     record = watched(trainer) if turns is None else play_back(trainer, turns)
     trainer.train()
     generator.close()

@@ -107,7 +107,8 @@ def train_on_recorded(output_dir, with_engine: bool):
         vllm_importance_sampling_correction=False,
     )
     if with_engine:
-        generator = attach(trainer)
+        config = RolloutConfig(old_logps="trainer", loss_forward="trainer")
+        generator = attach(trainer, config)
         params = SamplingParams(max_new_tokens=12)
         recorded.also = lambda: generator.generate_batch([[5, 6, 7]] * 4, sampling_params=params)
     torch.manual_seed(0)

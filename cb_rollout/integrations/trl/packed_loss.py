@@ -99,7 +99,7 @@ class PackedLoss:
             kept,
             has_aux_loss=compute_aux_loss,
         )
-        if not self._is_proved(run, own_forward):
+        if not self._is_proved(run, own_forward, logits_to_keep):
             return None
         trained = list(range(len(rows)))
         if advantages is not None and not compute_aux_loss and not self._is_sharded:
@@ -114,14 +114,14 @@ class PackedLoss:
         self.tokens = run.tokens
         return run.unpacked(scores, logits_to_keep)
 
-    def _is_proved(self, run: PackedScores, own_forward: OwnForward) -> bool:
+    def _is_proved(self, run: PackedScores, own_forward: OwnForward, logits_to_keep: int) -> bool:
         """Compare some rows of a first batch both ways; fall back until the two agree."""
         not_shared: str | None = None
         while True:
             key = (id(hf_compat.unwrap(run.model)), run.layout, torch.is_grad_enabled())
             if key in self._compared:
                 break
-            reason = self._difference(run, own_forward)
+            reason = self._difference(run, own_forward, logits_to_keep)
             if not self._is_anywhere(reason):
                 self._compared.add(key)
                 break
@@ -154,7 +154,9 @@ class PackedLoss:
         found = torch.tensor([reason is not None], dtype=torch.float32, device=accelerator.device)
         return bool(accelerator.gather(found).max())
 
-    def _difference(self, run: PackedScores, own_forward: OwnForward) -> str | None:
+    def _difference(
+        self, run: PackedScores, own_forward: OwnForward, logits_to_keep: int
+    ) -> str | None:
         """Return how some rows differ from the trainer's own forward; None: by rounding alone."""
         model = hf_compat.unwrap(run.model)
         has_dropout = model.training and dropout_rate(model) > 0
@@ -167,7 +169,6 @@ class PackedLoss:
             has_aux_loss=False,
         )
         numbers = representative(run.rows)
-        T = max(len(row.completion_ids) for row in run.rows)
         # Sharded gradients exist in the backward pass alone.
         has_gradient = torch.is_grad_enabled() and not self._is_sharded
         with (
@@ -182,7 +183,7 @@ class PackedLoss:
             except Exception as error:  # noqa: BLE001 - any error is the reason
                 return str(error) if isinstance(error, ConfigurationError) else error_text(error)
             own = own_forward(compared.model, numbers)
-            mine = compared.unpacked(scores, T)
+            mine = compared.unpacked(scores, logits_to_keep)
             is_autocast = self._trainer.accelerator.mixed_precision != "no"
             found = _score_difference(
                 model,

@@ -295,7 +295,7 @@ def _require_place(trainer: Any, strategy: Strategy) -> None:
     if strategy.carries and backend is not None:
         config = backend.generator.config
         corrects = trainer.vllm_importance_sampling_correction
-        if not corrects and config.old_logps == OldLogps.TRAINER:
+        if not corrects and config.old_logps != OldLogps.ROLLOUT:
             raise ConfigurationError(
                 f"{name} carries tokens of older policies, and with "
                 "vllm_importance_sampling_correction=False the loss would take them for its own; "
