@@ -107,8 +107,13 @@ def train(trainer, feature):
 def test_a_cell_learns_what_trl_would(tmp_path, monkeypatch, loss, mode, feature):
     settings = {"loss_type": loss, "vllm_importance_sampling_mode": mode}
     ours = a_trainer(tmp_path / "ours", feature, monkeypatch, **settings)
-    old_logps = ("trainer", "rollout")[COVERING.index((loss, mode, feature)) % 2]
-    generator = attach(ours, RolloutConfig(old_logps=old_logps, verify_every_steps=0))
+    index = COVERING.index((loss, mode, feature))
+    config = RolloutConfig(
+        old_logps=("trainer", "rollout")[index // 2 % 2],
+        loss_forward=("trainer", "packed")[index % 2],
+        verify_every_steps=0,
+    )
+    generator = attach(ours, config)
     own = watched(ours)
     train(ours, feature)
     generator.close()
@@ -122,11 +127,12 @@ def test_a_cell_learns_what_trl_would(tmp_path, monkeypatch, loss, mode, feature
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("loss_forward", ["trainer", "packed"])
 @pytest.mark.parametrize("feature", FEATURES)
-def test_the_whole_matrix_learns_what_trl_would(tmp_path, monkeypatch, feature):
+def test_the_whole_matrix_learns_what_trl_would(tmp_path, monkeypatch, feature, loss_forward):
     ours = a_trainer(tmp_path / "ours", feature, monkeypatch)
     theirs = a_trainer(tmp_path / "theirs", feature, monkeypatch)
-    generator = attach(ours, RolloutConfig(verify_every_steps=0))
+    generator = attach(ours, RolloutConfig(verify_every_steps=0, loss_forward=loss_forward))
     own, other = watched(ours), play_back(theirs, [])
     weights = {name: tensor.clone() for name, tensor in ours.model.state_dict().items()}
     for loss, mode, _ in (cell for cell in cells() if cell[2] == feature):

@@ -50,6 +50,28 @@ def test_without_the_correction_the_sampled_ones_are_the_old_ones_too(tmp_path):
     assert_learned_alike(ours, record)
 
 
+@pytest.mark.parametrize(
+    ("config", "settings", "num_forwards"),
+    [
+        # The first rollout's, and two sequences of the third's.
+        ({"verify_every_steps": 2}, {}, 2),
+        ({}, RLOO, 1),
+        # Nothing is verified, and so nothing is known of the sampled ones.
+        ({"verify_every_steps": 0}, {}, 3),
+    ],
+    ids=["grpo", "rloo", "unverified"],
+)
+def test_auto_takes_the_sampled_ones_from_the_second_rollout_on(
+    tmp_path, config, settings, num_forwards
+):
+    _, ours = trained(tmp_path / "ours", {"old_logps": "auto"} | config, **settings)
+    theirs = tiny_trainer(tmp_path / "theirs", **(QUICK | settings))
+    record = play_back(theirs, ours.turns)
+    theirs.train()
+    assert_learned_alike(ours, record)
+    assert ours.num_scoring_forwards == num_forwards
+
+
 def test_the_guard_logs_how_far_they_are_from_the_trainers(tmp_path):
     config = {"old_logps": "rollout", "verify_every_steps": 2, "max_logprob_drift": 1e-3}
     trainer, record = trained(tmp_path, config)
@@ -75,6 +97,17 @@ def off_by_half(monkeypatch, value=0.5, index=3):
         return sampled._replace(logprobs_B=sampled.logprobs_B + lie_B)
 
     monkeypatch.setattr(sampling, "sample", lying_sample)
+
+
+def test_auto_recomputes_where_the_sampled_ones_lie_and_says_so_once(tmp_path, monkeypatch):
+    off_by_half(monkeypatch)
+    config = {"old_logps": "auto", "verify_every_steps": 1}
+    with pytest.warns(UserWarning, match=r"old_logps='auto'.* 0\.5 nats from the") as caught:
+        _, ours = trained(tmp_path / "auto", config)
+    assert sum("old_logps" in str(warning.message) for warning in caught) == 1
+    _, theirs = trained(tmp_path / "trainer", {"old_logps": "trainer", "verify_every_steps": 0})
+    assert_learned_alike(ours, theirs)
+    assert ours.num_scoring_forwards == theirs.num_scoring_forwards == 3
 
 
 GUARDED = {"old_logps": "rollout", "verify_every_steps": 1, "max_logprob_drift": 0.01}
