@@ -84,8 +84,16 @@ def score_batches(
         return [tensor for found in scores for tensor in found if tensor is not None]
 
     with hf_compat.replacing_forward(inner, forward):
-        model(input_ids=batches[0].input_ids)
-    return scores
+        returned = iter(model(input_ids=batches[0].input_ids))
+    return [Scores(*(t if t is None else _wrapped(t, next(returned)) for t in s)) for s in scores]
+
+
+def _wrapped(own: torch.Tensor, returned: torch.Tensor) -> torch.Tensor:
+    """Return what a wrapper returns for a tensor, whose backward pass runs the wrapper's hooks.
+
+    FSDP (torch 2.13) hooks the tensor itself, and rounds its copy to the compute dtype.
+    """
+    return returned if returned.dtype == own.dtype else own
 
 
 def _score(inner: Any, own_forward: Callable[..., Any], batch: PackedBatch, head: Head) -> Scores:

@@ -82,7 +82,7 @@ class LogprobGuard:
             LogprobDriftError: they differ by more than `max_logprob_drift`.
         """
         rows = context.rows
-        if not context.is_check_due or any(row.logprobs is None for row in rows):
+        if not context.is_check_due or self._largest(any(row.logprobs is None for row in rows)):
             return
         context.is_check_due = False
         num_chosen = len(rows) if of_all and self._is_auto else self._config.verify_num_sequences
@@ -114,19 +114,22 @@ class LogprobGuard:
         if self._is_auto:
             self._choose(report)
 
-    def are_current(self, rows: Sequence[RolloutRow], policy_version: int) -> bool:
-        """Return whether sampled log-probabilities of these rows may be the old ones.
+    def are_usable(
+        self, sampled_BT: torch.Tensor | None, rows: Sequence[RolloutRow], policy_version: int
+    ) -> bool:
+        """Return whether sampled log-probabilities may be the old ones, on every process.
 
         With old_logps="auto" only those of the trainer's own version: there the two are equal.
         """
-        if not self._is_auto:
-            return self.is_trusted
-        return self.is_trusted and all(
-            version == policy_version
+        if not self.is_trusted:
+            return False
+        is_older = self._is_auto and any(
+            version != policy_version
             for row in rows
             for version, own in zip(row.token_versions, row.is_sampled, strict=True)
             if own
         )
+        return not self._largest(float(sampled_BT is None or is_older))
 
     def _choose(self, report: DriftReport) -> None:
         """Trust the sampled ones from now on if they are the trainer's to rounding."""
@@ -180,7 +183,8 @@ class LogprobGuard:
     def _largest(self, here: float) -> float:
         """Return the largest of all processes: they share the forwards that follow."""
         accelerator = self._trainer.accelerator
-        return float(accelerator.gather(torch.tensor([here], device=accelerator.device)).max())
+        value = torch.tensor([here], dtype=torch.float32, device=accelerator.device)
+        return float(accelerator.gather(value).max())
 
     def _description(self, report: DriftReport, compared: Compared) -> str:
         """Name the sequence and token, the drift, and the first token that differs."""

@@ -32,6 +32,12 @@ FLOAT32_SHARE, HALF_SHARE = 1e-3, 0.25
 # Activations may take this share of the memory that is free when the first loss is computed.
 ACTIVATION_SHARE = 0.5
 
+# Reasons not to pack a batch, the graver one last.
+NO_ROWS, OTHER_INPUTS = 1, 2
+
+# The reason of a process that has found none itself.
+ELSEWHERE = "so found another process"
+
 OwnForward = Callable[..., Result]
 
 
@@ -82,23 +88,16 @@ class PackedLoss:
             Log-probabilities and entropies, both (B, T), float32, in nats, 0 in the padding; and
             the load-balancing loss, or None. None where the trainer's own forward is needed.
         """
-        given = [name for name, value in settings.items() if value is not None]
-        given = [name for name in given if name != "compute_entropy"]
-        if given:
-            self._give_up(f"the batch has {', '.join(given)}")
         if self._layout is None:
             return None
-        rows = rows_of(input_ids, attention_mask, logits_to_keep)
-        if rows is None or not any(row.completion_ids for row in rows):
+        layout = PackingLayout.WHOLE_ROWS if compute_aux_loss else self._layout
+        given = [name for name, value in settings.items() if value is not None]
+        given = [name for name in given if name != "compute_entropy"]
+        rows = None if given else rows_of(input_ids, attention_mask, logits_to_keep)
+        if not self._are_fit(rows, given, model, layout):
             return None
-        run = PackedScores(
-            self._trainer,
-            model,
-            rows,
-            PackingLayout.WHOLE_ROWS if compute_aux_loss else self._layout,
-            kept,
-            has_aux_loss=compute_aux_loss,
-        )
+        assert rows is not None
+        run = PackedScores(self._trainer, model, rows, layout, kept, has_aux_loss=compute_aux_loss)
         if not self._is_proved(run, own_forward, logits_to_keep):
             return None
         trained = list(range(len(rows)))
@@ -114,18 +113,42 @@ class PackedLoss:
         self.tokens = run.tokens
         return run.unpacked(scores, logits_to_keep)
 
+    def _are_fit(
+        self,
+        rows: list[PackedRow] | None,
+        given: list[str],
+        model: torch.nn.Module,
+        layout: PackingLayout,
+    ) -> bool:
+        """Return whether a batch can be packed, on every process where they wait for each other."""
+        unfit = 0 if rows and any(row.completion_ids for row in rows) else NO_ROWS
+        if given:
+            unfit = OTHER_INPUTS
+        if self._is_sharded or _key(model, layout) not in self._compared:
+            unfit = self._largest(unfit)
+            if unfit == OTHER_INPUTS:
+                self._give_up(f"the batch has {', '.join(given)}" if given else ELSEWHERE)
+        return not unfit
+
     def _is_proved(self, run: PackedScores, own_forward: OwnForward, logits_to_keep: int) -> bool:
         """Compare some rows of a first batch both ways; fall back until the two agree."""
         not_shared: str | None = None
         while True:
-            key = (id(hf_compat.unwrap(run.model)), run.layout, torch.is_grad_enabled())
+            key = _key(run.model, run.layout)
             if key in self._compared:
                 break
-            reason = self._difference(run, own_forward, logits_to_keep)
-            if not self._is_anywhere(reason):
+            try:
+                reason = self._difference(run, own_forward, logits_to_keep)
+            except torch.OutOfMemoryError:
+                raise
+            except ConfigurationError as error:
+                reason = str(error)
+            except Exception as error:  # noqa: BLE001 - any error is the reason
+                reason = error_text(error)
+            if not self._largest(reason is not None):
                 self._compared.add(key)
                 break
-            reason = reason or "so found another process"
+            reason = reason or ELSEWHERE
             if run.layout is not PackingLayout.SHARED_PROMPTS or self._is_sharded:
                 self._give_up(reason)
                 return False
@@ -148,11 +171,11 @@ class PackedLoss:
             )
         self._layout = None
 
-    def _is_anywhere(self, reason: str | None) -> bool:
-        """Return whether any process has found a reason: all of them must act alike."""
+    def _largest(self, here: int) -> int:
+        """Return the largest of all processes: all of them must act alike."""
         accelerator = self._trainer.accelerator
-        found = torch.tensor([reason is not None], dtype=torch.float32, device=accelerator.device)
-        return bool(accelerator.gather(found).max())
+        found = torch.tensor([here], dtype=torch.float32, device=accelerator.device)
+        return int(accelerator.gather(found).max())
 
     def _difference(
         self, run: PackedScores, own_forward: OwnForward, logits_to_keep: int
@@ -175,13 +198,8 @@ class PackedLoss:
             eval_mode(model) if has_dropout else nullcontext(),
             torch.set_grad_enabled(has_gradient),
         ):
-            try:
-                with SavedBytes(model) as saved:
-                    scores = compared.scores(numbers, None)
-            except torch.OutOfMemoryError:
-                raise
-            except Exception as error:  # noqa: BLE001 - any error is the reason
-                return str(error) if isinstance(error, ConfigurationError) else error_text(error)
+            with SavedBytes(model) as saved:
+                scores = compared.scores(numbers, None)
             own = own_forward(compared.model, numbers)
             mine = compared.unpacked(scores, logits_to_keep)
             is_autocast = self._trainer.accelerator.mixed_precision != "no"
@@ -201,6 +219,11 @@ class PackedLoss:
         """Return the tokens whose activations fit in the memory that is free now."""
         free = devices.memory(self._trainer.accelerator.device).free_bytes
         return max(1, int(ACTIVATION_SHARE * free / max(1.0, bytes_per_token)))
+
+
+def _key(model: torch.nn.Module, layout: PackingLayout) -> tuple[int, PackingLayout, bool]:
+    """Return what a comparison is of."""
+    return id(hf_compat.unwrap(model)), layout, torch.is_grad_enabled()
 
 
 def _rows_with_gradient(rows: list[PackedRow], advantages: list[float]) -> list[int]:

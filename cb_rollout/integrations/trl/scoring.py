@@ -252,9 +252,10 @@ class TrainerScoring:
         context, guard = self._backend.context, self._guard
         version = self._backend.generator.policy_version
         sampled_BT = context.sampled_logprobs(mask_BT)
-        if sampled_BT is not None and guard.are_current(context.rows, version):
+        if guard.are_usable(sampled_BT, context.rows, version):
             guard.check(context, version, mask_BT, lambda numbers: run(numbers=numbers)[0])
             if guard.is_trusted:
+                assert sampled_BT is not None
                 return sampled_BT
         recomputed_BT = run()[0]
         guard.check(context, version, mask_BT, lambda numbers: recomputed_BT[numbers], of_all=True)
