@@ -1,6 +1,7 @@
 """Reach past the public API of torch (2.11 to 2.13): wrappers, hooks and OpenMP workers."""
 
 import ctypes
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,11 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules import module as _module
 from transformers import PreTrainedModel
+
+try:
+    from torch.nn.attention.varlen import varlen_attn
+except ImportError:  # torch 2.11 may be built without it
+    varlen_attn: Any = None
 
 
 def plain_class(model: PreTrainedModel) -> type[PreTrainedModel]:
@@ -31,12 +37,29 @@ def compute_dtype(model: torch.nn.Module) -> torch.dtype:
     return next(p.dtype for p in model.parameters() if p.is_floating_point())
 
 
+# torch 2.13's unpadded attention takes these; an earlier release may have none.
+VARLEN_DTYPES, VARLEN_CAPABILITY, VARLEN_MAX_HEAD = (torch.float16, torch.bfloat16), (8, 0), 256
+
+
 def dropout_rate(model: torch.nn.Module) -> float:
     """Return the highest rate of dropout, in modules and in attention."""
     modules: list[Any] = list(model.modules())
     rates = [module.p for module in modules if isinstance(module, torch.nn.Dropout)]
     rates += [getattr(module, "attention_dropout", 0.0) or 0.0 for module in modules]
     return max((rate for rate in rates if isinstance(rate, float)), default=0.0)
+
+
+def has_varlen(query: torch.Tensor, value: torch.Tensor, arguments: Mapping[str, Any]) -> bool:
+    """Return whether `varlen_attn` computes what sdpa does: Ampere or later, in 16 bits."""
+    if varlen_attn is None or not query.is_cuda or query.dtype not in VARLEN_DTYPES:
+        return False
+    size = query.shape[-1]
+    return (
+        torch.cuda.get_device_capability(query.device) >= VARLEN_CAPABILITY
+        and value.shape[-1] == size <= VARLEN_MAX_HEAD
+        and size % 8 == 0
+        and not arguments.get("dropout")
+    )
 
 
 class SavedBytes:

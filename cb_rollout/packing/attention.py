@@ -1,8 +1,9 @@
 """Attend over packed tokens: each segment to its prefix and, causally, to itself.
 
-The model's own attention function computes it, on segments of about one length at a time, padded;
-a flash kernel takes them unpadded. Called at every layer of a packed forward, and again where
-gradient checkpointing computes a layer again, by the thread that does.
+The model's own attention function computes it, on segments of about one length at a time, padded.
+Flash kernels take them unpadded: PyTorch's own too, where the model calls sdpa on a GPU in 16 bits. Called at
+every layer of a packed forward, and again where gradient checkpointing computes a layer again, by the
+thread that does.
 
 N: packed tokens, H: heads, D: head size, C: segments of a bucket, Q: longest segment, K: longest
 prefix and segment.
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 
+from cb_rollout.compat import torch as torch_compat
 from cb_rollout.compat import transformers as hf_compat
 from cb_rollout.engine.memory.device import to_device
 from cb_rollout.errors import ConfigurationError
@@ -99,6 +101,8 @@ class PackedAttention:
         implementation = hf_compat.attention_implementation(module)
         if implementation.startswith("flash"):
             return self._attend_unpadded(own_attention, module, query, key, value, kwargs)
+        if implementation == "sdpa" and torch_compat.has_varlen(query, value, kwargs):
+            return self._attend_varlen(query, key, value, window, kwargs.get("scaling"))
         if implementation not in ("sdpa", "eager"):
             raise ConfigurationError(f"attn_implementation={implementation!r} is not known")
         # Only sdpa takes a mask of booleans, and is causal without one.
@@ -166,6 +170,32 @@ class PackedAttention:
             **(kwargs | varlen),
         )
         return output, None
+
+    def _attend_varlen(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        window: int | None,
+        scale: float | None,
+    ) -> tuple[torch.Tensor, None]:
+        """Call PyTorch's own flash attention of segments, which sdpa has no arguments for."""
+        if self._varlen is None:
+            self._varlen = _varlen_arguments(self._segments, query.device)
+        queries, keys, values = (states[0].transpose(0, 1) for states in (query, key, value))
+        output_NHD = torch_compat.varlen_attn(
+            queries.contiguous(),
+            keys.index_select(0, self._varlen["keys"]),
+            values.index_select(0, self._varlen["keys"]),
+            self._varlen["cu_seq_lens_q"],
+            self._varlen["cu_seq_lens_k"],
+            self._varlen["max_length_q"],
+            self._varlen["max_length_k"],
+            scale=scale,
+            window_size=(-1 if window is None else window - 1, 0),
+            enable_gqa=True,
+        )
+        return output_NHD[None], None
 
 
 def _heads(states_NHD: torch.Tensor, indices: torch.Tensor, num_segments: int) -> torch.Tensor:

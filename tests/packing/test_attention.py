@@ -9,6 +9,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from cb_rollout import ConfigurationError
+from cb_rollout.compat import torch as torch_compat
 from cb_rollout.packing.attention import PackedAttention
 from cb_rollout.packing.batch import PackedRow, PackingLayout, Segment, pack
 
@@ -116,6 +117,33 @@ def test_each_token_attends_to_its_own_sequence(implementation, own_attention, w
     for gradient, other in pairs:
         torch.testing.assert_close(gradient, other, rtol=1e-4, atol=1e-4)
     assert attend.num_calls == 1
+
+
+@pytest.mark.parametrize("window", [None, 5], ids=["full", "window"])
+def test_on_a_gpu_pytorchs_own_kernel_takes_segments_unpadded(monkeypatch, window):
+    def varlen(query, key, value, ends_q, ends_k, max_q, max_k, *, scale, window_size, enable_gqa):
+        assert enable_gqa
+        assert window_size[1] == 0
+        arguments = {
+            "cu_seq_lens_q": ends_q,
+            "cu_seq_lens_k": ends_k,
+            "max_length_q": max_q,
+            "max_length_k": max_k,
+            "sliding_window": None if window_size[0] < 0 else window_size[0] + 1,
+            "scaling": scale,
+        }
+        states = [tensor.transpose(0, 1)[None] for tensor in (query, key, value)]
+        return flash(a_layer(), *states, None, **arguments)[0][0]
+
+    monkeypatch.setattr(torch_compat, "varlen_attn", varlen)
+    monkeypatch.setattr(torch_compat, "has_varlen", lambda *_: True)
+    segments = segments_of_rows()
+    inputs = states(sum(segment.length for segment in segments))
+    named = {} if window is None else {"sliding_window": window}
+    attend = PackedAttention(segments, CPU)
+    output, _ = attend(sdpa_attention_forward, a_layer(), *inputs, None, scaling=SCALE, **named)
+    expected = by_definition(*inputs, segments, window)
+    torch.testing.assert_close(output[0].double(), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_segments_of_about_one_length_share_a_call():
