@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from transformers import AttentionInterface, PreTrainedModel, cache_utils
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from cb_rollout.compat.fsdp import is_sharded
@@ -311,6 +312,16 @@ def replacing_attention_again(model: torch.nn.Module, attend: Attention) -> Iter
     finally:
         for module, name, own in changed:
             setattr(module, name, own)
+
+
+def num_checkpointed_layers(model: torch.nn.Module) -> int:
+    """Return the number of layers that the backward pass computes again (transformers 5.23)."""
+    modules: Iterator[Any] = model.modules()
+    return sum(
+        module.training and getattr(module, "gradient_checkpointing", False)
+        for module in modules
+        if isinstance(module, GradientCheckpointingLayer)
+    )
 
 
 def attention_implementation(module: torch.nn.Module) -> str:

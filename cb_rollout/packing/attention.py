@@ -1,9 +1,9 @@
 """Attend over packed tokens: each segment to its prefix and, causally, to itself.
 
 The model's own attention function computes it, on segments of about one length at a time, padded.
-Flash kernels take them unpadded: PyTorch's own too, where the model calls sdpa on a GPU in 16 bits. Called at
-every layer of a packed forward, and again where gradient checkpointing computes a layer again, by the
-thread that does.
+Flash kernels take them unpadded: PyTorch's own too, where the model calls sdpa on a GPU in 16 bits.
+Called at every layer of a packed forward, and again where gradient checkpointing computes a layer
+again, by the thread that does.
 
 N: packed tokens, H: heads, D: head size, C: segments of a bucket, Q: longest segment, K: longest
 prefix and segment.

@@ -210,15 +210,24 @@ class PackedLoss:
                 max_difference(model, is_autocast=is_autocast),
             )
         if found is None and has_gradient and self._max_tokens is None:
-            self._max_tokens = self._budget(
-                saved.total / max(1, compared.tokens.loss_tokens_computed)
-            )
+            self._max_tokens = self._budget(compared, numbers, saved.total)
         return found
 
-    def _budget(self, bytes_per_token: float) -> int:
-        """Return the tokens whose activations fit in the memory that is free now."""
+    def _budget(self, compared: PackedScores, numbers: list[int], saved_bytes: int) -> int:
+        """Return the tokens whose activations fit in the memory that is free now.
+
+        A layer that gradient checkpointing computes again has all its activations at that time.
+        """
+        model = hf_compat.unwrap(compared.model)
+        num_layers = hf_compat.num_checkpointed_layers(model)
+        num_bytes = saved_bytes
+        if num_layers:
+            with eval_mode(model), SavedBytes(model) as whole:
+                compared.scores(numbers, None)
+            num_bytes += whole.total // num_layers
+        per_token = max(1, num_bytes // max(1, compared.tokens.loss_tokens_computed))
         free = devices.memory(self._trainer.accelerator.device).free_bytes
-        return max(1, int(ACTIVATION_SHARE * free / max(1.0, bytes_per_token)))
+        return max(1, int(ACTIVATION_SHARE * free) // per_token)
 
 
 def _key(model: torch.nn.Module, layout: PackingLayout) -> tuple[int, PackingLayout, bool]:
