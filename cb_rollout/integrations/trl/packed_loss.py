@@ -7,6 +7,7 @@ on its thread; with several processes all of them call it together. Imports no t
 B: rows of a batch, T: tokens of a completion.
 """
 
+import itertools
 import math
 import warnings
 from collections.abc import Callable, Sequence
@@ -28,6 +29,9 @@ from cb_rollout.packing.forward import FLOAT32_NATS, max_difference
 
 # Allowed between two gradients, as a share of the norm: in float32, and with 8 or 11 bits.
 FLOAT32_SHARE, HALF_SHARE = 1e-3, 0.25
+
+# Elements of the gradients that are compared: two copies of them exist at a time.
+MAX_COMPARED_ELEMENTS = 1 << 26
 
 # Activations may take this share of the memory that is free when the first loss is computed.
 ACTIVATION_SHARE = 0.5
@@ -255,7 +259,7 @@ def _score_difference(
         return f"log-probabilities differ by {nats:.2g} nats from the trainer's forward"
     if not pairs[0][0].requires_grad:
         return None
-    parameters = [p for p in model.parameters() if p.requires_grad]
+    parameters = _smallest_parameters(model)
     # Any weights would do that differ from token to token.
     weights = torch.linspace(1, 2, pairs[0][0].numel(), device=pairs[0][0].device)
     own, other = (
@@ -267,3 +271,11 @@ def _score_difference(
     if not distance <= (FLOAT32_SHARE if max_nats == FLOAT32_NATS else HALF_SHARE) * norm:
         return f"gradients differ by {distance / norm:.2g} of their norm from the trainer's"
     return None
+
+
+def _smallest_parameters(model: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """Return trained parameters whose gradients are compared: norms and the like of every layer."""
+    parameters = sorted((p for p in model.parameters() if p.requires_grad), key=torch.numel)
+    ends = itertools.accumulate(map(torch.numel, parameters))
+    num_chosen = sum(end <= MAX_COMPARED_ELEMENTS for end in ends)
+    return parameters[: max(1, num_chosen)]
