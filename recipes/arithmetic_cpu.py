@@ -330,7 +330,7 @@ def main() -> int:
         after = [accuracy(generator, tokenizer, held_out, t) for t in (0.0, 1.0)]
 
     steps = [logs for logs in trainer.state.log_history if "reward" in logs]
-    drift = max(logs["sampling/sampling_logp_difference/max"] for logs in steps)
+    drift = max(logs.get("rollout/logprob_drift_max", 0.0) for logs in steps)
     speed = sum(logs["rollout/tokens_per_second"] for logs in steps) / len(steps)
     share = sum(logs["rollout/step_share"] for logs in steps) / len(steps)
     report = write_report(args.output_dir / "cb_rollout")

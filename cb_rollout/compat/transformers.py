@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from transformers import AttentionInterface, PreTrainedModel, cache_utils
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask, sdpa_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -328,6 +329,21 @@ def attention_implementation(module: torch.nn.Module) -> str:
     """Return the name of the attention that a layer calls (transformers 5.23)."""
     config: Any = getattr(module, "config", None)
     return getattr(config, "_attn_implementation", None) or "eager"
+
+
+def attention_mask_dtype(implementation: str, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of the mask that an attention function takes (transformers 5.23).
+
+    Booleans, where no mask at all means causal; or numbers of `dtype` that are added to the scores.
+
+    Raises:
+        ConfigurationError: it takes neither.
+    """
+    kinds = {sdpa_mask: torch.bool, eager_mask: dtype}
+    kind = kinds.get(ALL_MASK_ATTENTION_FUNCTIONS.get(implementation))
+    if kind is None:
+        raise ConfigurationError(f"attn_implementation={implementation!r} takes an unknown mask")
+    return kind
 
 
 def attention_window(

@@ -60,7 +60,7 @@ class PackedAttention:
         self._buckets = [_bucket(part, device) for part in _of_one_size(segments)]
         kept = torch.cat([bucket.queries[bucket.kept] for bucket in self._buckets])
         self._order = kept.argsort()
-        self._masks: dict[tuple[int, int | None, torch.dtype | None], torch.Tensor] = {}
+        self._masks: dict[tuple[int, int | None, torch.dtype], torch.Tensor] = {}
         self._varlen: dict[str, Any] | None = None
         self.num_calls = 0
 
@@ -103,15 +103,12 @@ class PackedAttention:
             return self._attend_unpadded(own_attention, module, query, key, value, kwargs)
         if implementation == "sdpa" and torch_compat.has_varlen(query, value, kwargs):
             return self._attend_varlen(query, key, value, window, kwargs.get("scaling"))
-        if implementation not in ("sdpa", "eager"):
-            raise ConfigurationError(f"attn_implementation={implementation!r} is not known")
-        # Only sdpa takes a mask of booleans, and is causal without one.
-        dtype = None if implementation == "sdpa" else query.dtype
+        dtype = hf_compat.attention_mask_dtype(implementation, query.dtype)
         queries, keys, values = (states[0].transpose(0, 1) for states in (query, key, value))
         outputs = []
         for index, bucket in enumerate(self._buckets):
             mask = None
-            if bucket.has_prefix or window is not None or dtype is not None:
+            if bucket.has_prefix or window is not None or dtype is not torch.bool:
                 mask = self._mask(index, window, dtype)
             output_CQHD, _ = own_attention(
                 module,
@@ -124,7 +121,7 @@ class PackedAttention:
             outputs.append(output_CQHD.flatten(0, 1).index_select(0, bucket.kept))
         return torch.cat(outputs).index_select(0, self._order)[None], None
 
-    def _mask(self, index: int, window: int | None, dtype: torch.dtype | None) -> torch.Tensor:
+    def _mask(self, index: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
         """Return a bucket's mask, (C, 1, Q, K): True or 0 where a key is seen."""
         known = self._masks.get((index, window, dtype))
         if known is not None:
@@ -141,7 +138,7 @@ class PackedAttention:
             # In the padding a query may see nothing at all, and its gradient would be NaN.
             mask |= ~mask.any(-1, keepdim=True)
         mask = mask[:, None]
-        if dtype is not None:
+        if dtype is not torch.bool:
             lowest = torch.finfo(dtype).min
             mask = torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, lowest)
         self._masks[index, window, dtype] = mask

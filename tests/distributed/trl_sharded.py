@@ -58,7 +58,9 @@ def train(output_dir: Path, settings: dict[str, Any]) -> dict[str, Any]:
     settings = {"per_device_train_batch_size": 8, "learning_rate": 1e-2, **settings}
     trainer = tiny_trainer(output_dir, **settings)
     assert trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
-    generator = attach(trainer, RolloutConfig(verify_every_steps=1, verify_weight_sync=True))
+    generator = attach(
+        trainer, RolloutConfig(old_logps="trainer", verify_every_steps=1, verify_weight_sync=True)
+    )
     engine = generator.manager._engine
     before = plain_logprobs(engine.model, PROMPT, COMPLETION)
     trainer.train()

@@ -175,7 +175,7 @@ def test_attention_that_segments_cannot_compute_is_refused():
     refused("window of 5 tokens to itself", a_layer(**chunked))
     refused("sees other tokens", a_layer(), num_tokens=8)
     refused("a bias by position", a_layer(), position_bias=torch.zeros(1))
-    refused("'flex_attention' is not known", a_layer("flex_attention"))
+    refused("'flex_attention' takes an unknown mask", a_layer("flex_attention"))
 
 
 def test_a_window_longer_than_every_sequence_is_no_window():

@@ -34,7 +34,7 @@ def train(folder: Path, resume: bool = False, is_killed: bool = False) -> dict[s
         save_steps=1,
         learning_rate=1e-2,
     )
-    with attach(trainer, RolloutConfig(verify_every_steps=1)) as generator:
+    with attach(trainer, RolloutConfig(old_logps="trainer", verify_every_steps=1)) as generator:
         if is_killed:
             engine, num_forwards = generator.manager._engine, 0
             step = engine.step

@@ -48,7 +48,7 @@ def test_policy_log_probabilities_hide_what_was_cut_and_a_warning_says_so(tmp_pa
     ids=["top_p", "top_k", "min_p"],
 )
 def test_replayed_the_ratios_are_one(tmp_path, truncation):
-    config = {"sampling_mask": "replay", "verify_every_steps": 1}
+    config = {"sampling_mask": "replay", "old_logps": "trainer", "verify_every_steps": 1}
     trainer, _ = trained(tmp_path, config, **truncation, **SEQUENCES)
     assert logged(trainer, RATIO) == pytest.approx([1] * 3, abs=1e-4)
     assert max(logged(trainer, "rollout/logprob_drift_max")) <= 1e-5
@@ -100,7 +100,9 @@ def test_each_turn_of_a_tool_loop_is_replayed_with_its_own_sets(tmp_path, monkey
         trainer_arguments={"train_dataset": Dataset.from_list(rows), "tools": [double]},
         **(QUICK | TOOLS | {"max_steps": 2, "top_k": 20}),
     )
-    generator = attach(trainer, RolloutConfig(sampling_mask="replay", verify_every_steps=1))
+    generator = attach(
+        trainer, RolloutConfig(sampling_mask="replay", old_logps="trainer", verify_every_steps=1)
+    )
     record = watched(trainer)
     trainer.train()
     generator.close()

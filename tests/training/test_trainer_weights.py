@@ -7,7 +7,7 @@ from tiny_trainer import logged, tiny_trainer
 
 from cb_rollout import RolloutConfig, attach
 
-CHECKED = {"verify_every_steps": 1, "verify_weight_sync": True}
+CHECKED = {"old_logps": "trainer", "verify_every_steps": 1, "verify_weight_sync": True}
 LORA = LoraConfig(r=4, target_modules=["q_proj", "up_proj"], task_type="CAUSAL_LM")
 
 

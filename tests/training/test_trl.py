@@ -25,7 +25,7 @@ EVALUATES = {"eval_strategy": "steps", "eval_steps": 2}
 
 def test_training_logs_agreement_with_the_trainers_forward(tmp_path):
     trainer = tiny_trainer(tmp_path, **EVALUATES)
-    generator = attach(trainer, RolloutConfig(verify_every_steps=1))
+    generator = attach(trainer, RolloutConfig(old_logps="trainer", verify_every_steps=1))
     trainer.train()
     drifts = logged(trainer, "sampling/sampling_logp_difference/max")
     assert len(drifts) == 3
@@ -52,7 +52,7 @@ def test_a_row_longer_than_the_model_is_told_in_the_trainers_words(tmp_path):
 
 def test_other_sampling_settings_agree_too(tmp_path):
     trainer = tiny_trainer(tmp_path, temperature=0.7)
-    attach(trainer)
+    attach(trainer, RolloutConfig(old_logps="trainer"))
     trainer.train()
     assert max(logged(trainer, "sampling/sampling_logp_difference/max")) <= 1e-5
 
