@@ -299,20 +299,25 @@ def use(trainer, settings=None, **config):
 
 
 @pytest.mark.parametrize(
-    ("settings", "config", "counts"),
+    ("settings", "config", "counts", "num_forwards"),
     [
         # Rows 0 and 2 alone, 4 tokens each; row 1 without a gradient, 6.
-        ({}, {}, (14, 11, 0, 2)),
+        ({}, {}, (14, 11, 0, 2), 2),
         # Every row has a gradient: prompt A, 1 and 3 tokens; row 2 alone. Only row 3 is out.
-        ({"beta": 0.1}, {}, (11, 11, 1, 1)),
-        # The batch is cut between rows 0 and 1, and the prompt is computed twice.
-        ({"beta": 0.1}, {"loss_tokens_per_forward": 6}, (14, 11, 0, 1)),
+        ({"beta": 0.1}, {}, (11, 11, 1, 1), 1),
+        # Each row alone: the prompt is computed twice, and each forward again.
+        ({"beta": 0.1}, {"loss_tokens_per_forward": 6}, (14, 11, 0, 1), 3 + 3),
     ],
     ids=["advantages", "kl", "cut"],
 )
-def test_the_counts_are_those_made_by_hand(pair, settings, config, counts):
+def test_the_counts_are_those_made_by_hand(pair, settings, config, counts, num_forwards):
     settings = use(pair.ours, settings, **config)
+    calls = []
+    inside = pair.ours.model.model.layers[0].input_layernorm
+    handle = inside.register_forward_pre_hook(lambda *_: calls.append(1))
     logged = learned(pair.ours, [BY_HAND], settings)[2]
+    handle.remove()
+    assert len(calls) == num_forwards
     names = ("loss_tokens_computed", "loss_tokens_useful", "prompts_shared", "rows_left_out")
     assert tuple(logged[f"rollout/{name}"][0] for name in names) == counts
 

@@ -1,6 +1,7 @@
 """With loss_forward="packed" an attached trainer learns what TRL would, and logs what TRL would."""
 
 import gc
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +14,7 @@ from tiny_trainer import PROBLEMS, logged, tiny_trainer
 from trl import RLOOConfig, RLOOTrainer
 
 from cb_rollout import ConfigurationError, RolloutConfig, attach
-from cb_rollout.integrations.trl import backend, packed_scores
+from cb_rollout.integrations.trl import backend, packed_loss, packed_scores
 from cb_rollout.packing.attention import PackedAttention
 
 SMALL = {
@@ -66,6 +67,7 @@ def a_trainer(
     reference=None,
     peft=False,
     tools=False,
+    dropout=0.0,
     **settings,
 ):
     arguments = dict(LORA) if peft else {}
@@ -75,7 +77,7 @@ def a_trainer(
         settings = TOOLS | settings
     lfm2 = {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2}
     sizes = {"num_hidden_layers": 1} | (lfm2 if family == "lfm2" else {})
-    model = tiny_model(family, vocab_size=99, **sizes)
+    model = tiny_model(family, vocab_size=99, attention_dropout=dropout, **sizes)
     model.generation_config.eos_token_id = ENDS
     if reference is not None:
         model.config._name_or_path = str(reference)
@@ -97,8 +99,10 @@ def packed_run(output_dir, monkeypatch, settings, **config):
     generator = attach(trainer, RolloutConfig(**config))
     record = watched(trainer)
     torch.manual_seed(0)
-    trainer.train()
-    generator.close()
+    try:
+        trainer.train()
+    finally:
+        generator.close()
     return trainer, record
 
 
@@ -175,12 +179,20 @@ def test_a_packed_run_learns_and_logs_what_trl_would(tmp_path, monkeypatch, refe
     assert_packed(ours)
 
 
-@pytest.mark.parametrize("limit", [1, 60])
-def test_a_batch_of_many_forwards_is_computed_again(tmp_path, monkeypatch, reference, limit):
+@pytest.mark.parametrize("limit", [1, "auto"])
+def test_a_batch_of_many_forwards_learns_the_same(tmp_path, monkeypatch, reference, limit):
+    # What is free holds the activations of a few tokens.
+    memory = SimpleNamespace(free_bytes=1 << 17)
+    monkeypatch.setattr(packed_loss, "devices", SimpleNamespace(memory=lambda _: memory))
     settings = {"beta": 0.1, "reference": reference, "loss_type": "dapo"}
-    _, own = packed_run(tmp_path / "ours", monkeypatch, settings, loss_tokens_per_forward=limit)
+    ours, own = packed_run(tmp_path / "ours", monkeypatch, settings, loss_tokens_per_forward=limit)
     _, other = trl_run(tmp_path / "theirs", monkeypatch, settings, own.turns)
     assert_learned_alike(own, other)
+    shared, useful = (
+        logged(ours, f"rollout/{name}") for name in ("prompts_shared", "loss_tokens_useful")
+    )
+    assert max(shared) < 8 - 2
+    assert logged(ours, "rollout/loss_tokens_computed") > useful
 
 
 def both_forwards(tmp_path, monkeypatch, settings, **config):
@@ -213,7 +225,8 @@ def test_bf16_differs_by_rounding(tmp_path, monkeypatch):
 
 def test_a_router_is_balanced_over_all_rows(tmp_path, monkeypatch):
     settings = {"family": "qwen3_moe", "router_aux_loss_coef": 0.5}
-    ours, own = packed_run(tmp_path / "ours", monkeypatch, settings)
+    # A batch in parts would balance each part alone, and so the limit does not apply.
+    ours, own = packed_run(tmp_path / "ours", monkeypatch, settings, loss_tokens_per_forward=1)
     theirs, other = trl_run(tmp_path / "theirs", monkeypatch, settings, own.turns)
     assert logged(theirs, "aux_loss")
     assert_learned_alike(own, other)
@@ -250,21 +263,22 @@ def test_a_recurrent_model_runs_padded_and_says_so_once(tmp_path, monkeypatch):
     assert sum(logged(ours, "rollout/loss_tokens_computed")) < 8 * 2 * max(lengths)
 
 
-def lying(monkeypatch, lie):
+def lying(monkeypatch, field, lie):
     """Change the scores of every packed batch."""
     score_batches = packed_scores.score_batches
 
     def faulty(*arguments, **named):
         found = score_batches(*arguments, **named)
-        return [scores._replace(logprobs_K=lie(scores.logprobs_K)) for scores in found]
+        return [scores._replace(**{field: lie(getattr(scores, field))}) for scores in found]
 
     monkeypatch.setattr(packed_scores, "score_batches", faulty)
 
 
 LIES = {
-    "scores": (lambda values: values + 0.5, "log-probabilities differ by 0.5 nats"),
-    "numbers": (lambda values: values * torch.nan, "log-probabilities differ by nan nats"),
+    "scores": ("logprobs_K", lambda values: values + 0.5, "log-probabilities differ by 0.5 nats"),
+    "numbers": ("entropies_K", lambda values: values * torch.nan, "entropies differ by nan nats"),
     "gradients": (
+        "logprobs_K",
         lambda values: values + (values - values.detach()),
         "gradients differ by 1 of their norm",
     ),
@@ -273,8 +287,8 @@ LIES = {
 
 @pytest.mark.parametrize("lie", LIES)
 def test_a_forward_that_lies_is_switched_off(tmp_path, monkeypatch, lie):
-    change, reason = LIES[lie]
-    lying(monkeypatch, change)
+    field, change, reason = LIES[lie]
+    lying(monkeypatch, field, change)
     settings = {"loss_type": "dapo"}
     with pytest.warns(UserWarning, match=rf"is switched off \({reason}") as caught:
         ours, own = packed_run(tmp_path / "ours", monkeypatch, settings)
@@ -294,3 +308,21 @@ def test_attention_that_cannot_be_packed_names_its_error(tmp_path, monkeypatch):
     assert len(warned(caught)) == 1
     _, other = trl_run(tmp_path / "theirs", monkeypatch, {}, own.turns)
     assert_learned_alike(own, other)
+
+
+def test_dropout_is_no_difference(tmp_path, monkeypatch):
+    with pytest.warns(UserWarning, match="trains with dropout") as caught:
+        trainer, record = packed_run(tmp_path, monkeypatch, {"dropout": 0.5})
+    assert warned(caught) == []
+    assert trainer.model.training
+    assert min(logged(trainer, "rollout/prompts_shared")) > 0
+    assert all(map(math.isfinite, record.losses))
+
+
+def test_memory_that_runs_out_is_no_reason_to_fall_back(tmp_path, monkeypatch):
+    def exhausted(*_, **__):
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(packed_scores, "score_batches", exhausted)
+    with pytest.raises(torch.OutOfMemoryError):
+        packed_run(tmp_path, monkeypatch, {})

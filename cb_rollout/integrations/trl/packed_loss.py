@@ -254,9 +254,10 @@ def _score_difference(
 ) -> str | None:
     """Return how two forwards differ in their scores and gradients; None: within the limits."""
     pairs = [(own, other) for own, other in zip(ours, theirs, strict=False) if other is not None]
-    nats = max(float((own - other).detach().abs().max()) for own, other in pairs)
-    if not nats <= max_nats:
-        return f"log-probabilities differ by {nats:.2g} nats from the trainer's forward"
+    for name, (own, other) in zip(("log-probabilities", "entropies"), pairs, strict=False):
+        nats = float((own - other).detach().abs().max())
+        if not nats <= max_nats:
+            return f"{name} differ by {nats:.2g} nats from the trainer's forward"
     if not pairs[0][0].requires_grad:
         return None
     parameters = _smallest_parameters(model)
