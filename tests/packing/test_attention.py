@@ -146,6 +146,32 @@ def test_on_a_gpu_pytorchs_own_kernel_takes_segments_unpadded(monkeypatch, windo
     torch.testing.assert_close(output[0].double(), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("window", [None, 5], ids=["full", "window"])
+def test_pytorchs_unpadded_attention_is_asked_for_the_same(monkeypatch, window):
+    def varlen(query, key, value, ends_q, ends_k, longest_q, longest_k, *, scale, **named):
+        left, right = named["window_size"]
+        assert (right, named["enable_gqa"]) == (0, True)
+        arguments = {
+            "cu_seq_lens_q": ends_q,
+            "cu_seq_lens_k": ends_k,
+            "max_length_q": longest_q,
+            "max_length_k": longest_k,
+            "scaling": scale,
+            "sliding_window": None if left == -1 else left + 1,
+        }
+        states = (s.transpose(0, 1)[None] for s in (query, key, value))
+        return flash(a_layer(), *states, None, **arguments)[0][0]
+
+    monkeypatch.setattr(torch_compat, "has_varlen", lambda *_: True)
+    monkeypatch.setattr(torch_compat, "varlen_attn", varlen)
+    segments = segments_of_rows()
+    inputs = states(sum(segment.length for segment in segments))
+    arguments = {"scaling": SCALE, "sliding_window": window}
+    output, _ = PackedAttention(segments, CPU)(None, a_layer(), *inputs, None, **arguments)
+    expected = by_definition(*inputs, segments, window)
+    torch.testing.assert_close(output[0].double(), expected, rtol=1e-5, atol=1e-5)
+
+
 def test_segments_of_about_one_length_share_a_call():
     calls = []
 
