@@ -28,7 +28,14 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from cb_rollout import ConfigurationError, RolloutConfig, RolloutGenerator, SamplingParams
+from cb_rollout import (
+    ConfigurationError,
+    GenerationOutput,
+    RolloutConfig,
+    RolloutGenerator,
+    SamplingParams,
+    packed_logprobs,
+)
 
 BATCH = torch.randint(3, 256, (4, 16), generator=torch.Generator().manual_seed(0))
 PARAMS = SamplingParams(max_new_tokens=8, ignore_eos=True)
@@ -171,10 +178,33 @@ def follow(
     }
 
 
-def refusal(model: Any) -> str:
-    """What a generator of `model` says against it."""
+def outputs_of(rank: int) -> list[GenerationOutput]:
+    """Other outputs for each process, and other numbers of them, that share a prompt."""
+    tokens = torch.randint(3, 256, (3, 6), generator=torch.Generator().manual_seed(rank)).tolist()
+    return [GenerationOutput(str(n), [5, 6, 7], row) for n, row in enumerate(tokens[: 2 + rank])]
+
+
+def packed_gradients(**settings: Any) -> float:
+    """How far gradients of packed log-probabilities under DDP are from the mean over processes."""
+    distributed, alone = DistributedDataParallel(plain(), **settings), plain()
+    for _ in range(2):
+        distributed.zero_grad()
+        own = packed_logprobs(distributed, outputs_of(dist.get_rank()))
+        torch.cat(own).sum().backward()
+    for rank in range(dist.get_world_size()):
+        for o in outputs_of(rank):
+            ids = torch.tensor([o.prompt_ids + o.generated_tokens])
+            logprobs = alone(input_ids=ids).logits.log_softmax(-1)[:, 2:-1]
+            labels = ids[:, 3:, None]
+            (logprobs.gather(-1, labels).sum() / dist.get_world_size()).backward()
+    pairs = zip(distributed.module.parameters(), alone.parameters(), strict=True)
+    return max(float((a.grad - b.grad).norm() / b.grad.norm()) for a, b in pairs)
+
+
+def refusal(call: Callable[[], Any]) -> str:
+    """What is said against a call."""
     try:
-        RolloutGenerator(model)
+        call()
     except ConfigurationError as error:
         return str(error)
     return ""
@@ -210,7 +240,11 @@ def main() -> None:
         "plain": follow(plain(), plain(), checked),
         "plain_copy": follow(plain(), plain(), copied),
     }
-    results["refusal"] = refusal(fsdp1(plain(), use_orig_params=False))
+    own = fsdp1(plain(), use_orig_params=False)
+    results["refusal"] = refusal(lambda: RolloutGenerator(own))
+    parted = sharded(plain())
+    results["packed_refusal"] = refusal(lambda: packed_logprobs(parted, outputs_of(0)))
+    results["packed"] = [packed_gradients(), packed_gradients(static_graph=True)]
     Path(sys.argv[-1]).write_text(json.dumps(results))
     dist.barrier()
     dist.destroy_process_group()

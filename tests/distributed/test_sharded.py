@@ -84,3 +84,13 @@ def test_what_is_copied_is_counted(ranks):
         for way in ("fsdp2", "fsdp1", "ddp_copy"):
             assert rank[way]["bytes_copied"] == [MODEL_BYTES] * NUM_STEPS
         assert rank["ddp"]["bytes_copied"] == [0] * NUM_STEPS
+
+
+def test_packed_log_probabilities_have_the_gradients_of_all_processes(ranks):
+    for rank in ranks:
+        assert max(rank["packed"]) <= 1e-5
+
+
+def test_packed_log_probabilities_of_a_sharded_model_are_refused_with_advice(ranks):
+    for rank in ranks:
+        assert "attach a TRL trainer with loss_forward='packed'" in rank["packed_refusal"]

@@ -1,6 +1,7 @@
 """One process of several that train stock GRPOTrainers under FSDP2, FSDP1 or DeepSpeed.
 
-Run by `processes.run_processes`, with the names of the ways to try.
+Run by `processes.run_processes`, with the names of the ways to try. A way and a case of
+`packed_training`, as in "fsdp2/uneven", train with loss_forward="packed".
 """
 
 import faulthandler
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 from accelerated import allow_deepspeed, allow_fsdp
+from packed_training import CASES, train_twice
 from peft import LoraConfig
 from tiny import plain_logprobs
 from tiny_trainer import tiny_trainer
@@ -21,12 +23,12 @@ PROMPT, COMPLETION = [5, 6], [7, 8, 9]
 ADAPTERS = {"peft_config": LoraConfig(r=4, target_modules=["q_proj"])}
 
 
-def fsdp(version: int) -> dict[str, Any]:
+def fsdp(version: int, **more: Any) -> dict[str, Any]:
     """Trainer settings: a unit a layer."""
     layers = {"transformer_layer_cls_to_wrap": ["Qwen3DecoderLayer"]}
     # Every process has made the same model; loading on one alone needs an accelerator.
     loading = {"cpu_ram_efficient_loading": False, "sync_module_states": False}
-    return {"fsdp": True, "fsdp_config": {"version": version, **layers, **loading}}
+    return {"fsdp": True, "fsdp_config": {"version": version, **layers, **loading, **more}}
 
 
 def zero(stage: int) -> dict[str, Any]:
@@ -41,13 +43,17 @@ def zero(stage: int) -> dict[str, Any]:
 
 
 WAYS: dict[str, dict[str, Any]] = {
+    "ddp": {},
+    "ddp_lora": {"trainer_arguments": ADAPTERS},
     "fsdp2": fsdp(2),
     "fsdp2_lora": {**fsdp(2), "trainer_arguments": ADAPTERS},
+    "fsdp2_checkpointed": fsdp(2, activation_checkpointing=True),
     "fsdp2_bf16": {**fsdp(2), "bf16": True},
     "fsdp1": fsdp(1),
     "fsdp1_lora": {**fsdp(1), "trainer_arguments": ADAPTERS},
     "fsdp1_bf16": {**fsdp(1), "bf16": True},
     "zero1": zero(1),
+    "zero2": zero(2),
     "zero3": zero(3),
     "zero3_lora": {**zero(3), "trainer_arguments": ADAPTERS},
 }
@@ -90,7 +96,12 @@ def main() -> None:
     allow = allow_deepspeed if "zero" in ways[0] else allow_fsdp
     allow()
     output_dir = Path(path).with_suffix(".out")
-    results = {way: train(output_dir, WAYS[way]) for way in ways}
+    results = {}
+    for way in ways:
+        settings, case = WAYS[way.split("/")[0]], CASES.get(way.partition("/")[2])
+        results[way] = (
+            train_twice(output_dir, settings, case) if case else train(output_dir, settings)
+        )
     Path(path).write_text(json.dumps(results))
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
