@@ -1,7 +1,8 @@
 """Reach past the public API of torch (2.11 to 2.13): wrappers, hooks and OpenMP workers."""
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -37,16 +38,33 @@ def compute_dtype(model: torch.nn.Module) -> torch.dtype:
     return next(p.dtype for p in model.parameters() if p.is_floating_point())
 
 
-# torch 2.13's unpadded attention takes these; an earlier release may have none.
-VARLEN_DTYPES, VARLEN_CAPABILITY, VARLEN_MAX_HEAD = (torch.float16, torch.bfloat16), (8, 0), 256
-
-
 def dropout_rate(model: torch.nn.Module) -> float:
     """Return the highest rate of dropout, in modules and in attention."""
     modules: list[Any] = list(model.modules())
     rates = [module.p for module in modules if isinstance(module, torch.nn.Dropout)]
     rates += [getattr(module, "attention_dropout", 0.0) or 0.0 for module in modules]
     return max((rate for rate in rates if isinstance(rate, float)), default=0.0)
+
+
+@contextmanager
+def without_dropout(model: torch.nn.Module) -> Iterator[None]:
+    """Set the rates that `dropout_rate` reads to 0; the model stays in its mode."""
+    modules: list[Any] = list(model.modules())
+    places = [(module, "p") for module in modules if isinstance(module, torch.nn.Dropout)]
+    places += [(module, "attention_dropout") for module in modules]
+    rates = [(module, name, getattr(module, name, None)) for module, name in places]
+    changed = [place for place in rates if isinstance(place[2], float)]
+    for module, name, _ in changed:
+        setattr(module, name, 0.0)
+    try:
+        yield
+    finally:
+        for module, name, rate in changed:
+            setattr(module, name, rate)
+
+
+# torch 2.13's unpadded attention takes these; an earlier release may have none.
+VARLEN_DTYPES, VARLEN_CAPABILITY, VARLEN_MAX_HEAD = (torch.float16, torch.bfloat16), (8, 0), 256
 
 
 def has_varlen(query: torch.Tensor, value: torch.Tensor, arguments: Mapping[str, Any]) -> bool:

@@ -315,14 +315,27 @@ def replacing_attention_again(model: torch.nn.Module, attend: Attention) -> Iter
             setattr(module, name, own)
 
 
-def num_checkpointed_layers(model: torch.nn.Module) -> int:
-    """Return the number of layers that the backward pass computes again (transformers 5.23)."""
+@contextmanager
+def keeping_one_layer(model: torch.nn.Module) -> Iterator[None]:
+    """Have gradient checkpointing keep the activations of its largest layer.
+
+    They are there in every backward pass, while the layer is computed again (transformers 5.23).
+    """
     modules: Iterator[Any] = model.modules()
-    return sum(
-        module.training and getattr(module, "gradient_checkpointing", False)
+    layers = [
+        module
         for module in modules
-        if isinstance(module, GradientCheckpointingLayer)
-    )
+        if isinstance(module, GradientCheckpointingLayer) and module.gradient_checkpointing
+    ]
+    if not layers:
+        yield
+        return
+    largest = max(layers, key=lambda layer: sum(p.numel() for p in layer.parameters()))
+    largest.gradient_checkpointing = False
+    try:
+        yield
+    finally:
+        largest.gradient_checkpointing = True
 
 
 def attention_implementation(module: torch.nn.Module) -> str:

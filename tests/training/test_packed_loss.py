@@ -16,6 +16,7 @@ from trl import RLOOConfig, RLOOTrainer
 from cb_rollout import ConfigurationError, RolloutConfig, attach
 from cb_rollout.integrations.trl import backend, packed_loss, packed_scores
 from cb_rollout.packing.attention import PackedAttention
+from cb_rollout.packing.batch import NUM_COMPARED
 
 SMALL = {
     "max_steps": 2,
@@ -233,6 +234,19 @@ def test_a_router_is_balanced_over_all_rows(tmp_path, monkeypatch):
     assert_logged_alike(ours, theirs)
     # Its load is that of every token of every row.
     assert logged(ours, "rollout/prompts_shared") == [0, 0]
+
+
+def test_the_comparison_runs_the_rows_it_compares(tmp_path, monkeypatch):
+    score_batches, num_rows = packed_scores.score_batches, []
+
+    def counting(model, batches, *rest, **named):
+        num_rows.append(sum(len(batch.rows) for batch in batches))
+        return score_batches(model, batches, *rest, **named)
+
+    monkeypatch.setattr(packed_scores, "score_batches", counting)
+    packed_run(tmp_path, monkeypatch, {"max_steps": 1})
+    # Old log-probabilities, without gradients, and the loss are compared once each.
+    assert num_rows == [NUM_COMPARED, 8] * 2
 
 
 def test_the_loss_has_seconds_in_each_step(tmp_path, monkeypatch):

@@ -9,19 +9,18 @@ B: rows of a batch, T: tokens of a completion.
 
 import itertools
 import math
+import sys
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 
 from cb_rollout.compat import transformers as hf_compat
-from cb_rollout.compat.torch import SavedBytes, dropout_rate
+from cb_rollout.compat.torch import SavedBytes, without_dropout
 from cb_rollout.compat.zero3 import shards_models
 from cb_rollout.config.rollout import RolloutConfig
 from cb_rollout.engine.memory import device as devices
-from cb_rollout.engine.model.eval_mode import eval_mode
 from cb_rollout.errors import ConfigurationError, error_text
 from cb_rollout.integrations.trl.packed_scores import LossTokens, PackedScores, Result, rows_of
 from cb_rollout.packing.batch import PackedRow, PackingLayout, representative
@@ -186,50 +185,46 @@ class PackedLoss:
     ) -> str | None:
         """Return how some rows differ from the trainer's own forward; None: by rounding alone."""
         model = hf_compat.unwrap(run.model)
-        has_dropout = model.training and dropout_rate(model) > 0
+        numbers = representative(run.rows)
         compared = PackedScores(
             run.trainer,
             hf_compat.collective_forward(run.model),
-            run.rows,
+            [run.rows[number] for number in numbers],
             run.layout,
-            run.kept,
+            None if run.kept is None else [run.kept[number] for number in numbers],
             has_aux_loss=False,
         )
-        numbers = representative(run.rows)
         # Sharded gradients exist in the backward pass alone.
         has_gradient = torch.is_grad_enabled() and not self._is_sharded
         with (
-            eval_mode(model) if has_dropout else nullcontext(),
+            without_dropout(model),
+            hf_compat.keeping_one_layer(model),
             torch.set_grad_enabled(has_gradient),
         ):
             with SavedBytes(model) as saved:
-                scores = compared.scores(numbers, None)
+                scores = compared.scores(range(len(numbers)), None)
             own = own_forward(compared.model, numbers)
             mine = compared.unpacked(scores, logits_to_keep)
             is_autocast = self._trainer.accelerator.mixed_precision != "no"
             found = _score_difference(
                 model,
-                [t[numbers] for t in mine[:2] if t is not None],
+                [scores_BT for scores_BT in mine[:2] if scores_BT is not None],
                 own,
                 max_difference(model, is_autocast=is_autocast),
             )
         if found is None and has_gradient and self._max_tokens is None:
-            self._max_tokens = self._budget(compared, numbers, saved.total)
+            self._max_tokens = self._budget(saved.total, compared.tokens.loss_tokens_computed)
         return found
 
-    def _budget(self, compared: PackedScores, numbers: list[int], saved_bytes: int) -> int:
+    def _budget(self, saved_bytes: int, num_tokens: int) -> int:
         """Return the tokens whose activations fit in the memory that is free now.
 
-        A layer that gradient checkpointing computes again has all its activations at that time.
+        Args:
+            saved_bytes: activations of a forward, of one layer whole where gradient checkpointing
+                computes layers again.
+            num_tokens: tokens of that forward.
         """
-        model = hf_compat.unwrap(compared.model)
-        num_layers = hf_compat.num_checkpointed_layers(model)
-        num_bytes = saved_bytes
-        if num_layers:
-            with eval_mode(model), SavedBytes(model) as whole:
-                compared.scores(numbers, None)
-            num_bytes += whole.total // num_layers
-        per_token = max(1, num_bytes // max(1, compared.tokens.loss_tokens_computed))
+        per_token = max(1, saved_bytes // max(1, num_tokens))
         free = devices.memory(self._trainer.accelerator.device).free_bytes
         return max(1, int(ACTIVATION_SHARE * free) // per_token)
 
@@ -269,8 +264,9 @@ def _score_difference(
     )
     norm = math.hypot(*(float(gradient.norm()) for gradient in other))
     distance = math.hypot(*(float((a - b).norm()) for a, b in zip(own, other, strict=True)))
-    if not distance <= (FLOAT32_SHARE if max_nats == FLOAT32_NATS else HALF_SHARE) * norm:
-        return f"gradients differ by {distance / norm:.2g} of their norm from the trainer's"
+    share = distance / max(norm, sys.float_info.min)
+    if not share <= (FLOAT32_SHARE if max_nats == FLOAT32_NATS else HALF_SHARE):
+        return f"gradients differ by {share:.2g} of their norm from the trainer's"
     return None
 
 

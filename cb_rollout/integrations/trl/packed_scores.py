@@ -103,7 +103,9 @@ class PackedScores:
             arguments = arguments | {"output_router_logits": True}
         if self.kept is not None:
             output = own_forward(**arguments, use_cache=False)
-            kept = [ids for row in batch.rows for ids in self.kept[row]]
+            # A masked row has no completion here, and its sampling mask still.
+            scored = zip(batch.rows, batch.lengths, strict=True)
+            kept = [ids for row, length in scored for ids in self.kept[row][:length]]
             logits_KV, mask = output.logits[0], SamplingMask.joined(kept)
             found = masked_logprobs(logits_KV, batch.labels_K, mask, self.trainer.temperature)
             return Scores(*found, output.aux_loss if self.has_aux_loss else None)
