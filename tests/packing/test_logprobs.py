@@ -8,7 +8,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from tiny import SMALL, tiny_model
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, T5Config, T5ForConditionalGeneration
 
 from cb_rollout import ConfigurationError, InvalidRequestError, packed_logprobs
 from cb_rollout.packing import batch as batch_module
@@ -219,15 +219,56 @@ def test_outputs_without_a_token_have_no_log_probability(model):
     assert packed_logprobs(model, []) == []
 
 
-@pytest.mark.parametrize("temperature", [0, -1.0, float("nan")])
+@pytest.mark.parametrize("temperature", [0, -1.0, float("nan"), float("inf"), "1", None])
 def test_a_temperature_that_divides_nothing_is_refused(model, temperature):
-    with pytest.raises(ConfigurationError, match="is not above 0"):
+    with pytest.raises(ConfigurationError, match="is not a finite number above 0"):
         packed_logprobs(model, random_outputs(), temperature=temperature)
+
+
+def test_a_low_temperature_multiplies_rounding_and_is_no_reason_to_refuse(model):
+    outputs, temperature = random_outputs(), 1e-4
+    packed = packed_logprobs(model, outputs, temperature=temperature)
+    for values, right in zip(packed, plain(model, outputs, temperature), strict=True):
+        torch.testing.assert_close(values, right, rtol=1e-5, atol=1e-5 / temperature)
+
+
+def without_a_head():
+    return a_model("qwen3").model
+
+
+def encoder_decoder():
+    return T5ForConditionalGeneration(
+        T5Config(d_model=8, d_ff=8, d_kv=8, num_layers=1, num_heads=1, vocab_size=VOCABULARY)
+    )
+
+
+def not_loaded():
+    return a_model("qwen3").to("meta")
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (without_a_head, "has no language-model head"),
+        (encoder_decoder, "is an encoder-decoder"),
+        (not_loaded, "on the meta device"),
+    ],
+)
+def test_a_model_that_has_no_scores_is_refused(make, words):
+    with pytest.raises(ConfigurationError, match=words):
+        packed_logprobs(make(), random_outputs())
 
 
 def test_an_output_without_a_prompt_is_named(model):
     outputs = [*random_outputs(), Output("the one", [], [3])]
     with pytest.raises(InvalidRequestError, match="the one has no prompt token"):
+        packed_logprobs(model, outputs)
+
+
+@pytest.mark.parametrize(("prompt", "completion"), [([-1], [3]), ([3], [3, VOCABULARY, 4])])
+def test_an_output_of_another_vocabulary_is_named(model, prompt, completion):
+    outputs = (o for o in [*random_outputs(), Output("the one", prompt, completion)])
+    with pytest.raises(InvalidRequestError, match=r"the one holds token id (-1|64), outside"):
         packed_logprobs(model, outputs)
 
 

@@ -330,6 +330,34 @@ def test_the_counts_are_those_made_by_hand(pair, settings, config, counts, num_f
     assert tuple(logged[f"rollout/{name}"][0] for name in names) == counts
 
 
+def likelihood(trainer, model, inputs):
+    """A loss without advantages."""
+    logprobs_BT, _, _ = trainer._get_per_token_logps_and_entropies(
+        model,
+        torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1),
+        torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1),
+        inputs["completion_ids"].shape[1],
+    )
+    return -(logprobs_BT * inputs["completion_mask"]).sum()
+
+
+def test_a_loss_of_the_users_own_trains_rows_without_an_advantage(pair, monkeypatch):
+    monkeypatch.setattr(type(pair.ours), "_compute_loss", likelihood)
+    settings = use(pair.ours)
+    own, other = (learned(t, [BY_HAND], settings) for t in (pair.ours, pair.theirs))
+    for name, gradient in other[1].items():
+        assert (own[1][name] - gradient).norm() <= TOLERANCE * gradient.norm() + 1e-6, name
+
+
+def test_what_surrounds_trls_loss_may_train_rows_without_an_advantage(pair, monkeypatch):
+    scoring = pair.ours._get_per_token_logps_and_entropies.__self__
+    compute_loss = scoring._compute_loss
+    monkeypatch.setattr(scoring, "_compute_loss", lambda *args: 2 * compute_loss(*args))
+    logged = learned(pair.ours, [BY_HAND], use(pair.ours))[2]
+    # The masked one alone.
+    assert logged["rollout/rows_left_out"] == [1]
+
+
 def test_the_trainers_own_forward_is_counted_too(pair):
     use(pair.ours)
     scoring = pair.ours._get_per_token_logps_and_entropies.__self__

@@ -11,7 +11,7 @@ from peft import LoraConfig
 from playback import TOOLS, assert_learned_alike, double, play_back, watched, with_tools
 from tiny import EOS, tiny_model
 from tiny_trainer import PROBLEMS, logged, tiny_trainer
-from trl import RLOOConfig, RLOOTrainer
+from trl import GRPOTrainer, RLOOConfig, RLOOTrainer
 
 from cb_rollout import ConfigurationError, RolloutConfig, attach
 from cb_rollout.integrations.trl import backend, packed_loss, packed_scores
@@ -134,6 +134,15 @@ def assert_packed(trainer):
     assert max(logged(trainer, "rollout/prompts_shared")) > 0
 
 
+class AdvantagesOfTokens(GRPOTrainer):
+    """Gives each token an advantage of its own, as TRL's loss allows."""
+
+    def _generate_and_score_completions(self, inputs):
+        batch = super()._generate_and_score_completions(inputs)
+        positions_T = torch.arange(batch["completion_ids"].shape[1])
+        return batch | {"advantages": batch["advantages"][:, None] * (positions_T % 2)}
+
+
 CELLS = {
     "kl": {"beta": 0.1, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 4},
     "evaluate": {
@@ -166,6 +175,7 @@ CELLS = {
         "beta": 0.1,
         "peft": True,
     },
+    "advantages of tokens": {"trainer_class": AdvantagesOfTokens},
     "no advantage": {"reward": lambda completions, **_: [0.0] * len(completions)},
 }
 

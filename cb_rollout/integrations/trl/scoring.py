@@ -25,6 +25,9 @@ from cb_rollout.integrations.trl.truncated_completions import TruncatedCompletio
 # Keys that a batch carries into the loss, beside the trainer's own.
 ROW_KEY, KEPT_KEY = "rollout_row", "kept_token_ids"
 
+# A loss of these is a product with the advantage; another one may train every row.
+LOSS_MODULES = ("trl.trainer.grpo_trainer", "trl.trainer.rloo_trainer")
+
 
 class TrainerScoring:
     """Scoring of one trainer's rollouts."""
@@ -123,7 +126,8 @@ class TrainerScoring:
             batch[KEPT_KEY] = kept
         if self._records is not None:
             mask_BT = batch["completion_mask"] * batch.get("tool_mask", 1)
-            self._records.add(context, row_ids, batch["advantages"].tolist(), mask_BT.tolist())
+            advantages_B = _row_advantages(batch["advantages"], mask_BT)
+            self._records.add(context, row_ids, advantages_B.tolist(), mask_BT.tolist())
         return batch
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *rest: Any, **named: Any) -> Any:
@@ -244,8 +248,11 @@ class TrainerScoring:
             return None
         has_kl = hasattr(trainer, "loss_type") and trainer.beta != 0.0
         has_bonus = getattr(trainer, "_entropy_bonus_enabled", False)
+        losses = (self._compute_loss, trainer._compute_loss)
+        has_own_loss = any(loss.__module__ not in LOSS_MODULES for loss in losses)
         advantages = inputs["advantages"]
-        return None if has_kl or has_bonus or advantages.dim() != 1 else advantages
+        are_of_tokens = advantages.dim() != 1
+        return None if has_kl or has_bonus or has_own_loss or are_of_tokens else advantages
 
     def _old_logprobs(self, run: Any, mask_BT: torch.Tensor) -> torch.Tensor:
         """Return the sampled ones where the guard trusts them, else the trainer's."""
@@ -280,6 +287,13 @@ class TrainerScoring:
                 batch["completion_mask"],
                 lambda numbers: run(numbers=numbers)[0],
             )
+
+
+def _row_advantages(advantages: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
+    """Return (B,): advantages of rows, or the mean over a row's tokens of (B, T)."""
+    if advantages.dim() == 1:
+        return advantages
+    return (advantages * mask_BT).sum(1) / mask_BT.sum(1).clamp(min=1)
 
 
 def _recomputes_old_logprobs(trainer: Any) -> bool:
