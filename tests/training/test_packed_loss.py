@@ -246,6 +246,17 @@ def test_a_router_is_balanced_over_all_rows(tmp_path, monkeypatch):
     assert logged(ours, "rollout/prompts_shared") == [0, 0]
 
 
+def test_masked_rows_of_a_router_are_not_replayed(tmp_path, monkeypatch):
+    settings = {"family": "qwen3_moe", "router_aux_loss_coef": 0.5, "top_k": 20}
+    settings |= {"mask_truncated_completions": True, "max_completion_length": 6}
+    ours, own, theirs, other = both_forwards(
+        tmp_path, monkeypatch, settings, sampling_mask="replay", old_logps="trainer"
+    )
+    assert min(logged(ours, "rollout/rows_left_out")) > 0
+    assert_learned_alike(own, other)
+    assert_logged_alike(ours, theirs)
+
+
 def test_the_comparison_runs_the_rows_it_compares(tmp_path, monkeypatch):
     score_batches, num_rows = packed_scores.score_batches, []
 
@@ -320,6 +331,23 @@ def test_a_forward_that_lies_is_switched_off(tmp_path, monkeypatch, lie):
     _, other = trl_run(tmp_path / "theirs", monkeypatch, settings, own.turns)
     assert_learned_alike(own, other)
     assert max(logged(ours, "rollout/prompts_shared")) == 0
+
+
+def test_a_later_batch_that_cannot_be_packed_is_left_to_the_trainer(tmp_path, monkeypatch):
+    score_batches, calls = packed_scores.score_batches, []
+
+    def failing(*arguments, **named):
+        calls.append(1)
+        if len(calls) > 4:
+            raise ConfigurationError("its attention keeps a window of 8 tokens to itself")
+        return score_batches(*arguments, **named)
+
+    monkeypatch.setattr(packed_scores, "score_batches", failing)
+    with pytest.warns(UserWarning, match="a batch is left to the trainer's own forward"):
+        ours, own = packed_run(tmp_path / "ours", monkeypatch, {"loss_type": "dapo"})
+    _, other = trl_run(tmp_path / "theirs", monkeypatch, {"loss_type": "dapo"}, own.turns)
+    assert_learned_alike(own, other)
+    assert logged(ours, "rollout/prompts_shared")[-1] == 0
 
 
 def test_attention_that_cannot_be_packed_names_its_error(tmp_path, monkeypatch):

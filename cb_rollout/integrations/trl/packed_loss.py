@@ -112,7 +112,17 @@ class PackedLoss:
         if self._is_sharded or compute_aux_loss:
             # Every process enters as many forwards; and a load is balanced over the whole batch.
             max_tokens = None
-        scores = run.scores(trained, max_tokens)
+        try:
+            scores = run.scores(trained, max_tokens)
+        except ConfigurationError as error:
+            # Rows are longer than those compared, and than a window that attention is not told of.
+            if self._is_sharded:
+                raise
+            warnings.warn(
+                f"loss_forward='packed': a batch is left to the trainer's own forward ({error}).",
+                stacklevel=2,
+            )
+            return None
         self.tokens = run.tokens
         return run.unpacked(scores, logits_to_keep)
 
