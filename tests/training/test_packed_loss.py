@@ -224,6 +224,8 @@ def test_truncated_sampling_is_replayed(tmp_path, monkeypatch):
     assert_learned_alike(own, other)
     assert_logged_alike(ours, theirs)
     assert_packed(ours)
+    # Of 20 tokens at most; over the whole vocabulary it would be above 4.
+    assert max(logged(ours, "entropy")) <= math.log(20)
 
 
 def test_bf16_differs_by_rounding(tmp_path, monkeypatch):
