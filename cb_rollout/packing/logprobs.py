@@ -76,7 +76,15 @@ def packed_logprobs(
         return logprobs
     layout = _LAYOUTS.get(inner) or _agreeing_layout(inner, rows)
     _LAYOUTS[inner] = layout
-    for number, values in _scored(model, rows, range(len(rows)), layout, temperature).items():
+    everything = range(len(rows))
+    try:
+        scored = _scored(model, rows, everything, layout, temperature)
+    except ConfigurationError:
+        if layout is PackingLayout.PADDED:
+            raise
+        # Longer rows than those that were compared may meet a window that attention is not told of.
+        scored = _scored(model, rows, everything, PackingLayout.PADDED, temperature)
+    for number, values in scored.items():
         logprobs[number] = values
     return logprobs
 

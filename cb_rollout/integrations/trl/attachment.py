@@ -88,13 +88,16 @@ def attach(trainer: Any, config: Any = None) -> RolloutGenerator:
     if trainer.accelerator.is_main_process:
         records = TrainerRecords(trainer, config.record_num_sequences)
     backend = GenerationBackend(trainer, generator, records)
+    packed = None
+    if config.loss_forward == LossForward.PACKED:
+        packed = PackedLoss(trainer, config, generator.memory_plan().training)
     scoring = TrainerScoring(
         trainer,
         backend,
         LogprobGuard(trainer, config, are_comparable(config, defaults)),
         records,
         TruncatedCompletions(trainer, defaults),
-        packed=PackedLoss(trainer, config) if config.loss_forward == LossForward.PACKED else None,
+        packed=packed,
         replays=config.sampling_mask == SamplingMaskMode.REPLAY,
     )
     backend.overrides.set(

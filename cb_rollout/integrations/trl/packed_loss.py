@@ -21,6 +21,7 @@ from cb_rollout.compat.torch import SavedBytes, without_dropout
 from cb_rollout.compat.zero3 import shards_models
 from cb_rollout.config.rollout import RolloutConfig
 from cb_rollout.engine.memory import device as devices
+from cb_rollout.engine.memory.plan import TrainingBytes
 from cb_rollout.errors import ConfigurationError, error_text
 from cb_rollout.integrations.trl.packed_scores import LossTokens, PackedScores, Result, rows_of
 from cb_rollout.packing.batch import PackedRow, PackingLayout, representative
@@ -47,8 +48,16 @@ OwnForward = Callable[..., Result]
 class PackedLoss:
     """The packed forward of one trainer's models."""
 
-    def __init__(self, trainer: Any, config: RolloutConfig) -> None:
+    def __init__(self, trainer: Any, config: RolloutConfig, training: TrainingBytes) -> None:
+        """Keep what the forwards need.
+
+        Args:
+            trainer: its accelerator, temperature and arguments are used.
+            config: its `loss_tokens_per_forward` is used.
+            training: the memory plan's part of training, before the first step.
+        """
         self._trainer = trainer
+        self._bytes_to_come = training.gradients_to_come + training.optimizer_states_to_come
         self._is_sharded = shards_models(trainer.accelerator)
         self._layout: PackingLayout | None = PackingLayout.SHARED_PROMPTS
         self._compared: set[tuple[int, PackingLayout, bool]] = set()
@@ -227,7 +236,7 @@ class PackedLoss:
         return found
 
     def _budget(self, saved_bytes: int, num_tokens: int) -> int:
-        """Return the tokens whose activations fit in the memory that is free now.
+        """Return the tokens whose activations fit beside gradients and optimizer states.
 
         Args:
             saved_bytes: activations of a forward, of one layer whole where gradient checkpointing
@@ -236,7 +245,8 @@ class PackedLoss:
         """
         per_token = max(1, saved_bytes // max(1, num_tokens))
         free = devices.memory(self._trainer.accelerator.device).free_bytes
-        return max(1, int(ACTIVATION_SHARE * free) // per_token)
+        left = max(0, free - self._bytes_to_come)
+        return max(1, int(ACTIVATION_SHARE * left) // per_token)
 
 
 def _key(model: torch.nn.Module, layout: PackingLayout) -> tuple[int, PackingLayout, bool]:
