@@ -127,10 +127,7 @@ class PackedLoss:
             # Rows are longer than those compared, and than a window that attention is not told of.
             if self._is_sharded:
                 raise
-            warnings.warn(
-                f"loss_forward='packed': a batch is left to the trainer's own forward ({error}).",
-                stacklevel=2,
-            )
+            _warn_of_batch(str(error))
             return None
         self.tokens = run.tokens
         return run.unpacked(scores, logits_to_keep)
@@ -150,6 +147,8 @@ class PackedLoss:
             unfit = self._largest(unfit)
             if unfit == OTHER_INPUTS:
                 self._give_up(f"the batch has {', '.join(given)}" if given else ELSEWHERE)
+        elif given:
+            _warn_of_batch(f"it has {', '.join(given)}")
         return not unfit
 
     def _is_proved(self, run: PackedScores, own_forward: OwnForward, logits_to_keep: int) -> bool:
@@ -247,6 +246,14 @@ class PackedLoss:
         free = devices.memory(self._trainer.accelerator.device).free_bytes
         left = max(0, free - self._bytes_to_come)
         return max(1, int(ACTIVATION_SHARE * left) // per_token)
+
+
+def _warn_of_batch(reason: str) -> None:
+    """Say that one batch is not packed; Python shows an equal warning once."""
+    warnings.warn(
+        f"loss_forward='packed': a batch is left to the trainer's own forward ({reason}).",
+        stacklevel=2,
+    )
 
 
 def _key(model: torch.nn.Module, layout: PackingLayout) -> tuple[int, PackingLayout, bool]:
