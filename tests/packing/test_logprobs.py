@@ -3,6 +3,7 @@
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from threading import Thread
 
 import pytest
 import torch
@@ -205,6 +206,25 @@ def test_an_adapter_has_its_gradients():
             packed_logprobs(model, outputs), plain(model, outputs, 1.0), strict=True
         ):
             torch.testing.assert_close(values, right, rtol=1e-5, atol=1e-5)
+
+
+def test_a_second_thread_waits_for_the_first(model):
+    outputs, found = random_outputs(), []
+    packed_logprobs(model, outputs)
+    second = Thread(target=lambda: found.append(packed_logprobs(model, outputs)))
+
+    def amid(*_):
+        if second.ident is None:
+            second.start()
+            second.join(0.2)
+
+    handle = model.model.layers[0].register_forward_pre_hook(amid)
+    first = packed_logprobs(model, outputs)
+    handle.remove()
+    second.join()
+    assert "forward" not in vars(model)
+    for values, others in zip(first, *found, strict=True):
+        torch.testing.assert_close(values, others, rtol=1e-5, atol=1e-5)
 
 
 def test_without_gradients_there_is_no_graph(model):
