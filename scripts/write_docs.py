@@ -141,7 +141,9 @@ WORKLOADS = {
     "long_tailed_groups": "One rollout: 16 prompts x 8 completions, long-tailed lengths",
     "equal_lengths": "One rollout: 128 prompts, 64 tokens each",
     "served": "The long-tailed rollout's requests over HTTP",
-    "grpo_step": "One GRPO step through TRL",
+    "grpo_step": "One GRPO step through TRL, long-tailed lengths",
+    "grpo_step_400x8": "One GRPO step: 8 prompts of 400 tokens x 8 completions",
+    "grpo_step_400x16": "One GRPO step: 4 prompts of 400 tokens x 16 completions",
 }
 
 # The README shows these; the page on benchmarks shows all.
