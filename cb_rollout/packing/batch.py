@@ -95,12 +95,18 @@ def group_rows(rows: Sequence[PackedRow], numbers: Sequence[int]) -> list[list[i
 
 
 def representative(rows: Sequence[PackedRow]) -> list[int]:
-    """Return some rows to compare two forwards on: two of one group, the longest, and others."""
+    """Return some rows to compare two forwards on: two of one group, the longest, and others.
+
+    Where no group has two, the longest comes twice: a row alone would not show that a layer carries
+    its state from one row into the next.
+    """
     scored = [number for number, row in enumerate(rows) if row.completion_ids]
     groups = sorted(group_rows(rows, scored), key=len, reverse=True)
     longest = max(scored, key=lambda n: len(rows[n].prompt_ids) + len(rows[n].completion_ids))
-    chosen = dict.fromkeys([*groups[0][:2], longest, *(group[0] for group in groups), *scored])
-    return list(chosen)[:NUM_COMPARED]
+    pair = groups[0][:2] if len(groups[0]) > 1 else [longest]
+    others = dict.fromkeys([longest, *(group[0] for group in groups), *scored])
+    chosen = [*pair, *(number for number in others if number not in pair)]
+    return ([longest] * (len(pair) == 1) + chosen)[:NUM_COMPARED]
 
 
 def pack(

@@ -175,20 +175,21 @@ def _agreeing_layout(inner: Any, rows: Sequence[PackedRow]) -> PackingLayout:
 
     At temperature 1: a lower one multiplies the rounding.
     """
-    numbers = representative(rows)
+    rows = [rows[number] for number in representative(rows)]
+    everything = range(len(rows))
     max_nats = max_difference(inner)
     reason = ""
     with torch.no_grad(), eval_mode(inner):
-        plain = {number: _plain(inner, rows[number]) for number in numbers}
+        plain = [_plain(inner, row) for row in rows]
         for layout in (PackingLayout.SHARED_PROMPTS, PackingLayout.PADDED):
             try:
-                found = _scored(inner, rows, numbers, layout, temperature=1.0)
+                found = _scored(inner, rows, everything, layout, temperature=1.0)
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # noqa: BLE001 - any error is the reason
                 reason = str(error)
                 continue
-            nats = max(float((found[n] - plain[n]).abs().max()) for n in numbers)
+            nats = max(float((found[n] - plain[n]).abs().max()) for n in everything)
             if nats <= max_nats:
                 return layout
             reason = f"they differ by {nats:.2g} nats"

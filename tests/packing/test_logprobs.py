@@ -308,3 +308,11 @@ def test_a_model_whose_packed_forward_lies_runs_padded_and_then_not_at_all(monke
     monkeypatch.setattr(logprobs_module, "max_difference", lambda _: -1.0)
     with pytest.raises(ConfigurationError, match="Qwen3ForCausalLM computes other log-prob"):
         packed_logprobs(model, random_outputs())
+
+
+def test_one_output_alone_is_no_proof_for_several():
+    model = a_model("lfm2")
+    outputs = random_outputs()
+    alone = next(output for output in outputs if len(output.generated_tokens) > 2)
+    assert_as_plain(model, [alone])
+    assert_as_plain(model, outputs)
