@@ -31,6 +31,11 @@ class PackedRow(NamedTuple):
     """At least one token."""
     completion_ids: Sequence[int]
 
+    @property
+    def num_tokens(self) -> int:
+        """Return the number of tokens of prompt and completion."""
+        return len(self.prompt_ids) + len(self.completion_ids)
+
 
 class Segment(NamedTuple):
     """Adjacent tokens of a packed batch that attend to a prefix and, causally, to each other."""
@@ -102,7 +107,7 @@ def representative(rows: Sequence[PackedRow]) -> list[int]:
     """
     scored = [number for number, row in enumerate(rows) if row.completion_ids]
     groups = sorted(group_rows(rows, scored), key=len, reverse=True)
-    longest = max(scored, key=lambda n: len(rows[n].prompt_ids) + len(rows[n].completion_ids))
+    longest = max(scored, key=lambda n: rows[n].num_tokens)
     pair = groups[0][:2] if len(groups[0]) > 1 else [longest]
     others = dict.fromkeys([longest, *(group[0] for group in groups), *scored])
     chosen = [*pair, *(number for number in others if number not in pair)]
@@ -163,7 +168,7 @@ def _of_one_length(
     rows: Sequence[PackedRow], numbers: list[int], max_tokens: int | None
 ) -> Iterator[list[int]]:
     """Yield rows of about one length, within `max_tokens` and `MAX_PADDING`."""
-    sizes = {n: len(rows[n].prompt_ids) + len(rows[n].completion_ids) - 1 for n in numbers}
+    sizes = {n: rows[n].num_tokens - 1 for n in numbers}
     part: list[int] = []
     num_tokens = 0
     for number in sorted(numbers, key=lambda n: -sizes[n]):

@@ -85,15 +85,20 @@ def score_batches(
 
     with hf_compat.replacing_forward(inner, forward):
         returned = iter(model(input_ids=batches[0].input_ids))
-    return [Scores(*(t if t is None else _wrapped(t, next(returned)) for t in s)) for s in scores]
+    return [_wrapped(found, returned) for found in scores]
 
 
-def _wrapped(own: torch.Tensor, returned: torch.Tensor) -> torch.Tensor:
-    """Return what a wrapper returns for a tensor, whose backward pass runs the wrapper's hooks.
+def _wrapped(scores: Scores, returned: Iterator[torch.Tensor]) -> Scores:
+    """Return scores as the wrapper returns them: their backward pass runs the wrapper's hooks.
 
-    FSDP (torch 2.13) hooks the tensor itself, and rounds its copy to the compute dtype.
+    FSDP (torch 2.13) hooks the tensors themselves, and rounds its copies to the compute dtype.
     """
-    return returned if returned.dtype == own.dtype else own
+    fields: dict[str, Any] = scores._asdict()
+    for name, own in fields.items():
+        if own is not None:
+            copy = next(returned)
+            fields[name] = copy if copy.dtype == own.dtype else own
+    return Scores(**fields)
 
 
 def _score(inner: Any, own_forward: Callable[..., Any], batch: PackedBatch, head: Head) -> Scores:

@@ -7,7 +7,6 @@ Reads the trainer's attributes and imports no trl.
 
 import time
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback, TrainerState
@@ -246,9 +245,14 @@ class GenerationBackend:
 
     def log_loss_tokens(self, tokens: LossTokens) -> None:
         """Log what one forward of the loss computed."""
-        metrics = self._trainer._metrics[self._mode]
-        for name, value in asdict(tokens).items():
-            metrics[f"rollout/{name}"].append(value)
+        metrics = {
+            "rollout/loss_tokens_computed": tokens.loss_tokens_computed,
+            "rollout/loss_tokens_useful": tokens.loss_tokens_useful,
+            "rollout/prompts_shared": tokens.prompts_shared,
+            "rollout/rows_left_out": tokens.rows_left_out,
+        }
+        for name, value in metrics.items():
+            self._trainer._metrics[self._mode][name].append(value)
 
     def flush_records(self) -> None:
         """Write the records of sequences that no later step will train on."""

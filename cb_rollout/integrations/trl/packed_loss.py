@@ -265,7 +265,7 @@ def _rows_with_gradient(rows: list[PackedRow], advantages: list[float]) -> list[
     """Return the rows with an advantage, or else the shortest: a backward pass needs one."""
     scored = [number for number, row in enumerate(rows) if row.completion_ids]
     trained = [number for number in scored if advantages[number]]
-    return trained or [min(scored, key=lambda n: len(rows[n].prompt_ids + rows[n].completion_ids))]
+    return trained or [min(scored, key=lambda n: rows[n].num_tokens)]
 
 
 def _score_difference(
