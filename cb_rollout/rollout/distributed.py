@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from cb_rollout.compat import fsdp as fsdp_compat
@@ -132,3 +133,9 @@ def create_failure_watch() -> FailureWatch | None:
     if not is_distributed():
         return None
     return FailureWatch(fsdp_compat.default_store(), dist.get_rank())
+
+
+def largest_of_all(accelerator: Any, here: float) -> float:
+    """Return the largest value of all processes, which must act alike; all of them call this."""
+    value = torch.tensor([here], dtype=torch.float32, device=accelerator.device)
+    return float(accelerator.gather(value).max())

@@ -22,6 +22,7 @@ from cb_rollout.config.rollout import RolloutConfig
 from cb_rollout.config.sampling import SamplingParams
 from cb_rollout.errors import ConfigurationError, LogprobDriftError
 from cb_rollout.integrations.trl.context import RolloutContext, RolloutRow
+from cb_rollout.rollout.distributed import largest_of_all
 from cb_rollout.rollout.verification import DriftReport, drift
 
 # By name: a row, and the indices of the tokens that are compared.
@@ -82,7 +83,9 @@ class LogprobGuard:
             LogprobDriftError: they differ by more than `max_logprob_drift`.
         """
         rows = context.rows
-        if not context.is_check_due or self._largest(any(row.logprobs is None for row in rows)):
+        if not context.is_check_due or largest_of_all(
+            self._trainer.accelerator, any(row.logprobs is None for row in rows)
+        ):
             return
         context.is_check_due = False
         num_chosen = len(rows) if of_all and self._is_auto else self._config.verify_num_sequences
@@ -129,14 +132,16 @@ class LogprobGuard:
             for version, own in zip(row.token_versions, row.is_sampled, strict=True)
             if own
         )
-        return not self._largest(float(sampled_BT is None or is_older))
+        return not largest_of_all(self._trainer.accelerator, float(sampled_BT is None or is_older))
 
     def _choose(self, report: DriftReport) -> None:
         """Trust the sampled ones from now on if they are the trainer's to rounding."""
         model, trainer = self._trainer.model, self._trainer
         is_half = trainer.accelerator.mixed_precision != "no" or compute_dtype(model).itemsize < 4
         allowed = HALF_ROUNDING if is_half else FLOAT32_ROUNDING
-        largest = self._largest(report.max if report.num_tokens else math.inf)
+        largest = largest_of_all(
+            self._trainer.accelerator, report.max if report.num_tokens else math.inf
+        )
         self.is_trusted = largest <= allowed
         if not self.is_trusted and math.isfinite(largest) and not self._was_said:
             self._was_said = True
@@ -167,7 +172,7 @@ class LogprobGuard:
         allowed = self._config.max_logprob_drift
         if allowed is None:
             return
-        if self._largest(report.max) <= allowed:
+        if largest_of_all(self._trainer.accelerator, report.max) <= allowed:
             return
         is_here = report.max > allowed
         message = self._description(report, compared) if is_here else "on another process"
@@ -179,12 +184,6 @@ class LogprobGuard:
             message += "old log-probabilities are recomputed by the trainer from now on."
             warnings.warn(message, stacklevel=2)
         self.is_trusted = False
-
-    def _largest(self, here: float) -> float:
-        """Return the largest of all processes: they share the forwards that follow."""
-        accelerator = self._trainer.accelerator
-        value = torch.tensor([here], dtype=torch.float32, device=accelerator.device)
-        return float(accelerator.gather(value).max())
 
     def _description(self, report: DriftReport, compared: Compared) -> str:
         """Name the sequence and token, the drift, and the first token that differs."""

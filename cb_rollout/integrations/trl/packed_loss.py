@@ -26,6 +26,7 @@ from cb_rollout.errors import ConfigurationError, error_text
 from cb_rollout.integrations.trl.packed_scores import LossTokens, PackedScores, Result, rows_of
 from cb_rollout.packing.batch import PackedRow, PackingLayout, representative
 from cb_rollout.packing.forward import FLOAT32_NATS, max_difference
+from cb_rollout.rollout.distributed import largest_of_all
 
 # Allowed between two gradients, as a share of the norm: in float32, and with 8 or 11 bits.
 FLOAT32_SHARE, HALF_SHARE = 1e-3, 0.25
@@ -144,7 +145,7 @@ class PackedLoss:
         if given:
             unfit = OTHER_INPUTS
         if self._is_sharded or _key(model, layout) not in self._compared:
-            unfit = self._largest(unfit)
+            unfit = largest_of_all(self._trainer.accelerator, unfit)
             if unfit == OTHER_INPUTS:
                 self._give_up(f"the batch has {', '.join(given)}" if given else ELSEWHERE)
         elif given:
@@ -166,7 +167,7 @@ class PackedLoss:
                 reason = str(error)
             except Exception as error:  # noqa: BLE001 - any error is the reason
                 reason = error_text(error)
-            if not self._largest(reason is not None):
+            if not largest_of_all(self._trainer.accelerator, reason is not None):
                 self._compared.add(key)
                 break
             reason = reason or ELSEWHERE
@@ -191,12 +192,6 @@ class PackedLoss:
                 stacklevel=2,
             )
         self._layout = None
-
-    def _largest(self, here: int) -> int:
-        """Return the largest of all processes: all of them must act alike."""
-        accelerator = self._trainer.accelerator
-        found = torch.tensor([here], dtype=torch.float32, device=accelerator.device)
-        return int(accelerator.gather(found).max())
 
     def _difference(
         self, run: PackedScores, own_forward: OwnForward, logits_to_keep: int
