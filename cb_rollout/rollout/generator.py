@@ -57,7 +57,9 @@ class RolloutGenerator:
             config: a `RolloutConfig`, or a transformers `ContinuousBatchingConfig`.
             tokenizer: allows prompts that are strings or chats, and stop strings.
             generation_config: defaults of every request; None: the model's own.
-            accelerator: source of the rank, and of the precision of the trainer's forward.
+            accelerator: source of the rank, and of the precision of the trainer's forward; None:
+                the rank is that of `torch.distributed`'s process group, else of the environment's
+                `RANK`, else 0.
             optimizer: the model's optimizer or its name, used to estimate the memory of its
                 states. None: as Adam's for a model in training mode, else 0.
 
@@ -74,7 +76,7 @@ class RolloutGenerator:
             generation_config,
             self.config,
             autocast_dtype=self._weights.autocast_dtype,
-            rank=0 if accelerator is None else accelerator.process_index,
+            rank=None if accelerator is None else accelerator.process_index,
             tokenizer=tokenizer,
             trained=self._weights.trained,
             optimizer=optimizer,

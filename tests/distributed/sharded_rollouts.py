@@ -201,6 +201,13 @@ def packed_gradients(**settings: Any) -> float:
     return max(float((a.grad - b.grad).norm() / b.grad.norm()) for a, b in pairs)
 
 
+def drawn(model: torch.nn.Module) -> list[int]:
+    """The tokens of a prompt and a seed that every process has, with nothing said of ranks."""
+    with RolloutGenerator(model, RolloutConfig(seed=3)) as generator:
+        (output,) = generator.generate_batch([[5, 6, 7]], sampling_params=PARAMS).values()
+    return output.generated_tokens
+
+
 def refusal(call: Callable[[], Any]) -> str:
     """What is said against a call."""
     try:
@@ -240,6 +247,7 @@ def main() -> None:
         "plain": follow(plain(), plain(), checked),
         "plain_copy": follow(plain(), plain(), copied),
     }
+    results["drawn"] = drawn(DistributedDataParallel(plain()))
     own = fsdp1(plain(), use_orig_params=False)
     results["refusal"] = refusal(lambda: RolloutGenerator(own))
     parted = sharded(plain())

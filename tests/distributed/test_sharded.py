@@ -45,6 +45,10 @@ def test_rollouts_are_the_whole_models_after_every_step(ranks, way):
     assert max(rank[way]["apart"] for rank in ranks) <= 1e-5
 
 
+def test_processes_draw_apart_by_themselves(ranks):
+    assert ranks[0]["drawn"] != ranks[1]["drawn"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ZERO)
 def test_under_deepspeed_too(zero_ranks, way):

@@ -8,6 +8,7 @@ import copy
 import hashlib
 import itertools
 import operator
+import os
 import re
 import secrets
 import struct
@@ -16,6 +17,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
+
+from torch import distributed
 
 from cb_rollout.config.sampling import SamplingParams
 from cb_rollout.engine.request import Request
@@ -43,17 +46,34 @@ class ServingLimits:
     """Token ids that end a sequence by default."""
 
 
+def process_rank() -> int:
+    """Return this process's rank: in its process group, else the launcher's `RANK`, else 0."""
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank()
+    # torchrun and accelerate set it before any group exists; another's may be no number.
+    named = os.environ.get("RANK", "")
+    return int(named) if named.isdecimal() else 0
+
+
 class InputProcessor:
     """Make requests from any thread, with unique ids and independent seeds."""
 
     def __init__(
-        self, limits: ServingLimits, seed: int | None, rank: int, tokenizer: Any = None
+        self, limits: ServingLimits, seed: int | None, rank: int | None, tokenizer: Any = None
     ) -> None:
+        """Draw a seed where none is given.
+
+        Args:
+            limits: bounds of the model and the KV cache.
+            seed: seed of the random draws; None: fresh.
+            rank: keeps the seeds of processes apart; None: `process_rank()` at the first request.
+            tokenizer: decodes tokens for stop strings; None: stop strings are refused.
+        """
         self.limits = limits
         self._tokenizer = tokenizer
         # Drawn apart from the global generators, whose state belongs to the training script.
         self._seed = secrets.randbits(63) if seed is None else seed
-        self._rank = rank
+        self._given_rank = rank
         self._lock = threading.Lock()
         self._num_sequences = self._next_id = 0
         self._group_numbers = itertools.count()
@@ -201,6 +221,11 @@ class InputProcessor:
         return partial(
             tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
+
+    @cached_property
+    def _rank(self) -> int:
+        # Asked late: a process group may be initialised after the engine is made.
+        return process_rank() if self._given_rank is None else self._given_rank
 
     def _request_seed(self, params: SamplingParams, number: int, member: int) -> int:
         """Return a reproducible 64-bit seed, distinct for each sequence.

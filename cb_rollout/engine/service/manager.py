@@ -50,7 +50,7 @@ class ContinuousBatchingManager:
         continuous_batching_config: Any = None,
         *,
         autocast_dtype: torch.dtype | None = None,
-        rank: int = 0,
+        rank: int | None = None,
         tokenizer: Any = None,
         trained: torch.nn.Module | None = None,
         optimizer: torch.optim.Optimizer | str | None = None,
@@ -63,7 +63,8 @@ class ContinuousBatchingManager:
             continuous_batching_config: a `RolloutConfig`, or transformers' own.
             autocast_dtype: run forwards under autocast to this dtype; None: by `rollout_dtype`
                 without `trained`, else the model's dtype.
-            rank: data-parallel rank, which keeps the seeds of processes apart.
+            rank: data-parallel rank, which keeps the seeds of processes apart; None: of
+                `torch.distributed`'s process group, else the environment's `RANK`, else 0.
             tokenizer: decodes tokens for stop strings; None: stop strings are refused.
             trained: the training model that `model` is a copy of; None: `model` itself.
             optimizer: the optimizer of the training model, or its name, for the memory plan; None:

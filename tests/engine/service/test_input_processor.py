@@ -5,6 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny import char_tokenizer
+from torch import distributed
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from cb_rollout.config.sampling import SamplingParams
 from cb_rollout.engine.service.input_processor import InputProcessor, ServingLimits
@@ -179,6 +181,24 @@ def test_the_same_config_seed_gives_the_same_seeds_again():
 
 def test_ranks_draw_apart():
     assert not set(seeds(processor_of(rank=0))) & set(seeds(processor_of(rank=1)))
+
+
+def test_the_process_group_tells_the_rank_else_the_launcher_does(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    of_rank = {rank: seeds(processor_of(rank=rank)) for rank in (0, 1, 2)}
+    made_before_the_group = processor_of(rank=None)
+    assert seeds(processor_of(rank=None)) == of_rank[0]
+    monkeypatch.setenv("RANK", "2")
+    assert seeds(processor_of(rank=None)) == of_rank[2]
+    # A fake group of which this process is the second.
+    distributed.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
+    try:
+        assert seeds(made_before_the_group) == of_rank[1]
+        assert seeds(processor_of(rank=0)) == of_rank[0]
+    finally:
+        distributed.destroy_process_group()
+    monkeypatch.setenv("RANK", "sergeant")
+    assert seeds(processor_of(rank=None)) == of_rank[0]
 
 
 def test_a_seed_of_a_request_holds_whatever_came_before_and_parts_its_group():
