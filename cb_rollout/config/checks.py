@@ -11,7 +11,7 @@ import functools
 import math
 import numbers
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from enum import StrEnum
 from typing import Any, TypeVar
 
@@ -51,18 +51,37 @@ def known_fields_only(
 
         @functools.wraps(init)
         def checked(self: T, **given: Any) -> None:
-            for name in given:
-                if name not in names:
-                    close = difflib.get_close_matches(name, names, n=1)
-                    meant = synonyms.get(name) or next(iter(close), None)
-                    hint = f"did you mean {meant!r}?" if meant else f"known: {', '.join(names)}."
-                    raise error(f"{cls.__name__} has no field {name!r}; {hint}")
+            require_known(given, names, f"{cls.__name__} has no field", error, synonyms)
             init(self, **given)
 
         cls.__init__ = checked
         return cls
 
     return decorate
+
+
+def require_known(
+    given: Iterable[str],
+    known: Collection[str],
+    complaint: str,
+    error: type[RolloutError],
+    synonyms: Mapping[str, str] | None = None,
+) -> None:
+    """Refuse an unknown name with an error that names the nearest known one.
+
+    Args:
+        given: the names to check.
+        known: the names that exist.
+        complaint: what precedes the unknown name, such as "RolloutConfig has no field".
+        error: the exception to raise.
+        synonyms: names that other projects use, mapped to ours.
+    """
+    for name in given:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            meant = (synonyms or {}).get(name) or next(iter(close), None)
+            hint = f"did you mean {meant!r}?" if meant else f"known: {', '.join(known) or 'none'}."
+            raise error(f"{complaint} {name!r}; {hint}")
 
 
 def check_fields(settings: Any, error: type[RolloutError]) -> None:

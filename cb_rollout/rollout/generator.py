@@ -4,6 +4,7 @@ Owns one rollout from prompts to outputs and metrics, and the weight sync betwee
 nothing itself: `ContinuousBatchingManager` runs the engine. Called from the training thread.
 """
 
+import inspect
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 import torch
 from tqdm.auto import tqdm
 
+from cb_rollout.config.checks import require_known
 from cb_rollout.config.enums import InFlight
 from cb_rollout.config.hf import as_rollout_config, from_generation_config
 from cb_rollout.config.rollout import RolloutConfig
@@ -355,7 +357,12 @@ def generate_batch(
 
     Returns:
         Outputs by request id; see `RolloutGenerator.generate_batch`, also for the errors.
+
+    Raises:
+        ConfigurationError: `kwargs` has an unknown name.
     """
+    known = list(inspect.signature(RolloutGenerator.generate_batch).parameters)[3:]
+    require_known(kwargs, known, "generate_batch has no argument", ConfigurationError)
     config = as_rollout_config(continuous_batching_config)
     with (
         nullcontext(_kept_generator(model, config))

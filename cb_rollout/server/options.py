@@ -9,20 +9,29 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from cb_rollout.config.checks import known_fields_only
 from cb_rollout.errors import ConfigurationError
+
+# Names that vLLM, SGLang and uvicorn use.
+SYNONYMS = {
+    "served_model_name": "model_name",
+    "max_model_len": "max_prompt_tokens",
+    "timeout_graceful_shutdown": "drain_seconds",
+}
 
 
 def _option(default: Any, help_text: str, **settings: Any) -> Any:
     return dataclasses.field(default=default, metadata={"help": help_text}, **settings)
 
 
+@known_fields_only(ConfigurationError, SYNONYMS)
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions:
     """The address, the access and the limits of a server; each field has its help text.
 
     Raises:
-        ConfigurationError: a value is out of its range, or other machines could connect without a
-            key.
+        ConfigurationError: a field is unknown, a value is out of its range, or other machines could
+            connect without a key.
     """
 
     host: str = _option("127.0.0.1", "Address to bind; beyond this machine it takes an API key.")

@@ -3,8 +3,10 @@
 A strategy is one file, which holds settings; `GroupCollector` acts on them over the engine.
 """
 
+import inspect
 from typing import Any
 
+from cb_rollout.config.checks import require_known
 from cb_rollout.errors import ConfigurationError
 from cb_rollout.strategies.base import STRATEGIES, Plain, Strategy
 from cb_rollout.strategies.collector import GroupCollector
@@ -40,6 +42,8 @@ def create_strategy(name: str, **settings: Any) -> Strategy:
     found = STRATEGIES.get(name)
     if found is None:
         raise ConfigurationError(f"strategy {name!r} is not one of {', '.join(STRATEGIES)}.")
+    known = list(inspect.signature(found).parameters)
+    require_known(settings, known, f"strategy {name!r} has no setting", ConfigurationError)
     try:
         return found(**settings)
     except TypeError as error:

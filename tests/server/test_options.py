@@ -64,6 +64,8 @@ def test_a_server_that_cannot_start_raises_before_it_starts():
     generator = RolloutGenerator(tiny_model(vocab_size=259))
     with generator, pytest.raises(ConfigurationError, match="needs the model's tokenizer"):
         generator.serve(port=0)
+    with pytest.raises(ConfigurationError, match=r"no field 'prot'; did you mean 'port'"):
+        generator.serve(prot=1)
     generator = RolloutGenerator(tiny_model(vocab_size=259), tokenizer=byte_tokenizer())
     with generator, generator.serve(port=0) as server:
         port = int(server.url.rpartition(":")[2])

@@ -7,12 +7,16 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+from cb_rollout.config.checks import known_fields_only
 from cb_rollout.config.rollout import RolloutConfig
 from cb_rollout.config.sampling import SamplingParams
 from cb_rollout.errors import ConfigurationError
 
 # The one saved with the model, or none.
 GENERATION_CONFIGS = ("model", "none")
+
+# Names that vLLM and OpenAI's API use.
+SYNONYMS = {"max_tokens": "max_new_tokens", "n": "num_return_sequences"}
 
 _SAMPLING_HELP = {f.name: f.metadata["help"] for f in dataclasses.fields(SamplingParams)}
 
@@ -24,12 +28,13 @@ def _option(default: Any, help_text: str, *, shapes_results: bool = True) -> Any
     )
 
 
+@known_fields_only(ConfigurationError, SYNONYMS)
 @dataclass(frozen=True, kw_only=True)
 class DatasetOptions:
     """Options of a run over a data set.
 
     Raises:
-        ConfigurationError: an option is out of its range.
+        ConfigurationError: an option is unknown or out of its range.
         InvalidRequestError: a sampling parameter is out of its range.
     """
 
