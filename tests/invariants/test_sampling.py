@@ -292,7 +292,21 @@ def wrong_shape(input_ids, scores):
     [
         (FaultyAfter(9), "logits processor FaultyAfter raised ZeroDivisionError: the processor br"),
         (FaultyAfter(0), "logits processor FaultyAfter raised ZeroDivisionError"),
-        (wrong_shape, r"logits processor wrong_shape raised ValueError: .*\[256\], not \[1, 256\]"),
+        (
+            wrong_shape,
+            r"logits processor wrong_shape raised ValueError: .*\[256\] .*not \[1, 256\]",
+        ),
+        (
+            lambda ids, scores: scores.numpy(),
+            r"raised TypeError: it returned a numpy\.ndarray, not a",
+        ),
+        (
+            lambda ids, scores: scores.to("meta"),
+            r"float32 \(torch\.strided\) on meta, not \[1, 256\]",
+        ),
+        (lambda ids, scores: None, "it returned a NoneType, not a torch.Tensor"),
+        (lambda ids, scores: scores > 0, r"a tensor \[1, 256\] of torch\.bool"),
+        (lambda ids, scores: scores.to_sparse(), r"\(torch\.sparse_coo\) on cpu, not"),
         (lambda ids, scores: scores * torch.nan, "after 5 tokens none may follow"),
         (lambda ids, scores: scores - torch.inf, "after 5 tokens none may follow"),
     ],

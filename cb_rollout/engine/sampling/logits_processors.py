@@ -13,6 +13,7 @@ history, C: its columns, T: tokens of the longest row.
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -303,13 +304,10 @@ def _create_custom(rows: _Rows) -> Change | None:
             input_ids = history.ids[index : index + 1, : request.num_tokens].clone()
             scores = logits_BV[row : row + 1].clone()
             for processor in request.params.logits_processors:
-                with request.failing_with(f"logits processor {_name(processor)}"):
+                name = getattr(processor, "__name__", type(processor).__name__)
+                with request.failing_with(f"logits processor {name}"):
                     scores = processor(input_ids, scores)
-                    if scores.shape != (1, rows.vocab_size):
-                        raise ValueError(
-                            f"it returned scores of shape {list(scores.shape)}, not "
-                            f"[1, {rows.vocab_size}]"
-                        )
+                    _require_scores(scores, logits_BV)
                 if request.status.is_final:
                     break
             else:
@@ -318,8 +316,19 @@ def _create_custom(rows: _Rows) -> Change | None:
     return process
 
 
-def _name(processor: object) -> str:
-    return getattr(processor, "__name__", type(processor).__name__)
+def _require_scores(scores: Any, logits_BV: torch.Tensor) -> None:
+    """Raise unless a processor returned scores that can replace a row of the logits."""
+    wanted = f"{[1, logits_BV.shape[1]]} of floating point on {logits_BV.device}"
+    if not isinstance(scores, torch.Tensor):
+        kind = f"{type(scores).__module__}.{type(scores).__qualname__}".removeprefix("builtins.")
+        raise TypeError(f"it returned a {kind}, not a torch.Tensor {wanted}")
+    is_usable = scores.is_floating_point() and scores.layout is torch.strided
+    shape, device = (1, logits_BV.shape[1]), logits_BV.device
+    if not (is_usable and scores.shape == shape and scores.device == device):
+        raise ValueError(
+            f"it returned a tensor {list(scores.shape)} of {scores.dtype} ({scores.layout}) on "
+            f"{scores.device}, not {wanted}"
+        )
 
 
 def _create_grammars(rows: _Rows) -> Change | None:
