@@ -120,8 +120,8 @@ async def play(client: AsyncOpenAI, secret: int) -> tuple[Trajectory, float]:
     return trajectory, 0.0
 
 
-async def play_all(url: str, secrets: list[int]) -> list[tuple[Trajectory, float]]:
-    async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as client:
+async def play_all(base_url: str, secrets: list[int]) -> list[tuple[Trajectory, float]]:
+    async with AsyncOpenAI(base_url=base_url, api_key="none") as client:
         return await asyncio.gather(*(play(client, secret) for secret in secrets))
 
 
@@ -158,7 +158,7 @@ def main() -> int:
         server = generator.serve(port=0)
         for step in range(args.max_steps):
             secrets = [rng.choice([*FAVOURITES, rng.randrange(10)]) for _ in range(args.games)]
-            games = asyncio.run(play_all(server.url, secrets))
+            games = asyncio.run(play_all(server.base_url, secrets))
             hits.append(fmean(reward > 0 for _, reward in games))
             # Games with the same secret form a group.
             rewards = {s: [] for s in secrets}

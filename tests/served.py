@@ -38,7 +38,7 @@ _clients: list[openai.OpenAI] = []
 def client(server: ServerHandle, **settings: Any) -> openai.OpenAI:
     """Create a client that does not retry; it is closed with the server."""
     settings = {"api_key": "none", "timeout": TIMEOUT_SECONDS, "max_retries": 0, **settings}
-    _clients.append(openai.OpenAI(base_url=f"{server.url}/v1", **settings))
+    _clients.append(openai.OpenAI(base_url=server.base_url, **settings))
     return _clients[-1]
 
 

@@ -255,7 +255,8 @@ class RolloutGenerator:
             **options: the fields of `cb_rollout.server.ServerOptions`: `host`, `port`, `api_key`...
 
         Returns:
-            The server, with its `url`; it runs until its `close()`, or the generator's.
+            The server, with the `base_url` for its clients; it runs until its `close()`, or the
+            generator's.
 
         Raises:
             ConfigurationError: an option is invalid, the generator has no tokenizer, or the

@@ -275,6 +275,9 @@ def _add_error_handlers(app: FastAPI) -> None:
 
 
 def _faults(error: RequestValidationError) -> str:
+    if isinstance(error.body, bytes):
+        # FastAPI parses no body that its header does not declare; docs/security.md says why.
+        return "the body is not declared as JSON; send the header Content-Type: application/json."
     found = []
     for fault in error.errors()[:MAX_FAULTS]:
         if fault["type"] == NOT_JSON:

@@ -72,7 +72,12 @@ def _bound(options: ServerOptions) -> socket.socket:
 
 
 class ServerHandle:
-    """A running server."""
+    """A running server.
+
+    Attributes:
+        base_url: the `base_url` of an OpenAI client, such as "http://127.0.0.1:8000/v1".
+        url: the server's root, with `/health`, `/metrics` and `/tokenize`.
+    """
 
     def __init__(
         self,
@@ -89,6 +94,7 @@ class ServerHandle:
 
         host, port = listening.getsockname()[:2]
         self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        self.base_url = f"{self.url}/v1"
         self.model = ServedModel(manager, tokenizer, options)
         self._server = uvicorn.Server(
             uvicorn.Config(

@@ -53,7 +53,9 @@ def serving(checkpoint, *options):
         line = process.stdout.readline()
         found = re.fullmatch(r"serving (\S+) at (http://127\.0\.0\.1:\d+)/v1\n", line)
         assert found, line + process.stderr.read()
-        yield SimpleNamespace(process=process, name=found[1], url=found[2])
+        yield SimpleNamespace(
+            process=process, name=found[1], url=found[2], base_url=f"{found[2]}/v1"
+        )
         out, err = process.communicate(timeout=END_SECONDS)
     finally:
         late.cancel()
@@ -62,6 +64,7 @@ def serving(checkpoint, *options):
     assert process.returncode == 0, err
     assert out == ""
     assert "Traceback" not in err
+    assert "leaked" not in err
 
 
 def complete(server, **settings):

@@ -68,7 +68,7 @@ def test_each_of_200_streams_gets_its_own_tokens_as_generate_batch_gives_them(se
 
     async def all_streams():
         async with openai.AsyncOpenAI(
-            base_url=f"{server.url}/v1", api_key="x", timeout=TIMEOUT_SECONDS, max_retries=0
+            base_url=server.base_url, api_key="x", timeout=TIMEOUT_SECONDS, max_retries=0
         ) as chats:
             return await asyncio.gather(*(stream(chats, n) for n in range(NUM_STREAMS)))
 
@@ -147,8 +147,11 @@ def test_a_malformed_body_is_answered_400_in_openais_shape(server, content, said
     assert answer.json()["error"]["type"] == "invalid_request_error"
 
 
-def test_a_body_of_another_content_type_is_answered_400(server):
-    assert post(server, b'{"prompt": "a"}', **{"content-type": "text/plain"}).status_code == 400
+@pytest.mark.parametrize("kind", ["", "text/plain"])
+def test_a_body_that_is_not_declared_as_json_is_answered_400_which_says_so(server, kind):
+    answer = post(server, b'{"prompt": "a"}', **{"content-type": kind})
+    assert answer.status_code == 400
+    assert "header Content-Type: application/json" in answer.json()["error"]["message"]
 
 
 def test_another_path_or_method_is_an_error_in_the_same_shape(server):

@@ -7,6 +7,8 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -92,9 +94,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
             export(generator, arguments.otlp_endpoint)
         server = generator.serve(**dataclasses.asdict(options))
-        # Objects made so far live to the end, and a garbage collection of them stops every thread.
-        gc.freeze()
-        sys.stdout.write(f"serving {options.model_name} at {server.url}/v1\n")
+        sys.stdout.write(f"serving {options.model_name} at {server.base_url}\n")
         sys.stdout.flush()
         status = LiveStatus(generator.manager)
         shows_status = arguments.status and sys.stderr.isatty()
@@ -108,12 +108,24 @@ def _run(arguments: argparse.Namespace) -> int:
                 sys.stderr.flush()
             return signals.num_caught > 0
 
-        server.run(is_told_to_end)
-        if not signals.num_caught:
-            raise RolloutError("the server ended by itself; its log says why.")
-        # The first SIGTERM lets running requests finish; Ctrl-C and any second signal do not.
-        server.drain(lambda: signals.is_urgent)
+        with _frozen_objects():
+            server.run(is_told_to_end)
+            if not signals.num_caught:
+                raise RolloutError("the server ended by itself; its log says why.")
+            # The first SIGTERM lets running requests finish; Ctrl-C and any second signal do not.
+            server.drain(lambda: signals.is_urgent)
     return 0
+
+
+@contextmanager
+def _frozen_objects() -> Iterator[None]:
+    """Keep the objects made so far out of garbage collections, which stop every thread."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        # The interpreter frees no frozen object at its end, and nanobind reports each as leaked.
+        gc.unfreeze()
 
 
 class _Signals:
