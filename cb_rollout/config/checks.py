@@ -36,13 +36,16 @@ def setting(default: Any, help_text: str, check: Check, **metadata: Any) -> Any:
 
 
 def known_fields_only(
-    error: type[RolloutError], synonyms: Mapping[str, str]
+    error: type[RolloutError],
+    synonyms: Mapping[str, str],
+    renamed: Callable[[Mapping[str, Any]], dict[str, Any]] = dict,
 ) -> Callable[[type[T]], type[T]]:
     """Make a keyword dataclass refuse an unknown field with an error that names the right one.
 
     Args:
         error: the exception to raise.
         synonyms: names that other projects use, mapped to ours.
+        renamed: gives the fields of keywords under other names that are taken.
     """
 
     def decorate(cls: type[T]) -> type[T]:
@@ -50,7 +53,8 @@ def known_fields_only(
         names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
 
         @functools.wraps(init)
-        def checked(self: T, **given: Any) -> None:
+        def checked(self: T, **keywords: Any) -> None:
+            given = renamed(keywords)
             require_known(given, names, f"{cls.__name__} has no field", error, synonyms)
             init(self, **given)
 

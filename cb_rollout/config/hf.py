@@ -8,6 +8,7 @@ import dataclasses
 import math
 from typing import Any
 
+from cb_rollout.config import reference
 from cb_rollout.config.rollout import RolloutConfig
 from cb_rollout.config.sampling import SamplingParams
 from cb_rollout.errors import ConfigurationError
@@ -107,23 +108,6 @@ def _logit_bias(settings: dict[str, Any]) -> dict[int, float] | None:
     return bias | dict.fromkeys(settings.get("suppress_tokens", ()), -math.inf) or None
 
 
-# transformers 5.17 renamed the field; its old name stays there as a deprecated alias.
-_RENAMED = {"page_size": "block_size"}
-
-# transformers' fields without a counterpart, and the values at which they ask for nothing here.
-_NO_COUNTERPART: dict[str, tuple[Any, ...]] = {
-    "safety_margin": (None,),
-    "auto_switch_to_flash": (True, False),
-    "cpu_offload_space": (0, 0.0),
-    "cpu_offload_space_safety_threshold": (0.8,),
-    "per_request_processors": (True, False),
-    "drop_unsupported_processors": (True, False),
-    "disable_nccl_graph_mixing": (True, False),
-    "cpu_group_timeout": (300.0, None),
-    "default_compile_level": (0,),
-}
-
-
 def as_rollout_config(config: Any) -> RolloutConfig:
     """Return a `RolloutConfig` for one, for a transformers `ContinuousBatchingConfig`, or for None.
 
@@ -140,18 +124,27 @@ def as_rollout_config(config: Any) -> RolloutConfig:
             f"config is a {type(config).__name__}; pass a RolloutConfig or a transformers "
             "ContinuousBatchingConfig."
         )
-    values: dict[str, Any] = {}
+    known = {field.name for field in dataclasses.fields(RolloutConfig)} | reference.NAMES
+    given: dict[str, Any] = {}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        if field.name in _NO_COUNTERPART:
-            if value not in _NO_COUNTERPART[field.name]:
-                raise ConfigurationError(
-                    f"ContinuousBatchingConfig.{field.name}={value!r} is not available; leave it "
-                    f"at {_NO_COUNTERPART[field.name][0]!r}."
-                )
-        elif value is not None:
-            values[_RENAMED.get(field.name, field.name)] = value
-    return RolloutConfig(**values)
+        if field.name in known:
+            # None leaves the choice open, except to a field whose default is something else.
+            if value is not None or field.name in reference.NAMES:
+                given[field.name] = value
+        elif value != (default := _default_of(field)):
+            raise reference.unavailable(
+                field.name, value, default, "cb_rollout does not know this field"
+            )
+    if "use_default_compile_configs" in given:
+        # transformers sets the level too, to another compilation than ours.
+        given.pop("default_compile_level", None)
+    return RolloutConfig(**given)
+
+
+def _default_of(field: dataclasses.Field[Any]) -> Any:
+    make = field.default_factory
+    return field.default if make is dataclasses.MISSING else make()
 
 
 def as_trainers_config(config: Any, seed: int) -> RolloutConfig:

@@ -32,6 +32,7 @@ from cb_rollout.config.enums import (
     SchedulerType,
     WeightSync,
 )
+from cb_rollout.config.reference import own_settings
 from cb_rollout.errors import ConfigurationError
 
 # vLLM's names, and settings that belong to SamplingParams.
@@ -47,10 +48,13 @@ SYNONYMS = {
 }
 
 
-@known_fields_only(ConfigurationError, SYNONYMS)
+@known_fields_only(ConfigurationError, SYNONYMS, own_settings)
 @dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
     """Settings of a rollout generator; every one is honoured or refused, none ignored.
+
+    The names of transformers' `ContinuousBatchingConfig` are taken too: `page_size` is
+    `block_size`, `cpu_offload_space` is `cpu_offload_gib`.
 
     Raises:
         ConfigurationError: a field is unknown, out of range, or cannot be honoured; the message

@@ -8,6 +8,7 @@ from cb_rollout.config.hf import as_rollout_config
 from cb_rollout.config.rollout import RolloutConfig
 from cb_rollout.errors import ConfigurationError
 
+COMPILATION = CompileConfig(options={"a": 1})
 BLOCK_FIELD = "page_size" if hasattr(ContinuousBatchingConfig, "page_size") else "block_size"
 # transformers 5.17 calls it block_size.
 
@@ -245,20 +246,105 @@ def test_the_deprecated_block_size_of_transformers_is_read_too():
     assert as_rollout_config(ContinuousBatchingConfig(block_size=8)).block_size == 8
 
 
+INSTALLED_FIELDS = {field.name: field for field in dataclasses.fields(ContinuousBatchingConfig)}
+
+# For each field of transformers' config, a value that asks for something, and what it is read as;
+# where it is refused, what is said.
+READ_AS = {
+    "page_size": (16, {"block_size": 16}),
+    "block_size": (16, {"block_size": 16}),
+    "num_blocks": (64, {"num_blocks": 64}),
+    "max_batch_tokens": (128, {"max_batch_tokens": 128}),
+    "max_memory_percent": (0.5, {"max_memory_percent": 0.5}),
+    "max_requests_per_batch": (3, {"max_requests_per_batch": 3}),
+    "max_blocks_per_request": (4, {"max_blocks_per_request": 4}),
+    "allow_block_sharing": (False, {"allow_block_sharing": False}),
+    "use_async_batching": (False, {"use_async_batching": False}),
+    "use_cuda_graph": (False, {"use_cuda_graph": False}),
+    "q_padding_interval_size": (64, {"q_padding_interval_size": 64}),
+    "kv_padding_interval_size": (64, {"kv_padding_interval_size": 64}),
+    "max_cached_graphs": (4, {"max_cached_graphs": 4}),
+    "varlen_compile_config": (CompileConfig(), "varlen_compile_config=.*; leave it at None"),
+    "decode_compile_config": (COMPILATION, {"decode_compile_config": COMPILATION}),
+    "default_compile_level": (1, {"use_default_compile_configs": True}),
+    "use_default_compile_configs": (True, {"use_default_compile_configs": True}),
+    "scheduler_type": ("prefill_first", {"scheduler_type": "prefill_first"}),
+    "safety_margin": (0.2, "safety_margin=0.2 .*; leave it at None: a lower max_requests_per"),
+    "return_logprobs": (True, {"return_logprobs": True}),
+    "seed": (11, {"seed": 11}),
+    "auto_switch_to_flash": (False, {}),
+    "cpu_offload_space": (2.0, {"cpu_offload_gib": 2.0}),
+    # Bounds what is not there.
+    "cpu_offload_space_safety_threshold": (0.5, {}),
+    "max_queue_size": (3, {"max_queue_size": 3}),
+    "per_request_processors": (True, {}),
+    "drop_unsupported_processors": (False, {}),
+    "disable_nccl_graph_mixing": (False, {}),
+    "cpu_group_timeout": (5.0, "cpu_group_timeout=5.0 .*; leave it at 300.0"),
+}
+
+
+@pytest.mark.parametrize("name", INSTALLED_FIELDS)
+def test_every_field_of_the_installed_transformers_config_is_honoured_or_refused(name):
+    assert name in READ_AS, f"transformers has a new setting, {name}: read it or refuse it"
+    value, expected = READ_AS[name]
+    assert value != INSTALLED_FIELDS[name].default
+    theirs = ContinuousBatchingConfig(**{name: value})
+    if isinstance(expected, str):
+        with pytest.raises(ConfigurationError, match=expected):
+            as_rollout_config(theirs)
+        with pytest.raises(ConfigurationError, match=expected):
+            RolloutConfig(**{name: value})
+    else:
+        others = as_rollout_config(ContinuousBatchingConfig())
+        assert as_rollout_config(theirs) == dataclasses.replace(others, **expected)
+        assert RolloutConfig(**{name: value}) == RolloutConfig(**expected)
+
+
+def test_a_field_of_a_later_transformers_is_refused_by_name_once_it_is_set():
+    @dataclasses.dataclass
+    class Later(ContinuousBatchingConfig):
+        warp_factor: int = 1
+        lanes: list[int] = dataclasses.field(default_factory=lambda: [1])
+
+    assert as_rollout_config(Later()) == as_rollout_config(ContinuousBatchingConfig())
+    with pytest.raises(ConfigurationError, match=r"\.warp_factor=9 is not available.* at 1: cb_"):
+        as_rollout_config(Later(warp_factor=9))
+
+
+def test_levels_of_compilation_are_read_as_what_they_compile():
+    autotuned = CompileSettings(mode="max-autotune-no-cudagraphs")
+    assert RolloutConfig(default_compile_level=0) == RolloutConfig()
+    assert RolloutConfig(default_compile_level=2).compiles_decode == autotuned
+    own = {"mode": "default"}
+    both = RolloutConfig(default_compile_level=2, decode_compile_config=own)
+    assert both.decode_compile_config == own
+    with pytest.raises(ConfigurationError, match=r"default_compile_level=3 .* 2 with its autotun"):
+        RolloutConfig(default_compile_level=3)
+
+
+def test_one_setting_under_two_names_is_refused_unless_they_agree():
+    assert RolloutConfig(page_size=16, block_size=16).block_size == 16
+    with pytest.raises(ConfigurationError, match="block_size=8 and page_size=16 are one setting"):
+        RolloutConfig(page_size=16, block_size=8)
+
+
 @pytest.mark.parametrize(
-    ("field", "value"),
+    ("settings", "expected"),
     [
-        ("cpu_offload_space", 4.0),
-        ("cpu_offload_space", None),
-        ("safety_margin", 0.2),
+        ({"cpu_offload_space_safety_threshold": 0.0}, 0.0),
+        ({"cpu_offload_space_safety_threshold": 1.0}, 2.0),
+        ({"cpu_offload_space_safety_threshold": 0.5}, "set cpu_offload_gib to what the machine"),
+        ({"cpu_offload_space": None}, "cpu_offload_space=None .* set the GiB that the machine"),
     ],
 )
-def test_a_transformers_field_without_counterpart_is_refused(field, value):
-    default = getattr(ContinuousBatchingConfig(), field)
-    with pytest.raises(ConfigurationError) as raised:
-        as_rollout_config(ContinuousBatchingConfig(**{field: value}))
-    assert f"ContinuousBatchingConfig.{field}={value!r} is not available" in str(raised.value)
-    assert f"leave it at {default or 0!r}" in str(raised.value) or default is None
+def test_offloading_that_transformers_would_size_is_refused(settings, expected):
+    theirs = ContinuousBatchingConfig(**{"cpu_offload_space": 2.0, **settings})
+    if isinstance(expected, float):
+        assert as_rollout_config(theirs).cpu_offload_gib == expected
+    else:
+        with pytest.raises(ConfigurationError, match=expected):
+            as_rollout_config(theirs)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,90 @@
+"""Read the field names of transformers' `ContinuousBatchingConfig` (5.17 to 5.23) as ours.
+
+`RolloutConfig` takes them as keywords, and `as_rollout_config` reads a whole config by them. Loads
+no torch.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from cb_rollout.errors import ConfigurationError
+
+# transformers 5.17 renamed the first; its old name stays there, deprecated.
+RENAMED = {"page_size": "block_size", "cpu_offload_space": "cpu_offload_gib"}
+
+# A level of default compilation, and the settings that ask for the same.
+_COMPILE_LEVELS: dict[int, dict[str, Any]] = {
+    0: {},
+    1: {"use_default_compile_configs": True},
+    2: {"decode_compile_config": {"mode": "max-autotune-no-cudagraphs"}},
+}
+
+# Fields without a counterpart: the values that ask for nothing here, and what to set instead.
+NO_COUNTERPART: dict[str, tuple[tuple[Any, ...], str]] = {
+    "safety_margin": ((None, 0.0), "a lower max_requests_per_batch keeps blocks free"),
+    "auto_switch_to_flash": ((True, False), "no attention is switched"),
+    "cpu_offload_space_safety_threshold": (
+        (0.8, 1.0),
+        "set cpu_offload_gib to what the machine can spare",
+    ),
+    "per_request_processors": ((True, False), "every request has its own"),
+    "drop_unsupported_processors": ((True, False), "none is dropped"),
+    "disable_nccl_graph_mixing": ((True, False), "no graph holds a collective"),
+    "cpu_group_timeout": ((300.0, None), "an engine has no such group"),
+}
+
+NAMES = frozenset({*RENAMED, *NO_COUNTERPART, "default_compile_level"})
+
+
+def own_settings(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings under the names of `RolloutConfig`.
+
+    Raises:
+        ConfigurationError: a field of transformers asks for what is not available, or two names of
+            one setting have two values.
+    """
+    theirs = {name: value for name, value in given.items() if name in NAMES}
+    own = {name: value for name, value in given.items() if name not in NAMES}
+    if "default_compile_level" in theirs:
+        for name, value in _compilation(theirs.pop("default_compile_level")).items():
+            own.setdefault(name, value)
+    if theirs.get("cpu_offload_space", 0.0) is None:
+        raise unavailable("cpu_offload_space", None, 0.0, "set the GiB that the machine can spare")
+    threshold = theirs.get("cpu_offload_space_safety_threshold")
+    is_offloading = theirs.get("cpu_offload_space") or own.get("cpu_offload_gib")
+    if threshold == 0 or not is_offloading:
+        # Nothing is offloaded, so nothing is bounded; 0 is transformers' other way to say so.
+        theirs.pop("cpu_offload_space_safety_threshold", None)
+        if threshold == 0:
+            theirs["cpu_offload_space"] = 0.0
+    for name, value in theirs.items():
+        if name in NO_COUNTERPART:
+            values, advice = NO_COUNTERPART[name]
+            if value not in values:
+                raise unavailable(name, value, values[0], advice)
+        elif own.setdefault(RENAMED[name], value) != value:
+            raise ConfigurationError(
+                f"{RENAMED[name]}={own[RENAMED[name]]!r} and {name}={value!r} are one setting "
+                "under two names; give one."
+            )
+    return own
+
+
+def unavailable(name: str, value: Any, neutral: Any, advice: str) -> ConfigurationError:
+    """Return the error for a field of transformers that asks for what is not available."""
+    return ConfigurationError(
+        f"ContinuousBatchingConfig.{name}={value!r} is not available; leave it at {neutral!r}: "
+        f"{advice}."
+    )
+
+
+def _compilation(level: Any) -> dict[str, Any]:
+    if level in _COMPILE_LEVELS:
+        return _COMPILE_LEVELS[level]
+    raise unavailable(
+        "default_compile_level",
+        level,
+        0,
+        "1 compiles decode steps with inductor's defaults, 2 with its autotuning; 3 would compile "
+        "again for every number of running sequences",
+    )
