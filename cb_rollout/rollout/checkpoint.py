@@ -61,8 +61,8 @@ def load_model(name: str, dtype: str = "auto", device: str = "auto") -> PreTrain
         return model.eval().to(target)
     except torch.OutOfMemoryError as error:
         raise ConfigurationError(
-            f"{name!r} does not fit on {target} ({error_text(error)}); free memory, or set dtype "
-            "or device."
+            f"{name!r} does not fit on {target} ({error_text(error)}); free memory, or set "
+            "dtype='bfloat16' or device='cpu'."
         ) from error
 
 

@@ -73,8 +73,8 @@ class ServerOptions:
                 raise ConfigurationError(f"{name}={value!r} is not a finite number above 0.")
         if self.api_key is None and not is_loopback(self.host):
             raise ConfigurationError(
-                f"host={self.host!r} can be reached from other machines; set api_key, or host to "
-                "127.0.0.1."
+                f"host={self.host!r} can be reached from other machines; set api_key, or "
+                "host='127.0.0.1'."
             )
         key = self.api_key
         is_key = key is None or (isinstance(key, str) and key.isascii() and bool(key.strip()))

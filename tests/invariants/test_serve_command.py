@@ -133,7 +133,7 @@ def test_a_port_in_use_is_one_line(checkpoint):
         out, err = process.communicate(timeout=START_SECONDS)
     assert (process.returncode, out) == (2, "")
     fault = err.splitlines()[-1]
-    assert fault.startswith(f"cb-rollout: host='127.0.0.1' port={port} cannot be bound (")
+    assert fault.startswith(f"cb-rollout: --host 127.0.0.1 --port {port} cannot be bound (")
     assert "Traceback" not in err
 
 
@@ -141,11 +141,11 @@ def test_a_port_in_use_is_one_line(checkpoint):
     ("arguments", "said"),
     [
         (["./nowhere"], "'./nowhere' does not exist"),
-        (["./nowhere", "--host", "0.0.0.0"], "host='0.0.0.0' can be reached from other machines"),
+        (["./nowhere", "--host", "0.0.0.0"], "--host 0.0.0.0 can be reached from other machines"),
         (["./nowhere", "--api-key", ""], "--api-key is empty"),
-        (["./nowhere", "--port", "99999"], "port=99999 is not a whole number"),
-        (["./nowhere", "--drain-seconds", "-1"], "drain_seconds=-1.0"),
-        (["./nowhere", "--max-num-seqs", "0"], "max_requests_per_batch=0"),
+        (["./nowhere", "--port", "99999"], "--port 99999 is not a whole number"),
+        (["./nowhere", "--drain-seconds", "-1"], "--drain-seconds -1.0"),
+        (["./nowhere", "--max-num-seqs", "0"], "--max-num-seqs 0 "),
     ],
 )
 def test_an_error_of_serve_is_one_line(arguments, said, capsys, monkeypatch):

@@ -20,7 +20,7 @@ def num_done(path):
 
 
 def test_appended_results_are_there_when_the_file_is_opened_again(tmp_path):
-    path = tmp_path / "deep" / "out.jsonl"
+    path = tmp_path / "out.jsonl"
     with ResultFile(path, SETTINGS) as results:
         results.append([result("a", 0), result(7, 2, error="no")])
         results.append([result("a", 1)])

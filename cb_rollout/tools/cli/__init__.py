@@ -6,13 +6,11 @@ needs it runs.
 """
 
 import argparse
-import sys
 from collections.abc import Sequence
 
 from cb_rollout import __version__
-from cb_rollout.errors import RolloutError
 from cb_rollout.tools.cli.bench import add_bench
-from cb_rollout.tools.cli.command import EXIT_FAULT, EXIT_INTERRUPTED
+from cb_rollout.tools.cli.command import CommandParser
 from cb_rollout.tools.cli.demo import add_demo
 from cb_rollout.tools.cli.doctor import add_doctor
 from cb_rollout.tools.cli.generate import add_generate
@@ -33,14 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         was interrupted.
     """
     arguments = create_parser().parse_args(argv)
-    try:
-        return arguments.run(arguments)
-    except RolloutError as error:
-        text, code = str(error), EXIT_FAULT
-    except KeyboardInterrupt as interrupt:
-        text, code = str(interrupt) or "interrupted.", EXIT_INTERRUPTED
-    sys.stderr.write(f"cb-rollout: {' '.join(text.split())}\n")
-    return code
+    return arguments.run(arguments)
 
 
 def create_parser() -> argparse.ArgumentParser:
@@ -49,7 +40,9 @@ def create_parser() -> argparse.ArgumentParser:
         prog="cb-rollout", description="Continuous batching inside the training process."
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(
+        title="commands", metavar="COMMAND", required=True, parser_class=CommandParser
+    )
     for add in (add_demo, add_generate, add_serve, add_bench, add_report, add_doctor):
         add(commands)
     return parser

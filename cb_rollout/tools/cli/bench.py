@@ -85,14 +85,14 @@ def add_bench(commands: Any) -> None:
         "--output-dir",
         metavar="DIR",
         type=Path,
-        help=f"where NAME_DEVICE.json is written, over an older one ({OUTPUT_DIR})",
+        help=f"where NAME_DEVICE.json is written over an older one; made if missing ({OUTPUT_DIR})",
     )
     parser.add_argument(
         "--tiny",
         action="store_true",
         help="see whether a workload runs; its figures say nothing of speed",
     )
-    parser.set_defaults(run=_run)
+    parser.set_run(_run)
 
 
 def _run(arguments: argparse.Namespace) -> int:

@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from cb_rollout.tools.cli.command import EXIT_PARTLY
@@ -27,10 +28,10 @@ def add_doctor(commands: Any) -> None:
         default=0.8,
         help="share of the free memory that the KV cache may take (0.8)",
     )
-    parser.set_defaults(run=_run)
+    parser.set_run(lambda arguments: _run(arguments, parser.in_options))
 
 
-def _run(arguments: argparse.Namespace) -> int:
+def _run(arguments: argparse.Namespace, in_options: Callable[[str], str]) -> int:
     # Imported late: torch and transformers take seconds to load.
     from cb_rollout.tools.doctor import Level, checkpoint_findings, machine_findings
 
@@ -47,7 +48,7 @@ def _run(arguments: argparse.Namespace) -> int:
         )
     for part in findings:
         for finding in part:
-            sys.stdout.write(f"{finding}\n")
+            sys.stdout.write(f"{in_options(str(finding))}\n")
             sys.stdout.flush()
             worst = max(worst, finding.level)
     sys.stdout.write(f"\n{_VERDICTS[worst]}\n")

@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from cb_rollout.tools.cli.command import EXIT_PARTLY, add_fields
@@ -31,7 +32,11 @@ def add_generate(commands: Any) -> None:
         dest="dataset",
         help="A JSONL or Parquet file, or a `datasets` directory or hub name.",
     )
-    parser.add_argument("--output", required=True, help="JSONL; resumed if it exists.")
+    parser.add_argument(
+        "--output",
+        required=True,
+        help="JSONL, in a directory that exists; resumed if it exists itself.",
+    )
     parser.add_argument(
         "--evaluate",
         metavar="MODULE:FUNCTION",
@@ -52,14 +57,14 @@ def add_generate(commands: Any) -> None:
         help="Write no progress to stderr.",
     )
     add_fields(parser, DatasetOptions)
-    parser.set_defaults(run=_run)
+    parser.set_run(lambda arguments: _run(arguments, parser.in_options))
 
 
-def _run(arguments: argparse.Namespace) -> int:
+def _run(arguments: argparse.Namespace, in_options: Callable[[str], str]) -> int:
     # Imported late: torch and transformers take seconds to load.
     from cb_rollout.tools.dataset import generate_dataset
 
     options = {name: value for name, value in vars(arguments).items() if name != "run"}
     report = generate_dataset(**options)
-    sys.stdout.write(f"{report}\n")
+    sys.stdout.write(f"{in_options(str(report))}\n")
     return EXIT_PARTLY if report.num_failed else 0

@@ -29,7 +29,7 @@ def add_report(commands: Any) -> None:
         nargs="?",
         help="a run to compare it with",
     )
-    parser.set_defaults(run=_run)
+    parser.set_run(_run)
 
 
 def _run(arguments: argparse.Namespace) -> int:

@@ -68,7 +68,7 @@ def add_serve(commands: Any) -> None:
     parser.add_argument(
         "--no-status", dest="status", action="store_false", help="Draw no line of live figures."
     )
-    parser.set_defaults(run=_run)
+    parser.set_run(_run)
 
 
 def _run(arguments: argparse.Namespace) -> int:

@@ -73,7 +73,7 @@ class DatasetReport:
         lines = [counts]
         if self.first_error is not None:
             lines.append(f"the first error: {self.first_error}")
-            lines.append("what failed stays so; retry_failed generates it again")
+            lines.append("what failed stays so; retry_failed=True generates it again")
         if self.num_tokens:
             speed = self.num_tokens / self.seconds
             lines.append(
@@ -133,7 +133,7 @@ def generate_dataset(
             "Dataset.to_json(path) writes JSONL."
         )
     source = create_source(os.fspath(dataset), split=chosen.split, subset=chosen.subset)
-    _refuse_same_file(dataset, output)
+    _check_output(dataset, output)
     found = survey(source)
     scorer = load_scorer(evaluate) if isinstance(evaluate, str) else evaluate
     if tokenizer is None:
@@ -196,7 +196,7 @@ class _Run:
         if params.is_greedy and options.num_return_sequences > 1:
             raise ConfigurationError(
                 f"num_return_sequences={options.num_return_sequences} of greedy decoding would be "
-                "equal; set a temperature above 0, or generation_config=none."
+                "equal; set a temperature above 0, or generation_config='none'."
             )
         self._stream = CompletionStream(self._manager, params, encoder.token_ids)
         self._tokenizer, self._results, self._scorer = tokenizer, results, scorer
@@ -250,9 +250,14 @@ class _Run:
         return result
 
 
-def _refuse_same_file(dataset: str | os.PathLike[str], output: str | os.PathLike[str]) -> None:
+def _check_output(dataset: str | os.PathLike[str], output: str | os.PathLike[str]) -> None:
     if os.path.exists(dataset) and os.path.exists(output) and os.path.samefile(dataset, output):
         raise ConfigurationError(f"{output} is the input; name another output.")
+    if not os.path.isdir(folder := os.path.dirname(output) or os.curdir):
+        raise ConfigurationError(
+            f"{output} cannot be written: {folder} is not a directory; make it, or name another "
+            "output."
+        )
 
 
 def _missing(

@@ -59,7 +59,6 @@ class ResultFile:
         self._samples: dict[RowId, int] = {}
         self._synced = time.monotonic()
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self._opened()
         except OSError as error:
             raise _not_writable(self.path, error) from error
