@@ -24,7 +24,7 @@ from cb_rollout.engine.service.manager import ContinuousBatchingManager
 from cb_rollout.engine.service.output_queue import OutputQueue
 from cb_rollout.errors import ConfigurationError, IncompleteRolloutError, InvalidRequestError
 from cb_rollout.metrics.registry import rollout_metrics, status_metrics
-from cb_rollout.rollout.prompts import Prompt, encoded, one_per_input, require_tokenizer
+from cb_rollout.rollout.prompts import Prompt, encoded_or_refused, one_per_input, require_tokenizer
 from cb_rollout.rollout.verification import DriftReport, rollout_drift
 from cb_rollout.types import GenerationOutput, RequestStatus, SyncReport
 from cb_rollout.weights import create_weight_sync, require_equal
@@ -110,13 +110,14 @@ class RolloutGenerator:
             max_new_tokens: one, or one per input; overrides the two above.
             progress_bar: show sequences done and tokens per second.
             record_timestamps: record the time at which each token was sampled.
-            on_error: "raise", or "return" failed sequences with `status=FAILED`.
+            on_error: "raise", or "return" failed sequences with `status=FAILED`, those of an input
+                that is refused (too long, empty, not encodable) among them.
 
         Returns:
             Outputs by request id, in the order of `inputs`, the completions of one input adjacent.
 
         Raises:
-            InvalidRequestError: an input is invalid or too long; nothing was generated.
+            InvalidRequestError: an input or a sampling parameter is refused; nothing was generated.
             IncompleteRolloutError: a sequence failed; its `.outputs` holds all outputs.
             EngineDeadError: the engine stopped on an exception.
         """
@@ -129,20 +130,23 @@ class RolloutGenerator:
         count = 1 if count is None else count
         if not isinstance(count, int) or count < 1:
             raise InvalidRequestError(f"num_return_sequences={count!r} is not a whole number >= 1.")
-        prompts = encoded(inputs, self.tokenizer)
+        prompts = encoded_or_refused(inputs, self.tokenizer)
         params = self._params(len(prompts), generation_config, sampling_params, max_new_tokens)
         with self.manager.observers.span("rollout"):
             requests = self.manager.create_requests(
-                [prompt for prompt in prompts for _ in range(count)],
-                [wanted for wanted in params for _ in range(count)],
-                members=[member for _ in prompts for member in range(count)],
+                prompts,
+                params,
+                members=range(count),
                 records_timestamps=record_timestamps,
+                keeps_refused=on_error == "return",
             )
+            served = [request for request in requests if not request.status.is_final]
             self.wake()
             self.manager.start()
             with measured(self.manager) as metrics:
-                outputs = _run(self.manager, requests, progress_bar)
-            self._last_rollout, self._last_metrics = requests, metrics
+                finished = _run(self.manager, served, progress_bar)
+            self._last_rollout, self._last_metrics = served, metrics
+        outputs = {r.request_id: finished.get(r.request_id) or r.output() for r in requests}
         failed = [o for o in outputs.values() if o.status is not RequestStatus.FINISHED]
         if failed and on_error == "raise":
             raise IncompleteRolloutError(

@@ -28,7 +28,26 @@ def require_tokenizer(tokenizer: Any) -> None:
 
 
 def encoded(prompts: Iterable[Prompt], tokenizer: Any) -> list[Sequence[int]]:
-    """Return the token ids of every prompt.
+    """Return the token ids of every prompt; see `encoded_or_refused`.
+
+    Raises:
+        InvalidRequestError: a prompt is refused.
+    """
+    ids = []
+    for found in encoded_or_refused(prompts, tokenizer):
+        if isinstance(found, InvalidRequestError):
+            raise found
+        ids.append(found)
+    return ids
+
+
+def encoded_or_refused(
+    prompts: Iterable[Prompt], tokenizer: Any
+) -> list[Sequence[int] | InvalidRequestError]:
+    """Return the token ids of every prompt, or the error that says why it is refused.
+
+    A text or chat is refused without a tokenizer, or if its tokenizer cannot encode it; and so is
+    an input of another type.
 
     Args:
         prompts: lists of token ids, returned unchanged; strings; chats, encoded by the tokenizer's
@@ -36,15 +55,20 @@ def encoded(prompts: Iterable[Prompt], tokenizer: Any) -> list[Sequence[int]]:
         tokenizer: a transformers tokenizer; None: only token ids are allowed.
 
     Raises:
-        InvalidRequestError: a text or chat has no tokenizer, or its tokenizer cannot encode it; or
-            an input is of another type.
+        InvalidRequestError: `prompts` is no list of prompts.
     """
     if isinstance(prompts, str | Mapping) or not isinstance(prompts, Iterable):
         raise InvalidRequestError(
             f"inputs is a {type(prompts).__name__}; pass a list of prompts, as [text] or "
             "tokenizer(texts)['input_ids']."
         )
-    return [_encoded(prompt, index, tokenizer) for index, prompt in enumerate(prompts)]
+    found: list[Sequence[int] | InvalidRequestError] = []
+    for index, prompt in enumerate(prompts):
+        try:
+            found.append(_encoded(prompt, index, tokenizer))
+        except InvalidRequestError as error:
+            found.append(error)
+    return found
 
 
 def _encoded(prompt: Any, index: int, tokenizer: Any) -> Any:

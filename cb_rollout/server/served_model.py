@@ -232,10 +232,7 @@ class ServedModel:
         if limit is not None and longest > limit:
             raise ApiError(400, f"the prompt has {longest} tokens; {limit} are allowed.", "prompt")
         requests = self.manager.create_requests(
-            [prompt for prompt in prompts for _ in range(n)],
-            [params] * count,
-            members=[member for _ in prompts for member in range(n)],
-            is_streaming=is_streaming,
+            prompts, [params] * len(prompts), members=range(n), is_streaming=is_streaming
         )
         for request in requests:
             request.group = self._group_of(_digest(request.prompt_ids))

@@ -65,7 +65,7 @@ class RequestStream:
         """Queue completions of one prompt; see `ContinuousBatchingManager.add_request`."""
         (ids,) = encoded([prompt], self._generator.tokenizer)
         requests = self._manager.create_requests(
-            [ids] * num_sequences, [self._params] * num_sequences, members=range(num_sequences)
+            [ids], [self._params], members=range(num_sequences)
         )
         self._manager.start()
         self._output_queue.reopen()

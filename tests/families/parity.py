@@ -102,11 +102,9 @@ def check(model: PreTrainedModel) -> Parity:
         greedy = SamplingParams(do_sample=False, max_new_tokens=NEW_TOKENS, ignore_eos=True)
         sampled = SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True)
         *inputs, group = prompts(*GREEDY_LENGTHS, GROUP_LENGTH)
-        requests = generator.manager._input_processor.requests(
-            inputs + [group] * GROUP_SIZE,
-            [greedy] * len(inputs) + [sampled] * GROUP_SIZE,
-            members=[0] * len(inputs) + list(range(GROUP_SIZE)),
-        )
+        create = generator.manager.create_requests
+        requests = create(inputs, [greedy] * len(inputs))
+        requests += create([group], [sampled], members=range(GROUP_SIZE))
         for request in requests:
             engine.add(request)
         while engine.has_work and requests[1].num_generated < TOKENS_BEFORE_CHANGE:

@@ -46,10 +46,20 @@ def generator():
         ([{"role": "user", "content": "hi"}], "tokenizer="),
     ],
 )
-def test_a_bad_prompt_is_refused_before_anything_is_generated(generator, prompt, said):
+def test_a_bad_prompt_is_refused_before_anything_is_generated_or_fails_alone(
+    generator, prompt, said
+):
+    given = {"sampling_params": PARAMS, "num_return_sequences": 2}
     with pytest.raises(InvalidRequestError, match=re.escape(said)):
-        generator.generate_batch([[5, 6], prompt], sampling_params=PARAMS)
-    assert len(generator.generate_batch([[5, 6]], sampling_params=PARAMS)) == 1
+        generator.generate_batch([[5, 6], prompt], **given)
+    outputs = generator.generate_batch([[5, 6], prompt, [7]], on_error="return", **given)
+    assert [o.status for o in outputs.values()] == ["finished"] * 2 + ["failed"] * 2 + [
+        "finished"
+    ] * 2
+    bad = list(outputs.values())[2]
+    assert said in bad.error
+    assert bad.error.startswith("input 1 ")
+    assert (bad.finish_reason, bad.generated_tokens, bad.logprobs) == ("error", [], [])
 
 
 @pytest.mark.parametrize(
@@ -93,6 +103,16 @@ def test_a_tokenizers_name_is_no_tokenizer():
 def test_a_request_id_that_is_no_text_is_refused(generator):
     with pytest.raises(InvalidRequestError, match="request_id=7 is no text"):
         generator.manager.add_request([5, 6], 7)
+
+
+def test_inputs_that_are_all_refused_are_returned_and_bad_parameters_raise(generator):
+    (output,) = generator.generate_batch([[]], sampling_params=PARAMS, on_error="return").values()
+    assert (output.status, output.prompt_ids) == ("failed", [])
+    assert not generator.verify(1).num_tokens
+    with pytest.raises(InvalidRequestError, match="stop_token_ids holds token id 300"):
+        generator.generate_batch(
+            [[5]], sampling_params=SamplingParams(stop_token_ids=300), on_error="return"
+        )
 
 
 def test_of_two_limits_the_one_to_turn_first_is_named():

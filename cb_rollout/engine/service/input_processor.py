@@ -24,6 +24,7 @@ from cb_rollout.config.sampling import SamplingParams
 from cb_rollout.engine.request import Request
 from cb_rollout.engine.sampling.stop_strings import Decode, StopStrings
 from cb_rollout.errors import InvalidRequestError
+from cb_rollout.types import FinishReason, RequestStatus
 
 # A caller's own id may match too, and generated ids must avoid it.
 _GENERATED_ID = re.compile(r"req_([0-9]{1,18})")
@@ -80,60 +81,78 @@ class InputProcessor:
 
     def requests(
         self,
-        inputs: Sequence[Sequence[int]],
+        inputs: Sequence[Sequence[int] | InvalidRequestError],
         params: Sequence[SamplingParams],
         *,
-        members: Sequence[int] | None = None,
+        members: Sequence[int] = (0,),
         request_id: str | None = None,
         is_streaming: bool = False,
         records_timestamps: bool = False,
+        keeps_refused: bool = False,
     ) -> list[Request]:
         """Validate sequences and number their groups: equal prompts are computed once.
 
         Args:
-            inputs: token ids of each prompt.
+            inputs: token ids of each prompt, or the error that its encoding raised.
             params: sampling parameters of each prompt; same length as `inputs`.
-            members: index of each sequence, from 0, among those of one input; None: all 0.
+            members: numbers, from 0, of the sequences of each input.
             request_id: id of a single sequence; None: generated.
             is_streaming: deliver an output after every token.
             records_timestamps: record the time of each token.
+            keeps_refused: return the sequences of an input that is refused as failed requests,
+                instead of raising.
 
         Returns:
-            Requests in the order of `inputs`.
+            Requests in the order of `inputs`, the members of one input adjacent.
 
         Raises:
-            InvalidRequestError: a sequence could never be served; none is queued then.
+            InvalidRequestError: a sequence could never be served, or its sampling parameters are
+                not for this model; none is queued then.
         """
         if not isinstance(request_id, str | None):
             raise InvalidRequestError(f"request_id={request_id!r} is no text; pass a str.")
-        prompts = [self._prompt(input_ids, index) for index, input_ids in enumerate(inputs)]
         groups: dict[tuple[int, ...], tuple[int, list[int]]] = {}
         requests = []
-        members = members or [0] * len(prompts)
-        for index, (prompt, wanted) in enumerate(zip(prompts, params, strict=True)):
-            key = tuple(prompt)
+        for index, (input_ids, wanted) in enumerate(zip(inputs, params, strict=True)):
             self._require_tokens_in_vocabulary(wanted)
+            prompt, max_new_tokens, refusal = self._checked(input_ids, wanted, index)
+            if refusal is not None and not keeps_refused:
+                raise refusal
+            key = tuple(prompt)
             if key not in groups:
                 groups[key] = (next(self._group_numbers), prompt)
             group, shared_prompt = groups[key]
-            number, generated_id = self._next_number_and_id(request_id)
-            requests.append(
-                Request(
+            for member in members:
+                number, generated_id = self._next_number_and_id(request_id)
+                request = Request(
                     request_id=request_id or generated_id,
                     prompt_ids=shared_prompt,
                     params=wanted,
-                    max_new_tokens=self._max_new_tokens(prompt, wanted, index),
+                    max_new_tokens=max_new_tokens,
                     stop_tokens=wanted.stop_tokens(self.limits.model_eos),
-                    seed=self._request_seed(wanted, number, members[index]),
+                    seed=self._request_seed(wanted, number, member),
                     group=group,
                     is_streaming=is_streaming,
                     records_timestamps=records_timestamps,
                     stop_strings=self._stop_strings(wanted),
                     matcher=None if wanted.grammar is None else wanted.grammar.matcher(),
                 )
-            )
-            _require_reachable_minimum(requests[-1], index)
+                if refusal is not None:
+                    request.end(RequestStatus.FAILED, FinishReason.ERROR, str(refusal))
+                    request.cause = refusal
+                requests.append(request)
         return requests
+
+    def _checked(
+        self, input_ids: Sequence[int] | InvalidRequestError, params: SamplingParams, index: int
+    ) -> tuple[list[int], int, InvalidRequestError | None]:
+        """Return an input's token ids, the most tokens to sample, and a refusal or None."""
+        prompt: list[int] = []
+        try:
+            prompt = _prompt(input_ids, index)
+            return prompt, self._max_new_tokens(prompt, params, index), None
+        except InvalidRequestError as error:
+            return prompt, 0, error
 
     def _next_number_and_id(self, given_id: str | None) -> tuple[int, str]:
         """Count a sequence, and return its number and an id that no caller has used."""
@@ -146,26 +165,14 @@ class InputProcessor:
                 self._next_id = max(self._next_id, int(match[1]) + 1)
         return number, generated_id
 
-    def _prompt(self, input_ids: Sequence[int], index: int) -> list[int]:
-        try:
-            prompt = [operator.index(token) for token in input_ids]
-        except TypeError as error:
-            raise InvalidRequestError(
-                f"input {index} is not a list of token ids ({error}); tokenize it, or give the "
-                "generator a tokenizer."
-            ) from error
-        if not prompt:
-            raise InvalidRequestError(f"input {index} is empty; a prompt needs at least one token.")
+    def _max_new_tokens(self, prompt: list[int], params: SamplingParams, index: int) -> int:
+        """Return the most tokens to sample of a prompt that the model and the cache can take."""
         for token in (min(prompt), max(prompt)):
             if not 0 <= token < self.limits.vocab_size:
                 raise InvalidRequestError(
                     f"input {index} holds token id {token}, outside the model's vocabulary of "
                     f"{self.limits.vocab_size}; was it made by another model's tokenizer?"
                 )
-        return prompt
-
-    def _max_new_tokens(self, prompt: list[int], params: SamplingParams, index: int) -> int:
-        """Return the most tokens to sample, checked against the model and the cache."""
         limits = [(self.limits.max_cached_tokens(), "the KV cache holds", _CACHE_ADVICE)]
         if self.limits.max_positions is not None:
             limits.append((self.limits.max_positions, "the model takes", _MODEL_ADVICE))
@@ -179,7 +186,15 @@ class InputProcessor:
                 f"input {index} has {len(prompt)} tokens{completion}, but {holds} at most "
                 f"{limit} of one sequence; {advice}."
             )
-        return wanted or limit - len(prompt)
+        most = wanted or limit - len(prompt)
+        least = max(params.min_new_tokens, params.min_length - len(prompt))
+        if least > most:
+            raise InvalidRequestError(
+                f"input {index}: min_new_tokens={params.min_new_tokens} and min_length="
+                f"{params.min_length} ask for {least} tokens after a prompt of {len(prompt)}, and "
+                f"at most {most} may come; lower them or raise max_new_tokens."
+            )
+        return most
 
     def _require_tokens_in_vocabulary(self, params: SamplingParams) -> None:
         # eos_token_id is not checked: an id that is never sampled only disables the stop.
@@ -241,12 +256,16 @@ class InputProcessor:
         return struct.unpack("<q", digest)[0]
 
 
-def _require_reachable_minimum(request: Request, index: int) -> None:
-    if request.min_generated > request.max_new_tokens:
-        params = request.params
+def _prompt(input_ids: Sequence[int] | InvalidRequestError, index: int) -> list[int]:
+    if isinstance(input_ids, InvalidRequestError):
+        raise input_ids
+    try:
+        prompt = [operator.index(token) for token in input_ids]
+    except TypeError as error:
         raise InvalidRequestError(
-            f"input {index}: min_new_tokens={params.min_new_tokens} and min_length="
-            f"{params.min_length} ask for {request.min_generated} tokens after a prompt of "
-            f"{len(request.prompt_ids)}, and at most {request.max_new_tokens} may come; lower "
-            "them or raise max_new_tokens."
-        )
+            f"input {index} is not a list of token ids ({error}); tokenize it, or give the "
+            "generator a tokenizer."
+        ) from error
+    if not prompt:
+        raise InvalidRequestError(f"input {index} is empty; a prompt needs at least one token.")
+    return prompt

@@ -27,7 +27,7 @@ from cb_rollout.engine.request import Request
 from cb_rollout.engine.service.input_processor import InputProcessor, ServingLimits
 from cb_rollout.engine.service.loop import EngineLoop, StepUntil
 from cb_rollout.engine.service.output_queue import CallbackSink, OutputQueue, OutputSink
-from cb_rollout.errors import ConfigurationError
+from cb_rollout.errors import ConfigurationError, InvalidRequestError
 from cb_rollout.metrics.observers import Observers
 from cb_rollout.metrics.registry import EngineCounters, EngineStatus
 from cb_rollout.types import CancelResult, GenerationOutput
@@ -371,7 +371,10 @@ class ContinuousBatchingManager:
         self._loop.pause_controller.require_can_wait()
 
     def create_requests(
-        self, inputs: Sequence[Sequence[int]], params: Sequence[SamplingParams], **options: Any
+        self,
+        inputs: Sequence[Sequence[int] | InvalidRequestError],
+        params: Sequence[SamplingParams],
+        **options: Any,
     ) -> list[Request]:
         """Validate sequences without queueing them; see `InputProcessor.requests`."""
         return self._input_processor.requests(inputs, params, **options)

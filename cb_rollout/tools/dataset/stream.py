@@ -85,7 +85,7 @@ class CompletionStream:
         params = replace(self._params, seed=_row_seed(self._params.seed, row))
         try:
             requests = self._manager.create_requests(
-                [self._token_ids(row)] * len(samples), [params] * len(samples), members=samples
+                [self._token_ids(row)], [params], members=samples
             )
         except InvalidRequestError as error:
             return [CompletedSequence(row, sample, None, str(error)) for sample in samples]

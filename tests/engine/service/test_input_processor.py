@@ -158,13 +158,8 @@ def test_an_id_that_is_made_here_is_none_that_was_given():
 
 
 def seeds(input_processor, count=4, **params):
-    members = list(range(count))
-    return [
-        r.seed
-        for r in input_processor.requests(
-            [[3]] * count, [SamplingParams(**params)] * count, members=members
-        )
-    ]
+    requests = input_processor.requests([[3]], [SamplingParams(**params)], members=range(count))
+    return [request.seed for request in requests]
 
 
 def test_every_sequence_has_a_seed_of_its_own():
