@@ -201,7 +201,7 @@ class RolloutGenerator:
             WeightSyncError: the model and its copy no longer have the same tensors.
         """
         started = time.perf_counter()
-        with self.manager.observers.span("sync_weights"), self.manager.pause(in_flight):
+        with self.manager.observers.span("sync_weights"), self.manager.paused(in_flight):
             num_bytes = self._weights.sync()
             self.manager.begin_policy_version(InFlight(in_flight))
             if self.config.verify_weight_sync:

@@ -9,6 +9,7 @@ from tiny import plain_logprobs, tiny_model
 from cb_rollout import (
     ConfigurationError,
     ContinuousBatchingManager,
+    EngineDeadError,
     InvalidRequestError,
     QueueFullError,
     RequestStatus,
@@ -98,6 +99,39 @@ def test_stop_with_a_timeout_cancels_the_rest(manager):
     manager.stop(timeout=0)
     assert not manager.is_running()
     assert manager.get_result(request_id, timeout=0).status is RequestStatus.CANCELLED
+
+
+def test_stop_inside_ones_own_pause_is_refused_with_nothing_in_flight_too(manager):
+    with manager.pause(), pytest.raises(RolloutError, match=r"cannot end; leave pause\(\) first"):
+        manager.stop(timeout=30)
+    assert manager.is_running()
+
+
+def test_a_sleeping_engine_with_nothing_in_flight_stops(manager):
+    manager.sleep()
+    stopping = threading.Thread(target=manager.stop)
+    stopping.start()
+    stopping.join(30)
+    is_stuck = stopping.is_alive()
+    manager.wake()
+    stopping.join()
+    assert not is_stuck
+    assert not manager.is_running()
+
+
+def test_a_pause_of_nothing_says_so(manager):
+    alone = ContinuousBatchingManager(manager.model)
+    with pytest.raises(RolloutError, match=r"not running, .* start\(\) it"), alone.pause():
+        pass
+    manager._loop._fail(ValueError("broken"))
+    with pytest.raises(EngineDeadError, match="ValueError: broken"), manager.pause():
+        pass
+    manager.join()
+    # A generator starts its own with the next rollout.
+    generator = RolloutGenerator(manager.model)
+    with generator.manager.pause():
+        pass
+    assert generator.policy_version == 1
 
 
 def test_two_threads_wait_for_their_own_results(manager):

@@ -282,7 +282,8 @@ class EngineLoop:
         with self._changed:
             self.pause_controller.end_step()
             while self._fatal_error is None and not is_done():
-                is_halting = self._is_stopping and not self._is_draining
+                # Nothing is left to drain, so a sleep or another thread's pause need not end first.
+                is_halting = self._is_stopping and not (self._is_draining and self._live)
                 if self.pause_controller.is_my_turn and (
                     is_halting or not self.pause_controller.is_paused
                 ):

@@ -27,7 +27,7 @@ from cb_rollout.engine.request import Request
 from cb_rollout.engine.service.input_processor import InputProcessor, ServingLimits
 from cb_rollout.engine.service.loop import EngineLoop, StepUntil
 from cb_rollout.engine.service.output_queue import CallbackSink, OutputQueue, OutputSink
-from cb_rollout.errors import ConfigurationError, InvalidRequestError
+from cb_rollout.errors import ConfigurationError, InvalidRequestError, RolloutError
 from cb_rollout.metrics.observers import Observers
 from cb_rollout.metrics.registry import EngineCounters, EngineStatus
 from cb_rollout.types import CancelResult, GenerationOutput
@@ -84,6 +84,8 @@ class ContinuousBatchingManager:
         self.defaults = from_generation_config(generation_config)
         self._engine = Engine(module, self.config, autocast_dtype, trained, optimizer)
         self._runs_a_copy = self._engine.trained is not module
+        # A generator starts its manager with the next rollout.
+        self._is_alone = trained is None
         engine = self._engine
         limits = ServingLimits(
             vocab_size=hf_compat.vocab_size(module),
@@ -128,9 +130,12 @@ class ContinuousBatchingManager:
             keep_for_next_session: keep the KV cache for the next `start()`.
 
         Raises:
-            RolloutError: requests in flight cannot finish, because this thread paused the engine
-                or the engine is asleep.
+            RolloutError: this thread paused the engine; or requests in flight cannot finish,
+                because the engine is asleep.
         """
+        if self.is_running():
+            pause_controller = self._loop.pause_controller
+            pause_controller.require_not_paused_here("its thread cannot end")
         if self._loop.is_live():
             self.require_can_wait()
         self._loop.stop(drain=True)
@@ -163,22 +168,17 @@ class ContinuousBatchingManager:
 
         Raises:
             ConfigurationError: `in_flight` is none of these.
-            RolloutError: called inside a step, as by a result handler.
+            RolloutError: called inside a step, as by a result handler; or nothing runs, and no
+                generator would start it.
+            EngineDeadError: the engine stopped on an exception.
         """
-        if in_flight not in list(InFlight):
-            raise ConfigurationError(
-                f"in_flight={in_flight!r} is not one of {', '.join(InFlight)}."
+        self._loop.require_alive()
+        if self._is_alone and not self.is_running():
+            raise RolloutError(
+                "the manager is not running, so there is nothing to pause; start() it first."
             )
-        with self._loop.paused():
-            version = self._engine.policy_version
-            try:
-                yield
-            finally:
-                # A sync inside has begun one already, and a copy changes by a sync only.
-                if self._engine.policy_version == version and not self._runs_a_copy:
-                    self._loop.begin_policy_version(InFlight(in_flight))
-                if self.is_served:
-                    release_workers()
+        with self.paused(in_flight):
+            yield
 
     def add_request(
         self,
@@ -404,6 +404,26 @@ class ContinuousBatchingManager:
     def follow(self, trained: torch.nn.Module) -> None:
         """Use this re-wrapped model as the training model that outputs are verified against."""
         self._engine.trained = trained
+
+    @contextmanager
+    def paused(
+        self, in_flight: Literal["keep", "recompute", "abort"] = "recompute"
+    ) -> Iterator[None]:
+        """Pause as `pause()` does, whether anything runs or not."""
+        if in_flight not in list(InFlight):
+            raise ConfigurationError(
+                f"in_flight={in_flight!r} is not one of {', '.join(InFlight)}."
+            )
+        with self._loop.paused():
+            version = self._engine.policy_version
+            try:
+                yield
+            finally:
+                # A sync inside has begun one already, and a copy changes by a sync only.
+                if self._engine.policy_version == version and not self._runs_a_copy:
+                    self._loop.begin_policy_version(InFlight(in_flight))
+                if self.is_served:
+                    release_workers()
 
     def recompute(self, requests: Sequence[Request]) -> dict[str, list[float]]:
         """Return log-probabilities by request id, by plain forwards of the training model."""

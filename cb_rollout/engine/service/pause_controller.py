@@ -126,6 +126,13 @@ class PauseController:
             self._is_held = False
             self._changed.notify_all()
 
+    def require_not_paused_here(self, consequence: str) -> None:
+        """Raise `RolloutError`, with this consequence, where the calling thread paused."""
+        if threading.get_ident() == self._pausing_thread:
+            raise RolloutError(
+                f"this thread paused the engine, so {consequence}; leave pause() first."
+            )
+
     def require_can_wait(self) -> None:
         """Raise `RolloutError` where the calling thread's wait for an output would never end."""
         if self.is_stepping_here:
@@ -133,10 +140,7 @@ class PauseController:
                 "a logits processor or a model's hook cannot wait for an output during a step; "
                 "generate before or after the step."
             )
-        if threading.get_ident() == self._pausing_thread:
-            raise RolloutError(
-                "this thread paused the engine, so no output would arrive; leave pause() first."
-            )
+        self.require_not_paused_here("no output would arrive")
         if self._is_held:
             raise RolloutError(
                 "the generator is asleep, so no output would arrive; wake() it first."
