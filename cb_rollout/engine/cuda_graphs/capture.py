@@ -1,35 +1,82 @@
 """Capture a step as a CUDA graph."""
 
-from collections.abc import Callable
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 
 # Runs a captured step again; returns the tensor of its first run, with new contents.
 Replay = Callable[[], torch.Tensor]
 
+# What torch says of an operator that waits, under `set_sync_debug_mode("warn")`.
+WAIT_WARNING = "called a synchronizing CUDA operation"
+
 
 class CudaCapture:
-    """Captures steps into CUDA graphs that share one memory pool."""
+    """Captures steps into CUDA graphs that share one memory pool and one stream.
+
+    One stream, because cuBLAS keeps a workspace for every stream that it ran in.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)
 
     def __call__(self, step: Replay) -> Replay:
-        """Run a step in a side stream, to compile kernels and set up libraries; then capture it."""
-        stream = torch.cuda.Stream(self._device)
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):
-            for _ in range(2):
-                step()
-        torch.cuda.current_stream(self._device).wait_stream(stream)
+        """Run a step twice, to compile kernels and set up libraries; then capture it.
+
+        Raises:
+            RuntimeError: the step waits for the device, or CUDA refused the capture.
+        """
+        caller = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(caller)
         graph = torch.cuda.CUDAGraph()
-        # Other threads may train, and allocate, during the capture.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            result = step()
+        # `torch.cuda.graph` stays in its stream where its end raises; this block leaves it.
+        with torch.cuda.stream(self._stream):
+            step()
+            with _refusing_waits():
+                step()
+            # Other threads may train, and allocate, during the capture.
+            with torch.cuda.graph(
+                graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+            ):
+                result = step()
+        caller.wait_stream(self._stream)
 
         def replay() -> torch.Tensor:
             graph.replay()
             return result
 
         return replay
+
+
+@contextmanager
+def _refusing_waits() -> Iterator[None]:
+    """Raise `RuntimeError` at the end if the calling thread waited for the device inside.
+
+    A capture that fails leaves its memory pool half open, so it must not begin. Torch's own mode
+    that raises would raise in other threads too, which may train.
+    """
+    before, thread, places = torch.cuda.get_sync_debug_mode(), threading.get_ident(), []
+    with warnings.catch_warnings():
+        show = warnings.showwarning
+
+        def note(message: Any, category: Any, filename: str, lineno: int, *rest: Any) -> None:
+            if WAIT_WARNING not in str(message):
+                show(message, category, filename, lineno, *rest)
+            elif threading.get_ident() == thread:
+                places.append(f"{filename}:{lineno}")
+
+        warnings.filterwarnings("always", message=WAIT_WARNING)
+        warnings.showwarning = note
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+    if places:
+        raise RuntimeError(f"it waits for the device at {', '.join(dict.fromkeys(places))}")
