@@ -14,6 +14,7 @@ from cb_rollout.engine.kv_cache.block_table import BlockTable
 from cb_rollout.engine.model.runner import BatchLayout
 from cb_rollout.engine.request import NO_TABLE_ROW, Request
 from cb_rollout.engine.sampling.sampler import append_each
+from cb_rollout.engine.scheduler import scheduler as scheduling
 from cb_rollout.engine.scheduler.policy import create_policy
 from cb_rollout.engine.scheduler.scheduler import Scheduler
 from cb_rollout.metrics.registry import EngineCounters
@@ -63,6 +64,9 @@ class CheckedScheduler(Scheduler):
         chosen, limits = super().schedule_prefill(), self.limits
         width = max((prefill.num_scheduled for prefill in chosen), default=0)
         assert len(chosen) < 2 or width * len(chosen) <= self.max_batch_tokens
+        longest = max((p.leader.num_computed + p.num_scheduled for p in chosen), default=0)
+        if len(chosen) > 1 and any(prefill.leader.num_computed for prefill in chosen):
+            assert longest * len(chosen) <= scheduling.HISTORY_FACTOR * self.max_batch_tokens
         for prefill in chosen:
             assert prefill.num_scheduled > 0
             if limits.can_resume_prompts:

@@ -6,6 +6,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from cb_rollout.engine.request import Limits
+from cb_rollout.engine.scheduler import scheduler as scheduling
+from cb_rollout.engine.scheduler.scheduler import HISTORY_FACTOR
 from cb_rollout.types import RequestStatus
 
 
@@ -37,6 +39,7 @@ class SchedulerRuns(RuleBasedStateMachine):
         resume=st.booleans(),
         has_graphs=st.booleans(),
         policy=st.sampled_from(["fifo", "prefill_first"]),
+        history_factor=st.sampled_from([1, 8]),
     )
     def start(
         self,
@@ -48,7 +51,9 @@ class SchedulerRuns(RuleBasedStateMachine):
         resume,
         has_graphs,
         policy,
+        history_factor,
     ):
+        scheduling.HISTORY_FACTOR = history_factor
         limits = Limits(block_size, max_batch_tokens, max_requests, share, resume)
         self.engine = FakeModel(limits, 2, max_blocks, has_graphs=has_graphs, policy=policy)
         self.room = max_blocks * block_size
@@ -112,6 +117,7 @@ class SchedulerRuns(RuleBasedStateMachine):
         self.engine.check()
 
     def teardown(self):
+        scheduling.HISTORY_FACTOR = HISTORY_FACTOR
         if not hasattr(self, "engine"):
             return
         self.engine.drain()
@@ -179,6 +185,18 @@ def test_rows_are_batched_by_their_padded_size():
     engine.add(*(request_of(prompt, name=f"r{i}") for i, prompt in enumerate(prompts)))
     chosen = engine.scheduler.schedule_prefill()
     assert [prefill.num_scheduled for prefill in chosen] == [4, 2, 4]
+
+
+def test_rows_that_continue_long_prompts_are_few_in_one_forward():
+    # 8 times 10 tokens may be gathered: two rows of 40.
+    engine = engine_of(num_blocks=200, max_batch_tokens=10)
+    prompts = [[row] * 39 for row in range(3)]
+    for prompt in prompts:
+        engine.add(request_of(prompt, 1))
+    engine.drain()
+    for prompt in prompts:
+        engine.add(request_of([*prompt, 5], 1))
+    assert [p.leader.num_computed for p in engine.scheduler.schedule_prefill()] == [38, 38]
 
 
 def test_a_group_is_computed_once_and_shares_the_whole_blocks_of_its_prompt():
