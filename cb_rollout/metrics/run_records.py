@@ -1,19 +1,23 @@
 """Write and read a run's records: one JSON line for each step's metrics and each sequence.
 
-Owns the two files and their format; does not choose what is recorded. Recording again removes the
-half line that a killed process left. One process of a run records, from any of its threads.
+Owns the two files and their format; does not choose what is recorded. A file may hold several runs,
+one after the other; each line has its run's id. Recording again removes the half line that a killed
+process left. One process of a run records, from any of its threads.
 """
 
 import math
 import os
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from cb_rollout.errors import ConfigurationError
 from cb_rollout.metrics.jsonl import json_line, read_lines, remove_half_line
+
+T = TypeVar("T")
 
 Mode = Literal["train", "eval"]
 
@@ -22,6 +26,9 @@ RUN_DIR_NAME = "cb_rollout"
 
 METRICS_FILE = "metrics.jsonl"
 ROLLOUTS_FILE = "rollouts.jsonl"
+
+# The run of the records that were written before records had a run's id.
+OLD_RUN_ID = "old"
 
 
 class TokenRow(NamedTuple):
@@ -64,7 +71,7 @@ class SequenceRecord:
     """One sampled sequence, token by token."""
 
     step: int
-    """The trainer's global step."""
+    """The trainer's global step after it trained on the sequence; in evaluation, at the time."""
     mode: Mode
     request_id: str
     prompt: str
@@ -119,15 +126,49 @@ class SequenceRecord:
             )
 
 
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One training whose records are in a directory."""
+
+    run_id: str
+    """When it began, UTC: year, month, day - hour, minute, second - microsecond."""
+    continues: dict[str, int]
+    """Runs that it resumed, by id: the last of their steps that is part of this one."""
+    steps: list[int]
+    """Recorded steps, ascending, those of the runs that it resumed included."""
+    num_sequences: dict[int, int]
+    """Recorded sequences by ascending step, in the same way."""
+
+    def __str__(self) -> str:
+        """Describe the run in one line."""
+        resumed = [f"{run} (up to step {step:,})" for run, step in self.continues.items()]
+        after = f", after {', '.join(resumed)}" if resumed else ""
+        return f"{self.run_id}  steps {self.steps[0]:,} to {self.steps[-1]:,}{after}"
+
+
 class RunRecorder:
-    """Append records to the files of one run, each with one unbuffered write."""
+    """Append the records of one run to the files, each with one unbuffered write."""
 
     def __init__(self, run_dir: str | os.PathLike[str]) -> None:
-        """Create `run_dir`, or continue after its last whole record."""
+        """Create `run_dir` if it is missing, and begin a run after its last whole record."""
         self.run_dir = Path(run_dir)
         self.run_dir.mkdir(parents=True, exist_ok=True)
         for name in (METRICS_FILE, ROLLOUTS_FILE):
             remove_half_line(self.run_dir / name)
+        self.begin_run()
+
+    def begin_run(self, from_step: int = 0) -> None:
+        """Begin a run; what is recorded from here on has its id.
+
+        Args:
+            from_step: the step of the checkpoint that it resumes, if any. It continues the last run
+                that reached this step.
+        """
+        self.run_id = f"{datetime.now(UTC):%Y%m%d-%H%M%S-%f}"
+        self._run: dict[str, Any] = {"run_id": self.run_id}
+        if from_step and (resumed := _last_to_reach(from_step, _runs_in(self.run_dir))):
+            before = {run: min(step, from_step) for run, step in resumed.continues.items()}
+            self._run["continues"] = before | {resumed.run_id: from_step}
 
     def record_metrics(self, metrics: StepMetrics) -> None:
         """Append one step's metrics."""
@@ -145,48 +186,68 @@ class RunRecorder:
 
     def _append(self, name: str, row: Mapping[str, Any]) -> None:
         with (self.run_dir / name).open("ab", buffering=0) as file:
-            file.write(json_line(row))
+            file.write(json_line(self._run | dict(row)))
 
 
-def read_metrics(run_dir: str | os.PathLike[str]) -> list[StepMetrics]:
-    """Return the metrics of a run, in recorded order; empty where it recorded none.
+def list_runs(run_dir: str | os.PathLike[str]) -> list[Run]:
+    """Return the runs of a directory, the oldest first.
 
     Raises:
-        ConfigurationError: `run_dir` holds no records at all, or a line is not a record.
+        ConfigurationError: `run_dir` holds no whole record, or a line is not a record.
     """
-    path = find_run_dir(run_dir) / METRICS_FILE
-    return [metrics for _, metrics in read_lines(path, _metrics_from, "record")]
+    runs = _runs_in(find_run_dir(run_dir))
+    if not runs:
+        raise ConfigurationError(
+            f"{run_dir} has no whole record in {METRICS_FILE} or {ROLLOUTS_FILE}; report after the "
+            "first step of the run, or check that it is the main process that records."
+        )
+    return runs
+
+
+def chosen_run(runs: Sequence[Run], run_id: str | None = None) -> Run:
+    """Return the run of an id; None: the last one.
+
+    Raises:
+        ConfigurationError: none has this id.
+    """
+    found = runs if run_id is None else [run for run in runs if run.run_id == run_id]
+    if not found:
+        known = ", ".join(run.run_id for run in runs)
+        raise ConfigurationError(f"no run is called {run_id!r}; there is {known}.")
+    return found[-1]
+
+
+def read_metrics(run_dir: str | os.PathLike[str], run: Run | None = None) -> list[StepMetrics]:
+    """Return the metrics of a run, in recorded order; empty where it recorded none.
+
+    Args:
+        run_dir: a path that `find_run_dir` accepts.
+        run: one of `list_runs`; None: the last.
+
+    Raises:
+        ConfigurationError: `run_dir` holds no whole record, or a line is not a record.
+    """
+    return _records_of(run or chosen_run(list_runs(run_dir)), run_dir, METRICS_FILE, _metrics_from)
 
 
 def read_rollouts(
-    run_dir: str | os.PathLike[str], steps: Collection[int] | None = None
+    run_dir: str | os.PathLike[str],
+    steps: Collection[int] | None = None,
+    run: Run | None = None,
 ) -> list[SequenceRecord]:
     """Return the sequences of a run, in recorded order; empty where it recorded none.
 
     Args:
         run_dir: a path that `find_run_dir` accepts.
         steps: keep only the sequences of these steps, so that a long run fits in memory; None: all.
+        run: one of `list_runs`; None: the last.
 
     Raises:
-        ConfigurationError: `run_dir` holds no records at all, or a line is not a record.
+        ConfigurationError: `run_dir` holds no whole record, or a line is not a record.
     """
-
-    def kept_sequence(row: Mapping[str, Any]) -> SequenceRecord | None:
-        return _sequence_from(row) if steps is None or row["step"] in steps else None
-
-    path = find_run_dir(run_dir) / ROLLOUTS_FILE
-    return [kept for _, kept in read_lines(path, kept_sequence, "record") if kept is not None]
-
-
-def count_rollouts(run_dir: str | os.PathLike[str]) -> dict[int, int]:
-    """Count the recorded sequences of each step, by ascending step, without keeping them.
-
-    Raises:
-        ConfigurationError: `run_dir` holds no records at all, or a line is not a record.
-    """
-    path = find_run_dir(run_dir) / ROLLOUTS_FILE
-    recorded = read_lines(path, lambda row: int(row["step"]), "record")
-    return dict(sorted(Counter(step for _, step in recorded).items()))
+    return _records_of(
+        run or chosen_run(list_runs(run_dir)), run_dir, ROLLOUTS_FILE, _sequence_from, steps
+    )
 
 
 def find_run_dir(path: str | os.PathLike[str]) -> Path:
@@ -202,6 +263,63 @@ def find_run_dir(path: str | os.PathLike[str]) -> Path:
     raise ConfigurationError(
         f"no records of a run in {path}: neither {METRICS_FILE} nor {ROLLOUTS_FILE} is there or in "
         f"{path / RUN_DIR_NAME}; pass a trainer's output_dir, or its {RUN_DIR_NAME} directory."
+    )
+
+
+def _records_of(
+    run: Run,
+    run_dir: str | os.PathLike[str],
+    name: str,
+    parse: Callable[[Mapping[str, Any]], T],
+    steps: Collection[int] | None = None,
+) -> list[T]:
+    """Return a run's records in one file, those of the runs that it resumed included."""
+    parts = _parts(run.run_id, run.continues)
+
+    def kept(row: Mapping[str, Any]) -> T | None:
+        is_part = row["step"] <= parts.get(row.get("run_id", OLD_RUN_ID), -1)
+        return parse(row) if is_part and (steps is None or row["step"] in steps) else None
+
+    records = read_lines(find_run_dir(run_dir) / name, kept, "record")
+    return [record for _, record in records if record is not None]
+
+
+def _parts(run_id: str, continues: Mapping[str, int]) -> dict[str, float]:
+    """Return the last step that counts of each run that is part of a run."""
+    return {**continues, run_id: math.inf}
+
+
+def _runs_in(run_dir: Path) -> list[Run]:
+    continued: dict[str, dict[str, int]] = {}
+
+    def place(row: Mapping[str, Any]) -> tuple[str, int]:
+        run_id = row.get("run_id", OLD_RUN_ID)
+        continued.setdefault(run_id, row.get("continues", {}))
+        return run_id, int(row["step"])
+
+    def count(name: str) -> Counter[tuple[str, int]]:
+        return Counter(at for _, at in read_lines(run_dir / name, place, "record"))
+
+    metrics, sequences = count(METRICS_FILE), count(ROLLOUTS_FILE)
+    runs = []
+    # An id begins with the run's time.
+    for run_id in sorted(continued, key=lambda run_id: (run_id != OLD_RUN_ID, run_id)):
+        parts = _parts(run_id, continued[run_id])
+        num_sequences: Counter[int] = Counter()
+        for (part, step), num in sequences.items():
+            if step <= parts.get(part, -1):
+                num_sequences[step] += num
+        steps = {step for part, step in metrics if step <= parts.get(part, -1)} | {*num_sequences}
+        runs.append(
+            Run(run_id, continued[run_id], sorted(steps), dict(sorted(num_sequences.items())))
+        )
+    return runs
+
+
+def _last_to_reach(step: int, runs: Sequence[Run]) -> Run | None:
+    """Return the last run with this step; where none has it, the last run."""
+    return next(
+        (run for run in reversed(runs) if run.steps[-1] >= step), runs[-1] if runs else None
     )
 
 

@@ -8,13 +8,15 @@ from hypothesis import strategies as st
 from cb_rollout.errors import ConfigurationError
 from cb_rollout.metrics.run_records import (
     METRICS_FILE,
+    OLD_RUN_ID,
     ROLLOUTS_FILE,
     RunRecorder,
     SequenceRecord,
     StepMetrics,
     TokenRow,
-    count_rollouts,
+    chosen_run,
     find_run_dir,
+    list_runs,
     read_metrics,
     read_rollouts,
 )
@@ -93,9 +95,11 @@ def test_sequences_read_back_as_they_were_recorded(tmp_path_factory, records):
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_a_scalar_that_is_not_finite_is_null_on_disk_and_absent_when_read(tmp_path, value):
-    RunRecorder(tmp_path).record_metrics(StepMetrics(1, "train", {"a": value, "b": 2.0}, []))
+    recorder = RunRecorder(tmp_path)
+    recorder.record_metrics(StepMetrics(1, "train", {"a": value, "b": 2.0}, []))
     (line,) = (tmp_path / METRICS_FILE).read_text().splitlines()
     assert json.loads(line) == {
+        "run_id": recorder.run_id,
         "step": 1,
         "mode": "train",
         "scalars": {"a": None, "b": 2.0},
@@ -144,8 +148,11 @@ def test_a_half_written_last_line_is_not_read_and_is_removed_when_recording_goes
     path = tmp_path / METRICS_FILE
     path.write_bytes(path.read_bytes() + b'{"step":3,"mode":"tr')
     assert read_metrics(tmp_path) == whole
-    RunRecorder(tmp_path).record_metrics(whole[0])
-    assert read_metrics(tmp_path) == [*whole, whole[0]]
+    recorder = RunRecorder(tmp_path)
+    recorder.record_metrics(whole[0])
+    first, second = list_runs(tmp_path)
+    assert read_metrics(tmp_path, first) == whole
+    assert read_metrics(tmp_path, second) == read_metrics(tmp_path) == whole[:1]
 
 
 def test_a_file_that_is_one_long_half_line_is_emptied(tmp_path):
@@ -157,10 +164,8 @@ def test_a_file_that_is_one_long_half_line_is_emptied(tmp_path):
 
 @pytest.mark.parametrize("line", ["{", '{"step":1}', "[]", '{"step":1,"mode":"train","scalars":3}'])
 def test_a_whole_line_that_is_no_record_is_named(tmp_path, line):
-    recorder = RunRecorder(tmp_path)
-    recorder.record_metrics(StepMetrics(0, "train", {}, []))
-    with (tmp_path / METRICS_FILE).open("a") as file:
-        file.write(line + "\n")
+    whole = '{"step":0,"mode":"train","scalars":{},"completion_lengths":[]}'
+    (tmp_path / METRICS_FILE).write_text(f"{whole}\n{line}\n")
     with pytest.raises(ConfigurationError, match=r"line 2 of .*metrics\.jsonl is not a record"):
         read_metrics(tmp_path)
 
@@ -169,7 +174,8 @@ def test_rollouts_are_counted_and_kept_by_step(tmp_path):
     recorder = RunRecorder(tmp_path)
     for step in (2, 2, 1, 9):
         recorder.record_sequence(a_sequence(step))
-    assert list(count_rollouts(tmp_path).items()) == [(1, 1), (2, 2), (9, 1)]
+    (run,) = list_runs(tmp_path)
+    assert list(run.num_sequences.items()) == [(1, 1), (2, 2), (9, 1)]
     assert [record.step for record in read_rollouts(tmp_path, steps=[1, 2])] == [2, 2, 1]
     assert read_metrics(tmp_path) == []
 
@@ -198,3 +204,56 @@ def test_a_run_recorded_before_the_trainers_figures_were_is_still_read(tmp_path)
     assert read_rollouts(tmp_path) == [a_sequence()]
     (token, *_) = read_rollouts(tmp_path)[0].token_rows()
     assert (token.trainer_logprob, token.entropy, token.advantage, token.mask) == (None,) * 4
+
+
+def record_steps(recorder, steps, reward=0.5):
+    for step in steps:
+        recorder.record_metrics(StepMetrics(step, "train", {"reward": reward}, []))
+        recorder.record_sequence(a_sequence(step, reward=reward))
+
+
+def test_of_several_runs_in_one_directory_the_last_is_read_unless_another_is_asked_for(tmp_path):
+    for reward in (0.1, 0.2):
+        record_steps(RunRecorder(tmp_path), range(1, 4), reward)
+    first, second = list_runs(tmp_path)
+    assert {sequence.reward for sequence in read_rollouts(tmp_path)} == {0.2}
+    assert [m.scalars["reward"] for m in read_metrics(tmp_path, first)] == [0.1] * 3
+    assert (first.steps, first.num_sequences) == ([1, 2, 3], {1: 1, 2: 1, 3: 1})
+    assert chosen_run([first, second], first.run_id) == first
+    with pytest.raises(ConfigurationError, match=f"no run is called 'x'; there is {first.run_id},"):
+        chosen_run([first, second], "x")
+
+
+def test_a_resumed_run_holds_the_one_before_up_to_its_checkpoint(tmp_path):
+    recorder = RunRecorder(tmp_path)
+    record_steps(recorder, range(1, 8), reward=0.1)
+    (first_id,) = (run.run_id for run in list_runs(tmp_path))
+    record_steps(RunRecorder(tmp_path), [1, 2], reward=0.2)
+    for from_step, steps in ((5, [6, 7, 8]), (3, [4])):
+        recorder.begin_run(from_step)
+        record_steps(recorder, steps, reward=from_step / 10)
+    *_, longer, last = list_runs(tmp_path)
+    assert longer.continues == {first_id: 5}
+    assert longer.steps == [*range(1, 9)]
+    assert last.continues == {first_id: 3, longer.run_id: 3}
+    assert [(s.step, s.reward) for s in read_rollouts(tmp_path)] == [
+        *((1, 0.1), (2, 0.1), (3, 0.1)),
+        (4, 0.3),
+    ]
+    assert last.num_sequences == dict.fromkeys(range(1, 5), 1)
+
+
+def test_records_without_a_runs_id_are_the_oldest_run_and_can_be_continued(tmp_path):
+    recorder = RunRecorder(tmp_path)
+    record_steps(recorder, [1, 2])
+    for name in (METRICS_FILE, ROLLOUTS_FILE):
+        rows = map(json.loads, (tmp_path / name).read_text().splitlines())
+        bare = [{key: row[key] for key in row if key != "run_id"} for row in rows]
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in bare))
+    (old,) = list_runs(tmp_path)
+    assert old.run_id == OLD_RUN_ID
+    assert len(read_metrics(tmp_path)) == len(read_rollouts(tmp_path)) == 2
+    recorder.begin_run(from_step=1)
+    record_steps(recorder, [2])
+    old, new = list_runs(tmp_path)
+    assert (new.continues, new.steps) == ({OLD_RUN_ID: 1}, [1, 2])

@@ -58,6 +58,27 @@ def test_report_writes_the_page_and_prints_its_path(tmp_path, capsys):
     assert printed.err == ""
 
 
+def test_report_lists_the_runs_of_a_directory_and_takes_one_by_its_id(tmp_path, capsys):
+    first, second = RunRecorder(tmp_path), RunRecorder(tmp_path)
+    first.record_metrics(StepMetrics(9, "train", {"reward": 0.5}, [3]))
+    second.begin_run(from_step=9)
+    second.record_metrics(StepMetrics(12, "train", {"reward": 0.5}, [3]))
+    assert main(["report", str(tmp_path), "--list"]) == 0
+    assert capsys.readouterr().out == (
+        f"{first.run_id}  steps 9 to 9\n"
+        f"{second.run_id}  steps 9 to 12, after {first.run_id} (up to step 9)\n"
+    )
+    assert main(["report", str(tmp_path), "--run", first.run_id]) == 0
+    assert "from 9 to 9" in (tmp_path / "report.html").read_text()
+    twice = ["--run", first.run_id, "--run", second.run_id]
+    assert main(["report", str(tmp_path), str(tmp_path), *twice]) == 0
+    capsys.readouterr()
+    assert main(["report", str(tmp_path), "--run", "x"]) == 2
+    assert f"no run is called 'x'; there is {first.run_id}, {second.run_id}." in the_fault(capsys)
+    assert main(["report", str(tmp_path), *twice]) == 2
+    assert "--run is given more often than RUN_DIR" in the_fault(capsys)
+
+
 def test_a_fault_is_one_line_on_stderr_and_exit_code_2(tmp_path, capsys):
     assert main(["report", str(tmp_path / "not\nthere")]) == 2
     printed = capsys.readouterr()

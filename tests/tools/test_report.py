@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from cb_rollout.errors import ConfigurationError
 from cb_rollout.metrics.run_records import METRICS_FILE, RunRecorder, SequenceRecord, StepMetrics
 from cb_rollout.tools.report import write_comparison, write_report
+from cb_rollout.tools.report.charts import DRIFT_KEYS
 from cb_rollout.tools.report.page import MAX_SEQUENCES_PER_STEP, steps_shown
 from cb_rollout.tools.report.series import early_and_late, series, shares_by_bin, smoothed
 from cb_rollout.tools.report.svg import compact, linear_axis, log_axis
@@ -268,7 +269,10 @@ def test_a_linear_axis_holds_its_values_between_its_ticks(values):
 
 def test_a_log_axis_puts_zero_at_its_low_end_and_a_decade_at_equal_distances():
     axis = log_axis([0.0, 1e-6, 1e-4], floor=1e-9)
-    assert axis.position(0.0) == 0
+    assert axis.position(0.0) == 0 < axis.position(1e-7)
+    assert [axis.label(tick) for tick in axis.ticks[:3]] == ["0", "1e-7", "1e-6"]
+    without_zero = log_axis([1e-6], floor=1e-9)
+    assert without_zero.label(without_zero.ticks[0]) == "1e-7"
     assert axis.position(1e-4) - axis.position(1e-5) == pytest.approx(
         axis.position(1e-5) - axis.position(1e-6)
     )
@@ -287,6 +291,30 @@ def recorded_run(folder, num_steps=20):
     for metrics in training_steps(num_steps):
         recorder.record_metrics(metrics)
     return folder
+
+
+def test_a_report_is_of_one_run_the_last_unless_another_is_asked_for(tmp_path):
+    first = RunRecorder(tmp_path)
+    for metrics in training_steps(20):
+        first.record_metrics(metrics)
+    _, page = page_of(tmp_path, training_steps(3), [a_sequence(2)])
+    assert "from 1 to 3" in page.text
+    assert "2 of 2 in this directory" in page.text
+    assert "2.0e-5" not in page.text
+    page = Page(write_report(tmp_path, first.run_id).read_text())
+    assert "from 1 to 20" in page.text
+    assert f"{first.run_id}, 1 of 2 in this directory" in page.text
+    assert "Completions" not in page.text
+    html = write_comparison(tmp_path, tmp_path, [first.run_id, None]).read_text()
+    assert html.count("Reward of 2 runs") == 1
+    assert first.run_id in Page(html).text
+
+
+def test_the_largest_drift_is_the_largest_that_the_chart_shows(tmp_path):
+    drifts = {DRIFT_KEYS[0]: 0.0, DRIFT_KEYS[1]: 4e-5}
+    html, page = page_of(tmp_path, [StepMetrics(7, "train", drifts, [])])
+    assert "4.0e-5nats, at step 7" in page.text
+    assert re.search(r'y="100.0%" dy="0.32em">0</text>', html)
 
 
 def test_two_runs_are_drawn_on_one_page_with_both_names_and_figures(tmp_path):

@@ -207,7 +207,7 @@ def test_the_records_hold_what_the_loss_saw_of_every_rollout(tmp_path):
     generator.close()
     records = read_rollouts(tmp_path)
     steps = [(r.step, r.mode) for r in records]
-    assert steps == [(0, "train")] * 3 + [(1, "eval")] * 3 + [(1, "train")] * 3 + [(2, "eval")] * 3
+    assert steps == [(1, "train")] * 3 + [(1, "eval")] * 3 + [(2, "train")] * 3 + [(2, "eval")] * 3
     for record in records:
         assert record.advantage is not None
         assert record.mask == [1] * len(record.tokens)

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from cb_rollout.metrics.run_records import list_runs
+
 pytestmark = pytest.mark.slow
 
 FOLDER = Path(__file__).parent
@@ -40,4 +42,6 @@ def test_prompts_come_in_the_same_order_and_no_policy_is_stale(tmp_path):
     assert whole["prompts"][2] != whole["prompts"][0]
     # The log holds the steps before the checkpoint too.
     assert resumed["steps"] == [1, 2, 3, 4]
+    first, second = list_runs(tmp_path / "killed")
+    assert (second.continues, second.steps) == ({first.run_id: 2}, [1, 2, 3, 4])
     assert max(resumed["differences"] + resumed["drifts"]) <= 1e-5

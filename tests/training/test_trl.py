@@ -63,12 +63,12 @@ def test_records_hold_what_was_sampled_with_its_reward(tmp_path):
     trainer.train()
     generator.close()
     records = read_rollouts(tmp_path / "cb_rollout")
-    assert [record.step for record in records] == [0] * 3 + [1] * 3 + [2] * 3
+    assert [record.step for record in records] == [1] * 3 + [2] * 3 + [3] * 3
     for record in records:
         text = "".join(record.tokens).replace("<eos>", "").replace("<pad>", "")
         text = text.replace("<unk>", "")
         assert record.reward == pytest.approx(text.count("7") / max(1, len(text)))
-        assert record.policy_versions == [(record.step + 1, len(record.token_ids))]
+        assert record.policy_versions == [(record.step, len(record.token_ids))]
         assert len(record.logprobs) == len(record.tokens)
     steps = [metrics for metrics in read_metrics(tmp_path) if "reward" in metrics.scalars]
     assert [len(metrics.completion_lengths) for metrics in steps] == [16] * 3

@@ -275,9 +275,11 @@ class RolloutCallback(TrainerCallback):
         self._backend, self._records = backend, records
         self._step_started = time.perf_counter()
 
-    def on_train_begin(self, *_: Any, **__: Any) -> None:
-        """Sync anew: the step count starts over."""
+    def on_train_begin(self, args: Any, state: TrainerState, *_: Any, **__: Any) -> None:
+        """Sync anew: the step count starts over, or goes on from a checkpoint's."""
         self._backend.forget_synced_step()
+        if self._records is not None:
+            self._records.begin_training(state.global_step)
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         """Sync anew: the best weights may have been loaded at an unchanged step count."""

@@ -28,6 +28,17 @@ class TrainerRecords:
         self._pending: dict[int, SequenceRecord] = {}
         self._untabled: list[SequenceRecord] = []
         self._completion_lengths: list[int] = []
+        self._has_trained = False
+
+    def begin_training(self, step: int) -> None:
+        """Begin a run, which continues another one if the trainer resumes a checkpoint of `step`.
+
+        An evaluation before the first training belongs to that training's run.
+        """
+        if step or self._has_trained:
+            self.flush()
+            self._recorder.begin_run(step)
+        self._has_trained = True
 
     def add(
         self,
@@ -40,11 +51,13 @@ class TrainerRecords:
         self.flush(context.mode)
         if context.mode == "train":
             self._completion_lengths += [sum(row.is_sampled) for row in context.rows]
+        # The trainer counts a step once it is done, and logs its metrics under that number.
+        step = self._trainer.state.global_step + (context.mode == "train")
         tokenizer = self._trainer.processing_class
         for number, row in enumerate(context.rows[: self._num_sequences]):
             last = row.spans[-1].output if row.spans else None
             self._pending[row_ids[number]] = SequenceRecord(
-                step=self._trainer.state.global_step,
+                step=step,
                 mode=context.mode,
                 request_id=row.name,
                 prompt=tokenizer.decode(row.prompt_ids),

@@ -5,6 +5,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from cb_rollout.errors import ConfigurationError
+from cb_rollout.metrics.run_records import list_runs
 from cb_rollout.tools.report import write_comparison, write_report
 
 
@@ -27,15 +29,31 @@ def add_report(commands: Any) -> None:
         metavar="RUN_DIR",
         type=Path,
         nargs="?",
-        help="a run to compare it with",
+        help="another to compare it with, or the same with two --run",
     )
+    parser.add_argument(
+        "--run",
+        metavar="ID",
+        dest="run_ids",
+        action="append",
+        help="one of the runs of RUN_DIR (the last); once for each RUN_DIR, in their order",
+    )
+    parser.add_argument("--list", action="store_true", help="list the runs of RUN_DIR")
     parser.set_run(_run)
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    if arguments.other_run_dir is None:
-        path = write_report(arguments.run_dir)
+    folders = [arguments.run_dir, arguments.other_run_dir]
+    if arguments.list:
+        for run in list_runs(arguments.run_dir):
+            sys.stdout.write(f"{run}\n")
+        return 0
+    run_ids = [*(arguments.run_ids or ()), None, None]
+    if len(run_ids) > 4 or (len(run_ids) > 3 and folders[1] is None):
+        raise ConfigurationError("--run is given more often than RUN_DIR; give one for each.")
+    if folders[1] is None:
+        path = write_report(folders[0], run_ids[0])
     else:
-        path = write_comparison(arguments.run_dir, arguments.other_run_dir)
+        path = write_comparison(folders[0], folders[1], run_ids[:2])
     sys.stdout.write(f"{path}\n")
     return 0

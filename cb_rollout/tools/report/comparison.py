@@ -10,7 +10,14 @@ from pathlib import Path
 
 from cb_rollout import __version__
 from cb_rollout.errors import ConfigurationError
-from cb_rollout.metrics.run_records import StepMetrics, count_rollouts, find_run_dir, read_metrics
+from cb_rollout.metrics.run_records import (
+    Run,
+    StepMetrics,
+    chosen_run,
+    find_run_dir,
+    list_runs,
+    read_metrics,
+)
 from cb_rollout.tools.report.charts import DRIFT_FLOOR, DRIFT_KEYS, figure, step_axis, tips_at
 from cb_rollout.tools.report.page import html_page, key_figures, run_name
 from cb_rollout.tools.report.series import series, smoothed
@@ -40,8 +47,17 @@ OVERLAYS: tuple[tuple[str, str, str, Callable[[float], str]], ...] = (
 )
 
 
-def write_comparison(run_dir: str | os.PathLike[str], other: str | os.PathLike[str]) -> Path:
+def write_comparison(
+    run_dir: str | os.PathLike[str],
+    other: str | os.PathLike[str],
+    run_ids: Sequence[str | None] = (None, None),
+) -> Path:
     """Write `comparison.html` about two runs beside the records of the first.
+
+    Args:
+        run_dir: the directory of the first run.
+        other: the directory of the second; may be the same.
+        run_ids: a run of each directory; None: the last.
 
     Raises:
         ConfigurationError: one of them has no metrics, a record cannot be read, or the page cannot
@@ -49,16 +65,17 @@ def write_comparison(run_dir: str | os.PathLike[str], other: str | os.PathLike[s
     """
     try:
         folders = [find_run_dir(run_dir), find_run_dir(other)]
-        if folders[0].resolve() == folders[1].resolve():
+        runs = [chosen_run(list_runs(f), i) for f, i in zip(folders, run_ids, strict=True)]
+        if folders[0].resolve() == folders[1].resolve() and runs[0] == runs[1]:
             raise ConfigurationError(f"{run_dir} and {other} are one run; name two.")
-        runs = [read_metrics(folder) for folder in folders]
-        for folder, metrics in zip(folders, runs, strict=True):
-            if not metrics:
+        metrics = [read_metrics(f, run) for f, run in zip(folders, runs, strict=True)]
+        for folder, found in zip(folders, metrics, strict=True):
+            if not found:
                 raise ConfigurationError(
                     f"{folder} holds no metrics to compare; report after the run's first step."
                 )
         path = folders[0] / COMPARISON_FILE
-        path.write_text(_page(folders, runs), encoding="utf-8")
+        path.write_text(_page(_names(folders, runs), runs, metrics), encoding="utf-8")
         return path
     except OSError as error:
         raise ConfigurationError(
@@ -67,11 +84,24 @@ def write_comparison(run_dir: str | os.PathLike[str], other: str | os.PathLike[s
         ) from error
 
 
-def _page(folders: Sequence[Path], runs: Sequence[Sequence[StepMetrics]]) -> str:
+def _names(folders: Sequence[Path], runs: Sequence[Run]) -> list[str]:
+    """Return names that differ: of the directories, with their path or their run if need be."""
     names = [run_name(folder) for folder in folders]
-    if names[0] == names[1]:
-        names = [str(folder) for folder in folders]
-    figures = [dict(_figures(f, m)) for f, m in zip(folders, runs, strict=True)]
+    if names[0] != names[1]:
+        return names
+    if folders[0].resolve() != folders[1].resolve():
+        return [str(folder) for folder in folders]
+    return [f"{names[0]} {run.run_id}" for run in runs]
+
+
+def _page(
+    names: Sequence[str], runs: Sequence[Run], metrics: Sequence[Sequence[StepMetrics]]
+) -> str:
+    # Label and value of each key figure, without its note.
+    figures = [
+        {label: value for label, value, _ in key_figures(found, run.num_sequences)}
+        for found, run in zip(metrics, runs, strict=True)
+    ]
     rows = "".join(
         f"<tr><th>{label}</th>"
         + "".join(f"<td>{figures[side].get(label, '&ndash;')}</td>" for side in (0, 1))
@@ -82,8 +112,8 @@ def _page(folders: Sequence[Path], runs: Sequence[Sequence[StepMetrics]]) -> str
         f'<th><span class="key {style}"><i></i>{visible_html(name)}</span></th>'
         for style, name in zip(STYLES, names, strict=True)
     )
-    charts = "\n".join(filter(None, (_overlay(names, runs, *overlay) for overlay in OVERLAYS)))
-    sources = f"cb_rollout {__version__}, from {len(runs[0]):,} and {len(runs[1]):,} records."
+    charts = "\n".join(filter(None, (_overlay(names, metrics, *overlay) for overlay in OVERLAYS)))
+    sources = f"cb_rollout {__version__}, from {len(metrics[0]):,} and {len(metrics[1]):,} records."
     return html_page(
         " and ".join(names),
         f"""<header class="top">
@@ -96,12 +126,6 @@ def _page(folders: Sequence[Path], runs: Sequence[Sequence[StepMetrics]]) -> str
 </section>
 <footer>{escape(sources)}</footer>""",
     )
-
-
-def _figures(folder: Path, metrics: Sequence[StepMetrics]) -> list[tuple[str, str]]:
-    """Return label and value of each key figure, without its note."""
-    found = key_figures(metrics, count_rollouts(folder))
-    return [(label, value) for label, value, _ in found]
 
 
 def _overlay(

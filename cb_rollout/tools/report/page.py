@@ -17,10 +17,12 @@ from cb_rollout.metrics.run_records import (
     METRICS_FILE,
     ROLLOUTS_FILE,
     RUN_DIR_NAME,
+    Run,
     SequenceRecord,
     StepMetrics,
-    count_rollouts,
+    chosen_run,
     find_run_dir,
+    list_runs,
     read_metrics,
     read_rollouts,
 )
@@ -42,21 +44,22 @@ REPORT_FILE = "report.html"
 MAX_SEQUENCES_PER_STEP = 8
 
 
-def write_report(run_dir: str | os.PathLike[str]) -> Path:
+def write_report(run_dir: str | os.PathLike[str], run_id: str | None = None) -> Path:
     """Write `report.html` beside a run's records.
 
     Args:
         run_dir: the directory with the records, or a trainer's output_dir with `cb_rollout/` in it.
+        run_id: a run of the directory; None: the last.
 
     Returns:
         The path of the page.
 
     Raises:
-        ConfigurationError: the run has no records, a record cannot be read, or the page cannot be
+        ConfigurationError: there is no such run, a record cannot be read, or the page cannot be
             written.
     """
     try:
-        return _write_report(find_run_dir(run_dir))
+        return _write_report(find_run_dir(run_dir), run_id)
     except OSError as error:
         raise ConfigurationError(
             f"{error.filename or run_dir} cannot be read or written ({error.strerror}); look at "
@@ -64,20 +67,16 @@ def write_report(run_dir: str | os.PathLike[str]) -> Path:
         ) from error
 
 
-def _write_report(run_dir: Path) -> Path:
-    metrics = read_metrics(run_dir)
-    counts = count_rollouts(run_dir)
-    if not metrics and not counts:
-        raise ConfigurationError(
-            f"{run_dir} has no whole record in {METRICS_FILE} or {ROLLOUTS_FILE}; report after the "
-            "first step of the run, or check that it is the main process that records."
-        )
-    rollouts = read_rollouts(run_dir, steps=steps_shown(list(counts)))
+def _write_report(run_dir: Path, run_id: str | None) -> Path:
+    runs = list_runs(run_dir)
+    run = chosen_run(runs, run_id)
+    metrics, counts = read_metrics(run_dir, run), run.num_sequences
+    rollouts = read_rollouts(run_dir, steps=steps_shown(list(counts)), run=run)
     name = run_name(run_dir)
     page = html_page(
         name,
         f"""<header class="top">
-<p class="kicker">Rollout report</p>
+<p class="kicker">Rollout report of run {visible_html(_described(run, runs))}</p>
 <h1>{visible_html(name)}</h1>
 {_key_figures(metrics, counts)}
 </header>
@@ -88,6 +87,12 @@ def _write_report(run_dir: Path) -> Path:
     path = run_dir / REPORT_FILE
     path.write_text(page, encoding="utf-8")
     return path
+
+
+def _described(run: Run, runs: Sequence[Run]) -> str:
+    place = f", {runs.index(run) + 1} of {len(runs)} in this directory" if len(runs) > 1 else ""
+    resumed = "".join(f", after step {step:,} of {of}" for of, step in run.continues.items())
+    return f"{run.run_id}{place}{resumed}"
 
 
 def steps_shown(steps: Sequence[int]) -> list[int]:
@@ -152,7 +157,7 @@ def key_figures(
     if speed:
         middle = median(value for _, value in speed)
         yield "Tokens per second", compact(middle), "sampled while rolling out, median step"
-    drift = next(filter(None, (series(metrics, key) for key in DRIFT_KEYS)), None)
+    drift = [point for key in DRIFT_KEYS for point in series(metrics, key)]
     if drift:
         yield "Largest drift", *_largest(drift)
 

@@ -86,14 +86,24 @@ def linear_axis(
 
 
 def log_axis(values: Iterable[float], *, floor: float) -> Axis:
-    """Create an axis of whole decades; values up to `floor` lie at its low end."""
+    """Create an axis of whole decades; values up to `floor` lie at its low end, which says 0."""
+    values = list(values)
     positive = [value for value in values if value > floor] or [floor]
     first = math.floor(math.log10(min(positive)) - 1e-9)
     last = math.ceil(math.log10(max(positive)) + 1e-9)
     last = max(last, first + 2)
     stride = math.ceil((last - first) / 6)
     ticks = tuple(10.0**power for power in range(first, last + 1, stride))
-    return Axis(10.0**first, 10.0**last, ticks, is_log=True, label=power_of_ten)
+    if len(positive) == len(values):
+        return Axis(ticks[0], 10.0**last, ticks, is_log=True, label=power_of_ten)
+    zero = ticks[0] / 10
+    return Axis(
+        zero,
+        10.0**last,
+        (zero, *ticks),
+        is_log=True,
+        label=lambda value: "0" if value == zero else power_of_ten(value),
+    )
 
 
 def compact(value: float) -> str:
@@ -109,6 +119,8 @@ def compact(value: float) -> str:
 
 def scientific(value: float, digits: int = 1) -> str:
     """Format a number by its power of ten, as in 2.8e-6."""
+    if value == 0:
+        return "0"
     mantissa, power = f"{value:.{digits}e}".split("e")
     return f"{mantissa}e{int(power)}"
 
