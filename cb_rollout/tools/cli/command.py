@@ -1,4 +1,4 @@
-"""What the commands share: exit codes, options, checks, and errors in words of the options."""
+"""Exit codes, options, checks and messages that the commands share."""
 
 import argparse
 import dataclasses
