@@ -273,6 +273,21 @@ class Engine:
             self._graphs.check_weights()
         self._runner.check_weights()
 
+    def warm_up(self) -> None:
+        """Trace, compile or capture decode steps before one needs it; no step may be running."""
+        if self._is_model_changed:
+            self._plan_anew()
+        with (
+            devices.current(self.device),
+            devices.plain_modes(self.device),
+            eval_mode(self.model),
+        ):
+            self._drop_stale_forwards()
+            self._runner.warm_up()
+            if self._graphs is not None:
+                self._graphs.warm_up(self.limits.block_size)
+            devices.finish(self.device)
+
     def hand_back_model(self) -> None:
         """Restore the model's training flags, until the next step."""
         if self._eval_mode is not None:

@@ -99,6 +99,7 @@ class RolloutGenerator:
         progress_bar: bool = False,
         record_timestamps: bool = False,
         on_error: Literal["raise", "return"] = "raise",
+        warmup: bool = False,
     ) -> dict[str, GenerationOutput]:
         """Sample completions of many prompts together; prefill equal prompts once.
 
@@ -112,6 +113,7 @@ class RolloutGenerator:
             record_timestamps: record the time at which each token was sampled.
             on_error: "raise", or "return" failed sequences with `status=FAILED`, those of an input
                 that is refused (too long, empty, not encodable) among them.
+            warmup: trace, compile or capture decode steps first; see the manager's `warmup`.
 
         Returns:
             Outputs by request id, in the order of `inputs`, the completions of one input adjacent.
@@ -142,6 +144,8 @@ class RolloutGenerator:
             )
             served = [request for request in requests if not request.status.is_final]
             self.wake()
+            if warmup:
+                self.manager.warmup()
             self.manager.start()
             with measured(self.manager) as metrics:
                 finished = _run(self.manager, served, progress_bar)
@@ -345,6 +349,7 @@ def generate_batch(
     record_timestamps: bool = False,
     progress_bar: bool = True,
     persistent_manager: bool = False,
+    warmup: bool = False,
     **kwargs: Any,
 ) -> dict[str, GenerationOutput]:
     """Sample completions of many prompts together, in one call.
@@ -358,6 +363,7 @@ def generate_batch(
         progress_bar: show sequences done and tokens per second.
         persistent_manager: keep the manager on the model for the next call, which syncs the
             weights and reads no keys of this one.
+        warmup: trace, compile or capture decode steps before the first, not as they come up.
         **kwargs: further arguments of `RolloutGenerator.generate_batch`.
 
     Returns:
@@ -379,6 +385,7 @@ def generate_batch(
             generation_config,
             record_timestamps=record_timestamps,
             progress_bar=progress_bar,
+            warmup=warmup,
             **kwargs,
         )
 

@@ -6,7 +6,7 @@ from peft import LoraConfig, get_peft_model
 from tiny import plain_logprobs, tiny_model
 from torch._inductor import config as inductor_config
 
-from cb_rollout import RolloutConfig, RolloutGenerator, SamplingParams
+from cb_rollout import RolloutConfig, RolloutGenerator, SamplingParams, generate_batch
 from cb_rollout.compat import inductor
 from cb_rollout.engine.attention.cpu import backend as cpu_backend
 from cb_rollout.engine.attention.cpu import traced_forward
@@ -15,6 +15,7 @@ from cb_rollout.engine.model import check as model_check
 from cb_rollout.engine.native import library
 from cb_rollout.engine.sampling import cpu as cpu_sampling
 from cb_rollout.errors import ConfigurationError
+from cb_rollout.rollout.generator import GENERATOR_ATTRIBUTE
 
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11, 12, 13], [5, 6, 7], [20] * 17]
 LENGTHS = [20, 3, 11, 6]
@@ -68,6 +69,21 @@ def test_every_path_gives_the_same_tokens(family, monkeypatch):
         )
         assert tokens_of(outputs) == expected
         assert_right(outputs, model)
+
+
+def test_a_warmed_up_engine_decodes_from_its_trace_at_once():
+    model = tiny_model("qwen3", num_hidden_layers=1)
+    kept = {"progress_bar": False, "persistent_manager": True, "max_new_tokens": 2}
+    generate_batch(model, [[5]], warmup=False, **kept)
+    generator = vars(model)[GENERATOR_ATTRIBUTE].generator
+    traced = runner_of(generator).attention_backend.traced_forward
+    assert traced.trace is None
+    generate_batch(model.train(), [[5]], warmup=True, **kept)
+    assert (trace := traced.trace) is not None
+    generator.manager.warmup()
+    assert model.training
+    assert_right(rollout(generator), model.eval())
+    assert traced.trace is trace
 
 
 def test_compiled_decode_steps_give_the_same_tokens():

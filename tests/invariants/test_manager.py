@@ -46,6 +46,17 @@ def test_requests_are_served_and_iteration_ends(manager):
         assert output.logprobs == pytest.approx(expected, abs=1e-5)
 
 
+def test_a_request_takes_fields_of_its_own_as_keywords(manager):
+    wild = {"max_new_tokens": 8, "do_sample": True, "temperature": 50.0, "seed": 1}
+    greedy = manager.add_request([5, 6], max_new_tokens=8, eos_token_id=-1)
+    sampled, again = manager.add_requests([[5, 6], [5, 6]], ignore_eos=True, **wild)
+    only_top = manager.add_request([5, 6], ignore_eos=True, top_k=1, **wild)
+    tokens = {output.request_id: output.generated_tokens for output in manager}
+    assert tokens[sampled] == tokens[again] != tokens[greedy] == tokens[only_top]
+    with pytest.raises(InvalidRequestError, match="'temprature'; did you mean 'temperature'"):
+        manager.add_request([5, 6], temprature=0.5)
+
+
 def test_a_cancelled_request_delivers_what_it_had(manager):
     request_id = manager.add_request([5, 6], streaming=True, sampling_params=LONG)
     stream = manager.request_id_iter(request_id)
@@ -132,6 +143,14 @@ def test_a_pause_of_nothing_says_so(manager):
     with generator.manager.pause():
         pass
     assert generator.policy_version == 1
+
+
+def test_a_hard_stop_cancels_what_is_in_flight_even_asleep(manager):
+    manager.sleep()
+    request_id = manager.add_request([5, 6], sampling_params=LONG)
+    manager.stop(hard_stop=True, timeout=30)
+    manager.wake()
+    assert manager.get_result(request_id, timeout=0).status is RequestStatus.CANCELLED
 
 
 def test_two_threads_wait_for_their_own_results(manager):

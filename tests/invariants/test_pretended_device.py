@@ -108,6 +108,20 @@ def test_a_step_waits_for_the_device_once_and_more_only_where_truncation_asks_it
     assert long - short == 4 * waits_per_step
 
 
+@pytest.mark.slow
+def test_a_warmed_up_engine_captures_no_graph_later(device):
+    config = RolloutConfig(max_requests_per_batch=4, num_speculative_tokens=0)
+    params = SamplingParams(ignore_eos=True, max_new_tokens=3)
+    with device, RolloutGenerator(tiny_model(**SMALL).to("cuda:0"), config) as generator:
+        graphs = generator.manager._engine._graphs
+        assert graphs.num_graphs == 1
+        generator.manager.warmup()
+        assert graphs.num_graphs == 3
+        for num_rows in (1, 2, 3):
+            generator.generate_batch(INPUTS[:1] * num_rows, sampling_params=params)
+        assert graphs.num_graphs == 3
+
+
 def test_what_a_device_would_refuse_is_refused(device):
     with device:
         there, here = torch.ones(3, device="cuda:0"), torch.ones(3)

@@ -18,7 +18,7 @@ from cb_rollout.engine.kv_cache.paged import PagedCache
 
 if TYPE_CHECKING:
     from cb_rollout.engine.attention.cpu.traced_forward import TracedForward
-    from cb_rollout.engine.attention.decode_cache import DecodeInputs
+    from cb_rollout.engine.attention.decode_cache import DecodeCache, DecodeInputs
 
 
 class UnsupportedAttentionError(Exception):
@@ -70,6 +70,11 @@ class AttentionBackend(Protocol):
     name: ClassVar[str]
     device_type: ClassVar[str]
     """The `torch.device.type` that the backend runs on."""
+
+    @property
+    def cache(self) -> "DecodeCache":
+        """Cache that a decode forward is called with."""
+        ...
 
     @property
     def traced_forward(self) -> "TracedForward | None":

@@ -63,6 +63,10 @@ class GraphSizes:
             return next(size for size in ROWS if size >= num_rows)
         return _rounded_up(num_rows, self.row_interval or ROWS[-1])
 
+    def up_to(self, num_rows: int) -> list[int]:
+        """Return the rows of every graph that runs `num_rows` or fewer."""
+        return sorted({self.padded(count) for count in range(1, num_rows + 1)})
+
     def padded_keys(self, num_keys: int) -> int:
         """Return the keys of the graph whose longest row has `num_keys`."""
         return _rounded_up(num_keys, self.key_interval or KEYS)
@@ -145,6 +149,7 @@ class GraphedDecoding:
         """
         self._runner, self._decoding, self._sizes = runner, decoding, sizes
         self._capture = capture or CudaCapture(runner.device)
+        self._max_rows = max_rows
         num_rows, device = sizes.padded(max(max_rows, MAX_DRAFT_ROWS)), runner.device
         self._inputs = GraphInputs(num_rows, device)
         self._results_N3 = torch.zeros(num_rows, 3, dtype=torch.float64, device=device)
@@ -170,13 +175,26 @@ class GraphedDecoding:
             Exception: the forward cannot be captured, for example because it waits for the device.
         """
         self.check_weights()
-        num_rows = self._sizes.padded(1)
-        num_splits = self._decoding.splits(num_rows, self._sizes.padded_keys(1))
-        key = GraphKey(num_rows, num_splits, has_shared=False, samples=True)
-        self._add(key, self._decoding.addresses, block_size)
+        self._add(self._smallest_key(self._sizes.padded(1)), self._decoding.addresses, block_size)
         if self.has_hooks:
             # The captured step includes the hooks, which may be gone by the first step.
             self._graphs.clear()
+
+    def warm_up(self, block_size: int) -> None:
+        """Capture graphs of short rows, one for each number of rows, as many as are cached.
+
+        Raises:
+            Exception: memory ran out, or the device failed.
+        """
+        # Largest first, so that the others fit the memory that it takes.
+        for num_rows in reversed(self._sizes.up_to(self._max_rows)[: self._sizes.max_graphs]):
+            key = self._smallest_key(num_rows)
+            if key not in self._graphs and not self.has_hooks:
+                self._add(key, self._decoding.addresses, block_size)
+
+    def _smallest_key(self, num_rows: int) -> GraphKey:
+        num_splits = self._decoding.splits(num_rows, self._sizes.padded_keys(1))
+        return GraphKey(num_rows, num_splits, has_shared=False, samples=True)
 
     def check_weights(self) -> None:
         """Forget every graph if a weight moved, an adapter was switched, or the model has hooks."""

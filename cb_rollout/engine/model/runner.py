@@ -104,6 +104,12 @@ class ModelRunner:
         if self.attention_backend is not None:
             self.attention_backend.check_weights(self.model)
 
+    def warm_up(self) -> None:
+        """Make the trace of decode forwards now, where the attention backend has one."""
+        backend = self.attention_backend
+        if backend is not None and (traced := backend.traced_forward) is not None:
+            traced.warm_up(self.decode, backend.cache)
+
     @property
     def compute_dtype(self) -> torch.dtype:
         """Return the dtype that forwards compute in."""

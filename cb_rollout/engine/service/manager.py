@@ -8,6 +8,7 @@ import asyncio
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -106,6 +107,15 @@ class ContinuousBatchingManager:
         # finalizer ends the thread then or at the interpreter's exit.
         weakref.finalize(self, self._loop.halt)
 
+    def warmup(self) -> None:
+        """Trace, compile or capture decode steps now, which is else done as they come up.
+
+        On a CPU the trace of the forward, compiled if that was asked for; on a GPU a CUDA graph for
+        each number of rows. May be called before `start()`, or between two forwards.
+        """
+        with self._loop.paused():
+            self._engine.warm_up()
+
     def start(self) -> None:
         """Start the background thread; a dead engine starts over with nothing queued."""
         self._loop.start()
@@ -120,6 +130,7 @@ class ContinuousBatchingManager:
         block: bool = True,
         timeout: float | None = None,
         keep_for_next_session: bool = False,
+        hard_stop: bool = False,
     ) -> None:
         """Stop the background thread once the requests in flight are done.
 
@@ -128,6 +139,7 @@ class ContinuousBatchingManager:
             timeout: longest wait in seconds, after which unfinished requests are cancelled and
                 deliver their tokens so far; None: no limit.
             keep_for_next_session: keep the KV cache for the next `start()`.
+            hard_stop: cancel the requests in flight at once; they deliver their tokens so far.
 
         Raises:
             RolloutError: this thread paused the engine; or requests in flight cannot finish,
@@ -136,9 +148,9 @@ class ContinuousBatchingManager:
         if self.is_running():
             pause_controller = self._loop.pause_controller
             pause_controller.require_not_paused_here("its thread cannot end")
-        if self._loop.is_live():
+        if self._loop.is_live() and not hard_stop:
             self.require_can_wait()
-        self._loop.stop(drain=True)
+        self._loop.stop(drain=not hard_stop)
         if not block:
             return
         self._loop.join(timeout)
@@ -190,6 +202,7 @@ class ContinuousBatchingManager:
         eos_token_id: int | list[int] | None = None,
         *,
         sampling_params: SamplingParams | None = None,
+        **sampling: Any,
     ) -> str:
         """Queue one sequence.
 
@@ -202,6 +215,8 @@ class ContinuousBatchingManager:
             record_timestamps: record the time of each token.
             eos_token_id: None: the sampling parameters', else the model's own; -1: none.
             sampling_params: None: the generation config's.
+            **sampling: fields of `SamplingParams` that differ for this request, as `temperature`,
+                `top_k` and `top_p`. A greedy request stays so unless `do_sample=True` is one.
 
         Returns:
             The request's id.
@@ -214,7 +229,7 @@ class ContinuousBatchingManager:
         params = resolved(sampling_params, self.defaults, max_new_tokens, eos_token_id)
         requests = self.create_requests(
             [input_ids],
-            [params],
+            [replace(params, **sampling) if sampling else params],
             request_id=request_id,
             is_streaming=streaming,
             records_timestamps=record_timestamps,
@@ -230,12 +245,13 @@ class ContinuousBatchingManager:
         record_timestamps: bool = False,
         *,
         sampling_params: SamplingParams | None = None,
+        **sampling: Any,
     ) -> list[str]:
         """Queue many sequences, all or none; equal prompts are computed once. See `add_request`."""
         params = resolved(sampling_params, self.defaults, max_new_tokens)
         requests = self.create_requests(
             inputs,
-            [params] * len(inputs),
+            [replace(params, **sampling) if sampling else params] * len(inputs),
             is_streaming=streaming,
             records_timestamps=record_timestamps,
         )

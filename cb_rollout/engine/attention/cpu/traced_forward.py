@@ -104,12 +104,16 @@ class TracedForward:
     def is_due(self) -> bool:
         """Count a step, and decide whether to make a trace before it."""
         self._num_steps += 1
-        return (
-            self.trace is None
-            and self._num_steps > self._steps_before_trace
-            and self._num_traces < MOST_TRACES
-            and not self._has_hooks
-        )
+        return self._num_steps > self._steps_before_trace and self._may_make_trace
+
+    @property
+    def _may_make_trace(self) -> bool:
+        return self.trace is None and self._num_traces < MOST_TRACES and not self._has_hooks
+
+    def warm_up(self, decode: Decode, cache: DecodeCache) -> None:
+        """Make the trace before it is due."""
+        if self._may_make_trace:
+            self.make_trace(decode, cache)
 
     def run(self, inputs: DecodeInputs) -> torch.Tensor | None:
         """Return float32 logits, `[B, V]`, from the trace; None: there is none, or it failed."""
