@@ -187,6 +187,12 @@ def special_token_ids(model: PreTrainedModel) -> frozenset[int]:
     return frozenset(i for i in ids if isinstance(i, int))
 
 
+def text_token_ids(model: PreTrainedModel) -> list[int]:
+    """Return at least one and at most 256 ids that exist, and stand for text if any does."""
+    special = special_token_ids(model)
+    return [i for i in range(min(256, vocab_size(model))) if i not in special] or [0]
+
+
 def max_positions(model: PreTrainedModel) -> int | None:
     """Return the longest sequence by the config (transformers 5.23); None: it names no limit."""
     text_config = model.config.get_text_config(decoder=True)

@@ -102,6 +102,14 @@ class Engine:
         self._identity = identity
 
     @property
+    def decode_path(self) -> str:
+        """Return how decode steps run at present, in words."""
+        backend = self._runner.attention_backend
+        traced = None if backend is None else backend.traced_forward
+        forwards = "" if traced is None else f"; forwards: {traced}"
+        return f"{self._runner.backend_selection}{forwards}; {self._chosen}"
+
+    @property
     def _is_model_changed(self) -> bool:
         """Return whether the model's forwards may differ from those that were probed."""
         return hf_compat.forward_identity(self.model) != self._identity
@@ -130,8 +138,7 @@ class Engine:
         )
         self._has_drafts = can_draft(self._runner, self.layout, config)
         drafts = "on" if self._has_drafts else "off"
-        attention = self._runner.backend_selection
-        self.decode_path = f"{attention}; {graphs}{self._compilation}; drafts: {drafts}"
+        self._chosen = f"{graphs}{self._compilation}; drafts: {drafts}"
         _LOGGER.info("%s", self.decode_path)
 
     def _reset_executor(self) -> None:

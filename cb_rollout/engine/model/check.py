@@ -145,9 +145,7 @@ def _set_backend(
 
 def _rows(runner: ModelRunner) -> list[list[int]]:
     """Return prompts and two more tokens each, of distinct ids that stand for text."""
-    special = hf_compat.special_token_ids(runner.model)
-    ordinary = [i for i in range(min(256, hf_compat.vocab_size(runner.model))) if i not in special]
-    drawn = itertools.cycle(ordinary or [0])
+    drawn = itertools.cycle(hf_compat.text_token_ids(runner.model))
     return [[next(drawn) for _ in range(length + 2)] for length in PROMPT_LENGTHS]
 
 

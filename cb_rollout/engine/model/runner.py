@@ -140,7 +140,9 @@ class ModelRunner:
             inputs = backend.prepare(new_tokens, lengths, table_rows, cache, table)
             if (traced := backend.traced_forward) is not None:
                 if traced.is_due():
-                    traced.make_trace(self.decode, inputs.cache)
+                    traced.make_trace(
+                        self.decode, inputs.cache, hf_compat.text_token_ids(self.model)
+                    )
                 if (logits_BV := traced.run(inputs)) is not None:
                     return logits_BV
             return self.decode(inputs)

@@ -5,6 +5,7 @@ import torch
 from tiny import tiny_model
 
 from cb_rollout.compat import inductor
+from cb_rollout.compat.transformers import text_token_ids
 from cb_rollout.engine.attention.cpu import traced_forward
 from cb_rollout.engine.attention.cpu.few_row_linear import linear
 from cb_rollout.engine.attention.cpu.traced_forward import Trace, UntraceableError
@@ -20,14 +21,16 @@ def runner_of(model):
     return runner
 
 
-def trace_of(runner):
-    return Trace(runner.decode, runner.attention_backend.cache)
+def trace_of(runner, inductor_options=None):
+    ids = text_token_ids(runner.model)
+    return Trace(runner.decode, runner.attention_backend.cache, ids, inductor_options)
 
 
 def both(runner, traced, num_rows):
     """Logits of the model itself, and by its trace."""
-    tokens = torch.randint(3, 60, (num_rows, 1), generator=torch.Generator().manual_seed(num_rows))
-    positions = torch.arange(num_rows)[:, None] + 5
+    generator = torch.Generator().manual_seed(num_rows)
+    tokens = torch.randint(runner.model.config.vocab_size, (num_rows, 1), generator=generator)
+    positions = torch.arange(num_rows)[:, None] % 8 + 5
     with torch.no_grad():
         own = traced_forward._run(
             runner.decode,
@@ -45,6 +48,18 @@ def test_a_trace_agrees_for_any_number_of_rows(family):
     traced = trace_of(runner)
     for num_rows in (1, 2, 3, 5, 64, 65, 200):
         torch.testing.assert_close(*both(runner, traced, num_rows), atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("vocab_size", [16, 2, 1])
+def test_a_small_vocabulary_has_a_trace(vocab_size):
+    special = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    runner = runner_of(tiny_model("qwen3", vocab_size, num_hidden_layers=1, **special))
+    torch.testing.assert_close(*both(runner, trace_of(runner), 3), atol=2e-5, rtol=1e-5)
+
+
+def test_a_model_of_few_positions_has_a_trace():
+    runner = runner_of(tiny_model("gpt2", n_positions=16))
+    torch.testing.assert_close(*both(runner, trace_of(runner), 3), atol=2e-5, rtol=1e-5)
 
 
 def test_linear_layers_with_biases_have_a_trace():
@@ -67,7 +82,7 @@ COMPILED = [
 @pytest.mark.parametrize("family", COMPILED)
 def test_a_compiled_trace_agrees_for_any_number_of_rows(family):
     runner = runner_of(tiny_model(family))
-    traced = Trace(runner.decode, runner.attention_backend.cache, {})
+    traced = trace_of(runner, {})
     for num_rows in (1, 2, 3, 5, 64, 65, 200):
         torch.testing.assert_close(*both(runner, traced, num_rows), atol=2e-5, rtol=1e-5)
 
@@ -75,7 +90,7 @@ def test_a_compiled_trace_agrees_for_any_number_of_rows(family):
 def test_an_untraceable_error_names_what_the_compiler_raised():
     runner = runner_of(tiny_model("llama"))
     with pytest.raises(UntraceableError, match=r"it does not compile: .*no_such_option"):
-        Trace(runner.decode, runner.attention_backend.cache, {"no_such_option": 1})
+        trace_of(runner, {"no_such_option": 1})
 
 
 def test_a_trace_sees_weights_that_change_in_place_or_by_their_data():

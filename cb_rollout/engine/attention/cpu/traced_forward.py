@@ -14,9 +14,10 @@ B: rows, V: vocabulary, H: query heads, D: size of a key, E: size of a value.
 import logging
 import operator
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import cycle, islice
 from typing import Any
 
 import torch
@@ -52,6 +53,9 @@ TRIED_ROWS = (1, 3, 8, MAX_ROWS + 1)
 # Relative to the largest logit: a trace may sum in another order, and may differ in nothing else.
 LARGEST_DIFFERENCE = 1e-3
 
+# A trace is tried at these positions, which every model that passed its check has.
+TRIED_POSITIONS = 8
+
 # Runs the model on the inputs of a decode step; returns float32 logits.
 Decode = Callable[[DecodeInputs], torch.Tensor]
 
@@ -76,6 +80,12 @@ class TracedForward:
         self._inductor_options: Mapping[str, Any] | None = None
         self._weights: list[object] = []
         self._has_hooks = False
+
+    def __str__(self) -> str:
+        """Return a phrase for the log."""
+        if self.trace is not None:
+            return "from a trace"
+        return "by the model, until a trace pays off" if self.can_trace else "by the model"
 
     @property
     def can_trace(self) -> bool:
@@ -129,11 +139,18 @@ class TracedForward:
             self.stay_untraced()
             return None
 
-    def make_trace(self, decode: Decode, cache: DecodeCache) -> None:
-        """Trace `decode` with inputs that have this cache, or go on without a trace."""
+    def make_trace(self, decode: Decode, cache: DecodeCache, token_ids: Sequence[int]) -> None:
+        """Trace `decode` with inputs that have this cache, or go on without a trace.
+
+        Args:
+            decode: runs the model.
+            cache: of the inputs.
+            token_ids: ids of the model's vocabulary to try the trace with.
+        """
         self._num_traces += 1
         try:
-            self.trace = Trace(decode, cache, self._inductor_options)
+            self.trace = Trace(decode, cache, token_ids, self._inductor_options)
+            _LOGGER.info("decode forwards run from a trace")
         except Exception as error:  # noqa: BLE001  a trace fails no request, whatever is wrong
             # Where memory ran out, the model's own forward says so itself.
             is_answer = isinstance(error, UntraceableError)
@@ -162,6 +179,7 @@ class Trace:
         self,
         decode: Decode,
         cache: DecodeCache,
+        token_ids: Sequence[int],
         inductor_options: Mapping[str, Any] | None = None,
     ) -> None:
         """Trace a forward.
@@ -169,6 +187,7 @@ class Trace:
         Args:
             decode: runs the model, held in evaluation mode.
             cache: passed to the model as its cache; without recurrent layers.
+            token_ids: ids of the model's vocabulary to try the trace with; at least one.
             inductor_options: inductor compiles the graph with these; None: it is not compiled.
 
         Raises:
@@ -181,7 +200,7 @@ class Trace:
             return _run(decode, cache, recorder, tokens_B1, positions_B1)
 
         try:
-            module, has_guards = inductor.trace_graph(run, *_example(TRACED_ROWS))
+            module, has_guards = inductor.trace_graph(run, *_example(TRACED_ROWS, token_ids))
         except Exception as error:
             raise UntraceableError(error_text(error)) from error
         if has_guards:
@@ -199,7 +218,7 @@ class Trace:
             except Exception as error:
                 raise UntraceableError(f"it does not compile: {error_text(error)}") from error
         for num_rows in TRIED_ROWS:
-            self._try(decode, cache, num_rows)
+            self._try(decode, cache, _example(num_rows, token_ids))
 
     def __call__(
         self, tokens_B1: torch.Tensor, positions_B1: torch.Tensor, attention: PagedAttention
@@ -220,8 +239,10 @@ class Trace:
         layer, spec = self._calls[call]
         return attention.attend(layer, query, key, value, spec)
 
-    def _try(self, decode: Decode, cache: DecodeCache, num_rows: int) -> None:
-        inputs = _example(num_rows)
+    def _try(
+        self, decode: Decode, cache: DecodeCache, inputs: tuple[torch.Tensor, torch.Tensor]
+    ) -> None:
+        num_rows = len(inputs[0])
         with torch.no_grad():
             expected_BV = _run(decode, cache, _NewTokenAttention(), *inputs)
         try:
@@ -243,9 +264,10 @@ def _run(
     return decode(DecodeInputs(cache, attention, tokens, positions, tokens[:, 0]))
 
 
-def _example(num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    rows_B1 = torch.arange(num_rows)[:, None]
-    return rows_B1, rows_B1 + 1
+def _example(num_rows: int, token_ids: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a token and a position of each row, as different as the model allows."""
+    tokens_B1 = torch.tensor(list(islice(cycle(token_ids), num_rows)))[:, None]
+    return tokens_B1, torch.arange(num_rows)[:, None] % TRIED_POSITIONS + 1
 
 
 class _Recorder:
