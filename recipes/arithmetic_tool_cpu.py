@@ -17,7 +17,6 @@ Prints last (means over the first and the last tenth of the steps):
 import argparse
 import os
 import random
-import warnings
 from pathlib import Path
 
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
@@ -182,7 +181,7 @@ def create_trainer(model, tokenizer, products: list[str], args) -> GRPOTrainer:
             disable_tqdm=True,
             use_cpu=True,
             bf16=False,
-            gradient_checkpointing=False,
+            activation_checkpointing=False,
         ),
     )
     trainer.remove_callback(PrinterCallback)
@@ -196,7 +195,6 @@ def main() -> None:
     parser.add_argument("--warmup-steps", type=int, default=600, help="supervised steps")
     parser.add_argument("--max-steps", type=int, default=40, help="GRPO steps")
     args = parser.parse_args()
-    warnings.filterwarnings("ignore", category=FutureWarning)
 
     torch.manual_seed(args.seed)
     rng = random.Random(args.seed)

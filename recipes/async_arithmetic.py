@@ -18,7 +18,6 @@ import argparse
 import os
 import random
 import time
-import warnings
 from pathlib import Path
 
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
@@ -26,12 +25,11 @@ os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 import torch
 from arithmetic_cpu import (
     MAX_COMPLETION,
-    MIN_P,
     WARMUP_STEPS,
-    accuracy,
     create_model,
     create_tokenizer,
     draw_problems,
+    is_right,
     reward,
     warm_start,
 )
@@ -55,18 +53,15 @@ def shared_settings(args, name: str) -> dict:
         "per_device_train_batch_size": BATCH,
         "num_generations": GROUP,
         "max_completion_length": MAX_COMPLETION,
-        "temperature": 1.0,
-        "min_p": MIN_P,
-        "learning_rate": 4e-5,
+        "learning_rate": 1e-4,
         "lr_scheduler_type": "linear",
-        "warmup_steps": 5,
         "logging_steps": 1,
         "save_strategy": "no",
         "report_to": "none",
         "disable_tqdm": True,
         "use_cpu": True,
         "bf16": False,
-        "gradient_checkpointing": False,
+        "activation_checkpointing": False,
     }
 
 
@@ -108,8 +103,13 @@ def run_synchronous(checkpoint: str, tokenizer, train: Dataset, args):
 
 def held_out_accuracy(model, tokenizer, problems) -> float:
     model.set_attn_implementation("sdpa")
+    prompts = tokenizer([problem.prompt for problem in problems])["input_ids"]
+    params = cb_rollout.SamplingParams(max_new_tokens=MAX_COMPLETION)
     with cb_rollout.RolloutGenerator(model, cb_rollout.RolloutConfig(seed=0)) as generator:
-        return accuracy(generator, tokenizer, problems, temperature=1.0)
+        outputs = generator.generate_batch(prompts, sampling_params=params).values()
+    tokens = [output.generated_tokens for output in outputs]
+    texts = tokenizer.batch_decode(tokens, skip_special_tokens=True)
+    return sum(map(is_right, texts, [problem.answer for problem in problems])) / len(problems)
 
 
 def main() -> None:
@@ -120,7 +120,6 @@ def main() -> None:
     parser.add_argument("--max-steps", type=int, default=40, help="GRPO steps")
     parser.add_argument("--num-held-out", type=int, default=500, help="problems to measure with")
     args = parser.parse_args()
-    warnings.filterwarnings("ignore", category=FutureWarning)
 
     torch.manual_seed(args.seed)
     rng = random.Random(args.seed)
@@ -128,7 +127,7 @@ def main() -> None:
     held_out = draw_problems(rng, args.num_held_out, held_out=True)
     train = Dataset.from_list([problem._asdict() for problem in train])
     tokenizer, model = create_tokenizer(), create_model()
-    warm_start(model, args.warmup_steps, rng)
+    warm_start(model, tokenizer, args.warmup_steps, rng)
     checkpoint = str(args.output_dir / "start")
     model.save_pretrained(checkpoint)
     tokenizer.save_pretrained(checkpoint)

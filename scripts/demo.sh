@@ -1,4 +1,4 @@
 #!/usr/bin/env bash
-# Trains a small model on arithmetic, on the CPU. Arguments go to the recipe.
+# Trains a small model on arithmetic, on the CPU. Takes the options of `cb-rollout demo`.
 source "$(dirname "${BASH_SOURCE[0]}")/_venv.sh"
-exec "$python" "$root/recipes/arithmetic_cpu.py" "$@"
+exec "$python" -m cb_rollout demo "$@"

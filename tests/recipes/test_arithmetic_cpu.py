@@ -10,6 +10,8 @@ import arithmetic_cpu as recipe
 import pytest
 from launching import run_recipe
 
+import cb_rollout
+from cb_rollout.engine.attention.cpu import traced_forward
 from cb_rollout.metrics.run_records import METRICS_FILE
 from cb_rollout.tools.cli import create_parser, demo, main
 
@@ -48,21 +50,34 @@ def test_training_and_held_out_problems_do_not_overlap():
 
 
 def test_the_warm_start_sees_only_training_problems_and_labels_only_their_workings():
-    batch = recipe.packed_batch(random.Random(0), break_rate=0.5)
-    for row, labels in zip(batch["input_ids"].tolist(), batch["labels"].tolist(), strict=True):
-        solved = "".join(recipe.WORDS[token] for token in row).split("<eos>")[:-1]
-        workings = "".join(recipe.WORDS[label] for label in labels if label >= 0).split("<eos>")
-        for text, working in zip(solved, workings[:-1], strict=True):
-            prompt = text.removesuffix(working)
-            assert "=" not in prompt
-            assert not recipe.Problem(prompt, working, 0).is_held_out
+    problems = recipe.draw_problems(random.Random(0), 100, held_out=False)
+    workings = [recipe.first_steps(problem.worked) for problem in problems]
+    batch = recipe.create_batch(recipe.create_tokenizer(), problems, workings)
+    for row, labels, problem, working in zip(
+        batch["input_ids"].tolist(), batch["labels"].tolist(), problems, workings, strict=True
+    ):
+        assert not problem.is_held_out
+        text = "".join(recipe.WORDS[token] for token in row if token != recipe.PAD)
+        assert text == f"{problem.prompt}{working}<eos>"
+        learned = "".join(recipe.WORDS[label] for label in labels if label >= 0)
+        assert learned == f"{working}<eos>"
 
 
 def test_a_working_breaks_off_after_a_whole_second_step_or_not_at_all():
-    rng = random.Random(0)
-    assert recipe.broken_off("7*2=14-5=9+8=17", 1.0, rng) == "7*2=14-5=9"
-    assert recipe.broken_off("7*2=14-5=9+8=17", 0.0, rng) == "7*2=14-5=9+8=17"
-    assert recipe.broken_off("7*2=14-5=9", 1.0, rng) == "7*2=14-5=9"
+    assert recipe.first_steps("7*2=14-5=9+8=17") == "7*2=14-5=9"
+    assert recipe.first_steps("7*2=14-5=9") == "7*2=14-5=9"
+    assert recipe.first_steps("7*2=14") == "7*2=14"
+
+
+def test_its_model_decodes_from_a_trace(monkeypatch):
+    monkeypatch.setattr(traced_forward, "STEPS_BEFORE_TRACE", 4)
+    with cb_rollout.RolloutGenerator(recipe.create_model()) as generator:
+        engine = generator.manager._engine
+        assert "forwards: by the model, until a trace pays off" in engine.decode_path
+        prompt = recipe.create_tokenizer()("7*2-5+8")["input_ids"]
+        params = cb_rollout.SamplingParams(ignore_eos=True)
+        generator.generate_batch([prompt] * 2, sampling_params=params, max_new_tokens=24)
+        assert "forwards: from a trace" in engine.decode_path
 
 
 def test_two_steps_end_with_the_table_and_a_report(tmp_path):
@@ -93,6 +108,7 @@ def test_the_command_runs_the_recipe_with_what_it_was_given(tmp_path):
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
+    assert "warning" not in done.stderr.lower()
     page = Path("run", "cb_rollout", "report.html")
     assert done.stdout.splitlines()[-1].split() == ["report", str(page)]
     assert (tmp_path / page).exists()

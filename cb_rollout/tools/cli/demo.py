@@ -4,8 +4,13 @@ Owns the command's options; the recipe has their defaults.
 """
 
 import argparse
+import logging
+import os
 import runpy
 import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +21,8 @@ from cb_rollout.tools.cli.command import EXIT_FAULT, require_packages, require_w
 # Relative to the package in a wheel, to its parent folder in a checkout.
 RECIPE = Path("recipes", "arithmetic_cpu.py")
 
-# The recipe's imports, and the tracker it reports to.
-PACKAGES = ("datasets", "tokenizers", "torch", "tqdm", "transformers", "trl", "wandb")
+# The recipe's imports.
+PACKAGES = ("datasets", "tokenizers", "torch", "tqdm", "transformers", "trl")
 
 # Smallest and largest value of each option; numpy limits the seed.
 RANGES = {
@@ -47,7 +52,7 @@ def add_demo(commands: Any) -> None:
     )
     parser.add_argument("--max-steps", "--steps", type=int, metavar="N", help="GRPO steps (40)")
     parser.add_argument(
-        "--warmup-steps", type=int, metavar="N", help="supervised steps before them (900)"
+        "--warmup-steps", type=int, metavar="N", help="supervised steps before them (600)"
     )
     parser.add_argument(
         "--num-held-out", type=int, metavar="N", help="problems to measure accuracy with (500)"
@@ -55,9 +60,9 @@ def add_demo(commands: Any) -> None:
     parser.add_argument(
         "--output-dir",
         metavar="DIR",
-        help="of metrics, records and the report, made if missing (runs/arithmetic)",
+        help="of metrics, records and the report (runs/arithmetic)",
     )
-    parser.set_run(_run)
+    parser.set_defaults(run=_run)
 
 
 def recipe_path() -> Path:
@@ -65,6 +70,28 @@ def recipe_path() -> Path:
     package = Path(cb_rollout.__file__).parent
     path = package / RECIPE
     return path if path.exists() else package.parent / RECIPE
+
+
+@contextmanager
+def _quiet_packages() -> Iterator[None]:
+    """Silence what other packages say of this machine and of each other, and nothing else."""
+    # accelerate imports deepspeed where it is installed, which then says that it found no GPU.
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    # peft imports bitsandbytes where it is installed, which then says that it found no `kernels`.
+    kernels = logging.getLogger("bitsandbytes.backends.cpu.ops")
+    kernels.addFilter(_is_not_of_kernels)
+    with warnings.catch_warnings():
+        # trl 1.16 reads a name that transformers 5.23 deprecates.
+        deprecated = "`is_gradient_checkpointing` is deprecated"
+        warnings.filterwarnings("ignore", deprecated, FutureWarning, r"transformers\.")
+        try:
+            yield
+        finally:
+            kernels.removeFilter(_is_not_of_kernels)
+
+
+def _is_not_of_kernels(record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith("Failed to load CPU gemm_4bit_forward")
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -84,7 +111,8 @@ def _run(arguments: argparse.Namespace) -> int:
     before = sys.argv
     sys.argv = [path, *(f"--{name.replace('_', '-')}={value}" for name, value in given.items())]
     try:
-        runpy.run_path(path, run_name="__main__")
+        with _quiet_packages():
+            runpy.run_path(path, run_name="__main__")
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else EXIT_FAULT
     finally:
