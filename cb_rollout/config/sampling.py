@@ -6,7 +6,7 @@ Loads no torch.
 import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from cb_rollout.config.checks import (
@@ -136,7 +136,7 @@ class SamplingParams:
         None,
         "Added to the logits of the tokens named; -inf forbids one.",
         biases(MAX_LOGIT_CHANGE),
-        counterpart="sequence_bias (single tokens), suppress_tokens",
+        counterpart="sequence_bias, suppress_tokens",
     )
     bad_words: tuple[tuple[int, ...], ...] = setting(
         (),
@@ -247,10 +247,16 @@ class SamplingParams:
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
 
     @property
+    def adjustments(self) -> dict[str, Any]:
+        """The parameters that change the logits before the temperature, by name."""
+        given = {name: getattr(self, name) for name in _ADJUSTING}
+        found = {name: value for name, value in given.items() if value and value != _DEFAULTS[name]}
+        return found if self.grammar is None else found | {"grammar": self.grammar}
+
+    @property
     def is_adjusted(self) -> bool:
         """True: the logits are changed before the temperature."""
-        is_plain = self.grammar is None and not any(getattr(self, name) for name in _ADJUSTING)
-        return self.is_penalized or not is_plain
+        return bool(self.adjustments)
 
     @property
     def is_processed(self) -> bool:
@@ -270,11 +276,33 @@ def _shared_set(tokens: tuple[int, ...]) -> frozenset[int]:
     return frozenset(tokens)
 
 
-# Each of these changes the logits unless it is empty.
+# Each of these changes the logits, unless it is empty or at its default; and so does a grammar.
 _ADJUSTING = (
-    "logit_bias", "bad_words", "begin_suppress_tokens", "forced_eos_token_id", "min_new_tokens",
-    "min_length", "logits_processors",
+    "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "bad_words",
+    "begin_suppress_tokens", "forced_eos_token_id", "min_new_tokens", "min_length",
+    "logits_processors",
 )  # fmt: skip
+_DEFAULTS = {field.name: field.default for field in fields(SamplingParams)}
+
+
+def counterpart(name: str) -> str | None:
+    """Return the field of transformers' `GenerationConfig` that a parameter corresponds to."""
+    return {field.name: field.metadata.get("counterpart") for field in fields(SamplingParams)}[name]
+
+
+def require_different(params: SamplingParams, num_return_sequences: int) -> None:
+    """Refuse several sequences of one input that would be equal.
+
+    Raises:
+        ConfigurationError: decoding is greedy.
+    """
+    if num_return_sequences > 1 and params.is_greedy:
+        setting = "temperature=0" if params.do_sample else "do_sample=False"
+        raise ConfigurationError(
+            f"num_return_sequences={num_return_sequences} of greedy decoding ({setting}) would be "
+            "equal; pass sampling_params=SamplingParams(temperature=1.0), or a generation_config "
+            "with do_sample=True."
+        )
 
 
 def resolved(

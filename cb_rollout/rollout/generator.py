@@ -17,7 +17,7 @@ from cb_rollout.config.checks import require_known
 from cb_rollout.config.enums import InFlight
 from cb_rollout.config.hf import as_rollout_config, from_generation_config
 from cb_rollout.config.rollout import RolloutConfig
-from cb_rollout.config.sampling import SamplingParams, resolved
+from cb_rollout.config.sampling import SamplingParams, require_different, resolved
 from cb_rollout.engine.memory.plan import MemoryPlan
 from cb_rollout.engine.request import Request
 from cb_rollout.engine.service.manager import ContinuousBatchingManager
@@ -108,6 +108,7 @@ class RolloutGenerator:
             generation_config: defaults of this call; None: the generator's.
             sampling_params: one, or one per input; None: the generation config's.
             num_return_sequences: completions of each input; None: the generation config's, else 1.
+                More than one must be sampled: many models' own generation config is greedy.
             max_new_tokens: one, or one per input; overrides the two above.
             progress_bar: show sequences done and tokens per second.
             record_timestamps: record the time at which each token was sampled.
@@ -134,6 +135,8 @@ class RolloutGenerator:
             raise InvalidRequestError(f"num_return_sequences={count!r} is not a whole number >= 1.")
         prompts = encoded_or_refused(inputs, self.tokenizer)
         params = self._params(len(prompts), generation_config, sampling_params, max_new_tokens)
+        for wanted in params:
+            require_different(wanted, count)
         with self.manager.observers.span("rollout"):
             requests = self.manager.create_requests(
                 prompts,

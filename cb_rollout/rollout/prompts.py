@@ -122,7 +122,8 @@ def _require_prompt(prompt: Any, index: int) -> None:
 
 def one_per_input(name: str, value: Any, num_inputs: int) -> list[Any]:
     """Return a list of a setting, given as one for all inputs or one for each."""
-    if isinstance(value, Sequence):
+    # A text is one value, of a type that its own check refuses.
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
         if len(value) != num_inputs:
             raise InvalidRequestError(
                 f"{name} has {len(value)} entries for {num_inputs} inputs; give one, or one each."

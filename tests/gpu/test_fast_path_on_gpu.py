@@ -72,9 +72,7 @@ def test_drafts_under_graphs_change_no_token():
     found, drafted = [], []
     for most in (0, None):
         with generator_of(model, num_speculative_tokens=most) as generator:
-            outputs = generator.generate_batch(
-                PROMPTS[3:], sampling_params=GREEDY, num_return_sequences=2
-            )
+            outputs = generator.generate_batch(PROMPTS[3:] * 2, sampling_params=GREEDY)
             counters = generator.manager.counters
         found.append([output.generated_tokens for output in outputs.values()])
         drafted.append(counters.accepted_tokens)

@@ -22,6 +22,7 @@ from cb_rollout import (
     SamplingParams,
 )
 from cb_rollout.errors import QueueFullError
+from cb_rollout.strategies.request_stream import RequestStream
 
 PARAMS = SamplingParams(max_new_tokens=8, ignore_eos=True)
 
@@ -177,6 +178,10 @@ def test_a_model_whose_weights_are_not_loaded_is_refused():
 def test_wrong_counts_and_words_are_refused(generator):
     with pytest.raises(InvalidRequestError, match="sampling_params has 2 entries for 1 inputs"):
         generator.generate_batch([[5]], sampling_params=[PARAMS, PARAMS])
+    with pytest.raises(InvalidRequestError, match="max_new_tokens='5' is not a whole number"):
+        generator.generate_batch([[5], [6]], max_new_tokens="5")
+    with pytest.raises(ConfigurationError, match="sampling_params is a str"):
+        generator.generate_batch([[5], [6]], sampling_params="greedy")
     with pytest.raises(InvalidRequestError, match="num_return_sequences=-1"):
         generator.generate_batch([[5]], sampling_params=PARAMS, num_return_sequences=-1)
     with pytest.raises(ConfigurationError, match="on_error='ignore'"):
@@ -268,6 +273,17 @@ def test_what_no_longer_fits_after_a_new_plan_fails_with_the_numbers():
         assert "KV cache" in output.error.splitlines()[-2], "the plan is told too"
         with pytest.raises(InvalidRequestError, match="holds at most 32 of one sequence"):
             manager.add_request([5] * 20, max_new_tokens=50)
+
+
+def test_equal_greedy_completions_are_refused(generator):
+    said = r"num_return_sequences=4 of greedy decoding \(do_sample=False\) would be equal"
+    with pytest.raises(ConfigurationError, match=said):
+        generator.generate_batch([[5, 6]], num_return_sequences=4)
+    many = [PARAMS, SamplingParams(temperature=0)]
+    with pytest.raises(ConfigurationError, match="temperature=0"):
+        generator.generate_batch([[5], [6]], sampling_params=many, num_return_sequences=2)
+    with pytest.raises(ConfigurationError, match="greedy"):
+        RequestStream(generator).submit([5, 6], 2)
 
 
 def test_the_number_of_sequences_of_the_generators_own_config_counts():

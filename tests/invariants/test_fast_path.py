@@ -55,14 +55,14 @@ def assert_same(found, expected, tolerance=1e-5):
 def test_tokens_and_log_probabilities_are_those_of_the_gathered_path(use_cuda_graph, monkeypatch):
     """Groups that share a prompt, greedy and sampled, that end one by one."""
     model = tiny_model("qwen3", **SMALL)
-    inputs = [LONG, SHORT]
-    many = [params(max_new_tokens=6), params(temperature=0.0)]
+    inputs = [LONG, LONG, SHORT, SHORT]
+    many = [params(max_new_tokens=6)] * 2 + [params(temperature=0.0)] * 2
     with generator_of(model) as generator:
-        expected = rollout(generator, inputs, many, num_return_sequences=2)
+        expected = rollout(generator, inputs, many)
     pretend_cuda(monkeypatch)
     with generator_of(model, use_cuda_graph=use_cuda_graph) as generator:
         assert attention_of(generator).name == "triton"
-        assert_same(rollout(generator, inputs, many, num_return_sequences=2), expected)
+        assert_same(rollout(generator, inputs, many), expected)
         assert generator.manager._engine.num_blocks_used == 0
     assert bool(Playback.num_captures) is use_cuda_graph
     for tokens, logprobs in zip(*expected, strict=True):

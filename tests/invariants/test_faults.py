@@ -1,5 +1,7 @@
 """A fault stays with the requests that cannot be served."""
 
+import dataclasses
+
 import pytest
 import torch
 from tiny import plain_logprobs, tiny_model
@@ -69,8 +71,9 @@ def test_members_of_a_group_fail_one_by_one_and_each_is_delivered():
     faulty = FaultyModel(failing_on(17), ValueError("no such token"))
     with RolloutGenerator(faulty.model) as generator:
         faulty.arm()
+        sampled = dataclasses.replace(PARAMS, temperature=1.0)
         outputs = generator.generate_batch(
-            [[5, 17], [5, 6]], num_return_sequences=3, sampling_params=PARAMS, on_error="return"
+            [[5, 17], [5, 6]], num_return_sequences=3, sampling_params=sampled, on_error="return"
         )
     assert [o.status for o in outputs.values()] == ["failed"] * 3 + ["finished"] * 3
 

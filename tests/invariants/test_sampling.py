@@ -145,6 +145,8 @@ def test_a_manager_with_a_tokenizer_takes_stop_strings():
 @pytest.mark.parametrize(
     ("params", "said"),
     [
+        ({"eos_token_id": 5000}, "eos_token_id holds token id 5000"),
+        ({"eos_token_id": (1, 256)}, "eos_token_id holds token id 256"),
         ({"stop_token_ids": (256,)}, "stop_token_ids holds token id 256"),
         ({"stop_token_ids": (-3,)}, "stop_token_ids holds token id -3"),
         ({"bad_words": ((5, 300),)}, "bad_words holds token id 300"),

@@ -197,8 +197,10 @@ class InputProcessor:
         return most
 
     def _require_tokens_in_vocabulary(self, params: SamplingParams) -> None:
-        # eos_token_id is not checked: an id that is never sampled only disables the stop.
+        eos: Any = params.eos_token_id or ()
         named = {
+            # A model may name ends of its own that it has no logit for; -1 is none.
+            "eos_token_id": [t for t in eos if t != -1 and t not in self.limits.model_eos],
             "stop_token_ids": params.stop_token_ids,
             "logit_bias": params.logit_bias or (),
             "bad_words": [token for word in params.bad_words for token in word],

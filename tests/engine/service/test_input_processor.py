@@ -111,6 +111,14 @@ def test_max_length_counts_the_prompt_and_yields_to_max_new_tokens():
     assert one(input_processor, [3] * 4, max_length=5, max_new_tokens=8).max_new_tokens == 8
 
 
+def test_an_end_of_sequence_outside_the_vocabulary_is_refused_unless_it_is_the_models_own():
+    message = refusal(eos_token_id=5000)
+    assert message.startswith("eos_token_id holds token id 5000, outside the model's vocabulary")
+    assert one(processor_of(), eos_token_id=-1).stop_tokens == set()
+    own = processor_of(model_eos=(5000,))
+    assert one(own, eos_token_id=5000).stop_tokens == {5000}
+
+
 def test_equal_prompts_of_one_call_are_one_group():
     prompts = [[3, 4], [5], [3, 4], (5,)]
     requests = processor_of().requests(prompts, [SamplingParams()] * 4)
