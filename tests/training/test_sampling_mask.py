@@ -129,6 +129,24 @@ def test_completions_of_somebody_else_cannot_be_replayed(tmp_path):
     generator.close()
 
 
+def test_settings_that_change_logits_are_warned_of_by_both_names(tmp_path):
+    given = {"suppress_tokens": [7], "min_new_tokens": 2, "bad_words_ids": [[5, 6]]}
+    trainer = tiny_trainer(tmp_path, repetition_penalty=1.1, generation_kwargs=given)
+    with pytest.warns(UserWarning, match="completions are sampled from changed logits") as caught:
+        attach(trainer).close()
+    said = str(caught[0].message)
+    assert said.startswith("repetition_penalty, logit_bias (sequence_bias, suppress_tokens), bad_")
+    assert "bad_words (bad_words_ids), min_new_tokens: " in said
+    assert "nothing corrects for it" in said
+    assert caught[0].filename == __file__
+
+
+def test_the_image_token_that_the_trainer_itself_forbids_is_not_warned_of(tmp_path):
+    trainer = tiny_trainer(tmp_path, generation_kwargs={"suppress_tokens": [7]})
+    trainer.model.config.image_token_id = 7
+    attach(trainer).close()
+
+
 def test_a_temperature_that_the_loss_does_not_know_is_warned_of(tmp_path):
     trainer = tiny_trainer(tmp_path, generation_kwargs={"temperature": 0.5})
     with pytest.warns(UserWarning, match=r"temperature=0\.5, and the loss divides logits by 1"):

@@ -153,8 +153,14 @@ def test_drift_beyond_the_allowed_stops_the_run_and_says_where(tmp_path, monkeyp
             {"loss_type": "vespo", "vllm_importance_sampling_mode": "sequence_mask"},
             "vllm_importance_sampling_mode",
         ),
-        ({"generation_kwargs": {"typical_p": 0.9}}, "typical_p=0.9"),
+        ({"generation_kwargs": {"eta_cutoff": 0.1}}, "eta_cutoff=0.1"),
         ({"generation_kwargs": {"num_beams": 3}}, "num_beams=3"),
+        ({"generation_kwargs": {"do_sample": False}}, "{'do_sample': False}: decoding is greedy"),
+        ({"generation_kwargs": {"temperature": 0.0}}, "{'temperature': 0.0}: decoding is greedy"),
+        (
+            {"generation_kwargs": {"num_return_sequences": 3}},
+            "{'num_return_sequences': 3}: the trainer repeats each prompt num_generations=8 times",
+        ),
     ],
 )
 def test_settings_that_cannot_be_honoured_are_refused(tmp_path, settings, said):
@@ -162,6 +168,32 @@ def test_settings_that_cannot_be_honoured_are_refused(tmp_path, settings, said):
     with pytest.raises(ConfigurationError, match=re.escape(said)):
         attach(trainer)
     assert not trainer.use_vllm
+
+
+IMAGE = {"type": "image", "image": None}
+CHAT = [{"role": "user", "content": [IMAGE, {"type": "text", "text": "1+2="}]}]
+NO_IMAGE = [{"role": "user", "content": [{"type": "text", "text": "1+2="}]}]
+
+
+def test_a_data_set_with_images_is_refused_before_training(tmp_path):
+    trainer = tiny_trainer(tmp_path)
+    plain = trainer.train_dataset
+    for name, rows, said in (
+        ("train_dataset", [{"prompt": "1+2=", "image": 1}], "train_dataset has a column 'image'"),
+        ("eval_dataset", [{"prompt": "1+2=", "images": [1]}], "eval_dataset has a column 'images'"),
+        ("train_dataset", [{"prompt": CHAT}], "train_dataset has images in its prompts"),
+    ):
+        trainer.processing_class.image_processor = object()
+        trainer.train_dataset = trainer.eval_dataset = plain
+        setattr(trainer, name, Dataset.from_list(rows))
+        with pytest.raises(ConfigurationError, match=said):
+            attach(trainer)
+    trainer.train_dataset = plain.to_iterable_dataset().map(lambda row: row | {"image": 1})
+    trainer.eval_dataset = {"hard": Dataset.from_list([{"prompt": NO_IMAGE}]), "none": None}
+    with pytest.raises(ConfigurationError, match="train_dataset has a column 'image'"):
+        attach(trainer)
+    trainer.train_dataset = plain
+    attach(trainer).close()
 
 
 def test_what_is_not_a_fresh_stock_trainer_is_refused(tmp_path, monkeypatch):

@@ -18,6 +18,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 from cb_rollout.compat.torch import dropout_rate
 from cb_rollout.config.enums import LossForward, SamplingMaskMode
+from cb_rollout.config.hf import from_generation_config
 from cb_rollout.errors import ConfigurationError
 from cb_rollout.integrations.trl.backend import GenerationBackend, create_generator
 from cb_rollout.integrations.trl.guard import (
@@ -52,6 +53,8 @@ USED_METHODS = (
     "_get_per_token_logps_and_entropies",
     "compute_loss",
 )
+# Columns that TRL's trainers make multimodal prompts of.
+IMAGE_COLUMNS = ("image", "images")
 VESPO_MODES = ("token_truncate", "token_mask")
 LOGPROBS_ARGUMENTS = ["model", "input_ids", "attention_mask", "logits_to_keep", "batch_size"]
 GENERATE_ARGUMENTS = ["self", "prompts", "images", "num_generations", "profiler"]
@@ -76,6 +79,7 @@ def attach(trainer: Any, config: Any = None) -> RolloutGenerator:
     """
     _require_supported(trainer)
     _require_settings(trainer)
+    _require_text(trainer)
     end_own_engine(trainer)
     generator = create_generator(trainer, config)
     config = generator.config
@@ -177,6 +181,12 @@ def _require_settings(trainer: Any) -> None:
             f"temperature={trainer.args.temperature}: the completions of a group would all be the "
             "same; raise it in the trainer's config."
         )
+    if from_generation_config(trainer.generation_config).is_greedy:
+        raise ConfigurationError(
+            f"generation_kwargs={trainer.args.generation_kwargs}: decoding is greedy, and the "
+            "completions of a group would all be the same; take do_sample and temperature out, and "
+            "set temperature in the trainer's config."
+        )
     corrects = getattr(trainer, "vllm_importance_sampling_correction", False)
     mode, allowed = getattr(trainer, "vllm_importance_sampling_mode", None), VESPO_MODES
     if getattr(trainer, "loss_type", None) == "vespo" and corrects and mode not in allowed:
@@ -184,6 +194,32 @@ def _require_settings(trainer: Any) -> None:
             f"loss_type='vespo' needs vllm_importance_sampling_mode to be one of "
             f"{', '.join(allowed)}, not {mode!r}."
         )
+
+
+def _require_text(trainer: Any) -> None:
+    """Refuse a data set with images, by its columns, or by the chat of its first row."""
+    takes_images = hasattr(trainer.processing_class, "image_processor")
+    evaluated = trainer.eval_dataset
+    many = evaluated if isinstance(evaluated, dict) else {"eval_dataset": evaluated}
+    for name, dataset in {"train_dataset": trainer.train_dataset, **many}.items():
+        if dataset is None:
+            continue
+        columns = list(getattr(dataset, "column_names", None) or ())
+        row = next(iter(dataset), {}) if takes_images else {}
+        found = [column for column in IMAGE_COLUMNS if column in columns or column in row]
+        if found or _has_image(row.get("prompt")):
+            where = f"a column {found[0]!r}" if found else "images in its prompts"
+            raise ConfigurationError(
+                f"{name} has {where}, and cb_rollout generates from text alone; take the images "
+                "out of the data set, or train without attach."
+            )
+
+
+def _has_image(prompt: Any) -> bool:
+    """Return True for a chat with an image among the parts of a message."""
+    contents = [message.get("content") for message in prompt] if isinstance(prompt, list) else []
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    return any(part.get("type") == "image" for part in parts)
 
 
 def _warn_of_dropout(trainer: Any) -> None:

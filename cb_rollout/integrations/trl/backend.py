@@ -58,6 +58,12 @@ def create_generator(trainer: Any, config: Any) -> RolloutGenerator:
     Raises:
         ConfigurationError: a setting of the trainer, or of `config`, cannot be honoured.
     """
+    count = getattr(trainer.generation_config, "num_return_sequences", None)
+    if count not in (None, 1):
+        raise ConfigurationError(
+            f"generation_kwargs={{'num_return_sequences': {count!r}}}: the trainer repeats each "
+            f"prompt num_generations={trainer.num_generations} times itself; take it out."
+        )
     optimizer = trainer.optimizer
     if optimizer is None:
         # The optimizer does not exist yet; its name tells how much memory it will take.

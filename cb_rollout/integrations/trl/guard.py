@@ -19,7 +19,7 @@ import torch
 from cb_rollout.compat.torch import compute_dtype
 from cb_rollout.config.enums import LogprobsMode, OldLogps, OnLogprobDrift, SamplingMaskMode
 from cb_rollout.config.rollout import RolloutConfig
-from cb_rollout.config.sampling import SamplingParams
+from cb_rollout.config.sampling import SamplingParams, counterpart
 from cb_rollout.errors import ConfigurationError, LogprobDriftError
 from cb_rollout.integrations.trl.context import RolloutContext, RolloutRow
 from cb_rollout.rollout.distributed import largest_of_all
@@ -229,8 +229,12 @@ def warn_of_bias(trainer: Any, config: RolloutConfig, params: SamplingParams) ->
             "in the trainer's config instead.",
             stacklevel=STACKLEVEL,
         )
-    if not params.is_truncated or config.sampling_mask == SamplingMaskMode.REPLAY:
-        return
+    if params.is_truncated and config.sampling_mask != SamplingMaskMode.REPLAY:
+        _warn_of_truncation(trainer, config, params)
+    _warn_of_adjustments(trainer, config, params)
+
+
+def _warn_of_truncation(trainer: Any, config: RolloutConfig, params: SamplingParams) -> None:
     settings = {"top_k": params.top_k, "top_p": params.top_p, "min_p": params.min_p}
     rest = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
     truncations = ", ".join(f"{k}={v:g}" for k, v in settings.items() if v != rest[k])
@@ -240,12 +244,40 @@ def warn_of_bias(trainer: Any, config: RolloutConfig, params: SamplingParams) ->
         lowest = length * math.log(params.top_p)
         bound = f" (at least {params.top_p:g} a token; e**{lowest:.0f} over {length} tokens)"
     effect = "nothing corrects for it"
-    corrects = getattr(trainer, "vllm_importance_sampling_correction", False)
-    if corrects and config.logprobs_mode == LogprobsMode.PROCESSED:
+    if _is_corrected(trainer, config):
         effect = "the importance-sampling correction multiplies that mass into the loss"
     warnings.warn(
         f"{truncations}: completions are sampled from part of the distribution{bound}, the loss is "
         f"of all of it; {effect}. rollout/log_kept_mass says how much is cut. Set "
         "sampling_mask='replay' for exact ratios, or switch truncation off.",
-        stacklevel=STACKLEVEL,
+        stacklevel=STACKLEVEL + 1,
     )
+
+
+def _warn_of_adjustments(trainer: Any, config: RolloutConfig, params: SamplingParams) -> None:
+    adjustments = dict(params.adjustments)
+    # TRL 1.16 itself forbids the image token of a vision-language model.
+    image_token = getattr(getattr(trainer.model, "config", None), "image_token_id", None)
+    if adjustments.get("logit_bias") == {image_token: -math.inf}:
+        del adjustments["logit_bias"]
+    if not adjustments:
+        return
+    named = ", ".join(
+        name if name == (theirs := counterpart(name)) or not theirs else f"{name} ({theirs})"
+        for name in adjustments
+    )
+    effect = "nothing corrects for it"
+    if _is_corrected(trainer, config):
+        effect = "the importance-sampling correction multiplies the difference into the loss"
+    warnings.warn(
+        f"{named}: completions are sampled from changed logits, the loss is of the model's own; "
+        f"{effect}, and the drift does not show it. Take it out of the trainer's settings and "
+        "generation_kwargs.",
+        stacklevel=STACKLEVEL + 1,
+    )
+
+
+def _is_corrected(trainer: Any, config: RolloutConfig) -> bool:
+    """Return True if the trainer's ratios are of the distribution that was sampled from."""
+    corrects = getattr(trainer, "vllm_importance_sampling_correction", False)
+    return corrects and config.logprobs_mode == LogprobsMode.PROCESSED
