@@ -24,8 +24,15 @@ def looping_model(family, **settings):
     return tiny_model(family, vocab_size=24, **settings)
 
 
-def outputs_of(generator, params=LOOPING, inputs=PROMPTS, **settings):
-    return list(generator.generate_batch(inputs, sampling_params=params, **settings).values())
+def outputs_of(generator, params=LOOPING, inputs=PROMPTS, num_return_sequences=1):
+    """Equal prompts are a group, as the sequences of one prompt are, and may be greedy."""
+    many = params if isinstance(params, list) else [params] * len(inputs)
+    return list(
+        generator.generate_batch(
+            [prompt for prompt in inputs for _ in range(num_return_sequences)],
+            sampling_params=[wanted for wanted in many for _ in range(num_return_sequences)],
+        ).values()
+    )
 
 
 def without_drafts(model, *args, config=None, **settings):

@@ -232,10 +232,6 @@ def test_settings_outside_the_vocabulary_are_refused_by_name(params, message):
     assert refusal(**params).startswith(message)
 
 
-def test_an_end_of_sequence_token_that_is_never_sampled_is_no_fault():
-    assert one(processor_of(), eos_token_id=50_256).stop_tokens == {50_256}
-
-
 def test_a_least_length_counts_the_prompt_where_it_says_so():
     assert one(processor_of(), [3, 4, 5], min_new_tokens=2, min_length=9).min_generated == 6
     assert one(processor_of(), [3, 4, 5], min_new_tokens=8, min_length=9).min_generated == 8
