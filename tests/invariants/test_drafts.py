@@ -24,13 +24,14 @@ def looping_model(family, **settings):
     return tiny_model(family, vocab_size=24, **settings)
 
 
-def outputs_of(generator, params=LOOPING, inputs=PROMPTS, num_return_sequences=1):
+def outputs_of(generator, params=LOOPING, inputs=PROMPTS, num_return_sequences=1, **settings):
     """Equal prompts are a group, as the sequences of one prompt are, and may be greedy."""
     many = params if isinstance(params, list) else [params] * len(inputs)
     return list(
         generator.generate_batch(
             [prompt for prompt in inputs for _ in range(num_return_sequences)],
             sampling_params=[wanted for wanted in many for _ in range(num_return_sequences)],
+            **settings,
         ).values()
     )
 
