@@ -33,6 +33,25 @@ def wrapped_layer(module: Any) -> torch.nn.Module | None:
     return next((inner[name] for name in names if name in inner), None)
 
 
+def set_compilation_aside(model: torch.nn.Module) -> list[tuple[torch.nn.Module, Any]]:
+    """Have modules that `Module.compile()` compiled in place run as they are (torch 2.11 to 2.13).
+
+    Returns:
+        Each such module, with the call that `restore_compilation` gives back to it.
+    """
+    modules: list[Any] = list(model.modules())
+    compiled = [(module, call) for module in modules if (call := module._compiled_call_impl)]
+    for module, _ in compiled:
+        module._compiled_call_impl = None
+    return compiled
+
+
+def restore_compilation(compiled: list[tuple[torch.nn.Module, Any]]) -> None:
+    """Have modules run compiled again."""
+    for module, call in compiled:
+        module._compiled_call_impl = call
+
+
 def compute_dtype(model: torch.nn.Module) -> torch.dtype:
     """Return the dtype of the first floating-point parameter."""
     return next(p.dtype for p in model.parameters() if p.is_floating_point())

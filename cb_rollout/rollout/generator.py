@@ -8,7 +8,7 @@ import inspect
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self
 
 import torch
 from tqdm.auto import tqdm
@@ -22,7 +22,12 @@ from cb_rollout.engine.memory.plan import MemoryPlan
 from cb_rollout.engine.request import Request
 from cb_rollout.engine.service.manager import ContinuousBatchingManager
 from cb_rollout.engine.service.output_queue import OutputQueue
-from cb_rollout.errors import ConfigurationError, IncompleteRolloutError, InvalidRequestError
+from cb_rollout.errors import (
+    ConfigurationError,
+    IncompleteRolloutError,
+    InvalidRequestError,
+    RolloutError,
+)
 from cb_rollout.metrics.registry import rollout_metrics, status_metrics
 from cb_rollout.rollout.prompts import Prompt, encoded_or_refused, one_per_input, require_tokenizer
 from cb_rollout.rollout.verification import DriftReport, rollout_drift
@@ -288,6 +293,12 @@ class RolloutGenerator:
             self._servers.pop().close()
         self.manager.close()
         self._is_asleep = False
+
+    def __reduce__(self) -> NoReturn:
+        raise RolloutError(
+            "a RolloutGenerator has a thread and a model in training, so it is neither pickled nor "
+            "copied; pickle its config, and make another of it."
+        )
 
     def __enter__(self) -> Self:
         return self

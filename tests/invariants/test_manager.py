@@ -188,6 +188,8 @@ def test_a_handler_is_called_on_the_loop_with_every_output(manager):
     outputs = asyncio.run(collect())
     assert [len(output.generated_tokens) for output in outputs] == list(range(1, 13))
     assert outputs[-1].status is RequestStatus.FINISHED
+    with pytest.raises(RolloutError, match=r"none runs in this thread; .* request_id_iter\(\)"):
+        manager.register_result_handler("mine", print)
     with pytest.raises(InvalidRequestError, match="has ended and was delivered"):
         asyncio.run(_register_late(manager, outputs[-1].request_id))
 

@@ -129,6 +129,36 @@ def test_waiting_inside_ones_own_pause_is_refused():
         assert len(generator.generate_batch([[5]], sampling_params=PARAMS)) == 1
 
 
+def test_a_model_compiled_in_place_rolls_out_as_it_is_and_stays_compiled():
+    def compile_nothing(*_):
+        raise AssertionError
+
+    model = tiny_model(num_hidden_layers=1)
+    expected = tokens_of(model)
+    modules = [model, model.model.layers[0]]
+    for module in modules:
+        module.compile(backend=compile_nothing)
+    compiled = [module._compiled_call_impl for module in modules]
+    assert tokens_of(model) == expected
+    assert [module._compiled_call_impl for module in modules] == compiled
+
+
+def tokens_of(model):
+    """Of a rollout that is verified by the training model."""
+    with RolloutGenerator(model, RolloutConfig(seed=3)) as generator:
+        (output,) = generator.generate_batch([[5, 6, 7]], sampling_params=PARAMS).values()
+        assert generator.verify(1).max <= 1e-5
+    return output.generated_tokens
+
+
+@pytest.mark.parametrize("pickled", [pickle.dumps, copy.deepcopy])
+def test_a_generator_and_a_manager_say_that_they_cannot_be_pickled(pickled):
+    generator = RolloutGenerator(tiny_model(num_hidden_layers=1))
+    for made in (generator, generator.manager):
+        with pytest.raises(RolloutError, match=f"{type(made).__name__} .* make another"):
+            pickled(made)
+
+
 def test_a_model_with_a_kept_generator_can_be_copied_and_pickled():
     model = tiny_model()
     keep = {"progress_bar": False, "persistent_manager": True, "max_new_tokens": 2}

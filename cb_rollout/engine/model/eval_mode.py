@@ -1,38 +1,55 @@
 """Keep a model in evaluation mode while engines use it, and restore its mode afterwards.
 
-Changes only the `training` flags of the model's modules. Any thread may call it.
+Changes only the `training` flags of the model's modules, and what `Module.compile()` did to them:
+an engine runs the model itself, as it does inside `torch.compile`'s wrapper. Any thread may call
+it.
 """
 
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 
+from cb_rollout.compat.torch import restore_compilation, set_compilation_aside
+
 _LOCK = threading.Lock()
 
-# For each model, the number of its users, and the modules to set back to training mode.
-_USED: WeakKeyDictionary[torch.nn.Module, tuple[int, list[torch.nn.Module]]] = WeakKeyDictionary()
+
+@dataclass(slots=True)
+class _Use:
+    """The users of a model, and what the last of them restores."""
+
+    num_users: int = 0
+    training: list[torch.nn.Module] = field(default_factory=list)
+    compiled: list[tuple[torch.nn.Module, Any]] = field(default_factory=list)
+
+
+_USED: WeakKeyDictionary[torch.nn.Module, _Use] = WeakKeyDictionary()
 
 
 @contextmanager
 def eval_mode(model: torch.nn.Module) -> Iterator[None]:
     """Set evaluation mode; after the last concurrent use, restore every `training` flag."""
     with _LOCK:
-        num_users, training = _USED.get(model, (0, []))
+        use = _USED.setdefault(model, _Use())
+        use.num_users += 1
         found = [module for module in model.modules() if module.training]
         for module in found:
             module.training = False
-        _USED[model] = (num_users + 1, training + found)
+        use.training += found
+        use.compiled += set_compilation_aside(model)
     try:
         yield
     finally:
         with _LOCK:
-            # Where an engine is dropped during a step, the model may be collected before this.
-            num_users, training = _USED.pop(model, (1, []))
-            if num_users > 1:
-                _USED[model] = (num_users - 1, training)
-            else:
-                for module in training:
+            use.num_users -= 1
+            if not use.num_users:
+                # Where an engine is dropped during a step, the model may be collected before this.
+                _USED.pop(model, None)
+                for module in use.training:
                     module.training = True
+                restore_compilation(use.compiled)

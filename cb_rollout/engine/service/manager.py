@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 from transformers import PreTrainedModel
@@ -106,6 +106,12 @@ class ContinuousBatchingManager:
         # The thread refers to the loop only, so a manager without references is collected, and the
         # finalizer ends the thread then or at the interpreter's exit.
         weakref.finalize(self, self._loop.halt)
+
+    def __reduce__(self) -> NoReturn:
+        raise RolloutError(
+            "a ContinuousBatchingManager has a thread and a model in training, so it is neither "
+            "pickled nor copied; pickle its config, and make another of it."
+        )
 
     def warmup(self) -> None:
         """Trace, compile or capture decode steps now, which is else done as they come up.
@@ -314,9 +320,18 @@ class ContinuousBatchingManager:
         stops on an exception, the callback gets an output with `status=FAILED`.
 
         Raises:
+            RolloutError: no asyncio loop runs in this thread.
             InvalidRequestError: the request ended, and all of its outputs were delivered.
         """
-        sink = CallbackSink(request_id, callback, asyncio.get_running_loop())
+        try:
+            asyncio_loop = asyncio.get_running_loop()
+        except RuntimeError as error:
+            raise RolloutError(
+                "a result handler is called on the running asyncio loop, and none runs in this "
+                "thread; call register_result_handler() in a coroutine, or take outputs by "
+                "request_id_iter()."
+            ) from error
+        sink = CallbackSink(request_id, callback, asyncio_loop)
         self._loop.redirect(request_id, sink, self._output_queue)
 
     # The other folders of the package use the methods below, never the loop or the engine.
