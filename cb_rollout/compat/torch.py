@@ -57,6 +57,12 @@ def compute_dtype(model: torch.nn.Module) -> torch.dtype:
     return next(p.dtype for p in model.parameters() if p.is_floating_point())
 
 
+def rounds_float32_products(device: torch.device) -> bool:
+    """Return whether float32 matrices are multiplied in fewer bits there, as TF32 or bfloat16."""
+    backend = torch.backends.cuda.matmul if device.type == "cuda" else torch.backends.mkldnn.matmul
+    return backend.fp32_precision in ("tf32", "bf16")
+
+
 def dropout_rate(model: torch.nn.Module) -> float:
     """Return the highest rate of dropout, in modules and in attention."""
     modules: list[Any] = list(model.modules())

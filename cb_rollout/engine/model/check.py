@@ -30,7 +30,7 @@ BLOCK_SIZE = 4
 # Nats, in float32. Sound models stay a hundred times below; a wrong position or mask shows tenths.
 MAX_DIFFERENCE = 0.01
 
-# Of the spread of the log-probabilities, in half precision. Rounding, and the other experts that a
+# Of the spread of the log-probabilities, in half precision or TF32. Rounding, and the other experts that a
 # router chooses because of it, stay at hundredths; a model that looks ahead shows tenths.
 MAX_SHARE = 0.25
 
@@ -83,7 +83,7 @@ def check_model(
                 found = f"its forward fails ({error_text(failure)})"
                 continue
             distances = torch.where(plain == paged, 0.0, (plain - paged).abs())
-            if _is_rounding(distances, plain, runner.compute_dtype):
+            if _is_rounding(distances, plain, runner.computes_coarsely):
                 pages = page_layout(layout)
                 runner.backend_selection = _set_backend(runner, layout, pages, rows, paged)
                 return pages
@@ -100,7 +100,7 @@ def _advice(runner: ModelRunner, rows: list[list[int]]) -> str:
 
     def is_same(logits_TV: torch.Tensor, expected_TV: torch.Tensor) -> bool:
         pair = [logits.log_softmax(-1) for logits in (logits_TV, expected_TV)]
-        return _is_rounding((pair[0] - pair[1]).abs(), pair[1], runner.compute_dtype)
+        return _is_rounding((pair[0] - pair[1]).abs(), pair[1], runner.computes_coarsely)
 
     alike = [row[: min(map(len, rows))] for row in rows]
     alone = [runner.plain_logits(row) for row in alike]
@@ -135,7 +135,7 @@ def _set_backend(
         found = f"the model does not run on it: {error_text(failure)}"
         if direct is not None:
             distances = torch.where(gathered == direct, 0.0, (gathered - direct).abs())
-            if _is_rounding(distances, gathered, runner.compute_dtype, MAX_SHARE_OF_KERNELS):
+            if _is_rounding(distances, gathered, runner.computes_coarsely, MAX_SHARE_OF_KERNELS):
                 return choice
             found = f"it is {distances.max():.2g} nats off the model's own attention"
         runner.attention_backend = None
@@ -201,10 +201,10 @@ def _paged(runner: ModelRunner, layout: CacheLayout, rows: list[list[int]]) -> t
 
 
 def _is_rounding(
-    distances: torch.Tensor, plain: torch.Tensor, dtype: torch.dtype, share: float = MAX_SHARE
+    distances: torch.Tensor, plain: torch.Tensor, is_coarse: bool, share: float = MAX_SHARE
 ) -> bool:
-    """Decide whether rounding in this dtype explains the distances from the plain forward."""
-    if dtype.itemsize >= torch.float32.itemsize:
+    """Decide whether rounding, in float32 or coarser, explains the distances from `plain`."""
+    if not is_coarse:
         return distances.max().item() <= MAX_DIFFERENCE
     # Tokens that a model excludes have no part in the spread.
     possible = plain.masked_fill(plain.isinf(), float("nan"))

@@ -115,6 +115,12 @@ class ModelRunner:
         """Return the dtype that forwards compute in."""
         return self._autocast_dtype or torch_compat.compute_dtype(self.model)
 
+    @property
+    def computes_coarsely(self) -> bool:
+        """Return whether forwards round to fewer bits than float32 has."""
+        is_half = self.compute_dtype.itemsize < torch.float32.itemsize
+        return is_half or torch_compat.rounds_float32_products(self.device)
+
     def logits(
         self,
         new_tokens: Sequence[Sequence[int]],

@@ -122,3 +122,27 @@ def test_a_check_changes_nothing_on_the_model():
     assert all(module.training for module in model.modules())
     assert torch.equal(torch.get_rng_state(), random_state)
     assert all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items())
+
+
+def test_float32_products_that_the_user_lets_round_to_tf32_are_no_reason_to_run_rows_alone(
+    monkeypatch,
+):
+    model = tiny_model("llama")
+    linear = torch.nn.functional.linear
+
+    def rounded(states, weight, bias=None):
+        # Rounds only beside other rows, so that a padded batch differs from a row alone.
+        is_alone = states.shape[0] == 1
+        return linear(states if is_alone else states.bfloat16().float(), weight, bias)
+
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.weight.data *= 6
+    monkeypatch.setattr(torch.nn.functional, "linear", rounded)
+    assert batch_layout(model) is BatchLayout.SINGLE_ROWS
+    before = torch.backends.mkldnn.matmul.fp32_precision
+    torch.backends.mkldnn.matmul.fp32_precision = "tf32"
+    try:
+        assert batch_layout(model) is BatchLayout.PADDED
+    finally:
+        torch.backends.mkldnn.matmul.fp32_precision = before
