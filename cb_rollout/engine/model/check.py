@@ -30,8 +30,8 @@ BLOCK_SIZE = 4
 # Nats, in float32. Sound models stay a hundred times below; a wrong position or mask shows tenths.
 MAX_DIFFERENCE = 0.01
 
-# Of the spread of the log-probabilities, in half precision or TF32. Rounding, and the other experts that a
-# router chooses because of it, stay at hundredths; a model that looks ahead shows tenths.
+# Of the spread of the log-probabilities, in half precision or TF32. Rounding, and the other experts
+# that a router chooses because of it, stay at hundredths; a model that looks ahead shows tenths.
 MAX_SHARE = 0.25
 
 # Of the same spread, between two attention backends on the same pages.

@@ -124,7 +124,7 @@ def test_a_check_changes_nothing_on_the_model():
     assert all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items())
 
 
-def test_float32_products_that_the_user_lets_round_to_tf32_are_no_reason_to_run_rows_alone(
+def test_float32_products_that_round_to_tf32_are_no_reason_to_run_rows_alone(
     monkeypatch,
 ):
     model = tiny_model("llama")
