@@ -232,7 +232,7 @@ def test_the_demo_names_every_package_that_its_recipe_imports():
         ("fastapi", ["bench", "serve"], "'cb_rollout[bench]'"),
         ("trl", ["bench", "step"], "'cb_rollout[bench]'"),
         ("trl", ["demo"], "cb_rollout"),
-        ("wandb", ["demo"], "cb_rollout"),
+        ("tokenizers", ["demo"], "cb_rollout"),
     ],
 )
 def test_a_missing_package_is_named_with_what_installs_it(

@@ -60,9 +60,9 @@ def add_demo(commands: Any) -> None:
     parser.add_argument(
         "--output-dir",
         metavar="DIR",
-        help="of metrics, records and the report (runs/arithmetic)",
+        help="of metrics, records and the report, made if missing (runs/arithmetic)",
     )
-    parser.set_defaults(run=_run)
+    parser.set_run(_run)
 
 
 def recipe_path() -> Path:
