@@ -144,6 +144,10 @@ which is per completion, of its oldest token.
 WORKLOADS = {
     "long_tailed_groups": "One rollout: 16 prompts x 8 completions, long-tailed lengths",
     "equal_lengths": "One rollout: 128 prompts, 64 tokens each",
+    "long_tailed_groups_135m": (
+        "One rollout of a 135M Llama: 8 prompts x 8 completions, long-tailed lengths"
+    ),
+    "equal_lengths_135m": "One rollout of a 135M Llama: 64 prompts, 40 tokens each",
     "served": "The long-tailed rollout's requests over HTTP",
     "grpo_step": "One GRPO step through TRL, long-tailed lengths",
     "grpo_step_400x8": "One GRPO step: 8 prompts of 400 tokens x 8 completions",
@@ -151,7 +155,13 @@ WORKLOADS = {
 }
 
 # The README shows these; the page on benchmarks shows all.
-WORKLOADS_OF_README = ("long_tailed_groups", "equal_lengths", "grpo_step")
+WORKLOADS_OF_README = (
+    "long_tailed_groups",
+    "equal_lengths",
+    "long_tailed_groups_135m",
+    "equal_lengths_135m",
+    "grpo_step",
+)
 
 # A record holds the versions of more packages.
 VERSIONS_SHOWN = ("torch", "transformers", "trl")

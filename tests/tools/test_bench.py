@@ -22,6 +22,8 @@ from cb_rollout.tools.bench.table import number_text, print_table, times_better,
 from cb_rollout.tools.bench.timing import ResidentPeak, summary, take_turn
 from cb_rollout.tools.bench.workload import (
     CPU,
+    LLAMA_135M,
+    MODELS,
     TINY,
     Workload,
     create_ending_model,
@@ -29,6 +31,7 @@ from cb_rollout.tools.bench.workload import (
     equal_lengths,
     long_tailed,
 )
+from cb_rollout.tools.cli import bench as cli_bench
 
 
 class Kitchen:
@@ -125,6 +128,18 @@ def test_the_workloads_are_those_of_the_contract():
     assert max(tailed.lengths) <= 512
     assert equal.num_tokens == 128 * 64
     assert equal.first(3).num_tokens == 3 * 64
+
+
+def test_the_larger_shape_is_smollm_with_few_tokens():
+    assert create_model(LLAMA_135M.shape, "meta").num_parameters() == 134_515_008
+    assert create_model(TINY.shape, "cpu").config.model_type == "qwen3"
+    tailed, equal = long_tailed(LLAMA_135M), equal_lengths(LLAMA_135M)
+    assert len(tailed.prompts) == len(equal.prompts) == 64
+    assert (tailed.num_tokens, max(tailed.lengths), equal.num_tokens) == (2606, 171, 2560)
+
+
+def test_the_command_line_names_every_model():
+    assert list(MODELS) == list(cli_bench.MODELS)
 
 
 @pytest.mark.filterwarnings("default")

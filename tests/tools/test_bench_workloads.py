@@ -12,6 +12,8 @@ import bench
 import plots
 import write_docs
 from cb_rollout.tools.bench.profile import OUTSIDE
+from cb_rollout.tools.bench.vllm.contender import PYTHON_VARIABLE
+from cb_rollout.tools.bench.workload import MODELS, TINY
 from cb_rollout.tools.cli import create_parser
 from cb_rollout.tools.cli.bench import WORKLOADS
 
@@ -32,7 +34,9 @@ def recorded(tmp_path_factory):
     def record(workload):
         path = folder / f"{workload}_cpu.json"
         if not path.exists():
-            assert bench.main([workload, *TINIEST, "--output-dir", str(folder)]) == 0
+            with pytest.MonkeyPatch.context() as patch:
+                patch.delenv(PYTHON_VARIABLE, raising=False)
+                assert bench.main([workload, *TINIEST, "--output-dir", str(folder)]) == 0
         return json.loads(path.read_text())
 
     return record
@@ -57,6 +61,19 @@ def test_a_workload_runs_and_its_record_is_of_finite_figures(workload, recorded)
     found = list(figures(record["results"]))
     assert found
     assert all(math.isfinite(value) for value in found)
+
+
+def test_another_model_has_a_record_and_groups_of_its_own(monkeypatch, tmp_path):
+    monkeypatch.setitem(MODELS, "135m", TINY)
+    arguments = ["--repetitions", "1", "--device", "cpu", "--output-dir", str(tmp_path)]
+    assert bench.main(["sync", "--model", "135m", *arguments]) == 0
+    assert bench.main(["sync", "--tiny", *arguments]) == 0
+    assert sorted(tmp_path.iterdir()) == [
+        tmp_path / "sync_135m_cpu.json", tmp_path / "sync_cpu.json"
+    ]  # fmt: skip
+    record, default = (json.loads(path.read_text()) for path in sorted(tmp_path.iterdir()))
+    assert (record["bench"], *record["results"]) == ("sync_135m", "sync_135m")
+    assert (default["bench"], *default["results"]) == ("sync", "sync")
 
 
 def test_a_tiny_run_never_replaces_a_record(capsys):

@@ -62,6 +62,8 @@ class Contender(NamedTuple):
     """Create what runs the workload on a model, and remove it on exit."""
     settings: str
     """The contender's settings, and why they are the best for it."""
+    pid: int | None = None
+    """Process that computes; None: this one."""
 
 
 def ours(**settings: Any) -> Contender:

@@ -29,6 +29,7 @@ from cb_rollout.tools.bench.roofline import (
     products_seconds,
 )
 from cb_rollout.tools.bench.timing import interleaved, throughput
+from cb_rollout.tools.bench.vllm.contender import vllm_contenders
 from cb_rollout.tools.bench.workload import (
     SEED,
     Setup,
@@ -59,17 +60,21 @@ def bench_rollout(setup: Setup) -> dict[str, Any]:
         "long_tailed_groups": (long_tailed(sizes), setup.batch_size or BATCH_OF_TAILS),
         "equal_lengths": (equal_lengths(sizes), setup.batch_size or sizes.num_sequences),
     }
-    results = {}
-    for name, (workload, batch_size) in workloads.items():
-        print(f"rollout, {name}: {len(workload.prompts)} sequences, {workload.num_tokens} tokens")
-        results[name] = _bench_workload(setup, workload, batch_size)
+    model, results = create_model(sizes.shape, setup.device), {}
+    with vllm_contenders(model, [workload for workload, _ in workloads.values()]) as vllm:
+        for name, (workload, batch_size) in workloads.items():
+            count = len(workload.prompts)
+            print(f"rollout, {name}: {count} sequences, {workload.num_tokens} tokens")
+            results[name] = _bench_workload(setup, model, workload, batch_size, vllm)
     return results
 
 
-def _bench_workload(setup: Setup, workload: Workload, batch_size: int) -> dict[str, Any]:
-    model = create_model(setup.sizes.shape, setup.device)
+def _bench_workload(
+    setup: Setup, model: Any, workload: Workload, batch_size: int, vllm: dict[str, Contender]
+) -> dict[str, Any]:
     contenders = {
         "cb_rollout": ours(),
+        **vllm,
         "transformers CB": transformers_batching(),
         "model.generate": generate(batch_size),
     }
@@ -83,6 +88,9 @@ def _bench_workload(setup: Setup, workload: Workload, batch_size: int) -> dict[s
         figures = throughput(contender, turns[name], workload.num_tokens)
         speed = figures["median"] / workload.num_tokens
         results[name] = figures | {"matmul_share": needed / rate * speed}
+        # Another process runs no layers of this model.
+        if not setup.sizes.counts_forwards or contender.pid is not None:
+            continue
         counted = _count_products(contender, model, workload)
         # Fewer operations than needed mean that some forwards could not be counted.
         if (flops := num_flops(model, counted)) >= needed:

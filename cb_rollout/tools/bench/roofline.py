@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional
-from transformers import Qwen3ForCausalLM
+from transformers import PreTrainedModel
 
 from cb_rollout.engine.attention.cpu.backend import CpuBackend
 from cb_rollout.engine.attention.cpu.few_row_linear import multiply
@@ -62,13 +62,13 @@ def linear_layers(model: torch.nn.Module) -> list[torch.nn.Linear]:
     return [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
 
 
-def matmul_parameters(model: Qwen3ForCausalLM) -> tuple[int, int]:
+def matmul_parameters(model: PreTrainedModel) -> tuple[int, int]:
     """Return the parameters that multiply every token, and the head's, which multiply the last."""
     head = model.lm_head.weight.numel()
     return sum(layer.weight.numel() for layer in linear_layers(model)) - head, head
 
 
-def matmul_flops(model: Qwen3ForCausalLM, num_rows: int) -> float:
+def matmul_flops(model: PreTrainedModel, num_rows: int) -> float:
     """Return the operations per second of a layer's largest product with `num_rows` rows."""
     layer: Any = model.model.layers[0]
     weight = layer.mlp.up_proj.weight.detach()
@@ -85,7 +85,7 @@ def bandwidth(num_bytes: int, device: str) -> float:
     return 2 * num_bytes / statistics.median(times[3:])
 
 
-def needed_flops(model: Qwen3ForCausalLM, workload: Workload) -> int:
+def needed_flops(model: PreTrainedModel, workload: Workload) -> int:
     """Return the operations of the matrix products that a workload needs at least.
 
     Each distinct prompt is computed once, and each completion except for its last token.
@@ -98,7 +98,7 @@ def needed_flops(model: Qwen3ForCausalLM, workload: Workload) -> int:
 
 
 @contextmanager
-def products_counted(model: Qwen3ForCausalLM) -> Iterator[Counter[Products]]:
+def products_counted(model: PreTrainedModel) -> Iterator[Counter[Products]]:
     """Count the forwards of the linear layers inside, by number of rows.
 
     CUDA graphs, and code that reads the weights without calling the layers, are not counted.
@@ -119,13 +119,13 @@ def products_counted(model: Qwen3ForCausalLM) -> Iterator[Counter[Products]]:
             hook.remove()
 
 
-def num_flops(model: Qwen3ForCausalLM, counted: Counter[Products]) -> int:
+def num_flops(model: PreTrainedModel, counted: Counter[Products]) -> int:
     """Return the operations of counted products, padding included."""
     body, head = matmul_parameters(model)
     return sum(2 * p.num_rows * (head if p.is_head else body) * n for p, n in counted.items())
 
 
-def products_seconds(model: Qwen3ForCausalLM, counted: Counter[Products]) -> float:
+def products_seconds(model: PreTrainedModel, counted: Counter[Products]) -> float:
     """Return the seconds that counted products take alone, each by the fastest kernel."""
     most = max(products.num_rows for products in counted)
     tried = [rows for rows in ROWS if rows < most] + [most]
@@ -139,7 +139,7 @@ def products_seconds(model: Qwen3ForCausalLM, counted: Counter[Products]) -> flo
     )
 
 
-def _best_kernel_seconds(model: Qwen3ForCausalLM, products: Products) -> float:
+def _best_kernel_seconds(model: PreTrainedModel, products: Products) -> float:
     layers = [x for x in linear_layers(model) if (x is model.lm_head) == products.is_head]
     return min(_seconds_by_kernel(layers, products.num_rows, CALLS).values())
 

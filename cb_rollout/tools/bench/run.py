@@ -13,7 +13,7 @@ import torch
 import cb_rollout
 from cb_rollout.rollout.checkpoint import torch_device
 from cb_rollout.tools.bench.table import print_table
-from cb_rollout.tools.bench.workload import CPU, GPU, TINY, Setup
+from cb_rollout.tools.bench.workload import DEFAULT_MODELS, MODELS, TINY, Setup
 
 # Packages whose versions affect the figures.
 PACKAGES = ("torch", "transformers", "trl", "triton", "flash_attn")
@@ -24,6 +24,7 @@ def run_workload(
     module: str,
     *,
     device: str,
+    model: str | None,
     repetitions: int,
     batch_size: int | None,
     is_tiny: bool,
@@ -35,27 +36,35 @@ def run_workload(
         name: workload; its function is `bench_NAME`.
         module: module of this package that holds the function.
         device: "auto", "cpu" or "cuda".
+        model: sizes of the model and the workload, one of `MODELS`; None: the device's default.
         repetitions: turns of each contender.
         batch_size: batch size of `model.generate`; None: each workload's own.
         is_tiny: use the sizes of the tests, whose figures mean nothing.
         folder: directory of the JSON.
 
     Returns:
-        Path of the JSON, `NAME_DEVICE.json`; a later run replaces it.
+        Path of the JSON, `NAME_DEVICE.json` or, where `model` is not the device's default,
+        `NAME_MODEL_DEVICE.json`; a later run replaces it.
 
     Raises:
         ConfigurationError: the device is missing.
     """
     kind = torch_device(device).type
+    default = DEFAULT_MODELS[kind]
+    model = model or default
     setup = Setup(
         device=kind,
         repetitions=repetitions,
-        sizes=TINY if is_tiny else CPU if kind == "cpu" else GPU,
+        sizes=TINY if is_tiny else MODELS[model],
         batch_size=batch_size,
     )
     # Imported by name, since only some workloads need packages such as trl.
     bench = getattr(importlib.import_module(f"cb_rollout.tools.bench.{module}"), f"bench_{name}")
     results = bench(setup)
+    if model != default:
+        # Each model has a record and tables of its own.
+        name = f"{name}_{model}"
+        results = {f"{group}_{model}": rows for group, rows in results.items()}
     print_table(results)
     record = {
         "bench": name,

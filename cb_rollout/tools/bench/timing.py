@@ -24,18 +24,21 @@ class Turn(NamedTuple):
 
     seconds: float
     peak_resident_bytes: int
-    """Peak resident size of the process while the contender existed."""
+    """Peak resident size of the contender's process while the contender existed."""
 
 
 class ResidentPeak:
-    """Peak resident size of this process inside a `with` block, sampled in a thread.
+    """Peak resident size of a process inside a `with` block, sampled in a thread.
 
     The kernel's own peak cannot be used: the engine resets it to measure training.
+
+    Args:
+        pid: process id; None: this process.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, pid: int | None = None) -> None:
         self.num_bytes = 0
-        self._process = psutil.Process()
+        self._process = psutil.Process(pid)
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="resident peak", daemon=True)
 
@@ -103,7 +106,7 @@ def take_turn(
         warm_up: workload that is run before; None: `workload`.
         num_warm_ups: number of runs before the timed one.
     """
-    with ResidentPeak() as peak, contender.create(model, workload) as run:
+    with ResidentPeak(contender.pid) as peak, contender.create(model, workload) as run:
         for _ in range(num_warm_ups):
             run(warm_up or workload)
         seconds = timed(lambda: run(workload))

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 SEED = 0
 EOS = 1
@@ -25,7 +25,7 @@ QWEN3: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 for _shape in QWEN3.values():
     _shape |= {
-        "vocab_size": 151936, "num_key_value_heads": 8, "head_dim": 128,
+        "model_type": "qwen3", "vocab_size": 151936, "num_key_value_heads": 8, "head_dim": 128,
         "max_position_embeddings": 40960,
     }  # fmt: skip
 
@@ -35,7 +35,7 @@ class Sizes:
     """Sizes of the model and of each workload."""
 
     shape: dict[str, Any]
-    """Arguments of `Qwen3Config`."""
+    """Arguments of `AutoConfig.for_model`."""
     prompt_tokens: tuple[int, int]
     """Shortest and longest prompt."""
     num_prompts: int = 16
@@ -47,6 +47,8 @@ class Sizes:
     """Maximum of a long-tailed length, in tokens."""
     equal_tokens: int = 64
     """Length of every completion with equal lengths."""
+    counts_forwards: bool = True
+    """Count the products of each contender's own forwards, in one more run of `rollout`."""
     sampled_mean: int = 50
     """Mean length where the model ends completions itself: `step` and `strategies`."""
     longest_in_step: int = 256
@@ -80,9 +82,9 @@ class Sizes:
 
 CPU = Sizes(
     shape={
-        "vocab_size": 2048, "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8,
-        "num_key_value_heads": 4, "head_dim": 32, "intermediate_size": 768,
-        "tie_word_embeddings": True,
+        "model_type": "qwen3", "vocab_size": 2048, "hidden_size": 256, "num_hidden_layers": 4,
+        "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32,
+        "intermediate_size": 768, "tie_word_embeddings": True,
     },
     prompt_tokens=(20, 60), log_mean_tokens=3.6, longest=512,
 )  # fmt: skip
@@ -92,12 +94,29 @@ GPU = Sizes(
     copied_bytes=2 << 30,
 )  # fmt: skip
 
+# SmolLM-135M, with few tokens, and without the run that counts: one repetition of `rollout` takes
+# about ten minutes on two cores, most of them in transformers' own contenders.
+LLAMA_135M = Sizes(
+    shape={
+        "model_type": "llama", "vocab_size": 49152, "hidden_size": 576, "num_hidden_layers": 30,
+        "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64,
+        "intermediate_size": 1536, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+    },
+    prompt_tokens=(20, 60), num_prompts=8, log_mean_tokens=3.2, longest=256, equal_tokens=40,
+    counts_forwards=False,
+)  # fmt: skip
+
+# Sizes by the name of the command line's `--model`, and the name for each device without it.
+MODELS = {"small": CPU, "135m": LLAMA_135M, "0.6b": GPU}
+DEFAULT_MODELS = {"cpu": "small", "cuda": "0.6b"}
+
 # For tests: figures of these sizes mean nothing.
 TINY = Sizes(
     shape={
-        "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
-        "num_key_value_heads": 1, "head_dim": 16, "intermediate_size": 48,
-        "tie_word_embeddings": True,
+        "model_type": "qwen3", "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
+        "intermediate_size": 48, "tie_word_embeddings": True,
     },
     prompt_tokens=(2, 4), num_prompts=2, num_completions=2, log_mean_tokens=1.0, longest=6,
     equal_tokens=4, sampled_mean=3, longest_in_step=6, strategy_steps=1, scales=(1, 2),
@@ -183,27 +202,24 @@ def equal_lengths(sizes: Sizes, count: int | None = None, tokens: int | None = N
     return Workload(prompts, [tokens or sizes.equal_tokens] * count)
 
 
-def create_model(shape: dict[str, Any], device: str, **overrides: Any) -> Qwen3ForCausalLM:
+def create_model(shape: dict[str, Any], device: str, **overrides: Any) -> Any:
     """Create a model with random weights on `device`: float32 on a CPU, else bfloat16.
 
     Args:
-        shape: arguments of `Qwen3Config`.
+        shape: arguments of `AutoConfig.for_model`.
         device: device of the weights.
-        overrides: arguments of `Qwen3Config` that replace those of `shape`.
+        overrides: arguments that replace those of `shape`.
     """
     settings: dict[str, Any] = shape | {"eos_token_id": EOS, "pad_token_id": 0} | overrides
-    config = Qwen3Config(**settings)
+    config = AutoConfig.for_model(**settings)
     torch.manual_seed(SEED)
-    torch.set_default_dtype(torch.float32 if device == "cpu" else torch.bfloat16)
-    try:
-        with torch.device(device):
-            return Qwen3ForCausalLM(config).eval()
-    finally:
-        torch.set_default_dtype(torch.float32)
+    with torch.device(device):
+        dtype = torch.float32 if device == "cpu" else torch.bfloat16
+        return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 
 @torch.no_grad()
-def create_ending_model(shape: dict[str, Any], device: str, mean_length: int) -> Qwen3ForCausalLM:
+def create_ending_model(shape: dict[str, Any], device: str, mean_length: int) -> Any:
     """Create a model that samples EOS by itself after `mean_length` tokens on average.
 
     EOS is about equally likely after every token, so lengths are geometric: one coordinate of the

@@ -37,11 +37,15 @@ WORKLOADS = {
 
 ENGINE_PACKAGES = ("psutil", "tokenizers", "torch", "transformers")
 
+# The sizes of each are in `cb_rollout.tools.bench.workload`, which loads torch.
+MODELS = ("small", "135m", "0.6b")
+
 OUTPUT_DIR = Path("cb_rollout_bench")
 
 DESCRIPTION = """\
-Time cb_rollout beside its peers, in one process, and write what was measured as JSON. Models have
-random weights; nothing is downloaded.
+Time cb_rollout beside its peers and write what was measured as JSON. Models have random weights;
+nothing is downloaded. All contenders run in this process, except vLLM, which `rollout` starts where
+CB_ROLLOUT_VLLM_PYTHON names the Python of an environment with vLLM.
 
 Contenders take turns, so that a slow spell of the machine meets all of them; figures are medians
 over the repetitions, and only ratios within one run mean anything."""
@@ -85,9 +89,16 @@ def add_bench(commands: Any) -> None:
         "--output-dir",
         metavar="DIR",
         type=Path,
-        help=f"where NAME_DEVICE.json is written over an older one; made if missing ({OUTPUT_DIR})",
+        help="where NAME_DEVICE.json, with --model NAME_MODEL_DEVICE.json, is written over an "
+        f"older one; made if missing ({OUTPUT_DIR})",
     )
-    parser.add_argument(
+    sizes = parser.add_mutually_exclusive_group()
+    sizes.add_argument(
+        "--model",
+        choices=MODELS,
+        help="sizes of the model and the workload (small on a CPU, 0.6b on a GPU)",
+    )
+    sizes.add_argument(
         "--tiny",
         action="store_true",
         help="see whether a workload runs; its figures say nothing of speed",
@@ -115,6 +126,7 @@ def _run(arguments: argparse.Namespace) -> int:
         name,
         WORKLOADS[name].module,
         device=arguments.device,
+        model=arguments.model,
         repetitions=arguments.repetitions,
         batch_size=arguments.batch_size,
         is_tiny=arguments.tiny,
