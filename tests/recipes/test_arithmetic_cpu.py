@@ -124,3 +124,15 @@ def test_the_exit_code_of_the_recipe_is_the_commands(monkeypatch, tmp_path):
         monkeypatch.setattr(demo, "recipe_path", lambda: tmp_path / "recipe.py")
         assert main(["demo"]) == code
         assert sys.argv is before
+
+
+def test_the_command_silences_known_messages_of_other_packages_and_no_others(
+    monkeypatch, tmp_path, caplog
+):
+    said = ("Failed to load CPU gemm_4bit_forward from kernels-community: none", "out of memory")
+    lines = [f"logging.getLogger('bitsandbytes.backends.cpu.ops').warning({m!r})" for m in said]
+    (tmp_path / "recipe.py").write_text("\n".join(["import logging", *lines]))
+    monkeypatch.setattr(demo, "recipe_path", lambda: tmp_path / "recipe.py")
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    assert main(["demo"]) == 0
+    assert caplog.messages == ["out of memory"]
