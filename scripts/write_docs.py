@@ -74,14 +74,15 @@ SAMPLING_FOOTER = """
 
 The order is that of `generate`:
 
-1. `logit_bias`
-2. repetition, presence and frequency penalties
-3. `bad_words`
+1. `logit_bias`, `sequence_bias`
+2. `encoder_repetition_penalty`, then repetition, presence and frequency penalties
+3. `no_repeat_ngram_size`, `bad_words`
 4. tokens that must not come yet: `min_new_tokens`, `min_length`, `begin_suppress_tokens`
-5. the forced last token
-6. `logits_processors`
-7. the grammar, which nothing can overrule
-8. temperature, top-k, top-p, min-p
+5. the forced first and last token
+6. `exponential_decay_length_penalty`
+7. `logits_processors`
+8. the grammar, which nothing can overrule
+9. temperature, top-k, top-p, min-p, typical-p
 
 Greedy decoding takes the most likely token before the temperature.
 
@@ -102,9 +103,11 @@ log-probabilities can measure.
 
 ## Errors
 
-A processor or a grammar that raises fails its own request, with the exception in `error`. One
-that leaves no token to sample fails it too. Token ids outside the vocabulary, and minimum lengths
-that cannot be reached, raise in the caller.
+A processor or a grammar that raises, or a processor that returns anything but scores, fails its
+own request, with the fault in `error`. One that leaves no token to sample fails it too. Token ids
+outside the vocabulary raise in the caller, and so do several greedy sequences of one prompt, which
+would be equal. An input that is too long, empty or not encodable raises before anything is
+generated; with `on_error="return"` it fails alone.
 
 ## Grammars
 

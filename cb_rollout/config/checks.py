@@ -230,6 +230,33 @@ def biases(largest: float) -> Check:
     return check
 
 
+def sequence_biases(largest: float) -> Check:
+    """Accept a dict of token-id tuples to biases, as `biases`, or transformers' list of pairs."""
+    bias = biases(largest)
+
+    def check(value: Any) -> dict[tuple[int, ...], float]:
+        try:
+            pairs = list(value.items() if isinstance(value, Mapping) else value)
+            plain = {token_sequences([key])[0]: added for key, added in pairs}
+        except (TypeError, ValueError):
+            raise ValueError("is not a dict of token-id tuple to number") from None
+        for sequence, added in plain.items():
+            plain[sequence] = bias({sequence[-1]: added})[sequence[-1]]
+        return plain
+
+    return check
+
+
+def decay(value: Any) -> tuple[int, float]:
+    """Accept a pair of a start >= 0 and a factor > 0."""
+    start, factor = integer(0), number(lambda v: 0 < v < math.inf, "")
+    try:
+        first, second = value
+        return start(first), factor(second)
+    except (TypeError, ValueError):
+        raise ValueError("is not a pair of a whole number >= 0 and a factor > 0") from None
+
+
 def callables(value: Any) -> tuple[Any, ...]:
     """Accept a list or tuple of callables; None is none."""
     if value is None:

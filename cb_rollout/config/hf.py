@@ -15,9 +15,10 @@ from cb_rollout.errors import ConfigurationError
 
 # Fields that are honoured, under the same name and under another.
 SAME_NAME = (
-    "temperature", "top_k", "top_p", "min_p", "do_sample", "repetition_penalty", "max_new_tokens",
-    "max_length", "min_new_tokens", "min_length", "eos_token_id", "forced_eos_token_id",
-    "begin_suppress_tokens",
+    "temperature", "top_k", "top_p", "min_p", "typical_p", "do_sample", "repetition_penalty",
+    "encoder_repetition_penalty", "no_repeat_ngram_size", "max_new_tokens", "max_length",
+    "min_new_tokens", "min_length", "eos_token_id", "forced_bos_token_id", "forced_eos_token_id",
+    "exponential_decay_length_penalty", "begin_suppress_tokens",
 )  # fmt: skip
 OTHER_NAME = ("stop_strings", "bad_words_ids", "sequence_bias", "suppress_tokens")
 
@@ -30,14 +31,34 @@ INERT = {
     "prefill_chunk_size", "continuous_batching_config", "decoder_start_token_id", "use_mtp",
 }  # fmt: skip
 
-# The value at which each setting that is not honoured changes nothing.
-NEUTRAL = {
-    "num_beams": 1, "num_beam_groups": 1, "encoder_repetition_penalty": 1.0,
-    "no_repeat_ngram_size": 0, "encoder_no_repeat_ngram_size": 0, "typical_p": 1.0,
-    "epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "diversity_penalty": 0.0, "guidance_scale": 1,
-    "renormalize_logits": False, "remove_invalid_values": False, "token_healing": False,
-    "is_assistant": False,
-}  # fmt: skip
+# Settings that are refused: the value at which each changes nothing, and what to use instead.
+_GENERATE = "use model.generate"
+REFUSED: dict[str, tuple[Any, str]] = {
+    "num_beams": (1, "use model.generate for beam search"),
+    "num_beam_groups": (1, "use model.generate for beam search"),
+    "diversity_penalty": (0.0, "use model.generate for beam search"),
+    "constraints": (None, "use model.generate for beam search, or SamplingParams(grammar=...)"),
+    "force_words_ids": (None, "use model.generate for beam search, or SamplingParams(grammar=...)"),
+    "encoder_no_repeat_ngram_size": (0, "use no_repeat_ngram_size"),
+    "epsilon_cutoff": (0.0, "use min_p"),
+    "eta_cutoff": (0.0, "use min_p or typical_p"),
+    "top_h": (None, "use min_p or typical_p"),
+    "guidance_scale": (1, _GENERATE),
+    "penalty_alpha": (None, _GENERATE),
+    "dola_layers": (None, _GENERATE),
+    "token_healing": (False, _GENERATE),
+    "renormalize_logits": (False, "leave it out: log-probabilities are normalized"),
+    "remove_invalid_values": (False, "leave it out: a sequence with invalid logits fails alone"),
+    "watermarking_config": (
+        None,
+        "pass watermarking_config.construct_processor(vocab_size, device) in "
+        "SamplingParams(logits_processors=...)",
+    ),
+    "max_time": (None, "end requests with cancel_request"),
+    "is_assistant": (False, _GENERATE),
+    "prompt_lookup_num_tokens": (None, "set RolloutConfig(num_speculative_tokens=...)"),
+    "speculation_type": (None, "set RolloutConfig(num_speculative_tokens=...)"),
+}
 
 # Settings of a draft model; they never change the sampled tokens.
 ASSISTED_DECODING = (
@@ -71,10 +92,11 @@ def from_generation_config(generation_config: Any) -> SamplingParams:
     }
     known = {*SAME_NAME, *OTHER_NAME, *INERT, *ASSISTED_DECODING}
     for name, value in settings.items():
-        if name not in known and NEUTRAL.get(name) != value:
+        neutral, advice = REFUSED.get(name, (None, _GENERATE))
+        if name not in known and value != neutral:
             raise ConfigurationError(
                 f"GenerationConfig.{name}={value!r} is not honoured by cb_rollout; set it to "
-                f"{NEUTRAL.get(name)!r} or use model.generate."
+                f"{neutral!r}, or {advice}."
             )
     given = {name: settings[name] for name in SAME_NAME if name in settings}
     given.setdefault("do_sample", False)
@@ -83,7 +105,7 @@ def from_generation_config(generation_config: Any) -> SamplingParams:
         **given,
         stop=settings.get("stop_strings", ()),
         bad_words=_bad_words(settings.get("bad_words_ids", ()), eos),
-        logit_bias=_logit_bias(settings),
+        **_biases(settings),
     )
 
 
@@ -93,19 +115,14 @@ def _bad_words(words: Any, eos: Any) -> Any:
     return tuple(word for word in words if list(word) not in [[token] for token in eos_ids])
 
 
-def _logit_bias(settings: dict[str, Any]) -> dict[int, float] | None:
-    """Join `sequence_bias`, in either of its spellings, and `suppress_tokens`."""
+def _biases(settings: dict[str, Any]) -> dict[str, Any]:
+    """Split `sequence_bias` by length, and join `suppress_tokens` to the single tokens."""
     given = settings.get("sequence_bias", {})
-    pairs = given.items() if isinstance(given, dict) else given
-    bias = {}
-    for sequence, value in pairs:
-        if len(sequence) != 1:
-            raise ConfigurationError(
-                f"GenerationConfig.sequence_bias names {list(sequence)}, and cb_rollout biases "
-                "single tokens only; use bad_words_ids to forbid a sequence, or model.generate."
-            )
-        bias[sequence[0]] = value
-    return bias | dict.fromkeys(settings.get("suppress_tokens", ()), -math.inf) or None
+    pairs = {tuple(s): v for s, v in (given.items() if isinstance(given, dict) else given)}
+    single = {sequence[0]: value for sequence, value in pairs.items() if len(sequence) == 1}
+    single |= dict.fromkeys(settings.get("suppress_tokens", ()), -math.inf)
+    several = {sequence: value for sequence, value in pairs.items() if len(sequence) > 1}
+    return {"logit_bias": single or None, "sequence_bias": several or None}
 
 
 def as_rollout_config(config: Any) -> RolloutConfig:

@@ -14,9 +14,11 @@ from cb_rollout.config.checks import (
     boolean,
     callables,
     check_fields,
+    decay,
     integer,
     known_fields_only,
     number,
+    sequence_biases,
     setting,
     strings,
     token_ids,
@@ -40,7 +42,6 @@ SYNONYMS = {
     "min_tokens": "min_new_tokens",
     "stop_strings": "stop",
     "bad_words_ids": "bad_words",
-    "sequence_bias": "logit_bias",
     "logprobs": "top_logprobs",
     "structured_outputs": "grammar",
     "n": "generate_batch(num_return_sequences=...)",
@@ -62,6 +63,12 @@ def _eos(value: Any) -> tuple[int, ...]:
     if min(ids, default=0) < -1:
         raise ValueError("is below -1; -1 is none")
     return ids
+
+
+_factor = number(
+    lambda v: 1 / MAX_LOGIT_CHANGE <= v <= MAX_LOGIT_CHANGE,
+    f"is outside [{1 / MAX_LOGIT_CHANGE:g}, {MAX_LOGIT_CHANGE:g}]; use 1 to switch it off",
+)
 
 
 def _penalty(value: Any) -> float:
@@ -106,6 +113,13 @@ class SamplingParams:
         number(lambda v: 0 <= v <= 1, "is outside [0, 1]; use 0 to switch it off"),
         counterpart="min_p",
     )
+    typical_p: float = setting(
+        1.0,
+        "Of what is left, sample among the tokens whose surprise is nearest the expected one, the "
+        "fewest whose probabilities reach this sum; 1 is off.",
+        number(lambda v: 0 < v <= 1, "is outside (0, 1]; use 1 to switch it off"),
+        counterpart="typical_p",
+    )
     do_sample: bool = setting(
         True,
         "False is greedy, whatever the temperature.",
@@ -116,11 +130,15 @@ class SamplingParams:
         1.0,
         "Divides the positive and multiplies the negative logits of tokens that the prompt or the "
         "completion holds; above 1 discourages, 1 is off.",
-        number(
-            lambda v: 1 / MAX_LOGIT_CHANGE <= v <= MAX_LOGIT_CHANGE,
-            f"is outside [{1 / MAX_LOGIT_CHANGE:g}, {MAX_LOGIT_CHANGE:g}]; use 1 to switch it off",
-        ),
+        _factor,
         counterpart="repetition_penalty",
+    )
+    encoder_repetition_penalty: float = setting(
+        1.0,
+        "Multiplies the positive and divides the negative logits of tokens that the prompt holds; "
+        "above 1 encourages, 1 is off.",
+        _factor,
+        counterpart="encoder_repetition_penalty",
     )
     presence_penalty: float = setting(
         0.0,
@@ -136,7 +154,20 @@ class SamplingParams:
         None,
         "Added to the logits of the tokens named; -inf forbids one.",
         biases(MAX_LOGIT_CHANGE),
-        counterpart="sequence_bias, suppress_tokens",
+        counterpart="suppress_tokens, sequence_bias of single tokens",
+    )
+    sequence_bias: Mapping[tuple[int, ...], float] | None = setting(
+        None,
+        "Added to the logit of the last token of each token-id sequence, after the tokens before "
+        "it; -inf forbids to complete one.",
+        sequence_biases(MAX_LOGIT_CHANGE),
+        counterpart="sequence_bias",
+    )
+    no_repeat_ngram_size: int = setting(
+        0,
+        "No run of so many tokens comes twice in prompt and completion; 0 is off.",
+        integer(0, "; use 0 to switch it off"),
+        counterpart="no_repeat_ngram_size",
     )
     bad_words: tuple[tuple[int, ...], ...] = setting(
         (),
@@ -184,6 +215,19 @@ class SamplingParams:
         False,
         "True: no end-of-sequence token ends it.",
         boolean,
+    )
+    forced_bos_token_id: tuple[int, ...] = setting(
+        (),
+        "Sampled first after a prompt of a single token; without effect after longer ones.",
+        token_ids,
+        counterpart="forced_bos_token_id",
+    )
+    exponential_decay_length_penalty: tuple[int, float] | None = setting(
+        None,
+        "(start, factor): after `start` sampled tokens, the stop tokens' logits grow by their size "
+        "times factor**n - 1 at the n-th token after; a factor above 1 shortens.",
+        decay,
+        counterpart="exponential_decay_length_penalty",
     )
     forced_eos_token_id: tuple[int, ...] = setting(
         (),
@@ -238,13 +282,15 @@ class SamplingParams:
 
     @property
     def is_truncated(self) -> bool:
-        """True: top-k, top-p or min-p excludes some tokens."""
-        return not self.is_greedy and bool(self.top_k or self.top_p < 1 or self.min_p)
+        """True: top-k, top-p, min-p or typical-p excludes some tokens."""
+        is_off = not self.top_k and self.top_p == 1 and not self.min_p and self.typical_p == 1
+        return not (self.is_greedy or is_off)
 
     @property
     def is_penalized(self) -> bool:
-        """True: a penalty for used tokens is on."""
-        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
+        """True: a penalty or reward for used tokens is on."""
+        factors = self.repetition_penalty, self.encoder_repetition_penalty
+        return factors != (1, 1) or bool(self.presence_penalty or self.frequency_penalty)
 
     @property
     def adjustments(self) -> dict[str, Any]:
@@ -278,9 +324,10 @@ def _shared_set(tokens: tuple[int, ...]) -> frozenset[int]:
 
 # Each of these changes the logits, unless it is empty or at its default; and so does a grammar.
 _ADJUSTING = (
-    "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "bad_words",
-    "begin_suppress_tokens", "forced_eos_token_id", "min_new_tokens", "min_length",
-    "logits_processors",
+    "repetition_penalty", "encoder_repetition_penalty", "presence_penalty", "frequency_penalty",
+    "logit_bias", "sequence_bias", "no_repeat_ngram_size", "bad_words", "begin_suppress_tokens",
+    "forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty",
+    "min_new_tokens", "min_length", "logits_processors",
 )  # fmt: skip
 _DEFAULTS = {field.name: field.default for field in fields(SamplingParams)}
 

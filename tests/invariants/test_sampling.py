@@ -29,6 +29,13 @@ SETTINGS = {
     "sequence_bias": {"sequence_bias": [[[t], -9.0] for t in range(3, 250, 4)]},
     "suppress": {"suppress_tokens": list(range(3, 200, 2)), "begin_suppress_tokens": [4, 6, 8]},
     "forced_eos": {"forced_eos_token_id": EOS},
+    "rarer": {
+        "encoder_repetition_penalty": 1.2,
+        "no_repeat_ngram_size": 2,
+        "sequence_bias": [[[t, t - 1], 9.0] for t in range(4, 250)],
+        "forced_bos_token_id": 9,
+        "exponential_decay_length_penalty": (4, 1.2),
+    },
     "together": {
         "repetition_penalty": 1.2,
         "min_new_tokens": 5,
@@ -153,6 +160,8 @@ def test_a_manager_with_a_tokenizer_takes_stop_strings():
         ({"logit_bias": {1000: 1.0}}, "logit_bias holds token id 1000"),
         ({"begin_suppress_tokens": (256,)}, "begin_suppress_tokens holds token id 256"),
         ({"forced_eos_token_id": 999}, "forced_eos_token_id holds token id 999"),
+        ({"sequence_bias": {(3, 300): 1.0}}, "sequence_bias holds token id 300"),
+        ({"forced_bos_token_id": 256}, "forced_bos_token_id holds token id 256"),
         ({"top_logprobs": 257}, "top_logprobs=257"),
         ({"min_new_tokens": 9, "max_new_tokens": 8}, "min_new_tokens=9"),
         ({"min_length": 20, "max_new_tokens": 8}, "min_length=20"),

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from cb_rollout.config.sampling import MAX_LOGIT_CHANGE
 from cb_rollout.engine.memory import device as devices
 from cb_rollout.engine.request import Request
 
@@ -41,7 +42,9 @@ class LogitsProcessing:
         reading = [
             row
             for row, params in enumerate(r.params for r in requests)
-            if params.is_penalized or params.bad_words or params.logits_processors
+            if params.is_penalized
+            or any((params.bad_words, params.sequence_bias, params.no_repeat_ngram_size))
+            or params.logits_processors
         ]
         self._history: _History | None = None
         if reading:
@@ -51,10 +54,14 @@ class LogitsProcessing:
         rows = _Rows(requests, vocab_size, device, self._history, history_rows)
         created = (
             _create_bias(rows),
+            _create_sequence_bias(rows),
             _create_penalties(rows),
+            _create_no_repeats(rows),
             _create_bad_words(rows),
             _create_early_bans(rows),
+            _create_forced_start(rows),
             _create_forced_end(rows),
+            _create_decay(rows),
             _create_custom(rows),
             _create_grammars(rows),
         )
@@ -179,7 +186,8 @@ def _create_bias(rows: _Rows) -> Change | None:
 def _create_penalties(rows: _Rows) -> Change | None:
     """Penalize used tokens.
 
-    Repetition is transformers' `RepetitionPenaltyLogitsProcessor`: over prompt and completion.
+    Repetition is transformers' `RepetitionPenaltyLogitsProcessor`: over prompt and completion;
+    before it comes its `EncoderRepetitionPenaltyLogitsProcessor`, over the prompt.
     Presence and frequency are OpenAI's, as in vLLM: over the completion.
     """
     penalized = [row for row, r in enumerate(rows.requests) if r.params.is_penalized]
@@ -188,11 +196,10 @@ def _create_penalties(rows: _Rows) -> Change | None:
     params = [rows.requests[row].params for row in penalized]
     rows_P = rows.integers(penalized)
     history_P = rows.integers([rows.history_rows[row] for row in penalized])
-    repetition_P1, presence_P1, frequency_P1 = devices.to_device(
-        [(p.repetition_penalty, p.presence_penalty, p.frequency_penalty) for p in params],
-        rows.device,
-        torch.float32,
-    ).T[..., None]
+    factors = [(1 / p.encoder_repetition_penalty, p.repetition_penalty) for p in params]
+    terms = [(p.presence_penalty, p.frequency_penalty) for p in params]
+    encoder_P1, repetition_P1 = devices.to_device(factors, rows.device, torch.float32).T[..., None]
+    presence_P1, frequency_P1 = devices.to_device(terms, rows.device, torch.float32).T[..., None]
 
     def penalize(logits_BV: torch.Tensor, indices_B: torch.Tensor) -> None:
         ids_PT = history.ids[history_P].clamp(max=rows.vocab_size)
@@ -202,17 +209,29 @@ def _create_penalties(rows: _Rows) -> Change | None:
         # Other tokens go to one more column, dropped in the end.
         used_PT = ids_PT.masked_fill(is_past_PT, rows.vocab_size)
         sampled_PT = used_PT.masked_fill(is_prompt_PT, rows.vocab_size)
+        prompt_PT = ids_PT.masked_fill(~is_prompt_PT, rows.vocab_size)
         scores_PV = torch.nn.functional.pad(logits_BV[rows_P], (0, 1))
-        of_used_PT = scores_PV.gather(1, used_PT)
-        of_used_PT = torch.where(
-            of_used_PT < 0, of_used_PT * repetition_P1, of_used_PT / repetition_P1
-        )
-        scores_PV.scatter_(1, used_PT, of_used_PT)
+        for tokens_PT, penalty_P1 in ((prompt_PT, encoder_P1), (used_PT, repetition_P1)):
+            old_PT = scores_PV.gather(1, tokens_PT)
+            new_PT = torch.where(old_PT < 0, old_PT * penalty_P1, old_PT / penalty_P1)
+            scores_PV.scatter_(1, tokens_PT, new_PT)
         scores_PV.scatter_(1, sampled_PT, scores_PV.gather(1, sampled_PT) - presence_P1)
         scores_PV.scatter_add_(1, sampled_PT, -frequency_P1.expand(sampled_PT.shape))
         logits_BV[rows_P] = scores_PV[:, :-1]
 
     return penalize
+
+
+def _create_sequence_bias(rows: _Rows) -> Change | None:
+    """Add `sequence_bias`, as transformers' `SequenceBiasLogitsProcessor`."""
+    return _create_of_sequences(
+        rows,
+        [
+            (row, sequence, bias)
+            for row, request in enumerate(rows.requests)
+            for sequence, bias in (request.params.sequence_bias or {}).items()
+        ],
+    )
 
 
 def _create_bad_words(rows: _Rows) -> Change | None:
@@ -221,24 +240,68 @@ def _create_bad_words(rows: _Rows) -> Change | None:
     As transformers' `NoBadWordsLogitsProcessor`, whose words may begin in the prompt.
     """
     words = [(row, word) for row, r in enumerate(rows.requests) for word in r.params.bad_words]
-    if not words or (history := rows.history) is None:
+    return _create_of_sequences(rows, [(row, word, -math.inf) for row, word in words])
+
+
+def _create_of_sequences(
+    rows: _Rows, entries: list[tuple[int, tuple[int, ...], float]]
+) -> Change | None:
+    """Add each entry's value to the last token of its sequence, after the tokens before it."""
+    if not entries or (history := rows.history) is None:
         return None
-    num_before = [len(word) - 1 for _, word in words]
+    num_before = [len(sequence) - 1 for _, sequence, _ in entries]
     heads_KT = rows.integers(
-        [[0] * (max(num_before) - len(word) + 1) + list(word[:-1]) for _, word in words]
+        [
+            [0] * (max(num_before) - len(sequence) + 1) + list(sequence[:-1])
+            for _, sequence, _ in entries
+        ]
     )
-    rows_K = rows.integers([row for row, _ in words])
-    history_K = rows.integers([rows.history_rows[row] for row, _ in words])
-    ends_K, num_before_K = rows.integers([word[-1] for _, word in words]), rows.integers(num_before)
+    rows_K = rows.integers([row for row, _, _ in entries])
+    history_K = rows.integers([rows.history_rows[row] for row, _, _ in entries])
+    ends_K = rows.integers([sequence[-1] for _, sequence, _ in entries])
+    num_before_K = rows.integers(num_before)
+    values_K = devices.to_device([value for *_, value in entries], rows.device, torch.float32)
     index_T = torch.arange(-max(num_before), 0, device=rows.device)
 
-    def forbid(logits_BV: torch.Tensor, indices_B: torch.Tensor) -> None:
+    def add(logits_BV: torch.Tensor, indices_B: torch.Tensor) -> None:
         num_tokens_K = history.num_tokens[history_K]
         newest_KT = (num_tokens_K[:, None] + index_T).clamp(min=0)
         is_equal_KT = history.ids[history_K[:, None], newest_KT] == heads_KT
         is_free_KT = -index_T > num_before_K[:, None]
         has_come_K = (is_equal_KT | is_free_KT).all(-1) & (num_before_K <= num_tokens_K)
-        _forbid(logits_BV, rows_K, ends_K, has_come_K)
+        added_K = values_K.masked_fill(~has_come_K, 0.0)
+        logits_BV.index_put_((rows_K, ends_K), added_K, accumulate=True)
+
+    return add
+
+
+def _create_no_repeats(rows: _Rows) -> Change | None:
+    """Forbid what would repeat an n-gram, as transformers' `NoRepeatNGramLogitsProcessor`."""
+    sizes = [request.params.no_repeat_ngram_size for request in rows.requests]
+    if not any(sizes) or (history := rows.history) is None:
+        return None
+    by_size = {
+        size: rows.integers([row for row, other in enumerate(sizes) if other == size])
+        for size in {*sizes} - {0}
+    }
+    history_B = rows.integers([rows.history_rows.get(row, 0) for row in range(len(sizes))])
+
+    def forbid(logits_BV: torch.Tensor, indices_B: torch.Tensor) -> None:
+        for size, rows_K in by_size.items():
+            ids_KT = history.ids[history_B[rows_K]]
+            if ids_KT.shape[1] < size:
+                continue
+            num_tokens_K1 = history.num_tokens[history_B[rows_K], None]
+            ngrams_KTN = ids_KT.unfold(1, size, 1)
+            index_N = torch.arange(1 - size, 0, device=rows.device)
+            newest_KN = ids_KT.gather(1, (num_tokens_K1 + index_N).clamp(min=0))
+            is_same_KT = (ngrams_KTN[..., :-1] == newest_KN[:, None]).all(-1)
+            index_T = torch.arange(size, ids_KT.shape[1] + 1, device=rows.device)
+            last_KT = ngrams_KTN[..., -1]
+            is_on_KT = is_same_KT & (index_T <= num_tokens_K1) & (last_KT < rows.vocab_size)
+            rows_KT = rows_K[:, None].expand_as(last_KT)
+            last_KT = last_KT.clamp(max=rows.vocab_size - 1)
+            _forbid(logits_BV, rows_KT.flatten(), last_KT.flatten(), is_on_KT.flatten())
 
     return forbid
 
@@ -265,23 +328,67 @@ def _create_early_bans(rows: _Rows) -> Change | None:
     return forbid
 
 
+def _create_forced_start(rows: _Rows) -> Change | None:
+    """Allow only `forced_bos_token_id` after a prompt of one token, as transformers' processor."""
+    forced = {
+        row: (0, request.params.forced_bos_token_id)
+        for row, request in enumerate(rows.requests)
+        if request.params.forced_bos_token_id and len(request.prompt_ids) == 1
+    }
+    return _create_forced(rows, forced)
+
+
 def _create_forced_end(rows: _Rows) -> Change | None:
     """Allow only `forced_eos_token_id` as the last token, as transformers' processor does."""
-    forced = [row for row, r in enumerate(rows.requests) if r.params.forced_eos_token_id]
+    forced = {
+        row: (request.max_new_tokens - 1, request.params.forced_eos_token_id)
+        for row, request in enumerate(rows.requests)
+        if request.params.forced_eos_token_id
+    }
+    return _create_forced(rows, forced)
+
+
+def _create_forced(rows: _Rows, forced: dict[int, tuple[int, tuple[int, ...]]]) -> Change | None:
+    """Allow only some tokens, in each of these rows, at one index."""
     if not forced:
         return None
-    rows_K = rows.integers(forced)
-    last_K = rows.integers([rows.requests[row].max_new_tokens - 1 for row in forced])
+    rows_K = rows.integers(list(forced))
+    at_K = rows.integers([at for at, _ in forced.values()])
     only_KV = torch.full((len(forced), rows.vocab_size), -math.inf, device=rows.device)
-    for index, row in enumerate(forced):
-        tokens = rows.requests[row].params.forced_eos_token_id
+    for index, (_, tokens) in enumerate(forced.values()):
         only_KV[index, [token for token in tokens if token < rows.vocab_size]] = 0.0
 
     def force(logits_BV: torch.Tensor, indices_B: torch.Tensor) -> None:
-        is_last_K1 = (indices_B[rows_K] == last_K)[:, None]
-        logits_BV[rows_K] = torch.where(is_last_K1, only_KV, logits_BV[rows_K])
+        is_now_K1 = (indices_B[rows_K] == at_K)[:, None]
+        logits_BV[rows_K] = torch.where(is_now_K1, only_KV, logits_BV[rows_K])
 
     return force
+
+
+def _create_decay(rows: _Rows) -> Change | None:
+    """Raise the stop tokens' logits, as transformers' `ExponentialDecayLengthPenalty`."""
+    rows_K, tokens_K, starts_K = rows.entries(
+        (row, token, request.params.exponential_decay_length_penalty[0])
+        for row, request in enumerate(rows.requests)
+        if request.params.exponential_decay_length_penalty
+        for token in request.stop_tokens
+    )
+    if not len(rows_K):
+        return None
+    decays = [request.params.exponential_decay_length_penalty for request in rows.requests]
+    factors = [1.0 if decay is None else decay[1] for decay in decays]
+    factors_K = devices.to_device(factors, rows.device, torch.float32)[rows_K]
+
+    def add(logits_BV: torch.Tensor, indices_B: torch.Tensor) -> None:
+        num_after_K = (indices_B[rows_K] - starts_K).clamp(min=0)
+        logits_K = logits_BV[rows_K, tokens_K]
+        growth_K = (factors_K**num_after_K).clamp(max=MAX_LOGIT_CHANGE) - 1
+        added_K = logits_K.abs() * growth_K
+        # A stop token that is forbidden stays so: -inf + inf would be NaN.
+        added_K = added_K.masked_fill(logits_K.isinf(), 0.0)
+        logits_BV.index_put_((rows_K, tokens_K), added_K, accumulate=True)
+
+    return add
 
 
 def _forbid(

@@ -203,8 +203,10 @@ class InputProcessor:
             "eos_token_id": [t for t in eos if t != -1 and t not in self.limits.model_eos],
             "stop_token_ids": params.stop_token_ids,
             "logit_bias": params.logit_bias or (),
+            "sequence_bias": [t for sequence in params.sequence_bias or () for t in sequence],
             "bad_words": [token for word in params.bad_words for token in word],
             "begin_suppress_tokens": params.begin_suppress_tokens,
+            "forced_bos_token_id": params.forced_bos_token_id,
             "forced_eos_token_id": params.forced_eos_token_id,
         }
         for name, tokens in named.items():

@@ -208,9 +208,9 @@ def require_one_distribution(config: RolloutConfig, params: SamplingParams) -> N
     """Refuse settings under which the old log-probabilities are of another distribution."""
     if config.sampling_mask == SamplingMaskMode.REPLAY and params.is_adjusted:
         raise ConfigurationError(
-            "sampling_mask='replay' knows top_k, top_p and min_p, not penalties, biases or forced "
-            "tokens; take repetition_penalty and the like out of the trainer's settings and "
-            "generation_kwargs, or set sampling_mask='ignore'."
+            "sampling_mask='replay' knows top_k, top_p, min_p and typical_p, not penalties, biases "
+            "or forced tokens; take repetition_penalty and the like out of the trainer's settings "
+            "and generation_kwargs, or set sampling_mask='ignore'."
         )
     if config.old_logps == OldLogps.ROLLOUT and not are_comparable(config, params):
         raise ConfigurationError(
@@ -235,12 +235,12 @@ def warn_of_bias(trainer: Any, config: RolloutConfig, params: SamplingParams) ->
 
 
 def _warn_of_truncation(trainer: Any, config: RolloutConfig, params: SamplingParams) -> None:
-    settings = {"top_k": params.top_k, "top_p": params.top_p, "min_p": params.min_p}
-    rest = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    rest = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0}
+    settings = {name: getattr(params, name) for name in rest}
     truncations = ", ".join(f"{k}={v:g}" for k, v in settings.items() if v != rest[k])
     length = trainer.args.max_completion_length
     bound = ""
-    if params.top_p < 1 and not params.top_k and not params.min_p:
+    if {name for name in rest if settings[name] != rest[name]} == {"top_p"}:
         lowest = length * math.log(params.top_p)
         bound = f" (at least {params.top_p:g} a token; e**{lowest:.0f} over {length} tokens)"
     effect = "nothing corrects for it"

@@ -1,11 +1,15 @@
 import pytest
 import torch
 from transformers.generation.logits_process import (
+    EncoderRepetitionPenaltyLogitsProcessor,
+    ExponentialDecayLengthPenalty,
+    ForcedBOSTokenLogitsProcessor,
     ForcedEOSTokenLogitsProcessor,
     LogitsProcessorList,
     MinLengthLogitsProcessor,
     MinNewTokensLengthLogitsProcessor,
     NoBadWordsLogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
     SequenceBiasLogitsProcessor,
     SuppressTokensAtBeginLogitsProcessor,
@@ -31,6 +35,19 @@ MANY = [
     SamplingParams(begin_suppress_tokens=(3, 4)),
     SamplingParams(forced_eos_token_id=7),
     SamplingParams(repetition_penalty=1.3, bad_words=WORDS, logit_bias={3: 4.0}, min_new_tokens=4),
+    SamplingParams(encoder_repetition_penalty=1.6),
+    SamplingParams(sequence_bias={(3, 4): 2.0, (2, 5): -3.0, (6,): 1.0, (4, 7, 8): 9.0}),
+    SamplingParams(no_repeat_ngram_size=1),
+    SamplingParams(no_repeat_ngram_size=2),
+    SamplingParams(no_repeat_ngram_size=3),
+    SamplingParams(exponential_decay_length_penalty=(1, 1.5)),
+    SamplingParams(
+        encoder_repetition_penalty=0.7,
+        repetition_penalty=1.3,
+        sequence_bias={(3, 4): 2.0, (2, 5): -3.0},
+        no_repeat_ngram_size=2,
+        exponential_decay_length_penalty=(0, 1.25),
+    ),
 ]
 
 
@@ -57,27 +74,34 @@ def random_logits(seed, rows):
 
 def reference(request, logits_1V):
     """What transformers' own processors make of the logits."""
-    params, num_prompt = request.params, len(request.prompt_ids)
-    chain = LogitsProcessorList()
-    if params.logit_bias:
-        bias = {(token,): value for token, value in params.logit_bias.items()}
-        chain.append(SequenceBiasLogitsProcessor(bias))
-    if params.repetition_penalty != 1:
-        chain.append(RepetitionPenaltyLogitsProcessor(params.repetition_penalty))
-    if params.bad_words:
-        chain.append(NoBadWordsLogitsProcessor([list(word) for word in params.bad_words]))
-    if params.min_length:
-        chain.append(MinLengthLogitsProcessor(params.min_length, list(EOS)))
-    if params.min_new_tokens:
-        chain.append(
-            MinNewTokensLengthLogitsProcessor(num_prompt, params.min_new_tokens, list(EOS))
-        )
-    if params.forced_eos_token_id:
-        longest = num_prompt + request.max_new_tokens
-        chain.append(ForcedEOSTokenLogitsProcessor(longest, list(params.forced_eos_token_id)))
-    if params.begin_suppress_tokens:
-        chain.append(SuppressTokensAtBeginLogitsProcessor(params.begin_suppress_tokens, num_prompt))
-    return chain(torch.tensor([request.token_ids]), logits_1V.clone())
+    p, num_prompt = request.params, len(request.prompt_ids)
+    prompt, longest = torch.tensor([request.prompt_ids]), num_prompt + request.max_new_tokens
+    chain = {
+        lambda given: SequenceBiasLogitsProcessor(
+            {(t,): v for t, v in given.items()}
+        ): p.logit_bias,
+        SequenceBiasLogitsProcessor: p.sequence_bias,
+        lambda given: EncoderRepetitionPenaltyLogitsProcessor(
+            given, prompt
+        ): p.encoder_repetition_penalty != 1 and p.encoder_repetition_penalty,
+        RepetitionPenaltyLogitsProcessor: p.repetition_penalty != 1 and p.repetition_penalty,
+        NoRepeatNGramLogitsProcessor: p.no_repeat_ngram_size,
+        lambda given: NoBadWordsLogitsProcessor([list(word) for word in given]): p.bad_words,
+        lambda given: MinLengthLogitsProcessor(given, list(EOS)): p.min_length,
+        lambda given: MinNewTokensLengthLogitsProcessor(
+            num_prompt, given, list(EOS)
+        ): p.min_new_tokens,
+        lambda given: ForcedBOSTokenLogitsProcessor(given[0]): p.forced_bos_token_id,
+        lambda given: ForcedEOSTokenLogitsProcessor(longest, list(given)): p.forced_eos_token_id,
+        lambda given: ExponentialDecayLengthPenalty(
+            given, list(EOS), num_prompt
+        ): p.exponential_decay_length_penalty,
+        lambda given: SuppressTokensAtBeginLogitsProcessor(
+            given, num_prompt
+        ): p.begin_suppress_tokens,
+    }
+    processors = LogitsProcessorList(create(given) for create, given in chain.items() if given)
+    return processors(torch.tensor([request.token_ids]), logits_1V.clone())
 
 
 def processed(requests, logits_BV, processing=None):
@@ -105,6 +129,27 @@ def test_every_case_of_the_comparison_changes_something():
             differs_B = (processed(requests, logits_BV) != logits_BV).any(-1)
             changed |= set(differs_B.nonzero()[:, 0].tolist())
     assert changed == set(range(1, len(MANY)))
+
+
+@pytest.mark.parametrize("num_sampled", [0, 1, 5])
+@pytest.mark.parametrize("prompt", [[3], [3, 4]])
+def test_a_first_token_is_forced_after_a_single_one_as_in_transformers(prompt, num_sampled):
+    params = SamplingParams(forced_bos_token_id=5, forced_eos_token_id=7)
+    request = Request("r", prompt, params, 6, frozenset(EOS), seed=0)
+    sample(request, *range(2, 2 + num_sampled))
+    logits_1V = random_logits(0, 1)
+    assert torch.equal(processed([request], logits_1V), reference(request, logits_1V))
+
+
+def test_a_decay_leaves_forbidden_stop_tokens_forbidden_and_never_overflows():
+    params = SamplingParams(
+        exponential_decay_length_penalty=(0, 10.0), min_new_tokens=300, max_new_tokens=400
+    )
+    request = Request("r", [2], params, 400, frozenset({1}), seed=0)
+    sample(request, *[3] * 299)
+    assert processed([request], random_logits(0, 1))[0, 1] == -torch.inf
+    sample(request, 3)
+    assert processed([request], random_logits(0, 1)).isfinite().all()
 
 
 def test_presence_and_frequency_count_the_completion_only():
