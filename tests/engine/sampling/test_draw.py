@@ -294,7 +294,7 @@ def test_rows_are_truncated_each_by_its_own_parameters():
     many = [SamplingParams(), *(SamplingParams(**t) for t in TRUNCATIONS), SamplingParams(top_k=2)]
     logits_BV = random_logits(1, len(many), 30)
     batch = batch_of(many)
-    assert batch.truncated_rows.tolist() == [1, 2, 3, 4, 5]
+    assert batch.truncated_rows.tolist() == list(range(1, len(many)))
     kept_RV = truncate(logits_BV[1:], batch.truncation)
     expected_RV = torch.cat([warped(logits_BV[i : i + 1], many[i]) for i in range(1, len(many))])
     torch.testing.assert_close(kept_RV, expected_RV, rtol=0, atol=0)
@@ -375,10 +375,10 @@ def test_greedy_and_sampled_rows_share_a_batch():
 
 def test_a_row_draws_the_same_alone_as_in_any_batch():
     many = [SamplingParams(), *(SamplingParams(**t) for t in TRUNCATIONS)] * 4
-    seeds = [7 * row - 50 for row in range(20)]
-    logits_BV, indices_B = random_logits(2, 20, 60), torch.arange(20)
+    seeds = [7 * row - 50 for row in range(len(many))]
+    logits_BV, indices_B = random_logits(2, len(many), 60), torch.arange(len(many))
     tokens_B, logprobs_B, *_ = sample(logits_BV, batch_of(many, seeds), indices_B, PROCESSED)
-    for row in range(20):
+    for row in range(len(many)):
         alone = batch_of([many[row]], [seeds[row]])
         one = slice(row, row + 1)
         token, logprob, *_ = sample(logits_BV[one], alone, indices_B[one], PROCESSED)
