@@ -81,10 +81,17 @@ def refuse_what_cannot_generate(model: PreTrainedModel) -> None:
         raise ConfigurationError(
             f"{type(model).__name__} is an encoder-decoder; cb_rollout runs decoder-only models."
         )
-    if model.get_output_embeddings() is None:
+    # A model may keep its head inside a language model that it wraps.
+    if model.get_output_embeddings() is None and not model.can_generate():
         raise ConfigurationError(
             f"{type(model).__name__} has no language-model head; load the checkpoint with "
             "AutoModelForCausalLM."
+        )
+    embedding = model.get_input_embeddings()
+    if not hasattr(embedding, "weight"):
+        raise ConfigurationError(
+            f"{type(model).__name__} embeds its inputs by a {type(embedding).__name__}, not by one "
+            "table of token ids; roll it out with model.generate."
         )
 
 

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import multimodal
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 SMALL: dict[str, Any] = {
@@ -12,6 +13,19 @@ SMALL: dict[str, Any] = {
     "d_model": 64,
     "hidden_dim": 64,
     "embedding_size": 64,
+    "embed_dim": 64,
+    "layers": 2,
+    "attention_heads": 4,
+    "depth": 2,
+    "image_size": 56,
+    "out_hidden_size": 64,
+    "text_hidden_size": 64,
+    "projection_dim": 64,
+    "projection_hidden_dim": 64,
+    "projection_intermediate_size": 64,
+    "projector_hidden_size": 64,
+    "image_token_embed_dim": 64,
+    "num_position_embeddings": 16,
     "word_embed_proj_dim": 64,
     "hidden_size_per_layer_input": 16,
     "hidden_size_global": 64,
@@ -280,10 +294,12 @@ def small(default: PreTrainedConfig) -> dict[str, Any]:
     if given.get("qk_rope_head_dim") is not None:
         settings.pop("head_dim", None)
         settings["num_key_value_heads"] = SMALL["num_attention_heads"]
-    settings |= OVERRIDES.get(default.model_type, {})
+    settings |= (OVERRIDES | multimodal.OVERRIDES).get(default.model_type, {})
     for name, value in vars(default).items():
         if isinstance(value, PreTrainedConfig):
-            settings[name] = small(value) | settings.get(name, {})
+            settings[name] = (
+                {"model_type": value.model_type} | small(value) | settings.get(name, {})
+            )
     return settings
 
 

@@ -9,6 +9,7 @@ import copy
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from configs import tiny_config
@@ -59,11 +60,13 @@ class Parity:
         return max(TOLERANCE, ROUNDING_SHARE * self.rounding)
 
 
-def create_model(model_type: str, **overrides: object) -> PreTrainedModel:
+def create_model(
+    model_type: str, auto_class: Any = AutoModelForCausalLM, **overrides: object
+) -> PreTrainedModel:
     """A tiny float32 model with sharpened random weights, in eval mode; the same each time."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(tiny_config(model_type, **overrides))
+        model = auto_class.from_config(tiny_config(model_type, **overrides))
         with torch.no_grad():
             for module in model.modules():
                 # A row of zeros scores every token alike: a tie, which any rounding may break.

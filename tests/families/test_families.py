@@ -82,7 +82,8 @@ def test_the_tables_name_types_that_are_mapped():
 
 
 def test_the_document_lists_every_type_that_transformers_maps():
-    rows = re.findall(r"^\| `([\w-]+)` \| (\w[\w ]*) \|", DOCUMENT.read_text(), re.MULTILINE)
+    section, _ = DOCUMENT.read_text().split("\n## Images, videos and sounds\n")
+    rows = re.findall(r"^\| `([\w-]+)` \| (\w[\w ]*) \|", section, re.MULTILINE)
     assert [name for name, _ in rows] == MAPPED
     for name, status in rows:
         expected = "refused" if name in REFUSED else "not built" if name in NOT_BUILT else "runs"

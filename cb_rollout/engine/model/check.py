@@ -104,6 +104,8 @@ def _advice(runner: ModelRunner, rows: list[list[int]]) -> str:
 
     alike = [row[: min(map(len, rows))] for row in rows]
     alone = [runner.plain_logits(row) for row in alike]
+    if not is_same(runner.plain_logits(alike[0]), alone[0]):
+        return "Two forwards of the same tokens differ, as those of a diffusion model do; roll"
     for index, row in enumerate(alike):
         beside = alike[:index] + alike[index + 1 :]
         if not is_same(runner.plain_logits(row, beside=beside), alone[index]):
@@ -114,7 +116,10 @@ def _advice(runner: ModelRunner, rows: list[list[int]]) -> str:
             )
     for row, logits_TV in zip(alike, alone, strict=True):
         if not is_same(runner.plain_logits(row[:1]), logits_TV[:1]):
-            return "It looks ahead: set is_decoder=True in its config if it is an encoder, or roll"
+            return (
+                "It looks ahead: set is_decoder=True in its config if it is an encoder; if its "
+                "prompt attends both ways, as PaliGemma's, its keys cannot be kept, so roll"
+            )
     return "Roll"
 
 

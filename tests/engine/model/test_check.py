@@ -86,6 +86,23 @@ def test_is_decoder_is_advised_only_for_a_model_that_looks_ahead():
         RolloutGenerator(ahead)
 
 
+def test_a_model_that_draws_its_outputs_at_random_is_said_to():
+    def noisy(module, args, output):
+        return output + torch.randn_like(output)
+
+    model = tiny_model("llama")
+    model.lm_head.register_forward_hook(noisy)
+    with pytest.raises(ConfigurationError, match="Two forwards of the same tokens differ"):
+        RolloutGenerator(model)
+
+
+def test_a_model_without_one_table_of_token_ids_is_refused(monkeypatch):
+    model = tiny_model("llama")
+    monkeypatch.setattr(model, "get_input_embeddings", torch.nn.Identity)
+    with pytest.raises(ConfigurationError, match="embeds its inputs by a Identity, not by one"):
+        RolloutGenerator(model)
+
+
 def test_a_model_that_fails_on_token_ids_is_refused_with_its_error():
     def failing(arguments):
         raise RuntimeError("where is the image?")
