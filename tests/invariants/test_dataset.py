@@ -307,6 +307,21 @@ def test_a_request_that_the_engine_refuses_becomes_a_row_with_an_error(model, tm
     assert (resumed.num_resumed, resumed.num_failed, resumed.num_tokens) == (9, 6, 0)
 
 
+def test_without_a_length_rows_get_512_new_tokens_or_what_still_fits(tmp_path, caplog):
+    small = tiny_model(vocab_size=len(TOKENIZER), num_hidden_layers=1, max_position_embeddings=520)
+    rows = [{"prompt": "x" * length, "id": str(length)} for length in (4, 514, 517)]
+    jsonl = write_jsonl(tmp_path / "in.jsonl", rows)
+    options = {"max_new_tokens": None, "ignore_eos": True, "num_return_sequences": 1}
+    report = generate(small, jsonl, tmp_path / "out.jsonl", **options)
+    assert report.num_failed == 0
+    found = {line["id"]: len(line["token_ids"]) for line in read_jsonl(tmp_path / "out.jsonl")}
+    assert found == {"4": 512, "514": 6, "517": 3}
+    (told,) = [r.getMessage() for r in caplog.records if "new tokens" in r.getMessage()]
+    assert "line 2 gets at most 6 new tokens, not 512" in told
+    asked = generate(small, jsonl, tmp_path / "asked.jsonl", **{**options, "max_new_tokens": 512})
+    assert asked.num_failed == 2, "what was asked for is not cut"
+
+
 def test_failed_sequences_are_generated_again_on_request(model, jsonl, tmp_path):
     output = tmp_path / "out.jsonl"
     generate(model, jsonl, output)

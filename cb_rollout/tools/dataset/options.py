@@ -38,7 +38,9 @@ class DatasetOptions:
         InvalidRequestError: a sampling parameter is out of its range.
     """
 
-    max_new_tokens: int = _option(512, "Longest completion, in tokens.")
+    max_new_tokens: int | None = _option(
+        None, "Longest completion, in tokens; None: 512, or fewer where the model takes fewer."
+    )
     num_return_sequences: int = _option(
         1, "Completions of each row; their prompt is computed once."
     )

@@ -4,11 +4,13 @@ The calling thread encodes and submits; the manager's thread generates meanwhile
 """
 
 import hashlib
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 from cb_rollout.config.sampling import SamplingParams
+from cb_rollout.engine.request import Request
 from cb_rollout.engine.service.manager import ContinuousBatchingManager
 from cb_rollout.engine.service.output_queue import OutputQueue
 from cb_rollout.errors import InvalidRequestError
@@ -18,8 +20,14 @@ from cb_rollout.types import GenerationOutput
 # A full batch runs and another waits, so that a completed sequence is replaced at once.
 BATCHES_IN_FLIGHT = 2
 
+# Longest completion where none is asked for.
+DEFAULT_NEW_TOKENS = 512
+
 # Longest wait for a completed sequence.
 POLL_SECONDS = 0.25
+
+
+_LOGGER = logging.getLogger(__name__)
 
 
 class CompletedSequence(NamedTuple):
@@ -46,14 +54,16 @@ class CompletionStream:
 
         Args:
             manager: a manager that is started before the stream is read.
-            params: sampling parameters of each sequence. With a `seed`, its tokens depend on the
-                seed, the row's id and the sequence's number only.
+            params: sampling parameters of each sequence. Without `max_new_tokens`, at most
+                `DEFAULT_NEW_TOKENS` are sampled, and no more than the model takes. With a `seed`,
+                its tokens depend on the seed, the row's id and the sequence's number only.
             token_ids: encodes a row; may raise `InvalidRequestError`.
         """
         self._manager, self._params, self._token_ids = manager, params, token_ids
         self._max_in_flight = BATCHES_IN_FLIGHT * manager.memory_plan.num_slots
         self._in_flight: dict[str, tuple[Row, int]] = {}
         self._output_queue = OutputQueue()
+        self._has_cut_default = False
 
     def completed(
         self, wanted: Iterator[tuple[Row, list[int]]]
@@ -84,15 +94,32 @@ class CompletionStream:
         """Submit a row's sequences as one group; return them as failed if they are refused."""
         params = replace(self._params, seed=_row_seed(self._params.seed, row))
         try:
-            requests = self._manager.create_requests(
-                [self._token_ids(row)], [params], members=samples
-            )
+            token_ids = self._token_ids(row)
+            if params.max_new_tokens is None:
+                params = replace(params, max_length=len(token_ids) + DEFAULT_NEW_TOKENS)
+            requests = self._manager.create_requests([token_ids], [params], members=samples)
         except InvalidRequestError as error:
             return [CompletedSequence(row, sample, None, str(error)) for sample in samples]
+        self._log_cut_default(row, requests[0])
         self._manager.submit(requests, self._output_queue)
         for request, sample in zip(requests, samples, strict=True):
             self._in_flight[request.request_id] = (row, sample)
         return []
+
+    def _log_cut_default(self, row: Row, request: Request) -> None:
+        """Log the first row that has no room for the default number of new tokens."""
+        is_default = self._params.max_new_tokens is None
+        if is_default and request.max_new_tokens < DEFAULT_NEW_TOKENS and not self._has_cut_default:
+            self._has_cut_default = True
+            _LOGGER.warning(
+                "%s gets at most %d new tokens, not %d: no more fit the model or the KV cache "
+                "after its prompt of %d; so do other rows. Set max_new_tokens to have long rows "
+                "refused instead.",
+                row.label,
+                request.max_new_tokens,
+                DEFAULT_NEW_TOKENS,
+                len(request.prompt_ids),
+            )
 
 
 def _row_seed(seed: int | None, row: Row) -> int | None:
