@@ -20,7 +20,7 @@ from cb_rollout.engine.kv_cache.sizing import page_layout, plan_memory
 from cb_rollout.engine.kv_cache.storage import CacheStorage, create_saver
 from cb_rollout.engine.memory import device as devices
 from cb_rollout.engine.memory.plan import GIB
-from cb_rollout.engine.memory.training import TrainingMemory
+from cb_rollout.engine.memory.training import OptimizerOrName, TrainingMemory
 from cb_rollout.engine.model.check import check_model
 from cb_rollout.engine.model.eval_mode import eval_mode
 from cb_rollout.engine.model.runner import BatchLayout, ModelRunner
@@ -45,7 +45,7 @@ class Engine:
         config: RolloutConfig,
         autocast_dtype: torch.dtype | None = None,
         trained: torch.nn.Module | None = None,
-        optimizer: torch.optim.Optimizer | str | None = None,
+        optimizer: OptimizerOrName | None = None,
     ) -> None:
         """Probe the model and plan the memory; pages are allocated at the first step.
 
@@ -71,7 +71,8 @@ class Engine:
             self.trained, model, self.device, optimizer, config.training_reserve_gib
         )
         self._proposer = NgramProposer(config.num_speculative_tokens)
-        self._probe()
+        with devices.plain_modes():
+            self._probe()
         saver = create_saver(self.device)
         self._storage = CacheStorage(self.layout, self.limits, self.memory_plan, self.device, saver)
         offload_bytes, offloader = int(config.cpu_offload_gib * GIB), None
@@ -211,7 +212,8 @@ class Engine:
         self.training.stop_measuring(self.cache_bytes)
         if is_due:
             self.training.settle()
-        self._plan_anew()
+        with devices.plain_modes():
+            self._plan_anew()
 
     def _plan_anew(self) -> None:
         """Plan the memory again, and probe the model first if it changed."""
@@ -230,7 +232,7 @@ class Engine:
 
     def recompute(self, request: Request) -> list[float]:
         """Return a sequence's log-probabilities by one plain forward of the model that trains."""
-        with eval_mode(self.trained):
+        with eval_mode(self.trained), devices.plain_modes():
             return self._runner.recompute(self.trained, request)
 
     def step(self) -> list[Request]:
@@ -239,7 +241,7 @@ class Engine:
         Returns:
             The sequences that got a token or ended, each once.
         """
-        with devices.current(self.device), devices.plain_modes(self.device):
+        with devices.current(self.device), devices.plain_modes():
             touched = self._step()
         self._scheduler.retire_running()
         if not self.has_work:

@@ -19,6 +19,7 @@ from cb_rollout.config.hf import as_rollout_config, from_generation_config
 from cb_rollout.config.rollout import RolloutConfig
 from cb_rollout.config.sampling import SamplingParams, require_different, resolved
 from cb_rollout.engine.memory.plan import MemoryPlan
+from cb_rollout.engine.memory.training import OptimizerOrName
 from cb_rollout.engine.request import Request
 from cb_rollout.engine.service.manager import ContinuousBatchingManager
 from cb_rollout.engine.service.output_queue import OutputQueue
@@ -55,7 +56,7 @@ class RolloutGenerator:
         tokenizer: Any = None,
         generation_config: Any = None,
         accelerator: Any = None,
-        optimizer: torch.optim.Optimizer | str | None = None,
+        optimizer: OptimizerOrName | None = None,
     ) -> None:
         """Probe the model and plan the memory.
 
@@ -67,8 +68,8 @@ class RolloutGenerator:
             accelerator: source of the rank, and of the precision of the trainer's forward; None:
                 the rank is that of `torch.distributed`'s process group, else of the environment's
                 `RANK`, else 0.
-            optimizer: the model's optimizer or its name, used to estimate the memory of its
-                states. None: as Adam's for a model in training mode, else 0.
+            optimizer: the model's optimizer, its class, or the name of a known one, for the memory
+                of its states. None: as Adam's for a model in training mode, else 0.
 
         Raises:
             ConfigurationError: a setting or the model is not supported.

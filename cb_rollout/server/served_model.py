@@ -81,7 +81,7 @@ class ServedModel:
         self._encoder_thread = ThreadPoolExecutor(1, "cb_rollout-encode")
         self._grammar_thread = ThreadPoolExecutor(1, "cb_rollout-grammar")
         compiling = copy.deepcopy(tokenizer)
-        vocab_size = manager.limits.vocab_size
+        vocab_size = manager.limits.vocab_size()
         # Equal prompts that wait together are prefilled once, even from different clients. The
         # input processor's own group numbers are not negative.
         numbers = itertools.count(-1, -1)

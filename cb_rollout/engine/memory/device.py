@@ -159,7 +159,7 @@ def finish(device: torch.device) -> None:
 
 
 @contextmanager
-def plain_modes(device: torch.device) -> Iterator[None]:
+def plain_modes() -> Iterator[None]:
     """Leave autocast and inference mode, in which the calling thread may be.
 
     Pages allocated in inference mode could not be written outside it.
@@ -167,8 +167,9 @@ def plain_modes(device: torch.device) -> Iterator[None]:
     with ExitStack() as stack:
         if torch.is_inference_mode_enabled():
             stack.enter_context(torch.inference_mode(False))
-        if torch.is_autocast_enabled(device.type):
-            stack.enter_context(torch.autocast(device.type, enabled=False))
+        for kind in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
         yield
 
 

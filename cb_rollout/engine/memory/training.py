@@ -30,9 +30,12 @@ TENSORS_PER_PARAMETER = {
     "adagrad": 1,
     "rmsprop": 1,
     "ademamix": 3,
+    "adam": 2,
+    "adadelta": 2,
+    "rprop": 2,
 }
 
-# Adam's two moments, also assumed of unknown optimizers.
+# Adam's two moments, assumed of an optimizer of an unknown class.
 DEFAULT_TENSORS = 2
 
 # Settings that add a tensor each: of SGD and RMSprop, Adam, RMSprop, Adafactor.
@@ -44,6 +47,9 @@ BYTES_PER_ELEMENT = {"8bit": 1 + 4 / 256, "fp8": 1 + 4 / 256, "4bit": 0.5 + 4 / 
 
 # The assumption where no optimizer is known.
 UNKNOWN_OPTIMIZER = "adam"
+
+# An optimizer, the class of one, or the name of a known one.
+OptimizerOrName = torch.optim.Optimizer | type[torch.optim.Optimizer] | str
 
 # Those that wait for the first step of their model's optimizer.
 _WATCHERS: "weakref.WeakSet[TrainingMemory]" = weakref.WeakSet()
@@ -60,14 +66,22 @@ def optimizer_state_bytes(
         num_elements: elements of its parameters.
         num_bytes: bytes of its parameters.
     """
-    name = name.lower().replace("-", "_")
-    known = [part for part in TENSORS_PER_PARAMETER if part in name]
+    name = _normal(name)
+    known = _known_parts(name)
     num_tensors = TENSORS_PER_PARAMETER[max(known, key=len)] if known else DEFAULT_TENSORS
     num_tensors += sum(bool(settings.get(setting)) for setting in TENSOR_SETTINGS)
     for part, width in BYTES_PER_ELEMENT.items():
         if part in name:
             return int(num_tensors * width * num_elements)
     return num_tensors * num_bytes
+
+
+def _normal(name: str) -> str:
+    return name.lower().replace("-", "_")
+
+
+def _known_parts(name: str) -> list[str]:
+    return [part for part in TENSORS_PER_PARAMETER if part in _normal(name)]
 
 
 class TrainingMemory:
@@ -78,7 +92,7 @@ class TrainingMemory:
         trained: torch.nn.Module,
         generating: torch.nn.Module,
         device: torch.device,
-        optimizer: torch.optim.Optimizer | str | None,
+        optimizer: OptimizerOrName | None,
         reserve_gib: float | str,
     ) -> None:
         """Watch for the first optimizer step.
@@ -87,23 +101,28 @@ class TrainingMemory:
             trained: the model that may be trained.
             generating: the model that generates: the same, or a copy.
             device: the device whose memory is counted.
-            optimizer: the trained model's optimizer, or its name; None: unknown, and training is
-                expected if the model is in training mode.
+            optimizer: the trained model's optimizer, its class, or the name of a known one; None:
+                unknown, and training is expected if the model is in training mode.
             reserve_gib: what training will still allocate; "auto": estimated, then measured.
 
         Raises:
-            ConfigurationError: `optimizer` is neither an optimizer nor a name.
+            ConfigurationError: `optimizer` is none of these.
         """
         self._trained, self._generating, self._device = trained, generating, device
-        self._optimizer_name = optimizer if isinstance(optimizer, str) else UNKNOWN_OPTIMIZER
+        self._optimizer_name = UNKNOWN_OPTIMIZER
         self._optimizer: weakref.ref[torch.optim.Optimizer] | None = None
         if isinstance(optimizer, torch.optim.Optimizer):
             # accelerate's `prepare` wraps it.
             self._optimizer = weakref.ref(getattr(optimizer, "optimizer", optimizer))
-        elif not (optimizer is None or isinstance(optimizer, str)):
+        elif isinstance(optimizer, type):
+            self._optimizer_name = optimizer.__name__
+        elif isinstance(optimizer, str) and _known_parts(optimizer):
+            self._optimizer_name = optimizer
+        elif optimizer is not None:
             raise ConfigurationError(
-                f"optimizer={optimizer!r} is neither a torch optimizer nor the name of one; leave "
-                "it out to have Adam's memory reserved."
+                f"optimizer={optimizer!r} is neither a torch optimizer nor a name with one of "
+                f"{', '.join(sorted(TENSORS_PER_PARAMETER))}; pass the optimizer or its class, or "
+                "leave it out to have Adam's memory reserved."
             )
         self._is_expected = optimizer is not None or trained.training
         self._set_reserve = None if isinstance(reserve_gib, str) else int(reserve_gib * GIB)

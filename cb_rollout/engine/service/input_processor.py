@@ -38,7 +38,8 @@ _MODEL_ADVICE = "shorten the prompt or lower max_new_tokens"
 class ServingLimits:
     """Bounds of the model and the KV cache on a request."""
 
-    vocab_size: int
+    vocab_size: Callable[[], int]
+    """Return the token ids that the model knows; embeddings may be resized."""
     max_positions: int | None
     """Longest sequence in tokens that the model supports; None: no known limit."""
     max_cached_tokens: Callable[[], int]
@@ -168,10 +169,10 @@ class InputProcessor:
     def _max_new_tokens(self, prompt: list[int], params: SamplingParams, index: int) -> int:
         """Return the most tokens to sample of a prompt that the model and the cache can take."""
         for token in (min(prompt), max(prompt)):
-            if not 0 <= token < self.limits.vocab_size:
+            if not 0 <= token < self.limits.vocab_size():
                 raise InvalidRequestError(
                     f"input {index} holds token id {token}, outside the model's vocabulary of "
-                    f"{self.limits.vocab_size}; was it made by another model's tokenizer?"
+                    f"{self.limits.vocab_size()}; was it made by another model's tokenizer?"
                 )
         limits = [(self.limits.max_cached_tokens(), "the KV cache holds", _CACHE_ADVICE)]
         if self.limits.max_positions is not None:
@@ -211,16 +212,16 @@ class InputProcessor:
         }
         for name, tokens in named.items():
             for token in tokens:
-                if not 0 <= token < self.limits.vocab_size:
+                if not 0 <= token < self.limits.vocab_size():
                     raise InvalidRequestError(
                         f"{name} holds token id {token}, outside the model's vocabulary of "
-                        f"{self.limits.vocab_size}; leave it out, or look it up in the model's own "
-                        "tokenizer."
+                        f"{self.limits.vocab_size()}; leave it out, or look it up in the model's "
+                        "own tokenizer."
                     )
-        if params.top_logprobs > self.limits.vocab_size:
+        if params.top_logprobs > self.limits.vocab_size():
             raise InvalidRequestError(
                 f"top_logprobs={params.top_logprobs} is more than the model's vocabulary of "
-                f"{self.limits.vocab_size}; lower it."
+                f"{self.limits.vocab_size()}; lower it."
             )
 
     def _stop_strings(self, params: SamplingParams) -> StopStrings | None:

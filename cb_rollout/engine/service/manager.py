@@ -22,6 +22,7 @@ from cb_rollout.config.sampling import SamplingParams, resolved
 from cb_rollout.engine.core import Engine
 from cb_rollout.engine.kv_cache.layout import CacheLayout
 from cb_rollout.engine.memory.plan import MemoryPlan
+from cb_rollout.engine.memory.training import OptimizerOrName
 from cb_rollout.engine.model.precision import autocast_alone
 from cb_rollout.engine.model.runner import BatchLayout
 from cb_rollout.engine.request import Request
@@ -54,7 +55,7 @@ class ContinuousBatchingManager:
         rank: int | None = None,
         tokenizer: Any = None,
         trained: torch.nn.Module | None = None,
-        optimizer: torch.optim.Optimizer | str | None = None,
+        optimizer: OptimizerOrName | None = None,
     ) -> None:
         """Probe the model and plan the memory; nothing runs before `start()`.
 
@@ -68,8 +69,8 @@ class ContinuousBatchingManager:
                 `torch.distributed`'s process group, else the environment's `RANK`, else 0.
             tokenizer: decodes tokens for stop strings; None: stop strings are refused.
             trained: the training model that `model` is a copy of; None: `model` itself.
-            optimizer: the optimizer of the training model, or its name, for the memory plan; None:
-                unknown.
+            optimizer: the optimizer of the training model, its class, or the name of a known one,
+                for the memory plan; None: unknown.
 
         Raises:
             ConfigurationError: a setting or the model cannot be honoured.
@@ -89,7 +90,7 @@ class ContinuousBatchingManager:
         self._is_alone = trained is None
         engine = self._engine
         limits = ServingLimits(
-            vocab_size=hf_compat.vocab_size(module),
+            vocab_size=lambda: hf_compat.vocab_size(engine.model),
             max_positions=hf_compat.max_positions(module),
             max_cached_tokens=lambda: engine.max_sequence_tokens,
             model_eos=hf_compat.model_eos_token_ids(module),

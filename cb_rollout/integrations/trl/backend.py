@@ -66,9 +66,9 @@ def create_generator(trainer: Any, config: Any) -> RolloutGenerator:
         )
     optimizer = trainer.optimizer
     if optimizer is None:
-        # The optimizer does not exist yet; its name tells how much memory it will take.
+        # The optimizer does not exist yet; its class or name tells how much memory it will take.
         chosen = getattr(trainer, "optimizer_cls_and_kwargs", None)
-        optimizer = trainer.args.optim if chosen is None else chosen[0].__name__
+        optimizer = trainer.args.optim if chosen is None else chosen[0]
     generator = RolloutGenerator(
         trainer.model,
         as_trainers_config(config, trainer.args.seed),

@@ -4,6 +4,7 @@ import pytest
 import torch
 from tiny import tiny_model
 from torch.optim.optimizer import _global_optimizer_post_hooks as hooks
+from transformers.training_args import OptimizerNames
 
 from cb_rollout.engine.memory import training as trainings
 from cb_rollout.engine.memory.plan import GIB
@@ -90,6 +91,17 @@ def test_a_model_that_is_not_trained_reserves_nothing_until_an_optimizer_is_name
     model = tiny_model()
     assert training_of(model).bytes_now().reserve == 0
     assert training_of(model, "adamw_torch").bytes_now().reserve == 3 * size_of(model)
+
+
+def test_the_name_of_no_known_optimizer_is_refused_with_those_that_are():
+    model = tiny_model()
+    with pytest.raises(ConfigurationError, match=r"optimizer='foo' .*adam, .*sgd"):
+        training_of(model, "foo")
+    for name in OptimizerNames:
+        training_of(model, name)
+    # A trainer may have a class of its own.
+    own = type("Foo", (torch.optim.SGD,), {})
+    assert training_of(model, own).bytes_now().reserve == 3 * size_of(model)
 
 
 def test_an_optimizer_is_checked_and_unwrapped():

@@ -21,8 +21,11 @@ def processor_of(seed=0, rank=0, **limits):
         "model_eos": (1, 7),
     }
     values = defaults | limits
-    cached = values.pop("max_cached_tokens")
-    return InputProcessor(ServingLimits(**values, max_cached_tokens=lambda: cached), seed, rank)
+    cached, vocab_size = values.pop("max_cached_tokens"), values.pop("vocab_size")
+    limits = ServingLimits(
+        **values, max_cached_tokens=lambda: cached, vocab_size=lambda: vocab_size
+    )
+    return InputProcessor(limits, seed, rank)
 
 
 def one(input_processor, prompt=(3, 4), **params):
