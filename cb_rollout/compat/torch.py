@@ -1,25 +1,27 @@
 """Reach past the public API of torch (2.11 to 2.13): wrappers, hooks and OpenMP workers."""
 
 import ctypes
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules import module as _module
-from transformers import PreTrainedModel
 
 try:
     from torch.nn.attention.varlen import varlen_attn
 except ImportError:  # torch 2.11 may be built without it
     varlen_attn: Any = None
 
+Module = TypeVar("Module", bound=torch.nn.Module)
 
-def plain_class(model: PreTrainedModel) -> type[PreTrainedModel]:
-    """Return the model's class, from which torch 2.13's `fully_shard` derives one of its own."""
+
+def plain_class(model: Module) -> type[Module]:
+    """Return a module's class, from which torch 2.13's `fully_shard` derives one of its own."""
     return next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
 
 
@@ -179,11 +181,12 @@ def _libgomp() -> ctypes.CDLL | None:
 
 
 def captured_weights(model: torch.nn.Module) -> list[object]:
-    """Return what a captured forward relies on: tensors' addresses, and peft's adapters."""
+    """Return what a captured forward relies on: modules, tensors' addresses, peft's adapters."""
     tensors = [*model.parameters(), *model.buffers()]
     found: list[object] = [tensor.data_ptr() for tensor in tensors]
     module: Any
     for module in model.modules():
+        found.append((weakref.ref(module), forward_numbers(module)))
         if hasattr(module, "merged_adapters"):
             found += [
                 tuple(module.active_adapters),
@@ -192,3 +195,14 @@ def captured_weights(model: torch.nn.Module) -> list[object]:
                 dict(getattr(module, "scaling", {})),
             ]
     return found
+
+
+def forward_numbers(module: torch.nn.Module) -> dict[str, float]:
+    """Return the numbers that a module's forward computes with in evaluation mode, by name.
+
+    Such are an epsilon and a scale; they are its attributes that are floats.
+    """
+    if isinstance(module, torch.nn.Dropout):
+        return {}
+    found = {name: value for name, value in vars(module).items() if type(value) is float}
+    return {name: value for name, value in found.items() if "drop" not in name}

@@ -2,6 +2,7 @@
 
 import inspect
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
@@ -161,13 +162,15 @@ def forward_passes_on(model: PreTrainedModel) -> bool:
 
 
 def forward_identity(model: PreTrainedModel) -> tuple[Any, ...]:
-    """Return a value that changes when the forward's compute dtype may have changed.
+    """Return a value that changes when layers keep other states in the cache, or may do so.
 
     accelerate 1.15 wraps `forward` on the instance, under autocast, when it prepares a model; keys
-    then arrive in the cache in another dtype.
+    then arrive in another dtype. A layer that was added or replaced keeps states of its own.
     """
     parameter = next(model.parameters())
-    return (model.__dict__.get("forward"), parameter.dtype, parameter.device)
+    modules = tuple(weakref.ref(module) for module in model.modules())
+    own_forward = model.__dict__.get("forward")
+    return (own_forward, parameter.dtype, parameter.device, vocab_size(model), modules)
 
 
 def model_eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:

@@ -288,7 +288,7 @@ class Engine:
             self._plan_anew()
         with (
             devices.current(self.device),
-            devices.plain_modes(self.device),
+            devices.plain_modes(),
             eval_mode(self.model),
         ):
             self._drop_stale_forwards()

@@ -15,7 +15,7 @@ class WeightSynchronizer(Protocol):
     """Keep the module that generates up to date. Called while the engine is paused."""
 
     module: PreTrainedModel
-    """Module that generates. The storage of its parameters never moves."""
+    """Module that generates. The storage of a parameter moves only if its ties or dtype change."""
     trained: torch.nn.Module
     """Training module, maybe wrapped. Verification compares log-probabilities with its forward."""
     autocast_dtype: torch.dtype | None
@@ -48,5 +48,6 @@ def require_equal(weights: WeightSynchronizer) -> None:
         raise WeightSyncError(
             f"{len(names)} tensors of the rollout copy differ from the training module after a "
             f"sync: {', '.join(names[:MAX_NAMES])}{rest}. Writes to a frozen tensor through .data "
-            "are not detected; write it under torch.no_grad() instead, or give it requires_grad."
+            "are not detected (write it under torch.no_grad() instead, or give it requires_grad); "
+            "a trainable one was written while it was copied, by another thread, or in the copy."
         )

@@ -4,16 +4,27 @@ Owns the copy and the record of its last sync. Reads the training module and nev
 Gathers sharded weights one bucket at a time. Called from the training thread, the engine paused.
 """
 
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
+from cb_rollout.compat import torch as torch_compat
 from cb_rollout.compat import transformers as hf_compat
+from cb_rollout.engine.memory import device as devices
 from cb_rollout.engine.model.precision import Precision
+from cb_rollout.errors import WeightSyncError
 from cb_rollout.weights.adapters import has_adapters
-from cb_rollout.weights.replica import create_replica, require_match, tensors_by_name
+from cb_rollout.weights.base import MAX_NAMES
+from cb_rollout.weights.replica import (
+    create_replica,
+    misplaced,
+    place,
+    require_match,
+    tensors_by_name,
+)
 from cb_rollout.weights.source import PlainSource, WeightSource, create_source
-from cb_rollout.weights.tensor import Weight, weights_of
+from cb_rollout.weights.tensor import Weight, computed_by, weights_of
 from cb_rollout.weights.zero3 import register_head
 
 # Sharded weights gathered at once: enough for one large tensor, little beside a model.
@@ -41,13 +52,17 @@ class CopiedWeights:
         """
         self.follow(trained)
         self.autocast_dtype = precision.autocast_dtype
+        self._precision = precision
         self.is_collective = False
         self._taken: dict[tuple[str, ...], tuple[Signature, tuple[float, ...]]] = {}
-        self._matched: tuple[list[int], WeightSource, list[Weight]] | None = None
+        self._matched: tuple[list[object], WeightSource, list[Weight]] | None = None
         _, weights, shapes = self._read()
-        device = device or next(trained.parameters()).device
-        self.module = create_replica(self._source, weights, shapes, precision, device)
+        self._device = device or next(trained.parameters()).device
+        # Tensors made in inference mode could not be written outside it.
+        with devices.plain_modes():
+            self.module = create_replica(self._source, weights, shapes, precision, self._device)
         self._held = tensors_by_name(self.module)
+        self._computed = computed_by(self._source)
         self.sync()
 
     def follow(self, trained: torch.nn.Module) -> None:
@@ -61,6 +76,11 @@ class CopiedWeights:
         A trainable tensor may always have changed; a frozen one if torch counted a write to it or
         its storage moved. Adapters are merged into a fresh value of the frozen base.
         """
+        # Autocast would round the adapters that are merged.
+        with devices.plain_modes():
+            return self._sync()
+
+    def _sync(self) -> int:
         source, weights = self._matching()
         stale = [weight for weight in weights if self._is_stale(weight, source)]
         # WeightSource replaces a shard's storage, so read the states first.
@@ -75,13 +95,14 @@ class CopiedWeights:
         return num_bytes
 
     def differing(self) -> list[str]:
-        """Return the names of the tensors that differ from a fresh full sync in any bit."""
+        """Return every name of the tensors that differ from a fresh full sync in any bit."""
         source, weights, _ = self._read()
-        with torch.no_grad():
+        with torch.no_grad(), devices.plain_modes():
             return [
-                weight.names[0]
+                name
                 for weight, value in _values(weights, source)
-                if not _is_equal(self._held[weight.names[0]], value)
+                for name in weight.names
+                if not _is_equal(self._held[name], value)
             ]
 
     def _matching(self) -> tuple[WeightSource, list[Weight]]:
@@ -90,15 +111,42 @@ class CopiedWeights:
         The match is kept while the module holds the same tensors, whole and without adapters:
         matching by name takes longer than copying a small model.
         """
-        held = [id(self.trained), *map(id, _tensors(self.trained))]
+        held = _structure(self.trained)
         if self._matched is not None and self._matched[0] == held:
             return self._matched[1:]
         source, weights, shapes = self._read()
         require_match(self.module, weights, shapes)
+        self._require_same_modules()
+        self._follow_structure(weights, shapes)
         is_kept = isinstance(source, PlainSource) and not has_adapters(self._source)
         # The weights keep the tensors alive, so no other tensor takes over an id.
         self._matched = (held, source, weights) if is_kept else None
         return source, weights
+
+    def _require_same_modules(self) -> None:
+        """Raise `WeightSyncError` where a module of another kind computes since the copy was made.
+
+        The copy has the modules that the model's config describes, and only tensors are copied.
+        """
+        now = computed_by(self._source)
+        replaced = [path for path, made in self._computed.items() if now.get(path, made) != made]
+        if replaced:
+            rest = f" and {len(replaced) - MAX_NAMES} more" if len(replaced) > MAX_NAMES else ""
+            raise WeightSyncError(
+                f"{len(replaced)} modules of the training module compute something else than when "
+                f"its copy was made: {', '.join(replaced[:MAX_NAMES])}{rest}. A copy takes over "
+                "tensors only; use weight_sync='shared', or make the change before training."
+            )
+
+    def _follow_structure(
+        self, weights: Sequence[Weight], shapes: Mapping[Weight, torch.Size]
+    ) -> None:
+        """Tie the copy's tensors and choose their dtypes anew, as the training module has them."""
+        moved = misplaced(self.module, weights, self._precision)
+        place(self.module, moved, shapes, self._precision, self._device)
+        for weight in moved:
+            self._taken.pop(weight.names, None)
+        self._held = tensors_by_name(self.module)
 
     def _read(self) -> tuple[WeightSource, list[Weight], dict[Weight, torch.Size]]:
         # A trainer may have sharded the module since the last sync.
@@ -114,11 +162,15 @@ class CopiedWeights:
         return self._taken.get(weight.names) != _state(weight, source)
 
 
-def _tensors(model: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """Yield every parameter and buffer, repeated where several modules hold it."""
+def _structure(model: torch.nn.Module) -> list[object]:
+    """Return a value that changes when a tensor or a module is replaced, tied, resized or cast."""
+    found: list[object] = []
     for module in model.modules():
+        found.append((weakref.ref(module), torch_compat.forward_numbers(module)))
         for tensors in (module._parameters, module._buffers):
-            yield from (tensor for tensor in tensors.values() if tensor is not None)
+            # A resize or a cast may keep the tensor and replace its contents.
+            found += ((id(t), t.shape, t.dtype) for t in tensors.values() if t is not None)
+    return found
 
 
 def _state(weight: Weight, source: WeightSource) -> tuple[Signature, tuple[float, ...]]:

@@ -67,18 +67,50 @@ def create_replica(
     with torch.random.fork_rng(devices=[]), init_empty_weights(include_buffers=False):
         replica = make(copy.deepcopy(trained.config))
     require_match(replica, weights, shapes)
+    place(replica, weights, shapes, precision, device)
+    replica.generation_config = trained.generation_config
+    return replica.eval()
+
+
+def place(
+    replica: PreTrainedModel,
+    weights: Sequence[Weight],
+    shapes: Mapping[Weight, torch.Size],
+    precision: Precision,
+    device: torch.device,
+) -> None:
+    """Give a replica an empty tensor for each of the weights, tied as in the training module."""
     for weight in weights:
-        owners = [replica.get_submodule(name.rpartition(".")[0]) for name in weight.names]
-        dtype = weight.base.dtype
-        if not weight.is_buffer:
-            dtype = held_dtype(owners, dtype, precision)
+        dtype = _held_dtype(replica, weight, precision)
         held = torch.empty(shapes[weight], dtype=dtype, device=device)
         if not weight.is_buffer:
             held = torch.nn.Parameter(held, requires_grad=False)
-        for owner, name in zip(owners, weight.names, strict=True):
-            setattr(owner, name.rpartition(".")[2], held)
-    replica.generation_config = trained.generation_config
-    return replica.eval()
+        for name in weight.names:
+            owner, _, attribute = name.rpartition(".")
+            setattr(replica.get_submodule(owner), attribute, held)
+
+
+def misplaced(
+    replica: PreTrainedModel, weights: Sequence[Weight], precision: Precision
+) -> list[Weight]:
+    """List the weights that are tied otherwise in a replica, or held there in another dtype."""
+    held = tensors_by_name(replica)
+    names_of: dict[int, set[str]] = {}
+    for name, tensor in held.items():
+        names_of.setdefault(id(tensor), set()).add(name)
+    return [
+        weight
+        for weight in weights
+        if names_of[id(held[weight.names[0]])] != set(weight.names)
+        or held[weight.names[0]].dtype != _held_dtype(replica, weight, precision)
+    ]
+
+
+def _held_dtype(replica: PreTrainedModel, weight: Weight, precision: Precision) -> torch.dtype:
+    if weight.is_buffer:
+        return weight.base.dtype
+    owners = [replica.get_submodule(name.rpartition(".")[0]) for name in weight.names]
+    return held_dtype(owners, weight.base.dtype, precision)
 
 
 def tensors_by_name(replica: PreTrainedModel) -> dict[str, torch.Tensor]:

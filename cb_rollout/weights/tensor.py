@@ -61,7 +61,7 @@ def weights_of(
         ConfigurationError: an adapter cannot be expressed as a plain model's weight.
     """
     grouped: dict[tuple[int, ...], Weight] = {}
-    for name, base, added, is_buffer in _walk(model, "", ()):
+    for name, base, added, is_buffer in _tensors(model):
         added = tuple(replace(one, A=stored(one.A), B=stored(one.B)) for one in added)
         weight = Weight((name,), stored(base), added, is_buffer)
         key = tuple(id(tensor) for tensor in weight.tensors)
@@ -74,18 +74,42 @@ def weights_of(
 Found = tuple[str, torch.Tensor, tuple[LowRank, ...], bool]
 
 
-def _walk(module: torch.nn.Module, prefix: str, added: tuple[LowRank, ...]) -> Iterator[Found]:
-    inner = wrapped_by_peft(module)
+def _tensors(model: torch.nn.Module) -> Iterator[Found]:
+    for path, module, added in plain_modules(model):
+        for name, parameter in module.named_parameters(recurse=False):
+            yield path + name, parameter, added if name == "weight" else (), False
+        for name, buffer in module.named_buffers(recurse=False):
+            yield path + name, buffer, (), True
+
+
+def plain_modules(
+    model: torch.nn.Module, prefix: str = "", added: tuple[LowRank, ...] = ()
+) -> Iterator[tuple[str, torch.nn.Module, tuple[LowRank, ...]]]:
+    """Yield each module of the plain model: its path, itself, and updates of its `weight`.
+
+    A path is empty or ends with a dot. A module in several places is yielded for each.
+    """
+    inner = wrapped_by_peft(model)
     if inner is not None:
-        yield from _walk(inner, prefix, low_ranks(module))
-        return
-    inner = torch_compat.wrapped_layer(module)
+        added = low_ranks(model)
+    else:
+        inner = torch_compat.wrapped_layer(model)
     if inner is not None:
-        yield from _walk(inner, prefix, added)
+        yield from plain_modules(inner, prefix, added)
         return
-    for name, parameter in module.named_parameters(recurse=False):
-        yield prefix + name, parameter, added if name == "weight" else (), False
-    for name, buffer in module.named_buffers(recurse=False):
-        yield prefix + name, buffer, (), True
-    for name, child in module.named_children():
-        yield from _walk(child, f"{prefix}{name}.", ())
+    yield prefix, model, added
+    # `named_children` leaves out a child that it has yielded under another name.
+    for name, child in model._modules.items():
+        if child is not None:
+            yield from plain_modules(child, f"{prefix}{name}.")
+
+
+def computed_by(model: torch.nn.Module) -> dict[str, tuple[type, dict[str, float]]]:
+    """Return each plain module's class and numbers, by its path."""
+    return {
+        path.removesuffix(".") or "the model": (
+            torch_compat.plain_class(module),
+            torch_compat.forward_numbers(module),
+        )
+        for path, module, _ in plain_modules(model)
+    }

@@ -4,6 +4,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from peft import LoraConfig, inject_adapter_in_model
 from tiny import FAMILIES, tiny_model
 
 from cb_rollout import (
@@ -237,3 +238,89 @@ def test_a_tensor_that_takes_another_ones_place_is_found():
     model.lm_head = torch.nn.Linear(4, 4)
     with pytest.raises(WeightSyncError, match=r"lm_head\.weight"):
         weights.sync()
+
+
+def untied(model):
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(-1)
+
+
+def tied(model):
+    model.lm_head.weight = model.model.embed_tokens.weight
+
+
+def shared_mlp(model):
+    model.model.layers[1].mlp = model.model.layers[0].mlp
+
+
+@pytest.mark.parametrize(
+    ("was_tied", "retie"), [(True, untied), (False, tied), (False, shared_mlp)]
+)
+def test_a_copy_is_tied_as_the_training_module_is_now(was_tied, retie):
+    model = tiny_model(tie_word_embeddings=was_tied)
+    weights = create_weight_sync(model, COPY)
+    retie(model)
+    for _ in range(2):
+        change(model)
+        weights.sync()
+        assert weights.differing() == []
+        assert torch.equal(logits(weights.module), logits(model))
+    held = weights.module.lm_head.weight.data_ptr()
+    weights.sync()
+    assert weights.module.lm_head.weight.data_ptr() == held
+
+
+def test_a_copy_is_cast_with_the_training_module():
+    model = tiny_model()
+    weights = create_weight_sync(model, COPY)
+    model.to(torch.float64)
+    weights.sync()
+    assert weights.module.dtype == torch.float64
+    assert torch.equal(logits(weights.module), logits(model))
+
+
+def test_a_tied_model_that_was_resized_is_named_tensor_by_tensor():
+    model = tiny_model(tie_word_embeddings=True)
+    weights = create_weight_sync(model, COPY)
+    model.resize_token_embeddings(300)
+    with pytest.raises(WeightSyncError, match=r"^2 tensors .*\n  lm_head\.weight: \(300, 64\)"):
+        weights.sync()
+
+
+def other_activation(model):
+    model.model.layers[1].mlp.act_fn = torch.nn.GELU()
+
+
+def other_number(model):
+    model.model.norm.variance_epsilon = 2.0
+
+
+@pytest.mark.parametrize(
+    ("replace", "name"),
+    [(other_activation, r"model\.layers\.1\.mlp\.act_fn"), (other_number, r"model\.norm")],
+)
+def test_a_copy_refuses_a_module_that_computes_something_else_since(replace, name):
+    model = tiny_model()
+    weights = create_weight_sync(model, COPY)
+    replace(model)
+    with pytest.raises(WeightSyncError, match=f"^1 modules .* was made: {name}\\. .*'shared'"):
+        weights.sync()
+
+
+def test_autocast_and_inference_mode_around_a_copy_change_nothing_in_it():
+    model = with_adapter(tiny_model())
+    plain = create_weight_sync(model, COPY)
+    with torch.autocast("cpu", torch.bfloat16), torch.inference_mode():
+        weights = create_weight_sync(model, COPY)
+    weights.sync()
+    with torch.autocast("cpu", torch.bfloat16):
+        weights.sync()
+        assert weights.differing() == []
+    assert torch.equal(logits(weights.module), logits(plain.module))
+
+
+def with_adapter(model):
+    settings = LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
+    return inject_adapter_in_model(settings, model)
