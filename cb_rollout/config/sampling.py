@@ -337,19 +337,16 @@ def counterpart(name: str) -> str | None:
     return {field.name: field.metadata.get("counterpart") for field in fields(SamplingParams)}[name]
 
 
-def require_different(params: SamplingParams, num_return_sequences: int) -> None:
-    """Refuse several sequences of one input that would be equal.
-
-    Raises:
-        ConfigurationError: decoding is greedy.
-    """
-    if num_return_sequences > 1 and params.is_greedy:
-        setting = "temperature=0" if params.do_sample else "do_sample=False"
-        raise ConfigurationError(
-            f"num_return_sequences={num_return_sequences} of greedy decoding ({setting}) would be "
-            "equal; pass sampling_params=SamplingParams(temperature=1.0), or a generation_config "
-            "with do_sample=True."
-        )
+def equal_group_warning(params: SamplingParams, num_return_sequences: int) -> str | None:
+    """Return why several sequences of one input would be equal; None: they are sampled."""
+    if num_return_sequences == 1 or not params.is_greedy:
+        return None
+    setting = "temperature=0" if params.do_sample else "do_sample=False"
+    return (
+        f"num_return_sequences={num_return_sequences} of greedy decoding ({setting}) are equal; "
+        "pass sampling_params=SamplingParams(temperature=1.0), or a generation_config with "
+        "do_sample=True."
+    )
 
 
 def resolved(

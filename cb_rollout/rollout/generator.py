@@ -6,6 +6,7 @@ nothing itself: `ContinuousBatchingManager` runs the engine. Called from the tra
 
 import inspect
 import time
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self
@@ -17,7 +18,7 @@ from cb_rollout.config.checks import require_known
 from cb_rollout.config.enums import InFlight
 from cb_rollout.config.hf import as_rollout_config, from_generation_config
 from cb_rollout.config.rollout import RolloutConfig
-from cb_rollout.config.sampling import SamplingParams, require_different, resolved
+from cb_rollout.config.sampling import SamplingParams, equal_group_warning, resolved
 from cb_rollout.engine.memory.plan import MemoryPlan
 from cb_rollout.engine.memory.training import OptimizerOrName
 from cb_rollout.engine.request import Request
@@ -114,7 +115,8 @@ class RolloutGenerator:
             generation_config: defaults of this call; None: the generator's.
             sampling_params: one, or one per input; None: the generation config's.
             num_return_sequences: completions of each input; None: the generation config's, else 1.
-                More than one must be sampled: many models' own generation config is greedy.
+                Greedy ones are equal, which is warned of: many models' own generation config is
+                greedy.
             max_new_tokens: one, or one per input; overrides the two above.
             progress_bar: show sequences done and tokens per second.
             record_timestamps: record the time at which each token was sampled.
@@ -141,8 +143,8 @@ class RolloutGenerator:
             raise InvalidRequestError(f"num_return_sequences={count!r} is not a whole number >= 1.")
         prompts = encoded_or_refused(inputs, self.tokenizer)
         params = self._params(len(prompts), generation_config, sampling_params, max_new_tokens)
-        for wanted in params:
-            require_different(wanted, count)
+        if warning := next(filter(None, (equal_group_warning(p, count) for p in params)), None):
+            warnings.warn(warning, stacklevel=2)
         with self.manager.observers.span("rollout"):
             requests = self.manager.create_requests(
                 prompts,

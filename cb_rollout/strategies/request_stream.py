@@ -7,8 +7,9 @@ one thread.
 from collections.abc import Sequence
 from typing import Protocol
 
-from cb_rollout.config.sampling import SamplingParams, require_different, resolved
+from cb_rollout.config.sampling import SamplingParams, equal_group_warning, resolved
 from cb_rollout.engine.service.output_queue import OutputQueue
+from cb_rollout.errors import ConfigurationError
 from cb_rollout.rollout.generator import RolloutGenerator
 from cb_rollout.rollout.prompts import Prompt, encoded
 from cb_rollout.types import GenerationOutput
@@ -63,7 +64,8 @@ class RequestStream:
 
     def submit(self, prompt: Prompt, num_sequences: int) -> list[str]:
         """Queue completions of one prompt; see `ContinuousBatchingManager.add_request`."""
-        require_different(self._params, num_sequences)
+        if warning := equal_group_warning(self._params, num_sequences):
+            raise ConfigurationError(warning)
         (ids,) = encoded([prompt], self._generator.tokenizer)
         requests = self._manager.create_requests(
             [ids], [self._params], members=range(num_sequences)

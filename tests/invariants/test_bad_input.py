@@ -275,12 +275,14 @@ def test_what_no_longer_fits_after_a_new_plan_fails_with_the_numbers():
             manager.add_request([5] * 20, max_new_tokens=50)
 
 
-def test_equal_greedy_completions_are_refused(generator):
-    said = r"num_return_sequences=4 of greedy decoding \(do_sample=False\) would be equal"
-    with pytest.raises(ConfigurationError, match=said):
-        generator.generate_batch([[5, 6]], num_return_sequences=4)
-    many = [PARAMS, SamplingParams(temperature=0)]
-    with pytest.raises(ConfigurationError, match="temperature=0"):
+def test_equal_greedy_completions_are_warned_of_and_no_strategy_takes_them(generator):
+    said = r"num_return_sequences=4 of greedy decoding \(do_sample=False\) are equal"
+    with pytest.warns(UserWarning, match=said):
+        outputs = generator.generate_batch([[5, 6]], max_new_tokens=3, num_return_sequences=4)
+    first, *others = [output.generated_tokens for output in outputs.values()]
+    assert others == [first] * 3
+    many = [PARAMS, SamplingParams(temperature=0, max_new_tokens=2)]
+    with pytest.warns(UserWarning, match="temperature=0"):
         generator.generate_batch([[5], [6]], sampling_params=many, num_return_sequences=2)
     with pytest.raises(ConfigurationError, match="greedy"):
         RequestStream(generator).submit([5, 6], 2)

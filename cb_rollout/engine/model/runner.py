@@ -108,7 +108,7 @@ class ModelRunner:
         """Make the trace of decode forwards now, where the attention backend has one."""
         backend = self.attention_backend
         if backend is not None and (traced := backend.traced_forward) is not None:
-            traced.warm_up(self.decode, backend.cache)
+            traced.warm_up(self.decode, backend.cache, hf_compat.text_token_ids(self.model))
 
     @property
     def compute_dtype(self) -> torch.dtype:

@@ -120,10 +120,10 @@ class TracedForward:
     def _may_make_trace(self) -> bool:
         return self.trace is None and self._num_traces < MOST_TRACES and not self._has_hooks
 
-    def warm_up(self, decode: Decode, cache: DecodeCache) -> None:
+    def warm_up(self, decode: Decode, cache: DecodeCache, token_ids: Sequence[int]) -> None:
         """Make the trace before it is due."""
         if self._may_make_trace:
-            self.make_trace(decode, cache)
+            self.make_trace(decode, cache, token_ids)
 
     def run(self, inputs: DecodeInputs) -> torch.Tensor | None:
         """Return float32 logits, `[B, V]`, from the trace; None: there is none, or it failed."""
