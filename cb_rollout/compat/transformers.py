@@ -88,11 +88,15 @@ def refuse_what_cannot_generate(model: PreTrainedModel) -> None:
             f"{type(model).__name__} has no language-model head; load the checkpoint with "
             "AutoModelForCausalLM."
         )
-    embedding = model.get_input_embeddings()
+    try:
+        embedding = model.get_input_embeddings()
+    except NotImplementedError:
+        # transformers 5.23 raises for a model that only holds others, as a thinker and a talker.
+        embedding = None
     if not hasattr(embedding, "weight"):
         raise ConfigurationError(
-            f"{type(model).__name__} embeds its inputs by a {type(embedding).__name__}, not by one "
-            "table of token ids; roll it out with model.generate."
+            f"{type(model).__name__} embeds its inputs by {type(embedding).__name__}, not by one "
+            "table of token ids; roll out the language model that it holds, or use model.generate."
         )
 
 

@@ -99,7 +99,7 @@ def test_a_model_that_draws_its_outputs_at_random_is_said_to():
 def test_a_model_without_one_table_of_token_ids_is_refused(monkeypatch):
     model = tiny_model("llama")
     monkeypatch.setattr(model, "get_input_embeddings", torch.nn.Identity)
-    with pytest.raises(ConfigurationError, match="embeds its inputs by a Identity, not by one"):
+    with pytest.raises(ConfigurationError, match="embeds its inputs by Identity, not by one"):
         RolloutGenerator(model)
 
 
