@@ -266,11 +266,33 @@ def test_weights_that_keep_moving_and_hooks_end_traces():
         inner.forward = plain
 
 
-def test_a_model_in_bfloat16_keeps_its_own_attention():
-    """It rounds as the trainer's does; a kernel that rounds less is further from both."""
-    with RolloutGenerator(tiny_model("qwen3").bfloat16(), RolloutConfig(seed=3)) as generator:
-        told = "decode attention: gathered (keys are torch.bfloat16)"
-        assert told in generator.manager._engine.decode_path
+BFLOAT16 = [
+    ("llama", {}),
+    *(
+        pytest.param(family, {}, marks=pytest.mark.slow)
+        for family in ("qwen3", "qwen3_moe", "gpt_oss")
+    ),
+]
+
+
+@pytest.mark.usefixtures("soon")
+@pytest.mark.parametrize(("family", "settings"), BFLOAT16)
+def test_a_model_in_bfloat16_rounds_no_more_than_its_own_forward(family, settings):
+    """Both are compared with the float32 forward of the same weights."""
+    model = tiny_model(family, **settings).bfloat16()
+    exact = tiny_model(family, **settings).bfloat16().float()
+    with RolloutGenerator(model, RolloutConfig(seed=3)) as generator:
+        assert "decode attention: cpp" in generator.manager._engine.decode_path
+        outputs = rollout(generator)
+        assert runner_of(generator).attention_backend.traced_forward.trace is not None
+    ours, own = [], []
+    for output, params in zip(outputs, PARAMS, strict=True):
+        ids = output.prompt_ids, output.generated_tokens, params.temperature or 1.0
+        expected = torch.tensor(plain_logprobs(exact, *ids))
+        ours.append(torch.tensor(output.logprobs) - expected)
+        own.append(torch.tensor(plain_logprobs(model, *ids)) - expected)
+    ours_mean, own_mean = (torch.cat(found).abs().mean() for found in (ours, own))
+    assert 0 < ours_mean <= 1.3 * own_mean
 
 
 def test_without_a_compiler_keys_are_gathered_and_the_reason_is_told(monkeypatch):

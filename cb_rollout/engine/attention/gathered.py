@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from cb_rollout.compat import transformers as hf_compat
-from cb_rollout.engine.native.library import TYPES
+
+EXACT_DTYPES = (torch.float32, torch.float64)
 
 
 class BatchedAttention:
@@ -52,7 +53,7 @@ class BatchedAttention:
             and own_attention is hf_compat.sdpa_attention()
             # In 16 bits a model's own attention rounds between its two products, and the trainer's
             # forward with it; exact products would drift from both.
-            and query.dtype in TYPES
+            and query.dtype in EXACT_DTYPES
             and query.dtype == key.dtype == value.dtype
             and num_heads % key.shape[1] == 0
             and (attention_mask is None or attention_mask.shape == (B, 1, 1, key.shape[2]))

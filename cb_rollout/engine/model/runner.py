@@ -14,6 +14,7 @@ from transformers.cache_utils import Cache
 
 from cb_rollout.compat import torch as torch_compat
 from cb_rollout.compat import transformers as hf_compat
+from cb_rollout.engine.attention.cpu import few_row_linear
 from cb_rollout.engine.attention.decode_cache import DecodeInputs
 from cb_rollout.engine.attention.gathered import BatchedAttention
 from cb_rollout.engine.attention.selector import select_backend
@@ -269,6 +270,16 @@ class ModelRunner:
         cache: Cache,
     ) -> torch.Tensor:
         """Call the model; return float32 logits after each row's last token, `[B, V]`."""
+        with few_row_linear.replacing_linear(self.compute_dtype, self.device):
+            return self._last_logits(input_ids_BQ, mask_BS, positions_BQ, cache)
+
+    def _last_logits(
+        self,
+        input_ids_BQ: torch.Tensor,
+        mask_BS: torch.Tensor | None,
+        positions_BQ: torch.Tensor | None,
+        cache: Cache,
+    ) -> torch.Tensor:
         arguments = {
             "attention_mask": mask_BS,
             "position_ids": positions_BQ,

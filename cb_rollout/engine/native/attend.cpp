@@ -13,16 +13,16 @@ namespace {
 constexpr int64_t HEADS_PER_KEY = NUM_HEADS / NUM_KEY_HEADS;
 constexpr int64_t TILE_KEYS = 32;
 
-// Vectors of one key or value, the last one padded with zeros.
-constexpr int64_t vectors_of(int64_t size) { return (size + LANES - 1) / LANES; }
-constexpr int64_t KEY_VECTORS = vectors_of(KEY_SIZE);
-constexpr int64_t VALUE_VECTORS = vectors_of(VALUE_SIZE);
+// Vectors of one key or value, the last block padded with zeros.
+constexpr int64_t KEY_VECTORS = blocks_of(KEY_SIZE) * PARTS;
+constexpr int64_t VALUE_VECTORS = blocks_of(VALUE_SIZE) * PARTS;
 
 // Return the `index`-th vector of a key or value, padded with zeros.
 template <int64_t SIZE>
-inline Vector vector_at(const REAL* from, int64_t index) {
-    from += index * LANES;
-    return index < SIZE / LANES ? lanes_at(from) : first_of(from, SIZE % LANES);
+inline Vector vector_at(const STORED* from, int64_t index) {
+    const int64_t block = index / PARTS, part = index % PARTS;
+    from += block * BLOCK;
+    return block < SIZE / BLOCK ? part_at(from, part) : part_of_first(from, SIZE % BLOCK, part);
 }
 
 // Return the largest of some scores and of `largest`. Scores are padded to whole vectors.
@@ -48,31 +48,31 @@ inline REAL exponentials(REAL* scores, int64_t count, REAL most) {
 
 // Queries, keys or values of the new tokens, with strides in numbers.
 struct States {
-    const REAL* first;
+    const STORED* first;
     int64_t row_stride, head_stride, stride;
 
-    const REAL* at(int64_t row, int64_t head) const {
+    const STORED* at(int64_t row, int64_t head) const {
         return first + row * row_stride + head * head_stride;
     }
 
-    void copy(int64_t row, int64_t head, int64_t count, REAL* to) const {
-        const REAL* from = at(row, head);
+    void copy(int64_t row, int64_t head, int64_t count, STORED* to) const {
+        const STORED* from = at(row, head);
         for (int64_t i = 0; i < count; i++) to[i] = from[i * stride];
     }
 };
 
 struct Rows {
     States queries;
-    REAL* outputs;
-    const REAL* keys;
-    const REAL* values;
+    STORED* outputs;
+    const STORED* keys;
+    const STORED* values;
     const int64_t* table;
     int64_t table_width, block_size;
     const int64_t* table_rows;
     const int64_t* lengths;
     REAL scale, softcap;
     int64_t window;
-    const REAL* sinks;
+    const STORED* sinks;
 };
 
 inline int64_t slot_of(const Rows& rows, int64_t row, int64_t position) {
@@ -83,8 +83,8 @@ inline int64_t slot_of(const Rows& rows, int64_t row, int64_t position) {
 // Addresses of neighbouring keys and values of a row, all their heads together.
 struct Tile {
     int64_t count;
-    const REAL* keys[TILE_KEYS];
-    const REAL* values[TILE_KEYS];
+    const STORED* keys[TILE_KEYS];
+    const STORED* values[TILE_KEYS];
 
     // Look up the keys from `start` on, and prefetch the heads from `first` to `last`.
     void find(
@@ -103,8 +103,8 @@ struct Tile {
         }
     }
 
-    static void fetch(const REAL* from, int64_t count) {
-        for (int64_t i = 0; i < count; i += 64 / sizeof(REAL)) __builtin_prefetch(from + i);
+    static void fetch(const STORED* from, int64_t count) {
+        for (int64_t i = 0; i < count; i += 64 / sizeof(STORED)) __builtin_prefetch(from + i);
     }
 };
 
@@ -124,7 +124,7 @@ void attend_tile(
     const int64_t count = tile.count;
     alignas(32) REAL weights[HEADS_PER_KEY][TILE_KEYS];
     for (int64_t t = 0; t < count; t++) {
-        const REAL* key = tile.keys[t] + key_head * KEY_SIZE;
+        const STORED* key = tile.keys[t] + key_head * KEY_SIZE;
         Vector sums[HEADS_PER_KEY] = {};
         for (int64_t i = 0; i < KEY_VECTORS; i++) {
             const Vector part = vector_at<KEY_SIZE>(key, i);
@@ -158,7 +158,7 @@ void attend_row(const Rows& rows, int64_t row, int64_t first, int64_t last) {
     Partial partials[NUM_KEY_HEADS];
     for (int64_t head = first; head < last; head++)
         for (int64_t g = 0; g < HEADS_PER_KEY; g++) {
-            REAL query[KEY_SIZE];
+            STORED query[KEY_SIZE];
             rows.queries.copy(row, head * HEADS_PER_KEY + g, KEY_SIZE, query);
             for (int64_t i = 0; i < KEY_VECTORS; i++)
                 queries[head][g][i] = vector_at<KEY_SIZE>(query, i);
@@ -182,13 +182,16 @@ void attend_row(const Rows& rows, int64_t row, int64_t first, int64_t last) {
             const int64_t query_head = head * HEADS_PER_KEY + g;
             REAL share = 1 / total;
             if (rows.sinks) {
-                const REAL sink = rows.sinks[query_head];
+                const REAL sink = real(rows.sinks[query_head]);
                 const REAL most = sink > largest ? sink : largest;
                 const REAL shrink = std::exp(largest - most);
                 share = shrink / (total * shrink + std::exp(sink - most));
             }
-            REAL* to = rows.outputs + (row * NUM_HEADS + query_head) * VALUE_SIZE;
-            for (int64_t i = 0; i < VALUE_SIZE; i++) to[i] = output[i / LANES][i % LANES] * share;
+            STORED* to = rows.outputs + (row * NUM_HEADS + query_head) * VALUE_SIZE;
+            for (int64_t i = 0; i < VALUE_SIZE; i++) {
+                const Vector& part = output[i / BLOCK * PARTS + i % PARTS];
+                store(part[i % BLOCK / PARTS] * share, to + i);
+            }
         }
 }
 
@@ -196,21 +199,21 @@ void attend_row(const Rows& rows, int64_t row, int64_t first, int64_t last) {
 
 // A window, a softcap or sinks of 0 mean none.
 extern "C" void attend(
-    const REAL* queries,
+    const STORED* queries,
     int64_t query_row_stride,
     int64_t query_head_stride,
     int64_t query_stride,
-    const REAL* new_keys,
+    const STORED* new_keys,
     int64_t key_row_stride,
     int64_t key_head_stride,
     int64_t key_stride,
-    const REAL* new_values,
+    const STORED* new_values,
     int64_t value_row_stride,
     int64_t value_head_stride,
     int64_t value_stride,
-    REAL* outputs,
-    REAL* keys,
-    REAL* values,
+    STORED* outputs,
+    STORED* keys,
+    STORED* values,
     const int64_t* table,
     int64_t table_width,
     int64_t block_size,
@@ -220,7 +223,7 @@ extern "C" void attend(
     double scale,
     double softcap,
     int64_t window,
-    const REAL* sinks) {
+    const STORED* sinks) {
     const States new_key = {new_keys, key_row_stride, key_head_stride, key_stride};
     const States new_value = {new_values, value_row_stride, value_head_stride, value_stride};
     const Rows rows = {

@@ -8,8 +8,8 @@ import torch
 
 from cb_rollout.compat import inductor
 
-# The C++ type REAL of each dtype.
-TYPES = {torch.float32: "float", torch.float64: "double"}
+# The C++ type STORED of each dtype.
+TYPES = {torch.float32: "float", torch.float64: "double", torch.bfloat16: "Bfloat16"}
 
 # Types of a kernel's arguments; a tensor is passed as the address of its first number.
 TENSOR, COUNT, NUMBER = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double

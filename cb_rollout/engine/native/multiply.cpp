@@ -3,7 +3,9 @@
 // A tile of outputs is summed in registers: TILE_OUTPUTS rows of the weight times TILE_ROWS input
 // rows, vector by vector along their inputs. The weight's next rows are prefetched meanwhile.
 //
-// Follows vectors.h. The loader defines REAL, float or double.
+// Follows vectors.h.
+
+#include <vector>
 
 namespace {
 
@@ -11,47 +13,52 @@ namespace {
 constexpr int64_t TILE_OUTPUTS = 3, TILE_ROWS = 4;
 
 // The numbers that one prefetch loads.
-constexpr int64_t NUMBERS_PER_LINE = 64 / sizeof(REAL);
+constexpr int64_t NUMBERS_PER_LINE = 64 / sizeof(STORED);
 
 struct Product {
+    // The parts of each row's blocks, the last block padded with zeros.
     const REAL* rows;
-    const REAL* weight;
+    const STORED* weight;
     // One number for each output, or null.
-    const REAL* bias;
-    REAL* outputs;
+    const STORED* bias;
+    STORED* outputs;
     int64_t num_rows, num_inputs, num_outputs;
 };
 
 template <int64_t OUTPUTS, int64_t ROWS>
 inline void multiply_tile(const Product& product, int64_t output, int64_t row, bool fetches) {
-    const int64_t count = product.num_inputs;
-    const REAL* weight = product.weight + output * count;
-    const REAL* given = product.rows + row * count;
+    const int64_t count = product.num_inputs, row_size = blocks_of(count) * BLOCK;
+    const STORED* weight = product.weight + output * count;
+    const REAL* given = product.rows + row * row_size;
     Vector sums[OUTPUTS][ROWS] = {};
-    const auto add = [&](int64_t i, const auto& load) {
-        Vector weights[OUTPUTS];
-        for (int64_t o = 0; o < OUTPUTS; o++) weights[o] = load(weight + o * count + i);
-        for (int64_t r = 0; r < ROWS; r++) {
-            const Vector numbers = load(given + r * count + i);
-            for (int64_t o = 0; o < OUTPUTS; o++) sums[o][r] += weights[o] * numbers;
+    const auto add = [&](int64_t i, const auto& part_from) {
+        for (int64_t part = 0; part < PARTS; part++) {
+            Vector weights[OUTPUTS];
+            for (int64_t o = 0; o < OUTPUTS; o++)
+                weights[o] = part_from(weight + o * count + i, part);
+            for (int64_t r = 0; r < ROWS; r++) {
+                const Vector numbers = lanes_at(given + r * row_size + i + part * LANES);
+                for (int64_t o = 0; o < OUTPUTS; o++) sums[o][r] += weights[o] * numbers;
+            }
         }
     };
-    const int64_t rest = count % LANES;
-    for (int64_t i = 0; i < count - rest; i += LANES) {
+    const int64_t rest = count % BLOCK;
+    for (int64_t i = 0; i < count - rest; i += BLOCK) {
         if (fetches && i % NUMBERS_PER_LINE == 0)
             for (int64_t o = 0; o < OUTPUTS; o++)
                 __builtin_prefetch(weight + (OUTPUTS + o) * count + i);
-        add(i, [](const REAL* from) { return lanes_at(from); });
+        add(i, [](const STORED* from, int64_t part) { return part_at(from, part); });
     }
-    if (rest) add(count - rest, [&](const REAL* from) { return first_of(from, rest); });
-    REAL* outputs = product.outputs + row * product.num_outputs + output;
+    if (rest)
+        add(count - rest, [&](const STORED* from, int64_t part) {
+            return part_of_first(from, rest, part);
+        });
+    STORED* outputs = product.outputs + row * product.num_outputs + output;
     for (int64_t r = 0; r < ROWS; r++)
-        for (int64_t o = 0; o < OUTPUTS; o++)
-            outputs[r * product.num_outputs + o] = sum_of(sums[o][r]);
-    if (product.bias)
-        for (int64_t r = 0; r < ROWS; r++)
-            for (int64_t o = 0; o < OUTPUTS; o++)
-                outputs[r * product.num_outputs + o] += product.bias[output + o];
+        for (int64_t o = 0; o < OUTPUTS; o++) {
+            const REAL bias = product.bias ? real(product.bias[output + o]) : 0;
+            store(sum_of(sums[o][r]) + bias, outputs + r * product.num_outputs + o);
+        }
 }
 
 // Multiply all rows, in tiles of nearly equal size: a tile of one row reads as much as one of four.
@@ -71,17 +78,37 @@ inline void multiply_outputs(const Product& product, int64_t output) {
     }
 }
 
+// Return the parts of each row's blocks, the last block padded with zeros.
+std::vector<REAL> parts_of(const STORED* rows, int64_t num_rows, int64_t num_inputs) {
+    std::vector<REAL> parts(num_rows * blocks_of(num_inputs) * BLOCK);
+    REAL* to = parts.data();
+    for (int64_t row = 0; row < num_rows; row++)
+        for (int64_t i = 0; i < num_inputs; i += BLOCK) {
+            const STORED* from = rows + row * num_inputs + i;
+            const int64_t left = num_inputs - i;
+            for (int64_t part = 0; part < PARTS; part++, to += LANES) {
+                const Vector some =
+                    left < BLOCK ? part_of_first(from, left, part) : part_at(from, part);
+                std::memcpy(to, &some, sizeof(some));
+            }
+        }
+    return parts;
+}
+
 }  // namespace
 
 extern "C" void multiply(
-    const REAL* rows,
-    const REAL* weight,
-    const REAL* bias,
-    REAL* outputs,
+    const STORED* rows,
+    const STORED* weight,
+    const STORED* bias,
+    STORED* outputs,
     int64_t num_rows,
     int64_t num_inputs,
     int64_t num_outputs) {
-    const Product product = {rows, weight, bias, outputs, num_rows, num_inputs, num_outputs};
+    const std::vector<REAL> given = parts_of(rows, num_rows, num_inputs);
+    const Product product = {
+        given.data(), weight, bias, outputs, num_rows, num_inputs, num_outputs,
+    };
     const bool is_much = num_rows * num_inputs * num_outputs > LEAST_FOR_THREADS;
     for_each((num_outputs + TILE_OUTPUTS - 1) / TILE_OUTPUTS, is_much, [&](int64_t tile) {
         const int64_t output = tile * TILE_OUTPUTS;

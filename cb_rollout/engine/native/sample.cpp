@@ -4,7 +4,7 @@
 // relative to that. A uniform number of SplitMix64 chooses the chunk, then the token in it. The
 // results are those of sampling/draw.py.
 //
-// Follows vectors.h. The loader defines REAL as float.
+// Follows vectors.h. The loader defines STORED as float.
 
 #include <vector>
 

@@ -1,4 +1,5 @@
-// Vectors of numbers, by the extensions of gcc and clang. The loader defines REAL, float or double.
+// Vectors of numbers, by the extensions of gcc and clang. The loader defines STORED, the type of
+// numbers in memory: float, double or Bfloat16. They are computed with as REAL.
 
 #include <cmath>
 #include <cstdint>
@@ -7,6 +8,13 @@
 #include <type_traits>
 
 namespace {
+
+// The upper half of a float.
+struct Bfloat16 {
+    uint16_t bits;
+};
+
+typedef std::conditional_t<std::is_same_v<STORED, Bfloat16>, float, STORED> REAL;
 
 constexpr REAL INFINITE = std::numeric_limits<REAL>::infinity();
 constexpr int64_t LANES = 32 / sizeof(REAL);
@@ -33,11 +41,49 @@ inline void for_each(int64_t count, bool is_much, const Work& work) {
 
 inline Vector lanes_at(const REAL* from) { return *reinterpret_cast<const Loose*>(from); }
 
-// Return a vector of `count` numbers, padded with zeros.
-inline Vector first_of(const REAL* from, int64_t count) {
-    Vector lanes{};
-    std::memcpy(&lanes, from, count * sizeof(REAL));
-    return lanes;
+// Numbers in memory come in blocks, each of which fills PARTS vectors. A block of Bfloat16 fills
+// two, one with the numbers of even index and one with the others: so nothing is shuffled.
+constexpr int64_t BLOCK = 32 / sizeof(STORED);
+constexpr int64_t PARTS = BLOCK / LANES;
+
+constexpr int64_t blocks_of(int64_t count) { return (count + BLOCK - 1) / BLOCK; }
+
+typedef uint32_t Words __attribute__((vector_size(32), may_alias));
+constexpr uint32_t UPPER_HALF = 0xffff0000;
+
+inline Vector part_at(const REAL* from, int64_t) { return lanes_at(from); }
+
+inline Vector part_at(const Bfloat16* from, int64_t part) {
+    Words words;
+    std::memcpy(&words, from, sizeof(words));
+    words = part ? words & UPPER_HALF : words << 16;
+    return reinterpret_cast<const Vector&>(words);
+}
+
+// Return a part of a block of `count` numbers, padded with zeros.
+inline Vector part_of_first(const STORED* from, int64_t count, int64_t part) {
+    STORED numbers[BLOCK] = {};
+    std::memcpy(numbers, from, count * sizeof(STORED));
+    return part_at(numbers, part);
+}
+
+inline REAL real(REAL number) { return number; }
+
+inline float real(Bfloat16 number) {
+    const uint32_t bits = uint32_t(number.bits) << 16;
+    float found;
+    std::memcpy(&found, &bits, sizeof(found));
+    return found;
+}
+
+inline void store(REAL number, REAL* to) { *to = number; }
+
+// Round to the nearest, ties to even; NaN stays NaN.
+inline void store(float number, Bfloat16* to) {
+    uint32_t bits;
+    std::memcpy(&bits, &number, sizeof(bits));
+    const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    to->bits = number == number ? rounded : 0x7fc0;
 }
 
 inline REAL sum_of(const Vector& lanes) {

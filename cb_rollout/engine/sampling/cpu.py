@@ -73,7 +73,7 @@ def _kernel() -> Callable[..., Any] | None:
     if inductor.compiler_obstacle():
         return None
     try:
-        kernel = library("sample", REAL="float").sample
+        kernel = library("sample", STORED="float").sample
     except Exception as error:  # noqa: BLE001  torch's operators do the same
         _LOGGER.warning(
             "tokens are sampled by torch's operators, not a kernel: %s", error_text(error)

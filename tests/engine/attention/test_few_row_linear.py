@@ -6,11 +6,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
+from cb_rollout.compat import inductor
 from cb_rollout.engine.attention.cpu import few_row_linear
+from cb_rollout.engine.attention.cpu.few_row_linear import widened
 from cb_rollout.engine.native.library import TYPES
 
 # Rounding of sums of a few hundred numbers of order one.
-TOLERANCES = {torch.float32: 2e-5, torch.float64: 1e-13}
+TOLERANCES = {torch.float32: 2e-5, torch.float64: 1e-13, torch.bfloat16: 2**-8}
 
 dtypes = pytest.mark.parametrize("dtype", TYPES)
 shapes = given(
@@ -30,9 +32,12 @@ def numbers(*shape, dtype, is_strided=False):
     return torch.randn(*shape, dtype=dtype)
 
 
-def check(got, expected):
-    tolerance = TOLERANCES[expected.dtype]
-    torch.testing.assert_close(got, expected, atol=tolerance, rtol=tolerance)
+def check(got, rows, weight, bias=None):
+    """A linear layer, summed in float32 at least and rounded once."""
+    tolerance = TOLERANCES[got.dtype]
+    doubles = [None if given is None else given.double() for given in (rows, weight, bias)]
+    expected = functional.linear(*doubles)
+    torch.testing.assert_close(got.double(), expected, atol=min(tolerance, 2e-5), rtol=tolerance)
 
 
 @dtypes
@@ -43,23 +48,64 @@ def test_a_product_is_a_linear_layer(dtype, num_rows, size, seed, is_strided):
     rows = numbers(num_rows, size, dtype=dtype, is_strided=is_strided)
     weight = numbers(seed % 23 + 1, size, dtype=dtype)
     bias = numbers(seed % 23 + 1, dtype=dtype, is_strided=is_strided)
-    check(few_row_linear.multiply(rows, weight), functional.linear(rows, weight))
-    check(few_row_linear.multiply(rows, weight, bias), functional.linear(rows, weight, bias))
+    check(few_row_linear.multiply(rows, weight), rows, weight)
+    check(few_row_linear.multiply(rows, weight, bias), rows, weight, bias)
 
 
 @dtypes
 def test_a_product_of_many_numbers_is_one_too(dtype):
     rows, weight = numbers(7, 300, dtype=dtype), numbers(401, 300, dtype=dtype)
     bias = numbers(1, dtype=dtype).expand(401)
-    check(few_row_linear.linear(rows, weight, bias), functional.linear(rows, weight, bias))
+    check(few_row_linear.linear(rows, weight, bias), rows, weight, bias)
 
 
 def test_many_rows_and_transposed_weights_are_left_to_torch(monkeypatch):
     monkeypatch.setattr(few_row_linear, "multiply", None)
     many, weight = torch.randn(few_row_linear.MAX_ROWS + 1, 8), torch.randn(5, 8)
-    check(few_row_linear.linear(many, weight), functional.linear(many, weight))
+    check(few_row_linear.linear(many, weight), many, weight)
     transposed = torch.randn(8, 5).t()
-    check(few_row_linear.linear(many[:2], transposed), functional.linear(many[:2], transposed))
+    check(few_row_linear.linear(many[:2], transposed), many[:2], transposed)
+
+
+@pytest.fixture
+def no_bfloat16(monkeypatch):
+    monkeypatch.setattr(few_row_linear, "multiplies_bfloat16", lambda: False)
+
+
+@pytest.mark.parametrize("num_rows", [2, few_row_linear.MAX_ROWS + 1])
+@pytest.mark.parametrize("has_compiler", [True, False])
+def test_a_cpu_without_bfloat16_runs_a_models_layers_in_float32(
+    no_bfloat16, monkeypatch, num_rows, has_compiler
+):
+    monkeypatch.setattr(few_row_linear, "WIDENED_AT_ONCE", 40)
+    if not has_compiler:
+        monkeypatch.setattr(inductor, "compiler_obstacle", lambda: "none")
+        monkeypatch.setattr(few_row_linear, "multiply", None)
+    layer = torch.nn.Linear(20, 7, dtype=torch.bfloat16)
+    rows = torch.randn(num_rows, 1, 20, dtype=torch.bfloat16)
+    seen = []
+    monkeypatch.setattr(few_row_linear, "widened", lambda *a: seen.append(a) or widened(*a))
+    with few_row_linear.replacing_linear(torch.bfloat16, torch.device("cpu")), torch.no_grad():
+        outputs = layer(rows)
+    assert bool(seen) == (num_rows > few_row_linear.MAX_ROWS or not has_compiler)
+    check(outputs[:, 0], rows[:, 0], layer.weight, layer.bias)
+
+
+def test_layers_under_autocast_round_their_weights_first(no_bfloat16):
+    layer, rows = torch.nn.Linear(20, 7), torch.randn(2, 20)
+    replaced = few_row_linear.replacing_linear(torch.bfloat16, torch.device("cpu"))
+    with replaced, torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        outputs = layer(rows)
+    check(outputs, *(given.bfloat16() for given in (rows, layer.weight, layer.bias)))
+
+
+def test_layers_of_other_dtypes_are_left_to_torch(no_bfloat16):
+    layer, rows = torch.nn.Linear(20, 7), torch.randn(2, 20)
+    expected = layer(rows)
+    with few_row_linear.replacing_linear(torch.bfloat16, torch.device("cpu")):
+        assert torch.equal(layer(rows), expected)
+    for dtype, kind in ((torch.float32, "cpu"), (torch.bfloat16, "cuda")):
+        assert not few_row_linear.replacing_linear(dtype, torch.device(kind)).__enter__()
 
 
 @dtypes

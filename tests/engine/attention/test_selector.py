@@ -108,11 +108,12 @@ def test_without_triton_the_package_runs():
     [
         (layout_of(dtype=torch.float32), CpuBackend, "kernels read the pages"),
         (layout_of(size=320, dtype=torch.float64), CpuBackend, "kernels read the pages"),
-        (layout_of(dtype=torch.bfloat16), None, "keys are torch.bfloat16"),
+        (layout_of(), CpuBackend, "kernels read the pages"),
+        (layout_of(dtype=torch.float16), None, "keys are torch.float16"),
         (CacheLayout((LayerSpec(),)), None, "no layer keeps keys"),
     ],
 )
-def test_a_cpu_has_a_kernel_for_float32_and_float64(layout, backend, reason):
+def test_a_cpu_has_a_kernel_for_all_but_float16(layout, backend, reason):
     choice = select_backend(torch.device("cpu"), layout)
     assert choice.backend is backend
     assert reason in choice.reason

@@ -62,6 +62,14 @@ def test_a_model_of_few_positions_has_a_trace():
     torch.testing.assert_close(*both(runner, trace_of(runner), 3), atol=2e-5, rtol=1e-5)
 
 
+def test_a_trace_in_bfloat16_rounds_as_the_model():
+    runner = runner_of(tiny_model("qwen3").bfloat16())
+    traced = trace_of(runner)
+    for num_rows in (1, 5, 65):
+        own, got = both(runner, traced, num_rows)
+        assert (own - got).abs().max() <= 2**-8 * own.abs().max()
+
+
 def test_linear_layers_with_biases_have_a_trace():
     runner = runner_of(tiny_model("llama", attention_bias=True, mlp_bias=True))
     with torch.no_grad():

@@ -51,8 +51,6 @@ class CpuBackend:
         """Return why the kernel cannot run; None: it can."""
         if obstacle := inductor.compiler_obstacle():
             return f"the kernel needs a C++ compiler, g++ or the one that CXX names ({obstacle})"
-        # In 16 bits a model's own attention rounds between its two products, and the trainer's
-        # forward with it; exact products would drift from both.
         return unsupported_states(layout, TYPES)
 
     def __init__(self, layout: CacheLayout, device: torch.device = CPU) -> None:
@@ -177,7 +175,7 @@ def _kernel(
     """Compile the kernel for states of one shape: known sizes let the compiler unroll loops."""
     kernel = library(
         "attend",
-        REAL=TYPES[dtype],
+        STORED=TYPES[dtype],
         NUM_HEADS=num_heads,
         NUM_KEY_HEADS=num_key_heads,
         KEY_SIZE=key_size,

@@ -1,23 +1,32 @@
 """Compute linear layers of a few rows by a C++ kernel on a CPU, compiled once for this machine.
 
 Owns the choice between the kernel and torch, which computes all that the kernel is not for. Called
-by the thread that runs a decode step.
+by the thread that runs a step.
 
 B: rows, K: inputs of a linear layer, N: its outputs.
 """
 
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cache
 from typing import Any
 
 import torch
 from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
+from cb_rollout.compat import inductor
+from cb_rollout.compat.torch import multiplies_bfloat16
 from cb_rollout.engine.native.library import COUNT, TENSOR, TYPES, library
 
 # With more rows MKL's product is the faster one (see the bench's `roofline`).
 MAX_ROWS = 64
+
+# The same where the CPU itself multiplies bfloat16.
+MAX_ROWS_OF_BFLOAT16 = 16
+
+# Numbers of a weight that are widened at once: 16 MiB.
+WIDENED_AT_ONCE = 1 << 22
 
 
 def prepare(dtype: torch.dtype) -> None:
@@ -36,9 +45,63 @@ def linear(
         weight_NK: the layer's weight.
         bias_N: the bias; None: there is none.
     """
-    if rows_BK.shape[0] > MAX_ROWS or not weight_NK.is_contiguous():
-        return functional.linear(rows_BK, weight_NK, bias_N)
-    return multiply(rows_BK, weight_NK, bias_N)
+    is_half = rows_BK.dtype == torch.bfloat16
+    max_rows = MAX_ROWS_OF_BFLOAT16 if is_half and multiplies_bfloat16() else MAX_ROWS
+    if rows_BK.shape[0] <= max_rows and weight_NK.is_contiguous():
+        return multiply(rows_BK, weight_NK, bias_N)
+    if is_half and not multiplies_bfloat16():
+        return widened(rows_BK, weight_NK, bias_N)
+    return functional.linear(rows_BK, weight_NK, bias_N)
+
+
+def widened(
+    rows_BK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Compute a linear layer in float32, and round once."""
+    outputs_BN = rows_BK.new_empty(rows_BK.shape[0], weight_NK.shape[0])
+    rows_BK = rows_BK.float()
+    size = max(1, WIDENED_AT_ONCE // weight_NK.shape[1])
+    for start in range(0, weight_NK.shape[0], size):
+        part = slice(start, start + size)
+        bias = None if bias_N is None else bias_N[part].float()
+        outputs_BN[:, part] = functional.linear(rows_BK, weight_NK[part].float(), bias)
+    return outputs_BN
+
+
+def replacing_linear(dtype: torch.dtype, device: torch.device) -> AbstractContextManager[Any]:
+    """Have a model's own linear layers in bfloat16 run here, on a CPU that lacks instructions.
+
+    Args:
+        dtype: the dtype that the model computes in.
+        device: the model's.
+    """
+    if device.type != "cpu" or dtype != torch.bfloat16 or multiplies_bfloat16():
+        return nullcontext()
+    return _ReplacedLinear()
+
+
+class _ReplacedLinear(TorchFunctionMode):
+    """Compute `functional.linear` in bfloat16 by `linear`, as an operator that a trace may hold."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func is not functional.linear or kwargs:
+            return func(*args, **(kwargs or {}))
+        if torch.is_autocast_enabled("cpu"):
+            dtype = torch.get_autocast_dtype("cpu")
+            args = tuple(None if one is None else one.to(dtype) for one in args)
+        if any(one is not None and one.dtype != torch.bfloat16 for one in args):
+            return func(*args)
+        given, *rest = args
+        rows = given.reshape(-1, given.shape[-1])
+        compute = widened if inductor.compiler_obstacle() else torch.ops.cb_rollout.linear
+        outputs = compute(rows, *rest, *[None] * (2 - len(rest)))
+        return outputs.view(*given.shape[:-1], outputs.shape[-1])
 
 
 def multiply(
@@ -76,6 +139,6 @@ torch.library.impl("cb_rollout::linear", "CPU", linear)
 
 @cache
 def _kernel(dtype: torch.dtype) -> Callable[..., Any]:
-    kernel = library("multiply", REAL=TYPES[dtype]).multiply
+    kernel = library("multiply", STORED=TYPES[dtype]).multiply
     kernel.argtypes, kernel.restype = (*(TENSOR,) * 4, *(COUNT,) * 3), None
     return kernel
