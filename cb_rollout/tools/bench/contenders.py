@@ -104,6 +104,11 @@ def _ours(
     return Contender(create, f"{given}; {note}")
 
 
+def of_another_model(contender: Contender, model: Any) -> Contender:
+    """Create a contender that runs this model in place of the others'."""
+    return contender._replace(create=lambda _, workload: contender.create(model, workload))
+
+
 def served() -> Contender:
     """Create a contender of this package whose requests come over HTTP from another process."""
 

@@ -1,4 +1,4 @@
-"""Rollouts of contenders in turns: the workloads `rollout`, `serve` and `drafts`.
+"""Rollouts of contenders in turns: the workloads `rollout`, `bfloat16`, `serve` and `drafts`.
 
 `rollout` adds to each figure the share of its time that matrix products need. `matmul_share`: the
 products that the workload needs at least, at the rate of a large product. `forwards_matmul_share`:
@@ -9,12 +9,14 @@ rows that they had, since a few rows never reach the rate of a large product.
 
 import random
 from collections import Counter
+from copy import deepcopy
 from typing import Any
 
 from cb_rollout.compat.inductor import compiler_obstacle
 from cb_rollout.tools.bench.contenders import (
     Contender,
     generate,
+    of_another_model,
     ours,
     ours_at_temperature,
     served,
@@ -105,6 +107,24 @@ def _count_products(contender: Contender, model: Any, workload: Workload) -> Cou
     with contender.create(model, workload) as run, products_counted(model) as counted:
         run(workload)
     return counted
+
+
+def bench_bfloat16(setup: Setup) -> dict[str, Any]:
+    """Return tokens per second of the same weights in bfloat16, beside float32."""
+    sizes = setup.sizes
+    model = create_model(sizes.shape, setup.device).float()
+    half = deepcopy(model).bfloat16()
+    contenders = {
+        "cb_rollout, float32": ours(),
+        "cb_rollout, bfloat16": of_another_model(ours(), half),
+        "transformers CB, bfloat16": of_another_model(transformers_batching(), half),
+    }
+    workloads = {"long_tailed_groups": long_tailed(sizes), "equal_lengths": equal_lengths(sizes)}
+    results = {}
+    for name, workload in workloads.items():
+        print(f"bfloat16, {name}: {len(workload.prompts)} sequences, {workload.num_tokens} tokens")
+        results[name] = _throughputs(contenders, model, workload, setup.repetitions)
+    return results
 
 
 def bench_serve(setup: Setup) -> dict[str, Any]:

@@ -19,6 +19,7 @@ class BenchCommand(NamedTuple):
 
 WORKLOADS = {
     "rollout": BenchCommand("rollout", "one rollout: prompts in, completions out"),
+    "bfloat16": BenchCommand("rollout", "one rollout of the same weights in 16 bits and in 32"),
     "step": BenchCommand("step", "one GRPO step through TRL", ("datasets", "trl")),
     "sync": BenchCommand("sync", "a weight sync, beside bare tensor copies"),
     "strategies": BenchCommand("strategies", "over-sampling and its like, against plain"),
