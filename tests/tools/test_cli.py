@@ -76,7 +76,7 @@ def test_report_lists_the_runs_of_a_directory_and_takes_one_by_its_id(tmp_path, 
     assert main(["report", str(tmp_path), "--run", "x"]) == 2
     assert f"no run is called 'x'; there is {first.run_id}, {second.run_id}." in the_fault(capsys)
     assert main(["report", str(tmp_path), *twice]) == 2
-    assert "--run is given more often than RUN_DIR" in the_fault(capsys)
+    assert "--run is given 2 times for 1 RUN_DIR" in the_fault(capsys)
 
 
 def test_a_fault_is_one_line_on_stderr_and_exit_code_2(tmp_path, capsys):

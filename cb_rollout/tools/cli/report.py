@@ -43,17 +43,20 @@ def add_report(commands: Any) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    folders = [arguments.run_dir, arguments.other_run_dir]
     if arguments.list:
         for run in list_runs(arguments.run_dir):
             sys.stdout.write(f"{run}\n")
         return 0
-    run_ids = [*(arguments.run_ids or ()), None, None]
-    if len(run_ids) > 4 or (len(run_ids) > 3 and folders[1] is None):
-        raise ConfigurationError("--run is given more often than RUN_DIR; give one for each.")
-    if folders[1] is None:
-        path = write_report(folders[0], run_ids[0])
+    run_dir, other, run_ids = arguments.run_dir, arguments.other_run_dir, arguments.run_ids or []
+    num_dirs = 1 if other is None else 2
+    if len(run_ids) > num_dirs:
+        raise ConfigurationError(
+            f"--run is given {len(run_ids)} times for {num_dirs} RUN_DIR; give one for each."
+        )
+    first, second, *_ = [*run_ids, None, None]
+    if other is None:
+        path = write_report(run_dir, first)
     else:
-        path = write_comparison(folders[0], folders[1], run_ids[:2])
+        path = write_comparison(run_dir, other, (first, second))
     sys.stdout.write(f"{path}\n")
     return 0
