@@ -126,14 +126,16 @@ class CopiedWeights:
     def _require_same_modules(self) -> None:
         """Raise `WeightSyncError` where a module of another kind computes since the copy was made.
 
-        The copy has the modules that the model's config describes, and only tensors are copied.
+        The copy has the modules that the model's config describes, and only tensors are copied. A
+        number that the copy lacks is not computed with, such as a loss that a trainer notes.
         """
         now = computed_by(self._source)
-        replaced = [path for path, made in self._computed.items() if now.get(path, made) != made]
+        names = computed_by(self.module)
+        replaced = [name for name in names if now.get(name) != self._computed.get(name)]
         if replaced:
             rest = f" and {len(replaced) - MAX_NAMES} more" if len(replaced) > MAX_NAMES else ""
             raise WeightSyncError(
-                f"{len(replaced)} modules of the training module compute something else than when "
+                f"{len(replaced)} parts of the training module compute something else than when "
                 f"its copy was made: {', '.join(replaced[:MAX_NAMES])}{rest}. A copy takes over "
                 "tensors only; use weight_sync='shared', or make the change before training."
             )

@@ -104,12 +104,11 @@ def plain_modules(
             yield from plain_modules(child, f"{prefix}{name}.")
 
 
-def computed_by(model: torch.nn.Module) -> dict[str, tuple[type, dict[str, float]]]:
-    """Return each plain module's class and numbers, by its path."""
-    return {
-        path.removesuffix(".") or "the model": (
-            torch_compat.plain_class(module),
-            torch_compat.forward_numbers(module),
-        )
-        for path, module, _ in plain_modules(model)
-    }
+def computed_by(model: torch.nn.Module) -> dict[str, type | float]:
+    """Return each plain module's class, by its path, and its numbers, by their names after it."""
+    found: dict[str, type | float] = {}
+    for path, module, _ in plain_modules(model):
+        found[path.removesuffix(".") or "the model"] = torch_compat.plain_class(module)
+        numbers = torch_compat.forward_numbers(module)
+        found |= {f"{path}{name}": value for name, value in numbers.items()}
+    return found

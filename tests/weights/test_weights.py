@@ -299,14 +299,25 @@ def other_number(model):
 
 @pytest.mark.parametrize(
     ("replace", "name"),
-    [(other_activation, r"model\.layers\.1\.mlp\.act_fn"), (other_number, r"model\.norm")],
+    [
+        (other_activation, r"model\.layers\.1\.mlp\.act_fn"),
+        (other_number, r"model\.norm\.variance_epsilon"),
+    ],
 )
 def test_a_copy_refuses_a_module_that_computes_something_else_since(replace, name):
     model = tiny_model()
     weights = create_weight_sync(model, COPY)
     replace(model)
-    with pytest.raises(WeightSyncError, match=f"^1 modules .* was made: {name}\\. .*'shared'"):
+    with pytest.raises(WeightSyncError, match=f"^1 parts .* was made: {name}\\. .*'shared'"):
         weights.sync()
+
+
+def test_a_number_that_a_training_module_notes_for_itself_stops_no_copy():
+    model = tiny_model()
+    model.last_loss = model.model.layers[0].load_balance = 0.5
+    weights = create_weight_sync(model, COPY)
+    model.last_loss = model.model.layers[0].load_balance = 0.25
+    assert weights.sync().bit_length()
 
 
 def test_autocast_and_inference_mode_around_a_copy_change_nothing_in_it():
