@@ -105,9 +105,9 @@ log-probabilities can measure.
 
 A processor or a grammar that raises, or a processor that returns anything but scores, fails its
 own request, with the fault in `error`. One that leaves no token to sample fails it too. Token ids
-outside the vocabulary raise in the caller, and so do several greedy sequences of one prompt, which
-would be equal. An input that is too long, empty or not encodable raises before anything is
-generated; with `on_error="return"` it fails alone.
+outside the vocabulary raise in the caller. Several greedy sequences of one prompt are equal:
+`generate_batch` warns of it, strategies and the command line refuse it. An input that is too long,
+empty or not encodable raises before anything is generated; with `on_error="return"` it fails alone.
 
 ## Grammars
 

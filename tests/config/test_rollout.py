@@ -9,8 +9,8 @@ from cb_rollout.config.rollout import RolloutConfig
 from cb_rollout.errors import ConfigurationError
 
 COMPILATION = CompileConfig(options={"a": 1})
-BLOCK_FIELD = "page_size" if hasattr(ContinuousBatchingConfig, "page_size") else "block_size"
 # transformers 5.17 calls it block_size.
+BLOCK_FIELD = "page_size" if hasattr(ContinuousBatchingConfig, "page_size") else "block_size"
 
 
 def test_the_defaults_are_valid():

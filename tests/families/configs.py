@@ -5,6 +5,7 @@ from typing import Any
 import multimodal
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
+# A config takes those of these that it knows and does not leave at None.
 SMALL: dict[str, Any] = {
     "vocab_size": 128,
     "vocab_size_per_layer_input": 128,
@@ -103,10 +104,9 @@ SMALL: dict[str, Any] = {
     "eos_token_id": 1,
     "bos_token_id": 2,
 }
-# A config takes those of these that it knows and does not leave at None.
 
-MANY_KINDS = 4
 # Layers of a model whose layers are of several kinds: its patterns are up to four long.
+MANY_KINDS = 4
 
 
 SHARED_KEYS = {
@@ -115,6 +115,7 @@ SHARED_KEYS = {
     "layer_types": ["sliding_attention", "full_attention"] * 2,
 }
 
+# What a type needs beside SMALL.
 OVERRIDES: dict[str, dict[str, Any]] = {
     "bailing_hybrid": {"layer_group_size": 2, "num_local_experts": 4, "num_hidden_layers": 2},
     "bamba": {"attn_layer_indices": [1]},
@@ -188,9 +189,9 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "zaya": {"num_experts_per_tok": 1},
 }
-# What a type needs beside SMALL.
 
 
+# The types that every test run checks: each kind of attention, cache and recurrence once or twice.
 CORE = (
     "bloom",
     "deepseek_v3",
@@ -216,8 +217,8 @@ CORE = (
     "qwen3_next",
     "smollm3",
 )
-# The types that every test run checks: each kind of attention, cache and recurrence once or twice.
 
+# Types that look ahead unless their config says is_decoder=True, as the tiny ones' do.
 ENCODERS = (
     "bert",
     "bert-generation",
@@ -236,8 +237,8 @@ ENCODERS = (
     "xlm-roberta-xl",
     "xmod",
 )
-# Types that look ahead unless their config says is_decoder=True, as the tiny ones' do.
 
+# Types that agree with their plain forward, while their own `generate` does not.
 OWN_GENERATE = {
     **dict.fromkeys(
         (
@@ -253,8 +254,8 @@ OWN_GENERATE = {
     ),
     "moshi": "its `generate` drops keys outside a sliding window, which its forward attends to",
 }
-# Types that agree with their plain forward, while their own `generate` does not.
 
+# Types whose engine raises ConfigurationError when it is made.
 REFUSED = {
     "blt": "keeps one cache for each of its byte and patch models, not one transformers cache",
     "cpmant": "puts 32 tokens of its own before the prompt, which its cache counts too",
@@ -267,8 +268,8 @@ REFUSED = {
     "xlm": "its forward takes no transformers cache (`cache`)",
     "xlnet": "its forward takes no transformers cache (`mems`)",
 }
-# Types whose engine raises ConfigurationError when it is made.
 
+# Types that transformers itself cannot make a causal LM of, here.
 NOT_BUILT = {
     **dict.fromkeys(
         ("gemma4_assistant", "gemma4_unified_assistant"),
@@ -278,7 +279,6 @@ NOT_BUILT = {
     "musicgen": "`AutoModelForCausalLM` gives its decoder the config of the whole (5.23.0)",
     "musicgen_melody": "`AutoModelForCausalLM` gives its decoder the config of the whole (5.23.0)",
 }
-# Types that transformers itself cannot make a causal LM of, here.
 
 
 def small(default: PreTrainedConfig) -> dict[str, Any]:

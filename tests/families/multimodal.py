@@ -12,6 +12,7 @@ def mrope(*sections: int, **others: object) -> dict[str, Any]:
 MROPE = mrope(2, 3, 3)
 THINKER = {"vision_start_token_id": 123, "image_token_id": 124, "video_token_id": 125}
 
+# By the type of a config, or of a config inside it.
 OVERRIDES: dict[str, dict[str, Any]] = {
     "chameleon": {"vocabulary_map": {"<image>": 120, "IMGIMGA": 121}},
     "chameleon_vqgan": {"base_channels": 32, "latent_channels": 32, "num_embeddings": 128},
@@ -62,8 +63,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "step3p5": {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8},
     "vibevoice_acoustic_tokenizer_encoder": {"depths": [1] * 7, "num_filters": 2},
 }
-# By the type of a config, or of a config inside it.
 
+# The types that every test run checks.
 CORE = (
     "gemma3",
     "lfm2_vl",
@@ -74,7 +75,6 @@ CORE = (
     "qwen3_5",
     "qwen3_vl",
 )
-# The types that every test run checks.
 
 ENCODER_DECODERS = (
     "florence2",
@@ -85,6 +85,7 @@ ENCODER_DECODERS = (
     "vision-encoder-decoder",
 )
 
+# Types whose engine raises ConfigurationError when it is made.
 REFUSED = {
     **dict.fromkeys(ENCODER_DECODERS, "is an encoder-decoder"),
     **dict.fromkeys(
@@ -103,8 +104,8 @@ REFUSED = {
     "unlimited_ocr": "registers a cache layer of its own, which may hold more than keys",
     "voxtral_realtime": "its forward needs sound",
 }
-# Types whose engine raises ConfigurationError when it is made.
 
+# Types that transformers itself cannot make a model of, here.
 NOT_BUILT = {
     **dict.fromkeys(
         ("fast_vlm", "gemma3n", "perception_lm"),
@@ -113,4 +114,3 @@ NOT_BUILT = {
     "evolla": "`AutoModelForMultimodalLM` does not know its config (5.23.0)",
     "inkling_mm_model": "needs scipy; its text side is `inkling_text`",
 }
-# Types that transformers itself cannot make a model of, here.

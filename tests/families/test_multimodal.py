@@ -24,6 +24,7 @@ MAPPED = sorted(MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES)
 RUNNING = [t for t in MAPPED if t not in REFUSED and t not in NOT_BUILT]
 DOCUMENT = Path(__file__).parents[2] / "docs" / "architectures.md"
 
+# Types that keep the last forward's position offset (`rope_deltas`) on a module.
 KEEP_OFFSETS = (
     "cohere_compass",
     "cosmos3_edge",
@@ -44,7 +45,6 @@ KEEP_OFFSETS = (
     "qwen3_vl",
     "qwen4_exp",
 )
-# Types that keep the last forward's position offset (`rope_deltas`) on a module.
 
 
 def slow_beside(core, types):
