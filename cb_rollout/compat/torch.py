@@ -140,23 +140,24 @@ class SavedBytes:
         self._hooks.__exit__(*error)
 
 
-# transformers 5.23 hooks embeddings there for gradient checkpointing under adapters; without
-# gradients the hook does nothing.
-HARMLESS_HOOK = "PreTrainedModel.enable_input_require_grads"
+# Hooks that need no call of their own once a forward is captured, by where they are defined.
+# transformers 5.23 hooks embeddings for gradient checkpointing under adapters, which does nothing
+# without gradients; TRL 1.16 casts the embeddings of a model whose head is float32.
+CAPTURED_HOOKS = (
+    "PreTrainedModel.enable_input_require_grads",
+    "GRPOTrainer.__init__.<locals>._cast_lm_head_to_fp32",
+    "RLOOTrainer.__init__.<locals>._cast_lm_head_to_fp32",
+)
 
 
 def has_hooks(model: torch.nn.Module) -> bool:
-    """Return whether a captured forward would leave something out (torch 2.11 to 2.13).
-
-    That is a forward hook of any module, or a `forward` replaced on an inner one.
-    """
+    """Return whether a captured forward would leave out a call of a hook (torch 2.11 to 2.13)."""
     if _module._has_any_global_hook():
         return True
     for module in model.modules():
-        is_replaced = module is not model and "forward" in module.__dict__
         hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
         names = (getattr(hook, "__qualname__", "") for hook in hooks)
-        if is_replaced or not all(name.startswith(HARMLESS_HOOK) for name in names):
+        if not all(name.startswith(CAPTURED_HOOKS) for name in names):
             return True
     return False
 
@@ -191,12 +192,16 @@ def _libgomp() -> ctypes.CDLL | None:
 
 
 def captured_weights(model: torch.nn.Module) -> list[object]:
-    """Return what a captured forward relies on: modules, tensors' addresses, peft's adapters."""
+    """Return what a captured forward relies on, to be compared with what it relies on later.
+
+    These are modules, the functions that they run as `forward`, tensors' addresses, and peft's
+    adapters.
+    """
     tensors = [*model.parameters(), *model.buffers()]
     found: list[object] = [tensor.data_ptr() for tensor in tensors]
     module: Any
     for module in model.modules():
-        found.append((weakref.ref(module), forward_numbers(module)))
+        found.append((weakref.ref(module), _forward_of(module), forward_numbers(module)))
         if hasattr(module, "merged_adapters"):
             found += [
                 tuple(module.active_adapters),
@@ -205,6 +210,16 @@ def captured_weights(model: torch.nn.Module) -> list[object]:
                 dict(getattr(module, "scaling", {})),
             ]
     return found
+
+
+def _forward_of(module: Any) -> object:
+    """Return the function that a module runs, replaced or its class's, without holding it."""
+    forward = vars(module).get("forward", type(module).forward)
+    function = getattr(forward, "__func__", forward)
+    try:
+        return weakref.ref(function)
+    except TypeError:
+        return function
 
 
 def forward_numbers(module: torch.nn.Module) -> dict[str, float]:

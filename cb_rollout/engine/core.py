@@ -108,7 +108,9 @@ class Engine:
         backend = self._runner.attention_backend
         traced = None if backend is None else backend.traced_forward
         forwards = "" if traced is None else f"; forwards: {traced}"
-        return f"{self._runner.backend_selection}{forwards}; {self._chosen}"
+        has_hooks = self._graphs is not None and self._graphs.has_hooks
+        hooks = "; not while the model has forward hooks, as it has now" if has_hooks else ""
+        return f"{self._runner.backend_selection}{forwards}; {self._chosen}{hooks}"
 
     @property
     def _is_model_changed(self) -> bool:

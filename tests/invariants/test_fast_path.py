@@ -131,6 +131,27 @@ def test_no_graph_is_replayed_while_anyone_steps_into_the_forward(fast):
         doubled.remove()
 
 
+def test_a_replaced_forward_is_captured_and_captured_anew_when_it_is_replaced_again(fast):
+    """As Liger, `kernels` and TRL's `cast_lm_head_to_fp32` replace them."""
+    model = tiny_model("qwen3", **SMALL)
+    mlp, head = model.model.layers[0].mlp, model.lm_head
+    head.forward = lambda states: torch.nn.functional.linear(states.float(), head.weight.float())
+    with generator_of(model, use_cuda_graph=True, num_speculative_tokens=0) as generator:
+        for factor in (1, 2, 3):
+            mlp.forward = lambda states, by=factor: by * type(mlp).forward(mlp, states)
+            generator.sync_weights()
+            captured = Playback.num_captures
+            tokens, logprobs = rollout(generator, [SHORT], [params()])
+            assert logprobs[0] == pytest.approx(plain_logprobs(model, SHORT, tokens[0]), abs=1e-5)
+            assert Playback.num_captures == captured + 1
+        assert "hooks" not in generator.manager.decode_path
+        hook = model.lm_head.register_forward_hook(lambda *_: None)
+        generator.sync_weights()
+        rollout(generator, [SHORT], [params()])
+        assert "not while the model has forward hooks" in generator.manager.decode_path
+        hook.remove()
+
+
 def test_steps_ahead_of_their_tokens_change_none(fast, monkeypatch):
     """Sequences end by stop tokens that only the host finds, and others take their places."""
     collected = []

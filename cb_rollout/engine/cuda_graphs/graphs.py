@@ -8,6 +8,7 @@ and while the cache grows, sleeps and wakes. Called by the thread that steps the
 B: rows of a graph, N: most rows, V: vocabulary.
 """
 
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,8 @@ from cb_rollout.types import RequestStatus
 
 if TYPE_CHECKING:
     from cb_rollout.engine.attention.triton.backend import TritonBackend
+
+_LOGGER = logging.getLogger(__name__)
 
 # At most half as many rows again as needed: up to a few hundred, a step's time is reading weights.
 ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
@@ -197,9 +200,14 @@ class GraphedDecoding:
         return GraphKey(num_rows, num_splits, has_shared=False, samples=True)
 
     def check_weights(self) -> None:
-        """Forget every graph if a weight moved, an adapter was switched, or the model has hooks."""
+        """Forget every graph if what it captured has changed, or the model has hooks."""
         weights = torch_compat.captured_weights(self._runner.model)
-        self.has_hooks = torch_compat.has_hooks(self._runner.model)
+        had_hooks, self.has_hooks = self.has_hooks, torch_compat.has_hooks(self._runner.model)
+        if self.has_hooks and not had_hooks:
+            _LOGGER.warning(
+                "decode steps run without CUDA graphs while the model has forward hooks, which a "
+                "graph would not call; remove the hooks to make rollouts faster"
+            )
         if self.has_hooks or weights != self._weights:
             self._graphs.clear()
             self._weights = weights

@@ -353,6 +353,11 @@ class ContinuousBatchingManager:
         return self._engine.memory_plan
 
     @property
+    def decode_path(self) -> str:
+        """Return how decode steps run at present, in one line, with the reason for what is off."""
+        return self._engine.decode_path
+
+    @property
     def cache_layout(self) -> CacheLayout:
         """Return the kind of state that each layer stores."""
         return self._engine.layout
