@@ -286,18 +286,15 @@ class Engine:
 
     def warm_up(self) -> None:
         """Trace, compile or capture decode steps before one needs it; no step may be running."""
-        if self._is_model_changed:
-            self._plan_anew()
-        with (
-            devices.current(self.device),
-            devices.plain_modes(),
-            eval_mode(self.model),
-        ):
-            self._drop_stale_forwards()
-            self._runner.warm_up()
-            if self._graphs is not None:
-                self._graphs.warm_up(self.limits.block_size)
-            devices.finish(self.device)
+        with devices.current(self.device), devices.plain_modes():
+            if self._is_model_changed:
+                self._plan_anew()
+            with eval_mode(self.model):
+                self._drop_stale_forwards()
+                self._runner.warm_up()
+                if self._graphs is not None:
+                    self._graphs.warm_up(self.limits.block_size)
+                devices.finish(self.device)
 
     def hand_back_model(self) -> None:
         """Restore the model's training flags, until the next step."""

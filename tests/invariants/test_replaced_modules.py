@@ -138,3 +138,13 @@ def test_autocast_around_a_generator_changes_nothing(made_inside, used_inside, c
         packed_logprobs(model, [output])
     with ambient(config is AUTOCAST):
         assert largest_difference(model, [output]) <= (1e-5 if config is not AUTOCAST else 0.1)
+
+
+def test_a_changed_model_is_probed_as_it_computes_when_it_is_warmed_up_under_autocast():
+    model = tiny_model(num_hidden_layers=2)
+    with RolloutGenerator(model, RolloutConfig(seed=0)) as generator:
+        before = generator.manager.memory_plan.bytes_per_block
+        activation(model)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            generator.manager.warmup()
+        assert generator.manager.memory_plan.bytes_per_block == before
