@@ -61,8 +61,9 @@ def compute_dtype(model: torch.nn.Module) -> torch.dtype:
 
 def rounds_float32_products(device: torch.device) -> bool:
     """Return whether float32 matrices are multiplied in fewer bits there, as TF32 or bfloat16."""
-    backend = torch.backends.cuda.matmul if device.type == "cuda" else torch.backends.mkldnn.matmul
-    return backend.fp32_precision in ("tf32", "bf16")
+    backends: Any = torch.backends
+    products = backends.cuda.matmul if device.type == "cuda" else backends.mkldnn.matmul
+    return products.fp32_precision in ("tf32", "bf16")
 
 
 @cache
