@@ -294,6 +294,18 @@ class FaultyAfter:
         return scores
 
 
+def test_a_sequence_that_no_token_may_follow_names_the_fields_that_its_request_sets():
+    params = SamplingParams(
+        max_new_tokens=40, ignore_eos=True, no_repeat_ngram_size=1, min_length=9
+    )
+    with RolloutGenerator(tiny_model(vocab_size=16)) as generator:
+        (output,) = generator.generate_batch(
+            [[3]], sampling_params=params, on_error="return"
+        ).values()
+    assert output.error is not None
+    assert "none may follow: no_repeat_ngram_size, min_length left" in output.error
+
+
 def wrong_shape(input_ids, scores):
     return scores[0]
 

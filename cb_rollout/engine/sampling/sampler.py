@@ -207,6 +207,20 @@ def append_each(
     return sum(is_valid)
 
 
+_FORBIDDING = (
+    "logit_bias",
+    "sequence_bias",
+    "no_repeat_ngram_size",
+    "bad_words",
+    "begin_suppress_tokens",
+    "min_new_tokens",
+    "min_length",
+    "logits_processors",
+    "grammar",
+)
+# Fields of SamplingParams that can take tokens away.
+
+
 class _HostSampled(NamedTuple):
     """A `Sampled` in system memory."""
 
@@ -257,17 +271,22 @@ def _append_one_by_one(
         if not results.is_valid[row]:
             _fail_without_distribution(request)
         elif not is_possible[row]:
-            request.end(
-                RequestStatus.FAILED,
-                FinishReason.ERROR,
-                f"after {request.num_tokens} tokens none may follow: bad_words, logit_bias, "
-                "min_new_tokens, a logits processor and the grammar forbid all; loosen them.",
-            )
+            _fail_without_choice(request)
         else:
             token, logprob = results.tokens[row], results.logprobs[row]
             request.append(token, logprob, policy_version, top.get(request))
             num_appended += 1
     return num_appended
+
+
+def _fail_without_choice(request: Request) -> None:
+    named = [name for name in _FORBIDDING if getattr(request.params, name)]
+    request.end(
+        RequestStatus.FAILED,
+        FinishReason.ERROR,
+        f"after {request.num_tokens} tokens none may follow: {', '.join(named)} left no finite "
+        "score to sample from; loosen them, or lower max_new_tokens.",
+    )
 
 
 def _fail_without_distribution(request: Request) -> None:
