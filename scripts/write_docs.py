@@ -151,6 +151,8 @@ WORKLOADS = {
         "One rollout of a 135M Llama: 8 prompts x 8 completions, long-tailed lengths"
     ),
     "equal_lengths_135m": "One rollout of a 135M Llama: 64 prompts, 40 tokens each",
+    "long_tailed_groups_bfloat16": "One rollout in bfloat16 and float32, long-tailed lengths",
+    "equal_lengths_bfloat16": "One rollout in bfloat16 and float32, equal lengths",
     "served": "The long-tailed rollout's requests over HTTP",
     "grpo_step": "One GRPO step through TRL, long-tailed lengths",
     "grpo_step_400x8": "One GRPO step: 8 prompts of 400 tokens x 8 completions",

@@ -119,10 +119,14 @@ def bench_bfloat16(setup: Setup) -> dict[str, Any]:
         "cb_rollout, bfloat16": of_another_model(ours(), half),
         "transformers CB, bfloat16": of_another_model(transformers_batching(), half),
     }
-    workloads = {"long_tailed_groups": long_tailed(sizes), "equal_lengths": equal_lengths(sizes)}
+    # The tables of `rollout` have the names without the suffix.
+    workloads = {
+        "long_tailed_groups_bfloat16": long_tailed(sizes),
+        "equal_lengths_bfloat16": equal_lengths(sizes),
+    }
     results = {}
     for name, workload in workloads.items():
-        print(f"bfloat16, {name}: {len(workload.prompts)} sequences, {workload.num_tokens} tokens")
+        print(f"{name}: {len(workload.prompts)} sequences, {workload.num_tokens} tokens")
         results[name] = _throughputs(contenders, model, workload, setup.repetitions)
     return results
 
