@@ -207,6 +207,7 @@ def append_each(
     return sum(is_valid)
 
 
+# Fields of SamplingParams that can take tokens away.
 _FORBIDDING = (
     "logit_bias",
     "sequence_bias",
@@ -218,7 +219,6 @@ _FORBIDDING = (
     "logits_processors",
     "grammar",
 )
-# Fields of SamplingParams that can take tokens away.
 
 
 class _HostSampled(NamedTuple):
