@@ -128,7 +128,8 @@ def test_a_model_that_was_cast_since_is_sampled_as_it_is_now(dtype, has_sampled)
         assert generator.metrics()["rollout/prefill_tokens"] == len(PROMPT), "no old key is read"
         size = generator.memory_plan().bytes_per_block
     assert size * torch.float32.itemsize == plan.bytes_per_block * dtype.itemsize
-    allowed = 1e-5 if dtype is torch.float64 else 1e-2
+    # Keys or weights of before would be nats off; in bfloat16 rounding alone is hundredths.
+    allowed = 1e-5 if dtype is torch.float64 else 3e-2
     assert largest_difference(model, [output]) <= allowed
 
 

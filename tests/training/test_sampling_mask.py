@@ -135,7 +135,7 @@ def test_settings_that_change_logits_are_warned_of_by_both_names(tmp_path):
     with pytest.warns(UserWarning, match="completions are sampled from changed logits") as caught:
         attach(trainer).close()
     said = str(caught[0].message)
-    assert said.startswith("repetition_penalty, logit_bias (sequence_bias, suppress_tokens), bad_")
+    assert said.startswith("repetition_penalty, logit_bias (suppress_tokens, sequence_bias of ")
     assert "bad_words (bad_words_ids), min_new_tokens: " in said
     assert "nothing corrects for it" in said
     assert caught[0].filename == __file__
