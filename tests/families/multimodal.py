@@ -68,12 +68,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
 CORE = (
     "gemma3",
     "lfm2_vl",
-    "llava",
-    "mllama",
-    "nemotron_h_omni",
     "qwen2_5_vl",
     "qwen3_5",
-    "qwen3_vl",
 )
 
 ENCODER_DECODERS = (

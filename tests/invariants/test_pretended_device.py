@@ -57,6 +57,7 @@ CASES = {
 FAST = {"graphs", "recurrent"}
 
 
+@pytest.mark.filterwarnings("ignore:num_return_sequences")
 @pytest.mark.parametrize(
     "case",
     [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in CASES],
