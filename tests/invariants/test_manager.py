@@ -53,8 +53,8 @@ def test_a_request_takes_fields_of_its_own_as_keywords(manager):
     only_top = manager.add_request([5, 6], ignore_eos=True, top_k=1, **wild)
     tokens = {output.request_id: output.generated_tokens for output in manager}
     assert tokens[sampled] == tokens[again] != tokens[greedy] == tokens[only_top]
-    with pytest.raises(InvalidRequestError, match="'heat'; did you mean 'temperature'"):
-        manager.add_request([5, 6], heat=0.5)
+    with pytest.raises(InvalidRequestError, match="'temperatures'; did you mean 'temperature'"):
+        manager.add_request([5, 6], temperatures=0.5)
 
 
 def test_a_cancelled_request_delivers_what_it_had(manager):
