@@ -70,7 +70,7 @@ def rounds_float32_products(device: torch.device) -> bool:
 def multiplies_bfloat16() -> bool:
     """Return whether this CPU has instructions for products in bfloat16 (torch 2.11 to 2.13).
 
-    Without them torch's products take ten times as long as in float32, or emulate.
+    Without them torch's products take far longer than in float32, or emulate.
     """
     emulates = torch.cpu._is_avx512_supported() and not torch.cpu._is_avx512_bf16_supported()
     return torch.ops.mkldnn._is_mkldnn_bf16_supported() and not emulates
