@@ -84,8 +84,10 @@ def test_a_warmed_up_engine_decodes_from_its_trace_at_once():
     assert model.training
     assert_right(rollout(generator), model.eval())
     assert traced.trace is trace
+    generator.close()
 
 
+@pytest.mark.slow
 def test_compiled_decode_steps_give_the_same_tokens():
     model = tiny_model("qwen3")
     with RolloutGenerator(model, RolloutConfig(seed=3)) as generator:

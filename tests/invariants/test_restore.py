@@ -166,3 +166,4 @@ def test_a_model_with_a_kept_generator_can_be_copied_and_pickled():
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert len(generate_batch(twin, [[5, 6]], **keep)) == 1
         generate_batch(twin, [[5, 6]], **(keep | {"persistent_manager": False}))
+    generate_batch(model, [[5, 6]], **(keep | {"persistent_manager": False}))

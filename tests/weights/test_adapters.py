@@ -63,7 +63,9 @@ def test_a_merged_copy_computes_what_the_unmerged_model_computes(family, setting
     assert (logits(weights.module) - logits(model)).abs().max() <= 1e-4
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16]
+)
 def test_a_thousand_syncs_drift_by_nothing(dtype):
     model = lora(dtype)
     base = {name: t.clone() for name, t in model.named_parameters() if not t.requires_grad}

@@ -129,7 +129,7 @@ class SchedulerRuns(RuleBasedStateMachine):
                 assert request.num_generated == request.max_new_tokens
 
 
-SchedulerRuns.TestCase.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
+SchedulerRuns.TestCase.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
 test_the_scheduler_keeps_its_accounts = SchedulerRuns.TestCase
 
 
