@@ -4,12 +4,14 @@ import copy
 import gc
 import pickle
 import threading
+import weakref
 
 import pytest
 import torch
 from tiny import tiny_model
 
 from cb_rollout import RolloutConfig, RolloutError, RolloutGenerator, SamplingParams, generate_batch
+from cb_rollout.engine.service.loop import IDLE_SECONDS
 
 PARAMS = SamplingParams(max_new_tokens=8, ignore_eos=True)
 
@@ -65,6 +67,19 @@ def test_a_forgotten_generator_ends_its_thread():
     del generator
     gc.collect()
     assert not rollout_threads()
+
+
+def test_a_forgotten_model_takes_its_kept_generator_along():
+    model = tiny_model()
+    generate_batch(model, [[5, 6]], max_new_tokens=2, progress_bar=False, persistent_manager=True)
+    (thread,) = rollout_threads()
+    forgotten = weakref.ref(model)
+    del model
+    thread.join(IDLE_SECONDS)
+    gc.collect()
+    assert forgotten() is None
+    thread.join(5 * IDLE_SECONDS)
+    assert not thread.is_alive()
 
 
 def test_the_one_call_function_leaves_nothing_behind():

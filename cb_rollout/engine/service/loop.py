@@ -2,15 +2,18 @@
 
 Owns the thread, the queue of submitted requests and the engine's failure. One thread at a time
 uses the engine: the background thread, a caller in `stepping()`, or one inside `paused()`. The
-background thread is a daemon; the loop's owner halts it.
+background thread is a daemon; the loop's owner halts it, and while it is idle it keeps nothing
+alive.
 """
 
 import signal
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from enum import Enum, auto
 from types import FrameType
 
 from cb_rollout.config.enums import InFlight
@@ -26,6 +29,9 @@ from cb_rollout.types import CancelResult
 _DEFERRED_SIGNALS = (
     signal.SIGINT, signal.SIGTERM, signal.SIGALRM, signal.SIGUSR1, signal.SIGUSR2,
 )  # fmt: skip
+
+# An idle thread refers to no loop, and looks as often whether its loop still exists.
+IDLE_SECONDS = 1.0
 
 # Longer than a step should take; the process may end without the thread after it.
 HALT_TIMEOUT_SECONDS = 10.0
@@ -67,6 +73,29 @@ def interrupts_deferred() -> Iterator[None]:
         handlers[signal.Signals(number)](number, frame)
 
 
+class NextAction(Enum):
+    """The next action of a thread that wants to step."""
+
+    STEP = auto()
+    WAIT = auto()
+    END = auto()
+
+
+def _step_while_it_exists(found: "weakref.ref[EngineLoop]", changed: threading.Condition) -> None:
+    """Step a loop until it ends, or until nothing but this thread would keep it alive."""
+    while (loop := found()) is not None:
+        with changed:
+            action = loop.begin_turn()
+            if action is NextAction.WAIT:
+                del loop
+                changed.wait(IDLE_SECONDS)
+                continue
+        if action is NextAction.END:
+            return
+        loop.step()
+        del loop
+
+
 class EngineLoop:
     """Step one engine and deliver its outputs; thread-safe."""
 
@@ -99,7 +128,10 @@ class EngineLoop:
                 return
             self._fatal_error, self._is_ending = None, False
             self._thread = threading.Thread(
-                target=self._step_until, args=(lambda: False,), name="cb_rollout", daemon=True
+                target=_step_while_it_exists,
+                args=(weakref.ref(self), self._changed),
+                name="cb_rollout",
+                daemon=True,
             )
             self._thread.start()
 
@@ -262,11 +294,15 @@ class EngineLoop:
 
     def _step_until(self, is_done: Callable[[], bool], poll_seconds: float | None = None) -> None:
         while self._await_work(is_done, poll_seconds):
-            with interrupts_deferred():
-                try:
-                    self._deliver(self._step())
-                except BaseException as error:  # noqa: BLE001  reraised in waiting threads
-                    self._fail(error)
+            self.step()
+
+    def step(self) -> None:
+        """Run the step that `begin_turn` began, and deliver its outputs."""
+        with interrupts_deferred():
+            try:
+                self._deliver(self._step())
+            except BaseException as error:  # noqa: BLE001  reraised in waiting threads
+                self._fail(error)
 
     def _step(self) -> list[Request]:
         if not self.observers:
@@ -280,27 +316,31 @@ class EngineLoop:
     def _await_work(self, is_done: Callable[[], bool], poll_seconds: float | None) -> bool:
         """Wait until this thread may step; return False when `is_done` or the loop ends."""
         with self._changed:
-            self.pause_controller.end_step()
-            while self._fatal_error is None and not is_done():
-                # Nothing is left to drain, so a sleep or another thread's pause need not end first.
-                is_halting = self._is_stopping and not (self._is_draining and self._live)
-                if self.pause_controller.is_my_turn and (
-                    is_halting or not self.pause_controller.is_paused
-                ):
-                    self._take_inbox()
-                    if self.engine.has_work and not is_halting:
-                        self.pause_controller.begin_step()
-                        return True
-                    if self._is_stopping:
-                        if threading.current_thread() is self._thread:
-                            self._is_ending = True
-                            self._changed.notify_all()
-                        return False
-                    self.pause_controller.pass_turn()
-                    if is_done():
-                        return False
+            while (action := self.begin_turn(is_done)) is NextAction.WAIT:
                 self._changed.wait(poll_seconds)
-            return False
+            return action is NextAction.STEP
+
+    def begin_turn(self, is_done: Callable[[], bool] = lambda: False) -> "NextAction":
+        """End this thread's last step, and return what it does next; called under the condition."""
+        self.pause_controller.end_step()
+        if self._fatal_error is not None or is_done():
+            return NextAction.END
+        # Nothing is left to drain, so a sleep or another thread's pause need not end first.
+        is_halting = self._is_stopping and not (self._is_draining and self._live)
+        is_paused = self.pause_controller.is_paused and not is_halting
+        if is_paused or not self.pause_controller.is_my_turn:
+            return NextAction.WAIT
+        self._take_inbox()
+        if self.engine.has_work and not is_halting:
+            self.pause_controller.begin_step()
+            return NextAction.STEP
+        if self._is_stopping:
+            if threading.current_thread() is self._thread:
+                self._is_ending = True
+                self._changed.notify_all()
+            return NextAction.END
+        self.pause_controller.pass_turn()
+        return NextAction.END if is_done() else NextAction.WAIT
 
     def _take_inbox(self) -> None:
         while self._inbox:

@@ -104,9 +104,8 @@ class ContinuousBatchingManager:
         # True while a server submits requests, so that the background thread computes.
         self.is_served = False
         self._output_queue = OutputQueue()
-        # The thread refers to the loop only, so a manager without references is collected, and the
-        # finalizer ends the thread then or at the interpreter's exit.
-        weakref.finalize(self, self._loop.halt)
+        # Ends the thread when nothing refers to the manager any more, or at the interpreter's exit.
+        weakref.finalize(self, _halt, weakref.ref(self._loop))
 
     def __reduce__(self) -> NoReturn:
         raise RolloutError(
@@ -483,3 +482,8 @@ class ContinuousBatchingManager:
         if not self.is_running():
             self._engine.release_cache()
         self.wake()
+
+
+def _halt(found: "weakref.ref[EngineLoop]") -> None:
+    if (loop := found()) is not None:
+        loop.halt()

@@ -81,7 +81,6 @@ def test_linear_layers_with_biases_have_a_trace():
         torch.testing.assert_close(*both(runner, traced, num_rows), atol=2e-5, rtol=1e-5)
 
 
-
 @pytest.mark.slow
 @pytest.mark.parametrize("family", TRACEABLE)
 def test_a_compiled_trace_agrees_for_any_number_of_rows(family):
