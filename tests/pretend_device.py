@@ -2,7 +2,8 @@
 
 Tensors of two devices in one operator are refused. Where the host would wait for the device is
 counted, and what it reads without waiting is not there yet: a copy to the host that is not awaited
-arrives when an event behind it is. Numbers are those of the CPU.
+arrives when an event behind it is. A capture refuses every wait and every copy to the host.
+Numbers are those of the CPU, under autocast too.
 """
 
 from contextlib import nullcontext
@@ -26,9 +27,22 @@ INDEXED = {aten.index.Tensor, aten.index_put_.default, aten.index_put.default}
 
 WAITS = {
     *(aten._local_scalar_dense.default, aten.nonzero.default, aten.equal.default),
-    *(aten.masked_select.default, aten._unique2.default),
+    *(aten.masked_select.default, aten._unique2.default, aten.unique_dim.default),
+    *(aten.unique_consecutive.default, aten.bincount.default, aten.repeat_interleave.Tensor),
 }
 # Operators whose result the host has to wait for.
+
+GROUPED = {"aten::_grouped_mm", "transformers::grouped_mm_fallback"}
+# Products of groups, which read on the host where each group ends, unless a kernel takes them.
+
+FAST_GROUPED_CAPABILITIES = (9, 10)
+# The first numbers of those that torch 2.13 has such a kernel for, in bfloat16.
+
+CAST = {
+    *("linear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "addmm", "baddbmm"),
+    *("conv1d", "scaled_dot_product_attention"),
+}
+# Functions whose numbers autocast casts, on a CPU and on a device.
 
 NOT_THERE_YET = -1
 # What a host reads before a copy has come.
@@ -44,7 +58,14 @@ ANSWERS = {
 class OnDevice(torch.Tensor):
     """A tensor on the device."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        args, kwargs = args, kwargs or {}
+        if getattr(func, "__name__", None) in CAST and torch.is_autocast_enabled("cuda"):
+            dtype = torch.get_autocast_dtype("cuda")
+            args, kwargs = tree_map_only(OnDevice, lambda t: _cast(t, dtype), (args, kwargs))
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
 
     @staticmethod
     def __new__(cls, held):
@@ -117,7 +138,10 @@ def run(func, args, kwargs):
     is_awaited = (is_moved and not is_free) or (there and func in WAITS)
     if is_awaited or (there and func in INDEXED and (here or is_mask)):
         Pretended.wait()
+    if there and func.name() in GROUPED and not _has_fast_product(there[0]):
+        Pretended.wait()
     if is_copied and lands_here and there and is_free:
+        Pretended.refuse_in_capture()
         Pretended.unread[Pretended.num_copies] = args[0], args[1].held.clone()
         Pretended.num_copies += 1
         return args[0].fill_(NOT_THERE_YET)
@@ -135,6 +159,17 @@ def run(func, args, kwargs):
         return args[0] if is_copied else result
     wrapped = tree_map_only(torch.Tensor, OnDevice, result)
     return return_and_correct_aliasing(func, args, kwargs, wrapped) if there else wrapped
+
+
+def _has_fast_product(states):
+    is_known = torch.cuda.get_device_capability()[0] in FAST_GROUPED_CAPABILITIES
+    return is_known and states.dtype == torch.bfloat16
+
+
+def _cast(tensor, dtype):
+    """What autocast gives a function of `CAST`."""
+    is_cast = tensor.is_floating_point() and tensor.dtype != torch.float64
+    return tensor.to(dtype) if is_cast else tensor
 
 
 def _there(index):
@@ -158,6 +193,7 @@ class Pretended(TorchDispatchMode):
     # What keeps torch from looking for a device to initialise.
     _mode_key = torch._C._TorchDispatchModeKey.FAKE
     num_waits = 0
+    is_capturing = False
 
     num_copies = 0
     """To the host that it did not wait for."""
@@ -176,7 +212,13 @@ class Pretended(TorchDispatchMode):
         return super().__exit__(*raised)
 
     @classmethod
+    def refuse_in_capture(cls):
+        if cls.is_capturing:
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    @classmethod
     def wait(cls):
+        cls.refuse_in_capture()
         cls.num_waits += 1
         cls.arrive(cls.num_copies)
 
@@ -226,13 +268,25 @@ class Event:
 
 
 class CapturedThere(Playback):
-    """Captures steps of the device."""
+    """Captures steps of the device; what waits may run beforehand, not in a capture."""
 
     def __init__(self, device):
         assert device == DEVICE
 
+    def __call__(self, step):
+        step()
 
-def pretend_device(monkeypatch):
+        def captured():
+            Pretended.is_capturing = True
+            try:
+                return step()
+            finally:
+                Pretended.is_capturing = False
+
+        return super().__call__(captured)
+
+
+def pretend_device(monkeypatch, capability=(8, 0)):
     """Have torch.cuda speak of the device, and Triton's interpreter take its tensors."""
     from triton.runtime import interpreter
 
@@ -252,9 +306,9 @@ def pretend_device(monkeypatch):
         "memory_allocated": lambda device=None: 0,
         "max_memory_allocated": lambda device=None: 0,
         "reset_peak_memory_stats": lambda device=None: None,
-        "get_device_capability": lambda device=None: (8, 0),
+        "get_device_capability": lambda device=None: capability,
         "get_device_properties": lambda device=None: SimpleNamespace(
-            multi_processor_count=2, total_memory=2 * GIB, major=8, minor=0
+            multi_processor_count=2, total_memory=2 * GIB, major=capability[0], minor=capability[1]
         ),
     }
     for name, said in spoken.items():

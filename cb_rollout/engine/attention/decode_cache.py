@@ -49,7 +49,7 @@ class PagedAttention(Protocol):
             spec: scale, window, cap and sinks.
 
         Returns:
-            `[B, 1, H, E]`, in the query's dtype.
+            `[B, 1, H, E]`, in the dtype of the pages of values.
 
         Raises:
             UnsupportedAttentionError: the kernels do not compute that.

@@ -44,7 +44,7 @@ class CudaCapture:
             with torch.cuda.graph(
                 graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
             ):
-                result = step()
+                result = _without_cached_casts(step)
         caller.wait_stream(self._stream)
 
         def replay() -> torch.Tensor:
@@ -52,6 +52,19 @@ class CudaCapture:
             return result
 
         return replay
+
+
+def _without_cached_casts(step: Replay) -> torch.Tensor:
+    """Run a step that takes no cast of a weight from autocast's cache, and leaves none there.
+
+    A model's own forward may autocast, as accelerate wraps it. A replay would read a cast that was
+    cached before the capture, and one cached in the capture holds nothing before a replay.
+    """
+    torch.clear_autocast_cache()
+    try:
+        return step()
+    finally:
+        torch.clear_autocast_cache()
 
 
 @contextmanager

@@ -6,7 +6,6 @@ Each decision returns a phrase for the log, or refuses a setting that cannot be 
 import torch
 
 from cb_rollout.compat import inductor
-from cb_rollout.compat import torch as torch_compat
 from cb_rollout.config.rollout import RolloutConfig
 from cb_rollout.engine.attention.cpu.traced_forward import TracedForward
 from cb_rollout.engine.attention.triton.backend import TritonBackend
@@ -136,6 +135,4 @@ def _graph_obstacle(runner: ModelRunner, is_recurrent: bool) -> str | None:
         return f"needs decode steps without a gather: {runner.backend_selection.reason}"
     if is_recurrent:
         return "needs a model without recurrent states, which move when the cache is taken anew"
-    if runner.compute_dtype != torch_compat.compute_dtype(runner.model):
-        return "needs weights in the dtype that the forward computes in, not autocast"
     return None

@@ -134,8 +134,8 @@ class PagedLayer(CacheLayerMixin):
         tokens_TF = new_BHQD.transpose(1, 2).reshape(-1, pages_NF.shape[1])
         if mapping.write_tokens is not None:
             tokens_TF = tokens_TF.index_select(0, mapping.write_tokens)
-        if is_float8:
-            tokens_TF = to_float8_bytes(tokens_TF)
+        # Under autocast pages hold what attention casts its keys and values to.
+        tokens_TF = to_float8_bytes(tokens_TF) if is_float8 else tokens_TF.to(pages_NF.dtype)
         pages_NF.index_copy_(0, mapping.write_slots, tokens_TF)
         if mapping.read_slots_BS is None:
             return new_BHQD

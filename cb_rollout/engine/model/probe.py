@@ -4,6 +4,8 @@ No model config is parsed: the probe reads what the layers stored in transformer
 """
 
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
@@ -35,7 +37,8 @@ def probe(
         ConfigurationError: a layer stores tensors that the engine cannot store.
     """
     cache = RecordingCache(config=config)
-    forward(torch.zeros(1, PROBE_TOKENS, dtype=torch.int64), cache)
+    with hf_compat.replacing_attention(cache.attend):
+        forward(torch.zeros(1, PROBE_TOKENS, dtype=torch.int64), cache)
     return CacheLayout(
         tuple(
             _read(layer, *cache.recorded.get(i, (None, None)))
@@ -45,11 +48,16 @@ def probe(
 
 
 class RecordingCache(DynamicCache):
-    """Record the shapes and dtypes of keys and values; layers store both in one dtype."""
+    """Record the shapes and dtypes of keys and values; layers store both in one dtype.
+
+    Autocast casts the inputs of attention. Keys and values that go straight to an attention
+    function are recorded in that dtype, since to store them cast changes no bit of the result.
+    """
 
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__(config=config)
         self.recorded: dict[int, tuple[TensorSpec, TensorSpec]] = {}
+        self._returned: tuple[int, torch.Tensor, torch.Tensor] | None = None
 
     def update(
         self,
@@ -61,7 +69,28 @@ class RecordingCache(DynamicCache):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Record shapes and dtypes, then store as usual."""
         self.recorded[layer_idx] = (_per_token(key_states), _per_token(value_states))
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        self._returned = layer_idx, keys, values
+        return keys, values
+
+    def attend(
+        self,
+        own_attention: Callable[..., Any],
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Call the model's attention; note what autocast casts the last update's states to."""
+        layer_idx, *returned = self._returned or (-1, None, None)
+        is_direct = returned[0] is key and returned[1] is value
+        if is_direct and torch.is_autocast_enabled(key.device.type):
+            dtype = torch.get_autocast_dtype(key.device.type)
+            keys, values = self.recorded[layer_idx]
+            self.recorded[layer_idx] = _autocast(keys, dtype), _autocast(values, dtype)
+        return own_attention(module, query, key, value, *args, **kwargs)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return 0 where every layer is recurrent: transformers 5.23 raises then."""
@@ -102,6 +131,11 @@ def _read(layer: object, keys: TensorSpec | None, values: TensorSpec | None) -> 
 def _per_token(states: torch.Tensor) -> TensorSpec:
     """Return the shape that `[1, heads, tokens, size]` states have for one token."""
     return TensorSpec((states.shape[1], states.shape[3]), states.dtype)
+
+
+def _autocast(states: TensorSpec, dtype: torch.dtype) -> TensorSpec:
+    """Return the spec of states after autocast, which leaves float64 as it is."""
+    return states if states.dtype == torch.float64 else replace(states, dtype=dtype)
 
 
 def _per_sequence(states: torch.Tensor | None) -> TensorSpec | None:

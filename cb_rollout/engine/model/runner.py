@@ -307,7 +307,10 @@ class ModelRunner:
         model: torch.nn.Module | None = None,
     ) -> Any:
         dtype = self._autocast_dtype
-        autocast = nullcontext() if dtype is None else torch.autocast(self.device.type, dtype)
+        autocast = nullcontext()
+        if dtype is not None:
+            # A cached cast would stay in a captured step when the weights change.
+            autocast = torch.autocast(self.device.type, dtype, cache_enabled=False)
         # no_grad, not inference_mode: some models keep buffers that a later training forward uses.
         with torch.no_grad(), autocast:
             return (model or self.model)(input_ids=input_ids_BQ, **arguments)

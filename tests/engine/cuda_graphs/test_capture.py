@@ -124,3 +124,21 @@ def test_a_step_that_waits_in_its_first_run_only_is_captured(streams):
 
     CudaCapture(DEVICE)(step)
     assert runs == [0, 1, 0]
+
+
+def test_a_captured_step_neither_reads_nor_leaves_a_cast_in_the_cache_of_autocast(streams):
+    """A model's own forward may autocast with a cache, as accelerate wraps it."""
+    weight, results = torch.nn.Parameter(torch.ones(2, 2)), []
+
+    def step():
+        results.append(torch.mm(torch.ones(1, 2), weight))
+        return results[-1]
+
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        step()
+        # Torch does not count this write, and autocast's cache never does.
+        weight.data.mul_(2)
+        CudaCapture(DEVICE)(step)
+        assert results[-1].tolist() == [[4, 4]]
+        weight.data.mul_(2)
+        assert step().tolist() == [[8, 8]]

@@ -70,9 +70,11 @@ def test_a_model_whose_layers_are_all_recurrent_is_probed():
     assert layers == (LayerSpec(conv=(f32(128, 4),), recurrent=(f32(128, 8),)),) * 2
 
 
-def test_under_autocast_keys_and_values_may_have_different_dtypes():
-    expected = (LayerSpec(f32(2, 16), bf16(2, 16)),) * 2
-    assert layers_of("qwen3", torch.bfloat16) == expected
+def test_under_autocast_keys_and_values_are_stored_as_attention_casts_them():
+    """Only those that go straight to attention: DeepSeek's latents are unfolded first."""
+    assert layers_of("qwen3", torch.bfloat16) == (LayerSpec(bf16(2, 16), bf16(2, 16)),) * 2
+    latents = layers_of("deepseek_v3", torch.bfloat16)[0]
+    assert latents == LayerSpec(f32(1, 16), f32(1, 8))
     assert layers_of("qwen3") == (LayerSpec(f32(2, 16), f32(2, 16)),) * 2
 
 

@@ -34,6 +34,8 @@ TYPES = {
     torch.float16: tl.float16,
 }
 
+DTYPES = {kind: dtype for dtype, kind in TYPES.items()}
+
 # Triton's names of the dtypes of a layer's keys and values.
 Types = tuple[Any, Any]
 
@@ -113,7 +115,7 @@ def attend(
     """Return the attention of each row's newest token over all of its keys.
 
     Args:
-        queries_BHD: the new tokens' queries.
+        queries_BHD: the new tokens' queries; the kernel casts them to the keys' dtype.
         num_key_heads: K, the heads of the pages.
         value_size: E.
         metadata: the step's rows.
@@ -122,13 +124,13 @@ def attend(
         spec: scale, window, cap and sinks.
 
     Returns:
-        `[B, H, E]` in the queries' dtype; zeros where a row has no tokens.
+        `[B, H, E]` in the values' dtype; zeros where a row has no tokens.
     """
     B, H, _ = queries_BHD.shape
     num_tiles = 0 if metadata.first_T is None else metadata.first_T.shape[0]
     num_shared = metadata.num_shared_splits if num_tiles else 0
     num_parts = metadata.num_splits + num_shared
-    outputs_BHE = queries_BHD.new_empty(B, H, value_size)
+    outputs_BHE = queries_BHD.new_empty(B, H, value_size, dtype=DTYPES[types[1]])
     partials = sums = outputs_BHE
     if num_parts > 1:
         partials = outputs_BHE.new_empty(B, H, num_parts, value_size, dtype=torch.float32)
