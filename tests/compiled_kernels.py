@@ -4,16 +4,20 @@ python tests/compiled_kernels.py 90    # for compute capability 9.0
 """
 
 import json
+import re
+import subprocess
 import sys
+import tempfile
 from types import SimpleNamespace
 
 import torch
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from cb_rollout.engine.attention.backend import AttentionMetadata, AttentionSpec
-from cb_rollout.engine.attention.triton.launch import TYPES, attend, write
+from cb_rollout.engine.attention.triton.launch import TYPES, attend, shared_rows, write
 
 BF16, FP32 = torch.bfloat16, torch.float32
 ROWS, SPLITS = 4, 2
@@ -32,9 +36,13 @@ def decode(sizes, asked, is_shared):
     heads, key_heads, key_size, value_size, dtype = sizes
     window, softcap, has_sinks = asked
     ints = torch.ones(ROWS, dtype=torch.int32)
-    tiles = {"shared_B": ints, "first_T": ints[:2], "count_T": ints[:2]} if is_shared else {}
-    metadata = AttentionMetadata(torch.zeros(6, dtype=torch.int64), 16, ints, ints, SPLITS, **tiles)
     types = TYPES[dtype], TYPES[dtype]
+    tiles = {}
+    if is_shared:
+        rows_per_tile = shared_rows(heads // key_heads, max(key_size, value_size), types)
+        tiles = {"shared_B": ints, "first_T": ints[:2], "count_T": ints[:2]}
+        tiles["rows_per_tile"] = rows_per_tile
+    metadata = AttentionMetadata(torch.zeros(6, dtype=torch.int64), 16, ints, ints, SPLITS, **tiles)
     sinks = torch.zeros(heads, dtype=dtype) if has_sinks else None
     queries, keys, values = (
         torch.zeros(ROWS, *shape, dtype=dtype)
@@ -43,6 +51,17 @@ def decode(sizes, asked, is_shared):
     write(keys, values, metadata, 0, types)
     spec = AttentionSpec(key_size**-0.5, window, softcap, sinks)
     attend(queries, key_heads, value_size, metadata, 0, types, spec)
+
+
+def resources(cubin):
+    """Registers and bytes of stack of a thread, as the assembler left them."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", done.stdout).groups()
+    return {"registers": int(registers), "stack": int(stack)}
 
 
 def main(capability):
@@ -59,6 +78,7 @@ def main(capability):
                     "wide copies": binary.asm["ptx"].count("cp.async.cg"),
                     "products": binary.asm["ptx"].count("mma."),
                 }
+                | resources(binary.asm["cubin"])
             )
 
         return launch

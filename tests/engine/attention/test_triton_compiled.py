@@ -11,8 +11,8 @@ import pytest
 pytest.importorskip("triton")
 
 SCRIPT = Path(__file__).parents[2] / "compiled_kernels.py"
-LEAST_SHARED_MEMORY = 99 << 10
 # Bytes that one block may take on any card of compute capability 8.0 or more.
+LEAST_SHARED_MEMORY = 99 << 10
 
 
 @pytest.mark.slow
@@ -31,6 +31,8 @@ def test_the_kernels_compile_for_a_gpu(capability, tmp_path):
     assert {"write_kernel", "attend_kernel", "join_kernel"} == {one["kernel"] for one in made}
     assert all(one["bytes"] for one in made)
     assert max(one["shared"] for one in made) <= LEAST_SHARED_MEMORY
+    # What does not fit the registers goes through memory, in every step of the loop over keys.
+    assert {(one["form"], one["kernel"]): one["stack"] for one in made if one["stack"]} == {}
     for one in made:
         if one["kernel"] == "attend_kernel":
             # Pages are read 16 bytes at a time, ahead of the tensor cores that take them.

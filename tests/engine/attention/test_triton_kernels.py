@@ -40,7 +40,7 @@ class Pages:
         tensors = (self.table, self.keys, self.values)
         addresses = [tensors[0].data_ptr(), self.table.shape[1]]
         addresses += [tensor.data_ptr() for tensor in tensors[1:]]
-        rows_per_tile = shared_rows(heads_per_key, max(self.D, self.E))
+        rows_per_tile = shared_rows(heads_per_key, max(self.D, self.E), self.types)
         shared, tiles = [0] * len(self.lengths), []
         for first, count, num_shared in self.groups:
             shared[first : first + count] = [num_shared] * count
@@ -155,8 +155,8 @@ def test_a_group_larger_than_a_tile_gets_several():
         block_size=4,
         dtype=torch.float32,
     )
-    assert shared_rows(20, 16) == 3
-    check(pages, AttentionSpec(0.3), heads_per_key=20, has_tiles=True)
+    assert shared_rows(10, 16, pages.types) == 3
+    check(pages, AttentionSpec(0.3), heads_per_key=10, has_tiles=True)
 
 
 @pytest.mark.parametrize("size", [96, 256])

@@ -21,9 +21,12 @@ from cb_rollout.engine.attention.triton.kernels import attend_kernel, join_kerne
 # The fewest that a tensor-core product takes.
 MIN_TILE_ROWS = 16
 
-# Queries packed over one shared stretch, at head sizes up to 128 and beyond: as many as registers
-# and shared memory hold.
+# Queries packed over one shared stretch, in 16 bits at head sizes up to 128, and otherwise: as many
+# as registers and shared memory hold.
 SHARED_TILE_ROWS, WIDE_SHARED_TILE_ROWS = 64, 32
+
+# float32 products take no tensor cores, and twice the registers: with fewer warps they spill.
+NUM_WARPS, NUM_WARPS_OF_FLOAT32 = 4, 8
 
 # More keys at a time would leave a short row's tile half empty.
 MAX_TILE_KEYS = 128
@@ -61,15 +64,16 @@ class TritonPagedAttention:
         num_key_heads, E = layer.num_key_heads, layer.value_size
         write(key[:, :, 0], value[:, :, 0], self.metadata, layer.index, types)
         heads_per_key = query.shape[1] // num_key_heads
-        self.rows_per_tile[layer.index] = shared_rows(heads_per_key, max(query.shape[3], E))
+        self.rows_per_tile[layer.index] = shared_rows(heads_per_key, max(query.shape[3], E), types)
         queries_BHD = query[:, :, 0]
         outputs_BHE = attend(queries_BHD, num_key_heads, E, self.metadata, layer.index, types, spec)
         return outputs_BHE[:, None]
 
 
-def shared_rows(heads_per_key: int, size: int) -> int:
+def shared_rows(heads_per_key: int, size: int, types: Types) -> int:
     """Return the number of rows whose queries of one key head, each of `size`, fit a tile."""
-    tile_rows = SHARED_TILE_ROWS if size <= 128 else WIDE_SHARED_TILE_ROWS
+    is_wide = size > 128 or tl.float32 in types
+    tile_rows = WIDE_SHARED_TILE_ROWS if is_wide else SHARED_TILE_ROWS
     return max(1, tile_rows // heads_per_key)
 
 
@@ -216,7 +220,7 @@ class _Launches:
             LEAST_STRETCH=-(-metadata.least_stretch // tile_keys) * tile_keys,
             KEY_WIDTH=triton.next_power_of_2(max(D, MIN_TILE_ROWS)),
             VALUE_WIDTH=triton.next_power_of_2(max(E, MIN_TILE_ROWS)),
-            num_warps=4,
+            num_warps=NUM_WARPS_OF_FLOAT32 if tl.float32 in self.types else NUM_WARPS,
             num_stages=2,
         )
 
@@ -247,7 +251,7 @@ def _layer_addresses(metadata: AttentionMetadata, layer: int) -> torch.Tensor:
 def _tile_keys(width: int, types: Types) -> int:
     """Return the keys read at a time: shared memory of any card since Ampere holds them twice."""
     is_single = tl.float32 in types
-    return min(MAX_TILE_KEYS, max(MIN_TILE_ROWS, (4096 if is_single else 8192) // width))
+    return min(MAX_TILE_KEYS, max(MIN_TILE_ROWS, (2048 if is_single else 8192) // width))
 
 
 def _dense(states: torch.Tensor) -> torch.Tensor:
