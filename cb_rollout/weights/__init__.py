@@ -1,7 +1,8 @@
 """Select the module that generates, and keep its weights equal to the trainer's.
 
-`shared` and `copied` are the two ways; `source` reads weights wherever a trainer keeps them, with a
-file for each framework. `RolloutGenerator` calls `create_weight_sync`.
+`shared` and `copied` are the two ways, and `cast_base` is between them; `source` reads weights
+wherever a trainer keeps them, with a file for each framework. `RolloutGenerator` calls
+`create_weight_sync`.
 """
 
 from typing import Any
@@ -18,6 +19,7 @@ from cb_rollout.engine.model.precision import Precision, rollout_precision
 from cb_rollout.errors import ConfigurationError
 from cb_rollout.weights.adapters import has_adapters
 from cb_rollout.weights.base import WeightSynchronizer, require_equal
+from cb_rollout.weights.cast_base import CastBaseWeights, saves_casts
 from cb_rollout.weights.copied import CopiedWeights
 from cb_rollout.weights.replica import casts_weights
 from cb_rollout.weights.shared import SharedWeights
@@ -53,6 +55,9 @@ def create_weight_sync(
             weight_sync = WeightSync.SHARED
         else:
             weight_sync = _fitting(module, precision)
+            if weight_sync == WeightSync.SHARED and saves_casts(module, precision):
+                hf_compat.keep_differentiable(module)
+                return CastBaseWeights(module, precision)
     if weight_sync == WeightSync.SHARED:
         hf_compat.keep_differentiable(module)
         return SharedWeights(module, precision.autocast_dtype)

@@ -3,6 +3,7 @@
 Never merges in place. Refuses adapters that cannot be merged exactly out of place.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,6 +67,24 @@ def low_ranks(module: Any) -> tuple[LowRank, ...]:
         for name in module.active_adapters
         if name in module.lora_A or name in module.lora_embedding_A
     )
+
+
+def merged_layers(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """Yield the base layers that PEFT has merged an adapter into, for now."""
+    modules: Iterator[Any] = model.modules()
+    for module in modules:
+        if _is_adapted(module) and module.merged:
+            yield module.base_layer
+
+
+def layers_read_by_adapters(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """Yield the base layers whose weights an adapter may read beside running them, as DoRA does."""
+    modules: Iterator[Any] = model.modules()
+    for module in modules:
+        if not _is_adapted(module):
+            continue
+        if type(module) not in MERGEABLE or getattr(module, "lora_variant", None):
+            yield module.base_layer
 
 
 def _is_adapted(module: torch.nn.Module) -> bool:

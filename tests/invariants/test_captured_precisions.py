@@ -97,10 +97,12 @@ def test_steps_are_captured_and_give_what_the_trainers_forward_gives(case, monke
         with RolloutGenerator(model, config, accelerator=accelerator) as generator:
             outputs = generator.generate_batch([PROMPT], sampling_params=PARAMS).values()
             path = generator.manager.decode_path
+            weights = generator.manager.model.model.layers[0].self_attn.o_proj.weight
             pages = generator.manager._engine.layout.layers[0].per_token
     assert CAPTURED in path, path
     is_half = is_autocast or change in (in_bfloat16, with_float32_head)
     assert {states.dtype for states in pages} == {torch.bfloat16 if is_half else torch.float32}
+    assert weights.dtype == (torch.bfloat16 if is_half else torch.float32)
     for output in outputs:
         with torch.autocast("cpu", torch.bfloat16, enabled=is_autocast):
             expected = plain_logprobs(trained, PROMPT, output.generated_tokens)

@@ -45,11 +45,18 @@ def test_bf16_training_of_float32_weights_takes_a_copy_by_itself(tmp_path):
     generator.close()
 
 
-def test_bf16_training_with_adapters_runs_them_unmerged(tmp_path):
+def test_bf16_training_with_adapters_runs_them_unmerged_over_layers_that_are_cast_once(tmp_path):
     trainer = tiny_trainer(tmp_path, bf16=True, trainer_arguments={"peft_config": LORA})
     generator = attach(trainer, RolloutConfig(**CHECKED))
     trainer.train()
-    assert generator.manager.model is trainer.model.get_base_model()
+    own, found = (
+        dict(model.named_parameters())
+        for model in (trainer.model.get_base_model(), generator.manager.model)
+    )
+    assert all(
+        (found[name] is own[name]) == own[name].requires_grad for name in own if "_proj" in name
+    )
+    assert found["lm_head.weight"].dtype == torch.bfloat16
     assert max(logged(trainer, "sampling/sampling_logp_difference/mean")) < 0.05
     generator.close()
 

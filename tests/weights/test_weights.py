@@ -1,11 +1,15 @@
 """Which module generates, and how its tensors follow the trainer's."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners.tuners_utils import BaseTunerLayer
 from tiny import FAMILIES, tiny_model
+from trl.trainer.utils import add_fused_lm_head
 
 from cb_rollout import (
     ConfigurationError,
@@ -16,6 +20,7 @@ from cb_rollout import (
 )
 from cb_rollout.compat import transformers as hf_compat
 from cb_rollout.weights import create_weight_sync, require_equal
+from cb_rollout.weights.cast_base import CastBaseWeights
 from cb_rollout.weights.copied import CopiedWeights
 from cb_rollout.weights.replica import tensors_by_name
 from cb_rollout.weights.shared import SharedWeights
@@ -335,3 +340,105 @@ def test_autocast_and_inference_mode_around_a_copy_change_nothing_in_it():
 def with_adapter(model):
     settings = LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
     return inject_adapter_in_model(settings, model)
+
+
+class Autocasting:
+    """What weights read of accelerate's `Accelerator`."""
+
+    mixed_precision = "bf16"
+    device = torch.device("cpu")
+    state = SimpleNamespace()
+
+
+def under_autocast(model):
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+        return logits(model)
+
+
+def adapted_and_frozen():
+    """As PEFT leaves a model that trains: only adapters have gradients."""
+    return with_adapter(tiny_model(tie_word_embeddings=False)).eval()
+
+
+def test_under_autocast_frozen_layers_are_cast_once_and_adapters_are_the_trainers():
+    model = adapted_and_frozen()
+    bits = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    weights = create_weight_sync(model, RolloutConfig(), Autocasting())
+    own, found = dict(model.named_parameters()), dict(weights.module.named_parameters())
+    assert own.keys() == found.keys()
+    shared = {name for name in own if own[name] is found[name]}
+    assert {n for n in own if "lora" in n or "norm" in n or "embed" in n} == shared
+    assert {found[name].dtype for name in own.keys() - shared} == {torch.bfloat16}
+    assert torch.equal(under_autocast(weights.module), under_autocast(model))
+    assert weights.sync() == 0
+    assert weights.differing() == []
+    assert all(torch.equal(tensor, bits[name]) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    "change_model",
+    [
+        lambda model: change(model),
+        lambda model: [layer.set_adapter([]) for layer in adapter_layers(model)],
+        lambda model: [merge_or_unmerge(layer) for layer in adapter_layers(model)],
+        lambda model: setattr(model.model.layers[0].mlp, "act_fn", torch.nn.Identity()),
+        lambda model: model.model.norm.register_forward_hook(lambda *args: 2 * args[-1]),
+        lambda model: model.lm_head.requires_grad_(True),
+    ],
+    ids=["every weight", "no adapter", "merged and unmerged", "a module", "a hook", "thawed"],
+)
+def test_a_model_whose_frozen_layers_were_cast_is_followed_at_every_sync(change_model):
+    model = adapted_and_frozen()
+    weights = create_weight_sync(model, RolloutConfig(), Autocasting())
+    twin = weights.module
+    for _ in range(2):
+        change_model(model)
+        weights.sync()
+        assert weights.module is twin
+        assert torch.equal(under_autocast(twin), under_autocast(model))
+        assert weights.differing() == []
+
+
+def test_a_frozen_weight_that_is_written_past_torch_is_named():
+    model = adapted_and_frozen()
+    weights = create_weight_sync(model, RolloutConfig(), Autocasting())
+    model.lm_head.weight.data.mul_(2)
+    assert weights.sync() == 0
+    with pytest.raises(WeightSyncError, match=r"lm_head\.weight"):
+        require_equal(weights)
+
+
+def test_the_wrapper_that_trl_puts_around_a_models_forward_does_not_lead_back_to_the_model():
+    model = adapted_and_frozen()
+    add_fused_lm_head(model)
+    weights = create_weight_sync(model, RolloutConfig(), Autocasting())
+    assert isinstance(weights, CastBaseWeights)
+    model.forward = None
+    assert under_autocast(weights.module).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "case", ["a function of its own", "DoRA", "no adapters", "bfloat16 already"]
+)
+def test_what_casting_once_could_change_is_not_cast_once(case):
+    settings = LoraConfig(target_modules="all-linear", use_dora=case == "DoRA")
+    model = tiny_model(tie_word_embeddings=False)
+    if case != "no adapters":
+        model = inject_adapter_in_model(settings, model)
+        model.lm_head.requires_grad_(True)
+    if case == "bfloat16 already":
+        model = model.to(torch.bfloat16)
+    if case == "a function of its own":
+        mlp = model.model.layers[0].mlp
+        mlp.forward = lambda states: type(mlp).forward(mlp, states)
+    weights = create_weight_sync(model, RolloutConfig(), Autocasting())
+    kind = CopiedWeights if case == "no adapters" else SharedWeights
+    assert type(weights) is kind
+
+
+def merge_or_unmerge(layer):
+    return layer.unmerge() if layer.merged else layer.merge()
+
+
+def adapter_layers(model):
+    return [module for module in model.modules() if isinstance(module, BaseTunerLayer)]

@@ -85,7 +85,8 @@ class ContinuousBatchingManager:
             generation_config = module.generation_config
         self.defaults = from_generation_config(generation_config)
         self._engine = Engine(module, self.config, autocast_dtype, trained, optimizer)
-        self._runs_a_copy = self._engine.trained is not module
+        tensors = {id(tensor) for tensor in self._engine.trained.parameters()}
+        self._runs_a_copy = tensors.isdisjoint(id(tensor) for tensor in module.parameters())
         # A generator starts its manager with the next rollout.
         self._is_alone = trained is None
         engine = self._engine

@@ -1,0 +1,199 @@
+"""Generate with the trainer's own adapters, over frozen layers whose weights are cast once.
+
+Under autocast a frozen float32 weight would be cast at every decode step. Owns the cast weights,
+and a twin of the training module: modules of the same classes that hold these weights and, for the
+rest, the training module's own tensors, hooks and settings. The training module is never changed.
+Called from the training thread, the engine paused.
+"""
+
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from cb_rollout.compat import transformers as hf_compat
+from cb_rollout.engine.memory import device as devices
+from cb_rollout.engine.model.precision import Precision
+from cb_rollout.weights.adapters import has_adapters, layers_read_by_adapters, merged_layers
+from cb_rollout.weights.replica import held_dtype
+
+
+@dataclass(slots=True)
+class _Cast:
+    """A frozen weight and its cast value."""
+
+    weight: torch.nn.Parameter
+    value: torch.nn.Parameter
+    state: tuple[object, ...] = ()
+    """Changes when torch counts a write to the weight, or an adapter is merged into it."""
+
+
+class CastBaseWeights:
+    """Follow a module with adapters: share what trains, and cast what is frozen."""
+
+    is_collective = False
+
+    def __init__(self, model: PreTrainedModel, precision: Precision) -> None:
+        """Cast the frozen weights, and make the twin.
+
+        Args:
+            model: the training module, unwrapped.
+            precision: has an `autocast_dtype`.
+        """
+        self.trained: torch.nn.Module = model
+        self.autocast_dtype = precision.autocast_dtype
+        self._model, self._precision = model, precision
+        self._casts: dict[int, _Cast] = {}
+        self._twins: dict[int, tuple[torch.nn.Module, torch.nn.Module]] = {}
+        self.sync()
+        module = self._twins[id(model)][1]
+        assert isinstance(module, PreTrainedModel)
+        self.module = module
+
+    def follow(self, trained: torch.nn.Module) -> None:
+        """Do nothing: a wrapper does not change the module inside."""
+
+    def sync(self) -> int:
+        """Cast the frozen weights that changed, and take over what else the module holds now.
+
+        Returns:
+            The bytes written.
+
+        Raises:
+            ConfigurationError: the model was sharded meanwhile.
+        """
+        hf_compat.refuse_sharded(self._model)
+        frozen = dict(frozen_weights(self._model, self._precision))
+        known, num_bytes = self._casts, 0
+        self._casts = {}
+        with torch.no_grad(), devices.plain_modes():
+            for weight, state in frozen.items():
+                cast = known.get(id(weight))
+                if cast is None or cast.weight is not weight or cast.value.shape != weight.shape:
+                    value = torch.empty_like(weight, dtype=self._dtype)
+                    cast = _Cast(weight, torch.nn.Parameter(value, requires_grad=False))
+                if cast.state != state or weight.is_inference():
+                    cast.value.copy_(weight)
+                    cast.state, num_bytes = state, num_bytes + cast.value.nbytes
+                self._casts[id(weight)] = cast
+        twins, self._twins = self._twins, {}
+        self._mirror(self._model, twins)
+        return num_bytes
+
+    def differing(self) -> list[str]:
+        """Return the names of the cast weights that a new cast would change."""
+        parameters = self._model.named_parameters(remove_duplicate=False)
+        named = ((name, self._casts.get(id(tensor))) for name, tensor in parameters)
+        with torch.no_grad(), devices.plain_modes():
+            return [
+                name
+                for name, cast in named
+                if cast and not cast.value.equal(cast.weight.to(cast.value.dtype))
+            ]
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        assert self.autocast_dtype is not None
+        return self.autocast_dtype
+
+    def _mirror(
+        self,
+        module: torch.nn.Module,
+        known: dict[int, tuple[torch.nn.Module, torch.nn.Module]],
+    ) -> torch.nn.Module:
+        """Make the twin of a module hold what the module holds, its weights cast; return it."""
+        if id(module) in self._twins:
+            return self._twins[id(module)][1]
+        original, twin = known.get(id(module), (None, module))
+        if original is not module or type(twin) is not type(module):
+            twin = object.__new__(type(module))
+            vars(twin)["training"] = False
+        self._twins[id(module)] = module, twin
+        held = {
+            name: MethodType(value.__func__, twin) if _is_bound(value, module) else value
+            for name, value in vars(module).items()
+        }
+        casts = self._casts
+        held["_parameters"] = {
+            name: casts[id(tensor)].value if id(tensor) in casts else tensor
+            for name, tensor in module._parameters.items()
+        }
+        held["_modules"] = {
+            name: child and self._mirror(child, known) for name, child in module._modules.items()
+        }
+        # What `Module.compile()` made would run the training module.
+        held |= {"training": twin.training, "_compiled_call_impl": None}
+        if module is self._model:
+            held.pop("forward", None)
+        vars(twin).clear()
+        vars(twin).update(held)
+        return twin
+
+
+def _is_bound(value: object, module: torch.nn.Module) -> bool:
+    return isinstance(value, MethodType) and value.__self__ is module
+
+
+def _can_be_mirrored(model: torch.nn.Module) -> bool:
+    """Return whether no function on an instance computes with a module of its own.
+
+    It would run the training module, which may be in training mode.
+    """
+    forwards = ((module, vars(module).get("forward")) for module in model.modules())
+    return all(
+        forward is None
+        or (_is_bound(forward, module) and not _holds_modules(forward))
+        # TRL's and accelerate's wrappers of the whole model; the twin runs its class's forward.
+        or (module is model and _unwrapped(forward) is _unwrapped(type(model).forward))
+        for module, forward in forwards
+    )
+
+
+def _unwrapped(function: Any) -> object:
+    return inspect.unwrap(getattr(function, "__func__", function))
+
+
+def _holds_modules(method: MethodType) -> bool:
+    held = inspect.getclosurevars(method).nonlocals.values()
+    return any(isinstance(getattr(value, "__self__", value), torch.nn.Module) for value in held)
+
+
+def saves_casts(model: PreTrainedModel, precision: Precision) -> bool:
+    """Return whether `CastBaseWeights` can run a model with adapters, and would cast any weight."""
+    if precision.autocast_dtype is None or precision.copy_dtype is not None:
+        return False
+    if not has_adapters(model) or hf_compat.is_quantized(model) or not _can_be_mirrored(model):
+        return False
+    return next(frozen_weights(model, precision), None) is not None
+
+
+def frozen_weights(
+    model: PreTrainedModel, precision: Precision
+) -> Iterator[tuple[torch.nn.Parameter, tuple[object, ...]]]:
+    """Yield each frozen weight that autocast casts at every use, and a state that writes change.
+
+    Left out are weights that an adapter reads itself, as DoRA does for its norms: in float32.
+    """
+    owners: dict[int, tuple[torch.nn.Parameter, list[torch.nn.Module]]] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(id(parameter), (parameter, []))[1].append(module)
+    read, merged = (
+        {id(weight) for layer in layers for weight in layer.parameters()}
+        for layers in (layers_read_by_adapters(model), merged_layers(model))
+    )
+    for key, (weight, layers) in owners.items():
+        if weight.requires_grad or key in read:
+            continue
+        if held_dtype(layers, weight.dtype, precision) != weight.dtype:
+            # PEFT merges without torch counting it; while merged, every sync casts anew.
+            writes = object() if key in merged else _num_writes(weight)
+            yield weight, (weight.data_ptr(), writes)
+
+
+def _num_writes(weight: torch.Tensor) -> int:
+    return 0 if weight.is_inference() else weight._version
