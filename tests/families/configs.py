@@ -281,10 +281,12 @@ NOT_BUILT = {
 }
 
 
-def small(default: PreTrainedConfig) -> dict[str, Any]:
-    """What of SMALL this config takes."""
+def small(
+    default: PreTrainedConfig, sizes: dict[str, Any], needs: dict[str, Any]
+) -> dict[str, Any]:
+    """What of `sizes` this config takes, and what its type needs; so for the configs inside it."""
     given = default.to_dict()
-    settings = {n: v for n, v in SMALL.items() if given.get(n) is not None}
+    settings = {n: v for n, v in sizes.items() if given.get(n) is not None}
     for name in ("pad_token_id", "eos_token_id", "bos_token_id"):
         settings[name] = SMALL[name]
     if given.get("is_decoder") is False:
@@ -294,15 +296,18 @@ def small(default: PreTrainedConfig) -> dict[str, Any]:
     if given.get("qk_rope_head_dim") is not None:
         settings.pop("head_dim", None)
         settings["num_key_value_heads"] = SMALL["num_attention_heads"]
-    settings |= (OVERRIDES | multimodal.OVERRIDES).get(default.model_type, {})
+    settings |= needs.get(default.model_type, {})
     for name, value in vars(default).items():
         if isinstance(value, PreTrainedConfig):
             settings[name] = (
-                {"model_type": value.model_type} | small(value) | settings.get(name, {})
+                {"model_type": value.model_type}
+                | small(value, sizes, needs)
+                | settings.get(name, {})
             )
     return settings
 
 
 def tiny_config(model_type: str, **overrides: object) -> PreTrainedConfig:
     config_class = CONFIG_MAPPING[model_type]
-    return config_class(**small(config_class()) | overrides)
+    needs = OVERRIDES | multimodal.OVERRIDES
+    return config_class(**small(config_class(), SMALL, needs) | overrides)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from configs import tiny_config
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from cb_rollout import RolloutConfig, RolloutGenerator, SamplingParams
 from cb_rollout.engine.model.check import check_model
@@ -64,9 +64,13 @@ def create_model(
     model_type: str, auto_class: Any = AutoModelForCausalLM, **overrides: object
 ) -> PreTrainedModel:
     """A tiny float32 model with sharpened random weights, in eval mode; the same each time."""
+    return create_from_config(tiny_config(model_type, **overrides), auto_class)
+
+
+def create_from_config(config: PreTrainedConfig, auto_class: Any) -> PreTrainedModel:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = auto_class.from_config(tiny_config(model_type, **overrides))
+        model = auto_class.from_config(config)
         with torch.no_grad():
             for module in model.modules():
                 # A row of zeros scores every token alike: a tie, which any rounding may break.

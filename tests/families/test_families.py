@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from configs import CORE, ENCODERS, NOT_BUILT, OWN_GENERATE, REFUSED, tiny_config
 from huggingface_hub.errors import StrictDataclassError
+from marks import slow_beside
 from parity import check, create_model
 from transformers import CONFIG_MAPPING, AutoModelForSeq2SeqLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -19,10 +20,6 @@ pytestmark = pytest.mark.filterwarnings("default")
 MAPPED = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 RUNNING = [t for t in MAPPED if t not in REFUSED and t not in NOT_BUILT]
 DOCUMENT = Path(__file__).parents[2] / "docs" / "architectures.md"
-
-
-def slow_beside(core, types):
-    return [pytest.param(t, marks=() if t in core else pytest.mark.slow) for t in types]
 
 
 @pytest.mark.parametrize("model_type", slow_beside(CORE, RUNNING))

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from configs import tiny_config
+from marks import slow_beside
 from multimodal import CORE, NOT_BUILT, REFUSED
 from parity import check, create_model, plain_logprobs, prompts
 from transformers import CONFIG_MAPPING, AutoModelForMultimodalLM
@@ -45,10 +46,6 @@ KEEP_OFFSETS = (
     "qwen3_vl",
     "qwen4_exp",
 )
-
-
-def slow_beside(core, types):
-    return [pytest.param(t, marks=() if t in core else pytest.mark.slow) for t in types]
 
 
 def create(model_type):

@@ -1,0 +1,56 @@
+"""Types that read images: a tiny model and its processor, `generate` and the plain forward."""
+
+import image_needs
+import multimodal
+import pytest
+from images import create, picture, plain_logprobs, read
+from marks import slow_beside
+from parity import TOLERANCE
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
+# The models' own warnings, about weights and settings that only a tiny model has.
+pytestmark = pytest.mark.filterwarnings("default")
+
+MAPPED = sorted(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+LEFT_OUT = multimodal.REFUSED | multimodal.NOT_BUILT | image_needs.NO_PROCESSOR
+READING = [t for t in MAPPED if t not in LEFT_OUT]
+
+# Of a first and a second picture, in pixels.
+SIZES = ((48, 64), (90, 40))
+NEW_TOKENS = 4
+MAX_PROMPT_TOKENS = 320
+# Nats that another picture changes some log-probability by, at least.
+EFFECT = 1e-3
+
+
+@pytest.mark.parametrize("model_type", slow_beside(image_needs.CORE, READING))
+def test_generate_reads_images_as_the_plain_forward_does(model_type):
+    model, processor = create(model_type)
+    sizes = SIZES[:1] if model_type in image_needs.ONE_IMAGE else SIZES
+    for num_images in range(1, len(sizes) + 1):
+        pictures = [picture(seed, size) for seed, size in enumerate(sizes[:num_images])]
+        inputs = read(model, processor, pictures)
+        num_prompt_tokens = inputs["input_ids"].shape[1]
+        assert num_prompt_tokens <= MAX_PROMPT_TOKENS
+        output = model.generate(**inputs, do_sample=False, max_new_tokens=NEW_TOKENS)
+        completion = output[0, num_prompt_tokens:]
+        assert len(completion) == NEW_TOKENS
+        logprobs = plain_logprobs(model, inputs, completion.tolist())
+        chosen = logprobs.gather(-1, completion[:, None])[:, 0]
+        assert (logprobs.max(-1).values - chosen).max() <= TOLERANCE
+        pictures[-1] = picture(2, sizes[num_images - 1])
+        others = read(model, processor, pictures)
+        changed = plain_logprobs(model, others, completion.tolist())
+        assert (changed - logprobs).abs().max() > EFFECT
+
+
+@pytest.mark.parametrize("model_type", image_needs.NO_PROCESSOR)
+def test_a_type_said_to_have_no_processor_has_none(model_type):
+    with pytest.raises((KeyError, ValueError)):
+        read(*create(model_type), [picture(0)])
+
+
+def test_the_tables_name_types_that_are_mapped():
+    named = {*image_needs.CORE, *image_needs.ONE_IMAGE, *image_needs.NO_PROCESSOR}
+    assert named <= set(MAPPED)
+    assert len(READING) >= 70
