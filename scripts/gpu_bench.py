@@ -21,7 +21,7 @@ import torch
 
 from cb_rollout import RolloutConfig, RolloutGenerator, SamplingParams
 from cb_rollout.tools.bench.contenders import Contender, generate, ours, transformers_batching
-from cb_rollout.tools.bench.roofline import bandwidth
+from cb_rollout.tools.bench.roofline.machine import bandwidth
 from cb_rollout.tools.bench.run import describe_machine
 from cb_rollout.tools.bench.timing import timed
 from cb_rollout.tools.bench.workload import (

@@ -171,6 +171,9 @@ WORKLOADS_OF_README = (
 # A record holds the versions of more packages.
 VERSIONS_SHOWN = ("torch", "transformers", "trl")
 
+# Cards of the modelled tables: figures of the first, and shares of the others.
+CARD_SHOWN, OTHER_CARDS = "H100", ("A100", "H200")
+
 SHARES = (
     "The matmul bound is the speed if only the workload's matrix products took time, at the rate "
     "measured in the same run."
@@ -287,14 +290,83 @@ def caption(record: dict[str, Any], has_shares: bool) -> str:
     return f"<sub>{machine}, {turns}, {record['date']}; {said}.{shares}</sub>"
 
 
+def gpu_model_tables(record: dict[str, Any]) -> str:
+    """Return the tables of the modelled decode steps and prefills, one a model and kind."""
+    return "\n".join(
+        gpu_model_table(kind, name.split()[2], record)
+        for kind in ("decode", "prefill")
+        for name in record["results"]
+        if name.startswith(f"{kind} of") and name.endswith(f"on {CARD_SHOWN}, modelled")
+    )
+
+
+def gpu_model_table(kind: str, model: str, record: dict[str, Any]) -> str:
+    """Return the table of one model: launches, milliseconds and shares, by contender."""
+    by_card = {
+        card: contenders_by_rows(record["results"][f"{kind} of {model} on {card}, modelled"])
+        for card in (CARD_SHOWN, *OTHER_CARDS)
+    }
+    peers = [name for name in next(iter(by_card[CARD_SHOWN].values())) if not name.startswith(OURS)]
+    head = ["rows x tokens", "launches", "a layer", "ms", "roofline"]
+    head += [f"roofline, {card}" for card in OTHER_CARDS]
+    head += ["ms with top-p"] * (kind == "decode")
+    head += [f"{peer}: {column}" for peer in peers for column in ("launches", "ms", "roofline")]
+    lines = [head, ["---"] * len(head)]
+    for rows, contenders in by_card[CARD_SHOWN].items():
+        ours, top_p = contenders[OURS], contenders.get(f"{OURS}, top-p")
+        line = [rows, *figures(ours, "launches", "launches_per_layer", "milliseconds")]
+        line += [share(ours)] + [
+            share(by_card[card].get(rows, {}).get(OURS)) for card in OTHER_CARDS
+        ]
+        if kind == "decode":
+            line += figures(top_p, "milliseconds") if top_p else ["-"]
+        for peer in peers:
+            line += [
+                *figures(contenders[peer], "launches", "milliseconds"),
+                share(contenders[peer]),
+            ]
+        lines.append(line)
+    title = f"**{kind.capitalize()} of Qwen3 {model} on an {CARD_SHOWN}: {record['note']}**"
+    rows = [f"| {' | '.join(line)} |" for line in lines]
+    versions = {k: v for k, v in record["versions"].items() if k in VERSIONS_SHOWN}
+    said = ", ".join(f"{name} {number}" for name, number in versions.items())
+    return "\n".join([title, "", *rows, "", f"<sub>{record['date']}; {said}.</sub>", ""])
+
+
+def contenders_by_rows(group: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the figures of each contender, by the rows of the step."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, row in group.items():
+        rows, _, contender = name.partition(" tokens, ")
+        found.setdefault(rows, {})[contender] = row
+    return found
+
+
+def figures(row: dict[str, float], *names: str) -> list[str]:
+    """Return figures of a row as text."""
+    return [number_text(row[name]) for name in names]
+
+
+def share(row: dict[str, float] | None) -> str:
+    """Return a share of the roofline as text; a dash where the step does not fit the card."""
+    return f"{row['percent_of_roofline']:.0f}%" if row else "-"
+
+
+def with_gpu_model(text: str) -> str:
+    """Return a page with its tables of the model of a GPU renewed."""
+    path = BENCHMARKS / "gpu_model_cpu.json"
+    return replaced(text, "gpu model", gpu_model_tables(json.loads(path.read_text())))
+
+
 def with_tables(text: str, workloads: Iterable[str]) -> str:
     """Return a page with its benchmark tables renewed."""
-    return re.sub(
-        r"(?<=<!-- benchmarks -->\n).*?(?=<!-- end of benchmarks -->)",
-        lambda _: f"\n{benchmark_tables(workloads)}\n",
-        text,
-        flags=re.DOTALL,
-    )
+    return replaced(text, "benchmarks", benchmark_tables(workloads))
+
+
+def replaced(text: str, name: str, tables: str) -> str:
+    """Return a page with what stands between the marks of `name` replaced."""
+    between = rf"(?<=<!-- {name} -->\n).*?(?=<!-- end of {name} -->)"
+    return re.sub(between, lambda _: f"\n{tables}\n", text, flags=re.DOTALL)
 
 
 def main() -> int:
@@ -313,6 +385,7 @@ def main() -> int:
         ROOT / "docs" / "sampling.md": sampling(),
         **{path: with_tables(path.read_text(), names) for path, names in with_benchmarks.items()},
     }
+    wanted[BENCHMARKS / "README.md"] = with_gpu_model(wanted[BENCHMARKS / "README.md"])
     stale = [path for path, text in wanted.items() if not path.exists() or path.read_text() != text]
     for path in stale:
         print(f"{path.relative_to(ROOT)} {'is stale' if arguments.check else 'written'}")

@@ -6,10 +6,10 @@ import torch
 from fast_path import pretend_cuda
 
 import gpu_bench
-from cb_rollout.tools.bench import roofline
 from cb_rollout.tools.bench.contenders import generate, ours, transformers_batching
 from cb_rollout.tools.bench.profile import WrappedFunction, wrapped
-from cb_rollout.tools.bench.roofline import (
+from cb_rollout.tools.bench.roofline import machine
+from cb_rollout.tools.bench.roofline.machine import (
     Products,
     matmul_parameters,
     needed_flops,
@@ -107,7 +107,7 @@ def test_the_time_of_products_is_interpolated(monkeypatch):
     model = create_model(TINY.shape, "cpu")
     times = {False: 2.0, True: 0.5}
     monkeypatch.setattr(
-        roofline, "_best_kernel_seconds", lambda _, asked: times[asked.is_head] * asked.num_rows
+        machine, "_best_kernel_seconds", lambda _, asked: times[asked.is_head] * asked.num_rows
     )
     counted = Counter({Products(False, 3): 10, Products(False, 70): 1, Products(True, 3): 4})
     assert products_seconds(model, counted) == pytest.approx(2 * (30 + 70) + 0.5 * 12)

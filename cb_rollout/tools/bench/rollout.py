@@ -22,7 +22,7 @@ from cb_rollout.tools.bench.contenders import (
     served,
     transformers_batching,
 )
-from cb_rollout.tools.bench.roofline import (
+from cb_rollout.tools.bench.roofline.machine import (
     Products,
     matmul_flops,
     needed_flops,

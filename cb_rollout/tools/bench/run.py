@@ -59,15 +59,20 @@ def run_workload(
         batch_size=batch_size,
     )
     # Imported by name, since only some workloads need packages such as trl.
-    bench = getattr(importlib.import_module(f"cb_rollout.tools.bench.{module}"), f"bench_{name}")
-    results = bench(setup)
+    implementation = importlib.import_module(f"cb_rollout.tools.bench.{module}")
+    results = getattr(implementation, f"bench_{name}")(setup)
+    # A module may say what a reader must know of all its figures.
+    note = getattr(implementation, "NOTE", None)
     if model != default:
         # Each model has a record and tables of its own.
         name = f"{name}_{model}"
         results = {f"{group}_{model}": rows for group, rows in results.items()}
+    if note:
+        print(f"\n{note}")
     print_table(results)
     record = {
         "bench": name,
+        **({"note": note} if note else {}),
         **describe_machine(kind),
         "repetitions": repetitions,
         "results": results,

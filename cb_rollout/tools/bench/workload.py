@@ -5,7 +5,7 @@ number of tokens that each completion is forced to have.
 """
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -73,6 +73,14 @@ class Sizes:
     """Turns of each implementation in one repetition of `truncation`."""
     copied_bytes: int = 64 << 20
     """Size of the copy that measures bandwidth."""
+    modelled_shapes: dict[str, dict[str, Any]] = field(default_factory=lambda: QWEN3)
+    """Models of `gpu_model`, by name."""
+    modelled_rows: tuple[int, ...] = (1, 32, 256, 1024)
+    """Rows of its decode steps."""
+    modelled_tokens: tuple[int, ...] = (300, 2000, 8000)
+    """Tokens of each row."""
+    modelled_prefills: tuple[tuple[int, int], ...] = ((1, 300), (16, 512), (1, 8000))
+    """Prompts of its prefills, and tokens of each."""
 
     @property
     def num_sequences(self) -> int:
@@ -112,16 +120,19 @@ MODELS = {"small": CPU, "135m": LLAMA_135M, "0.6b": GPU}
 DEFAULT_MODELS = {"cpu": "small", "cuda": "0.6b"}
 
 # For tests: figures of these sizes mean nothing.
+TINY_SHAPE: dict[str, Any] = {
+    "model_type": "qwen3", "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
+    "intermediate_size": 48, "tie_word_embeddings": True,
+}  # fmt: skip
 TINY = Sizes(
-    shape={
-        "model_type": "qwen3", "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2,
-        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
-        "intermediate_size": 48, "tie_word_embeddings": True,
-    },
+    shape=TINY_SHAPE,
     prompt_tokens=(2, 4), num_prompts=2, num_completions=2, log_mean_tokens=1.0, longest=6,
     equal_tokens=4, sampled_mean=3, longest_in_step=6, strategy_steps=1, scales=(1, 2),
     scaling_tokens=3, num_waiting=(0, 8), bookkeeping_rows=3, num_syncs=1, copied_bytes=1 << 16,
     truncated_rows=2, truncated_vocab=8192, num_truncations=1,
+    modelled_shapes={"tiny": TINY_SHAPE}, modelled_rows=(2,), modelled_tokens=(5,),
+    modelled_prefills=((2, 3),),
 )  # fmt: skip
 
 

@@ -33,7 +33,12 @@ WORKLOADS = {
     ),
     "profile": BenchCommand("profile", "where a rollout's time goes"),
     "bookkeeping": BenchCommand("profile", "what a decode step takes beside its forward"),
-    "roofline": BenchCommand("roofline", "what this machine can do at most"),
+    "roofline": BenchCommand("roofline.machine", "what this machine can do at most"),
+    "gpu_model": BenchCommand(
+        "roofline.gpu_model",
+        "kernels of a step on a GPU, counted without one, and a model of their time",
+        ("triton",),
+    ),
 }
 
 ENGINE_PACKAGES = ("psutil", "tokenizers", "torch", "transformers")
