@@ -148,7 +148,7 @@ class FakeModel:
     def is_sound(self):
         return True
 
-    def logits(self, new_tokens, lengths, table_rows, cache, table):
+    def logits(self, new_tokens, lengths, table_rows, cache, table, position_offsets=None):
         self.raise_error()
         admitted = {r.table_row: r for r in self.requests if r.table_row != NO_TABLE_ROW}
         for tokens, length, table_row in zip(new_tokens, lengths, table_rows, strict=True):

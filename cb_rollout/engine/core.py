@@ -21,7 +21,7 @@ from cb_rollout.engine.kv_cache.storage import CacheStorage, create_saver
 from cb_rollout.engine.memory import device as devices
 from cb_rollout.engine.memory.plan import GIB
 from cb_rollout.engine.memory.training import OptimizerOrName, TrainingMemory
-from cb_rollout.engine.model.check import check_model
+from cb_rollout.engine.model.check import check_images, check_model
 from cb_rollout.engine.model.eval_mode import eval_mode
 from cb_rollout.engine.model.runner import BatchLayout, ModelRunner
 from cb_rollout.engine.request import Limits, Request
@@ -99,6 +99,8 @@ class Engine:
         )
         # Once for each layout: a later plan may find the trace given up, for other reasons.
         self._compilation = choose_compilation(self._runner, self.config)
+        self.takes_images = False
+        """True once a prompt with images was found to run right."""
         self._plan()
         self._identity = identity
 
@@ -225,6 +227,17 @@ class Engine:
         else:
             self._plan()
         self.release_cache()
+
+    def check_images(self, request: Request) -> None:
+        """Refuse a model that differs from its plain forward on a request's images.
+
+        Raises:
+            ConfigurationError: it does, or takes no images.
+        """
+        assert request.images is not None
+        with devices.plain_modes():
+            check_images(self._runner, self.layout, request.prompt_ids, request.images)
+        self.takes_images = True
 
     def release_cache(self) -> None:
         """Release the cache's memory; unfinished sequences are computed anew afterwards."""

@@ -218,13 +218,24 @@ class StepExecutor:
         """
         table_rows = [request.table_row for request in requests]
 
+        pages = self._storage.cache, self._storage.table
+
         def forward(rows: Sequence[int]) -> torch.Tensor:
+            for request in (requests[row] for row in rows):
+                if request.images is not None and request.images.position_offset is None:
+                    self._runner.find_position_offset(request.prompt_ids, request.images)
+            first = requests[rows[0]]
+            if first.images is not None and starts[rows[0]] < first.num_image_tokens:
+                assert len(rows) == 1, "a prompt with images is prefilled alone"
+                return self._runner.prefill_images(
+                    first.token_ids, ends[rows[0]], first.images, first.table_row, *pages
+                )
             return self._runner.logits(
                 [requests[row].token_ids[starts[row] : ends[row]] for row in rows],
                 [ends[row] for row in rows],
                 [table_rows[row] for row in rows],
-                self._storage.cache,
-                self._storage.table,
+                *pages,
+                _offsets([requests[row].position_offset for row in rows]),
             )
 
         rows = range(len(requests))
@@ -312,7 +323,8 @@ class StepExecutor:
         if self.graphs is not None and self._can_replay:
             return self.graphs.logits(rows, cache, table)
         tokens = [[token_id] for token_id in rows.token_ids]
-        return self._runner.logits(tokens, rows.lengths, rows.table_rows, cache, table)
+        offsets = _offsets(rows.position_offsets)
+        return self._runner.logits(tokens, rows.lengths, rows.table_rows, cache, table, offsets)
 
     # CUDA graphs. A step leaves the next one's inputs on the device, so the next step is launched
     # before this one's tokens are read. A sequence that turns out to have ended has one row too
@@ -390,6 +402,11 @@ class StepExecutor:
         self._pending = None
         if self.graphs is not None:
             self.graphs.forget_rows()
+
+
+def _offsets(position_offsets: list[int]) -> list[int] | None:
+    """Return the offsets of a forward's rows; None: all are 0, as those of text are."""
+    return position_offsets if any(position_offsets) else None
 
 
 @dataclass(slots=True)

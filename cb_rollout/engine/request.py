@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING
 from cb_rollout.types import FinishReason, GenerationOutput, RequestStatus
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Hashable, Iterator, Sequence
 
     from cb_rollout.config.grammar import GrammarMatcher
     from cb_rollout.config.sampling import SamplingParams
+    from cb_rollout.engine.prompt_images import PromptImages
     from cb_rollout.engine.sampling.stop_strings import StopStrings
     from cb_rollout.engine.spec_decode.ngram import NgramIndex
 
@@ -64,6 +65,8 @@ class Request:
     """Seed of the sequence's own stream of uniform draws."""
     group: int | None = None
     """Number shared by queue neighbours with the same prompt; None: a prompt of its own."""
+    images: PromptImages | None = None
+    """Images of the prompt, shared by its group; None: it has none."""
     is_streaming: bool = False
     """True if an output is delivered after every step."""
     records_timestamps: bool = False
@@ -132,6 +135,25 @@ class Request:
     def num_generated(self) -> int:
         """Tokens sampled so far."""
         return len(self.token_ids) - len(self.prompt_ids)
+
+    @property
+    def num_image_tokens(self) -> int:
+        """Tokens up to the end of the last image; 0 without images."""
+        return 0 if self.images is None else self.images.num_tokens
+
+    @property
+    def position_offset(self) -> int:
+        """Position of a token after the images, less its index in the sequence."""
+        if self.images is None:
+            return 0
+        assert self.images.position_offset is not None, "no forward has seen the images"
+        return self.images.position_offset
+
+    def cache_keys(self, start: int, stop: int) -> Sequence[Hashable]:
+        """Return what the prefix cache knows the tokens from `start` to `stop` by."""
+        if self.images is None:
+            return self.token_ids[start:stop]
+        return self.images.cache_keys(self.token_ids, start, stop)
 
     @property
     def min_generated(self) -> int:

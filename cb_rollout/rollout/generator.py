@@ -64,7 +64,8 @@ class RolloutGenerator:
         Args:
             model: a causal language model, plain or wrapped by PEFT, accelerate or torch.
             config: a `RolloutConfig`, or a transformers `ContinuousBatchingConfig`.
-            tokenizer: allows prompts that are strings or chats, and stop strings.
+            tokenizer: allows prompts that are strings or chats, and stop strings; a processor also
+                images.
             generation_config: defaults of every request; None: the model's own.
             accelerator: source of the rank, and of the precision of the trainer's forward; None:
                 the rank is that of `torch.distributed`'s process group, else of the environment's
@@ -112,6 +113,8 @@ class RolloutGenerator:
 
         Args:
             inputs: lists of token ids; with a tokenizer also strings, or chats (lists of messages).
+                With a processor a chat may hold `{"type": "image", "image": ...}` parts, and
+                `{"prompt": token ids or text, "images": [...]}` is an input too.
             generation_config: defaults of this call; None: the generator's.
             sampling_params: one, or one per input; None: the generation config's.
             num_return_sequences: completions of each input; None: the generation config's, else 1.
@@ -129,6 +132,7 @@ class RolloutGenerator:
 
         Raises:
             InvalidRequestError: an input or a sampling parameter is refused; nothing was generated.
+            ConfigurationError: the model cannot run prompts with images.
             IncompleteRolloutError: a sequence failed; its `.outputs` holds all outputs.
             EngineDeadError: the engine stopped on an exception.
         """
@@ -367,13 +371,14 @@ def generate_batch(
     progress_bar: bool = True,
     persistent_manager: bool = False,
     warmup: bool = False,
+    tokenizer: Any = None,
     **kwargs: Any,
 ) -> dict[str, GenerationOutput]:
     """Sample completions of many prompts together, in one call.
 
     Args:
         model: a causal language model, wrapped or not.
-        inputs: lists of token ids.
+        inputs: lists of token ids; with a tokenizer what `RolloutGenerator.generate_batch` takes.
         generation_config: defaults of every request; None: the model's own.
         continuous_batching_config: a `RolloutConfig`, or transformers' own.
         record_timestamps: record the time at which each token was sampled.
@@ -381,6 +386,7 @@ def generate_batch(
         persistent_manager: keep the manager on the model for the next call, which syncs the
             weights and reads no keys of this one.
         warmup: trace, compile or capture decode steps before the first, not as they come up.
+        tokenizer: allows texts, chats and stop strings; a processor also images.
         **kwargs: further arguments of `RolloutGenerator.generate_batch`.
 
     Returns:
@@ -393,9 +399,9 @@ def generate_batch(
     require_known(kwargs, known, "generate_batch has no argument", ConfigurationError)
     config = as_rollout_config(continuous_batching_config)
     with (
-        nullcontext(_kept_generator(model, config))
+        nullcontext(_kept_generator(model, config, tokenizer))
         if persistent_manager
-        else RolloutGenerator(model, config)
+        else RolloutGenerator(model, config, tokenizer=tokenizer)
     ) as generator:
         return generator.generate_batch(
             inputs,
@@ -417,13 +423,16 @@ class _Kept:
         return _Kept, ()
 
 
-def _kept_generator(model: torch.nn.Module, config: RolloutConfig) -> RolloutGenerator:
-    """Return the generator kept on the model if its config is equal, else keep a new one."""
+def _kept_generator(
+    model: torch.nn.Module, config: RolloutConfig, tokenizer: Any
+) -> RolloutGenerator:
+    """Return the generator kept on the model if its settings are equal, else keep a new one."""
     kept = vars(model).setdefault(GENERATOR_ATTRIBUTE, _Kept())
-    if kept.generator is not None and kept.generator.config == config:
+    known = kept.generator
+    if known is not None and known.config == config and known.tokenizer is tokenizer:
         kept.generator.sync_weights()
     else:
         if kept.generator is not None:
             kept.generator.close()
-        kept.generator = RolloutGenerator(model, config)
+        kept.generator = RolloutGenerator(model, config, tokenizer=tokenizer)
     return kept.generator

@@ -7,15 +7,22 @@ from collections.abc import Iterable, Mapping, Sequence
 from numbers import Number
 from typing import Any
 
-from jinja2 import TemplateError
-
+from cb_rollout.compat.multimodal import is_processor
+from cb_rollout.engine.service.image_prompts import (
+    ENCODING_FAULTS,
+    ImagePrompt,
+    encoded_chat,
+    encoded_row,
+    has_image_parts,
+    is_chat,
+)
 from cb_rollout.errors import ConfigurationError, InvalidRequestError, error_text
 
-# Token ids, text, or a chat.
-Prompt = Sequence[int] | str | Sequence[Mapping[str, Any]]
+# Token ids, text, a chat, or `{"prompt": one of these, "images": [...]}`.
+Prompt = Sequence[int] | str | Sequence[Mapping[str, Any]] | Mapping[str, Any]
 
-# Chat templates raise these, deliberately or not; tokenizers raise some for lone surrogates.
-ENCODING_FAULTS = (TemplateError, ValueError, TypeError, KeyError, AttributeError)
+# What an engine takes.
+Encoded = Sequence[int] | ImagePrompt
 
 
 def require_tokenizer(tokenizer: Any) -> None:
@@ -23,12 +30,12 @@ def require_tokenizer(tokenizer: Any) -> None:
     if tokenizer is not None and not callable(tokenizer):
         raise ConfigurationError(
             f"tokenizer is a {type(tokenizer).__name__}; pass the tokenizer itself, as "
-            "AutoTokenizer.from_pretrained(name) makes it."
+            "AutoTokenizer.from_pretrained(name) or AutoProcessor.from_pretrained(name) makes it."
         )
 
 
-def encoded(prompts: Iterable[Prompt], tokenizer: Any) -> list[Sequence[int]]:
-    """Return the token ids of every prompt; see `encoded_or_refused`.
+def encoded(prompts: Iterable[Prompt], tokenizer: Any) -> list[Encoded]:
+    """Return every prompt as an engine takes it; see `encoded_or_refused`.
 
     Raises:
         InvalidRequestError: a prompt is refused.
@@ -43,16 +50,19 @@ def encoded(prompts: Iterable[Prompt], tokenizer: Any) -> list[Sequence[int]]:
 
 def encoded_or_refused(
     prompts: Iterable[Prompt], tokenizer: Any
-) -> list[Sequence[int] | InvalidRequestError]:
-    """Return the token ids of every prompt, or the error that says why it is refused.
+) -> list[Encoded | InvalidRequestError]:
+    """Return every prompt as an engine takes it, or the error that says why it is refused.
 
     A text or chat is refused without a tokenizer, or if its tokenizer cannot encode it; and so is
     an input of another type.
 
     Args:
         prompts: lists of token ids, returned unchanged; strings; chats, encoded by the tokenizer's
-            chat template.
-        tokenizer: a transformers tokenizer; None: only token ids are allowed.
+            chat template, whose content may hold `{"type": "image", "image": ...}` parts;
+            `{"prompt": token ids or text, "images": [...]}`. An image is a PIL image, a path or an
+            array.
+        tokenizer: a transformers tokenizer, or for images a processor; None: only token ids are
+            allowed.
 
     Raises:
         InvalidRequestError: `prompts` is no list of prompts.
@@ -62,7 +72,7 @@ def encoded_or_refused(
             f"inputs is a {type(prompts).__name__}; pass a list of prompts, as [text] or "
             "tokenizer(texts)['input_ids']."
         )
-    found: list[Sequence[int] | InvalidRequestError] = []
+    found: list[Encoded | InvalidRequestError] = []
     for index, prompt in enumerate(prompts):
         try:
             found.append(_encoded(prompt, index, tokenizer))
@@ -72,27 +82,36 @@ def encoded_or_refused(
 
 
 def _encoded(prompt: Any, index: int, tokenizer: Any) -> Any:
+    if isinstance(prompt, Mapping) and "images" in prompt:
+        prompt = encoded_row(prompt, tokenizer, index)
+        if isinstance(prompt, ImagePrompt):
+            return prompt
     _require_prompt(prompt, index)
     is_text = isinstance(prompt, str)
-    is_chat = isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
-    if not (is_text or is_chat):
+    if not (is_text or is_chat(prompt)):
         return prompt
     if tokenizer is None:
         raise InvalidRequestError(
             f"input {index} is {'text' if is_text else 'a chat'}; pass token ids, or make a "
             "RolloutGenerator with tokenizer=."
         )
-    if is_chat and getattr(tokenizer, "chat_template", None) is None:
+    if not is_text and getattr(tokenizer, "chat_template", None) is None:
         raise InvalidRequestError(
             f"input {index} is a chat, but the tokenizer has no chat template; set "
             "tokenizer.chat_template, or pass text."
         )
+    chat: Any = prompt
+    if not is_text and has_image_parts(chat):
+        return encoded_chat(chat, tokenizer, index)
     try:
         if is_text:
-            return tokenizer(prompt)["input_ids"]
-        return tokenizer.apply_chat_template(
-            prompt, add_generation_prompt=True, tokenize=True, return_dict=True
-        )["input_ids"]
+            found = tokenizer(text=prompt)["input_ids"]
+        else:
+            found = tokenizer.apply_chat_template(
+                prompt, add_generation_prompt=True, tokenize=True, return_dict=True
+            )["input_ids"]
+        # A processor returns a batch of one.
+        return found[0] if is_processor(tokenizer) else found
     except ENCODING_FAULTS as error:
         refused = (
             "the tokenizer does not take this text"

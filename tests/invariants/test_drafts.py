@@ -195,7 +195,7 @@ def test_a_forward_that_fails_with_a_draft_is_run_without(monkeypatch):
     expected = without_drafts(model)
     logits, num_failed = ModelRunner.logits, 0
 
-    def fails(self, new_tokens, lengths, table_rows, cache, table):
+    def fails(self, new_tokens, lengths, table_rows, cache, table, offsets=None):
         nonlocal num_failed
         if len(set(table_rows)) < len(table_rows):
             num_failed += 1

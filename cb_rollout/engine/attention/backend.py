@@ -100,6 +100,7 @@ class AttentionBackend(Protocol):
         table_rows: Sequence[int],
         cache: PagedCache,
         table: BlockTable,
+        position_offsets: Sequence[int] | None = None,
     ) -> "DecodeInputs":
         """Return the inputs of a forward of rows of one new token; see `ModelRunner.logits`."""
         ...

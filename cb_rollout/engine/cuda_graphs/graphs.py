@@ -282,8 +282,8 @@ class GraphedDecoding:
     def _step(self, key: GraphKey, addresses: torch.Tensor, block_size: int) -> Replay:
         """Return the function that is captured."""
         inputs_LB = self._inputs.tensor[:, : key.num_rows]
-        tokens_B, lengths_B, indices_B = (
-            inputs_LB[line] for line in (Line.TOKEN, Line.LENGTH, Line.INDEX)
+        tokens_B, lengths_B, indices_B, offsets_B = (
+            inputs_LB[line] for line in (Line.TOKEN, Line.LENGTH, Line.INDEX, Line.POSITION_OFFSET)
         )
         num_tiles = key.num_rows // 2 if key.has_shared else 0
 
@@ -301,7 +301,7 @@ class GraphedDecoding:
                 count_T=small[Line.TILE_COUNT, :num_tiles] if num_tiles else None,
                 rows_per_tile=self._decoding.rows_per_tile,
             )
-            positions_B1 = (lengths_B - 1).clamp(min=0)[:, None]
+            positions_B1 = (lengths_B - 1 + offsets_B).clamp(min=0)[:, None]
             inputs = self._decoding.inputs(tokens_B[:, None], positions_B1, metadata)
             logits_BV = self._runner.decode(inputs)
             if not key.samples:

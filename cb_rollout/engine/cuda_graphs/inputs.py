@@ -35,6 +35,8 @@ class Line(IntEnum):
     """Leading tokens that the row's tile reads once for all its rows."""
     TILE_FIRST = 8
     TILE_COUNT = 9
+    POSITION_OFFSET = 10
+    """Position of the token, less its index in the sequence."""
 
 
 class GraphInputs:
@@ -75,6 +77,7 @@ class GraphInputs:
             Line.TOKEN: rows.token_ids,
             Line.LENGTH: rows.lengths,
             Line.TABLE_ROW: rows.table_rows,
+            Line.POSITION_OFFSET: rows.position_offsets,
             Line.SEED: [request.seed for request in requests],
             Line.INDEX: [request.num_generated for request in requests],
             Line.IS_GREEDY: [p.is_greedy for p in params],

@@ -7,7 +7,7 @@ scheduler calls it, on the engine's thread.
 from collections.abc import Callable, Sequence
 
 from cb_rollout.engine.kv_cache.block_pool import BlockPool
-from cb_rollout.engine.kv_cache.prefix_cache import PrefixCache
+from cb_rollout.engine.kv_cache.prefix_cache import ROOT, PrefixCache
 from cb_rollout.engine.request import Limits, Request
 
 
@@ -47,10 +47,8 @@ class BlockManager:
         Sets the request's blocks and the count of its computed tokens. `num_spare` blocks must stay
         available. Returns False, with nothing allocated, where there are not enough.
         """
-        shared, node = [], 0
-        if self.limits.can_match_prefixes:
-            shared, node = self.prefixes.match(self.policy_version, request.token_ids)
-            self.pool.share(shared)
+        shared, node = self._match(request)
+        self.pool.share(shared)
         num_new = self.num_needed(request.num_tokens) - len(shared)
         if not self.secure(num_new + num_spare):
             self.pool.release(shared)
@@ -59,6 +57,17 @@ class BlockManager:
         request.prefix_node, request.num_remembered = node, len(shared)
         request.num_computed = len(shared) * self.limits.block_size
         return True
+
+    def _match(self, request: Request) -> tuple[list[int], int]:
+        """Return the blocks of the longest known prefix of a sequence, and its last node."""
+        if not self.limits.can_match_prefixes:
+            return [], ROOT
+        keys = request.cache_keys(0, request.num_tokens)
+        shared, node = self.prefixes.match(self.policy_version, keys)
+        # One forward computes all images, so a prefix that ends before the last one is of no use.
+        if len(shared) * self.limits.block_size < request.num_image_tokens:
+            return [], ROOT
+        return shared, node
 
     def allocate_fork(self, follower: Request, leader: Request, num_spare: int) -> bool:
         """Share the full blocks of the leader's prompt with a follower, and allocate its rest.
@@ -111,7 +120,7 @@ class BlockManager:
         while (request.num_remembered + 1) * size <= request.num_computed:
             first = request.num_remembered
             block = request.block_ids[first]
-            tokens = request.token_ids[first * size : (first + 1) * size]
+            tokens = request.cache_keys(first * size, (first + 1) * size)
             request.prefix_node, is_holder = self.prefixes.insert(
                 self.policy_version, request.prefix_node, tokens, block
             )

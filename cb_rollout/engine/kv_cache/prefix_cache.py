@@ -1,11 +1,12 @@
 """Find the blocks that hold the keys of a prefix.
 
 A prefix is a chain of full blocks. A link is keyed by the policy version, its parent link and the
-block's tokens, all compared exactly: no hash can collide, and a prefix of another policy version is
-never matched, even while a sequence still holds its block.
+block's tokens, all compared exactly: no hash of tokens can collide, and a prefix of another policy
+version is never matched, even while a sequence still holds its block. A token is its id; a token of
+an image also has a hash of the pixels (`PromptImages.cache_keys`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 ROOT = 0
@@ -16,7 +17,7 @@ class PrefixKey(NamedTuple):
 
     policy_version: int
     parent: int
-    token_ids: tuple[int, ...]
+    tokens: tuple[Hashable, ...]
 
 
 class PrefixCache:
@@ -31,7 +32,7 @@ class PrefixCache:
     def __len__(self) -> int:
         return len(self._links)
 
-    def match(self, policy_version: int, token_ids: Sequence[int]) -> tuple[list[int], int]:
+    def match(self, policy_version: int, tokens: Sequence[Hashable]) -> tuple[list[int], int]:
         """Match the longest known chain; the last token never matches, as it must be computed.
 
         Returns:
@@ -39,8 +40,8 @@ class PrefixCache:
         """
         size, node = self._block_size, ROOT
         blocks = []
-        for start in range(0, len(token_ids) - size, size):
-            key = PrefixKey(policy_version, node, tuple(token_ids[start : start + size]))
+        for start in range(0, len(tokens) - size, size):
+            key = PrefixKey(policy_version, node, tuple(tokens[start : start + size]))
             if key not in self._links:
                 break
             block, node = self._links[key]
@@ -48,14 +49,14 @@ class PrefixCache:
         return blocks, node
 
     def insert(
-        self, policy_version: int, parent: int, token_ids: Sequence[int], block: int
+        self, policy_version: int, parent: int, tokens: Sequence[Hashable], block: int
     ) -> tuple[int, bool]:
         """Add the link of one full block.
 
         Returns:
             The link's node, and whether `block` holds it: False if another block already does.
         """
-        key = PrefixKey(policy_version, parent, tuple(token_ids))
+        key = PrefixKey(policy_version, parent, tuple(tokens))
         if key in self._links:
             return self._links[key][1], False
         self._last_node += 1

@@ -1,8 +1,9 @@
 """Check that a model computes on pages what its own plain forward computes, or refuse it.
 
-Chooses the batch layout and the attention backend. Runs once, when an engine is created, in the
-caller's thread. Reads no architecture: log-probabilities show a model that looks ahead, counts
-positions in its own way, or keeps its past elsewhere.
+Chooses the batch layout and the attention backend. Runs once, when an engine is created, and once
+more for images, at the first prompt that has any, in the caller's thread. Reads no architecture:
+log-probabilities show a model that looks ahead, counts positions in its own way, or keeps its past
+elsewhere.
 """
 
 import itertools
@@ -19,6 +20,7 @@ from cb_rollout.engine.kv_cache.paged import PagedCache
 from cb_rollout.engine.memory import device as devices
 from cb_rollout.engine.model.eval_mode import eval_mode
 from cb_rollout.engine.model.runner import BatchLayout, ModelRunner
+from cb_rollout.engine.prompt_images import PromptImages
 from cb_rollout.errors import ConfigurationError, error_text
 
 # Two lengths, so that rows are padded, and two rows of one length, which run together unpadded.
@@ -176,23 +178,8 @@ def _paged(runner: ModelRunner, layout: CacheLayout, rows: list[list[int]]) -> t
     A row alone has other columns than beside a longer one: a model that takes columns for positions
     then differs.
     """
-    blocks_per_row = -(-max(map(len, rows)) // BLOCK_SIZE)
+    cache, table = _pages(runner, layout, len(rows), max(map(len, rows)))
     table_rows = list(range(len(rows)))
-    cache = PagedCache(
-        layout,
-        num_blocks=len(rows) * blocks_per_row,
-        block_size=BLOCK_SIZE,
-        num_table_rows=len(rows),
-        device=runner.device,
-    )
-    table = BlockTable(len(rows), BLOCK_SIZE, runner.device)
-    table.write(
-        [
-            (table_row, index, 1 + table_row * blocks_per_row + index)
-            for table_row in table_rows
-            for index in range(blocks_per_row)
-        ]
-    )
     lengths = [len(row) for row in rows]
     together = runner.logits(
         [r[:-2] for r in rows], [n - 2 for n in lengths], table_rows, cache, table
@@ -203,6 +190,111 @@ def _paged(runner: ModelRunner, layout: CacheLayout, rows: list[list[int]]) -> t
     ]
     again = runner.logits([row[-1:] for row in rows], lengths, table_rows, cache, table)
     return torch.stack([together, torch.cat(alone), again]).log_softmax(-1)
+
+
+def _pages(
+    runner: ModelRunner, layout: CacheLayout, num_rows: int, longest: int
+) -> tuple[PagedCache, BlockTable]:
+    """Return a cache and a table with blocks for `num_rows` sequences of `longest` tokens."""
+    blocks_per_row = -(-longest // BLOCK_SIZE)
+    cache = PagedCache(
+        layout,
+        num_blocks=num_rows * blocks_per_row,
+        block_size=BLOCK_SIZE,
+        num_table_rows=num_rows,
+        device=runner.device,
+    )
+    table = BlockTable(num_rows, BLOCK_SIZE, runner.device)
+    table.write(
+        [
+            (table_row, index, 1 + table_row * blocks_per_row + index)
+            for table_row in range(num_rows)
+            for index in range(blocks_per_row)
+        ]
+    )
+    return cache, table
+
+
+def check_images(
+    runner: ModelRunner, layout: CacheLayout, prompt_ids: list[int], images: PromptImages
+) -> None:
+    """Refuse a model that does not compute a prompt with images on pages as its plain forward does.
+
+    Args:
+        runner: runs the model, which passed `check_model`.
+        layout: the page layout.
+        prompt_ids: token ids of the prompt, expanded.
+        images: its images.
+
+    Raises:
+        ConfigurationError: the model takes no images, or differs from its plain forward.
+    """
+    name = type(runner.model).__name__
+    if not runner.reads(images):
+        given = ", ".join(images.tensors)
+        raise ConfigurationError(
+            f"{name}.forward takes none of the images' tensors ({given}); load a model that reads "
+            "images, by AutoModelForImageTextToText, with its own processor."
+        )
+    text, *_ = _rows(runner)
+    row = [*prompt_ids, *text[:2]]
+    with eval_mode(runner.model), devices.current(runner.device):
+        plain, failure = _attempt(
+            lambda: runner.plain_logits(row, images=images, num_last=3).log_softmax(-1)
+        )
+        if plain is None:
+            raise ConfigurationError(
+                f"{name} does not take the prompt with its images ({error_text(failure)}); is the "
+                "processor the model's own?"
+            ) from failure
+        paged, failure = _attempt(lambda: _paged_images(runner, layout, row, text, images))
+    if plain.isnan().any():
+        return
+    found = f"its forward fails ({error_text(failure)})" if failure is not None else ""
+    if paged is not None:
+        distances = torch.where(plain == paged, 0.0, (plain - paged).abs())
+        if _is_rounding(distances, plain.expand_as(paged), runner.computes_coarsely):
+            return
+        found = f"log-probabilities are {distances.max():.2g} nats off its plain forward"
+    raise ConfigurationError(
+        f"{name} cannot run prompts with images on a paged cache: {found}. Roll them out with "
+        "model.generate."
+    ) from failure
+
+
+def _paged_images(
+    runner: ModelRunner,
+    layout: CacheLayout,
+    row: list[int],
+    text: list[int],
+    images: PromptImages,
+) -> torch.Tensor:
+    """Return log-probabilities after a prompt and its two next tokens, `[ways, 3, V]`.
+
+    The prompt is prefilled whole, and in two parts, the second of which is text. Its last token is
+    decoded beside another sequence, which has no images.
+    """
+    pages = _pages(runner, layout, 2, max(len(row), len(text)))
+    num_prompt, num_images = len(row) - 2, images.num_tokens
+    ways = [num_prompt]
+    if num_images < num_prompt and not layout.is_recurrent:
+        ways.append(num_images)
+    found = []
+    for num_first in ways:
+        logits = runner.prefill_images(row[:-2], num_first, images, 0, *pages)
+        offset = images.position_offset
+        assert offset is not None
+        if num_first < num_prompt:
+            rest = row[num_first:num_prompt]
+            logits = runner.logits([rest], [num_prompt], [0], *pages, [offset])
+        runner.logits([text[:-2]], [len(text) - 2], [1], *pages)
+        alone = runner.logits([row[-2:-1]], [len(row) - 1], [0], *pages, [offset])
+        runner.logits([text[-2:-1]], [len(text) - 1], [1], *pages)
+        beside = runner.logits(
+            [row[-1:], text[-1:]], [len(row), len(text)], [0, 1], *pages, [offset, 0]
+        )
+        found.append(torch.cat([logits, alone, beside[:1]]))
+    return torch.stack(found).log_softmax(-1)
 
 
 def _is_rounding(

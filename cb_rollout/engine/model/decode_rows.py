@@ -13,6 +13,8 @@ class DecodeRows:
     token_ids: list[int] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
     """Tokens of each row, the newest included."""
+    position_offsets: list[int] = field(default_factory=list)
+    """Position of each row's token, less its index in the sequence."""
     table_rows: list[int] = field(default_factory=list)
     """Each row's table row; the rows of one sequence share it."""
     block_ids: list[Sequence[int]] = field(default_factory=list)
@@ -34,6 +36,7 @@ class DecodeRows:
             for length, token_id in enumerate((request.token_ids[-1], *draft), request.num_tokens):
                 rows.token_ids.append(token_id)
                 rows.lengths.append(length)
+                rows.position_offsets.append(request.position_offset)
                 rows.table_rows.append(request.table_row)
                 rows.block_ids.append(request.block_ids[: -(-length // block_size)])
         return rows

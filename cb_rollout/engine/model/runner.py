@@ -3,7 +3,7 @@
 B: rows, Q: new tokens of the longest row, S: tokens of the longest row, V: vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
+from cb_rollout.compat import multimodal
 from cb_rollout.compat import torch as torch_compat
 from cb_rollout.compat import transformers as hf_compat
 from cb_rollout.engine.attention.cpu import few_row_linear
@@ -25,6 +26,7 @@ from cb_rollout.engine.kv_cache.recurrent import PROBE_ROWS, OpaqueStateAdapter,
 from cb_rollout.engine.memory import device as devices
 from cb_rollout.engine.model.eval_mode import eval_mode
 from cb_rollout.engine.model.probe import PROBE_TOKENS, probe
+from cb_rollout.engine.prompt_images import PromptImages
 from cb_rollout.engine.request import Request
 from cb_rollout.engine.sampling.draw import chosen_logprobs
 from cb_rollout.engine.sampling.mask import SamplingMask, masked_logprobs
@@ -59,6 +61,7 @@ class ModelRunner:
         self._autocast_dtype = autocast_dtype
         self._names = hf_compat.forward_argument_names(model)
         self._passes_on = hf_compat.forward_passes_on(model)
+        self._image_names = multimodal.image_argument_names(model)
         self._opaque_states: OpaqueStateAdapter | None = None
         self.backend_selection = select_backend(self.device)
         self.attention_backend: AttentionBackend | None = None
@@ -129,8 +132,9 @@ class ModelRunner:
         table_rows: Sequence[int],
         cache: PagedCache,
         table: BlockTable,
+        position_offsets: Sequence[int] | None = None,
     ) -> torch.Tensor:
-        """Run the rows' new tokens through the model.
+        """Run the rows' new tokens, which are text, through the model.
 
         Args:
             new_tokens: each row's tokens that are not in the cache yet, at least one.
@@ -138,13 +142,16 @@ class ModelRunner:
             table_rows: each row's table row.
             cache: keys, values and states, which are read and written.
             table: the blocks of each table row.
+            position_offsets: each row's `Request.position_offset`; None: 0 for all.
 
         Returns:
             float32 logits after each row's last token, `[B, V]`.
         """
         if self.attention_backend is not None and max(map(len, new_tokens)) == 1 < min(lengths):
             backend = self.attention_backend
-            inputs = backend.prepare(new_tokens, lengths, table_rows, cache, table)
+            inputs = backend.prepare(
+                new_tokens, lengths, table_rows, cache, table, position_offsets
+            )
             if (traced := backend.traced_forward) is not None:
                 if traced.is_due():
                     traced.make_trace(
@@ -154,7 +161,7 @@ class ModelRunner:
                     return logits_BV
             return self.decode(inputs)
         if self.batch_layout is BatchLayout.PADDED:
-            return self._forward(new_tokens, lengths, table_rows, cache, table)
+            return self._forward(new_tokens, lengths, table_rows, cache, table, position_offsets)
         # Without keys there is no history to align: only the new tokens must be of one length.
         has_keys = cache.layout.has_keys
         batches: dict[tuple[int, ...], list[int]] = {}
@@ -170,6 +177,7 @@ class ModelRunner:
                 [table_rows[row] for row in rows],
                 cache,
                 table,
+                position_offsets and [position_offsets[row] for row in rows],
             )
             for rows in batches.values()
         ]
@@ -189,6 +197,7 @@ class ModelRunner:
         table_rows: Sequence[int],
         cache: PagedCache,
         table: BlockTable,
+        position_offsets: Sequence[int] | None = None,
     ) -> torch.Tensor:
         num_new = [len(row) for row in new_tokens]
         Q, B = max(num_new), len(new_tokens)
@@ -205,6 +214,9 @@ class ModelRunner:
         positions_BS = positions_BS.clamp(min=0)
         positions_BQ = positions_BS[:, S - Q :]
         slots_BQ = table.slots(table_rows_B, positions_BQ).view(-1)
+        if position_offsets is not None:
+            offsets_B1 = self._integers(position_offsets)[:, None]
+            positions_BQ = (positions_BQ + offsets_B1).clamp(min=0)
         write_tokens = None
         if is_padded:
             is_new_BQ = (
@@ -232,11 +244,81 @@ class ModelRunner:
         assert logits_BV.shape[0] == B
         return logits_BV
 
+    def prefill_images(
+        self,
+        token_ids: Sequence[int],
+        num_tokens: int,
+        images: PromptImages,
+        table_row: int,
+        cache: PagedCache,
+        table: BlockTable,
+    ) -> torch.Tensor:
+        """Run the first tokens of a sequence, all images among them, in one row.
+
+        Args:
+            token_ids: all tokens of the sequence, those after its prompt included.
+            num_tokens: how many of them to run; at least `images.num_tokens`.
+            images: the images; their `position_offset` is set.
+            table_row: the sequence's table row.
+            cache: keys, values and states, which are written.
+            table: the blocks of each table row.
+
+        Returns:
+            float32 logits after the last token that ran, `[1, V]`.
+        """
+        positions = self._positions(token_ids, images)
+        positions_1T = torch.arange(num_tokens, device=self.device)[None]
+        rows_1 = self._integers([table_row])
+        slots_T = table.slots(rows_1, positions_1T).view(-1)
+        mapping = SlotMapping(0, rows_1, None, slots_T, None, positions_1T)
+        cache.begin(mapping, is_fresh=True)
+        arguments = self._image_arguments(images, num_tokens)
+        given = positions[..., :num_tokens]
+        if self.batch_layout is not BatchLayout.PADDED:
+            given = None
+        input_ids_1T = self._integers([token_ids[:num_tokens]])
+        logits_1V = self.forward(
+            input_ids_1T, torch.ones_like(input_ids_1T), given, cache, arguments
+        )
+        cache.end(mapping)
+        return logits_1V
+
+    def find_position_offset(self, prompt_ids: Sequence[int], images: PromptImages) -> None:
+        """Set the `position_offset` of a prompt's images, without a forward."""
+        self._positions(prompt_ids, images)
+
+    def _positions(self, token_ids: Sequence[int], images: PromptImages) -> torch.Tensor:
+        """Return each token's position ids, `[..., T]`, by the model; set the images' offset."""
+        num_tokens = len(token_ids)
+        # One more token, which is text: where the prompt ends in an image, the next position is not
+        # the last one plus one.
+        text_id = hf_compat.text_token_ids(self.model)[0]
+        input_ids_1T = self._integers([[*token_ids, text_id]])
+        arguments = self._image_arguments(images, num_tokens + 1)
+        positions = multimodal.prompt_positions(self.model, input_ids_1T, arguments)
+        images.position_offset = int(positions.flatten()[-1]) - num_tokens
+        return positions[..., :num_tokens]
+
+    def _image_arguments(self, images: PromptImages, num_tokens: int) -> dict[str, torch.Tensor]:
+        """Return the tensors of images that the forward takes, on its device."""
+        return {
+            name: tensor.to(self.device)
+            for name, tensor in images.arguments(num_tokens).items()
+            if name in self._image_names
+        }
+
+    def reads(self, images: PromptImages) -> bool:
+        """Return whether the forward takes the pixels of these images."""
+        pixels = (name for name, tensor in images.tensors.items() if tensor.is_floating_point())
+        return any(name in self._image_names for name in pixels)
+
     def recompute(self, model: torch.nn.Module, request: Request) -> list[float]:
         """Return log-probabilities of a request's tokens, by a forward without a cache."""
         num_prompt = len(request.prompt_ids)
         temperature = 1.0 if request.params.is_greedy else request.params.temperature
-        logits_TV = self.plain_logits(request.token_ids, hf_compat.collective_forward(model))
+        logits_TV = self.plain_logits(
+            request.token_ids, hf_compat.collective_forward(model), images=request.images
+        )
         chosen_T = self._integers(request.token_ids[num_prompt:])
         logits_TV = logits_TV[num_prompt - 1 : -1]
         if request.kept_token_ids:
@@ -249,6 +331,8 @@ class ModelRunner:
         token_ids: list[int],
         model: torch.nn.Module | None = None,
         beside: Sequence[list[int]] = (),
+        images: PromptImages | None = None,
+        num_last: int = 0,
     ) -> torch.Tensor:
         """Return float32 logits after every token, `[T, V]`, by a forward without a cache.
 
@@ -256,11 +340,20 @@ class ModelRunner:
             token_ids: the tokens.
             model: the model to run; None: the one that generates.
             beside: other rows of the same forward, each of as many tokens.
+            images: images of the prompt that the tokens begin with; None: it has none.
+            num_last: return only the logits after so many last tokens; 0: all.
         """
         input_ids = self._integers([token_ids, *beside])
-        arguments = {"attention_mask": torch.ones_like(input_ids), "use_cache": False}
+        arguments = {
+            "attention_mask": torch.ones_like(input_ids),
+            "use_cache": False,
+            "logits_to_keep": num_last,
+        }
         known = {name: value for name, value in arguments.items() if name in self._names}
-        return self._run(input_ids, known, model).logits[0].float()
+        if images is not None:
+            known |= self._image_arguments(images, len(token_ids))
+        with multimodal.keeping_position_offsets(model or self.model):
+            return self._run(input_ids, known, model).logits[0][-num_last:].float()
 
     def forward(
         self,
@@ -268,10 +361,14 @@ class ModelRunner:
         mask_BS: torch.Tensor | None,
         positions_BQ: torch.Tensor | None,
         cache: Cache,
+        others: Mapping[str, torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """Call the model; return float32 logits after each row's last token, `[B, V]`."""
+        """Call the model; return float32 logits after each row's last token, `[B, V]`.
+
+        `others`: further arguments of the forward.
+        """
         with few_row_linear.replacing_linear(self.compute_dtype, self.device):
-            return self._last_logits(input_ids_BQ, mask_BS, positions_BQ, cache)
+            return self._last_logits(input_ids_BQ, mask_BS, positions_BQ, cache, others or {})
 
     def _last_logits(
         self,
@@ -279,6 +376,7 @@ class ModelRunner:
         mask_BS: torch.Tensor | None,
         positions_BQ: torch.Tensor | None,
         cache: Cache,
+        others: Mapping[str, torch.Tensor],
     ) -> torch.Tensor:
         arguments = {
             "attention_mask": mask_BS,
@@ -289,6 +387,7 @@ class ModelRunner:
         known = {name: value for name, value in arguments.items() if name in self._names}
         if self._passes_on and positions_BQ is not None:
             known["position_ids"] = positions_BQ
+        known |= others
         if self._opaque_states is None:
             known[self._cache_argument] = cache
             return self._run(input_ids_BQ, known).logits[:, -1].float()

@@ -189,15 +189,22 @@ class Scheduler:
         """Choose prompts, or chunks of them: at most `max_batch_tokens`, padding included.
 
         Where a row continues, all rows together gather at most `HISTORY_FACTOR` times as many.
+        A prompt with images is alone, and its first chunk reaches to the end of the last image.
         """
         chosen: list[Prefill] = []
         width = longest = num_computed = 0
         pending = deque(self.prefilling)
         while prefill := (pending.popleft() if pending else self._admit()):
-            remaining = prefill.leader.num_tokens - prefill.leader.num_computed
-            if self.limits.can_resume_prompts:
-                remaining = min(remaining, self.max_batch_tokens)
             before = prefill.leader.num_computed
+            remaining = prefill.leader.num_tokens - before
+            num_image_tokens = prefill.leader.num_image_tokens - before
+            if self.limits.can_resume_prompts:
+                remaining = min(remaining, max(self.max_batch_tokens, num_image_tokens))
+            if num_image_tokens > 0:
+                if not chosen:
+                    prefill.num_scheduled = remaining
+                    chosen.append(prefill)
+                break
             width, longest = max(width, remaining), max(longest, before + remaining)
             num_computed, num_rows = num_computed + before, len(chosen) + 1
             gathered = num_rows * longest if num_computed else 0

@@ -7,22 +7,26 @@ caller's thread, so an invalid request is refused before it reaches the engine.
 import copy
 import hashlib
 import itertools
+import math
 import operator
 import os
 import re
 import secrets
 import struct
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
 from torch import distributed
 
+from cb_rollout.compat.multimodal import text_tokenizer
 from cb_rollout.config.sampling import SamplingParams
+from cb_rollout.engine.prompt_images import PromptImages
 from cb_rollout.engine.request import Request
 from cb_rollout.engine.sampling.stop_strings import Decode, StopStrings
+from cb_rollout.engine.service.image_prompts import ImagePrompt, encoded_row
 from cb_rollout.errors import InvalidRequestError
 from cb_rollout.types import FinishReason, RequestStatus
 
@@ -32,6 +36,9 @@ _GENERATED_ID = re.compile(r"req_([0-9]{1,18})")
 _CACHE_ADVICE = "shorten it, or raise num_blocks, max_blocks_per_request or max_memory_percent"
 _MAX_LENGTH_ADVICE = "set max_new_tokens instead"
 _MODEL_ADVICE = "shorten the prompt or lower max_new_tokens"
+
+# A prompt: token ids, one encoded with its images, or `{"prompt": ids or text, "images": [...]}`.
+Input = Sequence[int] | ImagePrompt | Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +53,8 @@ class ServingLimits:
     """Return the longest sequence in tokens that the KV cache can hold under the current plan."""
     model_eos: tuple[int, ...]
     """Token ids that end a sequence by default."""
+    placeholders: frozenset[int] = frozenset()
+    """Token ids that stand for images, videos and sounds."""
 
 
 def process_rank() -> int:
@@ -69,7 +78,8 @@ class InputProcessor:
             limits: bounds of the model and the KV cache.
             seed: seed of the random draws; None: fresh.
             rank: keeps the seeds of processes apart; None: `process_rank()` at the first request.
-            tokenizer: decodes tokens for stop strings; None: stop strings are refused.
+            tokenizer: decodes tokens for stop strings; None: stop strings are refused. A processor
+                also encodes images.
         """
         self.limits = limits
         self._tokenizer = tokenizer
@@ -82,7 +92,7 @@ class InputProcessor:
 
     def requests(
         self,
-        inputs: Sequence[Sequence[int] | InvalidRequestError],
+        inputs: Sequence[Input | InvalidRequestError],
         params: Sequence[SamplingParams],
         *,
         members: Sequence[int] = (0,),
@@ -93,8 +103,14 @@ class InputProcessor:
     ) -> list[Request]:
         """Validate sequences and number their groups: equal prompts are computed once.
 
+        A sequence with images never samples a placeholder of one, unless its `logit_bias` names it:
+        a trainer's forward would look for an image that belongs to it. As with any other
+        `logit_bias`, log-probabilities with `logprobs_mode="policy"` are of the whole vocabulary,
+        which is what the trainer computes; the probability that a placeholder had is missing from
+        them. With "processed" they are of what was sampled from.
+
         Args:
-            inputs: token ids of each prompt, or the error that its encoding raised.
+            inputs: each prompt, or the error that its encoding raised.
             params: sampling parameters of each prompt; same length as `inputs`.
             members: numbers, from 0, of the sequences of each input.
             request_id: id of a single sequence; None: generated.
@@ -112,17 +128,19 @@ class InputProcessor:
         """
         if not isinstance(request_id, str | None):
             raise InvalidRequestError(f"request_id={request_id!r} is no text; pass a str.")
-        groups: dict[tuple[int, ...], tuple[int, list[int]]] = {}
+        groups: dict[Any, tuple[int, list[int], PromptImages | None]] = {}
         requests = []
         for index, (input_ids, wanted) in enumerate(zip(inputs, params, strict=True)):
             self._require_tokens_in_vocabulary(wanted)
-            prompt, max_new_tokens, refusal = self._checked(input_ids, wanted, index)
+            prompt, images, max_new_tokens, refusal = self._checked(input_ids, wanted, index)
             if refusal is not None and not keeps_refused:
                 raise refusal
-            key = tuple(prompt)
+            key = tuple(prompt), images and images.digest
             if key not in groups:
-                groups[key] = (next(self._group_numbers), prompt)
-            group, shared_prompt = groups[key]
+                groups[key] = (next(self._group_numbers), prompt, images)
+            group, shared_prompt, shared_images = groups[key]
+            if images is not None:
+                wanted = self._without_placeholders(wanted)
             for member in members:
                 number, generated_id = self._next_number_and_id(request_id)
                 request = Request(
@@ -133,6 +151,7 @@ class InputProcessor:
                     stop_tokens=wanted.stop_tokens(self.limits.model_eos),
                     seed=self._request_seed(wanted, number, member),
                     group=group,
+                    images=shared_images,
                     is_streaming=is_streaming,
                     records_timestamps=records_timestamps,
                     stop_strings=self._stop_strings(wanted),
@@ -145,15 +164,29 @@ class InputProcessor:
         return requests
 
     def _checked(
-        self, input_ids: Sequence[int] | InvalidRequestError, params: SamplingParams, index: int
-    ) -> tuple[list[int], int, InvalidRequestError | None]:
-        """Return an input's token ids, the most tokens to sample, and a refusal or None."""
+        self, given: Input | InvalidRequestError, params: SamplingParams, index: int
+    ) -> tuple[list[int], PromptImages | None, int, InvalidRequestError | None]:
+        """Return an input's token ids and images, the most tokens to sample, a refusal or None."""
         prompt: list[int] = []
+        images = None
         try:
-            prompt = _prompt(input_ids, index)
-            return prompt, self._max_new_tokens(prompt, params, index), None
+            if isinstance(given, Mapping):
+                given = encoded_row(given, self._tokenizer, index)
+            if isinstance(given, ImagePrompt):
+                given, images = given.token_ids, given.images
+            prompt = _prompt(given, index)
+            return prompt, images, self._max_new_tokens(prompt, params, index), None
         except InvalidRequestError as error:
-            return prompt, 0, error
+            return prompt, None, 0, error
+
+    def _without_placeholders(self, params: SamplingParams) -> SamplingParams:
+        """Return sampling parameters under which no placeholder is sampled."""
+        bias = params.logit_bias or {}
+        known = range(self.limits.vocab_size())
+        missing = [t for t in self.limits.placeholders if t in known and t not in bias]
+        if not missing:
+            return params
+        return replace(params, logit_bias={**bias, **dict.fromkeys(missing, -math.inf)})
 
     def _next_number_and_id(self, given_id: str | None) -> tuple[int, str]:
         """Count a sequence, and return its number and an id that no caller has used."""
@@ -237,7 +270,7 @@ class InputProcessor:
     @cached_property
     def _decode(self) -> Decode:
         # A fast tokenizer that encodes in one thread refuses to decode in another.
-        tokenizer = copy.deepcopy(self._tokenizer)
+        tokenizer = copy.deepcopy(text_tokenizer(self._tokenizer))
         return partial(
             tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
@@ -261,7 +294,7 @@ class InputProcessor:
         return struct.unpack("<q", digest)[0]
 
 
-def _prompt(input_ids: Sequence[int] | InvalidRequestError, index: int) -> list[int]:
+def _prompt(input_ids: Any, index: int) -> list[int]:
     if isinstance(input_ids, InvalidRequestError):
         raise input_ids
     try:

@@ -14,6 +14,7 @@ from typing import Any, Literal, NoReturn
 import torch
 from transformers import PreTrainedModel
 
+from cb_rollout.compat import multimodal
 from cb_rollout.compat import transformers as hf_compat
 from cb_rollout.compat.torch import release_workers
 from cb_rollout.config.enums import InFlight
@@ -26,7 +27,7 @@ from cb_rollout.engine.memory.training import OptimizerOrName
 from cb_rollout.engine.model.precision import autocast_alone
 from cb_rollout.engine.model.runner import BatchLayout
 from cb_rollout.engine.request import Request
-from cb_rollout.engine.service.input_processor import InputProcessor, ServingLimits
+from cb_rollout.engine.service.input_processor import Input, InputProcessor, ServingLimits
 from cb_rollout.engine.service.loop import EngineLoop, StepUntil
 from cb_rollout.engine.service.output_queue import CallbackSink, OutputQueue, OutputSink
 from cb_rollout.errors import ConfigurationError, InvalidRequestError, RolloutError
@@ -67,7 +68,8 @@ class ContinuousBatchingManager:
                 without `trained`, else the model's dtype.
             rank: data-parallel rank, which keeps the seeds of processes apart; None: of
                 `torch.distributed`'s process group, else the environment's `RANK`, else 0.
-            tokenizer: decodes tokens for stop strings; None: stop strings are refused.
+            tokenizer: decodes tokens for stop strings; None: stop strings are refused. A processor
+                also encodes images.
             trained: the training model that `model` is a copy of; None: `model` itself.
             optimizer: the optimizer of the training model, its class, or the name of a known one,
                 for the memory plan; None: unknown.
@@ -95,6 +97,7 @@ class ContinuousBatchingManager:
             max_positions=hf_compat.max_positions(module),
             max_cached_tokens=lambda: engine.max_sequence_tokens,
             model_eos=hf_compat.model_eos_token_ids(module),
+            placeholders=multimodal.placeholder_token_ids(module),
         )
         self._input_processor = InputProcessor(limits, self.config.seed, rank, tokenizer)
         self._loop = EngineLoop(
@@ -201,7 +204,7 @@ class ContinuousBatchingManager:
 
     def add_request(
         self,
-        input_ids: Sequence[int],
+        input_ids: Input,
         request_id: str | None = None,
         max_new_tokens: int | None = None,
         streaming: bool = False,
@@ -214,7 +217,8 @@ class ContinuousBatchingManager:
         """Queue one sequence.
 
         Args:
-            input_ids: the prompt's token ids.
+            input_ids: the prompt's token ids; with a processor as `tokenizer=` also
+                `{"prompt": token ids or text, "images": [...]}`.
             request_id: unique among live requests; None: generated.
             max_new_tokens: None: the sampling parameters', else the generation config's, else as
                 many as the model and the cache can hold.
@@ -230,6 +234,7 @@ class ContinuousBatchingManager:
 
         Raises:
             InvalidRequestError: the request could never be served.
+            ConfigurationError: the model cannot run prompts with images.
             QueueFullError: `max_queue_size` requests wait already.
             EngineDeadError: the engine stopped on an exception.
         """
@@ -246,7 +251,7 @@ class ContinuousBatchingManager:
 
     def add_requests(
         self,
-        inputs: Sequence[Sequence[int]],
+        inputs: Sequence[Input],
         max_new_tokens: int | None = None,
         streaming: bool = False,
         record_timestamps: bool = False,
@@ -409,12 +414,23 @@ class ContinuousBatchingManager:
 
     def create_requests(
         self,
-        inputs: Sequence[Sequence[int] | InvalidRequestError],
+        inputs: Sequence[Input | InvalidRequestError],
         params: Sequence[SamplingParams],
         **options: Any,
     ) -> list[Request]:
-        """Validate sequences without queueing them; see `InputProcessor.requests`."""
-        return self._input_processor.requests(inputs, params, **options)
+        """Validate sequences without queueing them; see `InputProcessor.requests`.
+
+        The first prompt with images is run by a plain forward too, in a pause of the engine.
+
+        Raises:
+            ConfigurationError: the model cannot run prompts with images.
+        """
+        requests = self._input_processor.requests(inputs, params, **options)
+        with_images = next((request for request in requests if request.images is not None), None)
+        if with_images is not None and not self._engine.takes_images:
+            with self._loop.paused():
+                self._engine.check_images(with_images)
+        return requests
 
     def submit(self, requests: Sequence[Request], sink: OutputSink) -> None:
         """Queue requests, all or none; their outputs go to `sink`. See `EngineLoop.submit`."""

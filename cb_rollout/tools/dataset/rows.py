@@ -189,4 +189,6 @@ class RowEncoder:
                     "system_prompt out."
                 )
             prompt = [{"role": "system", "content": self._system_prompt}, *prompt]
-        return encoded([prompt], self._tokenizer)[0]
+        (token_ids,) = encoded([prompt], self._tokenizer)
+        assert isinstance(token_ids, Sequence), "a tokenizer took images"
+        return token_ids

@@ -144,7 +144,7 @@ class TorchBackend:
     def check_weights(self, model):
         pass
 
-    def prepare(self, new_tokens, lengths, table_rows, cache, table):
+    def prepare(self, new_tokens, lengths, table_rows, cache, table, position_offsets=None):
         type(self).num_steps += 1
         rows_B, lengths_B = torch.tensor(table_rows), torch.tensor(lengths)
         attention = TorchPagedAttention(cache, table, rows_B, lengths)

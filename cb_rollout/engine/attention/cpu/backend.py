@@ -70,6 +70,7 @@ class CpuBackend:
         table_rows: Sequence[int],
         cache: PagedCache,
         table: BlockTable,
+        position_offsets: Sequence[int] | None = None,
     ) -> DecodeInputs:
         """Return the inputs of a forward of rows of one new token."""
         tokens = [token_id for (token_id,) in new_tokens]
@@ -78,6 +79,8 @@ class CpuBackend:
         )
         attention = CpuPagedAttention(cache, table, table_rows_B, lengths_B)
         positions_B1 = (lengths_B - 1)[:, None]
+        if position_offsets is not None:
+            positions_B1 = positions_B1 + devices.to_device(position_offsets, CPU)[:, None]
         tokens_B1 = tokens_B[:, None]
         return DecodeInputs(self.cache, attention, tokens_B1, positions_B1, table_rows_B, cache)
 

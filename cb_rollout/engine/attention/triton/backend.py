@@ -66,6 +66,7 @@ class TritonBackend:
         table_rows: Sequence[int],
         cache: PagedCache,
         table: BlockTable,
+        position_offsets: Sequence[int] | None = None,
     ) -> DecodeInputs:
         """Return the inputs of a forward of rows of one new token."""
         lengths_B = self._integers(lengths)
@@ -77,7 +78,10 @@ class TritonBackend:
             self.splits(len(lengths), max(lengths)),
         )
         tokens_B1 = devices.to_device(new_tokens, self._device)
-        return self.inputs(tokens_B1, lengths_B.long()[:, None] - 1, metadata, cache)
+        positions_B1 = lengths_B.long()[:, None] - 1
+        if position_offsets is not None:
+            positions_B1 += devices.to_device(position_offsets, self._device)[:, None]
+        return self.inputs(tokens_B1, positions_B1, metadata, cache)
 
     def check_weights(self, model: torch.nn.Module) -> None:
         """Do nothing: nothing is captured here, and graphs check weights themselves."""

@@ -1,0 +1,338 @@
+"""Turn prompts with images into token ids, and into the tensors that a model's forward takes.
+
+Owns the pictures' check and the call of the processor, once for each prompt. Runs on the caller's
+thread, so a picture that cannot be read is refused before anything is queued.
+
+T: tokens of the prompt.
+"""
+
+import hashlib
+import io
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby, pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from jinja2 import TemplateError
+
+from cb_rollout.compat import multimodal
+from cb_rollout.engine.prompt_images import ImageSpan, PromptImages, is_per_token
+from cb_rollout.errors import ConfigurationError, InvalidRequestError, error_text
+
+# Chat templates raise these, deliberately or not; tokenizers raise some for lone surrogates.
+ENCODING_FAULTS = (TemplateError, ValueError, TypeError, KeyError, AttributeError)
+
+# So do processors, for pictures that they do not take.
+IMAGE_FAULTS = (*ENCODING_FAULTS, ArithmeticError, ImportError, IndexError, OSError, RuntimeError)
+
+# Types of a chat's parts; others are the chat template's own.
+IMAGE_PARTS = ("image", "image_url")
+REFUSED_PARTS = ("video", "video_url", "audio", "audio_url", "input_audio")
+
+# Keys of a chat's image part that name its picture, as transformers' processors read them.
+PICTURE_KEYS = ("image", "path", "url")
+
+DIGEST_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class ImagePrompt:
+    """A prompt with images, as an engine takes it."""
+
+    token_ids: list[int]
+    """With a placeholder for each position that an image takes."""
+    images: PromptImages
+
+
+def is_chat(prompt: Any) -> bool:
+    """Return whether a prompt is a list of messages."""
+    is_list = isinstance(prompt, Sequence) and not isinstance(prompt, str)
+    return is_list and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+
+
+def has_image_parts(chat: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether a chat's content holds images, or what is refused as they are not."""
+    return any(part.get("type") in (*IMAGE_PARTS, *REFUSED_PARTS) for part in _parts(chat))
+
+
+def encoded_row(row: Mapping[str, Any], processor: Any, index: int) -> Any:
+    """Return the prompt of `{"prompt": token ids, text or chat, "images": [...]}`.
+
+    Args:
+        row: the prompt and its images, in their order; a chat has an `{"type": "image"}` part for
+            each.
+        processor: the model's processor.
+        index: of the input, for errors.
+
+    Returns:
+        An `ImagePrompt`; without images the row's prompt as it is.
+
+    Raises:
+        InvalidRequestError: the row or a picture is not what it should be.
+    """
+    unknown = sorted(set(map(str, row)) - {"prompt", "images"})
+    if unknown or "prompt" not in row:
+        raise InvalidRequestError(
+            f"input {index} is a dict of {', '.join(map(str, row))}; pass {{'prompt': ids or text, "
+            "'images': [...]}; videos and sounds are not taken, and one chat is [[message, ...]]."
+        )
+    prompt, images = row["prompt"], row.get("images")
+    if images is None or (isinstance(images, Sequence) and not images):
+        return prompt
+    if isinstance(images, str | bytes | Mapping) or not isinstance(images, Sequence):
+        raise InvalidRequestError(
+            f"input {index}: images is a {type(images).__name__}; pass a list, [image]."
+        )
+    if is_chat(prompt):
+        return encoded_chat(_with_pictures(prompt, images, index), processor, index)
+    _require_processor(processor, index)
+    pictures = _loaded(images, index)
+    if isinstance(prompt, str):
+        tensors = _processed(
+            lambda given: processor(text=[prompt], images=[given], return_tensors="pt"),
+            pictures,
+            index,
+        )
+        return _prompt_of(tensors, pictures, processor, index)
+    return _of_token_ids(prompt, pictures, processor, index)
+
+
+def encoded_chat(chat: Sequence[Mapping[str, Any]], processor: Any, index: int) -> ImagePrompt:
+    """Return a chat with image parts, encoded by the processor's chat template.
+
+    Args:
+        chat: messages, whose content may hold `{"type": "image", "image": ...}` parts.
+        processor: the model's processor.
+        index: of the input, for errors.
+
+    Raises:
+        InvalidRequestError: a part or a picture is not what it should be.
+    """
+    _require_processor(processor, index)
+    for part in _parts(chat):
+        if part.get("type") in REFUSED_PARTS:
+            raise InvalidRequestError(
+                f"input {index} holds a part of type {part['type']!r}; of what is not text, only "
+                "images are taken."
+            )
+        if _is_image(part) and _picture(part) is None:
+            raise InvalidRequestError(
+                f"input {index} holds an image part without an image; add 'image': a picture."
+            )
+    pictures = _loaded([_picture(part) for part in _parts(chat) if _is_image(part)], index)
+
+    def call(given: list[Any]) -> Any:
+        return processor.apply_chat_template(
+            _with_pictures(chat, given, index),
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=True,
+            return_tensors="pt",
+        )
+
+    return _prompt_of(_processed(call, pictures, index), pictures, processor, index)
+
+
+def _require_processor(processor: Any, index: int) -> None:
+    if not multimodal.is_processor(processor):
+        raise InvalidRequestError(
+            f"input {index} has images, which takes the model's processor; pass "
+            "tokenizer=AutoProcessor.from_pretrained(name)."
+        )
+
+
+def _parts(chat: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    """Yield the parts of every message."""
+    for message in chat:
+        content = message.get("content")
+        if isinstance(content, Sequence) and not isinstance(content, str):
+            yield from (part for part in content if isinstance(part, Mapping))
+
+
+def _is_image(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") in IMAGE_PARTS
+
+
+def _picture(part: Mapping[str, Any]) -> Any:
+    """Return the picture that a chat's part names; None: none."""
+    if part.get("type") == "image_url":
+        named = part.get("image_url")
+        return named.get("url") if isinstance(named, Mapping) else named
+    return next((part[key] for key in PICTURE_KEYS if part.get(key) is not None), None)
+
+
+def _with_pictures(
+    chat: Sequence[Mapping[str, Any]], pictures: Sequence[Any], index: int
+) -> list[dict[str, Any]]:
+    """Return a chat whose image parts hold these pictures, in their order."""
+    num_parts = sum(map(_is_image, _parts(chat)))
+    if num_parts != len(pictures):
+        raise InvalidRequestError(
+            f"input {index} has {num_parts} image parts and {len(pictures)} images; give one each."
+        )
+    left = iter(pictures)
+
+    def filled(part: Any) -> Any:
+        return {"type": "image", "image": next(left)} if _is_image(part) else part
+
+    return [
+        {**message, "content": [filled(part) for part in content]}
+        if isinstance(content := message.get("content"), Sequence) and not isinstance(content, str)
+        else dict(message)
+        for message in chat
+    ]
+
+
+def _loaded(images: Sequence[Any], index: int) -> list[Any]:
+    """Return pictures whose pixels are in memory: PIL images (the first frame), or arrays."""
+    from transformers import image_utils
+
+    pictures = []
+    for number, image in enumerate(images):
+        where = f"input {index}: image {number}"
+        if isinstance(image, str) and image.startswith(("http://", "https://")):
+            raise InvalidRequestError(f"{where} is a URL; download it, and pass the image itself.")
+        try:
+            picture: Any = _opened(image) if isinstance(image, str | os.PathLike) else image
+            if hasattr(picture, "seek"):
+                picture.seek(0)
+            if hasattr(picture, "load"):
+                picture.load()
+            is_picture = bool(image_utils.is_valid_image(picture))
+        except IMAGE_FAULTS as error:
+            raise InvalidRequestError(f"{where} cannot be read ({error_text(error)}).") from error
+        if not is_picture:
+            raise InvalidRequestError(
+                f"{where} is a {type(image).__name__}; pass a PIL image, a path or an array."
+            )
+        pictures.append(picture)
+    return pictures
+
+
+def _opened(path: str | os.PathLike[str]) -> Any:
+    """Return the first frame of a file or of a data URL, as transformers' processors open it."""
+    from PIL import Image
+    from transformers.image_utils import load_image
+
+    if isinstance(path, str) and path.startswith("data:"):
+        return load_image(path)
+    return load_image(Image.open(io.BytesIO(Path(path).read_bytes())))
+
+
+def _processed(
+    call: Callable[[list[Any]], Any], pictures: list[Any], index: int
+) -> dict[str, torch.Tensor]:
+    """Return the processor's tensors; where it does not take the pictures, of their RGB colours.
+
+    Raises:
+        InvalidRequestError: it takes neither.
+    """
+    in_rgb = [p.convert("RGB") if getattr(p, "mode", "RGB") != "RGB" else p for p in pictures]
+    is_rgb = all(map(lambda one, other: one is other, pictures, in_rgb))
+    try:
+        return dict(call(pictures))
+    except IMAGE_FAULTS as error:
+        if not is_rgb:
+            return _processed(call, in_rgb, index)
+        raise InvalidRequestError(
+            f"input {index}: the processor does not take the prompt with its {len(pictures)} "
+            f"images ({error_text(error)})."
+        ) from error
+
+
+def _prompt_of(
+    tensors: dict[str, torch.Tensor], pictures: Sequence[Any], processor: Any, index: int
+) -> ImagePrompt:
+    token_ids = [int(token_id) for token_id in tensors.pop("input_ids")[0]]
+    tensors.pop("attention_mask", None)
+    known = multimodal.image_token_ids(processor)
+    spans = _spans(token_ids, known, [_digest(picture) for picture in pictures], index)
+    tensors = {name: value for name, value in tensors.items() if isinstance(value, torch.Tensor)}
+    return ImagePrompt(token_ids, PromptImages(tensors, spans, len(token_ids)))
+
+
+def _of_token_ids(prompt: Any, pictures: list[Any], processor: Any, index: int) -> ImagePrompt:
+    """Return expanded token ids with their pictures.
+
+    The processor expands a prompt of placeholders alone, which says how many the pictures take.
+    """
+    try:
+        token_ids = [int(token_id) for token_id in prompt]
+    except (TypeError, ValueError) as error:
+        raise InvalidRequestError(
+            f"input {index}: the prompt is neither token ids nor text ({error_text(error)})."
+        ) from error
+    marker = getattr(processor, "image_token", None)
+    if marker is None:
+        raise ConfigurationError(
+            f"{type(processor).__name__} names no image_token, so token ids cannot be matched with "
+            "images; pass text or a chat."
+        )
+    text = " ".join([marker] * len(pictures))
+    tensors = _processed(
+        lambda given: processor(text=[text], images=[given], return_tensors="pt"), pictures, index
+    )
+    known = multimodal.image_token_ids(processor)
+    expanded = tensors["input_ids"][0].tolist()
+    wanted, got = (sum(t in known for t in ids) for ids in (expanded, token_ids))
+    if wanted != got:
+        raise InvalidRequestError(
+            f"input {index} holds {got} image tokens, and its {len(pictures)} images take {wanted};"
+            " pass the ids that the processor makes of the prompt with its images, or text."
+        )
+    for name, tensor in tensors.items():
+        if name in ("input_ids", "attention_mask") or not is_per_token(tensor, len(expanded)):
+            continue
+        if not name.endswith("token_type_ids"):
+            raise ConfigurationError(
+                f"{type(processor).__name__} makes {name} of a text only; pass text or a chat, not "
+                "token ids."
+            )
+        tensors[name] = torch.tensor(processor.create_mm_token_type_ids([token_ids]))
+    tensors["input_ids"] = torch.tensor([token_ids])
+    return _prompt_of(tensors, pictures, processor, index)
+
+
+def _spans(
+    token_ids: Sequence[int], known: frozenset[int], digests: Sequence[bytes], index: int
+) -> tuple[ImageSpan, ...]:
+    """Return where the images' tokens stand.
+
+    Runs of placeholders are the images one by one, if there is a run for each. Else (tiles with a
+    token between them, neighbours without one) all images are one span.
+    """
+    if not known:
+        return (ImageSpan(0, len(token_ids), b"".join(digests)),)
+    runs: list[tuple[int, int]] = []
+    for is_image, run in groupby(enumerate(token_ids), lambda pair: pair[1] in known):
+        if is_image:
+            places = [place for place, _ in run]
+            runs.append((places[0], places[-1] + 1))
+    if not runs:
+        raise InvalidRequestError(
+            f"input {index} has {len(digests)} images, and its prompt no place for one; write "
+            "the processor's image token where each belongs."
+        )
+    if len(runs) != len(digests):
+        return (ImageSpan(runs[0][0], runs[-1][1], b"".join(digests)),)
+    assert all(before[1] < after[0] for before, after in pairwise(runs))
+    return tuple(
+        ImageSpan(start, stop, digest) for (start, stop), digest in zip(runs, digests, strict=True)
+    )
+
+
+def _digest(picture: Any) -> bytes:
+    """Return a hash of a picture's size and pixels."""
+    if hasattr(picture, "mode"):
+        # A palette, or a colour that is transparent, is not among the pixels.
+        plain = picture.convert("RGBA") if picture.mode == "P" or picture.info else picture
+        about, pixels = (plain.mode, plain.size), plain.tobytes()
+    else:
+        array = picture.numpy() if isinstance(picture, torch.Tensor) else picture
+        about, pixels = (str(array.dtype), array.shape), array.tobytes()
+    hashed = hashlib.blake2b(repr(about).encode(), digest_size=DIGEST_BYTES)
+    hashed.update(pixels)
+    return hashed.digest()
