@@ -17,7 +17,13 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from cb_rollout.engine.attention.backend import AttentionMetadata, AttentionSpec
-from cb_rollout.engine.attention.triton.launch import TYPES, attend, shared_rows, write
+from cb_rollout.engine.attention.triton.launch import (
+    TYPES,
+    attend,
+    grouped_product,
+    shared_rows,
+    write,
+)
 
 BF16, FP32 = torch.bfloat16, torch.float32
 ROWS, SPLITS = 4, 2
@@ -29,6 +35,22 @@ FORMS = {
     "odd sizes": ((4, 4, 80, 48, torch.float16), (None, None, False)),
     "float32": ((16, 8, 128, 128, FP32), (None, None, False)),
 }
+
+
+# Rows, experts, size of a row and of a result, dtype.
+PRODUCTS = {
+    "few rows": (32, 8, 2048, 768, BF16),
+    "many rows": (1024, 8, 2048, 768, BF16),
+    "few rows in float32": (32, 8, 2048, 768, FP32),
+    "many rows in float32": (1024, 8, 2048, 768, FP32),
+}
+
+
+def multiply(num_rows, num_groups, size, num_columns, dtype):
+    """A product of experts, whose weights transformers stores by column."""
+    weights = torch.empty(num_groups, num_columns, size, dtype=dtype).transpose(1, 2)
+    ends = torch.ones(num_groups, dtype=torch.int32)
+    grouped_product(torch.empty(num_rows, size, dtype=dtype), weights, ends)
 
 
 def decode(sizes, asked, is_shared):
@@ -96,6 +118,9 @@ def main(capability):
         for is_shared in (False, True):
             decode(sizes, asked, is_shared)
         made[num_before:] = [one | {"form": form} for one in made[num_before:]]
+    for form, sizes in PRODUCTS.items():
+        multiply(*sizes)
+        made[-1]["form"] = form
     sys.stdout.write(json.dumps(made))
 
 

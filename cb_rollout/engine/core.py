@@ -115,6 +115,14 @@ class Engine:
         return f"{self._runner.backend_selection}{forwards}; {self._chosen}{hooks}"
 
     @property
+    def _is_slower_than_asked(self) -> bool:
+        """Return whether a CUDA device runs decode steps otherwise than as graphs, unasked."""
+        if self.device.type != "cuda":
+            return False
+        is_gathered = self._runner.attention_backend is None
+        return is_gathered or (self._graphs is None and self.config.wants_graphs is not False)
+
+    @property
     def _is_model_changed(self) -> bool:
         """Return whether the model's forwards may differ from those that were probed."""
         return hf_compat.forward_identity(self.model) != self._identity
@@ -144,7 +152,8 @@ class Engine:
         self._has_drafts = can_draft(self._runner, self.layout, config)
         drafts = "on" if self._has_drafts else "off"
         self._chosen = f"{graphs}{self._compilation}; drafts: {drafts}"
-        _LOGGER.info("%s", self.decode_path)
+        level = logging.WARNING if self._is_slower_than_asked else logging.INFO
+        _LOGGER.log(level, "%s", self.decode_path)
 
     def _reset_executor(self) -> None:
         self._executor.reset(self._graphs, self._proposer if self._has_drafts else None)

@@ -52,14 +52,8 @@ def with_replaced_forwards(model):
 
 def with_float32_head(model):
     """Compute the head in float32, as TRL's `cast_lm_head_to_fp32` does."""
-    model = model.to(torch.bfloat16)
-    model.lm_head.float()
-
-    def _cast_lm_head_to_fp32(_module, inputs):
-        return (inputs[0].float(),)
-
-    _cast_lm_head_to_fp32.__qualname__ = "GRPOTrainer.__init__.<locals>._cast_lm_head_to_fp32"
-    model.lm_head.register_forward_pre_hook(_cast_lm_head_to_fp32)
+    head = model.to(torch.bfloat16).lm_head.float()
+    head.forward = lambda states: torch.nn.functional.linear(states.float(), head.weight.float())
     return model
 
 
@@ -72,9 +66,12 @@ CASES = {
     "LoRA on a float32 base": ("qwen3", with_adapters, True, (8, 0)),
     "replaced forwards": ("qwen3", with_replaced_forwards, False, (8, 0)),
     "a float32 head": ("qwen3", with_float32_head, False, (8, 0)),
+    "experts in float32": ("qwen3_moe", None, False, (9, 0)),
     "experts in bfloat16": ("qwen3_moe", in_bfloat16, False, (9, 0)),
+    "experts in bfloat16 on Ampere": ("qwen3_moe", in_bfloat16, False, (8, 0)),
+    "experts in TRL's default precision": ("qwen3_moe", None, True, (9, 0)),
 }
-FAST = {"TRL's default precision"}
+FAST = {"TRL's default precision", "a loop over experts"}
 
 
 def made(family, change):
@@ -86,7 +83,7 @@ def made(family, change):
     "case",
     [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in CASES],
 )
-def test_steps_are_captured_and_give_what_the_trainers_forward_gives(case, monkeypatch):
+def test_steps_are_captured_and_give_what_the_trainers_forward_gives(case, monkeypatch, caplog):
     family, change, is_autocast, capability = CASES[case]
     trained = made(family, change)
     pretend_device(monkeypatch, capability)
@@ -100,6 +97,7 @@ def test_steps_are_captured_and_give_what_the_trainers_forward_gives(case, monke
             weights = generator.manager.model.model.layers[0].self_attn.o_proj.weight
             pages = generator.manager._engine.layout.layers[0].per_token
     assert CAPTURED in path, path
+    assert not warned(caplog)
     is_half = is_autocast or change in (in_bfloat16, with_float32_head)
     assert {states.dtype for states in pages} == {torch.bfloat16 if is_half else torch.float32}
     assert weights.dtype == (torch.bfloat16 if is_half else torch.float32)
@@ -107,3 +105,45 @@ def test_steps_are_captured_and_give_what_the_trainers_forward_gives(case, monke
         with torch.autocast("cpu", torch.bfloat16, enabled=is_autocast):
             expected = plain_logprobs(trained, PROMPT, output.generated_tokens)
         assert output.logprobs == pytest.approx(expected, abs=ROUNDING if is_half else 1e-5)
+
+
+SLOWER = {
+    "recurrent states": ("lfm2", {}, "triton", "needs a model without recurrent states"),
+    "a loop over experts": (
+        "qwen3_moe",
+        SMALL | {"experts_implementation": "eager"},
+        "triton",
+        "needs a forward that never waits for the device (RuntimeError: operation not permitted",
+    ),
+    "a bias of positions": ("bloom", {}, "gathered", "needs decode steps without a gather"),
+}
+
+
+def warned(caplog):
+    """The warnings of our loggers."""
+    ours = (record for record in caplog.records if record.name.startswith("cb_rollout"))
+    return [record.message for record in ours if record.levelname == "WARNING"]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in SLOWER],
+)
+def test_a_path_that_is_not_the_best_is_warned_of_with_its_reason(case, monkeypatch, caplog):
+    family, settings, attention, reason = SLOWER[case]
+    pretend_device(monkeypatch)
+    with Pretended():
+        model = tiny_model(family, **settings).to(DEVICE)
+        with RolloutGenerator(model, RolloutConfig(seed=1, block_size=8)) as generator:
+            path = generator.manager.decode_path
+    assert f"decode attention: {attention}" in path
+    assert f"CUDA graphs: off ({reason}" in path
+    assert warned(caplog) == [path]
+
+
+def test_a_path_that_was_asked_for_is_not_warned_of(monkeypatch, caplog):
+    pretend_device(monkeypatch)
+    with Pretended():
+        model = tiny_model("qwen3", **SMALL).to(DEVICE)
+        RolloutGenerator(model, RolloutConfig(use_cuda_graph=False)).close()
+    assert not warned(caplog)

@@ -8,7 +8,7 @@ B: rows, V: vocabulary, H: query heads, K: key heads, D: size of a key, E: size 
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,6 +16,7 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from cb_rollout.compat import transformers as hf_compat
+from cb_rollout.compat.moe import GroupedProduct, replacing_grouped_product
 from cb_rollout.engine.attention.backend import AttentionSpec, UnsupportedAttentionError
 from cb_rollout.engine.kv_cache.layout import CacheLayout, LayerSpec
 from cb_rollout.engine.kv_cache.paged import PagedCache
@@ -128,7 +129,11 @@ class DecodeCache(Cache):
         for layer in recurrent.values():
             layer.load(inputs.table_rows_B)
         try:
-            with hf_compat.replacing_attention(self.attend):
+            product = inputs.grouped_product
+            with (
+                hf_compat.replacing_attention(self.attend),
+                replacing_grouped_product(product) if product else nullcontext(),
+            ):
                 yield
             for layer in recurrent.values():
                 layer.save(inputs.table_rows_B.long())
@@ -183,6 +188,8 @@ class DecodeInputs:
     """Integers: each row's index into the recurrent states."""
     states: PagedCache | None = None
     """Holds the recurrent states; None: there are none."""
+    grouped_product: GroupedProduct | None = None
+    """Multiplies experts where torch's own product would wait; None: torch's own."""
 
 
 def _spec(query: torch.Tensor, layer: DecodeLayer, arguments: dict[str, Any]) -> AttentionSpec:

@@ -43,9 +43,10 @@ class TritonBackend:
 
     def __init__(self, layout: CacheLayout, device: torch.device) -> None:
         # Triton is an optional dependency.
-        from cb_rollout.engine.attention.triton.launch import TritonPagedAttention
+        from cb_rollout.engine.attention.triton.launch import TritonPagedAttention, grouped_product
 
         self._create_attention = TritonPagedAttention
+        self._grouped_product = grouped_product
         self.cache = DecodeCache(layout, device)
         num_addresses = 2 * len(layout.layers) + 2
         self.addresses = torch.zeros(num_addresses, dtype=torch.int64, device=device)
@@ -95,8 +96,8 @@ class TritonBackend:
     ) -> DecodeInputs:
         """Return the inputs of a forward; `states` holds the recurrent states, if there are any."""
         attention = self._create_attention(metadata, self._rows_per_tile)
-        rows_B = metadata.table_rows_B
-        return DecodeInputs(self.cache, attention, tokens_B1, positions_B1, rows_B, states)
+        rows_B, product = metadata.table_rows_B, self._grouped_product
+        return DecodeInputs(self.cache, attention, tokens_B1, positions_B1, rows_B, states, product)
 
     def find(self, cache: PagedCache, table: BlockTable) -> torch.Tensor:
         """Return the current addresses of pages and table, in a tensor that never moves."""

@@ -3,7 +3,8 @@
 `write_kernel` writes new keys and values into their pages. `attend_kernel` attends over stretches
 of keys (flash decoding: partial outputs and the log-sum-exp of each). `join_kernel` joins the
 partial outputs. A stretch is a part of a row's own keys, or of a prompt that several rows share;
-their queries are then packed into one tile, which reads the prompt once.
+their queries are then packed into one tile, which reads the prompt once. `grouped_product_kernel`
+multiplies the tokens of each expert by its weight.
 
 The kernels find pages and block table through addresses in device memory, not as arguments, so a
 captured CUDA graph stays valid when the cache grows or is allocated anew. `header` holds the block
@@ -262,3 +263,67 @@ def join_kernel(
     )
     output = tl.sum(partial * shares[:, None], 0) / tl.where(total == 0.0, 1.0, total)
     tl.store(outputs + (row * NUM_HEADS + head) * VALUE_SIZE + value_offsets, output, mask=is_value)
+
+
+@triton.jit
+def grouped_product_kernel(
+    rows,
+    weights,
+    ends,
+    outputs,
+    num_groups,
+    size,
+    num_columns,
+    row_stride,
+    group_stride,
+    size_stride,
+    column_stride,
+    IS_INTERPRETED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    GROUPS_WIDTH: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_SIZE: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr,
+):
+    """Compute one tile of one group's rows; programs beyond the last tile do nothing."""
+    tile = tl.program_id(0)
+    groups = tl.arange(0, GROUPS_WIDTH)
+    is_group = groups < num_groups
+    group_ends = tl.load(ends + groups, mask=is_group, other=0)
+    starts = tl.load(ends + groups - 1, mask=is_group & (groups > 0), other=0)
+    num_tiles = tl.where(is_group, (group_ends - starts + TILE_ROWS - 1) // TILE_ROWS, 0)
+    last_tiles = tl.cumsum(num_tiles, 0)
+    is_own = (last_tiles > tile) & (last_tiles - num_tiles <= tile)
+    if tl.sum(is_own.to(tl.int32), 0) > 0:
+        group = tl.sum(tl.where(is_own, groups, 0), 0).to(tl.int64)
+        first_tile = tl.sum(tl.where(is_own, last_tiles - num_tiles, 0), 0)
+        start = tl.sum(tl.where(is_own, starts, 0), 0)
+        stop = tl.sum(tl.where(is_own, group_ends, 0), 0)
+        own_rows = start + (tile - first_tile) * TILE_ROWS + tl.arange(0, TILE_ROWS)
+        is_row = own_rows < stop
+        columns = tl.program_id(1) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
+        is_column = columns < num_columns
+        weights += group * group_stride
+        total = tl.zeros([TILE_ROWS, TILE_COLUMNS], tl.float32)
+        for at in range(0, size, TILE_SIZE):
+            places = at + tl.arange(0, TILE_SIZE)
+            is_place = places < size
+            left = tl.load(
+                rows + own_rows.to(tl.int64)[:, None] * row_stride + places[None, :],
+                mask=is_row[:, None] & is_place[None, :],
+                other=0.0,
+            )
+            right = tl.load(
+                weights
+                + places.to(tl.int64)[:, None] * size_stride
+                + columns.to(tl.int64)[None, :] * column_stride,
+                mask=is_place[:, None] & is_column[None, :],
+                other=0.0,
+            )
+            if IS_INTERPRETED:
+                # Triton 3.9's interpreter multiplies the bits of bfloat16 as integers.
+                left = left.to(tl.float32)
+                right = right.to(tl.float32)
+            total += tl.dot(left, right, input_precision=PRECISION)
+        targets = own_rows.to(tl.int64)[:, None] * num_columns + columns[None, :]
+        tl.store(outputs + targets, total, mask=is_row[:, None] & is_column[None, :])

@@ -1,6 +1,7 @@
 """Launch the kernels of a decode step. Imports Triton, so nothing imports it at the top.
 
-B: rows, H: query heads, K: key heads, D: size of a key, E: size of a value.
+B: rows, H: query heads, K: key heads, D: size of a key, E: size of a value. Of a grouped product:
+S: rows, G: groups, M: size of a row, N: size of a result.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false
@@ -14,12 +15,22 @@ import triton
 import triton.language as tl
 from triton import knobs
 
+from cb_rollout.compat import torch as torch_compat
 from cb_rollout.engine.attention.backend import AttentionMetadata, AttentionSpec
 from cb_rollout.engine.attention.decode_cache import DecodeLayer
-from cb_rollout.engine.attention.triton.kernels import attend_kernel, join_kernel, write_kernel
+from cb_rollout.engine.attention.triton.kernels import (
+    attend_kernel,
+    grouped_product_kernel,
+    join_kernel,
+    write_kernel,
+)
 
 # The fewest that a tensor-core product takes.
 MIN_TILE_ROWS = 16
+
+# Columns of one tile of a grouped product, and bytes of a row. A tile has at most as many rows as a
+# row of it has numbers, which is what registers hold.
+PRODUCT_COLUMNS, PRODUCT_BYTES = 64, 128
 
 # Queries packed over one shared stretch, in 16 bits at head sizes up to 128, and otherwise: as many
 # as registers and shared memory hold.
@@ -242,6 +253,47 @@ class _Launches:
             PARTS_WIDTH=triton.next_power_of_2(self.num_parts),
             VALUE_WIDTH=triton.next_power_of_2(E),
         )
+
+
+def grouped_product(
+    rows_SM: torch.Tensor, weights_GMN: torch.Tensor, ends_G: torch.Tensor
+) -> torch.Tensor:
+    """Return each row times its group's weight, `[S, N]`, as torch's `grouped_mm`.
+
+    Args:
+        rows_SM: float32, bfloat16 or float16; the rows of a group are neighbours.
+        weights_GMN: of the same dtype, with any strides.
+        ends_G: int32; the row after each group's last. Rows after the last group are not written.
+    """
+    (S, M), (G, _, N) = rows_SM.shape, weights_GMN.shape
+    rows_SM = rows_SM if rows_SM.stride(1) == 1 else rows_SM.contiguous()
+    outputs_SN = rows_SM.new_empty(S, N)
+    tile_rows = triton.next_power_of_2(-(-S // G))
+    tile_size = PRODUCT_BYTES // rows_SM.element_size()
+    tile_rows = min(tile_size, max(MIN_TILE_ROWS, tile_rows))
+    # Every group may end with a tile that is not full.
+    num_tiles = S // tile_rows + min(S, G)
+    is_rounded = torch_compat.rounds_float32_products(rows_SM.device)
+    grouped_product_kernel[(num_tiles, triton.cdiv(N, PRODUCT_COLUMNS))](
+        rows_SM,
+        weights_GMN,
+        ends_G,
+        outputs_SN,
+        G,
+        M,
+        N,
+        rows_SM.stride(0),
+        *weights_GMN.stride(),
+        IS_INTERPRETED=knobs.runtime.interpret,
+        PRECISION="tf32" if is_rounded else "ieee",
+        GROUPS_WIDTH=triton.next_power_of_2(G),
+        TILE_ROWS=tile_rows,
+        TILE_SIZE=tile_size,
+        TILE_COLUMNS=PRODUCT_COLUMNS,
+        num_warps=4,
+        num_stages=3,
+    )
+    return outputs_SN
 
 
 def _layer_addresses(metadata: AttentionMetadata, layer: int) -> torch.Tensor:

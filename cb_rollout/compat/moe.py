@@ -1,0 +1,75 @@
+"""Replace the grouped product that experts run by, in transformers (5.17 to 5.23).
+
+`experts_implementation="grouped_mm"`, transformers' default, calls torch's grouped product, sorted
+tokens by stacked weights. Torch (2.11 to 2.13) has a kernel for bfloat16 on compute capability 9
+and 10. Elsewhere it reads on the host where each group ends, so the step waits for the device and
+cannot be captured.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers.integrations import moe as _moe
+
+# Computes `[S, K]` by `[E, K, N]`; the third tensor says where each group of rows ends.
+GroupedProduct = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+FAST_CAPABILITIES = (9, 10)
+
+_NAME = "_grouped_mm"
+
+
+class _Replacement(threading.local):
+    product: GroupedProduct | None = None
+
+
+_REPLACEMENT = _Replacement()
+_LOCK = threading.Lock()
+# One entry for each thread inside `replacing_grouped_product`.
+_INSIDE: list[GroupedProduct] = []
+# The module's own, kept for a thread that is inside it when the last one leaves.
+_OWN: list[Any] = []
+
+
+def waits_for_groups(weight: torch.Tensor) -> bool:
+    """Return whether torch's grouped product by this weight waits for the device."""
+    if weight.device.type != "cuda":
+        return False
+    is_fast = torch.cuda.get_device_capability(weight.device)[0] in FAST_CAPABILITIES
+    return weight.dtype != torch.bfloat16 or not is_fast
+
+
+@contextmanager
+def replacing_grouped_product(product: GroupedProduct) -> Iterator[None]:
+    """Have experts that this thread runs use `product` where torch's own would wait.
+
+    Any thread may call. A release of transformers without the function is left as it is.
+    """
+    if not hasattr(_moe, _NAME):
+        yield
+        return
+    with _LOCK:
+        if not _INSIDE:
+            _OWN[:] = [getattr(_moe, _NAME)]
+            setattr(_moe, _NAME, _product)
+        _INSIDE.append(product)
+    _REPLACEMENT.product = product
+    try:
+        yield
+    finally:
+        _REPLACEMENT.product = None
+        with _LOCK:
+            _INSIDE.remove(product)
+            if not _INSIDE:
+                setattr(_moe, _NAME, _OWN[-1])
+
+
+def _product(input: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+    product = _REPLACEMENT.product
+    if product is None or not waits_for_groups(weight):
+        return _OWN[-1](input, weight, offs)
+    # Under autocast the input may be wider than the weight, which transformers casts it to.
+    return product(input.to(weight.dtype), weight, offs)
