@@ -39,9 +39,10 @@ some sequences are preempted, while the weights change.
   model's plain forward (no cache, no padding, float32). The bound is 1e-5, or four times the
   plain forward's own float32 rounding if that is larger. Greedy tokens equal those of the plain
   forward and of `generate`.
-- *rows*: the batch layout. *padded*: one forward for all rows; *equal_lengths*: one forward for
-  rows of one length; *single_rows*: one forward for each row. An engine tries these in turn when it
-  is made. It refuses a model that agrees with its plain forward in none.
+- *rows*: the batch layout. *packed*: one forward for all rows, prompts without padding; *padded*:
+  one forward for all rows, left-padded; *equal_lengths*: one forward for rows of one length;
+  *single_rows*: one forward for each row. An engine tries these in turn when it is made. It refuses
+  a model that agrees with its plain forward in none.
 
 `scripts/architectures.py` wrote this page with torch {torch_version} on {machine}.
 

@@ -1,6 +1,7 @@
 """The real scheduler, executor and graphs on a model whose keys record their origin."""
 
 from collections import Counter
+from operator import add
 from types import SimpleNamespace
 
 import pytest
@@ -62,11 +63,14 @@ class FakeSampler:
 class CheckedScheduler(Scheduler):
     def schedule_prefill(self):
         chosen, limits = super().schedule_prefill(), self.limits
-        width = max((prefill.num_scheduled for prefill in chosen), default=0)
-        assert len(chosen) < 2 or width * len(chosen) <= self.max_batch_tokens
-        longest = max((p.leader.num_computed + p.num_scheduled for p in chosen), default=0)
-        if len(chosen) > 1 and any(prefill.leader.num_computed for prefill in chosen):
-            assert longest * len(chosen) <= scheduling.HISTORY_FACTOR * self.max_batch_tokens
+        total = sum if limits.is_packed else lambda sizes: max(sizes) * len(sizes)
+        if len(chosen) > 1:
+            num_computed = [prefill.leader.num_computed for prefill in chosen]
+            num_new = [prefill.num_scheduled for prefill in chosen]
+            assert total(num_new) <= self.max_batch_tokens
+            if any(num_computed):
+                num_keys = list(map(add, num_computed, num_new))
+                assert total(num_keys) <= scheduling.HISTORY_FACTOR * self.max_batch_tokens
         for prefill in chosen:
             assert prefill.num_scheduled > 0
             if limits.can_resume_prompts:

@@ -390,7 +390,8 @@ def attention_window(
         longest: tokens of the longest sequence.
 
     Raises:
-        ConfigurationError: the layer has a window that it does not pass on.
+        ConfigurationError: the layer has a window that it does not pass on, or passes one that it
+            does not have.
     """
     window = arguments.get("sliding_window")
     config: Any = getattr(module, "config", None)
@@ -403,6 +404,8 @@ def attention_window(
         limit = getattr(config, "sliding_window", None)
     if isinstance(limit, int) and longest > limit:
         raise ConfigurationError(f"its attention keeps a window of {limit} tokens to itself")
+    if kind == "full_attention" and window is not None and longest > window:
+        raise ConfigurationError(f"a layer of full attention passes a window of {window} tokens")
     return window
 
 

@@ -75,7 +75,7 @@ class RolloutConfig:
     )
     max_batch_tokens: int | None = setting(
         None,
-        "Most prompt tokens in one forward, padding included; None: chosen by device.",
+        "Most prompt tokens in one forward, any padding included; None: chosen by device.",
         integer(1, may_be_none=True),
         cost="Lower it where prompts run out of memory; higher, prompts start sooner.",
     )

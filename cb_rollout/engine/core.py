@@ -145,6 +145,7 @@ class Engine:
             max_requests=plan.num_slots,
             can_share_blocks=config.allow_block_sharing,
             can_resume_prompts=not self.layout.is_recurrent,
+            is_packed=self.batch_layout is BatchLayout.PACKED,
         )
         self._graphs, graphs = create_graphs(
             self._runner, config, self.limits.max_requests, self.layout.is_recurrent

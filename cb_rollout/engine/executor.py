@@ -19,7 +19,7 @@ from cb_rollout.engine.kv_cache.storage import CacheStorage
 from cb_rollout.engine.memory import device as devices
 from cb_rollout.engine.memory.device import is_out_of_memory, out_of_memory
 from cb_rollout.engine.model.decode_rows import DecodeRows
-from cb_rollout.engine.model.runner import BatchLayout, ModelRunner
+from cb_rollout.engine.model.runner import ModelRunner
 from cb_rollout.engine.request import Prefill, Request
 from cb_rollout.engine.sampling.sampler import TokenSampler, append_each, want_plain_tokens
 from cb_rollout.engine.scheduler.scheduler import Scheduler
@@ -255,7 +255,7 @@ class StepExecutor:
         Rows that are not padded run in several forwards, each of which stores its states.
         """
         layout = self._storage.cache.layout
-        return self._runner.batch_layout is BatchLayout.PADDED or not layout.is_recurrent
+        return self._runner.batch_layout.takes_any_lengths or not layout.is_recurrent
 
     def _sample(
         self, logits_BV: torch.Tensor, requests: list[Request], *, is_recurring: bool

@@ -29,13 +29,15 @@ class Limits:
     block_size: int
     """Tokens of one block."""
     max_batch_tokens: int
-    """Tokens of one prefill, padding included."""
+    """Tokens of one prefill, padding included where it is padded."""
     max_requests: int
     """Sequences that run together; rows of the block table."""
     can_share_blocks: bool
     """True if a group shares its prompt's whole blocks; False: it copies them."""
     can_resume_prompts: bool
     """False where a layer is recurrent: its state cannot be restored from keys."""
+    is_packed: bool
+    """True if a prefill has no padding; False: each row takes as much as the longest."""
 
     @property
     def can_match_prefixes(self) -> bool:

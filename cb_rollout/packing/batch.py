@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 
+from cb_rollout.engine.attention.packed import Segment
 from cb_rollout.engine.memory.device import to_device
 
 # A padded batch holds at most this many times its tokens: a wider one costs more than two forwards.
@@ -35,15 +36,6 @@ class PackedRow(NamedTuple):
     def num_tokens(self) -> int:
         """Return the number of tokens of prompt and completion."""
         return len(self.prompt_ids) + len(self.completion_ids)
-
-
-class Segment(NamedTuple):
-    """Adjacent tokens of a packed batch that attend to a prefix and, causally, to each other."""
-
-    start: int
-    length: int
-    prefix_start: int = 0
-    prefix_length: int = 0
 
 
 class PackingLayout(StrEnum):

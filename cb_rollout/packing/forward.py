@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from cb_rollout.compat import transformers as hf_compat
 from cb_rollout.compat.torch import compute_dtype
+from cb_rollout.engine.attention.packed import PackedAttention, no_mask
 from cb_rollout.errors import ConfigurationError
-from cb_rollout.packing.attention import PackedAttention
 from cb_rollout.packing.batch import PackedBatch
 
 # Nats between the log-probabilities of two forwards that rounding explains. A model that computes
@@ -142,11 +142,11 @@ def _selecting_hidden_states(
 
 @contextmanager
 def _without_mask(backbone: torch.nn.Module, input_ids: torch.Tensor) -> Iterator[None]:
-    """Have layers build no mask of all tokens: transformers 5.23 keeps one of four axes."""
-    no_mask = torch.zeros((1, 1, 1, 1), dtype=torch.bool, device=input_ids.device)
+    """Have layers build no mask of all tokens."""
+    mask = no_mask(input_ids.device)
 
     def replace(_module: Any, arguments: Any, named: dict[str, Any]) -> Any:
-        return arguments, named | {"attention_mask": no_mask}
+        return arguments, named | {"attention_mask": mask}
 
     handle = backbone.register_forward_pre_hook(replace, with_kwargs=True)
     try:

@@ -261,13 +261,14 @@ def _cache(layout: CacheLayout) -> Iterator[Finding]:
 
 def _batch_layout(layout: BatchLayout) -> Finding:
     texts = {
+        BatchLayout.PACKED: "of any lengths together in one forward, prompts without padding",
         BatchLayout.PADDED: "of any lengths together in one forward",
         BatchLayout.EQUAL_LENGTHS: "of equal length together; others take a forward each, because "
         "the model counts positions itself or takes no padding",
         BatchLayout.SINGLE_ROWS: "one to a forward, because the model mixes the rows of a batch; "
         "slow",
     }
-    level = Level.OK if layout is BatchLayout.PADDED else Level.WARNING
+    level = Level.OK if layout.takes_any_lengths else Level.WARNING
     return Finding(level, "sequences run", texts[layout])
 
 

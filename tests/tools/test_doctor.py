@@ -54,7 +54,9 @@ def test_a_good_checkpoint_is_probed_and_compared_with_its_forward(checkpoints, 
     # Two layers of keys and values, two heads of 16 float32 each.
     assert lines["bytes per token"] == str(2 * 2 * 2 * 16 * 4)
     assert lines["bytes per sequence"] == "0"
-    assert lines["sequences run"] == "of any lengths together in one forward"
+    assert (
+        lines["sequences run"] == "of any lengths together in one forward, prompts without padding"
+    )
     assert lines["extra 'server'"] == "found"
     assert "512 in one sequence" in lines["max tokens"]
     assert lines["rollout against forward"].startswith("32 tokens, largest difference ")

@@ -14,8 +14,8 @@ from tiny_trainer import PROBLEMS, logged, tiny_trainer
 from trl import GRPOTrainer, RLOOConfig, RLOOTrainer
 
 from cb_rollout import ConfigurationError, RolloutConfig, attach
+from cb_rollout.engine.attention.packed import PackedAttention
 from cb_rollout.integrations.trl import backend, packed_loss, packed_scores
-from cb_rollout.packing.attention import PackedAttention
 from cb_rollout.packing.batch import NUM_COMPARED
 
 SMALL = {

@@ -1,5 +1,6 @@
-"""Compute the attention of decode steps over the paged cache.
+"""Compute attention: of decode steps over the paged cache, and of packed tokens.
 
-`selector` chooses one backend for a model; `backend` is what all of them share. `triton` (CUDA) and
-`cpu` (C++) read the pages directly; `gathered` works for every model. Called by `model`.
+`selector` chooses one backend of decode steps for a model; `backend` is what all of them share.
+`triton` (CUDA) and `cpu` (C++) read the pages directly; `gathered` works for every model. `packed`
+is for prompts, and for the loss. Called by `model` and by `packing`.
 """

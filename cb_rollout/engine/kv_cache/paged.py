@@ -4,10 +4,13 @@
 gathered and right-aligned states: a row's newest token is always last, as in a left-padded
 `generate` batch. So the model runs its own forward, masks and attention, unchanged.
 
+In a packed forward all rows' new tokens stand in one row of the model's input. `update()` then
+returns the histories of all rows, one after the other and without padding, as one row too.
+
 Pages of `kv_dtype="float8_e4m3fn"` hold states rounded to float8, as bytes.
 
-B: rows, Q: new tokens of the longest row, S: tokens of the longest row, H: heads, D: size of a
-head, N: slots of all blocks, F: H x D, M: blocks or table rows that are copied.
+B: rows, Q: new tokens of the longest row, S: tokens of the longest row, T: tokens of all rows, H:
+heads, D: size of a head, N: slots of all blocks, F: H x D, M: blocks or table rows that are copied.
 """
 
 from dataclasses import dataclass, field, replace
@@ -58,7 +61,7 @@ class SlotMapping:
     """The slots that one forward writes, and those that each row reads."""
 
     num_cached: int
-    """Columns before the new tokens: S - Q."""
+    """Columns before the new tokens: S - Q; in a packed forward, cached tokens of all rows."""
     table_rows_B: torch.Tensor
     """int64; each row's table row, which holds its recurrent states."""
     write_tokens: torch.Tensor | None
@@ -66,10 +69,12 @@ class SlotMapping:
     write_slots: torch.Tensor
     """int64; the slot of each real new token."""
     read_slots_BS: torch.Tensor | None
-    """int64; the slots of each row's history, `PADDING_SLOT` in the padding. None: no row has a
-    history, so the new keys are all that is read."""
+    """int64; the slots of each row's history, `PADDING_SLOT` in the padding; in a packed forward
+    `[1, T]`. None: no row has a history, so the new keys are all that is read."""
     positions_BS: torch.Tensor
     """int64; each column's position in its sequence, 0 in the padding."""
+    is_packed: bool = False
+    """True if all rows stand in one row of the model's input."""
     _head_slots: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def head_slots(self, num_heads: int) -> torch.Tensor:
@@ -115,7 +120,10 @@ class PagedLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: object, **__: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write `[B, H, Q, D]` new states; return each row's history, `[B, H, S, D]`."""
+        """Write `[B, H, Q, D]` new states; return each row's history, `[B, H, S, D]`.
+
+        In a packed forward B is 1, Q the new tokens of all rows, and S is T.
+        """
         keys_NF, values_NF = self.pages[:2]
         keys = self._write_and_read(keys_NF, key_states)
         return keys, self._write_and_read(values_NF, value_states)
@@ -139,13 +147,16 @@ class PagedLayer(CacheLayerMixin):
         pages_NF.index_copy_(0, mapping.write_slots, tokens_TF)
         if mapping.read_slots_BS is None:
             return new_BHQD
-        # Gathered head by head, the history lies in memory as in transformers' own cache.
         B, S = mapping.read_slots_BS.shape
         H, D = new_BHQD.shape[1], new_BHQD.shape[3]
-        history = pages_NF.view(-1, D).index_select(0, mapping.head_slots(H))
-        if is_float8:
-            history = from_float8_bytes(history, new_BHQD.dtype)
-        return history.view(B, H, S, D)
+        if mapping.is_packed:
+            # Packed attention reads token by token.
+            slots_S = mapping.read_slots_BS.view(-1)
+            history = pages_NF.index_select(0, slots_S).view(1, S, H, D).transpose(1, 2)
+        else:
+            # Gathered head by head, the history lies in memory as in transformers' own cache.
+            history = pages_NF.view(-1, D).index_select(0, mapping.head_slots(H)).view(B, H, S, D)
+        return from_float8_bytes(history, new_BHQD.dtype) if is_float8 else history
 
     @property
     def _current(self) -> SlotMapping:

@@ -7,7 +7,7 @@ elsewhere.
 """
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -23,8 +23,12 @@ from cb_rollout.engine.model.runner import BatchLayout, ModelRunner
 from cb_rollout.engine.prompt_images import PromptImages
 from cb_rollout.errors import ConfigurationError, error_text
 
-# Two lengths, so that rows are padded, and two rows of one length, which run together unpadded.
-PROMPT_LENGTHS = (7, 4, 4)
+# Three lengths, so that rows are padded, and two rows of one length, which run together unpadded.
+PROMPT_LENGTHS = (4, 7, 4, 5)
+
+# (row, its tokens after the forward): the first forward of a model that computes prompts in chunks.
+# Its rows begin, with two lengths; in the next forward a row continues beside others that begin.
+CHUNKS = ((1, 4), (3, 5))
 
 # Small, so that every row has several blocks.
 BLOCK_SIZE = 4
@@ -40,6 +44,9 @@ MAX_SHARE = 0.25
 MAX_SHARE_OF_KERNELS = 0.1
 
 Result = TypeVar("Result")
+
+Forward = Sequence[tuple[int, int]]
+"""The rows of one forward, each with the number of its tokens that are computed after it."""
 
 
 def check_model(
@@ -61,7 +68,7 @@ def check_model(
     rows = _rows(runner)
     runner.attention_backend = None
     with eval_mode(runner.model):
-        plain, failure = _attempt(lambda: _plain(runner, rows))
+        plain, failure = _attempt(lambda: [runner.plain_logits(row) for row in rows])
         if plain is None:
             raise ConfigurationError(
                 f"{name} does not run on token ids alone ({error_text(failure)}); load a "
@@ -75,17 +82,20 @@ def check_model(
                 f"{name} does not take transformers' own cache ({error_text(failure)}); roll it "
                 "out with model.generate."
             ) from failure
-        if plain.isnan().any():
+        if any(logits_TV.isnan().any() for logits_TV in plain):
             # Diverged weights show nothing about pages; the sampler refuses their tokens.
             return page_layout(layout)
-        found = ""
+        found, forwards = "", _forwards(layout)
+        expected = _after_each(plain, forwards)
         for runner.batch_layout in BatchLayout:
-            paged, failure = _attempt(lambda: _paged(runner, layout, rows))
+            if runner.batch_layout is BatchLayout.PACKED and not _can_pack(layout):
+                continue
+            paged, failure = _attempt(lambda: _paged(runner, layout, rows, forwards))
             if paged is None:
                 found = f"its forward fails ({error_text(failure)})"
                 continue
-            distances = torch.where(plain == paged, 0.0, (plain - paged).abs())
-            if _is_rounding(distances, plain, runner.computes_coarsely):
+            distances = torch.where(expected == paged, 0.0, (expected - paged).abs())
+            if _is_rounding(distances, expected, runner.computes_coarsely):
                 pages = page_layout(layout)
                 runner.backend_selection = _set_backend(runner, layout, pages, rows, paged)
                 return pages
@@ -133,12 +143,12 @@ def _set_backend(
     gathered: torch.Tensor,
 ) -> BackendSelection:
     """Set a backend that reads pages without a gather, if it agrees with the gathered result."""
-    is_padded = runner.batch_layout is BatchLayout.PADDED
+    is_padded = runner.batch_layout.takes_any_lengths
     choice = select_backend(runner.device, pages, is_padded=is_padded)
     if choice.backend is not None:
         runner.attention_backend = choice.backend(layout, runner.device)
         with devices.current(runner.device):
-            direct, failure = _attempt(lambda: _paged(runner, layout, rows))
+            direct, failure = _attempt(lambda: _paged(runner, layout, rows, _forwards(layout)))
         found = f"the model does not run on it: {error_text(failure)}"
         if direct is not None:
             distances = torch.where(gathered == direct, 0.0, (gathered - direct).abs())
@@ -166,30 +176,48 @@ def _attempt(function: Callable[[], Result]) -> tuple[Result | None, Any]:
         return None, error
 
 
-def _plain(runner: ModelRunner, rows: list[list[int]]) -> torch.Tensor:
-    """Return log-probabilities after each prompt and its two next tokens, `[3, rows, V]`."""
-    logits = torch.stack([runner.plain_logits(row)[-3:] for row in rows], 1)
-    return logits.log_softmax(-1)
+def _can_pack(layout: CacheLayout) -> bool:
+    """Return whether all that layers keep are keys that every later token may see.
+
+    Recurrent layers mix neighbours in a packed row. A sparse attention's choice of keys leaves out
+    none in rows as short as those of this check.
+    """
+    return layout.has_keys and not any(one.is_recurrent or one.index for one in layout.layers)
 
 
-def _paged(runner: ModelRunner, layout: CacheLayout, rows: list[list[int]]) -> torch.Tensor:
-    """Return the same by a prefill of all prompts, a decode of each row alone, and one of all.
+def _forwards(layout: CacheLayout) -> list[Forward]:
+    """Return prefills, a decode of each row alone, and one of all.
 
     A row alone has other columns than beside a longer one: a model that takes columns for positions
     then differs.
     """
+    chunks = [] if layout.is_recurrent else list(CHUNKS)
+    prompts = [one for one in enumerate(PROMPT_LENGTHS) if one not in chunks]
+    alone = [[(row, length + 1)] for row, length in enumerate(PROMPT_LENGTHS)]
+    together = [(row, length + 2) for row, length in enumerate(PROMPT_LENGTHS)]
+    return [*([chunks] if chunks else []), prompts, *alone, together]
+
+
+def _after_each(plain: list[torch.Tensor], forwards: list[Forward]) -> torch.Tensor:
+    """Return log-probabilities after each row of each forward, `[rows of all forwards, V]`."""
+    places = [place for forward in forwards for place in forward]
+    return torch.stack([plain[row][length - 1] for row, length in places]).log_softmax(-1)
+
+
+def _paged(
+    runner: ModelRunner, layout: CacheLayout, rows: list[list[int]], forwards: list[Forward]
+) -> torch.Tensor:
+    """Return the same as `_after_each`, by these forwards on pages."""
     cache, table = _pages(runner, layout, len(rows), max(map(len, rows)))
-    table_rows = list(range(len(rows)))
-    lengths = [len(row) for row in rows]
-    together = runner.logits(
-        [r[:-2] for r in rows], [n - 2 for n in lengths], table_rows, cache, table
-    )
-    alone = [
-        runner.logits([row[-2:-1]], [length - 1], [table_row], cache, table)
-        for table_row, row, length in zip(table_rows, rows, lengths, strict=True)
-    ]
-    again = runner.logits([row[-1:] for row in rows], lengths, table_rows, cache, table)
-    return torch.stack([together, torch.cat(alone), again]).log_softmax(-1)
+    logits: list[torch.Tensor] = []
+    num_computed = [0] * len(rows)
+    for forward in forwards:
+        table_rows, lengths = [row for row, _ in forward], [length for _, length in forward]
+        new_tokens = [rows[row][num_computed[row] : length] for row, length in forward]
+        logits.append(runner.logits(new_tokens, lengths, table_rows, cache, table))
+        for row, length in forward:
+            num_computed[row] = length
+    return torch.cat(logits).log_softmax(-1)
 
 
 def _pages(

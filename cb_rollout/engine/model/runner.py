@@ -1,8 +1,10 @@
-"""Run the model's own forward over rows of new tokens: left-padded, the newest token last.
+"""Run the model's own forward over rows of new tokens: packed, or left-padded.
 
-B: rows, Q: new tokens of the longest row, S: tokens of the longest row, V: vocabulary.
+B: rows, Q: new tokens of the longest row, S: tokens of the longest row, N: new tokens of all rows,
+T: tokens of all rows, V: vocabulary.
 """
 
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from enum import StrEnum
@@ -15,9 +17,11 @@ from transformers.cache_utils import Cache
 from cb_rollout.compat import multimodal
 from cb_rollout.compat import torch as torch_compat
 from cb_rollout.compat import transformers as hf_compat
+from cb_rollout.engine.attention.backend import UnsupportedAttentionError
 from cb_rollout.engine.attention.cpu import few_row_linear
 from cb_rollout.engine.attention.decode_cache import DecodeInputs
 from cb_rollout.engine.attention.gathered import BatchedAttention
+from cb_rollout.engine.attention.packed import PackedAttention, no_mask
 from cb_rollout.engine.attention.selector import select_backend
 from cb_rollout.engine.kv_cache.block_table import BlockTable
 from cb_rollout.engine.kv_cache.layout import CacheLayout
@@ -25,6 +29,7 @@ from cb_rollout.engine.kv_cache.paged import PADDING_SLOT, PagedCache, SlotMappi
 from cb_rollout.engine.kv_cache.recurrent import PROBE_ROWS, OpaqueStateAdapter, RecurrentLayer
 from cb_rollout.engine.memory import device as devices
 from cb_rollout.engine.model.eval_mode import eval_mode
+from cb_rollout.engine.model.packed_rows import PackedRows
 from cb_rollout.engine.model.probe import PROBE_TOKENS, probe
 from cb_rollout.engine.prompt_images import PromptImages
 from cb_rollout.engine.request import Request
@@ -39,6 +44,8 @@ if TYPE_CHECKING:
 class BatchLayout(StrEnum):
     """The rows that a model takes together in one forward."""
 
+    PACKED = "packed"
+    """All rows, in a prefill one after the other without padding, in a decode step as PADDED."""
     PADDED = "padded"
     """All rows, left-padded, with a mask and each token's position."""
     EQUAL_LENGTHS = "equal_lengths"
@@ -46,6 +53,11 @@ class BatchLayout(StrEnum):
     no padding."""
     SINGLE_ROWS = "single_rows"
     """One row: for models that mix the rows of a batch."""
+
+    @property
+    def takes_any_lengths(self) -> bool:
+        """Return whether one forward takes rows of different lengths."""
+        return self in (BatchLayout.PACKED, BatchLayout.PADDED)
 
 
 class ModelRunner:
@@ -147,7 +159,8 @@ class ModelRunner:
         Returns:
             float32 logits after each row's last token, `[B, V]`.
         """
-        if self.attention_backend is not None and max(map(len, new_tokens)) == 1 < min(lengths):
+        is_decode = max(map(len, new_tokens)) == 1 < min(lengths)
+        if self.attention_backend is not None and is_decode:
             backend = self.attention_backend
             inputs = backend.prepare(
                 new_tokens, lengths, table_rows, cache, table, position_offsets
@@ -160,7 +173,10 @@ class ModelRunner:
                 if (logits_BV := traced.run(inputs)) is not None:
                     return logits_BV
             return self.decode(inputs)
-        if self.batch_layout is BatchLayout.PADDED:
+        if self.batch_layout is BatchLayout.PACKED and not is_decode:
+            rows = PackedRows.of(new_tokens, lengths, table_rows, table, position_offsets)
+            return self._packed_forward(rows, cache)
+        if self.batch_layout.takes_any_lengths:
             return self._forward(new_tokens, lengths, table_rows, cache, table, position_offsets)
         # Without keys there is no history to align: only the new tokens must be of one length.
         has_keys = cache.layout.has_keys
@@ -189,6 +205,31 @@ class ModelRunner:
         cache, tokens_B1 = inputs.cache, inputs.tokens_B1
         with cache.attending(inputs):
             return self.forward(tokens_B1, cache.mask(tokens_B1), inputs.positions_B1, cache)
+
+    def _packed_forward(self, rows: PackedRows, cache: PagedCache) -> torch.Tensor:
+        """Run all rows' new tokens as one row, each attending to its own keys.
+
+        Raises:
+            UnsupportedAttentionError: the model's attention cannot be computed in segments.
+        """
+        cache.begin(rows.mapping, rows.is_fresh)
+        # Longer rows may come than these, and than those of the model check.
+        attend = PackedAttention(rows.segments, self.device, max_length=sys.maxsize)
+        try:
+            with hf_compat.replacing_attention(attend):
+                logits_BV = self.forward(
+                    rows.input_ids_1N,
+                    no_mask(self.device),
+                    rows.positions_1N,
+                    cache,
+                    last_B=rows.last_B,
+                )
+        except ConfigurationError as error:
+            raise UnsupportedAttentionError(str(error)) from error
+        cache.end(rows.mapping)
+        if not attend.num_calls:
+            raise UnsupportedAttentionError("its attention cannot be replaced")
+        return logits_BV
 
     def _forward(
         self,
@@ -235,7 +276,7 @@ class ModelRunner:
         mask_BS = is_token_BS.to(torch.int64)
         if not cache.layout.has_keys:
             mask_BS = mask_BS[:, S - Q :]
-        if self.batch_layout is not BatchLayout.PADDED:
+        if not self.batch_layout.takes_any_lengths:
             positions_BQ = None
         is_batched = Q == 1 and self.device.type == "cpu"
         with hf_compat.replacing_attention(BatchedAttention()) if is_batched else nullcontext():
@@ -274,7 +315,7 @@ class ModelRunner:
         cache.begin(mapping, is_fresh=True)
         arguments = self._image_arguments(images, num_tokens)
         given = positions[..., :num_tokens]
-        if self.batch_layout is not BatchLayout.PADDED:
+        if not self.batch_layout.takes_any_lengths:
             given = None
         input_ids_1T = self._integers([token_ids[:num_tokens]])
         logits_1V = self.forward(
@@ -362,13 +403,17 @@ class ModelRunner:
         positions_BQ: torch.Tensor | None,
         cache: Cache,
         others: Mapping[str, torch.Tensor] | None = None,
+        last_B: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Call the model; return float32 logits after each row's last token, `[B, V]`.
 
-        `others`: further arguments of the forward.
+        `others`: further arguments of the forward. `last_B`: index of each row's last token, where
+        the input is one row of packed tokens.
         """
         with few_row_linear.replacing_linear(self.compute_dtype, self.device):
-            return self._last_logits(input_ids_BQ, mask_BS, positions_BQ, cache, others or {})
+            return self._last_logits(
+                input_ids_BQ, mask_BS, positions_BQ, cache, others or {}, last_B
+            )
 
     def _last_logits(
         self,
@@ -377,12 +422,13 @@ class ModelRunner:
         positions_BQ: torch.Tensor | None,
         cache: Cache,
         others: Mapping[str, torch.Tensor],
+        last_B: torch.Tensor | None,
     ) -> torch.Tensor:
         arguments = {
             "attention_mask": mask_BS,
             "position_ids": positions_BQ,
             "use_cache": True,
-            "logits_to_keep": 1,
+            "logits_to_keep": 1 if last_B is None else last_B,
         }
         known = {name: value for name, value in arguments.items() if name in self._names}
         if self._passes_on and positions_BQ is not None:
@@ -390,7 +436,11 @@ class ModelRunner:
         known |= others
         if self._opaque_states is None:
             known[self._cache_argument] = cache
-            return self._run(input_ids_BQ, known).logits[:, -1].float()
+            logits = self._run(input_ids_BQ, known).logits
+            if last_B is None:
+                return logits[:, -1].float()
+            is_all = logits.shape[1] == input_ids_BQ.shape[1]
+            return (logits[0].index_select(0, last_B) if is_all else logits[0]).float()
         layer = cache.layers[0]
         assert isinstance(layer, RecurrentLayer)
         known[self._cache_argument] = self._opaque_states.inserted(layer)

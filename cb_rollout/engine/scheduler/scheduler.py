@@ -21,9 +21,10 @@ from cb_rollout.types import RequestStatus
 # A prefill that has no memory for this many tokens has none for a decode either.
 MIN_BATCH_TOKENS = 16
 
-# A prefill that continues any row gathers the keys of all its rows, each as long as the longest: at
-# most this many for each token that it may compute. One layer's keys of 65,536 tokens (8,192 times
-# this) are 256 MiB for 8 key heads of 128 in 16 bits, and four times that repeated for 32 heads.
+# A prefill that continues any row gathers the keys of all its rows, where it is padded each as long
+# as the longest: at most this many for each token that it may compute. One layer's keys of 65,536
+# tokens (8,192 times this) are 256 MiB for 8 key heads of 128 in 16 bits, and four times that
+# repeated for 32 heads.
 HISTORY_FACTOR = 8
 
 
@@ -81,6 +82,38 @@ class WaitingQueue:
         """Drop all sequences."""
         self._requests.clear()
         self._num_ended = 0
+
+
+class PrefillSize:
+    """Tokens that a prefill computes, and tokens whose keys it gathers."""
+
+    def __init__(self, is_packed: bool) -> None:
+        """Start without rows; `is_packed`: rows are not padded to the longest."""
+        self._is_packed = is_packed
+        self._num_rows = self._width = self._longest = 0
+        self._num_new = self._num_cached = 0
+
+    def add(self, num_cached: int, num_new: int) -> None:
+        """Add a row of so many new tokens after so many cached ones."""
+        self._num_rows += 1
+        self._width = max(self._width, num_new)
+        self._longest = max(self._longest, num_cached + num_new)
+        self._num_new += num_new
+        self._num_cached += num_cached
+
+    @property
+    def num_tokens(self) -> int:
+        """Return the tokens that the forward computes."""
+        return self._num_new if self._is_packed else self._num_rows * self._width
+
+    @property
+    def num_gathered(self) -> int:
+        """Return the tokens whose keys it gathers; 0 where no row continues."""
+        if not self._num_cached:
+            return 0
+        if self._is_packed:
+            return self._num_new + self._num_cached
+        return self._num_rows * self._longest
 
 
 class Scheduler:
@@ -186,13 +219,13 @@ class Scheduler:
         self.waiting.append(request)
 
     def schedule_prefill(self) -> list[Prefill]:
-        """Choose prompts, or chunks of them: at most `max_batch_tokens`, padding included.
+        """Choose prompts, or chunks of them: at most `max_batch_tokens`, any padding included.
 
         Where a row continues, all rows together gather at most `HISTORY_FACTOR` times as many.
         A prompt with images is alone, and its first chunk reaches to the end of the last image.
         """
         chosen: list[Prefill] = []
-        width = longest = num_computed = 0
+        size = PrefillSize(self.limits.is_packed)
         pending = deque(self.prefilling)
         while prefill := (pending.popleft() if pending else self._admit()):
             before = prefill.leader.num_computed
@@ -205,11 +238,9 @@ class Scheduler:
                     prefill.num_scheduled = remaining
                     chosen.append(prefill)
                 break
-            width, longest = max(width, remaining), max(longest, before + remaining)
-            num_computed, num_rows = num_computed + before, len(chosen) + 1
-            gathered = num_rows * longest if num_computed else 0
-            is_full = num_rows * width > self.max_batch_tokens
-            if chosen and (is_full or gathered > HISTORY_FACTOR * self.max_batch_tokens):
+            size.add(before, remaining)
+            is_full = size.num_tokens > self.max_batch_tokens
+            if chosen and (is_full or size.num_gathered > HISTORY_FACTOR * self.max_batch_tokens):
                 break
             prefill.num_scheduled = remaining
             chosen.append(prefill)

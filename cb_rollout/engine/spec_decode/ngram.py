@@ -11,7 +11,7 @@ from weakref import WeakValueDictionary
 
 from cb_rollout.config.rollout import RolloutConfig
 from cb_rollout.engine.kv_cache.layout import CacheLayout
-from cb_rollout.engine.model.runner import BatchLayout, ModelRunner
+from cb_rollout.engine.model.runner import ModelRunner
 from cb_rollout.engine.request import Request
 
 # Lengths of the n-grams that are looked up; the longest match counts.
@@ -138,5 +138,5 @@ class NgramProposer:
 
 def can_draft(runner: ModelRunner, layout: CacheLayout, config: RolloutConfig) -> bool:
     """Return whether drafts are on, and a forward can take several rows of one sequence."""
-    takes_rows = runner.batch_layout is BatchLayout.PADDED and not layout.is_recurrent
+    takes_rows = runner.batch_layout.takes_any_lengths and not layout.is_recurrent
     return takes_rows and config.num_speculative_tokens != 0

@@ -1,6 +1,7 @@
 import logging
 import sys
 from contextlib import contextmanager
+from dataclasses import replace
 from types import ModuleType
 
 import pytest
@@ -20,7 +21,7 @@ KEYS = TensorSpec((2, 4), torch.float32)
 LAYOUT = CacheLayout((LayerSpec(KEYS, KEYS),))
 BLOCK_SIZE = 4
 BLOCK_BYTES = LAYOUT.bytes_per_token * BLOCK_SIZE
-LIMITS = Limits(BLOCK_SIZE, 64, 3, can_share_blocks=True, can_resume_prompts=True)
+LIMITS = Limits(BLOCK_SIZE, 64, 3, can_share_blocks=True, can_resume_prompts=True, is_packed=True)
 
 
 def plan_of(num_blocks, is_fixed=False):
@@ -249,7 +250,7 @@ def test_another_number_of_table_rows_needs_a_new_pool(library):
     storage = storage_of(100, saver=MemorySaver(library))
     storage.allocate(9)
     paused = storage.cache
-    fewer = Limits(BLOCK_SIZE, 64, 2, can_share_blocks=True, can_resume_prompts=True)
+    fewer = replace(LIMITS, max_requests=2)
     storage.release(fewer, plan_of(100))
     storage.allocate(9)
     assert storage.cache is not paused

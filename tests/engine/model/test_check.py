@@ -3,6 +3,8 @@ import torch
 from tiny import tiny_model
 
 from cb_rollout import ConfigurationError, RolloutGenerator
+from cb_rollout.engine.attention.packed import PackedAttention
+from cb_rollout.engine.model import runner as model_runner
 from cb_rollout.engine.model.check import check_model
 from cb_rollout.engine.model.runner import BatchLayout, ModelRunner
 
@@ -48,9 +50,57 @@ def without_mask(module, args, arguments):
     return args, arguments | {"attention_mask": None}
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "bloom", "lfm2", "deepseek_v3"])
-def test_a_model_that_takes_positions_and_masks_has_its_rows_padded(family):
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mistral", "gpt_oss", "deepseek_v3"])
+def test_a_model_whose_attention_can_be_replaced_has_its_prompts_packed(family):
+    assert batch_layout(tiny_model(family)) is BatchLayout.PACKED
+
+
+@pytest.mark.parametrize("family", ["bloom", "lfm2"])
+def test_a_model_with_biases_of_its_own_or_recurrent_layers_has_its_rows_padded(family):
     assert batch_layout(tiny_model(family)) is BatchLayout.PADDED
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda s: s._replace(key_start=max(0, s.key_start - 1)),
+        lambda s: s._replace(prefix_start=0),
+        lambda s: s._replace(prefix_length=max(0, s.prefix_length - 1)),
+        lambda s: s._replace(prefix_length=0),
+    ],
+    ids=["own keys", "another row's history", "a key too few", "no history"],
+)
+def test_a_wrong_range_of_keys_is_seen(wrong, monkeypatch):
+    def attention(segments, device, **named):
+        return PackedAttention(list(map(wrong, segments)), device, **named)
+
+    monkeypatch.setattr(model_runner, "PackedAttention", attention)
+    assert batch_layout(tiny_model("llama")) is BatchLayout.PADDED
+
+
+def test_wrong_positions_in_a_packed_row_are_seen():
+    def in_a_row(arguments):
+        ids, positions = arguments["input_ids"], arguments["position_ids"]
+        if ids.shape[0] == 1 and positions is not None:
+            arguments["position_ids"] = positions[:, :1] + torch.arange(ids.shape[1])
+        return arguments
+
+    assert batch_layout(Altered(in_a_row).model) is BatchLayout.PADDED
+
+
+def test_a_layer_that_hides_keys_from_its_attention_function_is_not_packed():
+    """Its choice would leave out no key of a row as short as those that are compared."""
+    model = tiny_model("llama")
+    for layer in model.model.layers:
+        layer.self_attn.register_forward_pre_hook(with_a_choice_of_keys, with_kwargs=True)
+    assert batch_layout(model) is BatchLayout.PADDED
+
+
+def with_a_choice_of_keys(module, args, arguments):
+    mask, num_tokens = arguments["attention_mask"], arguments["hidden_states"].shape[1]
+    if mask is not None:
+        arguments["attention_mask"] = mask & torch.ones(num_tokens, 1, dtype=torch.bool)
+    return args, arguments
 
 
 def test_a_model_that_takes_columns_for_positions_runs_rows_of_one_length_together():
@@ -128,7 +178,7 @@ def test_diverged_weights_are_not_a_fault_of_the_model():
 
 def test_a_half_precision_model_passes():
     model = tiny_model("qwen3").bfloat16()
-    assert batch_layout(model) is BatchLayout.PADDED
+    assert batch_layout(model) is BatchLayout.PACKED
 
 
 def test_a_check_changes_nothing_on_the_model():
@@ -160,6 +210,6 @@ def test_float32_products_that_round_to_tf32_are_no_reason_to_run_rows_alone(
     before = torch.backends.mkldnn.matmul.fp32_precision
     torch.backends.mkldnn.matmul.fp32_precision = "tf32"
     try:
-        assert batch_layout(model) is BatchLayout.PADDED
+        assert batch_layout(model) is BatchLayout.PACKED
     finally:
         torch.backends.mkldnn.matmul.fp32_precision = before

@@ -31,7 +31,7 @@ def names_of_steps(engine, num_steps):
 
 
 def engine_of(policy, **limits):
-    defaults = {"block_size": 2, "max_batch_tokens": 100, "max_requests": 10}
+    defaults = {"block_size": 2, "max_batch_tokens": 100, "max_requests": 10, "is_packed": True}
     limits = Limits(**defaults | limits, can_share_blocks=True, can_resume_prompts=True)
     return FakeModel(limits, 100, 100, policy=policy)
 

@@ -18,6 +18,7 @@ def engine_of(num_blocks=100, max_blocks=None, policy="fifo", **limits):
         "max_requests": 10,
         "can_share_blocks": True,
         "can_resume_prompts": True,
+        "is_packed": False,
     }
     limits = Limits(**(defaults | limits))
     return FakeModel(limits, num_blocks, max_blocks or num_blocks, policy=policy)
@@ -40,6 +41,7 @@ class SchedulerRuns(RuleBasedStateMachine):
         has_graphs=st.booleans(),
         policy=st.sampled_from(["fifo", "prefill_first"]),
         history_factor=st.sampled_from([1, 8]),
+        is_packed=st.booleans(),
     )
     def start(
         self,
@@ -52,9 +54,10 @@ class SchedulerRuns(RuleBasedStateMachine):
         has_graphs,
         policy,
         history_factor,
+        is_packed,
     ):
         scheduling.HISTORY_FACTOR = history_factor
-        limits = Limits(block_size, max_batch_tokens, max_requests, share, resume)
+        limits = Limits(block_size, max_batch_tokens, max_requests, share, resume, is_packed)
         self.engine = FakeModel(limits, 2, max_blocks, has_graphs=has_graphs, policy=policy)
         self.room = max_blocks * block_size
         self.num_groups = 0
@@ -134,7 +137,7 @@ test_the_scheduler_keeps_its_accounts = SchedulerRuns.TestCase
 
 
 def test_a_step_ahead_of_the_last_ones_tokens_waits_for_who_joins():
-    engine = FakeModel(Limits(2, 100, 10, True, True), 100, 100, has_graphs=True)
+    engine = FakeModel(Limits(2, 100, 10, True, True, True), 100, 100, has_graphs=True)
     first, second = request_of([1, 2], 30, "first"), request_of([1, 3], 3, "second")
     engine.add(first)
     for _ in range(6):
@@ -185,6 +188,26 @@ def test_rows_are_batched_by_their_padded_size():
     engine.add(*(request_of(prompt, name=f"r{i}") for i, prompt in enumerate(prompts)))
     chosen = engine.scheduler.schedule_prefill()
     assert [prefill.num_scheduled for prefill in chosen] == [4, 2, 4]
+
+
+def test_packed_rows_are_batched_by_their_own_size():
+    engine = engine_of(max_batch_tokens=12, is_packed=True)
+    for row, length in enumerate([9, 1, 2, 1]):
+        engine.add(request_of([row] * length, name=f"r{row}"))
+    chosen = engine.scheduler.schedule_prefill()
+    assert [prefill.num_scheduled for prefill in chosen] == [9, 1, 2]
+
+
+def test_packed_rows_gather_their_own_history():
+    # 8 times 10 tokens may be gathered: 60 and 20.
+    engine = engine_of(num_blocks=200, max_batch_tokens=10, is_packed=True)
+    prompts = [[row] * length for row, length in enumerate([59, 19, 9])]
+    for prompt in prompts:
+        engine.add(request_of(prompt, 1))
+    engine.drain()
+    for prompt in prompts:
+        engine.add(request_of([*prompt, 5], 1))
+    assert [p.leader.num_computed for p in engine.scheduler.schedule_prefill()] == [58, 18]
 
 
 def test_rows_that_continue_long_prompts_are_few_in_one_forward():

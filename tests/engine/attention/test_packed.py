@@ -10,8 +10,8 @@ from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from cb_rollout import ConfigurationError
 from cb_rollout.compat import torch as torch_compat
-from cb_rollout.packing.attention import PackedAttention
-from cb_rollout.packing.batch import PackedRow, PackingLayout, Segment, pack
+from cb_rollout.engine.attention.packed import MAX_BUCKET_KEYS, PackedAttention, Segment, no_mask
+from cb_rollout.packing.batch import PackedRow, PackingLayout, pack
 
 HEADS, KEY_HEADS, HEAD_SIZE = 4, 2, 8
 SCALE = HEAD_SIZE**-0.5
@@ -37,26 +37,37 @@ def a_layer(implementation="sdpa", **settings):
     return layer.eval()
 
 
-def states(num_tokens):
+def states(num_tokens, num_keys=None):
     torch.manual_seed(0)
-    shapes = [(1, heads, num_tokens, HEAD_SIZE) for heads in (HEADS, KEY_HEADS, KEY_HEADS)]
+    lengths = num_tokens, num_keys or num_tokens, num_keys or num_tokens
+    sizes = zip((HEADS, KEY_HEADS, KEY_HEADS), lengths, strict=True)
+    shapes = [(1, heads, length, HEAD_SIZE) for heads, length in sizes]
     return [torch.randn(shape, requires_grad=True) for shape in shapes]
+
+
+def continued(*rows):
+    """Segments of (history, new tokens), whose keys stand row by row, history first."""
+    segments, start, key = [], 0, 0
+    for history, length in rows:
+        segments.append(Segment(start, length, key, history, key + history))
+        start, key = start + length, key + history + length
+    return segments, start, key
 
 
 def by_definition(query, key, value, segments, window=None, sinks=None):
     """Each token over its prefix and its segment, in float64, (N, H, D)."""
     key, value = (s[0].double().repeat_interleave(HEADS // KEY_HEADS, 0) for s in (key, value))
     rows = []
-    for start, length, prefix_start, prefix_length in segments:
-        prefix = range(prefix_start, prefix_start + prefix_length)
-        keys = torch.tensor([*prefix, *range(start, start + length)])
-        own = torch.arange(prefix_length, prefix_length + length)[:, None]
+    for segment in segments:
+        keys = torch.tensor([*segment.prefix, *segment.own_keys])
+        own = torch.arange(segment.prefix_length, segment.num_keys)[:, None]
         distance = own - torch.arange(len(keys))
         seen = (distance >= 0) & (distance < (window or len(keys)))
-        scores = query[0, :, start : start + length].double() @ key[:, keys].transpose(1, 2) * SCALE
+        queries = query[0, :, list(segment.tokens)].double()
+        scores = queries @ key[:, keys].transpose(1, 2) * SCALE
         scores = scores.masked_fill(~seen, -torch.inf)
         if sinks is not None:
-            sink = sinks.double()[:, None, None].expand(-1, length, 1)
+            sink = sinks.double()[:, None, None].expand(-1, segment.length, 1)
             scores = torch.cat([scores, sink], -1)
         rows.append(scores.softmax(-1)[..., : len(keys)] @ value[:, keys])
     return torch.cat(rows, 1).transpose(0, 1)
@@ -119,8 +130,9 @@ def test_each_token_attends_to_its_own_sequence(implementation, own_attention, w
     assert attend.num_calls == 1
 
 
+@pytest.mark.parametrize("continues", [False, True])
 @pytest.mark.parametrize("window", [None, 5], ids=["full", "window"])
-def test_on_a_gpu_pytorchs_own_kernel_takes_segments_unpadded(monkeypatch, window):
+def test_on_a_gpu_pytorchs_own_kernel_takes_segments_unpadded(monkeypatch, window, continues):
     def varlen(query, key, value, ends_q, ends_k, max_q, max_k, *, scale, window_size, enable_gqa):
         assert enable_gqa
         assert window_size[1] == 0
@@ -139,6 +151,9 @@ def test_on_a_gpu_pytorchs_own_kernel_takes_segments_unpadded(monkeypatch, windo
     monkeypatch.setattr(torch_compat, "has_varlen", lambda *_: True)
     segments = segments_of_rows()
     inputs = states(sum(segment.length for segment in segments))
+    if continues:
+        segments, num_tokens, num_keys = continued((30, 4), (0, 9), (200, 1))
+        inputs = states(num_tokens, num_keys)
     named = {} if window is None else {"sliding_window": window}
     attend = PackedAttention(segments, CPU)
     output, _ = attend(sdpa_attention_forward, a_layer(), *inputs, None, scaling=SCALE, **named)
@@ -146,30 +161,23 @@ def test_on_a_gpu_pytorchs_own_kernel_takes_segments_unpadded(monkeypatch, windo
     torch.testing.assert_close(output[0].double(), expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("window", [None, 5], ids=["full", "window"])
-def test_pytorchs_unpadded_attention_is_asked_for_the_same(monkeypatch, window):
-    def varlen(query, key, value, ends_q, ends_k, longest_q, longest_k, *, scale, **named):
-        left, right = named["window_size"]
-        assert (right, named["enable_gqa"]) == (0, True)
-        arguments = {
-            "cu_seq_lens_q": ends_q,
-            "cu_seq_lens_k": ends_k,
-            "max_length_q": longest_q,
-            "max_length_k": longest_k,
-            "scaling": scale,
-            "sliding_window": None if left == -1 else left + 1,
-        }
-        states = (s.transpose(0, 1)[None] for s in (query, key, value))
-        return flash(a_layer(), *states, None, **arguments)[0][0]
+def test_under_autocast_sdpa_takes_what_autocast_casts():
+    seen = []
 
-    monkeypatch.setattr(torch_compat, "has_varlen", lambda *_: True)
-    monkeypatch.setattr(torch_compat, "varlen_attn", varlen)
-    segments = segments_of_rows()
-    inputs = states(sum(segment.length for segment in segments))
-    arguments = {"scaling": SCALE, "sliding_window": window}
-    output, _ = PackedAttention(segments, CPU)(None, a_layer(), *inputs, None, **arguments)
-    expected = by_definition(*inputs, segments, window)
-    torch.testing.assert_close(output[0].double(), expected, rtol=1e-5, atol=1e-5)
+    def counted(module, query, key, value, *rest, **named):
+        seen.append({states.dtype for states in (query, key, value)})
+        return sdpa_attention_forward(module, query, key, value, *rest, **named)
+
+    segments, num_tokens, num_keys = continued((30, 4), (0, 9))
+    query, key, value = states(num_tokens, num_keys)
+    layer = a_layer()
+    outputs = []
+    for keys in key.bfloat16(), key:
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            attend = PackedAttention(segments, CPU)
+            outputs.append(attend(counted, layer, query, keys, value, None, scaling=SCALE)[0])
+    assert seen == [{torch.bfloat16}] * len(seen)
+    assert torch.equal(*outputs)
 
 
 def test_segments_of_about_one_length_share_a_call():
@@ -189,17 +197,54 @@ def test_segments_of_about_one_length_share_a_call():
     assert padded <= 1.5 * needed + len(calls) * (1 << 14)
 
 
-def refused(said, layer, *, num_tokens=7, **kwargs):
-    attend = PackedAttention([Segment(0, 3), Segment(3, 4, 0, 3)], CPU)
+@pytest.mark.parametrize("window", [None, 5], ids=["full", "window"])
+@pytest.mark.parametrize(
+    ("implementation", "own_attention"),
+    [("sdpa", sdpa_attention_forward), ("flash_attention_2", flash)],
+)
+def test_rows_that_continue_see_their_history(implementation, own_attention, window):
+    segments, num_tokens, num_keys = continued((30, 4), (0, 9), (200, 1), (7, 70), (31, 4), (0, 2))
+    inputs = states(num_tokens, num_keys)
+    named = {} if window is None else {"sliding_window": window}
+    attend = PackedAttention(segments, CPU)
+    layer = a_layer(implementation)
+    output, _ = attend(own_attention, layer, *inputs, no_mask(CPU), scaling=SCALE, **named)
+    expected = by_definition(*inputs, segments, window)
+    torch.testing.assert_close(output[0].double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_keys_are_copied_for_few_segments_at_a_time_and_never_for_one_alone():
+    copied, shared = [], []
+
+    def counted(module, query, key, *rest, **named):
+        is_shared = key.untyped_storage().data_ptr() == inputs[1].untyped_storage().data_ptr()
+        (shared if is_shared else copied).append(key.shape[0] * key.shape[2])
+        return sdpa_attention_forward(module, query, key, *rest, **named)
+
+    rows = [(1000, 20), (900, 20)] * 4 + [(3 * MAX_BUCKET_KEYS, 3)]
+    segments, num_tokens, num_keys = continued(*rows)
+    inputs = states(num_tokens, num_keys)
+    with torch.no_grad():
+        PackedAttention(segments, CPU)(counted, a_layer(), *inputs, None, scaling=SCALE)
+    assert copied == [4 * 1020, 4 * 920]
+    assert max(copied) <= MAX_BUCKET_KEYS
+    assert shared == [3 * MAX_BUCKET_KEYS + 3]
+
+
+def refused(said, layer, *, num_tokens=7, mask=None, max_length=None, **kwargs):
+    attend = PackedAttention([Segment(0, 3), Segment(3, 4, 0, 3)], CPU, max_length=max_length)
     with pytest.raises(ConfigurationError, match=said):
-        attend(sdpa_attention_forward, layer, *states(num_tokens), None, scaling=SCALE, **kwargs)
+        attend(sdpa_attention_forward, layer, *states(num_tokens), mask, scaling=SCALE, **kwargs)
 
 
 def test_attention_that_segments_cannot_compute_is_refused():
     refused("window of 6 tokens to itself", a_layer(sliding_window=6))
     chunked = {"layer_types": ["chunked_attention"], "attention_chunk_size": 5}
     refused("window of 5 tokens to itself", a_layer(**chunked))
+    refused("window of 9 tokens to itself", a_layer(sliding_window=9), max_length=10)
+    refused("full attention passes", a_layer(layer_types=["full_attention"]), sliding_window=6)
     refused("sees other tokens", a_layer(), num_tokens=8)
+    refused("a mask of its own", a_layer(), mask=torch.zeros(1, 1, 7, 7))
     refused("a bias by position", a_layer(), position_bias=torch.zeros(1))
     refused("'flex_attention' takes an unknown mask", a_layer("flex_attention"))
 

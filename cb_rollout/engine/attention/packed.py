@@ -1,0 +1,368 @@
+"""Attend over packed tokens: each segment to its prefix and, causally, to itself.
+
+The model's own attention function computes it, on segments of about one length at a time, padded.
+Flash kernels take them unpadded: PyTorch's own too, where the model calls sdpa on a GPU in 16 bits.
+Serves a prefill, whose prefixes are in pages, and the loss. Called at every layer of a packed
+forward, and again where gradient checkpointing computes a layer again, by the thread that does.
+
+N: packed tokens, T: keys, H: heads, D: head size, C: segments of a bucket, Q: longest segment, K:
+longest prefix and segment.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+
+from cb_rollout.compat import torch as torch_compat
+from cb_rollout.compat import transformers as hf_compat
+from cb_rollout.engine.memory.device import moved, to_device
+from cb_rollout.errors import ConfigurationError
+
+# A bucket computes at most this many times its pairs of queries and keys.
+MAX_PADDED_PAIRS = 1.5
+
+# Pairs that cost as much as one more call: small segments are padded further.
+CALL_PAIRS = 1 << 14
+
+# Keys of a bucket of several segments, padding included. They are copied for the call, and repeated
+# where the model's function repeats heads.
+MAX_BUCKET_KEYS = 1 << 12
+
+
+class Segment(NamedTuple):
+    """Adjacent tokens of a packed batch that attend to a prefix and, causally, to each other."""
+
+    start: int
+    """Index of its first token among the packed tokens."""
+    length: int
+    prefix_start: int = 0
+    """Index of the prefix's first key among the keys."""
+    prefix_length: int = 0
+    key_start: int | None = None
+    """Index of the first token's own key; None: `start`, where packed tokens are all the keys."""
+
+    @property
+    def num_keys(self) -> int:
+        """Return the number of keys of prefix and segment."""
+        return self.prefix_length + self.length
+
+    @property
+    def tokens(self) -> range:
+        """Return the indices of its tokens."""
+        return range(self.start, self.start + self.length)
+
+    @property
+    def prefix(self) -> range:
+        """Return the indices of the prefix's keys."""
+        return range(self.prefix_start, self.prefix_start + self.prefix_length)
+
+    @property
+    def own_keys(self) -> range:
+        """Return the indices of its tokens' own keys."""
+        first = self.start if self.key_start is None else self.key_start
+        return range(first, first + self.length)
+
+
+def no_mask(device: torch.device) -> torch.Tensor:
+    """Return an attention mask with which a model builds no mask of all tokens, `(1, 1, 1, 1)`.
+
+    transformers 5.23 keeps one of four axes as it is.
+    """
+    return torch.zeros((1, 1, 1, 1), dtype=torch.bool, device=device)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Bucket:
+    """Segments of about one length."""
+
+    num_segments: int
+    num_queries: int
+    """Q."""
+    num_keys: int
+    """K."""
+    queries: torch.Tensor | slice
+    """int64, (C x Q): indices of the tokens; any index in the padding."""
+    keys: torch.Tensor | slice
+    """int64, (C x K): indices of the keys of prefix and segment; any index in the padding."""
+    kept: torch.Tensor | None
+    """int64: indices of `queries` that are no padding; None: all."""
+    prefix_lengths: torch.Tensor
+    """int64, (C, 1, 1)."""
+    has_prefix: bool
+
+
+class PackedAttention:
+    """Attention of one packed batch, in place of the model's own lookup."""
+
+    def __init__(
+        self,
+        segments: Sequence[Segment],
+        device: torch.device,
+        *,
+        max_length: int | None = None,
+    ) -> None:
+        """Attend in these segments.
+
+        Args:
+            segments: they cover the packed tokens, in their order.
+            device: device of the model's inputs.
+            max_length: tokens of the longest sequence that may come; a layer that would hide some
+                of them by itself is refused. None: the longest of these segments.
+        """
+        self._segments, self._device = segments, device
+        self._num_tokens = sum(segment.length for segment in segments)
+        self._num_keys = max(segment.own_keys.stop for segment in segments)
+        self._longest = max_length or max(segment.num_keys for segment in segments)
+        self._masks: dict[tuple[int, int | None, torch.dtype], torch.Tensor] = {}
+        self.num_calls = 0
+
+    @cached_property
+    def _buckets(self) -> list[_Bucket]:
+        return [_bucket(part, self._device) for part in self._parts]
+
+    @cached_property
+    def _parts(self) -> list[list[Segment]]:
+        return _of_one_size(self._segments)
+
+    @cached_property
+    def _varlen_arguments(self) -> dict[str, Any]:
+        return _varlen_arguments(self._segments, self._device)
+
+    @cached_property
+    def _order(self) -> torch.Tensor | None:
+        """int64: where each token is among the buckets' results; None: in their order."""
+        tokens = [
+            t for part in self._parts for s in part for t in range(s.start, s.start + s.length)
+        ]
+        if tokens == list(range(self._num_tokens)):
+            return None
+        return moved(torch.tensor(tokens).argsort(), self._device)
+
+    def __call__(
+        self,
+        own_attention: Any,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """Return what the model's own attention function does for each sequence alone.
+
+        Args:
+            own_attention: that function.
+            module: the model's attention module.
+            query: (1, H, N, D).
+            key: (1, key heads, T, D).
+            value: as `key`, or with heads of another size.
+            attention_mask: `no_mask`, or None; the segments define the mask.
+            kwargs: the model's other arguments.
+
+        Returns:
+            (1, N, H, D), and no weights.
+
+        Raises:
+            ConfigurationError: the model's attention cannot be computed in segments.
+        """
+        self.num_calls += 1
+        self._require_packed(query, key, attention_mask, kwargs)
+        window = hf_compat.attention_window(module, kwargs, self._longest)
+        implementation = hf_compat.attention_implementation(module)
+        if implementation == "sdpa" and torch.is_autocast_enabled(query.device.type):
+            # Autocast casts what sdpa takes, but knows no unpadded kernel.
+            dtype = torch.get_autocast_dtype(query.device.type)
+            query, key, value = (states.to(dtype) for states in (query, key, value))
+        if implementation.startswith("flash"):
+            return self._attend_unpadded(own_attention, module, query, key, value, kwargs)
+        if implementation == "sdpa" and torch_compat.has_varlen(query, value, kwargs):
+            return self._attend_varlen(query, key, value, window, kwargs.get("scaling"))
+        dtype = hf_compat.attention_mask_dtype(implementation, query.dtype)
+        queries, keys, values = (states[0].transpose(0, 1) for states in (query, key, value))
+        outputs = []
+        for index, bucket in enumerate(self._buckets):
+            mask = None
+            if bucket.has_prefix or window is not None or dtype is not torch.bool:
+                mask = self._mask(index, window, dtype)
+            output_CQHD, _ = own_attention(
+                module,
+                _heads(queries, bucket.queries, bucket.num_segments),
+                _heads(keys, bucket.keys, bucket.num_segments),
+                _heads(values, bucket.keys, bucket.num_segments),
+                mask,
+                **kwargs,
+            )
+            outputs.append(_chosen(output_CQHD.flatten(0, 1), bucket.kept))
+        return _chosen(torch.cat(outputs), self._order)[None], None
+
+    def _require_packed(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        kwargs: dict[str, Any],
+    ) -> None:
+        """Raise `ConfigurationError` for attention that segments do not define."""
+        sizes = query.shape[0], query.shape[2], key.shape[2]
+        if sizes != (1, self._num_tokens, self._num_keys):
+            raise ConfigurationError("its attention sees other tokens than the packed ones")
+        if attention_mask is not None and attention_mask.numel() > 1:
+            raise ConfigurationError("its attention makes a mask of its own")
+        if kwargs.get("position_bias") is not None:
+            raise ConfigurationError("its attention adds a bias by position")
+
+    def _mask(self, index: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+        """Return a bucket's mask, (C, 1, Q, K): True or 0 where a key is seen."""
+        known = self._masks.get((index, window, dtype))
+        if known is not None:
+            return known
+        bucket = self._buckets[index]
+        # Keys in the padding come after every key that a query sees.
+        own_CQ1 = (
+            bucket.prefix_lengths + torch.arange(bucket.num_queries, device=self._device)[:, None]
+        )
+        distances_CQK = own_CQ1 - torch.arange(bucket.num_keys, device=self._device)
+        mask = distances_CQK >= 0
+        if window is not None:
+            mask &= distances_CQK < window
+            # In the padding a query may see nothing at all, and its gradient would be NaN.
+            mask |= ~mask.any(-1, keepdim=True)
+        mask = mask[:, None]
+        if dtype is not torch.bool:
+            lowest = torch.finfo(dtype).min
+            mask = torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, lowest)
+        self._masks[index, window, dtype] = mask
+        return mask
+
+    def _attend_unpadded(
+        self,
+        own_attention: Any,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kwargs: dict[str, Any],
+    ) -> tuple[torch.Tensor, None]:
+        """Call a flash kernel of transformers 5.23 with the ends of queries and keys."""
+        varlen = dict(self._varlen_arguments)
+        keys = varlen.pop("keys")
+        if keys is not None:
+            key, value = key.index_select(2, keys), value.index_select(2, keys)
+        output, _ = own_attention(module, query, key, value, None, **(kwargs | varlen))
+        return output, None
+
+    def _attend_varlen(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        window: int | None,
+        scale: float | None,
+    ) -> tuple[torch.Tensor, None]:
+        """Call PyTorch's own flash attention of segments, which sdpa has no arguments for."""
+        varlen = self._varlen_arguments
+        queries, keys, values = (states[0].transpose(0, 1) for states in (query, key, value))
+        output_NHD = torch_compat.varlen_attn(
+            queries.contiguous(),
+            _chosen(keys, varlen["keys"]).contiguous(),
+            _chosen(values, varlen["keys"]).contiguous(),
+            varlen["cu_seq_lens_q"],
+            varlen["cu_seq_lens_k"],
+            varlen["max_length_q"],
+            varlen["max_length_k"],
+            scale=scale,
+            window_size=(-1 if window is None else window - 1, 0),
+            enable_gqa=True,
+        )
+        return output_NHD[None], None
+
+
+def _heads(
+    states_NHD: torch.Tensor, indices: torch.Tensor | slice, num_segments: int
+) -> torch.Tensor:
+    """Return the states at `indices`, (C, H, length, D)."""
+    return _chosen(states_NHD, indices).unflatten(0, (num_segments, -1)).transpose(1, 2)
+
+
+def _chosen(states_NHD: torch.Tensor, indices: torch.Tensor | slice | None) -> torch.Tensor:
+    """Return the states at `indices`; None: all, without a copy."""
+    if indices is None:
+        return states_NHD
+    return (
+        states_NHD[indices] if isinstance(indices, slice) else states_NHD.index_select(0, indices)
+    )
+
+
+def _of_one_size(segments: Sequence[Segment]) -> list[list[Segment]]:
+    """Return segments in buckets of about one length, those without a prefix apart."""
+
+    def size(segment: Segment) -> tuple[bool, int, int]:
+        return segment.prefix_length > 0, -segment.length.bit_length(), -segment.num_keys
+
+    buckets: list[list[Segment]] = []
+    has_prefix, num_pairs, Q, K = None, 0, 0, 0
+    for segment in sorted(segments, key=size):
+        num_rows = len(buckets[-1]) + 1 if Q else 0
+        own_pairs, most_keys = segment.length * segment.num_keys, max(K, segment.num_keys)
+        padded = num_rows * max(Q, segment.length) * most_keys
+        is_wide = padded > MAX_PADDED_PAIRS * (num_pairs + own_pairs) + CALL_PAIRS
+        is_large = num_rows * most_keys > MAX_BUCKET_KEYS
+        if not buckets or is_wide or is_large or has_prefix != (segment.prefix_length > 0):
+            buckets.append([])
+            has_prefix, num_pairs, Q, K = segment.prefix_length > 0, 0, 0, 0
+        buckets[-1].append(segment)
+        num_pairs, Q, K = num_pairs + own_pairs, max(Q, segment.length), max(K, segment.num_keys)
+    return buckets
+
+
+def _bucket(segments: list[Segment], device: torch.device) -> _Bucket:
+    Q, K = (max(sizes) for sizes in zip(*((s.length, s.num_keys) for s in segments), strict=True))
+    queries: list[int] = []
+    keys: list[int] = []
+    kept: list[int] = []
+    for segment in segments:
+        tokens, own = segment.tokens, segment.own_keys
+        kept += range(len(queries), len(queries) + segment.length)
+        queries += [*tokens, *[tokens.start] * (Q - segment.length)]
+        keys += [*segment.prefix, *own, *[own.start] * (K - segment.num_keys)]
+    prefix_lengths = to_device([segment.prefix_length for segment in segments], device)
+    return _Bucket(
+        len(segments),
+        Q,
+        K,
+        _range(queries) or to_device(queries, device),
+        _range(keys) or to_device(keys, device),
+        None if len(kept) == len(queries) else to_device(kept, device),
+        prefix_lengths.view(-1, 1, 1),
+        any(segment.prefix_length for segment in segments),
+    )
+
+
+def _range(indices: list[int]) -> slice | None:
+    """Return the slice that is the same as these indices; None: there is none."""
+    first, end = indices[0], indices[0] + len(indices)
+    return slice(first, end) if indices == list(range(first, end)) else None
+
+
+def _varlen_arguments(segments: Sequence[Segment], device: torch.device) -> dict[str, Any]:
+    """Return transformers' arguments of unpadded flash attention, and the indices of its keys.
+
+    Those are None where they are all keys, in their order.
+    """
+    keys: list[int] = []
+    ends_q, ends_k = [0], [0]
+    for segment in segments:
+        keys += [*segment.prefix, *segment.own_keys]
+        ends_q.append(ends_q[-1] + segment.length)
+        ends_k.append(len(keys))
+    is_all = keys == list(range(max(keys) + 1))
+    return {
+        "keys": None if is_all else to_device(keys, device),
+        "cu_seq_lens_q": to_device(ends_q, device, torch.int32),
+        "cu_seq_lens_k": to_device(ends_k, device, torch.int32),
+        "max_length_q": max(segment.length for segment in segments),
+        "max_length_k": max(segment.num_keys for segment in segments),
+    }
