@@ -300,6 +300,27 @@ def gpu_model_tables(record: dict[str, Any]) -> str:
     )
 
 
+def mends_table(record: dict[str, Any]) -> str:
+    """Return the table of modelled mends: launches, milliseconds and what is saved, by model."""
+    groups = {
+        name: group for name, group in record["results"].items() if name.startswith("mends of")
+    }
+    models = [name.split()[6].rstrip(",") for name in groups]
+    first = next(iter(groups))
+    head = ["", *(f"{m}: {what}" for m in models for what in ("launches", "ms", "saved"))]
+    lines = [head, ["---"] * len(head)]
+    for mend in groups[first]:
+        line = [mend]
+        for group in groups.values():
+            saved = group[mend]["percent_saved"]
+            line += figures(group[mend], "launches", "milliseconds")
+            line.append("-" if mend.endswith("as it is") else f"{saved:.0f}%")
+        lines.append(line)
+    step = first.partition(f"{models[0]}, ")[2].removesuffix(", modelled")
+    title = f"**Mends that nobody has made, of a decode step of {step}: {record['note']}**"
+    return "\n".join([title, "", *(f"| {' | '.join(line)} |" for line in lines), ""])
+
+
 def gpu_model_table(kind: str, model: str, record: dict[str, Any]) -> str:
     """Return the table of one model: launches, milliseconds and shares, by contender."""
     by_card = {
@@ -355,7 +376,8 @@ def share(row: dict[str, float] | None) -> str:
 def with_gpu_model(text: str) -> str:
     """Return a page with its tables of the model of a GPU renewed."""
     path = BENCHMARKS / "gpu_model_cpu.json"
-    return replaced(text, "gpu model", gpu_model_tables(json.loads(path.read_text())))
+    record = json.loads(path.read_text())
+    return replaced(text, "gpu model", f"{gpu_model_tables(record)}\n{mends_table(record)}")
 
 
 def with_tables(text: str, workloads: Iterable[str]) -> str:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from cb_rollout.engine.attention.shared_prefix import num_splits
 from cb_rollout.tools.bench.roofline.cards import CARDS, KERNEL_SECONDS, Card
 from cb_rollout.tools.bench.roofline.machine import matmul_parameters
+from cb_rollout.tools.bench.roofline.mends import mends
 from cb_rollout.tools.bench.roofline.steps import (
     TOP_P,
     Rows,
@@ -74,6 +75,14 @@ def bench_gpu_model(setup: Setup) -> dict[str, Any]:
         card, rows = _listed(setup)
         step = f"a decode step of {name}, {rows} tokens, on {card.name}, modelled"
         results[f"parts of {step}"] = _parts(engine_step(shape, rows, card), card)
+        results[f"mends of {step}"] = mends(
+            lambda rows, is_top_p, shape=shape, card=card: engine_step(
+                shape, rows, card, is_top_p=is_top_p
+            ),
+            shape,
+            rows,
+            card,
+        )
         results[f"kernels of a layer in {step}"] = _layer_kernels(
             engine_step(shape, rows, card), card
         )

@@ -174,17 +174,25 @@ def engine_decode(
             graphs.warm_up(BLOCK_SIZE)
             return Step(graphed=recorder.kernels, num_waits=recorder.num_waits)
         table = BlockTable(1, BLOCK_SIZE, DEVICE)
-        count = rows.num_rows
-        decoded = DecodeRows([0] * count, [rows.num_tokens] * count, [0] * count, [(0,)] * count)
+        decoded = DecodeRows.of(_requests(rows, params), BLOCK_SIZE)
         logits_BV = graphs.logits(decoded, cache, table)
-        return Step(graphed=recorder.kernels).plus(_sampling(logits_BV, params))
+        return Step(graphed=recorder.kernels).plus(_sampling(logits_BV, rows, params))
 
 
-def _sampling(logits_BV: torch.Tensor, params: SamplingParams) -> Step:
-    """Trace the sampling of one token of each row, outside a graph."""
+def _requests(rows: Rows, params: SamplingParams) -> list[Request]:
+    """Return sequences of these lengths, with blocks of their own."""
+    prompt, num_blocks = [0] * rows.num_tokens, -(-rows.num_tokens // BLOCK_SIZE)
     requests = [
-        Request(str(row), [0], params, 2, frozenset(), row) for row in range(logits_BV.shape[0])
+        Request(str(row), prompt, params, 2, frozenset(), row) for row in range(rows.num_rows)
     ]
+    for row, request in enumerate(requests):
+        request.block_ids = list(range(row * num_blocks, (row + 1) * num_blocks))
+    return requests
+
+
+def _sampling(logits_BV: torch.Tensor, rows: Rows, params: SamplingParams) -> Step:
+    """Trace the sampling of one token of each row, outside a graph."""
+    requests = _requests(rows, params)
     batch = create_sampling_batch(requests, DEVICE)
     indices_B = torch.zeros(len(requests), dtype=torch.int64, device=DEVICE)
     # False: the candidates of the truncation were enough.
@@ -210,7 +218,7 @@ def engine_prefill(shape: Shape, rows: Rows, num_layers: int) -> Step:
                 table,
             )
         step = Step(eager=recorder.kernels, num_waits=recorder.num_waits)
-        return step.plus(_sampling(logits_BV, PLAIN))
+        return step.plus(_sampling(logits_BV, rows, PLAIN))
 
 
 def transformers_decode(shape: Shape, rows: Rows, num_layers: int) -> Step:
