@@ -53,6 +53,8 @@ def encoded_or_refused(
 ) -> list[Encoded | InvalidRequestError]:
     """Return every prompt as an engine takes it, or the error that says why it is refused.
 
+    A prompt that is the same object as the one before it is encoded once.
+
     A text or chat is refused without a tokenizer, or if its tokenizer cannot encode it; and so is
     an input of another type.
 
@@ -73,7 +75,12 @@ def encoded_or_refused(
             "tokenizer(texts)['input_ids']."
         )
     found: list[Encoded | InvalidRequestError] = []
+    before = None
     for index, prompt in enumerate(prompts):
+        if found and prompt is before:
+            found.append(found[-1])
+            continue
+        before = prompt
         try:
             found.append(_encoded(prompt, index, tokenizer))
         except InvalidRequestError as error:

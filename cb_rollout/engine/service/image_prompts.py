@@ -197,7 +197,8 @@ def _loaded(images: Sequence[Any], index: int) -> list[Any]:
             raise InvalidRequestError(f"{where} is a URL; download it, and pass the image itself.")
         try:
             picture: Any = _opened(image) if isinstance(image, str | os.PathLike) else image
-            if hasattr(picture, "seek"):
+            # PIL 12 cannot rewind a loaded picture that has one frame.
+            if getattr(picture, "is_animated", False):
                 picture.seek(0)
             if hasattr(picture, "load"):
                 picture.load()

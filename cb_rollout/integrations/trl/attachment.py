@@ -27,6 +27,7 @@ from cb_rollout.integrations.trl.guard import (
     require_one_distribution,
     warn_of_bias,
 )
+from cb_rollout.integrations.trl.image_data import require_processor_for_images
 from cb_rollout.integrations.trl.packed_loss import PackedLoss
 from cb_rollout.integrations.trl.records import TrainerRecords
 from cb_rollout.integrations.trl.rollout_func import end_own_engine
@@ -53,8 +54,6 @@ USED_METHODS = (
     "_get_per_token_logps_and_entropies",
     "compute_loss",
 )
-# Columns that TRL's trainers make multimodal prompts of.
-IMAGE_COLUMNS = ("image", "images")
 VESPO_MODES = ("token_truncate", "token_mask")
 LOGPROBS_ARGUMENTS = ["model", "input_ids", "attention_mask", "logits_to_keep", "batch_size"]
 GENERATE_ARGUMENTS = ["self", "prompts", "images", "num_generations", "profiler"]
@@ -79,7 +78,7 @@ def attach(trainer: Any, config: Any = None) -> RolloutGenerator:
     """
     _require_supported(trainer)
     _require_settings(trainer)
-    _require_text(trainer)
+    require_processor_for_images(trainer)
     end_own_engine(trainer)
     generator = create_generator(trainer, config)
     config = generator.config
@@ -194,32 +193,6 @@ def _require_settings(trainer: Any) -> None:
             f"loss_type='vespo' needs vllm_importance_sampling_mode to be one of "
             f"{', '.join(allowed)}, not {mode!r}."
         )
-
-
-def _require_text(trainer: Any) -> None:
-    """Refuse a data set with images, by its columns, or by the chat of its first row."""
-    takes_images = hasattr(trainer.processing_class, "image_processor")
-    evaluated = trainer.eval_dataset
-    many = evaluated if isinstance(evaluated, dict) else {"eval_dataset": evaluated}
-    for name, dataset in {"train_dataset": trainer.train_dataset, **many}.items():
-        if dataset is None:
-            continue
-        columns = list(getattr(dataset, "column_names", None) or ())
-        row = next(iter(dataset), {}) if takes_images else {}
-        found = [column for column in IMAGE_COLUMNS if column in columns or column in row]
-        if found or _has_image(row.get("prompt")):
-            where = f"a column {found[0]!r}" if found else "images in its prompts"
-            raise ConfigurationError(
-                f"{name} has {where}, and cb_rollout generates from text alone; take the images "
-                "out of the data set, or train without attach."
-            )
-
-
-def _has_image(prompt: Any) -> bool:
-    """Return True for a chat with an image among the parts of a message."""
-    contents = [message.get("content") for message in prompt] if isinstance(prompt, list) else []
-    parts = [part for content in contents if isinstance(content, list) for part in content]
-    return any(part.get("type") == "image" for part in parts)
 
 
 def _warn_of_dropout(trainer: Any) -> None:

@@ -158,7 +158,7 @@ class GenerationBackend:
         Args:
             prompts: token ids; TRL has repeated each `num_generations` times already. Equal prompts
                 are prefilled once.
-            images: must be None.
+            images: pictures of each prompt, None or empty for one without; None: there are none.
             num_generations: not needed.
             profiler: entered while generating.
 
@@ -166,18 +166,22 @@ class GenerationBackend:
             Prompt ids; completion ids; for each token a list with the sampled one's
             log-probability, and a list with its id.
         """
-        if images is not None:
-            raise InvalidRequestError("images are not supported; train on text, or use vLLM.")
+        inputs: list[Any] = prompts if images is None else _with_images(prompts, images)
         with profiler or nullcontext():
-            outputs = self.sample(prompts)
+            outputs = self.sample(inputs)
         completions = [output.generated_tokens for output in outputs]
         logprobs = [[[logprob] for logprob in output.logprobs] for output in outputs]
         return prompts, completions, logprobs, [[[t] for t in tokens] for tokens in completions]
 
     def sample(
-        self, prompts: list[list[int]], sampling_params: SamplingParams | None = None
+        self, prompts: list[Any], sampling_params: SamplingParams | None = None
     ) -> list[GenerationOutput]:
-        """Sample one completion of every prompt, in order, as a part of the current rollout."""
+        """Sample one completion of every prompt, in order, as a part of the current rollout.
+
+        Args:
+            prompts: inputs of `generate_batch`.
+            sampling_params: settings of the sampling; None: the trainer's.
+        """
         context = self.context
         if context.collected is not None:
             (_, outputs, metrics), context.collected = context.collected, None
@@ -201,7 +205,7 @@ class GenerationBackend:
             self.end_rollout()
 
     def _generated(
-        self, prompts: list[list[int]], sampling_params: SamplingParams | None
+        self, prompts: list[Any], sampling_params: SamplingParams | None
     ) -> list[GenerationOutput]:
         try:
             batch = self.generator.generate_batch(prompts, sampling_params=sampling_params)
@@ -272,6 +276,29 @@ class GenerationBackend:
         self._trainer.remove_callback(self.callback)
         self.overrides.restore()
         self.generator.close()
+
+
+def _with_images(prompts: list[list[int]], images: list[Any]) -> list[Any]:
+    """Return inputs of `generate_batch`; equal neighbours are one object, which is encoded once."""
+    inputs: list[Any] = []
+    for index, (prompt, pictures) in enumerate(zip(prompts, images, strict=True)):
+        is_repeated = index and prompt == prompts[index - 1]
+        if is_repeated and _are_same(pictures or [], images[index - 1] or []):
+            inputs.append(inputs[-1])
+        else:
+            inputs.append({"prompt": prompt, "images": pictures} if pictures else prompt)
+    return inputs
+
+
+def _are_same(pictures: list[Any], others: list[Any]) -> bool:
+    """Return whether PIL images have the same pixels; of other types only one object is the same.
+
+    A data set decodes a picture anew for each repeat of its row.
+    """
+    return len(pictures) == len(others) and all(
+        one is other or (hasattr(one, "mode") and one == other)
+        for one, other in zip(pictures, others, strict=True)
+    )
 
 
 class RolloutCallback(TrainerCallback):

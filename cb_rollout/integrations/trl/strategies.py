@@ -22,6 +22,7 @@ from cb_rollout.config.enums import OldLogps
 from cb_rollout.errors import ConfigurationError
 from cb_rollout.integrations.trl.backend import GenerationBackend, Overrides
 from cb_rollout.integrations.trl.context import Collected
+from cb_rollout.integrations.trl.image_data import image_data
 from cb_rollout.metrics.registry import status_metrics
 from cb_rollout.rollout.generator import measured
 from cb_rollout.strategies import DynamicSampling, GroupCollector, Plain, RequestStream, Strategy
@@ -270,6 +271,7 @@ def _require_place(trainer: Any, strategy: Strategy) -> None:
         "several processes, whose batches would come to differ": trainer.accelerator.num_processes
         > 1,
         "a train_dataset without a length": not hasattr(trainer.train_dataset, "__len__"),
+        "a data set with images": image_data(trainer) is not None,
     }
     if strategy.max_dropped_groups:
         faults |= {
