@@ -9,7 +9,6 @@ from cb_rollout import ConfigurationError, RolloutConfig, RolloutGenerator, Samp
 from cb_rollout.compat import transformers as hf_compat
 from cb_rollout.weights import create_weight_sync, require_equal
 from cb_rollout.weights.replica import tensors_by_name
-from cb_rollout.weights.shared import SharedWeights
 
 COPY = RolloutConfig(weight_sync="copy", seed=0)
 TARGETS = ["q_proj", "down_proj"]
@@ -137,9 +136,13 @@ def test_another_kind_of_adapter_is_refused_by_name():
         copy_of(model)
 
 
-def test_auto_runs_adapters_unmerged_under_autocast_too():
-    config = RolloutConfig(rollout_dtype="bfloat16")
-    assert isinstance(create_weight_sync(hf_compat.unwrap(lora()), config), SharedWeights)
+def test_auto_runs_the_trainers_adapters_unmerged_under_autocast_too():
+    model = hf_compat.unwrap(lora())
+    weights = create_weight_sync(model, RolloutConfig(rollout_dtype="bfloat16"))
+    own, found = dict(model.named_parameters()), dict(weights.module.named_parameters())
+    adapters = [name for name in own if "lora_" in name]
+    assert adapters
+    assert all(found[name] is own[name] for name in adapters)
 
 
 @pytest.mark.parametrize("weight_sync", ["shared", "copy"])
