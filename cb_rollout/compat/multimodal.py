@@ -31,7 +31,10 @@ def text_tokenizer(tokenizer: Any) -> Any:
 
 def image_token_ids(processor: Any) -> frozenset[int]:
     """Return the ids that stand for images in expanded prompts; empty: the processor names none."""
-    ids = getattr(processor, "image_token_ids", None) or ()
+    ids = list(getattr(processor, "image_token_ids", None) or ())
+    marker = getattr(processor, "image_token", None)
+    if not any(isinstance(token_id, int) for token_id in ids) and isinstance(marker, str):
+        ids = [text_tokenizer(processor).convert_tokens_to_ids(marker)]
     return frozenset(token_id for token_id in ids if isinstance(token_id, int))
 
 

@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from cb_rollout.compat import multimodal
 from cb_rollout.compat import transformers as hf_compat
 from cb_rollout.compat.fsdp import is_sharded
 from cb_rollout.engine.model.eval_mode import eval_mode
@@ -77,6 +78,12 @@ def packed_logprobs(
     hf_compat.refuse_sharded(inner)
     vocab_size = hf_compat.vocab_size(inner)
     rows = [_row(output, vocab_size) for output in outputs]
+    placeholders = multimodal.placeholder_token_ids(inner)
+    if any(not placeholders.isdisjoint(row.prompt_ids) for row in rows):
+        raise ConfigurationError(
+            "packed_logprobs passes no images, and a prompt holds tokens that stand for one; call "
+            "the model's own forward with the processor's tensors."
+        )
     device = next(inner.parameters()).device
     logprobs = [torch.zeros(0, device=device) for _ in rows]
     if not any(row.completion_ids for row in rows):

@@ -41,8 +41,9 @@ class GroupCollector:
 
         Args:
             sampler: the source of completions: a `RequestStream` over a `RolloutGenerator`.
-            prompts: token ids, text or chats; or mappings that hold one as "prompt", beside what
-                the reward needs. May be endless; each is taken when it is submitted.
+            prompts: token ids, text or chats; or mappings that hold one as "prompt", and its images
+                as "images", beside what the reward needs. May be endless; each is taken when it is
+                submitted.
             reward: called with a prompt as the source gave it and a list of its outputs; gives one
                 number each, or None for one that cannot be scored.
             strategy: decides the groups to submit, cancel and keep; None: `Plain()`.

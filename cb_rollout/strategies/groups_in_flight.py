@@ -113,7 +113,10 @@ class GroupsInFlight:
                 f"a row has no 'prompt', only {', '.join(map(repr, row))}; rename the key that "
                 "holds it."
             )
-        prompt = row["prompt"] if isinstance(row, Mapping) else row
+        prompt = row
+        if isinstance(row, Mapping):
+            images = row.get("images")
+            prompt = {"prompt": row["prompt"], "images": images} if images else row["prompt"]
         request_ids = self._sampler.submit(prompt, num_sequences)
         pending.pending += request_ids
         self._group_of |= dict.fromkeys(request_ids, pending.group.number)

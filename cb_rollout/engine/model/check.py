@@ -265,16 +265,21 @@ def check_images(
             "images, by AutoModelForImageTextToText, with its own processor."
         )
     text, *_ = _rows(runner)
-    row = [*prompt_ids, *text[:2]]
+    # The prompt's own text, if it ends in any, stands for nothing but text.
+    following = prompt_ids[images.num_tokens :][-2:] or text[:2]
+    row = [*prompt_ids, following[0], following[-1]]
     with eval_mode(runner.model), devices.current(runner.device):
-        plain, failure = _attempt(
-            lambda: runner.plain_logits(row, images=images, num_last=3).log_softmax(-1)
-        )
+        plain = failure = None
+        for runner.casts_images in (False, True):
+            plain, failure = _attempt(lambda: runner.plain_logits(row, images=images, num_last=3))
+            if plain is not None:
+                break
         if plain is None:
             raise ConfigurationError(
                 f"{name} does not take the prompt with its images ({error_text(failure)}); is the "
                 "processor the model's own?"
             ) from failure
+        plain = plain.log_softmax(-1)
         paged, failure = _attempt(lambda: _paged_images(runner, layout, row, text, images))
     if plain.isnan().any():
         return

@@ -13,12 +13,12 @@ class DecodeRows:
     token_ids: list[int] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
     """Tokens of each row, the newest included."""
-    position_offsets: list[int] = field(default_factory=list)
-    """Position of each row's token, less its index in the sequence."""
     table_rows: list[int] = field(default_factory=list)
     """Each row's table row; the rows of one sequence share it."""
     block_ids: list[Sequence[int]] = field(default_factory=list)
     """Each row's blocks; the newest token is written to the last."""
+    position_offsets: list[int] = field(default_factory=list)
+    """Position of each row's token, less its index in the sequence; empty: 0 for all."""
 
     def __len__(self) -> int:
         return len(self.token_ids)

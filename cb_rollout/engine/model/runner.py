@@ -74,6 +74,8 @@ class ModelRunner:
         self._names = hf_compat.forward_argument_names(model)
         self._passes_on = hf_compat.forward_passes_on(model)
         self._image_names = multimodal.image_argument_names(model)
+        self.casts_images = False
+        """True if pixels are cast to the model's dtype, because its forward takes no other."""
         self._opaque_states: OpaqueStateAdapter | None = None
         self.backend_selection = select_backend(self.device)
         self.attention_backend: AttentionBackend | None = None
@@ -342,11 +344,12 @@ class ModelRunner:
 
     def _image_arguments(self, images: PromptImages, num_tokens: int) -> dict[str, torch.Tensor]:
         """Return the tensors of images that the forward takes, on its device."""
-        return {
-            name: tensor.to(self.device)
-            for name, tensor in images.arguments(num_tokens).items()
-            if name in self._image_names
-        }
+        given = images.arguments(num_tokens)
+        known = {n: tensor.to(self.device) for n, tensor in given.items() if n in self._image_names}
+        if not self.casts_images:
+            return known
+        dtype = self.model.dtype
+        return {n: t.to(dtype) if t.is_floating_point() else t for n, t in known.items()}
 
     def reads(self, images: PromptImages) -> bool:
         """Return whether the forward takes the pixels of these images."""

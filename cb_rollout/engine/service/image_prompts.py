@@ -40,11 +40,24 @@ DIGEST_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class ImagePrompt:
-    """A prompt with images, as an engine takes it."""
+    """A prompt with images, encoded by a processor."""
 
     token_ids: list[int]
     """With a placeholder for each position that an image takes."""
-    images: PromptImages
+    tensors: Mapping[str, torch.Tensor]
+    """Arguments of the model's forward, by name."""
+    digests: tuple[bytes, ...]
+    """A hash of each image's pixels."""
+    placeholders: frozenset[int]
+    """Token ids that stand for images, as the processor says."""
+
+    def images(self, placeholders: frozenset[int]) -> PromptImages:
+        """Return the images as an engine takes them.
+
+        `placeholders`: token ids that stand for images, as the model says.
+        """
+        spans = _spans(self.token_ids, self.placeholders | placeholders, self.digests)
+        return PromptImages(self.tensors, spans, len(self.token_ids))
 
 
 def is_chat(prompt: Any) -> bool:
@@ -91,12 +104,7 @@ def encoded_row(row: Mapping[str, Any], processor: Any, index: int) -> Any:
     _require_processor(processor, index)
     pictures = _loaded(images, index)
     if isinstance(prompt, str):
-        tensors = _processed(
-            lambda given: processor(text=[prompt], images=[given], return_tensors="pt"),
-            pictures,
-            index,
-        )
-        return _prompt_of(tensors, pictures, processor, index)
+        return _prompt_of(_of_text(prompt, pictures, processor, index), pictures, processor)
     return _of_token_ids(prompt, pictures, processor, index)
 
 
@@ -133,7 +141,7 @@ def encoded_chat(chat: Sequence[Mapping[str, Any]], processor: Any, index: int) 
             return_tensors="pt",
         )
 
-    return _prompt_of(_processed(call, pictures, index), pictures, processor, index)
+    return _prompt_of(_processed(call, pictures, index), pictures, processor)
 
 
 def _require_processor(processor: Any, index: int) -> None:
@@ -244,15 +252,27 @@ def _processed(
         ) from error
 
 
+def _of_text(text: str, pictures: list[Any], processor: Any, index: int) -> dict[str, torch.Tensor]:
+    """Return the processor's tensors of a text with pictures."""
+
+    def call(given: list[Any]) -> Any:
+        try:
+            return processor(text=[text], images=[given], return_tensors="pt")
+        except IMAGE_FAULTS:
+            # Some take pages of one document in the inner list, and pictures in the outer one.
+            return processor(text=[text], images=given, return_tensors="pt")
+
+    return _processed(call, pictures, index)
+
+
 def _prompt_of(
-    tensors: dict[str, torch.Tensor], pictures: Sequence[Any], processor: Any, index: int
+    tensors: dict[str, torch.Tensor], pictures: Sequence[Any], processor: Any
 ) -> ImagePrompt:
     token_ids = [int(token_id) for token_id in tensors.pop("input_ids")[0]]
     tensors.pop("attention_mask", None)
-    known = multimodal.image_token_ids(processor)
-    spans = _spans(token_ids, known, [_digest(picture) for picture in pictures], index)
     tensors = {name: value for name, value in tensors.items() if isinstance(value, torch.Tensor)}
-    return ImagePrompt(token_ids, PromptImages(tensors, spans, len(token_ids)))
+    digests = tuple(_digest(picture) for picture in pictures)
+    return ImagePrompt(token_ids, tensors, digests, multimodal.image_token_ids(processor))
 
 
 def _of_token_ids(prompt: Any, pictures: list[Any], processor: Any, index: int) -> ImagePrompt:
@@ -273,9 +293,10 @@ def _of_token_ids(prompt: Any, pictures: list[Any], processor: Any, index: int) 
             "images; pass text or a chat."
         )
     text = " ".join([marker] * len(pictures))
-    tensors = _processed(
-        lambda given: processor(text=[text], images=[given], return_tensors="pt"), pictures, index
-    )
+    try:
+        tensors = _of_text(text, pictures, processor, index)
+    except InvalidRequestError as error:
+        raise InvalidRequestError(f"{error} Pass text or a chat, not token ids.") from error
     known = multimodal.image_token_ids(processor)
     expanded = tensors["input_ids"][0].tolist()
     wanted, got = (sum(t in known for t in ids) for ids in (expanded, token_ids))
@@ -294,29 +315,25 @@ def _of_token_ids(prompt: Any, pictures: list[Any], processor: Any, index: int) 
             )
         tensors[name] = torch.tensor(processor.create_mm_token_type_ids([token_ids]))
     tensors["input_ids"] = torch.tensor([token_ids])
-    return _prompt_of(tensors, pictures, processor, index)
+    return _prompt_of(tensors, pictures, processor)
 
 
 def _spans(
-    token_ids: Sequence[int], known: frozenset[int], digests: Sequence[bytes], index: int
+    token_ids: Sequence[int], known: frozenset[int], digests: Sequence[bytes]
 ) -> tuple[ImageSpan, ...]:
     """Return where the images' tokens stand.
 
     Runs of placeholders are the images one by one, if there is a run for each. Else (tiles with a
-    token between them, neighbours without one) all images are one span.
+    token between them, neighbours without one) all images are one span; and so is the whole prompt
+    where no placeholder is known.
     """
-    if not known:
-        return (ImageSpan(0, len(token_ids), b"".join(digests)),)
     runs: list[tuple[int, int]] = []
     for is_image, run in groupby(enumerate(token_ids), lambda pair: pair[1] in known):
         if is_image:
             places = [place for place, _ in run]
             runs.append((places[0], places[-1] + 1))
     if not runs:
-        raise InvalidRequestError(
-            f"input {index} has {len(digests)} images, and its prompt no place for one; write "
-            "the processor's image token where each belongs."
-        )
+        return (ImageSpan(0, len(token_ids), b"".join(digests)),)
     if len(runs) != len(digests):
         return (ImageSpan(runs[0][0], runs[-1][1], b"".join(digests)),)
     assert all(before[1] < after[0] for before, after in pairwise(runs))

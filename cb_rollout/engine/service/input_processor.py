@@ -173,7 +173,7 @@ class InputProcessor:
             if isinstance(given, Mapping):
                 given = encoded_row(given, self._tokenizer, index)
             if isinstance(given, ImagePrompt):
-                given, images = given.token_ids, given.images
+                given, images = given.token_ids, given.images(self.limits.placeholders)
             prompt = _prompt(given, index)
             return prompt, images, self._max_new_tokens(prompt, params, index), None
         except InvalidRequestError as error:
