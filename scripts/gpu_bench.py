@@ -2,6 +2,7 @@
 
     python scripts/gpu_bench.py --output gpu.json            # needs one CUDA device, no network
     python scripts/gpu_bench.py --shapes 8B --seconds 100
+    python scripts/gpu_bench.py --parts peers vllm   # vLLM if CB_ROLLOUT_VLLM_PYTHON names one
 
 Models have Qwen3 shapes and random bfloat16 weights. Figures are medians unless they say otherwise;
 a part for which no time is left is named in the table as skipped.
@@ -12,7 +13,7 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from cb_rollout.tools.bench.contenders import Contender, generate, ours, transfo
 from cb_rollout.tools.bench.roofline.machine import bandwidth
 from cb_rollout.tools.bench.run import describe_machine
 from cb_rollout.tools.bench.timing import timed
+from cb_rollout.tools.bench.vllm.contender import vllm_contenders
 from cb_rollout.tools.bench.workload import (
     GPU,
     QWEN3,
@@ -41,6 +43,12 @@ ROWS, PROMPT, GROUP = 256, 256, 8
 # A decode step's time is the difference of two rollouts of these lengths, over the steps between
 # them: prefill and start cancel out.
 SHORT, LONG = 16, 80
+
+# Of the bench of a model; only the smallest model runs beside peers.
+PARTS = ("decode", "lifecycle", "peers", "vllm")
+
+# Lengths of the completions of a rollout.
+KINDS = ("equal", "tailed")
 
 # Rows of the table.
 Rows = Iterator[dict[str, Any]]
@@ -148,29 +156,48 @@ def bench_lifecycle(shape: str, model: Any) -> Rows:
         }
 
 
-def bench_rollout(model: Any, kind: str) -> Rows:
-    """Time one rollout of each contender, each after one that warms up."""
+def rollout_workload(model: Any, kind: str) -> Workload:
+    """Return groups whose completions are "equal" or "tailed" in length."""
     inputs = prompts(model, 16)
     is_equal = kind == "equal"
     tailed = long_tailed_lengths(random.Random(0), len(inputs), 5.0, 1024)
-    workload = Workload(inputs, [64] * len(inputs) if is_equal else tailed)
+    return Workload(inputs, [64] * len(inputs) if is_equal else tailed)
+
+
+def bench_peers(model: Any) -> Rows:
+    """Time rollouts of this package and of its peers in this process."""
+    for kind in KINDS:
+        contenders = {"cb_rollout": ours(release_cache="never")}
+        if kind == "equal":
+            # Half, since memory of the previous contender may not be free yet.
+            contenders["transformers CB"] = transformers_batching(max_memory_percent=0.5)
+        contenders["model.generate"] = generate(ROWS)
+        yield from bench_rollout(model, kind, contenders)
+
+
+def bench_vllm(model: Any) -> Rows:
+    """Time rollouts of vLLM, where the environment names its Python; its start may take minutes."""
+    workloads = [rollout_workload(model, kind) for kind in KINDS]
+    with vllm_contenders(model, workloads) as contenders:
+        for kind in KINDS:
+            yield from bench_rollout(model, kind, contenders)
+
+
+def bench_rollout(model: Any, kind: str, contenders: dict[str, Contender]) -> Rows:
+    """Time one rollout of each contender, each after one that warms up; one may fail alone."""
+    workload, is_equal = rollout_workload(model, kind), kind == "equal"
     name = "64 tokens each" if is_equal else "long-tailed, at most 1024"
-    contenders = {
-        "cb_rollout": ours(release_cache="never"),
-        "model.generate": generate(len(inputs)),
-    }
-    if is_equal:
-        # Half, since memory of the previous contender may not be free yet.
-        contenders["transformers CB"] = transformers_batching(max_memory_percent=0.5)
     for contender, made in contenders.items():
+        what = f"0.6B rollout of {len(workload.prompts)}, {name}: {contender}"
         # `generate` takes too long on long tails to run twice.
         warm_ups = 0 if contender == "model.generate" and not is_equal else 1
-        taken = rollout_seconds(made, model, workload, warm_ups)
-        yield {
-            "what": f"0.6B rollout of {len(inputs)}, {name}: {contender}",
-            "seconds": taken,
-            "tokens_per_second": workload.num_tokens / taken,
-        }
+        try:
+            taken = rollout_seconds(made, model, workload, warm_ups)
+        except Exception as error:  # noqa: BLE001 - the others go on
+            yield {"what": what, "note": f"{type(error).__name__}: {error}"}
+            continue
+        per_second = workload.num_tokens / taken
+        yield {"what": what, "seconds": taken, "tokens_per_second": per_second}
 
 
 def rollout_seconds(contender: Contender, model: Any, workload: Workload, warm_ups: int) -> float:
@@ -198,16 +225,17 @@ def parts(shape: str, model: Any, peak: float) -> dict[str, Callable[[], Rows]]:
         "lifecycle": lambda: bench_lifecycle(shape, model),
     }
     if shape == "0.6B":
-        for kind in ("tailed", "equal"):
-            measured[f"rollout, {kind}"] = lambda kind=kind: bench_rollout(model, kind)
+        measured |= {"peers": lambda: bench_peers(model), "vllm": lambda: bench_vllm(model)}
     return measured
 
 
-def bench_shape(shape: str, peak: float, deadline: float) -> Rows:
+def bench_shape(shape: str, peak: float, deadline: float, chosen: Sequence[str]) -> Rows:
     """Run the parts of one model until the deadline; a part that fails is a row of the table."""
     torch.cuda.reset_peak_memory_stats()
     model = create_model(QWEN3[shape], DEVICE)
     for name, measure in parts(shape, model, peak).items():
+        if name not in chosen:
+            continue
         if time.perf_counter() > deadline:
             yield {"what": f"{shape} {name}", "note": "skipped: no time left"}
             continue
@@ -223,6 +251,7 @@ def main() -> None:
     """Run every shape until the deadline, print the rows and write them."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shapes", nargs="+", choices=QWEN3, default=["8B", "4B", "0.6B"])
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--seconds", type=float, default=270.0, help="no new part starts after")
     parser.add_argument("--output", type=Path, help="where to write JSON")
     options = parser.parse_args()
@@ -233,8 +262,9 @@ def main() -> None:
     machine, peak = describe_machine(DEVICE), bandwidth(GPU.copied_bytes, DEVICE)
     record = machine | {"copy_bytes_per_second": peak, "rows": rows}
     print(machine, f"copy bandwidth {peak / 1e12:.2f} TB/s", sep="\n")
-    for shape in options.shapes:
-        for row in bench_shape(shape, peak, deadline):
+    shapes = ["0.6B"] if {"peers", "vllm"}.issuperset(options.parts) else options.shapes
+    for shape in shapes:
+        for row in bench_shape(shape, peak, deadline, options.parts):
             # Written at once, since a later row may run out of time.
             rows.append(row)
             print(line(row), flush=True)

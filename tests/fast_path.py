@@ -6,6 +6,7 @@ from cb_rollout.engine.attention import selector
 from cb_rollout.engine.attention.triton import backend as triton_backend
 from cb_rollout.engine.cuda_graphs import graphs
 from cb_rollout.engine.cuda_graphs import selection as graph_choice
+from cb_rollout.engine.memory import device as devices
 
 
 class Playback:
@@ -19,16 +20,23 @@ class Playback:
     def __init__(self, device):
         assert device.type == "cpu"
 
+    def start_over(self):
+        pass
+
     def __call__(self, step):
-        type(self).num_captures += 1
-        for _ in range(2):
-            step()
+        Playback.num_captures += 1
         kept = step()
+        self.num_rows = len(kept)
 
         def replay():
             return kept.copy_(step())
 
         return replay
+
+
+def run_few_rows(monkeypatch):
+    """Have engines capture steps of few rows by default: each runs, in an interpreter."""
+    monkeypatch.setattr(devices, "max_requests_per_batch", lambda device: 4)
 
 
 def pretend_cuda(monkeypatch):
@@ -40,4 +48,5 @@ def pretend_cuda(monkeypatch):
     monkeypatch.setattr(triton_backend, "device_obstacle", lambda device: None)
     monkeypatch.setattr(graph_choice, "graph_obstacle", lambda device: None)
     monkeypatch.setattr(graphs, "CudaCapture", Playback)
+    run_few_rows(monkeypatch)
     Playback.num_captures = 0

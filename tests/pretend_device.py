@@ -6,12 +6,12 @@ arrives when an event behind it is. A capture refuses every wait and every copy 
 Numbers are those of the CPU, under autocast too.
 """
 
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import ClassVar
 
 import torch
-from fast_path import Playback
+from fast_path import Playback, run_few_rows
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -20,6 +20,10 @@ from cb_rollout.engine.cuda_graphs import graphs
 aten = torch.ops.aten
 DEVICE = torch.device("cuda", 0)
 GIB = 1 << 30
+MIB = 1 << 20
+
+BYTES_PER_ROW = 10 * MIB
+# Of a captured step, in the pool of its graph.
 
 MOVES = {aten._to_copy.default, aten.copy_.default}
 INDEXED = {aten.index.Tensor, aten.index_put_.default, aten.index_put.default}
@@ -243,16 +247,48 @@ class Pretended(TorchDispatchMode):
 
 
 class Stream:
-    """The only one there is."""
+    """Work in order; it follows the work of another stream up to what it waited for."""
+
+    current: ClassVar = None
+    every: ClassVar = []
+
+    def __init__(self):
+        self.num_launched = 0
+        self.followed = {}
+        """Launches of other streams that this one waited for."""
+        Stream.every.append(self)
+
+    def launch(self):
+        self.num_launched += 1
+
+    def follows(self, stream):
+        """Whether what is launched here runs after all that was launched there."""
+        return self is stream or self.followed.get(stream, 0) >= stream.num_launched
 
     def synchronize(self):
         Pretended.wait()
 
     def wait_event(self, event):
         assert event.num_copies is not None
+        for stream, count in event.launched.items():
+            self.followed[stream] = max(count, self.followed.get(stream, 0))
 
-    def wait_stream(self, stream):
-        pass
+
+@contextmanager
+def on_stream(stream):
+    """What `torch.cuda.stream` does."""
+    before, Stream.current = Stream.current, stream
+    try:
+        yield
+    finally:
+        Stream.current = before
+
+
+def finish():
+    """Wait for all streams: whatever is launched later runs after what was launched so far."""
+    Pretended.wait()
+    for one in Stream.every:
+        one.followed |= {other: other.num_launched for other in Stream.every}
 
 
 class Event:
@@ -262,16 +298,55 @@ class Event:
 
     def record(self, stream):
         self.num_copies = Pretended.num_copies
+        self.launched = stream.followed | {stream: stream.num_launched}
 
     def synchronize(self):
         Pretended.arrive(self.num_copies)
 
 
+class Allocator:
+    """What torch's allocator took from the device, in bytes, and what others did."""
+
+    def __init__(self):
+        self.others = GIB
+        self.tensors = 0
+        self.gaps = 0
+        """Between tensors of one segment: free, and of no use to a large tensor."""
+        self.unused = 0
+        """Whole segments, which `empty_cache` gives back."""
+        self.pool = 0
+        """Of CUDA graphs: nobody else's while one of them lives."""
+        self.largest = 0
+        """Of the captures in the pool; a larger one finds no room in what they freed."""
+
+    @property
+    def reserved(self):
+        return self.tensors + self.gaps + self.unused + self.pool
+
+    def empty_cache(self):
+        self.unused = 0
+
+    def capture(self, num_rows):
+        num_bytes = num_rows * BYTES_PER_ROW
+        if num_bytes > self.largest:
+            self.pool, self.largest = self.pool + num_bytes, num_bytes
+
+    def drop_graphs(self):
+        self.unused += self.pool
+        self.pool = self.largest = 0
+
+
 class CapturedThere(Playback):
-    """Captures steps of the device; what waits may run beforehand, not in a capture."""
+    """Captures steps of the device, into a pool of its memory.
+
+    What waits may run beforehand, not in a capture.
+    """
 
     def __init__(self, device):
         assert device == DEVICE
+
+    def start_over(self):
+        Pretended.allocator.drop_graphs()
 
     def __call__(self, step):
         step()
@@ -283,27 +358,34 @@ class CapturedThere(Playback):
             finally:
                 Pretended.is_capturing = False
 
-        return super().__call__(captured)
+        replay = super().__call__(captured)
+        Pretended.allocator.capture(self.num_rows)
+        return replay
 
 
 def pretend_device(monkeypatch, capability=(8, 0)):
     """Have torch.cuda speak of the device, and Triton's interpreter take its tensors."""
     from triton.runtime import interpreter
 
-    stream = Stream()
+    Stream.every.clear()
+    Stream.current = Stream()
+    Pretended.allocator = Allocator()
     spoken = {
         "is_available": lambda: True,
         "device_count": lambda: 1,
         "device": lambda device: nullcontext(),
-        "current_stream": lambda device=None: stream,
+        "current_stream": lambda device=None: Stream.current,
         "current_device": lambda: 0,
         "Event": Event,
-        "synchronize": lambda device=None: Pretended.wait(),
-        "empty_cache": lambda: None,
+        "synchronize": lambda device=None: finish(),
+        "empty_cache": lambda: Pretended.allocator.empty_cache(),
         "get_device_name": lambda device=None: "pretended",
-        "mem_get_info": lambda device=None: (GIB, 2 * GIB),
-        "memory_reserved": lambda device=None: 0,
-        "memory_allocated": lambda device=None: 0,
+        "mem_get_info": lambda device=None: (
+            2 * GIB - Pretended.allocator.others - Pretended.allocator.reserved,
+            2 * GIB,
+        ),
+        "memory_reserved": lambda device=None: Pretended.allocator.reserved,
+        "memory_allocated": lambda device=None: Pretended.allocator.tensors,
         "max_memory_allocated": lambda device=None: 0,
         "reset_peak_memory_stats": lambda device=None: None,
         "get_device_capability": lambda device=None: capability,
@@ -314,6 +396,7 @@ def pretend_device(monkeypatch, capability=(8, 0)):
     for name, said in spoken.items():
         monkeypatch.setattr(torch.cuda, name, said)
     monkeypatch.setattr(graphs, "CudaCapture", CapturedThere)
+    run_few_rows(monkeypatch)
     launch = interpreter.GridExecutor.__call__
 
     def launched(self, *args, **kwargs):

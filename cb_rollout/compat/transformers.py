@@ -217,6 +217,12 @@ def max_positions(model: PreTrainedModel) -> int | None:
     return None
 
 
+def num_query_heads(model: PreTrainedModel) -> int:
+    """Return the query heads of a layer by the config (transformers 5.23); 0: it names none."""
+    found = getattr(model.config.get_text_config(decoder=True), "num_attention_heads", None)
+    return found if isinstance(found, int) else 0
+
+
 # transformers 5.23's names of cache layers that hold keys, values and an index per token, or
 # states per sequence. Layers that a model registers under other names may hold more.
 PAGEABLE_KINDS = (

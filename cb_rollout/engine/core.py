@@ -16,7 +16,7 @@ from cb_rollout.config.rollout import RolloutConfig
 from cb_rollout.engine.cuda_graphs.selection import choose_compilation, create_graphs
 from cb_rollout.engine.executor import StepExecutor
 from cb_rollout.engine.kv_cache.offload import KVOffloader
-from cb_rollout.engine.kv_cache.sizing import page_layout, plan_memory
+from cb_rollout.engine.kv_cache.sizing import max_requests_per_batch, page_layout, plan_memory
 from cb_rollout.engine.kv_cache.storage import CacheStorage, create_saver
 from cb_rollout.engine.memory import device as devices
 from cb_rollout.engine.memory.plan import GIB
@@ -27,8 +27,8 @@ from cb_rollout.engine.model.runner import BatchLayout, ModelRunner
 from cb_rollout.engine.request import Limits, Request
 from cb_rollout.engine.sampling.sampler import create_token_sampler
 from cb_rollout.engine.scheduler.policy import create_policy
-from cb_rollout.engine.scheduler.scheduler import Scheduler
-from cb_rollout.engine.spec_decode.ngram import NgramProposer, can_draft
+from cb_rollout.engine.scheduler.scheduler import HISTORY_FACTOR, Scheduler
+from cb_rollout.engine.spec_decode.ngram import MAX_DRAFT_ROWS, NgramProposer, can_draft
 from cb_rollout.errors import OutOfCacheMemoryError, RolloutError
 from cb_rollout.metrics.registry import EngineCounters
 from cb_rollout.types import FinishReason, RequestStatus
@@ -89,6 +89,8 @@ class Engine:
             looks_ahead=config.looks_ahead,
         )
         self._reset_executor()
+        self._given: torch.cuda.Event | None = None
+        self.receive_model()
 
     def _probe(self) -> None:
         """Probe the cache's layout, select how decode steps run, and plan the memory."""
@@ -101,6 +103,14 @@ class Engine:
         self._compilation = choose_compilation(self._runner, self.config)
         self.takes_images = False
         """True once a prompt with images was found to run right."""
+        self._has_drafts = can_draft(self._runner, self.layout, self.config)
+        max_rows = max_requests_per_batch(self.config, self.device)
+        if self._has_drafts:
+            max_rows = max(max_rows, MAX_DRAFT_ROWS)
+        # Captured before the memory is planned, which then knows what is left.
+        self._graphs, self._graphs_phrase = create_graphs(
+            self._runner, self.config, max_rows, self.layout.is_recurrent
+        )
         self._plan()
         self._identity = identity
 
@@ -136,6 +146,12 @@ class Engine:
             self.training.bytes_now(),
             vocab_size=hf_compat.vocab_size(self.model),
             compute_dtype=self._runner.compute_dtype,
+            num_heads=hf_compat.num_query_heads(self.model),
+            history_factor=HISTORY_FACTOR if not self.layout.is_recurrent else 1,
+            max_sequence_tokens=(
+                hf_compat.max_positions(self.model) if self._runner.attention_backend else None
+            ),
+            graph_bytes=0 if self._graphs is None else self._graphs.num_bytes,
             device=self.device,
         )
         self.memory_plan = plan
@@ -147,12 +163,8 @@ class Engine:
             can_resume_prompts=not self.layout.is_recurrent,
             is_packed=self.batch_layout is BatchLayout.PACKED,
         )
-        self._graphs, graphs = create_graphs(
-            self._runner, config, self.limits.max_requests, self.layout.is_recurrent
-        )
-        self._has_drafts = can_draft(self._runner, self.layout, config)
         drafts = "on" if self._has_drafts else "off"
-        self._chosen = f"{graphs}{self._compilation}; drafts: {drafts}"
+        self._chosen = f"{self._graphs_phrase}{self._compilation}; drafts: {drafts}"
         level = logging.WARNING if self._is_slower_than_asked else logging.INFO
         _LOGGER.log(level, "%s", self.decode_path)
 
@@ -221,18 +233,22 @@ class Engine:
         self.policy_version = policy_version
         self._scheduler.begin_policy_version(policy_version, keep_keys)
         is_due = self.training.needs_new_plan and not (keep_keys and self.has_work)
-        if not (self._is_model_changed or is_due):
-            return
-        self.training.stop_measuring(self.cache_bytes)
-        if is_due:
-            self.training.settle()
-        with devices.plain_modes():
-            self._plan_anew()
+        if self._is_model_changed or is_due:
+            self.training.stop_measuring(self.cache_bytes)
+            if is_due:
+                self.training.settle()
+            with devices.plain_modes():
+                self._plan_anew()
+        if self._graphs is not None and self._graphs.is_wanting:
+            self.warm_up()
 
     def _plan_anew(self) -> None:
         """Plan the memory again, and probe the model first if it changed."""
+        is_changed = self._is_model_changed
+        if is_changed:
+            self._graphs = None
         self.release_cache()
-        if self._is_model_changed:
+        if is_changed:
             self._probe()
         else:
             self._plan()
@@ -275,6 +291,8 @@ class Engine:
 
     def _step(self) -> list[Request]:
         if self._eval_mode is None:
+            # The model may have been trained in another stream than this thread's.
+            devices.wait_event(self._given, self.device)
             self.training.stop_measuring(self.cache_bytes)
             if self._is_model_changed:
                 # A cast does not change the weights, so no sync reported it.
@@ -285,6 +303,7 @@ class Engine:
             self._eval_mode = ExitStack()
             self._eval_mode.enter_context(eval_mode(self.model))
             self._drop_stale_forwards()
+            self._capture_graphs(is_paused=False)
         if not self._storage.is_allocated:
             try:
                 self._allocate()
@@ -307,6 +326,33 @@ class Engine:
             self._graphs.check_weights()
         self._runner.check_weights()
 
+    def _capture_graphs(self, *, is_paused: bool) -> None:
+        """Capture the graphs that are missing since weights moved or `release_graphs`.
+
+        Args:
+            is_paused: capture those too that steps turned out to want. The thread that paused the
+                engine is the one that would train meanwhile.
+        """
+        if self._graphs is None:
+            return
+        try:
+            self._graphs.capture_sizes(self.limits.block_size)
+            if is_paused:
+                self._graphs.capture_wanted(self.limits.block_size)
+        except torch.OutOfMemoryError as error:
+            devices.empty_cache(self.device)
+            _LOGGER.warning(
+                "no memory to capture all CUDA graphs (%s); steps of other sizes are captured as "
+                "they come up. Lower max_memory_percent or max_requests_per_batch.",
+                error,
+            )
+
+    def release_graphs(self) -> None:
+        """Drop the CUDA graphs and free their memory; the next step captures them again."""
+        if self._graphs is not None:
+            self._graphs.forget()
+            devices.empty_cache(self.device)
+
     def warm_up(self) -> None:
         """Trace, compile or capture decode steps before one needs it; no step may be running."""
         with devices.current(self.device), devices.plain_modes():
@@ -315,8 +361,7 @@ class Engine:
             with eval_mode(self.model):
                 self._drop_stale_forwards()
                 self._runner.warm_up()
-                if self._graphs is not None:
-                    self._graphs.warm_up(self.limits.block_size)
+                self._capture_graphs(is_paused=True)
                 devices.finish(self.device)
 
     def hand_back_model(self) -> None:
@@ -326,6 +371,18 @@ class Engine:
             self._eval_mode.close()
             self._eval_mode = None
             self.training.start_measuring()
+
+    def lend_model(self) -> None:
+        """Hand the model to the calling thread, which paused the engine.
+
+        Its stream follows the engine's work, and that of the last thread that had the model.
+        """
+        self.hand_back_model()
+        devices.wait_event(self._given, self.device)
+
+    def receive_model(self) -> None:
+        """Take the model from the calling thread; the next step follows the work of its stream."""
+        self._given = devices.record_event(self.device)
 
     def abandon(self) -> None:
         """Drop every request and the cache."""

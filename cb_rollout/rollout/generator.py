@@ -232,11 +232,16 @@ class RolloutGenerator:
         """Return True between `sleep()` and `wake()`."""
         return self._is_asleep
 
-    def sleep(self) -> None:
-        """Release the KV memory and pause the engine; unfinished sequences wait."""
+    def sleep(self, release_graphs: bool = False) -> None:
+        """Release the KV memory and pause the engine; unfinished sequences wait.
+
+        Args:
+            release_graphs: release the memory of CUDA graphs too. Capturing them again takes
+                seconds, in the first step after `wake()`.
+        """
         if not self._is_asleep:
             with self.manager.observers.span("sleep"):
-                self.manager.sleep()
+                self.manager.sleep(release_graphs)
             self._is_asleep = True
 
     def wake(self) -> None:

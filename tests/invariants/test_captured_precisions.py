@@ -90,7 +90,7 @@ def test_steps_are_captured_and_give_what_the_trainers_forward_gives(case, monke
     with Pretended():
         model = made(family, change).to(DEVICE)
         accelerator = Autocasting(DEVICE) if is_autocast else None
-        config = RolloutConfig(seed=1, block_size=8)
+        config = RolloutConfig(seed=1, block_size=8, num_speculative_tokens=0)
         with RolloutGenerator(model, config, accelerator=accelerator) as generator:
             outputs = generator.generate_batch([PROMPT], sampling_params=PARAMS).values()
             path = generator.manager.decode_path

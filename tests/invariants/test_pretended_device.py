@@ -2,10 +2,19 @@
 
 import pytest
 import torch
-from pretend_device import Pretended, pretend_device
+from pretend_device import (
+    BYTES_PER_ROW,
+    MIB,
+    CapturedThere,
+    Pretended,
+    Stream,
+    on_stream,
+    pretend_device,
+)
 from tiny import tiny_model
 
-from cb_rollout import RolloutConfig, RolloutGenerator, SamplingParams
+from cb_rollout import OutOfCacheMemoryError, RolloutConfig, RolloutGenerator, SamplingParams
+from cb_rollout.engine.model.runner import ModelRunner
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has a GPU")
@@ -110,17 +119,67 @@ def test_a_step_waits_for_the_device_once_and_more_only_where_truncation_asks_it
 
 
 @pytest.mark.slow
-def test_a_warmed_up_engine_captures_no_graph_later(device):
+def test_a_new_engine_captures_no_graph_later(device):
     config = RolloutConfig(max_requests_per_batch=4, num_speculative_tokens=0)
     params = SamplingParams(ignore_eos=True, max_new_tokens=3)
     with device, RolloutGenerator(tiny_model(**SMALL).to("cuda:0"), config) as generator:
         graphs = generator.manager._engine._graphs
-        assert graphs.num_graphs == 1
-        generator.manager.warmup()
         assert graphs.num_graphs == 3
         for num_rows in (1, 2, 3):
             generator.generate_batch(INPUTS[:1] * num_rows, sampling_params=params)
         assert graphs.num_graphs == 3
+
+
+def test_memory_of_graphs_and_gaps_between_tensors_are_not_planned_for_the_cache(device):
+    """Graphs are captured largest first: the smaller ones fit what the largest took."""
+    with device:
+        allocator = Pretended.allocator
+        allocator.tensors, allocator.gaps, allocator.unused = 100 * MIB, 60 * MIB, 40 * MIB
+        config = RolloutConfig(max_requests_per_batch=4, num_speculative_tokens=0)
+        with RolloutGenerator(tiny_model(**SMALL).to("cuda:0"), config) as generator:
+            plan = generator.memory_plan()
+            assert plan.graph_bytes == allocator.pool == 4 * BYTES_PER_ROW
+            assert plan.free_bytes == 1024 * MIB - 160 * MIB - allocator.pool
+            assert sum(part.num_bytes for part in plan.parts) == plan.total_bytes
+            generator.sleep(release_graphs=True)
+            assert (allocator.pool, allocator.unused) == (0, 0)
+
+
+def test_graphs_that_find_no_memory_name_what_to_lower(device, monkeypatch):
+    def run_out(*_):
+        raise torch.OutOfMemoryError("none left")
+
+    monkeypatch.setattr(CapturedThere, "__call__", run_out)
+    with device, pytest.raises(OutOfCacheMemoryError, match="lower max_requests_per_batch"):
+        RolloutGenerator(tiny_model(**SMALL).to("cuda:0"))
+
+
+def test_the_streams_of_trainer_and_engine_follow_each_other(device, monkeypatch):
+    """The trainer's thread is in a stream of its own, as inside `torch.cuda.stream`."""
+    forward, followed = ModelRunner.forward, []
+
+    def checked(self, *args):
+        followed.append(Stream.current.follows(training))
+        Stream.current.launch()
+        return forward(self, *args)
+
+    monkeypatch.setattr(ModelRunner, "forward", checked)
+    params = SamplingParams(ignore_eos=True, max_new_tokens=3)
+    config = RolloutConfig(max_requests_per_batch=1, num_speculative_tokens=0)
+    generating, training = Stream.current, Stream()
+    with device:
+        with on_stream(training):
+            model = tiny_model(**SMALL).to("cuda:0")
+            training.launch()
+            generator = RolloutGenerator(model, config)
+        with generator:
+            generator.generate_batch(INPUTS[:1], sampling_params=params)
+            for _ in range(2):
+                with on_stream(training), generator.manager.paused():
+                    assert training.follows(generating)
+                    training.launch()
+                generator.generate_batch(INPUTS[:1], sampling_params=params)
+    assert all(followed)
 
 
 def test_what_a_device_would_refuse_is_refused(device):

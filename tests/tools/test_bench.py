@@ -6,7 +6,7 @@ import torch
 from fast_path import pretend_cuda
 
 import gpu_bench
-from cb_rollout.tools.bench.contenders import generate, ours, transformers_batching
+from cb_rollout.tools.bench.contenders import Contender, generate, ours, transformers_batching
 from cb_rollout.tools.bench.profile import WrappedFunction, wrapped
 from cb_rollout.tools.bench.roofline import machine
 from cb_rollout.tools.bench.roofline.machine import (
@@ -20,6 +20,7 @@ from cb_rollout.tools.bench.roofline.machine import (
 from cb_rollout.tools.bench.scaling import LONGEST_TURN_SECONDS, _is_feasible
 from cb_rollout.tools.bench.table import number_text, print_table, times_better, value_text
 from cb_rollout.tools.bench.timing import ResidentPeak, summary, take_turn
+from cb_rollout.tools.bench.vllm.contender import PYTHON_VARIABLE
 from cb_rollout.tools.bench.workload import (
     CPU,
     LLAMA_135M,
@@ -212,11 +213,23 @@ def test_a_decode_step_is_timed_on_every_path_of_a_gpu(small_gpu_bench, monkeypa
 
 
 @pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize("kind", ["equal", "tailed"])
-def test_a_rollout_is_timed_beside_the_peers_on_a_gpu(small_gpu_bench, kind):
-    rows = list(gpu_bench.bench_rollout(small_gpu_bench, kind))
-    assert len(rows) == {"equal": 3, "tailed": 2}[kind]
-    assert all(row["tokens_per_second"] > 0 for row in rows)
+def test_a_rollout_is_timed_beside_the_peers_on_a_gpu_and_one_that_fails_stops_none(
+    small_gpu_bench, monkeypatch
+):
+    def fail(*_):
+        raise RuntimeError("no such attention")
+
+    broken = Contender(fail, "fails")
+    monkeypatch.setattr(gpu_bench, "transformers_batching", lambda **_: broken)
+    monkeypatch.delenv(PYTHON_VARIABLE, raising=False)
+    rows = list(gpu_bench.bench_peers(small_gpu_bench))
+    assert [row["what"].split(": ")[1] for row in rows] == [
+        *("cb_rollout", "transformers CB", "model.generate"),
+        *("cb_rollout", "model.generate"),
+    ]
+    assert gpu_bench.line(rows[1]).endswith("RuntimeError: no such attention")
+    assert all(row["tokens_per_second"] > 0 for row in rows[:1] + rows[2:])
+    assert list(gpu_bench.bench_vllm(small_gpu_bench)) == []
 
 
 def test_a_step_must_read_weights_and_keys():

@@ -134,11 +134,13 @@ def test_a_python_without_vllm_is_an_error_that_says_what_to_set(
         pass
 
 
-def test_vllm_beside_a_model_on_a_gpu_is_refused(monkeypatch):
-    monkeypatch.setenv(PYTHON_VARIABLE, sys.executable)
-    model = SimpleNamespace(device=torch.device("cuda"))
-    with pytest.raises(ConfigurationError, match="on a CPU only"), vllm_contenders(model, []):
+def test_on_a_gpu_vllm_leaves_memory_to_this_process_and_takes_the_models_dtype(calls):
+    model = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16)
+    model.save_pretrained = lambda folder: (folder.mkdir(), (folder / "model.safetensors").touch())
+    with vllm_contenders(model, [WORKLOAD]):
         pass
+    ((_, arguments),) = calls()
+    assert (arguments["dtype"], arguments["gpu_memory_utilization"]) == ("bfloat16", 0.4)
 
 
 @pytest.mark.parametrize(

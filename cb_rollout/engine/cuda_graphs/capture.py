@@ -23,8 +23,12 @@ class CudaCapture:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
+        self.start_over()
+
+    def start_over(self) -> None:
+        """Capture into another pool from now on: the last one is freed with its last graph."""
+        self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, step: Replay) -> Replay:
         """Run a step twice, to compile kernels and set up libraries; then capture it.

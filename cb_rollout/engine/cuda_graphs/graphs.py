@@ -5,10 +5,15 @@ block now and then goes to the device, and one small tensor comes back, which th
 wait for. Graphs find pages and weights by address, so they stay valid while weights change in place
 and while the cache grows, sleeps and wakes. Called by the thread that steps the engine.
 
+A capture and a device-wide wait of another thread, such as one that trains, break each other. So
+graphs are captured before requests run, or by a thread that paused the engine. A step whose graph
+is missing runs the nearest one that was captured, which differs in time alone.
+
 B: rows of a graph, N: most rows, V: vocabulary.
 """
 
 import logging
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -35,14 +40,17 @@ if TYPE_CHECKING:
 
 _LOGGER = logging.getLogger(__name__)
 
-# At most half as many rows again as needed: up to a few hundred, a step's time is reading weights.
-ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+# At most half as many rows again as needed: up to here, a step's time is reading weights.
+ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+
+# More rows are rounded up to a multiple of this, since each adds to a step's time.
+ROW_INTERVAL = 64
 
 # Graphs differ in the splits of the keys, which follow from the longest row rounded up to this.
 KEYS = 1024
 
-# One for each number of rows, and some for rows so long that they are split more.
-MAX_GRAPHS = 32
+# One for each number of rows up to 1,024, and others that steps turned out to want.
+MAX_GRAPHS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,16 +63,11 @@ class GraphSizes:
     """Multiple that the longest row's length is rounded up to."""
     max_cached: int = 0
 
-    @property
-    def max_graphs(self) -> int:
-        """Most graphs cached; the least recently used goes first."""
-        return self.max_cached or MAX_GRAPHS
-
     def padded(self, num_rows: int) -> int:
         """Return the rows of the graph that runs `num_rows`."""
         if not self.row_interval and num_rows <= ROWS[-1]:
             return next(size for size in ROWS if size >= num_rows)
-        return _rounded_up(num_rows, self.row_interval or ROWS[-1])
+        return _rounded_up(num_rows, self.row_interval or ROW_INTERVAL)
 
     def up_to(self, num_rows: int) -> list[int]:
         """Return the rows of every graph that runs `num_rows` or fewer."""
@@ -86,8 +89,11 @@ class GraphKey:
     num_rows: int
     num_splits: int
     has_shared: bool
-    samples: bool
-    """True if tokens are sampled in the graph; False: it ends with the logits."""
+    """True if rows may share a prefix that a tile reads."""
+
+    def distance(self, other: "GraphKey") -> float:
+        """Return how much the splits differ, as a power of two."""
+        return abs(math.log2(self.num_splits / other.num_splits))
 
 
 class PendingStep:
@@ -152,17 +158,27 @@ class GraphedDecoding:
         """
         self._runner, self._decoding, self._sizes = runner, decoding, sizes
         self._capture = capture or CudaCapture(runner.device)
-        self._max_rows = max_rows
         num_rows, device = sizes.padded(max(max_rows, MAX_DRAFT_ROWS)), runner.device
         self._inputs = GraphInputs(num_rows, device)
         self._results_N3 = torch.zeros(num_rows, 3, dtype=torch.float64, device=device)
+        # One for all graphs: each graph's own would stay in the memory pool beside the others'.
+        self._logits_NV: torch.Tensor | None = None
         # One for a step, one for the step after it.
         self._host_results = [
             torch.zeros(num_rows, 3, dtype=torch.float64, pin_memory=device.type == "cuda")
             for _ in range(2)
         ]
+        # Largest first, so that the others fit the memory that it takes. Tiles may stay empty.
+        self._row_keys = [
+            GraphKey(size, decoding.splits(size, sizes.padded_keys(1)), has_shared=size > 1)
+            for size in reversed(sizes.up_to(max_rows))
+        ]
+        self._max_graphs = sizes.max_cached or max(MAX_GRAPHS, len(self._row_keys))
         self._graphs: OrderedDict[GraphKey, Replay] = OrderedDict()
+        self._wanted: dict[GraphKey, None] = {}
         self._weights: list[object] = []
+        self.num_bytes = 0
+        """Bytes that capturing took from the device."""
         self.has_hooks = False
         """True while the model has hooks, which a replay would not call: no graph may run."""
 
@@ -171,33 +187,60 @@ class GraphedDecoding:
         """Graphs cached now."""
         return len(self._graphs)
 
+    @property
+    def is_wanting(self) -> bool:
+        """Return whether steps ran the graph of another key for lack of their own."""
+        return bool(self._wanted)
+
     def check_model(self, block_size: int) -> None:
-        """Capture the smallest graph, before there is any cache.
+        """Capture a graph for each number of rows, before there is any cache.
 
         Raises:
             Exception: the forward cannot be captured, for example because it waits for the device.
         """
         self.check_weights()
-        self._add(self._smallest_key(self._sizes.padded(1)), self._decoding.addresses, block_size)
         if self.has_hooks:
             # The captured step includes the hooks, which may be gone by the first step.
-            self._graphs.clear()
+            self._add(self._row_keys[-1], block_size)
+            self.forget()
+        else:
+            self.capture_sizes(block_size)
 
-    def warm_up(self, block_size: int) -> None:
-        """Capture graphs of short rows, one for each number of rows, as many as are cached.
+    def capture_sizes(self, block_size: int) -> None:
+        """Capture a graph for each number of rows that has none, as many as are cached.
 
         Raises:
             Exception: memory ran out, or the device failed.
         """
-        # Largest first, so that the others fit the memory that it takes.
-        for num_rows in reversed(self._sizes.up_to(self._max_rows)[: self._sizes.max_graphs]):
-            key = self._smallest_key(num_rows)
-            if key not in self._graphs and not self.has_hooks:
-                self._add(key, self._decoding.addresses, block_size)
+        has_graph = {key.num_rows for key in self._graphs}
+        missing = [key for key in self._row_keys if key.num_rows not in has_graph]
+        self._capture_all(missing, block_size)
 
-    def _smallest_key(self, num_rows: int) -> GraphKey:
-        num_splits = self._decoding.splits(num_rows, self._sizes.padded_keys(1))
-        return GraphKey(num_rows, num_splits, has_shared=False, samples=True)
+    def capture_wanted(self, block_size: int) -> None:
+        """Capture the graphs that steps turned out to want, as many more as are cached.
+
+        Raises:
+            Exception: memory ran out, or the device failed.
+        """
+        wanted, self._wanted = list(self._wanted), {}
+        self._capture_all(wanted, block_size)
+
+    def _capture_all(self, keys: Sequence[GraphKey], block_size: int) -> None:
+        keys = keys[: max(0, self._max_graphs - len(self._graphs))]
+        if not keys or self.has_hooks:
+            return
+        device = self._runner.device
+        before = devices.memory_after_release(device).free_bytes
+        for key in keys:
+            self._add(key, block_size)
+        self.num_bytes += max(0, before - devices.memory_after_release(device).free_bytes)
+
+    def forget(self) -> None:
+        """Drop all graphs, and the memory that they hold."""
+        self._graphs.clear()
+        self._wanted, self._logits_NV, self.num_bytes = {}, None, 0
+        if isinstance(self._capture, CudaCapture):
+            self._capture.start_over()
 
     def check_weights(self) -> None:
         """Forget every graph if what it captured has changed, or the model has hooks."""
@@ -209,7 +252,7 @@ class GraphedDecoding:
                 "graph would not call; remove the hooks to make rollouts faster"
             )
         if self.has_hooks or weights != self._weights:
-            self._graphs.clear()
+            self.forget()
             self._weights = weights
 
     def follows(self, requests: Sequence[Request], lengths: Sequence[int]) -> bool:
@@ -245,9 +288,10 @@ class GraphedDecoding:
         Raises:
             Exception: capturing a graph of another size failed, or running it.
         """
-        addresses, inputs = self._decoding.find(cache, table), self._inputs
+        self._decoding.find(cache, table)
+        inputs = self._inputs
         inputs.empty_all_but(requests)
-        self._replay(longest, addresses, table.block_size, samples=True)
+        self._replay(longest, table.block_size)
         inputs.note_step()
         self._host_results.reverse()
         num_rows, host_N3 = inputs.num_rows, self._host_results[0]
@@ -255,31 +299,49 @@ class GraphedDecoding:
         return PendingStep(requests, inputs.rows_of(requests), host_N3, self._runner.device)
 
     def logits(self, rows: DecodeRows, cache: PagedCache, table: BlockTable) -> torch.Tensor:
-        """Run one step; return float32 logits after each row's token, `[rows, V]`."""
-        addresses = self._decoding.find(cache, table)
-        self._inputs.load(rows, table.block_size, self._decoding.rows_per_tile)
-        logits_BV = self._replay(max(rows.lengths), addresses, table.block_size, samples=False)
-        return logits_BV[: len(rows)]
+        """Run one step; return float32 logits after each row's token, `[rows, V]`.
 
-    def _replay(
-        self, longest: int, addresses: torch.Tensor, block_size: int, *, samples: bool
-    ) -> torch.Tensor:
-        """Replay a graph on the loaded inputs; return its step's result."""
+        The next step writes its own over them.
+        """
+        self._decoding.find(cache, table)
+        self._inputs.load(rows, table.block_size, self._decoding.rows_per_tile)
+        self._replay(max(rows.lengths), table.block_size)
+        assert self._logits_NV is not None
+        return self._logits_NV[: len(rows)]
+
+    def _replay(self, longest: int, block_size: int) -> None:
+        """Replay a graph on the loaded inputs."""
         num_rows = self._sizes.padded(self._inputs.num_rows)
         num_splits = self._decoding.splits(num_rows, self._sizes.padded_keys(longest))
-        key = GraphKey(num_rows, num_splits, self._inputs.has_shared, samples)
+        key = GraphKey(num_rows, num_splits, self._inputs.has_shared)
         if key not in self._graphs:
-            self._add(key, addresses, block_size)
+            key = self._nearest(key, block_size)
         self._graphs.move_to_end(key)
-        return self._graphs[key]()
+        self._graphs[key]()
 
-    def _add(self, key: GraphKey, addresses: torch.Tensor, block_size: int) -> None:
+    def _nearest(self, key: GraphKey, block_size: int) -> GraphKey:
+        """Return the nearest captured key that computes the same, and note the one that is wanted.
+
+        Where fewer graphs are cached than there are numbers of rows, the graph is captured.
+        """
+        found = [
+            other
+            for other in self._graphs
+            if other.num_rows == key.num_rows and other.has_shared >= key.has_shared
+        ]
+        if found:
+            self._wanted[key] = None
+            return min(found, key=key.distance)
+        self._add(key, block_size)
+        return key
+
+    def _add(self, key: GraphKey, block_size: int) -> None:
         with self._inputs.emptied():
-            self._graphs[key] = self._capture(self._step(key, addresses, block_size))
-        while len(self._graphs) > self._sizes.max_graphs:
+            self._graphs[key] = self._capture(self._step(key, block_size))
+        while len(self._graphs) > self._max_graphs:
             self._graphs.popitem(last=False)
 
-    def _step(self, key: GraphKey, addresses: torch.Tensor, block_size: int) -> Replay:
+    def _step(self, key: GraphKey, block_size: int) -> Replay:
         """Return the function that is captured."""
         inputs_LB = self._inputs.tensor[:, : key.num_rows]
         tokens_B, lengths_B, indices_B, offsets_B = (
@@ -291,7 +353,7 @@ class GraphedDecoding:
             # Full width keeps the start of every line aligned as Triton expects of pointers.
             small = self._inputs.tensor.to(torch.int32)[:, : key.num_rows]
             metadata = AttentionMetadata(
-                addresses,
+                self._decoding.addresses,
                 block_size,
                 small[Line.TABLE_ROW],
                 small[Line.LENGTH],
@@ -303,9 +365,7 @@ class GraphedDecoding:
             )
             positions_B1 = (lengths_B - 1 + offsets_B).clamp(min=0)[:, None]
             inputs = self._decoding.inputs(tokens_B[:, None], positions_B1, metadata)
-            logits_BV = self._runner.decode(inputs)
-            if not key.samples:
-                return logits_BV
+            logits_BV = self._kept(self._runner.decode(inputs))
             results_B3 = sample_plainly(logits_BV, inputs_LB)
             tokens_B.copy_(results_B3[:, 0])
             lengths_B.add_(lengths_B > 0)
@@ -313,6 +373,14 @@ class GraphedDecoding:
             return self._results_N3[: key.num_rows].copy_(results_B3)
 
         return run
+
+    def _kept(self, logits_BV: torch.Tensor) -> torch.Tensor:
+        """Copy logits to the buffer of all graphs; return the copy."""
+        if self._logits_NV is None:
+            # In the first capture's run before the capture itself, so outside its memory pool.
+            num_rows = self._results_N3.shape[0]
+            self._logits_NV = logits_BV.new_empty(num_rows, logits_BV.shape[1])
+        return self._logits_NV[: logits_BV.shape[0]].copy_(logits_BV)
 
 
 def sample_plainly(logits_BV: torch.Tensor, inputs_LB: torch.Tensor) -> torch.Tensor:

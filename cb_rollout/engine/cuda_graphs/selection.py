@@ -13,7 +13,7 @@ from cb_rollout.engine.cuda_graphs.graphs import GraphedDecoding, GraphSizes
 from cb_rollout.engine.memory import device as devices
 from cb_rollout.engine.model.eval_mode import eval_mode
 from cb_rollout.engine.model.runner import ModelRunner
-from cb_rollout.errors import ConfigurationError, error_text
+from cb_rollout.errors import ConfigurationError, OutOfCacheMemoryError, error_text
 
 # Settings of graphs, and the values of each that do not ask for graphs.
 _GRAPH_SETTINGS = {
@@ -82,10 +82,11 @@ def create_graphs(
     """Create the graphs of decode steps, where possible.
 
     Returns:
-        The graphs, of which the smallest is captured, or None; and a phrase for the log.
+        The graphs, captured for each number of rows, or None; and a phrase for the log.
 
     Raises:
         ConfigurationError: a setting asks for graphs, and there can be none.
+        OutOfCacheMemoryError: there is no memory for them.
     """
     if config.wants_graphs is False:
         if (traced_forward := _traced_forward(runner)) is not None:
@@ -112,7 +113,7 @@ def create_graphs(
 def _try_capture(
     runner: ModelRunner, config: RolloutConfig, max_rows: int
 ) -> tuple[GraphedDecoding | None, str | None]:
-    """Return graphs of which the smallest is captured, or the reason why it cannot be."""
+    """Return graphs that are captured, or the reason why they cannot be."""
     assert isinstance(runner.attention_backend, TritonBackend)
     sizes = GraphSizes(
         config.q_padding_interval_size, config.kv_padding_interval_size, config.max_cached_graphs
@@ -121,8 +122,11 @@ def _try_capture(
     try:
         with eval_mode(runner.model), devices.current(runner.device):
             graphs.check_model(config.block_size)
-    except torch.OutOfMemoryError:
-        raise
+    except torch.OutOfMemoryError as error:
+        raise OutOfCacheMemoryError(
+            f"no memory to capture decode steps of up to {max_rows} rows as CUDA graphs ({error}); "
+            "lower max_requests_per_batch, or set use_cuda_graph=False."
+        ) from error
     except Exception as error:  # noqa: BLE001  the error is the reason
         return None, f"needs a forward that never waits for the device ({error_text(error)})"
     return graphs, None

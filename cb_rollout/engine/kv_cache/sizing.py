@@ -10,7 +10,7 @@ import torch
 
 from cb_rollout.config.enums import KvDtype
 from cb_rollout.config.rollout import RolloutConfig
-from cb_rollout.engine.kv_cache.layout import CacheLayout
+from cb_rollout.engine.kv_cache.layout import CacheLayout, LayerSpec
 from cb_rollout.engine.kv_cache.paged import float8_layout
 from cb_rollout.engine.memory import device as devices
 from cb_rollout.engine.memory.plan import GIB, MemoryPlan, TrainingBytes, create_memory_plan
@@ -23,6 +23,7 @@ FLOAT32_LOGITS = 3
 KNOBS = {
     "block_size": "lower",
     "max_requests_per_batch": "lower",
+    "max_batch_tokens": "lower",
     "training_reserve_gib": "lower",
     "max_memory_percent": "raise",
 }
@@ -54,6 +55,36 @@ def page_layout(layout: CacheLayout, config: RolloutConfig, device: torch.device
     return float8_layout(layout)
 
 
+def max_requests_per_batch(config: RolloutConfig, device: torch.device) -> int:
+    """Return the most sequences decoded together, unless their states take too much memory."""
+    return config.max_requests_per_batch or devices.max_requests_per_batch(device)
+
+
+def gathered_bytes_per_token(
+    layout: CacheLayout, num_heads: int, compute_dtype: torch.dtype
+) -> int:
+    """Return the bytes that a forward gathers of one layer, for each token of each row's history.
+
+    Attention with several queries for each key head first repeats the gathered keys and values for
+    each of them (`repeat_kv` in transformers), and holds both.
+
+    Args:
+        layout: tensors that the layers store.
+        num_heads: query heads of a layer; 0: not known.
+        compute_dtype: dtype of the gathered tensors.
+    """
+
+    def num_elements(layer: LayerSpec) -> int:
+        stored = sum(states.num_elements for states in layer.per_token)
+        repeats = num_heads // layer.keys.shape[0] if layer.keys else 0
+        if repeats < 2:
+            return stored
+        repeated = sum(states.num_elements for states in (layer.keys, layer.values) if states)
+        return stored + repeats * repeated
+
+    return max(map(num_elements, layout.layers), default=0) * compute_dtype.itemsize
+
+
 def plan_memory(
     layout: CacheLayout,
     config: RolloutConfig,
@@ -61,6 +92,10 @@ def plan_memory(
     *,
     vocab_size: int,
     compute_dtype: torch.dtype,
+    num_heads: int,
+    history_factor: int,
+    max_sequence_tokens: int | None,
+    graph_bytes: int,
     device: torch.device,
 ) -> MemoryPlan:
     """Plan the cache's memory from what is free on the device now.
@@ -68,23 +103,45 @@ def plan_memory(
     A forward's workspace is the logits of a full batch, and the history that one layer after the
     other gathers.
 
+    Args:
+        layout: tensors that the layers store.
+        config: settings.
+        training: memory that training holds and will still allocate.
+        vocab_size: logits of a row.
+        compute_dtype: dtype of the forward.
+        num_heads: query heads of a layer; 0: not known.
+        history_factor: tokens that the rows of a prefill gather together, for each token that it
+            may compute, unless it has one row only.
+        max_sequence_tokens: most tokens of one sequence, where only prefills gather; None: no
+            limit, or decode steps gather too.
+        graph_bytes: memory that captured CUDA graphs hold, which is not free any more.
+        device: the device of the cache.
+
     Raises:
         OutOfCacheMemoryError: not even one block fits, or one sequence's states.
         ConfigurationError: `num_blocks` are more than the device has memory for.
     """
-    memory = devices.memory(device)
-    num_elements = (sum(s.num_elements for s in layer.per_token) for layer in layout.layers)
-    gathered_bytes_per_token = max(num_elements, default=0) * compute_dtype.itemsize
+    memory = devices.memory_after_release(device)
+    bytes_per_token = gathered_bytes_per_token(layout, num_heads, compute_dtype)
 
     def planned(config: RolloutConfig, training: TrainingBytes) -> MemoryPlan:
-        max_requests = config.max_requests_per_batch or devices.max_requests_per_batch(device)
+        max_requests = max_requests_per_batch(config, device)
+        max_batch_tokens = config.max_batch_tokens or devices.max_batch_tokens(device)
+        history, most = history_factor * max_batch_tokens, None
+        if max_sequence_tokens is not None:
+            most = -(-max_sequence_tokens // config.block_size)
+        if most is not None and config.max_blocks_per_request:
+            most = min(most, config.max_blocks_per_request)
         return create_memory_plan(
             total_bytes=memory.total_bytes,
             free_bytes=memory.free_bytes,
             training=training,
             max_memory_percent=config.max_memory_percent,
             workspace_bytes=max_requests * vocab_size * 4 * FLOAT32_LOGITS,
-            workspace_bytes_per_block=gathered_bytes_per_token * config.block_size,
+            workspace_bytes_per_block=bytes_per_token * config.block_size,
+            max_prefill_blocks=-(-history // config.block_size),
+            max_sequence_blocks=most,
+            graph_bytes=graph_bytes,
             bytes_per_block=layout.bytes_per_token * config.block_size,
             bytes_per_sequence=layout.bytes_per_sequence,
             max_requests=max_requests,
@@ -117,10 +174,9 @@ def _no_room(
     planned: Callable[[RolloutConfig, TrainingBytes], MemoryPlan],
 ) -> OutOfCacheMemoryError:
     """Return the error that names the first setting without which a block would fit."""
-    forward_bytes = plan.workspace_bytes + plan.workspace_bytes_per_block
     found = (
         f"of {plan.free_bytes / GIB:.3f} GiB free, training will take "
-        f"{plan.training_reserve_bytes / GIB:.3f}, a forward {forward_bytes / GIB:.3f}, and a "
+        f"{plan.training_reserve_bytes / GIB:.3f}, a forward {plan.forward_bytes / GIB:.3f}, and a "
         f"block of {config.block_size} tokens {plan.bytes_per_block / GIB:.3f}"
     )
     for name, turn in KNOBS.items():
@@ -136,6 +192,6 @@ def _no_room(
                 f"{default!r} there would be {other.num_blocks} blocks.\n{plan}"
             )
     return OutOfCacheMemoryError(
-        f"no memory for a KV cache: {found}; raise max_memory_percent, lower training_reserve_gib "
-        f"or max_requests_per_batch, or free some on {device}.\n{plan}"
+        f"no memory for a KV cache: {found}; raise max_memory_percent, lower training_reserve_gib, "
+        f"max_batch_tokens or max_requests_per_batch, or free some on {device}.\n{plan}"
     )

@@ -159,7 +159,7 @@ class CacheStorage:
                 devices.empty_cache(self._device)
                 if num_blocks == at_least:
                     raise self._out_of_memory(at_least) from error
-                num_blocks = max(at_least, num_blocks // 2)
+                num_blocks = max(at_least, _shrunk(num_blocks))
         if num_blocks < wanted:
             _LOGGER.warning(
                 "no memory for %d KV cache blocks (%s): %d are taken (%s); %s. Fewer sequences run "
@@ -179,7 +179,7 @@ class CacheStorage:
 
     def _num_affordable(self, other_bytes: int = 0) -> int:
         # A CPU allocates more than it has, and ends the process that uses it.
-        free = devices.memory(self._device).free_bytes - other_bytes
+        free = devices.memory_after_release(self._device).free_bytes - other_bytes
         return max(0, free) // max(1, self._plan.bytes_per_block)
 
     def _resumed(self, num_blocks: int) -> PagedCache | None:
@@ -222,7 +222,7 @@ class CacheStorage:
                 if not is_out_of_memory(error):
                     raise
                 devices.empty_cache(self._device)
-                target = (now + target) // 2
+                target = now + _shrunk(target - now)
             else:
                 self._num_blocks = target
                 # The new pages are outside the pausable pool.
@@ -244,5 +244,10 @@ class CacheStorage:
         return f"{num_blocks * self._plan.bytes_per_block / GIB:.3f} GiB"
 
     def _free_now(self) -> str:
-        free = devices.memory(self._device).free_bytes
+        free = devices.memory_after_release(self._device).free_bytes
         return f"{free / GIB:.3f} GiB are free on {self._device}"
+
+
+def _shrunk(num_blocks: int) -> int:
+    """Return the blocks to try after so many could not be allocated: a tenth fewer."""
+    return num_blocks - max(1, num_blocks // 10)

@@ -45,6 +45,19 @@ def memory(device: torch.device) -> DeviceMemory:
     return DeviceMemory(int(system.limit_bytes), int(system.left_bytes))
 
 
+def memory_after_release(device: torch.device) -> DeviceMemory:
+    """Return the memory of `device` once torch's allocator gave its unused memory back.
+
+    What it cannot give back serves no large tensor: pools of CUDA graphs, and the gaps beside
+    tensors that training keeps.
+    """
+    if device.type != "cuda":
+        return memory(device)
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    return DeviceMemory(total, free // num_sharers(device))
+
+
 def num_sharers(device: torch.device) -> int:
     """Return the number of processes of this launch that share the device's memory.
 

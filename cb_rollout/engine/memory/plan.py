@@ -1,5 +1,6 @@
 """Plan the memory of the KV cache. Arithmetic only: callers pass in what a device reports."""
 
+from bisect import bisect_right
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -88,8 +89,14 @@ class MemoryPlan:
     """Memory of a forward of the largest batch, apart from what it gathers."""
     workspace_bytes_per_block: int
     """Memory of a forward for each block that it gathers."""
+    max_prefill_blocks: int
+    """Blocks that a prefill of several rows gathers at most; a shared one counts for each row."""
+    max_sequence_blocks: int | None
+    """Blocks of one sequence at most; None: a forward may gather all blocks."""
+    max_requests: int
+    """Rows of a forward at most."""
     graph_bytes: int
-    """Memory of CUDA graphs; 0 where there are none."""
+    """Memory that CUDA graphs hold, captured before the plan was made; 0: there are none."""
     bytes_per_block: int
     """Keys and values of one block, over all layers."""
     bytes_per_sequence: int
@@ -123,13 +130,20 @@ class MemoryPlan:
 
     @property
     def forward_bytes(self) -> int:
-        """Return the bytes of a forward that gathers all blocks."""
-        return self.workspace_bytes + self.num_blocks * self.workspace_bytes_per_block
+        """Return the bytes of a forward that gathers as many blocks as any may."""
+        return self.workspace_bytes + self.gathered_bytes
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Return the bytes of keys and values that a forward gathers, of one layer at a time."""
+        return self.workspace_bytes_per_block * _num_gathered_blocks(
+            self.num_blocks, self.max_prefill_blocks, self.max_sequence_blocks, self.max_requests
+        )
 
     @property
     def left_bytes(self) -> int:
         """Return the unclaimed bytes; negative where more is claimed than there is."""
-        claimed = self.training.reserve + self.forward_bytes + self.graph_bytes
+        claimed = self.training.reserve + self.forward_bytes
         return self.free_bytes - claimed - self.state_bytes - self.kv_bytes
 
     @property
@@ -138,8 +152,9 @@ class MemoryPlan:
         budget = f"{self.max_memory_percent:.0%} of what training leaves"
         how = "num_blocks" if self.is_fixed else budget
         left = self.left_bytes
+        held = self.training.held + self.graph_bytes
         return [
-            Part("used otherwise", self.total_bytes - self.free_bytes - self.training.held),
+            Part("used otherwise", self.total_bytes - self.free_bytes - held),
             *self.training.parts,
             Part("forward workspace", self.forward_bytes),
             Part("CUDA graphs", self.graph_bytes, "" if self.graph_bytes else "none"),
@@ -164,6 +179,8 @@ def create_memory_plan(
     max_memory_percent: float,
     workspace_bytes: int,
     workspace_bytes_per_block: int,
+    max_prefill_blocks: int = 0,
+    max_sequence_blocks: int | None = None,
     graph_bytes: int = 0,
     bytes_per_block: int,
     bytes_per_sequence: int,
@@ -181,7 +198,9 @@ def create_memory_plan(
         max_memory_percent: the share, in (0, 1].
         workspace_bytes: memory of a forward of the largest batch, apart from what it gathers.
         workspace_bytes_per_block: memory of a forward for each block that it gathers.
-        graph_bytes: memory of CUDA graphs.
+        max_prefill_blocks: blocks that a prefill of several rows gathers at most.
+        max_sequence_blocks: blocks of one sequence at most; None: a forward may gather all.
+        graph_bytes: memory that CUDA graphs hold; not free.
         bytes_per_block: 0 for a model that stores no keys.
         bytes_per_sequence: fixed-size states of one sequence.
         max_requests: maximum of sequences; fewer where their states exceed their share.
@@ -189,7 +208,7 @@ def create_memory_plan(
     """
     rest = max(0, free_bytes - training.reserve)
     budget = _budget(rest, max_memory_percent)
-    after_forward = max(0, rest - workspace_bytes - graph_bytes)
+    after_forward = max(0, rest - workspace_bytes)
     num_slots, states = max_requests, 0
     if bytes_per_sequence:
         for_states = min(budget, after_forward) // (STATES_DIVISOR if bytes_per_block else 1)
@@ -197,18 +216,26 @@ def create_memory_plan(
         # Not rounded down to sequences: a plan with more memory would otherwise have one sequence
         # more and fewer blocks.
         states = min(for_states, max_requests * bytes_per_sequence)
-    derived = min(
-        (budget - states) // max(1, bytes_per_block),
-        (after_forward - states) // max(1, bytes_per_block + workspace_bytes_per_block),
-    )
+
+    def bytes_beside_forward(num_blocks: int) -> int:
+        gathered = _num_gathered_blocks(
+            num_blocks, max_prefill_blocks, max_sequence_blocks, max_requests
+        )
+        return num_blocks * max(1, bytes_per_block) + gathered * workspace_bytes_per_block
+
+    most = max(0, (budget - states) // max(1, bytes_per_block))
+    derived = bisect_right(range(most + 1), after_forward - states, key=bytes_beside_forward) - 1
     return MemoryPlan(
         # The device may not count all that training holds, such as weights mapped from a file.
-        total_bytes=max(total_bytes, free_bytes + training.held),
+        total_bytes=max(total_bytes, free_bytes + training.held + graph_bytes),
         free_bytes=free_bytes,
         training=training,
         max_memory_percent=max_memory_percent,
         workspace_bytes=workspace_bytes,
         workspace_bytes_per_block=workspace_bytes_per_block,
+        max_prefill_blocks=max_prefill_blocks,
+        max_sequence_blocks=max_sequence_blocks,
+        max_requests=max_requests,
         graph_bytes=graph_bytes,
         bytes_per_block=bytes_per_block,
         bytes_per_sequence=bytes_per_sequence,
@@ -216,6 +243,16 @@ def create_memory_plan(
         num_blocks=max(0, derived) if num_blocks is None else num_blocks,
         is_fixed=num_blocks is not None,
     )
+
+
+def _num_gathered_blocks(
+    num_blocks: int, max_prefill_blocks: int, max_sequence_blocks: int | None, max_requests: int
+) -> int:
+    """Return the most blocks that a forward gathers from a cache of `num_blocks`."""
+    of_one_row = num_blocks
+    if max_sequence_blocks is not None:
+        of_one_row = min(num_blocks, max_sequence_blocks)
+    return max(of_one_row, min(max_prefill_blocks, max_requests * of_one_row))
 
 
 def _budget(rest_bytes: int, max_memory_percent: float) -> int:

@@ -264,8 +264,11 @@ class EngineLoop:
                 "a logits processor or a model's hook cannot pause the engine during its step."
             )
         with self.pause_controller.paused():
-            self.engine.hand_back_model()
-            yield
+            self.engine.lend_model()
+            try:
+                yield
+            finally:
+                self.engine.receive_model()
 
     def begin_policy_version(self, in_flight: InFlight) -> None:
         """Begin a policy version; called inside `paused()`, after the weights changed."""

@@ -118,10 +118,12 @@ class ContinuousBatchingManager:
         )
 
     def warmup(self) -> None:
-        """Trace, compile or capture decode steps now, which is else done as they come up.
+        """Trace or compile decode steps now, and capture those that ran without their own graph.
 
-        On a CPU the trace of the forward, compiled if that was asked for; on a GPU a CUDA graph for
-        each number of rows. May be called before `start()`, or between two forwards.
+        On a CPU the trace of the forward, compiled if that was asked for. On a GPU a graph for each
+        number of rows was captured when the engine was made; steps of long sequences, or without a
+        shared prompt, may want another. May be called before `start()`, or between two forwards; a
+        thread that trains must not compute at the same time.
         """
         with self._loop.paused():
             self._engine.warm_up()
@@ -483,10 +485,17 @@ class ContinuousBatchingManager:
         with self._loop.paused():
             return {request.request_id: self._engine.recompute(request) for request in requests}
 
-    def sleep(self) -> None:
-        """Free the KV memory and pause the engine until `wake()`; requests stay in flight."""
+    def sleep(self, release_graphs: bool = False) -> None:
+        """Free the KV memory and pause the engine until `wake()`; requests stay in flight.
+
+        Args:
+            release_graphs: free the memory of CUDA graphs too, which the first step after `wake()`
+                captures again, in seconds.
+        """
         with self._loop.paused():
             self._engine.release_cache()
+            if release_graphs:
+                self._engine.release_graphs()
             self._loop.pause_controller.hold()
 
     def wake(self) -> None:

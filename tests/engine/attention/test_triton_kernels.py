@@ -13,7 +13,10 @@ from cb_rollout.engine.attention.triton.launch import TYPES, attend, shared_rows
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
-TOLERANCES = {torch.float32: 2e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+FLOAT32 = 1e-5 if torch.cuda.is_available() else 2e-6
+# A device approximates powers and logarithms of two to about 2e-6.
+
+TOLERANCES = {torch.float32: FLOAT32, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 # Rounding of outputs of order one; float32 products are not rounded to tf32.
 
 
@@ -176,4 +179,4 @@ def test_queries_and_keys_may_be_slices_of_a_larger_tensor():
     output = attend(query, 2, 8, metadata, 0, pages.types, AttentionSpec(0.3))
     for row in range(2):
         expected = softmax_attention(query[row], *pages.row(row), AttentionSpec(0.3))
-        torch.testing.assert_close(output[row].double(), expected, atol=2e-6, rtol=2e-6)
+        torch.testing.assert_close(output[row].double(), expected, atol=FLOAT32, rtol=FLOAT32)

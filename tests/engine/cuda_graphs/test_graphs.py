@@ -1,19 +1,23 @@
 import pytest
 
-from cb_rollout.engine.cuda_graphs.graphs import MAX_GRAPHS, ROWS, GraphSizes
+from cb_rollout.engine.cuda_graphs.graphs import GraphSizes
 
 
-@pytest.mark.parametrize(("rows", "padded"), [(1, 1), (5, 8), (129, 192), (1024, 1024)])
-def test_rows_are_rounded_up_to_the_next_size(rows, padded):
+@pytest.mark.parametrize(
+    ("rows", "padded"),
+    [(1, 1), (5, 8), (129, 192), (256, 256), (257, 320), (900, 960), (1024, 1024), (1025, 1088)],
+)
+def test_rows_are_rounded_up_to_the_next_size_and_beyond_256_to_a_multiple_of_64(rows, padded):
     assert GraphSizes().padded(rows) == padded
 
 
-def test_more_rows_than_any_size_are_rounded_to_multiples_of_the_largest():
-    assert GraphSizes().padded(1025) == 2 * ROWS[-1]
+def test_sizes_up_to_1024_rows_waste_little_and_are_few():
+    sizes = GraphSizes().up_to(1024)
+    assert len(sizes) == 26
+    assert all((GraphSizes().padded(rows) - rows) / rows < 0.25 for rows in range(257, 1025))
 
 
 def test_an_interval_of_ones_own_is_kept():
-    sizes = GraphSizes(row_interval=10, key_interval=100, max_cached=3)
-    assert (sizes.padded(11), sizes.padded_keys(101), sizes.max_graphs) == (20, 200, 3)
+    sizes = GraphSizes(row_interval=10, key_interval=100)
+    assert (sizes.padded(11), sizes.padded_keys(101)) == (20, 200)
     assert GraphSizes().padded_keys(1) == GraphSizes().padded_keys(1024) == 1024
-    assert GraphSizes().max_graphs == MAX_GRAPHS

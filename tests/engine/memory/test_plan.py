@@ -45,6 +45,8 @@ def settings_of(draw):
         "max_memory_percent": draw(st.floats(0.01, 1)),
         "workspace_bytes": draw(size | st.just(0)),
         "workspace_bytes_per_block": draw(st.integers(0, 100)),
+        "max_prefill_blocks": draw(st.integers(0, 10)),
+        "max_sequence_blocks": draw(st.none() | st.integers(0, 20)),
         "graph_bytes": draw(st.integers(0, 100)),
         "bytes_per_block": draw(size),
         "bytes_per_sequence": draw(size | st.just(0)),
@@ -86,11 +88,11 @@ def test_the_share_is_respected_to_one_block(settings):
     if not plan.bytes_per_block:
         return
     # One block more would not fit: the share, or the forward that reads it.
-    states = min(plan.budget_bytes, max(0, rest - plan.workspace_bytes - plan.graph_bytes))
+    states = min(plan.budget_bytes, max(0, rest - plan.workspace_bytes))
     states = min(states // STATES_DIVISOR, settings["max_requests"] * plan.bytes_per_sequence)
     kv = plan.kv_bytes + plan.bytes_per_block
-    forward = plan.forward_bytes + plan.workspace_bytes_per_block + plan.graph_bytes
-    assert kv + states > plan.budget_bytes or kv + states + forward > rest
+    larger = dataclasses.replace(plan, num_blocks=plan.num_blocks + 1)
+    assert kv + states > plan.budget_bytes or kv + states + larger.forward_bytes > rest
 
 
 @given(settings=settings_of(), more=BYTES | st.integers(0, 200))
@@ -141,6 +143,27 @@ def test_a_forward_is_left_its_workspace():
     assert plan_of(workspace_bytes=300).num_blocks == plan_of().num_blocks, (
         "outside the budget is room"
     )
+
+
+def test_a_forward_that_gathers_few_of_many_blocks_leaves_memory_to_the_others():
+    sizes = {"max_memory_percent": 1, "bytes_per_sequence": 0, "workspace_bytes_per_block": 30}
+    plan = plan_of(max_sequence_blocks=4, **sizes)
+    assert (plan.gathered_bytes, plan.num_blocks) == (4 * 30, (800 - 4 * 30) // 30)
+
+
+def test_a_prefill_gathers_a_block_that_rows_share_for_each_of_them():
+    sizes = {"max_memory_percent": 1, "bytes_per_sequence": 0, "workspace_bytes_per_block": 30}
+    plan = plan_of(max_prefill_blocks=20, max_sequence_blocks=4, **sizes)
+    assert (plan.gathered_bytes, plan.num_blocks) == (20 * 30, (800 - 20 * 30) // 30)
+    plan = plan_of(max_prefill_blocks=20, max_sequence_blocks=4, max_requests=1, **sizes)
+    assert plan.gathered_bytes == 4 * 30
+
+
+def test_memory_of_graphs_is_a_part_of_what_is_used():
+    plan = plan_of(graph_bytes=300)
+    used, graphs = plan.parts[0], next(p for p in plan.parts if p.name == "CUDA graphs")
+    assert (used.num_bytes, graphs.num_bytes) == (2000 - 1000 - 300, 300)
+    assert (plan.num_blocks, plan.left_bytes) == (plan_of().num_blocks, plan_of().left_bytes)
 
 
 def test_a_model_without_keys_is_limited_by_its_states():

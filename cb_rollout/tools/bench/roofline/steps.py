@@ -170,13 +170,11 @@ def engine_decode(
         runner, backend, cache = _runner(shape, num_layers)
         sizes = GraphSizes(row_interval=rows.num_rows, key_interval=rows.num_tokens)
         graphs = GraphedDecoding(runner, backend, sizes, rows.num_rows, capture)
-        if not params.is_truncated:
-            graphs.warm_up(BLOCK_SIZE)
-            return Step(graphed=recorder.kernels, num_waits=recorder.num_waits)
         table = BlockTable(1, BLOCK_SIZE, DEVICE)
         decoded = DecodeRows.of(_requests(rows, params), BLOCK_SIZE)
         logits_BV = graphs.logits(decoded, cache, table)
-        return Step(graphed=recorder.kernels).plus(_sampling(logits_BV, rows, params))
+        step = Step(graphed=recorder.kernels, num_waits=recorder.num_waits)
+        return step.plus(_sampling(logits_BV, rows, params)) if params.is_truncated else step
 
 
 def _requests(rows: Rows, params: SamplingParams) -> list[Request]:

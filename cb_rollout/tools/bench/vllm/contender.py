@@ -32,13 +32,16 @@ INSTALLATION = (
 # kernels want multiples of 32.
 BLOCK_SIZE = 32
 
-# Enough for all sequences at once.
+# Enough for all sequences at once, on a CPU.
 CACHE_GIB = 2
 
+# On a GPU, beside the model of this process.
+GPU_MEMORY_UTILIZATION = 0.4
+
 SETTINGS = (
-    "in a process of its own that stays warm; float32, compiled, prefix caching with blocks of "
-    f"{BLOCK_SIZE} so that groups share prompts, emptied before each run; with log-probabilities; "
-    "no weight sync"
+    "in a process of its own that stays warm; in the model's dtype, compiled, prefix caching with "
+    f"blocks of {BLOCK_SIZE} so that groups share prompts, emptied before each run; with "
+    "log-probabilities; no weight sync"
 )
 
 WORKER = Path(__file__).with_name("worker.py")
@@ -53,12 +56,15 @@ NUM_LOG_LINES = 20
 class VllmProcess:
     """vLLM in the Python of another environment; a context manager that ends it."""
 
-    def __init__(self, python: str, arguments: dict[str, Any], folder: Path) -> None:
+    def __init__(
+        self, python: str, arguments: dict[str, Any], variables: dict[str, str], folder: Path
+    ) -> None:
         """Start vLLM and wait until it is ready.
 
         Args:
             python: path of a Python that has vLLM.
             arguments: arguments of `vllm.LLM`.
+            variables: added to the environment.
             folder: directory for the log, and the working directory.
 
         Raises:
@@ -66,7 +72,7 @@ class VllmProcess:
         """
         self._python = python
         self._log = folder / "vllm.log"
-        environment = os.environ | _environment(Path(python))
+        environment = os.environ | variables
         try:
             with self._log.open("w") as log:
                 self._process = subprocess.Popen(
@@ -125,29 +131,25 @@ def vllm_contenders(model: Any, workloads: Sequence[Workload]) -> Iterator[dict[
     """Start vLLM on a copy of a model, if the environment names its Python.
 
     Args:
-        model: model that it runs, on a CPU.
+        model: model that it runs.
         workloads: every workload that it will run.
 
     Yields:
         Its contender by name and version; empty without `CB_ROLLOUT_VLLM_PYTHON`.
 
     Raises:
-        ConfigurationError: the model is on another device, or vLLM does not start.
+        ConfigurationError: vLLM does not start.
     """
     python = os.environ.get(PYTHON_VARIABLE)
     if not python:
         yield {}
         return
-    if model.device.type != "cpu":
-        raise ConfigurationError(
-            f"{PYTHON_VARIABLE} is set, and vLLM is compared on a CPU only, not on "
-            f"{model.device.type!r}: unset it, or run with device='cpu'."
-        )
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(Path(folder) / MODEL)
         print("vLLM starts, which takes minutes the first time", flush=True)
-        arguments = _arguments(workloads)
-        with VllmProcess(python, arguments, Path(folder)) as process:
+        arguments = _arguments(model, workloads)
+        variables = _environment(Path(python), model.device.type)
+        with VllmProcess(python, arguments, variables, Path(folder)) as process:
             yield {f"vLLM {process.version}": _contender(process)}
 
 
@@ -169,11 +171,12 @@ def _contender(process: VllmProcess) -> Contender:
     return Contender(create, SETTINGS, pid=process.pid)
 
 
-def _arguments(workloads: Sequence[Workload]) -> dict[str, Any]:
-    return {
+def _arguments(model: Any, workloads: Sequence[Workload]) -> dict[str, Any]:
+    share = {} if model.device.type == "cpu" else {"gpu_memory_utilization": GPU_MEMORY_UTILIZATION}
+    return share | {
         "model": MODEL,
         "skip_tokenizer_init": True,
-        "dtype": "float32",
+        "dtype": str(model.dtype).removeprefix("torch."),
         "seed": SEED,
         "max_num_seqs": max(len(workload.prompts) for workload in workloads),
         "max_model_len": max(
@@ -186,21 +189,22 @@ def _arguments(workloads: Sequence[Workload]) -> dict[str, Any]:
     }
 
 
-def _environment(python: Path) -> dict[str, str]:
+def _environment(python: Path, device: str) -> dict[str, str]:
+    # The engine's own process would poll while it is idle, and take a core from the others.
+    everywhere = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
+    if device != "cpu":
+        return everywhere
     # vLLM asks for both to be loaded first. Its Intel OpenMP is installed with it.
     openmp = python.parent.parent / "lib" / "libiomp5.so"
     malloc = ctypes.util.find_library("tcmalloc_minimal")
     given = os.environ.get("LD_PRELOAD")
     preloaded = [str(openmp) if openmp.exists() else None, malloc, given]
-    return {
-        # The engine's own process would poll while it is idle, and take a core from the others.
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    return everywhere | {
         # Without it, vLLM gives torch one thread.
         "OMP_NUM_THREADS": str(torch.get_num_threads()),
         # As vLLM sets them for its own processes.
         "KMP_BLOCKTIME": "5",
         "KMP_TPAUSE": "0",
         "VLLM_CPU_KVCACHE_SPACE": str(CACHE_GIB),
-        "VLLM_NO_USAGE_STATS": "1",
         "LD_PRELOAD": ":".join(filter(None, preloaded)),
     }
