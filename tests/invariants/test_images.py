@@ -17,7 +17,9 @@ from cb_rollout import (
     RolloutGenerator,
     SamplingParams,
     generate_batch,
+    packed_logprobs,
 )
+from cb_rollout.strategies import GroupCollector, RequestStream
 
 TYPES = tuple(BUILDERS)
 MROPE = "qwen2_5_vl"
@@ -437,3 +439,22 @@ def test_a_preempted_sequence_with_images_is_copied_back_from_system_memory():
         assert generator.manager.counters.preemptions > 0
     for output, messages in zip(outputs, [c for c in chats for _ in range(2)], strict=True):
         assert_plain(model, output, processed(processor, messages))
+
+
+def test_packed_logprobs_refuse_a_prompt_whose_images_they_lack():
+    model, _ = made("llava")
+    with generator_of("llava") as generator:
+        outputs = rollout(generator, [ROW], sampled())
+    with pytest.raises(ConfigurationError, match=r"^packed_logprobs passes no images.*\.$"):
+        packed_logprobs(model, outputs)
+
+
+def test_a_strategy_submits_the_images_of_a_row():
+    with generator_of("llava") as generator:
+        (expected,) = rollout(generator, [ROW], greedy())
+        stream = RequestStream(generator, sampled())
+        rows = [ROW | {"answer": 7}]
+        groups = GroupCollector(stream, rows, lambda row, outputs: [1.0, 2.0], num_generations=2)
+        (group,) = groups.collect(1)
+        groups.close()
+    assert group.outputs[0].prompt_ids == expected.prompt_ids
