@@ -102,7 +102,7 @@ def test_greedy_tokens_are_those_of_generate(model_type):
     assert output.prompt_ids + output.generated_tokens == expected[0].tolist()
 
 
-@each_type(MROPE)
+@pytest.mark.parametrize("model_type", [MROPE, "gemma3"])
 def test_preempted_sequences_and_new_weights_read_nothing_old(model_type):
     model, processor = made(model_type)
     model = copy.deepcopy(model)
