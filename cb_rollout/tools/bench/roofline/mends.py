@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from cb_rollout.tools.bench.roofline.cards import Card
 from cb_rollout.tools.bench.roofline.kernel_recorder import Kernel
-from cb_rollout.tools.bench.roofline.steps import Rows, Shape, Step, Traced
+from cb_rollout.tools.bench.roofline.steps import Rows, Shape, Step, Traced, plain_sampling
 from cb_rollout.tools.bench.roofline.vllm_kernels import LayerSizes, moving, product
 
 # Returns a decode step: of these rows, truncated by top-p or not.
@@ -40,7 +40,6 @@ def mends(decode: Decode, shape: Shape, rows: Rows, card: Card) -> dict[str, dic
     """
     plain, truncated = decode(rows, False), decode(rows, True)
     sizes = LayerSizes.of(shape)
-    # A truncated step's graph ends with the logits.
     without_sampling = Traced(Step(graphed=truncated.step.graphed), plain.layer, plain.num_layers)
     sampled = _sampled(without_sampling, sizes, rows, PLAIN_READS)
     sampled_top_p = _sampled(without_sampling, sizes, rows, TOP_P_READS)
@@ -100,12 +99,14 @@ def _fused(traced: Traced, sizes: LayerSizes, rows: Rows) -> Traced:
 
 
 def _sampled(traced: Traced, sizes: LayerSizes, rows: Rows, num_reads: int) -> Traced:
-    """Return a step that ends with the logits, with sampling from them in two kernels."""
+    """Return a step whose graph samples in two kernels."""
     logits = rows.num_rows * sizes.vocab
     # The logits stay in bfloat16.
     (cast,) = (k for k in traced.step.graphed if k.name == "_to_copy" and k.num_bytes == 6 * logits)
     chosen = Counter([moving("sampling", num_reads * logits), moving("tokens", 16 * rows.num_rows)])
-    step = traced.step.plus(Step(graphed=Counter([cast])), -1).plus(Step(graphed=chosen))
+    (kept,) = (k for k in traced.step.graphed if k.name == "copy_" and k.num_bytes == 8 * logits)
+    step = traced.step.plus(Step(graphed=Counter([cast, kept])), -1)
+    step = step.plus(plain_sampling(rows, sizes.vocab), -1).plus(Step(graphed=chosen))
     return traced._replace(step=step)
 
 

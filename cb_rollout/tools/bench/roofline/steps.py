@@ -23,7 +23,13 @@ from cb_rollout.config.enums import LogprobsMode
 from cb_rollout.config.rollout import RolloutConfig
 from cb_rollout.config.sampling import SamplingParams
 from cb_rollout.engine.attention.triton.backend import LEAST_CAPABILITY, TritonBackend
-from cb_rollout.engine.cuda_graphs.graphs import GraphedDecoding, GraphSizes, Replay
+from cb_rollout.engine.cuda_graphs.graphs import (
+    GraphedDecoding,
+    GraphSizes,
+    Replay,
+    sample_plainly,
+)
+from cb_rollout.engine.cuda_graphs.inputs import GraphInputs
 from cb_rollout.engine.kv_cache.block_table import BlockTable
 from cb_rollout.engine.kv_cache.paged import PagedCache
 from cb_rollout.engine.model.decode_rows import DecodeRows
@@ -175,6 +181,17 @@ def engine_decode(
         logits_BV = graphs.logits(decoded, cache, table)
         step = Step(graphed=recorder.kernels, num_waits=recorder.num_waits)
         return step.plus(_sampling(logits_BV, rows, params)) if params.is_truncated else step
+
+
+def plain_sampling(rows: Rows, vocab_size: int) -> Step:
+    """Trace the sampling inside a graph, from float32 logits of the whole vocabulary."""
+    recorder = KernelRecorder()
+    with on_card(1):
+        logits_BV = torch.empty(rows.num_rows, vocab_size, device=DEVICE)
+        inputs = GraphInputs(rows.num_rows, DEVICE)
+        with recorder.recording():
+            sample_plainly(logits_BV, inputs.tensor)
+    return Step(graphed=recorder.kernels)
 
 
 def _requests(rows: Rows, params: SamplingParams) -> list[Request]:
