@@ -68,13 +68,15 @@ class PromptImages:
     def cache_keys(self, token_ids: Sequence[int], start: int, stop: int) -> list[Hashable]:
         """Return what identifies the tokens from `start` to `stop`: ids, and of images the pixels.
 
-        A token of an image is its id, the hash of the pixels and its index within the image. So two
-        prompts with equal placeholders and other pictures share nothing.
+        A token of an image is its id, the hash of all the prompt's pictures and its index within
+        the image: what a processor makes of one picture may depend on those beside it. So prompts
+        with equal placeholders and other pictures share nothing.
         """
         keys: list[Hashable] = list(token_ids[start:stop])
+        digest = self.digest
         for span in self.spans:
             for index in range(max(start, span.start), min(stop, span.stop)):
-                keys[index - start] = token_ids[index], span.digest, index - span.start
+                keys[index - start] = token_ids[index], digest, index - span.start
         return keys
 
 

@@ -1,6 +1,6 @@
 """A tiny model and its processor for each type that reads images, made without a file.
 
-The tokenizer's words are `w100`, `w101`, ...; its other tokens are those that the source of the
+The tokenizer's words are `w4`, `w5`, ...; the tokens after them are those that the source of the
 processor's class names. Sizes go from the config to the image processor, and token ids from the
 tokenizer to the config. Shapes: B prompts (always 1), T tokens, C tokens of a completion, V tokens
 of the vocabulary.
@@ -52,7 +52,7 @@ TEXT_TOKENS = {
     "bos_token": "<bos>",
     "unk_token": "<unk>",
 }
-FIRST_WORD_OF_PROMPT = 100
+MIN_WORDS = 20
 MAX_ROWS = 3
 # Of the parts of an image that a token stands for.
 
@@ -88,7 +88,7 @@ def create(model_type: str) -> tuple[PreTrainedModel, ProcessorMixin]:
                 parameter.normal_(std=0.1)
         # A forward refuses a completion with image tokens that no image belongs to.
         head = model.get_output_embeddings() or model.get_decoder().lm_head
-        head.weight[: num_special_tokens(processor.tokenizer)] = 0.0
+        head.weight[special_ids(processor.tokenizer)] = 0.0
     return model, processor
 
 
@@ -211,11 +211,11 @@ def create_tokenizer(processor_class: type, config: PreTrainedConfig) -> PreTrai
         tokens |= {f"{start}{row}{middle}{column}{end}" for row in places for column in places}
     if config.model_type in image_needs.IMAGE_TOKENS:
         tokens.add(image_needs.IMAGE_TOKENS[config.model_type])
-    special = [*TEXT_TOKENS.values(), *named.values()]
-    special += sorted(tokens - {*special})
-    assert len(special) <= FIRST_WORD_OF_PROMPT
-    words = range(len(special), config.get_text_config(decoder=True).vocab_size)
-    vocabulary = special + [f"w{i}" for i in words]
+    special = [*named.values(), *sorted(tokens - {*named.values(), *TEXT_TOKENS.values()})]
+    num_words = config.get_text_config(decoder=True).vocab_size - len(TEXT_TOKENS) - len(special)
+    assert num_words >= MIN_WORDS
+    words = [f"w{len(TEXT_TOKENS) + i}" for i in range(num_words)]
+    vocabulary = [*TEXT_TOKENS.values(), *words, *special]
     model = WordLevel({token: i for i, token in enumerate(vocabulary)}, unk_token="<unk>")
     backend = Tokenizer(model)
     backend.pre_tokenizer = WhitespaceSplit()
@@ -226,8 +226,9 @@ def create_tokenizer(processor_class: type, config: PreTrainedConfig) -> PreTrai
     return tokenizer
 
 
-def num_special_tokens(tokenizer: PreTrainedTokenizerFast) -> int:
-    return sum(not re.fullmatch(r"w\d+", token) for token in tokenizer.get_vocab())
+def special_ids(tokenizer: PreTrainedTokenizerFast) -> list[int]:
+    """Return the ids of the tokens that are no words."""
+    return [i for token, i in tokenizer.get_vocab().items() if not re.fullmatch(r"w\d+", token)]
 
 
 def set_token_ids(config: PreTrainedConfig, processor: ProcessorMixin) -> None:
@@ -265,18 +266,22 @@ def prompt(processor: ProcessorMixin, num_images: int) -> str:
     placeholder = image_needs.PLACEHOLDERS.get(
         type(processor).__name__, "{processor.image_token}"
     ).format(processor=processor)
-    words = [f"w{FIRST_WORD_OF_PROMPT + i}" for i in range(3 + 2 * num_images)]
+    words = [f"w{10 + i}" for i in range(3 + 2 * num_images)]
     for i in range(num_images):
         words.insert(3 + 3 * i, placeholder)
     return " ".join(words)
 
 
 def read(
-    model: PreTrainedModel, processor: ProcessorMixin, images: Sequence[Image.Image]
+    model: PreTrainedModel, processor: ProcessorMixin, pictures: Sequence[Image.Image]
 ) -> BatchFeature:
-    """Return the inputs of a forward: a prompt with these images, in the model's dtype."""
-    text = prompt(processor, len(images))
-    return processor(text=text, images=[*images], return_tensors="pt").to(model.dtype)
+    """Return the inputs of a forward: a prompt with these pictures, in the model's dtype."""
+    text = [prompt(processor, len(pictures))]
+    if not pictures:
+        return processor.tokenizer(text, return_tensors="pt")
+    is_flat = type(processor).__name__ in image_needs.FLAT_IMAGES
+    given = [*pictures] if is_flat else [[*pictures]]
+    return processor(text=text, images=given, return_tensors="pt").to(model.dtype)
 
 
 @torch.no_grad()
@@ -291,7 +296,8 @@ def plain_logprobs(
     longer = dict(inputs)
     added = torch.tensor([list(completion)])
     for name, value in inputs.items():
-        if value.shape[:2] != inputs["input_ids"].shape:
+        is_of_image = value.is_floating_point() or name == "image_position_ids"
+        if is_of_image or value.shape[:2] != inputs["input_ids"].shape:
             continue
         if name == "input_ids":
             more = added

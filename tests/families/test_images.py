@@ -3,10 +3,13 @@
 import image_needs
 import multimodal
 import pytest
+from image_parity import SIZES, check
 from images import create, picture, plain_logprobs, read
 from marks import slow_beside
 from parity import TOLERANCE
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
+from cb_rollout import RolloutError
 
 # The models' own warnings, about weights and settings that only a tiny model has.
 pytestmark = pytest.mark.filterwarnings("default")
@@ -14,9 +17,8 @@ pytestmark = pytest.mark.filterwarnings("default")
 MAPPED = sorted(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
 LEFT_OUT = multimodal.REFUSED | multimodal.NOT_BUILT | image_needs.NO_PROCESSOR
 READING = [t for t in MAPPED if t not in LEFT_OUT]
+RUNNING = [t for t in READING if t not in image_needs.REFUSED | image_needs.OFF]
 
-# Of a first and a second picture, in pixels.
-SIZES = ((48, 64), (90, 40))
 NEW_TOKENS = 4
 MAX_PROMPT_TOKENS = 320
 # Nats that another picture changes some log-probability by, at least.
@@ -44,6 +46,25 @@ def test_generate_reads_images_as_the_plain_forward_does(model_type):
         assert (changed - logprobs).abs().max() > EFFECT
 
 
+@pytest.mark.parametrize("model_type", slow_beside(image_needs.ENGINE_CORE, RUNNING))
+def test_prompts_with_images_agree_with_the_plain_forward_and_generate(model_type):
+    found = check(model_type)
+    assert found.drift <= found.tolerance
+    assert found.is_as_generate
+
+
+@pytest.mark.parametrize("model_type", slow_beside((), image_needs.REFUSED))
+def test_images_that_cannot_run_are_refused_in_one_line(model_type):
+    with pytest.raises(RolloutError, match=r"^[^\n]+\.$"):
+        check(model_type)
+
+
+@pytest.mark.parametrize("model_type", slow_beside((), image_needs.OFF))
+def test_a_type_said_to_be_off_is_so(model_type):
+    found = check(model_type)
+    assert found.drift > found.tolerance
+
+
 @pytest.mark.parametrize("model_type", image_needs.NO_PROCESSOR)
 def test_a_type_said_to_have_no_processor_has_none(model_type):
     with pytest.raises((KeyError, ValueError)):
@@ -52,5 +73,6 @@ def test_a_type_said_to_have_no_processor_has_none(model_type):
 
 def test_the_tables_name_types_that_are_mapped():
     named = {*image_needs.CORE, *image_needs.ONE_IMAGE, *image_needs.NO_PROCESSOR}
+    named |= {*image_needs.ENGINE_CORE, *image_needs.REFUSED, *image_needs.OFF}
     assert named <= set(MAPPED)
     assert len(READING) >= 70

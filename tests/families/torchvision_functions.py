@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from PIL import Image
 from PIL.Image import Resampling
 from transformers import image_processing_backends as backends
+from transformers.utils import is_torchvision_available
 
 PARENTS = ("torchvision", "torchvision.transforms", "torchvision.transforms.v2")
 
@@ -80,6 +81,8 @@ def pil_to_tensor(image: Image.Image) -> torch.Tensor:
 
 def import_with_torchvision(name: str) -> ModuleType:
     """Import a module of transformers that imports torchvision, where there is none."""
+    if is_torchvision_available():
+        return importlib.import_module(name)
     this = sys.modules[__name__]
     functional = "torchvision.transforms.v2.functional"
     pretended = {parent: ModuleType(parent) for parent in PARENTS} | {functional: this}
