@@ -160,9 +160,5 @@ REFUSED = {
     "git": "puts an image's features before the prompt, which its cache counts too",
     "mllama": "attends to images from layers of their own, whose keys pages do not hold",
     "ovis2": "replaces the marks around an image, also sampled ones, by features of its own",
-}
-
-# Types that run, and whose log-probabilities are not those of their plain forward.
-OFF = {
-    "qwen4_exp": "its indexer reads where images put earlier tokens, which pages do not hold",
+    "qwen4_exp": "its index of sparse attention keeps the positions of images",
 }

@@ -264,6 +264,11 @@ def check_images(
             f"{name}.forward takes none of the images' tensors ({given}); load a model that reads "
             "images, by AutoModelForImageTextToText, with its own processor."
         )
+    if any(layer.num_index_positions for layer in layout.layers):
+        raise ConfigurationError(
+            f"{name} chooses keys by an index that keeps the positions of images, which pages do "
+            "not hold; roll prompts with images out with model.generate."
+        )
     text, *_ = _rows(runner)
     # The prompt's own text, if it ends in any, stands for nothing but text.
     following = prompt_ids[images.num_tokens :][-2:] or text[:2]
