@@ -5,7 +5,7 @@ import torch
 from tiny import tiny_model
 
 from cb_rollout import RolloutConfig, RolloutGenerator, SamplingParams
-from cb_rollout.engine.model.check import BLOCK_SIZE, _paged, _plain, _rows
+from cb_rollout.engine.model.check import BLOCK_SIZE, _after_each, _forwards, _paged, _rows
 from cb_rollout.engine.model.eval_mode import eval_mode
 
 pytestmark = pytest.mark.gpu
@@ -90,12 +90,12 @@ def test_in_half_precision_log_probabilities_are_as_near_the_plain_forward_as_th
     with generator_of(model) as generator:
         engine = generator.manager._engine
         runner = engine._runner
-        rows = _rows(runner)
+        rows, forwards = _rows(runner), _forwards(engine.layout)
         with eval_mode(model):
-            direct = _paged(runner, engine.layout, rows)
+            direct = _paged(runner, engine.layout, rows, forwards)
             runner.attention_backend = None
-            gathered = _paged(runner, engine.layout, rows)
-            plain = _plain(runner, rows)
+            gathered = _paged(runner, engine.layout, rows, forwards)
+            plain = _after_each([runner.plain_logits(row) for row in rows], forwards)
     assert len(rows[0]) > BLOCK_SIZE
     allowed = 3 * (gathered - plain).abs().mean() + 1e-3
     assert (direct - plain).abs().mean() <= allowed

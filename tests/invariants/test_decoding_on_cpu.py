@@ -25,7 +25,7 @@ PARAMS = [SamplingParams(ignore_eos=True, temperature=t) for t in (0.0, 1.0, 0.7
 @pytest.fixture
 def soon(monkeypatch):
     """Traces are made in the first rollout, after as many steps as a model is tried with."""
-    monkeypatch.setattr(traced_forward, "STEPS_BEFORE_TRACE", 4)
+    monkeypatch.setattr(traced_forward, "STEPS_BEFORE_TRACE", 8)
 
 
 def runner_of(generator):
@@ -61,7 +61,7 @@ def test_every_path_gives_the_same_tokens(family, monkeypatch):
         outputs = rollout(generator)
         assert tokens_of(outputs) == expected
         assert_right(outputs, model)
-    monkeypatch.setattr(traced_forward, "STEPS_BEFORE_TRACE", 4)
+    monkeypatch.setattr(traced_forward, "STEPS_BEFORE_TRACE", 8)
     with RolloutGenerator(model, RolloutConfig(seed=3)) as generator:
         outputs = rollout(generator)
         assert (runner_of(generator).attention_backend.traced_forward.trace is not None) == (
@@ -149,6 +149,7 @@ def test_training_goes_on_where_a_model_that_was_to_be_compiled_cannot_be_any_mo
         assert runner_of(generator).attention_backend.traced_forward.trace is None
 
 
+@pytest.mark.slow
 def test_a_plan_made_anew_asks_nothing_of_a_forward_whose_weights_keep_moving(monkeypatch):
     monkeypatch.setattr(traced_forward, "MOST_TRACES", 1)
     model = tiny_model("qwen3")

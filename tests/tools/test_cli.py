@@ -212,7 +212,10 @@ def third_party_imports(path):
 
 def test_a_workload_is_in_a_module_whose_packages_it_names():
     folder = Path(bench.__file__).parent
-    modules = {path.stem: set(third_party_imports(path)) for path in folder.glob("*.py")}
+    modules = {
+        ".".join(path.relative_to(folder).with_suffix("").parts): set(third_party_imports(path))
+        for path in folder.rglob("*.py")
+    }
     assert {work.module for work in WORKLOADS.values()} <= set(modules)
     for name, imported in modules.items():
         asked_for = [set(work.packages) for work in WORKLOADS.values() if work.module == name]
