@@ -81,7 +81,7 @@ CHANGES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("path", ["traced", "gathered"])
+@pytest.mark.parametrize("path", [pytest.param("traced", marks=pytest.mark.slow), "gathered"])
 def test_every_replacement_is_followed_by_rollout_and_packed_loss(path, monkeypatch):
     monkeypatch.setattr(traced_forward, "STEPS_BEFORE_TRACE", 0)
     if path == "gathered":

@@ -97,6 +97,7 @@ def test_it_answers_its_clients_within_its_limits_until_ctrl_c(checkpoint):
             list(stream)
 
 
+@pytest.mark.slow
 def test_on_sigterm_running_requests_finish_and_new_ones_are_refused(checkpoint):
     with serving(checkpoint, "--drain-seconds", "300") as server:
         settings = {**ENDLESS, "max_tokens": 1200}

@@ -27,7 +27,8 @@ def test_a_reward_compares_numbers_of_text_and_of_chats():
     assert recipe.reward(["#### 7", chat, "none"], ["x #### 7", "#### 9", "#### 1"]) == [1, 0, 0]
 
 
-@pytest.mark.parametrize("is_chat", [pytest.param(True, marks=pytest.mark.slow), False])
+@pytest.mark.slow
+@pytest.mark.parametrize("is_chat", [True, False])
 def test_two_steps_on_a_local_checkpoint(tmp_path, is_chat):
     tokenizer = char_tokenizer()
     if not is_chat:

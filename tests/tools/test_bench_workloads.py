@@ -21,8 +21,8 @@ from cb_rollout.tools.cli.bench import WORKLOADS
 # The peers emit warnings of their own.
 pytestmark = pytest.mark.filterwarnings("default")
 
-# TRL's continuous batching takes seconds to start and to stop.
-SLOW = {"step"}
+# TRL's continuous batching takes seconds to start and to stop; the others run many engines.
+SLOW = {"step", "drafts", "bfloat16"}
 
 TINIEST = ("--tiny", "--repetitions", "1", "--device", "cpu")
 

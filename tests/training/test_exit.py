@@ -75,7 +75,9 @@ def started(script: str, output_dir: Path) -> Iterator[subprocess.Popen]:
 @pytest.mark.parametrize(
     ("script", "said"),
     [
-        (REWARD_RAISES, "ValueError: the reward function broke"),
+        pytest.param(
+            REWARD_RAISES, "ValueError: the reward function broke", marks=pytest.mark.slow
+        ),
         pytest.param(
             MAIN_THREAD_RAISES, "ValueError: the main thread broke", marks=pytest.mark.slow
         ),

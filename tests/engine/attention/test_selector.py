@@ -91,6 +91,7 @@ print(len(outputs), [name for name in sys.modules if name.startswith("triton.")]
 """
 
 
+@pytest.mark.slow
 def test_without_triton_the_package_runs():
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_TRITON],
