@@ -26,7 +26,7 @@ def is_processor(tokenizer: Any) -> bool:
 
 def text_tokenizer(tokenizer: Any) -> Any:
     """Return the tokenizer inside a processor, or the tokenizer itself."""
-    return getattr(tokenizer, "tokenizer", None) or tokenizer
+    return tokenizer.tokenizer if is_processor(tokenizer) else tokenizer
 
 
 def image_token_ids(processor: Any) -> frozenset[int]:

@@ -239,6 +239,9 @@ class Engine:
                 self.training.settle()
             with devices.plain_modes():
                 self._plan_anew()
+
+    def capture_wanted(self) -> None:
+        """Capture the CUDA graphs that steps turned out to want; the engine must be paused."""
         if self._graphs is not None and self._graphs.is_wanting:
             self.warm_up()
 
@@ -262,7 +265,12 @@ class Engine:
         """
         assert request.images is not None
         with devices.plain_modes():
-            check_images(self._runner, self.layout, request.prompt_ids, request.images)
+            try:
+                check_images(self._runner, self.layout, request.prompt_ids, request.images)
+            except torch.OutOfMemoryError:
+                # Beside the cache there was no room; the next step allocates it again.
+                self.release_cache()
+                check_images(self._runner, self.layout, request.prompt_ids, request.images)
         self.takes_images = True
 
     def release_cache(self) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self
 import torch
 from tqdm.auto import tqdm
 
+from cb_rollout.compat.multimodal import text_tokenizer
 from cb_rollout.config.checks import require_known
 from cb_rollout.config.enums import InFlight
 from cb_rollout.config.hf import as_rollout_config, from_generation_config
@@ -292,7 +293,9 @@ class RolloutGenerator:
         """
         from cb_rollout.server import ServerOptions, start_server
 
-        server = start_server(self.manager, self.tokenizer, ServerOptions(**options))
+        server = start_server(
+            self.manager, text_tokenizer(self.tokenizer), ServerOptions(**options)
+        )
         self._servers.append(server)
         return server
 
@@ -390,7 +393,8 @@ def generate_batch(
         progress_bar: show sequences done and tokens per second.
         persistent_manager: keep the manager on the model for the next call, which syncs the
             weights and reads no keys of this one.
-        warmup: trace, compile or capture decode steps before the first, not as they come up.
+        warmup: trace or compile decode steps before the first, and capture the CUDA graphs that are
+            wanted; see the manager's `warmup`.
         tokenizer: allows texts, chats and stop strings; a processor also images.
         **kwargs: further arguments of `RolloutGenerator.generate_batch`.
 

@@ -116,7 +116,9 @@ class GroupsInFlight:
         prompt = row
         if isinstance(row, Mapping):
             images = row.get("images")
-            prompt = {"prompt": row["prompt"], "images": images} if images else row["prompt"]
+            prompt = (
+                {"prompt": row["prompt"], "images": images} if images is not None else row["prompt"]
+            )
         request_ids = self._sampler.submit(prompt, num_sequences)
         pending.pending += request_ids
         self._group_of |= dict.fromkeys(request_ids, pending.group.number)

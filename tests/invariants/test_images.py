@@ -3,6 +3,7 @@
 import copy
 from functools import cache, wraps
 
+import numpy as np
 import pytest
 import torch
 from fast_path import Playback, pretend_cuda
@@ -19,6 +20,7 @@ from cb_rollout import (
     generate_batch,
     packed_logprobs,
 )
+from cb_rollout.engine.service import image_prompts
 from cb_rollout.strategies import GroupCollector, RequestStream
 
 TYPES = tuple(BUILDERS)
@@ -458,3 +460,25 @@ def test_a_strategy_submits_the_images_of_a_row():
         (group,) = groups.collect(1)
         groups.close()
     assert group.outputs[0].prompt_ids == expected.prompt_ids
+
+
+def test_pictures_of_more_than_eight_bits_are_told_apart():
+    dark, bright = (Image.fromarray(np.full((8, 8), level, np.uint16)) for level in (1000, 2000))
+    for one in (dark, bright):
+        one.info["dpi"] = (72, 72)
+    assert image_prompts._digest(dark) == image_prompts._digest(dark.copy())
+    assert image_prompts._digest(dark) != image_prompts._digest(bright)
+    half = torch.ones(3, 8, 8, dtype=torch.bfloat16, requires_grad=True)
+    assert image_prompts._digest(half) != image_prompts._digest(half * 2)
+
+
+def test_a_picture_too_large_to_decode_is_refused_by_name(tmp_path, monkeypatch):
+    model, processor = tiny_vision_model(MROPE)
+    path = tmp_path / "large.png"
+    picture(0).save(path)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
+    with (
+        RolloutGenerator(model, tokenizer=processor) as generator,
+        pytest.raises(InvalidRequestError, match="input 0: image 0 cannot be read"),
+    ):
+        generator.generate_batch([{"prompt": "<image> w60", "images": [path]}])

@@ -231,9 +231,11 @@ class GraphedDecoding:
             return
         device = self._runner.device
         before = devices.memory_after_release(device).free_bytes
-        for key in keys:
-            self._add(key, block_size)
-        self.num_bytes += max(0, before - devices.memory_after_release(device).free_bytes)
+        try:
+            for key in keys:
+                self._add(key, block_size)
+        finally:
+            self.num_bytes += max(0, before - devices.memory_after_release(device).free_bytes)
 
     def forget(self) -> None:
         """Drop all graphs, and the memory that they hold."""

@@ -9,6 +9,7 @@ T: tokens of the prompt.
 import hashlib
 import io
 import os
+import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
@@ -25,8 +26,11 @@ from cb_rollout.errors import ConfigurationError, InvalidRequestError, error_tex
 # Chat templates raise these, deliberately or not; tokenizers raise some for lone surrogates.
 ENCODING_FAULTS = (TemplateError, ValueError, TypeError, KeyError, AttributeError)
 
-# So do processors, for pictures that they do not take.
-IMAGE_FAULTS = (*ENCODING_FAULTS, ArithmeticError, ImportError, IndexError, OSError, RuntimeError)
+# So do processors, for pictures that they do not take, and PIL, for files that are broken.
+IMAGE_FAULTS = (
+    *(*ENCODING_FAULTS, ArithmeticError, ImportError, IndexError, OSError, RuntimeError),
+    *(EOFError, SyntaxError, struct.error),
+)
 
 # Types of a chat's parts; others are the chat template's own.
 IMAGE_PARTS = ("image", "image_url")
@@ -196,6 +200,7 @@ def _with_pictures(
 
 def _loaded(images: Sequence[Any], index: int) -> list[Any]:
     """Return pictures whose pixels are in memory: PIL images (the first frame), or arrays."""
+    from PIL import Image
     from transformers import image_utils
 
     pictures = []
@@ -211,7 +216,7 @@ def _loaded(images: Sequence[Any], index: int) -> list[Any]:
             if hasattr(picture, "load"):
                 picture.load()
             is_picture = bool(image_utils.is_valid_image(picture))
-        except IMAGE_FAULTS as error:
+        except (*IMAGE_FAULTS, Image.DecompressionBombError) as error:
             raise InvalidRequestError(f"{where} cannot be read ({error_text(error)}).") from error
         if not is_picture:
             raise InvalidRequestError(
@@ -344,13 +349,17 @@ def _spans(
 
 def _digest(picture: Any) -> bytes:
     """Return a hash of a picture's size and pixels."""
-    if hasattr(picture, "mode"):
-        # A palette, or a colour that is transparent, is not among the pixels.
-        plain = picture.convert("RGBA") if picture.mode == "P" or picture.info else picture
-        about, pixels = (plain.mode, plain.size), plain.tobytes()
+    about: tuple[Any, ...]
+    if isinstance(picture, torch.Tensor):
+        about = str(picture.dtype), tuple(picture.shape)
+        pixels = picture.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    elif hasattr(picture, "mode"):
+        # A palette, and a colour that is transparent, are not among the pixels.
+        palette = picture.palette.tobytes() if picture.palette else b""
+        about = picture.mode, picture.size, picture.info.get("transparency"), palette
+        pixels = picture.tobytes()
     else:
-        array = picture.numpy() if isinstance(picture, torch.Tensor) else picture
-        about, pixels = (str(array.dtype), array.shape), array.tobytes()
+        about, pixels = (str(picture.dtype), picture.shape), picture.tobytes()
     hashed = hashlib.blake2b(repr(about).encode(), digest_size=DIGEST_BYTES)
     hashed.update(pixels)
     return hashed.digest()

@@ -277,6 +277,8 @@ class EngineLoop:
                 self._cancelled |= dict.fromkeys(self._live)
             version = self.engine.policy_version + 1
             self.engine.begin_policy_version(version, keep_keys=in_flight is InFlight.KEEP)
+        # Seconds, in which requests may be submitted.
+        self.engine.capture_wanted()
 
     @contextmanager
     def stepping(self) -> Iterator["StepUntil | None"]:
@@ -323,7 +325,7 @@ class EngineLoop:
                 self._changed.wait(poll_seconds)
             return action is NextAction.STEP
 
-    def begin_turn(self, is_done: Callable[[], bool] = lambda: False) -> "NextAction":
+    def begin_turn(self, is_done: Callable[[], bool] = lambda: False) -> NextAction:
         """End this thread's last step, and return what it does next; called under the condition."""
         self.pause_controller.end_step()
         if self._fatal_error is not None or is_done():

@@ -6,6 +6,7 @@ Called by the trainer's thread, when it is attached and when it gets a strategy.
 from typing import Any
 
 from cb_rollout.compat.multimodal import is_processor
+from cb_rollout.engine.service.image_prompts import has_image_parts, is_chat
 from cb_rollout.errors import ConfigurationError
 
 IMAGE_COLUMNS = ("image", "images")
@@ -40,13 +41,7 @@ def image_data(trainer: Any) -> str | None:
         found = [column for column in IMAGE_COLUMNS if column in columns or column in row]
         if found:
             return f"{name} has a column {found[0]!r}"
-        if _has_image(row.get("prompt")):
+        prompt: Any = row.get("prompt")
+        if is_chat(prompt) and has_image_parts(prompt):
             return f"{name} has images in its prompts"
     return None
-
-
-def _has_image(prompt: Any) -> bool:
-    """Return True for a chat with an image among the parts of a message."""
-    contents = [message.get("content") for message in prompt] if isinstance(prompt, list) else []
-    parts = [part for content in contents if isinstance(content, list) for part in content]
-    return any(part.get("type") == "image" for part in parts)
