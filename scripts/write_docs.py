@@ -300,24 +300,28 @@ def gpu_model_tables(record: dict[str, Any]) -> str:
     )
 
 
-def mends_table(record: dict[str, Any]) -> str:
-    """Return the table of modelled mends: launches, milliseconds and what is saved, by model."""
+def optimizations_table(record: dict[str, Any]) -> str:
+    """Return the table of modelled optimizations: launches, time and what is saved, by model."""
     groups = {
-        name: group for name, group in record["results"].items() if name.startswith("mends of")
+        name: group
+        for name, group in record["results"].items()
+        if name.startswith("optimizations of")
     }
     models = [name.split()[6].rstrip(",") for name in groups]
     first = next(iter(groups))
     head = ["", *(f"{m}: {what}" for m in models for what in ("launches", "ms", "saved"))]
     lines = [head, ["---"] * len(head)]
-    for mend in groups[first]:
-        line = [mend]
+    for name in groups[first]:
+        line = [name]
         for group in groups.values():
-            saved = group[mend]["percent_saved"]
-            line += figures(group[mend], "launches", "milliseconds")
-            line.append("-" if mend.endswith("as it is") else f"{saved:.0f}%")
+            saved = group[name]["percent_saved"]
+            line += figures(group[name], "launches", "milliseconds")
+            line.append("-" if name.endswith("as it is") else f"{saved:.0f}%")
         lines.append(line)
     step = first.partition(f"{models[0]}, ")[2].removesuffix(", modelled")
-    title = f"**Mends that nobody has made, of a decode step of {step}: {record['note']}**"
+    title = (
+        f"**Optimizations that are not implemented, of a decode step of {step}: {record['note']}**"
+    )
     return "\n".join([title, "", *(f"| {' | '.join(line)} |" for line in lines), ""])
 
 
@@ -377,7 +381,7 @@ def with_gpu_model(text: str) -> str:
     """Return a page with its tables of the model of a GPU renewed."""
     path = BENCHMARKS / "gpu_model_cpu.json"
     record = json.loads(path.read_text())
-    return replaced(text, "gpu model", f"{gpu_model_tables(record)}\n{mends_table(record)}")
+    return replaced(text, "gpu model", f"{gpu_model_tables(record)}\n{optimizations_table(record)}")
 
 
 def with_tables(text: str, workloads: Iterable[str]) -> str:

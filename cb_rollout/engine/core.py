@@ -125,12 +125,13 @@ class Engine:
         return f"{self._runner.backend_selection}{forwards}; {self._chosen}{hooks}"
 
     @property
-    def _is_slower_than_asked(self) -> bool:
-        """Return whether a CUDA device runs decode steps otherwise than as graphs, unasked."""
-        if self.device.type != "cuda":
-            return False
-        is_gathered = self._runner.attention_backend is None
-        return is_gathered or (self._graphs is None and self.config.wants_graphs is not False)
+    def _is_without_graphs(self) -> bool:
+        """Return whether a CUDA device runs decode steps without graphs, unasked."""
+        return (
+            self.device.type == "cuda"
+            and self._graphs is None
+            and self.config.wants_graphs is not False
+        )
 
     @property
     def _is_model_changed(self) -> bool:
@@ -165,7 +166,7 @@ class Engine:
         )
         drafts = "on" if self._has_drafts else "off"
         self._chosen = f"{self._graphs_phrase}{self._compilation}; drafts: {drafts}"
-        level = logging.WARNING if self._is_slower_than_asked else logging.INFO
+        level = logging.WARNING if self._is_without_graphs else logging.INFO
         _LOGGER.log(level, "%s", self.decode_path)
 
     def _reset_executor(self) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from cb_rollout.compat.triton import launches_reported
-from cb_rollout.tools.bench.roofline import gpu_model, mends
+from cb_rollout.tools.bench.roofline import gpu_model, optimizations
 from cb_rollout.tools.bench.roofline.cards import CARDS, HOST_SECONDS, KERNEL_SECONDS, Card
 from cb_rollout.tools.bench.roofline.gpu_model import ideal_decode, ideal_prefill, memory_bytes
 from cb_rollout.tools.bench.roofline.kernel_recorder import Kernel, KernelRecorder, num_bytes
@@ -222,7 +222,7 @@ def test_the_list_of_vllm_has_the_products_of_the_model(is_decode):
     assert not vllm_step(TINY_SHAPE, Rows(600, 1), is_decode=is_decode).step.graphed
 
 
-def test_mends_keep_the_products_and_replace_what_they_name():
+def test_optimizations_keep_the_products_and_replace_what_they_name():
     wide = LLAMA | {"vocab_size": 8192}
     traced = {
         is_top_p: of_all_layers(
@@ -230,31 +230,20 @@ def test_mends_keep_the_products_and_replace_what_they_name():
         )
         for is_top_p, params in ((False, PLAIN), (True, TOP_P))
     }
-    found = mends.mends(lambda _, is_top_p: traced[is_top_p], wide, ROWS, CARDS[1])
+    found = optimizations.optimizations(lambda _, is_top_p: traced[is_top_p], wide, ROWS, CARDS[1])
     rest = traced[False].step.num_launches - 2 * 39
     assert found["as it is"]["launches"] == rest + 2 * 39
-    assert found[mends.FUSED]["launches"] == rest + 2 * 9
+    assert found[optimizations.FUSED]["launches"] == rest + 2 * 9
     assert found["top-p, as it is"]["launches"] == traced[True].step.num_launches
-    assert [row["percent_saved"] for name, row in found.items() if name.endswith("is")] == [0] * 3
-    assert found["both"]["percent_saved"] > found[mends.FUSED]["percent_saved"] > 0
+    assert [row["percent_saved"] for name, row in found.items() if name.endswith("is")] == [0] * 2
+    assert found["both"]["percent_saved"] > found[optimizations.FUSED]["percent_saved"] > 0
     sizes = LayerSizes.of(wide)
-    fused = mends._fused(traced[False], sizes, ROWS)
+    fused = optimizations._fused(traced[False], sizes, ROWS)
     assert product_flops(fused.step) == product_flops(traced[False].step)
-    sampled = mends._sampled(traced[True], sizes, ROWS, 1)
+    sampled = optimizations._sampled(traced[True], sizes, ROWS, 1)
     # Nothing reads the logits in float32 any more.
     logits = ROWS.num_rows * sizes.vocab
     assert max(k.num_bytes for k in sampled.step.graphed if k.name != "mm") == 2 * logits
-
-
-def test_empty_rows_of_a_graph_read_no_keys():
-    traced = of_all_layers(lambda layers: decode(layers), 2)
-    padded = mends._padded(lambda *_: traced, Rows(1, 100), 4)
-    assert padded.num_launches == traced.step.num_launches
-    (all_rows,), (one_row,) = (
-        [kernel.num_bytes for kernel in step.kernels if kernel.name == "attend_kernel"]
-        for step in (traced.step, padded)
-    )
-    assert one_row == all_rows / 4
 
 
 def test_a_card_is_traced_only_if_it_splits_keys_otherwise(monkeypatch):

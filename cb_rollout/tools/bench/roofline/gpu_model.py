@@ -5,18 +5,19 @@ own forward, and of vLLM as its source reads.
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cb_rollout.engine.attention.shared_prefix import num_splits
 from cb_rollout.tools.bench.roofline.cards import CARDS, KERNEL_SECONDS, Card
 from cb_rollout.tools.bench.roofline.machine import matmul_parameters
-from cb_rollout.tools.bench.roofline.mends import mends
+from cb_rollout.tools.bench.roofline.optimizations import optimizations
 from cb_rollout.tools.bench.roofline.steps import (
     TOP_P,
     Rows,
     Shape,
+    Step,
     Traced,
     engine_decode,
     engine_prefill,
@@ -75,7 +76,7 @@ def bench_gpu_model(setup: Setup) -> dict[str, Any]:
         card, rows = _listed(setup)
         step = f"a decode step of {name}, {rows} tokens, on {card.name}, modelled"
         results[f"parts of {step}"] = _parts(engine_step(shape, rows, card), card)
-        results[f"mends of {step}"] = mends(
+        results[f"optimizations of {step}"] = optimizations(
             lambda rows, is_top_p, shape=shape, card=card: engine_step(
                 shape, rows, card, is_top_p=is_top_p
             ),
@@ -126,7 +127,7 @@ def _decodes(shape: Shape, card: Card, setup: Setup) -> Iterator[tuple[str, dict
             traced = {"cb_rollout": engine_step(shape, rows, card)}
             if num_tokens == sizes.modelled_tokens[0]:
                 traced["cb_rollout, top-p"] = engine_step(shape, rows, card, is_top_p=True)
-            traced["transformers"] = _transformers_decode(_key(shape), rows)
+            traced["transformers"] = _traced(transformers_decode, _key(shape), rows)
             traced[f"vLLM {VERSION}"] = vllm_step(shape, rows, is_decode=True)
             ideal = ideal_decode(shape, rows)
             for contender, one in traced.items():
@@ -137,8 +138,8 @@ def _prefills(shape: Shape, card: Card, setup: Setup) -> Iterator[tuple[str, dic
     for prompts in setup.sizes.modelled_prefills:
         rows = Rows(*prompts)
         traced = {
-            "cb_rollout": _engine_prefill(_key(shape), rows),
-            "transformers": _transformers_prefill(_key(shape), rows),
+            "cb_rollout": _traced(engine_prefill, _key(shape), rows),
+            "transformers": _traced(transformers_prefill, _key(shape), rows),
             f"vLLM {VERSION}": vllm_step(shape, rows, is_decode=False),
         }
         for contender, one in traced.items():
@@ -197,27 +198,9 @@ def _engine_decode(key: _Key, rows: Rows, num_processors: int, *, is_top_p: bool
 
 
 @cache
-def _engine_prefill(key: _Key, rows: Rows) -> Traced:
+def _traced(trace: Callable[[Shape, Rows, int], Step], key: _Key, rows: Rows) -> Traced:
     shape = dict(key)
-    return of_all_layers(
-        lambda layers: engine_prefill(shape, rows, layers), shape["num_hidden_layers"]
-    )
-
-
-@cache
-def _transformers_decode(key: _Key, rows: Rows) -> Traced:
-    shape = dict(key)
-    return of_all_layers(
-        lambda layers: transformers_decode(shape, rows, layers), shape["num_hidden_layers"]
-    )
-
-
-@cache
-def _transformers_prefill(key: _Key, rows: Rows) -> Traced:
-    shape = dict(key)
-    return of_all_layers(
-        lambda layers: transformers_prefill(shape, rows, layers), shape["num_hidden_layers"]
-    )
+    return of_all_layers(lambda layers: trace(shape, rows, layers), shape["num_hidden_layers"])
 
 
 @cache

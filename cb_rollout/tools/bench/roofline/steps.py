@@ -164,12 +164,11 @@ def engine_decode(
         num_layers: layers of the model.
         params: of every sequence.
     """
-    recorder, steps = KernelRecorder(num_keys=rows.num_tokens), []
+    recorder = KernelRecorder(num_keys=rows.num_tokens)
 
     def capture(step: Replay) -> Replay:
         with recorder.recording():
             result = step()
-        steps.append(recorder)
         return lambda: result
 
     with on_card(num_processors):

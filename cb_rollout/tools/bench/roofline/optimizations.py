@@ -1,6 +1,6 @@
-"""Model what mends of a decode step would gain: kernels that are fused, and rows that fit better.
+"""Model what optimizations of a decode step would gain.
 
-None of these mends exists. Each replaces some of the kernels of a traced step by others.
+None of them is implemented. Each replaces some of the kernels of a traced step by fewer ones.
 
 B: rows, V: vocabulary.
 """
@@ -9,15 +9,11 @@ from collections import Counter
 from collections.abc import Callable
 
 from cb_rollout.tools.bench.roofline.cards import Card
-from cb_rollout.tools.bench.roofline.kernel_recorder import Kernel
 from cb_rollout.tools.bench.roofline.steps import Rows, Shape, Step, Traced, plain_sampling
 from cb_rollout.tools.bench.roofline.vllm_kernels import LayerSizes, moving, product
 
 # Returns a decode step: of these rows, truncated by top-p or not.
 Decode = Callable[[Rows, bool], Traced]
-
-# More rows than a graph of 256 has; graphs of today have 384 then, of every 64 rows 320.
-ROWS, PADDED_TODAY, PADDED_TO_64 = 257, 384, 320
 
 FUSED = "norms, rotations, writes and activations fused, products joined"
 
@@ -29,8 +25,10 @@ ATTENTION = ("attend_kernel", "join_kernel")
 PLAIN_READS, TOP_P_READS = 1, 4
 
 
-def mends(decode: Decode, shape: Shape, rows: Rows, card: Card) -> dict[str, dict[str, float]]:
-    """Return the modelled milliseconds of a step today, and with each mend.
+def optimizations(
+    decode: Decode, shape: Shape, rows: Rows, card: Card
+) -> dict[str, dict[str, float]]:
+    """Return the modelled milliseconds of a step today, and with each optimization.
 
     Args:
         decode: traces a step of the card.
@@ -43,7 +41,6 @@ def mends(decode: Decode, shape: Shape, rows: Rows, card: Card) -> dict[str, dic
     without_sampling = Traced(Step(graphed=truncated.step.graphed), plain.layer, plain.num_layers)
     sampled = _sampled(without_sampling, sizes, rows, PLAIN_READS)
     sampled_top_p = _sampled(without_sampling, sizes, rows, TOP_P_READS)
-    many = Rows(ROWS, rows.num_tokens)
     # The first of each group is the step today.
     groups: list[dict[str, Step]] = [
         {
@@ -55,12 +52,6 @@ def mends(decode: Decode, shape: Shape, rows: Rows, card: Card) -> dict[str, dic
         {
             "top-p, as it is": truncated.step,
             "top-p in one kernel, inside the graph": sampled_top_p.step,
-        },
-        {
-            f"{ROWS} rows in a graph of {PADDED_TODAY}, as it is": _padded(
-                decode, many, PADDED_TODAY
-            ),
-            f"{ROWS} rows in a graph of {PADDED_TO_64}": _padded(decode, many, PADDED_TO_64),
         },
     ]
     return {
@@ -108,14 +99,3 @@ def _sampled(traced: Traced, sizes: LayerSizes, rows: Rows, num_reads: int) -> T
     step = traced.step.plus(Step(graphed=Counter([cast, kept])), -1)
     step = step.plus(plain_sampling(rows, sizes.vocab), -1).plus(Step(graphed=chosen))
     return traced._replace(step=step)
-
-
-def _padded(decode: Decode, rows: Rows, num_rows: int) -> Step:
-    """Return a step in a graph of more rows, of which the empty ones have no keys."""
-    step = decode(Rows(num_rows, rows.num_tokens), False).step
-    share = rows.num_rows / num_rows
-    kernels: Counter[Kernel] = Counter()
-    for kernel, launches in step.graphed.items():
-        scale = share if kernel.name in ATTENTION else 1
-        kernels[Kernel(kernel.name, round(scale * kernel.num_bytes), kernel.num_flops)] += launches
-    return Step(graphed=kernels)
