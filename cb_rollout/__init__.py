@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from cb_rollout.config.rollout import RolloutConfig
     from cb_rollout.config.sampling import SamplingParams
     from cb_rollout.engine.memory.plan import MemoryPlan
+    from cb_rollout.engine.numerics.bitwise import bitwise
     from cb_rollout.engine.service.manager import ContinuousBatchingManager
     from cb_rollout.errors import (
         ConfigurationError,
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
         OutOfCacheMemoryError,
         QueueFullError,
         RolloutError,
+        ToolTimeoutError,
         WeightSyncError,
     )
     from cb_rollout.integrations.trl.attachment import attach, detach
@@ -54,8 +56,10 @@ __all__ = [
     "RolloutGenerator",
     "SamplingParams",
     "SyncReport",
+    "ToolTimeoutError",
     "WeightSyncError",
     "attach",
+    "bitwise",
     "detach",
     "generate_batch",
     "make_rollout_func",
@@ -67,6 +71,7 @@ _MODULES = {
     "config.rollout": ("RolloutConfig",),
     "config.sampling": ("SamplingParams",),
     "engine.memory.plan": ("MemoryPlan",),
+    "engine.numerics.bitwise": ("bitwise",),
     "engine.service.manager": ("ContinuousBatchingManager",),
     "errors": tuple(name for name in __all__ if name.endswith("Error")),
     "integrations.trl.attachment": ("attach", "detach"),

@@ -9,6 +9,7 @@
     +-- EngineDeadError         (RuntimeError)     the generation loop stopped; its cause is chained
     +-- WeightSyncError         (RuntimeError)     the rollout weights are not the trainer's
     +-- LogprobDriftError       (ArithmeticError)  log-probabilities left the trainer's forward
+    +-- ToolTimeoutError        (TimeoutError)     a tool took longer than `tool_timeout_seconds`
 
 A message says what happened, with its numbers, then which setting to change. The package's own bugs
 are asserts.
@@ -64,6 +65,10 @@ class EngineDeadError(RolloutError, RuntimeError):
 
 class WeightSyncError(RolloutError, RuntimeError):
     """The weights that generate differ from the weights that train."""
+
+
+class ToolTimeoutError(RolloutError, TimeoutError):
+    """A tool or an environment took too long; its conversation alone is told so."""
 
 
 class LogprobDriftError(RolloutError, ArithmeticError):

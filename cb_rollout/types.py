@@ -4,6 +4,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 
 class RequestStatus(StrEnum):
@@ -69,6 +70,12 @@ class GenerationOutput:
     kept_token_ids: list[Sequence[int]] | None = None
     """For each generated token the ids that top-k, top-p and min-p left to choose from, each an
     `array("i")`; None unless `sampling_mask="replay"` and truncation removed a token."""
+    routed_experts: Any = field(default=None, compare=False)
+    """The experts that each token took: a numpy array of uint8 or int16, `(tokens, layers, experts
+    of a token)`, of the prompt and all generated tokens but the last, which ran through no layer.
+    None unless `router_replay=True`."""
+    images: Any = field(default=None, repr=False, compare=False)
+    """The tensors of the prompt's images, for `packed_logprobs`; None: it has none."""
 
     def is_finished(self) -> bool:
         """Return whether the request reached a final status: finished, cancelled or failed."""

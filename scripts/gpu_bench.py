@@ -45,7 +45,10 @@ ROWS, PROMPT, GROUP = 256, 256, 8
 SHORT, LONG = 16, 80
 
 # Of the bench of a model; only the smallest model runs beside peers.
-PARTS = ("decode", "lifecycle", "peers", "vllm")
+PARTS = ("decode", "lifecycle", "stages", "peers", "vllm")
+
+# Tiles of keys that the attention kernel has in flight.
+STAGES = (2, 3, 4, 5)
 
 # Lengths of the completions of a rollout.
 KINDS = ("equal", "tailed")
@@ -94,9 +97,12 @@ def bytes_per_step(model: Any, rows: int, bytes_per_token: int) -> int:
     return int(weights + (own + rows / GROUP * PROMPT) * bytes_per_token)
 
 
+OWN_FORWARD = {"use_default_compile_configs": False}
+
 PATHS: dict[str, dict[str, Any]] = {
-    "graphs": {"use_cuda_graph": True},
-    "graphs, none ahead": {"use_cuda_graph": True, "use_async_batching": False},
+    "graphs": {"use_cuda_graph": True, **OWN_FORWARD},
+    "graphs, compiled": {"use_cuda_graph": True, "use_default_compile_configs": True},
+    "graphs, none ahead": {"use_cuda_graph": True, "use_async_batching": False, **OWN_FORWARD},
     "kernels": {"use_cuda_graph": False},
     "gathered": {"use_cuda_graph": False},
 }
@@ -105,13 +111,13 @@ PATHS: dict[str, dict[str, Any]] = {
 # By rows of the step: all paths on the smallest model, the main ones on the others.
 COMPARED = {
     "0.6B": {ROWS: tuple(PATHS), 32: ("graphs", "gathered"), 1: ("graphs", "kernels")},
-    "4B": {ROWS: ("graphs", "graphs, none ahead", "kernels"), 32: ("graphs",), 1: ("graphs",)},
-    "8B": {ROWS: ("graphs", "graphs, none ahead", "kernels"), 32: ("graphs",), 1: ("graphs",)},
+    "4B": {ROWS: ("graphs", "graphs, compiled", "kernels"), 32: ("graphs",), 1: ("graphs",)},
+    "8B": {ROWS: ("graphs", "graphs, compiled", "kernels"), 32: ("graphs",), 1: ("graphs",)},
 }
 
 
 def bench_decode(shape: str, model: Any, peak: float) -> Rows:
-    """Time decode steps on each path: CUDA graphs with and without overlap, kernels, gathered."""
+    """Time decode steps on each path: CUDA graphs, compiled and not, kernels, gathered."""
     for rows, compared in COMPARED[shape].items():
         for path in compared:
             with generator_of(model, **PATHS[path]) as generator:
@@ -126,6 +132,26 @@ def bench_decode(shape: str, model: Any, peak: float) -> Rows:
                     "tokens_per_second": rows / step,
                     "share_of_bandwidth": moved / step / peak,
                 }
+
+
+def bench_stages(shape: str, model: Any, peak: float) -> Rows:
+    """Time decode steps with more tiles of keys in flight in the attention kernel."""
+    from cb_rollout.engine.attention.triton import launch
+
+    before = launch.NUM_STAGES
+    for stages in STAGES:
+        launch.NUM_STAGES = stages
+        try:
+            with generator_of(model, use_cuda_graph=True, max_requests_per_batch=ROWS) as generator:
+                step = statistics.median(decode_step(generator, ROWS, 3))
+                per_token = generator.manager._engine.layout.bytes_per_token
+        finally:
+            launch.NUM_STAGES = before
+        yield {
+            "what": f"{shape} decode, {ROWS} rows, {stages} stages",
+            "step_ms": 1000 * step,
+            "share_of_bandwidth": bytes_per_step(model, ROWS, per_token) / step / peak,
+        }
 
 
 def bench_lifecycle(shape: str, model: Any) -> Rows:
@@ -223,6 +249,7 @@ def parts(shape: str, model: Any, peak: float) -> dict[str, Callable[[], Rows]]:
     measured: dict[str, Callable[[], Rows]] = {
         "decode": lambda: bench_decode(shape, model, peak),
         "lifecycle": lambda: bench_lifecycle(shape, model),
+        "stages": lambda: bench_stages(shape, model, peak),
     }
     if shape == "0.6B":
         measured |= {"peers": lambda: bench_peers(model), "vllm": lambda: bench_vllm(model)}

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Run what needs one CUDA device, most telling first: rollouts beside peers (vLLM too, where
 # CB_ROLLOUT_VLLM_PYTHON names its Python), the kernels' tests compiled for the device, the tests
-# marked `gpu`, decode steps. Ends within eight minutes, and names the parts that it did not reach.
+# marked `gpu`, stages of the attention kernel, decode steps. Ends within eight minutes, and names the parts that it did not reach.
 # Needs no network.
 #
 #     bash scripts/gpu_check.sh [FOLDER FOR THE RESULTS]
@@ -72,6 +72,7 @@ if [ -n "${CB_ROLLOUT_VLLM_PYTHON:-}" ]; then
 fi
 run kernels 100 "${tests[@]}" tests/engine/attention/test_triton_kernels.py
 run gpu_tests 120 "${tests[@]}" tests/gpu
+run stages 90 "${bench[@]}" --parts stages --shapes 8B --seconds 60 --output "$results/stages.json"
 run decode 230 "${bench[@]}" --parts decode lifecycle --seconds 180 --output "$results/decode.json"
 
 printf '%s\n' "" "${summary[@]}"

@@ -74,7 +74,8 @@ SAMPLING_FOOTER = """
 
 The order is that of `generate`:
 
-1. `logit_bias`, `sequence_bias`
+1. no placeholder of images, videos or sounds, except where `logit_bias` names it; `logit_bias`,
+   `sequence_bias`
 2. `encoder_repetition_penalty`, then repetition, presence and frequency penalties
 3. `no_repeat_ngram_size`, `bad_words`
 4. tokens that must not come yet: `min_new_tokens`, `min_length`, `begin_suppress_tokens`
@@ -320,8 +321,29 @@ def optimizations_table(record: dict[str, Any]) -> str:
         lines.append(line)
     step = first.partition(f"{models[0]}, ")[2].removesuffix(", modelled")
     title = (
-        f"**Optimizations that are not implemented, of a decode step of {step}: {record['note']}**"
+        f"**Optimizations of a decode step that runs the model's own forward, of {step}: "
+        f"{record['note']}**"
     )
+    return "\n".join([title, "", *(f"| {' | '.join(line)} |" for line in lines), ""])
+
+
+def samplings_table(record: dict[str, Any]) -> str:
+    """Return the table of steps by sampling parameters: launches and times, by model."""
+    groups = {
+        name: group for name, group in record["results"].items() if name.startswith("sampling of")
+    }
+    models = [name.split()[6].rstrip(",") for name in groups]
+    first = next(iter(groups))
+    columns = ("launches", "outside of the graph", "milliseconds", "sampling_milliseconds")
+    shown = ("launches", "outside of the graph", "ms", "of them sampling")
+    head = ["", *(f"{model}: {column}" for model in models for column in shown)]
+    lines = [head, ["---"] * len(head)]
+    for name in groups[first]:
+        lines.append(
+            [name, *(x for group in groups.values() for x in figures(group[name], *columns))]
+        )
+    step = first.partition(f"{models[0]}, ")[2].removesuffix(", modelled")
+    title = f"**Sampling of a decode step of {step}: {record['note']}**"
     return "\n".join([title, "", *(f"| {' | '.join(line)} |" for line in lines), ""])
 
 
@@ -381,7 +403,11 @@ def with_gpu_model(text: str) -> str:
     """Return a page with its tables of the model of a GPU renewed."""
     path = BENCHMARKS / "gpu_model_cpu.json"
     record = json.loads(path.read_text())
-    return replaced(text, "gpu model", f"{gpu_model_tables(record)}\n{optimizations_table(record)}")
+    return replaced(
+        text,
+        "gpu model",
+        "\n".join((gpu_model_tables(record), samplings_table(record), optimizations_table(record))),
+    )
 
 
 def with_tables(text: str, workloads: Iterable[str]) -> str:

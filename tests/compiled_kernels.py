@@ -1,6 +1,7 @@
 """Compiles the Triton kernels for a GPU that need not be there; prints what came out as JSON.
 
 python tests/compiled_kernels.py 90    # for compute capability 9.0
+python tests/compiled_kernels.py 90 3    # with three tiles of keys in flight
 """
 
 import json
@@ -8,6 +9,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from types import SimpleNamespace
 
 import torch
@@ -17,6 +19,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from cb_rollout.engine.attention.backend import AttentionMetadata, AttentionSpec
+from cb_rollout.engine.attention.triton import launch
 from cb_rollout.engine.attention.triton.launch import (
     TYPES,
     attend,
@@ -24,9 +27,12 @@ from cb_rollout.engine.attention.triton.launch import (
     shared_rows,
     write,
 )
+from cb_rollout.engine.attention.triton.work_list import cut
+from cb_rollout.engine.cuda_graphs.graph_sampler import GraphSampler, GraphSampling
+from cb_rollout.engine.cuda_graphs.inputs import GraphInputs
 
 BF16, FP32 = torch.bfloat16, torch.float32
-ROWS, SPLITS = 4, 2
+ROWS, STRETCHES = 4, 66
 FORMS = {
     # Query heads, key heads, size of a key and of a value, dtype; window, cap, sinks.
     "Qwen3-8B": ((32, 8, 128, 128, BF16), (None, None, False)),
@@ -64,7 +70,9 @@ def decode(sizes, asked, is_shared):
         rows_per_tile = shared_rows(heads // key_heads, max(key_size, value_size), types)
         tiles = {"shared_B": ints, "first_T": ints[:2], "count_T": ints[:2]}
         tiles["rows_per_tile"] = rows_per_tile
-    metadata = AttentionMetadata(torch.zeros(6, dtype=torch.int64), 16, ints, ints, SPLITS, **tiles)
+    metadata = AttentionMetadata(
+        torch.zeros(6, dtype=torch.int64), 16, ints, ints, STRETCHES, **tiles
+    )
     sinks = torch.zeros(heads, dtype=dtype) if has_sinks else None
     queries, keys, values = (
         torch.zeros(ROWS, *shape, dtype=dtype)
@@ -72,7 +80,24 @@ def decode(sizes, asked, is_shared):
     )
     write(keys, values, metadata, 0, types)
     spec = AttentionSpec(key_size**-0.5, window, softcap, sinks)
-    attend(queries, key_heads, value_size, metadata, 0, types, spec)
+    attend(queries, key_heads, value_size, metadata, 0, types, spec, cut(metadata, window))
+    # One program attends over all keys of a row.
+    attend(queries, key_heads, value_size, replace(metadata, shared_B=None), 0, types, spec, None)
+
+
+# Rows, vocabulary, dtype of the logits, and tokens that are never sampled.
+SAMPLERS = {
+    "Qwen3-8B": (ROWS, 151936, BF16, (151655, 151656)),
+    "odd vocabulary": (ROWS, 50257, FP32, ()),
+    "small vocabulary": (ROWS, 1000, torch.float16, ()),
+}
+
+
+def sample(num_rows, vocab_size, dtype, never_sampled):
+    """What a captured step launches to sample."""
+    inputs, device = GraphInputs(num_rows, torch.device("cpu")), torch.device("cpu")
+    sampler = GraphSampler(num_rows, device, GraphSampling(never_sampled))
+    sampler.sample(torch.zeros(num_rows, vocab_size, dtype=dtype), inputs.tensor)
 
 
 def resources(cubin):
@@ -121,8 +146,13 @@ def main(capability):
     for form, sizes in PRODUCTS.items():
         multiply(*sizes)
         made[-1]["form"] = form
+    for form, sizes in SAMPLERS.items():
+        num_before = len(made)
+        sample(*sizes)
+        made[num_before:] = [one | {"form": form} for one in made[num_before:]]
     sys.stdout.write(json.dumps(made))
 
 
 if __name__ == "__main__":
+    launch.NUM_STAGES = int(sys.argv[2]) if len(sys.argv) > 2 else launch.NUM_STAGES
     main(int(sys.argv[1]))

@@ -59,6 +59,9 @@ class FakeSampler:
         tokens = [expected_token(*place) for place in places]
         return append_each(requests, tokens, logprobs, [True] * len(requests), version)
 
+    def append(self, requests, results, version):
+        return append_each(requests, results.tokens, results.logprobs, results.is_valid, version)
+
 
 class CheckedScheduler(Scheduler):
     def schedule_prefill(self):
@@ -152,7 +155,9 @@ class FakeModel:
     def is_sound(self):
         return True
 
-    def logits(self, new_tokens, lengths, table_rows, cache, table, position_offsets=None):
+    def logits(
+        self, new_tokens, lengths, table_rows, cache, table, position_offsets=None, routes=None
+    ):
         self.raise_error()
         admitted = {r.table_row: r for r in self.requests if r.table_row != NO_TABLE_ROW}
         for tokens, length, table_row in zip(new_tokens, lengths, table_rows, strict=True):
@@ -223,12 +228,14 @@ class FakeModel:
 
     def _graphs(self):
         decoding = SimpleNamespace(
-            find=lambda cache, table: None, splits=lambda rows, keys: 1, rows_per_tile=3
+            find=lambda cache, table: None, is_cut=lambda lengths, interval: False, rows_per_tile=3
         )
         sizes = GraphSizes()
         graphs = GraphedDecoding(
             self, decoding, sizes, self.limits.max_requests, capture=lambda step: self.replay
         )
+        for key in graphs._row_keys:
+            graphs.add(key, self.limits.block_size)
         collect = self.executor._collect_pending
 
         def counted():
@@ -241,7 +248,7 @@ class FakeModel:
 
     def replay(self):
         self.raise_error()
-        tensor, results_N3 = self.graphs._inputs.tensor, self.graphs._results_N3
+        tensor, results_N6 = self.graphs._inputs.tensor, self.graphs._sampler.results
         running = self.running_rows()
         for row in (tensor[Line.LENGTH] > 0).nonzero()[:, 0].tolist():
             lines = [Line.LENGTH, Line.TABLE_ROW, Line.SEED, Line.INDEX]
@@ -255,7 +262,7 @@ class FakeModel:
             else:
                 self.compute(running[row], length)
             logprob = expected_logprob(index, self.version)
-            results_N3[row] = torch.tensor([expected_token(seed, index), logprob, 1])
+            results_N6[row, :4] = torch.tensor([expected_token(seed, index), logprob, 1, 1])
         self.check_tiles(tensor, running)
         tensor[Line.LENGTH] += tensor[Line.LENGTH] > 0
         tensor[Line.INDEX] += 1

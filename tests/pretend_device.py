@@ -15,7 +15,7 @@ from fast_path import Playback, run_few_rows
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from cb_rollout.engine.cuda_graphs import graphs
+from cb_rollout.engine.cuda_graphs import graphs, selection
 
 aten = torch.ops.aten
 DEVICE = torch.device("cuda", 0)
@@ -252,8 +252,8 @@ class Stream:
     current: ClassVar = None
     every: ClassVar = []
 
-    def __init__(self):
-        self.num_launched = 0
+    def __init__(self, device=None, priority=0):
+        self.num_launched, self.priority = 0, priority
         self.followed = {}
         """Launches of other streams that this one waited for."""
         Stream.every.append(self)
@@ -267,6 +267,8 @@ class Stream:
 
     def synchronize(self):
         Pretended.wait()
+        for one in Stream.every:
+            one.followed[self] = self.num_launched
 
     def wait_event(self, event):
         assert event.num_copies is not None
@@ -377,6 +379,8 @@ def pretend_device(monkeypatch, capability=(8, 0)):
         "current_stream": lambda device=None: Stream.current,
         "current_device": lambda: 0,
         "Event": Event,
+        "Stream": Stream,
+        "stream": on_stream,
         "synchronize": lambda device=None: finish(),
         "empty_cache": lambda: Pretended.allocator.empty_cache(),
         "get_device_name": lambda device=None: "pretended",
@@ -396,6 +400,8 @@ def pretend_device(monkeypatch, capability=(8, 0)):
     for name, said in spoken.items():
         monkeypatch.setattr(torch.cuda, name, said)
     monkeypatch.setattr(graphs, "CudaCapture", CapturedThere)
+    # Inductor would compile for a device that is not there.
+    monkeypatch.setattr(selection, "COMPILED_DEVICES", set())
     run_few_rows(monkeypatch)
     launch = interpreter.GridExecutor.__call__
 

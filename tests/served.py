@@ -1,6 +1,8 @@
 """A tiny model behind a real server on this machine, and OpenAI's own client for it."""
 
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -72,3 +74,51 @@ def let_say(generator: RolloutGenerator, text: str) -> None:
     script = Script(byte_tokenizer(), text)
     manager = generator.manager
     manager.defaults = replace(manager.defaults, logits_processors=(script,))
+
+
+class Asked:
+    """One request of `/inference/v1/generate`, in a thread of its own."""
+
+    def __init__(self, post: Callable[..., Any], name: str, **sampling: Any) -> None:
+        params = {"max_tokens": 2000, "ignore_eos": True, "logprobs": 0, **sampling}
+        body = {"request_id": name, "token_ids": [5, 6], "sampling_params": params}
+        self._thread = threading.Thread(target=self._run, args=(post, body))
+        self._thread.start()
+
+    def _run(self, post: Callable[..., Any], body: dict[str, Any]) -> None:
+        self.answer = post("/inference/v1/generate", body)
+
+    def choice(self) -> dict[str, Any]:
+        """Return its one choice, once it is answered."""
+        self.join()
+        assert self.answer.status_code == 200, self.answer.text
+        return self.answer.json()["choices"][0]
+
+    def join(self) -> None:
+        """Wait for the answer."""
+        self._thread.join(TIMEOUT_SECONDS)
+
+
+def until(condition: Callable[[], Any]) -> None:
+    """Wait for a condition; fail after a time-out."""
+    deadline = time.monotonic() + TIMEOUT_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def num_sampled(generator: RolloutGenerator) -> int:
+    """Return the number of tokens sampled so far."""
+    return generator.manager.counters.tokens_generated
+
+
+def num_waiting(generator: RolloutGenerator) -> int:
+    """Return the number of sequences that have not begun."""
+    return len(generator.manager._loop._inbox) + generator.manager._engine.num_waiting
+
+
+def running(generator: RolloutGenerator, count: int) -> None:
+    """Wait until so many sequences run, and one more token was sampled."""
+    until(lambda: generator.manager.status().requests_running == count)
+    before = num_sampled(generator)
+    until(lambda: num_sampled(generator) > before)

@@ -17,6 +17,7 @@ import pytest
 import cb_rollout
 from cb_rollout import RolloutConfig, strategies
 from cb_rollout.integrations.async_grpo import AsyncRollouts
+from cb_rollout.integrations.ray import RolloutPool
 from cb_rollout.metrics.registry import METRICS
 from cb_rollout.tools.cli import create_parser
 from site_pages import DOCS, PAGES, linked_files, parts
@@ -98,13 +99,14 @@ def expressions(page: str) -> Iterator[ast.AST]:
 
 @functools.cache
 def callables() -> dict[str, Any]:
-    """Return what pages call by name: public names, strategies, and the generator's methods."""
+    """Return what pages call by name: public names, strategies, methods of generator and pool."""
     names = (name for name in cb_rollout.__all__ if not name.endswith("Error"))
     public = {name: getattr(cb_rollout, name) for name in names}
     groups = {name: getattr(strategies, name) for name in strategies.__all__}
     generator = public["RolloutGenerator"]
     methods = {f"generator.{n}": m for n, m in vars(generator).items() if inspect.isfunction(m)}
-    return public | groups | methods | {"AsyncRollouts": AsyncRollouts}
+    methods |= {f"pool.{n}": m for n, m in vars(RolloutPool).items() if inspect.isfunction(m)}
+    return public | groups | methods | {"AsyncRollouts": AsyncRollouts, "RolloutPool": RolloutPool}
 
 
 def accepts(function: Any, keyword: str) -> bool:

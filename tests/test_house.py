@@ -43,8 +43,10 @@ PUBLIC = [
     "RolloutGenerator",
     "SamplingParams",
     "SyncReport",
+    "ToolTimeoutError",
     "WeightSyncError",
     "attach",
+    "bitwise",
     "detach",
     "generate_batch",
     "make_rollout_func",
@@ -243,7 +245,7 @@ def test_a_function_has_at_most_sixty_lines():
         f"{path.relative_to(PACKAGE)}:{node.name}: {num_lines(node)}"
         for path in MODULES
         # A Triton kernel is one function.
-        if path.stem != "kernels"
+        if path.stem not in ("kernels", "sampling_kernels")
         for node in definitions(path, ast.FunctionDef, ast.AsyncFunctionDef)
         if num_lines(node) > MAX_FUNCTION_LINES
     ]

@@ -84,8 +84,11 @@ SHARPNESS = 4.0
 def tiny_model(
     family: str = "qwen3", vocab_size: int = 256, seed: int = 0, **overrides: Any
 ) -> PreTrainedModel:
-    """A float32 model of `family` on the CPU, in eval mode; equal arguments give equal weights."""
-    settings = {**SMALL, "vocab_size": vocab_size, **FAMILIES[family], **overrides}
+    """A float32 model of `family` on the CPU, in eval mode; equal arguments give equal weights.
+
+    A family that `FAMILIES` does not list has to be given what it needs beside `SMALL`.
+    """
+    settings = {**SMALL, "vocab_size": vocab_size, **FAMILIES.get(family, {}), **overrides}
     given = {name: value for name, value in settings.items() if value is not None}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -210,11 +210,19 @@ def picture(seed: int, size: tuple[int, int] = (40, 30)) -> Image.Image:
     return Image.fromarray(pixels)
 
 
-@torch.no_grad()
 def plain_logprobs(
     model: PreTrainedModel, tensors: dict[str, torch.Tensor], generated: list[int]
 ) -> list[float]:
     """The log-probability of each generated token after a processor's prompt, without a cache."""
+    logprobs = plain_logits(model, tensors, generated).log_softmax(-1)
+    return logprobs.gather(-1, torch.tensor(generated)[:, None])[:, 0].tolist()
+
+
+@torch.no_grad()
+def plain_logits(
+    model: PreTrainedModel, tensors: dict[str, torch.Tensor], generated: list[int]
+) -> torch.Tensor:
+    """The logits that each generated token was sampled from, without a cache."""
     tensors = dict(tensors)
     shape = tensors["input_ids"].shape
     for name, tensor in tensors.items():
@@ -224,5 +232,4 @@ def plain_logprobs(
                 added = torch.tensor([generated])
             tensors[name] = torch.cat([tensor, added], 1)
     tensors["attention_mask"] = torch.ones_like(tensors["input_ids"])
-    logprobs = model(**tensors, use_cache=False).logits[0, shape[1] - 1 : -1].log_softmax(-1)
-    return logprobs.gather(-1, torch.tensor(generated)[:, None])[:, 0].tolist()
+    return model(**tensors, use_cache=False).logits[0, shape[1] - 1 : -1]

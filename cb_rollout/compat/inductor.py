@@ -33,13 +33,17 @@ def compiler_obstacle() -> str | None:
     return None
 
 
-def compile_library(source: str) -> ctypes.CDLL:
+def compile_library(source: str, *, contracts: bool = True) -> ctypes.CDLL:
     """Load C++ source, compiled now or by an earlier process (torch 2.11 to 2.13).
+
+    Args:
+        source: the C++.
+        contracts: let the compiler join products and sums, in some loops and not in others.
 
     Raises:
         Exception: what the compiler raises.
     """
-    return CppCodeCache.load(source, extra_flags=(CONTRACT_FLAG,))
+    return CppCodeCache.load(source, extra_flags=(CONTRACT_FLAG,) if contracts else ())
 
 
 GROUPED = "cb_rollout::grouped_product"
@@ -109,6 +113,15 @@ def fake_weight(graph: fx.Graph, weight: torch.Tensor) -> torch.Tensor:
     return mode.from_tensor(weight.detach(), static_shapes=True)
 
 
+def call_function(graph: fx.Graph, target: Any, *args: Any) -> fx.Node:
+    """Add a call of an operator to a traced graph, with its fake result (torch 2.11 to 2.13)."""
+    node = graph.call_function(target, args)
+    mode = graph.find_nodes(op="placeholder")[0].meta["val"].fake_mode
+    with mode:
+        node.meta["val"] = target(*fx.map_arg(args, lambda given: given.meta["val"]))
+    return node
+
+
 def compile_graph(graph: fx.Graph, options: Mapping[str, Any]) -> Callable[..., torch.Tensor]:
     """Compile a traced graph of one output by inductor (torch 2.11 to 2.13).
 
@@ -120,8 +133,9 @@ def compile_graph(graph: fx.Graph, options: Mapping[str, Any]) -> Callable[..., 
     output.args = ((output.args[0],),)
     examples = [node.meta["val"] for node in graph.find_nodes(op="placeholder")]
     # Compile in this process: workers would outlive a training run's forks. A trace is tried before
-    # it is used, so its calls skip the checks of sizes.
-    patches = {"compile_threads": 1, "size_asserts": False, **options}
+    # it is used, so its calls skip the checks of sizes. The caller captures CUDA graphs itself.
+    skipped = {"size_asserts": False, "alignment_asserts": False}
+    patches = {"compile_threads": 1, **skipped, **options, "triton.cudagraphs": False}
     with torch.no_grad():
         artifact = standalone_compile(
             fx.GraphModule({}, graph),

@@ -6,11 +6,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules import module as _module
+from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._python_dispatch import TorchDispatchMode
 
 try:
@@ -77,29 +78,44 @@ def multiplies_bfloat16() -> bool:
     return torch.ops.mkldnn._is_mkldnn_bf16_supported() and not emulates
 
 
+class DropoutSite(NamedTuple):
+    """A rate of dropout, and where it is kept."""
+
+    name: str
+    """Name of the module within the model, or of its attribute."""
+    module: torch.nn.Module
+    attribute: str
+    rate: float
+
+
+def dropout_sites(model: torch.nn.Module) -> Iterator[DropoutSite]:
+    """Yield every rate of dropout, 0 too: of modules, and numbers that a forward passes on."""
+    for name, module in model.named_modules():
+        if isinstance(module, _DropoutNd):
+            yield DropoutSite(name, module, "p", float(module.p))
+            continue
+        # OPT, Falcon and others call torch's function with a number of the module.
+        for attribute, rate in vars(module).items():
+            if "drop" in attribute and isinstance(rate, float):
+                yield DropoutSite(f"{name}.{attribute}", module, attribute, rate)
+
+
 def dropout_rate(model: torch.nn.Module) -> float:
-    """Return the highest rate of dropout, in modules and in attention."""
-    modules: list[Any] = list(model.modules())
-    rates = [module.p for module in modules if isinstance(module, torch.nn.Dropout)]
-    rates += [getattr(module, "attention_dropout", 0.0) or 0.0 for module in modules]
-    return max((rate for rate in rates if isinstance(rate, float)), default=0.0)
+    """Return the highest rate of dropout."""
+    return max((site.rate for site in dropout_sites(model)), default=0.0)
 
 
 @contextmanager
 def without_dropout(model: torch.nn.Module) -> Iterator[None]:
-    """Set the rates that `dropout_rate` reads to 0; the model stays in its mode."""
-    modules: list[Any] = list(model.modules())
-    places = [(module, "p") for module in modules if isinstance(module, torch.nn.Dropout)]
-    places += [(module, "attention_dropout") for module in modules]
-    rates = [(module, name, getattr(module, name, None)) for module, name in places]
-    changed = [place for place in rates if isinstance(place[2], float)]
-    for module, name, _ in changed:
-        setattr(module, name, 0.0)
+    """Set all rates of `dropout_sites` to 0; the model stays in its mode."""
+    sites = list(dropout_sites(model))
+    for site in sites:
+        setattr(site.module, site.attribute, 0.0)
     try:
         yield
     finally:
-        for module, name, rate in changed:
-            setattr(module, name, rate)
+        for site in sites:
+            setattr(site.module, site.attribute, site.rate)
 
 
 # torch 2.13's unpadded attention takes these; an earlier release may have none.
@@ -144,8 +160,13 @@ class SavedBytes:
 
 # Hooks that need no call of their own once a forward is captured, by where they are defined.
 # transformers 5.23 hooks embeddings for gradient checkpointing under adapters, which does nothing
-# without gradients; TRL 1.16 casts the embeddings of a model whose head is float32.
+# without gradients; TRL 1.16 casts the embeddings of a model whose head is float32; `bitwise` gives
+# positions where a forward has none, and a step's forward has its own; transformers hooks every
+# layer of a model that was once asked for hidden states, as LLaVA asks its vision tower, and its
+# hooks do nothing unless a forward asks.
 CAPTURED_HOOKS = (
+    "install_output_capuring_hook.<locals>.",
+    "_counting_tokens.<locals>.",
     "PreTrainedModel.enable_input_require_grads",
     "GRPOTrainer.__init__.<locals>._cast_lm_head_to_fp32",
     "RLOOTrainer.__init__.<locals>._cast_lm_head_to_fp32",

@@ -4,12 +4,13 @@ import inspect
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from copy import copy
 from functools import partial
 from typing import Any
 
 import torch
+from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from transformers import AttentionInterface, PreTrainedModel, cache_utils
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask, sdpa_mask
@@ -102,7 +103,13 @@ def refuse_what_cannot_generate(model: PreTrainedModel) -> None:
 
 def refuse_sharded(model: PreTrainedModel) -> None:
     """Raise `ConfigurationError` for a model that is not whole on one device of one process."""
-    if is_sharded(model):
+    is_split = tensor_parallel_group(model) is not None
+    if is_split and any(isinstance(module, FSDPModule) for module in model.modules()):
+        raise ConfigurationError(
+            "the model is split by tensor parallelism and sharded by FSDP too, which is not "
+            "supported; use one of them (fsdp_size=1, or tp_size=1)."
+        )
+    if is_sharded(model) and not is_split:
         raise ConfigurationError(
             "the model's parameters are sharded over processes, so its forward needs all of them "
             "at every step; roll out with a RolloutGenerator and weight_sync='copy' (or 'auto')."
@@ -120,17 +127,15 @@ def refuse_sharded(model: PreTrainedModel) -> None:
         )
 
 
-def refuse_tensor_parallel(model: PreTrainedModel) -> None:
-    """Raise `ConfigurationError` for layers that transformers 5.23 split by a `tp_plan`.
+def tensor_parallel_group(model: PreTrainedModel) -> ProcessGroup | None:
+    """Return the processes that share the model's layers; None: this one has them whole.
 
-    Processes of one group get the same data, and would sample it with different seeds.
+    transformers 5.23 marks the model that a `tp_plan` split, and keeps its device mesh.
     """
-    if (num_processes := getattr(model, "tp_size", None) or 1) > 1:
-        raise ConfigurationError(
-            f"the model is split over {num_processes} tensor-parallel processes, which cannot roll "
-            "out as one; load it without tp_plan and shard it with FSDP2 (recipes/accelerate/"
-            "fsdp2.yaml), or generate on a server that splits inference."
-        )
+    if (getattr(model, "tp_size", None) or 1) == 1:
+        return None
+    mesh: Any = model._device_mesh
+    return mesh.get_group() if mesh.ndim == 1 else mesh.get_group("tp")
 
 
 def is_quantized(model: PreTrainedModel) -> bool:
@@ -230,6 +235,9 @@ PAGEABLE_KINDS = (
     "sliding_attention",
     "chunked_attention",
     "indexed_attention",
+    # As transformers 5.17 has it.
+    "deepseek_sparse_attention",
+    "qwen_sparse_attention",
     "minimax_m3_sparse",
     "conv",
     "linear_attention",
@@ -271,6 +279,8 @@ _REPLACEMENT = _Replacement()
 _LOCK = threading.Lock()
 # One entry for each thread inside `replacing_attention`.
 _INSIDE: list[Attention] = []
+# What computes every thread's attention, in place of the models' own functions.
+_EVERYWHERE: list[Attention] = []
 # The class's own lookup, kept for a thread that is between two lookups when the last one leaves.
 _OWN_LOOKUP: list[Attention] = []
 
@@ -284,47 +294,88 @@ def replacing_attention(attend: Attention) -> Iterator[None]:
     their own. The model and its `_attn_implementation` are not touched. Any thread may call.
     """
     assert _REPLACEMENT.attend is None, "a forward within a forward"
-    with _LOCK:
-        if not _INSIDE:
-            _OWN_LOOKUP[:] = [AttentionInterface.get_interface]
-            AttentionInterface.get_interface = _lookup  # type: ignore[method-assign]
-        _INSIDE.append(attend)
-    _REPLACEMENT.attend = attend
+    with _replacing_lookup(attend, _INSIDE):
+        _REPLACEMENT.attend = attend
+        try:
+            yield
+        finally:
+            _REPLACEMENT.attend = None
+
+
+@contextmanager
+def keeping_attention() -> Iterator[None]:
+    """Have models that this thread calls use their own attention, inside `replacing_attention`."""
+    attend, _REPLACEMENT.attend = _REPLACEMENT.attend, None
     try:
         yield
     finally:
-        _REPLACEMENT.attend = None
+        _REPLACEMENT.attend = attend
+
+
+@contextmanager
+def computing_attention(attend: Attention) -> Iterator[None]:
+    """Have `attend(own_attention, module, query, ...)` stand for models' own attention functions.
+
+    In every thread, and inside `replacing_attention` too, whose function gets it as the model's
+    own. May be nested, with one function. Any thread may call.
+    """
+    with _replacing_lookup(attend, _EVERYWHERE):
+        yield
+
+
+@contextmanager
+def _replacing_lookup(attend: Attention, inside: list[Attention]) -> Iterator[None]:
+    with _LOCK:
+        if not _INSIDE and not _EVERYWHERE:
+            _OWN_LOOKUP[:] = [AttentionInterface.get_interface]
+            AttentionInterface.get_interface = _lookup  # type: ignore[method-assign]
+        inside.append(attend)
+    try:
+        yield
+    finally:
         with _LOCK:
-            _INSIDE.remove(attend)
-            if not _INSIDE:
+            inside.remove(attend)
+            if not _INSIDE and not _EVERYWHERE:
                 AttentionInterface.get_interface = _OWN_LOOKUP[-1]
 
 
 def _lookup(interface: Any, implementation: str, default: Attention) -> Attention:
     own_attention = _OWN_LOOKUP[-1](interface, implementation, default)
-    attend = _REPLACEMENT.attend
-    return own_attention if attend is None else partial(attend, own_attention)
+    for attend in (*_EVERYWHERE[-1:], _REPLACEMENT.attend):
+        if attend is not None:
+            own_attention = partial(attend, own_attention)
+    return own_attention
 
 
 @contextmanager
 def replacing_attention_again(model: torch.nn.Module, attend: Attention) -> Iterator[None]:
-    """Replace attention, and again whenever gradient checkpointing computes a layer again.
+    """Replace attention, and again whenever gradient checkpointing computes a layer again."""
+    with repeated_in_checkpoints(model, lambda: replacing_attention(attend)):
+        yield
+
+
+@contextmanager
+def repeated_in_checkpoints(
+    model: torch.nn.Module, context: Callable[[], AbstractContextManager[Any]]
+) -> Iterator[None]:
+    """Enter a context, and again whenever gradient checkpointing computes a layer again.
 
     That happens in the backward pass, after this context, and on a GPU in another thread. The
     checkpointing functions of transformers 5.23 and torch 2.13 are replaced inside.
     """
+    is_inside = True
 
-    def with_attention(run: Callable[..., Any]) -> Callable[..., Any]:
+    def with_context(run: Callable[..., Any]) -> Callable[..., Any]:
         def run_again(*arguments: Any, **named: Any) -> Any:
-            if _REPLACEMENT.attend is attend:
+            if is_inside:
                 return run(*arguments, **named)
-            with replacing_attention(attend):
+            with context():
                 return run(*arguments, **named)
 
         return run_again
 
     def wrapped(own: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda run, *rest, **named: own(with_attention(run), *rest, **named)
+        return lambda run, *rest, **named: own(with_context(run), *rest, **named)
 
     changed: list[tuple[Any, str, Any]] = []
     for module in model.modules():
@@ -334,9 +385,10 @@ def replacing_attention_again(model: torch.nn.Module, attend: Attention) -> Iter
                 changed.append((module, name, own))
                 setattr(module, name, wrapped(own))
     try:
-        with replacing_attention(attend):
+        with context():
             yield
     finally:
+        is_inside = False
         for module, name, own in changed:
             setattr(module, name, own)
 

@@ -4,10 +4,22 @@ from enum import StrEnum
 
 
 class SchedulerType(StrEnum):
-    """Order of prefill and decode steps."""
+    """Order of admissions, and of prefill and decode steps."""
 
     FIFO = "fifo"
     PREFILL_FIRST = "prefill_first"
+    LONGEST_FIRST = "longest_first"
+
+
+class DraftSource(StrEnum):
+    """Tokens that a draft was found in."""
+
+    GROUP = "group"
+    """Of the sequence and its group, in the same rollout."""
+    EARLIER = "earlier"
+    """Of the same prompt, in earlier rollouts."""
+    RUN = "run"
+    """Of other prompts."""
 
 
 class InFlight(StrEnum):
@@ -33,6 +45,13 @@ class RolloutDtype(StrEnum):
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
     FLOAT16 = "float16"
+
+
+class Numerics(StrEnum):
+    """Order of the sums of forwards."""
+
+    FAST = "fast"
+    BITWISE = "bitwise"
 
 
 class LogprobsMode(StrEnum):

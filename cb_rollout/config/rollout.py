@@ -24,6 +24,7 @@ from cb_rollout.config.enums import (
     KvDtype,
     LogprobsMode,
     LossForward,
+    Numerics,
     OldLogps,
     OnLogprobDrift,
     ReleaseCache,
@@ -126,16 +127,15 @@ class RolloutConfig:
     )
     kv_padding_interval_size: int = setting(
         0,
-        "A decode graph splits keys for the longest row, rounded up to a multiple of this; 0: "
-        "chosen.",
+        "Keys that one program of a decode graph reads are a multiple of this; 0: chosen.",
         integer(0),
-        cost="Larger: fewer graphs to capture, more splits than short rows need.",
+        cost="Larger: a long row is cut into fewer parts, which leave processors idle.",
     )
     max_cached_graphs: int = setting(
         0,
         "Decode graphs kept; 0: chosen.",
         integer(0),
-        cost="Fewer take less memory, and are captured again when needed again.",
+        cost="Fewer take less memory, and steps have more rows of padding.",
     )
     varlen_compile_config: object | None = setting(
         None,
@@ -144,32 +144,34 @@ class RolloutConfig:
     )
     decode_compile_config: object | None = setting(
         None,
-        "torch.compile of decode steps on a CPU: a transformers CompileConfig, or a dict of its "
-        "fields.",
+        "torch.compile of decode steps: a transformers CompileConfig, or a dict of its fields.",
         check_compile_config,
-        cost="Needs a C++ compiler, and seconds of compiling; see gpu.md.",
+        cost="Seconds of compiling, and on a CPU a C++ compiler; see gpu.md.",
     )
-    use_default_compile_configs: bool = setting(
-        False,
-        "torch.compile of decode steps on a CPU, with inductor's defaults; prefill is not "
-        "compiled.",
-        boolean,
-        cost="As decode_compile_config; for long runs.",
+    use_default_compile_configs: bool | None = setting(
+        None,
+        "torch.compile of decode steps with inductor's defaults; None: where they are CUDA graphs; "
+        "prefill is not compiled.",
+        one_of(None, True, False),
+        cost="As decode_compile_config; False on a GPU for runs of a few steps.",
     )
     num_speculative_tokens: int | None = setting(
         None,
-        "Most draft tokens per step, proposed by n-gram lookup in the sequence and its group, and "
-        "verified in one forward; the sampled tokens stay the same. None: chosen; 0: none.",
+        "Most draft tokens of a sequence per step, proposed by n-gram lookup in the sequence, its "
+        "group and earlier rollouts, and verified in one forward; the sampled tokens stay the "
+        "same. None: chosen; 0: none.",
         integer(0, may_be_none=True),
         cost="Set 0 to compare.",
     )
     scheduler_type: str = setting(
         "fifo",
         "fifo: in order of arrival; prefill when waiting >= running / 4, or after 8 decode steps; "
-        "prefill_first: decode only when no prompt can be admitted.",
+        "prefill_first: decode only when no prompt can be admitted; longest_first: as fifo, but "
+        "admit first the prompt whose completions were longest in earlier rollouts.",
         choice(SchedulerType),
         choices=SchedulerType,
-        cost="prefill_first fills the batch sooner, while running sequences wait.",
+        cost="prefill_first fills the batch sooner, while running sequences wait; longest_first "
+        "gains only where not all sequences run at once.",
     )
     return_logprobs: bool = setting(
         True,
@@ -223,6 +225,14 @@ class RolloutConfig:
         choices=LogprobsMode,
         cost="policy ignores truncation and processed includes it; see training.md.",
     )
+    numerics: str = setting(
+        "fast",
+        "fast: log-probabilities equal the trainer's to rounding; bitwise: in every bit, whatever "
+        "else is in the batch; on CPUs.",
+        choice(Numerics),
+        choices=Numerics,
+        cost="bitwise costs speed, in rollout and loss; see numerics.md.",
+    )
     sampling_mask: str = setting(
         "ignore",
         "ignore: the loss uses the whole vocabulary; replay: each token's top-k, top-p or min-p "
@@ -230,6 +240,14 @@ class RolloutConfig:
         choice(SamplingMaskMode),
         choices=SamplingMaskMode,
         cost="replay costs 4 bytes per kept token id, and the loss's logits whole.",
+    )
+    router_replay: bool = setting(
+        False,
+        "Mixture of experts: record the experts that each token takes in the rollout, prompts "
+        "included; every forward of the loss takes them again, with its own scores of them.",
+        boolean,
+        cost="Costs a byte per token, layer and chosen expert (two above 256 experts); decode "
+        "steps run without CUDA graphs or a trace.",
     )
     old_logps: str = setting(
         "auto",
@@ -296,6 +314,22 @@ class RolloutConfig:
         idle=(0,),
         cost="Costs disk, one line per sequence.",
     )
+    concurrent_tools: bool = setting(
+        True,
+        "Call the tools of all conversations of a turn at the same time, each conversation in a "
+        "thread of its own; off: one after the other, on the trainer's thread.",
+        boolean,
+        actor="trainer",
+        cost="Turn it off for tools that only one thread may call.",
+    )
+    tool_timeout_seconds: float | None = setting(
+        None,
+        "Longest time of one tool call; the conversation is told of the ToolTimeoutError and goes "
+        "on. None: unlimited.",
+        amount("seconds", None),
+        actor="trainer",
+        cost="Set it where a tool may hang; needs concurrent_tools.",
+    )
     release_cache: str = setting(
         "between_steps",
         "between_steps: give the KV memory back while training runs; never: keep.",
@@ -324,6 +358,13 @@ class RolloutConfig:
         amount("GiB", 0.0),
         cost="Set it on a GPU where rollout/preemptions is high; on a CPU raise num_blocks.",
     )
+    encoder_cache_gib: float = setting(
+        0.25,
+        "GiB for the features of images, which later prompts read under the same weights; 0: none "
+        "are kept.",
+        amount("GiB", 0.0),
+        cost="Raise it where images repeat and rollout/images_encoded is above their number.",
+    )
 
     def __post_init__(self) -> None:
         """Check every field, alone and together."""
@@ -340,6 +381,30 @@ class RolloutConfig:
                 "on_logprob_drift='recompute' needs old_logps='rollout' and a max_logprob_drift; "
                 "set both, or leave it at 'raise'."
             )
+        if self.tool_timeout_seconds is not None and not self.concurrent_tools:
+            raise ConfigurationError(
+                f"tool_timeout_seconds={self.tool_timeout_seconds:g} needs a thread for each "
+                "conversation; leave concurrent_tools=True."
+            )
+
+        self._check_numerics()
+
+    def _check_numerics(self) -> None:
+        """Refuse settings under which no two forwards could be the same bits."""
+        if self.numerics != Numerics.BITWISE:
+            return
+        refused = {
+            "kv_dtype": self.kv_dtype != KvDtype.AUTO and "rounds what the loss does not",
+            "rollout_dtype": self.rollout_dtype != RolloutDtype.AUTO
+            and "computes in another dtype than the trainer",
+            "decode_compile_config": self.compiles_decode is not None
+            and "compiles sums in another order",
+        }
+        for name, reason in refused.items():
+            if reason:
+                raise ConfigurationError(
+                    f"numerics='bitwise': {name}={getattr(self, name)!r} {reason}; leave it unset."
+                )
 
     @property
     def compiles_decode(self) -> CompileSettings | None:

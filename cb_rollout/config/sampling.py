@@ -33,6 +33,9 @@ MIN_TEMPERATURE = 1e-6
 # Largest change of a logit: float32 holds it, and no logit comes near.
 MAX_LOGIT_CHANGE = 1e30
 
+# Most `top_logprobs` of a request that a CUDA graph samples, which is the most of OpenAI's API.
+MAX_GRAPHED_TOP_LOGPROBS = 20
+
 # Few sets of stop tokens are in use at once, and each may be large.
 NUM_SHARED_SETS = 64
 
@@ -303,6 +306,17 @@ class SamplingParams:
     def is_adjusted(self) -> bool:
         """True: the logits are changed before the temperature."""
         return bool(self.adjustments)
+
+    @property
+    def can_be_graphed(self) -> bool:
+        """True: a CUDA graph samples by these parameters."""
+        has_parts = self.sequence_bias or self.no_repeat_ngram_size
+        has_parts = has_parts or any(len(word) > 1 for word in self.bad_words)
+        has_ends = self.forced_eos_token_id or self.exponential_decay_length_penalty
+        has_code = self.logits_processors or self.grammar is not None
+        is_typical = self.is_truncated and self.typical_p < 1
+        is_wide = self.top_logprobs > MAX_GRAPHED_TOP_LOGPROBS
+        return not (has_parts or has_ends or has_code or is_typical or is_wide)
 
     @property
     def is_processed(self) -> bool:

@@ -5,13 +5,17 @@ time.
 """
 
 import logging
-from contextlib import ExitStack
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import replace
 from functools import partial
 
 import torch
 from transformers import PreTrainedModel
 
+from cb_rollout.compat import multimodal
 from cb_rollout.compat import transformers as hf_compat
+from cb_rollout.config.enums import Numerics
 from cb_rollout.config.rollout import RolloutConfig
 from cb_rollout.engine.cuda_graphs.selection import choose_compilation, create_graphs
 from cb_rollout.engine.executor import StepExecutor
@@ -21,15 +25,22 @@ from cb_rollout.engine.kv_cache.storage import CacheStorage, create_saver
 from cb_rollout.engine.memory import device as devices
 from cb_rollout.engine.memory.plan import GIB
 from cb_rollout.engine.memory.training import OptimizerOrName, TrainingMemory
-from cb_rollout.engine.model.check import check_images, check_model
+from cb_rollout.engine.model.check import check_model
+from cb_rollout.engine.model.encoder_cache import EncoderCache
 from cb_rollout.engine.model.eval_mode import eval_mode
+from cb_rollout.engine.model.image_check import check_images
+from cb_rollout.engine.model.prompt_images import PromptImages
+from cb_rollout.engine.model.recompute import recomputed_logprobs
+from cb_rollout.engine.model.routers import Routers
 from cb_rollout.engine.model.runner import BatchLayout, ModelRunner
+from cb_rollout.engine.numerics.bitwise import bitwise
 from cb_rollout.engine.request import Limits, Request
 from cb_rollout.engine.sampling.sampler import create_token_sampler
+from cb_rollout.engine.scheduler.completion_history import CompletionHistory
 from cb_rollout.engine.scheduler.policy import create_policy
 from cb_rollout.engine.scheduler.scheduler import HISTORY_FACTOR, Scheduler
 from cb_rollout.engine.spec_decode.ngram import MAX_DRAFT_ROWS, NgramProposer, can_draft
-from cb_rollout.errors import OutOfCacheMemoryError, RolloutError
+from cb_rollout.errors import OutOfCacheMemoryError, RolloutError, error_text
 from cb_rollout.metrics.registry import EngineCounters
 from cb_rollout.types import FinishReason, RequestStatus
 
@@ -46,6 +57,8 @@ class Engine:
         autocast_dtype: torch.dtype | None = None,
         trained: torch.nn.Module | None = None,
         optimizer: OptimizerOrName | None = None,
+        *,
+        smallest: Callable[[int], int] | None = None,
     ) -> None:
         """Probe the model and plan the memory; pages are allocated at the first step.
 
@@ -55,61 +68,92 @@ class Engine:
             autocast_dtype: run forwards under autocast to this dtype; None: without autocast.
             trained: the model that trains, where `model` is a copy of it; None: `model` itself.
             optimizer: steps the model that trains, or names the class that will; None: not known.
+            smallest: returns the smallest of a number over the processes that share the model's
+                layers, which all call it; None: this process has them whole.
 
         Raises:
             ConfigurationError: the model cannot run on pages, or a setting cannot be honoured.
             OutOfCacheMemoryError: not even one block fits.
         """
         self.config = config
+        self._is_alone, self._smallest = smallest is None, smallest or int
         self.counters = EngineCounters()
         self.policy_version = 0
-        self._runner = ModelRunner(model, autocast_dtype)
+        is_bitwise = config.numerics == Numerics.BITWISE
+        self._runner = ModelRunner(model, autocast_dtype, is_bitwise=is_bitwise)
         self._eval_mode: ExitStack | None = None
+        self._numerics = ExitStack()
+        """Holds the operators of `numerics="bitwise"` while there is work."""
         self.trained = trained or model
+        own = {id(parameter) for parameter in model.parameters()}
+        self.runs_a_copy = own.isdisjoint(id(parameter) for parameter in self.trained.parameters())
+        """True where training may change its weights while this engine generates."""
         self.device = self._runner.device
         self.training = TrainingMemory(
             self.trained, model, self.device, optimizer, config.training_reserve_gib
         )
-        self._proposer = NgramProposer(config.num_speculative_tokens)
-        with devices.plain_modes():
+        self._history = CompletionHistory()
+        never_sampled = multimodal.never_sampled_token_ids(model)
+        self._proposer = NgramProposer(config.num_speculative_tokens, never_sampled)
+        with devices.plain_modes(), self._computing():
             self._probe()
         saver = create_saver(self.device)
-        self._storage = CacheStorage(self.layout, self.limits, self.memory_plan, self.device, saver)
+        self._storage = CacheStorage(
+            self.layout, self.limits, self.memory_plan, self.device, saver, self._smallest
+        )
         offload_bytes, offloader = int(config.cpu_offload_gib * GIB), None
         if offload_bytes:
             offloader = KVOffloader(self._storage, config.block_size, offload_bytes)
         policy = create_policy(config.scheduler_type)
-        self._scheduler = Scheduler(self.limits, self.counters, self._grow, policy, offloader)
+        self._scheduler = Scheduler(
+            self.limits, self.counters, self._grow, policy, offloader, self._record_routes
+        )
         self._executor = StepExecutor(
             self._runner,
             self._scheduler,
             self._storage,
-            create_token_sampler(config, self.device, self.counters),
+            create_token_sampler(config, self.device, self.counters, never_sampled),
             self.counters,
             looks_ahead=config.looks_ahead,
+            is_alone=self._is_alone,
         )
         self._reset_executor()
         self._given: torch.cuda.Event | None = None
+        if self.runs_a_copy:
+            # Its work does not queue behind that of a thread that trains meanwhile. Pages are
+            # allocated and written there alone, so the allocator needs no record of other streams.
+            self._executor.stream = devices.prior_stream(self.device)
         self.receive_model()
 
     def _probe(self) -> None:
         """Probe the cache's layout, select how decode steps run, and plan the memory."""
         devices.require_unmoved(self.model, self.device)
         identity = hf_compat.forward_identity(self.model)
+        self._runner.recorder = None
         self.layout = check_model(
             self._runner, partial(page_layout, config=self.config, device=self.device)
         )
+        if self.config.router_replay:
+            self.layout = replace(self.layout, routes=self._runner.record_routes().spec)
         # Once for each layout: a later plan may find the trace given up, for other reasons.
-        self._compilation = choose_compilation(self._runner, self.config)
-        self.takes_images = False
-        """True once a prompt with images was found to run right."""
+        choose_compilation(self._runner, self.config)
+        # Anew for another layout: a later check may find more, or less.
+        self._runner.cuts_images.clear()
+        self._runner.shares_prefill.clear()
+        reads_images = bool(multimodal.image_encoders(self.model))
+        max_bytes = int(self.config.encoder_cache_gib * GIB) if reads_images else 0
+        self._runner.encoder_cache = EncoderCache(max_bytes, self.counters)
         self._has_drafts = can_draft(self._runner, self.layout, self.config)
         max_rows = max_requests_per_batch(self.config, self.device)
         if self._has_drafts:
             max_rows = max(max_rows, MAX_DRAFT_ROWS)
         # Captured before the memory is planned, which then knows what is left.
         self._graphs, self._graphs_phrase = create_graphs(
-            self._runner, self.config, max_rows, self.layout.is_recurrent
+            self._runner,
+            self.config,
+            max_rows,
+            self.layout.is_recurrent,
+            is_alone=self._is_alone,
         )
         self._plan()
         self._identity = identity
@@ -120,9 +164,9 @@ class Engine:
         backend = self._runner.attention_backend
         traced = None if backend is None else backend.traced_forward
         forwards = "" if traced is None else f"; forwards: {traced}"
-        has_hooks = self._graphs is not None and self._graphs.has_hooks
-        hooks = "; not while the model has forward hooks, as it has now" if has_hooks else ""
-        return f"{self._runner.backend_selection}{forwards}; {self._chosen}{hooks}"
+        obstacle = None if self._graphs is None else self._graphs.obstacle
+        now = "" if obstacle is None else f"; not {obstacle}"
+        return f"{self._runner.backend_selection}{forwards}; {self._chosen}{now}"
 
     @property
     def _is_without_graphs(self) -> bool:
@@ -140,7 +184,7 @@ class Engine:
 
     def _plan(self) -> None:
         """Divide the free memory; no cache may be allocated."""
-        config = self.config
+        config, graphs = self.config, self._graphs
         plan = plan_memory(
             self.layout,
             config,
@@ -152,10 +196,17 @@ class Engine:
             max_sequence_tokens=(
                 hf_compat.max_positions(self.model) if self._runner.attention_backend else None
             ),
-            graph_bytes=0 if self._graphs is None else self._graphs.num_bytes,
+            graph_bytes=0 if graphs is None else graphs.num_bytes,
+            graph_bytes_to_come=0 if graphs is None else graphs.planned_bytes - graphs.num_bytes,
+            encoder_cache_bytes=self._runner.encoder_cache.max_bytes,
             device=self.device,
         )
-        self.memory_plan = plan
+        # Every process of a group must admit and preempt the same sequences.
+        self.memory_plan = plan = replace(
+            plan,
+            num_blocks=self._smallest(plan.num_blocks),
+            num_slots=self._smallest(plan.num_slots),
+        )
         self.limits = Limits(
             block_size=config.block_size,
             max_batch_tokens=config.max_batch_tokens or devices.max_batch_tokens(self.device),
@@ -165,7 +216,7 @@ class Engine:
             is_packed=self.batch_layout is BatchLayout.PACKED,
         )
         drafts = "on" if self._has_drafts else "off"
-        self._chosen = f"{self._graphs_phrase}{self._compilation}; drafts: {drafts}"
+        self._chosen = f"{self._graphs_phrase}; drafts: {drafts}"
         level = logging.WARNING if self._is_without_graphs else logging.INFO
         _LOGGER.log(level, "%s", self.decode_path)
 
@@ -217,7 +268,32 @@ class Engine:
 
     def add(self, request: Request) -> None:
         """Queue a validated sequence."""
+        if request.images is not None:
+            kind = request.images.kind
+            request.images.may_be_cut = self._runner.cuts_images.get(kind, False)
+            request.images.may_share_prefill = kind in self._runner.shares_prefill
+        else:
+            # With images, equal token ids may stand for different pictures.
+            request.history = self._history.of(request.prompt_ids)
+            request.expected_length = request.history.expected_length()
         self._scheduler.add(request)
+
+    @property
+    def routers(self) -> Routers | None:
+        """Routers of the model, whose choices are recorded; None: none are."""
+        recorder = self._runner.recorder
+        return None if recorder is None else recorder.routers
+
+    def _record_routes(self, request: Request) -> None:
+        """Have a sequence that loses its blocks keep the experts that its tokens took."""
+        if self.routers is None or not self._storage.is_allocated or not request.num_generated:
+            return
+        table = self._storage.table
+        first = torch.arange(request.num_computed)
+        blocks = torch.tensor(request.block_ids)[first // table.block_size]
+        slots = blocks * table.block_size + first % table.block_size
+        routes = self._storage.cache.read_routes(devices.moved(slots, self.device))
+        request.record_routes(routes.cpu().numpy())
 
     def cancel(self, request: Request) -> None:
         """End an unfinished sequence, keeping what it has."""
@@ -232,13 +308,15 @@ class Engine:
             keep_keys: let running sequences go on with their keys; False: all are computed anew.
         """
         self.policy_version = policy_version
+        self._runner.encoder_cache.clear()
         self._scheduler.begin_policy_version(policy_version, keep_keys)
         is_due = self.training.needs_new_plan and not (keep_keys and self.has_work)
+        is_due = bool(self._smallest(is_due))
         if self._is_model_changed or is_due:
             self.training.stop_measuring(self.cache_bytes)
             if is_due:
                 self.training.settle()
-            with devices.plain_modes():
+            with devices.plain_modes(), self._computing():
                 self._plan_anew()
 
     def capture_wanted(self) -> None:
@@ -258,6 +336,10 @@ class Engine:
             self._plan()
         self.release_cache()
 
+    def has_checked(self, images: PromptImages) -> bool:
+        """Return whether prompts with images of this kind were found to run right."""
+        return images.kind in self._runner.cuts_images
+
     def check_images(self, request: Request) -> None:
         """Refuse a model that differs from its plain forward on a request's images.
 
@@ -265,25 +347,25 @@ class Engine:
             ConfigurationError: it does, or takes no images.
         """
         assert request.images is not None
-        with devices.plain_modes():
+        with devices.plain_modes(), self._computing():
             try:
                 check_images(self._runner, self.layout, request.prompt_ids, request.images)
             except torch.OutOfMemoryError:
                 # Beside the cache there was no room; the next step allocates it again.
                 self.release_cache()
                 check_images(self._runner, self.layout, request.prompt_ids, request.images)
-        self.takes_images = True
 
     def release_cache(self) -> None:
         """Release the cache's memory; unfinished sequences are computed anew afterwards."""
+        self._runner.encoder_cache.clear()
         self._scheduler.reset(self.limits)
         self._storage.release(self.limits, self.memory_plan, self.layout)
         self._reset_executor()
 
     def recompute(self, request: Request) -> list[float]:
         """Return a sequence's log-probabilities by one plain forward of the model that trains."""
-        with eval_mode(self.trained), devices.plain_modes():
-            return self._runner.recompute(self.trained, request)
+        with eval_mode(self.trained), devices.plain_modes(), self._computing():
+            return recomputed_logprobs(self._runner, self.trained, request)
 
     def step(self) -> list[Request]:
         """Run at most one forward, of prompts or of running sequences.
@@ -291,9 +373,14 @@ class Engine:
         Returns:
             The sequences that got a token or ended, each once.
         """
-        with devices.current(self.device), devices.plain_modes():
+        stream = self._executor.stream
+        with devices.current(self.device), devices.on_stream(stream), devices.plain_modes():
             touched = self._step()
-        self._scheduler.retire_running()
+        for request in self._scheduler.retire_running():
+            if request.status is RequestStatus.FINISHED and request.history is not None:
+                self._history.add(request.history, request.token_ids[len(request.prompt_ids) :])
+                if self._has_drafts:
+                    self._proposer.add_to_run(request)
         if not self.has_work:
             self.hand_back_model()
         return touched
@@ -303,6 +390,7 @@ class Engine:
             # The model may have been trained in another stream than this thread's.
             devices.wait_event(self._given, self.device)
             self.training.stop_measuring(self.cache_bytes)
+            self._numerics.enter_context(self._computing())
             if self._is_model_changed:
                 # A cast does not change the weights, so no sync reported it.
                 try:
@@ -329,6 +417,11 @@ class Engine:
         )
         return self._executor.fail([request], error)
 
+    def _computing(self) -> AbstractContextManager[None]:
+        """Return the context of the engine's forwards."""
+        is_bitwise = self.config.numerics == Numerics.BITWISE
+        return bitwise(self.model) if is_bitwise else nullcontext()
+
     def _drop_stale_forwards(self) -> None:
         """Drop captured and traced forwards whose weights have moved."""
         if self._graphs is not None:
@@ -345,26 +438,39 @@ class Engine:
         if self._graphs is None:
             return
         try:
-            self._graphs.capture_sizes(self.limits.block_size)
+            if self._graphs.is_dropped or is_paused:
+                self._graphs.capture_sizes(self.limits.block_size)
             if is_paused:
                 self._graphs.capture_wanted(self.limits.block_size)
         except torch.OutOfMemoryError as error:
             devices.empty_cache(self.device)
             _LOGGER.warning(
-                "no memory to capture all CUDA graphs (%s); steps of other sizes are captured as "
-                "they come up. Lower max_memory_percent or max_requests_per_batch.",
+                "no memory to capture all CUDA graphs (%s); other steps run the graph of more "
+                "rows, or none. Lower max_memory_percent or max_requests_per_batch.",
                 error,
             )
+        except Exception as error:  # noqa: BLE001  kernels run what cannot be captured
+            self._graphs.give_up(f"now, since capturing the forward failed ({error_text(error)})")
+            devices.empty_cache(self.device)
+            _LOGGER.warning("decode steps run without CUDA graphs: %s", self.decode_path)
 
     def release_graphs(self) -> None:
-        """Drop the CUDA graphs and free their memory; the next step captures them again."""
+        """Drop the CUDA graphs and free their memory, until `capture_released`."""
         if self._graphs is not None:
-            self._graphs.forget()
+            self._graphs.release()
             devices.empty_cache(self.device)
+
+    def capture_released(self) -> None:
+        """Capture the CUDA graphs that `release_graphs` dropped; the engine must be paused.
+
+        A model that was changed meanwhile is left to the next step, which probes it first.
+        """
+        if self._graphs is not None and self._graphs.is_dropped and not self._is_model_changed:
+            self.warm_up()
 
     def warm_up(self) -> None:
         """Trace, compile or capture decode steps before one needs it; no step may be running."""
-        with devices.current(self.device), devices.plain_modes():
+        with devices.current(self.device), devices.plain_modes(), self._computing():
             if self._is_model_changed:
                 self._plan_anew()
             with eval_mode(self.model):
@@ -375,6 +481,7 @@ class Engine:
 
     def hand_back_model(self) -> None:
         """Restore the model's training flags, until the next step."""
+        self._numerics.close()
         if self._eval_mode is not None:
             self._executor.settle()
             self._eval_mode.close()

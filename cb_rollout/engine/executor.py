@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -19,11 +20,12 @@ from cb_rollout.engine.kv_cache.storage import CacheStorage
 from cb_rollout.engine.memory import device as devices
 from cb_rollout.engine.memory.device import is_out_of_memory, out_of_memory
 from cb_rollout.engine.model.decode_rows import DecodeRows
+from cb_rollout.engine.model.image_rows import PrefillRow
 from cb_rollout.engine.model.runner import ModelRunner
 from cb_rollout.engine.request import Prefill, Request
-from cb_rollout.engine.sampling.sampler import TokenSampler, append_each, want_plain_tokens
+from cb_rollout.engine.sampling.sampler import TokenSampler
 from cb_rollout.engine.scheduler.scheduler import Scheduler
-from cb_rollout.engine.spec_decode.ngram import NgramProposer
+from cb_rollout.engine.spec_decode.ngram import NO_DRAFT, Draft, NgramProposer
 from cb_rollout.errors import RolloutError, error_text
 from cb_rollout.metrics.registry import EngineCounters
 from cb_rollout.types import FinishReason, RequestStatus
@@ -43,6 +45,7 @@ class StepExecutor:
         counters: EngineCounters,
         *,
         looks_ahead: bool = False,
+        is_alone: bool = True,
     ) -> None:
         """Join the parts of one engine.
 
@@ -53,15 +56,19 @@ class StepExecutor:
             token_sampler: samples from logits.
             counters: counts forwards and tokens.
             looks_ahead: whether a CUDA graph may be launched before the last one's tokens are read.
+            is_alone: whether no other process takes part in the forwards. Otherwise one that raises
+                is not run again, since the others would wait in it.
         """
         self.device = runner.device
         self.graphs: GraphedDecoding | None = None
         self.proposer: NgramProposer | None = None
         self._runner, self._scheduler, self._storage = runner, scheduler, storage
         self._token_sampler, self._counters = token_sampler, counters
-        self._looks_ahead = looks_ahead
+        self._looks_ahead, self._is_alone = looks_ahead, is_alone
         self._pending: PendingStep | None = None
         self._end: torch.cuda.Event | None = None
+        self.stream: torch.cuda.Stream | None = None
+        """All work is launched there; None: on the stream of the thread that steps."""
 
     def reset(self, graphs: GraphedDecoding | None, proposer: NgramProposer | None) -> None:
         """Discard the state of the last step, after the cache was released.
@@ -89,9 +96,9 @@ class StepExecutor:
         return None
 
     def settle(self) -> None:
-        """Give up the pending step, and return when the device has finished all work."""
+        """Give up the pending step, and return when the device has finished the engine's work."""
         self._forget_pending()
-        devices.finish(self.device)
+        devices.finish(self.device, self.stream)
 
     def fail(self, requests: list[Request], error: Exception) -> list[Request]:
         """End requests that cannot be served, with the error as their cause."""
@@ -109,7 +116,7 @@ class StepExecutor:
             try:
                 return self._run_prefill(prefills)
             except Exception as error:
-                if not is_out_of_memory(error):
+                if not self._is_alone or not is_out_of_memory(error):
                     raise
                 devices.empty_cache(self.device)
                 groups = [m for prefill in prefills for m in (prefill.leader, *prefill.followers)]
@@ -174,7 +181,7 @@ class StepExecutor:
             except Exception as error:
                 self.settle()
                 is_memory = is_out_of_memory(error)
-                if not is_memory and self._can_repeat:
+                if not self._is_alone or (not is_memory and self._can_repeat):
                     raise
                 devices.empty_cache(self.device)
                 if not self._scheduler.narrow_decode():
@@ -192,7 +199,7 @@ class StepExecutor:
             return []
         self._storage.table.write(extended)
         num_given = self._decode_drafted(running)
-        if num_given is None and self._can_replay:
+        if num_given is None and self._can_replay(len(running)):
             num_given = self._decode_graphed(running)
         if num_given is not None:
             self._count(running, num_given)
@@ -221,14 +228,24 @@ class StepExecutor:
         pages = self._storage.cache, self._storage.table
 
         def forward(rows: Sequence[int]) -> torch.Tensor:
-            for request in (requests[row] for row in rows):
-                if request.images is not None and request.images.position_offset is None:
-                    self._runner.find_position_offset(request.prompt_ids, request.images)
-            first = requests[rows[0]]
-            if first.images is not None and starts[rows[0]] < first.num_image_tokens:
-                assert len(rows) == 1, "a prompt with images is prefilled alone"
+            chosen = [requests[row] for row in rows]
+            if prompts := [(r.prompt_ids, r.images) for r in chosen if r.images is not None]:
+                self._runner.find_positions(prompts)
+            routes = [self._known_routes(requests[row], starts[row]) for row in rows]
+            if any(starts[row] < requests[row].num_image_tokens for row in rows):
                 return self._runner.prefill_images(
-                    first.token_ids, ends[rows[0]], first.images, first.table_row, *pages
+                    [
+                        PrefillRow(
+                            requests[row].token_ids,
+                            starts[row],
+                            ends[row],
+                            table_rows[row],
+                            requests[row].images,
+                            known,
+                        )
+                        for row, known in zip(rows, routes, strict=True)
+                    ],
+                    *pages,
                 )
             return self._runner.logits(
                 [requests[row].token_ids[starts[row] : ends[row]] for row in rows],
@@ -236,10 +253,11 @@ class StepExecutor:
                 [table_rows[row] for row in rows],
                 *pages,
                 _offsets([requests[row].position_offset for row in rows]),
+                None if all(known is None for known in routes) else routes,
             )
 
         rows = range(len(requests))
-        if any(starts) and not self._can_repeat:
+        if not self._is_alone or (any(starts) and not self._can_repeat):
             return Outcome([forward(rows)], list(rows), []), []
         outcome = run_isolated(forward, len(rows))
         if outcome.failures and not outcome.rows and not self._runner.is_sound():
@@ -247,6 +265,15 @@ class StepExecutor:
         for row, error in outcome.failures:
             self.fail([requests[row]], error)
         return outcome, [requests[row] for row, _ in outcome.failures]
+
+    def _known_routes(self, request: Request, start: int) -> Any:
+        """Return the experts that tokens from `start` on took before they lost their blocks."""
+        if not request.has_old_routes:
+            return None
+        if request.policy_starts[-1][0] != self._scheduler.blocks.policy_version:
+            # Another sequence would choose its experts by the new policy.
+            request.has_old_keys = True
+        return request.routed_experts[start:]
 
     @property
     def _can_repeat(self) -> bool:
@@ -267,8 +294,10 @@ class StepExecutor:
         self._count(requests, num_given)
 
     def _count(self, requests: list[Request], num_given: int) -> None:
+        decoding = RequestStatus.DECODING
+        ended = [r for r in requests if r.status is not decoding and r.status.is_final]
         self._counters.tokens_generated += num_given
-        self._counters.requests_finished += sum(r.status.is_final for r in requests)
+        self._counters.requests_finished += len(ended)
         self._counters.kv_blocks_peak = max(
             self._counters.kv_blocks_peak, self._scheduler.pool.num_used
         )
@@ -292,35 +321,39 @@ class StepExecutor:
         if self.proposer is None or not (drafts := self.proposer.propose(running)):
             return None
         drafts = [self._with_blocks(r, draft) for r, draft in zip(running, drafts, strict=True)]
+        tokens = [draft.tokens for draft in drafts]
         try:
-            logits_BV = self._drafted_logits(running, drafts)
-        except Exception as error:  # noqa: BLE001  the step without drafts finds the row at fault
+            logits_BV = self._drafted_logits(running, tokens)
+        except Exception as error:
+            if not self._is_alone:
+                raise
+            # The step without drafts finds the row at fault.
             _LOGGER.debug("a step runs again without its drafts: %s", error_text(error))
             for request, draft in zip(running, drafts, strict=True):
-                self.proposer.record(request, len(draft), 0)
+                self.proposer.record(request, draft, 0)
             return None
         version = self._scheduler.blocks.policy_version
-        num_given = self._token_sampler.extend_drafted(running, drafts, logits_BV, version)
+        num_given = self._token_sampler.extend_drafted(running, tokens, logits_BV, version)
         self._scheduler.complete_drafted()
         for request, draft, num_tokens in zip(running, drafts, num_given, strict=True):
-            num_accepted = max(0, num_tokens - 1)
-            self.proposer.record(request, len(draft), num_accepted)
-            self._counters.drafted_tokens += len(draft)
-            self._counters.accepted_tokens += num_accepted
+            sampled = request.token_ids[request.num_tokens - num_tokens :]
+            self.proposer.record(request, draft, _num_equal(draft.tokens, sampled))
+            self._counters.note_draft(draft.source, len(draft.tokens), max(0, num_tokens - 1))
         self._counters.decode_forwards += 1
         return sum(num_given)
 
-    def _with_blocks(self, request: Request, draft: list[int]) -> list[int]:
+    def _with_blocks(self, request: Request, draft: Draft) -> Draft:
         """Allocate blocks for a draft; return an empty draft if that would preempt a sequence."""
-        blocks = self._scheduler.blocks.extend(request, request.num_tokens + len(draft))
-        self._storage.table.write(blocks or [])
-        return [] if blocks is None else draft
+        blocks = self._scheduler.blocks.extend(request, request.num_tokens + len(draft.tokens))
+        if blocks:
+            self._storage.table.write(blocks)
+        return NO_DRAFT if blocks is None else draft
 
     def _drafted_logits(self, running: list[Request], drafts: list[list[int]]) -> torch.Tensor:
         """float32, `[B, V]`: after each sequence's last token, then after each drafted one."""
         cache, table = self._storage.cache, self._storage.table
         rows = DecodeRows.of(running, table.block_size, drafts)
-        if self.graphs is not None and self._can_replay:
+        if self.graphs is not None and self._can_replay(len(rows)):
             return self.graphs.logits(rows, cache, table)
         tokens = [[token_id] for token_id in rows.token_ids]
         offsets = _offsets(rows.position_offsets)
@@ -330,9 +363,8 @@ class StepExecutor:
     # before this one's tokens are read. A sequence that turns out to have ended has one row too
     # many, whose token is dropped.
 
-    @property
-    def _can_replay(self) -> bool:
-        return self.graphs is not None and not self.graphs.has_hooks
+    def _can_replay(self, num_rows: int) -> bool:
+        return self.graphs is not None and self.graphs.can_run(num_rows)
 
     def _decode_graphed(self, running: list[Request]) -> int:
         """Run one step of all running sequences; return how many of them got a token.
@@ -342,11 +374,11 @@ class StepExecutor:
         """
         assert self.graphs is not None
         cache, table = self._storage.cache, self._storage.table
-        if want_plain_tokens(running):
+        if self.graphs.can_sample(running):
             lengths = [request.num_tokens for request in running]
             if not self.graphs.follows(running, lengths):
                 self.graphs.load(running, table)
-            return self._finish(self.graphs.launch(running, max(lengths), cache, table), running)
+            return self._finish(self.graphs.launch(running, lengths, cache, table), running)
         logits_BV = self.graphs.logits(DecodeRows.of(running, table.block_size), cache, table)
         version = self._note_computed(running)
         return self._token_sampler.extend(running, logits_BV, version, is_recurring=True)
@@ -373,9 +405,9 @@ class StepExecutor:
             self._pending = self._launch_next(current)
         except Exception as error:  # noqa: BLE001  a step that is needed will fail again
             _LOGGER.debug("a step waits for the last one's tokens: %s", error_text(error))
-            self.graphs.forget_rows()
-        tokens, logprobs, is_valid = step.read(current)
-        return append_each(current, tokens, logprobs, is_valid, self._note_computed(current))
+            self.graphs.forget_step()
+        results = step.read(current)
+        return self._token_sampler.append(current, results, self._note_computed(current))
 
     def _launch_next(self, current: list[Request]) -> PendingStep | None:
         """Launch the step after one whose tokens are not read yet.
@@ -386,9 +418,10 @@ class StepExecutor:
         """
         if not self._looks_ahead or self.graphs is None:
             return None
-        going = [r for r in current if r.num_generated + 1 < r.max_new_tokens]
-        lengths = [request.num_tokens + 1 for request in going]
-        is_drafted = self.proposer is not None and self.proposer.max_draft_tokens(len(going)) > 0
+        # Without properties: this runs for every row of every step.
+        going = [r for r in current if len(r.token_ids) - len(r.prompt_ids) + 1 < r.max_new_tokens]
+        lengths = [len(request.token_ids) + 1 for request in going]
+        is_drafted = self.proposer is not None and self.proposer.can_propose(len(going))
         if not going or is_drafted or not self.graphs.follows(going, lengths):
             return None
         extended = self._scheduler.blocks.extend_ahead(going)
@@ -396,12 +429,18 @@ class StepExecutor:
             return None
         cache, table = self._storage.cache, self._storage.table
         table.write(extended)
-        return self.graphs.launch(going, max(lengths), cache, table)
+        return self.graphs.launch(going, lengths, cache, table)
 
     def _forget_pending(self) -> None:
         self._pending = None
         if self.graphs is not None:
-            self.graphs.forget_rows()
+            self.graphs.forget_step()
+
+
+def _num_equal(draft: Sequence[int], sampled: Sequence[int]) -> int:
+    """Return the number of leading draft tokens that were sampled."""
+    pairs = zip(draft, sampled, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(draft), len(sampled)))
 
 
 def _offsets(position_offsets: list[int]) -> list[int] | None:

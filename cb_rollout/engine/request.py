@@ -8,7 +8,9 @@ from __future__ import annotations
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from cb_rollout.types import FinishReason, GenerationOutput, RequestStatus
 
@@ -17,9 +19,10 @@ if TYPE_CHECKING:
 
     from cb_rollout.config.grammar import GrammarMatcher
     from cb_rollout.config.sampling import SamplingParams
-    from cb_rollout.engine.prompt_images import PromptImages
+    from cb_rollout.engine.model.prompt_images import PromptImages
     from cb_rollout.engine.sampling.stop_strings import StopStrings
-    from cb_rollout.engine.spec_decode.ngram import NgramIndex
+    from cb_rollout.engine.scheduler.completion_history import PromptHistory
+    from cb_rollout.engine.spec_decode.ngram import GroupDrafts
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +46,11 @@ class Limits:
     def can_match_prefixes(self) -> bool:
         """Return whether a later sequence may share the blocks of a prefix."""
         return self.can_share_blocks and self.can_resume_prompts
+
+
+def distinct_params(requests: Sequence[Request]) -> list[SamplingParams]:
+    """Return the sampling parameters of requests, of which most share a few objects."""
+    return list({id(params): params for params in [r.params for r in requests]}.values())
 
 
 # Row of a sequence that waits.
@@ -77,8 +85,12 @@ class Request:
     """Detector of the strings that end the sequence; None: there are none."""
     matcher: GrammarMatcher | None = None
     """State of the sequence in its grammar; None: it has none."""
-    ngram_index: NgramIndex | None = None
-    """Index that drafts are looked up in; None: no drafts, or the sequence has ended."""
+    history: PromptHistory | None = None
+    """Completions of the same prompt in earlier rollouts; None: they are not kept."""
+    expected_length: float | None = None
+    """Mean length of these completions when the request came; None: there were none."""
+    drafts: GroupDrafts | None = None
+    """N-grams that drafts are looked up in; None: no drafts, or the sequence has ended."""
     is_adjusted: bool = field(init=False)
     """True if its logits are changed before the temperature."""
 
@@ -98,10 +110,13 @@ class Request:
     """Most likely tokens at each sampled token; empty unless asked for."""
     kept_token_ids: list[Sequence[int]] = field(default_factory=list)
     """Token ids that truncation left at each sampled token; empty unless the mask is replayed."""
+    routed_experts: Any = None
+    """Array `[tokens, L, K]`: experts that its first tokens took, of those that lost their blocks;
+    None: none were recorded."""
     timestamps: list[float] = field(default_factory=list)
     """Time of each sampled token, by `time.perf_counter`."""
-    policy_versions: list[tuple[int, int]] = field(default_factory=list)
-    """Runs of (version, number of sampled tokens)."""
+    policy_starts: list[tuple[int, int]] = field(default_factory=list)
+    """Each policy version that sampled it, and the number of tokens sampled before."""
     created_time: float = field(default_factory=time.perf_counter)
     """Time of creation, by `time.perf_counter`, as the next two."""
     admitted_time: float | None = None
@@ -139,6 +154,13 @@ class Request:
         return len(self.token_ids) - len(self.prompt_ids)
 
     @property
+    def policy_versions(self) -> list[tuple[int, int]]:
+        """Runs of (version, number of sampled tokens)."""
+        ends = [start for _, start in self.policy_starts[1:]] + [self.num_generated]
+        pairs = zip(self.policy_starts, ends, strict=True) if self.policy_starts else ()
+        return [(version, end - start) for (version, start), end in pairs]
+
+    @property
     def num_image_tokens(self) -> int:
         """Tokens up to the end of the last image; 0 without images."""
         return 0 if self.images is None else self.images.num_tokens
@@ -151,6 +173,10 @@ class Request:
         assert self.images.position_offset is not None, "no forward has seen the images"
         return self.images.position_offset
 
+    def num_resumable(self, num_tokens: int) -> int:
+        """Return the most tokens, at most `num_tokens`, after which a forward may begin."""
+        return num_tokens if self.images is None else self.images.num_resumable(num_tokens)
+
     def cache_keys(self, start: int, stop: int) -> Sequence[Hashable]:
         """Return what the prefix cache knows the tokens from `start` to `stop` by."""
         if self.images is None:
@@ -162,6 +188,29 @@ class Request:
         """Tokens to sample before anything but the length may end this sequence."""
         return max(self.params.min_new_tokens, self.params.min_length - len(self.prompt_ids))
 
+    def resume_after(
+        self,
+        token_ids: Sequence[int],
+        logprobs: Sequence[float],
+        policy_versions: Sequence[tuple[int, int]],
+    ) -> None:
+        """Continue after tokens that another engine sampled with the same seed.
+
+        Args:
+            token_ids: sampled tokens, none of which ended the sequence.
+            logprobs: log-probability of each, in nats.
+            policy_versions: runs of (version, number of tokens) that sum to their number.
+        """
+        assert not self.num_generated, "it has tokens already"
+        self.token_ids = [*self.prompt_ids, *token_ids]
+        self.logprobs = list(logprobs)
+        start = 0
+        for version, count in policy_versions:
+            self.policy_starts.append((version, start))
+            start += count
+        for token_id in token_ids:
+            self._is_text_done(token_id)
+
     def append(
         self,
         token_id: int,
@@ -170,16 +219,17 @@ class Request:
         top_logprobs: list[tuple[int, float]] | None = None,
     ) -> None:
         """Append a sampled token, and end the sequence if it is the last."""
-        if self.token_ids is self.prompt_ids:
-            self.token_ids = list(self.prompt_ids)
-        self.token_ids.append(token_id)
+        # Called for every token: nothing is made, and no property asked, that is not needed.
+        token_ids = self.token_ids
+        if token_ids is self.prompt_ids:
+            self.token_ids = token_ids = list(self.prompt_ids)
+        starts = self.policy_starts
+        if not starts or starts[-1][0] != policy_version:
+            starts.append((policy_version, len(token_ids) - len(self.prompt_ids)))
+        token_ids.append(token_id)
         self.logprobs.append(logprob)
         if top_logprobs is not None:
             self.top_logprobs.append(top_logprobs)
-        if self.policy_versions and self.policy_versions[-1][0] == policy_version:
-            self.policy_versions[-1] = (policy_version, self.policy_versions[-1][1] + 1)
-        else:
-            self.policy_versions.append((policy_version, 1))
         if self.records_timestamps:
             self.timestamps.append(time.perf_counter())
         is_last = token_id in self.stop_tokens
@@ -189,7 +239,7 @@ class Request:
                 return
         if is_last:
             self.end(RequestStatus.FINISHED, FinishReason.STOP)
-        elif self.num_generated >= self.max_new_tokens:
+        elif len(token_ids) - len(self.prompt_ids) >= self.max_new_tokens:
             self.end(RequestStatus.FINISHED, FinishReason.LENGTH)
 
     def _is_text_done(self, token_id: int) -> bool:
@@ -226,7 +276,20 @@ class Request:
         assert not self.status.is_final, f"{self.request_id} ended twice"
         self.status, self.finish_reason, self.error = status, reason, error
         # An ended request may be kept for long, and must not keep its group's index alive.
-        self.ngram_index = None
+        self.drafts = None
+
+    def record_routes(self, routes: Any) -> None:
+        """Record the experts of its computed tokens; those recorded before are kept."""
+        known = self.routed_experts
+        if known is None:
+            self.routed_experts = routes
+        elif len(routes) > len(known):
+            self.routed_experts = np.concatenate([known, routes[len(known) :]])
+
+    @property
+    def has_old_routes(self) -> bool:
+        """Return whether its tokens take recorded experts again, those of an earlier forward."""
+        return self.routed_experts is not None and self.num_computed < len(self.routed_experts)
 
     def reset_cache(self) -> None:
         """Reset the cache's fields; every token and log-probability stays."""
@@ -248,9 +311,11 @@ class Request:
             error=self.error,
             created_time=self.created_time,
             timestamps=list(self.timestamps) if self.records_timestamps else None,
-            policy_versions=list(self.policy_versions),
+            policy_versions=self.policy_versions,
             top_logprobs=list(self.top_logprobs) if self.params.top_logprobs else None,
             kept_token_ids=self.kept_token_ids[: self.num_generated] or None,
+            routed_experts=self.routed_experts if self.status.is_final else None,
+            images=self.images,
         )
 
 

@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 from typing import Any, NamedTuple
 
+from cb_rollout.config.enums import DraftSource
+
 
 class MetricKind(StrEnum):
     """Prometheus type of a live metric: a growing total, or a value of the moment."""
@@ -38,10 +40,16 @@ class EngineCounters:
     prefill_tokens: int = _total("Prompt tokens that went through a forward.")
     prefill_tokens_saved: int = _total("Prompt tokens that a group or a cached prefix had already.")
     preemptions: int = _total("Sequences preempted for want of KV blocks, to resume later.")
+    images_encoded: int = _total("Images that went through the vision tower.")
+    images_reused: int = _total("Images whose features were kept from an earlier prompt.")
     prefill_forwards: int = _total("Forwards of prompts.")
     decode_forwards: int = _total("Forwards of running sequences.")
     drafted_tokens: int = _total("Draft tokens verified in a decode forward.")
     accepted_tokens: int = _total("Draft tokens that were accepted.")
+    drafted_tokens_earlier: int = _total("Draft tokens from earlier completions of the prompt.")
+    accepted_tokens_earlier: int = _total("Those of them that were accepted.")
+    drafted_tokens_run: int = _total("Draft tokens from completions of other prompts.")
+    accepted_tokens_run: int = _total("Those of them that were accepted.")
     truncated_tokens: int = 0
     """Tokens sampled under top-k, top-p or min-p."""
     kept_tokens: int = 0
@@ -50,6 +58,17 @@ class EngineCounters:
     """Log-probability of these candidates, summed over `truncated_tokens`."""
     kv_blocks_peak: int = 0
     """Most blocks in use at once; a maximum, not a sum."""
+
+    def note_draft(self, source: DraftSource, num_drafted: int, num_accepted: int) -> None:
+        """Count a verified draft."""
+        self.drafted_tokens += num_drafted
+        self.accepted_tokens += num_accepted
+        if source is DraftSource.EARLIER:
+            self.drafted_tokens_earlier += num_drafted
+            self.accepted_tokens_earlier += num_accepted
+        elif source is DraftSource.RUN:
+            self.drafted_tokens_run += num_drafted
+            self.accepted_tokens_run += num_accepted
 
     def since(self, earlier: "EngineCounters") -> "EngineCounters":
         """Return the totals added after `earlier`, with today's peak."""
@@ -191,14 +210,35 @@ METRICS = (
            "Prompt tokens that a group or a cached prefix had already.",
            "Zero with groups: prompts of a group differ, or allow_block_sharing is off.", SPEED,
            lambda added, _: added.prefill_tokens_saved),
+    Metric("rollout/images_encoded", "images", "Images that went through the vision tower.",
+           "Above the number of distinct images: raise encoder_cache_gib.", SPEED,
+           lambda added, _: added.images_encoded),
+    Metric("rollout/images_reused", "images",
+           "Images whose features were kept from an earlier prompt under the same weights.",
+           "Zero with repeated images is normal where prefixes hold them.", SPEED,
+           lambda added, _: added.images_reused),
     Metric("rollout/drafted_tokens", "tokens",
-           "Draft tokens verified in decode steps of few sequences.",
+           "Draft tokens verified in decode steps, from all sources.",
            "Zero: many sequences run, or nothing repeats.", SPEED,
            lambda added, _: added.drafted_tokens),
     Metric("rollout/accepted_tokens", "tokens",
            "Draft tokens that were accepted; each saves its sequence a step.",
            "Far below drafted_tokens: set num_speculative_tokens=0, and look at the speed.", SPEED,
            lambda added, _: added.accepted_tokens),
+    Metric("rollout/drafted_tokens_earlier", "tokens",
+           "Those found in completions of the same prompt by earlier rollouts.",
+           "Zero: no prompt has come twice.", SPEED,
+           lambda added, _: added.drafted_tokens_earlier),
+    Metric("rollout/accepted_tokens_earlier", "tokens", "Those of them that were accepted.",
+           "Far below drafted_tokens_earlier: the policy has moved on.", SPEED,
+           lambda added, _: added.accepted_tokens_earlier),
+    Metric("rollout/drafted_tokens_run", "tokens",
+           "Draft tokens found in completions of other prompts.",
+           "Zero: other sources are better.", SPEED,
+           lambda added, _: added.drafted_tokens_run),
+    Metric("rollout/accepted_tokens_run", "tokens", "Those of them that were accepted.",
+           "Far below drafted_tokens_run: completions of different prompts differ.", SPEED,
+           lambda added, _: added.accepted_tokens_run),
     Metric("rollout/preemptions", "count", "Sequences preempted because the KV cache was full.",
            "Above 0: raise max_memory_percent or num_blocks, or lower max_requests_per_batch.",
            MEMORY,
@@ -234,6 +274,10 @@ METRICS = (
     Metric("rollout/logprob_drift_effective_sample_size", "fraction of 1",
            "Share of the tokens that count, were they weighted by their ratios.",
            "Below 0.99: importance sampling would be noisy; recompute old log-probabilities.",
+           DRIFT),
+    Metric("rollout/router_disagreement", "fraction of 1",
+           "Choices of routers that would differ from the rollout's, were they not replayed.",
+           "Rising: the batch is stale, or the loss computes in another way than the rollout.",
            DRIFT),
     Metric("rollout/logprob_drift_first_token", "tokens",
            "In the worst sequence, the first token that differs notably; absent where none does.",

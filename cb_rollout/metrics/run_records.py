@@ -1,12 +1,15 @@
 """Write and read a run's records: one JSON line for each step's metrics and each sequence.
 
-Owns the two files and their format; does not choose what is recorded. A file may hold several runs,
-one after the other; each line has its run's id. Recording again removes the half line that a killed
-process left. One process of a run records, from any of its threads.
+Owns the two files, a folder with each picture of a prompt once, and their format; does not choose
+what is recorded. A file may hold several runs, one after the other; each line has its run's id.
+Recording again removes the half line that a killed process left. One process of a run records, from
+any of its threads.
 """
 
+import hashlib
 import math
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -26,6 +29,10 @@ RUN_DIR_NAME = "cb_rollout"
 
 METRICS_FILE = "metrics.jsonl"
 ROLLOUTS_FILE = "rollouts.jsonl"
+
+# Thumbnails of prompts' pictures, by a hash of their bytes.
+IMAGES_DIR = "images"
+_IMAGE_NAME = re.compile(r"[0-9a-f]{32}\.png")
 
 # The run of the records that were written before records had a run's id.
 OLD_RUN_ID = "old"
@@ -97,6 +104,8 @@ class SequenceRecord:
     mask: list[int] = field(default_factory=list)
     """1 where the loss counts the token, 0 where it does not (a tool wrote the token, or the loss
     leaves the sequence out); empty: not recorded."""
+    images: list[str] = field(default_factory=list)
+    """Names in `IMAGES_DIR` of the prompt's first pictures, made small; empty: none recorded."""
 
     def __post_init__(self) -> None:
         """Check that all lists have one entry per token."""
@@ -184,6 +193,17 @@ class RunRecorder:
             row[name] = [_finite(value) for value in row[name]]
         self._append(ROLLOUTS_FILE, row)
 
+    def record_image(self, png: bytes) -> str:
+        """Write a picture, once however often it is recorded, and return its name."""
+        name = f"{hashlib.blake2b(png, digest_size=16).hexdigest()}.png"
+        path = self.run_dir / IMAGES_DIR / name
+        if not path.exists():
+            path.parent.mkdir(exist_ok=True)
+            partial = path.with_suffix(".partial")
+            partial.write_bytes(png)
+            partial.replace(path)
+        return name
+
     def _append(self, name: str, row: Mapping[str, Any]) -> None:
         with (self.run_dir / name).open("ab", buffering=0) as file:
             file.write(json_line(self._run | dict(row)))
@@ -248,6 +268,12 @@ def read_rollouts(
     return _records_of(
         run or chosen_run(list_runs(run_dir)), run_dir, ROLLOUTS_FILE, _sequence_from, steps
     )
+
+
+def read_image(run_dir: str | os.PathLike[str], name: str) -> bytes | None:
+    """Return a recorded picture as PNG; None: its file is gone, or the name is not one of ours."""
+    path = Path(run_dir) / IMAGES_DIR / name
+    return path.read_bytes() if _IMAGE_NAME.fullmatch(name) and path.is_file() else None
 
 
 def find_run_dir(path: str | os.PathLike[str]) -> Path:
@@ -349,6 +375,7 @@ def _sequence_from(row: Mapping[str, Any]) -> SequenceRecord:
         entropies=_numbers(row.get("entropies", [])),
         advantage=None if row.get("advantage") is None else float(row["advantage"]),
         mask=[int(value) for value in row.get("mask", [])],
+        images=[str(name) for name in row.get("images", [])],
     )
 
 

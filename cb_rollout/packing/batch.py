@@ -8,14 +8,16 @@ N: tokens of a batch, K: completion tokens of a batch, B: rows, S: longest row.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from cb_rollout.engine.attention.packed import Segment
 from cb_rollout.engine.memory.device import to_device
+from cb_rollout.engine.model.routers import joined_routes
+from cb_rollout.packing.images import RowImages, packed_arguments, padded_arguments
 
 # A padded batch holds at most this many times its tokens: a wider one costs more than two forwards.
 MAX_PADDING = 1.25
@@ -31,6 +33,16 @@ class PackedRow(NamedTuple):
     prompt_ids: Sequence[int]
     """At least one token."""
     completion_ids: Sequence[int]
+    routes: Any = None
+    """Experts that the first tokens took, an array of `[tokens, L, K]`; None: not recorded."""
+    images: RowImages | None = None
+    """None: no row of the batch has images."""
+
+    @property
+    def prompt_key(self) -> tuple[Any, ...]:
+        """Return what is the same for rows that may share their prompt."""
+        routes = None if self.routes is None else self.routes[: len(self.prompt_ids)].tobytes()
+        return (tuple(self.prompt_ids), routes, self.images and self.images.digest)
 
     @property
     def num_tokens(self) -> int:
@@ -69,6 +81,10 @@ class PackedBatch:
     """None: a padded batch."""
     is_token: torch.Tensor | None
     """int64, (B, S), 0 in the padding; None: a packed batch, which has none."""
+    routes: torch.Tensor | None = None
+    """int16, [N, L, K]: experts that the tokens take; None: their routers choose."""
+    others: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Further arguments of the forward: those of images, and positions along their axes."""
 
     @property
     def num_tokens(self) -> int:
@@ -85,9 +101,9 @@ class PackedBatch:
 
 def group_rows(rows: Sequence[PackedRow], numbers: Sequence[int]) -> list[list[int]]:
     """Return the rows at `numbers` in groups of equal prompts, in the order of the first one."""
-    groups: dict[tuple[int, ...], list[int]] = {}
+    groups: dict[tuple[Any, ...], list[int]] = {}
     for number in numbers:
-        groups.setdefault(tuple(rows[number].prompt_ids), []).append(number)
+        groups.setdefault(rows[number].prompt_key, []).append(number)
     return list(groups.values())
 
 
@@ -112,6 +128,7 @@ def pack(
     layout: PackingLayout,
     device: torch.device,
     max_tokens: int | None = None,
+    image_names: frozenset[str] = frozenset(),
 ) -> list[PackedBatch]:
     """Lay rows out in as few batches as `max_tokens` allows.
 
@@ -122,15 +139,17 @@ def pack(
         device: device of the tensors.
         max_tokens: tokens of one batch, padding included; None: no limit. A longer row is a batch
             of its own. A group that does not fit is cut, and its prompt is in each part.
+        image_names: arguments of the model's forward that it may be given for images.
     """
     if layout is PackingLayout.WHOLE_ROWS:
         parts = _within(rows, [[number] for number in numbers], max_tokens)
-        return [_packed(rows, part, device, num_dropped=0) for part in parts]
+        return [_packed(rows, part, device, image_names, num_dropped=0) for part in parts]
     scored = [number for number in numbers if rows[number].completion_ids]
     if layout is PackingLayout.PADDED:
-        return [_padded(rows, part, device) for part in _of_one_length(rows, scored, max_tokens)]
+        parts = _of_one_length(rows, scored, max_tokens)
+        return [_padded(rows, part, device, image_names) for part in parts]
     parts = _within(rows, group_rows(rows, scored), max_tokens)
-    return [_packed(rows, part, device) for part in parts]
+    return [_packed(rows, part, device, image_names) for part in parts]
 
 
 def _within(
@@ -180,6 +199,7 @@ def _packed(
     rows: Sequence[PackedRow],
     groups: list[list[int]],
     device: torch.device,
+    image_names: frozenset[str],
     *,
     num_dropped: int = 1,
 ) -> PackedBatch:
@@ -188,8 +208,10 @@ def _packed(
     positions: list[int] = []
     predicting: list[int] = []
     segments: list[Segment] = []
+    routes: list[tuple[Any, int, int]] = []
     for group in groups:
         prompt = rows[group[0]].prompt_ids
+        routes.append((rows[group[0]].routes, 0, len(prompt)))
         start, num_prompt = len(ids), len(prompt)
         is_alone = len(group) == 1
         if not is_alone:
@@ -201,6 +223,8 @@ def _packed(
             num_new, first = max(0, len(completion) - num_dropped), len(ids)
             before = [start + num_prompt - 1, *range(first, first + num_new)]
             predicting += before[: len(completion)]
+            record = rows[number].routes
+            routes.append((None if record is None else record[num_prompt:], 0, num_new))
             ids += completion[:num_new]
             positions += range(num_prompt, num_prompt + num_new)
             if is_alone:
@@ -217,10 +241,37 @@ def _packed(
         to_device([t for n in numbers for t in rows[n].completion_ids], device),
         tuple(segments),
         None,
+        _joined(routes, device),
+        _image_arguments(rows, groups, image_names, num_dropped),
     )
 
 
-def _padded(rows: Sequence[PackedRow], numbers: list[int], device: torch.device) -> PackedBatch:
+def _image_arguments(
+    rows: Sequence[PackedRow],
+    groups: list[list[int]],
+    names: frozenset[str],
+    num_dropped: int,
+) -> dict[str, torch.Tensor]:
+    """Return the arguments for the images of packed groups; empty where rows have none."""
+    prompts = []
+    for group in groups:
+        members = [
+            (images, max(0, len(rows[number].completion_ids) - num_dropped))
+            for number in group
+            if (images := rows[number].images) is not None
+        ]
+        if not members:
+            return {}
+        prompts.append((members[0][0], len(rows[group[0]].prompt_ids), members))
+    return packed_arguments(prompts, names)
+
+
+def _padded(
+    rows: Sequence[PackedRow],
+    numbers: list[int],
+    device: torch.device,
+    image_names: frozenset[str],
+) -> PackedBatch:
     sequences = [[*rows[n].prompt_ids, *rows[n].completion_ids[:-1]] for n in numbers]
     S = max(map(len, sequences))
     predicting: list[int] = []
@@ -231,6 +282,11 @@ def _padded(rows: Sequence[PackedRow], numbers: list[int], device: torch.device)
     ids = [sequence + sequence[:1] * (S - len(sequence)) for sequence in sequences]
     lengths = to_device(list(map(len, sequences)), device)
     positions_1S = torch.arange(S, device=device)[None]
+    own = [images for n in numbers if (images := rows[n].images) is not None]
+    others = {}
+    if own:
+        sized = list(zip(own, map(len, sequences), strict=True))
+        others = padded_arguments(sized, S, image_names)
     return PackedBatch(
         numbers,
         [len(rows[number].completion_ids) for number in numbers],
@@ -240,4 +296,12 @@ def _padded(rows: Sequence[PackedRow], numbers: list[int], device: torch.device)
         to_device([t for n in numbers for t in rows[n].completion_ids], device),
         None,
         (positions_1S < lengths[:, None]).to(torch.int64),
+        _joined([(rows[n].routes, 0, S) for n in numbers], device),
+        others,
     )
+
+
+def _joined(routes: list[tuple[Any, int, int]], device: torch.device) -> torch.Tensor | None:
+    """Return the routes of a batch; see `joined_routes`."""
+    shapes = {record.shape[1:] for record, _, _ in routes if record is not None}
+    return joined_routes(routes, shapes.pop(), device) if shapes else None

@@ -13,9 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from cb_rollout.compat import multimodal
 from cb_rollout.compat import transformers as hf_compat
 from cb_rollout.compat.torch import compute_dtype
 from cb_rollout.engine.attention.packed import PackedAttention, no_mask
+from cb_rollout.engine.model.routers import Disagreement, Replay, Routers
 from cb_rollout.errors import ConfigurationError
 from cb_rollout.packing.batch import PackedBatch
 
@@ -52,6 +54,8 @@ def score_batches(
     *,
     num_trained: int,
     recompute: bool,
+    routers: Routers | None = None,
+    counts: Disagreement | None = None,
 ) -> list[Scores]:
     """Score the completion tokens of each batch.
 
@@ -62,6 +66,8 @@ def score_batches(
         num_trained: the first batches have gradients, if gradients are enabled; the rest have none.
         recompute: keep no activations: the backward pass computes each batch again, so that one
             batch's exist at a time.
+        routers: the model's, which take the batches' routes; None: the batches have none.
+        counts: counts choices of routers that differ; None: they are not counted.
 
     Raises:
         ConfigurationError: the model cannot run over packed tokens.
@@ -74,7 +80,7 @@ def score_batches(
         for number, batch in enumerate(batches):
             is_trained = number < num_trained and torch.is_grad_enabled()
             with torch.set_grad_enabled(is_trained):
-                arguments = (inner, own_forward, batch, head)
+                arguments = (inner, own_forward, batch, head, routers, counts)
                 if recompute and is_trained:
                     found = checkpoint(_score, *arguments, use_reentrant=False)
                 else:
@@ -101,12 +107,23 @@ def _wrapped(scores: Scores, returned: Iterator[torch.Tensor]) -> Scores:
     return Scores(**fields)
 
 
-def _score(inner: Any, own_forward: Callable[..., Any], batch: PackedBatch, head: Head) -> Scores:
+def _score(
+    inner: Any,
+    own_forward: Callable[..., Any],
+    batch: PackedBatch,
+    head: Head,
+    routers: Routers | None,
+    counts: Disagreement | None,
+) -> Scores:
     backbone = hf_compat.backbone_of(inner)
     arguments: dict[str, Any] = {"input_ids": batch.input_ids, "position_ids": batch.position_ids}
+    arguments |= batch.others
     with ExitStack() as stack:
         stack.enter_context(hf_compat.replacing_forward(inner, own_forward))
+        stack.enter_context(multimodal.keeping_position_offsets(inner))
         stack.enter_context(_selecting_hidden_states(backbone, batch.predicting_K))
+        if routers is not None and batch.routes is not None:
+            stack.enter_context(routers.replaying(inner, Replay(batch.routes, counts)))
         attend = None
         if batch.segments is None:
             arguments["attention_mask"] = batch.is_token

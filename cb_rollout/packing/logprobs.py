@@ -6,6 +6,7 @@ K: completion tokens of a batch, H: hidden size, V: vocabulary.
 import math
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from numbers import Real
 from operator import index
@@ -19,17 +20,21 @@ from cb_rollout.compat import multimodal
 from cb_rollout.compat import transformers as hf_compat
 from cb_rollout.compat.fsdp import is_sharded
 from cb_rollout.engine.model.eval_mode import eval_mode
+from cb_rollout.engine.model.routers import Replay, Routers, find_routers, joined_routes
 from cb_rollout.engine.sampling.draw import chosen_logprobs
 from cb_rollout.errors import ConfigurationError, InvalidRequestError
 from cb_rollout.packing.batch import PackedBatch, PackedRow, PackingLayout, pack, representative
 from cb_rollout.packing.forward import Scores, max_difference, score_batches
+from cb_rollout.packing.images import row_images
 from cb_rollout.types import GenerationOutput
 
 # Tokens whose logits exist at a time.
 CHUNK_TOKENS = 1024
 
-# Layouts that agreed with the plain forward, by model.
-_LAYOUTS: WeakKeyDictionary[torch.nn.Module, PackingLayout] = WeakKeyDictionary()
+# Layouts that agreed with the plain forward, of rows without images and with some, and routers, by
+# model.
+_LAYOUTS: WeakKeyDictionary[torch.nn.Module, dict[bool, PackingLayout]] = WeakKeyDictionary()
+_ROUTERS: WeakKeyDictionary[torch.nn.Module, Routers] = WeakKeyDictionary()
 
 # A packed forward replaces methods of the model; the backward pass computes heads again.
 _REPLACING = threading.RLock()
@@ -46,12 +51,14 @@ def packed_logprobs(
     layers, for one) runs on rows of about one length, padded.
 
     Threads that call this wait for each other. Nothing else may run the model meanwhile, not even
-    a rollout in another thread.
+    a rollout in another thread. Outputs that were sampled with `router_replay=True` take the same
+    experts again.
 
     Args:
         model: a transformers causal language model, plain or wrapped by PEFT, DDP or accelerate,
             on one device.
-        outputs: a rollout's outputs, with `prompt_ids` and `generated_tokens`.
+        outputs: a rollout's outputs, with `prompt_ids` and `generated_tokens`, and the `images` of
+            their prompts.
         temperature: divides the logits, above 0; the one that was sampled with.
 
     Returns:
@@ -79,11 +86,17 @@ def packed_logprobs(
     vocab_size = hf_compat.vocab_size(inner)
     rows = [_row(output, vocab_size) for output in outputs]
     placeholders = multimodal.placeholder_token_ids(inner)
-    if any(not placeholders.isdisjoint(row.prompt_ids) for row in rows):
-        raise ConfigurationError(
-            "packed_logprobs passes no images, and a prompt holds tokens that stand for one; call "
-            "the model's own forward with the processor's tensors."
-        )
+    images = [getattr(output, "images", None) for output in outputs]
+    for row, output, own in zip(rows, outputs, images, strict=True):
+        if own is None and not placeholders.isdisjoint(row.prompt_ids):
+            raise ConfigurationError(
+                f"{output.request_id} holds tokens that stand for images, and no images; pass the "
+                "outputs of a rollout as they are, which hold their images."
+            )
+    if any(own is not None for own in images):
+        sequences = [[*row.prompt_ids, *row.completion_ids] for row in rows]
+        of_rows = row_images(inner, sequences, images)
+        rows = [row._replace(images=own) for row, own in zip(rows, of_rows, strict=True)]
     device = next(inner.parameters()).device
     logprobs = [torch.zeros(0, device=device) for _ in rows]
     if not any(row.completion_ids for row in rows):
@@ -99,7 +112,9 @@ def _row(output: GenerationOutput, vocab_size: int) -> PackedRow:
     On a GPU an id outside the vocabulary is an error that no later call recovers from.
     """
     row = PackedRow(
-        *(list(map(index, ids)) for ids in (output.prompt_ids, output.generated_tokens))
+        list(map(index, output.prompt_ids)),
+        list(map(index, output.generated_tokens)),
+        getattr(output, "routed_experts", None),
     )
     if not row.prompt_ids:
         raise InvalidRequestError(
@@ -119,8 +134,9 @@ def _scored_in_its_layout(
     model: torch.nn.Module, inner: Any, rows: Sequence[PackedRow], temperature: float
 ) -> dict[int, torch.Tensor]:
     """Return the log-probabilities of all rows, in the layout that agreed for this model."""
-    layout = _LAYOUTS.get(inner) or _agreeing_layout(inner, rows)
-    _LAYOUTS[inner] = layout
+    known, has_images = _LAYOUTS.setdefault(inner, {}), rows[0].images is not None
+    layout = known.get(has_images) or _agreeing_layout(inner, rows)
+    known[has_images] = layout
     everything = range(len(rows))
     try:
         return _scored(model, rows, everything, layout, temperature)
@@ -139,8 +155,10 @@ def _scored(
     temperature: float,
 ) -> dict[int, torch.Tensor]:
     """Return the log-probabilities of the rows at `numbers` that have completion tokens."""
-    batches = pack(rows, numbers, layout, next(model.parameters()).device)
     inner = hf_compat.unwrap(model)
+    names = multimodal.image_argument_names(inner)
+    device = next(model.parameters()).device
+    batches = pack(rows, numbers, layout, device, None, names)
 
     def head(
         own_forward: Callable[..., Any], batch: PackedBatch, arguments: dict[str, Any]
@@ -155,7 +173,10 @@ def _scored(
         parts = [checkpoint(score, *chunk, use_reentrant=False) for chunk in chunks]
         return Scores(torch.cat(parts))
 
-    scores = score_batches(model, batches, head, num_trained=len(batches), recompute=False)
+    routers = None if all(row.routes is None for row in rows) else _routers(inner)
+    scores = score_batches(
+        model, batches, head, num_trained=len(batches), recompute=False, routers=routers
+    )
     return {
         number: values
         for batch, found in zip(batches, scores, strict=True)
@@ -206,9 +227,31 @@ def _agreeing_layout(inner: Any, rows: Sequence[PackedRow]) -> PackingLayout:
     )
 
 
+def _routers(inner: Any) -> Routers:
+    """Return the model's routers, which are looked for once."""
+    if inner not in _ROUTERS:
+        with torch.no_grad(), eval_mode(inner):
+            _ROUTERS[inner] = find_routers(
+                inner, lambda ids: inner(input_ids=ids, use_cache=False).logits
+            )
+    return _ROUTERS[inner]
+
+
 def _plain(inner: Any, row: PackedRow) -> torch.Tensor:
     device = next(inner.parameters()).device
     ids = torch.tensor([[*row.prompt_ids, *row.completion_ids]], device=device)
     first = len(row.prompt_ids)
-    logits_TV = inner(input_ids=ids, use_cache=False).logits[0, first - 1 : -1].float()
+    replaying = nullcontext()
+    if row.routes is not None:
+        part = (row.routes, 0, row.num_tokens)
+        routes_NLK = joined_routes([part], row.routes.shape[1:], device)
+        assert routes_NLK is not None
+        replaying = _routers(inner).replaying(inner, Replay(routes_NLK))
+    given = {}
+    if row.images is not None:
+        names = multimodal.image_argument_names(inner)
+        given = row.images.arguments(names, ids.shape[1])
+    with replaying, multimodal.keeping_position_offsets(inner):
+        logits_1TV = inner(input_ids=ids, use_cache=False, **given).logits
+    logits_TV = logits_1TV[0, first - 1 : -1].float()
     return chosen_logprobs(logits_TV, ids[0, first:])

@@ -3,13 +3,22 @@
 Owns the checks of a checkpoint, with an error for each fault. Called by the command-line tools.
 """
 
+import logging
 import os
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    AutoTokenizer,
+    PreTrainedModel,
+)
 
+from cb_rollout.compat.multimodal import is_processor, reads_images, text_tokenizer
 from cb_rollout.errors import ConfigurationError, error_text
 
 # "auto" is the dtype that the checkpoint was saved in.
@@ -18,9 +27,11 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 # transformers loads a masked model's checkpoint as a causal model without a warning.
 MASKED_SUFFIX = "ForMaskedLM"
 
+_LOGGER = logging.getLogger(__name__)
+
 
 def load_model(name: str, dtype: str = "auto", device: str = "auto") -> PreTrainedModel:
-    """Load a checkpoint's causal language model, in evaluation mode.
+    """Load a checkpoint's causal language model, with its vision if it has any, in evaluation mode.
 
     Args:
         name: a local directory, or a name on the hub.
@@ -36,9 +47,9 @@ def load_model(name: str, dtype: str = "auto", device: str = "auto") -> PreTrain
     target = torch_device(device)
     _require_directory(name)
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            name, dtype=dtype, output_loading_info=True
-        )
+        reads = reads_images(AutoConfig.from_pretrained(name))
+        model_class = AutoModelForImageTextToText if reads else AutoModelForCausalLM
+        loaded: Any = model_class.from_pretrained(name, dtype=dtype, output_loading_info=True)
     except Exception as error:
         raise ConfigurationError(
             f"no causal language model could be loaded from {_described(name)} "
@@ -67,12 +78,23 @@ def load_model(name: str, dtype: str = "auto", device: str = "auto") -> PreTrain
 
 
 def load_tokenizer(name: str) -> Any:
-    """Load a checkpoint's tokenizer.
+    """Load a checkpoint's tokenizer; of a model that reads images its processor.
+
+    A processor that cannot be loaded is logged, and the tokenizer takes text alone.
 
     Raises:
         ConfigurationError: the checkpoint has no readable tokenizer.
     """
     _require_directory(name)
+    try:
+        reads = reads_images(AutoConfig.from_pretrained(name))
+    except Exception:  # noqa: BLE001  a tokenizer may be alone; its own error says more
+        reads = False
+    if reads:
+        try:
+            return load_processor(name)
+        except ConfigurationError as error:
+            _LOGGER.warning("%s Prompts with images are refused.", error)
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
     except Exception as error:
@@ -80,13 +102,39 @@ def load_tokenizer(name: str) -> Any:
             f"no tokenizer could be loaded from {_described(name)} ({error_text(error)}); correct "
             "the name, or save one there with tokenizer.save_pretrained."
         ) from error
+    _require_vocabulary(name, tokenizer)
+    return tokenizer
+
+
+def load_processor(name: str) -> Any:
+    """Load the processor of a checkpoint whose model reads images.
+
+    Raises:
+        ConfigurationError: the checkpoint has no readable processor of images.
+    """
+    try:
+        processor = AutoProcessor.from_pretrained(name)
+    except Exception as error:
+        raise ConfigurationError(
+            f"no processor of images could be loaded from {_described(name)} "
+            f"({error_text(error)}); save one there with processor.save_pretrained, or install "
+            "what it needs."
+        ) from error
+    if not is_processor(processor):
+        raise ConfigurationError(
+            f"{name!r} holds no processor of images; save one there with processor.save_pretrained."
+        )
+    _require_vocabulary(name, text_tokenizer(processor))
+    return processor
+
+
+def _require_vocabulary(name: str, tokenizer: Any) -> None:
     # If its files are missing, transformers 5.23 returns a tokenizer of special tokens only.
     if len(tokenizer) <= len(tokenizer.all_special_ids):
         raise ConfigurationError(
             f"{name!r} holds no tokenizer's vocabulary; save one there with "
             "tokenizer.save_pretrained."
         )
-    return tokenizer
 
 
 def torch_device(device: str) -> torch.device:

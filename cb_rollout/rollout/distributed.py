@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from cb_rollout.compat import fsdp as fsdp_compat
+from cb_rollout.engine.service.engine_group import EngineGroup
 from cb_rollout.errors import RolloutError, error_text
 
 # Polling interval of the key; a poll is one small message.
@@ -133,6 +134,12 @@ def create_failure_watch() -> FailureWatch | None:
     if not is_distributed():
         return None
     return FailureWatch(fsdp_compat.default_store(), dist.get_rank())
+
+
+def create_group_watch(group: EngineGroup) -> FailureWatch:
+    """Create a watch over the processes that share the layers of one engine's model."""
+    name = f"cb_rollout/engine/{group.ranks[0]}/{group.number}"
+    return FailureWatch(dist.PrefixStore(name, fsdp_compat.default_store()), group.rank)
 
 
 def largest_of_all(accelerator: Any, here: float) -> float:

@@ -6,7 +6,6 @@ nothing itself: `ContinuousBatchingManager` runs the engine. Called from the tra
 
 import inspect
 import time
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self
@@ -14,27 +13,23 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self
 import torch
 from tqdm.auto import tqdm
 
-from cb_rollout.compat.multimodal import text_tokenizer
 from cb_rollout.config.checks import require_known
 from cb_rollout.config.enums import InFlight
-from cb_rollout.config.hf import as_rollout_config, from_generation_config
+from cb_rollout.config.hf import as_rollout_config
 from cb_rollout.config.rollout import RolloutConfig
-from cb_rollout.config.sampling import SamplingParams, equal_group_warning, resolved
+from cb_rollout.config.sampling import SamplingParams
 from cb_rollout.engine.memory.plan import MemoryPlan
 from cb_rollout.engine.memory.training import OptimizerOrName
 from cb_rollout.engine.request import Request
 from cb_rollout.engine.service.manager import ContinuousBatchingManager
 from cb_rollout.engine.service.output_queue import OutputQueue
-from cb_rollout.errors import (
-    ConfigurationError,
-    IncompleteRolloutError,
-    InvalidRequestError,
-    RolloutError,
-)
+from cb_rollout.errors import ConfigurationError, RolloutError
 from cb_rollout.metrics.registry import rollout_metrics, status_metrics
-from cb_rollout.rollout.prompts import Prompt, encoded_or_refused, one_per_input, require_tokenizer
+from cb_rollout.rollout.batches import batch_arguments, require_finished
+from cb_rollout.rollout.distributed import create_group_watch
+from cb_rollout.rollout.prompts import Prompt, require_tokenizer
 from cb_rollout.rollout.verification import DriftReport, rollout_drift
-from cb_rollout.types import GenerationOutput, RequestStatus, SyncReport
+from cb_rollout.types import GenerationOutput, SyncReport
 from cb_rollout.weights import create_weight_sync, require_equal
 
 if TYPE_CHECKING:
@@ -92,6 +87,8 @@ class RolloutGenerator:
             trained=self._weights.trained,
             optimizer=optimizer,
         )
+        group = self.manager.group
+        self._watch = None if group is None else create_group_watch(group)
         self._is_asleep = False
         self._servers: list[ServerHandle] = []
         self._last_rollout: list[Request] = []
@@ -137,24 +134,22 @@ class RolloutGenerator:
             IncompleteRolloutError: a sequence failed; its `.outputs` holds all outputs.
             EngineDeadError: the engine stopped on an exception.
         """
-        if on_error not in ("raise", "return"):
-            raise ConfigurationError(f"on_error={on_error!r} is neither 'raise' nor 'return'.")
-        count = num_return_sequences
-        if count is None:
-            chosen = generation_config or self._generation_config
-            count = getattr(chosen, "num_return_sequences", None)
-        count = 1 if count is None else count
-        if not isinstance(count, int) or count < 1:
-            raise InvalidRequestError(f"num_return_sequences={count!r} is not a whole number >= 1.")
-        prompts = encoded_or_refused(inputs, self.tokenizer)
-        params = self._params(len(prompts), generation_config, sampling_params, max_new_tokens)
-        if warning := next(filter(None, (equal_group_warning(p, count) for p in params)), None):
-            warnings.warn(warning, stacklevel=2)
+        batch = batch_arguments(
+            inputs,
+            generation_config,
+            tokenizer=self.tokenizer,
+            defaults=self.manager.defaults,
+            own_generation_config=self._generation_config,
+            sampling_params=sampling_params,
+            num_return_sequences=num_return_sequences,
+            max_new_tokens=max_new_tokens,
+            on_error=on_error,
+        )
         with self.manager.observers.span("rollout"):
             requests = self.manager.create_requests(
-                prompts,
-                params,
-                members=range(count),
+                batch.prompts,
+                batch.params,
+                members=range(batch.count),
                 records_timestamps=record_timestamps,
                 keeps_refused=on_error == "return",
             )
@@ -163,36 +158,15 @@ class RolloutGenerator:
             if warmup:
                 self.manager.warmup()
             self.manager.start()
-            with measured(self.manager) as metrics:
+            watched = nullcontext() if self._watch is None else self._watch.watched()
+            with watched, measured(self.manager) as metrics:
                 finished = _run(self.manager, served, progress_bar)
             self._last_rollout, self._last_metrics = served, metrics
         outputs = {r.request_id: finished.get(r.request_id) or r.output() for r in requests}
-        failed = [o for o in outputs.values() if o.status is not RequestStatus.FINISHED]
-        if failed and on_error == "raise":
-            raise IncompleteRolloutError(
-                f"{len(failed)} of {len(outputs)} sequences could not be produced. The first, "
-                f"{failed[0].request_id}: {failed[0].error or failed[0].status.value} "
-                "(on_error='return' delivers the rest without raising.)",
-                outputs,
-            ) from next((r.cause for r in requests if r.cause is not None), None)
+        if on_error == "raise":
+            cause = next((r.cause for r in requests if r.cause is not None), None)
+            require_finished(outputs, cause)
         return outputs
-
-    def _params(
-        self,
-        num_inputs: int,
-        generation_config: Any,
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-        max_new_tokens: int | Sequence[int] | None,
-    ) -> list[SamplingParams]:
-        defaults = self.manager.defaults
-        if generation_config is not None:
-            defaults = from_generation_config(generation_config)
-        many_params = one_per_input("sampling_params", sampling_params, num_inputs)
-        many_lengths = one_per_input("max_new_tokens", max_new_tokens, num_inputs)
-        return [
-            resolved(params, defaults, length)
-            for params, length in zip(many_params, many_lengths, strict=True)
-        ]
 
     @property
     def policy_version(self) -> int:
@@ -238,7 +212,7 @@ class RolloutGenerator:
 
         Args:
             release_graphs: release the memory of CUDA graphs too. Capturing them again takes
-                seconds, in the first step after `wake()`.
+                seconds, in `wake()`.
         """
         if not self._is_asleep:
             with self.manager.observers.span("sleep"):
@@ -293,8 +267,17 @@ class RolloutGenerator:
         """
         from cb_rollout.server import ServerOptions, start_server
 
+        if self.manager.group is not None:
+            raise ConfigurationError(
+                "a tensor-parallel model is not served: requests would reach one process of its "
+                "group only; serve with vLLM or SGLang, or load the model on one device."
+            )
         server = start_server(
-            self.manager, text_tokenizer(self.tokenizer), ServerOptions(**options)
+            self.manager,
+            self.tokenizer,
+            ServerOptions(**options),
+            self._weights.trained,
+            self.sync_weights,
         )
         self._servers.append(server)
         return server

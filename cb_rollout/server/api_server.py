@@ -4,9 +4,9 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Annotated, Any, Literal, Protocol
 
-from fastapi import FastAPI, Request, Response
+from fastapi import FastAPI, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.exceptions import HTTPException
@@ -21,10 +21,21 @@ from cb_rollout.server.output_router import Submission
 from cb_rollout.server.responses import (
     ChatResponseBuilder,
     CompletionResponseBuilder,
-    ResponseBuilder,
     require_generated,
 )
-from cb_rollout.server.served_model import ServedModel
+from cb_rollout.server.rl.bodies import (
+    AbortRequest,
+    FileUpdate,
+    FinishRequest,
+    InitRequest,
+    PauseMode,
+    StartRequest,
+    TokenRequest,
+    UpdateRequest,
+    vllm_config,
+)
+from cb_rollout.server.rl.token_response import TokenResponseBuilder
+from cb_rollout.server.served_model import ID_HEADER, ServedModel
 from cb_rollout.types import GenerationOutput
 
 # Most faults that the answer to an invalid body lists.
@@ -34,11 +45,23 @@ MAX_FAULTS = 3
 NOT_JSON = "json_invalid"
 
 ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"model": protocol.ErrorResponse} for status in (400, 401, 404, 413, 429, 503)
+    status: {"model": protocol.ErrorResponse} for status in (400, 401, 403, 404, 409, 413, 429, 503)
 }
 STREAM: dict[int | str, dict[str, Any]] = {
     200: {"content": {"application/json": {}, "text/event-stream": {}}}
 }
+
+
+class _ResponseBuilder(Protocol):
+    """Build the response of one request, whole or as a stream's chunks."""
+
+    def whole(self, outputs: list[GenerationOutput]) -> dict[str, Any]: ...
+
+    def first_chunks(self) -> list[dict[str, Any]]: ...
+
+    def chunks(self, index: int, output: GenerationOutput) -> list[dict[str, Any]]: ...
+
+    def last_chunks(self) -> list[dict[str, Any]]: ...
 
 
 class _Json(JSONResponse):
@@ -82,6 +105,10 @@ def create_app(served: ServedModel) -> AccessMiddleware:
     )
     _add_error_handlers(app)
     _add_generation(app, served)
+    _add_token_generation(app, served)
+    _add_control(app, served)
+    _add_weight_updates(app, served)
+    _add_server_info(app, served)
     _add_inspection(app, served)
     return AccessMiddleware(app, served.options)
 
@@ -94,7 +121,9 @@ def _add_generation(app: FastAPI, served: ServedModel) -> None:
         prompts = await _encoded_prompts(served, body.prompt)
         params = await served.sampling_params(body)
         builder = CompletionResponseBuilder(served, body, prompts, params)
-        submission = served.submit(prompts, params, body.n or 1, body.stream, request.headers)
+        submission = await served.submit(
+            prompts, params, body.n or 1, body.stream, request.headers, body.request_id
+        )
         return await _respond(builder, submission, body.stream, request)
 
     @app.post("/v1/chat/completions", responses=STREAM)
@@ -106,11 +135,121 @@ def _add_generation(app: FastAPI, served: ServedModel) -> None:
         if body.tools and body.tool_choice != "none":
             tools = [tool.model_dump(exclude_none=True) for tool in body.tools]
         messages = [message.model_dump(exclude_none=True) for message in body.messages]
-        prompt_text, prompt_ids = await served.encode_chat(messages, tools)
+        chat = await served.encode_chat(messages, tools)
         params = await served.sampling_params(body)
-        builder = ChatResponseBuilder(served, body, prompt_text, prompt_ids, params, tools)
-        submission = served.submit([prompt_ids], params, body.n or 1, body.stream, request.headers)
+        builder = ChatResponseBuilder(served, body, chat, params, tools)
+        submission = await served.submit(
+            [chat.prompt], params, body.n or 1, body.stream, request.headers, body.request_id
+        )
         return await _respond(builder, submission, body.stream, request)
+
+
+def _add_token_generation(app: FastAPI, served: ServedModel) -> None:
+    @app.post("/inference/v1/generate", responses=STREAM)
+    async def generate(body: TokenRequest, request: Request) -> Response:
+        """Continue token ids; answer with token ids, log-probabilities and policy versions."""
+        served.require_known(body.model)
+        params = await served.sampling_params(body.sampling_params)
+        name = body.request_id or request.headers.get(ID_HEADER)
+        builder = TokenResponseBuilder(served.options.model_name, body, name)
+        is_streaming = bool(body.stream)
+        submission = await served.submit(
+            [body.token_ids], params, body.sampling_params.n, is_streaming, request.headers, name
+        )
+        return await _respond(builder, submission, is_streaming, request)
+
+
+def _add_control(app: FastAPI, served: ServedModel) -> None:
+    @app.post("/pause")
+    async def pause(
+        mode: Annotated[PauseMode, Query()] = "abort", clear_cache: bool = True
+    ) -> Response:
+        """Stop sampling until `/resume`; `mode` is the fate of the requests in flight.
+
+        `clear_cache` changes nothing: keys of older weights are never matched.
+        """
+        del clear_cache
+        await served.control.pause(mode)
+        return _Json({"status": "paused", "policy_version": served.manager.policy_version})
+
+    @app.post("/resume")
+    async def resume() -> Response:
+        """Go on after `/pause`."""
+        await served.control.resume()
+        return _Json({"status": "resumed", "policy_version": served.manager.policy_version})
+
+    @app.post("/abort_requests")
+    async def abort_requests(body: AbortRequest | None = None) -> Response:
+        """End requests by their clients' names, all where none is given.
+
+        Each is answered with the tokens that it has, and `finish_reason` "abort".
+        """
+        count = await served.control.abort(body.request_ids or () if body else ())
+        return _Json({"status": "aborted", "aborted": count})
+
+    @app.post("/reset_prefix_cache")
+    async def reset_prefix_cache() -> Response:
+        """Confirm that no key of older weights is matched, which holds at any time."""
+        return _Json({"success": True})
+
+
+def _add_weight_updates(app: FastAPI, served: ServedModel) -> None:
+    @app.post("/init_weight_transfer_engine")
+    async def init_weight_transfer_engine(body: InitRequest) -> Response:
+        """Join the trainer's group, by which it sends weights."""
+        await served.weights.init(body.init_info)
+        return _Json({"message": "Weight transfer initialized"})
+
+    @app.post("/shutdown_weight_transfer_engine")
+    async def shutdown_weight_transfer_engine() -> Response:
+        """Leave the trainer's group."""
+        await served.weights.shutdown()
+        return _Json({"message": "Weight transfer shut down"})
+
+    @app.post("/start_weight_update")
+    async def start_weight_update(body: StartRequest | None = None) -> Response:
+        """Begin an update."""
+        update_id = served.weights.start(body is not None and body.partial)
+        return _Json({"message": "Weight update started", "update_id": update_id})
+
+    @app.post("/update_weights")
+    async def update_weights(body: UpdateRequest) -> Response:
+        """Receive tensors of the update, or with `weight_dir` alone the whole of one."""
+        if (body.update_info is None) == (body.weight_dir is None):
+            raise ApiError(400, "give either update_info or weight_dir.", "update_info")
+        if body.weight_dir is not None:
+            info = FileUpdate(weight_dir=body.weight_dir, sha256=body.sha256)
+            return _Json({"status": "ok", **await served.weights.replace(info)})
+        assert body.update_info is not None
+        count = await served.weights.add(body.update_info, body.update_id)
+        return _Json({"message": "Weights updated", "num_tensors": count})
+
+    @app.post("/finish_weight_update")
+    async def finish_weight_update(body: FinishRequest | None = None) -> Response:
+        """Write the update's tensors, under one new policy version."""
+        body = body or FinishRequest()
+        report = await served.weights.finish(body.update_id, body.in_flight, body.weight_version)
+        return _Json({"message": "Weight update finished", **report})
+
+
+def _add_server_info(app: FastAPI, served: ServedModel) -> None:
+    @app.get("/get_world_size")
+    async def get_world_size(include_dp: bool = True) -> Response:
+        """Return the number of processes that receive weights: one."""
+        del include_dp
+        return _Json({"world_size": 1})
+
+    @app.get("/server_info")
+    async def server_info(
+        config_format: Annotated[Literal["text", "json"], Query()] = "text",
+    ) -> Response:
+        """Return what clients of vLLM read of its configuration, and the engine's state."""
+        return _Json(_server_info(served, config_format))
+
+    @app.get("/is_paused")
+    async def is_paused() -> Response:
+        """Return whether a client paused the engine."""
+        return _Json({"is_paused": served.control.is_paused})
 
 
 def _add_inspection(app: FastAPI, served: ServedModel) -> None:
@@ -136,7 +275,7 @@ def _add_inspection(app: FastAPI, served: ServedModel) -> None:
         else:
             messages = [message.model_dump(exclude_none=True) for message in body.messages or ()]
             tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
-            _, tokens = await served.encode_chat(messages, tools)
+            tokens = (await served.encode_chat(messages, tools)).token_ids
         content: dict[str, Any] = {
             "tokens": tokens,
             "count": len(tokens),
@@ -158,6 +297,27 @@ def _add_inspection(app: FastAPI, served: ServedModel) -> None:
         """Return every metric in Prometheus' text format."""
         text = exposition(served.manager, served.recorder)
         return Response(text, headers={"content-type": CONTENT_TYPE})
+
+
+def _server_info(served: ServedModel, config_format: str) -> dict[str, Any]:
+    manager = served.manager
+    config = vllm_config(
+        served.options.model_name,
+        served.max_model_len,
+        manager.model.dtype,
+        weight_transfer_config={"backend": "gloo"} if served.takes_weights else None,
+    )
+    status = manager.status()
+    return {
+        "vllm_config": config if config_format == "json" else str(config),
+        "cb_rollout": cb_rollout.__version__,
+        "policy_version": manager.policy_version,
+        "weight_version": served.weights.weight_version if served.takes_weights else None,
+        "is_paused": served.control.is_paused,
+        "logprobs_mode": manager.config.logprobs_mode,
+        "requests_running": status.requests_running,
+        "requests_waiting": status.requests_waiting,
+    }
 
 
 def _model_card(served: ServedModel) -> dict[str, Any]:
@@ -193,7 +353,7 @@ def _require_consistent(body: protocol.ChatCompletionRequest) -> None:
 
 
 async def _respond(
-    builder: ResponseBuilder, submission: Submission, is_streaming: bool, request: Request
+    builder: _ResponseBuilder, submission: Submission, is_streaming: bool, request: Request
 ) -> Response:
     if is_streaming:
         return _EventStream(_events(builder, submission), submission)
@@ -209,7 +369,7 @@ async def _finished(submission: Submission) -> list[GenerationOutput]:
     """Wait for every sequence, and return them in order."""
     outputs: dict[int, GenerationOutput] = {}
     async for index, output in submission.updates():
-        require_generated(output)
+        require_generated(output, submission.is_aborted)
         outputs[index] = output
     return [outputs[index] for index in sorted(outputs)]
 
@@ -233,13 +393,13 @@ async def _gone(request: Request) -> None:
         pass
 
 
-async def _events(builder: ResponseBuilder, submission: Submission) -> AsyncIterator[str]:
+async def _events(builder: _ResponseBuilder, submission: Submission) -> AsyncIterator[str]:
     """Yield a stream's events; an error is the last one."""
     try:
         for chunk in builder.first_chunks():
             yield _event(chunk)
         async for index, output in submission.updates():
-            require_generated(output)
+            require_generated(output, submission.is_aborted)
             for chunk in builder.chunks(index, output):
                 yield _event(chunk)
         for chunk in builder.last_chunks():

@@ -123,18 +123,30 @@ class TokenTable:
         """Return the text of each token."""
         return [self._known(token)[0] for token in token_ids]
 
-    def chat_logprobs(self, output: GenerationOutput, start: int = 0) -> dict[str, Any]:
-        """Return the log-probabilities of the tokens from `start` in the shape of a chat choice."""
+    def chat_logprobs(
+        self, output: GenerationOutput, start: int = 0, as_ids: bool = False
+    ) -> dict[str, Any]:
+        """Return the log-probabilities of the tokens from `start` in the shape of a chat choice.
+
+        Args:
+            output: the sequence.
+            start: index of the first token to return.
+            as_ids: write tokens as `token_id:7`.
+        """
         content = []
         for index in range(start, len(output.generated_tokens)):
-            entry = self._entry(output.generated_tokens[index], output.logprobs[index])
+            entry = self._entry(output.generated_tokens[index], output.logprobs[index], as_ids)
             top = output.top_logprobs[index] if output.top_logprobs is not None else []
-            entry["top_logprobs"] = [self._entry(token, logprob) for token, logprob in top]
+            entry["top_logprobs"] = [self._entry(token, value, as_ids) for token, value in top]
             content.append(entry)
         return {"content": content, "refusal": None}
 
     def completion_logprobs(
-        self, output: GenerationOutput, start: int = 0, num_characters: int = 0
+        self,
+        output: GenerationOutput,
+        start: int = 0,
+        num_characters: int = 0,
+        as_ids: bool = False,
     ) -> dict[str, Any]:
         """Return the log-probabilities of the tokens from `start` in a completion choice's shape.
 
@@ -142,8 +154,10 @@ class TokenTable:
             output: the sequence.
             start: index of the first token to return.
             num_characters: number of characters before that token.
+            as_ids: write tokens as `token_id:7`; the likeliest ones then include the sampled one.
         """
-        texts = self.texts(output.generated_tokens[start:])
+        tokens = output.generated_tokens[start:]
+        texts = self.texts(tokens)
         offsets = []
         for text in texts:
             offsets.append(num_characters)
@@ -151,19 +165,26 @@ class TokenTable:
         top = None
         if output.top_logprobs is not None:
             top = [
-                {self._known(token)[0]: logprob for token, logprob in pairs}
+                {self._name(token, as_ids): logprob for token, logprob in pairs}
                 for pairs in output.top_logprobs[start:]
             ]
+        if as_ids:
+            sampled = zip(tokens, output.logprobs[start:], strict=True)
+            own = [{self._name(token, True): logprob} for token, logprob in sampled]
+            top = own if top is None else [a | b for a, b in zip(top, own, strict=True)]
         return {
-            "tokens": texts,
+            "tokens": [self._name(token, True) for token in tokens] if as_ids else texts,
             "token_logprobs": output.logprobs[start:],
             "top_logprobs": top,
             "text_offset": offsets,
         }
 
-    def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
-        text, utf8 = self._known(token_id)
-        return {"token": text, "logprob": logprob, "bytes": utf8}
+    def _name(self, token_id: int, as_ids: bool) -> str:
+        return f"token_id:{token_id}" if as_ids else self._known(token_id)[0]
+
+    def _entry(self, token_id: int, logprob: float, as_ids: bool) -> dict[str, Any]:
+        name, utf8 = self._name(token_id, as_ids), self._known(token_id)[1]
+        return {"token": name, "logprob": logprob, "bytes": utf8}
 
 
 def _byte_of_letter() -> dict[str, int]:

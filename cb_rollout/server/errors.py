@@ -8,8 +8,10 @@ from cb_rollout.errors import EngineDeadError, InvalidRequestError, QueueFullErr
 TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     405: "invalid_request_error",
+    409: "conflict_error",
     413: "request_too_large",
     429: "rate_limit_error",
     500: "server_error",
@@ -54,7 +56,7 @@ def as_api_error(error: ApiError | RolloutError | TimeoutError) -> ApiError:
             return error
         case InvalidRequestError():
             # The client sent one prompt, not an input of a batch, and uses OpenAI's names.
-            text = re.sub(r"^input 0 (?=has|is|holds)", "the prompt ", str(error))
+            text = re.sub(r"^input 0(?=:| has| is| holds)", "the prompt", str(error))
             return ApiError(400, text.replace("max_new_tokens", "max_tokens"))
         case QueueFullError():
             return ApiError(429, str(error))

@@ -8,12 +8,18 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
 
 from cb_rollout.compat.torch import release_workers
 from cb_rollout.engine.service.manager import ContinuousBatchingManager
 from cb_rollout.errors import ConfigurationError, RolloutError
 from cb_rollout.server.options import ServerOptions
+from cb_rollout.types import SyncReport
+
+if TYPE_CHECKING:
+    from cb_rollout.server.rl.weight_updates import WeightUpdates
 
 # Longer than a start or a close takes; after it something is broken.
 START_SECONDS = 30.0
@@ -30,9 +36,20 @@ BACKLOG = 2048
 
 
 def start_server(
-    manager: ContinuousBatchingManager, tokenizer: Any, options: ServerOptions
+    manager: ContinuousBatchingManager,
+    tokenizer: Any,
+    options: ServerOptions,
+    trained: torch.nn.Module | None = None,
+    sync_weights: Callable[..., SyncReport] | None = None,
 ) -> "ServerHandle":
     """Serve a manager's model until the handle is closed.
+
+    Args:
+        manager: the manager, which is started.
+        tokenizer: the model's tokenizer or processor.
+        options: the address, the access and the limits.
+        trained: the model whose weights `allow_weight_updates` writes.
+        sync_weights: a generator's, called after they are written.
 
     Raises:
         ConfigurationError: the extra `server` is not installed, there is no tokenizer, or the
@@ -45,11 +62,21 @@ def start_server(
         )
     if tokenizer is None:
         raise ConfigurationError("serving needs the model's tokenizer; set tokenizer=.")
+    weights = None
+    if options.allow_weight_updates:
+        if trained is None or sync_weights is None:
+            raise ConfigurationError(
+                "allow_weight_updates needs the weights of a generator; call its serve()."
+            )
+        from cb_rollout.server.rl.weight_updates import WeightUpdates
+
+        seconds = options.weight_update_timeout_seconds
+        weights = WeightUpdates(manager, trained, sync_weights, seconds)
     listening = _bound(options)
     try:
         manager.start()
         manager.is_served = True
-        return ServerHandle(manager, tokenizer, options, listening)
+        return ServerHandle(manager, tokenizer, options, listening, weights)
     except BaseException:
         listening.close()
         raise
@@ -85,6 +112,7 @@ class ServerHandle:
         tokenizer: Any,
         options: ServerOptions,
         listening: socket.socket,
+        weights: "WeightUpdates | None" = None,
     ) -> None:
         """Start the server; return once it accepts connections."""
         import uvicorn
@@ -95,7 +123,7 @@ class ServerHandle:
         host, port = listening.getsockname()[:2]
         self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         self.base_url = f"{self.url}/v1"
-        self.model = ServedModel(manager, tokenizer, options)
+        self.model = ServedModel(manager, tokenizer, options, weights)
         self._server = uvicorn.Server(
             uvicorn.Config(
                 create_app(self.model),

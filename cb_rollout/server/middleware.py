@@ -8,6 +8,7 @@ import asyncio
 import hashlib
 import hmac
 import json
+from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -61,6 +62,10 @@ class AccessMiddleware:
                 raise ApiError(
                     401, "without an API key this server answers to localhost and 127.0.0.1 only."
                 )
+            # A page of another site can send a request without a body, though not read its answer.
+            origin = headers.get(b"origin")
+            if origin is not None and not is_loopback(_host_of(origin)):
+                raise ApiError(401, "without an API key this server answers no page of a web site.")
         elif scope["path"] not in OPEN_PATHS:
             scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
             is_right = hmac.compare_digest(_digest(given.strip()), self._key_digest)
@@ -117,6 +122,14 @@ async def _send_error(error: ApiError, send: Send) -> None:
     encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
     await send({"type": "http.response.start", "status": error.status, "headers": encoded})
     await send({"type": "http.response.body", "body": content})
+
+
+def _host_of(origin: bytes) -> str:
+    """Return the host of an `Origin` header; of `null` and broken ones, no host."""
+    try:
+        return urlsplit(origin.decode("latin-1")).hostname or ""
+    except ValueError:
+        return ""
 
 
 def _digest(key: bytes) -> bytes:

@@ -45,11 +45,20 @@ class ServerOptions:
         None, "Longest prompt; None: what the model and the cache can hold."
     )
     max_sequences: int = _option(128, "Most sequences of one request: its prompts times `n`.")
+    max_images: int = _option(8, "Most pictures of one request; 0: none.")
+    max_image_bytes: int = _option(6 * 1024**2, "Largest picture, as a file.")
+    max_image_pixels: int = _option(16 * 1024**2, "Largest picture, in pixels.")
     request_timeout_seconds: float = _option(
         600.0, "Longest a request may take; it is cancelled then."
     )
     body_timeout_seconds: float = _option(
         30.0, "Longest a body may take to arrive, or the end of an answer to be taken."
+    )
+    allow_weight_updates: bool = _option(
+        False, "Let clients replace the model's weights; with the key, where there is one."
+    )
+    weight_update_timeout_seconds: float = _option(
+        60.0, "Longest a begun weight update waits for its next call; it is dropped then."
     )
     drain_seconds: float = _option(
         20.0, "Longest that running requests go on after shutdown begins; then they are cancelled."
@@ -61,12 +70,20 @@ class ServerOptions:
                 raise ConfigurationError(f"{name}={value!r} is not a text, or is empty.")
         if not _is_whole(self.port, 0) or self.port >= 1 << 16:
             raise ConfigurationError(f"port={self.port!r} is not a whole number in [0, 65535].")
-        for name in ("max_body_bytes", "max_prompt_tokens", "max_sequences"):
+        for name in (
+            *("max_body_bytes", "max_prompt_tokens", "max_sequences"),
+            *("max_images", "max_image_bytes", "max_image_pixels"),
+        ):
             value = getattr(self, name)
             is_left_open = value is None and name == "max_prompt_tokens"
-            if not is_left_open and not _is_whole(value, 1):
-                raise ConfigurationError(f"{name}={value!r} is not a whole number >= 1.")
-        for name in ("request_timeout_seconds", "body_timeout_seconds", "drain_seconds"):
+            least = 0 if name == "max_images" else 1
+            if not is_left_open and not _is_whole(value, least):
+                raise ConfigurationError(f"{name}={value!r} is not a whole number >= {least}.")
+        _require_bool("allow_weight_updates", self.allow_weight_updates)
+        for name in (
+            *("request_timeout_seconds", "body_timeout_seconds", "drain_seconds"),
+            "weight_update_timeout_seconds",
+        ):
             value = getattr(self, name)
             is_number = isinstance(value, int | float) and 0 <= value < math.inf
             if not is_number or (value == 0 and name != "drain_seconds"):
@@ -94,3 +111,8 @@ def is_loopback(host: str) -> bool:
 
 def _is_whole(value: object, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _require_bool(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ConfigurationError(f"{name}={value!r} is neither True nor False.")

@@ -6,7 +6,7 @@ asyncio thread one wake-up. Sequences of a request that ends, for any reason, le
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import suppress
 from typing import Self
 
@@ -33,16 +33,22 @@ class OutputRouter:
         self._error: EngineDeadError | None = None
         self._is_scheduled = False
         self._submissions: dict[str, Submission] = {}
+        self._ended: asyncio.Event = asyncio.Event()
 
     @property
     def num_in_flight(self) -> int:
         """Return the number of sequences that have not ended."""
         return len(self._submissions)
 
-    def submit(self, requests: Sequence[Request]) -> "Submission":
-        """Queue sequences, and return a context manager that yields their outputs."""
+    def submit(self, requests: Sequence[Request], client_id: str | None = None) -> "Submission":
+        """Queue sequences, and return a context manager that yields their outputs.
+
+        Args:
+            requests: the sequences of one HTTP request.
+            client_id: the client's own name of it.
+        """
         deadline = self._asyncio_loop.time() + self._timeout_seconds
-        submission = Submission(self, requests, deadline)
+        submission = Submission(self, requests, deadline, client_id)
         self._manager.submit(requests, self)
         self._submissions |= dict.fromkeys(submission.unfinished, submission)
         return submission
@@ -79,10 +85,35 @@ class OutputRouter:
                 submission.put(output)
                 if output.is_finished():
                     del self._submissions[request_id]
+                    self._ended.set()
         if error is not None:
             dead, self._submissions = self._submissions, {}
+            self._ended.set()
             for submission in dead.values():
                 submission.fail(error)
+
+    def abort(self, client_ids: Collection[str]) -> int:
+        """End requests by their clients' names, all where none is given; return their number.
+
+        Each is answered with the tokens that it has.
+        """
+        found = {
+            id(submission): submission
+            for submission in self._submissions.values()
+            if not client_ids or submission.client_id in client_ids
+        }
+        for submission in found.values():
+            submission.is_aborted = True
+        self._manager.cancel_requests(
+            [request_id for submission in found.values() for request_id in submission.unfinished]
+        )
+        return len(found)
+
+    async def drained(self) -> None:
+        """Wait until no sequence is in flight."""
+        while self._submissions:
+            self._ended.clear()
+            await self._ended.wait()
 
     def cancel_all(self) -> None:
         """Cancel every sequence in flight; each delivers what it has."""
@@ -92,14 +123,25 @@ class OutputRouter:
         """Cancel sequences, and drop their outputs."""
         for request_id in request_ids:
             self._submissions.pop(request_id, None)
+        self._ended.set()
         self._manager.cancel_requests(request_ids)
 
 
 class Submission:
     """The sequences of one request; leaving it cancels those that have not ended."""
 
-    def __init__(self, router: OutputRouter, requests: Sequence[Request], deadline: float) -> None:
+    def __init__(
+        self,
+        router: OutputRouter,
+        requests: Sequence[Request],
+        deadline: float,
+        client_id: str | None,
+    ) -> None:
         self._router, self._deadline = router, deadline
+        self.client_id = client_id
+        """The client's own name of the request; None: it has none."""
+        self.is_aborted = False
+        """True once a client ended it early, to be answered with the tokens that it has."""
         self.unfinished = {request.request_id: index for index, request in enumerate(requests)}
         self._newest: dict[int, GenerationOutput] = {}
         self._changed = asyncio.Event()

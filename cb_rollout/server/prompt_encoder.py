@@ -1,24 +1,55 @@
 """Prompts and chats to token ids; a conversation's next turn begins with the last turn's tokens.
 
 A client sends a chat back as text, and its tokenization may differ from the sampled tokens. So the
-encoder remembers each answered chat by its text: a new chat whose rendered text begins with that
-text begins with the same tokens. The prefix cache then holds their keys, and the turns of a
-trajectory are one sequence. Called on one thread at a time.
+encoder remembers each answered chat by its text and its pictures: a new chat whose rendered text
+begins with that text, about the same pictures, begins with the same tokens. The prefix cache then
+holds their keys, and the turns of a trajectory are one sequence. Called on one thread at a time.
 """
 
 import json
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cb_rollout.errors import InvalidRequestError, error_text
+from cb_rollout.compat.multimodal import is_processor, text_tokenizer
+from cb_rollout.engine.service.image_prompts import (
+    IMAGE_FAULTS,
+    ImagePrompt,
+    encoded_chat,
+    encoded_row,
+    has_image_parts,
+)
+from cb_rollout.errors import ConfigurationError, InvalidRequestError, error_text
 from cb_rollout.rollout.prompts import ENCODING_FAULTS
+from cb_rollout.server.images import digest, with_pictures
+from cb_rollout.server.options import ServerOptions
 
 # Limits over all conversations, about 10 MB and a millisecond to search. The least recently used
 # are dropped first.
 MAX_KNOWN_TOKENS, MAX_KNOWN = 1 << 20, 1 << 12
+
+
+# What tells answered chats apart: the hashes of their pictures, and their rendered text.
+_Known = tuple[tuple[bytes, ...], str]
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedChat:
+    """A chat, up to where the assistant answers."""
+
+    text: str
+    """Rendered by the template."""
+    prompt: list[int] | ImagePrompt
+    """The prompt of its request: token ids, with images where there are some."""
+    digests: tuple[bytes, ...] = ()
+    """A hash of each picture."""
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Return the prompt's token ids, those of pictures expanded."""
+        return self.prompt.token_ids if isinstance(self.prompt, ImagePrompt) else self.prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +64,18 @@ class _Conversation:
 
 
 class PromptEncoder:
-    """Encode the prompts of one tokenizer."""
+    """Encode the prompts of one model.
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        self._known: OrderedDict[str, _Conversation] = OrderedDict()
+    Args:
+        tokenizer: the model's tokenizer, or for pictures its processor.
+        options: the limits of a request's pictures.
+    """
+
+    def __init__(self, tokenizer: Any, options: ServerOptions) -> None:
+        self._templates, self._options = tokenizer, options
+        self._takes_images = is_processor(tokenizer)
+        self._tokenizer = text_tokenizer(tokenizer)
+        self._known: OrderedDict[_Known, _Conversation] = OrderedDict()
         self._num_known_tokens = 0
 
     def encode_text(self, text: str) -> list[int]:
@@ -46,75 +84,124 @@ class PromptEncoder:
 
     def encode_chat(
         self, messages: Sequence[dict[str, Any]], tools: list[dict[str, Any]] | None
-    ) -> tuple[str, list[int]]:
+    ) -> EncodedChat:
         """Apply the model's chat template, up to where the assistant answers.
 
-        Returns:
-            The rendered text, and its token ids.
-
         Raises:
+            ApiError: a picture is refused.
             InvalidRequestError: there is no template, or it refuses the chat.
         """
-        template = getattr(self._tokenizer, "chat_template", None)
+        template = getattr(self._templates, "chat_template", None)
         if template is None:
             raise InvalidRequestError(
                 "the model has no chat template; send text to /v1/completions."
             )
         if tools and "tools" not in str(template):
             raise InvalidRequestError("the model's chat template takes no tools; leave them out.")
+        pictures: list[Any] = []
+        if has_image_parts(messages):
+            self._require_readable(messages)
+            messages, pictures = with_pictures(messages, self._options)
+        # A template that mentions no pictures may write the text of content as it is.
+        in_parts = self._takes_images and "image" in str(template)
+        chat = [_for_template(message, in_parts) for message in messages]
         try:
-            text = self._tokenizer.apply_chat_template(
-                [_for_template(message) for message in messages],
-                tools=tools or None,
-                add_generation_prompt=True,
-                tokenize=False,
+            text = self._templates.apply_chat_template(
+                chat, tools=tools or None, add_generation_prompt=True, tokenize=False
             )
         except ENCODING_FAULTS as error:
             raise InvalidRequestError(
                 f"the model's chat template refuses the messages ({error_text(error)})."
             ) from error
-        return text, self._continued(text)
+        if not pictures:
+            return EncodedChat(text, self._continued(text, self._encode_part(text), (), ()))
+        plain = encoded_chat(chat, self._templates, 0, tools or None)
+        digests = tuple(map(digest, pictures))
+        token_ids = self._continued(text, plain.token_ids, pictures, digests)
+        if token_ids != plain.token_ids:
+            try:
+                row = {"prompt": token_ids, "images": pictures}
+                return EncodedChat(text, encoded_row(row, self._templates, 0), digests)
+            except (ConfigurationError, InvalidRequestError):
+                # Of some processors, the tensors are known for text only.
+                pass
+        return EncodedChat(text, plain, digests)
 
-    def remember(self, prompt_text: str, prompt_ids: Sequence[int], tokens: Sequence[int]) -> None:
+    def _require_readable(self, messages: Sequence[dict[str, Any]]) -> None:
+        """Refuse pictures without a processor, and text that one would take for a picture."""
+        if not self._takes_images:
+            raise InvalidRequestError(
+                "the model reads no pictures, or is served without its processor; send text."
+            )
+        marker = getattr(self._templates, "image_token", None)
+        if marker and any(marker in text for text in _texts(messages)):
+            raise InvalidRequestError(
+                f"a message holds the text {marker!r}, which stands for a picture; leave it out."
+            )
+
+    def remember(self, chat: EncodedChat, tokens: Sequence[int]) -> None:
         """Keep an answered chat, for the next turn to begin with its tokens."""
         body, end = tuple(tokens[:-1]), tuple(tokens[-1:])
         body_text, whole_text = self._decode(body), self._decode(tokens)
         if not whole_text.startswith(body_text):
             # The last two tokens share a character.
             body, end, body_text = tuple(tokens), (), whole_text
-        text = prompt_text + body_text
-        known = _Conversation(array("i", [*prompt_ids, *body]), whole_text[len(body_text) :], end)
-        self._forget(text)
-        self._known[text] = known
+        key = chat.digests, chat.text + body_text
+        token_ids = array("i", [*chat.token_ids, *body])
+        known = _Conversation(token_ids, whole_text[len(body_text) :], end)
+        self._forget(key)
+        self._known[key] = known
         self._num_known_tokens += len(known.token_ids)
         while self._num_known_tokens > MAX_KNOWN_TOKENS or len(self._known) > MAX_KNOWN:
             self._forget(next(iter(self._known)))
 
-    def _forget(self, text: str) -> None:
-        if (known := self._known.pop(text, None)) is not None:
+    def _forget(self, key: _Known) -> None:
+        if (known := self._known.pop(key, None)) is not None:
             self._num_known_tokens -= len(known.token_ids)
 
-    def _continued(self, text: str) -> list[int]:
-        """Return a rendered chat's token ids, beginning with the longest known conversation's."""
-        plain = self._encode_part(text)
-        beginnings = [known for known in self._known if text.startswith(known)]
+    def _continued(
+        self, text: str, plain: list[int], pictures: Sequence[Any], digests: tuple[bytes, ...]
+    ) -> list[int]:
+        """Return a rendered chat's token ids, beginning with the longest known conversation's.
+
+        Args:
+            text: the chat.
+            plain: its token ids, where no conversation is known.
+            pictures: its pictures.
+            digests: a hash of each.
+        """
+        beginnings = [
+            (seen, known)
+            for seen, known in self._known
+            if seen == digests[: len(seen)] and text.startswith(known)
+        ]
         if not beginnings:
             return plain
-        beginning = max(beginnings, key=len)
-        self._known.move_to_end(beginning)
-        known = self._known[beginning]
-        token_ids, num_characters = list(known.token_ids), len(beginning)
+        key = max(beginnings, key=lambda beginning: len(beginning[1]))
+        self._known.move_to_end(key)
+        known, num_characters = self._known[key], len(key[1])
+        token_ids = list(known.token_ids)
         if known.end_text and text.startswith(known.end_text, num_characters):
             token_ids += known.end_ids
             num_characters += len(known.end_text)
-        token_ids += self._encode_part(text[num_characters:])
+        token_ids += self._encode_part(text[num_characters:], pictures[len(key[0]) :])
         # Some tokenizers normalise a text differently in two parts; then only the whole is right.
         if self._decode(token_ids) != self._decode(plain):
             return plain
         return token_ids
 
-    def _encode_part(self, text: str) -> list[int]:
-        return self._tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
+    def _encode_part(self, text: str, pictures: Sequence[Any] = ()) -> list[int]:
+        """Return the token ids of a part of a chat; none where its processor does not take it."""
+        if not text:
+            return []
+        if not pictures:
+            return self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        try:
+            return self._templates(text=[text], images=[[*pictures]], add_special_tokens=False)[
+                "input_ids"
+            ][0]
+        except IMAGE_FAULTS:
+            return []
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         return self._tokenizer.decode(
@@ -122,12 +209,31 @@ class PromptEncoder:
         )
 
 
-def _for_template(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message as templates expect it: joined text parts, call arguments as objects."""
+def _texts(messages: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Yield the texts of messages."""
+    for message in messages:
+        if isinstance(content := message.get("content"), str):
+            yield content
+        yield from (
+            part["text"] for part in content or () if isinstance(part, dict) and "text" in part
+        )
+
+
+def _for_template(message: dict[str, Any], in_parts: bool) -> dict[str, Any]:
+    """Return a message as templates expect it, with call arguments as objects.
+
+    Args:
+        message: as it was sent.
+        in_parts: whether text is a part, as templates of processors have it, or else text parts are
+            joined.
+    """
     plain = {name: value for name, value in message.items() if value is not None}
-    if isinstance(content := plain.get("content"), list):
-        plain["content"] = "".join(part["text"] for part in content)
-    plain.setdefault("content", "")
+    content = plain.get("content", "")
+    if in_parts and isinstance(content, str):
+        content = [{"type": "text", "text": content}] if content else []
+    elif not in_parts and isinstance(content, list):
+        content = "".join(part["text"] for part in content)
+    plain["content"] = content
     if calls := plain.get("tool_calls"):
         plain["tool_calls"] = [
             {**call, "function": {**call["function"], "arguments": _arguments(call["function"])}}

@@ -7,18 +7,22 @@ from pydantic import BaseModel, ConfigDict, Field
 # Each stop string is searched for after every token.
 MAX_STOPS = 16
 
+RequestId = Annotated[str, Field(min_length=1, max_length=256)]
 
-class _Strict(BaseModel):
+
+class Strict(BaseModel):
+    """A body that refuses unknown fields, and numbers in text."""
+
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
-class StreamOptions(_Strict):
+class StreamOptions(Strict):
     """Options of a streamed response."""
 
     include_usage: bool = False
 
 
-class _Sampling(_Strict):
+class _Sampling(Strict):
     """Fields of both endpoints; a field left out takes the served model's default."""
 
     model: str | None = None
@@ -40,6 +44,10 @@ class _Sampling(_Strict):
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     return_token_ids: bool = False
     """Respond with token ids and the policy version of each token."""
+    return_tokens_as_token_ids: bool = False
+    """Write the tokens of log-probabilities as `token_id:7`, not as text."""
+    request_id: RequestId | None = None
+    """The client's own name of the request, for `/abort_requests`; several may share one."""
     user: str | None = None
     """Accepted and not used."""
 
@@ -52,21 +60,39 @@ class CompletionRequest(_Sampling):
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
 
-class TextPart(_Strict):
+class TextPart(Strict):
     """One part of a message's content."""
 
     type: Literal["text"]
     text: str
 
 
-class FunctionCall(_Strict):
+class ImageUrl(Strict):
+    """A picture, as a data URL."""
+
+    url: str
+    detail: Literal["auto", "low", "high"] | None = None
+    """Accepted and not used."""
+
+
+class ImagePart(Strict):
+    """One picture of a message's content."""
+
+    type: Literal["image_url"]
+    image_url: ImageUrl
+
+
+Part = Annotated[TextPart | ImagePart, Field(discriminator="type")]
+
+
+class FunctionCall(Strict):
     """A function's name and its arguments, as JSON in a string."""
 
     name: str
     arguments: str
 
 
-class ToolCall(_Strict):
+class ToolCall(Strict):
     """One tool call of an assistant's message."""
 
     id: str | None = None
@@ -75,11 +101,11 @@ class ToolCall(_Strict):
     index: int | None = None
 
 
-class Message(_Strict):
+class Message(Strict):
     """One message of a chat; this server's answers are accepted unchanged."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | list[Part] | None = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
@@ -90,7 +116,7 @@ class Message(_Strict):
     function_call: None = None
 
 
-class FunctionDefinition(_Strict):
+class FunctionDefinition(Strict):
     """A function that the model may call; `parameters` is a JSON schema."""
 
     name: str
@@ -99,27 +125,27 @@ class FunctionDefinition(_Strict):
     strict: bool | None = None
 
 
-class Tool(_Strict):
+class Tool(Strict):
     """A tool that the model may call."""
 
     type: Literal["function"]
     function: FunctionDefinition
 
 
-class NamedFunction(_Strict):
+class NamedFunction(Strict):
     """The name of a function."""
 
     name: str
 
 
-class NamedToolChoice(_Strict):
+class NamedToolChoice(Strict):
     """The tool that an answer must call."""
 
     type: Literal["function"]
     function: NamedFunction
 
 
-class JsonSchema(_Strict):
+class JsonSchema(Strict):
     """The JSON schema of an answer."""
 
     name: str
@@ -128,7 +154,7 @@ class JsonSchema(_Strict):
     strict: bool | None = None
 
 
-class ResponseFormat(_Strict):
+class ResponseFormat(Strict):
     """The format of an answer."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -149,7 +175,7 @@ class ChatCompletionRequest(_Sampling):
     parallel_tool_calls: Literal[True] | None = None
 
 
-class TokenizeRequest(_Strict):
+class TokenizeRequest(Strict):
     """Body of `/tokenize`: a prompt or a chat."""
 
     model: str | None = None

@@ -10,6 +10,7 @@ from typing import Any
 from cb_rollout.config.sampling import SamplingParams
 from cb_rollout.server.detokenizer import IncrementalDetokenizer, cut_at_stop
 from cb_rollout.server.errors import ApiError
+from cb_rollout.server.prompt_encoder import EncodedChat
 from cb_rollout.server.protocol import ChatCompletionRequest, CompletionRequest
 from cb_rollout.server.served_model import ServedModel
 from cb_rollout.types import FinishReason, GenerationOutput, RequestStatus
@@ -39,6 +40,7 @@ class ResponseBuilder:
         self._model, self._prompts, self._params = model, prompts, params
         self._num_choices = body.n or 1
         self._with_ids = body.return_token_ids
+        self._names_ids = body.return_tokens_as_token_ids
         self._with_usage = body.stream_options is not None and body.stream_options.include_usage
         self._heading = {
             "id": f"{self.id_prefix}-{uuid.uuid4().hex}",
@@ -107,12 +109,7 @@ class ResponseBuilder:
         """Return token ids and policy versions of the tokens from `start`, if asked for."""
         if not self._with_ids:
             return {}
-        runs, num_before = [], start
-        for version, count in output.policy_versions:
-            if count > num_before:
-                runs.append([version, count - num_before])
-            num_before = max(0, num_before - count)
-        return {"token_ids": output.generated_tokens[start:], "policy_versions": runs}
+        return ids(output, start)
 
     def _usage(self, num_completion_tokens: int) -> dict[str, int]:
         num_prompt_tokens = sum(map(len, self._prompts))
@@ -149,11 +146,14 @@ class CompletionResponseBuilder(ResponseBuilder):
         logprobs = None
         if self._with_logprobs:
             num_before = self._num_characters.get(index, 0)
-            logprobs = self._model.tokens.completion_logprobs(output, start, num_before)
-            self._num_characters[index] = num_before + sum(map(len, logprobs["tokens"]))
+            logprobs = self._model.tokens.completion_logprobs(
+                output, start, num_before, self._names_ids
+            )
+            texts = self._model.tokens.texts(output.generated_tokens[start:])
+            self._num_characters[index] = num_before + sum(map(len, texts))
         choice = {
             "text": text,
-            "finish_reason": output.finish_reason,
+            "finish_reason": finish_reason(output),
             "logprobs": logprobs,
             **self._ids(output, start),
         }
@@ -164,10 +164,10 @@ class CompletionResponseBuilder(ResponseBuilder):
     def _choice(self, index: int, output: GenerationOutput) -> dict[str, Any]:
         logprobs = None
         if self._with_logprobs:
-            logprobs = self._model.tokens.completion_logprobs(output)
+            logprobs = self._model.tokens.completion_logprobs(output, as_ids=self._names_ids)
         return {
             "text": self._text(output),
-            "finish_reason": output.finish_reason,
+            "finish_reason": finish_reason(output),
             "logprobs": logprobs,
             **self._ids(output),
             **self._prompt(index),
@@ -185,8 +185,7 @@ class ChatResponseBuilder(ResponseBuilder):
     Args:
         model: the model that answers.
         body: the request.
-        prompt_text: the chat, rendered by the template.
-        prompt_ids: its token ids.
+        chat: the prompt.
         params: how the answers are sampled.
         tools: the tools in the prompt; None: none.
     """
@@ -199,14 +198,13 @@ class ChatResponseBuilder(ResponseBuilder):
         self,
         model: ServedModel,
         body: ChatCompletionRequest,
-        prompt_text: str,
-        prompt_ids: list[int],
+        chat: EncodedChat,
         params: SamplingParams,
         tools: list[dict[str, Any]] | None,
     ) -> None:
-        super().__init__(model, body, [prompt_ids], params)
-        self._prompt_text, self._tools = prompt_text, tools
-        self._prompt = {"prompt_token_ids": prompt_ids} if self._with_ids else {}
+        super().__init__(model, body, [chat.token_ids], params)
+        self._chat, self._tools = chat, tools
+        self._prompt = {"prompt_token_ids": chat.token_ids} if self._with_ids else {}
         self._with_logprobs = bool(body.logprobs)
         self._texts: dict[int, str] = {}
         self._num_text_sent: dict[int, int] = {}
@@ -246,7 +244,7 @@ class ChatResponseBuilder(ResponseBuilder):
         message = self._message(self._text(output), output)
         return {
             "message": message,
-            "finish_reason": "tool_calls" if "tool_calls" in message else output.finish_reason,
+            "finish_reason": "tool_calls" if "tool_calls" in message else finish_reason(output),
             "logprobs": self._logprobs(output, 0),
             **self._ids(output),
         }
@@ -259,7 +257,7 @@ class ChatResponseBuilder(ResponseBuilder):
         Text is sent as soon as it cannot belong to a call; calls are sent whole, at the end.
         """
         if not self._tools:
-            return ({"content": text} if text else {}), output.finish_reason
+            return ({"content": text} if text else {}), finish_reason(output)
         whole = self._texts[index] = self._texts.get(index, "") + text
         num_sent = self._num_text_sent.get(index, 0)
         if not output.is_finished():
@@ -271,7 +269,7 @@ class ChatResponseBuilder(ResponseBuilder):
         calls = message.get("tool_calls")
         if not calls:
             new = whole[num_sent:]
-            return ({"content": new} if new else {}), output.finish_reason
+            return ({"content": new} if new else {}), finish_reason(output)
         delta: dict[str, Any] = {
             "tool_calls": [{"index": number, **call} for number, call in enumerate(calls)]
         }
@@ -289,15 +287,33 @@ class ChatResponseBuilder(ResponseBuilder):
     def _logprobs(self, output: GenerationOutput, start: int) -> dict[str, Any] | None:
         if not self._with_logprobs:
             return None
-        return self._model.tokens.chat_logprobs(output, start)
+        return self._model.tokens.chat_logprobs(output, start, self._names_ids)
 
     def _remember(self, output: GenerationOutput) -> None:
-        self._model.remember(self._prompt_text, self._prompts[0], output.generated_tokens)
+        self._model.remember(self._chat, output.generated_tokens)
 
 
-def require_generated(output: GenerationOutput) -> None:
-    """Raise 503 if a sequence failed, or was cancelled by another than its client."""
+def ids(output: GenerationOutput, start: int = 0) -> dict[str, Any]:
+    """Return token ids and runs of policy versions of a sequence's tokens from `start`."""
+    runs, num_before = [], start
+    for version, count in output.policy_versions:
+        if count > num_before:
+            runs.append([version, count - num_before])
+        num_before = max(0, num_before - count)
+    return {"token_ids": output.generated_tokens[start:], "policy_versions": runs}
+
+
+def finish_reason(output: GenerationOutput) -> str | None:
+    """Return the reason of a sequence's end; None: it goes on."""
     if output.status is RequestStatus.CANCELLED:
+        # vLLM's word.
+        return "abort"
+    return output.finish_reason
+
+
+def require_generated(output: GenerationOutput, is_aborted: bool = False) -> None:
+    """Raise 503 if a sequence failed, or was cancelled and not aborted by a client."""
+    if output.status is RequestStatus.CANCELLED and not is_aborted:
         raise ApiError(503, "the request was cancelled by the server; send it again.")
     if output.status is RequestStatus.FAILED:
         raise ApiError(503, f"the sequence could not be generated: {output.error}")

@@ -18,17 +18,23 @@ from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any, TypeVar
 
+from cb_rollout.compat.multimodal import text_tokenizer
 from cb_rollout.config.sampling import SamplingParams, resolved
+from cb_rollout.engine.request import Request
+from cb_rollout.engine.service.image_prompts import ImagePrompt
 from cb_rollout.engine.service.manager import ContinuousBatchingManager
-from cb_rollout.errors import InvalidRequestError
+from cb_rollout.errors import ConfigurationError, InvalidRequestError
 from cb_rollout.integrations.xgrammar import XGrammar
 from cb_rollout.metrics.observers import Recorder
 from cb_rollout.server.detokenizer import Decode, TokenTable
 from cb_rollout.server.errors import ApiError
 from cb_rollout.server.options import ServerOptions
 from cb_rollout.server.output_router import OutputRouter, Submission
-from cb_rollout.server.prompt_encoder import PromptEncoder
+from cb_rollout.server.prompt_encoder import EncodedChat, PromptEncoder
 from cb_rollout.server.protocol import ChatCompletionRequest, CompletionRequest, ResponseFormat
+from cb_rollout.server.rl.bodies import TokenSampling
+from cb_rollout.server.rl.engine_control import EngineControl
+from cb_rollout.server.rl.weight_updates import WeightUpdates
 from cb_rollout.server.tool_parser import ToolParser, call_format, required_calls
 
 T = TypeVar("T")
@@ -45,6 +51,9 @@ SAME_NAME = (
 # Digests of recent prompts, kept to recognise equal prompts that wait together.
 NUM_PROMPTS_KEPT = 4096
 
+# vLLM's header of a client's own name of a request.
+ID_HEADER = "x-request-id"
+
 # Compiled grammars, by their source.
 NUM_GRAMMARS_KEPT = 64
 
@@ -59,17 +68,27 @@ class ServedModel:
 
     Args:
         manager: the manager, started.
-        tokenizer: the model's tokenizer.
+        tokenizer: the model's tokenizer, or for pictures its processor.
         options: the limits of a request.
+        weights: receives weight updates; None: they are refused.
     """
 
     def __init__(
-        self, manager: ContinuousBatchingManager, tokenizer: Any, options: ServerOptions
+        self,
+        manager: ContinuousBatchingManager,
+        tokenizer: Any,
+        options: ServerOptions,
+        weights: WeightUpdates | None = None,
     ) -> None:
-        self.manager, self.options = manager, options
+        self.manager, self.options, self._weights = manager, options, weights
+        self._encoder = PromptEncoder(copy.deepcopy(tokenizer), options)
+        tokenizer = text_tokenizer(tokenizer)
         self.is_ending = False
         """True once the server drains: new requests are refused."""
         self.recorder = Recorder()
+        self.control = EngineControl(manager)
+        self._no_images: dict[bool, str] = {}
+        """Why the model runs no prompt with one picture (False), or with several (True)."""
         self.created = int(time.time())
         decoding = copy.deepcopy(tokenizer)
         self.tokens = TokenTable(decoding)
@@ -77,7 +96,6 @@ class ServedModel:
         self.decode: Decode = partial(
             decoding.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
-        self._encoder = PromptEncoder(copy.deepcopy(tokenizer))
         self._encoder_thread = ThreadPoolExecutor(1, "cb_rollout-encode")
         self._grammar_thread = ThreadPoolExecutor(1, "cb_rollout-grammar")
         compiling = copy.deepcopy(tokenizer)
@@ -101,11 +119,15 @@ class ServedModel:
     def start(self) -> None:
         """Connect the running asyncio loop to the engine."""
         self.output_router = OutputRouter(self.manager, self.options.request_timeout_seconds)
+        self.control.start(self.output_router)
         self.manager.observers.add(self.recorder)
 
     def stop(self) -> None:
         """End the threads; the manager goes on."""
         self.manager.observers.remove(self.recorder)
+        self.control.stop()
+        if self._weights is not None:
+            self._weights.stop()
         self._encoder_thread.shutdown(wait=False, cancel_futures=True)
         self._grammar_thread.shutdown(wait=False, cancel_futures=True)
 
@@ -113,6 +135,20 @@ class ServedModel:
     def is_alive(self) -> bool:
         """Return whether requests are accepted and the engine runs."""
         return self.manager.is_alive and not self.is_ending
+
+    @property
+    def takes_weights(self) -> bool:
+        """Return whether clients may update the weights."""
+        return self._weights is not None
+
+    @property
+    def weights(self) -> WeightUpdates:
+        """Return the weight updates; raises 403 where they are not allowed."""
+        if self._weights is None:
+            raise ApiError(
+                403, "this server takes no weights; start it with --allow-weight-updates."
+            )
+        return self._weights
 
     @property
     def max_model_len(self) -> int:
@@ -136,8 +172,8 @@ class ServedModel:
 
     async def encode_chat(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None
-    ) -> tuple[str, list[int]]:
-        """Return a chat's rendered text and its token ids."""
+    ) -> EncodedChat:
+        """Return a chat, rendered and encoded."""
         return await self._encoded(self._encoder.encode_chat, messages, tools)
 
     async def _encoded(self, encode: Callable[..., T], *arguments: Any) -> T:
@@ -147,18 +183,21 @@ class ServedModel:
         except (UnicodeError, TypeError) as error:
             raise InvalidRequestError("the text cannot be encoded; is it valid Unicode?") from error
 
-    def remember(self, prompt_text: str, prompt_ids: list[int], tokens: list[int]) -> None:
+    def remember(self, chat: EncodedChat, tokens: list[int]) -> None:
         """Keep an answered chat, for its next turn to begin with these tokens."""
-        self._encoder_thread.submit(self._encoder.remember, prompt_text, prompt_ids, tokens)
+        self._encoder_thread.submit(self._encoder.remember, chat, tokens)
 
     async def sampling_params(
-        self, body: CompletionRequest | ChatCompletionRequest
+        self, body: CompletionRequest | ChatCompletionRequest | TokenSampling
     ) -> SamplingParams:
         """Return the sampling parameters of a body, with its grammar compiled."""
         asks_logprobs = body.logprobs is not None and body.logprobs is not False
         if asks_logprobs and not self.manager.config.return_logprobs:
             raise ApiError(400, "this server keeps no log-probabilities.", "logprobs")
         given = {name: value for name in SAME_NAME if (value := getattr(body, name)) is not None}
+        if given.get("top_k") == -1:
+            # vLLM's other word for no truncation.
+            given["top_k"] = 0
         # OpenAI's clients ask for greedy decoding with temperature 0 only.
         given["do_sample"] = True
         if body.min_tokens is not None:
@@ -202,22 +241,24 @@ class ServedModel:
         except ImportError as error:
             raise ApiError(400, f"{param}: {error}", param) from error
 
-    def submit(
+    async def submit(
         self,
-        prompts: Sequence[Sequence[int]],
+        prompts: Sequence[Sequence[int] | ImagePrompt],
         params: SamplingParams,
         n: int,
         is_streaming: bool,
         headers: Mapping[str, str],
+        client_id: str | None = None,
     ) -> Submission:
         """Queue `n` sequences of each prompt, those of one prompt adjacent.
 
         Args:
-            prompts: token ids of each prompt.
+            prompts: token ids of each prompt, or one encoded with its pictures.
             params: how the sequences are sampled.
             n: number of sequences of each prompt.
             is_streaming: whether the response is a stream.
-            headers: the HTTP request's, which may name a trace to join.
+            headers: the HTTP request's, which may name a trace to join, and the request itself.
+            client_id: the client's own name of the request; None: the header's.
 
         Raises:
             ApiError: the request exceeds a limit of the server.
@@ -228,20 +269,51 @@ class ServedModel:
         count = len(prompts) * n
         if count > (most := self.options.max_sequences):
             raise ApiError(400, f"{count} sequences are more than the {most} allowed.", "n")
-        longest, limit = max(map(len, prompts)), self.options.max_prompt_tokens
+        lengths = [len(p.token_ids if isinstance(p, ImagePrompt) else p) for p in prompts]
+        longest, limit = max(lengths), self.options.max_prompt_tokens
         if limit is not None and longest > limit:
             raise ApiError(400, f"the prompt has {longest} tokens; {limit} are allowed.", "prompt")
-        requests = self.manager.create_requests(
-            prompts, [params] * len(prompts), members=range(n), is_streaming=is_streaming
+        create = partial(
+            self.manager.create_requests,
+            prompts,
+            [params] * len(prompts),
+            members=range(n),
+            is_streaming=is_streaming,
         )
+        num_images = max(p.num_images if isinstance(p, ImagePrompt) else 0 for p in prompts)
+        if num_images:
+            requests = await self._created_with_images(create, num_images > 1)
+        else:
+            requests = create()
         for request in requests:
-            request.group = self._group_of(_digest(request.prompt_ids))
+            request.group = self._group_of(_digest(request))
+        await self.control.may_submit()
         with self.manager.observers.joined(headers):
-            return self.output_router.submit(requests)
+            return self.output_router.submit(requests, client_id or headers.get(ID_HEADER))
+
+    async def _created_with_images(
+        self, create: Callable[[], list[Request]], are_several: bool
+    ) -> list[Request]:
+        """Return requests with pictures; the first ones run a forward, on the encoder's thread.
+
+        Raises:
+            ApiError: the model cannot run such pictures.
+        """
+        if are_several not in self._no_images:
+            running = asyncio.get_running_loop()
+            try:
+                return await running.run_in_executor(self._encoder_thread, create)
+            except ConfigurationError as error:
+                self._no_images[are_several] = str(error)
+        why = self._no_images[are_several]
+        raise ApiError(400, f"the model runs no such pictures here: {why}", "messages")
 
 
-def _digest(prompt: Sequence[int]) -> bytes:
-    return hashlib.blake2b(array("q", prompt).tobytes(), digest_size=16).digest()
+def _digest(request: Request) -> bytes:
+    """Return a hash of a prompt's token ids and pictures."""
+    pictures = b"" if request.images is None else request.images.digest
+    token_ids = array("q", request.prompt_ids).tobytes()
+    return hashlib.blake2b(token_ids + pictures, digest_size=16).digest()
 
 
 def _biases(given: dict[str, float]) -> dict[int, float]:

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 import cb_rollout
 from cb_rollout.compat import torch as torch_compat
 from cb_rollout.compat import transformers as hf_compat
+from cb_rollout.compat.multimodal import reads_images, text_tokenizer
 from cb_rollout.config.rollout import RolloutConfig
 from cb_rollout.config.sampling import SamplingParams
 from cb_rollout.engine.attention.selector import select_backend
@@ -30,7 +31,7 @@ from cb_rollout.engine.memory.plan import GIB
 from cb_rollout.engine.memory.system import container_memory
 from cb_rollout.engine.model.runner import BatchLayout
 from cb_rollout.errors import ConfigurationError, RolloutError, error_text
-from cb_rollout.rollout.checkpoint import load_model, load_tokenizer, torch_device
+from cb_rollout.rollout.checkpoint import load_model, load_processor, load_tokenizer, torch_device
 from cb_rollout.rollout.generator import RolloutGenerator
 
 # The longest name of a finding, and a space.
@@ -67,6 +68,9 @@ FASTER: dict[str, dict[str, Any]] = {
 PROMPT_TOKENS = (3, 17)
 NEW_TOKENS = 8
 SEQUENCES_EACH = 2
+
+# Width and height of the picture, in pixels.
+PICTURE = (64, 48)
 
 # Largest accepted difference of log-probabilities, in nats. In float32, ten times the bound of the
 # tests. Lower precisions differ by tenths on unlikely tokens under any engine, and a wrong
@@ -206,12 +210,14 @@ def checkpoint_findings(
         config = RolloutConfig(max_memory_percent=max_memory_percent, seed=0)
         model = load_model(name, dtype, device)
         yield _model(name, model)
-        yield _tokenizer(name)
-        with RolloutGenerator(model, config) as generator:
+        tokenizer, finding = _tokenizer(name)
+        yield finding
+        with RolloutGenerator(model, config, tokenizer=tokenizer) as generator:
             yield from _cache(generator.manager.cache_layout)
             yield _batch_layout(generator.manager.batch_layout)
             yield from _memory(generator, model)
             yield _comparison(generator, model)
+            yield _images(name, generator, model)
     except RolloutError as error:
         yield Finding(Level.BAD, "model", str(error))
     except Exception as error:  # noqa: BLE001  a model may raise anything
@@ -230,16 +236,14 @@ def _model(name: str, model: PreTrainedModel) -> Finding:
     )
 
 
-def _tokenizer(name: str) -> Finding:
+def _tokenizer(name: str) -> tuple[Any, Finding]:
     try:
         tokenizer = load_tokenizer(name)
     except ConfigurationError as error:
-        return Finding(Level.WARNING, "tokenizer", str(error))
-    has_template = getattr(tokenizer, "chat_template", None) is not None
-    return _ok(
-        "tokenizer",
-        f"{len(tokenizer):,} tokens, {'with a' if has_template else 'without'} chat template",
-    )
+        return None, Finding(Level.WARNING, "tokenizer", str(error))
+    template = "without" if getattr(tokenizer, "chat_template", None) is None else "with a"
+    num_tokens = len(text_tokenizer(tokenizer))
+    return tokenizer, _ok("tokenizer", f"{num_tokens:,} tokens, {template} chat template")
 
 
 def _cache(layout: CacheLayout) -> Iterator[Finding]:
@@ -299,16 +303,47 @@ def _comparison(generator: RolloutGenerator, model: PreTrainedModel) -> Finding:
     """Generate, and compare the log-probabilities with those of a plain forward."""
     vocab_size = hf_compat.vocab_size(model)
     prompts = [[(7 * i + 3) % vocab_size for i in range(length)] for length in PROMPT_TOKENS]
-    params = SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True)
-    generator.generate_batch(prompts, sampling_params=params, num_return_sequences=SEQUENCES_EACH)
-    drift = generator.verify(len(prompts) * SEQUENCES_EACH)
-    allowed = LARGEST_DRIFT.get(str(torch_compat.compute_dtype(model)), LARGEST_DRIFT_OTHERWISE)
-    text = f"{drift.num_tokens} tokens, largest difference {drift.max:.2g} nats"
-    if math.isfinite(drift.max) and drift.max <= allowed:
+    is_close, text = _drift(generator, model, prompts)
+    if is_close:
         return _ok("rollout against forward", text)
     return Finding(
         Level.BAD,
         "rollout against forward",
-        f"{text}, beyond {allowed:g}; this model cannot be rolled out here, use model.generate "
-        "and report it with this output",
+        f"{text}; this model cannot be rolled out here, use model.generate and report it with this "
+        "output",
     )
+
+
+def _drift(
+    generator: RolloutGenerator, model: PreTrainedModel, prompts: list[Any]
+) -> tuple[bool, str]:
+    """Generate, and say how far log-probabilities are from those of a plain forward."""
+    params = SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True)
+    generator.generate_batch(prompts, sampling_params=params, num_return_sequences=SEQUENCES_EACH)
+    drift = generator.verify(len(prompts) * SEQUENCES_EACH)
+    allowed = LARGEST_DRIFT.get(str(torch_compat.compute_dtype(model)), LARGEST_DRIFT_OTHERWISE)
+    is_close = math.isfinite(drift.max) and drift.max <= allowed
+    text = f"{drift.num_tokens} tokens, largest difference {drift.max:.2g} nats"
+    return is_close, text if is_close else f"{text}, beyond {allowed:g}"
+
+
+def _images(name: str, generator: RolloutGenerator, model: PreTrainedModel) -> Finding:
+    """Generate about a picture, and compare with a plain forward; or say why not."""
+    if not reads_images(model.config):
+        return _ok("images", "not read by this model")
+    try:
+        processor = load_processor(name)
+        # A processor of images needs it; other checkpoints do not.
+        from PIL import Image
+
+        picture = Image.linear_gradient("L").resize(PICTURE).convert("RGB")
+        prompt: Any = [{"role": "user", "content": [{"type": "image", "image": picture}]}]
+        if getattr(processor, "chat_template", None) is None:
+            marker = getattr(processor, "image_token", "<image>")
+            prompt = {"prompt": marker, "images": [picture]}
+        is_close, text = _drift(generator, model, [prompt])
+    except RolloutError as error:
+        return Finding(Level.WARNING, "images", f"are refused: {error}")
+    if is_close:
+        return _ok("images", f"run: {text}")
+    return Finding(Level.WARNING, "images", f"do not run: {text}; use model.generate for them")

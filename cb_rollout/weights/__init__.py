@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from cb_rollout.compat import fsdp as fsdp_compat
 from cb_rollout.compat import transformers as hf_compat
 from cb_rollout.compat import zero3 as zero3_compat
-from cb_rollout.config.enums import WeightSync
+from cb_rollout.config.enums import Numerics, WeightSync
 from cb_rollout.config.rollout import RolloutConfig
 from cb_rollout.engine.model.precision import Precision, rollout_precision
 from cb_rollout.errors import ConfigurationError
@@ -42,9 +42,15 @@ def create_weight_sync(
         WeightSyncError: a copy made from the model's config has other tensors than the model.
     """
     module = hf_compat.unwrap(model)
-    hf_compat.refuse_tensor_parallel(module)
     precision = rollout_precision(config, model, accelerator)
     weight_sync = config.weight_sync
+    if hf_compat.tensor_parallel_group(module) is not None:
+        if weight_sync == WeightSync.COPY:
+            raise ConfigurationError(
+                "weight_sync='copy' of a tensor-parallel model is not supported; use 'auto' or "
+                "'shared', which run the shard that each process holds."
+            )
+        weight_sync = WeightSync.SHARED
     if weight_sync == WeightSync.AUTO:
         will_be_sharded = accelerator is not None and zero3_compat.shards_models(accelerator)
         is_sharded = will_be_sharded or fsdp_compat.is_sharded(model)
@@ -61,6 +67,11 @@ def create_weight_sync(
     if weight_sync == WeightSync.SHARED:
         hf_compat.keep_differentiable(module)
         return SharedWeights(module, precision.autocast_dtype)
+    if config.numerics == Numerics.BITWISE and has_adapters(module):
+        raise ConfigurationError(
+            "numerics='bitwise': a copy merges the adapter, and rounds after the sum where the "
+            "trainer rounds before; leave weight_sync at 'auto' or set 'shared'."
+        )
     if hf_compat.is_quantized(module):
         raise ConfigurationError(
             "weight_sync='copy' of a quantised model: its weights are not plain tensors; use "

@@ -87,7 +87,7 @@ class CopiedWeights:
         states = {weight: _state(weight, source) for weight in stale}
         num_bytes = 0
         with torch.no_grad():
-            for weight, value in _values(stale, source):
+            for weight, value in _values(stale, source, self._held):
                 target = self._held[weight.names[0]]
                 target.copy_(value)
                 num_bytes += target.nbytes
@@ -100,7 +100,7 @@ class CopiedWeights:
         with torch.no_grad(), devices.plain_modes():
             return [
                 name
-                for weight, value in _values(weights, source)
+                for weight, value in _values(weights, source, self._held)
                 for name in weight.names
                 if not _is_equal(self._held[name], value)
             ]
@@ -183,17 +183,30 @@ def _state(weight: Weight, source: WeightSource) -> tuple[Signature, tuple[float
 
 
 def _values(
-    weights: Sequence[Weight], source: WeightSource
+    weights: Sequence[Weight], source: WeightSource, held: Mapping[str, torch.Tensor]
 ) -> Iterator[tuple[Weight, torch.Tensor]]:
-    """Yield each weight with its whole value, which is valid until the next one is requested."""
+    """Yield each weight with its whole value, which is valid until the next one is requested.
+
+    A value is in the dtype of the tensor that is `held` under its name, or in a larger one.
+    """
     for bucket in _buckets(weights, source):
-        needed = [tensor for weight in bucket for tensor in weight.tensors]
+        needed = [tensor for weight in bucket for tensor in _needed(weight, source, held)]
         with source.whole(needed) as whole:
             start = 0
             for weight in bucket:
                 end = start + len(weight.tensors)
                 yield weight, weight.value(whole[start:end])
                 start = end
+
+
+def _needed(
+    weight: Weight, source: WeightSource, held: Mapping[str, torch.Tensor]
+) -> list[torch.Tensor]:
+    """Return what is gathered of a weight."""
+    if weight.low_ranks:
+        # Their sum is rounded once, so its terms come as they are.
+        return weight.tensors
+    return [source.narrowed(weight.base, held[weight.names[0]].dtype)]
 
 
 def _buckets(weights: Sequence[Weight], source: WeightSource) -> Iterator[list[Weight]]:

@@ -40,6 +40,10 @@ class Fsdp1Source:
         held = (self._held[id(tensor)] for tensor in tensors if id(tensor) in self._held)
         return {id(one.unit): one.unit_bytes for one in held}
 
+    def narrowed(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return the tensor: FSDP1 gathers a unit in its own dtype."""
+        return tensor
+
     @contextmanager
     def whole(self, tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
         """Yield the parameters, gathered inside the context and slices again after it."""

@@ -38,6 +38,11 @@ class Fsdp2Source:
         """Map each tensor to its whole bytes."""
         return {id(t): self.shape(t).numel() * t.element_size() for t in tensors}
 
+    def narrowed(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return a shard cast to a smaller `dtype`, so that fewer bytes are gathered."""
+        is_smaller = tensor.is_floating_point() and dtype.itemsize < tensor.itemsize
+        return tensor.to(dtype) if isinstance(tensor, DTensor) and is_smaller else tensor
+
     @contextmanager
     def whole(self, tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
         """Yield all-gathered copies."""

@@ -5,6 +5,7 @@ Owns the dtype of each tensor.
 
 import copy
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from accelerate import init_empty_weights
@@ -18,6 +19,9 @@ from cb_rollout.weights.tensor import Weight
 
 # Autocast casts every parameter of these layers.
 MULTIPLIED_BY = (torch.nn.Linear, Conv1D)
+
+# Rows of a weight after which the next one is aligned, in any dtype.
+ALIGNED_OUTPUTS = 16
 
 
 def held_dtype(
@@ -79,15 +83,43 @@ def place(
     precision: Precision,
     device: torch.device,
 ) -> None:
-    """Give a replica an empty tensor for each of the weights, tied as in the training module."""
+    """Give a replica an empty tensor for each of the weights, tied as in the training module.
+
+    Weights of one module's linear layers that take equally many inputs lie one after the other, as
+    those of query, key and value do: products of the same rows can then be computed as one.
+    """
+    groups: dict[Any, list[Weight]] = {}
     for weight in weights:
-        dtype = _held_dtype(replica, weight, precision)
-        held = torch.empty(shapes[weight], dtype=dtype, device=device)
-        if not weight.is_buffer:
-            held = torch.nn.Parameter(held, requires_grad=False)
-        for name in weight.names:
-            owner, _, attribute = name.rpartition(".")
-            setattr(replica.get_submodule(owner), attribute, held)
+        groups.setdefault(_neighbourhood(replica, weight, shapes) or weight, []).append(weight)
+    for neighbours in groups.values():
+        dtype = _held_dtype(replica, neighbours[0], precision)
+        sizes = [shapes[weight].numel() for weight in neighbours]
+        storage = torch.empty(sum(sizes), dtype=dtype, device=device)
+        for weight, part in zip(neighbours, storage.split(sizes), strict=True):
+            _assign(replica, weight, part.view(shapes[weight]))
+
+
+def _neighbourhood(
+    replica: PreTrainedModel, weight: Weight, shapes: Mapping[Weight, torch.Size]
+) -> tuple[object, ...] | None:
+    """Return what weights have in common that lie one after the other; None: it lies alone."""
+    if len(weight.names) != 1 or weight.is_buffer:
+        return None
+    owner, _, attribute = weight.names[0].rpartition(".")
+    layer, parent = replica.get_submodule(owner), owner.rpartition(".")[0]
+    # Products of other sizes are slow, or copy a weight that is not aligned.
+    if type(layer) is not torch.nn.Linear or layer.out_features % ALIGNED_OUTPUTS:
+        return None
+    return parent, attribute, layer.in_features, weight.base.dtype
+
+
+def _assign(replica: PreTrainedModel, weight: Weight, held: torch.Tensor) -> None:
+    """Set a tensor under each of a weight's names."""
+    if not weight.is_buffer:
+        held = torch.nn.Parameter(held, requires_grad=False)
+    for name in weight.names:
+        owner, _, attribute = name.rpartition(".")
+        setattr(replica.get_submodule(owner), attribute, held)
 
 
 def misplaced(

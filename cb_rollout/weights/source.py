@@ -43,6 +43,10 @@ class WeightSource(Protocol):
         """Map the identity of each unit that must be gathered to read `tensors` to its bytes."""
         ...
 
+    def narrowed(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return what to gather of a tensor that will be stored in `dtype`."""
+        ...
+
     def whole(self, tensors: Sequence[torch.Tensor]) -> AbstractContextManager[list[torch.Tensor]]:
         """Gather whole tensors; they are valid inside the context only."""
         ...
@@ -75,6 +79,10 @@ class PlainSource:
     def pieces(self, tensors: Sequence[torch.Tensor]) -> dict[int, int]:
         """Map each tensor to its bytes."""
         return {id(tensor): tensor.nbytes for tensor in tensors}
+
+    def narrowed(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return the tensor: nothing is gathered."""
+        return tensor
 
     @contextmanager
     def whole(self, tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

@@ -55,6 +55,10 @@ class Zero3Source:
         """Map each tensor to its whole bytes."""
         return {id(t): self.shape(t).numel() * t.element_size() for t in tensors}
 
+    def narrowed(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return the tensor: DeepSpeed gathers a parameter in its own dtype."""
+        return tensor
+
     @contextmanager
     def whole(self, tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
         """Yield the parameters, gathered inside the context and emptied after it."""

@@ -5,10 +5,14 @@ import sys
 import threading
 
 import pytest
+import torch
 from tiny import char_tokenizer, tiny_model
 
 from cb_rollout import RolloutConfig, RolloutGenerator
+from cb_rollout.compat.torch import dropout_rate, has_hooks, without_dropout
+from cb_rollout.engine.numerics.bitwise import bitwise
 from cb_rollout.engine.service import manager
+from cb_rollout.errors import ConfigurationError
 from cb_rollout.server import handle
 
 COUNTS = """
@@ -34,6 +38,7 @@ print(working - before, released - before, num_threads() - before, first == seco
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not sys.platform.startswith("linux"), reason="torch brings libgomp on Linux only"
 )
@@ -66,3 +71,28 @@ def test_a_served_generator_leaves_the_cores_to_the_thread_that_computes(monkeyp
         generator.close()
         generator.sync_weights()
         assert len(callers) == 2
+
+
+def test_hooks_of_transformers_that_collect_outputs_leave_a_forward_capturable():
+    model = tiny_model()
+    assert not has_hooks(model)
+    output = model(torch.tensor([[20, 21]]), output_hidden_states=True)
+    assert len(output.hidden_states) > 1
+    assert any(module._forward_hooks for module in model.modules())
+    assert not has_hooks(model)
+    model.lm_head.register_forward_hook(lambda *_: None)
+    assert has_hooks(model)
+
+
+def test_dropout_that_is_a_number_of_a_module_is_found_and_switched_off():
+    """OPT calls torch's function with `self.dropout`, in no module of its own."""
+    model = tiny_model("opt", dropout=0.25).train()
+    ids = torch.tensor([[5, 6, 7]])
+    assert dropout_rate(model) == 0.25
+    assert not torch.equal(model(ids).logits, model(ids).logits)
+    with without_dropout(model):
+        assert dropout_rate(model) == 0.0
+        assert torch.equal(model(ids).logits, model(ids).logits)
+    assert dropout_rate(model) == 0.25
+    with pytest.raises(ConfigurationError, match="drops activations at random"), bitwise(model):
+        pass

@@ -28,7 +28,7 @@ def run_processes(script: str, *arguments: str, num_processes: int = 2) -> list[
     Each gets `arguments` and, as its last one, a file to write a JSON object to. Returns the
     objects by rank; fails with what the processes said if any of them did.
     """
-    folders = [TESTS.parent, TESTS, TESTS / "training", TESTS / "distributed"]
+    folders = [TESTS.parent, TESTS, *(TESTS / n for n in ("training", "distributed", "families"))]
     paths = [*folders, os.environ.get("PYTHONPATH", "")]
     shared = {
         "MASTER_ADDR": "127.0.0.1",

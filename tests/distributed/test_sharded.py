@@ -4,6 +4,8 @@ import pytest
 from processes import run_processes
 from tiny import tiny_model
 
+pytestmark = pytest.mark.slow
+
 MODEL_BYTES = sum(tensor.nbytes for tensor in [*tiny_model().parameters(), *tiny_model().buffers()])
 NUM_STEPS = 5
 
@@ -49,7 +51,6 @@ def test_processes_draw_apart_by_themselves(ranks):
     assert ranks[0]["drawn"] != ranks[1]["drawn"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("way", ZERO)
 def test_under_deepspeed_too(zero_ranks, way):
     require_followed(zero_ranks, way)

@@ -60,6 +60,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "muse_glimmer": {"out_hidden_size": 256},
     "muse_spark": {"out_hidden_size": 256},
     "nemotron_h_omni": {"projector_hidden_size": 64, "vision_hidden_size": 64},
+    "qwen3_vl_moe_vision": {"deepstack_visual_indexes": [0, 1]},
+    "qwen3_vl_vision": {"deepstack_visual_indexes": [0]},
     "sam_vision_model": {"global_attn_indexes": [0]},
     "vipllava": {"vision_feature_layer": [-2, -1]},
 }
@@ -154,6 +156,25 @@ NO_PROCESSOR = {
     "mistral4": "reads text only",
     "shieldgemma2": "classifies images; its processor needs the chat template of its checkpoint",
 }
+
+# Types of which no token ids are taken with images: their processors name no image token.
+NO_TOKEN_IDS = ("kosmos-2.5", "pp_chart2table")
+# Types whose processors expand something else than their image token alone.
+TOKEN_IDS_CORE = ("hunyuan_vl", "qianfan_ocr", "qwen2_5_vl")
+
+# Types without a method that returns an image's features, which are computed for each prompt.
+NO_FEATURES = ("kosmos-2.5",)
+# Types whose features are not kept: molmo2's pooling indices count the patches of earlier images,
+# so that an image of several cannot be encoded alone.
+NOT_KEPT = ("molmo2",)
+
+# Types whose prompts with images are prefilled one by one: text is not packed either, or the tokens
+# of an image see each other in both directions, or features are not kept.
+PREFILLED_ALONE = (
+    *("dots3_note", "gemma3", "gemma4_unified", "inkling2", "kosmos-2.5", "lfm3_vl", "llama4"),
+    *("minicpm_ocr", "minicpmv4_6", "minicpmv4_7", "mistral_large4", "molmo2", "nemotron_h_omni"),
+    *("qwen3_5", "qwen3_5_moe"),
+)
 
 # Types whose images the engine refuses.
 REFUSED = {

@@ -34,6 +34,10 @@ class ImageParity:
     """Largest |plain forward - plain forward in float64|; measured where the drift is large."""
     is_as_generate: bool = True
     """Whether the greedy tokens are those of the model's own `generate`."""
+    num_encoded: int = 0
+    """Images that went through the vision tower, those of all prompts and rounds."""
+    shares_prefill: bool = False
+    """Whether one forward computes several prompts with images."""
 
     @property
     def tolerance(self) -> float:
@@ -67,6 +71,8 @@ def check(model_type: str) -> ImageParity:
                 compare_with_generate(model, tensors, output, found)
             for index, output in enumerate(groups.values()):
                 compare(model, inputs[index // GROUP_SIZE], output, found)
+        found.num_encoded = generator.manager.counters.images_encoded
+        found.shares_prefill = bool(generator.manager._engine._runner.shares_prefill)
     return found
 
 

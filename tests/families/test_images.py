@@ -6,13 +6,23 @@ from pathlib import Path
 import image_needs
 import multimodal
 import pytest
+import torch
 from image_parity import SIZES, check
-from images import create, picture, plain_logprobs, read
+from images import (
+    create,
+    create_config,
+    create_processor,
+    picture,
+    plain_logprobs,
+    prompt,
+    read,
+)
 from marks import slow_beside
 from parity import TOLERANCE
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from cb_rollout import RolloutError
+from cb_rollout.engine.service.image_prompts import encoded_row
 
 # The models' own warnings, about weights and settings that only a tiny model has.
 pytestmark = pytest.mark.filterwarnings("default")
@@ -25,6 +35,8 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "images.md"
 
 NEW_TOKENS = 4
 MAX_PROMPT_TOKENS = 320
+# The first picture alone, and with the second one: a processor may make other tensors of it there.
+MAX_ENCODED = 3
 # Nats that another picture changes some log-probability by, at least.
 EFFECT = 1e-3
 
@@ -55,6 +67,29 @@ def test_prompts_with_images_agree_with_the_plain_forward_and_generate(model_typ
     found = check(model_type)
     assert found.drift <= found.tolerance
     assert found.is_as_generate
+    assert found.shares_prefill == (model_type not in image_needs.PREFILLED_ALONE)
+    if model_type in image_needs.NOT_KEPT:
+        assert found.num_encoded > MAX_ENCODED
+    elif model_type not in image_needs.NO_FEATURES:
+        assert found.num_encoded <= MAX_ENCODED
+
+
+@pytest.mark.parametrize("model_type", slow_beside(image_needs.TOKEN_IDS_CORE, RUNNING))
+def test_expanded_token_ids_have_the_tensors_of_the_text(model_type):
+    processor = create_processor(model_type, create_config(model_type))
+    pictures = [picture(seed, size) for seed, size in enumerate(SIZES)]
+    pictures = pictures[: 1 if model_type in image_needs.ONE_IMAGE else None]
+    row = {"prompt": prompt(processor, len(pictures)), "images": pictures}
+    of_text = encoded_row(row, processor, 0)
+    row["prompt"] = of_text.token_ids
+    if model_type in image_needs.NO_TOKEN_IDS:
+        with pytest.raises(RolloutError, match=r"pass text or a chat[^\n]*\.$"):
+            encoded_row(row, processor, 0)
+        return
+    of_ids = encoded_row(row, processor, 0)
+    assert of_ids.token_ids == of_text.token_ids
+    assert of_ids.tensors.keys() == of_text.tensors.keys()
+    assert all(torch.equal(of_ids.tensors[name], of_text.tensors[name]) for name in of_text.tensors)
 
 
 @pytest.mark.parametrize("model_type", slow_beside(("mllama",), image_needs.REFUSED))
@@ -71,7 +106,8 @@ def test_a_type_said_to_have_no_processor_has_none(model_type):
 
 def test_the_tables_name_types_that_are_mapped():
     named = {*image_needs.CORE, *image_needs.ONE_IMAGE, *image_needs.NO_PROCESSOR}
-    named |= {*image_needs.ENGINE_CORE, *image_needs.REFUSED}
+    named |= {*image_needs.ENGINE_CORE, *image_needs.REFUSED, *image_needs.NO_FEATURES}
+    named |= {*image_needs.NOT_KEPT, *image_needs.PREFILLED_ALONE}
     assert named <= set(MAPPED)
     assert len(READING) >= 70
 
@@ -79,5 +115,8 @@ def test_the_tables_name_types_that_are_mapped():
 def test_the_document_names_the_types_that_are_refused():
     text = DOCUMENT.read_text()
     assert f"{len(RUNNING)} of {len(READING)} types" in text
+    num_alone = len(image_needs.PREFILLED_ALONE)
+    assert f"{len(RUNNING) - num_alone} of the {len(RUNNING)} types" in text
+    assert f"The other {num_alone} take" in text
     named = set(re.findall(r"^\| `([\w.-]+)` \|", text, re.MULTILINE))
     assert named == set(image_needs.REFUSED)

@@ -52,7 +52,23 @@ def create(model_type):
     return create_model(model_type, AutoModelForMultimodalLM)
 
 
-@pytest.mark.parametrize("model_type", slow_beside(CORE, RUNNING))
+# The greedy token would be `image_token_index`, which lies among the tokens of text here.
+DRAWS_IMAGE_TOKEN = pytest.param(
+    "mistral_large4",
+    marks=[
+        pytest.mark.slow,
+        pytest.mark.xfail(
+            strict=True,
+            reason="once, the greedy token is not the plain forward's most likely, the image token",
+        ),
+    ],
+)
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    [*slow_beside(CORE, [t for t in RUNNING if t != "mistral_large4"]), DRAWS_IMAGE_TOKEN],
+)
 def test_a_type_agrees_on_text_with_its_plain_forward_and_its_generate(model_type):
     found = check(create(model_type))
     assert found.drift <= found.tolerance

@@ -5,18 +5,19 @@ import torch
 from tiny import tiny_model
 
 from cb_rollout import RolloutConfig, RolloutGenerator, SamplingParams
-from cb_rollout.engine.model.check import BLOCK_SIZE, _after_each, _forwards, _paged, _rows
+from cb_rollout.engine.model.check import BLOCK_SIZE, _after_each, _forwards, _paged, text_rows
 from cb_rollout.engine.model.eval_mode import eval_mode
 
 pytestmark = pytest.mark.gpu
 
-PATHS = {"gathered": None, "kernels": False, "graphs": True}
+PATHS = {"gathered": None, "kernels": False, "graphs": True, "compiled": True}
 PROMPTS = [[3 + (7 * row + 5 * place) % 200 for place in range(9 + 40 * row)] for row in range(4)]
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, max_new_tokens=40)
 
 
 def generator_of(model, path="graphs", **settings):
-    config = RolloutConfig(seed=1, **{"use_cuda_graph": PATHS[path], **settings})
+    asked = {"use_cuda_graph": PATHS[path], "use_default_compile_configs": path == "compiled"}
+    config = RolloutConfig(seed=1, **asked | settings)
     if path == "gathered":
         config = RolloutConfig(seed=1, use_cuda_graph=False, **settings)
     generator = RolloutGenerator(model, config)
@@ -34,11 +35,12 @@ def rollout(model, path, params=GREEDY, **settings):
         ).values()
         assert generator.manager._engine.num_blocks_used == 0
         graphs = generator.manager._engine._graphs
-        assert bool(graphs and graphs.num_graphs) is (path == "graphs")
+        assert bool(graphs and graphs.num_graphs) is (path in ("graphs", "compiled"))
+        assert ("forwards: compiled" in generator.manager.decode_path) is (path == "compiled")
     return [o.generated_tokens for o in outputs], [o.logprobs for o in outputs]
 
 
-@pytest.mark.parametrize("path", ["kernels", "graphs"])
+@pytest.mark.parametrize("path", ["kernels", "graphs", "compiled"])
 @pytest.mark.parametrize("family", ["qwen3", "gpt2", "gpt_oss", "mistral"])
 def test_in_float32_the_tokens_are_those_of_the_gathered_path(family, path):
     model = tiny_model(family).cuda()
@@ -90,7 +92,7 @@ def test_in_half_precision_log_probabilities_are_as_near_the_plain_forward_as_th
     with generator_of(model) as generator:
         engine = generator.manager._engine
         runner = engine._runner
-        rows, forwards = _rows(runner), _forwards(engine.layout)
+        rows, forwards = text_rows(runner), _forwards(engine.layout)
         with eval_mode(model):
             direct = _paged(runner, engine.layout, rows, forwards)
             runner.attention_backend = None
@@ -99,6 +101,19 @@ def test_in_half_precision_log_probabilities_are_as_near_the_plain_forward_as_th
     assert len(rows[0]) > BLOCK_SIZE
     allowed = 3 * (gathered - plain).abs().mean() + 1e-3
     assert (direct - plain).abs().mean() <= allowed
+
+
+@pytest.mark.parametrize("weight_sync", ["shared", "copy"])
+def test_a_compiled_step_in_bfloat16_is_as_near_the_plain_forward_as_the_models_own(weight_sync):
+    """Under graphs, on the same tokens: the mean difference of log-probabilities, in nats."""
+    model = tiny_model("qwen3").cuda().bfloat16()
+    params, means = SamplingParams(ignore_eos=True, max_new_tokens=40), {}
+    for path in ("graphs", "compiled"):
+        with generator_of(model, path, weight_sync=weight_sync) as generator:
+            generator.generate_batch(PROMPTS, sampling_params=params, num_return_sequences=4)
+            assert ("forwards: compiled" in generator.manager.decode_path) is (path == "compiled")
+            means[path] = generator.verify(16).mean
+    assert means["compiled"] <= 2 * means["graphs"] + 1e-3
 
 
 def test_graphs_and_log_probabilities_survive_training_sleep_and_growth():

@@ -8,8 +8,8 @@ from torch._inductor import config as inductor_config
 
 from cb_rollout import RolloutConfig, RolloutGenerator, SamplingParams, generate_batch
 from cb_rollout.compat import inductor
+from cb_rollout.engine.attention import traced_forward
 from cb_rollout.engine.attention.cpu import backend as cpu_backend
-from cb_rollout.engine.attention.cpu import traced_forward
 from cb_rollout.engine.attention.selector import BackendSelection
 from cb_rollout.engine.model import check as model_check
 from cb_rollout.engine.native import library
@@ -94,7 +94,7 @@ def test_compiled_decode_steps_give_the_same_tokens():
         expected = tokens_of(rollout(generator))
     config = RolloutConfig(seed=3, use_default_compile_configs=True)
     with RolloutGenerator(model, config) as generator:
-        assert "; compiled; drafts: on" in generator.manager._engine.decode_path
+        assert "forwards: by the model, until compiled" in generator.manager._engine.decode_path
         outputs = rollout(generator)
         assert tokens_of(outputs) == expected
         assert_right(outputs, model)
@@ -183,9 +183,10 @@ def test_a_forward_that_does_not_compile_runs_as_an_uncompiled_trace(monkeypatch
     with RolloutGenerator(model, config) as generator:
         assert_right(rollout(generator), model)
         assert runner_of(generator).attention_backend.traced_forward.trace is not None
-    assert "decode forwards are not compiled, as was asked: it does not compile" in caplog.text
+    assert "decode forwards are not compiled: it does not compile" in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("soon")
 def test_a_model_in_float64_has_a_kernel_and_a_trace():
     model = tiny_model("qwen3").double()
@@ -229,6 +230,7 @@ def test_a_trace_is_made_anew_for_another_weight_or_adapter():
         assert tokens_of(without) != tokens_of(with_adapter)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("soon")
 def test_weights_that_keep_moving_and_hooks_end_traces():
     model = tiny_model("qwen3")
@@ -317,7 +319,7 @@ def test_without_a_compiler_keys_are_gathered_and_the_reason_is_told(monkeypatch
 
 
 def test_a_kernel_that_does_not_compile_fails_no_request(monkeypatch, caplog):
-    def fails(source):
+    def fails(source, **_):
         raise RuntimeError("internal compiler error")
 
     monkeypatch.setattr(inductor, "compile_library", fails)
@@ -371,7 +373,7 @@ def test_a_trace_that_fails_is_given_up_and_the_model_runs(caplog):
 @pytest.mark.parametrize("settings", [{}, {"use_default_compile_configs": True}])
 @pytest.mark.parametrize("bug", [KeyError("a bug"), MemoryError("a bug")])
 def test_a_trace_that_cannot_be_made_fails_no_request(bug, settings, monkeypatch, caplog):
-    def fails(*_):
+    def fails(*_, **__):
         raise bug
 
     monkeypatch.setattr(traced_forward, "Trace", fails)

@@ -6,7 +6,7 @@ from fast_path import Playback, pretend_cuda
 from tiny import plain_logprobs, tiny_model
 
 from cb_rollout import FinishReason, RolloutConfig, RolloutGenerator, SamplingParams
-from cb_rollout.engine.attention.cpu import traced_forward as listed_forward
+from cb_rollout.engine.attention import traced_forward as listed_forward
 from cb_rollout.engine.attention.selector import BackendSelection
 from cb_rollout.engine.cuda_graphs.graphs import GraphSizes
 from cb_rollout.engine.model import check as model_check
@@ -195,7 +195,7 @@ def test_a_forward_that_fails_with_a_draft_is_run_without(monkeypatch):
     expected = without_drafts(model)
     logits, num_failed = ModelRunner.logits, 0
 
-    def fails(self, new_tokens, lengths, table_rows, cache, table, offsets=None):
+    def fails(self, new_tokens, lengths, table_rows, cache, table, offsets=None, routes=None):
         nonlocal num_failed
         if len(set(table_rows)) < len(table_rows):
             num_failed += 1
@@ -229,3 +229,23 @@ def test_a_model_with_recurrent_states_has_no_drafts():
     with RolloutGenerator(looping_model("lfm2"), RolloutConfig(seed=3)) as generator:
         outputs_of(generator)
         assert counters_of(generator).drafted_tokens == 0
+
+
+def test_drafts_from_an_earlier_rollout_save_forwards_and_change_no_token():
+    # Many words, so that a sequence hardly repeats itself.
+    model = tiny_model("qwen3", vocab_size=512)
+    # Greedy, so that an epoch says what the last one said.
+    params = SamplingParams(ignore_eos=True, temperature=0.0, max_new_tokens=40)
+    inputs = [[5 + n, 6, 7, 8] for n in range(2)]
+    with RolloutGenerator(model, RolloutConfig(seed=3, num_speculative_tokens=0)) as generator:
+        expected = [outputs_of(generator, params, inputs) for _ in range(2)]
+        num_plain = counters_of(generator).decode_forwards
+    with RolloutGenerator(model, RolloutConfig(seed=3)) as generator:
+        assert_same(outputs_of(generator, params, inputs), expected[0])
+        assert counters_of(generator).accepted_tokens_earlier == 0
+        num_first = counters_of(generator).decode_forwards
+        assert_same(outputs_of(generator, params, inputs), expected[1])
+        counters = counters_of(generator)
+        assert counters.accepted_tokens_earlier > 0
+        assert counters.accepted_tokens_earlier <= counters.drafted_tokens_earlier
+        assert (counters.decode_forwards - num_first) * 3 < num_plain / 2

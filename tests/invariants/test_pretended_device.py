@@ -66,6 +66,7 @@ CASES = {
 FAST = {"graphs", "recurrent"}
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:num_return_sequences")
 @pytest.mark.parametrize(
     "case",
@@ -94,11 +95,13 @@ def test_a_rollout_there_has_the_tokens_of_one_here(case, device, monkeypatch):
     [
         ({"use_cuda_graph": True}, {}, 0),
         ({"use_cuda_graph": False}, {}, 1),
-        ({"use_cuda_graph": True}, PENALISED, 1),
-        ({"use_cuda_graph": True}, {"top_k": 5}, 2),
+        ({"use_cuda_graph": True}, PENALISED, 0),
+        ({"use_cuda_graph": True}, {"top_k": 5}, 0),
+        ({"use_cuda_graph": True}, {"no_repeat_ngram_size": 2}, 1),
+        ({"use_cuda_graph": True}, {"typical_p": 0.8}, 1),
         ({"use_cuda_graph": True, "sampling_mask": "replay"}, {"top_p": 0.8}, 3),
     ],
-    ids=["graphs", "kernels", "penalised", "truncated", "replayed masks"],
+    ids=["graphs", "kernels", "penalised", "truncated", "n-grams", "typical", "replayed masks"],
 )
 def test_a_step_waits_for_the_device_once_and_more_only_where_truncation_asks_it(
     settings, asked, waits_per_step, device
@@ -130,6 +133,7 @@ def test_a_new_engine_captures_no_graph_later(device):
         assert graphs.num_graphs == 3
 
 
+@pytest.mark.slow
 def test_memory_of_graphs_and_gaps_between_tensors_are_not_planned_for_the_cache(device):
     """Graphs are captured largest first: the smaller ones fit what the largest took."""
     with device:
@@ -138,11 +142,18 @@ def test_memory_of_graphs_and_gaps_between_tensors_are_not_planned_for_the_cache
         config = RolloutConfig(max_requests_per_batch=4, num_speculative_tokens=0)
         with RolloutGenerator(tiny_model(**SMALL).to("cuda:0"), config) as generator:
             plan = generator.memory_plan()
-            assert plan.graph_bytes == allocator.pool == 4 * BYTES_PER_ROW
-            assert plan.free_bytes == 1024 * MIB - 160 * MIB - allocator.pool
+            assert allocator.pool == 4 * BYTES_PER_ROW
+            # Of penalties and biases, which no row needs yet.
+            tables = generator.manager._engine._graphs._sampler.most_table_bytes
+            assert plan.graph_bytes == allocator.pool + tables
+            assert plan.free_bytes == 1024 * MIB - 160 * MIB - allocator.pool - tables
             assert sum(part.num_bytes for part in plan.parts) == plan.total_bytes
             generator.sleep(release_graphs=True)
             assert (allocator.pool, allocator.unused) == (0, 0)
+            generator.manager._engine._plan()
+            assert generator.memory_plan() == plan
+            generator.wake()
+            assert allocator.pool == plan.graph_bytes - tables
 
 
 def test_graphs_that_find_no_memory_name_what_to_lower(device, monkeypatch):
@@ -154,6 +165,7 @@ def test_graphs_that_find_no_memory_name_what_to_lower(device, monkeypatch):
         RolloutGenerator(tiny_model(**SMALL).to("cuda:0"))
 
 
+@pytest.mark.slow
 def test_the_streams_of_trainer_and_engine_follow_each_other(device, monkeypatch):
     """The trainer's thread is in a stream of its own, as inside `torch.cuda.stream`."""
     forward, followed = ModelRunner.forward, []
@@ -180,6 +192,43 @@ def test_the_streams_of_trainer_and_engine_follow_each_other(device, monkeypatch
                     training.launch()
                 generator.generate_batch(INPUTS[:1], sampling_params=params)
     assert all(followed)
+
+
+@pytest.mark.slow
+def test_a_copy_generates_on_a_stream_that_training_does_not_hold_up(device, monkeypatch):
+    """Each follows the other where a pause hands the weights over, and nowhere else."""
+    forward, ran_on, followed = ModelRunner.forward, set(), []
+
+    def checked(self, *args, **given):
+        ran_on.add(Stream.current)
+        followed.append(Stream.current.follows(training))
+        Stream.current.launch()
+        return forward(self, *args, **given)
+
+    params = SamplingParams(ignore_eos=True, max_new_tokens=3)
+    config = RolloutConfig(weight_sync="copy", max_requests_per_batch=1, num_speculative_tokens=0)
+    training = Stream.current
+    with device:
+        model = tiny_model(**SMALL).to("cuda:0")
+        with RolloutGenerator(model, config) as generator:
+            monkeypatch.setattr(ModelRunner, "forward", checked)
+            for _ in range(2):
+                training.launch()
+                generator.sync_weights()
+                # A pause captures in the thread that paused.
+                ran_on.clear()
+                followed.clear()
+                generator.generate_batch(INPUTS[:1], sampling_params=params)
+                assert all(followed)
+                (generating,) = ran_on
+                assert generating.priority == -1
+                assert generating is not training
+                with generator.manager.paused():
+                    assert training.follows(generating)
+            followed.clear()
+            training.launch()
+            generator.generate_batch(INPUTS[:1], sampling_params=params)
+            assert not any(followed)
 
 
 def test_what_a_device_would_refuse_is_refused(device):

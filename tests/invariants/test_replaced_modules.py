@@ -8,7 +8,7 @@ from peft import LoraConfig, inject_adapter_in_model
 from tiny import largest_difference, plain_logprobs, tiny_model
 
 from cb_rollout import RolloutConfig, RolloutGenerator, SamplingParams, packed_logprobs
-from cb_rollout.engine.attention.cpu import traced_forward
+from cb_rollout.engine.attention import traced_forward
 from cb_rollout.engine.attention.selector import BackendSelection
 from cb_rollout.engine.model import check as model_check
 from cb_rollout.errors import InvalidRequestError

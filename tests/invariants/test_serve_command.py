@@ -72,6 +72,7 @@ def complete(server, **settings):
     return client(server).completions.create(model="tiny", **settings)
 
 
+@pytest.mark.slow
 def test_it_answers_its_clients_within_its_limits_until_ctrl_c(checkpoint):
     options = ("--max-num-seqs", "2", "--max-queue-size", "5")
     with serving(checkpoint, *options) as server:

@@ -1,5 +1,6 @@
 """Requests generated from the OpenAPI document, valid and invalid, are never answered 500."""
 
+import httpx
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, given, settings
@@ -16,11 +17,15 @@ MAX_EXAMPLES = 25
 @pytest.fixture(scope="module")
 def serving():
     config = RolloutConfig(seed=0, max_queue_size=64)
-    limits = {"max_prompt_tokens": 64, "max_sequences": 4, "request_timeout_seconds": 0.5}
+    limits = {
+        "max_prompt_tokens": 64, "max_sequences": 4, "request_timeout_seconds": 0.5,
+        "allow_weight_updates": True, "weight_update_timeout_seconds": 0.2,
+    }  # fmt: skip
     with served(config, **limits) as pair:
         yield pair
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", GenerationMode)
 def test_no_request_makes_the_server_fail(serving, mode):
     generator, server = serving
@@ -37,6 +42,8 @@ def test_no_request_makes_the_server_fail(serving, mode):
         def answered(case):
             answer = case.call(timeout=TIMEOUT_SECONDS)
             seen.setdefault(case.operation.path, set()).add(answer.status_code)
+            if case.operation.path == "/pause":
+                assert httpx.post(f"{server.url}/resume").status_code == 200
             if answer.status_code == 503:
                 # The time limit is an expected answer.
                 assert "took longer" in answer.json()["error"]["message"]
@@ -46,10 +53,18 @@ def test_no_request_makes_the_server_fail(serving, mode):
                 assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
 
         answered()
-    bodies = {"/v1/completions", "/v1/chat/completions", "/tokenize"}
+    bodies = {
+        "/v1/completions", "/v1/chat/completions", "/tokenize", "/inference/v1/generate",
+        "/abort_requests", "/init_weight_transfer_engine", "/start_weight_update",
+        "/update_weights", "/finish_weight_update",
+    }  # fmt: skip
     assert bodies <= set(seen)
     if mode is GenerationMode.POSITIVE:
-        assert set(seen) - bodies == {"/v1/models", "/v1/models/{model}", "/health", "/metrics"}
+        assert set(seen) - bodies == {
+            "/v1/models", "/v1/models/{model}", "/health", "/metrics", "/pause", "/resume",
+            "/is_paused", "/shutdown_weight_transfer_engine", "/reset_prefix_cache",
+            "/get_world_size", "/server_info",
+        }  # fmt: skip
         assert 200 in seen["/v1/completions"] | seen["/v1/chat/completions"]
     assert idle(generator)
     assert generator.manager._engine.num_blocks_used == 0

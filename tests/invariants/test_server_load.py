@@ -48,6 +48,7 @@ def post(server, content, path="/v1/completions", **headers):
     return httpx.post(f"{server.url}{path}", content=content, headers=headers, timeout=60)
 
 
+@pytest.mark.slow
 def test_each_of_200_streams_gets_its_own_tokens_as_generate_batch_gives_them(serving, server):
     generator, _ = serving
     prompts = [[3 + n % 250, 3 + n // 250, *range(5, 5 + n % 17)] for n in range(NUM_STREAMS)]
@@ -330,6 +331,7 @@ class Talkers:
             thread.join()
 
 
+@pytest.mark.slow
 def test_weights_change_under_load_and_every_token_is_its_versions():
     torch.manual_seed(0)
     num_updates = 20

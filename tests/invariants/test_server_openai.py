@@ -321,7 +321,7 @@ def test_a_field_that_cannot_be_honoured_is_refused_with_its_reason(chat, settin
 
 def test_unsuitable_chats_and_prompts_are_refused(chat, complete):
     image = {"type": "image_url", "image_url": {"url": "http://x"}}
-    with pytest.raises(openai.BadRequestError, match="Input should be 'text'"):
+    with pytest.raises(openai.BadRequestError, match="the model reads no pictures"):
         chat([{"role": "user", "content": [image]}])
     with pytest.raises(openai.BadRequestError, match="outside the model's vocabulary"):
         complete([5, 10**6])

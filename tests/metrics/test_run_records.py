@@ -17,6 +17,7 @@ from cb_rollout.metrics.run_records import (
     chosen_run,
     find_run_dir,
     list_runs,
+    read_image,
     read_metrics,
     read_rollouts,
 )
@@ -257,3 +258,16 @@ def test_records_without_a_runs_id_are_the_oldest_run_and_can_be_continued(tmp_p
     record_steps(recorder, [2])
     old, new = list_runs(tmp_path)
     assert (new.continues, new.steps) == ({OLD_RUN_ID: 1}, [1, 2])
+
+
+def test_a_picture_is_written_once_and_read_by_its_name(tmp_path):
+    recorder = RunRecorder(tmp_path)
+    names = [recorder.record_image(png) for png in (b"one", b"two", b"one")]
+    assert names[0] == names[2] != names[1]
+    assert sorted(file.name for file in (tmp_path / "images").iterdir()) == sorted({*names})
+    assert read_image(tmp_path, names[1]) == b"two"
+    (tmp_path / "a.png").write_bytes(b"another's")
+    assert read_image(tmp_path, "../a.png") is None
+    assert read_image(tmp_path, "f" * 32 + ".png") is None
+    recorder.record_sequence(a_sequence(images=names[:1]))
+    assert read_rollouts(tmp_path)[0].images == names[:1]

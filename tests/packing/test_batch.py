@@ -120,7 +120,7 @@ def check_each_token(rows, batch):
     ids, positions = batch.input_ids.flatten().tolist(), batch.position_ids.flatten().tolist()
     predicting = iter(batch.predicting_K.tolist())
     for number, length in zip(batch.rows, batch.lengths, strict=True):
-        prompt, completion = rows[number]
+        prompt, completion = rows[number][:2]
         assert length == len(completion)
         for t in range(length):
             seen = seen_by(batch, next(predicting))

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 from launching import run_recipe
 
 import cb_rollout
-from cb_rollout.engine.attention.cpu import traced_forward
+from cb_rollout.engine.attention import traced_forward
 from cb_rollout.metrics.run_records import METRICS_FILE
 from cb_rollout.tools.cli import create_parser, demo, main
 
@@ -84,8 +85,19 @@ def test_its_model_decodes_from_a_trace(monkeypatch):
 def test_two_steps_end_with_the_table_and_a_report(tmp_path):
     options = ("--warmup-steps", 5, "--max-steps", 2, "--num-held-out", 20)
     printed = run_recipe("arithmetic_cpu", *options, "--output-dir", tmp_path)
-    assert "largest |log-probability difference|" in printed
+    assert re.search(
+        r"^largest \|log-probability difference\| \d\.\de-\d\d$", printed, re.MULTILINE
+    )
     assert (tmp_path / "cb_rollout" / "report.html").exists()
+
+
+@pytest.mark.slow
+def test_the_largest_difference_is_zero_with_bitwise_numerics(tmp_path):
+    options = ("--warmup-steps", 20, "--max-steps", 3, "--num-held-out", 40)
+    printed = run_recipe(
+        "arithmetic_cpu", *options, "--numerics", "bitwise", "--output-dir", tmp_path
+    )
+    assert re.search(r"^largest \|log-probability difference\| 0$", printed, re.MULTILINE)
 
 
 def test_the_command_has_the_options_of_the_recipe_and_says_their_defaults(monkeypatch):

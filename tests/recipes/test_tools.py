@@ -119,6 +119,25 @@ def test_a_game_is_played_for_two_steps_on_a_local_checkpoint(run, checkpoint, t
     assert lines[-1].startswith("report ")
 
 
+def test_an_environment_of_gymnasium_is_walked_for_two_steps(run, checkpoint, tmp_path):
+    pytest.importorskip("gymnasium", reason="needs `pip install gymnasium`")
+    import gymnasium_grpo
+
+    walk = gymnasium_grpo.FrozenLake()
+    assert walk.reset(seed=3) == "\n@FFF\nFHFH\nFFFH\nHFFG\n"
+    for direction in ("down", "down", "right", "down", "right"):
+        assert "over" not in walk.move(direction)
+    assert walk.get_reward() == 0
+    assert walk.move("right").endswith("the walk is over")
+    assert walk.get_reward() == 1
+    lines = run(
+        gymnasium_grpo,
+        *("--model", checkpoint, "--output-dir", tmp_path / "run", "--max-steps", 2),
+        *("--batch-size", 4, "--num-generations", 2, "--max-completion-length", 16),
+    )
+    assert lines[-1].startswith("report ")
+
+
 def test_a_game_answers_and_rewards_fewer_guesses_more():
     game = multi_turn_grpo.GuessingGame()
     game.reset(secret=40)

@@ -212,6 +212,7 @@ def test_a_decode_step_is_timed_on_every_path_of_a_gpu(small_gpu_bench, monkeypa
     assert all("ms/step" in gpu_bench.line(row) for row in rows)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("default")
 def test_a_rollout_is_timed_beside_the_peers_on_a_gpu_and_one_that_fails_stops_none(
     small_gpu_bench, monkeypatch

@@ -1,18 +1,25 @@
 """What the model of a GPU counts, and how it turns counts into time."""
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from cb_rollout.compat.triton import launches_reported
+from cb_rollout.engine.attention.backend import AttentionMetadata
 from cb_rollout.tools.bench.roofline import gpu_model, optimizations
 from cb_rollout.tools.bench.roofline.cards import CARDS, HOST_SECONDS, KERNEL_SECONDS, Card
 from cb_rollout.tools.bench.roofline.gpu_model import ideal_decode, ideal_prefill, memory_bytes
-from cb_rollout.tools.bench.roofline.kernel_recorder import Kernel, KernelRecorder, num_bytes
+from cb_rollout.tools.bench.roofline.kernel_recorder import (
+    SAMPLING_KERNELS,
+    Kernel,
+    KernelRecorder,
+    num_bytes,
+)
 from cb_rollout.tools.bench.roofline.steps import (
-    PLAIN,
+    SAMPLED,
     TOP_P,
     Rows,
     Step,
@@ -23,6 +30,7 @@ from cb_rollout.tools.bench.roofline.steps import (
     transformers_decode,
     transformers_prefill,
 )
+from cb_rollout.tools.bench.roofline.stretches import STEPS, Programs, cut_by_list
 from cb_rollout.tools.bench.roofline.tensors import DEVICE, CudaTensor
 from cb_rollout.tools.bench.roofline.vllm_kernels import LayerSizes, vllm_step
 from cb_rollout.tools.bench.workload import TINY_SHAPE, create_model
@@ -103,13 +111,20 @@ def test_products_are_those_that_torch_counts():
     assert product_flops(decode(2)) == product_flops(transformers_decode(LLAMA, ROWS, 2)) == counted
 
 
-def test_truncation_samples_outside_the_graph_and_waits():
+@pytest.mark.parametrize("sampled", SAMPLED)
+def test_every_kind_of_sampling_is_four_kernels_of_the_graph(sampled):
     wide = LLAMA | {"vocab_size": 8192}
-    step = decode(1, wide, params=TOP_P)
-    assert step.num_waits == 1
-    assert names(step)["topk"] == 12
-    assert set(names(step)) > set(names(decode(1, wide))) - {"argmax", "copy_", "div", "stack"}
-    assert not any(kernel.name == "topk" for kernel in step.graphed)
+    step = decode(1, wide, params=SAMPLED[sampled])
+    assert (step.num_waits, step.eager.total()) == (0, 0)
+    assert names(step) == names(decode(1, wide))
+    moved = {k.name: k.num_bytes for k in step.graphed if k.name in SAMPLING_KERNELS}
+    # Logits in bfloat16, two parts of 4,096 a row; marks take two bytes, biases four.
+    token = 2 + 2 * (sampled == "penalties") + 4 * sampled.startswith("a bias")
+    assert moved["measure_kernel"] == 4 * 8192 * token
+    assert moved["draw_kernel"] == 4 * 4096 * token
+    num_reads = {"top-k": 16, TOP_P: 17, "min-p": 1, "top-k, top-p and min-p": 32}.get(sampled, 0)
+    assert moved["truncate_kernel"] == num_reads * 4 * 8192 * token
+    assert moved["top_kernel"] == 4 * 4096 * token * 20 * sampled.startswith("a bias")
 
 
 def test_long_rows_are_split_and_joined():
@@ -223,35 +238,52 @@ def test_the_list_of_vllm_has_the_products_of_the_model(is_decode):
 
 
 def test_optimizations_keep_the_products_and_replace_what_they_name():
-    wide = LLAMA | {"vocab_size": 8192}
-    traced = {
-        is_top_p: of_all_layers(
-            lambda layers, p=params: decode(layers, wide, params=p), wide["num_hidden_layers"]
-        )
-        for is_top_p, params in ((False, PLAIN), (True, TOP_P))
-    }
-    found = optimizations.optimizations(lambda _, is_top_p: traced[is_top_p], wide, ROWS, CARDS[1])
-    rest = traced[False].step.num_launches - 2 * 39
+    traced = of_all_layers(lambda layers: decode(layers, LLAMA), LLAMA["num_hidden_layers"])
+    found = optimizations.optimizations(traced, LLAMA, ROWS, CARDS[1])
+    rest = traced.step.num_launches - 2 * 39
     assert found["as it is"]["launches"] == rest + 2 * 39
     assert found[optimizations.FUSED]["launches"] == rest + 2 * 9
-    assert found["top-p, as it is"]["launches"] == traced[True].step.num_launches
-    assert [row["percent_saved"] for name, row in found.items() if name.endswith("is")] == [0] * 2
-    assert found["both"]["percent_saved"] > found[optimizations.FUSED]["percent_saved"] > 0
-    sizes = LayerSizes.of(wide)
-    fused = optimizations._fused(traced[False], sizes, ROWS)
-    assert product_flops(fused.step) == product_flops(traced[False].step)
-    sampled = optimizations._sampled(traced[True], sizes, ROWS, 1)
-    # Nothing reads the logits in float32 any more.
-    logits = ROWS.num_rows * sizes.vocab
-    assert max(k.num_bytes for k in sampled.step.graphed if k.name != "mm") == 2 * logits
+    assert found["as it is"]["percent_saved"] == 0 < found[optimizations.FUSED]["percent_saved"]
+    fused = optimizations._fused(traced, LayerSizes.of(LLAMA), ROWS)
+    assert product_flops(fused.step) == product_flops(traced.step)
 
 
 def test_a_card_is_traced_only_if_it_splits_keys_otherwise(monkeypatch):
     traced = []
-    monkeypatch.setattr(gpu_model, "_engine_decode", lambda *given, **_: traced.append(given[-1]))
+    monkeypatch.setattr(gpu_model, "_engine_decode", lambda *given: traced.append(given[2]))
     for card in CARDS:
         gpu_model.engine_step(TINY_SHAPE, Rows(1, 8000), card)
         gpu_model.engine_step(TINY_SHAPE, Rows(1024, 300), card)
     assert traced == [108] * 6
-    gpu_model.engine_step(TINY_SHAPE | {"num_key_value_heads": 8}, Rows(64, 300), CARDS[1])
+    gpu_model.engine_step(TINY_SHAPE | {"num_key_value_heads": 8}, Rows(4, 4000), CARDS[1])
     assert traced[-1] == 132
+
+
+@pytest.mark.parametrize("name", list(STEPS)[:2])
+def test_modelled_stretches_are_those_that_the_kernel_lists(name):
+    from cb_rollout.engine.attention.triton.work_list import cut
+
+    step = STEPS[name]
+    num_rows, prompt = len(step.own), sum(step.shared)
+    tiles = {}
+    if prompt:
+        ints = [torch.tensor(v, dtype=torch.int32) for v in ([prompt] * num_rows, [0], [num_rows])]
+        tiles = dict(zip(("shared_B", "first_T", "count_T"), ints, strict=True))
+    lengths_B = torch.tensor([one + prompt for one in step.own], dtype=torch.int32)
+    address = torch.zeros(2, dtype=torch.int64)
+    work = cut(AttentionMetadata(address, 16, lengths_B, lengths_B, 66, **tiles), None)
+    lists = [work.own_O, work.shared_S]
+    modelled = cut_by_list(step, 66)
+    assert len(modelled.keys) == sum((items >= 0).sum() for items in lists)
+    assert modelled.num_launched == sum(map(len, lists))
+    assert max(modelled.keys) <= work.sizes[: 1 + bool(prompt)].max()
+    assert sum(modelled.keys) == sum(step.own) + prompt
+
+
+def test_the_longest_program_bounds_a_kernel_that_leaves_processors_idle():
+    shape = TINY_SHAPE | {"num_hidden_layers": 3, "num_key_value_heads": 2, "head_dim": 16}
+    per_key = 2 * 2 * 16
+    alone = Programs([1000], 1).milliseconds(shape, replace(CARD, num_processors=10))
+    assert alone == pytest.approx(1e3 * 3 * 1000 * per_key * 10 / 1e9)
+    spread = Programs([10] * 100, 100).milliseconds(shape, replace(CARD, num_processors=10))
+    assert spread == pytest.approx(1e3 * 3 * 2 * 1000 * per_key / 1e9)

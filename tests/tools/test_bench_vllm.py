@@ -95,6 +95,7 @@ def test_one_process_answers_every_turn_with_its_prefix_cache_emptied(model, cal
         assert all(params["ignore_eos"] and params["logprobs"] == 0 for _, params in given)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("default")
 def test_a_rollout_has_vllm_as_a_contender(calls, monkeypatch):
     idle = Contender(lambda *_: contextlib.nullcontext(lambda _: None), "does nothing")

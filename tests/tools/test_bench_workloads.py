@@ -22,7 +22,7 @@ from cb_rollout.tools.cli.bench import WORKLOADS
 pytestmark = pytest.mark.filterwarnings("default")
 
 # TRL's continuous batching takes seconds to start and to stop; the others run many engines.
-SLOW = {"step", "drafts", "bfloat16"}
+SLOW = {"bitwise", "rollout", "scaling", "step", "drafts", "bfloat16", "gpu_compiled"}
 
 TINIEST = ("--tiny", "--repetitions", "1", "--device", "cpu")
 
@@ -108,6 +108,7 @@ def test_the_command_needs_no_checkout(tmp_path):
     assert json.loads((tmp_path / "here" / "rollout_cpu.json").read_text())["bench"] == "rollout"
 
 
+@pytest.mark.slow
 def test_a_rollout_record_has_each_contenders_share_of_the_bound(recorded):
     for contenders in recorded("rollout")["results"].values():
         for contender in contenders.values():
@@ -126,6 +127,7 @@ def test_a_profile_accounts_for_the_whole_rollout(recorded):
     assert uncounted == [OUTSIDE], "functions of profile.FINE are not called any more"
 
 
+@pytest.mark.slow
 def test_the_memory_of_a_waiting_request_is_measured_besides_its_tokens(recorded):
     waiting = recorded("scaling")["results"]["waiting"]
     assert waiting["bytes a request beside its tokens"] > 0

@@ -128,3 +128,36 @@ def test_an_input_that_cannot_be_read_is_a_typed_error(tmp_path, name, said):
     (tmp_path / "saved" / "state.json").write_text(json.dumps({}))
     with pytest.raises(ConfigurationError, match=re.escape(said)):
         create_source(str(tmp_path / name))
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"prompt": "a", "images": "a.png"}, "has images that are not a list"),
+        ({"prompt": "a", "images": [3]}, "has the image 3, which is not a path"),
+        ({"prompt": "a", "images": ["b.png"]}, "has the image 'b.png', which is not a file in"),
+        ({"prompt": "a", "images": ["https://x.org/a.png"]}, "which is a URL; download it"),
+        ({"messages": [{"type": "image", "image": "b.png"}]}, "which is not a file in"),
+        ({"messages": [{"type": "image_url", "image_url": {"url": "file:///a"}}]}, "is a URL"),
+    ],
+)
+def test_a_picture_that_is_not_there_is_named_before_anything_is_loaded(tmp_path, row, said):
+    (tmp_path / "a.png").write_bytes(b"a picture")
+    if "messages" in row:
+        row = {"messages": [{"role": "user", "content": row["messages"]}]}
+    path = tmp_path / "in.jsonl"
+    path.write_text(json.dumps({"prompt": "a", "images": ["a.png"]}) + "\n" + json.dumps(row))
+    with pytest.raises(InvalidRequestError, match=re.escape(said)) as caught:
+        survey(create_source(str(path)), tmp_path)
+    assert f"{path} line 2 has" in str(caught.value)
+
+
+def test_the_digest_depends_on_the_pictures(tmp_path):
+    path, picture = tmp_path / "in.jsonl", tmp_path / "a.png"
+    path.write_text('{"prompt": "a", "images": ["a.png"]}')
+    surveys = []
+    for content in (b"one", b"three"):
+        picture.write_bytes(content)
+        surveys.append(survey(create_source(str(path)), tmp_path))
+    assert surveys[0].digest != surveys[1].digest
+    assert surveys[0].first_image == f"{path} line 1"

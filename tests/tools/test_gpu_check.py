@@ -56,9 +56,10 @@ def test_the_comparison_with_peers_runs_first_and_vllm_where_it_is_named(check):
     status, printed, ran = check()
     assert status == 0
     assert ["--parts peers" in ran[0], "test_triton_kernels" in ran[1], "tests/gpu" in ran[2]]
-    assert len(ran) == 4
-    assert printed.splitlines()[-4:] == [
-        f"{name}: passed" for name in ("peers", "kernels", "gpu_tests", "decode")
+    assert "--parts stages" in ran[3]
+    assert len(ran) == 5
+    assert printed.splitlines()[-5:] == [
+        f"{name}: passed" for name in ("peers", "kernels", "gpu_tests", "stages", "decode")
     ]
     _, _, ran = check(CB_ROLLOUT_VLLM_PYTHON="/some/python")
     assert ["--parts peers" in ran[0], "--parts vllm" in ran[1]] == [True, True]
@@ -84,7 +85,7 @@ def test_this_machine_lacks_a_device_and_nothing_else(check):
 
 def test_a_part_that_fails_stops_no_other(check):
     status, printed, ran = check(FAILS="test_triton_kernels")
-    assert (status, len(ran)) == (1, 4)
+    assert (status, len(ran)) == (1, 5)
     assert "kernels: FAILED, see " in printed
     assert "decode: passed" in printed
 
@@ -92,7 +93,7 @@ def test_a_part_that_fails_stops_no_other(check):
 def test_the_script_ends_in_time_and_names_what_it_did_not_reach(check):
     status, printed, ran = check(SLOW="peers", GPU_CHECK_SECONDS="3")
     assert (status, len(ran)) == (1, 1)
-    assert printed.splitlines()[-4].startswith("peers: ran out of time")
-    assert printed.splitlines()[-3:] == [
-        f"{name}: not reached" for name in ("kernels", "gpu_tests", "decode")
+    assert printed.splitlines()[-5].startswith("peers: ran out of time")
+    assert printed.splitlines()[-4:] == [
+        f"{name}: not reached" for name in ("kernels", "gpu_tests", "stages", "decode")
     ]

@@ -1,3 +1,4 @@
+import base64
 import math
 import re
 from html.parser import HTMLParser
@@ -350,3 +351,21 @@ def test_runs_that_cannot_be_compared_are_refused(tmp_path):
     RunRecorder(tmp_path / "empty").record_sequence(a_sequence())
     with pytest.raises(ConfigurationError, match="holds no metrics to compare"):
         write_comparison(first, tmp_path / "empty")
+
+
+def test_pictures_are_beside_their_prompts_inside_the_page(tmp_path):
+    png = b"\x89PNG of a chart"
+    name = RunRecorder(tmp_path).record_image(png)
+    (tmp_path / "secret.png").write_bytes(b"secret")
+    sequences = [
+        a_sequence(images=[name]),
+        a_sequence(images=[name], request_id="r1"),
+        a_sequence(images=["../secret.png", "0" * 32 + ".png"], request_id="r2"),
+    ]
+    html, page = page_of(tmp_path, sequences=sequences)
+    assert page.tags.count("img") == 1
+    assert f'src="data:image/png;base64,{base64.b64encode(png).decode()}"' in html
+    assert html.count('<div class="group">') == 2
+    assert page.text.count("is not there any more") == 2
+    assert base64.b64encode(b"secret").decode() not in html
+    assert "img-src data:" in html

@@ -140,6 +140,7 @@ def test_a_strategy_drops_groups_of_an_asynchronous_run(checkpoint, tmp_path):
     assert sum(log.get("rollout/groups_dropped_total", 0) for log in logs) > 0
 
 
+@pytest.mark.slow
 def test_a_reward_that_raises_ends_the_run_with_its_cause(checkpoint, tmp_path):
     def broken(**_):
         raise KeyError("answer")
@@ -169,6 +170,7 @@ def test_a_setting_that_cannot_be_honoured_is_refused(checkpoint, tmp_path, chan
     ("config", "said"),
     [
         (RolloutConfig(weight_sync="copy"), "is a copy already"),
+        (RolloutConfig(router_replay=True), "batches carry no experts"),
         (RolloutConfig(return_logprobs=False), "return_logprobs=False"),
     ],
 )

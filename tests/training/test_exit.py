@@ -92,6 +92,7 @@ def test_an_exception_ends_the_process_with_its_traceback(script, said, tmp_path
     assert said in errors
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_the_process_with_its_traceback(tmp_path):
     with started(INTERRUPTED, tmp_path) as process:
         assert any(line == "ready\n" for line in process.stdout)

@@ -207,10 +207,10 @@ def in_another_order(batch):
 def padding_is_a_prompt(monkeypatch):
     rows = packed_loss.rows_of
 
-    def faulty(input_ids, attention_mask, logits_to_keep):
+    def faulty(input_ids, attention_mask, logits_to_keep, routes):
         mask = attention_mask.clone()
         mask[:, :-logits_to_keep] = 1
-        return rows(input_ids, mask, logits_to_keep)
+        return rows(input_ids, mask, logits_to_keep, routes)
 
     monkeypatch.setattr(packed_loss, "rows_of", faulty)
 

@@ -159,7 +159,7 @@ def test_drift_beyond_the_allowed_stops_the_run_and_says_where(tmp_path, monkeyp
         ({"generation_kwargs": {"temperature": 0.0}}, "{'temperature': 0.0}: decoding is greedy"),
         (
             {"generation_kwargs": {"num_return_sequences": 3}},
-            "{'num_return_sequences': 3}: the trainer repeats each prompt num_generations=8 times",
+            "{'num_return_sequences': 3}: the trainer repeats each prompt itself",
         ),
     ],
 )

@@ -1,5 +1,6 @@
 """A stock trainer on a tiny model, for tests and for the processes they start."""
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,24 @@ from trl import GRPOConfig, GRPOTrainer
 
 PROBLEMS = [{"prompt": f"{i}+{j}="} for i in range(6) for j in range(6)]
 
+# Settings under which the processes of a tensor-parallel group train on what one process would.
+TENSOR_PARALLEL = {"per_device_train_batch_size": 8}
+
 
 def share_of_sevens(completions: list[str], **_: Any) -> list[float]:
     """A reward that a random model gets at times."""
     return [completion.count("7") / max(1, len(completion)) for completion in completions]
+
+
+def in_own_names(config_class: Any, settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings of activation checkpointing under the names of this transformers (5.17 to 5.23)."""
+    known = {field.name for field in fields(config_class)}
+    renamed = {
+        name: name.replace("activation_", "gradient_")
+        for name in settings
+        if name.startswith("activation_checkpointing") and name not in known
+    }
+    return {renamed.get(name, name): value for name, value in settings.items()}
 
 
 def tiny_trainer(
@@ -55,7 +70,7 @@ def tiny_trainer(
     return trainer_class(
         model=model or tiny_model(vocab_size=len(tokenizer), num_hidden_layers=num_hidden_layers),
         reward_funcs=reward,
-        args=config_class(**(defaults | settings)),
+        args=config_class(**in_own_names(config_class, defaults | settings)),
         processing_class=tokenizer,
         **(data | (trainer_arguments or {})),
     )

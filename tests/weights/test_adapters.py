@@ -62,6 +62,7 @@ def test_a_merged_copy_computes_what_the_unmerged_model_computes(family, setting
     assert (logits(weights.module) - logits(model)).abs().max() <= 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16]
 )
@@ -143,6 +144,22 @@ def test_auto_runs_the_trainers_adapters_unmerged_under_autocast_too():
     adapters = [name for name in own if "lora_" in name]
     assert adapters
     assert all(found[name] is own[name] for name in adapters)
+
+
+def test_cast_layers_follow_hooks_at_once_and_switched_adapters_from_the_next_sync_on():
+    model, seen = lora().eval(), []
+    train(model)
+    trained = hf_compat.unwrap(model)
+    weights = create_weight_sync(trained, RolloutConfig(rollout_dtype="bfloat16"))
+    with torch.autocast("cpu", torch.bfloat16):
+        adapted = logits(trained)
+        with model.disable_adapter():
+            trained.lm_head.register_forward_hook(lambda *_: seen.append(1))
+            assert torch.equal(logits(weights.module), adapted)
+            assert seen == [1]
+            weights.sync()
+            assert torch.equal(logits(weights.module), logits(trained))
+            assert not torch.equal(logits(weights.module), adapted)
 
 
 @pytest.mark.parametrize("weight_sync", ["shared", "copy"])

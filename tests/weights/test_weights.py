@@ -223,11 +223,11 @@ def test_a_copy_of_a_prepared_model_has_its_class_forward():
     assert "forward" not in vars(module)
 
 
-def test_a_tensor_parallel_model_is_refused_with_what_to_use_instead():
+def test_a_copy_of_a_tensor_parallel_model_is_refused_with_what_to_use_instead():
     model = tiny_model()
-    model._tp_size = 2
-    with pytest.raises(ConfigurationError, match=r"2 tensor-parallel processes.*FSDP2"):
-        RolloutGenerator(model)
+    model._tp_size, model._device_mesh = 2, SimpleNamespace(ndim=1, get_group=lambda: "group")
+    with pytest.raises(ConfigurationError, match=r"tensor-parallel model.*'auto' or 'shared'"):
+        RolloutGenerator(model, COPY)
 
 
 def test_a_tensor_that_takes_another_ones_place_is_found():

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import torch
 
-from cb_rollout.engine.attention.shared_prefix import SHORT_STRETCH
+from cb_rollout.engine.attention.shared_prefix import SHORT_STRETCH, STRETCH_INTERVAL
 from cb_rollout.engine.kv_cache.block_table import BlockTable
 from cb_rollout.engine.kv_cache.layout import CacheLayout
 from cb_rollout.engine.kv_cache.paged import PagedCache
 
 if TYPE_CHECKING:
-    from cb_rollout.engine.attention.cpu.traced_forward import TracedForward
     from cb_rollout.engine.attention.decode_cache import DecodeCache, DecodeInputs
+    from cb_rollout.engine.attention.traced_forward import TracedForward
 
 
 class UnsupportedAttentionError(Exception):
@@ -48,10 +48,13 @@ class AttentionMetadata:
     """int32: each row's index into the block table."""
     lengths_B: torch.Tensor
     """int32: each row's tokens, the new one included; 0: an empty row."""
-    num_splits: int
-    """Most stretches that each row's own keys are cut into."""
+    num_stretches: int = 0
+    """Stretches that all keys are cut into, beside one for each row; 0: no key is cut, and no
+    prompt is shared."""
     least_stretch: int = SHORT_STRETCH
-    """Keys below which a stretch is not cut."""
+    """Fewest keys of a stretch that is not a row's last."""
+    stretch_interval: int = STRETCH_INTERVAL
+    """Keys of a stretch are a multiple of this."""
     shared_B: torch.Tensor | None = None
     """int32: leading tokens of each row that a shared tile reads; None: no tiles."""
     first_T: torch.Tensor | None = None
@@ -60,8 +63,6 @@ class AttentionMetadata:
     """int32: rows of each tile; 0: an empty tile."""
     rows_per_tile: int = 1
     """Most rows of a tile; see `shared_rows`."""
-    num_shared_splits: int = 1
-    """Most stretches that a shared prompt is cut into."""
 
 
 class AttentionBackend(Protocol):

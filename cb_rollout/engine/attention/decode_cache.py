@@ -109,6 +109,7 @@ class DecodeCache(Cache):
         for layer in self.paged:
             layers[layer.index] = layer
         super().__init__(layers=layers)
+        self.device = device
         self._is_recurrent = layout.is_recurrent
         self._attention: PagedAttention | None = None
 
@@ -169,8 +170,12 @@ class DecodeCache(Cache):
             (one for one in self.paged if one.new_states and one.new_states[0] is key), None
         )
         if layer is None:
+            if any(one.new_states for one in self.paged):
+                raise UnsupportedAttentionError("its attention changes the keys that it caches")
             return own_attention(module, query, key, value, attention_mask, **arguments)
         layer.new_states = None
+        if attention_mask is not None and attention_mask.shape[1:] != (1, 1, 1):
+            raise UnsupportedAttentionError("its attention makes a mask of its own")
         spec = _spec(query, layer, arguments)
         return self._attention.attend(layer, query, key, value, spec), None
 

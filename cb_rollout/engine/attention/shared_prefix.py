@@ -1,4 +1,4 @@
-"""Find the rows of a decode step that read the same prompt, and count the splits of their keys.
+"""Find the rows of a decode step that read the same prompt, and count the stretches of their keys.
 
 Arithmetic on block ids and lengths, without tensors.
 """
@@ -10,14 +10,14 @@ from itertools import pairwise
 # Fewer shared tokens cost more to join than to read twice.
 MIN_SHARED_TOKENS = 64
 
-# Most and fewest keys of one stretch; longer ones leave processors idle.
-LONG_STRETCH, SHORT_STRETCH = 1024, 256
+# Fewest keys of one stretch, and the number that its keys are a multiple of.
+SHORT_STRETCH, STRETCH_INTERVAL = 256, 128
 
 # This many stretches per processor hide the latency of memory.
 STRETCHES_PER_PROCESSOR = 4
 
-# Above this, joining costs as much as splitting gains.
-MAX_SPLITS = 32
+# Above this, joining costs as much as cutting gains.
+MAX_STRETCHES = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +43,10 @@ def shared_tiles(
     starts = [row for row in range(len(heads)) if row == 0 or heads[row] != heads[row - 1]]
     tiles = []
     for start, end in pairwise([*starts, len(heads)]):
+        if end - start < 2:
+            continue
         num_tokens = _num_common([blocks[:-1] for blocks in block_ids[start:end]]) * block_size
-        if end - start < 2 or num_tokens < MIN_SHARED_TOKENS:
+        if num_tokens < MIN_SHARED_TOKENS:
             continue
         for first in range(start, end, rows_per_tile):
             tiles.append(Tile(first, min(rows_per_tile, end - first), num_tokens))
@@ -52,19 +54,23 @@ def shared_tiles(
 
 
 def _num_common(rows: Sequence[Sequence[int]]) -> int:
-    num_common = 0
-    for blocks in zip(*rows, strict=False):
-        if len(set(blocks)) > 1:
-            break
-        num_common += 1
-    return num_common
+    first, *others = rows
+    common = first[: min(map(len, rows))]
+    for blocks in others:
+        # Most groups share all, and lists are compared at once.
+        if blocks[: len(common)] != common:
+            pairs = zip(common, blocks, strict=False)
+            common = common[: next(at for at, (a, b) in enumerate(pairs) if a != b)]
+    return len(common)
 
 
-def num_splits(num_rows: int, num_key_heads: int, longest: int, num_processors: int) -> int:
-    """Return the number of stretches to cut each row's keys into, a power of two.
+def max_stretches(num_key_heads: int, num_processors: int) -> int:
+    """Return the stretches of all keys together, beside one a row, that keep processors busy."""
+    wanted = -(-STRETCHES_PER_PROCESSOR * num_processors // num_key_heads)
+    return min(MAX_STRETCHES, wanted)
 
-    As many as keep every stretch short and, with few rows, all processors busy.
-    """
-    busy = -(-STRETCHES_PER_PROCESSOR * num_processors // max(1, num_rows * num_key_heads))
-    wanted = max(-(-longest // LONG_STRETCH), min(-(-longest // SHORT_STRETCH), busy))
-    return min(MAX_SPLITS, 1 << (max(1, wanted) - 1).bit_length())
+
+def is_cut(lengths: Sequence[int], num_stretches: int, interval: int) -> bool:
+    """Return whether a row of these lengths is cut into stretches; see `triton/work_list.py`."""
+    stretch = max(SHORT_STRETCH, -(-sum(lengths) // num_stretches))
+    return max(lengths) > -(-stretch // interval) * interval

@@ -7,31 +7,37 @@ and while the cache grows, sleeps and wakes. Called by the thread that steps the
 
 A capture and a device-wide wait of another thread, such as one that trains, break each other. So
 graphs are captured before requests run, or by a thread that paused the engine. A step whose graph
-is missing runs the nearest one that was captured, which differs in time alone.
+is missing runs the nearest one that was captured, of as many rows or more, which differs in time
+alone; a step of more rows than any graph has runs without one.
 
-B: rows of a graph, N: most rows, V: vocabulary.
+B: rows of a graph, N: most rows, V: vocabulary, C: most `top_logprobs`, R: rows that ask for them.
 """
 
 import logging
-import math
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from cb_rollout.compat import torch as torch_compat
 from cb_rollout.engine.attention.backend import AttentionMetadata
+from cb_rollout.engine.attention.shared_prefix import STRETCH_INTERVAL
 from cb_rollout.engine.cuda_graphs.capture import CudaCapture, Replay
+from cb_rollout.engine.cuda_graphs.graph_sampler import (
+    PLAIN_SAMPLING,
+    GraphSampler,
+    GraphSampling,
+)
 from cb_rollout.engine.cuda_graphs.inputs import GraphInputs, Line
 from cb_rollout.engine.kv_cache.block_table import BlockTable
 from cb_rollout.engine.kv_cache.paged import PagedCache
 from cb_rollout.engine.memory import device as devices
 from cb_rollout.engine.model.decode_rows import DecodeRows
 from cb_rollout.engine.model.runner import ModelRunner
-from cb_rollout.engine.request import Request
-from cb_rollout.engine.sampling.draw import draw, exponentials, uniforms
+from cb_rollout.engine.request import Request, distinct_params
+from cb_rollout.engine.sampling.sampler import HostSampled
 from cb_rollout.engine.spec_decode.ngram import MAX_DRAFT_ROWS
 from cb_rollout.types import RequestStatus
 
@@ -46,9 +52,6 @@ ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 # More rows are rounded up to a multiple of this, since each adds to a step's time.
 ROW_INTERVAL = 64
 
-# Graphs differ in the splits of the keys, which follow from the longest row rounded up to this.
-KEYS = 1024
-
 # One for each number of rows up to 1,024, and others that steps turned out to want.
 MAX_GRAPHS = 64
 
@@ -60,7 +63,7 @@ class GraphSizes:
     row_interval: int = 0
     """Multiple that rows are rounded up to."""
     key_interval: int = 0
-    """Multiple that the longest row's length is rounded up to."""
+    """Multiple that the keys of a stretch are rounded up to."""
     max_cached: int = 0
 
     def padded(self, num_rows: int) -> int:
@@ -73,9 +76,10 @@ class GraphSizes:
         """Return the rows of every graph that runs `num_rows` or fewer."""
         return sorted({self.padded(count) for count in range(1, num_rows + 1)})
 
-    def padded_keys(self, num_keys: int) -> int:
-        """Return the keys of the graph whose longest row has `num_keys`."""
-        return _rounded_up(num_keys, self.key_interval or KEYS)
+    @property
+    def stretch_interval(self) -> int:
+        """Return the multiple that the keys of a stretch are rounded up to."""
+        return self.key_interval or STRETCH_INTERVAL
 
 
 def _rounded_up(count: int, interval: int) -> int:
@@ -87,13 +91,41 @@ class GraphKey:
     """Sizes that are fixed when a graph is captured."""
 
     num_rows: int
-    num_splits: int
+    is_cut: bool
+    """True if keys are cut into stretches, as many as a list on the device holds."""
     has_shared: bool
-    """True if rows may share a prefix that a tile reads."""
+    """True if rows may share a prefix that a tile reads; keys are then cut too."""
 
-    def distance(self, other: "GraphKey") -> float:
-        """Return how much the splits differ, as a power of two."""
-        return abs(math.log2(self.num_splits / other.num_splits))
+    def runs(self, other: "GraphKey") -> bool:
+        """Return whether this graph computes the steps of another key too."""
+        is_as_able = self.is_cut >= other.is_cut and self.has_shared >= other.has_shared
+        return self.num_rows >= other.num_rows and is_as_able
+
+    @property
+    def cost(self) -> tuple[int, bool, bool]:
+        """Return what orders graphs that compute the same by their time."""
+        return self.num_rows, self.has_shared, self.is_cut
+
+
+@dataclass(frozen=True, slots=True)
+class HostResults:
+    """Results of a step in system memory, where the device may still write them."""
+
+    results_N6: torch.Tensor
+    """Of `GraphSampler.results`."""
+    tops_NC2: torch.Tensor
+    """Of `GraphSampler.tops`; written if some row asks for `top_logprobs`."""
+
+    @classmethod
+    def like(cls, sampler: GraphSampler) -> "HostResults":
+        """Return memory for a step's results; pinned, where there is a device to copy from."""
+        is_pinned = sampler.results.device.type == "cuda"
+        return cls(
+            *(
+                torch.zeros(source.shape, dtype=source.dtype, pin_memory=is_pinned)
+                for source in (sampler.results, sampler.tops)
+            )
+        )
 
 
 class PendingStep:
@@ -102,38 +134,63 @@ class PendingStep:
     def __init__(
         self,
         requests: Sequence[Request],
-        rows: Sequence[int],
-        results_N3: torch.Tensor,
+        rows_B: np.ndarray,
+        results: HostResults,
         device: torch.device,
+        *,
+        is_plain: bool,
     ) -> None:
         """Record the step's end in the calling thread's stream.
 
         Args:
             requests: the sequences.
-            rows: each one's row of the results.
-            results_N3: float64, in system memory, still being written: token ids, log-probs, and
-                whether each is valid.
+            rows_B: int64; each one's row of the results.
+            results: in system memory, still being written.
             device: runs the step.
+            is_plain: whether every request only samples a token from the whole vocabulary.
         """
-        self._rows = dict(zip(requests, rows, strict=True))
-        self._results_N3, self._end = results_N3, devices.record_event(device)
+        self._requests, self._rows_B = list(requests), rows_B
+        self._results, self._end = results, devices.record_event(device)
+        self._is_plain = is_plain
 
     @property
     def running(self) -> list[Request]:
         """Sequences of the step that still run."""
-        return [r for r in self._rows if r.status is RequestStatus.DECODING]
+        decoding = RequestStatus.DECODING
+        return [request for request in self._requests if request.status is decoding]
 
-    def read(self, requests: Sequence[Request]) -> tuple[list[int], list[float], list[bool]]:
-        """Wait for the step; return token ids, log-probabilities and validity of its sequences.
+    def read(self, requests: Sequence[Request]) -> HostSampled:
+        """Wait for the step; return what was sampled for its sequences.
 
         Raises:
             RuntimeError: the device failed.
         """
         if self._end is not None:
             self._end.synchronize()
-        rows = [self._rows[request] for request in requests]
-        tokens, logprobs, is_valid = self._results_N3[rows].unbind(1)
-        return tokens.long().tolist(), logprobs.tolist(), is_valid.bool().tolist()
+        rows_B = self._rows_B
+        if requests != self._requests:
+            index = {request: at for at, request in enumerate(self._requests)}
+            rows_B = rows_B[[index[request] for request in requests]]
+        results_B6 = self._results.results_N6.numpy()[rows_B]
+        tokens, logprobs, is_valid, is_possible, log_masses, nums_kept = results_B6.T
+        token_ids, chosen = tokens.astype(np.int64).tolist(), logprobs.tolist()
+        if self._is_plain:
+            valid = ((is_valid != 0) & (is_possible != 0)).tolist()
+            return HostSampled(token_ids, chosen, valid, [], [], [], [], [])
+        params = [request.params for request in requests]
+        truncated = [row for row, p in enumerate(params) if p.is_truncated]
+        with_top = rows_B[[row for row, p in enumerate(params) if p.top_logprobs]]
+        tops_RC2 = self._results.tops_NC2.numpy()[with_top]
+        return HostSampled(
+            token_ids,
+            chosen,
+            is_valid.astype(bool).tolist(),
+            is_possible.astype(bool).tolist(),
+            tops_RC2[..., 0].astype(np.int64).tolist(),
+            tops_RC2[..., 1].tolist(),
+            log_masses[truncated].tolist(),
+            nums_kept[truncated].astype(np.int64).tolist(),
+        )
 
 
 class GraphedDecoding:
@@ -145,6 +202,7 @@ class GraphedDecoding:
         decoding: "TritonBackend",
         sizes: GraphSizes,
         max_rows: int,
+        sampling: GraphSampling = PLAIN_SAMPLING,
         capture: Callable[[Replay], Replay] | None = None,
     ) -> None:
         """Allocate the buffers; nothing is captured yet.
@@ -154,31 +212,31 @@ class GraphedDecoding:
             decoding: reads and writes the pages.
             sizes: sizes of the graphs.
             max_rows: most sequences that run together.
+            sampling: settings of sampling beside the requests' parameters.
             capture: captures a step; None: as a CUDA graph.
         """
         self._runner, self._decoding, self._sizes = runner, decoding, sizes
         self._capture = capture or CudaCapture(runner.device)
         num_rows, device = sizes.padded(max(max_rows, MAX_DRAFT_ROWS)), runner.device
         self._inputs = GraphInputs(num_rows, device)
-        self._results_N3 = torch.zeros(num_rows, 3, dtype=torch.float64, device=device)
-        # One for all graphs: each graph's own would stay in the memory pool beside the others'.
-        self._logits_NV: torch.Tensor | None = None
+        self._sampler = GraphSampler(num_rows, device, sampling)
         # One for a step, one for the step after it.
-        self._host_results = [
-            torch.zeros(num_rows, 3, dtype=torch.float64, pin_memory=device.type == "cuda")
-            for _ in range(2)
-        ]
+        self._host_results = [HostResults.like(self._sampler) for _ in range(2)]
         # Largest first, so that the others fit the memory that it takes. Tiles may stay empty.
         self._row_keys = [
-            GraphKey(size, decoding.splits(size, sizes.padded_keys(1)), has_shared=size > 1)
+            GraphKey(size, is_cut=True, has_shared=size > 1)
             for size in reversed(sizes.up_to(max_rows))
         ]
         self._max_graphs = sizes.max_cached or max(MAX_GRAPHS, len(self._row_keys))
-        self._graphs: OrderedDict[GraphKey, Replay] = OrderedDict()
+        # Where fewer are kept than there are sizes, sizes between them run a larger graph.
+        self._row_keys = self._row_keys[:: -(-len(self._row_keys) // self._max_graphs)]
+        self._graphs: dict[GraphKey, Replay] = {}
         self._wanted: dict[GraphKey, None] = {}
         self._weights: list[object] = []
-        self.num_bytes = 0
-        """Bytes that capturing took from the device."""
+        self._failure: str | None = None
+        self.is_dropped = True
+        """True until a graph for each number of rows is captured, or capturing them was tried."""
+        self._captured_bytes = self._most_captured_bytes = 0
         self.has_hooks = False
         """True while the model has hooks, which a replay would not call: no graph may run."""
 
@@ -186,6 +244,22 @@ class GraphedDecoding:
     def num_graphs(self) -> int:
         """Graphs cached now."""
         return len(self._graphs)
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes that graphs hold, and tables of adjustments."""
+        return self._captured_bytes + self._sampler.table_bytes
+
+    @property
+    def planned_bytes(self) -> int:
+        """Return the most that they hold: all graphs, and tables in which every row is adjusted."""
+        return self._most_captured_bytes + self._sampler.most_table_bytes
+
+    @property
+    def obstacle(self) -> str | None:
+        """Return why no graph may run at present; None: one may."""
+        hooks = "while the model has forward hooks, as it has now"
+        return hooks if self.has_hooks else self._failure
 
     @property
     def is_wanting(self) -> bool:
@@ -201,7 +275,7 @@ class GraphedDecoding:
         self.check_weights()
         if self.has_hooks:
             # The captured step includes the hooks, which may be gone by the first step.
-            self._add(self._row_keys[-1], block_size)
+            self.add(self._row_keys[-1], block_size)
             self.forget()
         else:
             self.capture_sizes(block_size)
@@ -212,6 +286,9 @@ class GraphedDecoding:
         Raises:
             Exception: memory ran out, or the device failed.
         """
+        if self.obstacle:
+            return
+        self.is_dropped = False
         has_graph = {key.num_rows for key in self._graphs}
         missing = [key for key in self._row_keys if key.num_rows not in has_graph]
         self._capture_all(missing, block_size)
@@ -227,22 +304,39 @@ class GraphedDecoding:
 
     def _capture_all(self, keys: Sequence[GraphKey], block_size: int) -> None:
         keys = keys[: max(0, self._max_graphs - len(self._graphs))]
-        if not keys or self.has_hooks:
+        if not keys or self.obstacle:
             return
+        self._runner.check_weights()
+        self._runner.warm_up()
         device = self._runner.device
         before = devices.memory_after_release(device).free_bytes
         try:
             for key in keys:
-                self._add(key, block_size)
+                self.add(key, block_size)
         finally:
-            self.num_bytes += max(0, before - devices.memory_after_release(device).free_bytes)
+            taken = max(0, before - devices.memory_after_release(device).free_bytes)
+            self._captured_bytes += taken
+            self._most_captured_bytes = max(self._most_captured_bytes, self._captured_bytes)
+
+    def give_up(self, failure: str) -> None:
+        """Run no graph until the model changes, because it cannot be captured as it is."""
+        self.forget()
+        self._failure = failure
 
     def forget(self) -> None:
         """Drop all graphs, and the memory that they hold."""
         self._graphs.clear()
-        self._wanted, self._logits_NV, self.num_bytes = {}, None, 0
+        self.is_dropped = True
+        self._wanted, self._captured_bytes = {}, 0
+        self._sampler.forget()
         if isinstance(self._capture, CudaCapture):
             self._capture.start_over()
+
+    def release(self) -> None:
+        """Drop all graphs, and the tables of adjustments; no step may continue from the last."""
+        self.forget_step()
+        self.forget()
+        self._sampler.release_tables()
 
     def check_weights(self) -> None:
         """Forget every graph if what it captured has changed, or the model has hooks."""
@@ -255,7 +349,12 @@ class GraphedDecoding:
             )
         if self.has_hooks or weights != self._weights:
             self.forget()
-            self._weights = weights
+            self._weights, self._failure = weights, None
+
+    def can_run(self, num_rows: int) -> bool:
+        """Return whether a graph may run, and one of so many rows or more is captured."""
+        rows = self._sizes.padded(num_rows)
+        return not self.obstacle and any(key.num_rows >= rows for key in self._graphs)
 
     def follows(self, requests: Sequence[Request], lengths: Sequence[int]) -> bool:
         """Return whether the last step left the inputs of this one, for a graph of the same size.
@@ -271,83 +370,91 @@ class GraphedDecoding:
         """Have the next step load its inputs: the last one's are of other sequences."""
         self._inputs.forget()
 
+    def forget_step(self) -> None:
+        """Do the same after a step whose tokens were dropped."""
+        self.forget_rows()
+        self._sampler.forget_tokens()
+
+    def can_sample(self, requests: Sequence[Request]) -> bool:
+        """Return whether a graph samples these sequences' next tokens."""
+        return all(map(self._sampler.sampling.can_sample, distinct_params(requests)))
+
     def load(self, requests: Sequence[Request], table: BlockTable) -> None:
         """Copy the inputs of a step of these sequences to the device."""
         rows = DecodeRows.of(requests, table.block_size)
-        self._inputs.load(rows, table.block_size, self._decoding.rows_per_tile, requests)
+        sampling = self._sampler.lines(requests)
+        self._inputs.load(rows, table.block_size, self._decoding.rows_per_tile, requests, sampling)
 
     def launch(
-        self, requests: Sequence[Request], longest: int, cache: PagedCache, table: BlockTable
+        self,
+        requests: Sequence[Request],
+        lengths: Sequence[int],
+        cache: PagedCache,
+        table: BlockTable,
     ) -> PendingStep:
         """Launch one step, sampling included.
 
         Args:
-            requests: sequences that `want_plain_tokens`, loaded by `load` or by the last step.
-            longest: tokens of the longest sequence, with the newest, which may not be read yet.
+            requests: sequences that a graph `can_sample`, loaded by `load` or by the last step. A
+                graph must run so many; see `can_run`.
+            lengths: tokens of each, with the newest, which may not be read yet.
             cache: holds their pages.
             table: lists the blocks of each table row, that of the newest token included.
 
         Raises:
-            Exception: capturing a graph of another size failed, or running it.
+            Exception: the device failed.
         """
         self._decoding.find(cache, table)
         inputs = self._inputs
-        inputs.empty_all_but(requests)
-        self._replay(longest, table.block_size)
+        rows_B = inputs.keep(requests)
+        self._replay(lengths, table.block_size)
         inputs.note_step()
+        self._sampler.note_step()
         self._host_results.reverse()
-        num_rows, host_N3 = inputs.num_rows, self._host_results[0]
-        host_N3[:num_rows].copy_(self._results_N3[:num_rows], non_blocking=True)
-        return PendingStep(requests, inputs.rows_of(requests), host_N3, self._runner.device)
+        num_rows, host = inputs.num_rows, self._host_results[0]
+        results_N6, tops_NC2 = self._sampler.results, self._sampler.tops
+        host.results_N6[:num_rows].copy_(results_N6[:num_rows], non_blocking=True)
+        if inputs.has_tops:
+            host.tops_NC2[:num_rows].copy_(tops_NC2[:num_rows], non_blocking=True)
+        device = self._runner.device
+        return PendingStep(requests, rows_B, host, device, is_plain=inputs.is_plain)
 
     def logits(self, rows: DecodeRows, cache: PagedCache, table: BlockTable) -> torch.Tensor:
         """Run one step; return float32 logits after each row's token, `[rows, V]`.
 
-        The next step writes its own over them.
+        The next step writes its own over them. A graph must run so many rows; see `can_run`.
         """
         self._decoding.find(cache, table)
         self._inputs.load(rows, table.block_size, self._decoding.rows_per_tile)
-        self._replay(max(rows.lengths), table.block_size)
-        assert self._logits_NV is not None
-        return self._logits_NV[: len(rows)]
+        self._replay(rows.lengths, table.block_size)
+        return self._sampler.kept(len(rows)).float()
 
-    def _replay(self, longest: int, block_size: int) -> None:
+    def _replay(self, lengths: Sequence[int], block_size: int) -> None:
         """Replay a graph on the loaded inputs."""
-        num_rows = self._sizes.padded(self._inputs.num_rows)
-        num_splits = self._decoding.splits(num_rows, self._sizes.padded_keys(longest))
-        key = GraphKey(num_rows, num_splits, self._inputs.has_shared)
+        key = self.key_of(lengths, has_shared=self._inputs.has_shared)
         if key not in self._graphs:
-            key = self._nearest(key, block_size)
-        self._graphs.move_to_end(key)
+            self._wanted[key] = None
+            # Graphs of one row have no tiles, and only a step of several rows shares a prompt.
+            key = min((k for k in self._graphs if k.runs(key)), key=lambda k: k.cost)
         self._graphs[key]()
 
-    def _nearest(self, key: GraphKey, block_size: int) -> GraphKey:
-        """Return the nearest captured key that computes the same, and note the one that is wanted.
+    def key_of(self, lengths: Sequence[int], *, has_shared: bool) -> GraphKey:
+        """Return the key of the graph that fits a step of rows of these lengths best."""
+        # Rows that ended since the buffers were loaded keep their places there.
+        num_rows = self._sizes.padded(max(len(lengths), self._inputs.num_rows))
+        is_cut = self._decoding.is_cut(lengths, self._sizes.stretch_interval)
+        return GraphKey(num_rows, has_shared or is_cut, has_shared)
 
-        Where fewer graphs are cached than there are numbers of rows, the graph is captured.
-        """
-        found = [
-            other
-            for other in self._graphs
-            if other.num_rows == key.num_rows and other.has_shared >= key.has_shared
-        ]
-        if found:
-            self._wanted[key] = None
-            return min(found, key=key.distance)
-        self._add(key, block_size)
-        return key
-
-    def _add(self, key: GraphKey, block_size: int) -> None:
+    def add(self, key: GraphKey, block_size: int) -> None:
+        """Capture the graph of a key."""
         with self._inputs.emptied():
             self._graphs[key] = self._capture(self._step(key, block_size))
-        while len(self._graphs) > self._max_graphs:
-            self._graphs.popitem(last=False)
 
     def _step(self, key: GraphKey, block_size: int) -> Replay:
         """Return the function that is captured."""
         inputs_LB = self._inputs.tensor[:, : key.num_rows]
-        tokens_B, lengths_B, indices_B, offsets_B = (
-            inputs_LB[line] for line in (Line.TOKEN, Line.LENGTH, Line.INDEX, Line.POSITION_OFFSET)
+        tokens_B, lengths_B, offsets_B = (
+            inputs_LB[line] for line in (Line.TOKEN, Line.LENGTH, Line.POSITION_OFFSET)
         )
         num_tiles = key.num_rows // 2 if key.has_shared else 0
 
@@ -359,7 +466,8 @@ class GraphedDecoding:
                 block_size,
                 small[Line.TABLE_ROW],
                 small[Line.LENGTH],
-                key.num_splits,
+                self._decoding.num_stretches if key.is_cut else 0,
+                stretch_interval=self._sizes.stretch_interval,
                 shared_B=small[Line.NUM_SHARED] if num_tiles else None,
                 first_T=small[Line.TILE_FIRST, :num_tiles] if num_tiles else None,
                 count_T=small[Line.TILE_COUNT, :num_tiles] if num_tiles else None,
@@ -367,38 +475,8 @@ class GraphedDecoding:
             )
             positions_B1 = (lengths_B - 1 + offsets_B).clamp(min=0)[:, None]
             inputs = self._decoding.inputs(tokens_B[:, None], positions_B1, metadata)
-            logits_BV = self._kept(self._runner.decode(inputs))
-            results_B3 = sample_plainly(logits_BV, inputs_LB)
-            tokens_B.copy_(results_B3[:, 0])
-            lengths_B.add_(lengths_B > 0)
-            indices_B.add_(1)
-            return self._results_N3[: key.num_rows].copy_(results_B3)
+            logits_BV = self._runner.decode_traced(inputs)
+            self._sampler.sample(logits_BV, self._inputs.tensor)
+            return self._sampler.results[: key.num_rows]
 
         return run
-
-    def _kept(self, logits_BV: torch.Tensor) -> torch.Tensor:
-        """Copy logits to the buffer of all graphs; return the copy."""
-        if self._logits_NV is None:
-            # In the first capture's run before the capture itself, so outside its memory pool.
-            num_rows = self._results_N3.shape[0]
-            self._logits_NV = logits_BV.new_empty(num_rows, logits_BV.shape[1])
-        return self._logits_NV[: logits_BV.shape[0]].copy_(logits_BV)
-
-
-def sample_plainly(logits_BV: torch.Tensor, inputs_LB: torch.Tensor) -> torch.Tensor:
-    """Return each row's next token, log-probability and validity, as one float64 tensor `[B, 3]`.
-
-    The arithmetic of `sampling.draw.sample` without truncation, and without waiting for the device.
-    """
-    temperatures_B = inputs_LB[Line.TEMPERATURE].view(torch.float64).float()
-    scaled_BV = logits_BV / temperatures_B[:, None]
-    distribution = exponentials(scaled_BV)
-    drawn_B = draw(distribution, uniforms(inputs_LB[Line.SEED], inputs_LB[Line.INDEX]))
-    is_greedy_B = inputs_LB[Line.IS_GREEDY].bool()
-    tokens_B = torch.where(is_greedy_B, logits_BV.argmax(-1), drawn_B)
-    tokens_B = tokens_B.clamp(max=logits_BV.shape[-1] - 1)
-    normalizers_B = distribution.normalizers_B
-    logprobs_B = scaled_BV.gather(1, tokens_B[:, None])[:, 0] - normalizers_B
-    return torch.stack(
-        [tokens_B.double(), logprobs_B.double(), normalizers_B.isfinite().double()], 1
-    )

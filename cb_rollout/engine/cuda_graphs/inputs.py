@@ -6,16 +6,17 @@ device until a sequence joins. Called by the thread that steps the engine.
 B: rows of a step, N: most rows.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
 
+import numpy as np
 import torch
 
 from cb_rollout.engine.attention.shared_prefix import shared_tiles
 from cb_rollout.engine.memory import device as devices
 from cb_rollout.engine.model.decode_rows import DecodeRows
-from cb_rollout.engine.request import Request
+from cb_rollout.engine.request import Request, distinct_params
 
 
 class Line(IntEnum):
@@ -30,13 +31,39 @@ class Line(IntEnum):
     """Tokens that the sequence has sampled."""
     IS_GREEDY = 5
     TEMPERATURE = 6
-    """The bits of a float64."""
     NUM_SHARED = 7
     """Leading tokens that the row's tile reads once for all its rows."""
     TILE_FIRST = 8
     TILE_COUNT = 9
     POSITION_OFFSET = 10
     """Position of the token, less its index in the sequence."""
+    IS_KEPT = 11
+    """1: the row's logits are kept, and no token is sampled."""
+    TOP_K = 12
+    """0: none."""
+    TOP_P = 13
+    MIN_P = 14
+    NUM_TOP = 15
+    """Most likely tokens to return."""
+    BIAS_ROW = 16
+    """Row of the table of biases, plus 1; 0: none."""
+    MARK_ROW = 17
+    """Row of the table of marks, plus 1; 0: none."""
+    MIN_GENERATED = 18
+    """Tokens to sample before a stop token may come."""
+    REPETITION = 19
+    ENCODER_REPETITION = 20
+    PRESENCE = 21
+    FREQUENCY = 22
+
+
+# Lines that hold the bits of float64 numbers.
+NUMBERS = frozenset(
+    (
+        *(Line.TEMPERATURE, Line.TOP_P, Line.MIN_P, Line.REPETITION, Line.ENCODER_REPETITION),
+        *(Line.PRESENCE, Line.FREQUENCY),
+    )
+)
 
 
 class GraphInputs:
@@ -49,7 +76,13 @@ class GraphInputs:
         """Rows that were loaded, emptied ones included."""
         self.has_shared = False
         """True if rows share a prefix that a tile reads."""
-        self._loaded: dict[Request, tuple[int, int]] = {}
+        self.is_plain = True
+        """True if every row only samples a token from the whole vocabulary."""
+        self.has_tops = False
+        """True if some row asks for `top_logprobs`."""
+        self._requests: list[Request] = []
+        self._rows_B = np.empty(0, np.int64)
+        self._lengths: list[int] = []
         self._num_steps = 0
 
     def load(
@@ -58,6 +91,7 @@ class GraphInputs:
         block_size: int,
         rows_per_tile: int,
         requests: Sequence[Request] = (),
+        sampling: Mapping[Line, Sequence[float] | np.ndarray] | None = None,
     ) -> None:
         """Write the rows, with their sampling parameters if the step samples.
 
@@ -66,34 +100,36 @@ class GraphInputs:
             block_size: tokens of a block.
             rows_per_tile: most rows that read a shared prefix together.
             requests: the rows' sequences, one each; empty: nothing is sampled.
+            sampling: parameters of each row; None: nothing is sampled, and logits are kept.
         """
-        params = [request.params for request in requests]
         tiles = shared_tiles(rows.block_ids, block_size, rows_per_tile)
         shared = [0] * len(rows)
         for tile in tiles:
             last = tile.first_row + tile.num_rows
             shared[tile.first_row : last] = [tile.num_tokens] * tile.num_rows
-        lines = {
+        lines: dict[Line, Sequence[float] | np.ndarray] = {
             Line.TOKEN: rows.token_ids,
             Line.LENGTH: rows.lengths,
             Line.TABLE_ROW: rows.table_rows,
             Line.POSITION_OFFSET: rows.position_offsets,
-            Line.SEED: [request.seed for request in requests],
-            Line.INDEX: [request.num_generated for request in requests],
-            Line.IS_GREEDY: [p.is_greedy for p in params],
             Line.NUM_SHARED: shared,
             Line.TILE_FIRST: [tile.first_row for tile in tiles],
             Line.TILE_COUNT: [tile.num_rows for tile in tiles],
         }
-        host = torch.zeros(self.tensor.shape, dtype=torch.int64)
+        lines |= {Line.IS_KEPT: [1] * len(rows)} if sampling is None else sampling
+        host = np.zeros(tuple(self.tensor.shape), np.int64)
         for line, values in lines.items():
-            host[line, : len(values)] = torch.tensor(values, dtype=torch.int64)
-        temperatures = [1.0 if p.is_greedy else p.temperature for p in params]
-        padding = [1.0] * (host.shape[1] - len(params))
-        host[Line.TEMPERATURE].view(torch.float64).copy_(torch.tensor(temperatures + padding))
-        self.tensor.copy_(devices.moved(host, self.tensor.device))
+            row = host[line].view(np.float64) if line in NUMBERS else host[line]
+            row[: len(values)] = values
+        self.tensor.copy_(devices.moved(torch.from_numpy(host), self.tensor.device))
         self.num_rows, self.has_shared = len(rows), bool(tiles)
-        self._loaded = {request: (row, request.num_tokens) for row, request in enumerate(requests)}
+        params = distinct_params(requests)
+        self.has_tops = any(p.top_logprobs for p in params)
+        is_adjusted = any(request.is_adjusted for request in requests)
+        self.is_plain = not (is_adjusted or self.has_tops or any(p.is_truncated for p in params))
+        self._requests = list(requests)
+        self._rows_B = np.arange(len(requests))
+        self._lengths = [request.num_tokens for request in requests]
         self._num_steps = 0
 
     def note_step(self) -> None:
@@ -102,29 +138,34 @@ class GraphInputs:
 
     def forget(self) -> None:
         """Invalidate the buffer's contents."""
-        self._loaded = {}
+        self._requests = []
 
     def holds(self, requests: Sequence[Request], lengths: Sequence[int]) -> bool:
         """Return whether the buffers hold all of these sequences, each with so many tokens."""
-        passed = self._num_steps
-        return all(
-            request in self._loaded and self._loaded[request][1] + passed == length
-            for request, length in zip(requests, lengths, strict=True)
-        )
+        passed, held = self._num_steps, self._lengths
+        if requests != self._requests:
+            index = {request: at for at, request in enumerate(self._requests)}
+            if not all(request in index for request in requests):
+                return False
+            held = [held[index[request]] for request in requests]
+        return lengths == [length + passed for length in held]
 
-    def rows_of(self, requests: Sequence[Request]) -> list[int]:
-        """Return the row of each sequence."""
-        return [self._loaded[request][0] for request in requests]
+    def keep(self, requests: Sequence[Request]) -> np.ndarray:
+        """Empty the rows of all other sequences, which compute nothing from now on.
 
-    def empty_all_but(self, requests: Sequence[Request]) -> None:
-        """Empty the rows of all other sequences: they compute nothing from now on."""
-        if len(requests) == len(self._loaded):
-            return
-        kept = {request: self._loaded[request] for request in requests}
-        gone = [row for request, (row, _) in self._loaded.items() if request not in kept]
-        self._loaded = kept
-        rows_R = devices.to_device(gone, self.tensor.device)
-        self.tensor[Line.LENGTH].index_fill_(0, rows_R, 0)
+        Returns:
+            int64, the row of each of these, which the buffers must hold.
+        """
+        if requests != self._requests:
+            index = {request: at for at, request in enumerate(self._requests)}
+            kept = [index[request] for request in requests]
+            gone = np.delete(self._rows_B, kept).tolist()
+            self._requests, self._rows_B = list(requests), self._rows_B[kept]
+            self._lengths = [self._lengths[at] for at in kept]
+            if gone:
+                rows_R = devices.to_device(gone, self.tensor.device)
+                self.tensor[Line.LENGTH].index_fill_(0, rows_R, 0)
+        return self._rows_B
 
     @contextmanager
     def emptied(self) -> Iterator[None]:

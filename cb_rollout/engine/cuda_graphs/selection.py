@@ -1,19 +1,28 @@
 """Decide, at an engine's start, whether decode steps are compiled or run as CUDA graphs.
 
-Each decision returns a phrase for the log, or refuses a setting that cannot be honoured.
+A setting that cannot be honoured is refused.
 """
+
+from typing import Any
 
 import torch
 
-from cb_rollout.compat import inductor
+from cb_rollout.compat import inductor, multimodal
+from cb_rollout.compat import transformers as hf_compat
 from cb_rollout.config.rollout import RolloutConfig
-from cb_rollout.engine.attention.cpu.traced_forward import TracedForward
+from cb_rollout.engine.attention.traced_forward import TracedForward
 from cb_rollout.engine.attention.triton.backend import TritonBackend
+from cb_rollout.engine.cuda_graphs.graph_sampler import GraphSampling
 from cb_rollout.engine.cuda_graphs.graphs import GraphedDecoding, GraphSizes
 from cb_rollout.engine.memory import device as devices
 from cb_rollout.engine.model.eval_mode import eval_mode
 from cb_rollout.engine.model.runner import ModelRunner
+from cb_rollout.engine.sampling.sampler import keeps_ids, reported_mode
 from cb_rollout.errors import ConfigurationError, OutOfCacheMemoryError, error_text
+
+# Devices that compile decode steps unless asked not to: a step is a graph there, whose time is that
+# of its kernels.
+COMPILED_DEVICES = {"cuda"}
 
 # Settings of graphs, and the values of each that do not ask for graphs.
 _GRAPH_SETTINGS = {
@@ -25,19 +34,21 @@ _GRAPH_SETTINGS = {
 }
 
 
-def choose_compilation(runner: ModelRunner, config: RolloutConfig) -> str:
-    """Compile the runner's decode steps, where the settings ask for it.
-
-    Returns:
-        A phrase for the log; empty where nothing was asked for.
+def choose_compilation(runner: ModelRunner, config: RolloutConfig) -> None:
+    """Have the runner's decode steps compiled, where the settings ask for it or leave it open.
 
     Raises:
-        ConfigurationError: the steps cannot be compiled.
+        ConfigurationError: the steps cannot be compiled as asked.
     """
-    settings = config.compiles_decode
+    settings, obstacle = config.compiles_decode, _compile_obstacle(runner, config)
+    traced_forward = _traced_forward(runner)
     if settings is None:
-        return ""
-    options, obstacle = {}, _compile_obstacle(runner, config)
+        is_open = config.use_default_compile_configs is None
+        if is_open and obstacle is None and runner.device.type in COMPILED_DEVICES:
+            assert traced_forward is not None
+            traced_forward.compile_with({})
+        return
+    options: dict[str, Any] = {}
     try:
         options = inductor.inductor_options(settings.mode) | dict(settings.options)
     except RuntimeError as error:
@@ -45,10 +56,9 @@ def choose_compilation(runner: ModelRunner, config: RolloutConfig) -> str:
     if unknown := inductor.unknown_inductor_options(settings.options):
         obstacle = f"has options that inductor does not know ({', '.join(map(repr, unknown))})"
     if obstacle is None:
-        traced_forward = _traced_forward(runner)
         assert traced_forward is not None
         traced_forward.compile_with(options)
-        return "; compiled"
+        return
     asked = "use_default_compile_configs=True"
     if config.decode_compile_config is not None:
         asked = f"decode_compile_config={config.decode_compile_config!r}"
@@ -56,10 +66,10 @@ def choose_compilation(runner: ModelRunner, config: RolloutConfig) -> str:
 
 
 def _compile_obstacle(runner: ModelRunner, config: RolloutConfig) -> str | None:
-    if runner.device.type != "cpu":
-        return f"is for a CPU; on {runner.device} decode steps run as CUDA graphs"
     if config.wants_graphs is False:
         return "needs a trace of the forward, which use_cuda_graph=False forbids"
+    if config.router_replay:
+        return "needs a trace of the forward, which would record no routes (router_replay=True)"
     if (traced_forward := _traced_forward(runner)) is None:
         return f"needs a forward that can be traced ({runner.backend_selection.reason})"
     if not traced_forward.can_be_traced:
@@ -77,9 +87,21 @@ def graph_obstacle(device: torch.device) -> str | None:
 
 
 def create_graphs(
-    runner: ModelRunner, config: RolloutConfig, max_rows: int, is_recurrent: bool
+    runner: ModelRunner,
+    config: RolloutConfig,
+    max_rows: int,
+    is_recurrent: bool,
+    *,
+    is_alone: bool = True,
 ) -> tuple[GraphedDecoding | None, str]:
     """Create the graphs of decode steps, where possible.
+
+    Args:
+        runner: runs the forwards.
+        config: its settings of graphs decide.
+        max_rows: most rows of a decode step.
+        is_recurrent: whether the model keeps recurrent states.
+        is_alone: whether no other process takes part in the forwards.
 
     Returns:
         The graphs, captured for each number of rows, or None; and a phrase for the log.
@@ -88,11 +110,15 @@ def create_graphs(
         ConfigurationError: a setting asks for graphs, and there can be none.
         OutOfCacheMemoryError: there is no memory for them.
     """
+    traced_forward = _traced_forward(runner)
+    is_plain = config.wants_graphs is False or config.router_replay or not is_alone
+    if traced_forward is not None and is_plain:
+        traced_forward.stay_untraced()
     if config.wants_graphs is False:
-        if (traced_forward := _traced_forward(runner)) is not None:
-            traced_forward.stay_untraced()
         return None, "CUDA graphs: off, as asked"
     graphs, obstacle = None, _graph_obstacle(runner, is_recurrent)
+    if not is_alone:
+        obstacle = "need a model that one process holds whole"
     if obstacle is None:
         graphs, obstacle = _try_capture(runner, config, max_rows)
     if graphs is not None:
@@ -118,7 +144,11 @@ def _try_capture(
     sizes = GraphSizes(
         config.q_padding_interval_size, config.kv_padding_interval_size, config.max_cached_graphs
     )
-    graphs = GraphedDecoding(runner, runner.attention_backend, sizes, max_rows)
+    vocab_size = hf_compat.vocab_size(runner.model)
+    never_sampled = multimodal.never_sampled_token_ids(runner.model)
+    never_sampled = tuple(token for token in never_sampled if token < vocab_size)
+    sampling = GraphSampling(never_sampled, reported_mode(config), keeps_ids(config))
+    graphs = GraphedDecoding(runner, runner.attention_backend, sizes, max_rows, sampling)
     try:
         with eval_mode(runner.model), devices.current(runner.device):
             graphs.check_model(config.block_size)
@@ -128,6 +158,11 @@ def _try_capture(
             "lower max_requests_per_batch, or set use_cuda_graph=False."
         ) from error
     except Exception as error:  # noqa: BLE001  the error is the reason
+        traced_forward = _traced_forward(runner)
+        if traced_forward is not None and traced_forward.trace is not None:
+            # The model's own forward may be captured where its trace is not.
+            traced_forward.stay_untraced(f"it cannot be captured: {error_text(error)}")
+            return _try_capture(runner, config, max_rows)
         return None, f"needs a forward that never waits for the device ({error_text(error)})"
     return graphs, None
 
@@ -137,6 +172,8 @@ def _graph_obstacle(runner: ModelRunner, is_recurrent: bool) -> str | None:
         return obstacle
     if runner.attention_backend is None:
         return f"needs decode steps without a gather: {runner.backend_selection.reason}"
+    if runner.recorder is not None:
+        return "needs router_replay=False: a replay would record no routes"
     if is_recurrent:
         return "needs a model without recurrent states, which move when the cache is taken anew"
     return None

@@ -63,11 +63,13 @@ class BlockManager:
         if not self.limits.can_match_prefixes:
             return [], ROOT
         keys = request.cache_keys(0, request.num_tokens)
-        shared, node = self.prefixes.match(self.policy_version, keys)
-        # One forward computes all images, so a prefix that ends before the last one is of no use.
-        if len(shared) * self.limits.block_size < request.num_image_tokens:
-            return [], ROOT
-        return shared, node
+        while True:
+            shared, node = self.prefixes.match(self.policy_version, keys)
+            num_found = len(shared) * self.limits.block_size
+            if (num_resumable := request.num_resumable(num_found)) == num_found:
+                return shared, node
+            # Whole blocks before an image may end inside of the image before.
+            keys = keys[: num_resumable + 1]
 
     def allocate_fork(self, follower: Request, leader: Request, num_spare: int) -> bool:
         """Share the full blocks of the leader's prompt with a follower, and allocate its rest.
@@ -102,7 +104,9 @@ class BlockManager:
 
     def extend_ahead(self, requests: Sequence[Request]) -> list[tuple[int, int, int]] | None:
         """Allocate a slot for the next token of each running sequence; returns as `extend`."""
-        short = [r for r in requests if self.num_needed(r.num_tokens + 1) > len(r.block_ids)]
+        size = self.limits.block_size
+        # Asked of every row of every step.
+        short = [r for r in requests if len(r.token_ids) >= size * len(r.block_ids)]
         if not self.secure(len(short)):
             return None
         extended: list[tuple[int, int, int]] = []

@@ -67,11 +67,14 @@ class CacheLayout:
     """The tensors that a model's layers store, in order."""
 
     layers: tuple[LayerSpec, ...]
+    routes: TensorSpec | None = None
+    """Routers x experts that a token took, beside its keys; None: they are not recorded."""
 
     @property
     def bytes_per_token(self) -> int:
         """Return the bytes of each cached token, over all layers."""
-        return sum(layer.bytes_per_token for layer in self.layers)
+        routes = self.routes.num_bytes if self.routes else 0
+        return sum(layer.bytes_per_token for layer in self.layers) + routes
 
     @property
     def bytes_per_sequence(self) -> int:

@@ -37,11 +37,12 @@ def float8_layout(layout: CacheLayout) -> CacheLayout:
     def in_float8(shape: TensorSpec | None) -> TensorSpec | None:
         return shape and replace(shape, dtype=FLOAT8)
 
-    return CacheLayout(
-        tuple(
+    return replace(
+        layout,
+        layers=tuple(
             replace(layer, keys=in_float8(layer.keys), values=in_float8(layer.values))
             for layer in layout.layers
-        )
+        ),
     )
 
 
@@ -209,6 +210,11 @@ class PagedCache(Cache):
         num_slots = (num_blocks + 1) * block_size
         super().__init__(layers=[self._layer(states, num_slots) for states in layout.layers])
         self._mapping: SlotMapping | None = None
+        self._addresses: list[int] | None = None
+        self.routes: list[torch.Tensor] = []
+        """Pages of the experts that tokens took, one tensor; empty: they are not recorded."""
+        if layout.routes is not None:
+            self.routes = [_pages(layout.routes, num_slots, device)]
         self._paged = [layer for layer in self.layers if isinstance(layer, PagedLayer)]
         self.stateful = {
             index: layer
@@ -239,10 +245,29 @@ class PagedCache(Cache):
         return self.get_seq_length() + query_length, 0
 
     @property
+    def addresses(self) -> list[int]:
+        """Return the addresses of each layer's pages of keys and values; 0: it has none."""
+        if self._addresses is None:
+            self._addresses = []
+            for layer in self.layers:
+                pages = layer.pages[:2] if isinstance(layer, PagedLayer) else []
+                self._addresses += [p.data_ptr() for p in pages] or [0, 0]
+        return self._addresses
+
+    @property
     def tensors(self) -> list[torch.Tensor]:
         """Return all pages and recurrent states."""
-        pages = [pages for layer in self._paged for pages in layer.pages]
-        return pages + [states for layer in self.stateful.values() for states in layer.tensors]
+        return self._all_pages + [
+            states for layer in self.stateful.values() for states in layer.tensors
+        ]
+
+    @property
+    def _all_pages(self) -> list[torch.Tensor]:
+        return [pages for held in self._page_lists for pages in held]
+
+    @property
+    def _page_lists(self) -> list[list[torch.Tensor]]:
+        return [*(layer.pages for layer in self._paged), self.routes]
 
     @property
     def num_bytes(self) -> int:
@@ -267,10 +292,9 @@ class PagedCache(Cache):
         if not sources:
             return
         from_M, to_M = devices.to_device([sources, targets], self._device)
-        for layer in self._paged:
-            for pages_NF in layer.pages:
-                blocks = pages_NF.view(-1, self.block_size, pages_NF.shape[1])
-                blocks.index_copy_(0, to_M, blocks.index_select(0, from_M))
+        for pages_NF in self._all_pages:
+            blocks = pages_NF.view(-1, self.block_size, pages_NF.shape[1])
+            blocks.index_copy_(0, to_M, blocks.index_select(0, from_M))
 
     def copy_states(self, sources: list[int], targets: list[int]) -> None:
         """Copy recurrent states from table rows to table rows, in every layer."""
@@ -284,14 +308,35 @@ class PagedCache(Cache):
     def grow(self, num_blocks: int) -> None:
         """Reallocate the pages for `num_blocks` blocks; contents and block numbers are kept."""
         num_slots = (num_blocks + 1) * self.block_size
-        for layer in self._paged:
-            for index, old_NF in enumerate(layer.pages):
+        self._addresses = None
+        for held in self._page_lists:
+            for index, old_NF in enumerate(held):
                 # An earlier attempt may have run out of memory halfway.
                 if old_NF.shape[0] >= num_slots:
                     continue
                 new_NF = old_NF.new_empty(num_slots, old_NF.shape[1])
                 new_NF[: old_NF.shape[0]] = old_NF
-                layer.pages[index] = new_NF
+                held[index] = new_NF
+
+    def write_routes(
+        self, routes_NLK: torch.Tensor, slots: torch.Tensor, write_tokens: torch.Tensor | None
+    ) -> None:
+        """Write the experts that new tokens took.
+
+        Args:
+            routes_NLK: of all new tokens of a forward, padding included.
+            slots: int64; the slot of each real new token.
+            write_tokens: int64; indices of the real ones; None: all are real.
+        """
+        routes_NF = routes_NLK.flatten(1)
+        if write_tokens is not None:
+            routes_NF = routes_NF.index_select(0, write_tokens)
+        self.routes[0].index_copy_(0, slots, routes_NF)
+
+    def read_routes(self, slots: torch.Tensor) -> torch.Tensor:
+        """Return the experts that the tokens in these slots took, `[N, L, K]`."""
+        assert self.layout.routes is not None
+        return self.routes[0].index_select(0, slots).view(-1, *self.layout.routes.shape)
 
 
 def _pages(shape: TensorSpec, num_slots: int, device: torch.device) -> torch.Tensor:

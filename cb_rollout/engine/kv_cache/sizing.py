@@ -96,6 +96,8 @@ def plan_memory(
     history_factor: int,
     max_sequence_tokens: int | None,
     graph_bytes: int,
+    graph_bytes_to_come: int = 0,
+    encoder_cache_bytes: int = 0,
     device: torch.device,
 ) -> MemoryPlan:
     """Plan the cache's memory from what is free on the device now.
@@ -115,6 +117,8 @@ def plan_memory(
         max_sequence_tokens: most tokens of one sequence, where only prefills gather; None: no
             limit, or decode steps gather too.
         graph_bytes: memory that captured CUDA graphs hold, which is not free any more.
+        graph_bytes_to_come: memory that dropped CUDA graphs will hold again.
+        encoder_cache_bytes: memory for the features of images.
         device: the device of the cache.
 
     Raises:
@@ -134,14 +138,15 @@ def plan_memory(
             most = min(most, config.max_blocks_per_request)
         return create_memory_plan(
             total_bytes=memory.total_bytes,
-            free_bytes=memory.free_bytes,
+            free_bytes=max(0, memory.free_bytes - graph_bytes_to_come),
             training=training,
             max_memory_percent=config.max_memory_percent,
             workspace_bytes=max_requests * vocab_size * 4 * FLOAT32_LOGITS,
             workspace_bytes_per_block=bytes_per_token * config.block_size,
             max_prefill_blocks=-(-history // config.block_size),
             max_sequence_blocks=most,
-            graph_bytes=graph_bytes,
+            graph_bytes=graph_bytes + graph_bytes_to_come,
+            encoder_cache_bytes=encoder_cache_bytes,
             bytes_per_block=layout.bytes_per_token * config.block_size,
             bytes_per_sequence=layout.bytes_per_sequence,
             max_requests=max_requests,

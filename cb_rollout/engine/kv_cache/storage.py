@@ -11,7 +11,7 @@ import importlib.util
 import itertools
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -88,10 +88,21 @@ class CacheStorage:
         plan: MemoryPlan,
         device: torch.device,
         saver: MemorySaver | None = None,
+        smallest: Callable[[int], int] = int,
     ) -> None:
-        """Allocate nothing yet; `saver` keeps addresses while memory is released."""
+        """Allocate nothing yet.
+
+        Args:
+            layout: kind of state of each layer.
+            limits: bounds of blocks and sequences.
+            plan: most blocks.
+            device: holds the cache.
+            saver: keeps addresses while memory is released; None: nothing does.
+            smallest: returns the smallest of a number over the processes that share a cache's
+                heads, which must allocate the same blocks.
+        """
         self._layout, self._limits, self._plan, self._device = layout, limits, plan, device
-        self._saver = saver
+        self._saver, self._smallest = saver, smallest
         self._num_blocks = 0
         self._held: tuple[PagedCache, BlockTable] | None = None
         self._tag: str | None = None
@@ -146,20 +157,24 @@ class CacheStorage:
         if not self._plan.is_fixed:
             wanted = min(num_blocks, wanted)
         at_least = min(at_least, wanted)
-        num_blocks = min(wanted, self._num_affordable(self._plan.state_bytes))
+        num_blocks = self._smallest(min(wanted, self._num_affordable(self._plan.state_bytes)))
         while True:
             if num_blocks < at_least:
                 raise self._out_of_memory(at_least)
+            cache, cause = None, None
             try:
                 cache = self._resumed(num_blocks) or self._new(num_blocks)
-                break
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
                 devices.empty_cache(self._device)
-                if num_blocks == at_least:
-                    raise self._out_of_memory(at_least) from error
-                num_blocks = max(at_least, _shrunk(num_blocks))
+                cause = error
+            if self._smallest(cache is not None):
+                assert cache is not None
+                break
+            if num_blocks == at_least:
+                raise self._out_of_memory(at_least) from cause
+            num_blocks = max(at_least, _shrunk(num_blocks))
         if num_blocks < wanted:
             _LOGGER.warning(
                 "no memory for %d KV cache blocks (%s): %d are taken (%s); %s. Fewer sequences run "
@@ -214,20 +229,22 @@ class CacheStorage:
         now = self._num_blocks
         target = min(self._plan.num_blocks, max(2 * now, now + count), max(usable, now + count))
         if target > now:
-            target = min(target, now + self._num_affordable())
+            target = self._smallest(min(target, now + self._num_affordable()))
         while self._held is not None and target > now:
+            is_grown = True
             try:
                 self.cache.grow(target)
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
                 devices.empty_cache(self._device)
-                target = now + _shrunk(target - now)
-            else:
+                is_grown = False
+            if self._smallest(is_grown):
                 self._num_blocks = target
                 # The new pages are outside the pausable pool.
                 self._tag = None
                 break
+            target = now + _shrunk(target - now)
         return self._num_blocks
 
     def _out_of_memory(self, num_blocks: int) -> OutOfCacheMemoryError:

@@ -148,6 +148,16 @@ def to_host(*tensors: torch.Tensor) -> list[list[Any]]:
     ]
 
 
+def prior_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """Create a stream whose work runs before that of others; None: the device has no streams."""
+    return torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+
+
+def on_stream(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
+    """Launch the calling thread's work on a stream; None: on its own."""
+    return nullcontext() if stream is None else torch.cuda.stream(stream)
+
+
 def record_event(device: torch.device) -> torch.cuda.Event | None:
     """Record an event on the calling thread's stream; None: the device has no streams."""
     if device.type != "cuda":
@@ -163,12 +173,20 @@ def wait_event(event: torch.cuda.Event | None, device: torch.device) -> None:
         torch.cuda.current_stream(device).wait_event(event)
 
 
-def finish(device: torch.device) -> None:
-    """Wait until a device has run everything that was launched, failed or not."""
+def finish(device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
+    """Wait until a device has run everything that was launched, failed or not.
+
+    Args:
+        device: where.
+        stream: wait for its work alone; None: for that of all streams.
+    """
     if device.type == "cuda":
         # The next use of the device raises the same error.
         with suppress(RuntimeError):
-            torch.cuda.synchronize(device)
+            if stream is None:
+                torch.cuda.synchronize(device)
+            else:
+                stream.synchronize()
 
 
 @contextmanager

@@ -80,7 +80,8 @@ class MemoryPlan:
     total_bytes: int
     """Memory of the device, or the part of it that this process may use."""
     free_bytes: int
-    """Free memory when the plan was made; this process's share, where several share a device."""
+    """Free memory when the plan was made, less what dropped CUDA graphs will hold again; this
+    process's share, where several share a device."""
     training: TrainingBytes
     """Memory that training holds and will still allocate."""
     max_memory_percent: float
@@ -96,7 +97,9 @@ class MemoryPlan:
     max_requests: int
     """Rows of a forward at most."""
     graph_bytes: int
-    """Memory that CUDA graphs hold, captured before the plan was made; 0: there are none."""
+    """Memory of CUDA graphs, captured before the plan was made; 0: there are none."""
+    encoder_cache_bytes: int
+    """Memory for the features of images; 0 for a model that reads none."""
     bytes_per_block: int
     """Keys and values of one block, over all layers."""
     bytes_per_sequence: int
@@ -116,7 +119,8 @@ class MemoryPlan:
     @property
     def budget_bytes(self) -> int:
         """Return the bytes that `max_memory_percent` allows."""
-        return _budget(self.free_bytes - self.training.reserve, self.max_memory_percent)
+        claimed = self.training.reserve + self.encoder_cache_bytes
+        return _budget(self.free_bytes - claimed, self.max_memory_percent)
 
     @property
     def state_bytes(self) -> int:
@@ -143,7 +147,7 @@ class MemoryPlan:
     @property
     def left_bytes(self) -> int:
         """Return the unclaimed bytes; negative where more is claimed than there is."""
-        claimed = self.training.reserve + self.forward_bytes
+        claimed = self.training.reserve + self.forward_bytes + self.encoder_cache_bytes
         return self.free_bytes - claimed - self.state_bytes - self.kv_bytes
 
     @property
@@ -152,12 +156,13 @@ class MemoryPlan:
         budget = f"{self.max_memory_percent:.0%} of what training leaves"
         how = "num_blocks" if self.is_fixed else budget
         left = self.left_bytes
-        held = self.training.held + self.graph_bytes
+        held, features = self.training.held + self.graph_bytes, self.encoder_cache_bytes
         return [
             Part("used otherwise", self.total_bytes - self.free_bytes - held),
             *self.training.parts,
             Part("forward workspace", self.forward_bytes),
             Part("CUDA graphs", self.graph_bytes, "" if self.graph_bytes else "none"),
+            Part("image features", features, "encoder_cache_gib" if features else "none"),
             Part("recurrent states", self.state_bytes, f"{self.num_slots} sequences"),
             Part("KV cache", self.kv_bytes, f"{self.num_blocks} blocks at most, {how}"),
             Part("free", left, "more is claimed than there is" if left < 0 else ""),
@@ -182,12 +187,13 @@ def create_memory_plan(
     max_prefill_blocks: int = 0,
     max_sequence_blocks: int | None = None,
     graph_bytes: int = 0,
+    encoder_cache_bytes: int = 0,
     bytes_per_block: int,
     bytes_per_sequence: int,
     max_requests: int,
     num_blocks: int | None,
 ) -> MemoryPlan:
-    """Divide the free memory: budget = share x (free - reserve), rounded down to blocks.
+    """Divide the free memory: budget = share x (free - reserve - features), rounded to blocks.
 
     States and blocks stay within the budget, and leave a forward its workspace.
 
@@ -200,13 +206,14 @@ def create_memory_plan(
         workspace_bytes_per_block: memory of a forward for each block that it gathers.
         max_prefill_blocks: blocks that a prefill of several rows gathers at most.
         max_sequence_blocks: blocks of one sequence at most; None: a forward may gather all.
-        graph_bytes: memory that CUDA graphs hold; not free.
+        graph_bytes: memory of CUDA graphs; not free.
+        encoder_cache_bytes: memory for the features of images, kept out of the budget.
         bytes_per_block: 0 for a model that stores no keys.
         bytes_per_sequence: fixed-size states of one sequence.
         max_requests: maximum of sequences; fewer where their states exceed their share.
         num_blocks: fixed by the user; None: derived.
     """
-    rest = max(0, free_bytes - training.reserve)
+    rest = max(0, free_bytes - training.reserve - encoder_cache_bytes)
     budget = _budget(rest, max_memory_percent)
     after_forward = max(0, rest - workspace_bytes)
     num_slots, states = max_requests, 0
@@ -237,6 +244,7 @@ def create_memory_plan(
         max_sequence_blocks=max_sequence_blocks,
         max_requests=max_requests,
         graph_bytes=graph_bytes,
+        encoder_cache_bytes=encoder_cache_bytes,
         bytes_per_block=bytes_per_block,
         bytes_per_sequence=bytes_per_sequence,
         num_slots=num_slots,

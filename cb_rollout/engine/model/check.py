@@ -20,7 +20,6 @@ from cb_rollout.engine.kv_cache.paged import PagedCache
 from cb_rollout.engine.memory import device as devices
 from cb_rollout.engine.model.eval_mode import eval_mode
 from cb_rollout.engine.model.runner import BatchLayout, ModelRunner
-from cb_rollout.engine.prompt_images import PromptImages
 from cb_rollout.errors import ConfigurationError, error_text
 
 # Three lengths, so that rows are padded, and two rows of one length, which run together unpadded.
@@ -29,6 +28,9 @@ PROMPT_LENGTHS = (4, 7, 4, 5)
 # (row, its tokens after the forward): the first forward of a model that computes prompts in chunks.
 # Its rows begin, with two lengths; in the next forward a row continues beside others that begin.
 CHUNKS = ((1, 4), (3, 5))
+
+# Rows whose bits are compared: more than a vector, and no multiple of one.
+LENGTHS_OF_BITS = (3, 38, 1, 17, 30)
 
 # Small, so that every row has several blocks.
 BLOCK_SIZE = 4
@@ -65,18 +67,18 @@ def check_model(
         ConfigurationError: the model agrees under no batch layout.
     """
     name = type(runner.model).__name__
-    rows = _rows(runner)
+    rows = text_rows(runner)
     runner.attention_backend = None
     with eval_mode(runner.model):
-        plain, failure = _attempt(lambda: [runner.plain_logits(row) for row in rows])
+        plain, failure = attempt(lambda: [runner.plain_logits(row) for row in rows])
         if plain is None:
             raise ConfigurationError(
                 f"{name} does not run on token ids alone ({error_text(failure)}); load a "
                 "decoder-only language model, or use model.generate."
             ) from failure
-        layout, failure = _attempt(runner.probe)
+        layout, failure = attempt(runner.probe)
         if layout is None:
-            layout, _ = _attempt(runner.probe_opaque_states)
+            layout, _ = attempt(runner.probe_opaque_states)
         if layout is None:
             raise ConfigurationError(
                 f"{name} does not take transformers' own cache ({error_text(failure)}); roll it "
@@ -85,26 +87,71 @@ def check_model(
         if any(logits_TV.isnan().any() for logits_TV in plain):
             # Diverged weights show nothing about pages; the sampler refuses their tokens.
             return page_layout(layout)
+        if runner.is_bitwise:
+            _require_same_bits(runner)
         found, forwards = "", _forwards(layout)
         expected = _after_each(plain, forwards)
         for runner.batch_layout in BatchLayout:
             if runner.batch_layout is BatchLayout.PACKED and not _can_pack(layout):
                 continue
-            paged, failure = _attempt(lambda: _paged(runner, layout, rows, forwards))
+            paged, failure = attempt(lambda: _paged(runner, layout, rows, forwards))
             if paged is None:
                 found = f"its forward fails ({error_text(failure)})"
                 continue
             distances = torch.where(expected == paged, 0.0, (expected - paged).abs())
-            if _is_rounding(distances, expected, runner.computes_coarsely):
+            if _agree(distances, expected, runner):
                 pages = page_layout(layout)
                 runner.backend_selection = _set_backend(runner, layout, pages, rows, paged)
                 return pages
             found = f"log-probabilities are {distances.max():.2g} nats off its plain forward"
-        advice, _ = _attempt(lambda: _advice(runner, rows))
-    raise ConfigurationError(
+        refusal = _refusal(runner, rows, found)
+    raise ConfigurationError(refusal) from failure
+
+
+def _refusal(runner: ModelRunner, rows: list[list[int]], found: str) -> str:
+    """Return why a model is refused, and what to do instead."""
+    name = type(runner.model).__name__
+    if runner.is_bitwise:
+        return (
+            f"numerics='bitwise': {name} computes other bits from its cache than without one "
+            f"({found}); leave numerics at 'fast'."
+        )
+    advice, _ = attempt(lambda: _advice(runner, rows))
+    return (
         f"{name} cannot run on a paged cache: {found}. {advice or 'Roll'} it out with "
         "model.generate."
-    ) from failure
+    )
+
+
+def _require_same_bits(runner: ModelRunner) -> None:
+    """Refuse a model whose logits are other bits beside other rows, padded, or by other threads.
+
+    Raises:
+        ConfigurationError: some logit differs from that of a forward of the row alone.
+    """
+    drawn = itertools.cycle(hf_compat.text_token_ids(runner.model))
+    rows = [[next(drawn) for _ in range(length)] for length in LENGTHS_OF_BITS]
+    longest, num_threads = max(LENGTHS_OF_BITS), torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        alone = [runner.plain_logits(row) for row in rows]
+        for threads in (num_threads, num_threads + 1):
+            torch.set_num_threads(threads)
+            for start in (0, longest // 3, longest):
+                # Tokens begin at `start`, or end where the longest row does.
+                starts = [min(start, longest - len(row)) for row in rows]
+                batch = runner.padded_logits(rows, starts)
+                for row, first, logits_TV in zip(range(len(rows)), starts, alone, strict=True):
+                    found_TV = batch[row, first : first + len(logits_TV)]
+                    if not torch.equal(found_TV, logits_TV):
+                        nats = (found_TV - logits_TV).abs().max()
+                        raise ConfigurationError(
+                            f"numerics='bitwise': {type(runner.model).__name__} computes other bits"
+                            f" for a row in a padded batch than alone (logits differ by {nats:.2g})"
+                            "; leave numerics at 'fast'."
+                        )
+    finally:
+        torch.set_num_threads(num_threads)
 
 
 def _advice(runner: ModelRunner, rows: list[list[int]]) -> str:
@@ -112,7 +159,7 @@ def _advice(runner: ModelRunner, rows: list[list[int]]) -> str:
 
     def is_same(logits_TV: torch.Tensor, expected_TV: torch.Tensor) -> bool:
         pair = [logits.log_softmax(-1) for logits in (logits_TV, expected_TV)]
-        return _is_rounding((pair[0] - pair[1]).abs(), pair[1], runner.computes_coarsely)
+        return is_rounding((pair[0] - pair[1]).abs(), pair[1], runner.computes_coarsely)
 
     alike = [row[: min(map(len, rows))] for row in rows]
     alone = [runner.plain_logits(row) for row in alike]
@@ -148,11 +195,11 @@ def _set_backend(
     if choice.backend is not None:
         runner.attention_backend = choice.backend(layout, runner.device)
         with devices.current(runner.device):
-            direct, failure = _attempt(lambda: _paged(runner, layout, rows, _forwards(layout)))
+            direct, failure = attempt(lambda: _paged(runner, layout, rows, _forwards(layout)))
         found = f"the model does not run on it: {error_text(failure)}"
         if direct is not None:
             distances = torch.where(gathered == direct, 0.0, (gathered - direct).abs())
-            if _is_rounding(distances, gathered, runner.computes_coarsely, MAX_SHARE_OF_KERNELS):
+            if _agree(distances, gathered, runner, MAX_SHARE_OF_KERNELS):
                 return choice
             found = f"it is {distances.max():.2g} nats off the model's own attention"
         runner.attention_backend = None
@@ -160,13 +207,13 @@ def _set_backend(
     return choice
 
 
-def _rows(runner: ModelRunner) -> list[list[int]]:
+def text_rows(runner: ModelRunner) -> list[list[int]]:
     """Return prompts and two more tokens each, of distinct ids that stand for text."""
     drawn = itertools.cycle(hf_compat.text_token_ids(runner.model))
     return [[next(drawn) for _ in range(length + 2)] for length in PROMPT_LENGTHS]
 
 
-def _attempt(function: Callable[[], Result]) -> tuple[Result | None, Any]:
+def attempt(function: Callable[[], Result]) -> tuple[Result | None, Any]:
     """Return (result, None), or (None, error) where the model itself raises."""
     try:
         return function(), None
@@ -208,7 +255,7 @@ def _paged(
     runner: ModelRunner, layout: CacheLayout, rows: list[list[int]], forwards: list[Forward]
 ) -> torch.Tensor:
     """Return the same as `_after_each`, by these forwards on pages."""
-    cache, table = _pages(runner, layout, len(rows), max(map(len, rows)))
+    cache, table = pages_for(runner, layout, len(rows), max(map(len, rows)))
     logits: list[torch.Tensor] = []
     num_computed = [0] * len(rows)
     for forward in forwards:
@@ -220,7 +267,7 @@ def _paged(
     return torch.cat(logits).log_softmax(-1)
 
 
-def _pages(
+def pages_for(
     runner: ModelRunner, layout: CacheLayout, num_rows: int, longest: int
 ) -> tuple[PagedCache, BlockTable]:
     """Return a cache and a table with blocks for `num_rows` sequences of `longest` tokens."""
@@ -243,99 +290,19 @@ def _pages(
     return cache, table
 
 
-def check_images(
-    runner: ModelRunner, layout: CacheLayout, prompt_ids: list[int], images: PromptImages
-) -> None:
-    """Refuse a model that does not compute a prompt with images on pages as its plain forward does.
-
-    Args:
-        runner: runs the model, which passed `check_model`.
-        layout: the page layout.
-        prompt_ids: token ids of the prompt, expanded.
-        images: its images.
-
-    Raises:
-        ConfigurationError: the model takes no images, or differs from its plain forward.
-    """
-    name = type(runner.model).__name__
-    if not runner.reads(images):
-        given = ", ".join(images.tensors)
-        raise ConfigurationError(
-            f"{name}.forward takes none of the images' tensors ({given}); load a model that reads "
-            "images, by AutoModelForImageTextToText, with its own processor."
-        )
-    if any(layer.num_index_positions for layer in layout.layers):
-        raise ConfigurationError(
-            f"{name} chooses keys by an index that keeps the positions of images, which pages do "
-            "not hold; roll prompts with images out with model.generate."
-        )
-    text, *_ = _rows(runner)
-    # The prompt's own text, if it ends in any, stands for nothing but text.
-    following = prompt_ids[images.num_tokens :][-2:] or text[:2]
-    row = [*prompt_ids, following[0], following[-1]]
-    with eval_mode(runner.model), devices.current(runner.device):
-        plain = failure = None
-        for runner.casts_images in (False, True):
-            plain, failure = _attempt(lambda: runner.plain_logits(row, images=images, num_last=3))
-            if plain is not None:
-                break
-        if plain is None:
-            raise ConfigurationError(
-                f"{name} does not take the prompt with its images ({error_text(failure)}); is the "
-                "processor the model's own?"
-            ) from failure
-        plain = plain.log_softmax(-1)
-        paged, failure = _attempt(lambda: _paged_images(runner, layout, row, text, images))
-    if plain.isnan().any():
-        return
-    found = f"its forward fails ({error_text(failure)})" if failure is not None else ""
-    if paged is not None:
-        distances = torch.where(plain == paged, 0.0, (plain - paged).abs())
-        if _is_rounding(distances, plain.expand_as(paged), runner.computes_coarsely):
-            return
-        found = f"log-probabilities are {distances.max():.2g} nats off its plain forward"
-    raise ConfigurationError(
-        f"{name} cannot run prompts with images on a paged cache: {found}. Roll them out with "
-        "model.generate."
-    ) from failure
-
-
-def _paged_images(
+def _agree(
+    distances: torch.Tensor,
+    expected: torch.Tensor,
     runner: ModelRunner,
-    layout: CacheLayout,
-    row: list[int],
-    text: list[int],
-    images: PromptImages,
-) -> torch.Tensor:
-    """Return log-probabilities after a prompt and its two next tokens, `[ways, 3, V]`.
-
-    The prompt is prefilled whole, and in two parts, the second of which is text. Its last token is
-    decoded beside another sequence, which has no images.
-    """
-    pages = _pages(runner, layout, 2, max(len(row), len(text)))
-    num_prompt, num_images = len(row) - 2, images.num_tokens
-    ways = [num_prompt]
-    if num_images < num_prompt and not layout.is_recurrent:
-        ways.append(num_images)
-    found = []
-    for num_first in ways:
-        logits = runner.prefill_images(row[:-2], num_first, images, 0, *pages)
-        offset = images.position_offset
-        assert offset is not None
-        if num_first < num_prompt:
-            rest = row[num_first:num_prompt]
-            logits = runner.logits([rest], [num_prompt], [0], *pages, [offset])
-        runner.logits([text[:-2]], [len(text) - 2], [1], *pages)
-        alone = runner.logits([row[-2:-1]], [len(row) - 1], [0], *pages, [offset])
-        runner.logits([text[-2:-1]], [len(text) - 1], [1], *pages)
-        beside = runner.logits(
-            [row[-1:], text[-1:]], [len(row), len(text)], [0, 1], *pages, [offset, 0]
-        )
-        found.append(torch.cat([logits, alone, beside[:1]]))
-    return torch.stack(found).log_softmax(-1)
+    share: float = MAX_SHARE,
+) -> bool:
+    """Decide whether two forwards agree: to rounding, or in every bit where that is promised."""
+    if runner.is_bitwise:
+        return bool((distances == 0).all())
+    return is_rounding(distances, expected, runner.computes_coarsely, share)
 
 
-def _is_rounding(
+def is_rounding(
     distances: torch.Tensor, plain: torch.Tensor, is_coarse: bool, share: float = MAX_SHARE
 ) -> bool:
     """Decide whether rounding, in float32 or coarser, explains the distances from `plain`."""

@@ -31,8 +31,18 @@ class DecodeRows:
         drafts: Sequence[Sequence[int]] | None = None,
     ) -> "DecodeRows":
         """Return a row for each sequence's last token, followed by its drafted tokens' rows."""
+        if not drafts:
+            lengths = [len(request.token_ids) for request in requests]
+            counts = [-(-length // block_size) for length in lengths]
+            return cls(
+                [request.token_ids[-1] for request in requests],
+                lengths,
+                [request.table_row for request in requests],
+                [r.block_ids[:count] for r, count in zip(requests, counts, strict=True)],
+                [0 if r.images is None else r.position_offset for r in requests],
+            )
         rows = cls()
-        for request, draft in zip(requests, drafts or [()] * len(requests), strict=True):
+        for request, draft in zip(requests, drafts, strict=True):
             for length, token_id in enumerate((request.token_ids[-1], *draft), request.num_tokens):
                 rows.token_ids.append(token_id)
                 rows.lengths.append(length)

@@ -21,7 +21,7 @@ class PackedRows:
 
     input_ids_1N: torch.Tensor
     positions_1N: torch.Tensor
-    """int64; each token's position id."""
+    """int64; each token's position id. `[A, 1, N]` where images have positions of A axes."""
     last_B: torch.Tensor
     """int64; index of each row's last token."""
     segments: list[Segment]

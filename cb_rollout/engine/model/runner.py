@@ -6,7 +6,8 @@ T: tokens of all rows, V: vocabulary.
 
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
@@ -28,13 +29,13 @@ from cb_rollout.engine.kv_cache.layout import CacheLayout
 from cb_rollout.engine.kv_cache.paged import PADDING_SLOT, PagedCache, SlotMapping
 from cb_rollout.engine.kv_cache.recurrent import PROBE_ROWS, OpaqueStateAdapter, RecurrentLayer
 from cb_rollout.engine.memory import device as devices
+from cb_rollout.engine.model.encoder_cache import EncoderCache, GivenImages
 from cb_rollout.engine.model.eval_mode import eval_mode
+from cb_rollout.engine.model.image_rows import PrefillRow, joined_positions, joined_tensors
 from cb_rollout.engine.model.packed_rows import PackedRows
 from cb_rollout.engine.model.probe import PROBE_TOKENS, probe
-from cb_rollout.engine.prompt_images import PromptImages
-from cb_rollout.engine.request import Request
-from cb_rollout.engine.sampling.draw import chosen_logprobs
-from cb_rollout.engine.sampling.mask import SamplingMask, masked_logprobs
+from cb_rollout.engine.model.prompt_images import PromptImages
+from cb_rollout.engine.model.routers import RouteRecorder, Routers, find_routers
 from cb_rollout.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -64,22 +65,37 @@ class ModelRunner:
     """Run forwards of one unwrapped model, as it is and on its own device.
 
     `autocast_dtype`: run forwards under autocast to this dtype; None: without autocast.
+    `is_bitwise`: a row must have the same bits in every batch.
     """
 
-    def __init__(self, model: PreTrainedModel, autocast_dtype: torch.dtype | None) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        autocast_dtype: torch.dtype | None,
+        *,
+        is_bitwise: bool = False,
+    ) -> None:
         self.model = model
         self.device = next(model.parameters()).device
         self.batch_layout = BatchLayout.PADDED
+        self.is_bitwise = is_bitwise
         self._autocast_dtype = autocast_dtype
         self._names = hf_compat.forward_argument_names(model)
         self._passes_on = hf_compat.forward_passes_on(model)
         self._image_names = multimodal.image_argument_names(model)
         self.casts_images = False
         """True if pixels are cast to the model's dtype, because its forward takes no other."""
+        self.encoder_cache = EncoderCache()
+        self.cuts_images: dict[tuple[bool, bool], bool] = {}
+        """For each kind of prompts that was checked, whether a forward may begin between images."""
+        self.shares_prefill: set[tuple[bool, bool]] = set()
+        """Kinds of prompts of which one forward may compute several."""
         self._opaque_states: OpaqueStateAdapter | None = None
         self.backend_selection = select_backend(self.device)
         self.attention_backend: AttentionBackend | None = None
         """Reads pages without a gather in decode steps; None: histories are gathered."""
+        self.recorder: RouteRecorder | None = None
+        """Records the experts that tokens take; None: they are not recorded."""
         caches = [name for name in hf_compat.CACHE_ARGUMENTS if name in self._names]
         if not caches:
             raise ConfigurationError(
@@ -97,6 +113,20 @@ class ModelRunner:
         self._opaque_states = None
         with eval_mode(self.model):
             return probe(self.model.config, forward)
+
+    def record_routes(self) -> Routers:
+        """Record what the model's routers choose, from now on.
+
+        Raises:
+            ConfigurationError: the model has none that could be replayed.
+        """
+
+        def forward(input_ids: torch.Tensor) -> torch.Tensor:
+            return self._run(input_ids, {"use_cache": False}).logits
+
+        with eval_mode(self.model):
+            self.recorder = RouteRecorder(find_routers(self.model, forward))
+        return self.recorder.routers
 
     def is_sound(self) -> bool:
         """Return whether the model still runs a tiny forward without a cache."""
@@ -126,7 +156,9 @@ class ModelRunner:
         """Make the trace of decode forwards now, where the attention backend has one."""
         backend = self.attention_backend
         if backend is not None and (traced := backend.traced_forward) is not None:
-            traced.warm_up(self.decode, backend.cache, hf_compat.text_token_ids(self.model))
+            token_ids = hf_compat.text_token_ids(self.model)
+            is_coarse = self.computes_coarsely
+            traced.warm_up(self.decode, backend.cache, token_ids, is_coarse=is_coarse)
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -147,6 +179,7 @@ class ModelRunner:
         cache: PagedCache,
         table: BlockTable,
         position_offsets: Sequence[int] | None = None,
+        routes: Sequence[Any] | None = None,
     ) -> torch.Tensor:
         """Run the rows' new tokens, which are text, through the model.
 
@@ -157,6 +190,8 @@ class ModelRunner:
             cache: keys, values and states, which are read and written.
             table: the blocks of each table row.
             position_offsets: each row's `Request.position_offset`; None: 0 for all.
+            routes: experts that each row's new tokens took before, and take again: arrays of
+                `[tokens, L, K]` of the first of them, or None; None: there are none.
 
         Returns:
             float32 logits after each row's last token, `[B, V]`.
@@ -167,19 +202,23 @@ class ModelRunner:
             inputs = backend.prepare(
                 new_tokens, lengths, table_rows, cache, table, position_offsets
             )
-            if (traced := backend.traced_forward) is not None:
-                if traced.is_due():
-                    traced.make_trace(
-                        self.decode, inputs.cache, hf_compat.text_token_ids(self.model)
-                    )
-                if (logits_BV := traced.run(inputs)) is not None:
-                    return logits_BV
-            return self.decode(inputs)
+            if (traced := backend.traced_forward) is not None and traced.is_due():
+                self.warm_up()
+            logits_BV = self.decode_traced(inputs).float()
+            if self.recorder is not None:
+                newest_B = self._integers(lengths) - 1
+                self._keep_routes(cache, table.slots(self._integers(table_rows), newest_B))
+            return logits_BV
         if self.batch_layout is BatchLayout.PACKED and not is_decode:
             rows = PackedRows.of(new_tokens, lengths, table_rows, table, position_offsets)
+            if self.recorder is not None:
+                num_new = list(map(len, new_tokens))
+                self.recorder.expect(routes, num_new, self.device, is_padded=False)
             return self._packed_forward(rows, cache)
         if self.batch_layout.takes_any_lengths:
-            return self._forward(new_tokens, lengths, table_rows, cache, table, position_offsets)
+            return self._forward(
+                new_tokens, lengths, table_rows, cache, table, position_offsets, routes
+            )
         # Without keys there is no history to align: only the new tokens must be of one length.
         has_keys = cache.layout.has_keys
         batches: dict[tuple[int, ...], list[int]] = {}
@@ -196,20 +235,36 @@ class ModelRunner:
                 cache,
                 table,
                 position_offsets and [position_offsets[row] for row in rows],
+                routes and [routes[row] for row in rows],
             )
             for rows in batches.values()
         ]
         order = self._integers([row for rows in batches.values() for row in rows])
         return torch.cat(parts).index_select(0, order.argsort())
 
+    def decode_traced(self, inputs: DecodeInputs) -> torch.Tensor:
+        """Run one new token of each row, from the trace if there is one; return as `decode`."""
+        assert self.attention_backend is not None
+        traced = self.attention_backend.traced_forward
+        logits_BV = None if traced is None else traced.run(inputs)
+        return self.decode(inputs) if logits_BV is None else logits_BV
+
     def decode(self, inputs: DecodeInputs) -> torch.Tensor:
-        """Run one new token of each row by the model; return float32 logits, `[B, V]`."""
+        """Run one new token of each row by the model; return its logits, in its dtype, `[B, V]`."""
         cache, tokens_B1 = inputs.cache, inputs.tokens_B1
         with cache.attending(inputs):
-            return self.forward(tokens_B1, cache.mask(tokens_B1), inputs.positions_B1, cache)
+            mask, positions_B1 = cache.mask(tokens_B1), inputs.positions_B1
+            return self._own_logits(tokens_B1, mask, positions_B1, cache)
 
-    def _packed_forward(self, rows: PackedRows, cache: PagedCache) -> torch.Tensor:
+    def _packed_forward(
+        self,
+        rows: PackedRows,
+        cache: PagedCache,
+        others: Mapping[str, torch.Tensor] | None = None,
+    ) -> torch.Tensor:
         """Run all rows' new tokens as one row, each attending to its own keys.
+
+        `others`: further arguments of the forward.
 
         Raises:
             UnsupportedAttentionError: the model's attention cannot be computed in segments.
@@ -224,6 +279,7 @@ class ModelRunner:
                     no_mask(self.device),
                     rows.positions_1N,
                     cache,
+                    others,
                     last_B=rows.last_B,
                 )
         except ConfigurationError as error:
@@ -231,7 +287,15 @@ class ModelRunner:
         cache.end(rows.mapping)
         if not attend.num_calls:
             raise UnsupportedAttentionError("its attention cannot be replaced")
+        self._keep_routes(cache, rows.mapping.write_slots)
         return logits_BV
+
+    def _keep_routes(
+        self, cache: PagedCache, slots: torch.Tensor, write_tokens: torch.Tensor | None = None
+    ) -> None:
+        """Write what the last forward's routers chose beside the keys of its tokens."""
+        if self.recorder is not None:
+            cache.write_routes(self.recorder.take(), slots, write_tokens)
 
     def _forward(
         self,
@@ -241,6 +305,7 @@ class ModelRunner:
         cache: PagedCache,
         table: BlockTable,
         position_offsets: Sequence[int] | None = None,
+        routes: Sequence[Any] | None = None,
     ) -> torch.Tensor:
         num_new = [len(row) for row in new_tokens]
         Q, B = max(num_new), len(new_tokens)
@@ -280,71 +345,129 @@ class ModelRunner:
             mask_BS = mask_BS[:, S - Q :]
         if not self.batch_layout.takes_any_lengths:
             positions_BQ = None
+        if self.recorder is not None:
+            self.recorder.expect(routes, num_new, self.device, is_padded=True)
         is_batched = Q == 1 and self.device.type == "cpu"
         with hf_compat.replacing_attention(BatchedAttention()) if is_batched else nullcontext():
             logits_BV = self.forward(input_ids_BQ, mask_BS, positions_BQ, cache)
         cache.end(mapping)
+        self._keep_routes(cache, slots_BQ, write_tokens)
         assert logits_BV.shape[0] == B
         return logits_BV
 
     def prefill_images(
-        self,
-        token_ids: Sequence[int],
-        num_tokens: int,
-        images: PromptImages,
-        table_row: int,
-        cache: PagedCache,
-        table: BlockTable,
+        self, rows: Sequence[PrefillRow], cache: PagedCache, table: BlockTable
     ) -> torch.Tensor:
-        """Run the first tokens of a sequence, all images among them, in one row.
+        """Run new tokens of sequences, those of images among them.
 
         Args:
-            token_ids: all tokens of the sequence, those after its prompt included.
-            num_tokens: how many of them to run; at least `images.num_tokens`.
-            images: the images; their `position_offset` is set.
-            table_row: the sequence's table row.
-            cache: keys, values and states, which are written.
+            rows: the sequences; one alone, or several whose images have one `prefill_key`. Sets the
+                `position_offset` of their images.
+            cache: keys, values and states, which are read and written.
             table: the blocks of each table row.
 
         Returns:
-            float32 logits after the last token that ran, `[1, V]`.
+            float32 logits after the last token of each row, `[B, V]`.
         """
-        positions = self._positions(token_ids, images)
-        positions_1T = torch.arange(num_tokens, device=self.device)[None]
-        rows_1 = self._integers([table_row])
-        slots_T = table.slots(rows_1, positions_1T).view(-1)
-        mapping = SlotMapping(0, rows_1, None, slots_T, None, positions_1T)
-        cache.begin(mapping, is_fresh=True)
-        arguments = self._image_arguments(images, num_tokens)
-        given = positions[..., :num_tokens]
-        if not self.batch_layout.takes_any_lengths:
-            given = None
-        input_ids_1T = self._integers([token_ids[:num_tokens]])
-        logits_1V = self.forward(
-            input_ids_1T, torch.ones_like(input_ids_1T), given, cache, arguments
+        prompts, given = [], []
+        for row in rows:
+            arguments: dict[str, torch.Tensor] = {}
+            if (images := row.new_images) is not None:
+                arguments = self._image_arguments(images, row.start, row.stop)
+                prompts.append(GivenImages(images, images.numbers_from(row.start), arguments))
+            given.append(arguments)
+        positions = [self._new_positions(row) for row in rows]
+        if len(rows) == 1:
+            serving = self.encoder_cache.serving(self.model, prompts, given[0])
+            return self._prefill_alone(rows[0], positions[0], given[0], serving, cache, table)
+        lengths, table_rows = [row.stop for row in rows], [row.table_row for row in rows]
+        new_tokens, num_new = [row.new_tokens for row in rows], [row.num_new for row in rows]
+        packed = PackedRows.of(new_tokens, lengths, table_rows, table, None)
+        packed = replace(packed, positions_1N=joined_positions(positions))
+        per_token = frozenset().union(*(prompt.images.per_token for prompt in prompts))
+        arguments = joined_tensors(given, num_new, per_token, dim=1)
+        if self.recorder is not None:
+            routes = [row.routes for row in rows]
+            self.recorder.expect(routes, num_new, self.device, is_padded=False)
+        with self.encoder_cache.serving(self.model, prompts, arguments):
+            return self._packed_forward(packed, cache, arguments)
+
+    def _prefill_alone(
+        self,
+        row: PrefillRow,
+        positions: torch.Tensor,
+        arguments: dict[str, torch.Tensor],
+        serving: AbstractContextManager[None],
+        cache: PagedCache,
+        table: BlockTable,
+    ) -> torch.Tensor:
+        """Run one row of `prefill_images`, with a mask, in any batch layout."""
+        start = row.start
+        positions_1S = torch.arange(row.stop, device=self.device)[None]
+        rows_1 = self._integers([row.table_row])
+        slots_1S = table.slots(rows_1, positions_1S)
+        mapping = SlotMapping(
+            start,
+            rows_1,
+            None,
+            slots_1S[:, start:].reshape(-1),
+            slots_1S if start else None,
+            positions_1S,
         )
+        cache.begin(mapping, is_fresh=not start)
+        given = positions if self.batch_layout.takes_any_lengths else None
+        input_ids_1Q = self._integers([row.new_tokens])
+        if self.recorder is not None:
+            self.recorder.expect([row.routes], [row.num_new], self.device, is_padded=False)
+        with serving:
+            logits_1V = self.forward(
+                input_ids_1Q, torch.ones_like(positions_1S), given, cache, arguments
+            )
         cache.end(mapping)
+        self._keep_routes(cache, mapping.write_slots)
         return logits_1V
 
-    def find_position_offset(self, prompt_ids: Sequence[int], images: PromptImages) -> None:
-        """Set the `position_offset` of a prompt's images, without a forward."""
-        self._positions(prompt_ids, images)
+    def _new_positions(self, row: PrefillRow) -> torch.Tensor:
+        """Return the position ids of a row's new tokens, `[1, tokens]` or `[A, 1, tokens]`."""
+        if row.new_images is not None:
+            return self._positions(row.token_ids, row.new_images)[..., row.start : row.stop]
+        offset = 0 if row.images is None else row.images.position_offset
+        assert offset is not None, "no forward has seen the images"
+        return torch.arange(row.start + offset, row.stop + offset, device=self.device)[None]
+
+    def find_positions(self, prompts: Sequence[tuple[Sequence[int], PromptImages]]) -> None:
+        """Set the `position_offset` of each prompt's images, without a forward."""
+        new = [prompt for prompt in prompts if prompt[1].position_offset is None]
+        with multimodal.keeping_position_offsets(self.model) if new else nullcontext():
+            for prompt_ids, images in new:
+                self._computed_positions(prompt_ids, images)
 
     def _positions(self, token_ids: Sequence[int], images: PromptImages) -> torch.Tensor:
         """Return each token's position ids, `[..., T]`, by the model; set the images' offset."""
+        num_tokens = len(token_ids)
+        if images.positions is not None and num_tokens <= images.num_prompt_tokens:
+            return images.positions[..., :num_tokens].to(self.device)
+        with multimodal.keeping_position_offsets(self.model):
+            return self._computed_positions(token_ids, images)
+
+    def _computed_positions(self, token_ids: Sequence[int], images: PromptImages) -> torch.Tensor:
         num_tokens = len(token_ids)
         # One more token, which is text: where the prompt ends in an image, the next position is not
         # the last one plus one.
         text_id = hf_compat.text_token_ids(self.model)[0]
         input_ids_1T = self._integers([[*token_ids, text_id]])
-        arguments = self._image_arguments(images, num_tokens + 1)
+        arguments = self._image_arguments(images, 0, num_tokens + 1)
         positions = multimodal.prompt_positions(self.model, input_ids_1T, arguments)
         images.position_offset = int(positions.flatten()[-1]) - num_tokens
+        if num_tokens == images.num_prompt_tokens:
+            images.positions = positions[..., :num_tokens].cpu()
         return positions[..., :num_tokens]
 
-    def _image_arguments(self, images: PromptImages, num_tokens: int) -> dict[str, torch.Tensor]:
-        """Return the tensors of images that the forward takes, on its device."""
-        given = images.arguments(num_tokens)
+    def _image_arguments(
+        self, images: PromptImages, start: int, stop: int
+    ) -> dict[str, torch.Tensor]:
+        """Return the tensors for the tokens from `start` to `stop`, on the forward's device."""
+        given = images.arguments(start, stop)
         known = {n: tensor.to(self.device) for n, tensor in given.items() if n in self._image_names}
         if not self.casts_images:
             return known
@@ -355,20 +478,6 @@ class ModelRunner:
         """Return whether the forward takes the pixels of these images."""
         pixels = (name for name, tensor in images.tensors.items() if tensor.is_floating_point())
         return any(name in self._image_names for name in pixels)
-
-    def recompute(self, model: torch.nn.Module, request: Request) -> list[float]:
-        """Return log-probabilities of a request's tokens, by a forward without a cache."""
-        num_prompt = len(request.prompt_ids)
-        temperature = 1.0 if request.params.is_greedy else request.params.temperature
-        logits_TV = self.plain_logits(
-            request.token_ids, hf_compat.collective_forward(model), images=request.images
-        )
-        chosen_T = self._integers(request.token_ids[num_prompt:])
-        logits_TV = logits_TV[num_prompt - 1 : -1]
-        if request.kept_token_ids:
-            kept = SamplingMask.joined(request.kept_token_ids[: len(chosen_T)])
-            return masked_logprobs(logits_TV, chosen_T, kept, temperature)[0].tolist()
-        return chosen_logprobs(logits_TV / temperature, chosen_T).tolist()
 
     def plain_logits(
         self,
@@ -395,9 +504,24 @@ class ModelRunner:
         }
         known = {name: value for name, value in arguments.items() if name in self._names}
         if images is not None:
-            known |= self._image_arguments(images, len(token_ids))
+            known |= self._image_arguments(images, 0, len(token_ids))
         with multimodal.keeping_position_offsets(model or self.model):
             return self._run(input_ids, known, model).logits[0][-num_last:].float()
+
+    def padded_logits(self, rows: Sequence[list[int]], starts: Sequence[int]) -> torch.Tensor:
+        """Return float32 logits, `[B, S, V]`, of rows that start at these columns.
+
+        By a forward without a cache, with a mask and without positions, as a trainer's.
+        """
+        S = max(start + len(row) for row, start in zip(rows, starts, strict=True))
+        padded, mask = [], []
+        for row, start in zip(rows, starts, strict=True):
+            after = S - start - len(row)
+            padded.append([0] * start + row + [0] * after)
+            mask.append([0] * start + [1] * len(row) + [0] * after)
+        arguments = {"attention_mask": self._integers(mask), "use_cache": False}
+        known = {name: value for name, value in arguments.items() if name in self._names}
+        return self._run(self._integers(padded), known).logits.float()
 
     def forward(
         self,
@@ -413,7 +537,21 @@ class ModelRunner:
         `others`: further arguments of the forward. `last_B`: index of each row's last token, where
         the input is one row of packed tokens.
         """
-        with few_row_linear.replacing_linear(self.compute_dtype, self.device):
+        return self._own_logits(input_ids_BQ, mask_BS, positions_BQ, cache, others, last_B).float()
+
+    def _own_logits(
+        self,
+        input_ids_BQ: torch.Tensor,
+        mask_BS: torch.Tensor | None,
+        positions_BQ: torch.Tensor | None,
+        cache: Cache,
+        others: Mapping[str, torch.Tensor] | None = None,
+        last_B: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Do as `forward`, and return the logits in the model's dtype."""
+        recorder = self.recorder
+        recording = nullcontext() if recorder is None else recorder.recording(self.model)
+        with few_row_linear.replacing_linear(self.compute_dtype, self.device), recording:
             return self._last_logits(
                 input_ids_BQ, mask_BS, positions_BQ, cache, others or {}, last_B
             )
@@ -441,16 +579,16 @@ class ModelRunner:
             known[self._cache_argument] = cache
             logits = self._run(input_ids_BQ, known).logits
             if last_B is None:
-                return logits[:, -1].float()
+                return logits[:, -1]
             is_all = logits.shape[1] == input_ids_BQ.shape[1]
-            return (logits[0].index_select(0, last_B) if is_all else logits[0]).float()
+            return logits[0].index_select(0, last_B) if is_all else logits[0]
         layer = cache.layers[0]
         assert isinstance(layer, RecurrentLayer)
         known[self._cache_argument] = self._opaque_states.inserted(layer)
         output = self._run(input_ids_BQ, known)
         returned = getattr(output, self._cache_argument)
         self._opaque_states.extract(layer, returned, num_rows=input_ids_BQ.shape[0])
-        return output.logits[:, -1].float()
+        return output.logits[:, -1]
 
     def _run(
         self,

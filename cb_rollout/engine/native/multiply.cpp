@@ -1,4 +1,6 @@
-// Products of a few rows with a linear layer's weight; each weight is read from memory once.
+// Products of rows with a linear layer's weight; of few rows each weight is read from memory once.
+//
+// Each output is one sum in one order, whatever the number of rows.
 //
 // A tile of outputs is summed in registers: TILE_OUTPUTS rows of the weight times TILE_ROWS input
 // rows, vector by vector along their inputs. The weight's next rows are prefetched meanwhile.
@@ -11,6 +13,9 @@ namespace {
 
 // Twelve sums, three vectors of the weight and one of a row fill the sixteen registers of AVX2.
 constexpr int64_t TILE_OUTPUTS = 3, TILE_ROWS = 4;
+
+// Half of a small second-level cache. Fewer rows than LEAST_BLOCK_ROWS are never parted.
+constexpr int64_t CACHE_BYTES = 1 << 17, LEAST_BLOCK_ROWS = 64;
 
 // The numbers that one prefetch loads.
 constexpr int64_t NUMBERS_PER_LINE = 64 / sizeof(STORED);
@@ -38,7 +43,8 @@ inline void multiply_tile(const Product& product, int64_t output, int64_t row, b
                 weights[o] = part_from(weight + o * count + i, part);
             for (int64_t r = 0; r < ROWS; r++) {
                 const Vector numbers = lanes_at(given + r * row_size + i + part * LANES);
-                for (int64_t o = 0; o < OUTPUTS; o++) sums[o][r] += weights[o] * numbers;
+                for (int64_t o = 0; o < OUTPUTS; o++)
+                    sums[o][r] = fused(weights[o], numbers, sums[o][r]);
             }
         }
     };
@@ -61,12 +67,13 @@ inline void multiply_tile(const Product& product, int64_t output, int64_t row, b
         }
 }
 
-// Multiply all rows, in tiles of nearly equal size: a tile of one row reads as much as one of four.
+// Multiply rows from `first` to before `last`, in tiles of nearly equal size: a tile of one row reads
+// as much as one of four.
 template <int64_t OUTPUTS>
-inline void multiply_outputs(const Product& product, int64_t output) {
-    const int64_t num_tiles = (product.num_rows + TILE_ROWS - 1) / TILE_ROWS;
-    for (int64_t tile = 0, row = 0; tile < num_tiles; tile++) {
-        const int64_t end = product.num_rows * (tile + 1) / num_tiles;
+inline void multiply_outputs(const Product& product, int64_t output, int64_t first, int64_t last) {
+    const int64_t count = last - first, num_tiles = (count + TILE_ROWS - 1) / TILE_ROWS;
+    for (int64_t tile = 0, row = first; tile < num_tiles; tile++) {
+        const int64_t end = first + count * (tile + 1) / num_tiles;
         const bool fetches = tile == 0;
         switch (end - row) {
             case 1: multiply_tile<OUTPUTS, 1>(product, output, row, fetches); break;
@@ -110,12 +117,21 @@ extern "C" void multiply(
         given.data(), weight, bias, outputs, num_rows, num_inputs, num_outputs,
     };
     const bool is_much = num_rows * num_inputs * num_outputs > LEAST_FOR_THREADS;
-    for_each((num_outputs + TILE_OUTPUTS - 1) / TILE_OUTPUTS, is_much, [&](int64_t tile) {
-        const int64_t output = tile * TILE_OUTPUTS;
+    // Rows that stay in a near cache while all weights pass by; few rows are one block.
+    const int64_t row_bytes = blocks_of(num_inputs) * BLOCK * sizeof(REAL);
+    const int64_t fitting = (CACHE_BYTES / row_bytes + TILE_ROWS - 1) / TILE_ROWS * TILE_ROWS;
+    const int64_t block_rows = fitting < LEAST_BLOCK_ROWS ? LEAST_BLOCK_ROWS : fitting;
+    const int64_t num_blocks = (num_rows + block_rows - 1) / block_rows;
+    const int64_t num_tiles = (num_outputs + TILE_OUTPUTS - 1) / TILE_OUTPUTS;
+    for_each(num_blocks * num_tiles, is_much, [&](int64_t item) {
+        const int64_t first = item / num_tiles * block_rows;
+        const int64_t last = first + block_rows < num_rows ? first + block_rows : num_rows;
+        const int64_t output = item % num_tiles * TILE_OUTPUTS;
         if (output + TILE_OUTPUTS <= num_outputs) {
-            multiply_outputs<TILE_OUTPUTS>(product, output);
+            multiply_outputs<TILE_OUTPUTS>(product, output, first, last);
             return;
         }
-        for (int64_t last = output; last < num_outputs; last++) multiply_outputs<1>(product, last);
+        for (int64_t one = output; one < num_outputs; one++)
+            multiply_outputs<1>(product, one, first, last);
     });
 }

@@ -4,6 +4,8 @@
 // relative to that. A uniform number of SplitMix64 chooses the chunk, then the token in it. The
 // results are those of sampling/draw.py.
 //
+// Tokens that are never sampled are taken out of the logits after that pass, and put back in the end.
+//
 // Follows vectors.h. The loader defines STORED as float.
 
 #include <vector>
@@ -14,7 +16,7 @@ constexpr int64_t CHUNK = 256;
 
 // One row's logits over its temperature.
 struct Row {
-    const float* logits;
+    float* logits;
     int64_t count;
     float temperature;
 
@@ -56,6 +58,18 @@ Chunk chunk_at(const Row& row, int64_t start) {
     }
     return {largest, (sums[0] + sums[1]) + (sums[2] + sums[3])};
 }
+
+// The whole distribution of some chunks: its largest logit, and the sum relative to that.
+Chunk joined(const std::vector<Chunk>& chunks) {
+    float largest = -INFINITE;
+    for (const Chunk& chunk : chunks) largest = chunk.largest > largest ? chunk.largest : largest;
+    double total = 0;
+    for (const Chunk& chunk : chunks)
+        if (chunk.sum != 0) total += chunk.sum * std::exp(double(chunk.largest) - largest);
+    return {largest, total};
+}
+
+float normalizer(const Chunk& whole) { return float(std::log(whole.sum)) + whole.largest; }
 
 double uniform(uint64_t seed, uint64_t index) {
     uint64_t z = seed + (index + 1) * 0x9E3779B97F4A7C15u;
@@ -109,11 +123,15 @@ int64_t most_likely(const Row& row, const std::vector<Chunk>& chunks, float larg
 }  // namespace
 
 // A temperature of 0 takes the most likely token, and counts as 1 for its log-probability.
-// A row whose logits make no distribution gets NaN as its log-probability.
+// A row whose logits make no distribution gets NaN as its log-probability. It is taken from all
+// tokens, or if `is_processed` from those that can be sampled.
 extern "C" void sample(
-    const float* logits,
+    float* logits,
     int64_t num_rows,
     int64_t vocab_size,
+    const int64_t* never_sampled,
+    int64_t num_never_sampled,
+    int64_t is_processed,
     const float* temperatures,
     const int64_t* seeds,
     const int64_t* indices,
@@ -123,21 +141,31 @@ extern "C" void sample(
         const bool is_greedy = temperatures[i] == 0;
         const Row row = {logits + i * vocab_size, vocab_size, is_greedy ? 1 : temperatures[i]};
         std::vector<Chunk> chunks;
-        float largest = -INFINITE;
-        for (int64_t start = 0; start < vocab_size; start += CHUNK) {
+        for (int64_t start = 0; start < vocab_size; start += CHUNK)
             chunks.push_back(chunk_at(row, start));
-            largest = chunks.back().largest > largest ? chunks.back().largest : largest;
-        }
-        double total = 0;
-        for (const Chunk& chunk : chunks)
-            if (chunk.sum != 0) total += chunk.sum * std::exp(double(chunk.largest) - largest);
-        const float normalizer = float(std::log(total)) + largest;
+        Chunk whole = joined(chunks);
+        float reported = normalizer(whole);
         token_ids[i] = 0;
         logprobs[i] = std::numeric_limits<float>::quiet_NaN();
-        if (!std::isfinite(normalizer)) return;
-        token_ids[i] = is_greedy
-            ? most_likely(row, chunks, largest)
-            : drawn(row, chunks, largest, uniform(seeds[i], indices[i]) * total);
-        logprobs[i] = row.at(token_ids[i]) - normalizer;
+        if (!std::isfinite(reported)) return;
+        std::vector<float> taken_out;
+        for (int64_t n = 0; n < num_never_sampled; n++) {
+            taken_out.push_back(row.logits[never_sampled[n]]);
+            row.logits[never_sampled[n]] = -INFINITE;
+        }
+        for (int64_t n = 0; n < num_never_sampled; n++) {
+            const int64_t index = never_sampled[n] / CHUNK;
+            chunks[index] = chunk_at(row, index * CHUNK);
+        }
+        if (num_never_sampled) whole = joined(chunks);
+        if (is_processed) reported = normalizer(whole);
+        if (whole.sum > 0) {
+            token_ids[i] = is_greedy
+                ? most_likely(row, chunks, whole.largest)
+                : drawn(row, chunks, whole.largest, uniform(seeds[i], indices[i]) * whole.sum);
+            logprobs[i] = row.at(token_ids[i]) - reported;
+        }
+        for (int64_t n = 0; n < num_never_sampled; n++)
+            row.logits[never_sampled[n]] = taken_out[n];
     });
 }

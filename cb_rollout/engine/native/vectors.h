@@ -7,6 +7,10 @@
 #include <limits>
 #include <type_traits>
 
+#ifdef __FMA__
+#include <immintrin.h>
+#endif
+
 namespace {
 
 // The upper half of a float.
@@ -37,6 +41,19 @@ inline void for_each(int64_t count, bool is_much, const Work& work) {
     }
 #pragma omp parallel for schedule(static)
     for (int64_t item = 0; item < count; item++) work(item);
+}
+
+// Return a * b + c, rounded once where the CPU can. The compiler would choose for each loop anew
+// whether to join the two, and results would depend on the loop.
+inline __attribute__((always_inline)) Vector fused(Vector a, Vector b, Vector c) {
+#ifdef __FMA__
+    if constexpr (sizeof(REAL) == 4)
+        return Vector(_mm256_fmadd_ps(__m256(a), __m256(b), __m256(c)));
+    else
+        return Vector(_mm256_fmadd_pd(__m256d(a), __m256d(b), __m256d(c)));
+#else
+    return a * b + c;
+#endif
 }
 
 inline Vector lanes_at(const REAL* from) { return *reinterpret_cast<const Loose*>(from); }
@@ -116,11 +133,13 @@ inline Vector exponential(const Vector& numbers) {
     const Vector x = numbers < least ? least : numbers;
     // Adding and subtracting this rounds to an integer.
     constexpr REAL much = REAL(3) * (int64_t(1) << (fraction_bits - 1));
-    const Vector power = (x * REAL(1.4426950408889634) + much) - much;
+    const Vector zero = {};
+    const Vector power = fused(x, zero + REAL(1.4426950408889634), zero + much) - much;
     // The logarithm of 2 in two parts; the first times a power is exact.
-    const Vector rest = x - power * REAL(0.693145751953125) - power * REAL(1.42860682030941723e-6);
+    const Vector most_of_it = fused(power, zero - REAL(0.693145751953125), x);
+    const Vector rest = fused(power, zero - REAL(1.42860682030941723e-6), most_of_it);
     Vector sum = Vector{} + 1;
-    for (int64_t term = terms; term > 0; term--) sum = sum * rest * (REAL(1) / term) + 1;
+    for (int64_t term = terms; term > 0; term--) sum = fused(sum * rest, zero + REAL(1) / term, zero + 1);
     const Integers bits = (__builtin_convertvector(power, Integers) + bias) << fraction_bits;
     const Vector found = sum * reinterpret_cast<const Vector&>(bits);
     return numbers < least ? Vector{} : found;

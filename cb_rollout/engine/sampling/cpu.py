@@ -3,7 +3,7 @@
 A plain row has no truncation, no logits processors and no `top_logprobs`. Called by the thread that
 steps the engine.
 
-B: rows, V: vocabulary.
+B: rows, V: vocabulary, K: tokens that are never sampled.
 """
 
 import logging
@@ -36,6 +36,9 @@ def sample_plain(
     temperatures_B: torch.Tensor,
     seeds_B: torch.Tensor,
     indices_B: torch.Tensor,
+    never_sampled_K: torch.Tensor | None = None,
+    *,
+    is_processed: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose each row's next token from its whole vocabulary.
 
@@ -44,6 +47,9 @@ def sample_plain(
         temperatures_B: float32; 0: the most likely token, its log-probability at temperature 1.
         seeds_B: int64.
         indices_B: int64, the number of tokens that each row has sampled.
+        never_sampled_K: int64, different token ids of the vocabulary; None: there are none.
+        is_processed: True: log-probabilities are of the tokens that can be sampled; False: of the
+            whole vocabulary.
 
     Returns:
         Token ids (int64) and their log-probabilities (float32, natural logarithm), `[B]` each. A
@@ -59,6 +65,9 @@ def sample_plain(
         logits_BV.data_ptr(),
         B,
         V,
+        None if never_sampled_K is None else never_sampled_K.data_ptr(),
+        0 if never_sampled_K is None else len(never_sampled_K),
+        is_processed,
         temperatures_B.data_ptr(),
         seeds_B.data_ptr(),
         indices_B.data_ptr(),
@@ -79,6 +88,6 @@ def _kernel() -> Callable[..., Any] | None:
             "tokens are sampled by torch's operators, not a kernel: %s", error_text(error)
         )
         return None
-    kernel.argtypes = (TENSOR, COUNT, COUNT, TENSOR, TENSOR, TENSOR, TENSOR, TENSOR)
+    kernel.argtypes = (TENSOR, *[COUNT] * 2, TENSOR, *[COUNT] * 2, *[TENSOR] * 5)
     kernel.restype = None
     return kernel

@@ -4,7 +4,7 @@ A counter-based generator, keyed by the sequence's seed and the token's index, g
 number per token, which is mapped through the cumulative distribution. A sequence's draws depend on
 nothing else in the batch, resuming needs no saved state, and no global generator is used.
 
-B: rows, V: vocabulary.
+B: rows, V: vocabulary, K: tokens that are never sampled.
 """
 
 import functools
@@ -16,6 +16,7 @@ import torch
 
 from cb_rollout.config.enums import LogprobsMode
 from cb_rollout.engine.memory import device as devices
+from cb_rollout.engine.numerics import operators
 from cb_rollout.engine.request import Request
 from cb_rollout.engine.sampling.cpu import can_sample, sample_plain
 from cb_rollout.engine.sampling.truncation import Truncation, create_truncation, truncate
@@ -73,6 +74,8 @@ class SamplingBatch:
     plain_temperatures_B: torch.Tensor | None = None
     """float32, 0 where greedy, for the C++ kernel; None: some row is not plain, or the device is
     not a CPU."""
+    never_sampled_K: torch.Tensor | None = None
+    """Token ids that no row samples, unless logits processors allowed it; None: there are none."""
 
     def scaled(self, logits_BV: torch.Tensor) -> torch.Tensor:
         """Return logits over temperatures."""
@@ -102,8 +105,13 @@ class Sampled(NamedTuple):
     """bool; the tokens that truncation kept; None: no row is truncated."""
 
 
-def create_sampling_batch(requests: Sequence[Request], device: torch.device) -> SamplingBatch:
-    """Collect the parameters of `requests`, one row each."""
+def create_sampling_batch(
+    requests: Sequence[Request], device: torch.device, never_sampled: Sequence[int] = ()
+) -> SamplingBatch:
+    """Collect the parameters of `requests`, one row each.
+
+    `never_sampled`: token ids of the vocabulary that no row samples.
+    """
     params = [request.params for request in requests]
     greedy = [row for row, p in enumerate(params) if p.is_greedy]
     truncated = [row for row, p in enumerate(params) if p.is_truncated]
@@ -128,6 +136,7 @@ def create_sampling_batch(requests: Sequence[Request], device: torch.device) -> 
         top_rows=integers(with_top) if with_top else None,
         num_top=max(p.top_logprobs for p in params),
         plain_temperatures_B=plain,
+        never_sampled_K=integers(list(never_sampled)) if never_sampled else None,
     )
 
 
@@ -207,11 +216,18 @@ def sample(
         batch: the rows' parameters.
         indices_B: int64, the number of tokens that each row has sampled.
         mode: the distribution that log-probabilities are taken from.
-        processed_BV: float32, logits to sample from instead; None: `logits_BV`.
+        processed_BV: float32, logits to sample from instead; None: `logits_BV`, without the tokens
+            that are never sampled.
     """
+    is_processed, is_bitwise = processed_BV is not None, operators.are_installed()
+    # The kernel takes plain rows alone: beside other rows they would be drawn in another order.
+    is_plain = not is_processed and batch.plain_temperatures_B is not None and not is_bitwise
+    if is_plain and can_sample(logits_BV):
+        assert batch.plain_temperatures_B is not None
+        return _sampled_plain(logits_BV, batch, batch.plain_temperatures_B, indices_B, mode)
+    if not is_processed and batch.never_sampled_K is not None:
+        processed_BV = logits_BV.index_fill(1, batch.never_sampled_K, -torch.inf)
     is_same = processed_BV is None
-    if is_same and batch.plain_temperatures_B is not None and can_sample(logits_BV):
-        return _sampled_plain(logits_BV, batch.plain_temperatures_B, batch.seeds_B, indices_B)
     scaled_BV = batch.scaled(logits_BV)
     choose_BV = logits_BV if is_same else processed_BV
     sampled_from_BV = scaled_BV if is_same else batch.scaled(processed_BV)
@@ -232,13 +248,16 @@ def sample(
     reported_BV = sampled_from_BV
     is_valid_B, is_possible_B = normalizers_B.isfinite(), None
     if sampled_from_BV is not scaled_BV:
-        if not is_same:
-            is_possible_B = is_valid_B
         own_normalizers_B = exponentials(scaled_BV).normalizers_B
-        is_valid_B = own_normalizers_B.isfinite()
+        if is_processed:
+            is_valid_B, is_possible_B = own_normalizers_B.isfinite(), is_valid_B
+        else:
+            is_valid_B = is_valid_B & own_normalizers_B.isfinite()
         if mode != LogprobsMode.PROCESSED:
             reported_BV, normalizers_B = scaled_BV, own_normalizers_B
     logprobs_B = reported_BV.gather(1, token_ids_B[:, None])[:, 0] - normalizers_B
+    if is_bitwise:
+        logprobs_B = chosen_logprobs(reported_BV, token_ids_B)
     top_KN = None
     if batch.top_rows is not None:
         num_top = min(batch.num_top, logits_BV.shape[-1])
@@ -249,8 +268,21 @@ def sample(
     )
 
 
-def _sampled_plain(logits_BV: torch.Tensor, *rows: torch.Tensor) -> Sampled:
-    token_ids_B, logprobs_B = sample_plain(logits_BV, *rows)
+def _sampled_plain(
+    logits_BV: torch.Tensor,
+    batch: SamplingBatch,
+    temperatures_B: torch.Tensor,
+    indices_B: torch.Tensor,
+    mode: LogprobsMode,
+) -> Sampled:
+    token_ids_B, logprobs_B = sample_plain(
+        logits_BV,
+        temperatures_B,
+        batch.seeds_B,
+        indices_B,
+        batch.never_sampled_K,
+        is_processed=mode == LogprobsMode.PROCESSED,
+    )
     return Sampled(token_ids_B, logprobs_B, ~logprobs_B.isnan(), None, None, None, None)
 
 

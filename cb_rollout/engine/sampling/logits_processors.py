@@ -7,7 +7,7 @@ or None if no row asks. Rows that ask for nothing keep their logits bit for bit.
 thread that steps the engine.
 
 B: rows, V: vocabulary, K: entries, P: rows with penalties, G: rows with a grammar, R: rows of the
-history, C: its columns, T: tokens of the longest row.
+history, C: its columns, T: tokens of the longest row, N: tokens that are never sampled.
 """
 
 import math
@@ -37,8 +37,17 @@ class LogitsProcessing:
         vocab_size: int,
         device: torch.device,
         previous: "LogitsProcessing | None" = None,
+        never_sampled: Sequence[int] = (),
     ) -> None:
-        """Collect the changes that `requests` ask for, reusing the history of `previous`."""
+        """Collect the changes that `requests` ask for.
+
+        Args:
+            requests: the sequence of each row.
+            vocab_size: V.
+            device: the logits'.
+            previous: of the rows before these; its history is reused.
+            never_sampled: token ids below V that no row samples unless its `logit_bias` names them.
+        """
         reading = [
             row
             for row, params in enumerate(r.params for r in requests)
@@ -53,6 +62,7 @@ class LogitsProcessing:
         history_rows = {row: index for index, row in enumerate(reading)}
         rows = _Rows(requests, vocab_size, device, self._history, history_rows)
         created = (
+            _create_never_sampled(rows, never_sampled),
             _create_bias(rows),
             _create_sequence_bias(rows),
             _create_penalties(rows),
@@ -165,6 +175,26 @@ class _Rows:
         columns = [list(column) for column in zip(*known, strict=True)] or [[], [], []]
         values_K = devices.to_device(columns[2], self.device, torch.float32)
         return [self.integers(columns[0]), self.integers(columns[1]), values_K]
+
+
+def _create_never_sampled(rows: _Rows, never_sampled: Sequence[int]) -> Change | None:
+    """Forbid tokens that are never sampled, except in rows whose `logit_bias` names them."""
+    if not never_sampled:
+        return None
+    never_sampled_N = rows.integers(list(never_sampled))
+    rows_K, tokens_K, _ = rows.entries(
+        (row, token, 0.0)
+        for row, request in enumerate(rows.requests)
+        for token in never_sampled
+        if token in (request.params.logit_bias or {})
+    )
+
+    def forbid(logits_BV: torch.Tensor, indices_B: torch.Tensor) -> None:
+        allowed_K = logits_BV[rows_K, tokens_K]
+        logits_BV.index_fill_(1, never_sampled_N, -math.inf)
+        logits_BV[rows_K, tokens_K] = allowed_K
+
+    return forbid
 
 
 def _create_bias(rows: _Rows) -> Change | None:

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from cb_rollout.engine.numerics import operators
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingMask:
@@ -55,8 +57,11 @@ def masked_logprobs(
     largest_N = torch.full((num_tokens,), -torch.inf, device=device)
     largest_N = largest_N.scatter_reduce(0, rows_M, logits_M.detach(), "amax")
     weights_M = (logits_M - largest_N[rows_M]).exp()
-    sums_N = torch.zeros_like(largest_N).index_add(0, rows_M, weights_M)
-    normalizers_N = largest_N + sums_N.log()
+    if operators.are_installed():
+        # As log-softmax adds, so that the ids' order and number do not matter.
+        weights_M = operators.summable(weights_M)
+    sums_N = torch.zeros_like(largest_N, dtype=weights_M.dtype).index_add(0, rows_M, weights_M)
+    normalizers_N = largest_N + sums_N.log().float()
     logprobs_M = logits_M - normalizers_N[rows_M]
     entropies_N = -torch.zeros_like(largest_N).index_add(0, rows_M, logprobs_M.exp() * logprobs_M)
     return chosen_N - normalizers_N, entropies_N

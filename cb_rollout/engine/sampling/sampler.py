@@ -30,6 +30,7 @@ class TokenSampler:
         device: torch.device,
         mode: LogprobsMode,
         counters: EngineCounters,
+        never_sampled: Sequence[int] = (),
         *,
         keeps_ids: bool = False,
     ) -> None:
@@ -39,11 +40,13 @@ class TokenSampler:
             device: the logits'.
             mode: the distribution that log-probabilities are taken from.
             counters: count the tokens and the probability that truncation kept.
+            never_sampled: token ids that no sequence samples unless its `logit_bias` names them.
             keeps_ids: record the token ids that truncation kept on each sequence.
         """
         self._counters, self._keeps_ids = counters, keeps_ids
         self._device = device
         self._mode = mode
+        self._never_sampled = never_sampled
         self._cached: tuple[list[Request], SamplingBatch, LogitsProcessing | None] | None = None
 
     def forget_rows(self) -> None:
@@ -76,7 +79,24 @@ class TokenSampler:
         results = _to_host(sampled)
         if sampled.kept_RV is not None:
             self._record_truncation(requests, results, sampled.kept_RV)
-        if processed_BV is not None or batch.top_rows is not None:
+        return self._append(requests, results, policy_version)
+
+    def append(
+        self, requests: Sequence[Request], results: "HostSampled", policy_version: int
+    ) -> int:
+        """Append a token that a CUDA graph sampled to every sequence, as `extend` does.
+
+        Returns:
+            The number of sequences that got a token.
+        """
+        if results.log_masses:
+            self._record_truncation(requests, results)
+        return self._append(requests, results, policy_version)
+
+    def _append(
+        self, requests: Sequence[Request], results: "HostSampled", policy_version: int
+    ) -> int:
+        if results.is_possible or results.top_ids:
             return _append_one_by_one(requests, results, policy_version)
         return append_each(
             requests, results.tokens, results.logprobs, results.is_valid, policy_version
@@ -102,7 +122,9 @@ class TokenSampler:
         """
         rows = [r for r, draft in zip(requests, drafts, strict=True) for _ in range(len(draft) + 1)]
         offsets = [offset for draft in drafts for offset in range(len(draft) + 1)]
-        batch = create_sampling_batch(rows, self._device)
+        batch = create_sampling_batch(
+            rows, self._device, self._never_sampled_below(logits_BV.shape[-1])
+        )
         indices = [r.num_generated + n for r, n in zip(rows, offsets, strict=True)]
         indices_B = devices.to_device(indices, self._device)
         sampled = sample(logits_BV, batch, indices_B, self._mode)
@@ -127,13 +149,14 @@ class TokenSampler:
     def _record_truncation(
         self,
         requests: Sequence[Request],
-        results: "_HostSampled",
-        kept_RV: torch.Tensor,
+        results: "HostSampled",
+        kept_RV: torch.Tensor | None = None,
         is_used: Sequence[bool] | None = None,
     ) -> None:
         """Count the tokens that truncation kept, and record their ids if a trainer replays them.
 
-        `is_used`: which of the requests count; None: all.
+        `kept_RV`: the tokens that were kept; None: not known, and not recorded. `is_used`: which of
+        the requests count; None: all.
         """
         rows = [row for row, request in enumerate(requests) if request.params.is_truncated]
         used = [index for index, row in enumerate(rows) if is_used is None or is_used[row]]
@@ -141,7 +164,7 @@ class TokenSampler:
         self._counters.truncated_tokens += len(masses)
         self._counters.log_kept_mass += sum(masses)
         self._counters.kept_tokens += sum(results.nums_kept[i] for i in used)
-        if not self._keeps_ids:
+        if not self._keeps_ids or kept_RV is None:
             return
         if len(used) < len(rows):
             kept_RV = kept_RV.index_select(0, devices.to_device(used, self._device))
@@ -157,34 +180,48 @@ class TokenSampler:
         """Return the rows' parameters, cached until the rows change."""
         if is_recurring and self._cached is not None and self._cached[0] == requests:
             return self._cached[1:]
-        batch, processing = create_sampling_batch(requests, self._device), None
+        never_sampled = self._never_sampled_below(vocab_size)
+        batch = create_sampling_batch(requests, self._device, never_sampled)
+        processing = None
         if any(request.is_adjusted for request in requests):
             previous = self._cached[2] if is_recurring and self._cached is not None else None
-            processing = LogitsProcessing(requests, vocab_size, self._device, previous)
+            processing = LogitsProcessing(
+                requests, vocab_size, self._device, previous, never_sampled
+            )
         if is_recurring:
             self._cached = (list(requests), batch, processing)
         return batch, processing
 
+    def _never_sampled_below(self, vocab_size: int) -> list[int]:
+        return [token for token in self._never_sampled if token < vocab_size]
+
 
 def create_token_sampler(
-    config: RolloutConfig, device: torch.device, counters: EngineCounters
+    config: RolloutConfig,
+    device: torch.device,
+    counters: EngineCounters,
+    never_sampled: Sequence[int] = (),
 ) -> TokenSampler:
-    """Create the token sampler that the settings ask for."""
-    mode = LogprobsMode(config.logprobs_mode)
-    keeps_ids = config.sampling_mask == SamplingMaskMode.REPLAY
-    if keeps_ids:
-        mode = LogprobsMode.PROCESSED
+    """Create the token sampler that the settings ask for.
+
+    `never_sampled`: token ids that no sequence samples unless its `logit_bias` names them.
+    """
     if device.type == "cpu":
         # Compile now, not in a rollout's first step.
         cpu.prepare()
-    return TokenSampler(device, mode, counters, keeps_ids=keeps_ids)
-
-
-def want_plain_tokens(requests: Sequence[Request]) -> bool:
-    """Return whether every request only samples a token from the whole vocabulary."""
-    return not any(
-        r.is_adjusted or r.params.is_truncated or r.params.top_logprobs for r in requests
+    return TokenSampler(
+        device, reported_mode(config), counters, never_sampled, keeps_ids=keeps_ids(config)
     )
+
+
+def keeps_ids(config: RolloutConfig) -> bool:
+    """Return whether the token ids that truncation kept are recorded, for a trainer's replay."""
+    return config.sampling_mask == SamplingMaskMode.REPLAY
+
+
+def reported_mode(config: RolloutConfig) -> LogprobsMode:
+    """Return the distribution that log-probabilities are taken from."""
+    return LogprobsMode.PROCESSED if keeps_ids(config) else LogprobsMode(config.logprobs_mode)
 
 
 def append_each(
@@ -221,7 +258,7 @@ _FORBIDDING = (
 )
 
 
-class _HostSampled(NamedTuple):
+class HostSampled(NamedTuple):
     """A `Sampled` in system memory."""
 
     tokens: list[int]
@@ -234,7 +271,7 @@ class _HostSampled(NamedTuple):
     nums_kept: list[int]
 
 
-def _to_host(sampled: Sampled) -> _HostSampled:
+def _to_host(sampled: Sampled) -> HostSampled:
     """Copy a `Sampled` to system memory by one transfer; an absent part becomes an empty list."""
     kept_RV = sampled.kept_RV
     parts = {
@@ -249,11 +286,11 @@ def _to_host(sampled: Sampled) -> _HostSampled:
     }
     present = {name: part for name, part in parts.items() if part is not None}
     lists = dict(zip(present, devices.to_host(*present.values()), strict=True))
-    return _HostSampled(**{name: lists.get(name, []) for name in parts})
+    return HostSampled(**{name: lists.get(name, []) for name in parts})
 
 
 def _append_one_by_one(
-    requests: Sequence[Request], results: _HostSampled, policy_version: int
+    requests: Sequence[Request], results: HostSampled, policy_version: int
 ) -> int:
     """Append tokens of sequences that may have failed, or that ask for `top_logprobs`."""
     is_possible = results.is_possible or results.is_valid

@@ -119,4 +119,7 @@ def _keep(
     mass_before_RM = probabilities_RM.cumsum(-1) - probabilities_RM
     keep_RM = left_RM & ((top_p_R1 >= 1) | (mass_before_RM < top_p_R1))
     keep_RM &= probabilities_RM >= truncation.min_p_R[:, None] * probabilities_RM[:, :1]
+    # Equally likely tokens stay or go together, so that no order of sorting decides.
+    least_R1 = values_RM.masked_fill(~keep_RM, torch.inf).amin(-1, keepdim=True)
+    keep_RM |= left_RM & (values_RM >= least_R1)
     return keep_RM, torch.where(is_whole_R1, keep_RM, left_RM)[:, -1]

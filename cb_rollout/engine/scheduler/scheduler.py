@@ -134,6 +134,7 @@ class Scheduler:
         grow: Callable[[int], int],
         policy: SchedulerPolicy,
         offloader: KVRetention | None = None,
+        before_release: Callable[[Request], None] = lambda request: None,
     ) -> None:
         """Start empty, with no block.
 
@@ -144,12 +145,14 @@ class Scheduler:
                 total.
             policy: decides the order of admission, and when to prefill.
             offloader: stores the keys of preempted sequences; None: they are computed anew.
+            before_release: called with each sequence that is about to lose its blocks.
         """
         self.waiting = WaitingQueue(policy)
         self.prefilling: deque[Prefill] = deque()
         self.running: list[Request] = []
         self._policy, self._counters, self._grow = policy, counters, grow
         self._offloader = offloader or KVRetention()
+        self._before_release = before_release
         self._start_empty(limits, policy_version=0)
 
     def _start_empty(self, limits: Limits, policy_version: int) -> None:
@@ -222,10 +225,11 @@ class Scheduler:
         """Choose prompts, or chunks of them: at most `max_batch_tokens`, any padding included.
 
         Where a row continues, all rows together gather at most `HISTORY_FACTOR` times as many.
-        A prompt with images is alone, and its first chunk reaches to the end of the last image.
+        The first chunk of a prompt with images reaches to the end of the last image. Such prompts
+        run together where their `prefill_key` is the same, and alone where it is None.
         """
         chosen: list[Prefill] = []
-        size = PrefillSize(self.limits.is_packed)
+        size, image_key = PrefillSize(self.limits.is_packed), None
         pending = deque(self.prefilling)
         while prefill := (pending.popleft() if pending else self._admit()):
             before = prefill.leader.num_computed
@@ -233,17 +237,21 @@ class Scheduler:
             num_image_tokens = prefill.leader.num_image_tokens - before
             if self.limits.can_resume_prompts:
                 remaining = min(remaining, max(self.max_batch_tokens, num_image_tokens))
-            if num_image_tokens > 0:
-                if not chosen:
-                    prefill.num_scheduled = remaining
-                    chosen.append(prefill)
-                break
+            is_alone = False
+            if (images := prefill.leader.images) is not None and num_image_tokens > 0:
+                key = images.prefill_key
+                is_alone = key is None
+                if chosen and (is_alone or image_key not in (None, key)):
+                    break
+                image_key = key
             size.add(before, remaining)
             is_full = size.num_tokens > self.max_batch_tokens
             if chosen and (is_full or size.num_gathered > HISTORY_FACTOR * self.max_batch_tokens):
                 break
             prefill.num_scheduled = remaining
             chosen.append(prefill)
+            if is_alone:
+                break
         return chosen
 
     def _admit(self) -> Prefill | None:
@@ -326,10 +334,10 @@ class Scheduler:
             The new blocks, each as table row, index within the sequence, and block.
         """
         extended: list[tuple[int, int, int]] = []
-        index = 0
+        index, size = 0, self.limits.block_size
         while index < len(self.running):
             request = self.running[index]
-            if self.blocks.num_needed(request.num_tokens) > len(request.block_ids):
+            if len(request.token_ids) > size * len(request.block_ids):
                 blocks = self.blocks.extend(request, request.num_tokens)
                 if blocks is None:
                     self._offloader.save(self.running[-1])
@@ -341,9 +349,11 @@ class Scheduler:
 
     def complete_decode(self, requests: list[Request]) -> None:
         """Account for one computed token of each of these running sequences."""
+        size = self.limits.block_size
         for request in requests:
-            request.num_computed += 1
-            self.blocks.remember(request)
+            num_computed = request.num_computed = request.num_computed + 1
+            if num_computed % size == 0:
+                self.blocks.remember(request)
 
     def complete_drafted(self) -> None:
         """Account for a drafted step: all but the newest token of each sequence are computed."""
@@ -353,10 +363,12 @@ class Scheduler:
 
     def retire_running(self) -> list[Request]:
         """Remove the running sequences that ended, and free their blocks; return them."""
-        ended = [request for request in self.running if request.status.is_final]
+        decoding = RequestStatus.DECODING
+        ended = [request for request in self.running if request.status is not decoding]
         if ended:
-            self.running = [r for r in self.running if not r.status.is_final]
+            self.running = [r for r in self.running if r.status is decoding]
             for request in ended:
+                assert request.status.is_final
                 self._free(request)
         return ended
 
@@ -433,6 +445,7 @@ class Scheduler:
 
     def _free(self, request: Request) -> None:
         if request.table_row != NO_TABLE_ROW:
+            self._before_release(request)
             self.pool.release(reversed(request.block_ids))
             heapq.heappush(self._free_table_rows, request.table_row)
             request.table_row, request.block_ids = NO_TABLE_ROW, []

@@ -6,12 +6,11 @@ thread, so a picture that cannot be read is refused before anything is queued.
 T: tokens of the prompt.
 """
 
-import hashlib
 import io
 import os
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ import torch
 from jinja2 import TemplateError
 
 from cb_rollout.compat import multimodal
-from cb_rollout.engine.prompt_images import ImageSpan, PromptImages, is_per_token
+from cb_rollout.engine.model.prompt_images import ImageSpan, PromptImages, create_prompt_images
 from cb_rollout.errors import ConfigurationError, InvalidRequestError, error_text
 
 # Chat templates raise these, deliberately or not; tokenizers raise some for lone surrogates.
@@ -39,8 +38,6 @@ REFUSED_PARTS = ("video", "video_url", "audio", "audio_url", "input_audio")
 # Keys of a chat's image part that name its picture, as transformers' processors read them.
 PICTURE_KEYS = ("image", "path", "url")
 
-DIGEST_BYTES = 16
-
 
 @dataclass(frozen=True, slots=True)
 class ImagePrompt:
@@ -50,18 +47,25 @@ class ImagePrompt:
     """With a placeholder for each position that an image takes."""
     tensors: Mapping[str, torch.Tensor]
     """Arguments of the model's forward, by name."""
-    digests: tuple[bytes, ...]
-    """A hash of each image's pixels."""
+    per_token: frozenset[str]
+    """Names of the tensors that hold a number for each token."""
+    num_images: int
     placeholders: frozenset[int]
     """Token ids that stand for images, as the processor says."""
+    made: dict[frozenset[int], PromptImages] = field(default_factory=dict, repr=False)
+    """Results of `images` by its argument: a repeated prompt is hashed once."""
 
     def images(self, placeholders: frozenset[int]) -> PromptImages:
         """Return the images as an engine takes them.
 
         `placeholders`: token ids that stand for images, as the model says.
         """
-        spans = _spans(self.token_ids, self.placeholders | placeholders, self.digests)
-        return PromptImages(self.tensors, spans, len(self.token_ids))
+        if placeholders not in self.made:
+            spans = _spans(self.token_ids, self.placeholders | placeholders, self.num_images)
+            self.made[placeholders] = create_prompt_images(
+                self.tensors, spans, self.num_images, self.per_token, self.token_ids
+            )
+        return self.made[placeholders]
 
 
 def is_chat(prompt: Any) -> bool:
@@ -112,13 +116,19 @@ def encoded_row(row: Mapping[str, Any], processor: Any, index: int) -> Any:
     return _of_token_ids(prompt, pictures, processor, index)
 
 
-def encoded_chat(chat: Sequence[Mapping[str, Any]], processor: Any, index: int) -> ImagePrompt:
+def encoded_chat(
+    chat: Sequence[Mapping[str, Any]],
+    processor: Any,
+    index: int,
+    tools: Sequence[Any] | None = None,
+) -> ImagePrompt:
     """Return a chat with image parts, encoded by the processor's chat template.
 
     Args:
         chat: messages, whose content may hold `{"type": "image", "image": ...}` parts.
         processor: the model's processor.
         index: of the input, for errors.
+        tools: for the template; None: it gets none.
 
     Raises:
         InvalidRequestError: a part or a picture is not what it should be.
@@ -139,6 +149,7 @@ def encoded_chat(chat: Sequence[Mapping[str, Any]], processor: Any, index: int) 
     def call(given: list[Any]) -> Any:
         return processor.apply_chat_template(
             _with_pictures(chat, given, index),
+            tools=tools,
             add_generation_prompt=True,
             tokenize=True,
             return_dict=True,
@@ -276,8 +287,26 @@ def _prompt_of(
     token_ids = [int(token_id) for token_id in tensors.pop("input_ids")[0]]
     tensors.pop("attention_mask", None)
     tensors = {name: value for name, value in tensors.items() if isinstance(value, torch.Tensor)}
-    digests = tuple(_digest(picture) for picture in pictures)
-    return ImagePrompt(token_ids, tensors, digests, multimodal.image_token_ids(processor))
+    per_token = _per_token(tensors, processor, len(token_ids))
+    placeholders = multimodal.image_token_ids(processor)
+    return ImagePrompt(token_ids, tensors, per_token, len(pictures), placeholders)
+
+
+def _per_token(
+    tensors: Mapping[str, torch.Tensor], processor: Any, num_tokens: int
+) -> frozenset[str]:
+    """Return the names of the tensors that hold a number for each token of a prompt.
+
+    A tensor of an image may happen to have as many columns as the prompt has tokens.
+    """
+    of_images = multimodal.image_input_names(processor)
+    return frozenset(
+        name
+        for name, tensor in tensors.items()
+        if name not in of_images
+        and not tensor.is_floating_point()
+        and tensor.shape[:2] == (1, num_tokens)
+    )
 
 
 def _of_token_ids(prompt: Any, pictures: list[Any], processor: Any, index: int) -> ImagePrompt:
@@ -291,17 +320,7 @@ def _of_token_ids(prompt: Any, pictures: list[Any], processor: Any, index: int) 
         raise InvalidRequestError(
             f"input {index}: the prompt is neither token ids nor text ({error_text(error)})."
         ) from error
-    marker = getattr(processor, "image_token", None)
-    if marker is None:
-        raise ConfigurationError(
-            f"{type(processor).__name__} names no image_token, so token ids cannot be matched with "
-            "images; pass text or a chat."
-        )
-    text = " ".join([marker] * len(pictures))
-    try:
-        tensors = _of_text(text, pictures, processor, index)
-    except InvalidRequestError as error:
-        raise InvalidRequestError(f"{error} Pass text or a chat, not token ids.") from error
+    tensors = _of_markers(pictures, processor, index)
     known = multimodal.image_token_ids(processor)
     expanded = tensors["input_ids"][0].tolist()
     wanted, got = (sum(t in known for t in ids) for ids in (expanded, token_ids))
@@ -310,9 +329,7 @@ def _of_token_ids(prompt: Any, pictures: list[Any], processor: Any, index: int) 
             f"input {index} holds {got} image tokens, and its {len(pictures)} images take {wanted};"
             " pass the ids that the processor makes of the prompt with its images, or text."
         )
-    for name, tensor in tensors.items():
-        if name in ("input_ids", "attention_mask") or not is_per_token(tensor, len(expanded)):
-            continue
+    for name in _per_token(tensors, processor, len(expanded)) - {"input_ids", "attention_mask"}:
         if not name.endswith("token_type_ids"):
             raise ConfigurationError(
                 f"{type(processor).__name__} makes {name} of a text only; pass text or a chat, not "
@@ -323,8 +340,29 @@ def _of_token_ids(prompt: Any, pictures: list[Any], processor: Any, index: int) 
     return _prompt_of(tensors, pictures, processor)
 
 
+def _of_markers(pictures: list[Any], processor: Any, index: int) -> dict[str, torch.Tensor]:
+    """Return the processor's tensors of a prompt that consists of the pictures alone."""
+    markers = multimodal.image_markers(processor)
+    if not markers:
+        raise ConfigurationError(
+            f"{type(processor).__name__} names no image_token, so token ids cannot be matched with "
+            "images; pass text or a chat."
+        )
+    known = multimodal.image_token_ids(processor)
+    failure = f"input {index}: {type(processor).__name__} makes no tokens of an image token alone."
+    for marker in markers:
+        try:
+            tensors = _of_text(" ".join([marker] * len(pictures)), pictures, processor, index)
+        except InvalidRequestError as error:
+            failure = str(error)
+            continue
+        if not known.isdisjoint(tensors["input_ids"][0].tolist()):
+            return tensors
+    raise InvalidRequestError(f"{failure} Pass text or a chat, not token ids.")
+
+
 def _spans(
-    token_ids: Sequence[int], known: frozenset[int], digests: Sequence[bytes]
+    token_ids: Sequence[int], known: frozenset[int], num_images: int
 ) -> tuple[ImageSpan, ...]:
     """Return where the images' tokens stand.
 
@@ -332,34 +370,14 @@ def _spans(
     token between them, neighbours without one) all images are one span; and so is the whole prompt
     where no placeholder is known.
     """
-    runs: list[tuple[int, int]] = []
+    spans: list[ImageSpan] = []
     for is_image, run in groupby(enumerate(token_ids), lambda pair: pair[1] in known):
         if is_image:
             places = [place for place, _ in run]
-            runs.append((places[0], places[-1] + 1))
-    if not runs:
-        return (ImageSpan(0, len(token_ids), b"".join(digests)),)
-    if len(runs) != len(digests):
-        return (ImageSpan(runs[0][0], runs[-1][1], b"".join(digests)),)
-    assert all(before[1] < after[0] for before, after in pairwise(runs))
-    return tuple(
-        ImageSpan(start, stop, digest) for (start, stop), digest in zip(runs, digests, strict=True)
-    )
-
-
-def _digest(picture: Any) -> bytes:
-    """Return a hash of a picture's size and pixels."""
-    about: tuple[Any, ...]
-    if isinstance(picture, torch.Tensor):
-        about = str(picture.dtype), tuple(picture.shape)
-        pixels = picture.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-    elif hasattr(picture, "mode"):
-        # A palette, and a colour that is transparent, are not among the pixels.
-        palette = picture.palette.tobytes() if picture.palette else b""
-        about = picture.mode, picture.size, picture.info.get("transparency"), palette
-        pixels = picture.tobytes()
-    else:
-        about, pixels = (str(picture.dtype), picture.shape), picture.tobytes()
-    hashed = hashlib.blake2b(repr(about).encode(), digest_size=DIGEST_BYTES)
-    hashed.update(pixels)
-    return hashed.digest()
+            spans.append(ImageSpan(places[0], places[-1] + 1))
+    if not spans:
+        return (ImageSpan(0, len(token_ids)),)
+    assert all(before.stop < after.start for before, after in pairwise(spans))
+    if len(spans) != num_images:
+        return (ImageSpan(spans[0].start, spans[-1].stop),)
+    return tuple(spans)

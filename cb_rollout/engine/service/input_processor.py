@@ -23,7 +23,7 @@ from torch import distributed
 
 from cb_rollout.compat.multimodal import text_tokenizer
 from cb_rollout.config.sampling import SamplingParams
-from cb_rollout.engine.prompt_images import PromptImages
+from cb_rollout.engine.model.prompt_images import PromptImages
 from cb_rollout.engine.request import Request
 from cb_rollout.engine.sampling.stop_strings import Decode, StopStrings
 from cb_rollout.engine.service.image_prompts import ImagePrompt, encoded_row
@@ -55,6 +55,8 @@ class ServingLimits:
     """Token ids that end a sequence by default."""
     placeholders: frozenset[int] = frozenset()
     """Token ids that stand for images, videos and sounds."""
+    never_sampled: frozenset[int] = frozenset()
+    """Those of them that no sequence samples unless its `logit_bias` names them."""
 
 
 def process_rank() -> int:
@@ -103,12 +105,6 @@ class InputProcessor:
     ) -> list[Request]:
         """Validate sequences and number their groups: equal prompts are computed once.
 
-        A sequence with images never samples a placeholder of one, unless its `logit_bias` names it:
-        a trainer's forward would look for an image that belongs to it. As with any other
-        `logit_bias`, log-probabilities with `logprobs_mode="policy"` are of the whole vocabulary,
-        which is what the trainer computes; the probability that a placeholder had is missing from
-        them. With "processed" they are of what was sampled from.
-
         Args:
             inputs: each prompt, or the error that its encoding raised.
             params: sampling parameters of each prompt; same length as `inputs`.
@@ -139,8 +135,7 @@ class InputProcessor:
             if key not in groups:
                 groups[key] = (next(self._group_numbers), prompt, images)
             group, shared_prompt, shared_images = groups[key]
-            if images is not None:
-                wanted = self._without_placeholders(wanted)
+            wanted = self._without_known_bans(wanted)
             for member in members:
                 number, generated_id = self._next_number_and_id(request_id)
                 request = Request(
@@ -179,14 +174,14 @@ class InputProcessor:
         except InvalidRequestError as error:
             return prompt, None, 0, error
 
-    def _without_placeholders(self, params: SamplingParams) -> SamplingParams:
-        """Return sampling parameters under which no placeholder is sampled."""
+    def _without_known_bans(self, params: SamplingParams) -> SamplingParams:
+        """Drop what forbids a token that is never sampled anyway: such rows need no change."""
         bias = params.logit_bias or {}
-        known = range(self.limits.vocab_size())
-        missing = [t for t in self.limits.placeholders if t in known and t not in bias]
-        if not missing:
+        known = {t for t in self.limits.never_sampled if bias.get(t) == -math.inf}
+        if not known:
             return params
-        return replace(params, logit_bias={**bias, **dict.fromkeys(missing, -math.inf)})
+        left = {token: value for token, value in bias.items() if token not in known}
+        return replace(params, logit_bias=left or None)
 
     def _next_number_and_id(self, given_id: str | None) -> tuple[int, str]:
         """Count a sequence, and return its number and an id that no caller has used."""

@@ -10,6 +10,8 @@ import signal
 import threading
 import time
 import weakref
+import zlib
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -19,11 +21,17 @@ from types import FrameType
 from cb_rollout.config.enums import InFlight
 from cb_rollout.engine.core import Engine
 from cb_rollout.engine.request import Request
+from cb_rollout.engine.service.engine_group import (
+    EngineGroup,
+    EngineTurn,
+    TurnKind,
+    request_checksum,
+)
 from cb_rollout.engine.service.output_queue import OutputQueue, OutputSink
 from cb_rollout.engine.service.pause_controller import PauseController
 from cb_rollout.errors import EngineDeadError, InvalidRequestError, QueueFullError, RolloutError
 from cb_rollout.metrics.observers import Observers
-from cb_rollout.types import CancelResult
+from cb_rollout.types import CancelResult, RequestStatus
 
 # Interrupts, schedulers' notices, and the signals that scripts commonly handle.
 _DEFERRED_SIGNALS = (
@@ -99,8 +107,27 @@ def _step_while_it_exists(found: "weakref.ref[EngineLoop]", changed: threading.C
 class EngineLoop:
     """Step one engine and deliver its outputs; thread-safe."""
 
-    def __init__(self, engine: Engine, *, max_queue_size: int, return_logprobs: bool) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        max_queue_size: int,
+        return_logprobs: bool,
+        group: EngineGroup | None = None,
+    ) -> None:
+        """Start no thread yet.
+
+        Args:
+            engine: the engine to step.
+            max_queue_size: most requests that may wait; 0: no limit.
+            return_logprobs: deliver log-probabilities.
+            group: the processes that share the model's layers; None: this one alone.
+        """
         self.engine = engine
+        self._group = group
+        self._next_turn: EngineTurn | None = None
+        self._pause_turn: EngineTurn | None = None
+        self._tokens_checksum = 0
         self._max_queue_size = max_queue_size
         self._return_logprobs = return_logprobs
         self._changed = threading.Condition()
@@ -123,6 +150,9 @@ class EngineLoop:
         if ending is not None and ending is not threading.current_thread():
             ending.join()
         with self._changed:
+            if self._group is not None:
+                # The processes of a group may have ended at different turns.
+                self.require_alive()
             self._is_stopping = False
             if self.is_running() and not self._is_ending:
                 return
@@ -203,6 +233,11 @@ class EngineLoop:
             self._changed.notify_all()
         return found
 
+    def deliver_cancelled(self) -> None:
+        """End the cancelled requests now, between two forwards; waits for other threads' pauses."""
+        with self.paused(), self._changed:
+            self._decide(is_halting=True)
+
     def _state_of(self, request_id: str) -> CancelResult:
         if request_id in self._live:
             return CancelResult.LIVE
@@ -249,33 +284,49 @@ class EngineLoop:
 
     def _engine_dead_error(self) -> EngineDeadError:
         cause = self._fatal_error
+        advice = "generating again, or start(), starts it over."
+        if self._group is not None:
+            advice = "make a new generator on every process of the group."
         error = EngineDeadError(
-            f"the engine stopped on {type(cause).__name__}: {cause}. Its requests are lost; "
-            "generating again, or start(), starts it over."
+            f"the engine stopped on {type(cause).__name__}: {str(cause).rstrip('.')}. Its requests "
+            f"are lost; {advice}"
         )
         error.__cause__ = cause
         return error
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Pause the engine between two forwards; see `PauseController.paused`."""
+    def paused(self, *, is_collective: bool = True) -> Iterator[None]:
+        """Pause the engine between two forwards; see `PauseController.paused`.
+
+        Args:
+            is_collective: in a tensor-parallel group, pause every process after the same step.
+                False: delay the group; the block must run no forward and change no weight.
+        """
         if self.pause_controller.is_stepping_here or threading.current_thread() is self._thread:
             raise RolloutError(
                 "a logits processor or a model's hook cannot pause the engine during its step."
             )
-        with self.pause_controller.paused():
+        may_begin = self._is_pause_next if is_collective and self._follows else lambda: True
+        with self.pause_controller.paused(may_begin):
+            if is_collective and not self.pause_controller.is_nested:
+                self._pause_group()
             self.engine.lend_model()
             try:
                 yield
             finally:
                 self.engine.receive_model()
 
-    def begin_policy_version(self, in_flight: InFlight) -> None:
-        """Begin a policy version; called inside `paused()`, after the weights changed."""
+    def begin_policy_version(self, in_flight: InFlight, version: int | None = None) -> None:
+        """Begin a policy version, the next one or a later `version`.
+
+        Called inside `paused()`, after the weights changed.
+        """
         with self._changed:
             if in_flight is InFlight.ABORT:
                 self._cancelled |= dict.fromkeys(self._live)
-            version = self.engine.policy_version + 1
+            if version is None:
+                version = self.engine.policy_version + 1
+            assert version > self.engine.policy_version, "an older version"
             self.engine.begin_policy_version(version, keep_keys=in_flight is InFlight.KEEP)
         # Seconds, in which requests may be submitted.
         self.engine.capture_wanted()
@@ -310,6 +361,14 @@ class EngineLoop:
                 self._fail(error)
 
     def _step(self) -> list[Request]:
+        touched = self._observed_step()
+        if self._group is not None:
+            numbers = ((request.num_generated, request.token_ids[-1]) for request in touched)
+            sampled = array("q", [number for pair in numbers for number in pair])
+            self._tokens_checksum = zlib.crc32(sampled, self._tokens_checksum)
+        return touched
+
+    def _observed_step(self) -> list[Request]:
         if not self.observers:
             return self.engine.step()
         started, num_prefills = time.perf_counter(), self.engine.counters.prefill_forwards
@@ -331,15 +390,19 @@ class EngineLoop:
         if self._fatal_error is not None or is_done():
             return NextAction.END
         # Nothing is left to drain, so a sleep or another thread's pause need not end first.
-        is_halting = self._is_stopping and not (self._is_draining and self._live)
+        is_halting = self._is_stopping and not (self._drains and self._live)
         is_paused = self.pause_controller.is_paused and not is_halting
         if is_paused or not self.pause_controller.is_my_turn:
             return NextAction.WAIT
-        self._take_inbox()
-        if self.engine.has_work and not is_halting:
+        try:
+            is_step = self._follow() if self._follows else self._decide(is_halting)
+        except RolloutError as error:
+            self._fail(error)
+            return NextAction.END
+        if is_step:
             self.pause_controller.begin_step()
             return NextAction.STEP
-        if self._is_stopping:
+        if self._is_stopping and not (self._follows and self._live):
             if threading.current_thread() is self._thread:
                 self._is_ending = True
                 self._changed.notify_all()
@@ -347,24 +410,110 @@ class EngineLoop:
         self.pause_controller.pass_turn()
         return NextAction.END if is_done() else NextAction.WAIT
 
-    def _take_inbox(self) -> None:
-        while self._inbox:
-            self.engine.add(self._inbox.popleft())
+    def _decide(self, is_halting: bool) -> bool:
+        """Admit and cancel what was asked for; return whether a step follows."""
+        admitted = list(self._inbox)
+        self._inbox.clear()
         if self._is_stopping and not self._is_draining:
             self._cancelled = dict.fromkeys(self._live)
-        ended = []
-        for request_id in self._cancelled:
-            if request_id in self._live:
-                request, _ = self._live[request_id]
-                self.engine.cancel(request)
-                ended.append(request)
+        cancelled = [request_id for request_id in self._cancelled if request_id in self._live]
+        self._take(admitted, cancelled)
+        is_step = self.engine.has_work and not is_halting
+        if self._group is not None and (is_step or admitted or cancelled):
+            checksums = [(request.request_id, request_checksum(request)) for request in admitted]
+            kind = TurnKind.STEP if is_step else TurnKind.TAKE
+            self._group.send(EngineTurn(kind, checksums, cancelled, self._tokens_checksum))
+        return is_step
+
+    def _take(self, admitted: Sequence[Request], cancelled: Sequence[str]) -> None:
+        """Hand requests to the engine, and end those that were cancelled."""
+        for request in admitted:
+            self.engine.add(request)
+        ended = [self._live[request_id][0] for request_id in cancelled]
+        for request in ended:
+            self.engine.cancel(request)
         self._cancelled = {}
         if ended and not self.engine.has_work:
             self.engine.hand_back_model()
         self._deliver(ended)
 
+    # A process that follows admits, cancels, steps and pauses when the one that leads did.
+
+    @property
+    def _follows(self) -> bool:
+        return self._group is not None and not self._group.is_leader
+
+    @property
+    def _drains(self) -> bool:
+        """Return whether stopping waits for the requests in flight."""
+        # The cancels of the leading process end those of the others.
+        return self._is_draining or self._follows
+
+    def _follow(self) -> bool:
+        """Take turns up to the next step; return False where this process has to act first.
+
+        Raises:
+            RolloutError: the processes are not in step, or the leading one is gone.
+        """
+        assert self._group is not None
+        while self._live:
+            turn = self._next_turn = self._next_turn or self._group.receive()
+            is_known = all(request_id in self._live for request_id, _ in turn.admitted)
+            if turn.kind is TurnKind.PAUSE or not is_known:
+                return False
+            self._require_in_step(turn)
+            admitted = [self._live[request_id][0] for request_id, _ in turn.admitted]
+            for request in admitted:
+                self._inbox.remove(request)
+            self._next_turn = None
+            self._changed.notify_all()
+            self._take(admitted, [i for i in turn.cancelled if i in self._live])
+            if turn.kind is TurnKind.STEP:
+                return True
+        return False
+
+    def _pause_group(self) -> None:
+        """Pause the processes that follow at this place, or require that this is the place."""
+        if self._group is None:
+            return
+        if self._group.is_leader:
+            self._group.send(EngineTurn(TurnKind.PAUSE, tokens=self._tokens_checksum))
+        else:
+            assert self._pause_turn is not None
+            self._require_in_step(self._pause_turn)
+
+    def _is_pause_next(self) -> bool:
+        """Return whether the leading process paused at this place; then the pause begins."""
+        assert self._group is not None
+        turn = self._next_turn = self._next_turn or self._group.receive()
+        if turn.kind is not TurnKind.PAUSE:
+            self._changed.notify_all()
+            return False
+        self._pause_turn, self._next_turn = turn, None
+        return True
+
+    def _require_in_step(self, turn: EngineTurn) -> None:
+        assert self._group is not None
+        leader = self._group.ranks[0]
+        if turn.tokens != self._tokens_checksum:
+            raise RolloutError(
+                f"rank {self._group.rank} and rank {leader} of a tensor-parallel group sampled "
+                "different tokens; run them on the same kind of device with the same libraries, "
+                "and make the same calls on both."
+            )
+        for request_id, checksum in turn.admitted:
+            if request_checksum(self._live[request_id][0]) != checksum:
+                raise RolloutError(
+                    f"request {request_id!r} has another prompt, seed or length on rank "
+                    f"{self._group.rank} than on rank {leader}; every process of a tensor-parallel "
+                    "group must make the same calls in the same order."
+                )
+
     def _deliver(self, touched: list[Request]) -> None:
+        decoding = RequestStatus.DECODING
         for request in touched:
+            if request.status is decoding and not request.is_streaming:
+                continue
             is_final = request.status.is_final
             if not is_final and not request.is_streaming:
                 continue

@@ -25,11 +25,14 @@ from cb_rollout.engine.kv_cache.layout import CacheLayout
 from cb_rollout.engine.memory.plan import MemoryPlan
 from cb_rollout.engine.memory.training import OptimizerOrName
 from cb_rollout.engine.model.precision import autocast_alone
+from cb_rollout.engine.model.routers import Routers
 from cb_rollout.engine.model.runner import BatchLayout
 from cb_rollout.engine.request import Request
+from cb_rollout.engine.service.engine_group import EngineGroup
 from cb_rollout.engine.service.input_processor import Input, InputProcessor, ServingLimits
 from cb_rollout.engine.service.loop import EngineLoop, StepUntil
 from cb_rollout.engine.service.output_queue import CallbackSink, OutputQueue, OutputSink
+from cb_rollout.engine.service.pause_controller import Hold
 from cb_rollout.errors import ConfigurationError, InvalidRequestError, RolloutError
 from cb_rollout.metrics.observers import Observers
 from cb_rollout.metrics.registry import EngineCounters, EngineStatus
@@ -86,9 +89,17 @@ class ContinuousBatchingManager:
         if generation_config is None:
             generation_config = module.generation_config
         self.defaults = from_generation_config(generation_config)
-        self._engine = Engine(module, self.config, autocast_dtype, trained, optimizer)
-        tensors = {id(tensor) for tensor in self._engine.trained.parameters()}
-        self._runs_a_copy = tensors.isdisjoint(id(tensor) for tensor in module.parameters())
+        split_over = hf_compat.tensor_parallel_group(module)
+        self.group = None if split_over is None else EngineGroup(split_over)
+        """The processes that share the model's layers; None: this one has them whole."""
+        self._engine = Engine(
+            module,
+            self.config,
+            autocast_dtype,
+            trained,
+            optimizer,
+            smallest=self.group and self.group.smallest,
+        )
         # A generator starts its manager with the next rollout.
         self._is_alone = trained is None
         engine = self._engine
@@ -98,12 +109,17 @@ class ContinuousBatchingManager:
             max_cached_tokens=lambda: engine.max_sequence_tokens,
             model_eos=hf_compat.model_eos_token_ids(module),
             placeholders=multimodal.placeholder_token_ids(module),
+            never_sampled=frozenset(multimodal.never_sampled_token_ids(module)),
         )
+        if self.group is not None:
+            # The processes of a group draw the same numbers.
+            rank = self.group.data_parallel_rank
         self._input_processor = InputProcessor(limits, self.config.seed, rank, tokenizer)
         self._loop = EngineLoop(
             self._engine,
             max_queue_size=self.config.max_queue_size,
             return_logprobs=self.config.return_logprobs,
+            group=self.group,
         )
         # True while a server submits requests, so that the background thread computes.
         self.is_served = False
@@ -370,6 +386,11 @@ class ContinuousBatchingManager:
         return self._engine.layout
 
     @property
+    def routers(self) -> Routers | None:
+        """Return the routers whose choices are recorded; None: `router_replay` is off."""
+        return self._engine.routers
+
+    @property
     def batch_layout(self) -> BatchLayout:
         """Return the layout in which sequences share a forward."""
         return self._engine.batch_layout
@@ -422,16 +443,17 @@ class ContinuousBatchingManager:
     ) -> list[Request]:
         """Validate sequences without queueing them; see `InputProcessor.requests`.
 
-        The first prompt with images is run by a plain forward too, in a pause of the engine.
+        The first prompt with an image, and the first one with several, is run by a plain forward
+        too, in a pause of the engine.
 
         Raises:
             ConfigurationError: the model cannot run prompts with images.
         """
         requests = self._input_processor.requests(inputs, params, **options)
-        with_images = next((request for request in requests if request.images is not None), None)
-        if with_images is not None and not self._engine.takes_images:
-            with self._loop.paused():
-                self._engine.check_images(with_images)
+        for request in requests:
+            if request.images is not None and not self._engine.has_checked(request.images):
+                with self._loop.paused():
+                    self._engine.check_images(request)
         return requests
 
     def submit(self, requests: Sequence[Request], sink: OutputSink) -> None:
@@ -445,16 +467,21 @@ class ContinuousBatchingManager:
     def abort(self, request_ids: Sequence[str]) -> None:
         """End requests early and wait until the model's training flags are restored."""
         self._loop.cancel(request_ids)
-        with self._loop.paused():
+        with self._loop.paused(is_collective=False):
             pass
 
     def stepping(self) -> AbstractContextManager[StepUntil | None]:
         """Step on the calling thread; see `EngineLoop.stepping`."""
         return self._loop.stepping()
 
-    def begin_policy_version(self, in_flight: InFlight) -> None:
-        """Begin a policy version inside `pause()`, after the weights changed."""
-        self._loop.begin_policy_version(in_flight)
+    def begin_policy_version(self, in_flight: InFlight, version: int | None = None) -> None:
+        """Begin a policy version inside `pause()`, after the weights changed.
+
+        Args:
+            in_flight: fate of unfinished sequences.
+            version: a later version than the present one; None: the next.
+        """
+        self._loop.begin_policy_version(in_flight, version)
 
     def follow(self, trained: torch.nn.Module) -> None:
         """Use this re-wrapped model as the training model that outputs are verified against."""
@@ -475,7 +502,7 @@ class ContinuousBatchingManager:
                 yield
             finally:
                 # A sync inside has begun one already, and a copy changes by a sync only.
-                if self._engine.policy_version == version and not self._runs_a_copy:
+                if self._engine.policy_version == version and not self._engine.runs_a_copy:
                     self._loop.begin_policy_version(InFlight(in_flight))
                 if self.is_served:
                     release_workers()
@@ -489,25 +516,53 @@ class ContinuousBatchingManager:
         """Free the KV memory and pause the engine until `wake()`; requests stay in flight.
 
         Args:
-            release_graphs: free the memory of CUDA graphs too, which the first step after `wake()`
-                captures again, in seconds.
+            release_graphs: free the memory of CUDA graphs too, which `wake()` captures again, in
+                seconds.
         """
         with self._loop.paused():
             self._engine.release_cache()
             if release_graphs:
                 self._engine.release_graphs()
-            self._loop.pause_controller.hold()
+            self._loop.pause_controller.hold(Hold.SLEEP)
 
     def wake(self) -> None:
-        """Resume the engine, which allocates the KV memory with its next step."""
-        self._loop.pause_controller.release()
+        """Resume the engine, which allocates the KV memory with its next step.
+
+        CUDA graphs that `sleep` released are captured here, in the calling thread: the thread that
+        trains, which launches nothing meanwhile.
+        """
+        if self._loop.pause_controller.is_held_by(Hold.SLEEP):
+            with self._loop.paused():
+                self._engine.capture_released()
+        self._loop.pause_controller.release(Hold.SLEEP)
+
+    def hold(self, hold: Hold = Hold.CLIENT) -> None:
+        """Keep the engine from stepping until `release()`; requests stay in flight.
+
+        Waits for at most one forward, and for the pauses of other threads.
+        """
+        with self._loop.paused():
+            self._loop.pause_controller.hold(hold)
+
+    def release(self, hold: Hold = Hold.CLIENT) -> None:
+        """End a hold; the engine goes on unless it sleeps, or is held for another reason."""
+        self._loop.pause_controller.release(hold)
+
+    def is_held(self, hold: Hold = Hold.CLIENT) -> bool:
+        """Return whether `hold()` keeps the engine from stepping."""
+        return self._loop.pause_controller.is_held_by(hold)
+
+    def deliver_cancelled(self) -> None:
+        """Deliver the requests that were cancelled while a hold keeps the engine from stepping."""
+        if self._loop.pause_controller.is_held:
+            self._loop.deliver_cancelled()
 
     def close(self) -> None:
         """Cancel the requests in flight, end the thread and free the KV memory."""
         self._loop.halt()
         if not self.is_running():
             self._engine.release_cache()
-        self.wake()
+        self._loop.pause_controller.release(*Hold)
 
 
 def _halt(found: "weakref.ref[EngineLoop]") -> None:

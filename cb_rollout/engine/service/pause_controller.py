@@ -7,8 +7,20 @@ change wakes the threads that wait; `begin_step`, `end_step` and `pass_turn` are
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from enum import StrEnum
 
 from cb_rollout.errors import RolloutError
+
+# `may_begin` may change, or raise, without a notification.
+POLL_SECONDS = 1.0
+
+
+class Hold(StrEnum):
+    """A reason for which the engine is held after a pause; each is released by itself."""
+
+    SLEEP = "the generator is asleep, so no output would arrive; wake() it first."
+    CLIENT = "a client paused the engine by POST /pause; POST /resume first."
+    UPDATE = "a weight update failed while it was written; update the weights again first."
 
 
 class PauseController:
@@ -25,14 +37,28 @@ class PauseController:
         self._stepping_thread: int | None = None
         self._caller_thread: int | None = None
         self._owes_turn = False
-        self._is_held = False
+        self._holds: set[Hold] = set()
         self._pausing_thread: int | None = None
         self._pause_depth = 0
 
     @property
     def is_paused(self) -> bool:
-        """Return whether a pause or sleep forbids the next step."""
-        return self._is_held or self._pausing_thread is not None
+        """Return whether a pause or a hold forbids the next step."""
+        return self.is_held or self._pausing_thread is not None
+
+    @property
+    def is_held(self) -> bool:
+        """Return whether `hold()` extended a pause that no `release()` ended."""
+        return bool(self._holds)
+
+    def is_held_by(self, hold: Hold) -> bool:
+        """Return whether the engine is held for this reason."""
+        return hold in self._holds
+
+    @property
+    def is_nested(self) -> bool:
+        """Return whether the pause that began last is inside another one of its thread."""
+        return self._pause_depth > 1
 
     @property
     def is_stepping_here(self) -> bool:
@@ -84,16 +110,20 @@ class PauseController:
                     self._changed.notify_all()
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
+    def paused(self, may_begin: Callable[[], bool] = lambda: True) -> Iterator[None]:
         """Pause the engine between two forwards, for the calling thread alone.
 
         It waits for the pauses that came first and for at most one forward. A thread may pause
         again inside its own pause.
+
+        Args:
+            may_begin: called under the condition, once the thread need not wait otherwise; False:
+                wait for another change.
         """
         me = threading.get_ident()
         with self._changed:
-            while self._must_queue(me):
-                self._changed.wait()
+            while self._must_queue(me) or not (self._pausing_thread == me or may_begin()):
+                self._changed.wait(POLL_SECONDS)
             self._pausing_thread = me
             self._pause_depth += 1
         try:
@@ -113,17 +143,17 @@ class PauseController:
         if self._pausing_thread is not None:
             return self._pausing_thread != me
         # Repeated pauses must leave the engine a step in between.
-        return self._owes_turn and not self._is_held and self._could_step()
+        return self._owes_turn and not self.is_held and self._could_step()
 
-    def hold(self) -> None:
-        """Extend the current pause beyond its end, until `release()`."""
+    def hold(self, hold: Hold) -> None:
+        """Extend the current pause beyond its end, until this hold is released."""
         assert self._pausing_thread == threading.get_ident()
-        self._is_held = True
+        self._holds.add(hold)
 
-    def release(self) -> None:
-        """End the pause that `hold()` extended."""
+    def release(self, *holds: Hold) -> None:
+        """End these holds; the engine steps when none is left."""
         with self._changed:
-            self._is_held = False
+            self._holds.difference_update(holds)
             self._changed.notify_all()
 
     def require_not_paused_here(self, consequence: str) -> None:
@@ -141,7 +171,5 @@ class PauseController:
                 "generate before or after the step."
             )
         self.require_not_paused_here("no output would arrive")
-        if self._is_held:
-            raise RolloutError(
-                "the generator is asleep, so no output would arrive; wake() it first."
-            )
+        if self._holds:
+            raise RolloutError(min(self._holds))

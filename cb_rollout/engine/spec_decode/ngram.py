@@ -1,4 +1,4 @@
-"""Propose draft tokens from n-grams of a sequence and of its group.
+"""Propose draft tokens from n-grams of what a sequence, its group and earlier rollouts sampled.
 
 Completions of one prompt resemble each other, and themselves. A draft's tokens run as further rows
 of the sequence's decode step, every row is sampled as usual, and the first sampled token that
@@ -7,133 +7,217 @@ Handles tokens, never tensors. Called by the thread that steps the engine.
 """
 
 from collections.abc import Sequence
+from itertools import takewhile
+from typing import NamedTuple
 from weakref import WeakValueDictionary
 
+from cb_rollout.config.enums import DraftSource
 from cb_rollout.config.rollout import RolloutConfig
 from cb_rollout.engine.kv_cache.layout import CacheLayout
 from cb_rollout.engine.model.runner import ModelRunner
 from cb_rollout.engine.request import Request
+from cb_rollout.engine.scheduler.completion_history import PromptHistory
+from cb_rollout.engine.spec_decode.ngram_index import NGRAM_SIZES, NgramIndex
 
-# Lengths of the n-grams that are looked up; the longest match counts.
-NGRAM_SIZES = (4, 3, 2)
-
-# Bits of a token id, and of a position. n-grams and positions are packed into integers: as tuples
-# they would slow down the garbage collector.
-BITS = 32
-
-# Rows of a step with drafts. Up to here a further row costs linear layers a small part of the first
-# one, as the bench's `roofline` prints.
+# Rows of a step with drafts. Up to here a further row costs linear layers a small part of the
+# first one, as the bench's `roofline` prints.
 MAX_DRAFT_ROWS = 16
 
 # Tokens of one draft, where `num_speculative_tokens` is not set.
 MAX_DRAFT_TOKENS = 7
 
-# Weight of the last draft in a group's acceptance rate, and its rise for each step without one.
-LEARNING_RATE, RECOVERY = 0.25, 0.01
+# Time of a step without rows, as a number of rows: of the demo's model and of the bench's on a CPU.
+ROWS_PER_STEP = 48
+
+# Acceptance rate below which not even one token is drafted: the step's bookkeeping costs more.
+MIN_RATE = 0.08
+
+# Weight of the last draft in an acceptance rate, and its rise for each step without a draft.
+LEARNING_RATE, RECOVERY, INITIAL_RATE = 0.25, 0.005, 0.5
+
+# After so many lookups in a row without a match a group pauses, for as many again.
+MISSES_BEFORE_PAUSE, LONGEST_PAUSE = 8, 256
+
+# Tokens of other prompts that are indexed; from then on a new index begins.
+MAX_RUN_TOKENS = 1 << 15
 
 
-class NgramIndex:
-    """Tokens of one group's sequences, and the last position that followed each n-gram."""
+class Draft(NamedTuple):
+    """Tokens proposed for a sequence."""
 
-    __slots__ = ("__weakref__", "_next", "_texts", "acceptance_rate")
+    tokens: list[int]
+    source: DraftSource = DraftSource.GROUP
 
-    def __init__(self) -> None:
-        self._texts: list[tuple[list[int], int]] = []
-        self._next: dict[int, dict[int, int]] = {size: {} for size in NGRAM_SIZES}
-        self.acceptance_rate = 0.5
-        """Share of drafted tokens that were accepted, as a moving average."""
 
-    def add(self, token_ids: list[int], num_known: int) -> None:
-        """Index a growing sequence, whose first `num_known` tokens are indexed already."""
-        self._texts.append((token_ids, num_known))
+NO_DRAFT = Draft([])
 
-    def predict(self, token_ids: Sequence[int], count: int) -> list[int]:
-        """Return up to `count` tokens that followed the last occurrence of the last n-gram."""
-        self._update()
+
+class GroupDrafts:
+    """N-grams that one group's drafts are looked up in, and how often drafts were right."""
+
+    __slots__ = ("__weakref__", "_earlier", "_history", "_misses", "_pause", "_run", "own", "rates")
+
+    def __init__(
+        self, history: PromptHistory | None, run: NgramIndex, rates: dict[DraftSource, float]
+    ) -> None:
+        """Start with what the run knows.
+
+        Args:
+            history: earlier completions of the group's prompt; None: there are none.
+            run: completions of other prompts.
+            rates: acceptance rates of the run's latest drafts.
+        """
+        self.own = NgramIndex()
+        self._earlier = NgramIndex() if history is not None and history.completions else None
+        self._history, self._run = history, run
+        self.rates = dict(rates)
+        """Probability that a drafted token is accepted after accepted ones, by source."""
+        self._misses = self._pause = 0
+
+    def predict(self, token_ids: Sequence[int], count: int, min_rate: float) -> Draft:
+        """Return up to `count` tokens that followed the longest n-gram at the end.
+
+        Args:
+            token_ids: the sequence.
+            count: most tokens to return.
+            min_rate: sources with a lower acceptance rate are left out.
+        """
+        if self._pause:
+            self._pause -= 1
+            return NO_DRAFT
         tail = list(token_ids[-max(NGRAM_SIZES) :])
-        num_given = len(tail)
-        # A match that ends at the newest token is a loop; its continuation is looked up again.
-        while (wanted := count - len(tail) + num_given) > 0 and (found := self._lookup(tail)):
-            text, start = found
-            tail += text[start : start + wanted]
-        return tail[num_given:]
-
-    def _lookup(self, tail: list[int]) -> tuple[list[int], int] | None:
-        """Return the sequence and the position that followed the longest n-gram at the end."""
+        sources = [
+            (source, index)
+            for source, index in zip(DraftSource, self._indexes(), strict=True)
+            if index is not None and self.rates[source] > min_rate
+        ]
+        for _, index in sources:
+            index.update()
         for size in NGRAM_SIZES:
-            found = self._next[size].get(_packed(tail[-size:])) if len(tail) >= size else None
-            if found is not None:
-                return self._texts[found >> BITS][0], found & ((1 << BITS) - 1)
-        return None
+            for source, index in sources:
+                if tokens := index.predict(tail, count, size):
+                    self._misses = 0
+                    return Draft(tokens, source)
+        self._misses += 1
+        if self._misses >= MISSES_BEFORE_PAUSE:
+            self._pause = min(self._misses, LONGEST_PAUSE)
+        return NO_DRAFT
 
-    def _update(self) -> None:
-        """Index the tokens that were appended since the last call."""
-        for index, (text, num_indexed) in enumerate(self._texts):
-            for size, following in self._next.items():
-                for position in range(max(size, num_indexed), len(text)):
-                    ngram = _packed(text[position - size : position])
-                    following[ngram] = index << BITS | position
-            self._texts[index] = text, len(text)
-
-
-def _packed(tokens: Sequence[int]) -> int:
-    number = 0
-    for token in tokens:
-        number = number << BITS | token
-    return number
+    def _indexes(self) -> tuple[NgramIndex, NgramIndex | None, NgramIndex]:
+        """Return the index of each source, in the order of `DraftSource`."""
+        if self._history is not None and self._earlier is not None:
+            # Filled at the first lookup: most sequences end before they get a draft.
+            prompt_ids = self._history.prompt_ids
+            for completion in self._history.completions:
+                self._earlier.add([*prompt_ids, *completion], len(prompt_ids), is_growing=False)
+            self._history = None
+        return self.own, self._earlier, self._run
 
 
 class NgramProposer:
     """Drafts tokens for the sequences of one engine."""
 
-    def __init__(self, max_tokens: int | None) -> None:
-        """Draft at most `max_tokens` for a sequence; None: `MAX_DRAFT_TOKENS`."""
+    def __init__(self, max_tokens: int | None, never_sampled: Sequence[int] = ()) -> None:
+        """Draft at most `max_tokens` for a sequence; None: `MAX_DRAFT_TOKENS`.
+
+        `never_sampled`: token ids of prompts that are not drafted.
+        """
+        self._never_sampled = frozenset(never_sampled)
         self._max_tokens = MAX_DRAFT_TOKENS if max_tokens is None else max_tokens
-        self._groups: WeakValueDictionary[int, NgramIndex] = WeakValueDictionary()
+        self._groups: WeakValueDictionary[int, GroupDrafts] = WeakValueDictionary()
+        self._run, self._num_run_tokens = NgramIndex(), 0
+        self.rates = dict.fromkeys(DraftSource, INITIAL_RATE)
+        """Acceptance rate of each source, over the run's latest drafts."""
 
     def track(self, requests: Sequence[Request]) -> None:
         """Index sequences that got their first token; those of one group share an index."""
         for request in requests:
-            if request.ngram_index is not None or request.status.is_final:
+            if request.drafts is not None or request.status.is_final:
                 continue
-            index = self._groups.get(request.group) if request.group is not None else None
-            num_known = len(request.prompt_ids) if index else 0
-            request.ngram_index = index = index or NgramIndex()
+            group = self._groups.get(request.group) if request.group is not None else None
+            num_known = len(request.prompt_ids) if group else 0
+            request.drafts = group = group or GroupDrafts(request.history, self._run, self.rates)
             if request.group is not None:
-                self._groups[request.group] = index
-            index.add(request.token_ids, num_known)
+                self._groups[request.group] = group
+            group.own.add(request.token_ids, num_known)
 
-    def max_draft_tokens(self, num_sequences: int) -> int:
-        """Return the length of the longest draft, if so many sequences run."""
-        if not num_sequences:
-            return 0
-        return max(0, min(self._max_tokens, MAX_DRAFT_ROWS // num_sequences - 1))
+    def add_to_run(self, request: Request) -> None:
+        """Index a sequence that has ended, for drafts of other prompts."""
+        if self._num_run_tokens > MAX_RUN_TOKENS:
+            self._run, self._num_run_tokens = NgramIndex(), 0
+        text = request.token_ids[len(request.prompt_ids) :]
+        self._run.add(text, 0, is_growing=False)
+        self._num_run_tokens += len(text)
 
-    def propose(self, running: Sequence[Request]) -> list[list[int]]:
+    def can_propose(self, num_sequences: int) -> bool:
+        """Return whether a step of so many sequences may have drafts."""
+        return 0 < num_sequences <= MAX_DRAFT_ROWS // 2 and self._max_tokens > 0
+
+    def propose(self, running: Sequence[Request]) -> list[Draft]:
         """Return a draft for each sequence of the coming step; empty: no sequence gets one."""
-        longest = self.max_draft_tokens(len(running))
-        if not longest or any(r.is_adjusted or r.params.top_logprobs for r in running):
+        if not self.can_propose(len(running)):
             return []
-        drafts = [self._draft(request, longest) for request in running]
-        return drafts if any(drafts) else []
+        if any(r.is_adjusted or r.params.top_logprobs for r in running):
+            return []
+        # A further row is worth its time if it gives as many tokens as the step's time gives.
+        worth = len(running) / (ROWS_PER_STEP + len(running))
+        weights = _weights(running)
+        num_spare = MAX_DRAFT_ROWS - len(running)
+        drafts = [NO_DRAFT] * len(running)
+        # The longest first: the rollout ends with them.
+        for index in sorted(range(len(running)), key=weights.__getitem__, reverse=True):
+            if num_spare <= 0:
+                break
+            longest = min(self._max_tokens, num_spare)
+            drafts[index] = self._draft(running[index], longest, worth / weights[index])
+            num_spare -= len(drafts[index].tokens)
+        return drafts if any(draft.tokens for draft in drafts) else []
 
-    def _draft(self, request: Request, longest: int) -> list[int]:
-        index = request.ngram_index
-        if index is None or request.is_streaming:
-            return []
-        wanted = round(index.acceptance_rate * longest)
-        if not wanted:
-            index.acceptance_rate = min(1.0, index.acceptance_rate + RECOVERY)
+    def _draft(self, request: Request, longest: int, worth: float) -> Draft:
+        group = request.drafts
+        if group is None or request.is_streaming:
+            return NO_DRAFT
         # The last token of a sequence is sampled, never drafted.
-        wanted = min(wanted, request.max_new_tokens - request.num_generated - 1)
-        return index.predict(request.token_ids, wanted) if wanted else []
+        longest = min(longest, request.max_new_tokens - request.num_generated - 1)
+        min_rate = max(worth, MIN_RATE)
+        for source, rate in group.rates.items():
+            if rate <= min_rate:
+                group.rates[source] = max(rate, min(INITIAL_RATE, rate + RECOVERY))
+        if longest <= 0 or max(group.rates.values()) <= min_rate:
+            return NO_DRAFT
+        tokens, source = group.predict(request.token_ids, longest, min_rate)
+        tokens = list(takewhile(lambda token: token not in self._never_sampled, tokens))
+        num_worth, chance = 0, group.rates[source]
+        while num_worth < len(tokens) and chance > worth:
+            num_worth += 1
+            chance *= group.rates[source]
+        return Draft(tokens[:num_worth], source)
 
-    def record(self, request: Request, num_drafted: int, num_accepted: int) -> None:
-        """Update the acceptance rate of a sequence's group."""
-        index = request.ngram_index
-        if num_drafted and index is not None:
-            error = num_accepted / num_drafted - index.acceptance_rate
-            index.acceptance_rate += LEARNING_RATE * error
+    def record(self, request: Request, draft: Draft, num_right: int) -> None:
+        """Update the acceptance rates of a draft's source."""
+        if not draft.tokens:
+            return
+        # The tokens after the first wrong one were not tried.
+        share = num_right / min(len(draft.tokens), num_right + 1)
+        for rates in (self.rates, None if request.drafts is None else request.drafts.rates):
+            if rates is not None:
+                rates[draft.source] += LEARNING_RATE * (share - rates[draft.source])
+
+
+def _weights(running: Sequence[Request]) -> list[float]:
+    """Return the tokens that each sequence is expected to lack, as a share of the longest's.
+
+    1 for a prompt without earlier completions.
+    """
+    known = [
+        None
+        if r.expected_length is None
+        # What is longer than expected goes on for long: so are lengths with a long tail.
+        else max(r.expected_length - r.num_generated, 0.5 * r.num_generated, 1.0)
+        for r in running
+    ]
+    longest = max((tokens for tokens in known if tokens is not None), default=1.0)
+    return [1.0 if tokens is None else tokens / longest for tokens in known]
 
 
 def can_draft(runner: ModelRunner, layout: CacheLayout, config: RolloutConfig) -> bool:

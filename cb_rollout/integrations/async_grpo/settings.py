@@ -21,6 +21,11 @@ def engine_config(config: Any, args: Any) -> RolloutConfig:
             "weight_sync='copy': the engine's model is a copy already, which the trainer writes; "
             "leave it at 'auto'."
         )
+    if resolved.router_replay:
+        raise ConfigurationError(
+            "router_replay=True: the asynchronous trainer's batches carry no experts, so its loss "
+            "would choose its own; leave it False, or attach a GRPOTrainer."
+        )
     dtype = resolved.rollout_dtype
     if dtype == RolloutDtype.AUTO and (args.bf16 or args.fp16):
         dtype = RolloutDtype.BFLOAT16 if args.bf16 else RolloutDtype.FLOAT16

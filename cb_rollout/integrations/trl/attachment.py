@@ -12,24 +12,41 @@ import warnings
 from typing import Any
 
 import trl
+import trl.trainer.utils
 from packaging.version import Version
+from transformers import set_seed
 from trl import GRPOTrainer, RLOOTrainer
 from trl.generation.vllm_generation import VLLMGeneration
 
 from cb_rollout.compat.torch import dropout_rate
-from cb_rollout.config.enums import LossForward, SamplingMaskMode
+from cb_rollout.config.enums import LossForward, Numerics, SamplingMaskMode
 from cb_rollout.config.hf import from_generation_config
+from cb_rollout.config.rollout import RolloutConfig
+from cb_rollout.engine.numerics.bitwise import bitwise
 from cb_rollout.errors import ConfigurationError
-from cb_rollout.integrations.trl.backend import GenerationBackend, create_generator
+from cb_rollout.integrations.concurrent_tools import ConcurrentTools
+from cb_rollout.integrations.trl.backend import (
+    GENERATION_MODE,
+    GenerationBackend,
+    create_generator,
+)
 from cb_rollout.integrations.trl.guard import (
     LogprobGuard,
     are_comparable,
     require_one_distribution,
     warn_of_bias,
 )
-from cb_rollout.integrations.trl.image_data import require_processor_for_images
+from cb_rollout.integrations.trl.images import require_processor_for_images
+from cb_rollout.integrations.trl.on_policy import (
+    SEAMS,
+    GenerationSeam,
+    install_generation,
+    require_generation_alone,
+    seam_of,
+)
 from cb_rollout.integrations.trl.packed_loss import PackedLoss
 from cb_rollout.integrations.trl.records import TrainerRecords
+from cb_rollout.integrations.trl.replay import RouterReplay
 from cb_rollout.integrations.trl.rollout_func import end_own_engine
 from cb_rollout.integrations.trl.scoring import TrainerScoring
 from cb_rollout.integrations.trl.strategies import STRATEGY
@@ -37,16 +54,19 @@ from cb_rollout.integrations.trl.truncated_completions import (
     TruncatedCompletions,
     require_known_ends,
 )
+from cb_rollout.packing.ordered_head import replacing_head
 from cb_rollout.rollout.distributed import create_failure_watch
 from cb_rollout.rollout.generator import RolloutGenerator
 
 TESTED_VERSIONS = "trl>=1.16,<2"
 
-# Any word but TRL's own "server" and "colocate", each of which has code of its own.
-GENERATION_MODE = "cb_rollout"
+# TRL 1.16's autograd function of the head, in `trl.trainer.utils`.
+FUSED_HEAD = "_ChunkedLogProbFunction"
 
-USED_ATTRIBUTES = ("use_vllm", "vllm_mode", "generation_config", "_metrics", "state", "accelerator")
-USED_METHODS = (
+# Of every trainer; then of GRPO and RLOO.
+USED_ATTRIBUTES = ("generation_config", "state", "accelerator", "model_wrapped")
+SCORED_ATTRIBUTES = ("use_vllm", "vllm_mode", "_metrics")
+SCORED_METHODS = (
     "_generate_single_turn",
     "_generate",
     "_generate_and_score_completions",
@@ -60,10 +80,12 @@ GENERATE_ARGUMENTS = ["self", "prompts", "images", "num_generations", "profiler"
 
 
 def attach(trainer: Any, config: Any = None) -> RolloutGenerator:
-    """Make a stock `GRPOTrainer` or `RLOOTrainer` generate through cb_rollout.
+    """Make a stock on-policy trainer of TRL generate through cb_rollout.
 
-    Training, evaluation, tools and environments all use it. The sampled log-probabilities go into
-    TRL's own importance-sampling correction, under TRL's own metric names.
+    Training, evaluation, tools and environments all use it. With a `GRPOTrainer` or `RLOOTrainer`
+    the sampled log-probabilities go into TRL's own importance-sampling correction, under TRL's own
+    metric names. Of `DistillationTrainer`, `GOLDTrainer`, `IWOPDTrainer`, `OnlineDPOTrainer`,
+    `SDFTTrainer` and `SDPOTrainer` it replaces generation alone.
 
     Args:
         trainer: constructed with `use_vllm=False`, not yet training.
@@ -76,7 +98,10 @@ def attach(trainer: Any, config: Any = None) -> RolloutGenerator:
     Raises:
         ConfigurationError: the trainer, a setting or this TRL release is not supported.
     """
-    _require_supported(trainer)
+    seam = seam_of(trainer)
+    _require_supported(trainer, seam)
+    if seam is not None:
+        return _attach_generation(trainer, config, seam)
     _require_settings(trainer)
     require_processor_for_images(trainer)
     end_own_engine(trainer)
@@ -86,14 +111,19 @@ def attach(trainer: Any, config: Any = None) -> RolloutGenerator:
     require_one_distribution(config, defaults)
     require_known_ends(trainer, defaults)
     warn_of_bias(trainer, config, defaults)
-    _warn_of_dropout(trainer)
+    _warn_of_dropout(trainer, config)
+    if (group := generator.manager.group) is not None:
+        # TRL 1.16 seeds each process apart, but a group must shuffle and drop alike.
+        set_seed(trainer.args.seed + group.data_parallel_rank)
     records = None
     if trainer.accelerator.is_main_process:
         records = TrainerRecords(trainer, config.record_num_sequences)
     backend = GenerationBackend(trainer, generator, records)
-    packed = None
+    routers, replay, packed = generator.manager.routers, None, None
+    if routers is not None:
+        replay = RouterReplay(trainer, routers)
     if config.loss_forward == LossForward.PACKED:
-        packed = PackedLoss(trainer, config, generator.memory_plan().training)
+        packed = PackedLoss(trainer, config, generator.memory_plan().training, replay)
     scoring = TrainerScoring(
         trainer,
         backend,
@@ -102,7 +132,10 @@ def attach(trainer: Any, config: Any = None) -> RolloutGenerator:
         TruncatedCompletions(trainer, defaults),
         packed=packed,
         replays=config.sampling_mask == SamplingMaskMode.REPLAY,
+        router_replay=replay,
     )
+    if config.numerics == Numerics.BITWISE:
+        _install_bitwise(trainer, backend)
     backend.overrides.set(
         vllm_generation=backend,
         vllm_mode=GENERATION_MODE,
@@ -114,13 +147,32 @@ def attach(trainer: Any, config: Any = None) -> RolloutGenerator:
         _get_per_token_logps_and_entropies=scoring.logprobs,
         compute_loss=scoring.compute_loss,
     )
+    # RLOO has no tools.
+    if config.concurrent_tools and hasattr(trainer, "_tool_call_loop"):
+        tools = ConcurrentTools(trainer, config.tool_timeout_seconds)
+        backend.overrides.set(_tool_call_loop=tools.run)
+    _watch(trainer, backend)
+    return generator
+
+
+def _attach_generation(trainer: Any, config: Any, seam: GenerationSeam) -> RolloutGenerator:
+    """Attach a trainer whose loss needs nothing from the rollout but its tokens."""
+    require_generation_alone(trainer, config, seam)
+    generator = create_generator(trainer, config)
+    backend = GenerationBackend(trainer, generator, synced_step=seam.synced_step)
+    install_generation(trainer, backend, seam)
+    _watch(trainer, backend)
+    return generator
+
+
+def _watch(trainer: Any, backend: GenerationBackend) -> None:
+    """Tell the backend of the trainer's steps, and the other processes of a failure."""
     watch = create_failure_watch()
     if watch is not None:
         backend.overrides.set(
             train=watch.watching(trainer.train), evaluate=watch.watching(trainer.evaluate)
         )
     trainer.add_callback(backend.callback)
-    return generator
 
 
 def detach(trainer: Any) -> None:
@@ -137,16 +189,23 @@ def detach(trainer: Any) -> None:
     backend.close()
 
 
-def _require_supported(trainer: Any) -> None:
-    """Refuse an object that is not a trainer, or whose attributes are not those of TRL 1.16."""
-    if not isinstance(trainer, GRPOTrainer | RLOOTrainer):
+def _require_supported(trainer: Any, seam: GenerationSeam | None) -> None:
+    """Refuse an object that is not a trainer, or whose attributes are not those of TRL 1.16.
+
+    Args:
+        trainer: the trainer.
+        seam: where it generates; None: the trainer has to be GRPO or RLOO.
+    """
+    if seam is None and not isinstance(trainer, GRPOTrainer | RLOOTrainer):
+        known = ", ".join(sorted(("GRPOTrainer", "RLOOTrainer", *SEAMS)))
         raise ConfigurationError(
-            f"attach() takes a trl GRPOTrainer or RLOOTrainer, not a {type(trainer).__name__}; use "
+            f"attach() takes one of trl's {known}; not a {type(trainer).__name__}; use "
             "RolloutGenerator.generate_batch in a loop of your own."
         )
-    missing = [name for name in (*USED_ATTRIBUTES, *USED_METHODS) if not hasattr(trainer, name)]
+    used = seam.methods if seam else (*SCORED_ATTRIBUTES, *SCORED_METHODS)
+    missing = [name for name in (*USED_ATTRIBUTES, *used) if not hasattr(trainer, name)]
     arguments = list(inspect.signature(VLLMGeneration.generate).parameters)
-    if not missing:
+    if not missing and seam is None:
         taken = list(inspect.signature(trainer._get_per_token_logps_and_entropies).parameters)
         if taken[: len(LOGPROBS_ARGUMENTS)] != LOGPROBS_ARGUMENTS:
             missing = ["_get_per_token_logps_and_entropies as it was"]
@@ -195,9 +254,25 @@ def _require_settings(trainer: Any) -> None:
         )
 
 
-def _warn_of_dropout(trainer: Any) -> None:
-    """Warn that the importance-sampling correction counts dropout as a change of policy."""
+def _install_bitwise(trainer: Any, backend: GenerationBackend) -> None:
+    """Compute the trainer's forwards as the engine's, until the trainer is detached."""
+    backend.installed.enter_context(bitwise(trainer.model))
+    backend.installed.enter_context(replacing_head(trl.trainer.utils, FUSED_HEAD))
+
+
+def _warn_of_dropout(trainer: Any, config: RolloutConfig) -> None:
+    """Warn that the importance-sampling correction counts dropout as a change of policy.
+
+    Raises:
+        ConfigurationError: numerics="bitwise", which dropout makes impossible.
+    """
     highest = dropout_rate(trainer.model)
+    if highest > 0 and config.numerics == Numerics.BITWISE:
+        raise ConfigurationError(
+            f"numerics='bitwise': the model trains with dropout (rate {highest:g}); set "
+            "disable_dropout=True in the trainer's config, and lora_dropout=0 and "
+            "attention_dropout=0 where they are set."
+        )
     if highest > 0 and getattr(trainer, "vllm_importance_sampling_correction", False):
         warnings.warn(
             f"the model trains with dropout (rate {highest:g}), and rollouts are sampled without: "

@@ -6,7 +6,8 @@ Reads the trainer's attributes and imports no trl.
 """
 
 import time
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback, TrainerState
@@ -24,6 +25,9 @@ from cb_rollout.types import GenerationOutput
 if TYPE_CHECKING:
     from cb_rollout.integrations.trl.strategies import TrainerStrategy
     from cb_rollout.strategies import GroupCollector
+
+# Any word but TRL's own "server" and "colocate", each of which has code of its own.
+GENERATION_MODE = "cb_rollout"
 
 _ABSENT = object()
 
@@ -62,7 +66,7 @@ def create_generator(trainer: Any, config: Any) -> RolloutGenerator:
     if count not in (None, 1):
         raise ConfigurationError(
             f"generation_kwargs={{'num_return_sequences': {count!r}}}: the trainer repeats each "
-            f"prompt num_generations={trainer.num_generations} times itself; take it out."
+            "prompt itself, num_generations times; take it out."
         )
     optimizer = trainer.optimizer
     if optimizer is None:
@@ -78,14 +82,19 @@ def create_generator(trainer: Any, config: Any) -> RolloutGenerator:
         optimizer=optimizer,
     )
     limits = generator.manager.limits
-    length = trainer.args.max_completion_length
+    name = (
+        "max_completion_length"
+        if hasattr(trainer.args, "max_completion_length")
+        else "max_new_tokens"
+    )
+    length = getattr(trainer.args, name)
     for limit, holder in (
         (limits.max_positions, "the model takes"),
         (limits.max_cached_tokens(), "the KV cache holds"),
     ):
         if limit is not None and length >= limit:
             raise ConfigurationError(
-                f"max_completion_length={length} leaves no room for a prompt: {holder} at most "
+                f"{name}={length} leaves no room for a prompt: {holder} at most "
                 f"{limit} tokens of one sequence; lower it in the trainer's config."
             )
     return generator
@@ -95,10 +104,25 @@ class GenerationBackend:
     """The trainer's `vllm_generation`: samples its completions and logs its rollout metrics."""
 
     def __init__(
-        self, trainer: Any, generator: RolloutGenerator, records: TrainerRecords | None = None
+        self,
+        trainer: Any,
+        generator: RolloutGenerator,
+        records: TrainerRecords | None = None,
+        synced_step: str = "_last_loaded_step",
     ) -> None:
+        """Serve a trainer.
+
+        Args:
+            trainer: changed by the caller, through `overrides`.
+            generator: closed with the backend.
+            records: None: this process keeps none.
+            synced_step: the trainer's attribute with the step at which it synced last.
+        """
         self._trainer, self.generator, self._records = trainer, generator, records
+        self._synced_step = synced_step
         self.overrides = Overrides(trainer)
+        self.installed = ExitStack()
+        """Contexts that end when the trainer is detached, beside `overrides` of its attributes."""
         self.callback = RolloutCallback(self, records)
         self.context = RolloutContext(self._mode)
         """Of the rollout in progress, or of the last one."""
@@ -132,7 +156,7 @@ class GenerationBackend:
 
     def forget_synced_step(self) -> None:
         """Make the trainer sync before it generates next, whatever its step count says."""
-        self._trainer._last_loaded_step = -1
+        setattr(self._trainer, self._synced_step, -1)
 
     def sync_weights(self) -> None:
         """Sync the trainer's weights; TRL calls this once per optimizer step."""
@@ -142,9 +166,9 @@ class GenerationBackend:
     def sync_once_a_step(self) -> None:
         """Sync as the trainer does before it generates (trl 1.16), unless it has already."""
         step = self._trainer.state.global_step
-        if step != self._trainer._last_loaded_step:
+        if step != getattr(self._trainer, self._synced_step):
             self.sync_weights()
-            self._trainer._last_loaded_step = step
+            setattr(self._trainer, self._synced_step, step)
 
     def generate(
         self,
@@ -169,6 +193,9 @@ class GenerationBackend:
         inputs: list[Any] = prompts if images is None else _with_images(prompts, images)
         with profiler or nullcontext():
             outputs = self.sample(inputs)
+        for output, pictures in zip(outputs, images or (), strict=False):
+            if pictures:
+                self.context.images[output.request_id] = pictures
         completions = [output.generated_tokens for output in outputs]
         logprobs = [[[logprob] for logprob in output.logprobs] for output in outputs]
         return prompts, completions, logprobs, [[[t] for t in tokens] for tokens in completions]
@@ -185,7 +212,8 @@ class GenerationBackend:
         context = self.context
         if context.collected is not None:
             (_, outputs, metrics), context.collected = context.collected, None
-            assert [output.prompt_ids for output in outputs] == prompts, "collected for others"
+            ids = [p["prompt"] if isinstance(p, Mapping) else p for p in prompts]
+            assert [output.prompt_ids for output in outputs] == ids, "collected for others"
         else:
             outputs = self._generated(prompts, sampling_params)
             metrics = self.generator.metrics()
@@ -264,6 +292,11 @@ class GenerationBackend:
         for name, value in metrics.items():
             self._trainer._metrics[self._mode][name].append(value)
 
+    def log_router_disagreement(self, share: float | None) -> None:
+        """Log how often routers would have chosen other experts in the loss; None: never asked."""
+        if share is not None:
+            self._trainer._metrics[self._mode]["rollout/router_disagreement"].append(share)
+
     def flush_records(self) -> None:
         """Write the records of sequences that no later step will train on."""
         if self._records is not None:
@@ -275,6 +308,7 @@ class GenerationBackend:
         self.cancel_carried()
         self._trainer.remove_callback(self.callback)
         self.overrides.restore()
+        self.installed.close()
         self.generator.close()
 
 

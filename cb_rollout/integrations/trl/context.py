@@ -24,7 +24,8 @@ from cb_rollout.types import FinishReason, GenerationOutput
 # Metrics of a rollout's turns that are added up; of the others the largest counts.
 SUMMED = (
     *("seconds", "tokens", "prefill_tokens", "prefill_tokens_saved", "preemptions"),
-    *("drafted_tokens", "accepted_tokens"),
+    *("drafted_tokens", "accepted_tokens", "drafted_tokens_earlier", "accepted_tokens_earlier"),
+    *("drafted_tokens_run", "accepted_tokens_run", "images_encoded", "images_reused"),
 )
 # Averaged over the turns' tokens.
 AVERAGED = ("log_kept_mass", "kept_tokens")
@@ -97,6 +98,8 @@ class RolloutContext:
     """Completions for the next prompts that the trainer asks for; None: sample them."""
     outputs: list[GenerationOutput] = field(default_factory=list)
     """Everything sampled, tool turns included, in the order of the trainer's prompts."""
+    images: dict[str, list[Any]] = field(default_factory=dict)
+    """Pictures of the prompts that have any, by the request's id."""
     turn_metrics: list[dict[str, float]] = field(default_factory=list)
     """Metrics of each call of the engine, by name."""
     rows: list[RolloutRow] = field(default_factory=list)
@@ -104,6 +107,8 @@ class RolloutContext:
     """One for each row, weighted and summed over the reward functions."""
     kept_token_ids: list[list[Any]] | None = None
     """The sampling mask of each row, while the batch is scored; None: replay is off."""
+    routed_experts: list[Any] | None = None
+    """The experts that each row's tokens took, while the batch is scored; None: replay is off."""
     is_check_due: bool = False
     """True until the guard has compared this rollout's log-probabilities."""
     needs_old_logprobs: bool = False
@@ -139,13 +144,17 @@ class RolloutContext:
             sampled_BT[number, : len(row.logprobs)] = torch.tensor(row.logprobs)
         return sampled_BT.to(mask_BT.device)
 
-    def require_sampled_here(self) -> None:
-        """Refuse rows that the attached generator did not sample."""
+    def require_sampled_here(self, setting: str, other: str) -> None:
+        """Refuse rows that the attached generator did not sample.
+
+        Args:
+            setting: the setting that needs them, and its value.
+            other: the value that does not.
+        """
         if not all(row.spans for row in self.rows):
             raise ConfigurationError(
-                "sampling_mask='replay' needs completions of the attached generator, and "
-                "rollout_func brought others; generate with cb_rollout.make_rollout_func, or set "
-                "sampling_mask='ignore'."
+                f"{setting} needs completions of the attached generator, and rollout_func brought "
+                f"others; generate with cb_rollout.make_rollout_func, or set {other}."
             )
 
 

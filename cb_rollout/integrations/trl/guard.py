@@ -17,7 +17,13 @@ from typing import Any
 import torch
 
 from cb_rollout.compat.torch import compute_dtype
-from cb_rollout.config.enums import LogprobsMode, OldLogps, OnLogprobDrift, SamplingMaskMode
+from cb_rollout.config.enums import (
+    LogprobsMode,
+    Numerics,
+    OldLogps,
+    OnLogprobDrift,
+    SamplingMaskMode,
+)
 from cb_rollout.config.rollout import RolloutConfig
 from cb_rollout.config.sampling import SamplingParams, counterpart
 from cb_rollout.errors import ConfigurationError, LogprobDriftError
@@ -170,6 +176,8 @@ class LogprobGuard:
     def _act(self, report: DriftReport, compared: Compared) -> None:
         """Raise, or fall back to recomputing, where the drift is above `max_logprob_drift`."""
         allowed = self._config.max_logprob_drift
+        if allowed is None and self._config.numerics == Numerics.BITWISE:
+            allowed = 0.0
         if allowed is None:
             return
         if largest_of_all(self._trainer.accelerator, report.max) <= allowed:

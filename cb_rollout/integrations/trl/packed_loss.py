@@ -22,8 +22,10 @@ from cb_rollout.compat.zero3 import shards_models
 from cb_rollout.config.rollout import RolloutConfig
 from cb_rollout.engine.memory import device as devices
 from cb_rollout.engine.memory.plan import TrainingBytes
+from cb_rollout.engine.model.routers import Disagreement
 from cb_rollout.errors import ConfigurationError, error_text
 from cb_rollout.integrations.trl.packed_scores import LossTokens, PackedScores, Result, rows_of
+from cb_rollout.integrations.trl.replay import RouterReplay
 from cb_rollout.packing.batch import PackedRow, PackingLayout, representative
 from cb_rollout.packing.forward import FLOAT32_NATS, max_difference
 from cb_rollout.rollout.distributed import largest_of_all
@@ -49,15 +51,22 @@ OwnForward = Callable[..., Result]
 class PackedLoss:
     """The packed forward of one trainer's models."""
 
-    def __init__(self, trainer: Any, config: RolloutConfig, training: TrainingBytes) -> None:
+    def __init__(
+        self,
+        trainer: Any,
+        config: RolloutConfig,
+        training: TrainingBytes,
+        replay: RouterReplay | None = None,
+    ) -> None:
         """Keep what the forwards need.
 
         Args:
             trainer: its accelerator, temperature and arguments are used.
             config: its `loss_tokens_per_forward` is used.
             training: the memory plan's part of training, before the first step.
+            replay: replays the experts of the rollout; None: routers choose for themselves.
         """
-        self._trainer = trainer
+        self._trainer, self._replay = trainer, replay
         self._bytes_to_come = training.gradients_to_come + training.optimizer_states_to_come
         self._is_sharded = shards_models(trainer.accelerator)
         self._layout: PackingLayout | None = PackingLayout.SHARED_PROMPTS
@@ -79,6 +88,8 @@ class PackedLoss:
         *,
         batch_size: int | None = None,
         kept: Sequence[list[Any]] | None = None,
+        routes: Sequence[Any] | None = None,
+        counts: Disagreement | None = None,
         advantages: torch.Tensor | None = None,
         compute_aux_loss: bool = False,
         **settings: Any,
@@ -93,6 +104,8 @@ class PackedLoss:
             logits_to_keep: T.
             batch_size: rows in one forward of the trainer; None: all.
             kept: for each row, the sampling mask of its tokens; None: the whole vocabulary.
+            routes: for each row, the experts of its first tokens; None: the routers choose.
+            counts: counts choices of routers that differ from those; None: they are not counted.
             advantages: (B,): rows at 0 have no gradient; None: all rows have one.
             compute_aux_loss: also return the load-balancing loss of a mixture of experts.
             settings: TRL's other arguments.
@@ -106,11 +119,13 @@ class PackedLoss:
         layout = PackingLayout.WHOLE_ROWS if compute_aux_loss else self._layout
         given = [name for name, value in settings.items() if value is not None]
         given = [name for name in given if name != "compute_entropy"]
-        rows = None if given else rows_of(input_ids, attention_mask, logits_to_keep)
+        rows = None if given else rows_of(input_ids, attention_mask, logits_to_keep, routes)
         if not self._are_fit(rows, given, model, layout):
             return None
         assert rows is not None
-        run = PackedScores(self._trainer, model, rows, layout, kept, has_aux_loss=compute_aux_loss)
+        run = PackedScores(
+            self._trainer, model, rows, layout, kept, compute_aux_loss, self._replay, counts
+        )
         if not self._is_proved(run, own_forward, logits_to_keep):
             return None
         trained = list(range(len(rows)))
@@ -206,6 +221,7 @@ class PackedLoss:
             run.layout,
             None if run.kept is None else [run.kept[number] for number in numbers],
             has_aux_loss=False,
+            replay=self._replay,
         )
         # Sharded gradients exist in the backward pass alone.
         has_gradient = torch.is_grad_enabled() and not self._is_sharded

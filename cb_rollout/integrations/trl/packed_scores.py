@@ -12,7 +12,9 @@ from typing import Any
 import torch
 
 from cb_rollout.engine.memory import device as devices
+from cb_rollout.engine.model.routers import Disagreement
 from cb_rollout.engine.sampling.mask import SamplingMask, masked_logprobs
+from cb_rollout.integrations.trl.replay import RouterReplay
 from cb_rollout.packing.batch import PackedBatch, PackedRow, PackingLayout, pack
 from cb_rollout.packing.forward import Scores, score_batches
 
@@ -52,6 +54,8 @@ class PackedScores:
     layout: PackingLayout
     kept: Sequence[list[Any]] | None
     has_aux_loss: bool
+    replay: RouterReplay | None = None
+    counts: Disagreement | None = None
 
     def __post_init__(self) -> None:
         self.tokens = LossTokens()
@@ -71,6 +75,8 @@ class PackedScores:
                 self._head,
                 num_trained=len(with_gradient),
                 recompute=len(with_gradient) > 1,
+                routers=None if self.replay is None else self.replay.routers,
+                counts=self.counts,
             )
 
     def unpacked(self, scores: list[Scores], logits_to_keep: int) -> Result:
@@ -131,9 +137,15 @@ def _num_needed(rows: Sequence[PackedRow]) -> int:
 
 
 def rows_of(
-    input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_keep: int
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor,
+    logits_to_keep: int,
+    routes: Sequence[Any] | None = None,
 ) -> list[PackedRow] | None:
-    """Return the rows without padding; None where padding is not at the two ends alone."""
+    """Return the rows without padding, with their routes.
+
+    None where padding is not at the two ends alone.
+    """
     first = input_ids.shape[1] - logits_to_keep
     prompt_mask_BP, mask_BT = attention_mask[:, :first] > 0, attention_mask[:, first:] > 0
     prompts_B, completions_B = prompt_mask_BP.sum(1), mask_BT.sum(1)
@@ -144,7 +156,8 @@ def rows_of(
     if not is_plain:
         return None
     lengths = zip(prompts_B.tolist(), completions_B.tolist(), strict=True)
+    records = routes or [None] * len(input_ids)
     return [
-        PackedRow(ids[first - before : first], ids[first : first + after])
-        for ids, (before, after) in zip(input_ids.tolist(), lengths, strict=True)
+        PackedRow(ids[first - before : first], ids[first : first + after], record)
+        for ids, (before, after), record in zip(input_ids.tolist(), lengths, records, strict=True)
     ]

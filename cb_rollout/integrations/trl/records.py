@@ -7,6 +7,7 @@ trainer's main process, on its thread.
 B: rows of a batch, T: tokens of a completion.
 """
 
+import io
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
@@ -15,8 +16,13 @@ from typing import Any
 
 import torch
 
+from cb_rollout.compat.multimodal import image_token_ids, is_processor
 from cb_rollout.integrations.trl.context import RolloutContext, RolloutRow
 from cb_rollout.metrics.run_records import Mode, RunRecorder, SequenceRecord, StepMetrics
+
+# Of a prompt's pictures: the first ones, made small, so that a run's records stay small too.
+MAX_IMAGES = 4
+MAX_IMAGE_SIDE = 160
 
 
 class TrainerRecords:
@@ -60,7 +66,7 @@ class TrainerRecords:
                 step=step,
                 mode=context.mode,
                 request_id=row.name,
-                prompt=tokenizer.decode(row.prompt_ids),
+                prompt=tokenizer.decode(_without_repeats(row.prompt_ids, tokenizer)),
                 tokens=[tokenizer.decode([token]) for token in row.completion_ids],
                 token_ids=row.completion_ids,
                 logprobs=row.logprobs or [],
@@ -69,7 +75,16 @@ class TrainerRecords:
                 finish_reason=None if last is None else last.finish_reason,
                 advantage=advantages[number],
                 mask=list(masks[number][: len(row.completion_ids)]),
+                images=self._recorded_images(context.images.get(row.name, ())),
             )
+
+    def _recorded_images(self, pictures: Sequence[Any]) -> list[str]:
+        """Record the first pictures that are PIL images, and return their names."""
+        return [
+            self._recorder.record_image(_thumbnail(picture))
+            for picture in pictures[:MAX_IMAGES]
+            if hasattr(picture, "thumbnail")
+        ]
 
     def complete(
         self, ids: Sequence[int], logprobs_BT: torch.Tensor, entropies_BT: torch.Tensor
@@ -126,3 +141,22 @@ def _policy_versions(row: RolloutRow) -> list[tuple[int, int]]:
         if latest is not None:
             versions.append(latest)
     return [(version, len(list(run))) for version, run in groupby(versions)]
+
+
+def _thumbnail(picture: Any) -> bytes:
+    """Return a PIL image as a small PNG."""
+    small = picture.convert("RGB")
+    small.thumbnail((MAX_IMAGE_SIDE, MAX_IMAGE_SIDE))
+    file = io.BytesIO()
+    small.save(file, "PNG")
+    return file.getvalue()
+
+
+def _without_repeats(prompt_ids: Sequence[int], tokenizer: Any) -> list[int]:
+    """Return a prompt whose runs of placeholders, one for each position of an image, are one."""
+    known = image_token_ids(tokenizer) if is_processor(tokenizer) else frozenset()
+    return [
+        token
+        for before, token in zip([None, *prompt_ids], prompt_ids, strict=False)
+        if token not in known or token != before
+    ]

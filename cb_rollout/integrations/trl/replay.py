@@ -1,20 +1,28 @@
-"""Compute the trainer's log-probabilities over the sampling mask.
+"""Replay the rollout in the trainer's forwards: its sampling masks, and its experts.
 
-"Keep Sampling Mask" in DeepSeek-V3.2's report. TRL's own forward never has logits, so the model's
-is run instead: a micro-batch's logits of the completion exist whole.
+"Keep Sampling Mask" and "Keep Routing" in DeepSeek-V3.2's report. Over a sampling mask TRL's own
+forward never has logits, so the model's is run instead: a micro-batch's logits of the completion
+exist whole. Experts are replayed in any forward: the policy's, the old policy's, the reference's.
+The record of a row travels in the batch, which the trainer shuffles and splits.
 
-B: rows, S: prompt and completion, T: completion, V: vocabulary, N: B x T.
+B: rows, S: prompt and completion, T: completion, V: vocabulary, N: B x T, L: routers, K: experts of
+a token.
 """
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
+import numpy as np
 import torch
 
 from cb_rollout.compat import transformers as hf_compat
+from cb_rollout.engine.model.routers import Disagreement, Replay, Routers, joined_routes
 from cb_rollout.engine.sampling.mask import SamplingMask, masked_logprobs
+from cb_rollout.errors import ConfigurationError
 from cb_rollout.integrations.trl.context import RolloutRow
+from cb_rollout.integrations.trl.images import COUNTS, of_rows
 
 
 def kept_token_ids(row: RolloutRow) -> list[Any]:
@@ -39,6 +47,7 @@ def replayed_logprobs(
     kept: Sequence[list[Any]],
     batch_size: int | None = None,
     compute_aux_loss: bool = False,
+    images: Mapping[str, Any] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Compute TRL's `_get_per_token_logps_and_entropies` over each token's sampling mask.
 
@@ -51,6 +60,7 @@ def replayed_logprobs(
         kept: for each row, as many `array("i")` of ids as its completion has tokens.
         batch_size: rows in one forward; None: all.
         compute_aux_loss: also return the load-balancing loss of a mixture of experts.
+        images: what TRL passes for the images of all rows; None: there are none.
 
     Returns:
         Log-probabilities and entropies, both (B, T), float32, in nats, 0 in the padding; and the
@@ -61,8 +71,16 @@ def replayed_logprobs(
     logprobs, entropies, aux_losses = [], [], []
     for start in range(0, num_rows, batch_size):
         rows = slice(start, start + batch_size)
+        given = of_rows(images or {}, range(num_rows)[rows])
+        given = {name: value for name, value in given.items() if name not in COUNTS}
         outputs = _forward(
-            trainer, model, input_ids[rows], attention_mask[rows], logits_to_keep, compute_aux_loss
+            trainer,
+            model,
+            input_ids[rows],
+            attention_mask[rows],
+            logits_to_keep,
+            compute_aux_loss,
+            given,
         )
         logits_BTV = outputs.logits[:, -logits_to_keep - 1 : -1]
         tokens_BT = input_ids[rows, -logits_to_keep:]
@@ -92,12 +110,72 @@ def _forward(
     attention_mask: torch.Tensor,
     logits_to_keep: int,
     compute_aux_loss: bool,
+    images: Mapping[str, Any],
 ) -> Any:
     """Run the model, with logits of the completion alone where it can leave out the rest."""
-    settings: dict[str, Any] = {"use_cache": False}
+    settings: dict[str, Any] = {"use_cache": False, **images}
     if "logits_to_keep" in hf_compat.forward_argument_names(hf_compat.unwrap(model)):
         settings["logits_to_keep"] = logits_to_keep + 1
     if compute_aux_loss:
         settings["output_router_logits"] = True
     with trainer.accelerator.autocast():
         return model(input_ids=input_ids, attention_mask=attention_mask, **settings)
+
+
+class RouterReplay:
+    """The recorded experts of one trainer's rollouts."""
+
+    def __init__(self, trainer: Any, routers: Routers) -> None:
+        """Keep the routers of the model that generates; the trained one has them too.
+
+        Raises:
+            ConfigurationError: the trainer compiles its model, which would pass over the record.
+        """
+        if getattr(trainer.args, "torch_compile", False):
+            raise ConfigurationError(
+                "router_replay=True: torch_compile=True compiles the routers too; leave one of "
+                "them False."
+            )
+        self.routers = routers
+        self.disagreement = Disagreement()
+
+    def replaying(
+        self,
+        model: torch.nn.Module,
+        attention_mask: torch.Tensor,
+        logits_to_keep: int,
+        routes: Sequence[Any],
+        counts: Disagreement | None,
+    ) -> AbstractContextManager[None]:
+        """Have one forward of the trainer's padded rows take the recorded experts.
+
+        Args:
+            model: the policy or the reference, wrapped or not.
+            attention_mask: (B, S), int64: prompts are left-padded, completions right-padded.
+            logits_to_keep: tokens of the padded completions.
+            routes: the record of each row.
+            counts: counts choices that differ; None: they are not counted.
+        """
+        B, S = attention_mask.shape
+        first = S - logits_to_keep
+        paddings = (first - attention_mask[:, :first].sum(1)).tolist()
+        parts = [(record, padding, S) for record, padding in zip(routes, paddings, strict=True)]
+        routes_NLK = joined_routes(parts, self.routers.spec.shape, attention_mask.device)
+        assert routes_NLK is not None, f"none of {B} rows has a record"
+        return self.routers.replaying(hf_compat.unwrap(model), Replay(routes_NLK, counts))
+
+
+def routes_of(row: RolloutRow) -> Any:
+    """Return the experts that a row's tokens took, `(tokens, L, K)`, from its first token on.
+
+    A token that a later turn computed again keeps the experts of the turn that sampled it.
+    """
+    parts: list[Any] = []
+    num_known = 0
+    for _, _, output in row.spans:
+        record = output.routed_experts
+        if record is None:
+            break
+        parts.append(record[num_known:])
+        num_known = max(num_known, len(record))
+    return np.concatenate(parts)[: len(row.prompt_ids) + len(row.completion_ids)]

@@ -19,7 +19,10 @@ from cb_rollout.integrations.trl.truncated_completions import unknown_end
 OWN = "_cb_rollout_own"
 
 # Settings that need `attach`, each with its values that ask for nothing, besides the default.
-NEED_ATTACH: dict[str, tuple[Any, ...]] = TRAINER_FIELDS | {"sampling_mask": ()}
+NEED_ATTACH: dict[str, tuple[Any, ...]] = TRAINER_FIELDS | {
+    "sampling_mask": (),
+    "router_replay": (),
+}
 
 
 def make_rollout_func(

@@ -13,17 +13,24 @@ from typing import Any
 
 import torch
 
+from cb_rollout.engine.model.routers import Disagreement
 from cb_rollout.integrations.trl.backend import GenerationBackend
 from cb_rollout.integrations.trl.context import Collected, rows_from
 from cb_rollout.integrations.trl.guard import LogprobGuard
+from cb_rollout.integrations.trl.images import image_arguments, of_rows
 from cb_rollout.integrations.trl.packed_loss import PackedLoss
 from cb_rollout.integrations.trl.packed_scores import LossTokens, padded_tokens
 from cb_rollout.integrations.trl.records import TrainerRecords
-from cb_rollout.integrations.trl.replay import kept_token_ids, replayed_logprobs
+from cb_rollout.integrations.trl.replay import (
+    RouterReplay,
+    kept_token_ids,
+    replayed_logprobs,
+    routes_of,
+)
 from cb_rollout.integrations.trl.truncated_completions import TruncatedCompletions
 
 # Keys that a batch carries into the loss, beside the trainer's own.
-ROW_KEY, KEPT_KEY = "rollout_row", "kept_token_ids"
+ROW_KEY, KEPT_KEY, ROUTES_KEY = "rollout_row", "kept_token_ids", "routed_experts"
 
 # A loss of these is a product with the advantage; another one may train every row.
 LOSS_MODULES = ("trl.trainer.grpo_trainer", "trl.trainer.rloo_trainer")
@@ -42,6 +49,7 @@ class TrainerScoring:
         packed: PackedLoss | None,
         *,
         replays: bool,
+        router_replay: RouterReplay | None = None,
     ) -> None:
         """Keep the trainer's own methods; they are replaced by the caller.
 
@@ -53,10 +61,12 @@ class TrainerScoring:
             truncation: tells which completions were truncated.
             packed: computes the loss's log-probabilities; None: the trainer's own forward does.
             replays: compute log-probabilities over the sampling mask.
+            router_replay: replays the experts of the rollout; None: routers choose for themselves.
         """
         self._trainer, self._backend = trainer, backend
         self._guard, self._records, self._replays = guard, records, replays
         self._truncation, self._packed = truncation, packed
+        self._router_replay = router_replay
         self._generate = trainer._generate
         self._generate_and_score = trainer._generate_and_score_completions
         self._calculate_rewards = trainer._calculate_rewards
@@ -83,8 +93,11 @@ class TrainerScoring:
         )
         self._truncation.correct_metrics(context.rows)
         if self._replays:
-            context.require_sampled_here()
+            context.require_sampled_here("sampling_mask='replay'", "sampling_mask='ignore'")
             context.kept_token_ids = [kept_token_ids(row) for row in context.rows]
+        if self._router_replay is not None:
+            context.require_sampled_here("router_replay=True", "router_replay=False")
+            context.routed_experts = [routes_of(row) for row in context.rows]
         return generated
 
     def calculate_rewards(self, *arguments: Any) -> torch.Tensor:
@@ -116,6 +129,7 @@ class TrainerScoring:
             self._check(batch)
         finally:
             kept, context.kept_token_ids = context.kept_token_ids, None
+            routes, context.routed_experts = context.routed_experts, None
             context.needs_old_logprobs, context.collected = False, None
         sampled_BT = batch.get("sampling_per_token_logps")
         if self._guard.replaces_loss and sampled_BT is not None and sampled_BT.isfinite().all():
@@ -124,6 +138,8 @@ class TrainerScoring:
         batch[ROW_KEY] = torch.tensor(row_ids)
         if kept is not None:
             batch[KEPT_KEY] = kept
+        if routes is not None:
+            batch[ROUTES_KEY] = routes
         if self._records is not None:
             mask_BT = batch["completion_mask"] * batch.get("tool_mask", 1)
             advantages_B = _row_advantages(batch["advantages"], mask_BT)
@@ -140,6 +156,8 @@ class TrainerScoring:
         finally:
             self._loss_inputs = None
         self._backend.log_loss_tokens(self._loss_tokens)
+        if self._router_replay is not None:
+            self._backend.log_router_disagreement(self._router_replay.disagreement.take())
         return loss
 
     def logprobs(
@@ -183,15 +201,24 @@ class TrainerScoring:
         **settings: Any,
     ) -> tuple[torch.Tensor, Any, Any]:
         """Run the forward of all rows, or of the rows at `numbers` together."""
-        kept = self._backend.context.kept_token_ids
+        context = self._backend.context
+        kept, routes, counts = context.kept_token_ids, context.routed_experts, None
         if self._loss_inputs is not None:
-            kept = self._loss_inputs.get(KEPT_KEY)
+            kept, routes = self._loss_inputs.get(KEPT_KEY), self._loss_inputs.get(ROUTES_KEY)
+            counts = self._router_replay and self._router_replay.disagreement
         if numbers is not None:
             input_ids, attention_mask = input_ids[numbers], attention_mask[numbers]
-            kept = None if kept is None else [kept[number] for number in numbers]
-            batch_size = len(numbers)
+            kept, routes = _at(kept, numbers), _at(routes, numbers)
+            batch_size, settings = len(numbers), of_rows(settings, numbers)
         own = partial(
-            self._own_forward, input_ids, attention_mask, logits_to_keep, batch_size, kept, settings
+            self._own_forward,
+            input_ids,
+            attention_mask,
+            logits_to_keep,
+            batch_size,
+            kept,
+            routes,
+            settings,
         )
         if self._packed is not None:
             found = self._packed.logprobs(
@@ -202,6 +229,8 @@ class TrainerScoring:
                 logits_to_keep,
                 batch_size=batch_size,
                 kept=kept,
+                routes=routes,
+                counts=counts,
                 advantages=self._advantages(),
                 **settings,
             )
@@ -209,7 +238,7 @@ class TrainerScoring:
                 self._loss_tokens = self._packed.tokens
                 return found
         self._loss_tokens = padded_tokens(input_ids, attention_mask, logits_to_keep)
-        return own(model)
+        return own(model, counts=counts)
 
     def _own_forward(
         self,
@@ -218,14 +247,48 @@ class TrainerScoring:
         logits_to_keep: int,
         batch_size: int | None,
         kept: Sequence[list[Any]] | None,
+        routes: Sequence[Any] | None,
         settings: dict[str, Any],
         model: torch.nn.Module,
         numbers: list[int] | None = None,
+        counts: Disagreement | None = None,
     ) -> tuple[torch.Tensor, Any, Any]:
         """Run the trainer's own forward of all rows, or of the rows at `numbers` together."""
         if numbers is not None:
             input_ids, attention_mask = input_ids[numbers], attention_mask[numbers]
-            kept = None if kept is None else [kept[number] for number in numbers]
+            kept, routes = _at(kept, numbers), _at(routes, numbers)
+            settings = of_rows(settings, numbers)
+        forward = partial(self._forward_of, model, logits_to_keep)
+        if routes is None:
+            return forward(settings, input_ids, attention_mask, batch_size, kept)
+        assert self._router_replay is not None
+        found = []
+        for rows in torch.arange(len(input_ids)).split(batch_size or len(input_ids)):
+            part = rows.tolist()
+            mask_BS = attention_mask[part]
+            with self._router_replay.replaying(
+                model, mask_BS, logits_to_keep, [routes[number] for number in part], counts
+            ):
+                own = of_rows(settings, part)
+                found.append(forward(own, input_ids[part], mask_BS, None, _at(kept, part)))
+        logprobs, entropies, aux_losses = zip(*found, strict=True)
+        return (
+            torch.cat(logprobs),
+            None if entropies[0] is None else torch.cat(entropies),
+            None if aux_losses[0] is None else torch.stack(aux_losses).mean(),
+        )
+
+    def _forward_of(
+        self,
+        model: torch.nn.Module,
+        logits_to_keep: int,
+        settings: dict[str, Any],
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        batch_size: int | None,
+        kept: Sequence[list[Any]] | None,
+    ) -> tuple[torch.Tensor, Any, Any]:
+        """Run the trainer's own forward, over the sampling mask where there is one."""
         if kept is None:
             return self._forward(
                 model, input_ids, attention_mask, logits_to_keep, batch_size, **settings
@@ -239,6 +302,7 @@ class TrainerScoring:
             kept,
             batch_size,
             bool(settings.get("compute_aux_loss")),
+            image_arguments(settings),
         )
 
     def _advantages(self) -> torch.Tensor | None:
@@ -279,6 +343,7 @@ class TrainerScoring:
             torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1),
             torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1),
             batch["completion_ids"].shape[1],
+            **image_arguments(batch),
         )
         with torch.no_grad():
             self._guard.check(
@@ -287,6 +352,11 @@ class TrainerScoring:
                 batch["completion_mask"],
                 lambda numbers: run(numbers=numbers)[0],
             )
+
+
+def _at(values: Sequence[Any] | None, numbers: list[int]) -> list[Any] | None:
+    """Return the values of some rows."""
+    return None if values is None else [values[number] for number in numbers]
 
 
 def _row_advantages(advantages: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:

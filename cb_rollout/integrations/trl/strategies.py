@@ -22,7 +22,14 @@ from cb_rollout.config.enums import OldLogps
 from cb_rollout.errors import ConfigurationError
 from cb_rollout.integrations.trl.backend import GenerationBackend, Overrides
 from cb_rollout.integrations.trl.context import Collected
-from cb_rollout.integrations.trl.image_data import image_data
+from cb_rollout.integrations.trl.images import (
+    TOKEN_TYPES,
+    cut_token_types,
+    divided_images,
+    joined_images,
+    tokenized,
+    whole_token_types,
+)
 from cb_rollout.metrics.registry import status_metrics
 from cb_rollout.rollout.generator import measured
 from cb_rollout.strategies import DynamicSampling, GroupCollector, Plain, RequestStream, Strategy
@@ -36,7 +43,7 @@ Example = dict[str, Any]
 Batch = dict[str, Any]
 
 # Tensors of a batch that are padded on the left; every other one is padded on the right.
-LEFT_PADDED = ("prompt_ids", "prompt_mask")
+LEFT_PADDED = ("prompt_ids", "prompt_mask", *TOKEN_TYPES)
 
 # A collector's metrics that hold before the trainer has scored anything.
 LOGGED = (
@@ -159,8 +166,8 @@ class TrainerStrategy:
         """Yield the batch's rows first, then others."""
         while True:
             row = self._offered.popleft() if self._offered else next(self._other_rows)
-            (ids,), _, _ = self._trainer._tokenize_prompts([row["prompt"]])
-            yield {"prompt": list(ids), "row": row}
+            ids, images = tokenized(self._trainer, row)
+            yield {"prompt": ids, "row": row} | ({"images": images} if images else {})
 
     def _repeated(self, rows: list[Example]) -> list[Example]:
         return [dict(row) for row in rows for _ in range(self._trainer.num_generations)]
@@ -189,6 +196,7 @@ def _shuffled_rows(trainer: Any) -> Iterator[Example]:
 def _groups_of(batch: Batch, size: int) -> list[Batch]:
     """Divide a batch into one batch a group."""
     num_rows = len(batch["advantages"])
+    batch = divided_images(batch)
     unknown = [
         name
         for name, value in batch.items()
@@ -198,19 +206,26 @@ def _groups_of(batch: Batch, size: int) -> list[Batch]:
         raise ConfigurationError(
             f"dynamic sampling cannot divide a batch that holds {', '.join(unknown)}; use Plain()."
         )
-    return [
+    groups = [
         {k: v if _is_scalar(v) else v[i : i + size] for k, v in batch.items()}
         for i in range(0, num_rows, size)
     ]
+    return [cut_token_types(group) for group in groups]
 
 
 def _merged(groups: Sequence[Batch], pad_token_id: int) -> Batch:
     """Join groups into one batch, each tensor padded to the widest."""
+    if any(group.keys() != groups[0].keys() for group in groups):
+        raise ConfigurationError(
+            "dynamic sampling cannot join rows with images and rows without; give every row of the "
+            "data set an image, or use Plain()."
+        )
     batch = {
         name: _stacked(name, [group[name] for group in groups], pad_token_id)
         for name, value in groups[0].items()
         if not _is_scalar(value)
     }
+    batch = whole_token_types(joined_images(batch))
     mask = batch["completion_mask"] * batch.get("tool_mask", 1)
     return batch | {"num_items_in_batch": mask.sum()}
 
@@ -226,8 +241,13 @@ def _has_rows(value: Any, num_rows: int) -> bool:
 def _stacked(name: str, values: list[Any], pad_token_id: int) -> Any:
     if isinstance(values[0], list):
         return [row for rows in values for row in rows]
-    if values[0].dim() == 1:
+    if values[0].dim() == 1 or len({tensor.shape[1:] for tensor in values}) == 1:
         return torch.cat(values)
+    if values[0].dim() > 2:
+        raise ConfigurationError(
+            f"dynamic sampling cannot join {name} of other sizes; give every row of the data set "
+            "as many images, or use Plain()."
+        )
     width = max(tensor.shape[1] for tensor in values)
     fill = {"prompt_ids": pad_token_id, "completion_ids": pad_token_id, "tool_mask": 1}
     padded = []
@@ -271,7 +291,6 @@ def _require_place(trainer: Any, strategy: Strategy) -> None:
         "several processes, whose batches would come to differ": trainer.accelerator.num_processes
         > 1,
         "a train_dataset without a length": not hasattr(trainer.train_dataset, "__len__"),
-        "a data set with images": image_data(trainer) is not None,
     }
     if strategy.max_dropped_groups:
         faults |= {

@@ -127,7 +127,7 @@ def bench_bfloat16(setup: Setup) -> dict[str, Any]:
     results = {}
     for name, workload in workloads.items():
         print(f"{name}: {len(workload.prompts)} sequences, {workload.num_tokens} tokens")
-        results[name] = _throughputs(contenders, model, workload, setup.repetitions)
+        results[name] = throughputs(contenders, model, workload, setup.repetitions)
     return results
 
 
@@ -135,7 +135,7 @@ def bench_serve(setup: Setup) -> dict[str, Any]:
     """Return tokens per second of one rollout called in this process and served over HTTP."""
     model, workload = create_model(setup.sizes.shape, setup.device), long_tailed(setup.sizes)
     contenders = {"cb_rollout": ours(), "served on loopback": served()}
-    return {"served": _throughputs(contenders, model, workload, setup.repetitions)}
+    return {"served": throughputs(contenders, model, workload, setup.repetitions)}
 
 
 def bench_drafts(setup: Setup) -> dict[str, Any]:
@@ -153,19 +153,20 @@ def bench_drafts(setup: Setup) -> dict[str, Any]:
             prompts = random_prompts(draws, count, sizes.prompt_tokens, sizes.shape["vocab_size"])
             workload = Workload(prompts, [sizes.longest_in_step] * count)
             print(f"drafts, {mode}: {count} requests, {workload.num_tokens} tokens")
-            results[f"{count} requests, {mode}"] = _throughputs(
+            results[f"{count} requests, {mode}"] = throughputs(
                 contenders, model, workload, setup.repetitions, NUM_DRAFT_WARM_UPS
             )
     return results
 
 
-def _throughputs(
+def throughputs(
     contenders: dict[str, Contender],
     model: Any,
     workload: Workload,
     repetitions: int,
     num_warm_ups: int = 1,
 ) -> dict[str, Any]:
+    """Return tokens per second of each contender, which take turns."""
     turns = interleaved(contenders, model, workload, repetitions, num_warm_ups)
     return {
         name: throughput(contender, turns[name], workload.num_tokens)

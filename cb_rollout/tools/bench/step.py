@@ -19,12 +19,14 @@ from trl import GRPOConfig, GRPOTrainer
 
 import cb_rollout
 from cb_rollout.engine.memory.device import empty_cache
-from cb_rollout.tools.bench.contenders import BATCHING_SETTINGS, batching_fields
+from cb_rollout.tools.bench.contenders import BATCHING_SETTINGS, batching_fields, ours
+from cb_rollout.tools.bench.rollout import throughputs
 from cb_rollout.tools.bench.timing import ResidentPeak, summary, synchronize
 from cb_rollout.tools.bench.workload import (
     Setup,
     Sizes,
     create_ending_model,
+    create_model,
     long_tailed,
     word_tokenizer,
 )
@@ -167,11 +169,28 @@ def bench_step(setup: Setup) -> dict[str, Any]:
             num_prompts=num_sequences // 2 // size,
             num_completions=size,
         )
-    return {name: _bench_batch(name, setup, sizes) for name, sizes in batches.items()}
+    return {
+        name: bench_batch(name, setup, sizes, create_paths(sizes, setup.device))
+        for name, sizes in batches.items()
+    }
 
 
-def _bench_batch(batch: str, setup: Setup, sizes: Sizes) -> dict[str, Any]:
-    paths = create_paths(sizes, setup.device)
+def bench_bitwise(setup: Setup) -> dict[str, Any]:
+    """Return what `numerics="bitwise"` costs: a rollout's tokens per second, a step's seconds."""
+    sizes, note = setup.sizes, "its defaults, without records"
+    contenders = {"fast": ours(), "bitwise": ours(numerics="bitwise")}
+    paths = {n: GenerationPath(note, rollout=QUIET | {"numerics": n}) for n in contenders}
+    model = create_model(sizes.shape, setup.device)
+    return {
+        "bitwise_rollout": throughputs(contenders, model, long_tailed(sizes), setup.repetitions),
+        "bitwise_step": bench_batch("bitwise_step", setup, sizes, paths),
+    }
+
+
+def bench_batch(
+    batch: str, setup: Setup, sizes: Sizes, paths: dict[str, GenerationPath]
+) -> dict[str, Any]:
+    """Return the seconds of one step of each path, and of its parts."""
     steps: dict[str, list[dict[str, float]]] = {name: [] for name in paths}
     for repetition in range(setup.repetitions):
         for name, path in paths.items():
@@ -205,6 +224,9 @@ def _timed_steps(setup: Setup, sizes: Sizes, path: GenerationPath) -> list[dict[
         clock, memory = StepClock(trainer), LossMemory(trainer, trainer.accelerator.device)
         trainer.add_callback(clock)
         trainer.train()
+        if path.rollout is not None:
+            # Bitwise operators stay installed for as long as a trainer is attached.
+            cb_rollout.detach(trainer)
     return [step | {"loss_peak_bytes": memory.num_bytes} for step in clock.steps[1:]]
 
 

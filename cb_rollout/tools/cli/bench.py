@@ -20,6 +20,9 @@ class BenchCommand(NamedTuple):
 WORKLOADS = {
     "rollout": BenchCommand("rollout", "one rollout: prompts in, completions out"),
     "bfloat16": BenchCommand("rollout", "one rollout of the same weights in 16 bits and in 32"),
+    "bitwise": BenchCommand(
+        "step", "what numerics='bitwise' costs, in rollout and step", ("datasets", "trl")
+    ),
     "step": BenchCommand("step", "one GRPO step through TRL", ("datasets", "trl")),
     "sync": BenchCommand("sync", "a weight sync, beside bare tensor copies"),
     "strategies": BenchCommand("strategies", "over-sampling and its like, against plain"),
@@ -34,6 +37,11 @@ WORKLOADS = {
     "profile": BenchCommand("profile", "where a rollout's time goes"),
     "bookkeeping": BenchCommand("profile", "what a decode step takes beside its forward"),
     "roofline": BenchCommand("roofline.machine", "what this machine can do at most"),
+    "gpu_compiled": BenchCommand(
+        "roofline.compiled",
+        "kernels of a captured decode step, compiled and not, counted without a GPU",
+        ("triton",),
+    ),
     "gpu_model": BenchCommand(
         "roofline.gpu_model",
         "kernels of a step on a GPU, counted without one, and a model of their time",

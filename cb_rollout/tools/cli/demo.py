@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import cb_rollout
+from cb_rollout.config.enums import Numerics
 from cb_rollout.errors import ConfigurationError
 from cb_rollout.tools.cli.command import EXIT_FAULT, require_packages, require_writable
 
@@ -56,6 +57,11 @@ def add_demo(commands: Any) -> None:
     )
     parser.add_argument(
         "--num-held-out", type=int, metavar="N", help="problems to measure accuracy with (500)"
+    )
+    parser.add_argument(
+        "--numerics",
+        choices=[choice.value for choice in Numerics],
+        help="bitwise: sampled log-probabilities are the trainer's in every bit (fast)",
     )
     parser.add_argument(
         "--output-dir",

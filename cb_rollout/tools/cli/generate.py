@@ -13,7 +13,9 @@ Generate completions of every row of a data set. Results are appended as they en
 command again to resume what was interrupted.
 
 Input rows have `prompt` (text, messages, or token ids) or `messages`, perhaps an `id`, and any
-other keys, which are carried over. Exit code 1: some sequences failed, and say why in `error`."""
+other keys, which are carried over. A picture is a path, relative to the input: in messages
+{"type": "image", "image": PATH}, beside a prompt `images`, a list. Exit code 1: some sequences
+failed, and say why in `error`."""
 
 
 def add_generate(commands: Any) -> None:

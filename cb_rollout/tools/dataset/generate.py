@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -104,12 +105,12 @@ def generate_dataset(
     Args:
         model: a checkpoint's directory or hub name, or a model.
         dataset: a JSONL or Parquet file, or a data set that the `datasets` library loads. A row has
-            `prompt` (text, messages, or token ids) or `messages`, optionally an `id`, and any other
-            keys.
+            `prompt` (text, messages, or token ids) or `messages`, optionally `images`, an `id`, and
+            any other keys. A picture is a path, relative to the file, or a data URL.
         output: JSONL, one line a sequence: its row, `sample` (its number among the row's, from 0),
             `completion`, `token_ids` and `finish_reason`; `logprobs` and `scores` if asked for;
             `error` instead if it failed.
-        tokenizer: a transformers tokenizer; None: the checkpoint's.
+        tokenizer: a transformers tokenizer, or for pictures a processor; None: the checkpoint's.
         evaluate: function that scores a result, given its line as a dict, or its
             `module:function`.
         overwrite: discard the results in `output`.
@@ -134,13 +135,16 @@ def generate_dataset(
         )
     source = create_source(os.fspath(dataset), split=chosen.split, subset=chosen.subset)
     _check_output(dataset, output)
-    found = survey(source)
+    folder = Path(dataset).parent if Path(dataset).is_file() else Path()
+    found = survey(source, folder)
     scorer = load_scorer(evaluate) if isinstance(evaluate, str) else evaluate
     if tokenizer is None:
         if isinstance(model, torch.nn.Module):
             raise ConfigurationError("tokenizer is None beside a model; give the model's own.")
         tokenizer = load_tokenizer(os.fspath(model))
-    encoder = RowEncoder(tokenizer, system_prompt=chosen.system_prompt, chat=chosen.chat)
+    encoder = RowEncoder(
+        tokenizer, system_prompt=chosen.system_prompt, chat=chosen.chat, folder=folder
+    )
     encoder.check(found)
     if not isinstance(model, torch.nn.Module):
         model = load_model(os.fspath(model), chosen.dtype, chosen.device)
@@ -198,7 +202,7 @@ class _Run:
                 f"num_return_sequences={options.num_return_sequences} of greedy decoding would be "
                 "equal; set a temperature above 0, or generation_config='none'."
             )
-        self._stream = CompletionStream(self._manager, params, encoder.token_ids)
+        self._stream = CompletionStream(self._manager, params, encoder.encoded)
         self._tokenizer, self._results, self._scorer = tokenizer, results, scorer
 
     def run(

@@ -1,16 +1,27 @@
 """Rows of a data set: their checks before anything is generated, and their prompts as token ids.
 
-A row has a prompt or messages, a unique id, and no key that results use.
+A row has a prompt or messages, a unique id, and no key that results use. Its pictures are paths,
+relative to the folder of the input, or data URLs.
 """
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from cb_rollout.compat.multimodal import is_processor
+from cb_rollout.engine.service.image_prompts import is_chat
 from cb_rollout.errors import ConfigurationError, InvalidRequestError
-from cb_rollout.rollout.prompts import encoded
+from cb_rollout.rollout.prompts import Encoded, encoded
+from cb_rollout.tools.dataset.images import (
+    image_names,
+    image_sizes,
+    located,
+    located_in_chat,
+    problem_of_images,
+)
 from cb_rollout.tools.dataset.source import RawRow, Source
 
 # Keys that a result adds to its row.
@@ -57,10 +68,16 @@ class Survey:
     """Label of the first row whose prompt is messages; None: none is."""
     first_text: str | None
     """Label of the first row whose prompt is text; None: none is."""
+    first_image: str | None
+    """Label of the first row with pictures; None: none has any."""
 
 
-def survey(source: Source) -> Survey:
+def survey(source: Source, folder: Path = Path()) -> Survey:
     """Read every row once and check it.
+
+    Args:
+        source: the rows.
+        folder: that paths of pictures are relative to.
 
     Raises:
         InvalidRequestError: some rows cannot be used; the first few are named with their reasons.
@@ -70,17 +87,20 @@ def survey(source: Source) -> Survey:
     problems: list[str] = []
     num_rows = num_problems = 0
     first: dict[type, str] = {}
+    first_image = None
     for number, raw in enumerate(source()):
         num_rows += 1
         row = None
-        problem = raw.problem or problem_of(raw.value)
+        problem = raw.problem or problem_of(raw.value) or problem_of_images(raw.value, folder)
         if problem is None:
             row = _row(number, raw)
             if row.id in seen:
                 problem = f"has the id {row.id!r} of {seen[row.id]}"
             seen.setdefault(row.id, raw.label)
         if row is not None:
-            digest.update(json.dumps([row.id, row.values]).encode())
+            sizes = image_sizes(row.values, folder)
+            digest.update(json.dumps([row.id, row.values, *sizes]).encode())
+            first_image = first_image or (raw.label if any(image_names(row.values)) else None)
             kind = Mapping if row.is_chat else type(row.prompt)
             first.setdefault(kind, raw.label)
         if problem is not None:
@@ -95,7 +115,7 @@ def survey(source: Source) -> Survey:
         )
     if not num_rows:
         raise InvalidRequestError("the input has no rows.")
-    return Survey(num_rows, digest.hexdigest(), first.get(Mapping), first.get(str))
+    return Survey(num_rows, digest.hexdigest(), first.get(Mapping), first.get(str), first_image)
 
 
 def rows(source: Source) -> Iterator[Row]:
@@ -141,23 +161,32 @@ def _row(number: int, raw: RawRow) -> Row:
     values: dict[str, Any] = {
         name: value
         for name, value in raw.value.items()
-        if value is not None or name not in ("id", "prompt", "messages")
+        if value is not None or name not in ("id", "prompt", "messages", "images")
     }
     return Row(raw.label, values.pop("id", number), values)
 
 
 class RowEncoder:
-    """Encoding of rows: system message, chat template, tokenizer."""
+    """Encoding of rows: system message, chat template, tokenizer or processor."""
 
-    def __init__(self, tokenizer: Any, *, system_prompt: str | None, chat: bool) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        system_prompt: str | None,
+        chat: bool,
+        folder: Path = Path(),
+    ) -> None:
         """Create an encoder.
 
         Args:
-            tokenizer: a transformers tokenizer.
+            tokenizer: a transformers tokenizer, or for pictures a processor.
             system_prompt: system message before each chat; None: none.
             chat: make each prompt that is text a chat of one user message.
+            folder: that paths of pictures are relative to.
         """
         self._tokenizer, self._system_prompt, self._chat = tokenizer, system_prompt, chat
+        self._folder = folder
 
     def check(self, survey: Survey) -> None:
         """Raise `ConfigurationError` where prompts do not fit the tokenizer or the options."""
@@ -172,23 +201,40 @@ class RowEncoder:
                 f"{first_chat} is a chat, and the tokenizer has no chat template; give text as "
                 "prompt, or a model with a template."
             )
+        if survey.first_image and not is_processor(self._tokenizer):
+            raise ConfigurationError(
+                f"{survey.first_image} has images, which take the processor of a model that reads "
+                "them; cb-rollout doctor MODEL says whether this one does."
+            )
 
-    def token_ids(self, row: Row) -> Sequence[int]:
-        """Return the token ids of a row's prompt.
+    def encoded(self, row: Row) -> Encoded:
+        """Return a row's prompt as an engine takes it.
 
         Raises:
-            InvalidRequestError: the chat template refuses the messages.
+            InvalidRequestError: the chat template refuses the messages, or the processor a picture.
         """
         prompt: Any = row.prompt
+        images = [located(name, self._folder) for name in row.values.get("images", ())]
         if self._chat and isinstance(prompt, str):
-            prompt = [{"role": "user", "content": prompt}]
+            text = {"type": "text", "text": prompt}
+            content = [*({"type": "image"} for _ in images), text] if images else prompt
+            prompt = [{"role": "user", "content": content}]
         if self._system_prompt is not None and (row.is_chat or self._chat):
             if prompt[0]["role"] == "system":
                 raise InvalidRequestError(
                     "the chat has a system message of its own; take it out, or leave "
                     "system_prompt out."
                 )
-            prompt = [{"role": "system", "content": self._system_prompt}, *prompt]
-        (token_ids,) = encoded([prompt], self._tokenizer)
-        assert isinstance(token_ids, Sequence), "a tokenizer took images"
-        return token_ids
+            system: dict[str, Any] = {"role": "system", "content": self._system_prompt}
+            if any(isinstance(message["content"], list) for message in prompt):
+                # Templates of processors read either texts or parts in every message.
+                system["content"] = [{"type": "text", "text": self._system_prompt}]
+            prompt = [system, *prompt]
+        if is_chat(prompt):
+            prompt = located_in_chat(prompt, self._folder)
+        whole = {"prompt": prompt, "images": images} if images else prompt
+        try:
+            (found,) = encoded([whole], self._tokenizer)
+        except InvalidRequestError as error:
+            raise InvalidRequestError(str(error).removeprefix("input 0: ")) from error
+        return found

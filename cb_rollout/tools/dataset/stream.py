@@ -5,15 +5,17 @@ The calling thread encodes and submits; the manager's thread generates meanwhile
 
 import hashlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
 from cb_rollout.config.sampling import SamplingParams
 from cb_rollout.engine.request import Request
+from cb_rollout.engine.service.image_prompts import ImagePrompt
 from cb_rollout.engine.service.manager import ContinuousBatchingManager
 from cb_rollout.engine.service.output_queue import OutputQueue
 from cb_rollout.errors import InvalidRequestError
+from cb_rollout.rollout.prompts import Encoded
 from cb_rollout.tools.dataset.rows import Row
 from cb_rollout.types import GenerationOutput
 
@@ -48,7 +50,7 @@ class CompletionStream:
         self,
         manager: ContinuousBatchingManager,
         params: SamplingParams,
-        token_ids: Callable[[Row], Sequence[int]],
+        encoded: Callable[[Row], Encoded],
     ) -> None:
         """Create a stream.
 
@@ -57,9 +59,9 @@ class CompletionStream:
             params: sampling parameters of each sequence. Without `max_new_tokens`, at most
                 `DEFAULT_NEW_TOKENS` are sampled, and no more than the model takes. With a `seed`,
                 its tokens depend on the seed, the row's id and the sequence's number only.
-            token_ids: encodes a row; may raise `InvalidRequestError`.
+            encoded: encodes a row; may raise `InvalidRequestError`.
         """
-        self._manager, self._params, self._token_ids = manager, params, token_ids
+        self._manager, self._params, self._encoded = manager, params, encoded
         self._max_in_flight = BATCHES_IN_FLIGHT * manager.memory_plan.num_slots
         self._in_flight: dict[str, tuple[Row, int]] = {}
         self._output_queue = OutputQueue()
@@ -94,10 +96,11 @@ class CompletionStream:
         """Submit a row's sequences as one group; return them as failed if they are refused."""
         params = replace(self._params, seed=_row_seed(self._params.seed, row))
         try:
-            token_ids = self._token_ids(row)
+            prompt = self._encoded(row)
             if params.max_new_tokens is None:
+                token_ids = prompt.token_ids if isinstance(prompt, ImagePrompt) else prompt
                 params = replace(params, max_length=len(token_ids) + DEFAULT_NEW_TOKENS)
-            requests = self._manager.create_requests([token_ids], [params], members=samples)
+            requests = self._manager.create_requests([prompt], [params], members=samples)
         except InvalidRequestError as error:
             return [CompletedSequence(row, sample, None, str(error)) for sample in samples]
         self._log_cut_default(row, requests[0])

@@ -6,6 +6,7 @@ Own the content and order of the page; a part without records is left out. `char
 
 import os
 from collections.abc import Iterator, Sequence
+from functools import partial
 from html import escape
 from importlib.resources import files
 from pathlib import Path
@@ -23,6 +24,7 @@ from cb_rollout.metrics.run_records import (
     chosen_run,
     find_run_dir,
     list_runs,
+    read_image,
     read_metrics,
     read_rollouts,
 )
@@ -39,6 +41,9 @@ from cb_rollout.tools.report.svg import Point, compact
 from cb_rollout.tools.report.tokens import legend_html, sequences_html, visible_html
 
 REPORT_FILE = "report.html"
+
+# What a browser may load: what is inside the page alone.
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 # The usual size of a group; three such steps load quickly on a phone.
 MAX_SEQUENCES_PER_STEP = 8
@@ -81,7 +86,7 @@ def _write_report(run_dir: Path, run_id: str | None) -> Path:
 {_key_figures(metrics, counts)}
 </header>
 {_charts(metrics)}
-{_completions(counts, rollouts)}
+{_completions(counts, rollouts, run_dir)}
 <footer>{_sources(metrics, counts)}</footer>""",
     )
     path = run_dir / REPORT_FILE
@@ -115,7 +120,7 @@ def html_page(name: str, content: str) -> str:
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+<meta http-equiv="Content-Security-Policy" content="{POLICY}">
 <title>{visible_html(name)} &middot; rollout report</title>
 <style>
 {style}</style>
@@ -179,15 +184,16 @@ def _charts(metrics: Sequence[StepMetrics]) -> str:
     return f'<section class="charts">\n{drawn}\n</section>' if drawn else ""
 
 
-def _completions(counts: dict[int, int], rollouts: Sequence[SequenceRecord]) -> str:
+def _completions(counts: dict[int, int], rollouts: Sequence[SequenceRecord], run_dir: Path) -> str:
     if not rollouts:
         return ""
     sections = []
+    read = partial(read_image, run_dir)
     for step in steps_shown(list(counts)):
         shown = [record for record in rollouts if record.step == step][:MAX_SEQUENCES_PER_STEP]
         sections.append(
             f'<section class="step"><h3>Step {step:,}<span>{len(shown):,} of {counts[step]:,} '
-            f"recorded sequences</span></h3>{sequences_html(shown)}</section>"
+            f"recorded sequences</span></h3>{sequences_html(shown, read)}</section>"
         )
     lead = (
         f"From {len(sections)} of {len(counts):,} recorded steps. A tint says how unlikely a token "

@@ -1,13 +1,14 @@
-"""Completions as HTML: tokens tinted by log-probability, with their numbers on hover.
+"""Completions as HTML: tokens tinted by log-probability, with their numbers on hover; pictures.
 
 Own the colour scale, and the escaping of HTML and invisible characters; `page` chooses the
 completions. Every function is pure.
 """
 
+import base64
 import math
 import re
 import unicodedata
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from html import escape
 from itertools import groupby
 
@@ -47,11 +48,21 @@ def legend_html() -> str:
     )
 
 
-def sequences_html(sequences: Sequence[SequenceRecord]) -> str:
-    """Return sequences with their prompts, each prompt once above its adjacent completions."""
+def sequences_html(
+    sequences: Sequence[SequenceRecord], read_image: Callable[[str], bytes | None] = lambda _: None
+) -> str:
+    """Return sequences with their prompts, each prompt once above its adjacent completions.
+
+    Args:
+        sequences: in recorded order.
+        read_image: returns a recorded picture as PNG, by its name; None: it is gone.
+    """
     return "".join(
-        f'<div class="group">{_prompt_html(prompt)}{"".join(map(_completion_html, members))}</div>'
-        for prompt, members in groupby(sequences, key=lambda sequence: sequence.prompt)
+        f'<div class="group">{_images_html(images, read_image)}{_prompt_html(prompt)}'
+        f"{''.join(map(_completion_html, members))}</div>"
+        for (prompt, images), members in groupby(
+            sequences, key=lambda sequence: (sequence.prompt, sequence.images)
+        )
     )
 
 
@@ -74,6 +85,18 @@ def _visible_character(character: str, marks_spaces: bool) -> str:
     if is_hidden and character != _ZERO_WIDTH_JOINER:
         return f'<u class="mark code">U+{ord(character):04X}</u>'
     return escape(character)
+
+
+def _images_html(names: Sequence[str], read_image: Callable[[str], bytes | None]) -> str:
+    """Return a prompt's pictures, inside the page; empty where it has none."""
+    pictures = "".join(
+        f'<img alt="picture {number} of the prompt" src="data:image/png;base64,'
+        f'{base64.b64encode(png).decode("ascii")}">'
+        if (png := read_image(name)) is not None
+        else f"<span>picture {number} is not there any more</span>"
+        for number, name in enumerate(names, 1)
+    )
+    return f'<div class="pictures">{pictures}</div>' if pictures else ""
 
 
 def _prompt_html(prompt: str) -> str:

@@ -125,6 +125,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.slow
 def test_a_forked_process_attends_where_work_is_small():
     done = subprocess.run(
         [sys.executable, "-c", AFTER_A_FORK],

@@ -10,6 +10,7 @@ from cb_rollout.compat import inductor
 from cb_rollout.engine.attention.cpu import few_row_linear
 from cb_rollout.engine.attention.cpu.few_row_linear import widened
 from cb_rollout.engine.native.library import TYPES
+from cb_rollout.engine.numerics import kernels
 
 # Rounding of sums of a few hundred numbers of order one.
 TOLERANCES = {torch.float32: 2e-5, torch.float64: 1e-13, torch.bfloat16: 2**-8}
@@ -119,8 +120,8 @@ def test_a_kernel_that_cannot_be_compiled_stops_no_engine(dtype, monkeypatch):
     def fails(*_, **__):
         raise OSError("no room for a library")
 
-    monkeypatch.setattr(few_row_linear, "library", fails)
-    few_row_linear._kernel.cache_clear()
+    monkeypatch.setattr(kernels, "library", fails)
+    kernels.linear_kernel.cache_clear()
     few_row_linear.prepare(dtype)
     with pytest.raises(OSError, match="no room"):
         few_row_linear.multiply(torch.ones(1, 2, dtype=dtype), torch.ones(3, 2, dtype=dtype))

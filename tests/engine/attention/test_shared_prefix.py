@@ -1,6 +1,12 @@
 import pytest
 
-from cb_rollout.engine.attention.shared_prefix import MAX_SPLITS, Tile, num_splits, shared_tiles
+from cb_rollout.engine.attention.shared_prefix import (
+    MAX_STRETCHES,
+    Tile,
+    is_cut,
+    max_stretches,
+    shared_tiles,
+)
 
 PROMPT, OTHER = [1, 2, 3, 4], [11, 12, 13, 14]
 
@@ -32,15 +38,20 @@ def test_a_large_group_fills_several_tiles():
     assert shared_tiles(rows, 32, 2) == [Tile(0, 2, 128), Tile(2, 2, 128), Tile(4, 1, 128)]
 
 
+def test_an_h100_is_full_with_four_stretches_for_each_processor():
+    assert max_stretches(num_key_heads=8, num_processors=132) == 66
+    assert max_stretches(num_key_heads=1, num_processors=132) == MAX_STRETCHES
+
+
 @pytest.mark.parametrize(
-    ("rows", "longest", "expected"),
+    ("lengths", "expected"),
     [
-        (256, 800, 1),  # the device is busy with whole rows
-        (256, 4500, 8),  # a long row alone would keep it waiting
-        (1, 200, 1),  # too short to cut
-        (1, 4096, 16),
-        (1, 10**6, MAX_SPLITS),
+        ([800] * 256, False),  # the device is busy with whole rows
+        ([4500] * 256, False),
+        ([300] * 255 + [8192], True),  # the others would wait for one row
+        ([200], False),  # too short to cut
+        ([4096], True),
     ],
 )
-def test_keys_are_cut_where_rows_are_few_or_long(rows, longest, expected):
-    assert num_splits(rows, 8, longest, num_processors=132) == expected
+def test_keys_are_cut_where_a_row_is_long_beside_the_others(lengths, expected):
+    assert is_cut(lengths, num_stretches=66, interval=128) is expected

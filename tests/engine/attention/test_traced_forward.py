@@ -6,9 +6,11 @@ from tiny import tiny_model
 
 from cb_rollout.compat import inductor
 from cb_rollout.compat.transformers import text_token_ids
-from cb_rollout.engine.attention.cpu import traced_forward
+from cb_rollout.engine.attention import traced_forward
+from cb_rollout.engine.attention.cpu.backend import TRACING
 from cb_rollout.engine.attention.cpu.few_row_linear import linear
-from cb_rollout.engine.attention.cpu.traced_forward import Trace, UntraceableError
+from cb_rollout.engine.attention.cpu.operators import replace_linear_layers
+from cb_rollout.engine.attention.traced_forward import Trace, UntraceableError
 from cb_rollout.engine.model.check import check_model
 from cb_rollout.engine.model.runner import ModelRunner
 
@@ -23,7 +25,7 @@ def runner_of(model):
 
 def trace_of(runner, inductor_options=None):
     ids = text_token_ids(runner.model)
-    return Trace(runner.decode, runner.attention_backend.cache, ids, inductor_options)
+    return Trace(runner.decode, runner.attention_backend.cache, ids, TRACING, inductor_options)
 
 
 def both(runner, traced, num_rows):
@@ -198,6 +200,6 @@ def test_a_scaled_product_is_not_taken_for_a_linear_layer():
 
     examples = torch.ones(5), torch.ones(3, 1, 8), torch.ones(5, 8)
     module, _ = inductor.trace_graph(scaled, *examples)
-    traced_forward._replace_linear_layers(module.graph)
+    replace_linear_layers(module.graph, [])
     module.recompile()
     torch.testing.assert_close(module(*examples), scaled(*examples))

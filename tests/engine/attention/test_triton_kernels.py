@@ -4,12 +4,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernel_faults import with_fault
 from plain_attention import softmax_attention
 
 pytest.importorskip("triton")
 
+from triton.runtime.errors import InterpreterError
+
 from cb_rollout.engine.attention.backend import AttentionMetadata, AttentionSpec
+from cb_rollout.engine.attention.triton import kernels, launch, work_list
 from cb_rollout.engine.attention.triton.launch import TYPES, attend, shared_rows, write
+from cb_rollout.engine.attention.triton.work_list import cut
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -39,7 +44,7 @@ class Pages:
         )
         self.types = TYPES[dtype], TYPES[dtype]
 
-    def metadata(self, num_splits, least_stretch, heads_per_key, has_tiles):
+    def metadata(self, num_stretches, interval, heads_per_key, has_tiles):
         tensors = (self.table, self.keys, self.values)
         addresses = [tensors[0].data_ptr(), self.table.shape[1]]
         addresses += [tensor.data_ptr() for tensor in tensors[1:]]
@@ -59,8 +64,9 @@ class Pages:
             self.block_size,
             integers(range(len(self.lengths))),
             integers(self.lengths),
-            num_splits,
-            least_stretch,
+            num_stretches,
+            interval,
+            interval,
             integers(shared) if has_tiles else None,
             integers([first for first, _ in tiles]) if has_tiles else None,
             integers([count for _, count in tiles]) if has_tiles else None,
@@ -78,8 +84,8 @@ class Pages:
         )
 
 
-def check(pages, spec, *, heads_per_key, num_splits=1, least_stretch=16, has_tiles=False):
-    metadata = pages.metadata(num_splits, least_stretch, heads_per_key, has_tiles)
+def check(pages, spec, *, heads_per_key, num_stretches=1, interval=16, has_tiles=False):
+    metadata = pages.metadata(num_stretches, interval, heads_per_key, has_tiles)
     B, K, dtype = len(pages.lengths), pages.key_heads, pages.dtype
     new_keys, new_values = (
         torch.randn(B, K, size, device=DEVICE).to(dtype) for size in (pages.D, pages.E)
@@ -87,7 +93,8 @@ def check(pages, spec, *, heads_per_key, num_splits=1, least_stretch=16, has_til
     before = pages.keys.clone()
     write(new_keys, new_values, metadata, 0, pages.types)
     query = torch.randn(B, K * heads_per_key, pages.D, device=DEVICE).to(dtype)
-    output = attend(query, K, pages.E, metadata, 0, pages.types, spec)
+    work = cut(metadata, spec.window) if num_stretches else None
+    output = attend(query, K, pages.E, metadata, 0, pages.types, spec, work)
     num_written = (pages.keys != before).any(1).sum().item()
     assert num_written == sum(length > 0 for length in pages.lengths)
     for row, length in enumerate(pages.lengths):
@@ -127,15 +134,16 @@ def test_every_row_attends_over_its_own_keys(data, seed):
         softcap=data.draw(st.sampled_from([None, 4.0])),
         sinks_H=data.draw(st.sampled_from([None, sinks(key_heads * heads_per_key)])),
     )
-    check(pages, spec, heads_per_key=heads_per_key, num_splits=data.draw(st.integers(1, 4)))
+    num_stretches = data.draw(st.integers(0, 4))
+    check(pages, spec, heads_per_key=heads_per_key, num_stretches=num_stretches)
 
 
 @pytest.mark.parametrize(
     "spec", [AttentionSpec(0.3), AttentionSpec(0.2, 29, 4.0, sinks(6))], ids=["plain", "all"]
 )
-@pytest.mark.parametrize("num_splits", [1, 3])
-def test_rows_that_share_a_prompt_read_it_as_if_it_were_their_own(spec, num_splits):
-    torch.manual_seed(num_splits)
+@pytest.mark.parametrize("num_stretches", [1, 9])
+def test_rows_that_share_a_prompt_read_it_as_if_it_were_their_own(spec, num_stretches):
+    torch.manual_seed(num_stretches)
     groups = [(0, 3, 21), (4, 2, 14)]
     pages = Pages(
         [25, 31, 63, 5, 15, 30],
@@ -145,7 +153,21 @@ def test_rows_that_share_a_prompt_read_it_as_if_it_were_their_own(spec, num_spli
         block_size=7,
         dtype=torch.float32,
     )
-    check(pages, spec, heads_per_key=3, num_splits=num_splits, has_tiles=True)
+    given = {"num_stretches": num_stretches, "interval": 4}
+    check(pages, spec, heads_per_key=3, **given, has_tiles=True)
+
+
+@pytest.mark.parametrize("window", [None, 9])
+@pytest.mark.parametrize("ended", [0, 1])
+def test_a_row_that_ended_hides_no_key_from_its_neighbours(window, ended):
+    """Its length is 0, and its tile stays: it sees nothing, and they see the end of the prompt."""
+    torch.manual_seed(ended)
+    lengths = [25, 31, 33, 30]
+    lengths[ended] = 0
+    groups, sizes = [(0, 3, 21)], {"key_heads": 1, "sizes": (16, 16), "block_size": 7}
+    pages = Pages(lengths, groups, **sizes, dtype=torch.float32)
+    given = {"num_stretches": 6, "interval": 4, "heads_per_key": 2}
+    check(pages, AttentionSpec(0.3, window), **given, has_tiles=True)
 
 
 def test_a_group_larger_than_a_tile_gets_several():
@@ -172,11 +194,116 @@ def test_large_heads_fit(size):
 def test_queries_and_keys_may_be_slices_of_a_larger_tensor():
     torch.manual_seed(0)
     pages = Pages([5, 9], [], key_heads=2, sizes=(8, 8), block_size=4, dtype=torch.float32)
-    metadata = pages.metadata(1, 16, 1, has_tiles=False)
+    metadata = pages.metadata(0, 16, 1, has_tiles=False)
     packed = torch.randn(2, 6, 8, 2, device=DEVICE).transpose(2, 3)[:, :, 0]
     query, keys, values = packed[:, :2], packed[:, 2:4], packed[:, 4:]
     write(keys, values, metadata, 0, pages.types)
-    output = attend(query, 2, 8, metadata, 0, pages.types, AttentionSpec(0.3))
+    output = attend(query, 2, 8, metadata, 0, pages.types, AttentionSpec(0.3), None)
     for row in range(2):
         expected = softmax_attention(query[row], *pages.row(row), AttentionSpec(0.3))
         torch.testing.assert_close(output[row].double(), expected, atol=FLOAT32, rtol=FLOAT32)
+
+
+def parts_of(items, unit):
+    """The numbers of a unit's stretches, in the order of the list."""
+    found = [divmod(item, 1 << 12) for item in items.tolist() if item >= 0]
+    return [part for one, part in found if one == unit]
+
+
+def work_of(lengths, groups, num_stretches, window=None):
+    pages = Pages(lengths, groups, key_heads=1, sizes=(16, 16), block_size=1, dtype=torch.float32)
+    return cut(pages.metadata(num_stretches, 128, 1, bool(groups)), window)
+
+
+def test_one_long_row_among_short_ones_is_cut_alone():
+    """No program is launched for more than there is, but for as many as keep processors busy."""
+    work = work_of([300] * 31 + [8192], [], 66)
+    assert work.own_O.shape == (32 + 66,)
+    assert all(parts_of(work.own_O, row) == [0] for row in range(31))
+    stretch = work.sizes[0].item()
+    assert stretch == 384
+    assert parts_of(work.own_O, 31) == list(range(-(-8192 // 384)))
+    assert (work.own_O >= 0).sum() == work.first_parts[-1] == 31 + 22
+
+
+def test_a_prompt_of_one_group_is_cut_so_that_it_fills_the_card():
+    work = work_of([2052] * 16, [(0, 16, 2048)], 10)
+    assert parts_of(work.shared_S, 0) == list(range(8))
+    assert all(parts_of(work.own_O, row) == [0] for row in range(16))
+    assert work.first_parts.tolist() == [9 * row for row in range(17)]
+    assert work.max_parts >= 16 * 9
+
+
+def test_a_window_is_what_is_cut():
+    work = work_of([3000, 10], [], 4, window=512)
+    assert work.sizes[0] == 256
+    # 512 seen tokens and 10; whatever came before them is no one's work.
+    assert [len(parts_of(work.own_O, row)) for row in (0, 1)] == [2, 1]
+
+
+@settings(max_examples=40)
+@given(
+    lengths=st.lists(st.integers(0, 5000), min_size=1, max_size=40),
+    num_stretches=st.integers(1, 70),
+    window=st.sampled_from([None, 1, 700]),
+)
+def test_the_lists_hold_every_stretch_whatever_the_lengths(lengths, num_stretches, window):
+    metadata = AttentionMetadata(
+        torch.zeros(2, device=DEVICE),
+        1,
+        *(torch.tensor(lengths, dtype=torch.int32, device=DEVICE) for _ in range(2)),
+        num_stretches,
+    )
+    work = cut(metadata, window)
+    stretch, counts = work.sizes[0].item(), work.own_counts_B.tolist()
+    seen = [min(length, window or length) for length in lengths]
+    assert counts == [-(-one // stretch) for one in seen]
+    assert sum(counts) == (work.own_O >= 0).sum() == work.first_parts[-1] <= work.max_parts
+    for row, count in enumerate(counts):
+        assert parts_of(work.own_O, row) == list(range(count))
+
+
+FAULTS = {
+    "keys are written to a block's first slot": (
+        "position % BLOCK_SIZE\n        offsets",
+        "0 * position\n        offsets",
+    ),
+    "parts of a prompt lie on those of the row": (
+        "tl.store(own_counts + rows, counts, mask=is_row)",
+        "tl.store(own_counts + rows, counts * 0, mask=is_row)",
+    ),
+    "a stretch ends one key early": (
+        "tl.minimum(start + stretch, end), start)",
+        "tl.minimum(start + stretch, end) - 1, start)",
+    ),
+    "scores are powers of two": ("scores * LOG2_E", "scores"),
+    "a window is one key short": (">= earliest[:, None]", "> earliest[:, None]"),
+    "a part is joined by its largest score alone": ("largest + known", "largest"),
+    "parts are joined without their shares": ("partial * shares[:, :, None]", "partial"),
+    "sinks are left out of a join": ("        total += 1.0\n", "        total += 0.0\n"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="faults are interpreted")
+@pytest.mark.parametrize("fault", [None, *FAULTS])
+def test_a_kernel_with_a_fault_is_refused(fault, tmp_path, monkeypatch):
+    """By rows that share prompts, with a window, a soft cap, sinks and several stretches."""
+
+    def compare():
+        torch.manual_seed(5)
+        groups = [(0, 3, 21), (4, 2, 14)]
+        sizes = {"key_heads": 2, "sizes": (24, 40), "block_size": 7, "dtype": torch.float32}
+        pages = Pages([25, 31, 63, 5, 15, 30], groups, **sizes)
+        spec = AttentionSpec(0.2, 29, 4.0, sinks(6))
+        check(pages, spec, heads_per_key=3, num_stretches=9, interval=4, has_tiles=True)
+
+    if fault is None:
+        compare()
+        return
+    faulty = with_fault(kernels, *FAULTS[fault], tmp_path)
+    for name in ("write_kernel", "attend_kernel", "join_kernel"):
+        monkeypatch.setattr(launch, name, getattr(faulty, name))
+    monkeypatch.setattr(work_list, "cut_kernel", faulty.cut_kernel)
+    with pytest.raises((AssertionError, InterpreterError)):
+        compare()

@@ -2,8 +2,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers.cache_utils import DummyLayer
 
+from cb_rollout.compat import transformers as hf_compat
 from cb_rollout.engine.kv_cache.block_table import BlockTable
 from cb_rollout.engine.kv_cache.layout import CacheLayout, LayerSpec, TensorSpec
 from cb_rollout.engine.kv_cache.paged import (
@@ -269,7 +269,7 @@ def test_a_cache_of_only_recurrent_layers_reports_the_length_of_its_rows():
 
 def test_a_layer_without_states_takes_no_memory():
     cache = cache_of(CacheLayout((LayerSpec(),)), num_blocks=100)
-    assert isinstance(cache.layers[0], DummyLayer)
+    assert isinstance(cache.layers[0], hf_compat.DummyLayer)
     assert not cache.layers[0].is_initialized
     assert cache.num_bytes == 0
 

@@ -57,32 +57,37 @@ def gathered_bytes(num_tokens):
     return num_tokens * 2 * (K + H) * D * torch.bfloat16.itemsize
 
 
-def scheduled(rows):
-    """The rows of the first prefill: how many, and the longest; given are cached and new tokens."""
-    limits = Limits(32, MAX_BATCH_TOKENS, 256, True, True, is_packed=False)
+def scheduled(rows, is_packed):
+    """The first prefill of rows of cached and new tokens: how many rows, and tokens gathered."""
+    limits = Limits(32, MAX_BATCH_TOKENS, 256, True, True, is_packed=is_packed)
     scheduler = Scheduler(limits, EngineCounters(), lambda _: 0, create_policy("fifo"))
     for num_cached, num_new in rows:
         request = request_of([0] * (num_cached + num_new))
         request.num_computed = num_cached
         scheduler.prefilling.append(Prefill(request))
     chosen = scheduler.schedule_prefill()
-    return len(chosen), max(p.leader.num_computed + p.num_scheduled for p in chosen)
+    lengths = [p.leader.num_computed + p.num_scheduled for p in chosen]
+    return len(chosen), sum(lengths) if is_packed else len(chosen) * max(lengths)
 
 
-def test_256_continuations_of_long_histories_fit_two_gib_by_the_plan_and_the_scheduler(plan):
-    num_rows, longest = scheduled([(8000, 20)] * 256)
+@pytest.mark.parametrize("is_packed", [True, False])
+def test_256_continuations_of_long_histories_fit_two_gib_by_the_plan_and_the_scheduler(
+    plan, is_packed
+):
+    num_rows, num_gathered = scheduled([(8000, 20)] * 256, is_packed)
     assert num_rows > 1
-    assert gathered_bytes(num_rows * longest) <= plan.gathered_bytes < 2 * GIB
+    assert gathered_bytes(num_gathered) <= plan.gathered_bytes < 2 * GIB
 
 
 @given(
+    is_packed=st.booleans(),
     rows=st.lists(
         st.tuples(st.integers(1, 20_000), st.integers(1, 20_000)), min_size=1, max_size=40
-    )
+    ),
 )
-def test_no_prefill_gathers_more_than_is_planned(plan_of_8b, rows):
-    num_rows, longest = scheduled(rows)
-    assert gathered_bytes(num_rows * longest) <= plan_of_8b.gathered_bytes
+def test_no_prefill_gathers_more_than_is_planned(plan_of_8b, is_packed, rows):
+    _, num_gathered = scheduled(rows, is_packed)
+    assert gathered_bytes(num_gathered) <= plan_of_8b.gathered_bytes
 
 
 @pytest.fixture(scope="module")

@@ -48,6 +48,7 @@ def settings_of(draw):
         "max_prefill_blocks": draw(st.integers(0, 10)),
         "max_sequence_blocks": draw(st.none() | st.integers(0, 20)),
         "graph_bytes": draw(st.integers(0, 100)),
+        "encoder_cache_bytes": draw(st.integers(0, 100)),
         "bytes_per_block": draw(size),
         "bytes_per_sequence": draw(size | st.just(0)),
         "max_requests": draw(st.integers(1, 50)),
@@ -82,7 +83,7 @@ def test_the_parts_never_exceed_the_whole(settings):
 @given(settings=settings_of())
 def test_the_share_is_respected_to_one_block(settings):
     plan = plan_of(**settings)
-    rest = max(0, plan.free_bytes - plan.training_reserve_bytes)
+    rest = max(0, plan.free_bytes - plan.training_reserve_bytes - plan.encoder_cache_bytes)
     assert plan.budget_bytes == int(plan.max_memory_percent * rest)
     assert plan.kv_bytes + plan.state_bytes <= plan.budget_bytes
     if not plan.bytes_per_block:
@@ -166,6 +167,12 @@ def test_memory_of_graphs_is_a_part_of_what_is_used():
     assert (plan.num_blocks, plan.left_bytes) == (plan_of().num_blocks, plan_of().left_bytes)
 
 
+def test_features_of_images_are_kept_out_of_the_budget():
+    plan = plan_of(encoder_cache_bytes=200)
+    assert plan.budget_bytes == (800 - 200) // 2
+    assert next(p for p in plan.parts if p.name == "image features").num_bytes == 200
+
+
 def test_a_model_without_keys_is_limited_by_its_states():
     assert plan_of(bytes_per_block=0).num_blocks > 0
     assert plan_of(bytes_per_block=0, bytes_per_sequence=150).num_slots == 400 // 150
@@ -213,15 +220,16 @@ def test_the_plan_prints_as_a_table_of_gib():
         "activations peak",
         "forward workspace",
         "CUDA graphs",
+        "image features",
         "recurrent states",
         "KV cache",
         "free",
     ]
     sizes = [float(line[18:].split()[0]) for line in lines]
-    assert sizes == [12, 2.5, 1, 1, 1, 0, 0.25, 0, 0.25, 3, 3]
+    assert sizes == [12, 2.5, 1, 1, 1, 0, 0.25, 0, 0, 0.25, 3, 3]
     assert lines[3].endswith("GiB  0.500 of it to come")
     assert lines[5].endswith("not measured yet")
-    assert lines[9].endswith("6 blocks at most, 50% of what training leaves")
+    assert lines[10].endswith("6 blocks at most, 50% of what training leaves")
 
 
 def test_a_set_reserve_is_a_row_of_its_own():

@@ -45,12 +45,12 @@ TRUNCATIONS = [
 ]
 
 
-def batch_of(params, seeds=None):
+def batch_of(params, seeds=None, never_sampled=()):
     requests = [
         Request("r", [1], wanted, 1, frozenset(), seed=row if seeds is None else seeds[row])
         for row, wanted in enumerate(params)
     ]
-    return create_sampling_batch(requests, CPU)
+    return create_sampling_batch(requests, CPU, never_sampled)
 
 
 def random_logits(seed, rows, vocab_size, spread=2.0):
@@ -350,6 +350,37 @@ def test_logprobs_are_of_the_distribution_that_the_mode_names(mode):
 
 
 @pytest.mark.parametrize("mode", [POLICY, PROCESSED])
+@pytest.mark.parametrize("truncation", [{}, TRUNCATIONS[3]])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_tokens_that_are_never_sampled_count_in_the_policy_alone(temperature, truncation, mode):
+    params = SamplingParams(temperature=temperature, **truncation)
+    logits_1V = random_logits(3, 1, 8, spread=0.8)
+    # The most likely one, and another.
+    never_sampled = [logits_1V.argmax().item(), (logits_1V.argmax().item() + 3) % 8]
+    left_1V = logits_1V.index_fill(1, torch.tensor(never_sampled), -torch.inf)
+    rows, draws_each, counts_V = 3000, 4, torch.zeros(8)
+    batch = batch_of([params] * rows, never_sampled=never_sampled)
+    sampled_from_V = left_1V[0].softmax(-1)
+    policy_V = logits_1V[0].log_softmax(-1)
+    if temperature:
+        sampled_from_V = warped(left_1V, params)[0].softmax(-1)
+        policy_V = (logits_1V[0] / temperature).log_softmax(-1)
+    expected_V = policy_V if mode is POLICY else sampled_from_V.log()
+    if mode is PROCESSED and not temperature:
+        expected_V = left_1V[0].log_softmax(-1)
+    for index in range(draws_each):
+        logits_BV = logits_1V.expand(rows, 8).contiguous()
+        tokens_B, logprobs_B, is_valid_B, *_ = sample(logits_BV, batch, zeros(rows) + index, mode)
+        counts_V += tokens_B.bincount(minlength=8)
+        torch.testing.assert_close(logprobs_B, expected_V[tokens_B], rtol=0, atol=2e-6)
+        assert is_valid_B.all()
+    if temperature:
+        assert chi_squared_is_small(counts_V, sampled_from_V)
+    else:
+        assert counts_V[left_1V.argmax()] == rows * draws_each
+
+
+@pytest.mark.parametrize("mode", [POLICY, PROCESSED])
 @pytest.mark.parametrize(
     "params",
     [SamplingParams(temperature=0), SamplingParams(do_sample=False, temperature=0.3, top_k=2)],
@@ -451,11 +482,15 @@ def test_the_kernel_draws_what_torch_draws(seeds, vocab_size, draws, data):
         logits_BV[0, place] = {"all": -torch.inf, "nan": torch.nan, "inf": torch.inf}[spoiled]
     if data.draw(st.booleans()):
         logits_BV = logits_BV.t().contiguous().t()
-    batch = batch_of([SamplingParams(temperature=t) for t in temperatures], seeds)
+    never_sampled = data.draw(st.sets(st.integers(0, vocab_size - 1), max_size=3))
+    mode = data.draw(st.sampled_from([POLICY, PROCESSED]))
+    many = [SamplingParams(temperature=t) for t in temperatures]
+    batch = batch_of(many, seeds, sorted(never_sampled))
     assert batch.plain_temperatures_B is not None
-    indices_B = torch.arange(len(seeds))
-    by_torch = sample(logits_BV, replace(batch, plain_temperatures_B=None), indices_B, POLICY)
-    found = sample(logits_BV, batch, indices_B, POLICY)
+    indices_B, before_BV = torch.arange(len(seeds)), logits_BV.clone()
+    by_torch = sample(logits_BV, replace(batch, plain_temperatures_B=None), indices_B, mode)
+    found = sample(logits_BV, batch, indices_B, mode)
+    torch.testing.assert_close(logits_BV, before_BV, atol=0, rtol=0, equal_nan=True)
     assert torch.equal(found.is_valid_B, by_torch.is_valid_B)
     is_valid_B = found.is_valid_B
     assert torch.equal(found.token_ids_B[is_valid_B], by_torch.token_ids_B[is_valid_B])

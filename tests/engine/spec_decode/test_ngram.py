@@ -5,14 +5,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cb_rollout import FinishReason, RequestStatus, SamplingParams
+from cb_rollout.config.enums import DraftSource
 from cb_rollout.engine.request import Request
+from cb_rollout.engine.scheduler.completion_history import CompletionHistory
 from cb_rollout.engine.spec_decode.ngram import (
+    INITIAL_RATE,
     MAX_DRAFT_ROWS,
     MAX_DRAFT_TOKENS,
-    NGRAM_SIZES,
-    NgramIndex,
+    MIN_RATE,
+    MISSES_BEFORE_PAUSE,
+    Draft,
     NgramProposer,
 )
+from cb_rollout.engine.spec_decode.ngram_index import NGRAM_SIZES, NgramIndex
 
 
 def request(prompt_ids, said=(), group=None, max_new_tokens=100, **settings):
@@ -32,20 +37,45 @@ def request(prompt_ids, said=(), group=None, max_new_tokens=100, **settings):
     return made
 
 
+def predicted(ngram_index, token_ids, count):
+    """What follows the longest n-gram at the end of a text."""
+    ngram_index.update()
+    tail = token_ids[-max(NGRAM_SIZES) :]
+    return next((p for size in NGRAM_SIZES if (p := ngram_index.predict(tail, count, size))), [])
+
+
+def proposed(proposer, running):
+    """The tokens alone."""
+    return [draft.tokens for draft in proposer.propose(running)]
+
+
+def trust(*requests):
+    for request in requests:
+        request.drafts.rates[DraftSource.GROUP] = 1.0
+
+
 def test_the_tokens_after_the_longest_matching_ngram_are_predicted():
     ngram_index = NgramIndex()
     ngram_index.add([1, 2, 3, 4, 5, 9, 3, 4, 6, 7], 0)
-    assert ngram_index.predict([8, 3, 4], 3) == [6, 7]
-    assert ngram_index.predict([2, 3, 4], 3) == [5, 9, 3]
-    assert ngram_index.predict([4, 3], 3) == []
+    assert predicted(ngram_index, [8, 3, 4], 3) == [6, 7]
+    assert predicted(ngram_index, [2, 3, 4], 3) == [5, 9, 3]
+    assert predicted(ngram_index, [4, 3], 3) == []
+
+
+def test_a_draft_ends_before_a_token_that_is_never_sampled():
+    proposer, one = NgramProposer(3, never_sampled=(9,)), request([1, 2, 3, 9, 9, 1, 2], said=[3])
+    two = request([1, 2, 4, 5, 9, 1], said=[2])
+    proposer.track([one, two])
+    trust(one, two)
+    assert proposed(proposer, [one, two]) == [[], [4, 5]]
 
 
 def test_the_latest_occurrence_of_an_ngram_counts():
     ngram_index, text = NgramIndex(), [1, 2, 3]
     ngram_index.add(text, 0)
-    assert ngram_index.predict([1, 2], 2) == [3]
+    assert predicted(ngram_index, [1, 2], 2) == [3]
     text += [1, 2, 7]
-    assert ngram_index.predict([1, 2], 2) == [7]
+    assert predicted(ngram_index, [1, 2], 2) == [7]
 
 
 texts_of_few_tokens = st.lists(st.lists(st.integers(0, 3), max_size=12), min_size=1, max_size=4)
@@ -58,7 +88,7 @@ def test_every_predicted_token_followed_the_same_ngram_before(texts, count):
         ngram_index.add(text, 0)
     said = {tuple(text[end - size : end + 1]) for text in texts for end in range(size, len(text))}
     for text in texts:
-        expected = ngram_index.predict(text, count)
+        expected = predicted(ngram_index, text, count)
         whole = [*text, *expected]
         assert len(expected) <= count
         for end in range(len(text), len(whole)):
@@ -70,7 +100,7 @@ def test_every_predicted_token_followed_the_same_ngram_before(texts, count):
 def test_a_loop_is_predicted_to_go_on():
     ngram_index = NgramIndex()
     ngram_index.add([1, 2, 3] * 4, 0)
-    assert ngram_index.predict([1, 2, 3] * 4, 7) == [1, 2, 3, 1, 2, 3, 1]
+    assert predicted(ngram_index, [1, 2, 3] * 4, 7) == [1, 2, 3, 1, 2, 3, 1]
 
 
 def test_members_of_a_group_share_one_index():
@@ -79,25 +109,25 @@ def test_members_of_a_group_share_one_index():
     first, second = request(prompt, [4, 5, 6, 7], group=0), request(prompt, [4, 5], group=0)
     stranger = request(prompt, [4, 5], group=1)
     proposer.track([first, second, stranger])
-    assert proposer.propose([second, stranger]) == [[6, 7], []]
+    assert proposed(proposer, [second, stranger]) == [[6, 7], []]
     del first
     # The tokens of a member that is gone stay, as long as another runs.
-    assert proposer.propose([second]) == [[6, 7]]
+    assert proposed(proposer, [second]) == [[6, 7]]
 
 
 def test_a_sequence_that_ended_does_not_keep_its_groups_index_alive():
     proposer, prompt = NgramProposer(4), [1, 2, 3]
     first, second = request(prompt, [4, 5, 6, 7], group=0), request(prompt, [4, 5], group=0)
     proposer.track([first, second])
-    known = weakref.ref(first.ngram_index)
+    known = weakref.ref(first.drafts)
     first.end(RequestStatus.CANCELLED, FinishReason.CANCELLED)
-    assert first.ngram_index is None
-    assert proposer.propose([second]) == [[6, 7]]
+    assert first.drafts is None
+    assert proposed(proposer, [second]) == [[6, 7]]
     second.end(RequestStatus.CANCELLED, FinishReason.CANCELLED)
     gc.collect()
     assert known() is None
     proposer.track([first])
-    assert first.ngram_index is None
+    assert first.drafts is None
 
 
 def test_a_draft_leaves_room_for_the_last_token_and_is_no_longer_than_asked():
@@ -105,8 +135,8 @@ def test_a_draft_leaves_room_for_the_last_token_and_is_no_longer_than_asked():
     short, long = request(loop, max_new_tokens=3), request(loop, max_new_tokens=50)
     proposer = NgramProposer(6)
     proposer.track([short, long])
-    long.ngram_index.acceptance_rate = short.ngram_index.acceptance_rate = 1.0
-    assert [len(draft) for draft in proposer.propose([short, long])] == [2, 6]
+    trust(short, long)
+    assert [len(draft) for draft in proposed(proposer, [short, long])] == [2, 6]
 
 
 def test_streaming_and_adjusted_sequences_get_no_drafts():
@@ -115,9 +145,9 @@ def test_streaming_and_adjusted_sequences_get_no_drafts():
     streaming = request(loop, is_streaming=True)
     proposer = NgramProposer(None)
     proposer.track([plain, streaming])
-    plain.ngram_index.acceptance_rate = 1.0
-    draft, none = proposer.propose([plain, streaming])
-    assert (len(draft), none) == (min(MAX_DRAFT_TOKENS, MAX_DRAFT_ROWS // 2 - 1), [])
+    trust(plain)
+    draft, none = proposed(proposer, [plain, streaming])
+    assert (len(draft), none) == (MAX_DRAFT_TOKENS, [])
     for adjusted in (request(loop, repetition_penalty=1.5), request(loop, top_logprobs=2)):
         assert proposer.propose([plain, adjusted]) == []
     assert proposer.propose([plain] * (MAX_DRAFT_ROWS // 2 + 1)) == []
@@ -128,11 +158,98 @@ def test_drafts_become_longer_with_the_acceptance_rate():
     proposer.track([looping])
     lengths = []
     for _ in range(100):
-        drafts = proposer.propose([looping])
+        drafts = proposed(proposer, [looping])
         lengths.append(len(drafts[0]) if drafts else 0)
-        proposer.record(looping, lengths[-1], 0)
-    assert lengths[0] == 2
+        proposer.record(looping, Draft([1] * lengths[-1]), 0)
+    assert lengths[0] == 4
     assert 0 < sum(lengths[20:]) < 40
     for _ in range(20):
-        proposer.record(looping, 4, 4)
-    assert len(proposer.propose([looping])[0]) == 4
+        proposer.record(looping, Draft([1] * 4), 4)
+    assert len(proposed(proposer, [looping])[0]) == 4
+
+
+def with_history(prompt, *completions, said=(), **settings):
+    """A request whose prompt had these completions before."""
+    made, history = request(prompt, said, **settings), CompletionHistory()
+    made.history = history.of(prompt)
+    for completion in completions:
+        history.add(made.history, completion)
+    made.expected_length = made.history.expected_length()
+    return made
+
+
+def test_a_draft_comes_from_an_earlier_completion_of_the_same_prompt():
+    proposer = NgramProposer(7)
+    known, new = (with_history([1, 2, 3], *c, said=[4, 5]) for c in ([[4, 5, 6, 7, 0]], []))
+    proposer.track([known, new])
+    drafts = proposer.propose([known, new])
+    assert drafts == [Draft([6, 7, 0], DraftSource.EARLIER), Draft([])]
+
+
+def test_a_draft_comes_from_another_prompt_where_no_other_source_has_one():
+    proposer = NgramProposer(2)
+    proposer.add_to_run(request([9], [4, 5, 6, 7]))
+    other, known = with_history([1], said=[4, 5]), with_history([2], [4, 5, 8, 8], said=[4, 5])
+    proposer.track([other, known])
+    assert proposer.propose([other, known]) == [
+        Draft([6, 7], DraftSource.RUN),
+        Draft([8, 8], DraftSource.EARLIER),
+    ]
+
+
+def test_each_source_has_an_acceptance_rate_and_later_groups_begin_with_the_runs():
+    proposer = NgramProposer(4)
+    first = with_history([1, 2, 3], [4, 5, 6], said=[4, 5])
+    proposer.track([first])
+    proposer.record(first, Draft([6, 7], DraftSource.EARLIER), 0)
+    proposer.record(first, Draft([6, 7], DraftSource.RUN), 2)
+    assert proposer.rates == {
+        DraftSource.GROUP: INITIAL_RATE,
+        DraftSource.EARLIER: 0.75 * INITIAL_RATE,
+        DraftSource.RUN: 0.75 * INITIAL_RATE + 0.25,
+    }
+    second = with_history([1, 2, 4])
+    second.append(5, 0.0, 0)
+    proposer.track([second])
+    assert second.drafts.rates == proposer.rates
+
+
+def test_long_sequences_are_drafted_first_and_those_about_to_end_not_at_all():
+    proposer, loop = NgramProposer(7), [1, 2, 3] * 4
+    ending = with_history(loop, [1] * 2)
+    long = with_history(loop, [1] * 90)
+    proposer.track([ending, long])
+    trust(ending, long)
+    ending.drafts.rates[DraftSource.GROUP] = 0.9
+    assert [len(draft) for draft in proposed(proposer, [ending, long])] == [0, 7]
+
+
+def test_a_group_without_matches_is_looked_up_less_and_less(monkeypatch):
+    proposer, plain = NgramProposer(7), request(range(20))
+    proposer.track([plain])
+    num_lookups, update = 0, NgramIndex.update
+
+    def counted(self):
+        nonlocal num_lookups
+        num_lookups += self is plain.drafts.own
+        update(self)
+
+    monkeypatch.setattr(NgramIndex, "update", counted)
+    for token in range(1000):
+        plain.append(100 + token, 0.0, 0)
+        plain.max_new_tokens = 2000
+        assert proposer.propose([plain]) == []
+    assert MISSES_BEFORE_PAUSE < num_lookups < 100
+    assert plain.drafts.rates[DraftSource.GROUP] > MIN_RATE
+
+
+@given(st.lists(st.integers(0, 3), min_size=40, max_size=80))
+def test_a_long_text_is_indexed_as_a_growing_one(text):
+    whole, growing, said = NgramIndex(), NgramIndex(), []
+    whole.add(text, 0, is_growing=False)
+    growing.add(said, 0)
+    whole.update()
+    for token in text:
+        said.append(token)
+        growing.update()
+    assert growing._next == whole._next

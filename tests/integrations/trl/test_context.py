@@ -71,7 +71,9 @@ def test_a_row_is_stopped_where_all_of_its_last_output_did(tokens, reason, ended
 
 def test_the_metrics_of_turns_are_added_weighted_or_the_largest():
     added = ("prefill_tokens", "prefill_tokens_saved", "preemptions")
-    added += ("drafted_tokens", "accepted_tokens")
+    added += ("drafted_tokens", "drafted_tokens_earlier", "drafted_tokens_run")
+    added += ("accepted_tokens", "accepted_tokens_earlier", "accepted_tokens_run")
+    added += ("images_encoded", "images_reused")
     turns = [
         {"rollout/tokens": 10, "rollout/seconds": 1, "rollout/log_kept_mass": -0.5, "peak": 3},
         {"rollout/tokens": 30, "rollout/seconds": 3, "rollout/log_kept_mass": -0.1, "peak": 2},
@@ -81,6 +83,6 @@ def test_the_metrics_of_turns_are_added_weighted_or_the_largest():
     assert metrics["rollout/tokens"] == 40
     assert metrics["rollout/tokens_per_second"] == 10
     assert metrics["rollout/log_kept_mass"] == pytest.approx(-0.2)
-    assert metrics["rollout/preemptions"] == 2
+    assert {metrics[f"rollout/{name}"] for name in added} == {2}
     assert metrics["peak"] == 3
     assert RolloutContext("train").metrics() == {}

@@ -1,1 +1,1 @@
-"""Run decode steps on a CPU: C++ attention over the pages, inside a traced forward."""
+"""Run decode steps on a CPU: C++ attention over the pages, and operators of a traced forward."""

@@ -21,15 +21,26 @@ from cb_rollout.engine.attention.backend import (
     unsupported_states,
 )
 from cb_rollout.engine.attention.cpu import few_row_linear
-from cb_rollout.engine.attention.cpu.traced_forward import TracedForward
+from cb_rollout.engine.attention.cpu.operators import replace_linear_layers, simplify
 from cb_rollout.engine.attention.decode_cache import DecodeCache, DecodeInputs, DecodeLayer
+from cb_rollout.engine.attention.traced_forward import TracedForward, Tracing
 from cb_rollout.engine.kv_cache.block_table import BlockTable
 from cb_rollout.engine.kv_cache.layout import CacheLayout
 from cb_rollout.engine.kv_cache.paged import PagedCache, PagedLayer
 from cb_rollout.engine.memory import device as devices
 from cb_rollout.engine.native.library import COUNT, NUMBER, TENSOR, TYPES, library
+from cb_rollout.engine.numerics import operators
+from cb_rollout.engine.numerics.kernels import attend_paged as ordered_attend
 
 CPU = torch.device("cpu")
+
+TRACING = Tracing(
+    num_rows=3,
+    # By the kernel of few rows, and by torch's product.
+    tried_rows=(1, 3, 8, few_row_linear.MAX_ROWS + 1),
+    rewrite=replace_linear_layers,
+    simplify=simplify,
+)
 
 _STRIDED = (TENSOR, COUNT, COUNT, COUNT)
 _ARGUMENTS = (
@@ -55,7 +66,7 @@ class CpuBackend:
 
     def __init__(self, layout: CacheLayout, device: torch.device = CPU) -> None:
         self.cache = DecodeCache(layout, device)
-        self.traced_forward = TracedForward(can_be_traced=not layout.is_recurrent)
+        self.traced_forward = TracedForward(TRACING, can_be_traced=not layout.is_recurrent)
         if self.traced_forward.can_be_traced:
             few_row_linear.prepare(self.cache.paged[0].key_dtype)
 
@@ -112,6 +123,19 @@ class CpuPagedAttention:
         paged = self.cache.layers[layer.index]
         assert isinstance(paged, PagedLayer)
         rows = self.table_rows_B, self.lengths_B
+        if operators.are_installed():
+            return ordered_attend(
+                query,
+                key,
+                value,
+                paged.pages,
+                self.table,
+                *rows,
+                scale=spec.scale,
+                window=spec.window,
+                softcap=spec.softcap,
+                sinks_H=spec.sinks_H,
+            )
         return attend(query, key, value, paged.pages, self.table, *rows, spec)
 
 

@@ -8,7 +8,6 @@ B: rows, K: inputs of a linear layer, N: its outputs.
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
-from functools import cache
 from typing import Any
 
 import torch
@@ -17,7 +16,8 @@ from torch.overrides import TorchFunctionMode
 
 from cb_rollout.compat import inductor
 from cb_rollout.compat.torch import multiplies_bfloat16
-from cb_rollout.engine.native.library import COUNT, TENSOR, TYPES, library
+from cb_rollout.engine.numerics import operators
+from cb_rollout.engine.numerics.kernels import linear_kernel, multiply
 
 # With more rows MKL's product is the faster one (see the bench's `roofline`).
 MAX_ROWS = 64
@@ -32,7 +32,7 @@ WIDENED_AT_ONCE = 1 << 22
 def prepare(dtype: torch.dtype) -> None:
     """Compile the kernel now, not in a rollout; the kernel's call raises a failure."""
     with suppress(Exception):
-        _kernel(dtype)
+        linear_kernel(dtype)
 
 
 def linear(
@@ -45,6 +45,9 @@ def linear(
         weight_NK: the layer's weight.
         bias_N: the bias; None: there is none.
     """
+    if operators.are_installed() and weight_NK.is_contiguous():
+        # The same kernel for any number of rows.
+        return multiply(rows_BK, weight_NK, bias_N)
     is_half = rows_BK.dtype == torch.bfloat16
     max_rows = MAX_ROWS_OF_BFLOAT16 if is_half and multiplies_bfloat16() else MAX_ROWS
     if rows_BK.shape[0] <= max_rows and weight_NK.is_contiguous():
@@ -104,25 +107,6 @@ class _ReplacedLinear(TorchFunctionMode):
         return outputs.view(*given.shape[:-1], outputs.shape[-1])
 
 
-def multiply(
-    rows_BK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Compute a linear layer by the kernel; see `linear`. The weight must be contiguous."""
-    rows_BK, bias_N = rows_BK.contiguous(), None if bias_N is None else bias_N.contiguous()
-    (B, K), N = rows_BK.shape, weight_NK.shape[0]
-    outputs_BN = rows_BK.new_empty(B, N)
-    _kernel(rows_BK.dtype)(
-        rows_BK.data_ptr(),
-        weight_NK.data_ptr(),
-        None if bias_N is None else bias_N.data_ptr(),
-        outputs_BN.data_ptr(),
-        B,
-        K,
-        N,
-    )
-    return outputs_BN
-
-
 # An operator, so that a traced graph may hold it and inductor compile it.
 torch.library.define("cb_rollout::linear", "(Tensor rows, Tensor weight, Tensor? bias) -> Tensor")
 
@@ -135,10 +119,3 @@ def _output_of_linear(
 
 
 torch.library.impl("cb_rollout::linear", "CPU", linear)
-
-
-@cache
-def _kernel(dtype: torch.dtype) -> Callable[..., Any]:
-    kernel = library("multiply", STORED=TYPES[dtype]).multiply
-    kernel.argtypes, kernel.restype = (*(TENSOR,) * 4, *(COUNT,) * 3), None
-    return kernel

@@ -2,7 +2,7 @@
 
 Called by the thread that runs a decode step, and by captures of CUDA graphs.
 
-B: rows, V: vocabulary.
+B: rows, V: vocabulary. Of a grouped product: S: rows, G: groups, M: size of a row, N: of a result.
 """
 
 import importlib.util
@@ -11,12 +11,16 @@ from typing import ClassVar
 
 import torch
 
+from cb_rollout.compat import inductor
+from cb_rollout.compat.moe import waits_for_groups
 from cb_rollout.engine.attention.backend import AttentionMetadata, unsupported_states
 from cb_rollout.engine.attention.decode_cache import DecodeCache, DecodeInputs
-from cb_rollout.engine.attention.shared_prefix import num_splits
+from cb_rollout.engine.attention.joined_products import join_products
+from cb_rollout.engine.attention.shared_prefix import STRETCH_INTERVAL, is_cut, max_stretches
+from cb_rollout.engine.attention.traced_forward import TracedForward, Tracing
 from cb_rollout.engine.kv_cache.block_table import BlockTable
 from cb_rollout.engine.kv_cache.layout import CacheLayout
-from cb_rollout.engine.kv_cache.paged import PagedCache, PagedLayer
+from cb_rollout.engine.kv_cache.paged import PagedCache
 from cb_rollout.engine.memory import device as devices
 
 # Ampere, the first whose tensor cores take bfloat16, and that copies memory asynchronously.
@@ -28,13 +32,22 @@ LARGEST_HEAD = 256
 # The types that tensor cores multiply.
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
+TRACING = Tracing(
+    # Tiles are chosen for so many rows, where a step's time is no longer reading weights alone.
+    num_rows=251,
+    tried_rows=(1, 3, 64, 251),
+    rewrite=join_products,
+    simplify=None,
+    # Rounded to 16 bits where the model's own forward rounds, also inside of a fused kernel.
+    inductor_options={"emulate_precision_casts": True},
+)
+
 
 class TritonBackend:
     """Run decode steps with no gather, on a CUDA device."""
 
     name: ClassVar[str] = "triton"
     device_type: ClassVar[str] = "cuda"
-    traced_forward = None
 
     @staticmethod
     def obstacle(device: torch.device, layout: CacheLayout | None) -> str | None:
@@ -48,6 +61,7 @@ class TritonBackend:
         self._create_attention = TritonPagedAttention
         self._grouped_product = grouped_product
         self.cache = DecodeCache(layout, device)
+        self.traced_forward = TracedForward(TRACING, can_be_traced=not layout.is_recurrent)
         num_addresses = 2 * len(layout.layers) + 2
         self.addresses = torch.zeros(num_addresses, dtype=torch.int64, device=device)
         """`AttentionMetadata.addresses`; all zero until `find`."""
@@ -76,7 +90,7 @@ class TritonBackend:
             table.block_size,
             self._integers(table_rows),
             lengths_B,
-            self.splits(len(lengths), max(lengths)),
+            self.num_stretches if self.is_cut(lengths) else 0,
         )
         tokens_B1 = devices.to_device(new_tokens, self._device)
         positions_B1 = lengths_B.long()[:, None] - 1
@@ -85,7 +99,8 @@ class TritonBackend:
         return self.inputs(tokens_B1, positions_B1, metadata, cache)
 
     def check_weights(self, model: torch.nn.Module) -> None:
-        """Do nothing: nothing is captured here, and graphs check weights themselves."""
+        """Drop the trace if weights have moved."""
+        self.traced_forward.check_weights(model)
 
     def inputs(
         self,
@@ -102,10 +117,7 @@ class TritonBackend:
     def find(self, cache: PagedCache, table: BlockTable) -> torch.Tensor:
         """Return the current addresses of pages and table, in a tensor that never moves."""
         blocks = table.blocks
-        addresses = [blocks.data_ptr(), blocks.shape[1]]
-        for layer in cache.layers:
-            pages = layer.pages[:2] if isinstance(layer, PagedLayer) else []
-            addresses += [p.data_ptr() for p in pages] or [0, 0]
+        addresses = [blocks.data_ptr(), blocks.shape[1], *cache.addresses]
         if addresses != self._known:
             self.addresses.copy_(devices.to_device(addresses, self._device))
             self._known = addresses
@@ -116,12 +128,31 @@ class TritonBackend:
         """Most rows that read a shared prompt together, in every layer."""
         return min(self._rows_per_tile.values())
 
-    def splits(self, num_rows: int, longest: int) -> int:
-        """Return the number of stretches to cut the keys of `num_rows` rows into."""
-        return num_splits(num_rows, self._num_key_heads, longest, self._num_processors)
+    @property
+    def num_stretches(self) -> int:
+        """Stretches that all keys of a step are cut into, beside one for each row."""
+        return max_stretches(self._num_key_heads, self._num_processors)
+
+    def is_cut(self, lengths: Sequence[int], interval: int = STRETCH_INTERVAL) -> bool:
+        """Return whether any row of these lengths is worth cutting."""
+        return is_cut(lengths, self.num_stretches, interval)
 
     def _integers(self, values: Sequence[int]) -> torch.Tensor:
         return devices.to_device(values, self._device, torch.int32)
+
+
+def _multiply_groups(
+    rows_SM: torch.Tensor, weights_GMN: torch.Tensor, ends_G: torch.Tensor
+) -> torch.Tensor:
+    """Multiply the experts of a traced forward, without waiting for the device."""
+    if not waits_for_groups(weights_GMN):
+        return inductor.grouped_product(rows_SM, weights_GMN, ends_G)
+    from cb_rollout.engine.attention.triton.launch import grouped_product
+
+    return grouped_product(rows_SM.to(weights_GMN.dtype), weights_GMN, ends_G)
+
+
+torch.library.impl(inductor.GROUPED, "CUDA", _multiply_groups)
 
 
 def device_obstacle(device: torch.device) -> str | None:

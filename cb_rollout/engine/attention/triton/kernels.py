@@ -3,8 +3,8 @@
 `write_kernel` writes new keys and values into their pages. `attend_kernel` attends over stretches
 of keys (flash decoding: partial outputs and the log-sum-exp of each). `join_kernel` joins the
 partial outputs. A stretch is a part of a row's own keys, or of a prompt that several rows share;
-their queries are then packed into one tile, which reads the prompt once. `grouped_product_kernel`
-multiplies the tokens of each expert by its weight.
+their queries are then packed into one tile, which reads the prompt once. `cut_kernel` cuts the keys
+into stretches. `grouped_product_kernel` multiplies the tokens of each expert by its weight.
 
 The kernels find pages and block table through addresses in device memory, not as arguments, so a
 captured CUDA graph stays valid when the cache grows or is allocated anew. `header` holds the block
@@ -15,6 +15,9 @@ import triton
 import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
+
+# More than the stretches of a row: an item of a work list is row x MAX_SPLITS + stretch.
+MAX_SPLITS = tl.constexpr(4096)
 
 
 @triton.jit
@@ -60,7 +63,122 @@ def write_kernel(
         tl.store(values + slot * (NUM_KEY_HEADS * VALUE_SIZE) + offsets, new, mask=is_value)
 
 
-@triton.jit(do_not_specialize=["num_splits", "num_parts", "first_part", "window"])
+@triton.jit
+def stretch_of(num_keys, num_stretches, least, interval):
+    """Return the keys of a stretch: a multiple of `interval`, and no fewer than `least`."""
+    stretch = (num_keys + num_stretches - 1) // num_stretches
+    stretch = tl.maximum(stretch, least)
+    return (stretch + interval - 1) // interval * interval
+
+
+@triton.jit
+def list_items(items, num_items, counts, units, WIDTH: tl.constexpr):
+    """Write `counts` items of each unit, and -1 behind the last."""
+    total = tl.sum(counts, 0)
+    places = tl.arange(0, WIDTH)
+    none = tl.full([WIDTH], -1, tl.int32)
+    tl.store(items + places, none, mask=(places >= total) & (places < num_items))
+    starts = tl.cumsum(counts, 0) - counts
+    for split in range(tl.max(counts, 0)):
+        item = units * MAX_SPLITS + split
+        tl.store(items + starts + split, item, mask=split < counts)
+
+
+@triton.jit(
+    do_not_specialize=[
+        *("num_rows", "num_tiles", "num_own_items", "num_shared_items"),
+        *("num_stretches", "least", "interval", "window"),
+    ]
+)
+def cut_kernel(
+    lengths,
+    shared,
+    first_rows,
+    row_counts,
+    sizes,
+    own_items,
+    shared_items,
+    first_parts,
+    own_counts,
+    num_rows,
+    num_tiles,
+    num_own_items,
+    num_shared_items,
+    num_stretches,
+    least,
+    interval,
+    window,
+    HAS_SHARED: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    ROWS_WIDTH: tl.constexpr,
+    TILES_WIDTH: tl.constexpr,
+    OWN_WIDTH: tl.constexpr,
+    SHARED_WIDTH: tl.constexpr,
+):
+    """Cut all keys of a step: one program."""
+    rows = tl.arange(0, ROWS_WIDTH)
+    is_row = rows < num_rows
+    own = tl.load(lengths + rows, mask=is_row, other=0)
+    if HAS_SHARED:
+        prompts = tl.load(shared + rows, mask=is_row, other=0)
+        # A row that ended since reads nothing.
+        prompts = tl.where(own > 0, prompts, 0)
+        own = tl.maximum(own - prompts, 0)
+    if HAS_WINDOW:
+        own = tl.minimum(own, window)
+    own_stretch = stretch_of(tl.sum(own, 0), num_stretches, least, interval)
+    counts = (own + own_stretch - 1) // own_stretch
+    tl.store(sizes, own_stretch)
+    tl.store(own_counts + rows, counts, mask=is_row)
+    list_items(own_items, num_own_items, counts, rows, OWN_WIDTH)
+    if HAS_SHARED:
+        tiles = tl.arange(0, TILES_WIDTH)
+        tile_rows = tl.load(row_counts + tiles, mask=tiles < num_tiles, other=0)
+        firsts = tl.load(first_rows + tiles, mask=tile_rows > 0, other=0)
+        tile_keys = tl.load(shared + firsts, mask=tile_rows > 0, other=0)
+        if HAS_WINDOW:
+            # Rows are longer than what they share, so no more of it can be seen.
+            tile_keys = tl.minimum(tile_keys, window)
+            prompts = tl.minimum(prompts, window)
+        shared_stretch = stretch_of(tl.sum(tile_keys, 0), num_stretches, least, interval)
+        tl.store(sizes + 1, shared_stretch)
+        tile_counts = (tile_keys + shared_stretch - 1) // shared_stretch
+        list_items(shared_items, num_shared_items, tile_counts, tiles, SHARED_WIDTH)
+        counts += (prompts + shared_stretch - 1) // shared_stretch
+    ends = tl.cumsum(counts, 0)
+    tl.store(first_parts + rows, ends - counts, mask=is_row)
+    tl.store(first_parts + num_rows, tl.sum(counts, 0))
+
+
+@triton.jit
+def item_of(items, IS_WHOLE: tl.constexpr):
+    """Return the program's row or tile, the number of its stretch, and whether there is one."""
+    unit = tl.program_id(0)
+    split = 0
+    is_item = unit >= 0
+    if not IS_WHOLE:
+        item = tl.load(items + unit)
+        is_item = item >= 0
+        unit = tl.maximum(item, 0) // MAX_SPLITS
+        split = tl.maximum(item, 0) % MAX_SPLITS
+    return unit, split, is_item
+
+
+@triton.jit
+def stretch_at(begin, end, split, is_item, sizes, IS_WHOLE: tl.constexpr, IS_SHARED: tl.constexpr):
+    """Return the first key of a stretch, and the key after its last."""
+    start = begin
+    stop = end
+    if not IS_WHOLE:
+        stretch = tl.load(sizes)
+        if IS_SHARED:
+            stretch = tl.load(sizes + 1)
+        start = begin + split * stretch
+        stop = tl.where(is_item, tl.minimum(start + stretch, end), start)
+    return start, stop
+
+
+@triton.jit(do_not_specialize=["window"])
 def attend_kernel(
     queries,
     outputs,
@@ -76,9 +194,10 @@ def attend_kernel(
     sinks,
     query_row_stride,
     query_head_stride,
-    num_splits,
-    num_parts,
-    first_part,
+    items,
+    sizes,
+    first_parts,
+    own_counts,
     scale,
     softcap,
     window,
@@ -98,27 +217,25 @@ def attend_kernel(
     IS_WHOLE: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_KEYS: tl.constexpr,
-    LEAST_STRETCH: tl.constexpr,
     KEY_WIDTH: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
 ):
-    """Attend over one stretch of keys of one key head; `IS_WHOLE`: it is the only one."""
+    """Attend over one stretch of keys of one key head; `IS_WHOLE`: over all keys of a row."""
     HEADS_PER_KEY: tl.constexpr = NUM_HEADS // NUM_KEY_HEADS
     # Triton 3.9's interpreter multiplies the bits of bfloat16 as integers.
     KEY_DOT: tl.constexpr = tl.float32 if IS_INTERPRETED else KEY_TYPE
     VALUE_DOT: tl.constexpr = tl.float32 if IS_INTERPRETED else VALUE_TYPE
-    unit = tl.program_id(0) // num_splits
-    split = tl.program_id(0) % num_splits
+    unit, split, is_item = item_of(items, IS_WHOLE)
     key_head = tl.program_id(1)
     tile = tl.arange(0, TILE_ROWS)
     if IS_SHARED:
         first_row = tl.load(first_rows + unit)
-        num_rows = tl.load(row_counts + unit)
+        num_rows = tl.where(is_item, tl.load(row_counts + unit), 0)
         begin = 0
         end = tl.load(shared + first_row, mask=num_rows > 0, other=0)
     else:
         first_row = unit
-        num_rows = 1
+        num_rows = is_item.to(tl.int32)
         begin = 0
         if HAS_SHARED:
             begin = tl.load(shared + unit)
@@ -127,17 +244,15 @@ def attend_kernel(
     is_query = member < num_rows
     rows = (first_row + member).to(tl.int64)
     heads = key_head * HEADS_PER_KEY + tile % HEADS_PER_KEY
+    # A row that ended since keeps its place in a tile. By its length of 0 the window would begin
+    # with the prompt, and the stretches end before what the others see.
+    is_query = is_query & (tl.load(lengths + rows, mask=is_query & IS_SHARED, other=1) > 0)
     earliest = tl.zeros([TILE_ROWS], tl.int32)
     if HAS_WINDOW:
         row_lengths = tl.load(lengths + rows, mask=is_query, other=2147483647)
         earliest = tl.maximum(row_lengths - window, 0)
         begin = tl.minimum(tl.maximum(begin, tl.min(earliest, 0)), end)
-    # Stretches start at whole tiles, so that a split does not read half a tile twice.
-    num_keys = tl.maximum(end - begin, 0)
-    stretch = (num_keys + num_splits * TILE_KEYS - 1) // (num_splits * TILE_KEYS) * TILE_KEYS
-    stretch = tl.maximum(stretch, LEAST_STRETCH)
-    start = begin + split * stretch
-    stop = tl.minimum(start + stretch, end)
+    start, stop = stretch_at(begin, end, split, is_item, sizes, IS_WHOLE, IS_SHARED)
 
     key_offsets = tl.arange(0, KEY_WIDTH)
     value_offsets = tl.arange(0, VALUE_WIDTH)
@@ -208,7 +323,10 @@ def attend_kernel(
         tl.store(outputs + targets, output, mask=is_output)
     else:
         output = output / tl.where(total == 0.0, 1.0, total)[:, None]
-        part = (rows * NUM_HEADS + heads) * num_parts + first_part + split
+        part = tl.load(first_parts + rows, mask=is_query, other=0) + split
+        # Those of a shared prompt stand behind the row's own.
+        part += tl.load(own_counts + rows, mask=is_query & IS_SHARED, other=0)
+        part = part.to(tl.int64) * NUM_HEADS + heads
         targets = part[:, None] * VALUE_SIZE + value_offsets[None, :]
         if start < stop:
             tl.store(partials + targets, output, mask=is_output)
@@ -217,52 +335,59 @@ def attend_kernel(
         tl.store(sums + part, largest + known, mask=is_query)
 
 
-@triton.jit(do_not_specialize=["num_parts", "num_own_parts"])
+@triton.jit
 def join_kernel(
     outputs,
     partials,
     sums,
-    shared,
+    first_parts,
     sinks,
-    num_parts,
-    num_own_parts,
     NUM_HEADS: tl.constexpr,
+    NUM_KEY_HEADS: tl.constexpr,
     VALUE_SIZE: tl.constexpr,
-    HAS_SHARED: tl.constexpr,
     HAS_SINKS: tl.constexpr,
-    PARTS_WIDTH: tl.constexpr,
+    PARTS: tl.constexpr,
+    HEADS_WIDTH: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
 ):
-    """Join one head's partial outputs, weighted by their shares of the softmax."""
-    row = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
-    parts = tl.arange(0, PARTS_WIDTH)
-    num_valid = num_parts
-    if HAS_SHARED:
-        num_valid = tl.where(tl.load(shared + row) > 0, num_parts, num_own_parts)
-    is_part = parts < num_valid
-    first = (row * NUM_HEADS + head) * num_parts
-    part_sums = tl.load(sums + first + parts, mask=is_part, other=float("-inf"))
-    largest = tl.max(part_sums, 0)
-    if HAS_SINKS:
-        sink = tl.load(sinks + head).to(tl.float32) * LOG2_E
-        largest = tl.maximum(largest, sink)
-    base = tl.where(largest == float("-inf"), 0.0, largest)
-    shares = tl.exp2(part_sums - base)
-    total = tl.sum(shares, 0)
-    if HAS_SINKS:
-        total += tl.exp2(sink - base)
+    """Join the partial outputs of one row and key head, weighted by their shares of the softmax."""
+    HEADS_PER_KEY: tl.constexpr = NUM_HEADS // NUM_KEY_HEADS
+    row = tl.program_id(0)
+    begin = tl.load(first_parts + row)
+    end = tl.load(first_parts + row + 1)
+    head_offsets = tl.arange(0, HEADS_WIDTH)
+    is_head = head_offsets < HEADS_PER_KEY
+    heads = tl.program_id(1) * HEADS_PER_KEY + head_offsets
     value_offsets = tl.arange(0, VALUE_WIDTH)
     is_value = value_offsets < VALUE_SIZE
-    # Stretches without a share were never written.
-    is_part = is_part & (part_sums > float("-inf"))
-    partial = tl.load(
-        partials + (first + parts)[:, None] * VALUE_SIZE + value_offsets[None, :],
-        mask=is_part[:, None] & is_value[None, :],
-        other=0.0,
-    )
-    output = tl.sum(partial * shares[:, None], 0) / tl.where(total == 0.0, 1.0, total)
-    tl.store(outputs + (row * NUM_HEADS + head) * VALUE_SIZE + value_offsets, output, mask=is_value)
+    largest = tl.full([HEADS_WIDTH], float("-inf"), tl.float32)
+    total = tl.zeros([HEADS_WIDTH], tl.float32)
+    output = tl.zeros([HEADS_WIDTH, VALUE_WIDTH], tl.float32)
+    if HAS_SINKS:
+        largest = tl.load(sinks + heads, mask=is_head, other=0.0).to(tl.float32) * LOG2_E
+        total += 1.0
+    for at in range(begin, end, PARTS):
+        parts = at + tl.arange(0, PARTS)
+        places = parts.to(tl.int64)[:, None] * NUM_HEADS + heads[None, :]
+        is_part = (parts < end)[:, None] & is_head[None, :]
+        part_sums = tl.load(sums + places, mask=is_part, other=float("-inf"))
+        new_largest = tl.maximum(largest, tl.max(part_sums, 0))
+        base = tl.where(new_largest == float("-inf"), 0.0, new_largest)
+        shares = tl.exp2(part_sums - base[None, :])
+        shrink = tl.exp2(largest - base)
+        # Stretches without a share were never written.
+        is_part = is_part & (part_sums > float("-inf"))
+        partial = tl.load(
+            partials + places[:, :, None] * VALUE_SIZE + value_offsets[None, None, :],
+            mask=is_part[:, :, None] & is_value[None, None, :],
+            other=0.0,
+        )
+        total = total * shrink + tl.sum(shares, 0)
+        output = output * shrink[:, None] + tl.sum(partial * shares[:, :, None], 0)
+        largest = new_largest
+    output = output / tl.where(total == 0.0, 1.0, total)[:, None]
+    targets = (row.to(tl.int64) * NUM_HEADS + heads)[:, None] * VALUE_SIZE + value_offsets[None, :]
+    tl.store(outputs + targets, output, mask=is_head[:, None] & is_value[None, :])
 
 
 @triton.jit

@@ -7,7 +7,7 @@ S: rows, G: groups, M: size of a row, N: size of a result.
 # pyright: reportArgumentType=false, reportCallIssue=false
 # Triton types compile-time arguments as `constexpr`, but takes plain values and launch options.
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from cb_rollout.engine.attention.triton.kernels import (
     join_kernel,
     write_kernel,
 )
+from cb_rollout.engine.attention.triton.work_list import WorkList, cut
 
 # The fewest that a tensor-core product takes.
 MIN_TILE_ROWS = 16
@@ -36,11 +37,18 @@ PRODUCT_COLUMNS, PRODUCT_BYTES = 64, 128
 # as registers and shared memory hold.
 SHARED_TILE_ROWS, WIDE_SHARED_TILE_ROWS = 64, 32
 
-# float32 products take no tensor cores, and twice the registers: with fewer warps they spill.
-NUM_WARPS, NUM_WARPS_OF_FLOAT32 = 4, 8
+# float32 products take no tensor cores, and twice the registers: with fewer warps they spill, as do
+# shared tiles of large heads. A program that attends over all keys of a row spills with more.
+NUM_WARPS, WIDE_NUM_WARPS = 4, 8
+
+# Tiles of keys in flight: `scripts/gpu_bench.py --parts stages` times others on a card.
+NUM_STAGES = 2
 
 # More keys at a time would leave a short row's tile half empty.
 MAX_TILE_KEYS = 128
+
+# Numbers of partial outputs that a join holds at a time.
+JOINED_NUMBERS = 4096
 
 TYPES = {
     torch.float32: tl.float32,
@@ -61,6 +69,8 @@ class TritonPagedAttention:
     metadata: AttentionMetadata
     rows_per_tile: dict[int, int]
     """Rows of a shared tile by layer; each layer sets its own as it attends."""
+    work: dict[int | None, WorkList] = field(default_factory=dict)
+    """The step's stretches, cut by the first layer of each window."""
 
     def attend(
         self,
@@ -77,7 +87,11 @@ class TritonPagedAttention:
         heads_per_key = query.shape[1] // num_key_heads
         self.rows_per_tile[layer.index] = shared_rows(heads_per_key, max(query.shape[3], E), types)
         queries_BHD = query[:, :, 0]
-        outputs_BHE = attend(queries_BHD, num_key_heads, E, self.metadata, layer.index, types, spec)
+        if self.metadata.num_stretches and spec.window not in self.work:
+            self.work[spec.window] = cut(self.metadata, spec.window)
+        work = self.work.get(spec.window)
+        step = self.metadata, layer.index, types, spec, work
+        outputs_BHE = attend(queries_BHD, num_key_heads, E, *step)
         return outputs_BHE[:, None]
 
 
@@ -126,6 +140,7 @@ def attend(
     layer: int,
     types: Types,
     spec: AttentionSpec,
+    work: WorkList | None,
 ) -> torch.Tensor:
     """Return the attention of each row's newest token over all of its keys.
 
@@ -137,27 +152,34 @@ def attend(
         layer: index of the layer.
         types: of the layer's pages.
         spec: scale, window, cap and sinks.
+        work: the stretches of its window; None: one program attends over all keys of a row.
 
     Returns:
         `[B, H, E]` in the values' dtype; zeros where a row has no tokens.
     """
     B, H, _ = queries_BHD.shape
-    num_tiles = 0 if metadata.first_T is None else metadata.first_T.shape[0]
-    num_shared = metadata.num_shared_splits if num_tiles else 0
-    num_parts = metadata.num_splits + num_shared
     outputs_BHE = queries_BHD.new_empty(B, H, value_size, dtype=DTYPES[types[1]])
     partials = sums = outputs_BHE
-    if num_parts > 1:
-        partials = outputs_BHE.new_empty(B, H, num_parts, value_size, dtype=torch.float32)
-        sums = outputs_BHE.new_empty(B, H, num_parts, dtype=torch.float32)
+    if work is not None:
+        partials = outputs_BHE.new_empty(work.max_parts, H, value_size, dtype=torch.float32)
+        sums = outputs_BHE.new_empty(work.max_parts, H, dtype=torch.float32)
     launches = _Launches(
-        _dense(queries_BHD), outputs_BHE, partials, sums, metadata, layer, types, spec
+        _dense(queries_BHD),
+        outputs_BHE,
+        partials,
+        sums,
+        metadata,
+        layer,
+        types,
+        spec,
+        work,
+        num_key_heads,
     )
-    launches.attend(num_key_heads, B, metadata.num_splits, 0, is_shared=False)
-    if num_tiles:
-        launches.attend(num_key_heads, num_tiles, num_shared, metadata.num_splits, is_shared=True)
-    if num_parts > 1:
-        launches.join()
+    launches.attend(is_shared=False)
+    if work is not None:
+        if metadata.shared_B is not None:
+            launches.attend(is_shared=True)
+        launches.join(work)
     return outputs_BHE
 
 
@@ -168,31 +190,30 @@ class _Launches:
     queries_BHD: torch.Tensor
     outputs_BHE: torch.Tensor
     partials: torch.Tensor
-    """float32, `[B, H, parts, E]`; the outputs themselves if there is one part."""
+    """float32, `[parts, H, E]`; the outputs themselves if nothing is cut."""
     sums: torch.Tensor
-    """float32, `[B, H, parts]`: each part's log-sum-exp, base 2."""
+    """float32, `[parts, H]`: each part's log-sum-exp, base 2."""
     metadata: AttentionMetadata
     layer: int
     types: Types
     spec: AttentionSpec
-
-    @property
-    def num_parts(self) -> int:
-        return self.partials.shape[2] if self.partials.dim() == 4 else 1
+    work: WorkList | None
+    num_key_heads: int
 
     def _or_any(self, tensor: torch.Tensor | None) -> torch.Tensor:
         """Return a tensor, or for None one that the kernels will not read."""
         return self.metadata.lengths_B if tensor is None else tensor
 
-    def attend(
-        self, num_key_heads: int, num_units: int, num_splits: int, first_part: int, is_shared: bool
-    ) -> None:
+    def attend(self, *, is_shared: bool) -> None:
         """Attend over the rows' own keys, or over the prompts of shared tiles."""
-        metadata, spec = self.metadata, self.spec
-        H, D, E = *self.queries_BHD.shape[1:], self.outputs_BHE.shape[2]
+        metadata, spec, work = self.metadata, self.spec, self.work
+        B, H, D, E = *self.queries_BHD.shape, self.outputs_BHE.shape[2]
+        num_key_heads = self.num_key_heads
+        items = None if work is None else work.shared_S if is_shared else work.own_O
         rows = metadata.rows_per_tile if is_shared else 1
+        is_wide = tl.float32 in self.types or (is_shared and max(D, E) > 128)
         tile_keys = _tile_keys(triton.next_power_of_2(max(D, E, MIN_TILE_ROWS)), self.types)
-        attend_kernel[(num_units * num_splits, num_key_heads)](
+        attend_kernel[(B if items is None else items.shape[0], num_key_heads)](
             self.queries_BHD,
             self.outputs_BHE,
             self.partials,
@@ -206,9 +227,10 @@ class _Launches:
             self._or_any(metadata.count_T),
             self._or_any(spec.sinks_H),
             *self.queries_BHD.stride()[:2],
-            num_splits,
-            self.num_parts,
-            first_part,
+            self._or_any(items),
+            self._or_any(work and work.sizes),
+            self._or_any(work and work.first_parts),
+            self._or_any(work and work.own_counts_B),
             float(spec.scale),
             float(spec.softcap or 0.0),
             int(spec.window or 0),
@@ -221,37 +243,38 @@ class _Launches:
             VALUE_TYPE=self.types[1],
             IS_INTERPRETED=knobs.runtime.interpret,
             IS_SHARED=is_shared,
-            HAS_SHARED=metadata.first_T is not None,
+            HAS_SHARED=metadata.shared_B is not None,
             HAS_WINDOW=spec.window is not None,
             HAS_SOFTCAP=spec.softcap is not None,
             HAS_SINKS=spec.sinks_H is not None,
-            IS_WHOLE=self.num_parts == 1,
+            IS_WHOLE=work is None,
             TILE_ROWS=max(MIN_TILE_ROWS, triton.next_power_of_2(rows * (H // num_key_heads))),
             TILE_KEYS=tile_keys,
-            LEAST_STRETCH=-(-metadata.least_stretch // tile_keys) * tile_keys,
             KEY_WIDTH=triton.next_power_of_2(max(D, MIN_TILE_ROWS)),
             VALUE_WIDTH=triton.next_power_of_2(max(E, MIN_TILE_ROWS)),
-            num_warps=NUM_WARPS_OF_FLOAT32 if tl.float32 in self.types else NUM_WARPS,
-            num_stages=2,
+            num_warps=WIDE_NUM_WARPS if work and is_wide else NUM_WARPS,
+            num_stages=NUM_STAGES,
         )
 
-    def join(self) -> None:
+    def join(self, work: WorkList) -> None:
         """Join the parts of each row and head."""
         B, H, E = self.outputs_BHE.shape
-        join_kernel[(B, H)](
+        heads_width = triton.next_power_of_2(H // self.num_key_heads)
+        value_width = triton.next_power_of_2(E)
+        join_kernel[(B, self.num_key_heads)](
             self.outputs_BHE,
             self.partials,
             self.sums,
-            self._or_any(self.metadata.shared_B),
+            work.first_parts,
             self._or_any(self.spec.sinks_H),
-            self.num_parts,
-            self.metadata.num_splits,
             NUM_HEADS=H,
+            NUM_KEY_HEADS=self.num_key_heads,
             VALUE_SIZE=E,
-            HAS_SHARED=self.metadata.first_T is not None,
             HAS_SINKS=self.spec.sinks_H is not None,
-            PARTS_WIDTH=triton.next_power_of_2(self.num_parts),
-            VALUE_WIDTH=triton.next_power_of_2(E),
+            PARTS=max(1, JOINED_NUMBERS // (heads_width * value_width)),
+            HEADS_WIDTH=heads_width,
+            VALUE_WIDTH=value_width,
+            num_warps=4,
         )
 
 

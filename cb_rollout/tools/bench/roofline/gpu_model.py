@@ -9,11 +9,14 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from cb_rollout.engine.attention.shared_prefix import num_splits
+from cb_rollout.engine.attention.shared_prefix import STRETCH_INTERVAL, is_cut, max_stretches
 from cb_rollout.tools.bench.roofline.cards import CARDS, KERNEL_SECONDS, Card
+from cb_rollout.tools.bench.roofline.kernel_recorder import SAMPLING_KERNELS
 from cb_rollout.tools.bench.roofline.machine import matmul_parameters
 from cb_rollout.tools.bench.roofline.optimizations import optimizations
 from cb_rollout.tools.bench.roofline.steps import (
+    PLAIN,
+    SAMPLED,
     TOP_P,
     Rows,
     Shape,
@@ -25,6 +28,7 @@ from cb_rollout.tools.bench.roofline.steps import (
     transformers_decode,
     transformers_prefill,
 )
+from cb_rollout.tools.bench.roofline.stretches import stretches
 from cb_rollout.tools.bench.roofline.vllm_kernels import BF16, VERSION, vllm_step
 from cb_rollout.tools.bench.workload import Setup, create_model
 
@@ -41,6 +45,7 @@ PARTS = {
     "mm": "matrix products of the layers",
     "attend_kernel": "attention over pages",
     "join_kernel": "attention over pages",
+    "cut_kernel": "attention over pages",
     "write_kernel": "attention over pages",
 }
 OTHERS = "norms, rotations, activations and sums"
@@ -73,16 +78,15 @@ def bench_gpu_model(setup: Setup) -> dict[str, Any]:
             results[f"prefill of {name} on {card.name}, modelled"] = dict(
                 _prefills(shape, card, setup)
             )
-        card, rows = _listed(setup)
+        card, rows = listed(setup)
         step = f"a decode step of {name}, {rows} tokens, on {card.name}, modelled"
         results[f"parts of {step}"] = _parts(engine_step(shape, rows, card), card)
         results[f"optimizations of {step}"] = optimizations(
-            lambda rows, is_top_p, shape=shape, card=card: engine_step(
-                shape, rows, card, is_top_p=is_top_p
-            ),
-            shape,
-            rows,
-            card,
+            engine_step(shape, rows, card), shape, rows, card
+        )
+        results[f"sampling of {step}"] = _samplings(shape, rows, card)
+        results[f"attention of rows that differ, {name}, on {card.name}, modelled"] = stretches(
+            shape, card
         )
         results[f"kernels of a layer in {step}"] = _layer_kernels(
             engine_step(shape, rows, card), card
@@ -90,11 +94,30 @@ def bench_gpu_model(setup: Setup) -> dict[str, Any]:
     return results
 
 
-def _listed(setup: Setup) -> tuple[Card, Rows]:
+def listed(setup: Setup) -> tuple[Card, Rows]:
     """Return the card and the rows of the step that is looked at more closely."""
     sizes = setup.sizes
     card = next(card for card in CARDS if card.name == LISTED_CARD)
     return card, Rows(min(max(sizes.modelled_rows), LISTED_ROWS), sizes.modelled_tokens[0])
+
+
+def _samplings(shape: Shape, rows: Rows, card: Card) -> dict[str, dict[str, float]]:
+    """Return a step of each kind of sampling parameters: what a graph launches, and its time."""
+    traced = {name: engine_step(shape, rows, card, name) for name in SAMPLED}
+    return {
+        name: {
+            "launches": one.step.num_launches,
+            "outside of the graph": one.step.eager.total(),
+            "milliseconds": 1e3 * card.step_seconds(one.step),
+            "sampling_milliseconds": 1e3
+            * sum(
+                n * (KERNEL_SECONDS + card.kernel_seconds(kernel))
+                for kernel, n in one.step.kernels.items()
+                if kernel.name in SAMPLING_KERNELS
+            ),
+        }
+        for name, one in traced.items()
+    }
 
 
 def _parts(traced: Traced, card: Card) -> dict[str, dict[str, float]]:
@@ -126,7 +149,7 @@ def _decodes(shape: Shape, card: Card, setup: Setup) -> Iterator[tuple[str, dict
                 continue
             traced = {"cb_rollout": engine_step(shape, rows, card)}
             if num_tokens == sizes.modelled_tokens[0]:
-                traced["cb_rollout, top-p"] = engine_step(shape, rows, card, is_top_p=True)
+                traced["cb_rollout, top-p"] = engine_step(shape, rows, card, TOP_P)
             traced["transformers"] = _traced(transformers_decode, _key(shape), rows)
             traced[f"vLLM {VERSION}"] = vllm_step(shape, rows, is_decode=True)
             ideal = ideal_decode(shape, rows)
@@ -170,15 +193,19 @@ def _figures(traced: Traced, card: Card, ideal: Ideal) -> dict[str, float]:
     }
 
 
-def engine_step(shape: Shape, rows: Rows, card: Card, *, is_top_p: bool = False) -> Traced:
-    """Return a decode step of cb_rollout; it differs between cards only by the splits of keys."""
+def engine_step(shape: Shape, rows: Rows, card: Card, sampled: str = PLAIN) -> Traced:
+    """Return a decode step of cb_rollout; it differs between cards only by the list of stretches.
 
-    def splits(one: Card) -> int:
-        return num_splits(*rows_and_heads, rows.num_tokens, one.num_processors)
+    The list is as long as the card has processors to fill, if rows are cut at all.
+    """
 
-    rows_and_heads = rows.num_rows, shape["num_key_value_heads"]
-    like = next(one for one in CARDS if splits(one) == splits(card))
-    return _engine_decode(_key(shape), rows, like.num_processors, is_top_p=is_top_p)
+    def num_stretches(one: Card) -> int:
+        count = max_stretches(shape["num_key_value_heads"], one.num_processors)
+        lengths = [rows.num_tokens] * rows.num_rows
+        return count if is_cut(lengths, count, STRETCH_INTERVAL) else 0
+
+    like = next(one for one in CARDS if num_stretches(one) == num_stretches(card))
+    return _engine_decode(_key(shape), rows, like.num_processors, sampled)
 
 
 _Key = tuple[tuple[str, Any], ...]
@@ -189,10 +216,10 @@ def _key(shape: Shape) -> _Key:
 
 
 @cache
-def _engine_decode(key: _Key, rows: Rows, num_processors: int, *, is_top_p: bool) -> Traced:
-    shape, params = dict(key), (TOP_P,) if is_top_p else ()
+def _engine_decode(key: _Key, rows: Rows, num_processors: int, sampled: str) -> Traced:
+    shape = dict(key)
     return of_all_layers(
-        lambda layers: engine_decode(shape, rows, num_processors, layers, *params),
+        lambda layers: engine_decode(shape, rows, num_processors, layers, SAMPLED[sampled]),
         shape["num_hidden_layers"],
     )
 

@@ -10,6 +10,7 @@ B: rows, H: query heads, Q: new tokens, S: tokens of a row, D: size of a key, E:
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
@@ -71,19 +72,34 @@ class Kernel(NamedTuple):
     """Of matrix products; others are not counted."""
 
 
+class Reads(NamedTuple):
+    """Reads of Triton kernels that their arguments do not show."""
+
+    num_keys: int = 0
+    """Tokens of each row that attention over pages reads."""
+    num_parts: Mapping[str, int] = {}
+    """Parts of each row's logits that a kernel of sampling reads, by its name; a part that is read
+    twice counts twice."""
+    adjustment_bytes: int = 0
+    """Of each token that sampling reads, beside its logit."""
+
+
+NO_READS = Reads()
+
+
 class KernelRecorder(TorchDispatchMode):
     """Record the kernels of the operators and Triton launches inside.
 
-    `num_keys`: tokens of each row that attention over pages reads. `answer`: what the host reads
-    where it asks the device for a boolean.
+    `reads`: what Triton kernels read. `answer`: what the host reads where it asks the device for a
+    boolean.
     """
 
-    def __init__(self, *, num_keys: int = 0, answer: bool = True) -> None:
+    def __init__(self, *, reads: Reads = NO_READS, answer: bool = True) -> None:
         super().__init__()
         self.kernels: Counter[Kernel] = Counter()
         self.num_waits = 0
         """Times that the host waits for the device."""
-        self._num_keys, self._answer = num_keys, answer
+        self._reads, self._answer = reads, answer
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -117,7 +133,9 @@ class KernelRecorder(TorchDispatchMode):
 
     def _launched(self, name: str, args: tuple[Any, ...], options: Mapping[str, Any]) -> None:
         cost = TRITON_COSTS.get(name, _plain_cost)
-        self.kernels[Kernel(name, *cost(args, options, self._num_keys))] += 1
+        if name in SAMPLING_KERNELS:
+            cost = partial(_sampling_cost, name)
+        self.kernels[Kernel(name, *cost(args, options, self._reads))] += 1
 
 
 class FusedAttention(TorchFunctionMode):
@@ -209,21 +227,36 @@ def _num_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result:
     return 0 if count is None else int(count(*args, **kwargs, out_val=result))
 
 
-Cost = Callable[[tuple[Any, ...], Mapping[str, Any], int], tuple[int, int]]
+Cost = Callable[[tuple[Any, ...], Mapping[str, Any], Reads], tuple[int, int]]
+
+SAMPLING_KERNELS = ("measure_kernel", "truncate_kernel", "top_kernel", "draw_kernel")
 
 
-def _plain_cost(args: tuple[Any, ...], options: Mapping[str, Any], _: int) -> tuple[int, int]:
+def _plain_cost(args: tuple[Any, ...], options: Mapping[str, Any], _: Reads) -> tuple[int, int]:
     """Return the bytes of a Triton kernel's tensors, each once, and no operations."""
     return sum(map(num_bytes, _tensors((args, dict(options))))), 0
 
 
-def _write_cost(args: tuple[Any, ...], _: Mapping[str, Any], __: int) -> tuple[int, int]:
+def _sampling_cost(
+    name: str, args: tuple[Any, ...], options: Mapping[str, Any], reads: Reads
+) -> tuple[int, int]:
+    """Return the cost of reading parts of each row's logits, and what adjusts them."""
+    logits_BV = args[0]
+    B, V = logits_BV.shape
+    num_tokens = min(V * reads.num_parts[name], options["CHUNK"] * reads.num_parts[name])
+    if name == "measure_kernel":
+        # The last part is not full.
+        num_tokens = V
+    return B * num_tokens * (logits_BV.itemsize + reads.adjustment_bytes), 0
+
+
+def _write_cost(args: tuple[Any, ...], _: Mapping[str, Any], __: Reads) -> tuple[int, int]:
     """Return the cost of writing new keys and values, which are read once and written once."""
     return 2 * sum(map(num_bytes, args[:2])), 0
 
 
 def _attend_cost(
-    args: tuple[Any, ...], options: Mapping[str, Any], num_keys: int
+    args: tuple[Any, ...], options: Mapping[str, Any], reads: Reads
 ) -> tuple[int, int]:
     """Return the cost of attending over each row's own pages."""
     assert not options["IS_SHARED"], "shared prompts are not modelled"
@@ -232,7 +265,9 @@ def _attend_cost(
     sizes = options["KEY_SIZE"], options["VALUE_SIZE"]
     types = options["KEY_TYPE"], options["VALUE_TYPE"]
     token = sum(n * t.primitive_bitwidth // 8 for n, t in zip(sizes, types, strict=True))
+    num_keys = reads.num_keys
     pages = B * num_keys * options["NUM_KEY_HEADS"] * token
+    # Of partial outputs, all that there is room for.
     made = [outputs] if options["IS_WHOLE"] else [partials, sums]
     moved = pages + sum(map(num_bytes, (queries_BHD, *made)))
     return moved, 2 * B * H * num_keys * sum(sizes)

@@ -22,27 +22,36 @@ from transformers import DynamicCache
 from cb_rollout.config.enums import LogprobsMode
 from cb_rollout.config.rollout import RolloutConfig
 from cb_rollout.config.sampling import SamplingParams
+from cb_rollout.engine.attention.traced_forward import TracedForward
 from cb_rollout.engine.attention.triton.backend import LEAST_CAPABILITY, TritonBackend
 from cb_rollout.engine.cuda_graphs.graphs import (
     GraphedDecoding,
     GraphSizes,
     Replay,
-    sample_plainly,
 )
-from cb_rollout.engine.cuda_graphs.inputs import GraphInputs
 from cb_rollout.engine.kv_cache.block_table import BlockTable
+from cb_rollout.engine.kv_cache.layout import CacheLayout
 from cb_rollout.engine.kv_cache.paged import PagedCache
-from cb_rollout.engine.model.decode_rows import DecodeRows
 from cb_rollout.engine.model.runner import ModelRunner
 from cb_rollout.engine.request import Request
 from cb_rollout.engine.sampling.draw import create_sampling_batch, sample
-from cb_rollout.tools.bench.roofline.kernel_recorder import Kernel, KernelRecorder
+from cb_rollout.tools.bench.roofline.kernel_recorder import Kernel, KernelRecorder, Reads
 from cb_rollout.tools.bench.roofline.tensors import DEVICE, CudaTensors
 from cb_rollout.tools.bench.workload import create_model
 
 Shape = dict[str, Any]
 
-PLAIN, TOP_P = SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_p=0.95)
+# Sampling parameters of which a step's cost is listed, by their names.
+PLAIN, TOP_P = "plain", "top-p"
+SAMPLED = {
+    PLAIN: SamplingParams(),
+    "top-k": SamplingParams(top_k=20),
+    TOP_P: SamplingParams(top_p=0.95),
+    "min-p": SamplingParams(min_p=0.05),
+    "top-k, top-p and min-p": SamplingParams(top_k=20, top_p=0.95, min_p=0.05),
+    "penalties": SamplingParams(repetition_penalty=1.1, presence_penalty=0.5),
+    "a bias and 20 top log-probabilities": SamplingParams(logit_bias={0: 1.0}, top_logprobs=20),
+}
 
 
 class Rows(NamedTuple):
@@ -152,8 +161,24 @@ def _runner(shape: Shape, num_layers: int) -> tuple[ModelRunner, TritonBackend, 
 BLOCK_SIZE = RolloutConfig().block_size
 
 
+# Returns what takes the place of a model's forward of so many layers, and reports to a recorder.
+Replacement = Callable[[KernelRecorder, int], TracedForward]
+
+
+def engine_layout(shape: Shape, num_layers: int) -> CacheLayout:
+    """Return the cache layout of a model."""
+    with on_card(1):
+        return ModelRunner(_model(shape, num_layers), None).probe()
+
+
 def engine_decode(
-    shape: Shape, rows: Rows, num_processors: int, num_layers: int, params: SamplingParams = PLAIN
+    shape: Shape,
+    rows: Rows,
+    num_processors: int,
+    num_layers: int,
+    params: SamplingParams = SAMPLED[PLAIN],
+    *,
+    replace: Replacement | None = None,
 ) -> Step:
     """Trace a decode step of the engine under CUDA graphs.
 
@@ -163,8 +188,9 @@ def engine_decode(
         num_processors: streaming multiprocessors of the card, which decide how keys are split.
         num_layers: layers of the model.
         params: of every sequence.
+        replace: runs in place of the model's own forward; None: that runs.
     """
-    recorder = KernelRecorder(num_keys=rows.num_tokens)
+    recorder = KernelRecorder(reads=_reads(rows, shape["vocab_size"], params))
 
     def capture(step: Replay) -> Replay:
         with recorder.recording():
@@ -172,25 +198,32 @@ def engine_decode(
         return lambda: result
 
     with on_card(num_processors):
-        runner, backend, cache = _runner(shape, num_layers)
-        sizes = GraphSizes(row_interval=rows.num_rows, key_interval=rows.num_tokens)
-        graphs = GraphedDecoding(runner, backend, sizes, rows.num_rows, capture)
-        table = BlockTable(1, BLOCK_SIZE, DEVICE)
-        decoded = DecodeRows.of(_requests(rows, params), BLOCK_SIZE)
-        logits_BV = graphs.logits(decoded, cache, table)
-        step = Step(graphed=recorder.kernels, num_waits=recorder.num_waits)
-        return step.plus(_sampling(logits_BV, rows, params)) if params.is_truncated else step
+        runner, backend, _ = _runner(shape, num_layers)
+        if replace is not None:
+            backend.traced_forward = replace(recorder, num_layers)
+        sizes = GraphSizes(row_interval=rows.num_rows)
+        graphs = GraphedDecoding(runner, backend, sizes, rows.num_rows, capture=capture)
+        key = graphs.key_of([rows.num_tokens] * rows.num_rows, has_shared=False)
+        graphs.add(key, BLOCK_SIZE)
+        assert params.can_be_graphed
+        return Step(graphed=recorder.kernels, num_waits=recorder.num_waits)
 
 
-def plain_sampling(rows: Rows, vocab_size: int) -> Step:
-    """Trace the sampling inside a graph, from float32 logits of the whole vocabulary."""
-    recorder = KernelRecorder()
-    with on_card(1):
-        logits_BV = torch.empty(rows.num_rows, vocab_size, device=DEVICE)
-        inputs = GraphInputs(rows.num_rows, DEVICE)
-        with recorder.recording():
-            sample_plainly(logits_BV, inputs.tensor)
-    return Step(graphed=recorder.kernels)
+def _reads(rows: Rows, vocab_size: int, params: SamplingParams) -> Reads:
+    """Return what the kernels of a step read; of truncation, as if it skipped no part."""
+    from cb_rollout.engine.cuda_graphs.sampling_kernels import CHUNK, NUM_DIGITS
+
+    num_passes = NUM_DIGITS.value * bool(params.top_k)
+    num_passes += (NUM_DIGITS.value + 1) * (params.top_p < 1) + params.is_truncated
+    num_parts = -(-vocab_size // CHUNK)
+    parts = {
+        "measure_kernel": num_parts,
+        "truncate_kernel": num_passes * num_parts,
+        "top_kernel": params.top_logprobs,
+        "draw_kernel": 1,
+    }
+    is_biased = bool(params.logit_bias)
+    return Reads(rows.num_tokens, parts, 4 * is_biased + 2 * params.is_penalized)
 
 
 def _requests(rows: Rows, params: SamplingParams) -> list[Request]:
@@ -232,7 +265,7 @@ def engine_prefill(shape: Shape, rows: Rows, num_layers: int) -> Step:
                 table,
             )
         step = Step(eager=recorder.kernels, num_waits=recorder.num_waits)
-        return step.plus(_sampling(logits_BV, rows, PLAIN))
+        return step.plus(_sampling(logits_BV, rows, SAMPLED[PLAIN]))
 
 
 def transformers_decode(shape: Shape, rows: Rows, num_layers: int) -> Step:

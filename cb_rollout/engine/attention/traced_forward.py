@@ -3,10 +3,11 @@
 Most of a small decode step on a CPU is not arithmetic but Python: modules, decorators, arguments
 passed on. A trace runs the same operators on the same weights and leaves the rest out. It is made
 from one forward of tensors without contents, so it cannot depend on the tokens. Attention stays a
-call to the step's `PagedAttention`, so a trace fits every length.
+call to the step's `PagedAttention`, so a trace fits every length. On a GPU only a compiled trace
+is run: inductor fuses what lies between two matrix products into one kernel.
 
 Refuses to trace a forward that reads a number from a tensor, or that depends on the number of rows.
-Called by the thread that runs a decode step.
+Called by the thread that runs a decode step, and by captures of CUDA graphs.
 
 B: rows, V: vocabulary, H: query heads, D: size of a key, E: size of a value.
 """
@@ -16,18 +17,17 @@ import operator
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import cycle, islice
 from typing import Any
 
 import torch
 from torch import fx
-from torch.nn import functional
 
 from cb_rollout.compat import inductor
 from cb_rollout.compat.torch import captured_weights, has_hooks
 from cb_rollout.engine.attention.backend import AttentionSpec
-from cb_rollout.engine.attention.cpu.few_row_linear import MAX_ROWS, linear
 from cb_rollout.engine.attention.decode_cache import (
     DecodeCache,
     DecodeInputs,
@@ -35,7 +35,7 @@ from cb_rollout.engine.attention.decode_cache import (
     PagedAttention,
 )
 from cb_rollout.engine.memory.device import is_out_of_memory
-from cb_rollout.engine.native.library import TYPES
+from cb_rollout.engine.numerics import operators
 from cb_rollout.errors import error_text
 
 # With the same weights, tracing pays off after 64 steps.
@@ -44,23 +44,38 @@ STEPS_BEFORE_TRACE = 64
 # Tracing never pays off for a model whose weights move at every sync.
 MOST_TRACES = 3
 
-# Equal to no other size of a model, so that a dimension of this size is the rows.
-TRACED_ROWS = 3
-
-# A trace is compared with the model's own forward for these numbers of rows before it is used.
-TRIED_ROWS = (1, 3, 8, MAX_ROWS + 1)
-
 # Relative to the largest logit: a trace may sum in another order, and may differ in nothing else.
 LARGEST_DIFFERENCE = 1e-3
+
+# The same of a compiled trace in half precision or TF32, of the spread of a row's logits: another
+# order of sums is rounded otherwise in every layer. The model check allows kernels as much.
+LARGEST_SHARE = 0.1
 
 # A trace is tried at these positions, which every model that passed its check has.
 TRIED_POSITIONS = 8
 
-# Runs the model on the inputs of a decode step; returns float32 logits.
+# Runs the model on the inputs of a decode step; returns logits in the model's dtype.
 Decode = Callable[[DecodeInputs], torch.Tensor]
 
 _LOGGER = logging.getLogger(__name__)
 _ATTENTION = threading.local()
+
+
+@dataclass(frozen=True, slots=True)
+class Tracing:
+    """Settings of the traced forwards of one kind of device."""
+
+    num_rows: int
+    """Rows of the traced forward, equal to no other size of a model, so that a dimension of this
+    size is the rows. Inductor chooses its tiles for so many."""
+    tried_rows: Sequence[int]
+    """A trace is compared with the model's own forward for these numbers of rows."""
+    rewrite: Callable[[fx.Graph, list[torch.Tensor]], list[torch.Tensor]]
+    """Changes a graph in place, whose last inputs are these weights; returns its new weights."""
+    simplify: Callable[[fx.Graph], None] | None
+    """Prepares a graph to run without compilation, in place; None: it is compiled, or not run."""
+    inductor_options: Mapping[str, Any] = field(default_factory=dict)
+    """Options beside those that are asked for."""
 
 
 class TracedForward:
@@ -70,27 +85,36 @@ class TracedForward:
     where it moves recurrent states.
     """
 
-    def __init__(self, *, can_be_traced: bool) -> None:
+    def __init__(self, tracing: Tracing, *, can_be_traced: bool) -> None:
         self.trace: Trace | None = None
         """Runs the forward; None: the model itself runs."""
         self.can_be_traced = can_be_traced
+        self._tracing = tracing
         self._num_traces = 0 if can_be_traced else MOST_TRACES
         self._num_steps = 0
         self._steps_before_trace = STEPS_BEFORE_TRACE
         self._inductor_options: Mapping[str, Any] | None = None
+        self._obstacle = ""
         self._weights: list[object] = []
         self._has_hooks = False
 
     def __str__(self) -> str:
         """Return a phrase for the log."""
         if self.trace is not None:
-            return "from a trace"
-        return "by the model, until a trace pays off" if self.can_trace else "by the model"
+            return "compiled" if self.trace.is_compiled else "from a trace"
+        if self._obstacle:
+            return f"by the model, not compiled ({self._obstacle})"
+        if not self.can_trace:
+            return "by the model"
+        if self._inductor_options is not None:
+            return "by the model, until compiled"
+        return "by the model, until a trace pays off"
 
     @property
     def can_trace(self) -> bool:
         """True: the forward has a trace, or may still get one."""
-        return self.trace is not None or self._num_traces < MOST_TRACES
+        may_run = self._inductor_options is not None or self._tracing.simplify is not None
+        return self.trace is not None or (may_run and self._num_traces < MOST_TRACES)
 
     def compile_with(self, inductor_options: Mapping[str, Any]) -> None:
         """Make a trace in the first step, and compile it."""
@@ -107,9 +131,9 @@ class TracedForward:
         if self._has_hooks or weights != self._weights:
             self._weights, self.trace, self._num_steps = weights, None, 0
 
-    def stay_untraced(self) -> None:
-        """Run the model itself from now on."""
-        self._num_traces, self.trace = MOST_TRACES, None
+    def stay_untraced(self, obstacle: str = "") -> None:
+        """Run the model itself from now on; `obstacle`: the reason why it is not compiled."""
+        self._num_traces, self.trace, self._obstacle = MOST_TRACES, None, obstacle
 
     def is_due(self) -> bool:
         """Count a step, and decide whether to make a trace before it."""
@@ -118,12 +142,14 @@ class TracedForward:
 
     @property
     def _may_make_trace(self) -> bool:
-        return self.trace is None and self._num_traces < MOST_TRACES and not self._has_hooks
+        return self.trace is None and self.can_trace and not self._has_hooks
 
-    def warm_up(self, decode: Decode, cache: DecodeCache, token_ids: Sequence[int]) -> None:
-        """Make the trace before it is due."""
+    def warm_up(
+        self, decode: Decode, cache: DecodeCache, token_ids: Sequence[int], *, is_coarse: bool
+    ) -> None:
+        """Make the trace before it is due; see `make_trace`."""
         if self._may_make_trace:
-            self.make_trace(decode, cache, token_ids)
+            self.make_trace(decode, cache, token_ids, is_coarse=is_coarse)
 
     def run(self, inputs: DecodeInputs) -> torch.Tensor | None:
         """Return float32 logits, `[B, V]`, from the trace; None: there is none, or it failed."""
@@ -139,25 +165,31 @@ class TracedForward:
             self.stay_untraced()
             return None
 
-    def make_trace(self, decode: Decode, cache: DecodeCache, token_ids: Sequence[int]) -> None:
+    def make_trace(
+        self, decode: Decode, cache: DecodeCache, token_ids: Sequence[int], *, is_coarse: bool
+    ) -> None:
         """Trace `decode` with inputs that have this cache, or go on without a trace.
 
         Args:
             decode: runs the model.
             cache: of the inputs.
             token_ids: ids of the model's vocabulary to try the trace with.
+            is_coarse: the model rounds to fewer bits than float32 has.
         """
         self._num_traces += 1
+        options = self._inductor_options
         try:
-            self.trace = Trace(decode, cache, token_ids, self._inductor_options)
-            _LOGGER.info("decode forwards run from a trace")
+            self.trace = Trace(
+                decode, cache, token_ids, self._tracing, options, is_coarse=is_coarse
+            )
+            _LOGGER.info("decode forwards run %s", self)
         except Exception as error:  # noqa: BLE001  a trace fails no request, whatever is wrong
             # Where memory ran out, the model's own forward says so itself.
             is_answer = isinstance(error, UntraceableError)
             reason = str(error) if is_answer else error_text(error)
-            if self._inductor_options is not None:
-                _LOGGER.warning("decode forwards are not compiled, as was asked: %s", reason)
-                self._inductor_options = None
+            if options is not None:
+                _LOGGER.warning("decode forwards are not compiled: %s", reason)
+                self._inductor_options, self._obstacle = None, reason
                 self._num_traces -= 1
                 return
             self.stay_untraced()
@@ -172,6 +204,39 @@ class UntraceableError(Exception):
     """A model's forward cannot be traced."""
 
 
+@dataclass(frozen=True, slots=True)
+class TracedGraph:
+    """The operators of one decode forward."""
+
+    graph: fx.Graph
+    """Takes token ids and positions, `[B, 1]`, and the weights; returns logits in their dtype."""
+    weights: list[torch.Tensor]
+    calls: list[tuple[DecodeLayer, AttentionSpec]]
+    """The layer and the attention of each `cb_rollout::attend`."""
+
+
+def trace(
+    decode: Decode, cache: DecodeCache, tokens_B1: torch.Tensor, positions_B1: torch.Tensor
+) -> TracedGraph:
+    """Trace a decode forward of any number of rows, on tensors without contents.
+
+    Raises:
+        UntraceableError: the forward reads contents, or depends on the number of rows.
+    """
+    recorder = _Recorder()
+
+    def run(tokens_B1: torch.Tensor, positions_B1: torch.Tensor) -> torch.Tensor:
+        return _run(decode, cache, recorder, tokens_B1, positions_B1)
+
+    try:
+        module, has_guards = inductor.trace_graph(run, tokens_B1, positions_B1)
+    except Exception as error:
+        raise UntraceableError(error_text(error)) from error
+    if has_guards:
+        raise UntraceableError("its forward depends on the number of rows")
+    return TracedGraph(module.graph, _lift_weights(module), recorder.calls)
+
+
 class Trace:
     """Run decode forwards of one model from a traced graph."""
 
@@ -180,7 +245,10 @@ class Trace:
         decode: Decode,
         cache: DecodeCache,
         token_ids: Sequence[int],
+        tracing: Tracing,
         inductor_options: Mapping[str, Any] | None = None,
+        *,
+        is_coarse: bool = False,
     ) -> None:
         """Trace a forward.
 
@@ -188,37 +256,32 @@ class Trace:
             decode: runs the model, held in evaluation mode.
             cache: passed to the model as its cache; without recurrent layers.
             token_ids: ids of the model's vocabulary to try the trace with; at least one.
+            tracing: of the cache's device.
             inductor_options: inductor compiles the graph with these; None: it is not compiled.
+            is_coarse: the model rounds to fewer bits than float32 has.
 
         Raises:
             UntraceableError: the forward reads contents, depends on the number of rows or does not
                 compile, or the trace computes something else.
         """
-        recorder = _Recorder()
-
-        def run(tokens_B1: torch.Tensor, positions_B1: torch.Tensor) -> torch.Tensor:
-            return _run(decode, cache, recorder, tokens_B1, positions_B1)
-
-        try:
-            module, has_guards = inductor.trace_graph(run, *_example(TRACED_ROWS, token_ids))
-        except Exception as error:
-            raise UntraceableError(error_text(error)) from error
-        if has_guards:
-            raise UntraceableError("its forward depends on the number of rows")
-        self.graph = module.graph
-        self._calls = recorder.calls
-        self._weights = _lift_weights(module)
-        _replace_linear_layers(self.graph)
-        if inductor_options is None:
-            _simplify(self.graph)
-            self._compute = fx.GraphModule(torch.nn.Module(), self.graph).forward
-        else:
+        device = cache.device
+        traced = trace(decode, cache, *example(tracing.num_rows, token_ids, device))
+        self.graph, self._calls = traced.graph, traced.calls
+        self._weights = tracing.rewrite(self.graph, traced.weights)
+        self.is_compiled = inductor_options is not None
+        self._share = LARGEST_SHARE if is_coarse and self.is_compiled else None
+        if inductor_options is not None:
+            options = {**tracing.inductor_options, **inductor_options}
             try:
-                self._compute = inductor.compile_graph(self.graph, inductor_options)
+                self._compute = inductor.compile_graph(self.graph, options)
             except Exception as error:
                 raise UntraceableError(f"it does not compile: {error_text(error)}") from error
-        for num_rows in TRIED_ROWS:
-            self._try(decode, cache, _example(num_rows, token_ids))
+        else:
+            assert tracing.simplify is not None
+            tracing.simplify(self.graph)
+            self._compute = fx.GraphModule(torch.nn.Module(), self.graph).forward
+        for num_rows in tracing.tried_rows:
+            self._try(decode, cache, example(num_rows, token_ids, device))
 
     def __call__(
         self, tokens_B1: torch.Tensor, positions_B1: torch.Tensor, attention: PagedAttention
@@ -249,9 +312,22 @@ class Trace:
             got_BV = self(*inputs, _NewTokenAttention())
         except Exception as error:
             raise UntraceableError(f"with {num_rows} rows: {error_text(error)}") from error
-        allowed = LARGEST_DIFFERENCE * expected_BV.abs().max()
-        if got_BV.shape != expected_BV.shape or not (got_BV - expected_BV).abs().max() <= allowed:
+        if not _is_same(got_BV, expected_BV, self._share):
             raise UntraceableError(f"with {num_rows} rows it computes something else")
+
+
+def _is_same(got_BV: torch.Tensor, expected_BV: torch.Tensor, share: float | None) -> bool:
+    """Return whether logits differ by rounding alone; `share`: of a row's spread; None: exactly."""
+    if got_BV.shape != expected_BV.shape:
+        return False
+    if operators.are_installed():
+        return torch.equal(got_BV, expected_BV)
+    distances_BV = (got_BV.double() - expected_BV.double()).abs()
+    if share is None:
+        return bool(distances_BV.max() <= LARGEST_DIFFERENCE * expected_BV.abs().max())
+    spread_BV = expected_BV - expected_BV.mean(-1, keepdim=True)
+    norms_B, allowed_B = distances_BV.norm(dim=-1), share * spread_BV.norm(dim=-1)
+    return bool((norms_B <= allowed_B).all())
 
 
 def _run(
@@ -261,13 +337,20 @@ def _run(
     tokens: torch.Tensor,
     positions: torch.Tensor,
 ) -> torch.Tensor:
-    return decode(DecodeInputs(cache, attention, tokens, positions, tokens[:, 0]))
+    # Where torch's product of experts would wait for the device.
+    product = torch.ops.cb_rollout.grouped_product
+    return decode(
+        DecodeInputs(cache, attention, tokens, positions, tokens[:, 0], grouped_product=product)
+    )
 
 
-def _example(num_rows: int, token_ids: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+def example(
+    num_rows: int, token_ids: Sequence[int], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a token and a position of each row, as different as the model allows."""
-    tokens_B1 = torch.tensor(list(islice(cycle(token_ids), num_rows)))[:, None]
-    return tokens_B1, torch.arange(num_rows)[:, None] % TRIED_POSITIONS + 1
+    tokens = list(islice(cycle(token_ids), num_rows))
+    tokens_B1 = torch.tensor(tokens, device=device)[:, None]
+    return tokens_B1, torch.arange(num_rows, device=device)[:, None] % TRIED_POSITIONS + 1
 
 
 class _Recorder:
@@ -285,6 +368,8 @@ class _Recorder:
         spec: AttentionSpec,
     ) -> torch.Tensor:
         self.calls.append((layer, spec))
+        # As the pages keep it; what is attended has their dtype.
+        value = value.to(layer.value_dtype)
         return torch.ops.cb_rollout.attend(query, key, value, len(self.calls) - 1)
 
 
@@ -302,7 +387,8 @@ class _NewTokenAttention:
         times = query.shape[1] // key.shape[1]
         keys, values = (states.repeat_interleave(times, 1) for states in (key, value))
         scores = (query * keys).sum(-1, keepdim=True) * spec.scale
-        return (values * scores.sigmoid()).transpose(1, 2).contiguous()
+        outputs = (values * scores.sigmoid()).to(layer.value_dtype)
+        return outputs.transpose(1, 2).contiguous()
 
 
 def _lift_weights(module: fx.GraphModule) -> list[torch.Tensor]:
@@ -327,59 +413,6 @@ def _lift_weights(module: fx.GraphModule) -> list[torch.Tensor]:
     return weights
 
 
-def _replace_linear_layers(graph: fx.Graph) -> None:
-    """Compute the linear layers of a traced graph by `few_row_linear`, in place."""
-    for target in (aten.mm.default, aten.addmm.default):
-        for node in graph.find_nodes(op="call_function", target=target):
-            *bias, rows, transposed = node.args
-            outputs = node.meta["val"]
-            is_kind = outputs.dtype in TYPES and not node.kwargs
-            is_linear = is_kind and transposed.target is aten.t.default
-            if is_linear and all(b.meta["val"].shape == outputs.shape[1:] for b in bias):
-                node.target = torch.ops.cb_rollout.linear.default
-                node.args = (rows, transposed.args[0], *(bias or [None]))
-
-
-def _simplify(graph: fx.Graph) -> None:
-    """Call the operators of a traced graph in the cheapest way, in place."""
-    _join_reshapes(graph)
-    graph.eliminate_dead_code()
-    for node in graph.nodes:
-        if node.target is aten.slice.Tensor:
-            _narrow(node)
-        elif node.target in FUNCTIONS:
-            node.target = FUNCTIONS[node.target]
-        elif node.target in METHODS:
-            node.op, node.target = "call_method", METHODS[node.target]
-    graph.lint()
-
-
-def _join_reshapes(graph: fx.Graph) -> None:
-    """Reshape each tensor of a traced graph once, whatever shapes it goes through, in place."""
-    known: dict[object, fx.Node] = {}
-    for node in graph.nodes:
-        if node.target not in RESHAPES:
-            continue
-        if node.args[0].target in RESHAPES:
-            node.args = (node.args[0].args[0], node.args[1])
-        source, sizes = node.args
-        if source.meta["val"].shape == node.meta["val"].shape:
-            node.replace_all_uses_with(source)
-        elif (first := known.setdefault((source, tuple(sizes)), node)) is not node:
-            node.replace_all_uses_with(first)
-
-
-def _narrow(node: fx.Node) -> None:
-    """Replace a slice of known size by `narrow`, which takes a third of the time."""
-    source, dim, start, end, *step = node.args
-    assert isinstance(source, fx.Node)
-    size = source.meta["val"].shape[dim]
-    if step or not all(type(number) is int for number in (size, start, end)):
-        return
-    first, last, _ = slice(start, end).indices(size)
-    node.target, node.args = torch.narrow, (source, dim, first, max(0, last - first))
-
-
 @contextmanager
 def _attending(function: Callable[..., torch.Tensor]) -> Iterator[None]:
     """Have `cb_rollout::attend` call a function, in this thread."""
@@ -390,7 +423,7 @@ def _attending(function: Callable[..., torch.Tensor]) -> Iterator[None]:
         _ATTENTION.function = None
 
 
-def _call_attention(
+def call_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: int
 ) -> torch.Tensor:
     """Compute the `call`-th attention of a trace; only inside of `_attending`."""
@@ -400,51 +433,12 @@ def _call_attention(
 torch.library.define(
     "cb_rollout::attend", "(Tensor query, Tensor key, Tensor value, int call) -> Tensor"
 )
-torch.library.impl("cb_rollout::attend", "CPU", _call_attention)
+for _key in ("CPU", "CUDA"):
+    torch.library.impl("cb_rollout::attend", _key, call_attention)
 
 
 @torch.library.register_fake("cb_rollout::attend")
 def _output_of_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: int
 ) -> torch.Tensor:
-    return query.new_empty(query.shape[0], 1, query.shape[1], value.shape[3])
-
-
-aten = torch.ops.aten
-
-# torch's own functions take half the time to call that operators take.
-FUNCTIONS: dict[Any, Callable[..., Any]] = {
-    aten.add.Tensor: torch.add,
-    aten.cat.default: torch.cat,
-    aten.div.Tensor: torch.div,
-    aten.embedding.default: torch.embedding,
-    aten.gelu.default: functional.gelu,
-    aten.mean.dim: torch.mean,
-    aten.mul.Tensor: torch.mul,
-    aten.native_layer_norm.default: torch.native_layer_norm,
-    aten.neg.default: torch.neg,
-    aten.pow.Tensor_Scalar: torch.pow,
-    aten.rsqrt.default: torch.rsqrt,
-    aten.select.int: torch.select,
-    aten.silu.default: functional.silu,
-    aten.split.Tensor: torch.split,
-    aten.split_with_sizes.default: torch.split_with_sizes,
-    aten.sub.Tensor: torch.sub,
-    aten.sum.dim_IntList: torch.sum,
-    aten.tanh.default: torch.tanh,
-    aten.transpose.int: torch.transpose,
-    aten.unsqueeze.default: torch.unsqueeze,
-    torch.ops.cb_rollout.attend.default: _call_attention,
-    torch.ops.cb_rollout.grouped_product.default: inductor.grouped_product,
-    torch.ops.cb_rollout.linear.default: linear,
-}
-
-METHODS: dict[Any, str] = {
-    # The C++ kernels return contiguous tensors even for other inputs, where `view` might fail.
-    aten._unsafe_view.default: "reshape",
-    aten.expand.default: "expand",
-    aten.sym_size.int: "size",
-    aten.view.default: "reshape",
-}
-
-RESHAPES = (aten.view.default, aten._unsafe_view.default)
+    return value.new_empty(query.shape[0], 1, query.shape[1], value.shape[3])

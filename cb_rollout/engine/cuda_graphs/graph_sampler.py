@@ -1,0 +1,193 @@
+"""Sample inside captured decode steps: parameters and adjustments of rows, and the kernels' launch.
+
+Parameters of rows are lines of `GraphInputs`; tables of `adjustments` hold the rest, which kernels
+find by address. Called by the thread that steps the engine.
+
+B: rows of a graph, N: most rows, V: vocabulary, K: tokens that are never sampled, C: most
+`top_logprobs`, P: parts of the vocabulary, U: different parameters.
+"""
+
+# pyright: reportCallIssue=false
+# Triton's kernels take launch options beside their arguments.
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from cb_rollout.config.enums import LogprobsMode
+from cb_rollout.config.sampling import MAX_GRAPHED_TOP_LOGPROBS, SamplingParams
+from cb_rollout.engine.cuda_graphs.adjustments import bias_table, mark_table
+from cb_rollout.engine.cuda_graphs.inputs import Line
+from cb_rollout.engine.memory import device as devices
+from cb_rollout.engine.request import Request, distinct_params
+from cb_rollout.engine.sampling.truncation import LEAST_TOP_P
+
+# Columns of the results: token id, log-probability, whether the logits make a distribution, whether
+# a token is left to sample, and of a truncated row the logarithm of the kept probability and the
+# number of kept tokens.
+NUM_RESULTS = 6
+
+
+@dataclass(frozen=True, slots=True)
+class GraphSampling:
+    """The sampling settings that all graphs of an engine share."""
+
+    never_sampled: tuple[int, ...] = ()
+    """Token ids of the vocabulary that are never sampled."""
+    mode: LogprobsMode = LogprobsMode.POLICY
+    """The distribution that log-probabilities are taken from."""
+    keeps_ids: bool = False
+    """True if the token ids that truncation kept are recorded, which no graph does."""
+
+    def can_sample(self, params: SamplingParams) -> bool:
+        """Return whether a graph samples by these parameters."""
+        return params.can_be_graphed and not (self.keeps_ids and params.is_truncated)
+
+
+PLAIN_SAMPLING = GraphSampling()
+
+_NUMBER_LINES = (
+    *(Line.IS_GREEDY, Line.TEMPERATURE, Line.TOP_K, Line.TOP_P, Line.MIN_P, Line.NUM_TOP),
+    *(Line.REPETITION, Line.ENCODER_REPETITION, Line.PRESENCE, Line.FREQUENCY),
+)
+
+
+def _numbers(params: SamplingParams) -> list[float]:
+    """Return the numbers of `_NUMBER_LINES`."""
+    is_greedy, is_truncated = params.is_greedy, params.is_truncated
+    return [
+        is_greedy,
+        1.0 if is_greedy else params.temperature,
+        params.top_k if is_truncated else 0,
+        max(params.top_p, LEAST_TOP_P) if is_truncated else 1.0,
+        params.min_p if is_truncated else 0.0,
+        params.top_logprobs,
+        params.repetition_penalty,
+        params.encoder_repetition_penalty,
+        params.presence_penalty,
+        params.frequency_penalty,
+    ]
+
+
+class GraphSampler:
+    """Samples the rows of every graph of an engine."""
+
+    def __init__(self, max_rows: int, device: torch.device, sampling: GraphSampling) -> None:
+        self.sampling = sampling
+        self._device = device
+        self.results = torch.zeros(max_rows, NUM_RESULTS, dtype=torch.float64, device=device)
+        """float64, `[N, NUM_RESULTS]`."""
+        self.tops = torch.zeros(
+            max_rows, MAX_GRAPHED_TOP_LOGPROBS, 2, dtype=torch.float64, device=device
+        )
+        """float64, `[N, C, 2]`: ids and log-probabilities of the most likely tokens."""
+        self._never_sampled = devices.to_device(sampling.never_sampled or (0,), device)
+        self._tables = bias_table(max_rows, sampling.never_sampled), mark_table(max_rows)
+        self._addresses = torch.zeros(2, dtype=torch.int64, device=device)
+        self._known_addresses = [0, 0]
+        # Of all graphs, because each graph's own would stay in the memory pool beside the others'.
+        self._kept_NV: torch.Tensor | None = None
+        self._buffers: dict[str, torch.Tensor] = {}
+        self._vocab_size = 0
+
+    def forget(self) -> None:
+        """Drop the buffers that graphs write, after the graphs."""
+        self._kept_NV, self._buffers = None, {}
+
+    @property
+    def table_bytes(self) -> int:
+        """Return the bytes that the tables of adjustments hold."""
+        return sum(table.num_bytes for table in self._tables)
+
+    @property
+    def most_table_bytes(self) -> int:
+        """Return the bytes that they hold where every row is adjusted; 0 before a first step."""
+        return sum(table.most_bytes(self._vocab_size) for table in self._tables)
+
+    def release_tables(self) -> None:
+        """Free the tables of adjustments; no loaded row may read them."""
+        for table in self._tables:
+            table.release()
+
+    def forget_tokens(self) -> None:
+        """Count the tokens of every sequence anew: those of a step were dropped."""
+        for table in self._tables:
+            table.forget()
+
+    def note_step(self) -> None:
+        """Count a step, which counted each row's token."""
+        for table in self._tables:
+            table.note_step()
+
+    def kept(self, num_rows: int) -> torch.Tensor:
+        """Return the logits of a step that kept them, in the model's dtype, `[num_rows, V]`."""
+        assert self._kept_NV is not None, "no step has run"
+        return self._kept_NV[:num_rows]
+
+    def lines(self, requests: Sequence[Request]) -> Mapping[Line, Sequence[float] | np.ndarray]:
+        """Return the sampling parameters of rows, and write their adjustments into the tables."""
+        bias_rows, mark_rows = self._load_tables(requests)
+        params = distinct_params(requests)
+        places = {id(one): place for place, one in enumerate(params)}
+        numbers_UC = np.array([_numbers(one) for one in params])
+        numbers_BC = numbers_UC[[places[id(request.params)] for request in requests]]
+        return dict(zip(_NUMBER_LINES, numbers_BC.T, strict=True)) | {
+            Line.SEED: [request.seed for request in requests],
+            Line.INDEX: [len(r.token_ids) - len(r.prompt_ids) for r in requests],
+            Line.MIN_GENERATED: [request.min_generated for request in requests],
+            Line.BIAS_ROW: bias_rows,
+            Line.MARK_ROW: mark_rows,
+        }
+
+    def _load_tables(self, requests: Sequence[Request]) -> list[Sequence[int]]:
+        """Write the requests' adjustments; return each one's row plus 1 in each table, or 0."""
+        rows = [table.load(requests, self._vocab_size, self._device) for table in self._tables]
+        addresses = [table.address for table in self._tables]
+        if addresses != self._known_addresses:
+            self._addresses.copy_(devices.to_device(addresses, self._device))
+            self._known_addresses = addresses
+        return rows
+
+    def sample(self, logits_BV: torch.Tensor, lines_LN: torch.Tensor) -> None:
+        """Sample each row, and write the results and the next step's inputs; or keep the logits.
+
+        Args:
+            logits_BV: the model's, of any floating-point dtype.
+            lines_LN: the lines of `GraphInputs`, of which the first B rows are read.
+        """
+        # Triton is an optional dependency.
+        from cb_rollout.engine.cuda_graphs import sampling_kernels as kernels
+
+        (B, V), N = logits_BV.shape, lines_LN.shape[1]
+        num_parts = -(-V // kernels.CHUNK)
+        self._allocate(logits_BV, N, num_parts)
+        if logits_BV.stride(1) != 1:
+            logits_BV = logits_BV.contiguous()
+        buffers: Any = self._buffers
+        rows = lines_LN, self._addresses, self._never_sampled, N, logits_BV.stride(0), V, num_parts
+        never = len(self.sampling.never_sampled)
+        fixed: dict[str, Any] = {"NUM_NEVER": never, "CHUNK": kernels.CHUNK}
+        kernels.measure_kernel[(B, num_parts)](
+            logits_BV, self._kept_NV, buffers["measures"], *rows, **fixed, num_warps=8
+        )
+        fixed["PARTS_WIDTH"] = 1 << (num_parts - 1).bit_length()
+        given = logits_BV, buffers["measures"], buffers["limits"]
+        kernels.truncate_kernel[(B,)](*given, *rows, **fixed, num_warps=16)
+        fixed["IS_PROCESSED"] = self.sampling.mode == LogprobsMode.PROCESSED
+        kernels.top_kernel[(B,)](
+            *given, self.tops, *rows, **fixed, MAX_TOP=MAX_GRAPHED_TOP_LOGPROBS, num_warps=8
+        )
+        kernels.draw_kernel[(B,)](*given, self.results, *rows, **fixed, num_warps=16)
+
+    def _allocate(self, logits_BV: torch.Tensor, num_rows: int, num_parts: int) -> None:
+        """Allocate what the kernels write, in a run before a capture: outside of its pool."""
+        if self._kept_NV is None:
+            self._vocab_size = logits_BV.shape[1]
+            self._kept_NV = logits_BV.new_empty(num_rows, self._vocab_size)
+            sizes = {"measures": (num_rows, 5, num_parts), "limits": (num_rows, 3)}
+            self._buffers = {
+                name: logits_BV.new_empty(size, dtype=torch.float32) for name, size in sizes.items()
+            }

@@ -1,0 +1,538 @@
+"""Define the Triton kernels that sample inside a captured step, in one pass over the logits.
+
+`measure_kernel` reads each part of a row once: its largest score and the sum of exponentials, of
+the model's own distribution and of the one that is sampled from. `truncate_kernel` searches the
+least weight that top-k, top-p and min-p keep, a digit of its bits at a time, and skips parts whose
+largest weight is less. `top_kernel` finds the most likely tokens one after the other, each by one
+part. `draw_kernel` joins the parts, draws a token from one uniform number in one part, and writes
+the next step's inputs. The last three run a program a row, and end at once where a row asks for
+nothing.
+
+A score is a logit, adjusted where the row asks for it, over the temperature. A weight is the
+exponential of a score less the row's largest. A part is `CHUNK` tokens whatever the batch, so sums
+do not depend on other rows. Kernels find the tables of adjustments by addresses in device memory,
+so a graph stays valid when they grow. `sampling.draw` is the reference.
+"""
+
+import triton
+import triton.language as tl
+
+from cb_rollout.engine.cuda_graphs import adjustments
+from cb_rollout.engine.cuda_graphs.inputs import Line
+
+# Tokens of a part.
+CHUNK = 4096
+
+# What is stored of each part: the model's own distribution, the one that is sampled from, and the
+# sum that truncation keeps, relative to the row's largest score.
+OWN_LARGEST, OWN_SUM, LARGEST, SUM, KEPT_SUM, NUM_MEASURES = (tl.constexpr(i) for i in range(6))
+
+# What is stored of a truncated row.
+LEAST_WEIGHT, LOG_MASS, NUM_KEPT, NUM_LIMITS = (tl.constexpr(i) for i in range(4))
+
+# What is stored of each row's token, in float64.
+TOKEN, LOGPROB, IS_VALID, IS_POSSIBLE, RESULT_LOG_MASS, RESULT_NUM_KEPT = (
+    tl.constexpr(i) for i in range(6)
+)
+NUM_RESULTS = tl.constexpr(6)
+
+# Tables of adjustments, by their addresses.
+BIASES, MARKS = tl.constexpr(0), tl.constexpr(1)
+
+# Bits of a token's mark, as `adjustments` writes them.
+IN_PROMPT = tl.constexpr(adjustments.IN_PROMPT)
+IS_EARLY = tl.constexpr(adjustments.IS_EARLY)
+MAX_COUNT = tl.constexpr(adjustments.MAX_COUNT)
+
+# Bits of a weight in float32 that are searched, two at a time: the sign is 0, and so is the next.
+NUM_DIGITS = tl.constexpr(15)
+
+# More than any token id.
+NO_TOKEN = tl.constexpr(2147483647)
+
+TOKEN_LINE = tl.constexpr(int(Line.TOKEN))
+LENGTH_LINE = tl.constexpr(int(Line.LENGTH))
+SEED_LINE = tl.constexpr(int(Line.SEED))
+INDEX_LINE = tl.constexpr(int(Line.INDEX))
+IS_GREEDY_LINE = tl.constexpr(int(Line.IS_GREEDY))
+TEMPERATURE_LINE = tl.constexpr(int(Line.TEMPERATURE))
+IS_KEPT_LINE = tl.constexpr(int(Line.IS_KEPT))
+TOP_K_LINE = tl.constexpr(int(Line.TOP_K))
+TOP_P_LINE = tl.constexpr(int(Line.TOP_P))
+MIN_P_LINE = tl.constexpr(int(Line.MIN_P))
+NUM_TOP_LINE = tl.constexpr(int(Line.NUM_TOP))
+BIAS_ROW_LINE = tl.constexpr(int(Line.BIAS_ROW))
+MARK_ROW_LINE = tl.constexpr(int(Line.MARK_ROW))
+MIN_GENERATED_LINE = tl.constexpr(int(Line.MIN_GENERATED))
+REPETITION_LINE = tl.constexpr(int(Line.REPETITION))
+ENCODER_REPETITION_LINE = tl.constexpr(int(Line.ENCODER_REPETITION))
+PRESENCE_LINE = tl.constexpr(int(Line.PRESENCE))
+FREQUENCY_LINE = tl.constexpr(int(Line.FREQUENCY))
+
+
+@triton.jit
+def _integer(lines, line_stride, row, LINE: tl.constexpr):
+    return tl.load(lines + LINE * line_stride + row)
+
+
+@triton.jit
+def _number(lines, line_stride, row, LINE: tl.constexpr):
+    bits = tl.load(lines + LINE * line_stride + row)
+    return bits.to(tl.float64, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _is_sampled(lines, line_stride, row):
+    is_row = _integer(lines, line_stride, row, LENGTH_LINE) > 0
+    return is_row & (_integer(lines, line_stride, row, IS_KEPT_LINE) == 0)
+
+
+@triton.jit
+def _is_changed(lines, line_stride, row, NUM_NEVER: tl.constexpr):
+    """Return whether the row samples from other logits than the model's."""
+    bias_row = _integer(lines, line_stride, row, BIAS_ROW_LINE)
+    mark_row = _integer(lines, line_stride, row, MARK_ROW_LINE)
+    return (bias_row > 0) | (mark_row > 0) | (NUM_NEVER > 0)
+
+
+@triton.jit
+def _is_truncated(lines, line_stride, row):
+    top_k = _integer(lines, line_stride, row, TOP_K_LINE)
+    top_p = _number(lines, line_stride, row, TOP_P_LINE)
+    return (top_k > 0) | (top_p < 1.0) | (_number(lines, line_stride, row, MIN_P_LINE) > 0.0)
+
+
+@triton.jit
+def _read(logits, logits_stride, row, ids, vocab_size):
+    """Return the model's logits of some tokens of a row."""
+    at = logits + row.to(tl.int64) * logits_stride + ids
+    return tl.load(at, mask=ids < vocab_size, other=float("-inf")).to(tl.float32)
+
+
+@triton.jit
+def _marked(values, ids, lines, line_stride, row, tables, vocab_size, mark_row):
+    """Penalize tokens that the sequence holds, and forbid those that end it too early."""
+    table = tl.load(tables + MARKS).to(tl.pointer_type(tl.int16))
+    at = table + (mark_row - 1) * vocab_size + ids
+    marks = tl.load(at, mask=ids < vocab_size, other=0).to(tl.int32)
+    count = marks & MAX_COUNT
+    is_prompt = (marks & IN_PROMPT) != 0
+    factor = _number(lines, line_stride, row, ENCODER_REPETITION_LINE)
+    rewarded = tl.where(values < 0, values / factor, values * factor)
+    values = tl.where(is_prompt, rewarded, values)
+    factor = _number(lines, line_stride, row, REPETITION_LINE)
+    penalized = tl.where(values < 0, values * factor, values / factor)
+    values = tl.where(is_prompt | (count > 0), penalized, values)
+    presence = _number(lines, line_stride, row, PRESENCE_LINE)
+    frequency = _number(lines, line_stride, row, FREQUENCY_LINE)
+    values = tl.where(count > 0, values - presence - frequency * count.to(tl.float32), values)
+    index = _integer(lines, line_stride, row, INDEX_LINE)
+    is_early = index < _integer(lines, line_stride, row, MIN_GENERATED_LINE)
+    return tl.where(is_early & ((marks & IS_EARLY) != 0), float("-inf"), values)
+
+
+@triton.jit
+def _scores(
+    values, ids, lines, line_stride, row, tables, never, vocab_size, NUM_NEVER: tl.constexpr
+):
+    """Return the scores that a row samples from, of some logits of the model."""
+    bias_row = _integer(lines, line_stride, row, BIAS_ROW_LINE)
+    mark_row = _integer(lines, line_stride, row, MARK_ROW_LINE)
+    if bias_row > 0:
+        # The table forbids tokens that are never sampled, except those that the row allows.
+        table = tl.load(tables + BIASES).to(tl.pointer_type(tl.float32))
+        at = table + (bias_row - 1) * vocab_size + ids
+        values += tl.load(at, mask=ids < vocab_size, other=0.0)
+    else:
+        for place in tl.static_range(NUM_NEVER):
+            values = tl.where(ids == tl.load(never + place), float("-inf"), values)
+    if mark_row > 0:
+        values = _marked(values, ids, lines, line_stride, row, tables, vocab_size, mark_row)
+    return values / _number(lines, line_stride, row, TEMPERATURE_LINE)
+
+
+@triton.jit
+def _weights(scores, largest):
+    """Return exponentials relative to the largest score; zeros if every score is -inf."""
+    return tl.exp(scores - tl.where(largest == float("-inf"), 0.0, largest))
+
+
+@triton.jit
+def measure_kernel(
+    logits,
+    kept,
+    measures,
+    lines,
+    tables,
+    never,
+    line_stride,
+    logits_stride,
+    vocab_size,
+    num_parts,
+    NUM_NEVER: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Measure one part of a row, or keep its logits."""
+    row = tl.program_id(0)
+    part = tl.program_id(1)
+    if _integer(lines, line_stride, row, LENGTH_LINE) > 0:
+        ids = part * CHUNK + tl.arange(0, CHUNK)
+        values = _read(logits, logits_stride, row, ids, vocab_size)
+        if _integer(lines, line_stride, row, IS_KEPT_LINE) > 0:
+            targets = kept + row.to(tl.int64) * vocab_size + ids
+            tl.store(targets, values, mask=ids < vocab_size)
+        else:
+            at = measures + row.to(tl.int64) * NUM_MEASURES * num_parts + part
+            scores = values / _number(lines, line_stride, row, TEMPERATURE_LINE)
+            largest = tl.max(scores, 0)
+            total = tl.sum(_weights(scores, largest), 0)
+            tl.store(at + OWN_LARGEST * num_parts, largest)
+            tl.store(at + OWN_SUM * num_parts, total)
+            if _is_changed(lines, line_stride, row, NUM_NEVER):
+                scores = _scores(
+                    values, ids, lines, line_stride, row, tables, never, vocab_size, NUM_NEVER
+                )
+                largest = tl.max(scores, 0)
+                total = tl.sum(_weights(scores, largest), 0)
+            tl.store(at + LARGEST * num_parts, largest)
+            tl.store(at + SUM * num_parts, total)
+
+
+@triton.jit
+def _search(
+    logits,
+    largest_of_parts,
+    lines,
+    tables,
+    never,
+    line_stride,
+    logits_stride,
+    vocab_size,
+    num_parts,
+    row,
+    largest,
+    least,
+    target,
+    IS_MASS: tl.constexpr,
+    NUM_NEVER: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Return the largest weight such that tokens of this weight or more reach a target; 0: none.
+
+    The target is a number of tokens, or with `IS_MASS` a sum of weights that are at least `least`.
+    Each pass settles two bits: it tries three weights.
+    """
+    found = 0
+    for digit in range(NUM_DIGITS):
+        shift = 2 * (NUM_DIGITS - 1 - digit)
+        first = (found + (1 << shift)).to(tl.float32, bitcast=True)
+        second = (found + (2 << shift)).to(tl.float32, bitcast=True)
+        third = (found + (3 << shift)).to(tl.float32, bitcast=True)
+        firsts = tl.zeros([CHUNK], tl.float32)
+        seconds = tl.zeros([CHUNK], tl.float32)
+        thirds = tl.zeros([CHUNK], tl.float32)
+        for part in range(num_parts):
+            most = tl.exp(tl.load(largest_of_parts + part) - largest)
+            if (most >= first) & (most >= least):
+                ids = part * CHUNK + tl.arange(0, CHUNK)
+                values = _read(logits, logits_stride, row, ids, vocab_size)
+                scores = _scores(
+                    values, ids, lines, line_stride, row, tables, never, vocab_size, NUM_NEVER
+                )
+                weights = tl.exp(scores - largest)
+                counted = weights if IS_MASS else tl.full([CHUNK], 1.0, tl.float32)
+                counted = tl.where(weights >= least, counted, 0.0)
+                firsts += tl.where(weights >= first, counted, 0.0)
+                seconds += tl.where(weights >= second, counted, 0.0)
+                thirds += tl.where(weights >= third, counted, 0.0)
+        num_reached = (tl.sum(firsts, 0) >= target).to(tl.int32)
+        num_reached += (tl.sum(seconds, 0) >= target).to(tl.int32)
+        num_reached += (tl.sum(thirds, 0) >= target).to(tl.int32)
+        found += num_reached << shift
+    return found.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _kept(
+    logits,
+    measures,
+    lines,
+    tables,
+    never,
+    line_stride,
+    logits_stride,
+    vocab_size,
+    num_parts,
+    row,
+    largest,
+    least,
+    NUM_NEVER: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Store the sum of each part's weights that are at least `least`; return all, and how many."""
+    mass = 0.0
+    count = 0
+    for part in range(num_parts):
+        total = 0.0
+        most = tl.exp(tl.load(measures + LARGEST * num_parts + part) - largest)
+        if (most >= least) & (most > 0.0):
+            ids = part * CHUNK + tl.arange(0, CHUNK)
+            values = _read(logits, logits_stride, row, ids, vocab_size)
+            scores = _scores(
+                values, ids, lines, line_stride, row, tables, never, vocab_size, NUM_NEVER
+            )
+            weights = tl.exp(scores - largest)
+            is_kept = (weights >= least) & (weights > 0.0)
+            total = tl.sum(tl.where(is_kept, weights, 0.0), 0)
+            count += tl.sum(is_kept.to(tl.int32), 0)
+        tl.store(measures + KEPT_SUM * num_parts + part, total)
+        mass += total
+    return mass, count
+
+
+@triton.jit
+def truncate_kernel(
+    logits,
+    measures,
+    limits,
+    lines,
+    tables,
+    never,
+    line_stride,
+    logits_stride,
+    vocab_size,
+    num_parts,
+    NUM_NEVER: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PARTS_WIDTH: tl.constexpr,
+):
+    """Find the least weight that a row's top-k, top-p and min-p keep.
+
+    Each rule keeps the most likely tokens down to some weight; equally likely ones stay or go
+    together. Top-p counts what top-k keeps.
+    """
+    row = tl.program_id(0)
+    if _is_sampled(lines, line_stride, row) & _is_truncated(lines, line_stride, row):
+        measures += row.to(tl.int64) * NUM_MEASURES * num_parts
+        parts = tl.arange(0, PARTS_WIDTH)
+        at = measures + LARGEST * num_parts
+        largest_of_parts = tl.load(at + parts, mask=parts < num_parts, other=float("-inf"))
+        largest = tl.max(largest_of_parts, 0)
+        largest = tl.where(largest == float("-inf"), 0.0, largest)
+        sums = tl.load(measures + SUM * num_parts + parts, mask=parts < num_parts, other=0.0)
+        whole = tl.sum(sums * tl.exp(largest_of_parts - largest), 0)
+        least = 0.0
+        top_k = _integer(lines, line_stride, row, TOP_K_LINE)
+        if top_k > 0:
+            least = _search(
+                logits, at, lines, tables, never, line_stride, logits_stride, vocab_size, num_parts,
+                row, largest, least, top_k.to(tl.float32), False, NUM_NEVER, CHUNK,
+            )  # fmt: skip
+        top_p = _number(lines, line_stride, row, TOP_P_LINE)
+        if top_p < 1.0:
+            mass, count = _kept(
+                logits, measures, lines, tables, never, line_stride, logits_stride, vocab_size,
+                num_parts, row, largest, least, NUM_NEVER, CHUNK,
+            )  # fmt: skip
+            reached = _search(
+                logits, at, lines, tables, never, line_stride, logits_stride, vocab_size, num_parts,
+                row, largest, least, mass * top_p, True, NUM_NEVER, CHUNK,
+            )  # fmt: skip
+            least = tl.maximum(least, reached)
+        least = tl.maximum(least, _number(lines, line_stride, row, MIN_P_LINE))
+        mass, count = _kept(
+            logits, measures, lines, tables, never, line_stride, logits_stride, vocab_size,
+            num_parts, row, largest, least, NUM_NEVER, CHUNK,
+        )  # fmt: skip
+        limits += row * NUM_LIMITS
+        tl.store(limits + LEAST_WEIGHT, least)
+        tl.store(limits + LOG_MASS, tl.log(mass / whole))
+        tl.store(limits + NUM_KEPT, count.to(tl.float32))
+
+
+@triton.jit
+def _joined(measures, num_parts, parts, LARGEST_AT: tl.constexpr, SUM_AT: tl.constexpr):
+    """Return a row's largest score, and the sums of its parts relative to that, in float64."""
+    is_part = parts < num_parts
+    largest_of_parts = tl.load(
+        measures + LARGEST_AT * num_parts + parts, mask=is_part, other=float("-inf")
+    )
+    sums = tl.load(measures + SUM_AT * num_parts + parts, mask=is_part, other=0.0)
+    largest = tl.max(largest_of_parts, 0)
+    # A part without a token that may be sampled has a sum of 0.
+    shares = sums.to(tl.float64) * _weights(largest_of_parts, largest).to(tl.float64)
+    return largest, tl.where(is_part, shares, 0.0)
+
+
+@triton.jit
+def _normalizer(largest, total):
+    return tl.log(total.to(tl.float32)) + largest
+
+
+@triton.jit
+def _share_sums(measures, limits, lines, line_stride, num_parts, row, parts):
+    """Return the largest score that is sampled from, each part's sum, and the least weight."""
+    largest, shares = _joined(measures, num_parts, parts, LARGEST, SUM)
+    least = 0.0
+    if _is_truncated(lines, line_stride, row):
+        at = measures + KEPT_SUM * num_parts + parts
+        shares = tl.load(at, mask=parts < num_parts, other=0.0).to(tl.float64)
+        least = tl.load(limits + row * NUM_LIMITS + LEAST_WEIGHT)
+    return largest, shares, least
+
+
+@triton.jit
+def top_kernel(
+    logits,
+    measures,
+    limits,
+    tops,
+    lines,
+    tables,
+    never,
+    line_stride,
+    logits_stride,
+    vocab_size,
+    num_parts,
+    NUM_NEVER: tl.constexpr,
+    IS_PROCESSED: tl.constexpr,
+    MAX_TOP: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PARTS_WIDTH: tl.constexpr,
+):
+    """Write a row's most likely tokens and their log-probabilities, the most likely first."""
+    row = tl.program_id(0)
+    num_top = _integer(lines, line_stride, row, NUM_TOP_LINE)
+    if (num_top > 0) & _is_sampled(lines, line_stride, row):
+        measures += row.to(tl.int64) * NUM_MEASURES * num_parts
+        tops += row * MAX_TOP * 2
+        parts = tl.arange(0, PARTS_WIDTH)
+        if IS_PROCESSED:
+            largest, shares, least = _share_sums(
+                measures, limits, lines, line_stride, num_parts, row, parts
+            )
+            at = measures + LARGEST * num_parts + parts
+        else:
+            largest, shares = _joined(measures, num_parts, parts, OWN_LARGEST, OWN_SUM)
+            least = 0.0
+            at = measures + OWN_LARGEST * num_parts + parts
+        normalizer = _normalizer(largest, tl.sum(shares, 0))
+        left_of_parts = tl.load(at, mask=parts < num_parts, other=float("-inf"))
+        # The token found last. Those before it are more likely, or as likely and of a lower id.
+        last = float("inf")
+        last_id = -1
+        for place in range(num_top):
+            best = tl.max(left_of_parts, 0)
+            part = tl.min(tl.where(left_of_parts == best, parts, PARTS_WIDTH - 1), 0)
+            ids = part * CHUNK + tl.arange(0, CHUNK)
+            values = _read(logits, logits_stride, row, ids, vocab_size)
+            if IS_PROCESSED:
+                scores = _scores(
+                    values, ids, lines, line_stride, row, tables, never, vocab_size, NUM_NEVER
+                )
+                scores = tl.where(_weights(scores, largest) >= least, scores, float("-inf"))
+            else:
+                scores = values / _number(lines, line_stride, row, TEMPERATURE_LINE)
+            is_left = (scores < last) | ((scores == last) & (ids > last_id))
+            scores = tl.where(is_left, scores, float("-inf"))
+            last = tl.max(scores, 0)
+            last_id = tl.min(tl.where(scores == last, ids, NO_TOKEN), 0)
+            tl.store(tops + place * 2, last_id.to(tl.float64))
+            tl.store(tops + place * 2 + 1, (last - normalizer).to(tl.float64))
+            is_after = (scores < last) | ((scores == last) & (ids > last_id))
+            left = tl.max(tl.where(is_after, scores, float("-inf")), 0)
+            left_of_parts = tl.where(parts == part, left, left_of_parts)
+
+
+@triton.jit
+def _uniform(lines, line_stride, row):
+    """Return the row's number of SplitMix64 in [0, 1), in float64."""
+    seed = _integer(lines, line_stride, row, SEED_LINE).to(tl.uint64)
+    index = _integer(lines, line_stride, row, INDEX_LINE).to(tl.uint64)
+    z = seed + (index + 1) * 0x9E3779B97F4A7C15
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB
+    z = z ^ (z >> 31)
+    return (z >> 11).to(tl.float64) * 1.1102230246251565e-16
+
+
+@triton.jit
+def draw_kernel(
+    logits,
+    measures,
+    limits,
+    results,
+    lines,
+    tables,
+    never,
+    line_stride,
+    logits_stride,
+    vocab_size,
+    num_parts,
+    NUM_NEVER: tl.constexpr,
+    IS_PROCESSED: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PARTS_WIDTH: tl.constexpr,
+):
+    """Draw a row's token, write its results, and make it the next step's input."""
+    row = tl.program_id(0)
+    if _is_sampled(lines, line_stride, row):
+        measures += row.to(tl.int64) * NUM_MEASURES * num_parts
+        parts = tl.arange(0, PARTS_WIDTH)
+        own_largest, own_shares = _joined(measures, num_parts, parts, OWN_LARGEST, OWN_SUM)
+        own_normalizer = _normalizer(own_largest, tl.sum(own_shares, 0))
+        largest, shares, least = _share_sums(
+            measures, limits, lines, line_stride, num_parts, row, parts
+        )
+        whole = tl.sum(shares, 0)
+        is_greedy = _integer(lines, line_stride, row, IS_GREEDY_LINE) > 0
+        point = whole * _uniform(lines, line_stride, row)
+        ends = tl.cumsum(shares, 0)
+        # Rounding may lead past the end; a part without a share is never chosen.
+        last_part = tl.max(tl.where(shares > 0.0, parts, 0), 0)
+        part = tl.min(tl.where((ends > point) & (shares > 0.0), parts, last_part), 0)
+        if is_greedy:
+            sources = measures + LARGEST * num_parts + parts
+            of_parts = tl.load(sources, mask=parts < num_parts, other=float("-inf"))
+            part = tl.min(tl.where(of_parts == largest, parts, PARTS_WIDTH - 1), 0)
+        offset = point - tl.sum(tl.where(parts == part, ends - shares, 0.0), 0)
+        ids = part * CHUNK + tl.arange(0, CHUNK)
+        values = _read(logits, logits_stride, row, ids, vocab_size)
+        scores = _scores(values, ids, lines, line_stride, row, tables, never, vocab_size, NUM_NEVER)
+        weights = _weights(scores, largest)
+        weights = tl.where(weights >= least, weights, 0.0)
+        is_weighty = weights > 0.0
+        last_id = tl.max(tl.where(is_weighty, ids, 0), 0)
+        is_past = tl.cumsum(weights.to(tl.float64), 0) > offset
+        token = tl.min(tl.where(is_past & is_weighty, ids, last_id), 0)
+        if is_greedy:
+            token = tl.min(tl.where(scores == largest, ids, NO_TOKEN), 0)
+        token = tl.minimum(token, vocab_size - 1)
+        if IS_PROCESSED:
+            logprob = tl.sum(tl.where(ids == token, scores, 0.0), 0) - _normalizer(largest, whole)
+        else:
+            chosen = tl.sum(tl.where(ids == token, values, 0.0), 0)
+            chosen = chosen / _number(lines, line_stride, row, TEMPERATURE_LINE)
+            logprob = chosen - own_normalizer
+        is_valid = tl.abs(own_normalizer) < float("inf")
+        is_possible = (whole > 0.0) & (whole < float("inf"))
+        results += row * NUM_RESULTS
+        tl.store(results + TOKEN, token.to(tl.float64))
+        tl.store(results + LOGPROB, logprob.to(tl.float64))
+        tl.store(results + IS_VALID, is_valid.to(tl.float64))
+        tl.store(results + IS_POSSIBLE, is_possible.to(tl.float64))
+        if _is_truncated(lines, line_stride, row):
+            limits += row * NUM_LIMITS
+            tl.store(results + RESULT_LOG_MASS, tl.load(limits + LOG_MASS).to(tl.float64))
+            tl.store(results + RESULT_NUM_KEPT, tl.load(limits + NUM_KEPT).to(tl.float64))
+        mark_row = _integer(lines, line_stride, row, MARK_ROW_LINE)
+        if mark_row > 0:
+            table = tl.load(tables + MARKS).to(tl.pointer_type(tl.int16))
+            at = table + (mark_row - 1) * vocab_size + token
+            mark = tl.load(at).to(tl.int32)
+            tl.store(at, (mark + ((mark & MAX_COUNT) < MAX_COUNT).to(tl.int32)).to(tl.int16))
+        length = _integer(lines, line_stride, row, LENGTH_LINE)
+        index = _integer(lines, line_stride, row, INDEX_LINE)
+        tl.store(lines + TOKEN_LINE * line_stride + row, token.to(tl.int64))
+        tl.store(lines + LENGTH_LINE * line_stride + row, length + 1)
+        tl.store(lines + INDEX_LINE * line_stride + row, index + 1)

@@ -1,0 +1,242 @@
+"""Compare a model on pages with its plain forward, on a prompt with images.
+
+Runs in the thread of the caller whose prompt is the first of its kind, while no step runs.
+
+V: vocabulary.
+"""
+
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+
+from cb_rollout.engine.kv_cache.block_table import BlockTable
+from cb_rollout.engine.kv_cache.layout import CacheLayout
+from cb_rollout.engine.kv_cache.paged import PagedCache
+from cb_rollout.engine.memory import device as devices
+from cb_rollout.engine.model.check import (
+    MAX_DIFFERENCE,
+    attempt,
+    is_rounding,
+    pages_for,
+    text_rows,
+)
+from cb_rollout.engine.model.eval_mode import eval_mode
+from cb_rollout.engine.model.image_rows import PrefillRow
+from cb_rollout.engine.model.prompt_images import PromptImages
+from cb_rollout.engine.model.runner import BatchLayout, ModelRunner
+from cb_rollout.errors import ConfigurationError, error_text
+
+
+def check_images(
+    runner: ModelRunner, layout: CacheLayout, prompt_ids: list[int], images: PromptImages
+) -> None:
+    """Refuse a model that does not compute a prompt with images on pages as its plain forward does.
+
+    Sets what the runner does with prompts of this kind. Where the model differs if features are
+    kept, none are. Where it differs if a forward begins between images, none does. Where it differs
+    if a forward computes several prompts, each has its own.
+
+    Args:
+        runner: runs the model, which passed `check_model`.
+        layout: the page layout.
+        prompt_ids: token ids of the prompt, expanded.
+        images: its images.
+
+    Raises:
+        ConfigurationError: the model takes no images, or differs from its plain forward.
+    """
+    name = type(runner.model).__name__
+    if not runner.reads(images):
+        given = ", ".join(images.tensors)
+        raise ConfigurationError(
+            f"{name}.forward takes none of the images' tensors ({given}); load a model that reads "
+            "images, by AutoModelForImageTextToText, with its own processor."
+        )
+    if any(layer.num_index_positions for layer in layout.layers):
+        raise ConfigurationError(
+            f"{name} chooses keys by an index that keeps the positions of images, which pages do "
+            "not hold; roll prompts with images out with model.generate."
+        )
+    text, *_ = text_rows(runner)
+    # The prompt's own text, if it ends in any, stands for nothing but text.
+    following = prompt_ids[images.num_tokens :][-2:] or text[:2]
+    row = [*prompt_ids, following[0], following[-1]]
+    with eval_mode(runner.model), devices.current(runner.device):
+        plain = failure = None
+        for runner.casts_images in (False, True):
+            plain, failure = attempt(partial(runner.plain_logits, row, images=images, num_last=3))
+            if plain is not None:
+                break
+        if plain is None:
+            raise ConfigurationError(
+                f"{name} does not take the prompt with its images ({error_text(failure)}); is the "
+                "processor the model's own?"
+            ) from failure
+        if plain.isnan().any():
+            # Diverged weights show nothing; the sampler refuses their tokens.
+            runner.cuts_images[images.kind] = False
+            return
+        check = _Comparison(runner, layout, row, text, images, plain.log_softmax(-1))
+        check.run()
+
+
+@dataclass
+class _Comparison:
+    """A prompt with images and its two next tokens, computed on pages in several ways."""
+
+    runner: ModelRunner
+    layout: CacheLayout
+    row: list[int]
+    """The prompt and two tokens."""
+    text: list[int]
+    """Another prompt, without images, and two tokens."""
+    images: PromptImages
+    plain_3V: torch.Tensor
+    """Log-probabilities of the plain forward, after the prompt and after each of the two."""
+
+    def run(self) -> None:
+        """Find what of features and of cut prompts is right.
+
+        Raises:
+            ConfigurationError: not even a whole prompt is, without features kept.
+        """
+        num_prompt, num_images = len(self.row) - 2, self.images.num_tokens
+        # The second forward reads the features that the first one left.
+        is_chunked = num_images < num_prompt and not self.layout.is_recurrent
+        ways = [num_prompt, num_images if is_chunked else num_prompt]
+        encoder_cache = self.runner.encoder_cache
+        found, failure = self._difference(ways)
+        if found and encoder_cache.is_used:
+            encoder_cache.is_used = False
+            encoder_cache.clear()
+            found, failure = self._difference(ways)
+        if found:
+            raise ConfigurationError(
+                f"{type(self.runner.model).__name__} cannot run prompts with images on a paged "
+                f"cache: {found}. Roll them out with model.generate."
+            ) from failure
+        first = self.images.spans[-1].start
+        can_cut = first > 0 and self.images.divisions is not None and not self.layout.is_recurrent
+        self.runner.cuts_images[self.images.kind] = can_cut and not self._difference([first])[0]
+        if self.runner.batch_layout is BatchLayout.PACKED:
+            # What is kept was computed of one prompt alone.
+            self.runner.encoder_cache = trial = encoder_cache.empty_for_trial()
+            try:
+                can_share = self._can_share()
+            finally:
+                self.runner.encoder_cache = encoder_cache
+            encoder_cache.is_batched = can_share and trial.is_batched
+            if can_share:
+                self.runner.shares_prefill.add(self.images.kind)
+
+    def _can_share(self) -> bool:
+        """Return whether prompts with images, and text, have the same results in one prefill."""
+        other = _altered(self.images)
+        together, _ = attempt(lambda: self._together(other))
+        if together is None:
+            return False
+        runner, row = self.runner, self.row
+        plain_3V = runner.plain_logits(row, images=other, num_last=3).log_softmax(-1)
+        text_3V = runner.plain_logits(self.text)[-3:].log_softmax(-1)
+        each = self.plain_3V, text_3V, plain_3V
+        # Another picture must show, or those of two prompts could be confused.
+        is_seen = bool((plain_3V - self.plain_3V).abs().max() > MAX_DIFFERENCE)
+        expected = torch.cat([torch.stack([one[n] for one in each]) for n in range(2)])
+        if not is_seen or self._distance(expected, together):
+            return False
+        # Both pictures were encoded in one call, and are read in this one apart from each other.
+        return not self._difference([len(row) - 2])[0]
+
+    def _together(self, other: PromptImages) -> torch.Tensor:
+        """Return log-probabilities after three prompts and after one more token of each, `[6, V]`.
+
+        One forward prefills them: the prompt, a text, and the prompt with another picture.
+        """
+        row, text, pages = self.row, self.text, self._pages(3)
+        of_images = [self._new_row(0, len(row) - 2, one) for one in (self.images, other)]
+        of_text = PrefillRow(text[:-2], 0, len(text) - 2, 1)
+        rows = [of_images[0], of_text, of_images[1]._replace(table_row=2)]
+        logits = self.runner.prefill_images(rows, *pages)
+        lengths = [len(row) - 1, len(text) - 1, len(row) - 1]
+        new = [row[-2:-1], text[-2:-1], row[-2:-1]]
+        offset = self.images.position_offset
+        assert offset is not None
+        offsets = [offset, 0, offset]
+        following = self.runner.logits(new, lengths, [0, 1, 2], *pages, offsets)
+        return torch.cat([logits, following]).log_softmax(-1)
+
+    def _difference(self, ways: list[int]) -> tuple[str, Exception | None]:
+        """Return how log-probabilities differ from the plain forward's, and an error; "": not."""
+        for num_first in ways:
+            paged, failure = attempt(partial(self._paged, num_first))
+            if paged is None:
+                return f"its forward fails ({error_text(failure)})", failure
+            if found := self._distance(self.plain_3V, paged):
+                return found, None
+        return "", None
+
+    def _distance(self, expected: torch.Tensor, found: torch.Tensor) -> str:
+        """Return how log-probabilities differ by more than rounding; "": not."""
+        distances = torch.where(expected == found, 0.0, (expected - found).abs())
+        if is_rounding(distances, expected, self.runner.computes_coarsely):
+            return ""
+        return f"log-probabilities are {distances.max():.2g} nats off its plain forward"
+
+    def _pages(self, num_rows: int) -> tuple[PagedCache, BlockTable]:
+        longest = max(len(self.row), len(self.text))
+        return pages_for(self.runner, self.layout, num_rows, longest)
+
+    def _new_row(self, start: int, stop: int, images: PromptImages) -> PrefillRow:
+        token_ids = self.row[: max(stop, images.num_prompt_tokens)]
+        return PrefillRow(token_ids, start, stop, 0, images)
+
+    def _prefilled(
+        self, start: int, stop: int, images: PromptImages, pages: tuple[PagedCache, BlockTable]
+    ) -> torch.Tensor:
+        """Return logits after the prompt's tokens from `start` to `stop`, `[1, V]`."""
+        return self.runner.prefill_images([self._new_row(start, stop, images)], *pages)
+
+    def _paged(self, num_first: int) -> torch.Tensor:
+        """Return log-probabilities after the prompt and its two next tokens, `[3, V]`.
+
+        The prompt is prefilled in two parts, the first of `num_first` tokens. The second one is
+        text, or begins with the last image. The last token is decoded beside another sequence,
+        which has no images.
+        """
+        runner, row, text, images = self.runner, self.row, self.text, self.images
+        pages = self._pages(2)
+        num_prompt = len(row) - 2
+        if num_first >= images.num_tokens:
+            logits = self._prefilled(0, num_first, images, pages)
+        elif len(images.spans) == 1:
+            logits = runner.logits([row[:num_first]], [num_first], [0], *pages)
+        else:
+            # As another prompt would have left it, which has no more images.
+            before = images.before(len(images.spans) - 1)
+            logits = self._prefilled(0, num_first, before, pages)
+        runner.find_positions([(row[:-2], images)])
+        offset = images.position_offset
+        assert offset is not None
+        if num_first < images.num_tokens:
+            logits = self._prefilled(num_first, num_prompt, images, pages)
+        elif num_first < num_prompt:
+            rest = row[num_first:num_prompt]
+            logits = runner.logits([rest], [num_prompt], [0], *pages, [offset])
+        runner.logits([text[:-2]], [len(text) - 2], [1], *pages)
+        alone = runner.logits([row[-2:-1]], [len(row) - 1], [0], *pages, [offset])
+        runner.logits([text[-2:-1]], [len(text) - 1], [1], *pages)
+        beside = runner.logits(
+            [row[-1:], text[-1:]], [len(row), len(text)], [0, 1], *pages, [offset, 0]
+        )
+        return torch.cat([logits, alone, beside[:1]]).log_softmax(-1)
+
+
+def _altered(images: PromptImages) -> PromptImages:
+    """Return images of the same sizes, whose pixels have the other sign."""
+    tensors = {
+        name: -tensor if tensor.is_floating_point() and name not in images.per_token else tensor
+        for name, tensor in images.tensors.items()
+    }
+    digests = tuple(bytes(255 - byte for byte in digest) for digest in images.digests)
+    return replace(images, tensors=tensors, digests=digests)

@@ -1,0 +1,423 @@
+"""Find the routers of a mixture of experts, record the experts that they choose, and replay them.
+
+A router is a module whose forward chooses experts by `torch.topk` over scores of each token. It is
+found by watching one small forward, so no model is known by name. A replay hands the router the
+recorded experts in place of its own choice, with its own scores of them, so gradients reach it.
+Called by the thread that runs the model.
+
+B: rows, S: tokens of a row, N: tokens of a forward, L: routers, K: experts of a token.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.overrides import TorchFunctionMode
+
+from cb_rollout.compat import transformers as hf_compat
+from cb_rollout.engine.kv_cache.layout import TensorSpec
+from cb_rollout.engine.memory import device as devices
+from cb_rollout.errors import ConfigurationError
+
+TOPK = (torch.topk, torch.Tensor.topk)
+
+# Stands for a token without a record: its router chooses for itself.
+UNKNOWN = -1
+
+# Rows and tokens of the forwards that are watched: the last size of a score that counts keys, as a
+# sparse attention's does, differs between the two.
+WATCHED_SIZES = ((2, 4), (1, 5))
+
+# Gets a router's number, its scores, and what `torch.topk` returned for them; returns the same or
+# another choice.
+Choose = Callable[[int, torch.Tensor, Any], Any]
+
+# Runs the model on (B, S) token ids; returns logits.
+WatchedForward = Callable[[torch.Tensor], torch.Tensor]
+
+
+class RouterSite(NamedTuple):
+    """The place where one router chooses."""
+
+    module: str
+    """Name of the module within the unwrapped model."""
+    call: int
+    """Number of `torch.topk` calls before it in one forward of the module."""
+
+
+class _TopK(NamedTuple):
+    """One call of `torch.topk` in a watched forward."""
+
+    site: RouterSite
+    num_experts: int
+    num_chosen: int
+    num_tokens: int
+    is_last_dim: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Routers:
+    """The routers of a model, in the order in which a forward runs them."""
+
+    sites: tuple[RouterSite, ...]
+    num_experts: int
+    """Of the router with the most."""
+    num_chosen: int
+    """Experts of a token, K."""
+
+    @property
+    def spec(self) -> TensorSpec:
+        """Return the record of one token: `(L, K)`, in the smallest integers that hold it."""
+        dtype = torch.uint8 if self.num_experts <= 256 else torch.int16
+        return TensorSpec((len(self.sites), self.num_chosen), dtype)
+
+    @contextmanager
+    def choosing(self, model: torch.nn.Module, choose: Choose) -> Iterator[None]:
+        """Have every router's choice in an unwrapped model go through `choose`.
+
+        Raises:
+            ConfigurationError: the model lacks one of the modules.
+        """
+        with ExitStack() as stack:
+            for number, site in enumerate(self.sites):
+                try:
+                    module: Any = model.get_submodule(site.module)
+                except AttributeError as error:
+                    raise ConfigurationError(
+                        f"the model has no module {site.module}, which is a router of the model "
+                        "that generates; replay needs both to be of one architecture."
+                    ) from error
+                own, intercepted = module.forward, partial(choose, number)
+                forward = partial(_run_intercepted, own, site.call, intercepted)
+                stack.enter_context(hf_compat.replacing_forward(module, forward))
+            yield
+
+    def replaying(self, model: torch.nn.Module, replay: "Replay") -> AbstractContextManager[None]:
+        """Have a forward of an unwrapped model take recorded experts, in checkpoints again too."""
+        return hf_compat.repeated_in_checkpoints(
+            model, partial(self.choosing, model, replay.choose)
+        )
+
+
+def _run_intercepted(
+    own: Callable[..., Any],
+    call: int,
+    choose: Callable[[torch.Tensor, Any], Any],
+    /,
+    *arguments: Any,
+    **named: Any,
+) -> Any:
+    with _Intercepted(call, choose):
+        return own(*arguments, **named)
+
+
+class _Intercepted(TorchFunctionMode):
+    """Pass the result of one call of `torch.topk` through a function."""
+
+    def __init__(self, call: int, choose: Callable[[torch.Tensor, Any], Any]) -> None:
+        super().__init__()
+        self._num_left, self._choose = call, choose
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        named = kwargs or {}
+        found = func(*args, **named)
+        if func not in TOPK:
+            return found
+        self._num_left -= 1
+        if self._num_left != -1:
+            return found
+        return self._choose(args[0] if args else named["input"], found)
+
+
+class RouteRecorder:
+    """Records what the routers of one model choose in each forward."""
+
+    def __init__(self, routers: Routers) -> None:
+        self.routers = routers
+        self._chosen: list[torch.Tensor] = []
+        self._known: torch.Tensor | None = None
+
+    @contextmanager
+    def recording(self, model: torch.nn.Module) -> Iterator[None]:
+        """Record the forward inside, which takes the experts of `expect` where they are known."""
+        self._chosen = []
+        try:
+            with self.routers.choosing(model, self._choose):
+                yield
+        finally:
+            self._known = None
+
+    def expect(
+        self,
+        routes: Sequence[Any] | None,
+        num_new: Sequence[int],
+        device: torch.device,
+        *,
+        is_padded: bool,
+    ) -> None:
+        """Set experts that the next forward's tokens took before.
+
+        Args:
+            routes: of each row, an array `[tokens, L, K]` of its first new tokens, or None; None:
+                there are none.
+            num_new: new tokens of each row.
+            device: device of the forward.
+            is_padded: rows are left-padded to the longest; False: they stand in one row.
+        """
+        self._known = None
+        if routes is not None:
+            Q = max(num_new)
+            parts = [
+                (record, Q - new, Q) if is_padded else (record, 0, new)
+                for record, new in zip(routes, num_new, strict=True)
+            ]
+            self._known = joined_routes(parts, self.routers.spec.shape, device)
+
+    def take(self) -> torch.Tensor:
+        """Return what the last forward's tokens took, `[N, L, K]` in the dtype of a record."""
+        chosen, self._chosen = self._chosen, []
+        assert len(chosen) == len(self.routers.sites), "a router ran twice, or not at all"
+        return torch.stack(chosen, 1)
+
+    def _choose(self, number: int, scores: torch.Tensor, found: Any) -> Any:
+        if self._known is not None:
+            found = _replaced(scores, found, self._known[:, number])
+        chosen_NK = found.indices.reshape(-1, self.routers.num_chosen)
+        self._chosen.append(chosen_NK.to(self.routers.spec.dtype))
+        return found
+
+
+class Replay:
+    """Recorded experts for the tokens of one forward, and how often the routers disagree."""
+
+    def __init__(self, routes_NLK: torch.Tensor, counts: "Disagreement | None" = None) -> None:
+        """Take `[N, L, K]` integers, `UNKNOWN` where a token has no record."""
+        self._routes, self._counts = routes_NLK, counts
+
+    def choose(self, number: int, scores: torch.Tensor, found: Any) -> Any:
+        """Choose the recorded experts."""
+        routes_NK = self._routes[:, number]
+        if self._counts is not None:
+            self._counts.add(routes_NK, found.indices.reshape(routes_NK.shape))
+        return _replaced(scores, found, routes_NK)
+
+
+class Disagreement:
+    """Counts choices of routers that differ from the recorded experts, whatever their order."""
+
+    def __init__(self) -> None:
+        self._differing: torch.Tensor | int = 0
+        self._compared: torch.Tensor | int = 0
+
+    def add(self, routes_NK: torch.Tensor, own_NK: torch.Tensor) -> None:
+        """Compare the routes of tokens with a router's own choice."""
+        is_known_N = routes_NK[:, 0] != UNKNOWN
+        same_NK = routes_NK.sort(-1).values == own_NK.sort(-1).values
+        self._differing = self._differing + (is_known_N & ~same_NK.all(-1)).sum()
+        self._compared = self._compared + is_known_N.sum()
+
+    def take(self) -> float | None:
+        """Return the share that differed since the last call; None: none was compared."""
+        differing, compared = int(self._differing), int(self._compared)
+        self._differing = self._compared = 0
+        return differing / compared if compared else None
+
+
+def _replaced(scores: torch.Tensor, found: Any, routes_NK: torch.Tensor) -> Any:
+    """Return what `torch.topk` would return if it had chosen these experts."""
+    own = found.indices
+    if own.numel() != routes_NK.numel():
+        raise ConfigurationError(
+            f"a router chooses for {own.numel() // routes_NK.shape[1]} tokens, and the record is "
+            f"of {len(routes_NK)}; router_replay needs forwards of whole sequences."
+        )
+    routes = routes_NK.view(own.shape).to(own.dtype)
+    indices = torch.where(routes == UNKNOWN, own, routes)
+    return torch.return_types.topk((scores.gather(-1, indices), indices))
+
+
+def joined_routes(
+    parts: Sequence[tuple[Any, int, int]], shape: tuple[int, ...], device: torch.device
+) -> torch.Tensor | None:
+    """Lay records of sequences out for one forward; None: there are none.
+
+    Args:
+        parts: (record or None, padding, length) of each row: the record, `[tokens, L, K]`, of its
+            first tokens; the places before them; and all places of the row.
+        shape: (L, K).
+        device: device of the result.
+
+    Returns:
+        int16, `[N, L, K]`, `UNKNOWN` where no record says.
+    """
+    if not any(record is not None and len(record) for record, _, _ in parts):
+        return None
+    joined = np.full((sum(length for *_, length in parts), *shape), UNKNOWN, np.int16)
+    first = 0
+    for record, padding, length in parts:
+        if record is not None:
+            known = record[: length - padding]
+            joined[first + padding : first + padding + len(known)] = known
+        first += length
+    return devices.moved(torch.from_numpy(joined), device)
+
+
+def find_routers(model: torch.nn.Module, forward: WatchedForward) -> Routers:
+    """Find the routers of an unwrapped model by small forwards.
+
+    Args:
+        model: the model.
+        forward: runs it in evaluation mode without gradients, on its device.
+
+    Raises:
+        ConfigurationError: none is found, or one cannot be replayed.
+    """
+    name = type(model).__name__
+    calls, others = (_watched(model, forward, size) for size in WATCHED_SIZES)
+    common = {(call.site, call.num_experts) for call in others}
+    last: dict[str, _TopK] = {}
+    for call in calls:
+        if (call.site, call.num_experts) in common:
+            # Routers with groups of experts choose a group first, and then the experts.
+            last[call.site.module] = call
+    chosen = list(last.values())
+    if not chosen:
+        raise ConfigurationError(
+            f"router_replay=True: {name} chooses no experts by torch.topk over the scores of each "
+            "token, so no choice can be replayed; leave it False."
+        )
+    sizes = {call.num_chosen for call in chosen}
+    if len(sizes) > 1:
+        raise ConfigurationError(
+            f"router_replay=True: the layers of {name} choose {sorted(sizes)} experts, and a "
+            "record holds one number of them; leave it False."
+        )
+    for module in last:
+        if sum(call.site == last[module].site for call in calls) > 1:
+            raise ConfigurationError(
+                f"router_replay=True: {name} runs {module} more than once in a forward; leave it "
+                "False."
+            )
+    num_experts = max(call.num_experts for call in chosen)
+    routers = Routers(tuple(call.site for call in chosen), num_experts, chosen[0].num_chosen)
+    _require_all_found(model, chosen)
+    _require_effect(model, routers, forward, min(call.num_experts for call in chosen))
+    return routers
+
+
+def _watched(model: torch.nn.Module, forward: WatchedForward, size: tuple[int, int]) -> list[_TopK]:
+    """Return the top-k calls of a forward over one row of scores for each token, in order."""
+    watch = _Watch()
+    handles: list[Any] = []
+    for module_name, module in model.named_modules():
+        handles.append(module.register_forward_pre_hook(partial(watch.enter, module_name)))
+        handles.append(module.register_forward_hook(watch.leave))
+    try:
+        with watch:
+            forward(_token_ids(model, size))
+    finally:
+        for handle in handles:
+            handle.remove()
+    num_tokens = size[0] * size[1]
+    return [call for call in watch.calls if call.is_last_dim and call.num_tokens == num_tokens]
+
+
+class _Watch(TorchFunctionMode):
+    """Note every call of `torch.topk`, with the innermost module that makes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[_TopK] = []
+        self._modules: list[list[Any]] = []
+
+    def enter(self, name: str, *_: Any) -> None:
+        """Begin a module's forward."""
+        self._modules.append([name, 0])
+
+    def leave(self, *_: Any) -> None:
+        """End a module's forward."""
+        self._modules.pop()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if func in TOPK and self._modules:
+            self._note(found.indices, *args, **(kwargs or {}))
+        return found
+
+    def _note(
+        self,
+        indices: torch.Tensor,
+        input: torch.Tensor,
+        k: int,
+        dim: int = -1,
+        **_: Any,
+    ) -> None:
+        name, call = self._modules[-1]
+        for frame in self._modules:
+            frame[1] += 1
+        size = input.shape[-1]
+        self.calls.append(
+            _TopK(
+                RouterSite(name, call),
+                size,
+                k,
+                input.numel() // max(1, size),
+                dim % input.dim() == input.dim() - 1 and size > 1,
+            )
+        )
+
+
+def _token_ids(model: Any, size: tuple[int, int]) -> torch.Tensor:
+    ids = hf_compat.text_token_ids(model)
+    B, S = size
+    drawn = [[ids[(row * S + column) % len(ids)] for column in range(S)] for row in range(B)]
+    return devices.to_device(drawn, next(model.parameters()).device)
+
+
+def _require_all_found(model: torch.nn.Module, chosen: Sequence[_TopK]) -> None:
+    """Refuse a model with more stacks of experts than routers: the others choose in another way."""
+    sizes = {call.num_experts for call in chosen}
+    stacks = [
+        name
+        for name, module in model.named_modules()
+        if any(p.dim() == 3 and p.shape[0] in sizes for p in module.parameters(recurse=False))
+        and not isinstance(module, torch.nn.modules.conv._ConvNd)
+    ]
+    if len(stacks) > len(chosen):
+        raise ConfigurationError(
+            f"router_replay=True: {type(model).__name__} has {len(stacks)} stacks of experts, and "
+            f"{len(chosen)} of them are chosen by torch.topk over the scores of each token; leave "
+            "it False."
+        )
+
+
+def _require_effect(
+    model: torch.nn.Module, routers: Routers, forward: WatchedForward, least_experts: int
+) -> None:
+    """Refuse a model whose logits are not the same with its own choice, or not others with other.
+
+    Raises:
+        ConfigurationError: the choice that was found is not what the experts are called by.
+    """
+    ids = _token_ids(model, WATCHED_SIZES[0])
+    recorder = RouteRecorder(routers)
+    with recorder.recording(model):
+        expected = forward(ids)
+    own_NLK = recorder.take().to(torch.int16)
+    with routers.choosing(model, Replay(own_NLK).choose):
+        replayed = forward(ids)
+    with routers.choosing(model, Replay((own_NLK + 1) % least_experts).choose):
+        others = forward(ids)
+    if not torch.equal(expected, replayed) or torch.equal(expected, others):
+        raise ConfigurationError(
+            f"router_replay=True: {type(model).__name__} does not compute with the experts that "
+            "its top-k chooses; leave it False."
+        )

@@ -1,0 +1,323 @@
+// Attention and products whose bits depend on nothing but the numbers they are made of.
+//
+// Each sum is one chain of fused multiply-adds in the order of its terms, or is made of vectors
+// within one key or query. A key that is not seen has the weight zero, which leaves a chain as it
+// was. So no other row, no padding, no chunk and no number of threads changes a bit.
+//
+// Follows vectors.h.
+
+#include <vector>
+
+namespace {
+
+// Queries of one key head that are computed together.
+constexpr int64_t QUERIES = 4;
+
+// Vectors of a value that are summed in registers: with four queries, twelve of the sixteen of AVX2.
+constexpr int64_t VECTORS = 3;
+
+// The mask of scores: none, one byte a key (0: not seen), or a number to add.
+enum Mask : int64_t { NONE, BOOLEAN, ADDED };
+
+struct Settings {
+    int64_t num_heads, num_key_heads, key_size, value_size;
+    REAL scale, softcap;
+    // One number for each query head, or null.
+    const STORED* sinks;
+};
+
+// A query, the keys it may see, and where its output goes.
+struct Query {
+    const STORED* from;
+    STORED* to;
+    int64_t head;
+    // It sees keys from `first` to before `last`, of those that the mask leaves.
+    int64_t first, last;
+    // Of key 0; null: no mask.
+    const char* mask;
+};
+
+// Keys and values of one sequence and key head.
+struct Keys {
+    std::vector<const STORED*> keys, values;
+};
+
+struct MaskKind {
+    int64_t kind, stride;
+};
+
+inline REAL dot(const REAL* query, const STORED* key, int64_t size) {
+    Vector sums = {};
+    int64_t i = 0;
+    for (; i + BLOCK <= size; i += BLOCK)
+        for (int64_t part = 0; part < PARTS; part++)
+            sums = fused(lanes_at(query + i + part * LANES), part_at(key + i, part), sums);
+    if (i < size)
+        for (int64_t part = 0; part < PARTS; part++)
+            sums = fused(
+                lanes_at(query + i + part * LANES), part_of_first(key + i, size - i, part), sums);
+    return sum_of(sums);
+}
+
+// Write the parts of some numbers, the last block padded with zeros.
+inline void widen(const STORED* from, int64_t count, REAL* to) {
+    for (int64_t i = 0; i < count; i += BLOCK)
+        for (int64_t part = 0; part < PARTS; part++, to += LANES) {
+            const Vector some = count - i < BLOCK ? part_of_first(from + i, count - i, part)
+                                                  : part_at(from + i, part);
+            std::memcpy(to, &some, sizeof(some));
+        }
+}
+
+// Add weighted values to VECTORS sums of each of COUNT queries, key after key.
+template <int64_t COUNT, int64_t PARTS_AT_ONCE>
+inline void add_values(
+    const REAL* weights, int64_t padded, const Keys& keys, int64_t first, int64_t last,
+    int64_t block, int64_t value_size, Vector (&sums)[COUNT][VECTORS]) {
+    for (int64_t t = first; t < last; t++) {
+        const STORED* value = keys.values[t];
+        Vector parts[PARTS_AT_ONCE];
+        for (int64_t i = 0; i < PARTS_AT_ONCE; i++) {
+            const int64_t number = block + i, start = number / PARTS * BLOCK;
+            const int64_t left = value_size - start, part = number % PARTS;
+            parts[i] = left < BLOCK ? part_of_first(value + start, left, part)
+                                    : part_at(value + start, part);
+        }
+        for (int64_t q = 0; q < COUNT; q++) {
+            const Vector weight = Vector{} + weights[q * padded + t - first];
+            for (int64_t i = 0; i < PARTS_AT_ONCE; i++) sums[q][i] = fused(weight, parts[i], sums[q][i]);
+        }
+    }
+}
+
+template <int64_t COUNT>
+void attend_queries(
+    const Settings& settings, const MaskKind& mask, const Query* queries, const Keys& keys,
+    std::vector<REAL>& scores, std::vector<REAL>& widened) {
+    const int64_t key_size = settings.key_size, value_size = settings.value_size;
+    const int64_t row_size = blocks_of(key_size) * BLOCK;
+    widened.resize(COUNT * row_size);
+    int64_t first = queries[0].first, last = queries[0].last;
+    for (int64_t q = 0; q < COUNT; q++) {
+        widen(queries[q].from, key_size, widened.data() + q * row_size);
+        first = queries[q].first < first ? queries[q].first : first;
+        last = queries[q].last > last ? queries[q].last : last;
+    }
+    const int64_t count = last - first, padded = (count + LANES - 1) / LANES * LANES;
+    scores.resize(COUNT * padded + LANES);
+    for (int64_t t = first; t < last; t++)
+        for (int64_t q = 0; q < COUNT; q++) {
+            const Query& query = queries[q];
+            bool is_seen = t >= query.first && t < query.last;
+            if (is_seen && mask.kind == BOOLEAN) is_seen = query.mask[t * mask.stride] != 0;
+            REAL score = -INFINITE;
+            if (is_seen) {
+                score = dot(widened.data() + q * row_size, keys.keys[t], key_size) * settings.scale;
+                if (settings.softcap != 0)
+                    score = settings.softcap * std::tanh(score / settings.softcap);
+                if (mask.kind == ADDED)
+                    score += real(reinterpret_cast<const STORED*>(query.mask)[t * mask.stride]);
+            }
+            scores[q * padded + t - first] = score;
+        }
+    REAL shares[COUNT];
+    for (int64_t q = 0; q < COUNT; q++) {
+        REAL* own = scores.data() + q * padded;
+        for (int64_t t = count; t < padded; t++) own[t] = -INFINITE;
+        Vector largest = Vector{} - INFINITE;
+        for (int64_t t = 0; t < padded; t += LANES) {
+            const Vector some = lanes_at(own + t);
+            largest = some > largest ? some : largest;
+        }
+        REAL most = largest_of(largest);
+        const REAL sink = settings.sinks ? real(settings.sinks[queries[q].head]) : -INFINITE;
+        most = sink > most ? sink : most;
+        // A query that sees nothing has the output zero.
+        if (most == -INFINITE) most = 0;
+        for (int64_t t = 0; t < padded; t += LANES) {
+            const Vector some = exponential(lanes_at(own + t) - most);
+            std::memcpy(own + t, &some, sizeof(some));
+        }
+        shares[q] = settings.sinks ? std::exp(sink - most) : 0;
+    }
+    for (int64_t t = 0; t < count; t++)
+        for (int64_t q = 0; q < COUNT; q++) shares[q] += scores[q * padded + t];
+    for (int64_t q = 0; q < COUNT; q++) shares[q] = shares[q] == 0 ? 0 : 1 / shares[q];
+    const int64_t num_vectors = blocks_of(value_size) * PARTS;
+    for (int64_t block = 0; block < num_vectors; block += VECTORS) {
+        Vector sums[COUNT][VECTORS] = {};
+        const int64_t left = num_vectors - block;
+        const auto add = [&](auto number) {
+            add_values<COUNT, decltype(number)::value>(
+                scores.data(), padded, keys, first, last, block, value_size, sums);
+        };
+        if (left >= 3) add(std::integral_constant<int64_t, 3>{});
+        else if (left == 2) add(std::integral_constant<int64_t, 2>{});
+        else add(std::integral_constant<int64_t, 1>{});
+        for (int64_t q = 0; q < COUNT; q++)
+            for (int64_t i = 0; i < VECTORS && block + i < num_vectors; i++)
+                for (int64_t lane = 0; lane < LANES; lane++) {
+                    // A block's parts hold its numbers in turns.
+                    const int64_t number =
+                        (block + i) / PARTS * BLOCK + lane * PARTS + (block + i) % PARTS;
+                    if (number < value_size) store(sums[q][i][lane] * shares[q], queries[q].to + number);
+                }
+    }
+}
+
+// Attend with the queries of one key head.
+void attend_all(
+    const Settings& settings, const MaskKind& mask, const std::vector<Query>& queries,
+    const Keys& keys) {
+    std::vector<REAL> scores, widened;
+    int64_t q = 0, count = queries.size();
+    for (; q + QUERIES <= count; q += QUERIES)
+        attend_queries<QUERIES>(settings, mask, queries.data() + q, keys, scores, widened);
+    for (; q < count; q++)
+        attend_queries<1>(settings, mask, queries.data() + q, keys, scores, widened);
+}
+
+}  // namespace
+
+// Attend with queries of any number, masked: `[B, H, Q, D]` by strides of rows, heads and tokens.
+//
+// With `is_causal` the last query sees all keys, and each one before sees one less.
+extern "C" void attend_masked(
+    const STORED* queries, int64_t query_row, int64_t query_head, int64_t query_token,
+    const STORED* keys, int64_t key_row, int64_t key_head, int64_t key_token,
+    const STORED* values, int64_t value_row, int64_t value_head, int64_t value_token,
+    STORED* outputs,
+    const char* mask, int64_t mask_kind, int64_t mask_row, int64_t mask_head, int64_t mask_query,
+    int64_t mask_key,
+    int64_t num_rows, int64_t num_heads, int64_t num_key_heads, int64_t num_queries,
+    int64_t num_keys, int64_t key_size, int64_t value_size,
+    double scale, double softcap, int64_t is_causal, const STORED* sinks) {
+    const Settings settings = {
+        num_heads, num_key_heads, key_size, value_size, REAL(scale), REAL(softcap), sinks,
+    };
+    const int64_t group = num_heads / num_key_heads;
+    const int64_t mask_size = mask_kind == ADDED ? sizeof(STORED) : 1;
+    // Some queries of one key head at a time, so that threads have enough to share.
+    constexpr int64_t AT_ONCE = 64;
+    const int64_t num_parts = (num_queries + AT_ONCE - 1) / AT_ONCE;
+    const bool is_much =
+        num_rows * num_heads * num_queries * num_keys * (key_size + value_size) > LEAST_FOR_THREADS;
+    for_each(num_rows * num_key_heads * num_parts, is_much, [&](int64_t item) {
+        const int64_t part = item % num_parts, row = item / num_parts / num_key_heads;
+        const int64_t head = item / num_parts % num_key_heads;
+        const int64_t start = part * AT_ONCE;
+        const int64_t end = start + AT_ONCE < num_queries ? start + AT_ONCE : num_queries;
+        Keys own;
+        for (int64_t t = 0; t < num_keys; t++) {
+            own.keys.push_back(keys + row * key_row + head * key_head + t * key_token);
+            own.values.push_back(values + row * value_row + head * value_head + t * value_token);
+        }
+        std::vector<Query> tile;
+        for (int64_t h = head * group; h < (head + 1) * group; h++)
+            for (int64_t q = start; q < end; q++) {
+                const char* seen = mask_kind == NONE ? nullptr
+                    : mask + (row * mask_row + h * mask_head + q * mask_query) * mask_size;
+                tile.push_back({
+                    queries + row * query_row + h * query_head + q * query_token,
+                    outputs + ((row * num_queries + q) * num_heads + h) * value_size,
+                    h, 0, is_causal ? num_keys - num_queries + q + 1 : num_keys, seen,
+                });
+                Query& query = tile.back();
+                // Leave out the keys at both ends that are not seen.
+                if (mask_kind == BOOLEAN) {
+                    while (query.last > 0 && !seen[(query.last - 1) * mask_key]) query.last--;
+                    while (query.first < query.last && !seen[query.first * mask_key]) query.first++;
+                }
+            }
+        attend_all(settings, {mask_kind, mask_key}, tile, own);
+    });
+}
+
+// Write each row's newest key and value, and attend over its keys in the pages; see attend.cpp.
+extern "C" void attend_paged(
+    const STORED* queries, int64_t query_row, int64_t query_head,
+    const STORED* new_keys, int64_t key_row, int64_t key_head,
+    const STORED* new_values, int64_t value_row, int64_t value_head,
+    STORED* outputs, STORED* keys, STORED* values,
+    const int64_t* table, int64_t table_width, int64_t block_size,
+    const int64_t* table_rows, const int64_t* lengths, int64_t num_rows,
+    int64_t num_heads, int64_t num_key_heads, int64_t key_size, int64_t value_size,
+    double scale, double softcap, int64_t window, const STORED* sinks) {
+    const Settings settings = {
+        num_heads, num_key_heads, key_size, value_size, REAL(scale), REAL(softcap), sinks,
+    };
+    const int64_t group = num_heads / num_key_heads;
+    const auto slot_of = [&](int64_t row, int64_t position) {
+        const int64_t* blocks = table + table_rows[row] * table_width;
+        return blocks[position / block_size] * block_size + position % block_size;
+    };
+    int64_t num_keys = 0;
+    for (int64_t row = 0; row < num_rows; row++) num_keys += lengths[row];
+    const bool is_much = num_keys * num_heads * (key_size + value_size) > LEAST_FOR_THREADS;
+    for_each(num_rows, is_much, [&](int64_t row) {
+        const int64_t slot = slot_of(row, lengths[row] - 1);
+        for (int64_t head = 0; head < num_key_heads; head++) {
+            const int64_t written = slot * num_key_heads + head;
+            std::memcpy(keys + written * key_size, new_keys + row * key_row + head * key_head,
+                        key_size * sizeof(STORED));
+            std::memcpy(values + written * value_size, new_values + row * value_row + head * value_head,
+                        value_size * sizeof(STORED));
+        }
+    });
+    for_each(num_rows * num_key_heads, is_much, [&](int64_t item) {
+        const int64_t row = item / num_key_heads, head = item % num_key_heads;
+        const int64_t length = lengths[row];
+        const int64_t first = window && window < length ? length - window : 0;
+        Keys own;
+        for (int64_t t = first; t < length; t++) {
+            const int64_t place = slot_of(row, t) * num_key_heads + head;
+            own.keys.push_back(keys + place * key_size);
+            own.values.push_back(values + place * value_size);
+        }
+        std::vector<Query> tile;
+        for (int64_t h = head * group; h < (head + 1) * group; h++)
+            tile.push_back({
+                queries + row * query_row + h * query_head,
+                outputs + (row * num_heads + h) * value_size, h, 0, length - first, nullptr,
+            });
+        attend_all(settings, {NONE, 0}, tile, own);
+    });
+}
+
+// Multiply matrices, `[B, M, K]` by strides of all three and `[B, K, N]` by two, into `[B, M, N]`.
+extern "C" void multiply_batch(
+    const STORED* left, int64_t left_batch, int64_t left_row, int64_t left_number,
+    const STORED* right, int64_t right_batch, int64_t right_row,
+    STORED* outputs, int64_t num_batches, int64_t num_rows, int64_t num_inputs,
+    int64_t num_outputs) {
+    constexpr int64_t ROWS = 4;
+    const int64_t num_tiles = (num_rows + ROWS - 1) / ROWS;
+    const bool is_much = num_batches * num_rows * num_inputs * num_outputs > LEAST_FOR_THREADS;
+    for_each(num_batches * num_tiles, is_much, [&](int64_t item) {
+        const int64_t batch = item / num_tiles, start = item % num_tiles * ROWS;
+        const int64_t count = num_rows - start < ROWS ? num_rows - start : ROWS;
+        const STORED* rows = left + batch * left_batch + start * left_row;
+        const STORED* matrix = right + batch * right_batch;
+        STORED* to = outputs + (batch * num_rows + start) * num_outputs;
+        for (int64_t n = 0; n < num_outputs; n += BLOCK) {
+            const int64_t width = num_outputs - n < BLOCK ? num_outputs - n : BLOCK;
+            Vector sums[ROWS][PARTS] = {};
+            for (int64_t k = 0; k < num_inputs; k++) {
+                const STORED* from = matrix + k * right_row + n;
+                for (int64_t part = 0; part < PARTS; part++) {
+                    const Vector numbers =
+                        width == BLOCK ? part_at(from, part) : part_of_first(from, width, part);
+                    for (int64_t r = 0; r < ROWS; r++) {
+                        // Rows past the last are computed as the last one, and not stored.
+                        const int64_t own = r < count ? r : count - 1;
+                        const Vector number = Vector{} + real(rows[own * left_row + k * left_number]);
+                        sums[r][part] = fused(number, numbers, sums[r][part]);
+                    }
+                }
+            }
+            for (int64_t r = 0; r < count; r++)
+                for (int64_t i = 0; i < width; i++)
+                    store(sums[r][i % PARTS][i / PARTS], to + r * num_outputs + n + i);
+        }
+    });
+}

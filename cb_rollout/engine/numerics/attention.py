@@ -1,0 +1,124 @@
+"""Compute a model's attention by the ordered kernel, with the gradients of its own function.
+
+Replaces the functions that transformers looks up as `sdpa` and `eager`. Called at every layer of a
+forward, and of its backward pass.
+
+B: rows, H: query heads, K: key heads, Q: queries, S: keys, D: size of a key, E: size of a value.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from cb_rollout.compat import transformers as hf_compat
+from cb_rollout.engine.numerics import kernels, operators
+from cb_rollout.errors import ConfigurationError
+
+# Arguments of an attention function that add to the scores what the kernel does not know.
+_UNKNOWN = ("position_bias", "head_mask", "cache")
+
+
+def attend(
+    own_attention: Callable[..., Any],
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **arguments: Any,
+) -> tuple[torch.Tensor, None]:
+    """Return what the model's own attention function does, to rounding, in one order of keys.
+
+    Args:
+        own_attention: that function; it gives the gradients.
+        module: the model's attention module.
+        query: (B, H, Q, D).
+        key: (B, K, S, D).
+        value: (B, K, S, E).
+        attention_mask: broadcast to (B, H, Q, S), True or 0 where a key is seen; None: causal.
+        arguments: the model's other arguments.
+
+    Returns:
+        (B, Q, H, E), and no weights.
+
+    Raises:
+        ConfigurationError: the kernel does not compute this attention.
+    """
+    if query.device.type != "cpu" or query.dtype not in kernels.DTYPES:
+        raise ConfigurationError(f"attention in {query.dtype} on {query.device.type} has no kernel")
+    if torch.is_autocast_enabled("cpu"):
+        dtype = torch.get_autocast_dtype("cpu")
+        query, key, value = (states.to(dtype) for states in (query, key, value))
+    implementation = hf_compat.attention_implementation(module)
+    if implementation not in ("sdpa", "eager"):
+        raise ConfigurationError(f"attn_implementation={implementation!r} is not sdpa or eager")
+    if given := [name for name in _UNKNOWN if arguments.get(name) is not None]:
+        raise ConfigurationError(f"attention takes {', '.join(given)}")
+    if arguments.get("dropout"):
+        raise ConfigurationError("attention drops weights at random; set attention_dropout=0")
+    if attention_mask is not None and attention_mask.dim() != 4:
+        raise ConfigurationError(f"attention takes a mask of {attention_mask.dim()} dimensions")
+    sinks = arguments.get("s_aux")
+    settings = _settings(module, query, key, attention_mask, arguments)
+    states = (query, key, value, sinks)
+    needs_gradients = any(one is not None and one.requires_grad for one in states)
+    if torch.is_grad_enabled() and needs_gradients:
+        call = (own_attention, module, attention_mask, arguments)
+        return _Attention.apply(call, settings, *states), None
+    return kernels.attend(query, key, value, attention_mask, sinks_H=sinks, **settings), None
+
+
+def _settings(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    mask: torch.Tensor | None,
+    arguments: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Return the kernel's other arguments, as transformers' sdpa function reads them (5.23)."""
+    scale, is_causal = arguments.get("scaling"), arguments.get("is_causal")
+    is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    is_causal = bool(is_causal) and mask is None and query.shape[2] > 1
+    if is_causal and query.shape[2] != key.shape[2]:
+        raise ConfigurationError("attention is causal over more keys than queries, without a mask")
+    scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
+    return {"scale": scale, "is_causal": is_causal, "softcap": arguments.get("softcap")}
+
+
+class _Attention(torch.autograd.Function):
+    """The ordered kernel, and the gradients of the model's own attention function."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        call: tuple[Any, ...],
+        settings: dict[str, Any],
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        _, _, mask, _ = call
+        ctx.call = call
+        ctx.save_for_backward(query, key, value, sinks)
+        return kernels.attend(query, key, value, mask, sinks_H=sinks, **settings)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
+        own_attention, module, mask, arguments = ctx.call
+        needed = ctx.needs_input_grad[2:]
+        *given, sinks = ctx.saved_tensors
+        query, key, value = (
+            one.detach().requires_grad_(is_needed)
+            for one, is_needed in zip(given, needed[:3], strict=True)
+        )
+        # Not detached: some functions read the module's own parameter (GPT-OSS in 5.23).
+        states = (query, key, value, sinks)
+        if sinks is not None:
+            arguments = arguments | {"s_aux": sinks}
+        with torch.enable_grad(), operators.torchs_own():
+            output, _ = own_attention(module, query, key, value, mask, **arguments)
+        wanted = [one for one, is_needed in zip(states, needed, strict=True) if is_needed]
+        found = iter(torch.autograd.grad(output, wanted, grad_outputs, allow_unused=True))
+        return None, None, *(next(found) if is_needed else None for is_needed in needed)

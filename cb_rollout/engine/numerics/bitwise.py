@@ -1,0 +1,128 @@
+"""Compute a model's forwards as `numerics="bitwise"` computes them: `bitwise(model)`.
+
+Refuses models and devices whose rows would not be the same bits in every batch. Any thread may
+call; what it installs serves every thread.
+"""
+
+import inspect
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from cb_rollout.compat import inductor
+from cb_rollout.compat import torch as torch_compat
+from cb_rollout.compat import transformers as hf_compat
+from cb_rollout.engine.numerics import operators
+from cb_rollout.engine.numerics.attention import attend
+from cb_rollout.engine.numerics.kernels import DTYPES
+from cb_rollout.errors import ConfigurationError
+
+# RoPE types of transformers 5.23 whose frequencies follow the longest row of a batch.
+_ROPE_OF_A_BATCH = ("dynamic", "longrope")
+
+
+@contextmanager
+def bitwise(model: torch.nn.Module) -> Iterator[None]:
+    """Compute forwards so that a row's logits are the same bits in every batch.
+
+    Inside, in every thread and for every model: products, attention, activations and norms of one
+    row do not depend on other rows, on padding at either end, on chunks or on threads. Gradients
+    are those of PyTorch's own operators. Without `position_ids`, positions count a row's tokens of
+    `attention_mask`, as `generate` counts them. May be nested.
+
+    Args:
+        model: a transformers causal language model on a CPU, plain or wrapped, whose forward
+            computes in float32 or bfloat16.
+
+    Raises:
+        ConfigurationError: the model cannot be computed so.
+    """
+    inner = hf_compat.unwrap(model)
+    refuse_what_is_not_bitwise(inner)
+    with operators.installed(), hf_compat.computing_attention(attend), _counting_tokens(inner):
+        yield
+
+
+def refuse_what_is_not_bitwise(model: PreTrainedModel) -> None:
+    """Raise `ConfigurationError` for a model that cannot give the same bits in every batch."""
+    device = next(model.parameters()).device
+    reason = None
+    if device.type != "cpu":
+        reason = f"it needs kernels that {device.type} does not have yet; it runs on a CPU"
+    elif obstacle := inductor.compiler_obstacle():
+        reason = f"its kernels need a C++ compiler, g++ or the one that CXX names ({obstacle})"
+    elif (dtype := torch_compat.compute_dtype(model)) not in DTYPES:
+        reason = f"the model computes in {dtype}; load it in float32 or bfloat16"
+    elif hf_compat.is_quantized(model):
+        reason = "the model's weights are quantised, whose products have their own kernels"
+    elif (getattr(model, "tp_size", None) or 1) > 1:
+        reason = "the model is split over tensor-parallel processes, which no test has compared"
+    elif rope := _batched_rope(model):
+        reason = f"rope_type={rope!r} takes its frequencies from the longest row of a batch"
+    elif dropping := _dropping(model):
+        reason = f"{dropping} drops activations at random in training; set it to 0"
+    if reason:
+        raise ConfigurationError(f"numerics='bitwise': {reason}.")
+
+
+def _batched_rope(model: PreTrainedModel) -> str | None:
+    modules: Iterator[Any] = model.modules()
+    kinds = (getattr(module, "rope_type", None) for module in modules)
+    for kind in kinds:
+        found = kind.values() if isinstance(kind, dict) else (kind,)
+        for name in found:
+            if name in _ROPE_OF_A_BATCH:
+                return name
+    return None
+
+
+def _dropping(model: PreTrainedModel) -> str | None:
+    sites = torch_compat.dropout_sites(model)
+    return next((s.name for s in sites if s.rate > 0 and s.module.training), None)
+
+
+@contextmanager
+def _counting_tokens(model: PreTrainedModel) -> Iterator[None]:
+    """Count positions from a row's first token where the caller gives a mask and no positions.
+
+    Else transformers 5.23 counts columns, and a padded row's rotations would be other numbers.
+    """
+    with ExitStack() as stack:
+        for module in _modules_that_count(model):
+            names = list(inspect.signature(type(module).forward).parameters)[1:]
+            if "position_ids" in names:
+                hook = partial(_give_positions, names)
+                handle = module.register_forward_pre_hook(hook, with_kwargs=True)
+                stack.callback(handle.remove)
+        yield
+
+
+def _modules_that_count(model: PreTrainedModel) -> Iterator[torch.nn.Module]:
+    """Yield the modules that make positions where they are given none.
+
+    Some models with images make them above their language model (Gemma 3). Positions of several
+    axes are made from the mask already.
+    """
+    if not any(hasattr(module, "get_rope_index") for module in model.modules()):
+        yield model
+    try:
+        yield hf_compat.backbone_of(model)
+    except ConfigurationError:
+        # The model's head and its layers are one module.
+        yield model
+
+
+def _give_positions(
+    names: list[str], _module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    given = dict(zip(names, args, strict=False)) | kwargs
+    mask, past = given.get("attention_mask"), given.get("past_key_values")
+    is_counted = given.get("position_ids") is not None or past is not None
+    if is_counted or not isinstance(mask, torch.Tensor) or mask.dim() != 2:
+        return None
+    positions = (mask.long().cumsum(-1) - 1).clamp(min=0)
+    return args, kwargs | {"position_ids": positions}

@@ -1,0 +1,312 @@
+"""Install operators that compute each row alone, in place of torch's own, on a CPU.
+
+Replaced at the CPU's dispatch key (torch 2.11 to 2.13), below autograd and autocast, so models are
+not touched and gradients are torch's own formulas. Products in a true backward pass run torch's own
+kernels: nothing there must equal anything. torch's other operators were found to give a row the
+same bits in any batch (tests/numerics/test_operators.py), and are left alone.
+
+Process-wide, for as long as at least one caller is inside `installed`. Any thread may call.
+"""
+
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.library import Library, get_kernel
+
+from cb_rollout.engine.numerics.kernels import DTYPES, multiply, multiply_batch
+
+_Operator = Callable[..., Any]
+
+# Added to and subtracted from a float64 in [0, 1], this rounds it to a multiple of 2**-36.
+_ROUNDING = 1.5 * 2**16
+
+_LOCK = threading.Lock()
+_THREAD = threading.local()
+_NUM_INSIDE = 0
+_LIBRARY: Library | None = None
+
+
+@contextmanager
+def installed() -> Iterator[None]:
+    """Have torch compute by these operators, in every thread."""
+    global _NUM_INSIDE, _LIBRARY
+    with _LOCK:
+        if _NUM_INSIDE == 0:
+            _LIBRARY = _install()
+        _NUM_INSIDE += 1
+    try:
+        yield
+    finally:
+        with _LOCK:
+            _NUM_INSIDE -= 1
+            if _NUM_INSIDE == 0 and _LIBRARY is not None:
+                _LIBRARY._destroy()
+                _LIBRARY = None
+
+
+def are_installed() -> bool:
+    """Return whether torch computes by these operators."""
+    return _LIBRARY is not None
+
+
+@contextmanager
+def torchs_own() -> Iterator[None]:
+    """Have this thread compute by torch's own operators, as for gradients."""
+    before = getattr(_THREAD, "is_plain", False)
+    _THREAD.is_plain = True
+    try:
+        yield
+    finally:
+        _THREAD.is_plain = before
+
+
+def summable(weights: torch.Tensor) -> torch.Tensor:
+    """Return numbers from 0 to 1 as float64 whose sums are exact up to 131,072, in any order.
+
+    Each is rounded to a multiple of 2**-36. Gradients pass as they are.
+    """
+    return weights.double() + _ROUNDING - _ROUNDING
+
+
+def _install() -> Library:
+    own = Library("aten", "IMPL")
+    with warnings.catch_warnings():
+        # torch warns of the first operator that is replaced.
+        warnings.simplefilter("ignore")
+        for name, replaced in _OPERATORS.items():
+            own.impl(name, _dispatched(name, replaced), "CPU", with_keyset=True)
+    return own
+
+
+def _dispatched(name: str, replaced: _Operator) -> _Operator:
+    """Return the kernel of an operator: `replaced`, or torch's where that returns None."""
+    torchs_own = get_kernel(f"aten::{name}", "CPU")
+
+    def run(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        if not _is_backward():
+            found = replaced(*args, **kwargs)
+            if found is not None:
+                return found
+        return torchs_own.call_boxed(keyset, *args, **kwargs)
+
+    return run
+
+
+def _is_backward() -> bool:
+    """Return whether a backward pass is running, and not a forward that it computes again."""
+    if getattr(_THREAD, "is_plain", False):
+        return True
+    return torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled()
+
+
+def _are_known(*tensors: torch.Tensor) -> bool:
+    dtype = tensors[0].dtype
+    return dtype in DTYPES and all(one.dtype == dtype for one in tensors)
+
+
+def _is_transposed(right_KN: torch.Tensor) -> bool:
+    """Return whether a matrix is a linear layer's weight, transposed."""
+    return right_KN.stride() == (1, right_KN.shape[0])
+
+
+def _mm(left_MK: torch.Tensor, right_KN: torch.Tensor) -> torch.Tensor | None:
+    if not _are_known(left_MK, right_KN):
+        return None
+    if _is_transposed(right_KN):
+        return multiply(left_MK, right_KN.t())
+    return multiply_batch(left_MK[None], right_KN[None])[0]
+
+
+def _addmm(
+    bias: torch.Tensor,
+    left_MK: torch.Tensor,
+    right_KN: torch.Tensor,
+    *,
+    beta: float = 1,
+    alpha: float = 1,
+) -> torch.Tensor | None:
+    if not _are_known(left_MK, right_KN, bias):
+        return None
+    if beta == alpha == 1 and bias.dim() == 1 and _is_transposed(right_KN):
+        return multiply(left_MK, right_KN.t(), bias.expand(right_KN.shape[1]))
+    product = _mm(left_MK, right_KN)
+    assert product is not None
+    return _added(bias, product, beta, alpha)
+
+
+def _addmm_(
+    total: torch.Tensor,
+    left_MK: torch.Tensor,
+    right_KN: torch.Tensor,
+    *,
+    beta: float = 1,
+    alpha: float = 1,
+) -> torch.Tensor | None:
+    product = _mm(left_MK, right_KN)
+    if product is None or total.dtype != product.dtype:
+        return None
+    return total.copy_(_added(total, product, beta, alpha))
+
+
+def _added(bias: torch.Tensor, product: torch.Tensor, beta: float, alpha: float) -> torch.Tensor:
+    product = product if alpha == 1 else product * alpha
+    if beta == 0:
+        return product
+    return product + (bias if beta == 1 else bias * beta)
+
+
+def _bmm(left_BMK: torch.Tensor, right_BKN: torch.Tensor) -> torch.Tensor | None:
+    if not _are_known(left_BMK, right_BKN):
+        return None
+    if right_BKN.stride(0) == 0 and right_BKN.stride(1) == 1:
+        # A linear layer of rows that are not contiguous, as torch computes it without gradients.
+        outputs = _mm(left_BMK.reshape(-1, left_BMK.shape[2]), right_BKN[0])
+        assert outputs is not None
+        return outputs.view(*left_BMK.shape[:2], -1)
+    return multiply_batch(left_BMK, right_BKN)
+
+
+def _baddbmm(
+    bias: torch.Tensor,
+    left_BMK: torch.Tensor,
+    right_BKN: torch.Tensor,
+    *,
+    beta: float = 1,
+    alpha: float = 1,
+) -> torch.Tensor | None:
+    product = _bmm(left_BMK, right_BKN)
+    return None if product is None else _added(bias, product, beta, alpha)
+
+
+def _mv(matrix_MK: torch.Tensor, vector_K: torch.Tensor) -> torch.Tensor | None:
+    product = _mm(matrix_MK, vector_K[:, None])
+    return None if product is None else product[:, 0]
+
+
+def _grouped_mm(
+    rows_BK: torch.Tensor,
+    weights_GKN: torch.Tensor,
+    offs: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor | None:
+    is_plain = (rows_BK.dim(), weights_GKN.dim()) == (2, 3) and offs is not None
+    if not is_plain or bias is not None or not _are_known(rows_BK, weights_GKN):
+        return None
+    outputs = rows_BK.new_zeros(rows_BK.shape[0], weights_GKN.shape[2])
+    start = 0
+    assert offs is not None
+    for group, end in enumerate(offs.tolist()):
+        if end > start:
+            outputs[start:end] = torch.mm(rows_BK[start:end], weights_GKN[group])
+        start = end
+    return outputs if out_dtype is None else outputs.to(out_dtype)
+
+
+def _elementwise(function: Callable[..., torch.Tensor]) -> _Operator:
+    """Compute in float32 by operators that treat the ends of a tensor as its middle."""
+
+    def run(numbers: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor | None:
+        if numbers.dtype not in DTYPES:
+            return None
+        return function(numbers.float(), *args, **kwargs).to(numbers.dtype)
+
+    return run
+
+
+def _sigmoid(x: torch.Tensor) -> torch.Tensor:
+    return x.neg().exp_().add_(1).reciprocal_()
+
+
+def _silu(x: torch.Tensor) -> torch.Tensor:
+    return x / x.neg().exp_().add_(1)
+
+
+def _gelu(x: torch.Tensor, *, approximate: str = "none") -> torch.Tensor:
+    if approximate == "none":
+        return x * 0.5 * (torch.erf(x * 0.5**0.5) + 1)
+    inner = (x + x * x * x * 0.044715) * (2 / torch.pi) ** 0.5
+    return x * 0.5 * (torch.tanh(inner) + 1)
+
+
+def _softplus(x: torch.Tensor, beta: float = 1, threshold: float = 20) -> torch.Tensor:
+    scaled = x * beta
+    return torch.where(scaled > threshold, x, torch.log1p(torch.exp(scaled)) / beta)
+
+
+def _mish(x: torch.Tensor) -> torch.Tensor:
+    return x * torch.tanh(_softplus(x))
+
+
+def _elu(
+    x: torch.Tensor, alpha: float = 1, scale: float = 1, input_scale: float = 1
+) -> torch.Tensor:
+    return torch.where(x > 0, x * scale, torch.expm1(x * input_scale) * (alpha * scale))
+
+
+def _rsqrt(x: torch.Tensor) -> torch.Tensor:
+    return x.sqrt().reciprocal_()
+
+
+def _logsumexp(x: torch.Tensor, dim: Sequence[int], keepdim: bool = False) -> torch.Tensor | None:
+    if x.dtype not in DTYPES or not _is_last(x, dim):
+        return None
+    peaks, _, sums = _exponentials(x)
+    found = (sums.log().float() + peaks).to(x.dtype)
+    return found if keepdim else found.squeeze(-1)
+
+
+def _softmax(x: torch.Tensor, dim: int, half_to_float: bool) -> torch.Tensor | None:
+    if x.dtype not in DTYPES or not _is_last(x, [dim]):
+        return None
+    _, weights, sums = _exponentials(x)
+    return (weights / sums.float()).to(torch.float32 if half_to_float else x.dtype)
+
+
+def _log_softmax(x: torch.Tensor, dim: int, half_to_float: bool) -> torch.Tensor | None:
+    if x.dtype not in DTYPES or not _is_last(x, [dim]):
+        return None
+    peaks, _, sums = _exponentials(x)
+    found = x.float() - (sums.log().float() + peaks)
+    return found.to(torch.float32 if half_to_float else x.dtype)
+
+
+def _is_last(x: torch.Tensor, dims: Sequence[int]) -> bool:
+    return x.numel() > 0 and list(dims) in ([-1], [x.dim() - 1])
+
+
+def _exponentials(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the largest numbers of the last dimension, the exponentials over it, and their sums.
+
+    They are added as `summable`, in any order and with any number of zeros between.
+    """
+    x = x.float()
+    peaks = x.amax(-1, keepdim=True)
+    peaks = torch.where(peaks == -torch.inf, 0.0, peaks)
+    weights = (x - peaks).exp_()
+    return peaks, weights, summable(weights).sum(-1, keepdim=True)
+
+
+_OPERATORS: dict[str, _Operator] = {
+    "mm": _mm,
+    "addmm": _addmm,
+    "addmm_": _addmm_,
+    "bmm": _bmm,
+    "baddbmm": _baddbmm,
+    "mv": _mv,
+    "_grouped_mm": _grouped_mm,
+    "sigmoid": _elementwise(_sigmoid),
+    "silu": _elementwise(_silu),
+    "gelu": _elementwise(_gelu),
+    "softplus": _elementwise(_softplus),
+    "mish": _elementwise(_mish),
+    "elu": _elementwise(_elu),
+    "rsqrt": _elementwise(_rsqrt),
+    "logsumexp": _logsumexp,
+    "_softmax": _softmax,
+    "_log_softmax": _log_softmax,
+}

@@ -1,0 +1,226 @@
+"""Call the tools of a trainer's conversations at the same time.
+
+TRL 1.16 calls one tool after the other, for all conversations of a turn (`_tool_call_loop`). While
+that loop runs, its tools are replaced. The first call of a turn starts the calls of all
+conversations, each conversation in a thread of its own, and every call returns its own result. The
+calls of one conversation keep TRL's order. Called by the trainer, on its thread. Reads the
+trainer's attributes and imports no trl.
+"""
+
+import asyncio
+import contextvars
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+from cb_rollout.errors import ToolTimeoutError
+
+# A tool by name, as TRL keeps them for each conversation.
+Tools = Mapping[str, Callable[..., Any]]
+
+
+class PendingCall(NamedTuple):
+    """A call that a model wrote."""
+
+    name: str
+    tool: Callable[..., Any]
+    arguments: Mapping[str, Any]
+
+
+class ToolResult(NamedTuple):
+    """Return value of a call, or the exception that it raised."""
+
+    value: Any = None
+    error: BaseException | None = None
+
+    def get(self) -> Any:
+        """Return the value, or raise the error."""
+        if self.error is not None:
+            raise self.error
+        return self.value
+
+    async def get_awaited(self) -> Any:
+        """Return or raise as `get`, for a caller that awaits."""
+        return self.get()
+
+
+class ConversationTurn:
+    """The tool calls of one conversation in one turn, made by a thread of their own."""
+
+    def __init__(
+        self,
+        sync_calls: list[PendingCall],
+        async_calls: list[PendingCall],
+        async_loop: asyncio.AbstractEventLoop | None,
+        timeout_seconds: float | None,
+    ) -> None:
+        """Start the calls.
+
+        Args:
+            sync_calls: called one after the other.
+            async_calls: awaited together after them.
+            async_loop: runs the coroutines; None: there are none.
+            timeout_seconds: longest time of one call; None: unlimited.
+        """
+        self.is_hung = False
+        """True once a call took too long; its thread may still run."""
+        self._sync_calls, self._async_calls = sync_calls, async_calls
+        self._async_loop, self._timeout_seconds = async_loop, timeout_seconds
+        self._results: dict[bool, deque[ToolResult]] = {False: deque(), True: deque()}
+        self._is_changed = threading.Condition()
+        self._name, self._deadline = "", math.inf
+        self._begin("")
+        run = partial(contextvars.copy_context().run, self._run)
+        # A daemon: a tool that never returns must not keep the interpreter alive.
+        threading.Thread(target=run, name="cb_rollout tools", daemon=True).start()
+
+    def take(self, *, is_async: bool) -> ToolResult:
+        """Wait for the next result of one kind of calls, in the order of the calls."""
+        with self._is_changed:
+            results = self._results[is_async]
+            while not results:
+                remaining = self._deadline - time.monotonic()
+                if self.is_hung or remaining <= 0:
+                    self.is_hung = True
+                    return ToolResult(error=self._timeout_error(self._name))
+                self._is_changed.wait(None if remaining == math.inf else remaining)
+            return results.popleft()
+
+    def _begin(self, name: str) -> None:
+        with self._is_changed:
+            limit = math.inf if self._timeout_seconds is None else self._timeout_seconds
+            self._name, self._deadline = name, time.monotonic() + limit
+
+    def _end(self, result: ToolResult, *, is_async: bool) -> None:
+        with self._is_changed:
+            self._results[is_async].append(result)
+            self._is_changed.notify_all()
+
+    def _run(self) -> None:
+        for call in self._sync_calls:
+            if self.is_hung:
+                return
+            self._begin(call.name)
+            try:
+                result = ToolResult(call.tool(**call.arguments))
+            except BaseException as error:  # noqa: BLE001  the trainer's thread raises it
+                result = ToolResult(error=error)
+            self._end(result, is_async=False)
+        if self._async_calls and not self.is_hung:
+            # The event loop keeps the time of these, and cancels them.
+            self._deadline = math.inf
+            assert self._async_loop is not None
+            results = asyncio.run_coroutine_threadsafe(self._gather(), self._async_loop)
+            for result in results.result():
+                self._end(result, is_async=True)
+
+    async def _gather(self) -> list[ToolResult]:
+        return await asyncio.gather(*map(self._await, self._async_calls))
+
+    async def _await(self, call: PendingCall) -> ToolResult:
+        limit = asyncio.timeout(self._timeout_seconds)
+        try:
+            async with limit:
+                return ToolResult(await call.tool(**call.arguments))
+        except Exception as error:  # noqa: BLE001  the trainer's thread raises it
+            return ToolResult(error=self._timeout_error(call.name) if limit.expired() else error)
+
+    def _timeout_error(self, name: str) -> ToolTimeoutError:
+        return ToolTimeoutError(
+            f"the tool {name} took longer than tool_timeout_seconds={self._timeout_seconds:g}."
+        )
+
+
+class ConcurrentTools:
+    """Replaces a trainer's `_tool_call_loop`."""
+
+    def __init__(self, trainer: Any, timeout_seconds: float | None) -> None:
+        """Wrap the trainer's own loop.
+
+        Args:
+            trainer: a trainer of TRL with tools or environments.
+            timeout_seconds: longest time of one call; None: unlimited.
+        """
+        self._trainer, self._timeout_seconds = trainer, timeout_seconds
+        self._loop = trainer._tool_call_loop
+        self._completions: list[list[dict[str, Any]]] = []
+        self._tools: list[tuple[Tools, Tools]] = []
+        self._turns: dict[int, ConversationTurn] = {}
+        self._answered: dict[int, dict[str, Any]] = {}
+
+    def run(self, *arguments: Any, **named: Any) -> Any:
+        """Run the trainer's loop; takes and returns what it does."""
+        trainer = self._trainer
+        # The loop appends to these lists, so a turn's calls can be read from them.
+        self._completions = named["completions"] if "completions" in named else arguments[3]
+        sync_tools, async_tools = trainer._sync_tool_dicts, trainer._async_tool_dicts
+        self._tools = list(zip(sync_tools, async_tools, strict=True))
+        self._turns, self._answered = {}, {}
+        trainer._sync_tool_dicts = [
+            {name: partial(self._result, index) for name in tools}
+            for index, tools in enumerate(sync_tools)
+        ]
+        trainer._async_tool_dicts = [
+            {name: partial(self._awaitable, index) for name in tools}
+            for index, tools in enumerate(async_tools)
+        ]
+        try:
+            return self._loop(*arguments, **named)
+        finally:
+            trainer._sync_tool_dicts, trainer._async_tool_dicts = sync_tools, async_tools
+            self._abandon_hung_environments()
+            self._completions, self._tools, self._turns, self._answered = [], [], {}, {}
+
+    def _result(self, index: int, **_: Any) -> Any:
+        return self._turn(index).take(is_async=False).get()
+
+    def _awaitable(self, index: int, **_: Any) -> Any:
+        return self._turn(index).take(is_async=True).get_awaited()
+
+    def _turn(self, index: int) -> ConversationTurn:
+        """Return the running calls of a conversation; start those of all at a turn's first call."""
+        if self._answered.get(index) is not self._completions[index][-1]:
+            self._start_turn()
+        return self._turns[index]
+
+    def _start_turn(self) -> None:
+        for index, messages in enumerate(self._completions):
+            message = messages[-1] if messages else {}
+            calls = message.get("tool_calls") if message.get("role") == "assistant" else None
+            # A message whose results were too long stays the last one, and is not called again.
+            if not calls or self._answered.get(index) is message:
+                continue
+            self._answered[index] = message
+            sync_tools, async_tools = self._tools[index]
+            sync_calls, async_calls = _valid(calls, sync_tools), _valid(calls, async_tools)
+            is_hung = index in self._turns and self._turns[index].is_hung
+            # The earlier call may still be inside the environment.
+            if (sync_calls or async_calls) and not is_hung:
+                loop = self._trainer.async_loop if async_calls else None
+                self._turns[index] = ConversationTurn(
+                    sync_calls, async_calls, loop, self._timeout_seconds
+                )
+
+    def _abandon_hung_environments(self) -> None:
+        """Take environments whose tool still runs out of the trainer's pool, for new ones."""
+        environments = getattr(self._trainer, "environments", None)
+        hung = [index for index, turn in self._turns.items() if turn.is_hung]
+        if not environments or not hung:
+            return
+        for pool in self._trainer._environment_pool.values():
+            pool[:] = [e for e in pool if all(e is not environments[index] for index in hung)]
+
+
+def _valid(calls: list[Any], tools: Tools) -> list[PendingCall]:
+    """Return the calls that the trainer will make of these tools, in order."""
+    found: list[PendingCall] = []
+    for call in calls:
+        function = call.get("function", {}) if call.get("type") == "function" else {}
+        name, arguments = function.get("name", ""), function.get("arguments")
+        if name in tools and isinstance(arguments, Mapping):
+            found.append(PendingCall(name, tools[name], arguments))
+    return found

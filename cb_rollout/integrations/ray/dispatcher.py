@@ -1,0 +1,272 @@
+"""Decide which worker samples which sequence, and keep what a dead worker's sequences had.
+
+Owns every sequence from submission until its one output. Starts nothing, sends nothing and holds
+no lock; its caller does.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from cb_rollout.engine.request import Request
+from cb_rollout.engine.service.output_queue import OutputSink
+from cb_rollout.integrations.ray.worker import ItemProgress, WorkItem
+from cb_rollout.types import FinishReason, GenerationOutput, RequestStatus
+
+# A sequence fails once so many workers in a row ended while they sampled it and reported nothing.
+MAX_FRUITLESS_DEATHS = 4
+
+
+@dataclass(slots=True, eq=False)
+class PooledSequence:
+    """A sequence on its way through the pool."""
+
+    request: Request
+    """Prompt, seed and settings, as an engine of the caller would have made them."""
+    sink: OutputSink
+    """Receives its one output."""
+    worker: int | None = None
+    """Worker that samples it; None: it waits."""
+    item_id: str = ""
+    """Id of the present attempt."""
+    num_attempts: int = 0
+    num_fruitless_deaths: int = 0
+    token_ids: list[int] = field(default_factory=list)
+    """Sampled tokens that a worker reported."""
+    logprobs: list[float] = field(default_factory=list)
+    policy_versions: list[tuple[int, int]] = field(default_factory=list)
+
+    @property
+    def version(self) -> int:
+        """Return the version of its newest token; 0: it has none."""
+        return self.policy_versions[-1][0] if self.policy_versions else 0
+
+    def take(self, progress: ItemProgress) -> None:
+        """Append reported tokens."""
+        assert progress.start == len(self.token_ids), "a report was lost"
+        self.token_ids += progress.token_ids
+        self.logprobs += progress.logprobs
+        self.policy_versions = progress.policy_versions
+        self.num_fruitless_deaths = 0
+
+    def next_item(self) -> WorkItem:
+        """Return the item of another attempt, with the tokens so far."""
+        request = self.request
+        self.num_attempts += 1
+        self.item_id = f"{request.request_id}/{self.num_attempts}"
+        return WorkItem(
+            item_id=self.item_id,
+            prompt_ids=request.prompt_ids,
+            params=replace(request.params, max_new_tokens=request.max_new_tokens),
+            seed=request.seed,
+            group=request.group,
+            records_timestamps=request.records_timestamps,
+            token_ids=list(self.token_ids),
+            logprobs=list(self.logprobs),
+            policy_versions=list(self.policy_versions),
+        )
+
+    def output(
+        self, status: RequestStatus, reason: FinishReason, error: str | None = None
+    ) -> GenerationOutput:
+        """Return an output of the tokens so far."""
+        return replace(
+            self.request.output(),
+            generated_tokens=list(self.token_ids),
+            logprobs=list(self.logprobs),
+            policy_versions=list(self.policy_versions),
+            status=status,
+            finish_reason=reason,
+            error=error,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A worker that may take sequences."""
+
+    number: int
+    version: int
+    """Policy version of its weights."""
+    capacity: int
+    """Sequences that it should hold."""
+
+
+class Dispatcher:
+    """The sequences of a pool, by the worker that samples them."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[PooledSequence] = deque()
+        self._sequences: dict[str, PooledSequence] = {}
+        self._items: dict[str, PooledSequence] = {}
+        self._loads: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    @property
+    def num_waiting(self) -> int:
+        """Return the number of sequences that no worker samples."""
+        return len(self._waiting)
+
+    def load(self, worker: int) -> int:
+        """Return the number of a worker's sequences."""
+        return self._loads.get(worker, 0)
+
+    def add(self, requests: Iterable[Request], sink: OutputSink) -> None:
+        """Queue sequences; those of one group come one after the other."""
+        arrival: dict[int | None, int] = {}
+        added = []
+        for request in requests:
+            assert request.request_id not in self._sequences, "one id twice"
+            arrival.setdefault(request.group, len(arrival))
+            added.append(PooledSequence(request, sink))
+        self._sequences |= {sequence.request.request_id: sequence for sequence in added}
+        self._waiting.extend(sorted(added, key=lambda one: arrival[one.request.group]))
+
+    def assign(self, candidates: Sequence[Candidate]) -> dict[int, list[WorkItem]]:
+        """Give waiting sequences to the least loaded workers, first come first served.
+
+        A group of at most half a worker's capacity goes to one worker. A sequence goes to no worker
+        whose weights are older than its newest token.
+
+        Returns:
+            The items of each worker that gets some.
+        """
+        assigned: dict[int, list[WorkItem]] = {}
+        while self._waiting:
+            group = self._next_group()
+            version = max(sequence.version for sequence in group)
+            able = [one for one in candidates if one.version >= version]
+            if not able:
+                break
+            chosen = min(able, key=lambda one: (self.load(one.number), one.number))
+            num_fitting = chosen.capacity - self.load(chosen.number)
+            if num_fitting < min(len(group), max(1, chosen.capacity // 2)):
+                break
+            for sequence in group[:num_fitting]:
+                self._waiting.popleft()
+                sequence.worker = chosen.number
+                assigned.setdefault(chosen.number, []).append(sequence.next_item())
+                self._items[sequence.item_id] = sequence
+                self._loads[chosen.number] = self.load(chosen.number) + 1
+        return assigned
+
+    def take_progress(self, worker: int, progress: Iterable[ItemProgress]) -> None:
+        """Keep the tokens that a worker reported of its sequences."""
+        for one in progress:
+            sequence = self._items.get(one.item_id)
+            if sequence is not None and sequence.worker == worker:
+                sequence.take(one)
+
+    def deliver(self, worker: int, outputs: Iterable[GenerationOutput]) -> None:
+        """Deliver what a worker finished; attempts that were given up are ignored."""
+        for output in outputs:
+            sequence = self._items.get(output.request_id)
+            if sequence is None or sequence.worker != worker:
+                continue
+            request = sequence.request
+            times = output.timestamps
+            self._end(
+                sequence,
+                replace(
+                    output,
+                    request_id=request.request_id,
+                    created_time=request.created_time,
+                    timestamps=times and [request.created_time + seconds for seconds in times],
+                ),
+            )
+
+    def withdraw(self, worker: int, *, is_dead: bool, reason: str = "") -> list[str]:
+        """Take a worker's sequences from it; they go on elsewhere, before those that wait.
+
+        Args:
+            worker: its number.
+            is_dead: count the attempt against each of the sequences, and fail those that no worker
+                survives.
+            reason: the end of the worker, for the failed sequences.
+
+        Returns:
+            The ids of its items.
+        """
+        taken = [sequence for sequence in self._items.values() if sequence.worker == worker]
+        item_ids = [sequence.item_id for sequence in taken]
+        going_on = []
+        for sequence in taken:
+            self._release(sequence)
+            sequence.num_fruitless_deaths += is_dead
+            if sequence.num_fruitless_deaths < MAX_FRUITLESS_DEATHS:
+                going_on.append(sequence)
+                continue
+            error = (
+                f"{sequence.num_fruitless_deaths} workers in a row ended while they sampled it, "
+                f"the last: {reason}"
+            )
+            self._end(sequence, sequence.output(RequestStatus.FAILED, FinishReason.ERROR, error))
+        self._waiting.extendleft(reversed(going_on))
+        self._loads.pop(worker, None)
+        return item_ids
+
+    def fail(self, item_ids: Iterable[str], error: str) -> None:
+        """End the sequences of items that cannot be sampled, with the reason."""
+        for item_id in item_ids:
+            if (sequence := self._items.get(item_id)) is not None:
+                failed = sequence.output(RequestStatus.FAILED, FinishReason.ERROR, error)
+                self._end(sequence, failed)
+
+    def cancel(self, request_ids: Iterable[str]) -> dict[int, list[str]]:
+        """End sequences; each delivers the tokens that were reported.
+
+        Returns:
+            The items to end, by worker.
+        """
+        items: dict[int, list[str]] = {}
+        for request_id in request_ids:
+            sequence = self._sequences.get(request_id)
+            if sequence is None:
+                continue
+            if sequence.worker is None:
+                self._waiting.remove(sequence)
+            else:
+                items.setdefault(sequence.worker, []).append(sequence.item_id)
+            self._end(sequence, sequence.output(RequestStatus.CANCELLED, FinishReason.CANCELLED))
+        return items
+
+    def cancel_waiting(self) -> None:
+        """End the sequences that no worker samples; each delivers the tokens that it has."""
+        self.cancel([sequence.request.request_id for sequence in self._waiting])
+
+    def forget_newer(self, version: int) -> None:
+        """Forget tokens of later versions than `version` of the sequences that wait."""
+        for sequence in self._waiting:
+            kept = [run for run in sequence.policy_versions if run[0] <= version]
+            num_kept = sum(count for _, count in kept)
+            sequence.policy_versions = kept
+            del sequence.token_ids[num_kept:], sequence.logprobs[num_kept:]
+
+    def abandon(self) -> Mapping[int, OutputSink]:
+        """Forget every sequence; return the sinks that get no output, by identity."""
+        sinks = {id(one.sink): one.sink for one in self._sequences.values()}
+        for found in (self._waiting, self._sequences, self._items, self._loads):
+            found.clear()
+        return sinks
+
+    def _next_group(self) -> list[PooledSequence]:
+        """Return the first of the waiting sequences, and its group's that follow it."""
+        group: list[PooledSequence] = []
+        for sequence in self._waiting:
+            if group and sequence.request.group != group[0].request.group:
+                break
+            group.append(sequence)
+        return group
+
+    def _release(self, sequence: PooledSequence) -> None:
+        if sequence.worker is not None:
+            del self._items[sequence.item_id]
+            self._loads[sequence.worker] -= 1
+            sequence.worker = None
+
+    def _end(self, sequence: PooledSequence, output: GenerationOutput) -> None:
+        self._release(sequence)
+        del self._sequences[sequence.request.request_id]
+        sequence.sink.put(output)

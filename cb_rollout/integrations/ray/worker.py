@@ -1,0 +1,296 @@
+"""Sample sequences in a worker's process, and report what they have so far.
+
+Owns one engine and its copy of the weights. Chooses no sequence and imports no Ray. Each method is
+called from any thread of the worker's process; `report` by one at a time.
+"""
+
+import math
+import os
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
+
+from cb_rollout.config.enums import InFlight, RolloutDtype, SamplingMaskMode, WeightSync
+from cb_rollout.config.rollout import RolloutConfig
+from cb_rollout.config.sampling import SamplingParams
+from cb_rollout.engine.request import Request
+from cb_rollout.engine.service.output_queue import OutputQueue
+from cb_rollout.errors import WeightSyncError
+from cb_rollout.integrations.ray.weight_update import (
+    HeldTensor,
+    WeightUpdate,
+    held_tensors,
+    require_places,
+    require_whole,
+    write_weights,
+)
+from cb_rollout.rollout.generator import RolloutGenerator
+from cb_rollout.types import GenerationOutput
+from cb_rollout.weights.replica import tensors_by_name
+
+# Sequences that end within this time of each other are reported together.
+REPORT_GAP_SECONDS = 0.02
+
+# Between two reports of the tokens of running sequences.
+PROGRESS_REPORT_SECONDS = 0.25
+
+# Sequences of a worker, in terms of those that run together: the next wait in its own queue.
+WAITING_FACTOR = 1.25
+
+
+@dataclass(frozen=True, slots=True)
+class WorkItem:
+    """A sequence to sample, as it travels to a worker."""
+
+    item_id: str
+    """Unique id of this attempt to sample it."""
+    prompt_ids: list[int]
+    params: SamplingParams
+    seed: int
+    group: int | None
+    """Number that sequences of one prompt share."""
+    records_timestamps: bool
+    token_ids: list[int] = field(default_factory=list)
+    """Tokens that an earlier worker sampled and reported."""
+    logprobs: list[float] = field(default_factory=list)
+    policy_versions: list[tuple[int, int]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class ItemProgress:
+    """Tokens that a running sequence got since the last report."""
+
+    item_id: str
+    start: int
+    """Index of the first of them among the sampled tokens."""
+    token_ids: list[int]
+    logprobs: list[float]
+    policy_versions: list[tuple[int, int]]
+    """Runs of (version, number of tokens) of all tokens reported until now."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerReport:
+    """State of a worker's sequences."""
+
+    outputs: list[GenerationOutput]
+    """Sequences that ended since the last report; `request_id` is the item's id, and times are
+    seconds since the item arrived."""
+    progress: list[ItemProgress]
+    num_forwards: int
+    """Forwards since the worker started."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerDescription:
+    """Limits of a worker's engine, and the tensors of its model."""
+
+    vocab_size: int
+    max_positions: int | None
+    max_cached_tokens: int
+    model_eos: tuple[int, ...]
+    placeholders: frozenset[int]
+    never_sampled: frozenset[int]
+    defaults: SamplingParams
+    """Sampling parameters of the model's generation config."""
+    capacity: int
+    """Sequences that it should hold, running and waiting."""
+    tensors: tuple[HeldTensor, ...]
+    process_id: int
+
+
+class PoolWorker:
+    """An engine that samples items and takes weights."""
+
+    def __init__(self, model_name_or_path: str, config: RolloutConfig, tokenizer: Any) -> None:
+        """Load the checkpoint onto this process's device, and start the engine.
+
+        Raises:
+            ConfigurationError: the model or a setting is refused.
+        """
+        is_auto = config.rollout_dtype == RolloutDtype.AUTO
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            model_name_or_path, dtype="auto" if is_auto else getattr(torch, config.rollout_dtype)
+        )
+        if torch.cuda.is_available():
+            model = model.to("cuda")
+        model.eval().requires_grad_(False)
+        self._config = replace(config, weight_sync=WeightSync.SHARED)
+        self._generator = RolloutGenerator(model, self._config, tokenizer=tokenizer)
+        self._manager = self._generator.manager
+        self._outputs = OutputQueue()
+        self._lock = threading.Lock()
+        self._updating = threading.Lock()
+        self._requests: dict[str, Request] = {}
+        self._num_reported: dict[str, int] = {}
+        self._progress_reported = 0.0
+        self._manager.start()
+
+    def description(self) -> WorkerDescription:
+        """Return what the pool has to know."""
+        limits, plan = self._manager.limits, self._manager.memory_plan
+        capacity = math.ceil(plan.num_slots * WAITING_FACTOR)
+        return WorkerDescription(
+            vocab_size=limits.vocab_size(),
+            max_positions=limits.max_positions,
+            max_cached_tokens=limits.max_cached_tokens(),
+            model_eos=limits.model_eos,
+            placeholders=limits.placeholders,
+            never_sampled=limits.never_sampled,
+            defaults=self._manager.defaults,
+            capacity=min(capacity, self._config.max_queue_size or capacity),
+            tensors=held_tensors(self._manager.model),
+            process_id=os.getpid(),
+        )
+
+    def submit(self, items: Sequence[WorkItem]) -> None:
+        """Queue items; equal groups are prefilled once."""
+        requests = []
+        for item in items:
+            (request,) = self._manager.create_requests(
+                [item.prompt_ids],
+                [item.params],
+                request_id=item.item_id,
+                records_timestamps=item.records_timestamps,
+                keeps_refused=True,
+            )
+            request.seed, request.group = item.seed, item.group
+            if request.status.is_final:
+                self._outputs.put(request.output())
+                continue
+            request.resume_after(item.token_ids, item.logprobs, item.policy_versions)
+            requests.append(request)
+        with self._lock:
+            self._requests |= {request.request_id: request for request in requests}
+            self._num_reported |= {
+                request.request_id: request.num_generated for request in requests
+            }
+        self._manager.submit(requests, self._outputs)
+
+    def cancel(self, item_ids: Sequence[str]) -> None:
+        """End items; what they had is not reported."""
+        with self._lock:
+            for item_id in item_ids:
+                self._requests.pop(item_id, None)
+                self._num_reported.pop(item_id, None)
+        self._manager.cancel_requests(item_ids)
+
+    def report(self, seconds: float) -> WorkerReport:
+        """Wait for an item to end, at most `seconds`, and report on all.
+
+        Raises:
+            EngineDeadError: the engine stopped on an exception.
+        """
+        outputs = []
+        output = self._outputs.take(timeout=seconds)
+        if output is not None:
+            time.sleep(REPORT_GAP_SECONDS)
+        while output is not None:
+            outputs.append(output)
+            output = self._outputs.take(timeout=0.0)
+        self._manager.require_alive()
+        with self._lock:
+            ended = [self._ended(output) for output in outputs]
+            progress = self._all_progress()
+        counters = self._manager.counters
+        num_forwards = counters.prefill_forwards + counters.decode_forwards
+        return WorkerReport(ended, progress, num_forwards)
+
+    def update(
+        self, update: WeightUpdate, buffers: Sequence[np.ndarray], in_flight: InFlight
+    ) -> None:
+        """Write new weights between two forwards, and stamp later tokens with their version.
+
+        Everything is checked before the first tensor is written. A write that raises nevertheless
+        ends the process: no token is sampled from a mixture of weights.
+
+        Raises:
+            WeightSyncError: the update is cut off, damaged, of another model, or not newer; the
+                present weights stay.
+        """
+        with self._updating:
+            version = self._manager.policy_version
+            if update.version <= version:
+                raise WeightSyncError(
+                    f"weights of version {update.version} came to a worker that has version "
+                    f"{version} already, so another trainer updates it too; give each trainer a "
+                    "pool of its own."
+                )
+            require_whole(update, buffers)
+            tensors = tensors_by_name(self._manager.model)
+            require_places(update, tensors)
+            with self._manager.paused(in_flight.value):
+                try:
+                    write_weights(update, buffers, tensors)
+                    self._manager.begin_policy_version(in_flight, update.version)
+                except BaseException:  # noqa: BLE001  the process ends
+                    os._exit(1)
+
+    def close(self) -> None:
+        """End the engine."""
+        self._generator.close()
+
+    def _ended(self, output: GenerationOutput) -> GenerationOutput:
+        self._requests.pop(output.request_id, None)
+        self._num_reported.pop(output.request_id, None)
+        # Clocks of two machines have nothing in common.
+        began = output.created_time
+        times = output.timestamps
+        return replace(
+            output,
+            created_time=0.0,
+            timestamps=None if times is None else [moment - began for moment in times],
+        )
+
+    def _all_progress(self) -> list[ItemProgress]:
+        if time.monotonic() - self._progress_reported < PROGRESS_REPORT_SECONDS:
+            return []
+        self._progress_reported = time.monotonic()
+        return [one for request in self._requests.values() if (one := self._progress(request))]
+
+    def _progress(self, request: Request) -> ItemProgress | None:
+        """Return a running sequence's new tokens but the newest, which may be its last."""
+        if not self._is_resumable(request):
+            return None
+        # The thread that steps appends versions first, then tokens, then log-probabilities.
+        start = self._num_reported[request.request_id]
+        stop = len(request.logprobs) - 1
+        starts = list(request.policy_starts)
+        if stop <= start:
+            return None
+        self._num_reported[request.request_id] = stop
+        first = len(request.prompt_ids)
+        return ItemProgress(
+            request.request_id,
+            start,
+            request.token_ids[first + start : first + stop],
+            request.logprobs[start:stop],
+            first_runs(starts, stop),
+        )
+
+    def _is_resumable(self, request: Request) -> bool:
+        """Return whether tokens and log-probabilities are all that its output holds."""
+        config = self._config
+        has_more = config.router_replay or config.sampling_mask == SamplingMaskMode.REPLAY
+        return not (has_more or request.records_timestamps or request.params.top_logprobs)
+
+
+def first_runs(starts: Sequence[tuple[int, int]], num_tokens: int) -> list[tuple[int, int]]:
+    """Return the runs of (version, number of tokens) of the first `num_tokens`.
+
+    Args:
+        starts: (version, index of its first token) of each run.
+        num_tokens: at most the tokens of all runs.
+    """
+    ends = [start for _, start in starts[1:]] + [num_tokens]
+    runs = [
+        (version, min(end, num_tokens) - start)
+        for (version, start), end in zip(starts, ends, strict=True)
+    ]
+    return [(version, count) for version, count in runs if count > 0]

@@ -1,0 +1,183 @@
+"""Generate for the trainers of distillation and online preferences of TRL.
+
+Their losses compute every log-probability themselves, so only generation is replaced. Called by
+the trainer, on its thread. Reads the trainer's attributes and imports no trl.
+
+B: rows of a batch, P: columns of the padded prompts, T: columns of the padded completions.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from cb_rollout.config.enums import Numerics, SamplingMaskMode
+from cb_rollout.config.hf import as_rollout_config
+from cb_rollout.errors import ConfigurationError
+from cb_rollout.integrations.trl.backend import GENERATION_MODE, GenerationBackend
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationSeam:
+    """The place where a trainer of TRL 1.16 generates."""
+
+    methods: tuple[str, ...]
+    """Methods of the trainer that generate; a call is one rollout."""
+    attributes: dict[str, Any] = field(default_factory=dict)
+    """Attributes with which these methods ask `vllm_generation`; empty: they call `generate` of the
+    model."""
+    synced_step: str = "_last_loaded_step"
+    """Attribute with the step at which the trainer synced last."""
+
+
+_LOADED = {"use_vllm": True, "vllm_mode": GENERATION_MODE}
+_SYNCED = {"use_vllm": True, "vllm_sync_frequency": 1}
+
+# By the name of TRL's class. A subclass generates as its parent does.
+SEAMS = {
+    "DistillationTrainer": GenerationSeam(("_generate",), _LOADED),
+    "GOLDTrainer": GenerationSeam(
+        ("_generate_on_policy_for_slices", "_generate_on_policy_vlm_raw"),
+        _SYNCED,
+        "_last_vllm_sync_step",
+    ),
+    "IWOPDTrainer": GenerationSeam(
+        ("_generate_student_completions",), _SYNCED, "_last_vllm_sync_step"
+    ),
+    "OnlineDPOTrainer": GenerationSeam(("_generate",)),
+    "SDFTTrainer": GenerationSeam(("_generate",), _LOADED),
+    "SDPOTrainer": GenerationSeam(("_generate",), _LOADED),
+}
+
+
+def seam_of(trainer: Any) -> GenerationSeam | None:
+    """Return where a trainer generates; None: it is none of `SEAMS`."""
+    for parent in type(trainer).__mro__:
+        if parent.__module__.startswith("trl.") and parent.__name__ in SEAMS:
+            return SEAMS[parent.__name__]
+    return None
+
+
+def require_generation_alone(trainer: Any, config: Any, seam: GenerationSeam) -> None:
+    """Refuse settings that need more of a trainer than its generation.
+
+    Raises:
+        ConfigurationError: the trainer cannot honour one.
+    """
+    config, name = as_rollout_config(config), type(trainer).__name__
+    for setting, is_set in (
+        ("sampling_mask='replay'", config.sampling_mask == SamplingMaskMode.REPLAY),
+        ("router_replay=True", config.router_replay),
+        ("numerics='bitwise'", config.numerics == Numerics.BITWISE),
+    ):
+        if is_set:
+            raise ConfigurationError(
+                f"{setting} changes the loss, and attach() replaces only the generation of a "
+                f"{name}; leave it out."
+            )
+    if not seam.attributes and getattr(trainer, "is_vision_model", False):
+        raise ConfigurationError(
+            f"a {name} of a model that reads images generates by itself; do not attach it."
+        )
+
+
+def install_generation(trainer: Any, backend: GenerationBackend, seam: GenerationSeam) -> None:
+    """Make a trainer generate with the backend, until the backend is closed."""
+    overrides = backend.overrides
+    overrides.set(vllm_generation=backend, **seam.attributes, **{seam.synced_step: -1})
+    if not hasattr(trainer, "_metrics"):
+        overrides.set(
+            _metrics={"train": defaultdict(list), "eval": defaultdict(list)},
+            log=_with_metrics(trainer),
+        )
+    for name in seam.methods:
+        method = getattr(trainer, name)
+        if not seam.attributes:
+            method = _with_own_generate(trainer, backend, method)
+        overrides.set(**{name: _as_rollout(backend, method)})
+
+
+def _as_rollout(backend: GenerationBackend, method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the method, a call of which is one rollout."""
+
+    def rollout(*args: Any, **kwargs: Any) -> Any:
+        backend.begin_rollout()
+        try:
+            return method(*args, **kwargs)
+        finally:
+            backend.end_rollout()
+
+    return rollout
+
+
+def _with_own_generate(
+    trainer: Any, backend: GenerationBackend, method: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Return the method, inside which `generate` of the model is the backend's."""
+
+    def generating(*args: Any, **kwargs: Any) -> Any:
+        backend.sync_once_a_step()
+        with _replaced_generate(trainer.accelerator.unwrap_model(trainer.model_wrapped), backend):
+            return method(*args, **kwargs)
+
+    return generating
+
+
+@contextmanager
+def _replaced_generate(model: Any, backend: GenerationBackend) -> Iterator[None]:
+    """Replace `model.generate` by one of the same arguments as the trainer passes."""
+
+    def generate(
+        input_ids: torch.Tensor, attention_mask: torch.Tensor, generation_config: Any
+    ) -> torch.Tensor:
+        return padded_generation(backend, input_ids, attention_mask, generation_config.pad_token_id)
+
+    model.generate = generate
+    try:
+        yield
+    finally:
+        del model.generate
+
+
+def padded_generation(
+    backend: GenerationBackend,
+    prompt_ids_BP: torch.Tensor,
+    mask_BP: torch.Tensor,
+    pad_token_id: int,
+) -> torch.Tensor:
+    """Return prompts and sampled completions as `generate` of transformers does.
+
+    Args:
+        backend: samples.
+        prompt_ids_BP: padded prompts, (B, P), int64.
+        mask_BP: 1 where a prompt has a token, (B, P).
+        pad_token_id: fills the rows after their ends.
+
+    Returns:
+        (B, P + T), int64, on the prompts' device.
+    """
+    pairs = zip(prompt_ids_BP, mask_BP.bool(), strict=True)
+    outputs = backend.sample([ids[mask].tolist() for ids, mask in pairs])
+    completions = [torch.tensor(output.generated_tokens) for output in outputs]
+    completions_BT = torch.nn.utils.rnn.pad_sequence(
+        completions, batch_first=True, padding_value=pad_token_id
+    )
+    return torch.cat([prompt_ids_BP, completions_BT.to(prompt_ids_BP)], dim=1)
+
+
+def _with_metrics(trainer: Any) -> Callable[..., None]:
+    """Return `trainer.log` with the means of the rollouts' metrics since its last call."""
+    log = trainer.log
+
+    def logged(logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        is_evaluation = any(name.startswith("eval_") for name in logs)
+        kept = trainer._metrics["eval" if is_evaluation else "train"]
+        prefix = "eval_" if is_evaluation else ""
+        means = {prefix + name: sum(values) / len(values) for name, values in kept.items()}
+        kept.clear()
+        log({**logs, **means}, *args, **kwargs)
+
+    return logged

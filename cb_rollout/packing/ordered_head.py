@@ -1,0 +1,116 @@
+"""Give TRL's fused head the log-probabilities that rollouts with `numerics="bitwise"` report.
+
+TRL 1.16 sums a vocabulary's exponentials tile by tile. Here the values come from the function that
+the sampler calls, and the gradients from TRL's own. Called by the thread that trains. Imports no
+trl.
+
+N: tokens, H: hidden size, V: vocabulary.
+"""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from cb_rollout.engine.sampling.draw import chosen_logprobs
+
+# Tokens whose logits exist at a time.
+CHUNK_TOKENS = 1024
+
+_LOCK = threading.Lock()
+_INSIDE: list["OrderedHead"] = []
+
+
+@contextmanager
+def replacing_head(module: Any, name: str) -> Iterator[None]:
+    """Replace a module's fused head; may be nested.
+
+    Args:
+        module: TRL's.
+        name: its attribute that holds the autograd function of the head.
+    """
+    with _LOCK:
+        if not _INSIDE:
+            setattr(module, name, OrderedHead(getattr(module, name)))
+        own = getattr(module, name)
+        _INSIDE.append(own)
+    try:
+        yield
+    finally:
+        with _LOCK:
+            _INSIDE.remove(own)
+            if not _INSIDE:
+                setattr(module, name, own.fused)
+
+
+class OrderedHead:
+    """Stands for TRL's autograd function `fused`."""
+
+    def __init__(self, fused: Any) -> None:
+        self.fused = fused
+
+    def apply(
+        self,
+        hidden_NH: torch.Tensor,
+        weight_VH: torch.Tensor,
+        bias_V: torch.Tensor | None,
+        targets_N: torch.Tensor,
+        temperature: float,
+        chunk_size: int,
+        softcap: float | None = None,
+        logit_scale: float = 1.0,
+        outputs: tuple[str, ...] = (),
+    ) -> tuple[Any, ...]:
+        """Return what TRL's function does; its first output is the log-probabilities, (N,)."""
+        theirs_N, *others = self.fused.apply(
+            hidden_NH,
+            weight_VH,
+            bias_V,
+            targets_N,
+            temperature,
+            chunk_size,
+            softcap,
+            logit_scale,
+            outputs,
+        )
+        with torch.no_grad():
+            parts = [
+                _logprobs(part, weight_VH, bias_V, targets, temperature, softcap, logit_scale)
+                for part, targets in zip(
+                    hidden_NH.split(CHUNK_TOKENS), targets_N.split(CHUNK_TOKENS), strict=True
+                )
+            ]
+        return (_WithGradientOf.apply(theirs_N, torch.cat(parts)), *others)
+
+
+def _logprobs(
+    hidden_NH: torch.Tensor,
+    weight_VH: torch.Tensor,
+    bias_V: torch.Tensor | None,
+    targets_N: torch.Tensor,
+    temperature: float,
+    softcap: float | None,
+    logit_scale: float,
+) -> torch.Tensor:
+    """Return log-probabilities, computed as transformers 5.23 computes logits."""
+    logits_NV = functional.linear(hidden_NH, weight_VH, bias_V)
+    if logit_scale != 1:
+        logits_NV = logits_NV * logit_scale
+    if softcap is not None:
+        logits_NV = torch.tanh(logits_NV / softcap) * softcap
+    return chosen_logprobs(logits_NV.float() / temperature, targets_N)
+
+
+class _WithGradientOf(torch.autograd.Function):
+    """Return the second argument; pass gradients to the first."""
+
+    @staticmethod
+    def forward(ctx: Any, theirs: torch.Tensor, ours: torch.Tensor) -> torch.Tensor:
+        return ours.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
+        return *grad_outputs, None

@@ -1,0 +1,95 @@
+"""Resolve the arguments of `generate_batch`, and check what a batch delivered.
+
+Called by whatever samples batches: a generator, or a pool of them.
+"""
+
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cb_rollout.config.hf import from_generation_config
+from cb_rollout.config.sampling import SamplingParams, equal_group_warning, resolved
+from cb_rollout.errors import ConfigurationError, IncompleteRolloutError, InvalidRequestError
+from cb_rollout.rollout.prompts import Encoded, Prompt, encoded_or_refused, one_per_input
+from cb_rollout.types import GenerationOutput, RequestStatus
+
+
+@dataclass(frozen=True, slots=True)
+class BatchArguments:
+    """Prompts of one batch with their sampling parameters."""
+
+    prompts: list[Encoded | InvalidRequestError]
+    """Each prompt, or the error that refuses it."""
+    params: list[SamplingParams]
+    """Sampling parameters of each prompt."""
+    count: int
+    """Sequences of each prompt."""
+
+
+def batch_arguments(
+    inputs: Iterable[Prompt],
+    generation_config: Any,
+    *,
+    tokenizer: Any,
+    defaults: SamplingParams,
+    own_generation_config: Any = None,
+    sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+    num_return_sequences: int | None,
+    max_new_tokens: int | Sequence[int] | None,
+    on_error: str,
+) -> BatchArguments:
+    """Return the prompts of a call of `generate_batch` with their sampling parameters.
+
+    Warns, two frames up, of groups whose sequences would be equal.
+
+    Args:
+        inputs: see `RolloutGenerator.generate_batch`, as for all that is not named here.
+        generation_config: the call's.
+        tokenizer: encodes texts and chats; None: they are refused.
+        defaults: sampling parameters where the call has none.
+        own_generation_config: the generator's; None: the model's.
+        sampling_params: one, or one per input.
+        num_return_sequences: sequences of each input.
+        max_new_tokens: one, or one per input.
+        on_error: "raise" or "return".
+
+    Raises:
+        ConfigurationError: `on_error` is something else.
+        InvalidRequestError: `inputs` or a number is refused.
+    """
+    if on_error not in ("raise", "return"):
+        raise ConfigurationError(f"on_error={on_error!r} is neither 'raise' nor 'return'.")
+    count = num_return_sequences
+    if count is None:
+        chosen = generation_config or own_generation_config
+        count = getattr(chosen, "num_return_sequences", None)
+    count = 1 if count is None else count
+    if not isinstance(count, int) or count < 1:
+        raise InvalidRequestError(f"num_return_sequences={count!r} is not a whole number >= 1.")
+    prompts = encoded_or_refused(inputs, tokenizer)
+    if generation_config is not None:
+        defaults = from_generation_config(generation_config)
+    many_params = one_per_input("sampling_params", sampling_params, len(prompts))
+    many_lengths = one_per_input("max_new_tokens", max_new_tokens, len(prompts))
+    params = [
+        resolved(params, defaults, length)
+        for params, length in zip(many_params, many_lengths, strict=True)
+    ]
+    if warning := next(filter(None, (equal_group_warning(p, count) for p in params)), None):
+        warnings.warn(warning, stacklevel=3)
+    return BatchArguments(prompts, params, count)
+
+
+def require_finished(
+    outputs: Mapping[str, GenerationOutput], cause: BaseException | None = None
+) -> None:
+    """Raise `IncompleteRolloutError`, with its `cause`, unless every sequence finished."""
+    failed = [o for o in outputs.values() if o.status is not RequestStatus.FINISHED]
+    if failed:
+        raise IncompleteRolloutError(
+            f"{len(failed)} of {len(outputs)} sequences could not be produced. The first, "
+            f"{failed[0].request_id}: {failed[0].error or failed[0].status.value} "
+            "(on_error='return' delivers the rest without raising.)",
+            outputs,
+        ) from cause

@@ -1,0 +1,217 @@
+"""The tensors of one weight update, checked against the model and kept until they are written.
+
+Owns the checks: names, shapes, dtypes, checksums, and that nothing is missing. Reads safetensors
+only, never a pickle. Called on the thread of weight updates.
+"""
+
+import copy
+import hashlib
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers import PreTrainedModel
+
+from cb_rollout.compat import torch as torch_compat
+from cb_rollout.errors import WeightSyncError, error_text
+
+# Most names in one error message.
+MAX_NAMES = 5
+
+CHUNK_BYTES = 1 << 20
+
+
+class StagedWeights:
+    """The tensors of one update.
+
+    Args:
+        model: the model that they are for; read only, until `write`.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        # Tied tensors are under each name, buffers that no checkpoint has under none.
+        self._targets: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
+        self._staged: dict[str, torch.Tensor] = {}
+
+    def __len__(self) -> int:
+        return len(self._staged)
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes of the tensors that are staged."""
+        return sum(tensor.nbytes for tensor in self._staged.values())
+
+    def require_fit(self, tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]]) -> None:
+        """Raise `WeightSyncError` for tensors, given by name, dtype and shape, that do not fit."""
+        faults, seen = [], set(self._staged)
+        for name, dtype, shape in tensors:
+            if name not in self._targets:
+                faults.append(f"{name}: not in the model")
+            elif name in seen:
+                faults.append(f"{name}: sent twice")
+            elif tuple(shape) != (wanted := tuple(self._targets[name].shape)):
+                faults.append(f"{name}: {tuple(shape)} was sent, {wanted} is in the model")
+            elif dtype.is_floating_point != self._targets[name].is_floating_point():
+                faults.append(f"{name}: {dtype} was sent, {self._targets[name].dtype} is there")
+            seen.add(name)
+        if faults:
+            raise WeightSyncError(f"{len(faults)} tensors do not fit: {_some(faults)}.")
+
+    def add(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Stage tensors by name.
+
+        Raises:
+            WeightSyncError: a tensor does not fit the model.
+        """
+        for name, tensor in tensors:
+            self.require_fit([(name, tensor.dtype, tensor.shape)])
+            self._staged[name] = tensor
+
+    def require_whole(self, at_least: Collection[str] | None = None) -> None:
+        """Raise `WeightSyncError` if a parameter is missing; tied ones are needed once.
+
+        Args:
+            at_least: names that must not be missing; None: those of all parameters.
+        """
+        staged = {id(self._targets[name]) for name in self._staged}
+        missing = [
+            name
+            for name, target in self._targets.items()
+            if (isinstance(target, torch.nn.Parameter) if at_least is None else name in at_least)
+            and id(target) not in staged
+        ]
+        if missing:
+            raise WeightSyncError(
+                f"{len(missing)} of {len(self._targets)} tensors were not sent: {_some(missing)}; "
+                "send all, or begin the update with partial=true."
+            )
+
+    def names(self) -> set[str]:
+        """Return the names of the staged tensors."""
+        return set(self._staged)
+
+    @torch.no_grad()
+    def write(self) -> None:
+        """Write the staged tensors into the model."""
+        for name, tensor in self._staged.items():
+            self._targets[name].copy_(tensor)
+
+    def add_files(self, place: str, sha256: Mapping[str, str] | None) -> None:
+        """Stage the tensors of a safetensors file, or of a checkpoint's directory.
+
+        A checkpoint whose names are not the model's is loaded by transformers, which converts it;
+        nothing else in the process may compute meanwhile, since that changes the default dtype.
+
+        Args:
+            place: the path of a file or a directory.
+            sha256: hexadecimal digests by file name; None: not checked.
+
+        Raises:
+            WeightSyncError: a file is missing, cut off, or another one than its digest says; or a
+                tensor does not fit the model.
+        """
+        files = _files(Path(place))
+        with _reading(place):
+            for name, digest in (sha256 or {}).items():
+                _require_digest({file.name: file for file in files}, name, digest)
+            if self.needs_conversion(place):
+                self.add(self._converted(Path(place)))
+                return
+            for file in files:
+                self.add(_tensors(file))
+
+    def needs_conversion(self, place: str) -> bool:
+        """Return whether a checkpoint's directory has other names than the model.
+
+        Raises:
+            WeightSyncError: a file is missing or cut off.
+        """
+        with _reading(place):
+            found = {name for file in _files(Path(place)) for name in _names(file)}
+        return Path(place).is_dir() and not found <= self._targets.keys()
+
+    def _converted(self, directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the tensors of a checkpoint as transformers names them, whole or not at all."""
+        kind: Any = torch_compat.plain_class(self._model)
+        try:
+            with torch.random.fork_rng(devices=[]):
+                loaded, report = kind.from_pretrained(
+                    str(directory),
+                    config=copy.deepcopy(self._model.config),
+                    dtype=self._model.dtype,
+                    use_safetensors=True,
+                    local_files_only=True,
+                    output_loading_info=True,
+                )
+        except Exception as error:
+            raise WeightSyncError(
+                f"{str(directory)!r} is no checkpoint of this model ({error_text(error)})."
+            ) from error
+        for fault in ("missing_keys", "unexpected_keys"):
+            if names := sorted(report[fault]):
+                raise WeightSyncError(
+                    f"{str(directory)!r} has {len(names)} {fault.replace('_', ' ')} for this "
+                    f"model: {_some(names)}."
+                )
+        yield from loaded.state_dict().items()
+
+
+@contextmanager
+def _reading(place: str) -> Iterator[None]:
+    try:
+        yield
+    except (SafetensorError, OSError) as error:
+        raise WeightSyncError(
+            f"{place!r} could not be read ({error_text(error)}); a file may be cut off, or no "
+            "safetensors."
+        ) from error
+
+
+def _files(place: Path) -> list[Path]:
+    files = sorted(place.glob("*.safetensors")) if place.is_dir() else [place]
+    if not files or not all(file.is_file() and file.suffix == ".safetensors" for file in files):
+        raise WeightSyncError(
+            f"{str(place)!r} is no .safetensors file, and no directory with one, on the server's "
+            "machine; other formats are not read."
+        )
+    return files
+
+
+def _names(file: Path) -> list[str]:
+    with safe_open(file, framework="pt") as opened:
+        return list(opened.keys())
+
+
+def _tensors(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    with safe_open(file, framework="pt") as opened:
+        for name in opened.keys():  # noqa: SIM118  it is no dictionary
+            # The file may be removed or written again before the update is.
+            yield name, opened.get_tensor(name).clone()
+
+
+def _require_digest(files: Mapping[str, Path], name: str, digest: str) -> None:
+    if name not in files:
+        raise WeightSyncError(f"sha256 names {name!r}, which is not among the files.")
+    found = hashlib.sha256()
+    with files[name].open("rb") as opened:
+        while chunk := opened.read(CHUNK_BYTES):
+            found.update(chunk)
+    require_equal_digest(name, found.hexdigest(), digest)
+
+
+def require_equal_digest(name: str, found: str, wanted: str) -> None:
+    """Raise `WeightSyncError` where two hexadecimal digests differ."""
+    if found != wanted.lower():
+        raise WeightSyncError(
+            f"{name} has the checksum {found[:12]}..., not {wanted[:12]}...; it was cut off or "
+            "changed, send it again."
+        )
+
+
+def _some(names: Sequence[str]) -> str:
+    rest = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+    return f"{', '.join(names[:MAX_NAMES])}{rest}"

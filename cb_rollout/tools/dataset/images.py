@@ -1,0 +1,82 @@
+"""Pictures of a row: paths, relative to the folder of the input, or data URLs.
+
+Owns their checks before a model loads, and the place where each is found. Reads no pixels.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from cb_rollout.engine.service.image_prompts import IMAGE_PARTS, PICTURE_KEYS, is_chat
+
+DATA_URL = "data:"
+
+
+def image_names(row: Mapping[str, Any]) -> Iterator[Any]:
+    """Yield what names the pictures of a row: of `images`, then of its chat's parts."""
+    yield from row.get("images") or ()
+    yield from (name for part in _image_parts(row) if (name := _named(part)) is not None)
+
+
+def problem_of_images(row: Mapping[str, Any], folder: Path) -> str | None:
+    """Return the reason why a row's pictures cannot be used; None: they can."""
+    images = row.get("images")
+    if images is not None and not isinstance(images, list):
+        return "has images that are not a list"
+    for name in image_names(row):
+        if not isinstance(name, str):
+            return f"has the image {name!r:.80}, which is not a path"
+        if name.startswith(DATA_URL):
+            continue
+        if "://" in name:
+            return f"has the image {name!r:.80}, which is a URL; download it, and give its path"
+        if not (folder / name).is_file():
+            return f"has the image {name!r:.80}, which is not a file in {folder}"
+    return None
+
+
+def image_sizes(row: Mapping[str, Any], folder: Path) -> list[int]:
+    """Return the size in bytes of each picture that is a file."""
+    names = (name for name in image_names(row) if not name.startswith(DATA_URL))
+    return [(folder / name).stat().st_size for name in names]
+
+
+def located(name: str, folder: Path) -> str:
+    """Return a picture's path from the working directory, or its data URL."""
+    return name if name.startswith(DATA_URL) else str(folder / name)
+
+
+def located_in_chat(chat: Sequence[Mapping[str, Any]], folder: Path) -> list[dict[str, Any]]:
+    """Return a chat whose parts name their pictures from the working directory."""
+
+    def as_located(part: Any) -> Any:
+        if not isinstance(part, Mapping) or part.get("type") not in IMAGE_PARTS:
+            return part
+        name = _named(part)
+        found = {"type": "image"}
+        return found if name is None else {**found, "image": located(name, folder)}
+
+    return [
+        {**message, "content": list(map(as_located, message["content"]))}
+        if isinstance(message["content"], list)
+        else dict(message)
+        for message in chat
+    ]
+
+
+def _image_parts(row: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    for name in ("prompt", "messages"):
+        chat: Any = row.get(name)
+        for message in chat if is_chat(chat) else ():
+            content = message.get("content")
+            for part in content if isinstance(content, list) else ():
+                if isinstance(part, Mapping) and part.get("type") in IMAGE_PARTS:
+                    yield part
+
+
+def _named(part: Mapping[str, Any]) -> Any:
+    """Return what names a part's picture; None: nothing does, it is one of the row's `images`."""
+    if part.get("type") == "image_url":
+        named = part.get("image_url")
+        return named.get("url") if isinstance(named, Mapping) else named
+    return next((part[key] for key in PICTURE_KEYS if part.get(key) is not None), None)

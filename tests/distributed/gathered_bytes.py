@@ -1,0 +1,63 @@
+"""One process of several whose model is under FSDP2: what a sync of its copy gathers.
+
+Writes the bytes of the shards that it sends, by the dtype of the copy, and whether the copy holds
+what the whole model rounds to. Run by `processes.run_processes`.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tiny import tiny_model
+from torch.distributed.fsdp import fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from cb_rollout import RolloutConfig
+from cb_rollout.weights import create_weight_sync
+
+
+class Gathers(TorchDispatchMode):
+    """Notes the bytes that each gather sends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_bytes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket.__name__ == "all_gather_into_tensor":
+            self.num_bytes.append(args[0].nbytes)
+        return func(*args, **(kwargs or {}))
+
+
+def synced(dtype: str) -> dict[str, Any]:
+    """Sync a copy of this dtype once more."""
+    whole, model = tiny_model(), tiny_model()
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    weights = create_weight_sync(model, RolloutConfig(weight_sync="copy", rollout_dtype=dtype))
+    with Gathers() as gathers:
+        weights.sync()
+    held, own = weights.module.state_dict(), whole.state_dict()
+    return {
+        "num_bytes": sum(gathers.num_bytes),
+        "num_held_bytes": sum(parameter.nbytes for parameter in weights.module.parameters()),
+        "is_equal": all(torch.equal(held[name], own[name].to(held[name].dtype)) for name in own),
+        "differing": weights.differing(),
+    }
+
+
+def main() -> None:
+    """Both dtypes."""
+    dist.init_process_group("gloo")
+    results = {dtype: synced(dtype) for dtype in ("float32", "bfloat16")}
+    Path(sys.argv[-1]).write_text(json.dumps(results))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

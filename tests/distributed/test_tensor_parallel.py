@@ -1,0 +1,99 @@
+"""The processes of a tensor-parallel group roll out one model, as one process would."""
+
+import pytest
+from playback import play_back
+from processes import run_processes
+from tiny_trainer import TENSOR_PARALLEL, tiny_trainer
+
+pytestmark = pytest.mark.slow
+
+# Dense, sliding windows, sinks, soft caps, MoE, MLA, and recurrent states.
+TYPES = (
+    *("llama", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3", "olmo2", "granite", "cohere2"),
+    *(
+        "gpt_oss",
+        "mixtral",
+        "qwen3_moe",
+        "deepseek_v3",
+        "qwen3_5_text",
+        "granitemoehybrid",
+        "jamba",
+    ),
+)
+WINDOWED = ("gemma2", "gemma3_text", "mistral", "mixtral", "cohere2", "gpt_oss")
+TYPES_OF_FOUR = ("llama", "gemma3_text", "qwen3_moe")
+
+
+def require_equal(ranks, model_type):
+    for rank in ranks:
+        found = rank[model_type]
+        assert found["is_equal"] == [True, True]
+        # A split sum rounds otherwise than a whole one, as a plain forward of the split model does.
+        assert max(found["differences"]) <= 1e-5
+        # A window of the last tokens needs fewer blocks.
+        assert found["preemptions"] > 0 or model_type in WINDOWED
+    assert all(rank[model_type]["tokens"] == ranks[0][model_type]["tokens"] for rank in ranks)
+
+
+@pytest.fixture(scope="module")
+def pair():
+    return run_processes("distributed/tensor_parallel_rollouts.py", ",".join(TYPES))
+
+
+@pytest.fixture(scope="module")
+def four():
+    name = "distributed/tensor_parallel_rollouts.py"
+    return run_processes(name, ",".join(TYPES_OF_FOUR), num_processes=4)
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_two_processes_sample_what_one_does(pair, model_type):
+    require_equal(pair, model_type)
+
+
+@pytest.mark.parametrize("model_type", TYPES_OF_FOUR)
+def test_four_processes_sample_what_one_does(four, model_type):
+    require_equal(four, model_type)
+
+
+def test_pages_are_split_with_the_heads(pair, four):
+    assert {rank["llama"]["key_heads"] for rank in pair} == {2}
+    assert {rank["llama"]["key_heads"] for rank in four} == {1}
+
+
+def test_random_calls_deliver_the_same_on_every_process():
+    ranks = run_processes("distributed/tensor_parallel_schedule.py", "100")
+    for rank in ranks:
+        assert rank["delivered"] == ranks[0]["delivered"]
+        assert rank["preemptions"] == ranks[0]["preemptions"] > 0
+        assert rank["blocks"] == 0
+        assert max(rank["difference"], rank["difference_after"]) <= 1e-5
+        # A group draws one series of numbers, and two equal requests differ in it.
+        assert rank["drawn"] == ranks[0]["drawn"]
+        assert rank["drawn"][0] != rank["drawn"][1]
+
+
+@pytest.mark.parametrize("way", ["raise", "kill", "raise_leader", "other_call"])
+def test_a_failure_on_one_process_ends_all_of_them(way):
+    with pytest.raises(AssertionError) as caught:
+        run_processes("distributed/tensor_parallel_failing.py", way)
+    said = str(caught.value)
+    assert "ended with 0" not in said
+    if way == "other_call":
+        assert "must make the same calls in the same order" in said
+    elif way != "kill":
+        assert "no such expert" in said
+    assert "timed out" not in said
+    assert "ended late" not in said
+
+
+def test_a_stock_trainer_trains_a_split_model(tmp_path):
+    ranks = run_processes("distributed/trl_tensor_parallel.py")
+    alone = tiny_trainer(tmp_path, **TENSOR_PARALLEL)
+    record = play_back(alone, ranks[0]["turns"])
+    alone.train()
+    for rank in ranks:
+        assert rank["turns"] == ranks[0]["turns"]
+        assert max(rank["drifts"]) <= 1e-5
+        assert len(rank["losses"]) == 3
+        assert rank["losses"] == pytest.approx(record.losses, abs=1e-4)

@@ -1,0 +1,346 @@
+"""A pool on a local Ray cluster samples as one engine, whatever happens to its workers."""
+
+import operator
+import random
+import threading
+import time
+from collections import Counter
+from dataclasses import replace
+
+import psutil
+import pytest
+import torch
+from tiny import char_tokenizer, plain_logprobs, tiny_model
+
+from cb_rollout import (
+    EngineDeadError,
+    IncompleteRolloutError,
+    InvalidRequestError,
+    RolloutConfig,
+    RolloutGenerator,
+    SamplingParams,
+    WeightSyncError,
+)
+from cb_rollout.errors import ConfigurationError, RolloutError
+
+ray = pytest.importorskip("ray")
+from cb_rollout.integrations.ray import RolloutPool  # noqa: E402
+
+pytestmark = pytest.mark.slow
+
+CONFIG = RolloutConfig(num_blocks=256, max_requests_per_batch=16, seed=11)
+WAIT = 300.0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster():
+    ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    path = tmp_path_factory.mktemp("checkpoint")
+    tokenizer = char_tokenizer()
+    tokenizer.save_pretrained(path)
+    tiny_model().save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def pool(checkpoint):
+    with RolloutPool(
+        checkpoint, CONFIG, num_workers=2, tokenizer=char_tokenizer(), timeout_seconds=WAIT
+    ) as made:
+        wait_until(lambda: made.num_alive == 2)
+        yield made
+
+
+def wait_until(is_true, seconds=WAIT):
+    pause = threading.Event()
+    for _ in range(int(seconds / 0.05)):
+        if is_true():
+            return
+        pause.wait(0.05)
+    raise AssertionError("it never became true")
+
+
+def handles(pool):
+    """The actors of the workers that have started, by number."""
+    return {
+        number: worker.handle.actor
+        for number, worker in dict(pool._supervisor._workers).items()
+        if worker.description is not None
+    }
+
+
+def process_ids(pool):
+    workers = dict(pool._supervisor._workers).values()
+    return [w.description.process_id for w in workers if w.description is not None]
+
+
+def weights_of(version):
+    """Other weights for every version, and of version 0 the checkpoint's."""
+    model = tiny_model()
+    if version:
+        generator = torch.Generator().manual_seed(version)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                noise = torch.randn(parameter.shape, generator=generator)
+                parameter.add_(0.05 * parameter.std() * noise if parameter.dim() > 1 else 0.0)
+    return model
+
+
+def largest_error(output, models):
+    """Of any log-probability, against a plain forward of the weights of its token's version."""
+    start, errors = 0, [0.0]
+    for version, count in output.policy_versions:
+        expected = plain_logprobs(models(version), output.prompt_ids, output.generated_tokens)
+        part = slice(start, start + count)
+        pairs = zip(output.logprobs[part], expected[part], strict=True)
+        errors += [abs(ours - theirs) for ours, theirs in pairs]
+        start += count
+    assert start == len(output.generated_tokens) == len(output.logprobs)
+    return max(errors)
+
+
+def test_a_pool_samples_what_a_generator_samples(pool, checkpoint):
+    prompts = [[5, 6, 7 + i % 9] for i in range(24)]
+    params = SamplingParams(max_new_tokens=24)
+    fresh = RolloutConfig(num_blocks=256, max_requests_per_batch=16, seed=11)
+    with RolloutGenerator(tiny_model(), fresh, tokenizer=char_tokenizer()) as generator:
+        expected = generator.generate_batch(prompts, sampling_params=params, num_return_sequences=2)
+        texts = generator.generate_batch(["ab", "cd"], sampling_params=params)
+    found = pool.generate_batch(prompts, sampling_params=params, num_return_sequences=2)
+    found |= pool.generate_batch(["ab", "cd"], sampling_params=params)
+    assert list(found) == list(expected | texts)
+    for request_id, output in (expected | texts).items():
+        assert found[request_id].prompt_ids == output.prompt_ids
+        assert found[request_id].generated_tokens == output.generated_tokens
+        assert found[request_id].logprobs == pytest.approx(output.logprobs, abs=1e-5)
+        assert found[request_id].finish_reason is output.finish_reason
+        assert found[request_id].policy_versions == output.policy_versions
+
+
+def test_what_a_generator_refuses_a_pool_refuses_before_anything_is_sampled(pool):
+    with pytest.raises(InvalidRequestError, match="outside the model's vocabulary"):
+        pool.generate_batch([[5], [9999]])
+    started = pool._supervisor._num_started
+    for processor, reason in ((operator.getitem, "IndexError"), (unknown, "No module named")):
+        params = SamplingParams(logits_processors=(processor,), max_new_tokens=3)
+        with pytest.raises(IncompleteRolloutError, match=reason):
+            pool.generate_batch([[5]], sampling_params=params)
+    assert (pool._supervisor._num_started, pool.num_alive) == (started, 2)
+    outputs = pool.generate_batch([[5], [9999]], max_new_tokens=3, on_error="return")
+    assert [output.status.value for output in outputs.values()] == ["finished", "failed"]
+    with pytest.raises(RolloutError, match="neither pickled nor copied"):
+        ray.put(pool)
+
+
+def unknown(input_ids, scores):
+    """A function of a module that the workers do not have."""
+    raise AssertionError
+
+
+def test_stop_strings_and_timestamps_come_back(pool):
+    params = SamplingParams(max_new_tokens=60, stop=("e",), ignore_eos=True)
+    outputs = pool.generate_batch(
+        ["abc"], sampling_params=params, num_return_sequences=4, record_timestamps=True
+    )
+    tokenizer = char_tokenizer()
+    for output in outputs.values():
+        text = tokenizer.decode(output.generated_tokens)
+        assert ("e" in text) == (output.finish_reason.value == "stop")
+        assert output.created_time <= output.timestamps[0] <= output.timestamps[-1]
+        assert len(output.timestamps) == len(output.generated_tokens)
+
+
+def test_synced_weights_are_those_that_every_worker_samples_from(pool):
+    version = pool.policy_version + 1
+    model = weights_of(version)
+    report = pool.sync_weights(model)
+    assert (report.policy_version, pool.policy_version) == (version, version)
+    held = sum(tensor.nbytes for tensor in {*model.parameters(), *model.buffers()})
+    assert held <= report.bytes_copied <= held + 64 * 40
+    outputs = pool.generate_batch([[5, 6, i] for i in range(40)], max_new_tokens=12)
+    for output in outputs.values():
+        assert output.policy_versions == [(version, len(output.generated_tokens))]
+        assert largest_error(output, lambda _: model) < 1e-5
+    with pytest.raises(WeightSyncError, match="two trainers update one pool"):
+        pool.sync_weights(tiny_model())
+    with pytest.raises(WeightSyncError, match=f"version {version} do not follow"):
+        pool.sync_weights(model, policy_version=version)
+    with pytest.raises(WeightSyncError, match="not given"):
+        pool.sync_weights({})
+    assert pool.policy_version == version
+
+
+@pytest.mark.parametrize("fault", ["checksum", "cut off"])
+def test_a_damaged_update_is_refused_by_all_and_the_old_weights_stay(pool, fault, monkeypatch):
+    version = pool.policy_version
+    put = pool._cluster.put
+
+    def damaged(buffer):
+        if fault == "cut off":
+            return put(buffer[:-64])
+        buffer[17] ^= 1
+        return put(buffer)
+
+    monkeypatch.setattr(pool._cluster, "put", damaged)
+    with pytest.raises(WeightSyncError, match=f"all 2 workers refused: .*{fault}"):
+        pool.sync_weights(weights_of(99).state_dict())
+    monkeypatch.undo()
+    assert (pool.policy_version, pool.num_alive) == (version, 2)
+    (output,) = pool.generate_batch([[5, 6]], max_new_tokens=12).values()
+    assert largest_error(output, weights_of) < 1e-5
+
+
+def test_a_worker_killed_in_the_middle_of_an_update_is_replaced_by_one_that_has_it(pool):
+    version = pool.policy_version + 1
+    victim = next(iter(handles(pool).values()))
+    state = weights_of(version).state_dict()
+    sent = pool._supervisor._send
+
+    def send_and_kill(worker, *arguments):
+        sent(worker, *arguments)
+        if worker.handle.actor is victim:
+            ray.kill(victim)
+
+    pool._supervisor._send = send_and_kill
+    try:
+        pool.sync_weights(state)
+    finally:
+        del pool._supervisor._send
+    outputs = pool.generate_batch([[5, 6, i] for i in range(20)], max_new_tokens=12)
+    wait_until(lambda: pool.num_alive == 2)
+    outputs |= pool.generate_batch([[5, 6, i] for i in range(20)], max_new_tokens=12)
+    for output in outputs.values():
+        assert output.policy_versions == [(version, len(output.generated_tokens))]
+        assert largest_error(output, weights_of) < 1e-5
+
+
+def test_a_sequence_goes_on_elsewhere_with_the_tokens_it_had(pool):
+    """A killed worker's sequences end with the tokens that they would have had."""
+
+    def slowly(input_ids, scores):
+        time.sleep(0.02)
+        return scores
+
+    params = SamplingParams(max_new_tokens=60, ignore_eos=True, seed=5)
+    outputs = pool.generate_batch([[5], [6]], sampling_params=params)
+    expected = [output.generated_tokens for output in outputs.values()]
+    wait_until(lambda: pool.num_alive == 2)
+    dispatcher = pool._supervisor._dispatcher
+    killed = []
+
+    def kill_one_with_tokens():
+        while not killed:
+            items = list(dispatcher._items.values())
+            killed.extend([one.worker for one in items if len(one.token_ids) > 5][:1])
+        ray.kill(handles(pool)[killed[0]])
+
+    threading.Thread(target=kill_one_with_tokens, daemon=True).start()
+    slow = replace(params, logits_processors=(slowly,))
+    found = list(pool.generate_batch([[5], [6]], sampling_params=slow).values())
+    assert killed
+    assert killed[0] not in pool._supervisor._workers
+    assert [output.generated_tokens for output in found] == expected
+    assert max(largest_error(output, weights_of) for output in found) < 1e-5
+
+
+def test_a_model_that_no_worker_can_load_is_its_own_error(tmp_path):
+    with pytest.raises(ValueError, match="Unrecognized model"):
+        RolloutPool(str(tmp_path), CONFIG, num_workers=1)
+    with pytest.raises(ConfigurationError, match="num_workers=0"):
+        RolloutPool(str(tmp_path), CONFIG, num_workers=0)
+    with pytest.raises(ConfigurationError, match="leave it at 'auto'"):
+        RolloutPool(str(tmp_path), RolloutConfig(weight_sync="shared"), num_workers=1)
+
+
+def test_resources_that_the_cluster_lacks_are_named(checkpoint):
+    with pytest.raises(EngineDeadError, match=r"CPU.*resources_per_worker"):
+        RolloutPool(
+            checkpoint,
+            CONFIG,
+            num_workers=1,
+            resources_per_worker={"accelerators": 1},
+            start_timeout_seconds=2.0,
+        )
+
+
+NUM_REQUESTS, NUM_VERSIONS, NUM_KILLS, CHUNK = 1200, 20, 2, 60
+
+
+def prompt_of(number):
+    return [5 + number % 7, 6, number % 251]
+
+
+class Sampling:
+    """Two threads that sample all requests, chunk by chunk."""
+
+    def __init__(self, pool):
+        self.pool, self.outputs, self.failures = pool, {}, []
+        self.threads = [
+            threading.Thread(target=self.run, args=(first,), daemon=True) for first in (0, CHUNK)
+        ]
+        for thread in self.threads:
+            thread.start()
+
+    def run(self, first):
+        chance = random.Random(first)
+        try:
+            for start in range(first, NUM_REQUESTS, 2 * CHUNK):
+                prompts = [prompt_of(number) for number in range(start, start + CHUNK)]
+                lengths = [chance.randint(1, 24) for _ in prompts]
+                found = self.pool.generate_batch(prompts, max_new_tokens=lengths)
+                for length, output in zip(lengths, found.values(), strict=True):
+                    assert 1 <= len(output.generated_tokens) <= length
+                assert not found.keys() & self.outputs.keys()
+                self.outputs.update(found)
+        except BaseException as error:
+            self.failures.append(error)
+            raise
+
+    def wait_for(self, count):
+        wait_until(lambda: self.failures or len(self.outputs) >= count)
+        assert not self.failures
+
+
+def test_nothing_is_lost_while_workers_die_and_weights_change(checkpoint):
+    """Three workers, 20 versions, two workers killed at random moments and one added."""
+    chance = random.Random(0)
+    kills = chance.sample(range(1, NUM_VERSIONS), NUM_KILLS)
+    with RolloutPool(checkpoint, CONFIG, num_workers=3, timeout_seconds=WAIT) as pool:
+        wait_until(lambda: pool.num_alive == 3)
+        processes = set(process_ids(pool))
+        sampling = Sampling(pool)
+        for version in range(1, NUM_VERSIONS + 1):
+            sampling.wait_for(version * (NUM_REQUESTS - 4 * CHUNK) // NUM_VERSIONS)
+            if version in kills:
+                ray.kill(chance.choice(list(handles(pool).values())))
+            if version == NUM_VERSIONS // 2:
+                pool.resize(4)
+            processes |= set(process_ids(pool))
+            pool.sync_weights(weights_of(version).state_dict())
+        sampling.wait_for(NUM_REQUESTS)
+        wait_until(lambda: pool.num_alive == 4)
+        processes |= set(process_ids(pool))
+        dispatcher = pool._supervisor._dispatcher
+        assert (len(dispatcher), dispatcher._items, dispatcher._sequences) == (0, {}, {})
+    require_exact(sampling.outputs.values())
+    assert len(processes) == 4 + NUM_KILLS
+    assert not [process for process in processes if psutil.pid_exists(process)]
+
+
+def require_exact(outputs):
+    prompts = Counter(tuple(output.prompt_ids) for output in outputs)
+    assert prompts == Counter(tuple(prompt_of(number)) for number in range(NUM_REQUESTS))
+    models = {version: weights_of(version) for version in range(NUM_VERSIONS + 1)}
+    seen = Counter()
+    for output in outputs:
+        versions = [version for version, _ in output.policy_versions]
+        assert versions == sorted(set(versions))
+        seen.update(versions)
+        assert largest_error(output, models.__getitem__) < 1e-5
+    assert len(seen) > NUM_VERSIONS // 2

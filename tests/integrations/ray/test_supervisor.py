@@ -1,0 +1,366 @@
+"""Workers that die, hang or refuse are replaced; every wait of a pool ends."""
+
+import threading
+
+import pytest
+
+from cb_rollout import EngineDeadError, RequestStatus, SamplingParams, WeightSyncError
+from cb_rollout.config.enums import InFlight
+from cb_rollout.engine.request import Request
+from cb_rollout.engine.service.output_queue import OutputQueue
+from cb_rollout.errors import ConfigurationError, RolloutError
+from cb_rollout.integrations.ray.cluster import WorkerLostError
+from cb_rollout.integrations.ray.supervisor import (
+    MAX_FAILED_STARTS,
+    PublishedWeights,
+    WorkerSupervisor,
+)
+from cb_rollout.integrations.ray.weight_update import PackedWeights
+from cb_rollout.integrations.ray.worker import WorkerDescription, WorkerReport
+from cb_rollout.types import FinishReason, GenerationOutput
+
+CLOSED = EngineDeadError("closed")
+WAIT = 20.0
+
+
+class Reference:
+    """The result of a call, once there is one."""
+
+    def __init__(self, result=None):
+        self.result = result
+
+
+class FakeWorker:
+    """Answers at once; a script says to what it does not."""
+
+    def __init__(self, number, script):
+        self.number, self.script = number, script
+        self.items, self.versions, self.num_forwards, self.is_killed = [], [0], 0, False
+
+    def answer(self, method, arguments):
+        result = self.script(self, method)
+        if result is not None:
+            return result
+        if method == "submit":
+            self.items += arguments[0]
+        elif method == "update":
+            self.versions.append(arguments[0].version)
+        elif method == "report":
+            done, self.items = self.items, []
+            self.num_forwards += len(done)
+            return WorkerReport([self.output(item) for item in done], [], self.num_forwards)
+        return None
+
+    def output(self, item):
+        return GenerationOutput(
+            item.item_id,
+            item.prompt_ids,
+            [self.number],
+            [-1.0],
+            RequestStatus.FINISHED,
+            FinishReason.STOP,
+            policy_versions=[(self.versions[-1], 1)],
+        )
+
+
+HANGS = object()
+DESCRIPTION = WorkerDescription(
+    9, None, 99, (), frozenset(), frozenset(), SamplingParams(), 4, (), 0
+)
+
+
+class FakeCluster:
+    """Calls that are answered as soon as they are waited for."""
+
+    def __init__(self, script=lambda worker, method: None):
+        self.script, self.workers, self.is_closed = script, [], False
+        self.answered = threading.Event()
+
+    def start_worker(self, *arguments):
+        worker = FakeWorker(len(self.workers), self.script)
+        self.workers.append(worker)
+        result = self.script(worker, "start")
+        return worker, Reference((DESCRIPTION, "here") if result is None else result)
+
+    def note_process(self, handle, process_id, node):
+        pass
+
+    def call(self, handle, method, *arguments):
+        return Reference(handle.answer(method, arguments))
+
+    def update(self, handle, update, references, in_flight, seconds):
+        return Reference(handle.answer("update", (update,)))
+
+    def finished(self, references, seconds):
+        found = [one for one in references if one.result is not HANGS]
+        if not found:
+            self.answered.wait(seconds)
+        return found
+
+    def result(self, reference):
+        if isinstance(reference.result, Exception):
+            raise reference.result
+        return reference.result
+
+    def resources(self):
+        return {"CPU": 1.0}
+
+    def kill(self, handle):
+        handle.is_killed = True
+
+    def close(self):
+        self.is_closed = True
+
+
+@pytest.fixture
+def supervise():
+    made = []
+
+    def make(cluster, num_workers=2, timeout=WAIT, start_timeout=WAIT):
+        made.append(WorkerSupervisor(cluster, (), num_workers, timeout, start_timeout))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close(CLOSED)
+
+
+def requests(count):
+    return [
+        Request(f"req_{i}", [1, 2], SamplingParams(), 9, frozenset(), seed=i, group=i)
+        for i in range(count)
+    ]
+
+
+def sample(supervisor, count=6):
+    queue = OutputQueue()
+    supervisor.submit(requests(count), queue)
+    found = [queue.take(timeout=WAIT) for _ in range(count)]
+    assert None not in found
+    assert sorted(output.request_id for output in found) == [f"req_{i}" for i in range(count)]
+    return found
+
+
+def weights(version):
+    packed = PackedWeights({}, ())
+    list(packed.buffers())
+    return PublishedWeights(version, packed.update(version))
+
+
+def update(supervisor, version):
+    with supervisor.updating(version):
+        supervisor.update(weights(version), InFlight.RECOMPUTE)
+
+
+def wait_until(is_true):
+    done = threading.Event()
+    for _ in range(int(WAIT / 0.01)):
+        if is_true():
+            return
+        done.wait(0.01)
+    raise AssertionError("it never became true")
+
+
+def test_every_worker_samples_and_close_ends_all(supervise):
+    cluster = FakeCluster()
+    supervisor = supervise(cluster)
+    assert supervisor.first_description() is DESCRIPTION
+    wait_until(lambda: supervisor.num_alive == 2)
+    assert {output.generated_tokens[0] for output in sample(supervisor)} == {0, 1}
+    supervisor.close(CLOSED)
+    assert cluster.is_closed
+    with pytest.raises(EngineDeadError, match="closed"):
+        supervisor.submit(requests(1), OutputQueue())
+
+
+@pytest.mark.parametrize("method", ["submit", "report"])
+def test_a_dead_worker_is_replaced_and_its_sequences_go_on(supervise, method):
+    def script(worker, called):
+        dies = worker.number == 0 and called == method and (worker.items or called == "submit")
+        return WorkerLostError("the node is gone") if dies else None
+
+    cluster = FakeCluster(script)
+    supervisor = supervise(cluster)
+    assert 0 not in {output.generated_tokens[0] for output in sample(supervisor)}
+    wait_until(lambda: supervisor.num_alive == 2)
+    assert cluster.workers[0].is_killed
+    assert len(cluster.workers) == 3
+
+
+def test_a_request_that_a_worker_cannot_read_fails_alone(supervise):
+    def script(worker, called):
+        return RolloutError("No module named 'mine'") if called == "submit" else None
+
+    cluster = FakeCluster(script)
+    supervisor = supervise(cluster)
+    wait_until(lambda: supervisor.num_alive == 2)
+    (output,) = sample(supervisor, 1)
+    assert output.status is RequestStatus.FAILED
+    assert "No module named 'mine'" in output.error
+    assert "picklable" in output.error
+    assert (supervisor.num_alive, len(cluster.workers)) == (2, 2)
+
+
+@pytest.mark.parametrize("how", ["no answer", "no forward"])
+def test_a_worker_that_hangs_is_replaced_and_its_sequences_go_on(supervise, how):
+    def script(worker, called):
+        if worker.number or called != "report" or not worker.items:
+            return None
+        return HANGS if how == "no answer" else WorkerReport([], [], 0)
+
+    supervisor = supervise(FakeCluster(script), timeout=0.3)
+    assert 0 not in {output.generated_tokens[0] for output in sample(supervisor)}
+
+
+def test_a_worker_that_does_not_answer_an_update_is_replaced_by_one_that_has_it(supervise):
+    cluster = FakeCluster(lambda w, called: HANGS if (w.number, called) == (0, "update") else None)
+    supervisor = supervise(cluster, timeout=0.3)
+    wait_until(lambda: supervisor.num_alive == 2)
+    update(supervisor, 1)
+    wait_until(lambda: supervisor.num_alive == 2)
+    assert {output.policy_versions[0] for output in sample(supervisor)} == {(1, 1)}
+    assert cluster.workers[0].is_killed
+    assert cluster.workers[2].versions == [0, 1]
+
+
+def test_a_worker_that_dies_in_an_update_is_replaced_by_one_that_has_it(supervise):
+    def script(worker, called):
+        dies = (worker.number, called) == (1, "update")
+        return WorkerLostError("killed") if dies else None
+
+    cluster = FakeCluster(script)
+    supervisor = supervise(cluster)
+    wait_until(lambda: supervisor.num_alive == 2)
+    update(supervisor, 1)
+    assert {output.policy_versions[0] for output in sample(supervisor)} == {(1, 1)}
+    wait_until(lambda: supervisor.num_alive == 2)
+
+
+def test_a_worker_that_refuses_samples_nothing_until_it_has_the_weights(supervise):
+    refusals = [WeightSyncError("a bit is wrong")]
+
+    def script(worker, called):
+        is_refused = (worker.number, called) == (0, "update") and refusals
+        return refusals.pop() if is_refused else None
+
+    cluster = FakeCluster(script)
+    supervisor = supervise(cluster)
+    wait_until(lambda: supervisor.num_alive == 2)
+    update(supervisor, 1)
+    wait_until(lambda: supervisor.num_alive == 2)
+    assert {output.policy_versions[0] for output in sample(supervisor)} == {(1, 1)}
+    assert cluster.workers[0].versions == [0, 1]
+    assert not cluster.workers[0].is_killed
+
+
+def test_a_worker_that_keeps_refusing_is_replaced(supervise):
+    def script(worker, called):
+        is_refused = (worker.number, called) == (0, "update")
+        return WeightSyncError("a bit is wrong") if is_refused else None
+
+    cluster = FakeCluster(script)
+    supervisor = supervise(cluster)
+    wait_until(lambda: supervisor.num_alive == 2)
+    update(supervisor, 1)
+    wait_until(lambda: cluster.workers[0].is_killed and supervisor.num_alive == 2)
+    assert {output.generated_tokens[0] for output in sample(supervisor)} == {1, 2}
+
+
+def test_weights_that_all_refuse_are_not_those_of_the_pool(supervise):
+    refusals = [WeightSyncError("a bit is wrong")] * 2
+    cluster = FakeCluster(
+        lambda w, called: refusals.pop() if called == "update" and refusals else None
+    )
+    supervisor = supervise(cluster)
+    wait_until(lambda: supervisor.num_alive == 2)
+    with pytest.raises(WeightSyncError, match="all 2 workers refused: a bit is wrong"):
+        update(supervisor, 1)
+    assert (supervisor.policy_version, supervisor.num_alive) == (0, 2)
+    assert {output.policy_versions[0] for output in sample(supervisor)} == {(0, 1)}
+    update(supervisor, 1)
+    assert supervisor.policy_version == 1
+
+
+def test_a_second_trainer_is_refused(supervise):
+    supervisor = supervise(FakeCluster())
+    supervisor.first_description()
+    update(supervisor, 1)
+    with pytest.raises(WeightSyncError, match="version 1 do not follow version 1"):
+        update(supervisor, 1)
+    with pytest.raises(WeightSyncError, match="version 3 do not follow version 1"):
+        update(supervisor, 3)
+    with (
+        supervisor.updating(2),
+        pytest.raises(WeightSyncError, match="version 2 is being sent by another thread"),
+    ):
+        update(supervisor, 2)
+    update(supervisor, 2)
+
+
+def test_a_worker_that_joins_late_gets_the_current_weights_first(supervise):
+    cluster = FakeCluster()
+    supervisor = supervise(cluster, num_workers=1)
+    supervisor.first_description()
+    update(supervisor, 1)
+    update(supervisor, 2)
+    supervisor.resize(3)
+    wait_until(lambda: supervisor.num_alive == 3)
+    assert [worker.versions for worker in cluster.workers] == [[0, 1, 2], [0, 2], [0, 2]]
+    supervisor.resize(1)
+    assert supervisor.num_alive == 1
+    assert len(sample(supervisor)) == 6
+
+
+def test_a_model_that_is_refused_raises_its_own_error(supervise):
+    cluster = FakeCluster(
+        lambda w, called: ConfigurationError("no such model") if called == "start" else None
+    )
+    supervisor = supervise(cluster)
+    with pytest.raises(ConfigurationError, match="no such model"):
+        supervisor.first_description()
+
+
+def test_workers_that_never_start_again_end_the_pool_and_not_its_callers(supervise):
+    def script(worker, called):
+        if called == "submit" or (called == "start" and worker.number):
+            return WorkerLostError("out of memory")
+        return None
+
+    cluster = FakeCluster(script)
+    supervisor = supervise(cluster, num_workers=1)
+    supervisor.first_description()
+    queue = OutputQueue()
+    supervisor.submit(requests(2), queue)
+    with pytest.raises(EngineDeadError, match=f"{MAX_FAILED_STARTS} workers in a row.*memory"):
+        queue.take(timeout=WAIT)
+    with pytest.raises(EngineDeadError):
+        update(supervisor, 1)
+
+
+def test_no_worker_in_time_is_an_error_that_names_the_knob(supervise):
+    cluster = FakeCluster(lambda w, called: HANGS if called == "start" else None)
+    supervisor = supervise(cluster, start_timeout=0.1)
+    with pytest.raises(EngineDeadError, match=r"start_timeout_seconds=0.1.*resources_per_worker"):
+        supervisor.first_description()
+
+
+def test_a_bug_in_the_pool_reaches_those_who_wait(supervise):
+    cluster = FakeCluster(lambda w, called: HANGS if called == "report" else None)
+    supervisor = supervise(cluster)
+    supervisor.first_description()
+    queue = OutputQueue()
+    supervisor.submit(requests(1), queue)
+    cluster.finished = lambda references, seconds: 1 / 0
+    with pytest.raises(EngineDeadError, match="ZeroDivisionError"):
+        queue.take(timeout=WAIT)
+
+
+def test_cancelled_sequences_are_ended_at_their_worker(supervise):
+    cluster = FakeCluster(lambda w, called: HANGS if called == "report" and w.items else None)
+    supervisor = supervise(cluster)
+    supervisor.first_description()
+    queue = OutputQueue()
+    supervisor.submit(requests(3), queue)
+    supervisor.cancel(["req_0", "req_1", "req_2"])
+    statuses = {queue.take(timeout=WAIT).status for _ in range(3)}
+    assert statuses == {RequestStatus.CANCELLED}

@@ -1,0 +1,158 @@
+"""Captured decode steps run the compiled forward, or the model's own and say why."""
+
+import pytest
+import torch
+from fast_path import Playback, pretend_cuda
+from tiny import plain_logprobs, tiny_model
+
+from cb_rollout import RolloutConfig, RolloutGenerator, SamplingParams
+from cb_rollout.compat import inductor
+from cb_rollout.engine.cuda_graphs import selection
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu does this on a GPU")
+
+SMALL = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 1}
+ONE = {"use_cuda_graph": True, "max_requests_per_batch": 1}
+SHORT = [9, 8, 7, 6]
+PARAMS = SamplingParams(ignore_eos=True, max_new_tokens=3)
+
+
+def generator_of(model, **settings):
+    sizes = {"block_size": 8, "num_speculative_tokens": 0}
+    return RolloutGenerator(model, RolloutConfig(seed=1, **sizes | settings))
+
+
+def run_by_operators(graph, options):
+    """In place of inductor: a list of operators, compiled at once."""
+    assert options["emulate_precision_casts"] is True
+    return torch.fx.GraphModule({}, graph).forward
+
+
+@pytest.fixture
+def fast(monkeypatch):
+    pretend_cuda(monkeypatch)
+    monkeypatch.setattr(selection, "COMPILED_DEVICES", {"cpu"})
+
+
+@pytest.fixture
+def quick(fast, monkeypatch):
+    monkeypatch.setattr(inductor, "compile_graph", run_by_operators)
+
+
+def assert_right(generator, model):
+    """The tokens of a rollout, whose log-probabilities are those of the plain forward."""
+    (output,) = generator.generate_batch([SHORT], sampling_params=PARAMS).values()
+    expected = plain_logprobs(model, SHORT, output.generated_tokens)
+    assert output.logprobs == pytest.approx(expected, abs=1e-5)
+    return output.generated_tokens
+
+
+def trace_of(generator):
+    return generator.manager._engine._runner.attention_backend.traced_forward.trace
+
+
+def test_a_graph_captures_the_compiled_forward_which_follows_weights_in_place(quick):
+    model = tiny_model("qwen3", **SMALL)
+    with generator_of(model, **ONE) as generator:
+        assert "; forwards: compiled; CUDA graphs: on" in generator.manager.decode_path
+        trace = trace_of(generator)
+        assert_right(generator, model)
+        # Captures the graph of short rows, whose keys are not cut.
+        generator.manager.warmup()
+        captured = Playback.num_captures
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.mul_(1.3)
+        generator.sync_weights()
+        assert_right(generator, model)
+        assert trace_of(generator) is trace
+        assert Playback.num_captures == captured
+
+
+@pytest.mark.slow
+def test_a_moved_weight_or_a_replaced_forward_is_compiled_anew_and_a_hook_runs_the_model(quick):
+    model = tiny_model("qwen3", **SMALL)
+    mlp, seen = model.model.layers[0].mlp, []
+    with generator_of(model, **ONE) as generator:
+        trace = trace_of(generator)
+        mlp.forward = lambda states: 2 * type(mlp).forward(mlp, states)
+        generator.sync_weights()
+        assert_right(generator, model)
+        assert trace_of(generator) not in (None, trace)
+        hook = mlp.register_forward_hook(lambda *_: seen.append(1))
+        generator.sync_weights()
+        seen.clear()
+        tokens = assert_right(generator, model)
+        assert len(seen) >= len(tokens)
+        assert "forwards: by the model, until compiled" in generator.manager.decode_path
+        hook.remove()
+        generator.sync_weights()
+        assert_right(generator, model)
+        assert "forwards: compiled" in generator.manager.decode_path
+
+
+def fails(graph, options):
+    raise RuntimeError("no compiler")
+
+
+def computes_something_else(graph, options):
+    module = torch.fx.GraphModule({}, graph)
+    return lambda *inputs: module(*inputs).flip(-1)
+
+
+@pytest.mark.parametrize(
+    ("compiler", "reason"),
+    [
+        (fails, r"it does not compile: RuntimeError: no compiler"),
+        (computes_something_else, r"with 1 rows it computes something else"),
+    ],
+)
+def test_what_does_not_compile_is_captured_as_the_model_computes_it(
+    compiler, reason, fast, monkeypatch, caplog
+):
+    monkeypatch.setattr(inductor, "compile_graph", compiler)
+    model = tiny_model("qwen3", **SMALL)
+    with generator_of(model, **ONE) as generator:
+        path = generator.manager.decode_path
+        assert f"forwards: by the model, not compiled ({reason}); CUDA graphs: on" in path
+        assert reason in caplog.text
+        assert_right(generator, model)
+
+
+def test_a_compiled_forward_that_cannot_be_captured_leaves_the_models_own(quick, monkeypatch):
+    tried = []
+
+    def capture(self, step, capture=Playback.__call__):
+        tried.append(step)
+        if len(tried) == 1:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return capture(self, step)
+
+    monkeypatch.setattr(Playback, "__call__", capture)
+    model = tiny_model("qwen3", **SMALL)
+    with generator_of(model, **ONE) as generator:
+        path = generator.manager.decode_path
+        assert "forwards: by the model, not compiled (it cannot be captured: " in path
+        assert "CUDA graphs: on" in path
+        assert_right(generator, model)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"use_default_compile_configs": False}, {"use_cuda_graph": False}]
+)
+def test_a_compilation_is_switched_off(settings, fast, monkeypatch):
+    monkeypatch.setattr(inductor, "compile_graph", fails)
+    with generator_of(tiny_model("qwen3", **SMALL), **{**ONE, **settings}) as generator:
+        assert "; forwards: by the model; CUDA graphs: o" in generator.manager.decode_path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3", "gpt_oss"])
+def test_inductors_code_gives_the_models_tokens(family, fast):
+    model = tiny_model(family, **SMALL)
+    with generator_of(model, use_default_compile_configs=False, **ONE) as generator:
+        expected = assert_right(generator, model)
+    with generator_of(model, **ONE) as generator:
+        assert "forwards: compiled" in generator.manager.decode_path
+        assert assert_right(generator, model) == expected

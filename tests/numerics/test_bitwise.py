@@ -1,0 +1,175 @@
+"""numerics="bitwise": rollout log-probabilities are the trainer's forward's, bit for bit."""
+
+import random
+
+import pytest
+import torch
+from tiny import largest_difference, tiny_model
+from transformers import PreTrainedModel
+
+import cb_rollout
+from cb_rollout import ConfigurationError, RolloutConfig, RolloutGenerator, SamplingParams, bitwise
+from cb_rollout.engine.numerics import attention, kernels, operators
+
+LENGTHS = (3, 26, 1, 17)
+
+own = kernels.multiply
+
+
+def rows_of(lengths: tuple[int, ...], seed: int = 0) -> list[list[int]]:
+    drawn = random.Random(seed)
+    return [[drawn.randrange(3, 250) for _ in range(length)] for length in lengths]
+
+
+def padded(
+    model: PreTrainedModel, rows: list[list[int]], starts: list[int], width: int
+) -> list[torch.Tensor]:
+    """Each row's logits, by one forward of a batch in which it begins at that column."""
+    ids, mask = torch.zeros(2, len(rows), width, dtype=torch.int64)
+    for index, (row, start) in enumerate(zip(rows, starts, strict=True)):
+        ids[index, start : start + len(row)] = torch.tensor(row)
+        mask[index, start : start + len(row)] = 1
+    logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+    return [logits[i, s : s + len(r)] for i, (r, s) in enumerate(zip(rows, starts, strict=True))]
+
+
+def alone(model: PreTrainedModel, rows: list[list[int]]) -> list[torch.Tensor]:
+    return [model(input_ids=torch.tensor([row]), use_cache=False).logits[0] for row in rows]
+
+
+def are_equal(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
+    return all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["qwen3", "gpt2", "bloom", "gpt_oss"])
+def test_a_row_is_the_same_bits_padded_on_either_side(family, dtype):
+    model, rows = tiny_model(family).to(dtype), rows_of(LENGTHS)
+    with bitwise(model):
+        with torch.no_grad():
+            expected = alone(model, rows)
+        for starts in ([0] * 4, [30 - len(row) for row in rows], [4, 1, 9, 2]):
+            assert are_equal(padded(model, rows, starts, 30), expected)
+
+
+def test_gradients_are_the_plain_forwards():
+    model, rows = tiny_model("gpt_oss"), rows_of(LENGTHS)
+    starts = [30 - len(row) for row in rows]
+
+    def gradients() -> dict[str, torch.Tensor]:
+        model.zero_grad()
+        # With a mask and no positions, the plain forward counts columns.
+        torch.cat(padded(model, rows[1:2], [0], 26)).logsumexp(-1).sum().backward()
+        return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+    plain = gradients()
+    with bitwise(model):
+        found = gradients()
+        assert any("sinks" in name for name in found)
+        torch.cat(padded(model, rows, starts, 30)).sum().backward()
+    for name, gradient in plain.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-3, atol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("qwen3", {"block_size": 3, "max_batch_tokens": 16, "num_speculative_tokens": 0}),
+        ("qwen3", {"num_blocks": 20, "block_size": 4}),
+        ("mistral", {"use_cuda_graph": False}),
+        pytest.param("qwen3_moe", {"allow_block_sharing": False}, marks=pytest.mark.slow),
+        pytest.param("bloom", {}, marks=pytest.mark.slow),
+        pytest.param("deepseek_v3", {}, marks=pytest.mark.slow),
+        pytest.param("lfm2", {}, marks=pytest.mark.slow),
+        pytest.param("gpt_oss", {"block_size": 5}, marks=pytest.mark.slow),
+        pytest.param("llama", {"max_batch_tokens": 8}, marks=pytest.mark.slow),
+        pytest.param("gpt2", {}, marks=pytest.mark.slow),
+    ],
+)
+def test_sampled_logprobs_are_those_of_a_plain_forward(family, settings):
+    model = tiny_model(family)
+    params = SamplingParams(max_new_tokens=24, ignore_eos=True, temperature=0.7)
+    config = RolloutConfig(numerics="bitwise", seed=1, **settings)
+    with RolloutGenerator(model, config) as generator:
+        outputs = generator.generate_batch(
+            rows_of(LENGTHS), sampling_params=params, num_return_sequences=2
+        )
+    assert not operators.are_installed()
+    with bitwise(model):
+        assert largest_difference(model, outputs.values(), temperature=0.7) == 0
+
+
+def test_tokens_do_not_depend_on_what_else_is_in_the_batch():
+    model, rows = tiny_model(), rows_of(LENGTHS)
+    mixed = [
+        SamplingParams(max_new_tokens=40, ignore_eos=True, seed=index, **more)
+        for index, more in enumerate(({}, {"top_k": 5}, {"temperature": 0.0}, {"min_p": 0.1}))
+    ]
+    config = RolloutConfig(numerics="bitwise")
+    with RolloutGenerator(model, config) as generator:
+        together = generator.generate_batch(rows, sampling_params=mixed)
+        for row, params, beside in zip(rows, mixed, together.values(), strict=True):
+            (single,) = generator.generate_batch([row], sampling_params=[params]).values()
+            assert single.generated_tokens == beside.generated_tokens
+            assert single.logprobs == beside.logprobs
+
+
+def sums_in_two_halves(rows: torch.Tensor, weight: torch.Tensor, bias: object = None) -> object:
+    """A mutant: many rows are summed in another order."""
+    half = weight.shape[1] // 2 if rows.shape[0] > 4 else 0
+    parts = (own(rows[:, :half].contiguous(), weight[:, :half].contiguous(), bias)) if half else 0
+    rest = own(rows[:, half:].contiguous(), weight[:, half:].contiguous(), None if half else bias)
+    return parts + rest
+
+
+def counts_blocks_from_the_padding(query, key, value, mask, *, sinks_H, **settings) -> object:
+    """A mutant: values are added in blocks of eight columns."""
+    B, H, Q, S = *query.shape[:3], key.shape[2]
+    mask = torch.ones(Q, S, dtype=torch.bool).tril() if mask is None else mask
+    seen = mask.expand(B, H, Q, S)
+    scores = query @ key.repeat_interleave(H // key.shape[1], 1).transpose(2, 3)
+    weights = (scores * settings["scale"]).masked_fill(~seen, -torch.inf).softmax(-1)
+    values = value.repeat_interleave(H // key.shape[1], 1)
+    blocks = zip(weights.split(8, 3), values.split(8, 2), strict=True)
+    return sum(some @ of_these for some, of_these in blocks).transpose(1, 2)
+
+
+def test_a_mutant_product_is_refused(monkeypatch):
+    monkeypatch.setattr(operators, "multiply", sums_in_two_halves)
+    with pytest.raises(ConfigurationError, match="other bits for a row in a padded batch"):
+        RolloutGenerator(tiny_model(), RolloutConfig(numerics="bitwise"))
+
+
+def test_a_mutant_attention_is_refused(monkeypatch):
+    monkeypatch.setattr(attention.kernels, "attend", counts_blocks_from_the_padding)
+    with pytest.raises(ConfigurationError, match="other bits for a row in a padded batch"):
+        RolloutGenerator(tiny_model(), RolloutConfig(numerics="bitwise"))
+    assert not operators.are_installed()
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "granitemoehybrid"])
+def test_a_hybrid_that_chunks_its_scan_is_refused(family):
+    with pytest.raises(ConfigurationError, match="computes other bits"):
+        RolloutGenerator(tiny_model(family), RolloutConfig(numerics="bitwise"))
+
+
+def test_what_cannot_be_bitwise_is_refused_in_one_sentence():
+    for model, reason in (
+        (tiny_model().double(), "computes in torch.float64"),
+        (tiny_model(rope_parameters={"rope_type": "dynamic", "factor": 2.0}), "rope_type"),
+        (tiny_model("gpt2", resid_pdrop=0.1).train(), "drops activations at random"),
+        (tiny_model().to("meta"), "it runs on a CPU"),
+    ):
+        with pytest.raises(ConfigurationError, match=reason), bitwise(model):
+            pass
+    for settings in (
+        {"kv_dtype": "float8_e4m3fn"},
+        {"rollout_dtype": "bfloat16"},
+        {"use_default_compile_configs": True},
+    ):
+        with pytest.raises(ConfigurationError, match="numerics='bitwise'"):
+            RolloutConfig(numerics="bitwise", **settings)
+
+
+def test_the_public_name_is_the_context_manager():
+    assert cb_rollout.bitwise is bitwise

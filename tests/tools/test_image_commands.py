@@ -1,0 +1,102 @@
+"""The commands on a checkpoint of a vision-language model, saved with its processor."""
+
+import json
+import shutil
+
+import pytest
+from tiny import save_checkpoint
+from tiny_vision import picture, tiny_vision_model
+
+from cb_rollout import ConfigurationError, RolloutGenerator, SamplingParams
+from cb_rollout.rollout.checkpoint import load_model, load_tokenizer
+from cb_rollout.tools.dataset import generate_dataset
+from cb_rollout.tools.doctor import Level, checkpoint_findings
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("checkpoint")
+    model, processor = tiny_vision_model("llava")
+    model.save_pretrained(folder)
+    processor.save_pretrained(folder)
+    return str(folder)
+
+
+def chat(part):
+    content = [{"type": "text", "text": "w60"}, part, {"type": "text", "text": "w61"}]
+    return [{"role": "user", "content": content}]
+
+
+def test_rows_name_their_pictures_by_paths_beside_the_file(checkpoint, tmp_path):
+    (tmp_path / "pictures").mkdir()
+    for seed in (1, 2):
+        picture(seed).save(tmp_path / "pictures" / f"{seed}.png")
+    (tmp_path / "pictures" / "broken.png").write_bytes(b"\x89PNG\r\n\x1a\n and no more")
+    named = {"type": "image", "image": "pictures/1.png"}
+    rows = [
+        {"id": "chat", "messages": chat(named)},
+        {
+            "id": "openai",
+            "messages": chat({"type": "image_url", "image_url": {"url": "pictures/2.png"}}),
+        },
+        {"id": "text", "prompt": "w60 <image> w61", "images": ["pictures/1.png"]},
+        {"id": "broken", "prompt": "w60 <image>", "images": ["pictures/broken.png"]},
+        {"id": "plain", "prompt": "w60 w61"},
+    ]
+    (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    report = generate_dataset(
+        checkpoint,
+        tmp_path / "in.jsonl",
+        tmp_path / "out.jsonl",
+        progress_bar=False,
+        temperature=0.0,
+        max_new_tokens=4,
+    )
+    assert report.num_failed == 1
+    lines = (tmp_path / "out.jsonl").read_text().splitlines()
+    results = {result["id"]: result for result in map(json.loads, lines)}
+    assert results["broken"]["error"].startswith(
+        f"{tmp_path / 'in.jsonl'} line 4: image 0 cannot be read"
+    )
+    prompts = [
+        chat({"type": "image", "image": picture(1)}),
+        chat({"type": "image", "image": picture(2)}),
+        {"prompt": "w60 <image> w61", "images": [picture(1)]},
+        "w60 w61",
+    ]
+    with RolloutGenerator(
+        load_model(checkpoint), tokenizer=load_tokenizer(checkpoint)
+    ) as generator:
+        greedy = SamplingParams(temperature=0.0, max_new_tokens=4)
+        outputs = generator.generate_batch(prompts, sampling_params=greedy)
+    for name, output in zip(("chat", "openai", "text", "plain"), outputs.values(), strict=True):
+        assert results[name]["token_ids"] == output.generated_tokens
+
+
+def test_pictures_for_a_model_of_text_are_refused_before_it_loads(tmp_path):
+    picture(1).save(tmp_path / "a.png")
+    (tmp_path / "in.jsonl").write_text(json.dumps({"prompt": "a", "images": ["a.png"]}))
+    text_model = save_checkpoint(tmp_path)
+    with pytest.raises(
+        ConfigurationError, match=r"in.jsonl line 1 has images, which take the proc"
+    ):
+        generate_dataset(str(text_model), tmp_path / "in.jsonl", tmp_path / "out.jsonl")
+
+
+def images_finding(name):
+    return next(found for found in checkpoint_findings(name) if found.name == "images")
+
+
+def test_the_doctor_says_whether_images_run_and_why_not(checkpoint, tmp_path, monkeypatch):
+    found = images_finding(checkpoint)
+    assert found.level is Level.OK
+    assert found.text.startswith("run: 16 tokens, largest difference ")
+    bare = tmp_path / "bare"
+    shutil.copytree(checkpoint, bare)
+    for file in ("processor_config.json", "preprocessor_config.json"):
+        (bare / file).unlink(missing_ok=True)
+    found = images_finding(str(bare))
+    assert found.level is Level.WARNING
+    assert found.text.startswith("are refused: ")
+    assert "processor" in found.text
+    assert images_finding(str(save_checkpoint(tmp_path / "text"))).text == "not read by this model"
