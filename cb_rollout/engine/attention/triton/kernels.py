@@ -244,13 +244,14 @@ def attend_kernel(
     is_query = member < num_rows
     rows = (first_row + member).to(tl.int64)
     heads = key_head * HEADS_PER_KEY + tile % HEADS_PER_KEY
-    # A row that ended since keeps its place in a tile. By its length of 0 the window would begin
-    # with the prompt, and the stretches end before what the others see.
-    is_query = is_query & (tl.load(lengths + rows, mask=is_query & IS_SHARED, other=1) > 0)
+    row_lengths = tl.load(lengths + rows, mask=is_query, other=1)
+    if IS_SHARED:
+        # A row that ended since keeps its place in a tile. By its length of 0 the window would begin
+        # with the prompt, and the stretches end before what the others see.
+        is_query = is_query & (row_lengths > 0)
     earliest = tl.zeros([TILE_ROWS], tl.int32)
     if HAS_WINDOW:
-        row_lengths = tl.load(lengths + rows, mask=is_query, other=2147483647)
-        earliest = tl.maximum(row_lengths - window, 0)
+        earliest = tl.where(is_query, tl.maximum(row_lengths - window, 0), 2147483647)
         begin = tl.minimum(tl.maximum(begin, tl.min(earliest, 0)), end)
     start, stop = stretch_at(begin, end, split, is_item, sizes, IS_WHOLE, IS_SHARED)
 
