@@ -71,7 +71,7 @@ def test_members_of_a_group_fail_one_by_one_and_each_is_delivered():
     faulty = FaultyModel(failing_on(17), ValueError("no such token"))
     with RolloutGenerator(faulty.model) as generator:
         faulty.arm()
-        sampled = dataclasses.replace(PARAMS, temperature=1.0)
+        sampled = dataclasses.replace(PARAMS, temperature=1.0, logit_bias={17: -1e4})
         outputs = generator.generate_batch(
             [[5, 17], [5, 6]], num_return_sequences=3, sampling_params=sampled, on_error="return"
         )
