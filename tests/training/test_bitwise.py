@@ -95,8 +95,10 @@ def test_however_it_trains_no_bit_differs_and_a_second_run_is_the_same(tmp_path,
         few = {"max_steps": 2, "per_device_train_batch_size": 8, "num_generations": 4}
         trainer = tiny_trainer(tmp_path / str(run), **(few | settings()))
         bitwise = {"numerics": "bitwise", "old_logps": "trainer", "loss_forward": loss_forward}
-        with attach(trainer, RolloutConfig(**(bitwise | config))):
-            trainer.train()
+        attach(trainer, RolloutConfig(**(bitwise | config)))
+        trainer.train()
+        # The operators serve every model of the process until then.
+        detach(trainer)
         assert logged(trainer, DIFFERENCE) == [0.0, 0.0]
         for name in ("min", "max"):
             assert logged(trainer, f"sampling/importance_sampling_ratio/{name}") == [1.0, 1.0]
@@ -108,8 +110,9 @@ def test_however_it_trains_no_bit_differs_and_a_second_run_is_the_same(tmp_path,
 def test_rloo_has_no_difference(tmp_path):
     classes = {"trainer_class": RLOOTrainer, "config_class": RLOOConfig}
     trainer = tiny_trainer(tmp_path, max_steps=2, **classes)
-    with attach(trainer, RolloutConfig(numerics="bitwise", verify_every_steps=1)):
-        trainer.train()
+    attach(trainer, RolloutConfig(numerics="bitwise", verify_every_steps=1))
+    trainer.train()
+    detach(trainer)
     assert set(logged(trainer, "rollout/logprob_drift_max")) == {0.0}
 
 
