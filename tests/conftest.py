@@ -1,6 +1,7 @@
 """No test reaches the network, reports anywhere, or depends on the speed of the machine."""
 
 import os
+import sys
 
 # Set before any test imports transformers, datasets or wandb, which read them at import.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -9,6 +10,7 @@ os.environ["WANDB_MODE"] = "offline"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 
+import pytest
 import torch
 from hypothesis import settings
 
@@ -19,3 +21,11 @@ if not torch.cuda.is_available():
 # The same commit passes or fails everywhere, on slow machines too.
 settings.register_profile("cb_rollout", deadline=None, derandomize=True)
 settings.load_profile("cb_rollout")
+
+
+@pytest.fixture(autouse=True)
+def no_bitwise_operators_are_left():
+    """They serve every model of the process: fail the test that leaves them."""
+    yield
+    operators = sys.modules.get("cb_rollout.engine.numerics.operators")
+    assert operators is None or not operators.are_installed(), "detach the trainer"

@@ -9,7 +9,7 @@ from tiny_trainer import in_own_names, logged
 from tiny_vision import picture, tiny_vision_model
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
-from cb_rollout import RolloutConfig, attach
+from cb_rollout import RolloutConfig, attach, detach
 from cb_rollout.integrations.trl.images import image_arguments
 from cb_rollout.integrations.trl.strategies import use_strategy
 from cb_rollout.metrics.run_records import find_run_dir, read_image, read_rollouts
@@ -273,7 +273,7 @@ def test_a_strategy_chooses_rows_with_their_images(tmp_path, strategy, columns):
 @pytest.mark.parametrize("model_type", ["qwen2_5_vl", "gemma3", "llava"])
 def test_with_bitwise_numerics_no_log_probability_has_a_difference(tmp_path, model_type):
     trainer = vision_trainer(tmp_path, model_type)
-    config = RolloutConfig(numerics="bitwise", old_logps="trainer", loss_forward="trainer")
-    with attach(trainer, config):
-        trainer.train()
+    attach(trainer, RolloutConfig(numerics="bitwise", old_logps="trainer", loss_forward="trainer"))
+    trainer.train()
+    detach(trainer)
     assert logged(trainer, "sampling/sampling_logp_difference/max") == [0.0, 0.0]

@@ -245,10 +245,9 @@ def attend_kernel(
     rows = (first_row + member).to(tl.int64)
     heads = key_head * HEADS_PER_KEY + tile % HEADS_PER_KEY
     row_lengths = tl.load(lengths + rows, mask=is_query, other=1)
-    if IS_SHARED:
-        # A row that ended since keeps its place in a tile. By its length of 0 the window would begin
-        # with the prompt, and the stretches end before what the others see.
-        is_query = is_query & (row_lengths > 0)
+    # A row that ended since keeps its place in a tile. By its length of 0 the window would begin
+    # with the prompt, and the stretches end before what the others see.
+    is_query = is_query & ((row_lengths > 0) | (not IS_SHARED))
     earliest = tl.zeros([TILE_ROWS], tl.int32)
     if HAS_WINDOW:
         earliest = tl.where(is_query, tl.maximum(row_lengths - window, 0), 2147483647)
