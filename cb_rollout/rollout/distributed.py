@@ -12,14 +12,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from accelerate.utils import gather_object, send_to_device
 
 from cb_rollout.compat import fsdp as fsdp_compat
 from cb_rollout.engine.service.engine_group import EngineGroup
 from cb_rollout.errors import RolloutError, error_text
+
+T = TypeVar("T")
 
 # Polling interval of the key; a poll is one small message.
 POLL_SECONDS = 1.0
@@ -146,3 +149,27 @@ def largest_of_all(accelerator: Any, here: float) -> float:
     """Return the largest value of all processes, which must act alike; all of them call this."""
     value = torch.tensor([here], dtype=torch.float32, device=accelerator.device)
     return float(accelerator.gather(value).max())
+
+
+def deal(accelerator: Any, held: list[T], num_wanted: int) -> tuple[list[T], int]:
+    """Move items from processes that hold more than they want to others; all of them call this.
+
+    Args:
+        accelerator: of the processes.
+        held: this process's items, of tensors and what can be pickled.
+        num_wanted: items that each process wants.
+
+    Returns:
+        This process's items, at most `num_wanted`; and the items that all processes together lack.
+    """
+    counts = gather_object([len(held)])
+    num_lacking = [max(0, num_wanted - count) for count in counts]
+    surplus = max(0, sum(counts) - num_wanted * len(counts) + sum(num_lacking))
+    if not surplus or not sum(num_lacking):
+        return held[:num_wanted], sum(num_lacking)
+    spare = gather_object(send_to_device(held[num_wanted:], "cpu"))
+    rank = accelerator.process_index
+    start = sum(num_lacking[:rank])
+    dealt = spare[start : start + num_lacking[rank]]
+    kept = held[:num_wanted] + send_to_device(dealt, accelerator.device)
+    return kept, max(0, sum(num_lacking) - surplus)

@@ -72,7 +72,9 @@ class TrainerScoring:
         self._calculate_rewards = trainer._calculate_rewards
         self._forward = trainer._get_per_token_logps_and_entropies
         self._compute_loss = trainer.compute_loss
-        self._row_ids = itertools.count()
+        # Apart on each process: a strategy moves rows from one to another.
+        accelerator = trainer.accelerator
+        self._row_ids = itertools.count(accelerator.process_index, accelerator.num_processes)
         self._loss_inputs: dict[str, Any] | None = None
         self._loss_tokens = LossTokens()
 

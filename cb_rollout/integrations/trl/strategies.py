@@ -7,9 +7,13 @@ TRL fixes a batch's prompts before it generates. A strategy changes that in one 
 - After: groups without an advantage are replaced. The trainer generates and scores once more, and
   whole groups of that go into the batch.
 
+Each data-parallel process samples ahead by itself, of its own share of the data set. Groups that a
+process has to spare after scoring go to the processes that lack some.
+
 Called by the trainer, on its thread. Reads the trainer's attributes and imports no trl.
 """
 
+import math
 import random
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +22,7 @@ from typing import Any
 
 import torch
 
+from cb_rollout.compat.transformers import tensor_parallel_group, unwrap
 from cb_rollout.config.enums import OldLogps
 from cb_rollout.errors import ConfigurationError
 from cb_rollout.integrations.trl.backend import GenerationBackend, Overrides
@@ -31,6 +36,7 @@ from cb_rollout.integrations.trl.images import (
     whole_token_types,
 )
 from cb_rollout.metrics.registry import status_metrics
+from cb_rollout.rollout.distributed import deal
 from cb_rollout.rollout.generator import measured
 from cb_rollout.strategies import DynamicSampling, GroupCollector, Plain, RequestStream, Strategy
 
@@ -127,14 +133,18 @@ class TrainerStrategy:
             for group in _groups_of(self._scored(rows, score), size):
                 has_advantage = bool((group["advantages"] != 0).any())
                 (kept if has_advantage else spare).append(group)
-            num_missing = num_wanted - len(kept)
-            num_more = min(num_missing, self._strategy.max_dropped_groups - num_dropped)
+            kept, num_missing = deal(trainer.accelerator, kept, num_wanted)
+            # Scoring is collective, so every process scores as many groups.
+            num_each = math.ceil(num_missing / trainer.accelerator.num_processes)
+            num_more = min(num_each, self._strategy.max_dropped_groups - num_dropped)
             if num_more <= 0:
                 break
             num_dropped += num_more
             rows = [next(self._other_rows) for _ in range(num_more)]
         trainer._metrics["train"]["rollout/groups_dropped"].append(float(num_dropped))
-        return _merged([*kept, *spare][:num_wanted], trainer._tokenizer.pad_token_id)
+        batch = _merged([*kept, *spare][:num_wanted], trainer._tokenizer.pad_token_id)
+        num_items = (batch["completion_mask"] * batch.get("tool_mask", 1)).sum()
+        return batch | {"num_items_in_batch": trainer.accelerator.gather(num_items).sum()}
 
     def _scored(self, rows: list[Example], score: Callable[..., Batch]) -> Batch:
         """Score one group for each row, or for other rows whose groups were complete first."""
@@ -184,12 +194,13 @@ class _FirstComplete(Strategy):
 
 
 def _shuffled_rows(trainer: Any) -> Iterator[Example]:
-    """Yield rows of the trainer's data set in an order of their own, endlessly."""
+    """Yield this process's share of the data set in an order of its own, endlessly."""
     draws = random.Random(trainer.args.seed)
+    accelerator = trainer.accelerator
     while True:
         order = list(range(len(trainer.train_dataset)))
         draws.shuffle(order)
-        for index in order:
+        for index in order[accelerator.process_index :: accelerator.num_processes]:
             yield trainer.train_dataset[index]
 
 
@@ -225,9 +236,7 @@ def _merged(groups: Sequence[Batch], pad_token_id: int) -> Batch:
         for name, value in groups[0].items()
         if not _is_scalar(value)
     }
-    batch = whole_token_types(joined_images(batch))
-    mask = batch["completion_mask"] * batch.get("tool_mask", 1)
-    return batch | {"num_items_in_batch": mask.sum()}
+    return whole_token_types(joined_images(batch))
 
 
 def _is_scalar(value: Any) -> bool:
@@ -287,9 +296,16 @@ def _require_place(trainer: Any, strategy: Strategy) -> None:
             "whether it has an advantage; leave keeps() to DynamicSampling, or use a "
             "GroupCollector in a loop of your own."
         )
+    args, num_generations = trainer.args, trainer.num_generations
+    num_rows = args.per_device_train_batch_size * args.steps_per_generation
     faults = {
-        "several processes, whose batches would come to differ": trainer.accelerator.num_processes
-        > 1,
+        f"a process's {num_rows} rows of a generation (per_device_train_batch_size x "
+        f"steps_per_generation), which are no multiple of num_generations={num_generations}": (
+            num_rows % num_generations != 0
+        ),
+        "a tensor-parallel model, whose processes must hold equal batches": (
+            tensor_parallel_group(unwrap(trainer.model)) is not None
+        ),
         "a train_dataset without a length": not hasattr(trainer.train_dataset, "__len__"),
     }
     if strategy.max_dropped_groups:
