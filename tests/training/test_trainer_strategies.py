@@ -157,6 +157,30 @@ def test_partial_rollouts_carry_tokens_with_the_versions_they_were_sampled_under
             assert old == pytest.approx(expected, abs=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("strategy", "config"),
+    [
+        (OverSampling(num_extra_groups=3), {}),
+        (Dapo(num_extra_groups=2, max_dropped_groups=9), {"old_logps": "rollout"}),
+    ],
+)
+def test_rloo_takes_strategies_too(tmp_path, strategy, config):
+    classes = {"trainer_class": RLOOTrainer, "config_class": RLOOConfig}
+    trainer = tiny_trainer(tmp_path, reward=by_length, **(UNEVEN | classes))
+    attach(trainer, RolloutConfig(**(VERIFIED | config)))
+    use_strategy(trainer, strategy)
+    batches = kept_batches(trainer)
+    groups = trainer.vllm_generation.collector
+    trainer.train()
+    assert len(batches) == 3
+    for batch in batches:
+        assert len(batch["advantages"]) == 16
+        assert all(batch["advantages"][n : n + 8].any() for n in (0, 8))
+    assert groups.stats.submitted == groups.stats.kept + groups.stats.cancelled > 3 * 16
+    assert max(logged(trainer, "rollout/logprob_drift_max")) <= 1e-5
+    detach(trainer)
+
+
 def test_what_is_carried_stands_still_whatever_else_is_generated(tmp_path):
     trainer = tiny_trainer(tmp_path, **({"reward": by_length} | UNEVEN))
     generator = attach(trainer, RolloutConfig(release_cache="never"))
@@ -245,12 +269,21 @@ def other_completions(prompts, trainer):
         (
             PartialRollouts(),
             {"vllm_importance_sampling_correction": False},
-            "the loss would take them for its own; leave that True, or set old_logps='rollout'",
+            "the loss would take them for its own; set that, which RLOO does not",
         ),
         (
-            OverSampling(),
+            PartialRollouts(),
             {"trainer_class": RLOOTrainer, "config_class": RLOOConfig},
-            "OverSampling under RLOOTrainer: use_strategy takes a GRPOTrainer",
+            "would take them for its own; set that, which RLOO does not have, or old_logps=",
+        ),
+        (
+            DynamicSampling(),
+            {
+                "trainer_class": RLOOTrainer,
+                "config_class": RLOOConfig,
+                "normalize_advantages": True,
+            },
+            "normalize_advantages=True, which mixes groups",
         ),
     ],
 )

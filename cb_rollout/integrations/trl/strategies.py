@@ -48,6 +48,19 @@ Example = dict[str, Any]
 # The trainer's scored batch.
 Batch = dict[str, Any]
 
+# Settings of GRPO and RLOO, with the values that make an advantage depend on other groups.
+MIXES_GROUPS = (
+    ("scale_rewards", "batch"),
+    ("multi_objective_aggregation", "normalize_then_sum"),
+    ("normalize_advantages", True),
+)
+
+# GRPO has the one and RLOO the other.
+OWN_SETTINGS = ("multi_objective_aggregation", "normalize_advantages")
+
+# GRPO's key for the completion tokens of all processes; RLOO has none.
+NUM_ITEMS = "num_items_in_batch"
+
 # Tensors of a batch that are padded on the left; every other one is padded on the right.
 LEFT_PADDED = ("prompt_ids", "prompt_mask", *TOKEN_TYPES)
 
@@ -63,7 +76,7 @@ LOGGED = (
 
 
 def use_strategy(trainer: Any, strategy: Strategy) -> None:
-    """Make a `GRPOTrainer` sample its training batches by a strategy; evaluation does not change.
+    """Make a GRPO or RLOO trainer sample its training batches by a strategy, not its evaluations.
 
     A further call replaces the strategy. `Plain()` removes it, and so does `detach`.
 
@@ -142,9 +155,12 @@ class TrainerStrategy:
             num_dropped += num_more
             rows = [next(self._other_rows) for _ in range(num_more)]
         trainer._metrics["train"]["rollout/groups_dropped"].append(float(num_dropped))
-        batch = _merged([*kept, *spare][:num_wanted], trainer._tokenizer.pad_token_id)
-        num_items = (batch["completion_mask"] * batch.get("tool_mask", 1)).sum()
-        return batch | {"num_items_in_batch": trainer.accelerator.gather(num_items).sum()}
+        groups = [*kept, *spare][:num_wanted]
+        batch = _merged(groups, trainer._tokenizer.pad_token_id)
+        if NUM_ITEMS in groups[0]:
+            num_items = (batch["completion_mask"] * batch.get("tool_mask", 1)).sum()
+            batch[NUM_ITEMS] = trainer.accelerator.gather(num_items).sum()
+        return batch
 
     def _scored(self, rows: list[Example], score: Callable[..., Batch]) -> Batch:
         """Score one group for each row, or for other rows whose groups were complete first."""
@@ -279,10 +295,10 @@ def _samples_ahead(strategy: Strategy) -> bool:
 def _require_place(trainer: Any, strategy: Strategy) -> None:
     """Refuse a strategy that TRL's batch cannot hold, or that a setting excludes."""
     name = type(strategy).__name__
-    if not hasattr(trainer, "multi_objective_aggregation"):
+    if not any(hasattr(trainer, setting) for setting in OWN_SETTINGS):
         raise ConfigurationError(
-            f"{name} under {type(trainer).__name__}: use_strategy takes a GRPOTrainer; use a "
-            "GroupCollector in a loop of your own."
+            f"{name} under {type(trainer).__name__}: use_strategy takes a GRPOTrainer or an "
+            "RLOOTrainer; use a GroupCollector in a loop of your own."
         )
     if strategy.max_retries or strategy.min_group_size is not None:
         raise ConfigurationError(
@@ -310,18 +326,20 @@ def _require_place(trainer: Any, strategy: Strategy) -> None:
     }
     if strategy.max_dropped_groups:
         faults |= {
-            "scale_rewards='batch', which mixes groups": trainer.scale_rewards == "batch",
-            "multi_objective_aggregation='normalize_then_sum', which mixes groups": (
-                trainer.multi_objective_aggregation != "sum_then_normalize"
-            ),
+            f"{setting}={value!r}, which mixes groups": getattr(trainer, setting, None) == value
+            for setting, value in MIXES_GROUPS
         }
     backend = _attached_backend(trainer)
     if _samples_ahead(strategy):
         several = "whose later turns begin when a batch is fixed"
         faults |= {
-            f"tools, {several}": bool(trainer.tools),
-            f"environments, {several}": trainer.environment_factories is not None,
-            "rollout_func, which samples for itself": trainer.rollout_func is not None,
+            f"tools, {several}": bool(getattr(trainer, "tools", None)),
+            f"environments, {several}": (
+                getattr(trainer, "environment_factories", None) is not None
+            ),
+            "rollout_func, which samples for itself": (
+                getattr(trainer, "rollout_func", None) is not None
+            ),
             "a trainer that is not attached (call attach first)": backend is None,
         }
     for fault, is_so in faults.items():
@@ -331,10 +349,10 @@ def _require_place(trainer: Any, strategy: Strategy) -> None:
             )
     if strategy.carries and backend is not None:
         config = backend.generator.config
-        corrects = trainer.vllm_importance_sampling_correction
+        corrects = getattr(trainer, "vllm_importance_sampling_correction", False)
         if not corrects and config.old_logps != OldLogps.ROLLOUT:
             raise ConfigurationError(
-                f"{name} carries tokens of older policies, and with "
-                "vllm_importance_sampling_correction=False the loss would take them for its own; "
-                "leave that True, or set old_logps='rollout'."
+                f"{name} carries tokens of older policies, and without "
+                "vllm_importance_sampling_correction=True the loss would take them for its own; "
+                "set that, which RLOO does not have, or old_logps='rollout'."
             )
