@@ -230,7 +230,7 @@ class StepExecutor:
         def forward(rows: Sequence[int]) -> torch.Tensor:
             chosen = [requests[row] for row in rows]
             if prompts := [(r.prompt_ids, r.images) for r in chosen if r.images is not None]:
-                self._runner.find_positions(prompts)
+                self._runner.image_inputs.find_positions(prompts)
             routes = [self._known_routes(requests[row], starts[row]) for row in rows]
             if any(starts[row] < requests[row].num_image_tokens for row in rows):
                 return self._runner.prefill_images(

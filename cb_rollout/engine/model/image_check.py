@@ -47,7 +47,7 @@ def check_images(
         ConfigurationError: the model takes no images, or differs from its plain forward.
     """
     name = type(runner.model).__name__
-    if not runner.reads(images):
+    if not runner.image_inputs.are_read(images):
         given = ", ".join(images.tensors)
         raise ConfigurationError(
             f"{name}.forward takes none of the images' tensors ({given}); load a model that reads "
@@ -64,7 +64,7 @@ def check_images(
     row = [*prompt_ids, following[0], following[-1]]
     with eval_mode(runner.model), devices.current(runner.device):
         plain = failure = None
-        for runner.casts_images in (False, True):
+        for runner.image_inputs.casts_pixels in (False, True):
             plain, failure = attempt(partial(runner.plain_logits, row, images=images, num_last=3))
             if plain is not None:
                 break
@@ -215,7 +215,7 @@ class _Comparison:
             # As another prompt would have left it, which has no more images.
             before = images.before(len(images.spans) - 1)
             logits = self._prefilled(0, num_first, before, pages)
-        runner.find_positions([(row[:-2], images)])
+        runner.image_inputs.find_positions([(row[:-2], images)])
         offset = images.position_offset
         assert offset is not None
         if num_first < images.num_tokens:

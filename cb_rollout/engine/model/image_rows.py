@@ -1,13 +1,18 @@
-"""Lay out a prefill of prompts with images: the tensors of all rows, joined, and their positions.
+"""Prepare the inputs of a prefill of prompts with images: tensors and positions of its rows.
 
-A: axes of positions, N: new tokens of all rows.
+A: axes of positions, N: new tokens of all rows, T: tokens of a prompt.
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
+from transformers import PreTrainedModel
 
+from cb_rollout.compat import multimodal
+from cb_rollout.compat import transformers as hf_compat
+from cb_rollout.engine.memory import device as devices
 from cb_rollout.engine.model.prompt_images import PromptImages
 
 
@@ -41,6 +46,67 @@ class PrefillRow(NamedTuple):
         """Return the images, if the forward computes any; None: it computes text alone."""
         is_new = self.images is not None and self.start < self.images.num_tokens
         return self.images if is_new else None
+
+
+class ImageInputs:
+    """Give a model's forward the tensors of images, and the positions of prompts with images."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        self._device = next(model.parameters()).device
+        self._names = multimodal.image_argument_names(model)
+        self.casts_pixels = False
+        """True if pixels are cast to the model's dtype, because its forward takes no other."""
+
+    def are_read(self, images: PromptImages) -> bool:
+        """Return whether the forward takes the pixels of these images."""
+        pixels = (name for name, tensor in images.tensors.items() if tensor.is_floating_point())
+        return any(name in self._names for name in pixels)
+
+    def arguments(self, images: PromptImages, start: int, stop: int) -> dict[str, torch.Tensor]:
+        """Return the tensors for the tokens from `start` to `stop`, on the forward's device."""
+        given = images.arguments(start, stop)
+        known = {n: tensor.to(self._device) for n, tensor in given.items() if n in self._names}
+        if not self.casts_pixels:
+            return known
+        dtype = self._model.dtype
+        return {n: t.to(dtype) if t.is_floating_point() else t for n, t in known.items()}
+
+    def new_positions(self, row: PrefillRow) -> torch.Tensor:
+        """Return the position ids of a row's new tokens, `[1, tokens]` or `[A, 1, tokens]`."""
+        if row.new_images is not None:
+            return self._positions(row.token_ids, row.new_images)[..., row.start : row.stop]
+        offset = 0 if row.images is None else row.images.position_offset
+        assert offset is not None, "no forward has seen the images"
+        return torch.arange(row.start + offset, row.stop + offset, device=self._device)[None]
+
+    def find_positions(self, prompts: Sequence[tuple[Sequence[int], PromptImages]]) -> None:
+        """Set the `position_offset` of each prompt's images, without a forward."""
+        new = [prompt for prompt in prompts if prompt[1].position_offset is None]
+        with multimodal.keeping_position_offsets(self._model) if new else nullcontext():
+            for prompt_ids, images in new:
+                self._computed_positions(prompt_ids, images)
+
+    def _positions(self, token_ids: Sequence[int], images: PromptImages) -> torch.Tensor:
+        """Return each token's position ids, `[..., T]`, by the model; set the images' offset."""
+        num_tokens = len(token_ids)
+        if images.positions is not None and num_tokens <= images.num_prompt_tokens:
+            return images.positions[..., :num_tokens].to(self._device)
+        with multimodal.keeping_position_offsets(self._model):
+            return self._computed_positions(token_ids, images)
+
+    def _computed_positions(self, token_ids: Sequence[int], images: PromptImages) -> torch.Tensor:
+        num_tokens = len(token_ids)
+        # One more token, which is text: where the prompt ends in an image, the next position is not
+        # the last one plus one.
+        text_id = hf_compat.text_token_ids(self._model)[0]
+        input_ids_1T = devices.to_device([[*token_ids, text_id]], self._device)
+        arguments = self.arguments(images, 0, num_tokens + 1)
+        positions = multimodal.prompt_positions(self._model, input_ids_1T, arguments)
+        images.position_offset = int(positions.flatten()[-1]) - num_tokens
+        if num_tokens == images.num_prompt_tokens:
+            images.positions = positions[..., :num_tokens].cpu()
+        return positions[..., :num_tokens]
 
 
 def joined_positions(positions: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -31,7 +31,12 @@ from cb_rollout.engine.kv_cache.recurrent import PROBE_ROWS, OpaqueStateAdapter,
 from cb_rollout.engine.memory import device as devices
 from cb_rollout.engine.model.encoder_cache import EncoderCache, GivenImages
 from cb_rollout.engine.model.eval_mode import eval_mode
-from cb_rollout.engine.model.image_rows import PrefillRow, joined_positions, joined_tensors
+from cb_rollout.engine.model.image_rows import (
+    ImageInputs,
+    PrefillRow,
+    joined_positions,
+    joined_tensors,
+)
 from cb_rollout.engine.model.packed_rows import PackedRows
 from cb_rollout.engine.model.probe import PROBE_TOKENS, probe
 from cb_rollout.engine.model.prompt_images import PromptImages
@@ -82,9 +87,7 @@ class ModelRunner:
         self._autocast_dtype = autocast_dtype
         self._names = hf_compat.forward_argument_names(model)
         self._passes_on = hf_compat.forward_passes_on(model)
-        self._image_names = multimodal.image_argument_names(model)
-        self.casts_images = False
-        """True if pixels are cast to the model's dtype, because its forward takes no other."""
+        self.image_inputs = ImageInputs(model)
         self.encoder_cache = EncoderCache()
         self.cuts_images: dict[tuple[bool, bool], bool] = {}
         """For each kind of prompts that was checked, whether a forward may begin between images."""
@@ -254,7 +257,7 @@ class ModelRunner:
         cache, tokens_B1 = inputs.cache, inputs.tokens_B1
         with cache.attending(inputs):
             mask, positions_B1 = cache.mask(tokens_B1), inputs.positions_B1
-            return self._own_logits(tokens_B1, mask, positions_B1, cache)
+            return self.forward(tokens_B1, mask, positions_B1, cache)
 
     def _packed_forward(
         self,
@@ -288,7 +291,7 @@ class ModelRunner:
         if not attend.num_calls:
             raise UnsupportedAttentionError("its attention cannot be replaced")
         self._keep_routes(cache, rows.mapping.write_slots)
-        return logits_BV
+        return logits_BV.float()
 
     def _keep_routes(
         self, cache: PagedCache, slots: torch.Tensor, write_tokens: torch.Tensor | None = None
@@ -353,7 +356,7 @@ class ModelRunner:
         cache.end(mapping)
         self._keep_routes(cache, slots_BQ, write_tokens)
         assert logits_BV.shape[0] == B
-        return logits_BV
+        return logits_BV.float()
 
     def prefill_images(
         self, rows: Sequence[PrefillRow], cache: PagedCache, table: BlockTable
@@ -373,10 +376,10 @@ class ModelRunner:
         for row in rows:
             arguments: dict[str, torch.Tensor] = {}
             if (images := row.new_images) is not None:
-                arguments = self._image_arguments(images, row.start, row.stop)
+                arguments = self.image_inputs.arguments(images, row.start, row.stop)
                 prompts.append(GivenImages(images, images.numbers_from(row.start), arguments))
             given.append(arguments)
-        positions = [self._new_positions(row) for row in rows]
+        positions = [self.image_inputs.new_positions(row) for row in rows]
         if len(rows) == 1:
             serving = self.encoder_cache.serving(self.model, prompts, given[0])
             return self._prefill_alone(rows[0], positions[0], given[0], serving, cache, table)
@@ -425,59 +428,7 @@ class ModelRunner:
             )
         cache.end(mapping)
         self._keep_routes(cache, mapping.write_slots)
-        return logits_1V
-
-    def _new_positions(self, row: PrefillRow) -> torch.Tensor:
-        """Return the position ids of a row's new tokens, `[1, tokens]` or `[A, 1, tokens]`."""
-        if row.new_images is not None:
-            return self._positions(row.token_ids, row.new_images)[..., row.start : row.stop]
-        offset = 0 if row.images is None else row.images.position_offset
-        assert offset is not None, "no forward has seen the images"
-        return torch.arange(row.start + offset, row.stop + offset, device=self.device)[None]
-
-    def find_positions(self, prompts: Sequence[tuple[Sequence[int], PromptImages]]) -> None:
-        """Set the `position_offset` of each prompt's images, without a forward."""
-        new = [prompt for prompt in prompts if prompt[1].position_offset is None]
-        with multimodal.keeping_position_offsets(self.model) if new else nullcontext():
-            for prompt_ids, images in new:
-                self._computed_positions(prompt_ids, images)
-
-    def _positions(self, token_ids: Sequence[int], images: PromptImages) -> torch.Tensor:
-        """Return each token's position ids, `[..., T]`, by the model; set the images' offset."""
-        num_tokens = len(token_ids)
-        if images.positions is not None and num_tokens <= images.num_prompt_tokens:
-            return images.positions[..., :num_tokens].to(self.device)
-        with multimodal.keeping_position_offsets(self.model):
-            return self._computed_positions(token_ids, images)
-
-    def _computed_positions(self, token_ids: Sequence[int], images: PromptImages) -> torch.Tensor:
-        num_tokens = len(token_ids)
-        # One more token, which is text: where the prompt ends in an image, the next position is not
-        # the last one plus one.
-        text_id = hf_compat.text_token_ids(self.model)[0]
-        input_ids_1T = self._integers([[*token_ids, text_id]])
-        arguments = self._image_arguments(images, 0, num_tokens + 1)
-        positions = multimodal.prompt_positions(self.model, input_ids_1T, arguments)
-        images.position_offset = int(positions.flatten()[-1]) - num_tokens
-        if num_tokens == images.num_prompt_tokens:
-            images.positions = positions[..., :num_tokens].cpu()
-        return positions[..., :num_tokens]
-
-    def _image_arguments(
-        self, images: PromptImages, start: int, stop: int
-    ) -> dict[str, torch.Tensor]:
-        """Return the tensors for the tokens from `start` to `stop`, on the forward's device."""
-        given = images.arguments(start, stop)
-        known = {n: tensor.to(self.device) for n, tensor in given.items() if n in self._image_names}
-        if not self.casts_images:
-            return known
-        dtype = self.model.dtype
-        return {n: t.to(dtype) if t.is_floating_point() else t for n, t in known.items()}
-
-    def reads(self, images: PromptImages) -> bool:
-        """Return whether the forward takes the pixels of these images."""
-        pixels = (name for name, tensor in images.tensors.items() if tensor.is_floating_point())
-        return any(name in self._image_names for name in pixels)
+        return logits_1V.float()
 
     def plain_logits(
         self,
@@ -504,7 +455,7 @@ class ModelRunner:
         }
         known = {name: value for name, value in arguments.items() if name in self._names}
         if images is not None:
-            known |= self._image_arguments(images, 0, len(token_ids))
+            known |= self.image_inputs.arguments(images, 0, len(token_ids))
         with multimodal.keeping_position_offsets(model or self.model):
             return self._run(input_ids, known, model).logits[0][-num_last:].float()
 
@@ -532,23 +483,11 @@ class ModelRunner:
         others: Mapping[str, torch.Tensor] | None = None,
         last_B: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Call the model; return float32 logits after each row's last token, `[B, V]`.
+        """Call the model; return logits after each row's last token, in its dtype, `[B, V]`.
 
         `others`: further arguments of the forward. `last_B`: index of each row's last token, where
         the input is one row of packed tokens.
         """
-        return self._own_logits(input_ids_BQ, mask_BS, positions_BQ, cache, others, last_B).float()
-
-    def _own_logits(
-        self,
-        input_ids_BQ: torch.Tensor,
-        mask_BS: torch.Tensor | None,
-        positions_BQ: torch.Tensor | None,
-        cache: Cache,
-        others: Mapping[str, torch.Tensor] | None = None,
-        last_B: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Do as `forward`, and return the logits in the model's dtype."""
         recorder = self.recorder
         recording = nullcontext() if recorder is None else recorder.recording(self.model)
         with few_row_linear.replacing_linear(self.compute_dtype, self.device), recording:
