@@ -43,6 +43,7 @@ FOREIGN_SETTINGS = {
     "is_decoder",
     "use_orig_params",
     "loss_type",
+    "normalize_advantages",
     "scale_rewards",
     "vllm_importance_sampling_mode",
     "extra_body",

@@ -187,7 +187,7 @@ def test_a_model_that_runs_no_pictures_says_so_once_it_was_asked(monkeypatch):
             checks.append(1)
             return False
 
-        monkeypatch.setattr(generator.manager._engine._runner, "reads", refuse)
+        monkeypatch.setattr(generator.manager._engine._runner.image_inputs, "are_read", refuse)
         chats = client(server).chat.completions
         for _ in range(2):
             with pytest.raises(openai.BadRequestError, match="runs no such pictures here"):

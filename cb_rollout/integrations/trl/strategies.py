@@ -312,36 +312,15 @@ def _require_place(trainer: Any, strategy: Strategy) -> None:
             "whether it has an advantage; leave keeps() to DynamicSampling, or use a "
             "GroupCollector in a loop of your own."
         )
-    args, num_generations = trainer.args, trainer.num_generations
-    num_rows = args.per_device_train_batch_size * args.steps_per_generation
-    faults = {
-        f"a process's {num_rows} rows of a generation (per_device_train_batch_size x "
-        f"steps_per_generation), which are no multiple of num_generations={num_generations}": (
-            num_rows % num_generations != 0
-        ),
-        "a tensor-parallel model, whose processes must hold equal batches": (
-            tensor_parallel_group(unwrap(trainer.model)) is not None
-        ),
-        "a train_dataset without a length": not hasattr(trainer.train_dataset, "__len__"),
-    }
+    backend = _attached_backend(trainer)
+    faults = _faults(trainer)
     if strategy.max_dropped_groups:
         faults |= {
             f"{setting}={value!r}, which mixes groups": getattr(trainer, setting, None) == value
             for setting, value in MIXES_GROUPS
         }
-    backend = _attached_backend(trainer)
     if _samples_ahead(strategy):
-        several = "whose later turns begin when a batch is fixed"
-        faults |= {
-            f"tools, {several}": bool(getattr(trainer, "tools", None)),
-            f"environments, {several}": (
-                getattr(trainer, "environment_factories", None) is not None
-            ),
-            "rollout_func, which samples for itself": (
-                getattr(trainer, "rollout_func", None) is not None
-            ),
-            "a trainer that is not attached (call attach first)": backend is None,
-        }
+        faults |= _faults_ahead(trainer)
     for fault, is_so in faults.items():
         if is_so:
             raise ConfigurationError(
@@ -356,3 +335,31 @@ def _require_place(trainer: Any, strategy: Strategy) -> None:
                 "vllm_importance_sampling_correction=True the loss would take them for its own; "
                 "set that, which RLOO does not have, or old_logps='rollout'."
             )
+
+
+def _faults(trainer: Any) -> dict[str, bool]:
+    """Return what no strategy goes with, and whether the trainer has it."""
+    args, num_generations = trainer.args, trainer.num_generations
+    num_rows = args.per_device_train_batch_size * args.steps_per_generation
+    return {
+        f"a process's {num_rows} rows of a generation (per_device_train_batch_size x "
+        f"steps_per_generation), which are no multiple of num_generations={num_generations}": (
+            num_rows % num_generations != 0
+        ),
+        "a tensor-parallel model, whose processes must hold equal batches": (
+            tensor_parallel_group(unwrap(trainer.model)) is not None
+        ),
+        "a train_dataset without a length": not hasattr(trainer.train_dataset, "__len__"),
+    }
+
+
+def _faults_ahead(trainer: Any) -> dict[str, bool]:
+    """Return what groups sampled ahead do not go with; RLOO has no tools."""
+    several = "whose later turns begin when a batch is fixed"
+    rollout_func = getattr(trainer, "rollout_func", None)
+    return {
+        f"tools, {several}": bool(getattr(trainer, "tools", None)),
+        f"environments, {several}": getattr(trainer, "environment_factories", None) is not None,
+        "rollout_func, which samples for itself": rollout_func is not None,
+        "a trainer that is not attached (call attach first)": _attached_backend(trainer) is None,
+    }
