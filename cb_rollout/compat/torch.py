@@ -166,7 +166,7 @@ class SavedBytes:
 # hooks do nothing unless a forward asks.
 CAPTURED_HOOKS = (
     "install_output_capuring_hook.<locals>.",
-    "_counting_tokens.<locals>.",
+    "_position_hook.<locals>.",
     "PreTrainedModel.enable_input_require_grads",
     "GRPOTrainer.__init__.<locals>._cast_lm_head_to_fp32",
     "RLOOTrainer.__init__.<locals>._cast_lm_head_to_fp32",

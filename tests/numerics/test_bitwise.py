@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 import cb_rollout
 from cb_rollout import ConfigurationError, RolloutConfig, RolloutGenerator, SamplingParams, bitwise
+from cb_rollout.engine.attention.traced_forward import STEPS_BEFORE_TRACE
 from cb_rollout.engine.numerics import attention, kernels, operators
 
 LENGTHS = (3, 26, 1, 17)
@@ -112,6 +113,16 @@ def test_tokens_do_not_depend_on_what_else_is_in_the_batch():
             (single,) = generator.generate_batch([row], sampling_params=[params]).values()
             assert single.generated_tokens == beside.generated_tokens
             assert single.logprobs == beside.logprobs
+
+
+def test_long_rollouts_run_from_a_trace():
+    config = RolloutConfig(numerics="bitwise", num_speculative_tokens=0)
+    params = SamplingParams(max_new_tokens=STEPS_BEFORE_TRACE + 20, ignore_eos=True)
+    with RolloutGenerator(tiny_model(), config) as generator:
+        outputs = generator.generate_batch(rows_of(LENGTHS), sampling_params=params)
+        assert "from a trace" in generator.manager._engine.decode_path
+    with bitwise(generator.manager.model):
+        assert largest_difference(generator.manager.model, outputs.values()) == 0
 
 
 def sums_in_two_halves(rows: torch.Tensor, weight: torch.Tensor, bias: object = None) -> object:

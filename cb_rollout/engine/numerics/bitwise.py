@@ -5,9 +5,8 @@ call; what it installs serves every thread.
 """
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -95,8 +94,7 @@ def _counting_tokens(model: PreTrainedModel) -> Iterator[None]:
         for module in _modules_that_count(model):
             names = list(inspect.signature(type(module).forward).parameters)[1:]
             if "position_ids" in names:
-                hook = partial(_give_positions, names)
-                handle = module.register_forward_pre_hook(hook, with_kwargs=True)
+                handle = module.register_forward_pre_hook(_position_hook(names), with_kwargs=True)
                 stack.callback(handle.remove)
         yield
 
@@ -116,13 +114,18 @@ def _modules_that_count(model: PreTrainedModel) -> Iterator[torch.nn.Module]:
         yield model
 
 
-def _give_positions(
-    names: list[str], _module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    given = dict(zip(names, args, strict=False)) | kwargs
-    mask, past = given.get("attention_mask"), given.get("past_key_values")
-    is_counted = given.get("position_ids") is not None or past is not None
-    if is_counted or not isinstance(mask, torch.Tensor) or mask.dim() != 2:
-        return None
-    positions = (mask.long().cumsum(-1) - 1).clamp(min=0)
-    return args, kwargs | {"position_ids": positions}
+def _position_hook(names: list[str]) -> Callable[..., Any]:
+    """Return a hook of a module whose forward has these arguments; see `CAPTURED_HOOKS`."""
+
+    def give_positions(
+        _module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        given = dict(zip(names, args, strict=False)) | kwargs
+        mask, past = given.get("attention_mask"), given.get("past_key_values")
+        is_counted = given.get("position_ids") is not None or past is not None
+        if is_counted or not isinstance(mask, torch.Tensor) or mask.dim() != 2:
+            return None
+        positions = (mask.long().cumsum(-1) - 1).clamp(min=0)
+        return args, kwargs | {"position_ids": positions}
+
+    return give_positions
