@@ -71,6 +71,8 @@ class StepMetrics:
     """Values by logged name. A value that is not finite is absent when read back."""
     completion_lengths: list[int]
     """Sampled tokens of each completion of the step; empty when the step sampled nothing."""
+    group_rewards: list[list[float]] = field(default_factory=list)
+    """Rewards of each group's completions, NaN where there is none; empty: not recorded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +184,8 @@ class RunRecorder:
     def record_metrics(self, metrics: StepMetrics) -> None:
         """Append one step's metrics."""
         scalars = {name: _finite(value) for name, value in metrics.scalars.items()}
-        self._append(METRICS_FILE, asdict(metrics) | {"scalars": scalars})
+        groups = [[_finite(value) for value in group] for group in metrics.group_rewards]
+        self._append(METRICS_FILE, asdict(metrics) | {"scalars": scalars, "group_rewards": groups})
 
     def record_sequence(self, sequence: SequenceRecord) -> None:
         """Append one sequence."""
@@ -247,7 +250,8 @@ def read_metrics(run_dir: str | os.PathLike[str], run: Run | None = None) -> lis
     Raises:
         ConfigurationError: `run_dir` holds no whole record, or a line is not a record.
     """
-    return _records_of(run or chosen_run(list_runs(run_dir)), run_dir, METRICS_FILE, _metrics_from)
+    run = run or chosen_run(list_runs(run_dir))
+    return list(_records_of(run, run_dir, METRICS_FILE, _metrics_from))
 
 
 def read_rollouts(
@@ -265,9 +269,14 @@ def read_rollouts(
     Raises:
         ConfigurationError: `run_dir` holds no whole record, or a line is not a record.
     """
-    return _records_of(
-        run or chosen_run(list_runs(run_dir)), run_dir, ROLLOUTS_FILE, _sequence_from, steps
-    )
+    return list(iterate_rollouts(run_dir, run or chosen_run(list_runs(run_dir)), steps))
+
+
+def iterate_rollouts(
+    run_dir: str | os.PathLike[str], run: Run, steps: Collection[int] | None = None
+) -> Iterator[SequenceRecord]:
+    """Yield the sequences that `read_rollouts` returns, holding one at a time."""
+    return _records_of(run, run_dir, ROLLOUTS_FILE, _sequence_from, steps)
 
 
 def read_image(run_dir: str | os.PathLike[str], name: str) -> bytes | None:
@@ -298,8 +307,8 @@ def _records_of(
     name: str,
     parse: Callable[[Mapping[str, Any]], T],
     steps: Collection[int] | None = None,
-) -> list[T]:
-    """Return a run's records in one file, those of the runs that it resumed included."""
+) -> Iterator[T]:
+    """Yield a run's records in one file, those of the runs that it resumed included."""
     parts = _parts(run.run_id, run.continues)
 
     def kept(row: Mapping[str, Any]) -> T | None:
@@ -307,7 +316,7 @@ def _records_of(
         return parse(row) if is_part and (steps is None or row["step"] in steps) else None
 
     records = read_lines(find_run_dir(run_dir) / name, kept, "record")
-    return [record for _, record in records if record is not None]
+    return (record for _, record in records if record is not None)
 
 
 def _parts(run_id: str, continues: Mapping[str, int]) -> dict[str, float]:
@@ -355,6 +364,8 @@ def _metrics_from(row: Mapping[str, Any]) -> StepMetrics:
         mode=_mode(row["mode"]),
         scalars={name: float(v) for name, v in row["scalars"].items() if v is not None},
         completion_lengths=[int(length) for length in row["completion_lengths"]],
+        # Older runs did not record the following.
+        group_rewards=[_numbers(group) for group in row.get("group_rewards", [])],
     )
 
 

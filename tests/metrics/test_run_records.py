@@ -105,6 +105,7 @@ def test_a_scalar_that_is_not_finite_is_null_on_disk_and_absent_when_read(tmp_pa
         "mode": "train",
         "scalars": {"a": None, "b": 2.0},
         "completion_lengths": [],
+        "group_rewards": [],
     }
     assert read_metrics(tmp_path) == [StepMetrics(1, "train", {"b": 2.0}, [])]
 

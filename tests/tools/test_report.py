@@ -1,71 +1,21 @@
 import base64
 import math
 import re
-from html.parser import HTMLParser
 from importlib.resources import files
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from report_page import FORBIDDEN, Page, a_sequence
 
 from cb_rollout.errors import ConfigurationError
-from cb_rollout.metrics.run_records import METRICS_FILE, RunRecorder, SequenceRecord, StepMetrics
+from cb_rollout.metrics.run_records import METRICS_FILE, RunRecorder, StepMetrics
 from cb_rollout.tools.report import write_comparison, write_report
 from cb_rollout.tools.report.charts import DRIFT_KEYS
 from cb_rollout.tools.report.page import MAX_SEQUENCES_PER_STEP, steps_shown
 from cb_rollout.tools.report.series import early_and_late, series, shares_by_bin, smoothed
 from cb_rollout.tools.report.svg import compact, linear_axis, log_axis
 from cb_rollout.tools.report.tokens import MAX_TOKENS_SHOWN, NUM_LEVELS, colour_level, visible_html
-
-VOID = {"meta", "br", "link", "img"}
-FORBIDDEN = {"script", "link", "img", "iframe", "object", "embed", "base", "form"}
-
-
-class Page(HTMLParser):
-    """Every tag's nesting, every title, and all text of a page; fails on what is not closed."""
-
-    def __init__(self, html):
-        super().__init__()
-        self.open, self.tags, self.titles, self.text = [], [], [], ""
-        self.feed(html)
-        self.close()
-        assert self.open == []
-
-    def handle_starttag(self, tag, attrs):
-        names = [name for name, _ in attrs]
-        assert len(names) == len(set(names)), names
-        assert not any(name.startswith("on") for name in names), names
-        self.tags.append(tag)
-        self.titles += [value for name, value in attrs if name == "title"]
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag, attrs):
-        self.tags.append(tag)
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        if self.open and self.open[-1] != "style":
-            self.text += data
-
-
-def a_sequence(step=1, tokens=("4", "</s>"), logprobs=None, **changes):
-    tokens = list(tokens)
-    values = {
-        "step": step,
-        "mode": "train",
-        "request_id": "r0",
-        "prompt": "2+2=",
-        "tokens": tokens,
-        "token_ids": list(range(len(tokens))),
-        "logprobs": [-0.25] * len(tokens) if logprobs is None else logprobs,
-        "policy_versions": [(6, len(tokens))] if tokens else [],
-        "reward": 0.75,
-        "finish_reason": "stop",
-    }
-    return SequenceRecord(**values | changes)
 
 
 def training_steps(num_steps):
@@ -95,7 +45,7 @@ def test_a_whole_run_is_one_wellformed_page_that_fetches_nothing(tmp_path):
     html, page = page_of(tmp_path, metrics, [a_sequence(step) for step in range(1, 31)])
     assert not re.search(r"https?:|//|@import|url\(", html)
     assert not FORBIDDEN & set(page.tags)
-    assert page.tags.count("figure") == 5
+    assert page.tags.count("figure") == 8
     for expected in ("First to last reward", "evaluation", "Largest drift", "3.0e-5", "Step 15"):
         assert expected in page.text
 
@@ -184,7 +134,7 @@ def test_metrics_alone_and_rollouts_alone_leave_the_other_part_out(tmp_path):
     _, page = page_of(tmp_path / "metrics", metrics=training_steps(3))
     assert "Completions" not in page.text
     _, page = page_of(tmp_path / "rollouts", sequences=[a_sequence()])
-    assert "figure" not in page.tags
+    assert page.tags.count("figure") == 2  # surprise and policy versions
     assert "1 of 1 recorded sequences" in page.text
 
 
@@ -203,7 +153,7 @@ def test_short_and_flat_runs_have_every_figure(tmp_path, num_steps, value):
         for step in range(1, num_steps + 1)
     ]
     html, page = page_of(tmp_path, metrics)
-    assert page.tags.count("figure") == 4
+    assert page.tags.count("figure") == 5
     assert "nan" not in html
     assert "inf" not in page.text
 

@@ -34,6 +34,7 @@ class TrainerRecords:
         self._pending: dict[int, SequenceRecord] = {}
         self._untabled: list[SequenceRecord] = []
         self._completion_lengths: list[int] = []
+        self._group_rewards: list[list[float]] = []
         self._has_trained = False
 
     def begin_training(self, step: int) -> None:
@@ -57,6 +58,7 @@ class TrainerRecords:
         self.flush(context.mode)
         if context.mode == "train":
             self._completion_lengths += [sum(row.is_sampled) for row in context.rows]
+            self._group_rewards += _whole_groups(context.rewards, self._trainer.num_generations)
         # The trainer counts a step once it is done, and logs its metrics under that number.
         step = self._trainer.state.global_step + (context.mode == "train")
         tokenizer = self._trainer.processing_class
@@ -121,15 +123,22 @@ class TrainerRecords:
                 mode="eval" if is_eval else "train",
                 scalars={k: float(v) for k, v in logs.items() if isinstance(v, int | float)},
                 completion_lengths=[] if is_eval else self._completion_lengths,
+                group_rewards=[] if is_eval else self._group_rewards,
             )
         )
         if not is_eval:
-            self._completion_lengths = []
+            self._completion_lengths, self._group_rewards = [], []
         if "wandb" in self._trainer.args.report_to:
             from cb_rollout.integrations.wandb import log_token_table
 
             log_token_table(self._untabled, step)
         self._untabled = []
+
+
+def _whole_groups(rewards: Sequence[float], num_generations: int) -> list[list[float]]:
+    """Return the rewards of each group; one that another process shares is left out."""
+    ends = range(num_generations, len(rewards) + 1, num_generations)
+    return [list(rewards[end - num_generations : end]) for end in ends]
 
 
 def _policy_versions(row: RolloutRow) -> list[tuple[int, int]]:

@@ -14,7 +14,6 @@ from cb_rollout.tools.report.series import (
     series,
     shares_by_bin,
     smoothed,
-    smoothing_window,
 )
 from cb_rollout.tools.report.svg import (
     Axis,
@@ -43,31 +42,6 @@ MAX_JAGGED_POINTS = 300
 
 # Fine enough for the shape of a long tail; every bin holds equally many whole numbers.
 MAX_BINS = 32
-
-
-def learning_figure(metrics: Sequence[StepMetrics]) -> str:
-    """Draw training reward by step, its moving mean, and evaluation reward."""
-    reward = series(metrics, "reward")
-    evaluation = series(metrics, "eval_reward", mode="eval")
-    if not reward and not evaluation:
-        return ""
-    points = [*reward, *evaluation]
-    is_smoothed = smoothing_window(len(reward)) > 1
-    curves, keys = [Curve(reward, "a")], [("a", "training")]
-    if is_smoothed:
-        curves = [Curve(reward, "raw"), Curve(smoothed(reward), "a")]
-        keys = [("raw", "training step"), ("a", f"mean over {smoothing_window(len(reward))} steps")]
-    if evaluation:
-        curves.append(Curve(evaluation, "b", has_dots=len(evaluation) <= MAX_DOTS))
-        keys.append(("b", "evaluation"))
-    chart = curve_chart(
-        curves,
-        x=step_axis(points),
-        y=linear_axis(value for _, value in points),
-        title=f"Reward over {len(points)} steps",
-        tips=tips_at(reward or evaluation, lambda value: f"reward {compact(value)}"),
-    )
-    return figure("Reward", "mean of each step", chart, keys, style="wide")
 
 
 def throughput_figure(metrics: Sequence[StepMetrics]) -> str:

@@ -19,9 +19,12 @@ from cb_rollout.metrics.run_records import (
     read_metrics,
 )
 from cb_rollout.tools.report.charts import DRIFT_FLOOR, DRIFT_KEYS, figure, step_axis, tips_at
-from cb_rollout.tools.report.page import html_page, key_figures, run_name
+from cb_rollout.tools.report.layout import html_page
+from cb_rollout.tools.report.page import key_figures, run_name
 from cb_rollout.tools.report.series import series, smoothed
+from cb_rollout.tools.report.spreads import Span, length_spread, quantile_spans, reward_spans
 from cb_rollout.tools.report.svg import (
+    Band,
     Curve,
     compact,
     curve_chart,
@@ -38,11 +41,24 @@ STYLES = ("a", "b")
 
 # Scalar, title, note, and format of a value.
 OVERLAYS: tuple[tuple[str, str, str, Callable[[float], str]], ...] = (
-    ("reward", "Reward", "mean of each step, smoothed", compact),
+    ("reward", "Reward", "mean of each step, smoothed; band: one standard deviation", compact),
     ("eval_reward", "Evaluation reward", "mean of each evaluation", compact),
     ("rollout/tokens_per_second", "Throughput", "sampled tokens per second of rollout", compact),
     ("rollout/step_share", "Rollout's share of a step", "of its wall-clock time", percent),
-    ("completions/mean_length", "Completion length", "mean of each step, tokens", compact),
+    (
+        "completions/mean_length",
+        "Completion length",
+        "mean of each step, tokens; band: 10th to 90th percentile",
+        compact,
+    ),
+    ("entropy", "Entropy", "in the loss, nats a token", compact),
+    (
+        "frac_reward_zero_std",
+        "Groups without a difference",
+        "share of groups whose rewards are all equal",
+        percent,
+    ),
+    ("rollout/staleness_mean", "Staleness", "mean of each step's tokens, versions", compact),
     *((key, "Log-probability drift", f"{key}, nats", scientific) for key in DRIFT_KEYS),
 )
 
@@ -147,7 +163,13 @@ def _overlay(
     if key == "reward":
         found = [(style, name, smoothed(points)) for style, name, points in found]
     points = [point for *_, drawn in found for point in drawn]
+    bands = [
+        Band(spans, style)
+        for style, run in zip(STYLES, runs, strict=True)
+        if (spans := _spans(run, key))
+    ]
     values = [value for _, value in points]
+    values += [value for band in bands for _, low, high in band.spans for value in (low, high)]
     is_drift = key in DRIFT_KEYS
     chart = curve_chart(
         [Curve(drawn, style) for style, _, drawn in found],
@@ -155,5 +177,13 @@ def _overlay(
         y=log_axis(values, floor=DRIFT_FLOOR) if is_drift else linear_axis(values),
         title=f"{title} of {len(found)} runs",
         tips=tips_at(found[0][2], label),
+        bands=bands,
     )
     return figure(title, note, chart, [(style, name) for style, name, _ in found])
+
+
+def _spans(metrics: Sequence[StepMetrics], key: str) -> list[Span]:
+    """Return the spread that belongs to a scalar; empty where it has none."""
+    if key == "reward":
+        return reward_spans(metrics)
+    return quantile_spans(length_spread(metrics)) if key == "completions/mean_length" else []

@@ -1,14 +1,13 @@
-"""Report of a run: one self-contained HTML page from its records.
+"""Report of a run: a self-contained HTML page from its records, and pages of its sequences.
 
-Own the content and order of the page; a part without records is left out. `charts` draws and
-`tokens` escapes text. The page fetches nothing. Loads no torch.
+Own the content and order of the page; a part without records is left out. `charts` and `spreads`
+draw, `pages` has the sequences that are not on it. No page fetches anything. Loads no torch.
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from html import escape
-from importlib.resources import files
 from pathlib import Path
 from statistics import median
 
@@ -23,34 +22,41 @@ from cb_rollout.metrics.run_records import (
     StepMetrics,
     chosen_run,
     find_run_dir,
+    iterate_rollouts,
     list_runs,
     read_image,
     read_metrics,
-    read_rollouts,
 )
 from cb_rollout.tools.report.charts import (
     DRIFT_KEYS,
     drift_figure,
-    learning_figure,
     lengths_figure,
     share_figure,
     throughput_figure,
 )
+from cb_rollout.tools.report.layout import html_page
+from cb_rollout.tools.report.pages import pages_table, write_pages
 from cb_rollout.tools.report.series import series, smoothed, smoothing_window
+from cb_rollout.tools.report.spreads import (
+    groups_figure,
+    learning_figure,
+    length_spread_figure,
+    staleness_figure,
+    surprise_figure,
+    versions_figure,
+)
+from cb_rollout.tools.report.summaries import RecordedStep, recorded_steps
 from cb_rollout.tools.report.svg import Point, compact
 from cb_rollout.tools.report.tokens import legend_html, sequences_html, visible_html
 
 REPORT_FILE = "report.html"
-
-# What a browser may load: what is inside the page alone.
-POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 # The usual size of a group; three such steps load quickly on a phone.
 MAX_SEQUENCES_PER_STEP = 8
 
 
 def write_report(run_dir: str | os.PathLike[str], run_id: str | None = None) -> Path:
-    """Write `report.html` beside a run's records.
+    """Write `report.html` beside a run's records, and its sequences' pages in `report_pages/`.
 
     Args:
         run_dir: the directory with the records, or a trainer's output_dir with `cb_rollout/` in it.
@@ -76,7 +82,8 @@ def _write_report(run_dir: Path, run_id: str | None) -> Path:
     runs = list_runs(run_dir)
     run = chosen_run(runs, run_id)
     metrics, counts = read_metrics(run_dir, run), run.num_sequences
-    rollouts = read_rollouts(run_dir, steps=steps_shown(list(counts)), run=run)
+    steps = recorded_steps(iterate_rollouts(run_dir, run))
+    rollouts = _sequences_shown(run_dir, run)
     name = run_name(run_dir)
     page = html_page(
         name,
@@ -85,10 +92,12 @@ def _write_report(run_dir: Path, run_id: str | None) -> Path:
 <h1>{visible_html(name)}</h1>
 {_key_figures(metrics, counts)}
 </header>
-{_charts(metrics)}
-{_completions(counts, rollouts, run_dir)}
+{_charts(metrics, steps)}
+{_completions(steps, rollouts, run_dir)}
 <footer>{_sources(metrics, counts)}</footer>""",
     )
+    if steps:
+        write_pages(run_dir, run, steps, name)
     path = run_dir / REPORT_FILE
     path.write_text(page, encoding="utf-8")
     return path
@@ -109,29 +118,6 @@ def run_name(run_dir: Path) -> str:
     """Return the name of a run's output directory."""
     resolved = run_dir.resolve()
     return resolved.parent.name if resolved.name == RUN_DIR_NAME else resolved.name
-
-
-def html_page(name: str, content: str) -> str:
-    """Return a self-contained page around its content."""
-    style = files("cb_rollout.tools.report").joinpath("report.css").read_text(encoding="utf-8")
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<meta http-equiv="Content-Security-Policy" content="{POLICY}">
-<title>{visible_html(name)} &middot; rollout report</title>
-<style>
-{style}</style>
-</head>
-<body>
-<main>
-{content}
-</main>
-</body>
-</html>
-"""
 
 
 def _key_figures(metrics: Sequence[StepMetrics], counts: dict[int, int]) -> str:
@@ -172,9 +158,14 @@ def _largest(drift: Sequence[Point]) -> tuple[str, str]:
     return compact(value), f"nats, at step {step:,}"
 
 
-def _charts(metrics: Sequence[StepMetrics]) -> str:
+def _charts(metrics: Sequence[StepMetrics], steps: Mapping[int, RecordedStep]) -> str:
     figures = [
         learning_figure(metrics),
+        groups_figure(metrics),
+        length_spread_figure(metrics),
+        surprise_figure(metrics, steps),
+        staleness_figure(metrics),
+        versions_figure(steps),
         throughput_figure(metrics),
         share_figure(metrics),
         drift_figure(metrics),
@@ -184,24 +175,39 @@ def _charts(metrics: Sequence[StepMetrics]) -> str:
     return f'<section class="charts">\n{drawn}\n</section>' if drawn else ""
 
 
-def _completions(counts: dict[int, int], rollouts: Sequence[SequenceRecord], run_dir: Path) -> str:
+def _sequences_shown(run_dir: Path, run: Run) -> dict[int, list[SequenceRecord]]:
+    """Return the first sequences of each shown step, holding no others."""
+    shown: dict[int, list[SequenceRecord]] = {
+        step: [] for step in steps_shown(list(run.num_sequences))
+    }
+    for record in iterate_rollouts(run_dir, run, shown):
+        if len(shown[record.step]) < MAX_SEQUENCES_PER_STEP:
+            shown[record.step].append(record)
+    return shown
+
+
+def _completions(
+    steps: Mapping[int, RecordedStep],
+    rollouts: Mapping[int, Sequence[SequenceRecord]],
+    run_dir: Path,
+) -> str:
     if not rollouts:
         return ""
     sections = []
     read = partial(read_image, run_dir)
-    for step in steps_shown(list(counts)):
-        shown = [record for record in rollouts if record.step == step][:MAX_SEQUENCES_PER_STEP]
+    for step, shown in rollouts.items():
         sections.append(
-            f'<section class="step"><h3>Step {step:,}<span>{len(shown):,} of {counts[step]:,} '
-            f"recorded sequences</span></h3>{sequences_html(shown, read)}</section>"
+            f'<section class="step"><h3>Step {step:,}<span>{len(shown):,} of '
+            f"{steps[step].num_sequences:,} recorded sequences</span></h3>"
+            f"{sequences_html(shown, read)}</section>"
         )
     lead = (
-        f"From {len(sections)} of {len(counts):,} recorded steps. A tint says how unlikely a token "
+        f"From {len(sections)} of {len(steps):,} recorded steps. A tint says how unlikely a token "
         "was when it was sampled; point at it for its log-probability, token id and policy version."
     )
     return (
         f'<section class="completions"><h2>Completions</h2><p class="lead">{lead}</p>'
-        f"{legend_html()}{''.join(sections)}</section>"
+        f"{pages_table(steps)}{legend_html()}{''.join(sections)}</section>"
     )
 
 

@@ -51,6 +51,16 @@ class Curve:
     """Tint the area down to the axis."""
 
 
+@dataclass(frozen=True, slots=True)
+class Band:
+    """A tinted area between two values of each x."""
+
+    spans: Sequence[tuple[float, float, float]]
+    """Pairs of low and high by x, as `(x, low, high)`, by ascending x."""
+    style: str
+    """A class of `report.css`."""
+
+
 def linear_axis(
     values: Iterable[float],
     *,
@@ -136,7 +146,13 @@ def percent(value: float) -> str:
 
 
 def curve_chart(
-    curves: Sequence[Curve], *, x: Axis, y: Axis, title: str, tips: Sequence[tuple[float, str]] = ()
+    curves: Sequence[Curve],
+    *,
+    x: Axis,
+    y: Axis,
+    title: str,
+    tips: Sequence[tuple[float, str]] = (),
+    bands: Sequence[Band] = (),
 ) -> str:
     """Draw curves over one pair of axes.
 
@@ -146,8 +162,10 @@ def curve_chart(
         y: vertical axis.
         title: text for screen readers.
         tips: pairs of an x and the text shown when the pointer is there.
+        bands: areas under the curves.
     """
-    paths = "".join(_path(curve, x, y) for curve in curves if curve.has_line)
+    paths = "".join(_band(band, x, y) for band in bands)
+    paths += "".join(_path(curve, x, y) for curve in curves if curve.has_line)
     dots = "".join(_dots(curve, x, y) for curve in curves)
     return _frame(_grid(x, y) + _stretched(paths) + dots + _tip_bands(tips, x), title)
 
@@ -203,13 +221,30 @@ def _grid(x: Axis, y: Axis) -> str:
     return f'{lines}<line class="axis" x1="0%" x2="100%" y1="100%" y2="100%"/>{labels}'
 
 
+def _band(band: Band, x: Axis, y: Axis) -> str:
+    # A single step has a band as wide as its dot.
+    spans = band.spans
+    if len(spans) == 1:
+        (at, low, high), half = spans[0], (x.high - x.low) / 100
+        spans = [(at - half, low, high), (at + half, low, high)]
+    upper = [(at, high) for at, _, high in spans]
+    lower = [(at, low) for at, low, _ in reversed(spans)]
+    corners = _corners([*upper, *lower], x, y)
+    return f'<path class="band {band.style}" d="M{"L".join(corners)}Z"/>' if corners else ""
+
+
+def _corners(points: Sequence[Point], x: Axis, y: Axis) -> list[str]:
+    """Return points in units of the stretched viewport."""
+    return [
+        f"{x.position(across) * SPAN:.1f} {(1 - y.position(up)) * SPAN:.1f}"
+        for across, up in points
+    ]
+
+
 def _path(curve: Curve, x: Axis, y: Axis) -> str:
     if not curve.points:
         return ""
-    corners = [
-        f"{x.position(across) * SPAN:.1f} {(1 - y.position(up)) * SPAN:.1f}"
-        for across, up in curve.points
-    ]
+    corners = _corners(curve.points, x, y)
     line = f'<path class="line {curve.style}" d="M{"L".join(corners)}"/>'
     if not curve.is_filled:
         return line
