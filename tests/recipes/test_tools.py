@@ -138,6 +138,31 @@ def test_an_environment_of_gymnasium_is_walked_for_two_steps(run, checkpoint, tm
     assert lines[-1].startswith("report ")
 
 
+def test_games_on_an_openenv_server_have_sessions_of_their_own_and_run_two_steps(
+    run, checkpoint, tmp_path
+):
+    pytest.importorskip("openenv.core", reason="needs `pip install openenv-core`")
+    import openenv_grpo
+
+    with openenv_grpo.served_game() as url:
+        games = [openenv_grpo.Game(url) for _ in range(2)]
+        secrets = [random.Random(seed).randint(1, 100) for seed in (3, 5)]
+        assert secrets[0] != secrets[1]
+        for game, seed in zip(games, (3, 5), strict=True):
+            game.reset(seed=seed)
+        assert games[0].guess(0) == "higher"
+        assert [game.guess(n) for game, n in zip(games, secrets, strict=True)] == ["correct"] * 2
+        assert [game.get_reward() for game in games] == [0.8, 0.9]
+        assert games[0].guess(1) == "the game is over"
+        lines = run(
+            openenv_grpo,
+            *("--model", checkpoint, "--output-dir", tmp_path / "run", "--max-steps", 2),
+            *("--batch-size", 4, "--num-generations", 2, "--max-completion-length", 16),
+            *("--url", url),
+        )
+    assert lines[-1].startswith("report ")
+
+
 def test_a_game_answers_and_rewards_fewer_guesses_more():
     game = multi_turn_grpo.GuessingGame()
     game.reset(secret=40)
