@@ -41,6 +41,10 @@ from trl import GRPOConfig, GRPOTrainer
 import cb_rollout
 from cb_rollout.tools.report import write_report
 
+# transformers 5.23 renamed the setting, and warns of its old name.
+IS_RENAMED = hasattr(GRPOConfig, "activation_checkpointing")
+CHECKPOINTING = "activation_checkpointing" if IS_RENAMED else "gradient_checkpointing"
+
 PAD, EOS = 0, 1
 WORDS = ["<pad>", "<eos>", *"0123456789+-*="]
 OPERATIONS = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
@@ -187,7 +191,7 @@ def create_trainer(model, tokenizer, train, held_out, args) -> GRPOTrainer:
             report_to="none",
             use_cpu=True,
             bf16=False,
-            activation_checkpointing=False,
+            **{CHECKPOINTING: False},
         ),
     )
     trainer.remove_callback(ProgressCallback)

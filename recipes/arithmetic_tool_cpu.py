@@ -31,6 +31,10 @@ from trl import GRPOConfig, GRPOTrainer
 
 import cb_rollout
 
+# transformers 5.23 renamed the setting, and warns of its old name.
+IS_RENAMED = hasattr(GRPOConfig, "activation_checkpointing")
+CHECKPOINTING = "activation_checkpointing" if IS_RENAMED else "gradient_checkpointing"
+
 USER, ASSISTANT, TOOL, CALL, END_CALL = "<user>", "<assistant>", "<tool>", "<calculate x=", "/>"
 SPECIAL = ["<pad>", "<eos>", USER, ASSISTANT, TOOL, CALL, END_CALL]
 WORDS = [*SPECIAL, *"0123456789*"]
@@ -181,7 +185,7 @@ def create_trainer(model, tokenizer, products: list[str], args) -> GRPOTrainer:
             disable_tqdm=True,
             use_cpu=True,
             bf16=False,
-            activation_checkpointing=False,
+            **{CHECKPOINTING: False},
         ),
     )
     trainer.remove_callback(PrinterCallback)

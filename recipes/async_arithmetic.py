@@ -24,6 +24,7 @@ os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
 import torch
 from arithmetic_cpu import (
+    CHECKPOINTING,
     MAX_COMPLETION,
     WARMUP_STEPS,
     create_model,
@@ -61,7 +62,7 @@ def shared_settings(args, name: str) -> dict:
         "disable_tqdm": True,
         "use_cpu": True,
         "bf16": False,
-        "activation_checkpointing": False,
+        CHECKPOINTING: False,
     }
 
 

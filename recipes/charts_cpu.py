@@ -45,6 +45,10 @@ from trl import GRPOConfig, GRPOTrainer
 import cb_rollout
 from cb_rollout.tools.report import write_report
 
+# transformers 5.23 renamed the setting, and warns of its old name.
+IS_RENAMED = hasattr(GRPOConfig, "activation_checkpointing")
+CHECKPOINTING = "activation_checkpointing" if IS_RENAMED else "gradient_checkpointing"
+
 PAD, EOS, IMAGE = 0, 1, 2
 WORDS = ["<pad>", "<eos>", "<image>", "total", *"0123456789+="]
 TEMPLATE = (
@@ -231,7 +235,7 @@ def create_trainer(model, processor, train, held_out, args) -> GRPOTrainer:
             report_to="none",
             use_cpu=True,
             bf16=False,
-            activation_checkpointing=False,
+            **{CHECKPOINTING: False},
             disable_tqdm=True,
         ),
     )

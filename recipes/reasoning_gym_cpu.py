@@ -32,6 +32,10 @@ from trl import GRPOConfig, GRPOTrainer
 
 import cb_rollout
 
+# transformers 5.23 renamed the setting, and warns of its old name.
+IS_RENAMED = hasattr(GRPOConfig, "activation_checkpointing")
+CHECKPOINTING = "activation_checkpointing" if IS_RENAMED else "gradient_checkpointing"
+
 # A data set of reasoning-gym and its settings.
 TASK = {"name": "spell_backward", "max_word_len": 6}
 PAD, EOS = 0, 1
@@ -147,7 +151,7 @@ def create_trainer(model, tokenizer, train, held_out, args) -> GRPOTrainer:
             disable_tqdm=True,
             use_cpu=True,
             bf16=False,
-            activation_checkpointing=False,
+            **{CHECKPOINTING: False},
         ),
     )
     trainer.remove_callback(PrinterCallback)

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Runs the tests on the oldest and the newest transformers and TRL that pyproject.toml allows, each in
-# an environment of its own under .compat/. Arguments go to pytest: scripts/compat.sh tests/training
+# an environment of its own under .compat/. "oldest" or "newest" runs one of them; further arguments go
+# to pytest: scripts/compat.sh oldest tests/training
 set -uo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
 cd "$root" || exit 1
@@ -41,7 +42,15 @@ _run() {
 }
 
 status=0
-for name in oldest newest; do
+case ${1:-} in
+    oldest | newest)
+        names=("$1")
+        shift
+        ;;
+    *) names=(oldest newest) ;;
+esac
+status=0
+for name in "${names[@]}"; do
     _run "$name" "$@" || status=1
 done
 exit "$status"

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from configs import CORE, ENCODERS, NOT_BUILT, OWN_GENERATE, REFUSED, tiny_config
 from huggingface_hub.errors import StrictDataclassError
-from marks import slow_beside
+from marks import IS_NEWEST, of_the_newest, slow_beside
 from parity import check, create_model
 from transformers import CONFIG_MAPPING, AutoModelForSeq2SeqLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -68,6 +68,8 @@ def test_a_tiny_model_has_every_kind_of_layer_that_its_type_has(model_type):
     def kinds(config):
         return set(getattr(config.get_text_config(decoder=True), "layer_types", None) or ())
 
+    if model_type == "dbrx" and not IS_NEWEST:
+        pytest.skip("its inner configs of transformers 5.17 take no ids of special tokens")
     assert kinds(tiny_config(model_type)) >= kinds(CONFIG_MAPPING[model_type]())
 
 
@@ -78,6 +80,7 @@ def test_the_tables_name_types_that_are_mapped():
     assert len(RUNNING) >= 120
 
 
+@of_the_newest
 def test_the_document_lists_every_type_that_transformers_maps():
     section, _ = DOCUMENT.read_text().split("\n## Images, videos and sounds\n")
     rows = re.findall(r"^\| `([\w-]+)` \| (\w[\w ]*) \|", section, re.MULTILINE)

@@ -17,7 +17,7 @@ from images import (
     prompt,
     read,
 )
-from marks import slow_beside
+from marks import IS_NEWEST, of_the_newest, slow_beside
 from parity import TOLERANCE
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
@@ -76,6 +76,8 @@ def test_prompts_with_images_agree_with_the_plain_forward_and_generate(model_typ
 
 @pytest.mark.parametrize("model_type", slow_beside(image_needs.TOKEN_IDS_CORE, RUNNING))
 def test_expanded_token_ids_have_the_tensors_of_the_text(model_type):
+    if model_type == "qianfan_ocr" and not IS_NEWEST:
+        pytest.skip("its processor of transformers 5.17 does not expand markers without a text")
     processor = create_processor(model_type, create_config(model_type))
     pictures = [picture(seed, size) for seed, size in enumerate(SIZES)]
     pictures = pictures[: 1 if model_type in image_needs.ONE_IMAGE else None]
@@ -100,10 +102,11 @@ def test_images_that_cannot_run_are_refused_in_one_line(model_type):
 
 @pytest.mark.parametrize("model_type", image_needs.NO_PROCESSOR)
 def test_a_type_said_to_have_no_processor_has_none(model_type):
-    with pytest.raises((KeyError, ValueError)):
+    with pytest.raises((KeyError, StopIteration, ValueError)):
         read(*create(model_type), [picture(0)])
 
 
+@of_the_newest
 def test_the_tables_name_types_that_are_mapped():
     named = {*image_needs.CORE, *image_needs.ONE_IMAGE, *image_needs.NO_PROCESSOR}
     named |= {*image_needs.ENGINE_CORE, *image_needs.REFUSED, *image_needs.NO_FEATURES}
@@ -112,6 +115,7 @@ def test_the_tables_name_types_that_are_mapped():
     assert len(READING) >= 70
 
 
+@of_the_newest
 def test_the_document_names_the_types_that_are_refused():
     text = DOCUMENT.read_text()
     assert f"{len(RUNNING)} of {len(READING)} types" in text

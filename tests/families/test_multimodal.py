@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from configs import tiny_config
-from marks import slow_beside
+from marks import of_the_newest, slow_beside
 from multimodal import CORE, NOT_BUILT, REFUSED
 from parity import check, create_model, plain_logprobs, prompts
 from transformers import CONFIG_MAPPING, AutoModelForMultimodalLM
@@ -117,12 +117,14 @@ def test_a_rollout_neither_reads_nor_writes_the_position_offset_of_another_forwa
         assert torch.allclose(chosen, torch.tensor(output.logprobs), rtol=0.0, atol=1e-5)
 
 
+@of_the_newest
 def test_the_tables_name_types_that_are_mapped():
     assert set(CORE) | set(REFUSED) | set(NOT_BUILT) | set(KEEP_OFFSETS) <= set(MAPPED)
     assert set(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES) <= set(MAPPED)
     assert len(RUNNING) >= 80
 
 
+@of_the_newest
 def test_the_document_lists_every_type_that_transformers_maps():
     _, section = DOCUMENT.read_text().split("\n## Images, videos and sounds\n")
     rows = re.findall(r"^\| `([\w.-]+)` \| (\w[\w ]*) \|", section, re.MULTILINE)

@@ -270,6 +270,14 @@ def _processed(
 
 def _of_text(text: str, pictures: list[Any], processor: Any, index: int) -> dict[str, torch.Tensor]:
     """Return the processor's tensors of a text with pictures."""
+    # Not every processor refuses other numbers (LLaVA's in transformers 5.17).
+    marker = getattr(processor, "image_token", None)
+    num_markers = text.count(marker) if isinstance(marker, str) else 0
+    if num_markers not in (0, len(pictures)):
+        raise InvalidRequestError(
+            f"input {index} holds {marker} {num_markers} times and has {len(pictures)} images; "
+            "give one each."
+        )
 
     def call(given: list[Any]) -> Any:
         try:

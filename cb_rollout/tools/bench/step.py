@@ -36,6 +36,10 @@ STEPS_PER_TURN = 1
 # Records, which no other contender writes.
 QUIET = {"record_num_sequences": 0}
 
+# transformers 5.23 renamed the setting, and warns of its old name.
+IS_RENAMED = hasattr(GRPOConfig, "activation_checkpointing")
+CHECKPOINTING = "activation_checkpointing" if IS_RENAMED else "gradient_checkpointing"
+
 PARTS = ("rollout", "scoring", "forward", "backward", "optimizer")
 
 # Tokens of a prompt, and completions of each: a problem statement and a system prompt.
@@ -242,7 +246,7 @@ def _create_trainer(setup: Setup, sizes: Sizes, path: GenerationPath, folder: st
             num_generations=sizes.num_completions,
             max_completion_length=sizes.longest_in_step, learning_rate=1e-6,
             disable_tqdm=True, save_strategy="no", logging_strategy="no", beta=0.0,
-            activation_checkpointing=False, shuffle_dataset=False, **path.trl,
+            shuffle_dataset=False, **{CHECKPOINTING: False}, **path.trl,
         ),
         train_dataset=Dataset.from_list(_rows(sizes)),
         processing_class=word_tokenizer(sizes.shape["vocab_size"]),

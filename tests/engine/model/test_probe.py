@@ -60,8 +60,12 @@ def test_a_hybrid_stores_states_in_one_layer_and_keys_in_the_other(
 def test_sparse_attention_stores_an_index_of_every_token():
     config = DeepseekV32Config(**SPARSE)
     (layer,) = ModelRunner(AutoModelForCausalLM.from_config(config).eval(), None).probe().layers
-    assert layer == LayerSpec(f32(1, 16), f32(1, 8), index=f32(1, 12))
-    assert layer.bytes_per_token == (16 + 8 + 12) * 4
+    assert layer.index == f32(1, 12)
+    # transformers 5.17 keeps keys and values of each head, later releases their latents.
+    assert layer in (
+        LayerSpec(f32(1, 16), f32(1, 8), index=f32(1, 12)),
+        LayerSpec(f32(4, 16), f32(4, 16), index=f32(1, 12)),
+    )
 
 
 def test_a_model_whose_layers_are_all_recurrent_is_probed():
