@@ -6,9 +6,11 @@ of each row alone, of padded batches as a trainer runs them, and packed.
 
 import random
 from collections import defaultdict
+from contextlib import ExitStack
 from typing import Any
 
 import torch
+from parity import create_model
 from transformers import PreTrainedModel
 
 from cb_rollout import RolloutConfig, RolloutGenerator, SamplingParams, bitwise, packed_logprobs
@@ -28,6 +30,45 @@ ENGINES: tuple[dict[str, Any], ...] = (
     {"num_blocks": 40},
 )
 
+TYPES = (
+    # Dense.
+    "bloom",
+    "falcon",
+    "glm4",
+    "gpt2",
+    "granite",
+    "llama",
+    "nemotron",
+    "olmo2",
+    "phi3",
+    "qwen2",
+    "qwen3",
+    "smollm3",
+    "stablelm",
+    "starcoder2",
+    # Sliding windows, sinks and soft caps.
+    "cohere2",
+    "exaone4",
+    "gemma2",
+    "gemma3_text",
+    "gemma4_text",
+    "gpt_oss",
+    "mistral",
+    "olmo3",
+    # Experts, and latent attention.
+    "deepseek_v2",
+    "deepseek_v3",
+    "mixtral",
+    "qwen3_moe",
+    # State spaces beside attention and experts, short convolutions, state spaces alone.
+    "jamba",
+    "lfm2",
+    "mamba",
+)
+
+# Falcon with one head of keys multiplies in an order that depends on the number of rows.
+SETTINGS: dict[str, dict[str, Any]] = {"falcon": {"multi_query": False}}
+
 LONGEST_PROMPT, MAX_NEW_TOKENS = 40, 24
 
 # Rows of one padded forward, which also has empty columns.
@@ -46,19 +87,21 @@ def without_dropout(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def compare_rollouts(model: PreTrainedModel, num_sequences: int) -> "Rollouts":
+def compare_rollouts(model_type: str, num_sequences: int, seed: int = 0) -> "Rollouts":
     """Sample sequences on each of `ENGINES` in random order of events, and compare them.
 
     Args:
-        model: on a CPU; its weights change.
-        num_sequences: sequences to compare at least, per engine.
+        model_type: one of `TYPES`.
+        num_sequences: sequences to submit at least, per engine.
+        seed: decides the events and the sampled tokens.
 
     Raises:
         AssertionError: a log-probability has other bits than a forward of the trainer.
     """
+    model = create_model(model_type, **SETTINGS.get(model_type, {}))
     without_dropout(model).train()
     num_threads = torch.get_num_threads()
-    rollouts = Rollouts(model)
+    rollouts = Rollouts(model, seed)
     try:
         for settings in ENGINES:
             rollouts.run(settings, num_sequences)
@@ -70,22 +113,27 @@ def compare_rollouts(model: PreTrainedModel, num_sequences: int) -> "Rollouts":
 class Rollouts:
     """Requests, forks, steps, cancellations, threads and new weights, in any order."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, seed: int) -> None:
         self.model = model
-        self.random = random.Random(0)
+        self.seed = seed
+        self.random = random.Random(seed)
         self.weights = [parameter.detach().clone() for parameter in model.parameters()]
-        self.num_compared = self.num_preemptions = self.num_accepted = 0
+        # Sequences of which at least one token was compared, and their tokens.
+        self.num_compared = self.num_tokens = 0
+        self.num_preemptions = self.num_accepted = 0
 
     def run(self, settings: dict[str, Any], num_sequences: int) -> None:
         """Play events until so many sequences were submitted, then finish them."""
-        config = RolloutConfig(seed=0, numerics="bitwise", **settings)
+        config = RolloutConfig(seed=self.seed, numerics="bitwise", **settings)
         # Each request, and the number of its tokens that were compared.
         self.requests: list[Request] = []
         self.num_seen: list[int] = []
         events = (self.submit, self.step, self.step, self.cancel, self.set_threads)
-        with RolloutGenerator(self.model, config) as generator:
+        with RolloutGenerator(self.model, config) as generator, ExitStack() as stack:
             self.create_requests = generator.manager.create_requests
             self.engine = generator.manager._engine
+            # As the loop does that this one stands for, also after a difference.
+            stack.callback(self.engine.hand_back_model)
             while len(self.requests) < num_sequences:
                 for _ in range(self.random.randint(5, 40)):
                     self.random.choice(events)()
@@ -94,6 +142,8 @@ class Rollouts:
                 self.engine.step()
             self.compare()
             assert self.engine.num_blocks_used == 0
+            self.num_compared += sum(number > 0 for number in self.num_seen)
+            self.num_tokens += sum(self.num_seen)
             self.num_preemptions += self.engine.counters.preemptions
             self.num_accepted += self.engine.counters.accepted_tokens
 
@@ -164,7 +214,6 @@ class Rollouts:
             self.compare_packed(fresh)
         for index in fresh:
             self.num_seen[index] = self.requests[index].num_generated
-        self.num_compared += len(fresh)
 
     def compare_packed(self, indices: list[int]) -> None:
         by_temperature = defaultdict(list)

@@ -10,11 +10,9 @@ from transformers import PreTrainedModel
 import cb_rollout
 from cb_rollout import ConfigurationError, RolloutConfig, RolloutGenerator, SamplingParams, bitwise
 from cb_rollout.engine.attention.traced_forward import STEPS_BEFORE_TRACE
-from cb_rollout.engine.numerics import attention, kernels, operators
+from cb_rollout.engine.numerics import attention, operators
 
 LENGTHS = (3, 26, 1, 17)
-
-own = kernels.multiply
 
 
 def rows_of(lengths: tuple[int, ...], seed: int = 0) -> list[list[int]]:
@@ -125,39 +123,6 @@ def test_long_rollouts_run_from_a_trace():
         assert largest_difference(generator.manager.model, outputs.values()) == 0
 
 
-def sums_in_two_halves(rows: torch.Tensor, weight: torch.Tensor, bias: object = None) -> object:
-    """A mutant: many rows are summed in another order."""
-    half = weight.shape[1] // 2 if rows.shape[0] > 4 else 0
-    parts = (own(rows[:, :half].contiguous(), weight[:, :half].contiguous(), bias)) if half else 0
-    rest = own(rows[:, half:].contiguous(), weight[:, half:].contiguous(), None if half else bias)
-    return parts + rest
-
-
-def counts_blocks_from_the_padding(query, key, value, mask, *, sinks_H, **settings) -> object:
-    """A mutant: values are added in blocks of eight columns."""
-    B, H, Q, S = *query.shape[:3], key.shape[2]
-    mask = torch.ones(Q, S, dtype=torch.bool).tril() if mask is None else mask
-    seen = mask.expand(B, H, Q, S)
-    scores = query @ key.repeat_interleave(H // key.shape[1], 1).transpose(2, 3)
-    weights = (scores * settings["scale"]).masked_fill(~seen, -torch.inf).softmax(-1)
-    values = value.repeat_interleave(H // key.shape[1], 1)
-    blocks = zip(weights.split(8, 3), values.split(8, 2), strict=True)
-    return sum(some @ of_these for some, of_these in blocks).transpose(1, 2)
-
-
-def test_a_mutant_product_is_refused(monkeypatch):
-    monkeypatch.setattr(operators, "multiply", sums_in_two_halves)
-    with pytest.raises(ConfigurationError, match="other bits for a row in a padded batch"):
-        RolloutGenerator(tiny_model(), RolloutConfig(numerics="bitwise"))
-
-
-def test_a_mutant_attention_is_refused(monkeypatch):
-    monkeypatch.setattr(attention.kernels, "attend", counts_blocks_from_the_padding)
-    with pytest.raises(ConfigurationError, match="other bits for a row in a padded batch"):
-        RolloutGenerator(tiny_model(), RolloutConfig(numerics="bitwise"))
-    assert not operators.are_installed()
-
-
 @pytest.mark.parametrize("family", ["qwen3_5_text", "granitemoehybrid"])
 def test_a_hybrid_that_chunks_its_scan_is_refused(family):
     with pytest.raises(ConfigurationError, match="computes other bits"):
@@ -184,3 +149,28 @@ def test_what_cannot_be_bitwise_is_refused_in_one_sentence():
 
 def test_the_public_name_is_the_context_manager():
     assert cb_rollout.bitwise is bitwise
+
+
+@pytest.mark.parametrize(
+    ("arguments", "mask", "reason"),
+    [
+        ({"position_bias": torch.zeros(1)}, None, "attends with position_bias"),
+        ({"dropout": 0.1}, None, r"\(rate 0.1\); set attention_dropout=0"),
+        ({}, torch.ones(2, 2, dtype=torch.bool), "a mask of 2 dimensions"),
+        ({}, None, "from 2 queries to 3 keys without a mask"),
+    ],
+)
+def test_attention_that_has_no_kernel_is_refused_in_one_sentence(arguments, mask, reason):
+    module = tiny_model().model.layers[0].self_attn
+    query, key = torch.zeros(1, 4, 2, 8), torch.zeros(1, 4, 3, 8)
+    with pytest.raises(ConfigurationError, match=f"numerics='bitwise': .*{reason}"):
+        attention.attend(lambda: None, module, query, key, key, mask, **arguments)
+
+
+def test_attention_in_another_dtype_or_by_other_kernels_is_refused(monkeypatch):
+    module, states = tiny_model().model.layers[0].self_attn, torch.zeros(1, 4, 2, 8)
+    with pytest.raises(ConfigurationError, match=r"attends in torch\.float64 on cpu"):
+        attention.attend(lambda: None, module, *[states.double()] * 3, None)
+    monkeypatch.setattr(module.config, "_attn_implementation", "flex_attention")
+    with pytest.raises(ConfigurationError, match="attn_implementation='flex_attention' computes"):
+        attention.attend(lambda: None, module, *[states] * 3, None)

@@ -194,3 +194,29 @@ def test_a_query_that_sees_nothing_has_the_output_zero():
     found = kernels.attend(query, key, value, mask, scale=1.0)
     assert torch.equal(found[0, 1], torch.zeros(1, 8))
     assert torch.equal(found[0, 0], value[0, :, 0])
+
+
+# torch has a fused kernel where keys and values are of one size, and products where they are not.
+@pytest.mark.parametrize("value_size", [8, 12])
+def test_attention_that_a_model_asks_of_torch_is_the_same_bits_padded(value_size):
+    query, key = (states(2, 4, 19, 8, dtype=torch.float32, seed=n) for n in range(2))
+    value = states(2, 4, 19, value_size, dtype=torch.float32, seed=2)
+    size = 3 + 19 + 5
+    mask = torch.ones(size, size, dtype=torch.bool).tril()
+    mask[:, :3] = False
+
+    def attended(*given: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        given = tuple(one.clone().requires_grad_() for one in given)
+        found = functional.scaled_dot_product_attention(*given, is_causal=True)
+        return found, torch.autograd.grad(found.square().sum(), given)
+
+    expected, gradients = attended(query, key, value)
+    with installed():
+        alone, found = attended(query, key, value)
+        padded = [functional.pad(one, (0, 0, 3, 5), value=0.7) for one in (query, key, value)]
+        together = functional.scaled_dot_product_attention(*padded, attn_mask=mask[None, None])
+        single = attended(query[:1], key[:1], value[:1])[0]
+    assert torch.equal(together[:, :, 3 : 3 + 19], alone)
+    assert torch.equal(single, alone[:1])
+    torch.testing.assert_close(alone, expected)
+    torch.testing.assert_close(found, gradients)

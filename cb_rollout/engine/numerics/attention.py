@@ -18,6 +18,8 @@ from cb_rollout.errors import ConfigurationError
 # Arguments of an attention function that add to the scores what the kernel does not know.
 _UNKNOWN = ("position_bias", "head_mask", "cache")
 
+_STAY_FAST = "leave numerics at 'fast'"
+
 
 def attend(
     own_attention: Callable[..., Any],
@@ -45,20 +47,11 @@ def attend(
     Raises:
         ConfigurationError: the kernel does not compute this attention.
     """
-    if query.device.type != "cpu" or query.dtype not in kernels.DTYPES:
-        raise ConfigurationError(f"attention in {query.dtype} on {query.device.type} has no kernel")
     if torch.is_autocast_enabled("cpu"):
         dtype = torch.get_autocast_dtype("cpu")
         query, key, value = (states.to(dtype) for states in (query, key, value))
-    implementation = hf_compat.attention_implementation(module)
-    if implementation not in ("sdpa", "eager"):
-        raise ConfigurationError(f"attn_implementation={implementation!r} is not sdpa or eager")
-    if given := [name for name in _UNKNOWN if arguments.get(name) is not None]:
-        raise ConfigurationError(f"attention takes {', '.join(given)}")
-    if arguments.get("dropout"):
-        raise ConfigurationError("attention drops weights at random; set attention_dropout=0")
-    if attention_mask is not None and attention_mask.dim() != 4:
-        raise ConfigurationError(f"attention takes a mask of {attention_mask.dim()} dimensions")
+    if reason := _obstacle(module, query, attention_mask, arguments):
+        raise ConfigurationError(f"numerics='bitwise': {reason}.")
     sinks = arguments.get("s_aux")
     settings = _settings(module, query, key, attention_mask, arguments)
     states = (query, key, value, sinks)
@@ -67,6 +60,45 @@ def attend(
         call = (own_attention, module, attention_mask, arguments)
         return _Attention.apply(call, settings, *states), None
     return kernels.attend(query, key, value, attention_mask, sinks_H=sinks, **settings), None
+
+
+def _obstacle(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    mask: torch.Tensor | None,
+    arguments: Mapping[str, Any],
+) -> str | None:
+    """Return why the kernel cannot compute this attention, and what to do; None: it can."""
+    name = type(module).__name__
+    device, dtype = query.device.type, query.dtype
+    implementation = hf_compat.attention_implementation(module)
+    given = [one for one in _UNKNOWN if arguments.get(one) is not None]
+    if device != "cpu" or dtype not in kernels.DTYPES:
+        return (
+            f"{name} attends in {dtype} on {device}, which has no ordered kernel; compute in "
+            "float32 or bfloat16 on a CPU"
+        )
+    if implementation not in ("sdpa", "eager"):
+        return (
+            f"attn_implementation={implementation!r} computes by kernels of its own; load the "
+            "model with 'sdpa' or 'eager'"
+        )
+    if given:
+        return (
+            f"{name} attends with {', '.join(given)}, which the ordered kernel does not compute; "
+            f"{_STAY_FAST}"
+        )
+    if rate := arguments.get("dropout"):
+        return (
+            f"{name} drops attention weights at random (rate {rate:g}); set attention_dropout=0 in "
+            "the model's config"
+        )
+    if mask is not None and mask.dim() != 4:
+        return (
+            f"{name} attends with a mask of {mask.dim()} dimensions, and the ordered kernel takes "
+            f"4; {_STAY_FAST}"
+        )
+    return None
 
 
 def _settings(
@@ -81,7 +113,11 @@ def _settings(
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     is_causal = bool(is_causal) and mask is None and query.shape[2] > 1
     if is_causal and query.shape[2] != key.shape[2]:
-        raise ConfigurationError("attention is causal over more keys than queries, without a mask")
+        raise ConfigurationError(
+            f"numerics='bitwise': {type(module).__name__} attends causally from {query.shape[2]} "
+            f"queries to {key.shape[2]} keys without a mask, which does not say where the queries "
+            f"begin; {_STAY_FAST}."
+        )
     scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
     return {"scale": scale, "is_causal": is_causal, "softcap": arguments.get("softcap")}
 

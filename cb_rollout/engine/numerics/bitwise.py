@@ -51,17 +51,26 @@ def refuse_what_is_not_bitwise(model: PreTrainedModel) -> None:
     device = next(model.parameters()).device
     reason = None
     if device.type != "cpu":
-        reason = f"it needs kernels that {device.type} does not have yet; it runs on a CPU"
+        reason = f"the model is on {device.type}, which has no ordered kernels; it runs on a CPU"
     elif obstacle := inductor.compiler_obstacle():
         reason = f"its kernels need a C++ compiler, g++ or the one that CXX names ({obstacle})"
     elif (dtype := torch_compat.compute_dtype(model)) not in DTYPES:
         reason = f"the model computes in {dtype}; load it in float32 or bfloat16"
     elif hf_compat.is_quantized(model):
-        reason = "the model's weights are quantised, whose products have their own kernels"
+        reason = (
+            "the model's weights are quantised, and their products have kernels of their own; load "
+            "it unquantised"
+        )
     elif (getattr(model, "tp_size", None) or 1) > 1:
-        reason = "the model is split over tensor-parallel processes, which no test has compared"
+        reason = (
+            f"the model is split over {model.tp_size} tensor-parallel processes, which no test has "
+            "compared; load it whole"
+        )
     elif rope := _batched_rope(model):
-        reason = f"rope_type={rope!r} takes its frequencies from the longest row of a batch"
+        reason = (
+            f"rope_type={rope!r} takes its frequencies from the longest row of a batch; leave "
+            "numerics at 'fast'"
+        )
     elif dropping := _dropping(model):
         reason = f"{dropping} drops activations at random in training; set it to 0"
     if reason:

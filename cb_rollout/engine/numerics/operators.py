@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.library import Library, get_kernel
 
-from cb_rollout.engine.numerics.kernels import DTYPES, multiply, multiply_batch
+from cb_rollout.engine.numerics.kernels import DTYPES, attend, multiply, multiply_batch
 
 _Operator = Callable[..., Any]
 
@@ -207,6 +207,37 @@ def _grouped_mm(
     return outputs if out_dtype is None else outputs.to(out_dtype)
 
 
+def _attention(
+    query_BHQD: torch.Tensor,
+    key_BKSD: torch.Tensor,
+    value_BKSE: torch.Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    attn_mask: torch.Tensor | None = None,
+    scale: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Attend where a model calls torch's function itself (Falcon in transformers 5.23)."""
+    (*_, Q, D), S = query_BHQD.shape, key_BKSD.shape[2]
+    if dropout_p or (is_causal and Q != S) or not _are_known(query_BHQD, key_BKSD, value_BKSE):
+        return None
+    settings = {"attn_mask": attn_mask, "scale": scale}
+    with torchs_own():
+        # The backward pass takes the second, the logarithms of the sums.
+        _, logsumexp_BQH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query_BHQD, key_BKSD, value_BKSE, dropout_p, is_causal, **settings
+        )
+    outputs_BQHE = attend(
+        query_BHQD,
+        key_BKSD,
+        value_BKSE,
+        attn_mask,
+        scale=D**-0.5 if scale is None else scale,
+        is_causal=is_causal and Q > 1,
+    )
+    return outputs_BQHE.transpose(1, 2), logsumexp_BQH
+
+
 def _elementwise(function: Callable[..., torch.Tensor]) -> _Operator:
     """Compute in float32 by operators that treat the ends of a tensor as its middle."""
 
@@ -267,6 +298,16 @@ def _softmax(x: torch.Tensor, dim: int, half_to_float: bool) -> torch.Tensor | N
     return (weights / sums.float()).to(torch.float32 if half_to_float else x.dtype)
 
 
+def _safe_softmax(
+    x: torch.Tensor, dim: int, dtype: torch.dtype | None = None
+) -> torch.Tensor | None:
+    """Give zeros where every score is minus infinity."""
+    if dtype not in (None, x.dtype) or x.dtype not in DTYPES or not _is_last(x, [dim]):
+        return None
+    _, weights, sums = _exponentials(x)
+    return (weights / sums.float().masked_fill(sums == 0, 1.0)).to(x.dtype)
+
+
 def _log_softmax(x: torch.Tensor, dim: int, half_to_float: bool) -> torch.Tensor | None:
     if x.dtype not in DTYPES or not _is_last(x, [dim]):
         return None
@@ -299,6 +340,7 @@ _OPERATORS: dict[str, _Operator] = {
     "baddbmm": _baddbmm,
     "mv": _mv,
     "_grouped_mm": _grouped_mm,
+    "_scaled_dot_product_flash_attention_for_cpu": _attention,
     "sigmoid": _elementwise(_sigmoid),
     "silu": _elementwise(_silu),
     "gelu": _elementwise(_gelu),
@@ -308,5 +350,6 @@ _OPERATORS: dict[str, _Operator] = {
     "rsqrt": _elementwise(_rsqrt),
     "logsumexp": _logsumexp,
     "_softmax": _softmax,
+    "_safe_softmax": _safe_softmax,
     "_log_softmax": _log_softmax,
 }

@@ -11,6 +11,7 @@ import inspect
 import warnings
 from typing import Any
 
+import torch
 import trl
 import trl.trainer.utils
 from packaging.version import Version
@@ -112,6 +113,8 @@ def attach(trainer: Any, config: Any = None) -> RolloutGenerator:
     require_known_ends(trainer, defaults)
     warn_of_bias(trainer, config, defaults)
     _warn_of_dropout(trainer, config)
+    if config.numerics == Numerics.BITWISE:
+        _require_whole_outputs(trainer)
     if (group := generator.manager.group) is not None:
         # TRL 1.16 seeds each process apart, but a group must shuffle and drop alike.
         set_seed(trainer.args.seed + group.data_parallel_rank)
@@ -258,6 +261,22 @@ def _install_bitwise(trainer: Any, backend: GenerationBackend) -> None:
     """Compute the trainer's forwards as the engine's, until the trainer is detached."""
     backend.installed.enter_context(bitwise(trainer.model))
     backend.installed.enter_context(replacing_head(trl.trainer.utils, FUSED_HEAD))
+
+
+def _require_whole_outputs(trainer: Any) -> None:
+    """Refuse an FSDP2 that rounds what the model's forward returns: in TRL, log-probabilities.
+
+    accelerate 1.15 has FSDP2 cast outputs to the dtype of the mixed precision.
+    """
+    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    policy = getattr(plugin, "mixed_precision_policy", None)
+    dtype = getattr(policy, "output_dtype", None)
+    if dtype not in (None, torch.float32):
+        raise ConfigurationError(
+            f"numerics='bitwise': FSDP2's mixed precision rounds the trainer's log-probabilities "
+            f"to {dtype}; set output_dtype=torch.float32 in the mixed_precision_policy of "
+            "trainer.accelerator.state.fsdp_plugin before attach, or train without mixed precision."
+        )
 
 
 def _warn_of_dropout(trainer: Any, config: RolloutConfig) -> None:
