@@ -184,6 +184,12 @@ def test_an_engine_setting_that_cannot_be_honoured_is_refused(checkpoint, tmp_pa
     [
         (Dataset.from_list([{"question": "1+1="}]), share_of_sevens, "'prompt', only question"),
         (None, share_of_sevens, "train_dataset is a NoneType"),
+        ([{"prompt": "a", "images": []}], share_of_sevens, "column 'images', and AsyncGRPO"),
+        (
+            [{"prompt": [{"role": "user", "content": [{"type": "image", "image": None}]}]}],
+            share_of_sevens,
+            "images in its prompts, and AsyncGRPO",
+        ),
         ([], None, "holds None"),
         ([], ["accuracy"], "holds 'accuracy'"),
     ],

@@ -226,6 +226,17 @@ def test_a_copy_in_bfloat16_reads_images(tmp_path, is_adapted):
     generator.close()
 
 
+def test_evaluation_samples_from_the_engine_on_its_own_images(tmp_path):
+    trainer = vision_trainer(tmp_path, columns="images", per_device_eval_batch_size=4)
+    generator = attach(trainer, RolloutConfig(verify_every_steps=1, max_logprob_drift=1e-5))
+    figures = trainer.evaluate(rows("images"))
+    assert figures["eval_sampling/sampling_logp_difference/max"] < 1e-5
+    records = read_rollouts(tmp_path)
+    assert {record.mode for record in records} == {"eval"}
+    assert {len(record.images) for record in records} <= {1, 2}
+    generator.close()
+
+
 def test_some_rows_of_a_batch_are_verified_on_their_own_images(tmp_path):
     trainer = vision_trainer(tmp_path, "qwen2_5_vl", "images", learning_rate=1e-2)
     config = {"verify_every_steps": 1, "verify_num_sequences": 3, "max_logprob_drift": 1e-5}

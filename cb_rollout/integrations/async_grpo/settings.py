@@ -1,6 +1,6 @@
 """Engine settings and model for an `AsyncGRPOConfig`, which is known by its fields only."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +11,7 @@ from cb_rollout.config.enums import RolloutDtype, WeightSync
 from cb_rollout.config.hf import as_trainers_config
 from cb_rollout.config.rollout import RolloutConfig
 from cb_rollout.errors import ConfigurationError
+from cb_rollout.integrations.trl.images import images_in
 
 
 def engine_config(config: Any, args: Any) -> RolloutConfig:
@@ -84,6 +85,12 @@ def require_data(train_dataset: Any, reward_funcs: Any) -> None:
         raise ConfigurationError(
             f"train_dataset has no column 'prompt', only {', '.join(columns)}; rename the one that "
             "holds it."
+        )
+    # An iterator's first row would be lost.
+    reads_row = not isinstance(train_dataset, Iterator)
+    if where := images_in(train_dataset, "train_dataset", reads_row=reads_row):
+        raise ConfigurationError(
+            f"{where}, and AsyncGRPOTrainer's loss takes text alone; use attach with a GRPOTrainer."
         )
 
 

@@ -53,17 +53,22 @@ def image_data(trainer: Any) -> str | None:
     evaluated = trainer.eval_dataset
     many = evaluated if isinstance(evaluated, dict) else {"eval_dataset": evaluated}
     for name, dataset in {"train_dataset": trainer.train_dataset, **many}.items():
-        if dataset is None:
-            continue
-        columns = list(getattr(dataset, "column_names", None) or ())
-        row = next(iter(dataset), {}) if takes_images else {}
-        found = [column for column in IMAGE_COLUMNS if column in columns or column in row]
-        if found:
-            return f"{name} has a column {found[0]!r}"
-        prompt: Any = row.get("prompt")
-        if is_chat(prompt) and has_image_parts(prompt):
-            return f"{name} has images in its prompts"
+        if dataset is not None and (found := images_in(dataset, name, reads_row=takes_images)):
+            return found
     return None
+
+
+def images_in(dataset: Any, name: str, *, reads_row: bool) -> str | None:
+    """Return a phrase for images in one data set, by its columns or its first row; None: none."""
+    columns = list(getattr(dataset, "column_names", None) or ())
+    row = next(iter(dataset), {}) if reads_row else {}
+    found = [column for column in IMAGE_COLUMNS if column in columns or column in row]
+    if found:
+        return f"{name} has a column {found[0]!r}"
+    prompt: Any = row.get("prompt")
+    return (
+        f"{name} has images in its prompts" if is_chat(prompt) and has_image_parts(prompt) else None
+    )
 
 
 def image_arguments(batch: Mapping[str, Any]) -> dict[str, Any]:
