@@ -31,7 +31,12 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "fun_asr_nano": {"adaptor_config": {"intermediate_size": 16}},
     "glm4v_moe_text": mrope(1, 1, 2, partial_rotary_factor=0.5),
     "glm4v_text": MROPE,
-    "glm5_next_text": {"index_kpool": 4, "qk_rope_head_dim": 0},
+    "glm5_next_text": {
+        "index_kpool": 4,
+        "linear_head_dim": 16,
+        "linear_num_heads": 4,
+        "qk_rope_head_dim": 0,
+    },
     "glm_ocr_text": MROPE,
     "granite4_vision": {
         "deepstack_layer_map": [[1, 0]],
