@@ -122,7 +122,7 @@ void attend_tile(
     int64_t key_head,
     Partial& partial) {
     const int64_t count = tile.count;
-    alignas(32) REAL weights[HEADS_PER_KEY][TILE_KEYS];
+    alignas(VECTOR_BYTES) REAL weights[HEADS_PER_KEY][TILE_KEYS];
     for (int64_t t = 0; t < count; t++) {
         const STORED* key = tile.keys[t] + key_head * KEY_SIZE;
         Vector sums[HEADS_PER_KEY] = {};

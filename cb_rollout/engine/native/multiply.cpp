@@ -11,8 +11,13 @@
 
 namespace {
 
-// Twelve sums, three vectors of the weight and one of a row fill the sixteen registers of AVX2.
+// Twelve sums, three vectors of the weight and one of a row fill the sixteen registers of AVX2. AVX-512
+// has 32.
+#ifdef __AVX512F__
+constexpr int64_t TILE_OUTPUTS = 6, TILE_ROWS = 4;
+#else
 constexpr int64_t TILE_OUTPUTS = 3, TILE_ROWS = 4;
+#endif
 
 // Half of a small second-level cache. Fewer rows than LEAST_BLOCK_ROWS are never parted.
 constexpr int64_t CACHE_BYTES = 1 << 17, LEAST_BLOCK_ROWS = 64;

@@ -22,7 +22,7 @@ struct Row {
 
     float at(int64_t token) const { return logits[token] / temperature; }
 
-    // Eight logits from `token` on; past the end they are minus infinity.
+    // A vector of logits from `token` on; past the end they are minus infinity.
     Vector lanes(int64_t token) const {
         if (token + LANES <= count) return lanes_at(logits + token) / temperature;
         Vector last = Vector{} - INFINITE;
@@ -52,9 +52,9 @@ Chunk chunk_at(const Row& row, int64_t start) {
     Doubles sums = {};
     for (int64_t token = start; token < end; token += LANES) {
         const Vector weights = exponential(row.lanes(token) - base);
-        const Four* halves = reinterpret_cast<const Four*>(&weights);
-        sums += __builtin_convertvector(halves[0], Doubles);
-        sums += __builtin_convertvector(halves[1], Doubles);
+        const Four* fours = reinterpret_cast<const Four*>(&weights);
+        for (int64_t i = 0; i < LANES / 4; i++)
+            sums += __builtin_convertvector(fours[i], Doubles);
     }
     return {largest, (sums[0] + sums[1]) + (sums[2] + sums[3])};
 }
@@ -102,7 +102,7 @@ int64_t drawn(const Row& row, const std::vector<Chunk>& chunks, float largest, d
     };
     const int64_t index = find(int64_t(chunks.size()), point, share);
     point /= std::exp(double(chunks[index].largest) - largest);
-    alignas(32) float weights[CHUNK];
+    alignas(VECTOR_BYTES) float weights[CHUNK];
     const int64_t start = index * CHUNK;
     const int64_t count = row.count - start < CHUNK ? row.count - start : CHUNK;
     for (int64_t i = 0; i < count; i += LANES) {

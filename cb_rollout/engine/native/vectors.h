@@ -21,12 +21,19 @@ struct Bfloat16 {
 typedef std::conditional_t<std::is_same_v<STORED, Bfloat16>, float, STORED> REAL;
 
 constexpr REAL INFINITE = std::numeric_limits<REAL>::infinity();
-constexpr int64_t LANES = 32 / sizeof(REAL);
 
-typedef REAL Vector __attribute__((vector_size(32), may_alias));
+// Bytes of a register. AVX-512 also has twice as many registers as AVX2.
+#ifdef __AVX512F__
+#define VECTOR_BYTES 64
+#else
+#define VECTOR_BYTES 32
+#endif
+constexpr int64_t LANES = VECTOR_BYTES / sizeof(REAL);
+
+typedef REAL Vector __attribute__((vector_size(VECTOR_BYTES), may_alias));
 
 // A vector at any address.
-typedef REAL Loose __attribute__((vector_size(32), aligned(sizeof(REAL)), may_alias));
+typedef REAL Loose __attribute__((vector_size(VECTOR_BYTES), aligned(sizeof(REAL)), may_alias));
 
 // Fewer numbers are not worth more threads; torch's own limit.
 constexpr int64_t LEAST_FOR_THREADS = 32768;
@@ -46,7 +53,12 @@ inline void for_each(int64_t count, bool is_much, const Work& work) {
 // Return a * b + c, rounded once where the CPU can. The compiler would choose for each loop anew
 // whether to join the two, and results would depend on the loop.
 inline __attribute__((always_inline)) Vector fused(Vector a, Vector b, Vector c) {
-#ifdef __FMA__
+#if defined(__AVX512F__)
+    if constexpr (sizeof(REAL) == 4)
+        return Vector(_mm512_fmadd_ps(__m512(a), __m512(b), __m512(c)));
+    else
+        return Vector(_mm512_fmadd_pd(__m512d(a), __m512d(b), __m512d(c)));
+#elif defined(__FMA__)
     if constexpr (sizeof(REAL) == 4)
         return Vector(_mm256_fmadd_ps(__m256(a), __m256(b), __m256(c)));
     else
@@ -60,12 +72,12 @@ inline Vector lanes_at(const REAL* from) { return *reinterpret_cast<const Loose*
 
 // Numbers in memory come in blocks, each of which fills PARTS vectors. A block of Bfloat16 fills
 // two, one with the numbers of even index and one with the others: so nothing is shuffled.
-constexpr int64_t BLOCK = 32 / sizeof(STORED);
+constexpr int64_t BLOCK = VECTOR_BYTES / sizeof(STORED);
 constexpr int64_t PARTS = BLOCK / LANES;
 
 constexpr int64_t blocks_of(int64_t count) { return (count + BLOCK - 1) / BLOCK; }
 
-typedef uint32_t Words __attribute__((vector_size(32), may_alias));
+typedef uint32_t Words __attribute__((vector_size(VECTOR_BYTES), may_alias));
 constexpr uint32_t UPPER_HALF = 0xffff0000;
 
 inline Vector part_at(const REAL* from, int64_t) { return lanes_at(from); }
@@ -103,14 +115,23 @@ inline void store(float number, Bfloat16* to) {
     to->bits = number == number ? rounded : 0x7fc0;
 }
 
-inline REAL sum_of(const Vector& lanes) {
-    typedef REAL Half __attribute__((vector_size(16), may_alias));
-    const Half* halves = reinterpret_cast<const Half*>(&lanes);
-    const Half sums = halves[0] + halves[1];
-    REAL sum = sums[0];
-    for (int64_t i = 1; i < LANES / 2; i++) sum += sums[i];
-    return sum;
+// Return the sum of a vector's lanes: halves are added until 16 bytes are left.
+template <int64_t BYTES = VECTOR_BYTES>
+inline REAL sum_of(const void* lanes) {
+    if constexpr (BYTES == 16) {
+        const REAL* numbers = static_cast<const REAL*>(lanes);
+        REAL sum = numbers[0];
+        for (int64_t i = 1; i < int64_t(16 / sizeof(REAL)); i++) sum += numbers[i];
+        return sum;
+    } else {
+        typedef REAL Half __attribute__((vector_size(BYTES / 2), may_alias));
+        const Half* halves = static_cast<const Half*>(lanes);
+        const Half sums = halves[0] + halves[1];
+        return sum_of<BYTES / 2>(&sums);
+    }
 }
+
+inline REAL sum_of(const Vector& lanes) { return sum_of<VECTOR_BYTES>(&lanes); }
 
 // NaN is ignored.
 inline REAL largest_of(const Vector& lanes) {
@@ -124,7 +145,7 @@ inline REAL largest_of(const Vector& lanes) {
 inline Vector exponential(const Vector& numbers) {
     constexpr bool is_double = sizeof(REAL) == 8;
     typedef std::conditional_t<is_double, int64_t, int32_t> Integer;
-    typedef Integer Integers __attribute__((vector_size(32), may_alias));
+    typedef Integer Integers __attribute__((vector_size(VECTOR_BYTES), may_alias));
     constexpr int64_t fraction_bits = is_double ? 52 : 23;
     constexpr Integer bias = is_double ? 1023 : 127;
     constexpr int64_t terms = is_double ? 13 : 7;
