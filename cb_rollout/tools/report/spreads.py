@@ -110,7 +110,8 @@ def versions_figure(steps: Mapping[int, RecordedStep]) -> str:
 
 def staleness_figure(metrics: Sequence[StepMetrics]) -> str:
     """Draw the mean and the largest staleness of a step's tokens."""
-    mean, largest = (series(metrics, f"rollout/staleness_{name}") for name in ("mean", "max"))
+    names = "rollout/staleness_mean", "rollout/staleness_max"
+    mean, largest = (series(metrics, name) for name in names)
     if not mean:
         return ""
     chart = curve_chart(
