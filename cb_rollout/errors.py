@@ -16,15 +16,24 @@ are asserts.
 """
 
 import queue
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from cb_rollout.types import GenerationOutput
+
+# Most names in one error message.
+MAX_NAMES = 20
 
 
 def error_text(error: BaseException) -> str:
     """Return an exception as one line: its type and the first line of its message."""
     first_line = next(iter(str(error).strip().splitlines()), "")
     return f"{type(error).__name__}: {first_line}" if first_line else type(error).__name__
+
+
+def abbreviated(names: Sequence[str], separator: str = ", ") -> str:
+    """Return the first `MAX_NAMES` names in one text, and the number of the others."""
+    rest = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+    return f"{separator.join(names[:MAX_NAMES])}{rest}"
 
 
 class RolloutError(Exception):

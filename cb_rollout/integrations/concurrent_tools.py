@@ -114,8 +114,12 @@ class ConversationTurn:
             # The event loop keeps the time of these, and cancels them.
             self._deadline = math.inf
             assert self._async_loop is not None
-            results = asyncio.run_coroutine_threadsafe(self._gather(), self._async_loop)
-            for result in results.result():
+            try:
+                results = asyncio.run_coroutine_threadsafe(self._gather(), self._async_loop)
+                answers = results.result()
+            except BaseException as error:  # noqa: BLE001  the trainer's thread raises it
+                answers = [ToolResult(error=error)] * len(self._async_calls)
+            for result in answers:
                 self._end(result, is_async=True)
 
     async def _gather(self) -> list[ToolResult]:
@@ -126,6 +130,9 @@ class ConversationTurn:
         try:
             async with limit:
                 return ToolResult(await call.tool(**call.arguments))
+        except asyncio.CancelledError:
+            # Cancelled inside of the tool, by a client of its own: the other calls go on.
+            return ToolResult(error=RuntimeError(f"the tool {call.name} was cancelled."))
         except Exception as error:  # noqa: BLE001  the trainer's thread raises it
             return ToolResult(error=self._timeout_error(call.name) if limit.expired() else error)
 

@@ -184,7 +184,7 @@ def _add_control(app: FastAPI, served: ServedModel) -> None:
 
         Each is answered with the tokens that it has, and `finish_reason` "abort".
         """
-        count = await served.control.abort(body.request_ids or () if body else ())
+        count = await served.control.abort(None if body is None else body.request_ids)
         return _Json({"status": "aborted", "aborted": count})
 
     @app.post("/reset_prefix_cache")
@@ -288,8 +288,7 @@ def _add_inspection(app: FastAPI, served: ServedModel) -> None:
     @app.get("/health")
     async def health() -> Response:
         """Answer 200 if requests are generated, else 503."""
-        if not served.is_alive:
-            raise ApiError(503, "the server is ending, or its engine stopped.")
+        served.require_ready()
         return _Json({"status": "ok", "policy_version": served.manager.policy_version})
 
     @app.get("/metrics")

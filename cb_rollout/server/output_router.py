@@ -92,15 +92,16 @@ class OutputRouter:
             for submission in dead.values():
                 submission.fail(error)
 
-    def abort(self, client_ids: Collection[str]) -> int:
-        """End requests by their clients' names, all where none is given; return their number.
+    def abort(self, client_ids: Collection[str] | None) -> int:
+        """End requests by their clients' names, all for None; return their number.
 
         Each is answered with the tokens that it has.
         """
+        named = None if client_ids is None else frozenset(client_ids)
         found = {
             id(submission): submission
             for submission in self._submissions.values()
-            if not client_ids or submission.client_id in client_ids
+            if named is None or submission.client_id in named
         }
         for submission in found.values():
             submission.is_aborted = True

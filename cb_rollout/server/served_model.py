@@ -23,11 +23,12 @@ from cb_rollout.config.sampling import SamplingParams, resolved
 from cb_rollout.engine.request import Request
 from cb_rollout.engine.service.image_prompts import ImagePrompt
 from cb_rollout.engine.service.manager import ContinuousBatchingManager
-from cb_rollout.errors import ConfigurationError, InvalidRequestError
+from cb_rollout.engine.service.pause_controller import Hold
+from cb_rollout.errors import ConfigurationError, EngineDeadError, InvalidRequestError
 from cb_rollout.integrations.xgrammar import XGrammar
 from cb_rollout.metrics.observers import Recorder
 from cb_rollout.server.detokenizer import Decode, TokenTable
-from cb_rollout.server.errors import ApiError
+from cb_rollout.server.errors import ApiError, as_api_error
 from cb_rollout.server.options import ServerOptions
 from cb_rollout.server.output_router import OutputRouter, Submission
 from cb_rollout.server.prompt_encoder import EncodedChat, PromptEncoder
@@ -87,8 +88,6 @@ class ServedModel:
         """True once the server drains: new requests are refused."""
         self.recorder = Recorder()
         self.control = EngineControl(manager)
-        self._no_images: dict[bool, str] = {}
-        """Why the model runs no prompt with one picture (False), or with several (True)."""
         self.created = int(time.time())
         decoding = copy.deepcopy(tokenizer)
         self.tokens = TokenTable(decoding)
@@ -131,10 +130,14 @@ class ServedModel:
         self._encoder_thread.shutdown(wait=False, cancel_futures=True)
         self._grammar_thread.shutdown(wait=False, cancel_futures=True)
 
-    @property
-    def is_alive(self) -> bool:
-        """Return whether requests are accepted and the engine runs."""
-        return self.manager.is_alive and not self.is_ending
+    def require_ready(self) -> None:
+        """Raise 503 where no request would be generated."""
+        if self.is_ending:
+            raise ApiError(503, "the server is ending; send it to another, or again later.")
+        if not self.manager.is_alive:
+            raise as_api_error(EngineDeadError())
+        if self.manager.is_held(Hold.UPDATE):
+            raise ApiError(503, Hold.UPDATE)
 
     @property
     def takes_weights(self) -> bool:
@@ -264,8 +267,7 @@ class ServedModel:
             ApiError: the request exceeds a limit of the server.
             RolloutError: the engine refuses the request.
         """
-        if self.is_ending:
-            raise ApiError(503, "the server is ending; send it to another, or again later.")
+        self.require_ready()
         count = len(prompts) * n
         if count > (most := self.options.max_sequences):
             raise ApiError(400, f"{count} sequences are more than the {most} allowed.", "n")
@@ -280,9 +282,8 @@ class ServedModel:
             members=range(n),
             is_streaming=is_streaming,
         )
-        num_images = max(p.num_images if isinstance(p, ImagePrompt) else 0 for p in prompts)
-        if num_images:
-            requests = await self._created_with_images(create, num_images > 1)
+        if any(isinstance(prompt, ImagePrompt) and prompt.num_images for prompt in prompts):
+            requests = await self._created_with_images(create)
         else:
             requests = create()
         for request in requests:
@@ -291,22 +292,18 @@ class ServedModel:
         with self.manager.observers.joined(headers):
             return self.output_router.submit(requests, client_id or headers.get(ID_HEADER))
 
-    async def _created_with_images(
-        self, create: Callable[[], list[Request]], are_several: bool
-    ) -> list[Request]:
+    async def _created_with_images(self, create: Callable[[], list[Request]]) -> list[Request]:
         """Return requests with pictures; the first ones run a forward, on the encoder's thread.
 
         Raises:
-            ApiError: the model cannot run such pictures.
+            ApiError: the model cannot run these pictures.
         """
-        if are_several not in self._no_images:
-            running = asyncio.get_running_loop()
-            try:
-                return await running.run_in_executor(self._encoder_thread, create)
-            except ConfigurationError as error:
-                self._no_images[are_several] = str(error)
-        why = self._no_images[are_several]
-        raise ApiError(400, f"the model runs no such pictures here: {why}", "messages")
+        running = asyncio.get_running_loop()
+        try:
+            return await running.run_in_executor(self._encoder_thread, create)
+        except ConfigurationError as error:
+            why = f"the model runs no such pictures here: {error}"
+            raise ApiError(400, why, "messages") from error
 
 
 def _digest(request: Request) -> bytes:

@@ -5,10 +5,7 @@ from typing import Protocol
 import torch
 from transformers import PreTrainedModel
 
-from cb_rollout.errors import WeightSyncError
-
-# Most names of differing tensors in one error message.
-MAX_NAMES = 20
+from cb_rollout.errors import WeightSyncError, abbreviated
 
 
 class WeightSynchronizer(Protocol):
@@ -44,10 +41,9 @@ def require_equal(weights: WeightSynchronizer) -> None:
     """Raise `WeightSyncError` if any tensor of the two modules differs."""
     names = weights.differing()
     if names:
-        rest = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
         raise WeightSyncError(
             f"{len(names)} tensors of the rollout copy differ from the training module after a "
-            f"sync: {', '.join(names[:MAX_NAMES])}{rest}. Writes to a frozen tensor through .data "
+            f"sync: {abbreviated(names)}. Writes to a frozen tensor through .data "
             "are not detected (write it under torch.no_grad() instead, or give it requires_grad); "
             "a trainable one was written while it was copied, by another thread, or in the copy."
         )

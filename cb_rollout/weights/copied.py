@@ -13,9 +13,8 @@ from cb_rollout.compat import torch as torch_compat
 from cb_rollout.compat import transformers as hf_compat
 from cb_rollout.engine.memory import device as devices
 from cb_rollout.engine.model.precision import Precision
-from cb_rollout.errors import WeightSyncError
+from cb_rollout.errors import WeightSyncError, abbreviated
 from cb_rollout.weights.adapters import has_adapters
-from cb_rollout.weights.base import MAX_NAMES
 from cb_rollout.weights.replica import (
     create_replica,
     misplaced,
@@ -133,10 +132,9 @@ class CopiedWeights:
         names = computed_by(self.module)
         replaced = [name for name in names if now.get(name) != self._computed.get(name)]
         if replaced:
-            rest = f" and {len(replaced) - MAX_NAMES} more" if len(replaced) > MAX_NAMES else ""
             raise WeightSyncError(
                 f"{len(replaced)} parts of the training module compute something else than when "
-                f"its copy was made: {', '.join(replaced[:MAX_NAMES])}{rest}. A copy takes over "
+                f"its copy was made: {abbreviated(replaced)}. A copy takes over "
                 "tensors only; use weight_sync='shared', or make the change before training."
             )
 

@@ -147,6 +147,20 @@ def test_a_tool_that_hangs_costs_its_own_conversation_alone(monkeypatch):
     assert loop.trainer._environment_pool == {None: [environments[0], environments[2]]}
 
 
+def test_a_coroutine_that_is_cancelled_inside_costs_its_own_conversation_alone(monkeypatch):
+    def tools(index):
+        async def fetch(number):
+            if index:
+                raise asyncio.CancelledError
+            return number
+
+        return {"fetch": fetch}
+
+    loop = Loop([[calls_of(("fetch", {"number": 4}))] * 2, None], tools, monkeypatch)
+    assert loop.run(timeout_seconds=PATIENCE) == (2, 1)
+    assert loop.said() == [["4"], ["{'error': 'the tool fetch was cancelled.'}"]]
+
+
 def test_a_coroutine_that_hangs_is_cancelled(monkeypatch):
     cancelled = []
 

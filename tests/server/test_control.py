@@ -60,9 +60,10 @@ def test_all_requests_are_aborted_when_none_is_named(serving, post):
     generator, _ = serving
     asked = [Asked(post, f"r{n}") for n in range(3)]
     running(generator, 3)
+    # A client whose list is empty names none, and ends nobody's requests.
+    assert post("/abort_requests", {"request_ids": []}).json()["aborted"] == 0
     assert post("/abort_requests").json()["aborted"] == 3
     assert {each.choice()["finish_reason"] for each in asked} == {"abort"}
-    assert post("/abort_requests", {"request_ids": []}).json()["aborted"] == 0
 
 
 def test_the_openai_client_names_its_requests_in_the_body_or_a_header(serving, post):
@@ -122,14 +123,12 @@ def test_a_pause_aborts_what_runs_by_default(serving, post):
 
 def test_a_pause_can_wait_for_what_runs_and_holds_back_what_comes(serving, post):
     generator, _ = serving
-    post("/pause")
-    asked = Asked(post, "first", max_tokens=30)
-    until(lambda: num_waiting(generator))
+    asked = Asked(post, "first", max_tokens=600)
+    running(generator, 1)
     pausing = threading.Thread(target=post, args=("/pause",), kwargs={"mode": "wait"})
     pausing.start()
     until(lambda: generator_is_draining(serving))
     second = Asked(post, "second", max_tokens=3)
-    post("/resume")
     assert asked.choice()["finish_reason"] == "length"
     pausing.join(TIMEOUT_SECONDS)
     until(lambda: num_waiting(generator))
@@ -154,6 +153,15 @@ def test_a_clients_pause_and_sleep_end_each_by_its_own(serving, post):
     assert num_waiting(generator) == 1
     post("/resume")
     assert len(asked.choice()["token_ids"]) == 3
+
+
+def test_a_pause_that_waits_does_not_wait_for_an_engine_that_is_paused(serving, post):
+    asked = Asked(post, "kept", max_tokens=200)
+    running(serving[0], 1)
+    assert post("/pause", mode="keep").status_code == 200
+    assert post("/pause", mode="wait").status_code == 200
+    assert post("/resume").status_code == 200
+    assert len(asked.choice()["token_ids"]) == 200
 
 
 def test_an_unknown_mode_is_refused(post):

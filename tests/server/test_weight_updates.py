@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -17,6 +18,7 @@ from served import TIMEOUT_SECONDS, Asked, idle, running, served, until
 from tiny import byte_tokenizer, plain_logprobs, tiny_model
 
 from cb_rollout import ConfigurationError, RolloutConfig, RolloutGenerator
+from cb_rollout.errors import WeightSyncError
 from cb_rollout.server.rl.staged_weights import StagedWeights
 from cb_rollout.server.rl.weight_group import WeightGroup
 
@@ -125,14 +127,21 @@ def test_four_phases_from_a_file_make_one_policy_version(serving, post, file_of)
     assert info["vllm_config"]["weight_transfer_config"] == {"backend": "gloo"}
 
 
-def test_a_directory_replaces_the_weights_in_one_call_of_prime_rl(serving, post, tmp_path):
-    wanted = model_of(2)
+@pytest.mark.parametrize("loads", [False, True], ids=["as it is", "through transformers"])
+def test_a_directory_replaces_the_weights_in_one_call_of_prime_rl(
+    loads, serving, post, tmp_path, monkeypatch
+):
+    if loads:
+        monkeypatch.setattr(StagedWeights, "needs_conversion", lambda *_: True)
+    generator, _ = serving
+    before, wanted = generator.policy_version, model_of(2 + loads)
     wanted.save_pretrained(tmp_path, max_shard_size="100KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     assert post("/pause", mode="keep", clear_cache="false").status_code == 200
     answer = post("/update_weights", {"weight_dir": str(tmp_path)})
     assert answer.json()["status"] == "ok"
     assert post("/resume").status_code == 200
+    assert generator.policy_version == before + 1
     assert generates_as(serving, wanted)
 
 
@@ -227,6 +236,11 @@ def refused_updates(tensors, save, tmp_path):
     yield {"weight_dir": str(tmp_path / "empty")}, "is no .safetensors file"
     yield {"weight_dir": str(tmp_path / "none")}, "is no .safetensors file"
     yield {"weight_dir": save({**tensors, "other": torch.ones(2)}, "more")}, "other: not in"
+    (tmp_path / "two").mkdir()
+    one = save(tensors, "two/one")
+    save({}, "two/other")
+    digest = hashlib.sha256(Path(one).read_bytes()).hexdigest()
+    yield {"weight_dir": str(tmp_path / "two"), "sha256": {"one.safetensors": digest}}, "no digest"
     wrong = {**tensors, first: torch.ones(2, 3)}
     yield {"weight_dir": save(wrong, "shape")}, rf"{first}: \(2, 3\) was sent"
     wrong = {**tensors, first: tensors[first].long()}
@@ -269,6 +283,30 @@ def test_a_missing_tensor_is_refused_unless_the_update_is_partial(serving, post,
     assert same_weights(generator, {**tensors, name: old})
 
 
+def test_tied_tensors_with_different_values_are_refused():
+    model = tiny_model(tie_word_embeddings=True)
+    value = model.lm_head.weight.detach()
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    staged = StagedWeights(model)
+    staged.add([("lm_head.weight", value), ("model.embed_tokens.weight", value.clone())])
+    staged = StagedWeights(model)
+    with pytest.raises(WeightSyncError, match=r"embed_tokens\.weight and lm_head\.weight are one"):
+        staged.add([("model.embed_tokens.weight", value), ("lm_head.weight", value + 1)])
+
+
+def test_a_file_that_is_written_while_it_is_read_is_refused(file_of, monkeypatch):
+    model = model_of(14)
+    path, add = file_of(tensors_of(model)), StagedWeights.add
+
+    def add_late(staged, tensors):
+        add(staged, tensors)
+        file_of(tensors_of(model_of(15)))
+
+    monkeypatch.setattr(StagedWeights, "add", add_late)
+    with pytest.raises(WeightSyncError, match="written while it was read"):
+        StagedWeights(model).add_files(path, None)
+
+
 def test_a_second_trainer_is_refused_until_the_first_ends_or_is_silent(
     serving, post, file_of, monkeypatch
 ):
@@ -286,11 +324,14 @@ def test_a_second_trainer_is_refused_until_the_first_ends_or_is_silent(
         assert post(path_, body).status_code == 409, path_
     assert post("/update_weights", {**info, **first}).status_code == 200
     assert post("/finish_weight_update", first).status_code == 200
-    stale = {"update_id": post("/start_weight_update").json()["update_id"]}
-    assert post("/update_weights", {**info, **stale}).status_code == 200
+    updates = serving[1].model.weights
     with monkeypatch.context() as patch:
-        patch.setattr(serving[1].model.weights, "_seconds", 0.0)
-        second = {"update_id": post("/start_weight_update").json()["update_id"]}
+        patch.setattr(updates, "_seconds", 0.5)
+        stale = {"update_id": post("/start_weight_update").json()["update_id"]}
+        assert post("/update_weights", {**info, **stale}).status_code == 200
+    # It is dropped, with its tensors, without another trainer.
+    until(lambda: updates._open is None)
+    second = {"update_id": post("/start_weight_update").json()["update_id"]}
     for path_, body in [("/update_weights", {**info, **stale}), ("/finish_weight_update", stale)]:
         assert post(path_, body).status_code == 409
     assert post("/update_weights", {**info, **second}).status_code == 200
@@ -375,16 +416,62 @@ def test_a_write_that_fails_keeps_the_engine_until_all_is_written(
     monkeypatch.setattr(StagedWeights, "write", broken)
     assert post("/update_weights", {"weight_dir": path}).status_code == 500
     monkeypatch.setattr(StagedWeights, "write", write)
-    asked = Asked(post, "patient", max_tokens=4)
     before = generator.manager.counters.tokens_generated
     post("/resume")
+    refused = Asked(post, "refused", max_tokens=4)
+    refused.join()
+    for answer in (refused.answer, httpx.get(f"{serving[1].url}/health")):
+        assert answer.status_code == 503
+        assert "update the weights again" in answer.json()["error"]["message"]
     part = file_of({"model.norm.weight": torch.ones_like(wanted.model.norm.weight)}, "part")
     post("/start_weight_update", {"partial": True})
     assert post("/update_weights", {"update_info": {"weight_dir": part}}).status_code == 200
-    assert post("/finish_weight_update").status_code == 400
+    answer = post("/finish_weight_update")
+    assert answer.status_code == 400
+    assert "may have left half written" in answer.json()["error"]["message"]
     assert generator.manager.counters.tokens_generated == before
     assert post("/update_weights", {"weight_dir": path}).status_code == 200
-    assert len(asked.choice()["token_ids"]) == 4
+    assert httpx.get(f"{serving[1].url}/health").status_code == 200
+    assert generates_as(serving, wanted)
+
+
+@contextmanager
+def short_calls(server):
+    """Cancel every call after some tenths of a second."""
+    options, short = server.model.options, {"request_timeout_seconds": 0.3}
+    short["body_timeout_seconds"] = 0.1
+    kept = {name: getattr(options, name) for name in short}
+    for name, value in short.items():
+        object.__setattr__(options, name, value)
+    try:
+        yield
+    finally:
+        for name, value in kept.items():
+            object.__setattr__(options, name, value)
+
+
+def test_a_write_that_outlasts_its_call_is_reported_as_written(serving, post, file_of, monkeypatch):
+    generator, server = serving
+    wanted, version = model_of(13), generator.policy_version
+    path, write = file_of(tensors_of(wanted)), StagedWeights.write
+    goes_on = threading.Event()
+
+    def slow(staged):
+        goes_on.wait(TIMEOUT_SECONDS)
+        write(staged)
+
+    monkeypatch.setattr(StagedWeights, "write", slow)
+    assert post("/start_weight_update").status_code == 200
+    assert post("/update_weights", {"update_info": {"weight_dir": path}}).status_code == 200
+    with short_calls(server):
+        answer = post("/finish_weight_update", {"weight_version": "late"})
+    assert answer.status_code == 503
+    assert "still runs" in post("/finish_weight_update").json()["error"]["message"]
+    goes_on.set()
+    until(lambda: generator.policy_version == version + 1)
+    until(lambda: "is finished" in post("/finish_weight_update").json()["error"]["message"])
+    info = httpx.get(f"{server.url}/server_info").json()
+    assert info["weight_version"] == "late"
     assert generates_as(serving, wanted)
 
 

@@ -69,3 +69,5 @@ class CompletionHistory:
         while self.num_tokens > self._max_tokens:
             _, dropped = self._prompts.popitem(last=False)
             self.num_tokens -= dropped.num_tokens
+            # Requests that hold it add to it later, and are counted from nothing.
+            dropped.completions.clear()

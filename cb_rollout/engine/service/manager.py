@@ -488,6 +488,12 @@ class ContinuousBatchingManager:
         self._engine.trained = trained
 
     @contextmanager
+    def interrupted(self) -> Iterator[None]:
+        """Pause between two forwards, for a block that changes no weight."""
+        with self._loop.paused():
+            yield
+
+    @contextmanager
     def paused(
         self, in_flight: Literal["keep", "recompute", "abort"] = "recompute"
     ) -> Iterator[None]:

@@ -16,8 +16,7 @@ from torch import distributed
 
 from cb_rollout.compat import transformers as hf_compat
 from cb_rollout.engine.memory import device as devices
-from cb_rollout.errors import ConfigurationError, WeightSyncError
-from cb_rollout.weights.base import MAX_NAMES
+from cb_rollout.errors import ConfigurationError, WeightSyncError, abbreviated
 from cb_rollout.weights.source import create_source
 from cb_rollout.weights.tensor import weights_of
 
@@ -164,12 +163,10 @@ def _require_match(held: Sequence[HeldTensor], given: Mapping[str, tuple[int, ..
         ),
     ]
     if faults:
-        rest = f"\n  and {len(faults) - MAX_NAMES} more" if len(faults) > MAX_NAMES else ""
         raise WeightSyncError(
             f"{len(faults)} tensors do not match the workers' model; nothing was sent. Make the "
             "pool of the trainer's own checkpoint, and pass the plain model's names:\n  "
-            + "\n  ".join(sorted(faults)[:MAX_NAMES])
-            + rest
+            + abbreviated(sorted(faults), "\n  ")
         )
 
 
@@ -294,7 +291,7 @@ def require_places(update: WeightUpdate, tensors: Mapping[str, Any]) -> None:
     if faults:
         raise WeightSyncError(
             f"weights of version {update.version} are of another model: this worker has no "
-            f"tensor of the same shape for {', '.join(faults[:MAX_NAMES])}. Nothing was written; "
+            f"tensor of the same shape for {abbreviated(faults)}. Nothing was written; "
             "make the pool of one checkpoint that does not change."
         )
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 
 from cb_rollout.engine.service.manager import ContinuousBatchingManager
+from cb_rollout.engine.service.pause_controller import Hold
 from cb_rollout.server.output_router import OutputRouter
 from cb_rollout.server.rl.bodies import PauseMode
 
@@ -46,10 +47,11 @@ class EngineControl:
             mode: fate of the requests in flight. "abort": answer them with the tokens that they
                 have; "wait": let them end first; "keep": they go on after `resume`.
         """
-        if mode == "wait":
+        # Requests of an engine that is held already would not end.
+        if mode == "wait" and not any(map(self._manager.is_held, Hold)):
             await self._drain()
         if mode == "abort":
-            self._router.abort(())
+            self._router.abort(None)
         await self._run(self._manager.hold)
         await self._run(self._manager.deliver_cancelled)
 
@@ -74,8 +76,8 @@ class EngineControl:
         """End a client's pause; nothing happens without one."""
         self._manager.release()
 
-    async def abort(self, client_ids: Collection[str]) -> int:
-        """End requests by their clients' names, all where none is given; return their number."""
+    async def abort(self, client_ids: Collection[str] | None) -> int:
+        """End requests by their clients' names, all for None; return their number."""
         count = self._router.abort(client_ids)
         await self._run(self._manager.deliver_cancelled)
         return count

@@ -6,7 +6,7 @@ only, never a pickle. Called on the thread of weight updates.
 
 import copy
 import hashlib
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
 
 from cb_rollout.compat import torch as torch_compat
-from cb_rollout.errors import WeightSyncError, error_text
-
-# Most names in one error message.
-MAX_NAMES = 5
+from cb_rollout.errors import WeightSyncError, abbreviated, error_text
 
 CHUNK_BYTES = 1 << 20
 
@@ -36,6 +33,8 @@ class StagedWeights:
         # Tied tensors are under each name, buffers that no checkpoint has under none.
         self._targets: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
         self._staged: dict[str, torch.Tensor] = {}
+        # The first staged name of each target, by the target's id.
+        self._staged_names: dict[int, str] = {}
 
     def __len__(self) -> int:
         return len(self._staged)
@@ -59,7 +58,7 @@ class StagedWeights:
                 faults.append(f"{name}: {dtype} was sent, {self._targets[name].dtype} is there")
             seen.add(name)
         if faults:
-            raise WeightSyncError(f"{len(faults)} tensors do not fit: {_some(faults)}.")
+            raise WeightSyncError(f"{len(faults)} tensors do not fit: {abbreviated(faults)}.")
 
     def add(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Stage tensors by name.
@@ -69,26 +68,37 @@ class StagedWeights:
         """
         for name, tensor in tensors:
             self.require_fit([(name, tensor.dtype, tensor.shape)])
+            tied = self._staged_names.setdefault(id(self._targets[name]), name)
+            if tied != name and not torch.equal(tensor, self._staged[tied]):
+                raise WeightSyncError(
+                    f"{tied} and {name} are one tensor of the model, and different values were "
+                    "sent; send equal ones, or serve a checkpoint in which they are not tied."
+                )
             self._staged[name] = tensor
 
-    def require_whole(self, at_least: Collection[str] | None = None) -> None:
-        """Raise `WeightSyncError` if a parameter is missing; tied ones are needed once.
-
-        Args:
-            at_least: names that must not be missing; None: those of all parameters.
-        """
-        staged = {id(self._targets[name]) for name in self._staged}
-        missing = [
-            name
-            for name, target in self._targets.items()
-            if (isinstance(target, torch.nn.Parameter) if at_least is None else name in at_least)
-            and id(target) not in staged
-        ]
+    def require_whole(self) -> None:
+        """Raise `WeightSyncError` if a parameter is missing; tied ones are needed once."""
+        missing = self._missing(
+            name for name, target in self._targets.items() if isinstance(target, torch.nn.Parameter)
+        )
         if missing:
             raise WeightSyncError(
-                f"{len(missing)} of {len(self._targets)} tensors were not sent: {_some(missing)}; "
-                "send all, or begin the update with partial=true."
+                f"{len(missing)} of {len(self._targets)} tensors were not sent: "
+                f"{abbreviated(missing)}; send all, or begin the update with "
+                "partial=true."
             )
+
+    def require_names(self, half_written: Iterable[str]) -> None:
+        """Raise `WeightSyncError` if a tensor is missing that an earlier write left half done."""
+        missing = self._missing(half_written)
+        if missing:
+            raise WeightSyncError(
+                f"{len(missing)} tensors were not sent that the failed update before may have left "
+                f"half written: {abbreviated(missing)}; send them too."
+            )
+
+    def _missing(self, names: Iterable[str]) -> list[str]:
+        return [name for name in names if id(self._targets[name]) not in self._staged_names]
 
     def names(self) -> set[str]:
         """Return the names of the staged tensors."""
@@ -116,13 +126,18 @@ class StagedWeights:
         """
         files = _files(Path(place))
         with _reading(place):
-            for name, digest in (sha256 or {}).items():
-                _require_digest({file.name: file for file in files}, name, digest)
+            states = [_state(file) for file in files]
+            if sha256 is not None:
+                _require_digests({file.name: file for file in files}, sha256)
             if self.needs_conversion(place):
                 self.add(self._converted(Path(place)))
-                return
-            for file in files:
-                self.add(_tensors(file))
+            else:
+                for file in files:
+                    self.add(_tensors(file))
+            if states != [_state(file) for file in files]:
+                raise WeightSyncError(
+                    f"{place!r} was written while it was read; send it again when it is whole."
+                )
 
     def needs_conversion(self, place: str) -> bool:
         """Return whether a checkpoint's directory has other names than the model.
@@ -155,7 +170,7 @@ class StagedWeights:
             if names := sorted(report[fault]):
                 raise WeightSyncError(
                     f"{str(directory)!r} has {len(names)} {fault.replace('_', ' ')} for this "
-                    f"model: {_some(names)}."
+                    f"model: {abbreviated(names)}."
                 )
         yield from loaded.state_dict().items()
 
@@ -193,14 +208,25 @@ def _tensors(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, opened.get_tensor(name).clone()
 
 
-def _require_digest(files: Mapping[str, Path], name: str, digest: str) -> None:
-    if name not in files:
-        raise WeightSyncError(f"sha256 names {name!r}, which is not among the files.")
-    found = hashlib.sha256()
-    with files[name].open("rb") as opened:
-        while chunk := opened.read(CHUNK_BYTES):
-            found.update(chunk)
-    require_equal_digest(name, found.hexdigest(), digest)
+def _state(file: Path) -> tuple[int, int, int]:
+    """Return numbers of a file that change when it is written."""
+    found = file.stat()
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def _require_digests(files: Mapping[str, Path], digests: Mapping[str, str]) -> None:
+    if unknown := sorted(digests.keys() - files.keys()):
+        raise WeightSyncError(f"sha256 names {unknown[0]!r}, which is not among the files.")
+    if unnamed := sorted(files.keys() - digests.keys()):
+        raise WeightSyncError(
+            f"sha256 names no digest of {unnamed[0]!r}; give one of every file, or no sha256."
+        )
+    for name, file in files.items():
+        found = hashlib.sha256()
+        with file.open("rb") as opened:
+            while chunk := opened.read(CHUNK_BYTES):
+                found.update(chunk)
+        require_equal_digest(name, found.hexdigest(), digests[name])
 
 
 def require_equal_digest(name: str, found: str, wanted: str) -> None:
@@ -210,8 +236,3 @@ def require_equal_digest(name: str, found: str, wanted: str) -> None:
             f"{name} has the checksum {found[:12]}..., not {wanted[:12]}...; it was cut off or "
             "changed, send it again."
         )
-
-
-def _some(names: Sequence[str]) -> str:
-    rest = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
-    return f"{', '.join(names[:MAX_NAMES])}{rest}"

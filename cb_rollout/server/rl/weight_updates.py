@@ -7,7 +7,6 @@ waits or copies runs on a thread of its own.
 """
 
 import asyncio
-import time
 import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -51,7 +50,8 @@ class _Update:
     update_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     is_busy: bool = False
     """True while a call of it runs."""
-    last_call: float = field(default_factory=time.monotonic)
+    expiry: asyncio.TimerHandle | None = None
+    """Drops it where no next call comes."""
 
 
 class WeightUpdates:
@@ -96,7 +96,9 @@ class WeightUpdates:
 
     def stop(self) -> None:
         """Drop an open update, and end the thread."""
-        self._open, self._group = None, None
+        if self._open is not None:
+            self.drop(self._open, "the server ends")
+        self._group = None
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def init(self, info: InitInfo) -> None:
@@ -146,6 +148,7 @@ class WeightUpdates:
         """
         self._refuse_second()
         self._open = _Update(StagedWeights(self._model), is_partial)
+        self.await_next_call(self._open)
         return self._open.update_id
 
     async def add(self, info: FileUpdate | BroadcastUpdate, update_id: str | None) -> int:
@@ -176,12 +179,20 @@ class WeightUpdates:
             ApiError: no update is open, or a tensor is missing, which drops it.
         """
         update = self._require_open(update_id)
+        # A write cannot be interrupted; a caller that waits no longer leaves it to its end.
+        writing = asyncio.ensure_future(self._finish(update, in_flight, weight_version))
+        return await asyncio.shield(writing)
+
+    async def _finish(
+        self, update: _Update, in_flight: InFlightName, weight_version: str | None
+    ) -> dict[str, Any]:
         with _Call(self, update):
             if not update.is_partial:
                 update.staged.require_whole()
-            update.staged.require_whole(at_least=self._torn)
+            if self._torn:
+                update.staged.require_names(self._torn)
             report = await self._run(self._write, update.staged, in_flight)
-        self._open, self._fault = None, "the last one is finished"
+        self._close(update, "the last one is finished")
         self.weight_version = weight_version
         return {
             "policy_version": report.policy_version,
@@ -199,14 +210,25 @@ class WeightUpdates:
     def drop(self, update: _Update, fault: str) -> None:
         """Drop an update; the weights stay as they are."""
         if self._open is update:
-            self._open, self._fault = None, fault
+            self._close(update, fault)
             # A trainer that still broadcasts gets an error, not a receiver of something else.
             self._group = None
+
+    def _close(self, update: _Update, fault: str) -> None:
+        if update.expiry is not None:
+            update.expiry.cancel()
+        self._open, self._fault = None, fault
+
+    def await_next_call(self, update: _Update) -> None:
+        """Drop an update unless its next call comes in time."""
+        fault = f"it waited longer than {self._seconds:g} s for its next call"
+        running = asyncio.get_running_loop()
+        update.expiry = running.call_later(self._seconds, self.drop, update, fault)
 
     def _add_files(self, staged: StagedWeights, info: FileUpdate) -> None:
         # transformers changes the process's default dtype while it loads.
         needs_pause = staged.needs_conversion(info.weight_dir)
-        with self._manager.paused("keep") if needs_pause else nullcontext():
+        with self._manager.interrupted() if needs_pause else nullcontext():
             staged.add_files(info.weight_dir, info.sha256)
 
     def _receive(self, staged: StagedWeights, info: BroadcastUpdate) -> None:
@@ -229,28 +251,26 @@ class WeightUpdates:
 
     def _write(self, staged: StagedWeights, in_flight: InFlightName) -> SyncReport:
         with self._manager.paused(in_flight):
-            # A write that fails leaves the engine held: no token comes of a mixture.
-            self._manager.hold(Hold.UPDATE)
             self._torn |= staged.names()
-            staged.write()
-            report = self._sync(in_flight)
+            try:
+                staged.write()
+                report = self._sync(in_flight)
+            except BaseException:
+                # No token may come of a mixture.
+                self._manager.hold(Hold.UPDATE)
+                raise
             self._torn = set()
             self._manager.release(Hold.UPDATE)
         return report
 
     def _refuse_second(self) -> None:
-        """Raise 409 while an update is open; drop one whose trainer is silent for too long."""
-        update = self._open
-        if update is None:
-            return
-        if not update.is_busy and time.monotonic() - update.last_call > self._seconds:
-            self.drop(update, f"it waited longer than {self._seconds:g} s for its next call")
-            return
-        raise ApiError(
-            409,
-            "another weight update is open; it has to finish first, or is dropped "
-            f"{self._seconds:g} s after its last call.",
-        )
+        """Raise 409 while an update is open."""
+        if self._open is not None:
+            raise ApiError(
+                409,
+                "another weight update is open; it has to finish first, or is dropped "
+                f"{self._seconds:g} s after its last call.",
+            )
 
     def _require_open(self, update_id: str | None) -> _Update:
         update = self._open
@@ -277,10 +297,13 @@ class _Call:
 
     def __enter__(self) -> None:
         self._update.is_busy = True
+        if self._update.expiry is not None:
+            self._update.expiry.cancel()
 
     def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
-        self._update.is_busy, self._update.last_call = False, time.monotonic()
+        self._update.is_busy = False
         if error is None:
+            self._updates.await_next_call(self._update)
             return
         is_late = isinstance(error, asyncio.CancelledError)
         fault = "it took longer than the server allows" if is_late else str(error)

@@ -32,6 +32,14 @@ def test_memory_is_bounded_and_the_oldest_prompts_are_dropped():
     assert not history.of([2]).completions
 
 
+def test_a_dropped_prompt_that_a_request_holds_is_counted_from_nothing():
+    history = CompletionHistory(max_tokens=100)
+    first, second = history.of([1]), history.of([2])
+    for prompt in (first, second, second, first):
+        history.add(prompt, [0] * 40)
+    assert history.num_tokens == first.num_tokens + second.num_tokens <= 100
+
+
 def test_a_prompt_keeps_its_newest_completions():
     history = CompletionHistory()
     prompt = history.of([1])
