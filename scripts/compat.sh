@@ -49,7 +49,6 @@ case ${1:-} in
         ;;
     *) names=(oldest newest) ;;
 esac
-status=0
 for name in "${names[@]}"; do
     _run "$name" "$@" || status=1
 done

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Run what needs one CUDA device, most telling first: rollouts beside peers (vLLM too, where
 # CB_ROLLOUT_VLLM_PYTHON names its Python), the kernels' tests compiled for the device, the tests
-# marked `gpu`, stages of the attention kernel, decode steps. Ends within eight minutes, and names the parts that it did not reach.
-# Needs no network.
+# marked `gpu`, stages of the attention kernel, decode steps. Ends within eight minutes, and names
+# the parts that it did not reach. Needs no network.
 #
 #     bash scripts/gpu_check.sh [FOLDER FOR THE RESULTS]
 #

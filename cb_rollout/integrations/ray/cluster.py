@@ -5,8 +5,8 @@ Called from any thread.
 """
 
 import importlib
-import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,11 @@ MAX_CONCURRENCY = 6
 
 # Ray's words, which its own trainers take in `resources_per_worker`, and those of its actors.
 RESOURCES = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
+
+# Advice where an argument of a call cannot travel.
+PICKLABLE = (
+    "what SamplingParams holds must be picklable, and its modules installed on every machine"
+)
 
 # Time for a killed process of this machine to end.
 END_SECONDS = 20.0
@@ -85,18 +90,20 @@ class Cluster:
 
         Raises:
             ImportError: ray is not installed.
-            ConfigurationError: a resource is no positive number.
+            ConfigurationError: a resource is no number >= 0.
         """
         ray = _ray()
+        # Before a cluster is made, which nobody would end.
+        options = _actor_options(resources_per_worker or {})
         self._is_own = not ray.is_initialized()
         if self._is_own:
             ray.init(include_dashboard=False, log_to_driver=False)
         if resources_per_worker is None:
             kind = "GPU" if ray.cluster_resources().get("GPU") else "CPU"
-            resources_per_worker = {kind: 1}
-        self._options = _actor_options(resources_per_worker)
+            options = _actor_options({kind: 1})
+        self._options = options
         self._actors = ray.remote(RolloutWorker)
-        self._pids: dict[int, int] = {}
+        self._processes: list[psutil.Process] = []
         self._handles: list[WorkerHandle] = []
 
     def start_worker(self, *arguments: Any) -> tuple[WorkerHandle, Any]:
@@ -106,10 +113,12 @@ class Cluster:
         self._handles.append(handle)
         return handle, actor.start.remote(arguments)
 
-    def note_process(self, handle: WorkerHandle, process_id: int, node: str) -> None:
+    def note_process(self, process_id: int, node: str) -> None:
         """Note a worker's process, whose end is waited for if it is on this machine."""
         if node == _ray().get_runtime_context().get_node_id():
-            self._pids[id(handle)] = process_id
+            self._processes = [one for one in self._processes if one.is_running()]
+            with suppress(psutil.NoSuchProcess):
+                self._processes.append(psutil.Process(process_id))
 
     def call(self, handle: WorkerHandle, method: str, *arguments: Any) -> Any:
         """Call a method of a worker; return the reference of its result."""
@@ -151,7 +160,8 @@ class Cluster:
             return ray.get(reference)
         except ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, ray.exceptions.RaySystemError):
-                raise RolloutError(str(error.cause).splitlines()[0]) from error
+                reason = str(error.cause).splitlines()[0]
+                raise RolloutError(f"{reason}; {PICKLABLE}.") from error
             raise error.cause from error
         except ray.exceptions.RayError as error:
             raise WorkerLostError(str(error).splitlines()[0]) from error
@@ -172,7 +182,7 @@ class Cluster:
         if ray.is_initialized():
             for handle in list(self._handles):
                 self.kill(handle)
-        _await_ends(list(self._pids.values()))
+        psutil.wait_procs(self._processes, END_SECONDS)
         if self._is_own and ray.is_initialized():
             ray.shutdown()
 
@@ -203,12 +213,3 @@ def _actor_options(resources: Mapping[str, float]) -> dict[str, Any]:
         "max_restarts": 0,
         "max_task_retries": 0,
     }
-
-
-def _await_ends(process_ids: Sequence[int]) -> None:
-    deadline = time.monotonic() + END_SECONDS
-    for process_id in process_ids:
-        try:
-            psutil.Process(process_id).wait(max(0.0, deadline - time.monotonic()))
-        except (psutil.NoSuchProcess, psutil.TimeoutExpired):
-            continue

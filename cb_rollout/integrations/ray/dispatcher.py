@@ -104,11 +104,6 @@ class Dispatcher:
     def __len__(self) -> int:
         return len(self._sequences)
 
-    @property
-    def num_waiting(self) -> int:
-        """Return the number of sequences that no worker samples."""
-        return len(self._waiting)
-
     def load(self, worker: int) -> int:
         """Return the number of a worker's sequences."""
         return self._loads.get(worker, 0)

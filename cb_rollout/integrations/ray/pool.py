@@ -74,8 +74,7 @@ class RolloutPool:
                 "weight_sync='shared': a pool's workers have weights of their own; leave it at "
                 "'auto'."
             )
-        if isinstance(num_workers, bool) or not isinstance(num_workers, int) or num_workers < 1:
-            raise ConfigurationError(f"num_workers={num_workers!r} is not a whole number >= 1.")
+        _require_workers(num_workers)
         for name, seconds in (
             ("timeout_seconds", timeout_seconds),
             ("start_timeout_seconds", start_timeout_seconds),
@@ -191,8 +190,7 @@ class RolloutPool:
             ConfigurationError: `num_workers` is below 1.
             EngineDeadError: no worker can run, or the pool was closed.
         """
-        if isinstance(num_workers, bool) or not isinstance(num_workers, int) or num_workers < 1:
-            raise ConfigurationError(f"num_workers={num_workers!r} is not a whole number >= 1.")
+        _require_workers(num_workers)
         self._supervisor.resize(num_workers)
 
     def follow(self, model: torch.nn.Module) -> None:
@@ -288,6 +286,11 @@ class RolloutPool:
                 self._supervisor.cancel([request.request_id for request in requests])
                 raise
         return finished
+
+
+def _require_workers(num_workers: int) -> None:
+    if isinstance(num_workers, bool) or not isinstance(num_workers, int) or num_workers < 1:
+        raise ConfigurationError(f"num_workers={num_workers!r} is not a whole number >= 1.")
 
 
 def _close(supervisor: WorkerSupervisor) -> None:

@@ -16,8 +16,13 @@ from typing import Any
 from cb_rollout.config.enums import InFlight
 from cb_rollout.engine.request import Request
 from cb_rollout.engine.service.output_queue import OutputSink
-from cb_rollout.errors import EngineDeadError, RolloutError, WeightSyncError, error_text
-from cb_rollout.integrations.ray.cluster import Cluster, WorkerHandle, WorkerLostError
+from cb_rollout.errors import (
+    EngineDeadError,
+    RolloutError,
+    WeightSyncError,
+    error_text,
+)
+from cb_rollout.integrations.ray.cluster import PICKLABLE, Cluster, WorkerHandle
 from cb_rollout.integrations.ray.dispatcher import Candidate, Dispatcher
 from cb_rollout.integrations.ray.weight_update import WeightUpdate
 from cb_rollout.integrations.ray.worker import WorkerDescription, WorkerReport
@@ -153,14 +158,13 @@ class WorkerSupervisor:
         """Wait for the first worker.
 
         Raises:
-            Exception: the exception that kept the first worker from starting.
-            EngineDeadError: no worker started in time.
+            ValueError: a worker refused the model or a setting (`ConfigurationError`).
+            EngineDeadError: no worker started in time, or `MAX_FAILED_STARTS` failed in a row; the
+                last exception is its cause.
         """
         with self._changed:
             while not (usable := self._usable()):
-                if isinstance(self._last_failure, WorkerLostError):
-                    raise EngineDeadError(f"a worker ended as it started: {self._last_failure}")
-                if self._last_failure is not None:
+                if isinstance(self._last_failure, ValueError):
                     raise self._last_failure
                 self._require_alive()
                 self._require_not_alone_for_long()
@@ -179,7 +183,11 @@ class WorkerSupervisor:
         with self._changed:
             self._require_alive()
             self._num_workers, self._num_failed_starts = num_workers, 0
-            surplus = sorted(self._workers.values(), key=lambda w: self._dispatcher.load(w.number))
+            usable = {worker.number for worker in self._usable()}
+            surplus = sorted(
+                self._workers.values(),
+                key=lambda w: (w.number in usable, self._dispatcher.load(w.number)),
+            )
             for worker in surplus[: max(0, len(surplus) - num_workers)]:
                 self._end(worker, "the pool was made smaller", is_dead=False)
             self._changed.notify_all()
@@ -397,12 +405,8 @@ class WorkerSupervisor:
             self._last_failure = error
         self._end(call.worker, error_text(error))
 
-    def _fail_items(self, worker: _Worker, item_ids: Sequence[str], error: Exception) -> None:
-        self._dispatcher.fail(
-            item_ids,
-            f"a worker cannot take it ({error_text(error)}); what SamplingParams holds must be "
-            "picklable, and its modules installed on every machine.",
-        )
+    def _fail_items(self, worker: _Worker, item_ids: Sequence[str], error: RolloutError) -> None:
+        self._dispatcher.fail(item_ids, f"a worker cannot take it: {error}")
         self._cluster.call(worker.handle, "cancel", item_ids)
 
     def _begin(self, worker: _Worker, description: WorkerDescription, node: str) -> None:
@@ -410,7 +414,7 @@ class WorkerSupervisor:
         self._max_cached_tokens = description.max_cached_tokens
         if worker.version >= self._weights.version:
             self._num_failed_starts, self._last_failure = 0, None
-        self._cluster.note_process(worker.handle, description.process_id, node)
+        self._cluster.note_process(description.process_id, node)
 
     def _take_report(self, worker: _Worker, report: WorkerReport) -> None:
         worker.is_reporting = False
@@ -479,10 +483,11 @@ class WorkerSupervisor:
             if self._num_failed_starts >= MAX_FAILED_STARTS:
                 if self._workers:
                     return
-                raise RolloutError(
+                last = self._last_failure or RuntimeError()
+                raise EngineDeadError(
                     f"{self._num_failed_starts} workers in a row did not start; the last: "
-                    f"{error_text(self._last_failure or RuntimeError())}"
-                )
+                    f"{error_text(last)}"
+                ) from last
             number, self._num_started = self._num_started, self._num_started + 1
             handle, reference = self._cluster.start_worker(*self._arguments)
             worker = self._workers[number] = _Worker(number, handle)
@@ -511,7 +516,8 @@ class WorkerSupervisor:
             try:
                 self._call(worker, CallKind.SUBMIT, items, item_ids=item_ids)
             except Exception as error:  # noqa: BLE001  pickling runs the caller's code
-                self._fail_items(worker, item_ids, error)
+                unreadable = RolloutError(f"{error_text(error)}; {PICKLABLE}.")
+                self._fail_items(worker, item_ids, unreadable)
 
     def _ask_for_reports(self) -> None:
         for worker in self._workers.values():

@@ -121,7 +121,9 @@ class PoolWorker:
         if torch.cuda.is_available():
             model = model.to("cuda")
         model.eval().requires_grad_(False)
-        self._config = replace(config, weight_sync=WeightSync.SHARED)
+        # The pool counts its own load, which falls before the engine has ended what is cancelled.
+        self._config = replace(config, weight_sync=WeightSync.SHARED, max_queue_size=0)
+        self._max_items = config.max_queue_size
         self._generator = RolloutGenerator(model, self._config, tokenizer=tokenizer)
         self._manager = self._generator.manager
         self._outputs = OutputQueue()
@@ -129,6 +131,8 @@ class PoolWorker:
         self._updating = threading.Lock()
         self._requests: dict[str, Request] = {}
         self._num_reported: dict[str, int] = {}
+        # Cancelled before they arrived: calls of one worker run on several threads.
+        self._cancelled: set[str] = set()
         self._progress_reported = 0.0
         self._manager.start()
 
@@ -144,7 +148,7 @@ class PoolWorker:
             placeholders=limits.placeholders,
             never_sampled=limits.never_sampled,
             defaults=self._manager.defaults,
-            capacity=min(capacity, self._config.max_queue_size or capacity),
+            capacity=min(capacity, self._max_items or capacity),
             tensors=held_tensors(self._manager.model),
             process_id=os.getpid(),
         )
@@ -167,15 +171,18 @@ class PoolWorker:
             request.resume_after(item.token_ids, item.logprobs, item.policy_versions)
             requests.append(request)
         with self._lock:
+            requests = [one for one in requests if one.request_id not in self._cancelled]
+            self._cancelled -= {item.item_id for item in items}
             self._requests |= {request.request_id: request for request in requests}
             self._num_reported |= {
                 request.request_id: request.num_generated for request in requests
             }
-        self._manager.submit(requests, self._outputs)
+            self._manager.submit(requests, self._outputs)
 
     def cancel(self, item_ids: Sequence[str]) -> None:
         """End items; what they had is not reported."""
         with self._lock:
+            self._cancelled |= set(item_ids) - self._requests.keys()
             for item_id in item_ids:
                 self._requests.pop(item_id, None)
                 self._num_reported.pop(item_id, None)
@@ -256,8 +263,6 @@ class PoolWorker:
 
     def _progress(self, request: Request) -> ItemProgress | None:
         """Return a running sequence's new tokens but the newest, which may be its last."""
-        if not self._is_resumable(request):
-            return None
         # The thread that steps appends versions first, then tokens, then log-probabilities.
         start = self._num_reported[request.request_id]
         stop = len(request.logprobs) - 1
@@ -265,6 +270,9 @@ class PoolWorker:
         if stop <= start:
             return None
         self._num_reported[request.request_id] = stop
+        if not self._is_resumable(request):
+            # It would begin anew elsewhere; the report says only that it goes on.
+            return ItemProgress(request.request_id, 0, [], [], [])
         first = len(request.prompt_ids)
         return ItemProgress(
             request.request_id,

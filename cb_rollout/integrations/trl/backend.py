@@ -33,26 +33,26 @@ _ABSENT = object()
 
 
 class Overrides:
-    """Attributes set on a trainer, and the values they replaced."""
+    """Attributes set on an object, and the values they replaced."""
 
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
+    def __init__(self, owner: Any) -> None:
+        self._owner = owner
         self._before: dict[str, Any] = {}
 
     def set(self, **values: Any) -> None:
-        """Set attributes of the trainer."""
-        own = vars(self._trainer)
+        """Set attributes of the object."""
+        own = vars(self._owner)
         for name, value in values.items():
             self._before.setdefault(name, own.get(name, _ABSENT))
-            setattr(self._trainer, name, value)
+            setattr(self._owner, name, value)
 
     def restore(self) -> None:
-        """Put every attribute back, and delete those that the trainer did not have."""
+        """Put every attribute back, and delete those that the object did not have."""
         for name, value in self._before.items():
             if value is _ABSENT:
-                vars(self._trainer).pop(name, None)
+                vars(self._owner).pop(name, None)
             else:
-                setattr(self._trainer, name, value)
+                setattr(self._owner, name, value)
         self._before.clear()
 
 

@@ -17,7 +17,7 @@ import torch
 from cb_rollout.config.enums import Numerics, SamplingMaskMode
 from cb_rollout.config.hf import as_rollout_config
 from cb_rollout.errors import ConfigurationError
-from cb_rollout.integrations.trl.backend import GENERATION_MODE, GenerationBackend
+from cb_rollout.integrations.trl.backend import GENERATION_MODE, GenerationBackend, Overrides
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,11 +135,12 @@ def _replaced_generate(model: Any, backend: GenerationBackend) -> Iterator[None]
     ) -> torch.Tensor:
         return padded_generation(backend, input_ids, attention_mask, generation_config.pad_token_id)
 
-    model.generate = generate
+    overrides = Overrides(model)
+    overrides.set(generate=generate)
     try:
         yield
     finally:
-        del model.generate
+        overrides.restore()
 
 
 def padded_generation(

@@ -60,7 +60,7 @@ def test_what_no_worker_has_room_for_waits_and_goes_to_the_first_that_has():
     dispatcher.add([request(i) for i in range(5)], sink)
     workers = [Candidate(0, 0, 2), Candidate(1, 0, 2)]
     items = dispatcher.assign(workers)
-    assert (dispatcher.num_waiting, dispatcher.assign(workers)) == (1, {})
+    assert (len(dispatcher._waiting), dispatcher.assign(workers)) == (1, {})
     dispatcher.deliver(1, [finished(items[1][0])])
     assert [item.item_id for item in dispatcher.assign(workers)[1]] == ["req_4/1"]
 
@@ -70,7 +70,7 @@ def test_a_group_that_is_larger_than_a_worker_is_split():
     dispatcher.add([request(i, group=0) for i in range(10)], sink)
     assigned = dispatcher.assign([Candidate(0, 0, 4), Candidate(1, 0, 4)])
     assert {worker: len(items) for worker, items in assigned.items()} == {0: 4, 1: 4}
-    assert dispatcher.num_waiting == 2
+    assert len(dispatcher._waiting) == 2
 
 
 def test_sequences_of_a_dead_worker_go_on_elsewhere_with_the_tokens_they_had():
@@ -239,7 +239,7 @@ class DispatchedSequences(RuleBasedStateMachine):
         delivered = [output.request_id for output in self.sink.outputs]
         assert len(set(delivered)) == len(delivered)
         running = sum(map(len, self.items.values()))
-        assert len(self.dispatcher) == running + self.dispatcher.num_waiting
+        assert len(self.dispatcher) == running + len(self.dispatcher._waiting)
         assert len(self.dispatcher) + len(delivered) == self.num_added
         for number, items in self.items.items():
             assert self.dispatcher.load(number) == len(items) <= 4

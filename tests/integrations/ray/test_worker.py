@@ -106,6 +106,31 @@ def last_report(worker):
     return report
 
 
+def test_an_item_that_is_cancelled_before_it_arrives_is_not_sampled(worker):
+    worker.cancel(["a"])
+    worker.submit([item("a", num_tokens=40), item("b")])
+    report = last_report(worker)
+    assert [output.request_id for output in report.outputs] == ["b"]
+    assert worker._manager.status().requests_running == 0
+    assert [output.request_id for output in outputs_of(worker, item("a"))] == ["a"]
+
+
+def test_an_item_that_would_begin_anew_reports_that_it_goes_on(worker, monkeypatch):
+    monkeypatch.setattr(worker_module, "PROGRESS_REPORT_SECONDS", 0.0)
+    opened = threading.Event()
+    gate = Gate(opened.is_set)
+    worker.submit([replace(gated(gate, 6), records_timestamps=True)])
+    assert gate.reached.wait(20)
+    (progress,) = worker.report(0.0).progress
+    assert (progress.item_id, progress.token_ids) == ("a", [])
+    assert worker.report(0.0).progress == []
+    opened.set()
+    (output,) = last_report(worker).outputs
+    assert len(output.generated_tokens) == len(output.timestamps) == 6
+    assert output.created_time == 0.0
+    assert 0 <= output.timestamps[0] <= output.timestamps[-1]
+
+
 def test_progress_is_all_tokens_but_the_newest_and_each_is_reported_once(worker, monkeypatch):
     monkeypatch.setattr(worker_module, "PROGRESS_REPORT_SECONDS", 0.0)
     opened = threading.Event()
@@ -119,19 +144,6 @@ def test_progress_is_all_tokens_but_the_newest_and_each_is_reported_once(worker,
     assert (progress.start, progress.policy_versions) == (0, [(0, 2)])
     assert progress.token_ids == output.generated_tokens[:2]
     assert progress.logprobs == output.logprobs[:2]
-
-
-def test_a_sequence_whose_output_holds_more_than_tokens_reports_none(worker, monkeypatch):
-    monkeypatch.setattr(worker_module, "PROGRESS_REPORT_SECONDS", 0.0)
-    opened = threading.Event()
-    gate = Gate(opened.is_set)
-    worker.submit([replace(gated(gate, 6), records_timestamps=True)])
-    assert gate.reached.wait(20)
-    assert worker.report(0.0).progress == []
-    opened.set()
-    (output,) = last_report(worker).outputs
-    assert output.created_time == 0.0
-    assert 0 <= output.timestamps[0] <= output.timestamps[-1]
 
 
 def test_a_cancelled_item_is_not_reported_with_progress(worker, monkeypatch):
