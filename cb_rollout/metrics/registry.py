@@ -70,6 +70,17 @@ class EngineCounters:
             self.drafted_tokens_run += num_drafted
             self.accepted_tokens_run += num_accepted
 
+    @property
+    def num_forwards(self) -> int:
+        """Return the forwards of prompts and of running sequences."""
+        return self.prefill_forwards + self.decode_forwards
+
+    def plus(self, other: "EngineCounters") -> "EngineCounters":
+        """Return the totals of two engines; peaks at different moments are added too."""
+        return EngineCounters(
+            *(getattr(self, one.name) + getattr(other, one.name) for one in fields(self))
+        )
+
     def since(self, earlier: "EngineCounters") -> "EngineCounters":
         """Return the totals added after `earlier`, with today's peak."""
         difference = {

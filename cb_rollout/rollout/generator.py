@@ -8,7 +8,7 @@ import inspect
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol, Self
 
 import torch
 from tqdm.auto import tqdm
@@ -24,7 +24,7 @@ from cb_rollout.engine.request import Request
 from cb_rollout.engine.service.manager import ContinuousBatchingManager
 from cb_rollout.engine.service.output_queue import OutputQueue
 from cb_rollout.errors import ConfigurationError, RolloutError
-from cb_rollout.metrics.registry import rollout_metrics, status_metrics
+from cb_rollout.metrics.registry import EngineCounters, rollout_metrics, status_metrics
 from cb_rollout.rollout.batches import batch_arguments, require_finished
 from cb_rollout.rollout.distributed import create_group_watch
 from cb_rollout.rollout.prompts import Prompt, require_tokenizer
@@ -305,17 +305,25 @@ class RolloutGenerator:
         self.close()
 
 
+class Measured(Protocol):
+    """Interface of an engine or a pool that counts the work of a rollout."""
+
+    @property
+    def counters(self) -> EngineCounters:
+        """Return the totals until now."""
+        ...
+
+
 @contextmanager
-def measured(manager: ContinuousBatchingManager) -> Iterator[dict[str, float]]:
+def measured(manager: Measured) -> Iterator[dict[str, float]]:
     """Yield a dictionary that receives the metrics of the block's rollout, by name, at its end."""
-    counters = manager.counters
-    before = counters.copy()
-    counters.kv_blocks_peak = 0
+    before = manager.counters.copy()
+    manager.counters.kv_blocks_peak = 0
     metrics: dict[str, float] = {}
     started = time.perf_counter()
     yield metrics
     seconds = time.perf_counter() - started
-    metrics |= rollout_metrics(counters.since(before), seconds)
+    metrics |= rollout_metrics(manager.counters.since(before), seconds)
 
 
 def _run(

@@ -5,12 +5,12 @@ one thread.
 """
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from cb_rollout.config.sampling import SamplingParams, equal_group_warning, resolved
-from cb_rollout.engine.service.output_queue import OutputQueue
+from cb_rollout.engine.request import Request
+from cb_rollout.engine.service.output_queue import OutputQueue, OutputSink
 from cb_rollout.errors import ConfigurationError
-from cb_rollout.rollout.generator import RolloutGenerator
 from cb_rollout.rollout.prompts import Prompt, encoded
 from cb_rollout.types import GenerationOutput
 
@@ -44,12 +44,67 @@ class Sampler(Protocol):
         ...
 
 
+class RequestManager(Protocol):
+    """Interface that requests are submitted to: an engine's manager, or a pool's."""
+
+    @property
+    def defaults(self) -> SamplingParams:
+        """Return the sampling parameters of a request that has none."""
+        ...
+
+    def create_requests(
+        self, inputs: Sequence[Any], params: Sequence[SamplingParams], *, members: Sequence[int]
+    ) -> list[Request]:
+        """Validate sequences."""
+        ...
+
+    def start(self) -> None:
+        """Let requests run."""
+        ...
+
+    def submit(self, requests: Sequence[Request], sink: OutputSink) -> None:
+        """Queue requests; their outputs go to `sink`."""
+        ...
+
+    def cancel_requests(self, request_ids: Sequence[str]) -> object:
+        """End requests early."""
+        ...
+
+    def require_can_wait(self) -> None:
+        """Raise where no output would come."""
+        ...
+
+
+class Generator(Protocol):
+    """Part of `RolloutGenerator` that a stream uses."""
+
+    tokenizer: Any
+
+    @property
+    def manager(self) -> RequestManager:
+        """Return the manager that requests are submitted to."""
+        ...
+
+    @property
+    def policy_version(self) -> int:
+        """Return the version that tokens are stamped with now."""
+        ...
+
+    def sleep(self) -> None:
+        """Release the KV memory and stop the engine."""
+        ...
+
+    def wake(self) -> None:
+        """Let the engine run."""
+        ...
+
+
 class RequestStream:
     """A `Sampler` over a generator's manager."""
 
     def __init__(
         self,
-        generator: RolloutGenerator,
+        generator: Generator,
         sampling_params: SamplingParams | None = None,
         max_new_tokens: int | None = None,
     ) -> None:

@@ -1,9 +1,10 @@
 """Rollout worker and weight transfer of TRL's AsyncGRPOTrainer, without a server or network.
 
-Owns the engine, its weights, and a thread that keeps groups in flight and scores them. Implements
-both of the trainer's protocols, `rollout_worker` and `weight_transfer`. The engine runs a copy of
-the weights, which the trainer writes while the engine is paused; so generation and training
-overlap, and no forward reads half of an update. The trainer's thread calls the public methods.
+Owns the engine, unless a pool is given, and a thread that keeps groups in flight and scores them.
+Implements both of the trainer's protocols, `rollout_worker` and `weight_transfer`. The engine runs
+a copy of the weights, which the trainer writes while the engine is paused; so generation and
+training overlap, and no forward reads half of an update. The trainer's thread calls the public
+methods.
 """
 
 import itertools
@@ -11,14 +12,14 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from typing import Any, Literal
 
 import torch
 from transformers import AutoTokenizer
 
 from cb_rollout.config.sampling import SamplingParams
-from cb_rollout.errors import ConfigurationError, RolloutError, WeightSyncError, error_text
+from cb_rollout.errors import ConfigurationError, RolloutError, error_text
+from cb_rollout.integrations.async_grpo.engines import LocalEngine, PooledEngine
 from cb_rollout.integrations.async_grpo.samples import (
     RolloutSample,
     SampleQueue,
@@ -36,8 +37,10 @@ from cb_rollout.integrations.async_grpo.tree_attention import (
     register_plain_tree_attention,
     report_no_peak_flops,
 )
+from cb_rollout.integrations.ray.pool import RolloutPool
 from cb_rollout.rollout.generator import RolloutGenerator
 from cb_rollout.strategies import Group, GroupCollector, Plain, RequestStream, Strategy
+from cb_rollout.strategies.request_stream import Generator
 from cb_rollout.types import GenerationOutput
 
 # Interval at which a wait looks whether the run is over.
@@ -52,7 +55,7 @@ class _StoppableStream(RequestStream):
     """A request stream that ends with the run."""
 
     def __init__(
-        self, generator: RolloutGenerator, params: SamplingParams, is_stopping: threading.Event
+        self, generator: Generator, params: SamplingParams, is_stopping: threading.Event
     ) -> None:
         super().__init__(generator, params)
         self._is_stopping = is_stopping
@@ -105,6 +108,7 @@ class AsyncRollouts:
         *,
         processing_class: Any = None,
         config: Any = None,
+        pool: RolloutPool | None = None,
         strategy: Strategy | None = None,
         in_flight: Literal["keep", "recompute"] = "recompute",
     ) -> None:
@@ -118,6 +122,8 @@ class AsyncRollouts:
                 `completions`, `completion_ids` and the data set's other columns.
             processing_class: the tokenizer; None: the checkpoint's.
             config: a `RolloutConfig`; its seed defaults to the trainer's.
+            pool: workers that sample instead of an engine of this process; made of the trainer's
+                checkpoint, with a config of its own. It stays open. None: an engine is made.
             strategy: decides the groups to drop and retry; `max_staleness` bounds the number in
                 flight. None: nothing is dropped.
             in_flight: treatment of unfinished completions when the weights change; see
@@ -128,8 +134,9 @@ class AsyncRollouts:
         """
         require_settings(args, in_flight)
         require_data(train_dataset, reward_funcs)
+        if pool is not None and config is not None:
+            raise ConfigurationError("a pool has a config already; leave config out.")
         self._args, self._dataset = args, train_dataset
-        self._in_flight: Literal["keep", "recompute"] = in_flight
         self._reward_funcs = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
         if args.device.type != "cuda":
             report_no_peak_flops()
@@ -138,9 +145,17 @@ class AsyncRollouts:
                 raise ConfigurationError("a module has no tokenizer; pass processing_class too.")
             processing_class = AutoTokenizer.from_pretrained(model)
         self._tokenizer = processing_class
-        self.generator = RolloutGenerator(
-            own_model(model, args), engine_config(config, args), tokenizer=processing_class
+        self._engine = (
+            PooledEngine(pool, in_flight)
+            if pool is not None
+            else LocalEngine(
+                RolloutGenerator(
+                    own_model(model, args), engine_config(config, args), tokenizer=processing_class
+                ),
+                in_flight,
+            )
         )
+        self.generator = self._engine.generator
         self._max_outstanding = max_outstanding(args)
         self.metrics_queue: queue.Queue[dict[str, Any]] = queue.Queue()
         self.rollout_buffer = SampleQueue(self._max_outstanding, self._report_age)
@@ -149,7 +164,6 @@ class AsyncRollouts:
         )
         self._model_version = 0
         self._first_version = 0
-        self._pause = ExitStack()
         self._is_stopping = threading.Event()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -165,10 +179,10 @@ class AsyncRollouts:
     def stop(self) -> None:
         """Stop the thread and the engine; may be called twice."""
         self._is_stopping.set()
-        self._pause.close()
+        self._engine.resume()
         if self._thread is not None:
             self._thread.join()
-        self.generator.close()
+        self._engine.close()
 
     def update_model_version(self, model_version: int) -> None:
         """Take the trainer's version of the weights that it has just sent."""
@@ -199,7 +213,7 @@ class AsyncRollouts:
 
     def pause(self) -> None:
         """Pause the engine between two forwards."""
-        self._pause.enter_context(self.generator.manager.pause(self._in_flight))
+        self._engine.pause()
 
     def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Write the trainer's weights over the engine's.
@@ -207,20 +221,11 @@ class AsyncRollouts:
         Raises:
             WeightSyncError: the two models do not have the same tensors.
         """
-        held = dict(self.generator.manager.model.named_parameters(remove_duplicate=False))
-        with torch.no_grad():
-            for name, tensor in iterator:
-                if name not in held or held[name].shape != tensor.shape:
-                    found = tuple(held[name].shape) if name in held else "none"
-                    raise WeightSyncError(
-                        f"the trainer sends {name} {tuple(tensor.shape)}, and the engine's model "
-                        f"has {found}; make AsyncRollouts of the trainer's own checkpoint."
-                    )
-                held[name].copy_(tensor)
+        self._engine.write(iterator)
 
     def resume(self) -> None:
         """Resume the engine under the new weights."""
-        self._pause.close()
+        self._engine.resume()
 
     def destroy(self) -> None:
         """Stop; the run is over."""
@@ -254,10 +259,14 @@ class AsyncRollouts:
                 num_generations=args.num_generations,
                 runs_while_training=True,
             )
-            while True:
-                (group,) = collector.collect(1)
-                self._last_progress = time.monotonic()
-                self._put(group, collector.metrics())
+            try:
+                while True:
+                    (group,) = collector.collect(1)
+                    self._last_progress = time.monotonic()
+                    self._put(group, collector.metrics())
+            finally:
+                # A pool would sample on.
+                collector.close()
         except _Stopped:
             pass
         except BaseException as error:  # noqa: BLE001  the trainer's thread raises it

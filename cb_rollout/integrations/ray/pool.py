@@ -20,6 +20,7 @@ from cb_rollout.engine.service.input_processor import InputProcessor, ServingLim
 from cb_rollout.engine.service.output_queue import OutputQueue
 from cb_rollout.errors import ConfigurationError, EngineDeadError, RolloutError, WeightSyncError
 from cb_rollout.integrations.ray.cluster import Cluster
+from cb_rollout.integrations.ray.manager import PoolManager
 from cb_rollout.integrations.ray.supervisor import PublishedWeights, WorkerSupervisor
 from cb_rollout.integrations.ray.weight_update import PackedWeights
 from cb_rollout.rollout.batches import batch_arguments, require_finished
@@ -96,7 +97,7 @@ class RolloutPool:
         except BaseException:
             self.close()
             raise
-        self._held, self._defaults = found.tensors, found.defaults
+        self._held = found.tensors
         limits = ServingLimits(
             vocab_size=lambda: found.vocab_size,
             max_positions=found.max_positions,
@@ -105,7 +106,11 @@ class RolloutPool:
             placeholders=found.placeholders,
             never_sampled=found.never_sampled,
         )
-        self._input_processor = InputProcessor(limits, self.config.seed, None, tokenizer)
+        self.manager = PoolManager(
+            self._supervisor,
+            InputProcessor(limits, self.config.seed, None, tokenizer),
+            found.defaults,
+        )
         self._trained: weakref.ref[torch.nn.Module] | None = None
 
     def generate_batch(
@@ -149,23 +154,19 @@ class RolloutPool:
             inputs,
             generation_config,
             tokenizer=self.tokenizer,
-            defaults=self._defaults,
+            defaults=self.manager.defaults,
             sampling_params=sampling_params,
             num_return_sequences=num_return_sequences,
             max_new_tokens=max_new_tokens,
             on_error=on_error,
         )
-        requests = self._input_processor.requests(
+        requests = self.manager.create_requests(
             batch.prompts,
             batch.params,
             members=range(batch.count),
             records_timestamps=record_timestamps,
             keeps_refused=on_error == "return",
         )
-        if any(request.images is not None for request in requests):
-            raise ConfigurationError(
-                "a pool samples prompts without images; use a RolloutGenerator for these."
-            )
         served = [request for request in requests if not request.status.is_final]
         finished = self._run(served, progress_bar)
         outputs = {r.request_id: finished.get(r.request_id) or r.output() for r in requests}
@@ -276,14 +277,14 @@ class RolloutPool:
         finished: dict[str, GenerationOutput] = {}
         with tqdm(total=len(requests), desc="rollout", unit="seq", disable=not progress_bar) as bar:
             try:
-                self._supervisor.submit(requests, output_queue)
+                self.manager.submit(requests, output_queue)
                 while len(finished) < len(requests):
                     output = output_queue.take(timeout=PROGRESS_SECONDS)
                     if output is not None:
                         finished[output.request_id] = output
                         bar.update(1)
             except BaseException:
-                self._supervisor.cancel([request.request_id for request in requests])
+                self.manager.cancel_requests([request.request_id for request in requests])
                 raise
         return finished
 

@@ -26,6 +26,7 @@ from cb_rollout.integrations.ray.cluster import PICKLABLE, Cluster, WorkerHandle
 from cb_rollout.integrations.ray.dispatcher import Candidate, Dispatcher
 from cb_rollout.integrations.ray.weight_update import WeightUpdate
 from cb_rollout.integrations.ray.worker import WorkerDescription, WorkerReport
+from cb_rollout.metrics.registry import EngineCounters
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -75,7 +76,7 @@ class _Worker:
     is_reporting: bool = False
     updating_to: int | None = None
     num_refusals: int = 0
-    num_forwards: int = 0
+    counters: EngineCounters = field(default_factory=EngineCounters)
     progressed_at: float = 0.0
     """Time at which it was last seen to compute, or had no work."""
 
@@ -133,6 +134,7 @@ class WorkerSupervisor:
         self._updating_to: int | None = None
         self._max_cached_tokens = 0
         self._num_started = 0
+        self._ended_counters = EngineCounters()
         self._num_failed_starts = 0
         self._last_failure: Exception | None = None
         self._alone_since = time.monotonic()
@@ -166,11 +168,25 @@ class WorkerSupervisor:
             while not (usable := self._usable()):
                 if isinstance(self._last_failure, ValueError):
                     raise self._last_failure
-                self._require_alive()
+                self.require_alive()
                 self._require_not_alone_for_long()
                 self._changed.wait(TURN_SECONDS)
             assert usable[0].description is not None
             return usable[0].description
+
+    def counters(self) -> EngineCounters:
+        """Return the totals of all workers that ever ran, as last reported."""
+        with self._changed:
+            total = self._ended_counters
+            for worker in self._workers.values():
+                total = total.plus(worker.counters)
+            return total
+
+    def num_sequences(self) -> tuple[int, int]:
+        """Return the numbers of sequences that workers have, and that wait for one."""
+        with self._changed:
+            num_assigned = sum(self._dispatcher.load(number) for number in self._workers)
+            return num_assigned, len(self._dispatcher) - num_assigned
 
     def max_cached_tokens(self) -> int:
         """Return the longest sequence in tokens that every worker can hold."""
@@ -181,7 +197,7 @@ class WorkerSupervisor:
     def resize(self, num_workers: int) -> None:
         """Set the number of workers; sequences of those that end go on elsewhere."""
         with self._changed:
-            self._require_alive()
+            self.require_alive()
             self._num_workers, self._num_failed_starts = num_workers, 0
             usable = {worker.number for worker in self._usable()}
             surplus = sorted(
@@ -199,7 +215,7 @@ class WorkerSupervisor:
             EngineDeadError: the pool was closed, or no worker can run.
         """
         with self._changed:
-            self._require_alive()
+            self.require_alive()
             self._dispatcher.add(requests, sink)
             self._dispatch()
             self._changed.notify_all()
@@ -219,7 +235,7 @@ class WorkerSupervisor:
             EngineDeadError: the pool was closed, or no worker can run.
         """
         with self._changed:
-            self._require_alive()
+            self.require_alive()
             self._require_successor(version)
             self._updating_to = version
         try:
@@ -239,7 +255,7 @@ class WorkerSupervisor:
         """
         assert weights.update is not None
         with self._changed:
-            self._require_alive()
+            self.require_alive()
             sync = self._sync = _Sync(weights)
             try:
                 if in_flight is InFlight.ABORT:
@@ -249,7 +265,7 @@ class WorkerSupervisor:
                     self._send(worker, weights, in_flight)
                 while sync.pending:
                     self._changed.wait(TURN_SECONDS)
-                    self._require_alive()
+                    self.require_alive()
             finally:
                 self._sync = None
                 is_refused = bool(sync.refusals) and not sync.num_taken and not sync.pending
@@ -263,6 +279,13 @@ class WorkerSupervisor:
                     f"all {len(sync.refusals)} workers refused: {sync.refusals[0]}"
                 ) from sync.refusals[0]
 
+    def require_alive(self) -> None:
+        """Raise `EngineDeadError` where the pool was closed, or no worker can run."""
+        if self._fatal_error is not None:
+            raise EngineDeadError(str(self._fatal_error)) from self._fatal_error
+        if self._is_closed:
+            raise EngineDeadError("the pool was closed; make another one.")
+
     def close(self, error: EngineDeadError) -> None:
         """End the thread and all workers; sequences that are left raise `error`."""
         with self._changed:
@@ -275,12 +298,6 @@ class WorkerSupervisor:
         with self._changed:
             self._fail(error)
         self._cluster.close()
-
-    def _require_alive(self) -> None:
-        if self._fatal_error is not None:
-            raise EngineDeadError(str(self._fatal_error)) from self._fatal_error
-        if self._is_closed:
-            raise EngineDeadError("the pool was closed; make another one.")
 
     def _require_successor(self, version: int) -> None:
         if self._updating_to is not None:
@@ -418,11 +435,13 @@ class WorkerSupervisor:
 
     def _take_report(self, worker: _Worker, report: WorkerReport) -> None:
         worker.is_reporting = False
+        # Before the outputs are delivered: who waits for the last of them reads these.
+        before, worker.counters = worker.counters, report.counters
         self._dispatcher.take_progress(worker.number, report.progress)
         self._dispatcher.deliver(worker.number, report.outputs)
         is_idle = not self._dispatcher.load(worker.number)
-        if report.num_forwards != worker.num_forwards or is_idle or worker.updating_to:
-            worker.num_forwards, worker.progressed_at = report.num_forwards, time.monotonic()
+        if report.counters.num_forwards != before.num_forwards or is_idle or worker.updating_to:
+            worker.progressed_at = time.monotonic()
 
     def _end_update(self, worker: _Worker, refusal: WeightSyncError | None) -> None:
         """Note that a worker has taken weights, or refused them and kept those it had."""
@@ -456,6 +475,7 @@ class WorkerSupervisor:
     def _end(self, worker: _Worker, reason: str, *, is_dead: bool = True) -> None:
         """Kill a worker; its sequences go on elsewhere."""
         del self._workers[worker.number]
+        self._ended_counters = self._ended_counters.plus(worker.counters)
         self._calls = {r: call for r, call in self._calls.items() if call.worker is not worker}
         self._cluster.kill(worker.handle)
         moved = self._dispatcher.withdraw(worker.number, is_dead=is_dead, reason=reason)

@@ -30,6 +30,7 @@ from cb_rollout.integrations.ray.weight_update import (
     require_whole,
     write_weights,
 )
+from cb_rollout.metrics.registry import EngineCounters
 from cb_rollout.rollout.generator import RolloutGenerator
 from cb_rollout.types import GenerationOutput
 from cb_rollout.weights.replica import tensors_by_name
@@ -83,8 +84,8 @@ class WorkerReport:
     """Sequences that ended since the last report; `request_id` is the item's id, and times are
     seconds since the item arrived."""
     progress: list[ItemProgress]
-    num_forwards: int
-    """Forwards since the worker started."""
+    counters: EngineCounters
+    """Totals since the worker started; the peak is left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,9 +206,7 @@ class PoolWorker:
         with self._lock:
             ended = [self._ended(output) for output in outputs]
             progress = self._all_progress()
-        counters = self._manager.counters
-        num_forwards = counters.prefill_forwards + counters.decode_forwards
-        return WorkerReport(ended, progress, num_forwards)
+        return WorkerReport(ended, progress, replace(self._manager.counters, kv_blocks_peak=0))
 
     def update(
         self, update: WeightUpdate, buffers: Sequence[np.ndarray], in_flight: InFlight

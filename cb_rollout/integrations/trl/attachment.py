@@ -26,10 +26,13 @@ from cb_rollout.config.rollout import RolloutConfig
 from cb_rollout.engine.numerics.bitwise import bitwise
 from cb_rollout.errors import ConfigurationError
 from cb_rollout.integrations.concurrent_tools import ConcurrentTools
+from cb_rollout.integrations.ray.pool import RolloutPool
+from cb_rollout.integrations.ray.pooled_generator import PooledGenerator
 from cb_rollout.integrations.trl.backend import (
     GENERATION_MODE,
     GenerationBackend,
     create_generator,
+    training_bytes,
 )
 from cb_rollout.integrations.trl.guard import (
     LogprobGuard,
@@ -80,7 +83,7 @@ LOGPROBS_ARGUMENTS = ["model", "input_ids", "attention_mask", "logits_to_keep", 
 GENERATE_ARGUMENTS = ["self", "prompts", "images", "num_generations", "profiler"]
 
 
-def attach(trainer: Any, config: Any = None) -> RolloutGenerator:
+def attach(trainer: Any, config: Any = None) -> RolloutGenerator | PooledGenerator:
     """Make a stock on-policy trainer of TRL generate through cb_rollout.
 
     Training, evaluation, tools and environments all use it. With a `GRPOTrainer` or `RLOOTrainer`
@@ -91,7 +94,8 @@ def attach(trainer: Any, config: Any = None) -> RolloutGenerator:
     Args:
         trainer: constructed with `use_vllm=False`, not yet training.
         config: a `RolloutConfig` or a transformers `ContinuousBatchingConfig`; its seed defaults to
-            the trainer's.
+            the trainer's. Or a `RolloutPool` of the trainer's checkpoint: its workers sample, and
+            get the trainer's weights before each rollout. It has a config, and stays open.
 
     Returns:
         The generator; its `generate_batch` may also be called outside of training.
@@ -126,7 +130,7 @@ def attach(trainer: Any, config: Any = None) -> RolloutGenerator:
     if routers is not None:
         replay = RouterReplay(trainer, routers)
     if config.loss_forward == LossForward.PACKED:
-        packed = PackedLoss(trainer, config, generator.memory_plan().training, replay)
+        packed = PackedLoss(trainer, config, training_bytes(trainer, config), replay)
     scoring = TrainerScoring(
         trainer,
         backend,
@@ -158,9 +162,12 @@ def attach(trainer: Any, config: Any = None) -> RolloutGenerator:
     return generator
 
 
-def _attach_generation(trainer: Any, config: Any, seam: GenerationSeam) -> RolloutGenerator:
+def _attach_generation(
+    trainer: Any, config: Any, seam: GenerationSeam
+) -> RolloutGenerator | PooledGenerator:
     """Attach a trainer whose loss needs nothing from the rollout but its tokens."""
-    require_generation_alone(trainer, config, seam)
+    own = config.config if isinstance(config, RolloutPool) else config
+    require_generation_alone(trainer, own, seam)
     generator = create_generator(trainer, config)
     backend = GenerationBackend(trainer, generator, synced_step=seam.synced_step)
     install_generation(trainer, backend, seam)

@@ -14,8 +14,13 @@ from transformers import TrainerCallback, TrainerState
 
 from cb_rollout.config.enums import ReleaseCache
 from cb_rollout.config.hf import as_trainers_config
+from cb_rollout.config.rollout import RolloutConfig
 from cb_rollout.config.sampling import SamplingParams
+from cb_rollout.engine.memory.plan import TrainingBytes
+from cb_rollout.engine.memory.training import TrainingMemory
 from cb_rollout.errors import ConfigurationError, InvalidRequestError
+from cb_rollout.integrations.ray.pool import RolloutPool
+from cb_rollout.integrations.ray.pooled_generator import PooledGenerator
 from cb_rollout.integrations.trl.context import RolloutContext
 from cb_rollout.integrations.trl.packed_scores import LossTokens
 from cb_rollout.integrations.trl.records import TrainerRecords
@@ -56,8 +61,12 @@ class Overrides:
         self._before.clear()
 
 
-def create_generator(trainer: Any, config: Any) -> RolloutGenerator:
+def create_generator(trainer: Any, config: Any) -> RolloutGenerator | PooledGenerator:
     """Create a generator of the trainer's model, tokenizer, seed and sampling settings.
+
+    Args:
+        trainer: an on-policy trainer of TRL.
+        config: what `attach` takes.
 
     Raises:
         ConfigurationError: a setting of the trainer, or of `config`, cannot be honoured.
@@ -68,19 +77,17 @@ def create_generator(trainer: Any, config: Any) -> RolloutGenerator:
             f"generation_kwargs={{'num_return_sequences': {count!r}}}: the trainer repeats each "
             "prompt itself, num_generations times; take it out."
         )
-    optimizer = trainer.optimizer
-    if optimizer is None:
-        # The optimizer does not exist yet; its class or name tells how much memory it will take.
-        chosen = getattr(trainer, "optimizer_cls_and_kwargs", None)
-        optimizer = trainer.args.optim if chosen is None else chosen[0]
-    generator = RolloutGenerator(
-        trainer.model,
-        as_trainers_config(config, trainer.args.seed),
-        tokenizer=trainer.processing_class,
-        generation_config=trainer.generation_config,
-        accelerator=trainer.accelerator,
-        optimizer=optimizer,
-    )
+    if isinstance(config, RolloutPool):
+        generator = PooledGenerator(config, trainer.model, trainer.generation_config)
+    else:
+        generator = RolloutGenerator(
+            trainer.model,
+            as_trainers_config(config, trainer.args.seed),
+            tokenizer=trainer.processing_class,
+            generation_config=trainer.generation_config,
+            accelerator=trainer.accelerator,
+            optimizer=_optimizer(trainer),
+        )
     limits = generator.manager.limits
     name = (
         "max_completion_length"
@@ -100,13 +107,28 @@ def create_generator(trainer: Any, config: Any) -> RolloutGenerator:
     return generator
 
 
+def _optimizer(trainer: Any) -> Any:
+    """Return the trainer's optimizer, or its class or name, which tell its memory, before it is."""
+    if trainer.optimizer is not None:
+        return trainer.optimizer
+    chosen = getattr(trainer, "optimizer_cls_and_kwargs", None)
+    return trainer.args.optim if chosen is None else chosen[0]
+
+
+def training_bytes(trainer: Any, config: RolloutConfig) -> TrainingBytes:
+    """Return the memory that the trainer's model, gradients and optimizer hold and will take."""
+    reserve = config.training_reserve_gib
+    model, device = trainer.model, trainer.accelerator.device
+    return TrainingMemory(model, model, device, _optimizer(trainer), reserve).bytes_now()
+
+
 class GenerationBackend:
     """The trainer's `vllm_generation`: samples its completions and logs its rollout metrics."""
 
     def __init__(
         self,
         trainer: Any,
-        generator: RolloutGenerator,
+        generator: RolloutGenerator | PooledGenerator,
         records: TrainerRecords | None = None,
         synced_step: str = "_last_loaded_step",
     ) -> None:
@@ -114,7 +136,7 @@ class GenerationBackend:
 
         Args:
             trainer: changed by the caller, through `overrides`.
-            generator: closed with the backend.
+            generator: closed with the backend; a pool stays open.
             records: None: this process keeps none.
             synced_step: the trainer's attribute with the step at which it synced last.
         """

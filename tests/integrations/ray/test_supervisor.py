@@ -17,6 +17,7 @@ from cb_rollout.integrations.ray.supervisor import (
 )
 from cb_rollout.integrations.ray.weight_update import PackedWeights
 from cb_rollout.integrations.ray.worker import WorkerDescription, WorkerReport
+from cb_rollout.metrics.registry import EngineCounters
 from cb_rollout.types import FinishReason, GenerationOutput
 
 CLOSED = EngineDeadError("closed")
@@ -48,7 +49,8 @@ class FakeWorker:
         elif method == "report":
             done, self.items = self.items, []
             self.num_forwards += len(done)
-            return WorkerReport([self.output(item) for item in done], [], self.num_forwards)
+            counters = EngineCounters(decode_forwards=self.num_forwards)
+            return WorkerReport([self.output(item) for item in done], [], counters)
         return None
 
     def output(self, item):
@@ -205,7 +207,7 @@ def test_a_worker_that_hangs_is_replaced_and_its_sequences_go_on(supervise, how)
     def script(worker, called):
         if worker.number or called != "report" or not worker.items:
             return None
-        return HANGS if how == "no answer" else WorkerReport([], [], 0)
+        return HANGS if how == "no answer" else WorkerReport([], [], EngineCounters())
 
     supervisor = supervise(FakeCluster(script), timeout=0.3)
     assert 0 not in {output.generated_tokens[0] for output in sample(supervisor)}

@@ -1,0 +1,194 @@
+"""Stock trainers of TRL whose completions are sampled by a pool."""
+
+import os
+import signal
+import threading
+from types import SimpleNamespace
+
+import pytest
+import ray
+from datasets import Dataset
+from tiny import char_tokenizer, plain_logprobs, tiny_model
+from tiny_trainer import PROBLEMS, logged, share_of_sevens, tiny_trainer
+from transformers import TrainerCallback
+from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
+
+from cb_rollout import ConfigurationError, RolloutConfig, attach, detach
+from cb_rollout.integrations.async_grpo import AsyncRollouts
+from cb_rollout.integrations.ray import RolloutPool
+from cb_rollout.integrations.ray.pooled_generator import PooledGenerator
+from cb_rollout.integrations.trl.strategies import use_strategy
+from cb_rollout.strategies import PartialRollouts
+
+WAIT = 300.0
+CONFIG = RolloutConfig(
+    num_blocks=256, max_requests_per_batch=16, seed=3, verify_every_steps=1, max_logprob_drift=1e-4
+)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    path = tmp_path_factory.mktemp("checkpoint")
+    tokenizer = char_tokenizer()
+    tokenizer.save_pretrained(path)
+    tiny_model(vocab_size=len(tokenizer)).save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture
+def pool(checkpoint, cluster):
+    with RolloutPool(
+        checkpoint, CONFIG, num_workers=2, tokenizer=char_tokenizer(), timeout_seconds=WAIT
+    ) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+class KillAtSecondStep(TrainerCallback):
+    """Kills a worker's process as soon as the second rollout has sampled something."""
+
+    def __init__(self, pool):
+        self._pool, self.killed = pool, None
+
+    def on_step_begin(self, args, state, control, **_):
+        if state.global_step == 1:
+            threading.Thread(target=self._kill, daemon=True).start()
+
+    def _kill(self):
+        before = self._pool.manager.counters.tokens_generated
+        while self._pool.manager.counters.tokens_generated == before:
+            threading.Event().wait(0.002)
+        worker = next(w for w in self._pool._supervisor._workers.values() if w.description)
+        self.killed = worker.description.process_id
+        os.kill(self.killed, signal.SIGKILL)
+
+
+@pytest.mark.slow
+def test_a_stock_trainer_samples_on_a_pool_whose_worker_is_killed(tmp_path, pool):
+    trainer = tiny_trainer(tmp_path, max_completion_length=200)
+    kill = KillAtSecondStep(pool)
+    trainer.add_callback(kill)
+    generator = attach(trainer, pool)
+    trainer.train()
+    assert kill.killed is not None
+    # The trainer's own forward of every step is the reference.
+    drifts = logged(trainer, "rollout/logprob_drift_max")
+    assert len(drifts) == 3
+    assert max(drifts) <= 1e-5
+    assert logged(trainer, "rollout/policy_version") == [1, 2, 3]
+    lengths = logged(trainer, "completions/mean_length")
+    tokens = logged(trainer, "rollout/tokens")
+    # A dead worker's last tokens were sampled twice, and its last report may be lost.
+    assert [tokens[0], tokens[2]] == [16 * lengths[0], 16 * lengths[2]]
+    outputs = generator.generate_batch(["1+2="] * 2, max_new_tokens=3)
+    assert {o.policy_versions[0][0] for o in outputs.values()} == {3}
+    detach(trainer)
+    assert trainer.use_vllm is False
+    assert len(pool.generate_batch(["1+2="], max_new_tokens=2)) == 1
+
+
+@pytest.mark.slow
+def test_strategies_carry_their_sequences_on_a_pool(tmp_path, pool):
+    trainer = tiny_trainer(
+        tmp_path,
+        max_completion_length=40,
+        generation_kwargs={"eos_token_id": list(range(1, 9))},
+        vllm_importance_sampling_mode="token_truncate",
+    )
+    attach(trainer, pool)
+    use_strategy(trainer, PartialRollouts(num_extra_groups=2, max_staleness=3))
+    trainer.train()
+    assert max(logged(trainer, "rollout/logprob_drift_max")) <= 1e-5
+    assert logged(trainer, "rollout/policy_version") == [1, 2, 3]
+    # Carried sequences end with the training.
+    assert pool.manager.supervisor.num_sequences() == (0, 0)
+    detach(trainer)
+
+
+class Watched(AsyncRollouts):
+    """Keeps each sample as the trainer takes it, and the weights that it sends."""
+
+    def __init__(self, *args, **settings):
+        super().__init__(*args, **settings)
+        self.taken, self.policies = [], {}
+
+    def _report_age(self, sample):
+        super()._report_age(sample)
+        self.taken.append(sample)
+
+    def send_weights(self, iterator):
+        sent = {name: tensor.clone() for name, tensor in iterator}
+        super().send_weights(iter(sent.items()))
+        policy = tiny_model(vocab_size=len(char_tokenizer()))
+        policy.load_state_dict(sent, strict=False)
+        self.policies[self.generator.policy_version] = policy
+
+
+@pytest.mark.slow
+def test_asynchronous_rollouts_on_a_pool_have_the_version_of_every_token(
+    tmp_path, pool, checkpoint
+):
+    args = async_settings(tmp_path)
+    rows = Dataset.from_list([row | {"answer": "7"} for row in PROBLEMS])
+    rollouts = Watched(checkpoint, args, rows, share_of_sevens, pool=pool)
+    trainer = AsyncGRPOTrainer(
+        model=checkpoint,
+        args=args,
+        train_dataset=rows,
+        processing_class=char_tokenizer(),
+        rollout_worker=rollouts,
+        weight_transfer=rollouts,
+    )
+    trainer.train()
+    assert trainer.state.global_step == 4
+    offset = rollouts._first_version
+    assert len(rollouts.taken) >= 32
+    for sample in rollouts.taken:
+        num_prompt = int((sample.completion_mask == 0).sum())
+        ids, logprobs = sample.input_ids.tolist(), sample.old_log_probs.tolist()
+        start = num_prompt
+        assert sum(count for _, count in sample.token_versions) == len(ids) - num_prompt
+        for version, count in sample.token_versions:
+            policy = rollouts.policies[version - offset]
+            expected = plain_logprobs(policy, ids[:num_prompt], ids[num_prompt:])
+            part = expected[start - num_prompt : start - num_prompt + count]
+            assert logprobs[start : start + count] == pytest.approx(part, abs=1e-5)
+            start += count
+    # Nothing is sampled on once the trainer has ended; the pool is its owner's.
+    assert pool.manager.supervisor.num_sequences() == (0, 0)
+    assert len(pool.generate_batch(["1+2="], max_new_tokens=2)) == 1
+
+
+def async_settings(tmp_path):
+    return AsyncGRPOConfig(
+        output_dir=str(tmp_path), max_steps=4, per_device_train_batch_size=8, num_generations=4,
+        max_completion_length=60, learning_rate=1e-3, token_budget=0, max_staleness=2,
+        logging_steps=1, report_to=[], use_cpu=True, bf16=False, disable_tqdm=True,
+        save_strategy="no", gradient_checkpointing=False,
+    )  # fmt: skip
+
+
+def test_a_pool_has_a_config_already(tmp_path):
+    rows = Dataset.from_list(PROBLEMS)
+    with pytest.raises(ConfigurationError, match="a pool has a config already"):
+        AsyncRollouts(
+            "unused", async_settings(tmp_path), rows, share_of_sevens,
+            config=RolloutConfig(), pool=pool_of(),
+        )  # fmt: skip
+
+
+def pool_of(**settings):
+    return SimpleNamespace(config=RolloutConfig(**settings), tokenizer=None)
+
+
+@pytest.mark.parametrize("setting", [{"return_logprobs": False}, {"router_replay": True}])
+def test_settings_that_a_pools_trainer_cannot_use_are_named(setting):
+    (name,) = setting
+    with pytest.raises(ConfigurationError, match=f"{name}=.*a trainer with a pool"):
+        PooledGenerator(pool_of(**setting), tiny_model())
