@@ -3,7 +3,7 @@
 `attach(trainer, pool)` is the one line that differs from arithmetic_cpu.py: before each rollout the
 trainer's weights go to the workers, and the completions come from them. On a laptop Ray starts the
 workers beside the script. On a cluster, run the script on one of its machines, and save the
-checkpoint where every machine can read it; ray/ has files for docker compose and Kubernetes.
+checkpoint where every machine can read it. deploy/ has files for docker compose and Kubernetes.
 
 Launch:   python recipes/pool_ray.py
 Hardware: two CPU cores, 4 GiB of memory, no network; pip install 'cb_rollout[ray]'
