@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from cb_rollout.engine.request import Request
 from cb_rollout.engine.service.output_queue import OutputSink
+from cb_rollout.integrations.ray.prefix_routes import PrefixRoutes
 from cb_rollout.integrations.ray.worker import ItemProgress, WorkItem
 from cb_rollout.types import FinishReason, GenerationOutput, RequestStatus
 
@@ -100,6 +101,7 @@ class Dispatcher:
         self._sequences: dict[str, PooledSequence] = {}
         self._items: dict[str, PooledSequence] = {}
         self._loads: dict[int, int] = {}
+        self._routes = PrefixRoutes()
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -120,10 +122,12 @@ class Dispatcher:
         self._waiting.extend(sorted(added, key=lambda one: arrival[one.request.group]))
 
     def assign(self, candidates: Sequence[Candidate]) -> dict[int, list[WorkItem]]:
-        """Give waiting sequences to the least loaded workers, first come first served.
+        """Give waiting sequences to workers, first come first served.
 
-        A group of at most half a worker's capacity goes to one worker. A sequence goes to no worker
-        whose weights are older than its newest token.
+        A sequence goes to the worker that has the keys of half of its prompt or more, unless that
+        one has a quarter of its capacity more to do than another; else to the least loaded. A group
+        of at most half a worker's capacity goes to one worker. A sequence goes to no worker whose
+        weights are older than its newest token.
 
         Returns:
             The items of each worker that gets some.
@@ -135,11 +139,11 @@ class Dispatcher:
             able = [one for one in candidates if one.version >= version]
             if not able:
                 break
-            chosen = min(able, key=lambda one: (self.load(one.number), one.number))
-            num_fitting = chosen.capacity - self.load(chosen.number)
-            if num_fitting < min(len(group), max(1, chosen.capacity // 2)):
+            roomy = [one for one in able if self._has_room(one, len(group))]
+            if not roomy:
                 break
-            for sequence in group[:num_fitting]:
+            chosen = self._least_loaded(self._near(roomy, group[0]))
+            for sequence in group[: chosen.capacity - self.load(chosen.number)]:
                 self._waiting.popleft()
                 sequence.worker = chosen.number
                 assigned.setdefault(chosen.number, []).append(sequence.next_item())
@@ -161,6 +165,8 @@ class Dispatcher:
             if sequence is None or sequence.worker != worker:
                 continue
             request = sequence.request
+            version = output.policy_versions[-1][0] if output.policy_versions else 0
+            self._routes.add(worker, version, [*output.prompt_ids, *output.generated_tokens])
             times = output.timestamps
             self._end(
                 sequence,
@@ -254,6 +260,24 @@ class Dispatcher:
                 break
             group.append(sequence)
         return group
+
+    def _has_room(self, worker: Candidate, num_sequences: int) -> bool:
+        num_fitting = worker.capacity - self.load(worker.number)
+        return num_fitting >= min(num_sequences, max(1, worker.capacity // 2))
+
+    def _least_loaded(self, workers: Iterable[Candidate]) -> Candidate:
+        return min(workers, key=lambda one: (self.load(one.number), one.number))
+
+    def _near(self, workers: Sequence[Candidate], sequence: PooledSequence) -> Sequence[Candidate]:
+        """Return the workers that have much of a sequence's keys, else all."""
+        least = self.load(self._least_loaded(workers).number)
+        idle = {
+            one.number: one for one in workers if self.load(one.number) <= least + one.capacity // 4
+        }
+        tokens = [*sequence.request.prompt_ids, *sequence.token_ids]
+        version = max(one.version for one in workers)
+        num_held, holders = self._routes.longest(idle.keys(), version, tokens)
+        return [idle[number] for number in holders] if 2 * num_held >= len(tokens) else workers
 
     def _release(self, sequence: PooledSequence) -> None:
         if sequence.worker is not None:

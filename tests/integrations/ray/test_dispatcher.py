@@ -8,6 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from cb_rollout import FinishReason, GenerationOutput, RequestStatus, SamplingParams
 from cb_rollout.engine.request import Request
 from cb_rollout.integrations.ray.dispatcher import MAX_FRUITLESS_DEATHS, Candidate, Dispatcher
+from cb_rollout.integrations.ray.prefix_routes import CHUNK_TOKENS
 from cb_rollout.integrations.ray.worker import ItemProgress, first_runs
 
 
@@ -25,7 +26,7 @@ class Sink:
 def request(number, group=None):
     return Request(
         request_id=f"req_{number}",
-        prompt_ids=[1, 2],
+        prompt_ids=[number % 3] * CHUNK_TOKENS,
         params=SamplingParams(),
         max_new_tokens=9,
         stop_tokens=frozenset(),
@@ -161,6 +162,90 @@ def test_a_cancelled_sequence_delivers_what_was_reported():
 )
 def test_the_first_tokens_of_runs(num_tokens, expected):
     assert first_runs([(3, 0), (5, 2)], num_tokens) == expected
+
+
+# Two links of a prefix.
+PROMPT = list(range(2 * CHUNK_TOKENS))
+
+
+def workers(version=0, capacity=16):
+    return [Candidate(number, version, capacity) for number in (0, 1)]
+
+
+def assigned(dispatcher, candidates):
+    """Return the worker of each prompt's first token."""
+    found = dispatcher.assign(candidates)
+    return {item.prompt_ids[0]: number for number, items in found.items() for item in items}
+
+
+def conversation(number, first, *more):
+    made = request(number)
+    made.prompt_ids = [first, *PROMPT, *more]
+    return made
+
+
+def first_turns(dispatcher, sink, count=4):
+    """Run one turn of `count` conversations; return the worker of each."""
+    dispatcher.add([conversation(i, 100 + i) for i in range(count)], sink)
+    found = {}
+    for number, items in dispatcher.assign(workers()).items():
+        for item in items:
+            found[item.prompt_ids[0]] = number
+            dispatcher.deliver(number, [finished(item)])
+    return found
+
+
+def test_a_conversation_goes_to_the_worker_that_has_its_keys():
+    dispatcher, sink = Dispatcher(), Sink()
+    first = first_turns(dispatcher, sink)
+    assert first == {100: 0, 101: 1, 102: 0, 103: 1}
+    # In an order in which the least loaded would be the other one each time.
+    dispatcher.add([conversation(10 + i, 100 + i, 7, 8) for i in (1, 0, 3, 2)], sink)
+    assert assigned(dispatcher, workers()) == first
+
+
+def test_keys_of_an_older_policy_draw_nothing():
+    dispatcher, sink = Dispatcher(), Sink()
+    first_turns(dispatcher, sink)
+    dispatcher.add([conversation(11, 101, 7, 8)], sink)
+    assert assigned(dispatcher, workers(version=1)) == {101: 0}
+
+
+def test_a_worker_with_keys_and_far_more_sequences_is_spared():
+    dispatcher, sink = Dispatcher(), Sink()
+    assert first_turns(dispatcher, sink, count=1) == {100: 0}
+    dispatcher.add([conversation(10 + i, 100, i) for i in range(12)], sink)
+    dispatcher.assign(workers(capacity=16))
+    assert (dispatcher.load(0), dispatcher.load(1)) == (8, 4)
+
+
+def test_a_prefix_of_less_than_half_the_prompt_draws_nothing():
+    dispatcher, sink = Dispatcher(), Sink()
+    first_turns(dispatcher, sink)
+    news = [9] * (3 * CHUNK_TOKENS)
+    dispatcher.add([conversation(11, 101, *news)], sink)
+    assert assigned(dispatcher, workers()) == {101: 0}
+
+
+def test_a_prefix_that_every_worker_has_leaves_loads_even():
+    dispatcher, sink = Dispatcher(), Sink()
+    first_turns(dispatcher, sink, count=0)
+    dispatcher.add([conversation(i, 100) for i in range(2)], sink)
+    for number, items in dispatcher.assign(workers()).items():
+        dispatcher.deliver(number, [finished(item) for item in items])
+    dispatcher.add([conversation(10 + i, 100, i) for i in range(12)], sink)
+    dispatcher.assign(workers())
+    assert dispatcher.load(0) == dispatcher.load(1) == 6
+
+
+def test_a_full_worker_with_keys_holds_nobody_up():
+    dispatcher, sink = Dispatcher(), Sink()
+    first_turns(dispatcher, sink, count=8)
+    dispatcher.add([conversation(10 + i, 100 + i, 7) for i in range(7)], sink)
+    assert len(assigned(dispatcher, workers(capacity=4))) == 7
+    assert (dispatcher.load(0), dispatcher.load(1)) == (4, 3)
+    dispatcher.add([conversation(20, 100, 8)], sink)
+    assert assigned(dispatcher, workers(capacity=4)) == {100: 1}
 
 
 class DispatchedSequences(RuleBasedStateMachine):

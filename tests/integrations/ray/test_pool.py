@@ -156,6 +156,19 @@ def test_stop_strings_and_timestamps_come_back(pool):
         assert len(output.timestamps) == len(output.generated_tokens)
 
 
+def test_conversations_find_their_keys_on_the_worker_that_sampled_them(pool):
+    generator = torch.Generator().manual_seed(4)
+    prompts = torch.randint(5, 30, (8, 70), generator=generator).tolist()
+    params = SamplingParams(max_new_tokens=8)
+    first = list(pool.generate_batch(prompts, sampling_params=params).values())
+    turns = [[*output.prompt_ids, *output.generated_tokens, 7] for output in first]
+    before = pool.manager.counters.prefill_tokens_saved
+    # In an order in which the least loaded worker would be the other one each time.
+    second = pool.generate_batch([*turns[1:], turns[0]], sampling_params=params)
+    assert pool.manager.counters.prefill_tokens_saved - before >= 8 * 64
+    assert max(largest_error(output, weights_of) for output in second.values()) <= 1e-5
+
+
 def test_synced_weights_are_those_that_every_worker_samples_from(pool):
     version = pool.policy_version + 1
     model = weights_of(version)
