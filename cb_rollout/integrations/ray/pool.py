@@ -194,9 +194,9 @@ class RolloutPool:
         _require_workers(num_workers)
         self._supervisor.resize(num_workers)
 
-    def follow(self, model: torch.nn.Module) -> None:
-        """Let another module update the pool from now on."""
-        self._trained = weakref.ref(hf_compat.unwrap(model))
+    def follow(self, model: torch.nn.Module | None) -> None:
+        """Let another module update the pool from now on; None: whichever comes next."""
+        self._trained = None if model is None else weakref.ref(hf_compat.unwrap(model))
 
     def sync_weights(
         self,

@@ -91,7 +91,8 @@ class PooledGenerator:
         """Do nothing: the workers run until the pool is closed."""
 
     def close(self) -> None:
-        """Do nothing: the pool is its owner's."""
+        """Let another trainer update the pool, which stays open."""
+        self.pool.follow(None)
 
     def __enter__(self) -> Self:
         return self

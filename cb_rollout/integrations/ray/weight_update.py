@@ -109,7 +109,8 @@ def _values_of_module(
         raise ConfigurationError(
             "the model is sharded over processes, and a pool takes whole weights from one; gather "
             "them with torch.distributed.checkpoint.state_dict.get_model_state_dict(model, "
-            "options=StateDictOptions(full_state_dict=True, cpu_offload=True)), and pass these."
+            "options=StateDictOptions(full_state_dict=True, cpu_offload=True)), and pass these; "
+            "for attach, pass a RolloutConfig instead of the pool."
         )
     weights = weights_of(plain, source.stored)
     found = {name: weight for weight in weights for name in weight.names}

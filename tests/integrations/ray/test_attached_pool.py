@@ -8,9 +8,12 @@ from types import SimpleNamespace
 import pytest
 import ray
 from datasets import Dataset
+from peft import LoraConfig
+from processes import run_processes
 from tiny import char_tokenizer, plain_logprobs, tiny_model
 from tiny_trainer import PROBLEMS, logged, share_of_sevens, tiny_trainer
 from transformers import TrainerCallback
+from trl import RLOOConfig, RLOOTrainer
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 
 from cb_rollout import ConfigurationError, RolloutConfig, attach, detach
@@ -35,8 +38,9 @@ def checkpoint(tmp_path_factory):
     return str(path)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def pool(checkpoint, cluster):
+    """One pool for all trainers of this file, one after the other."""
     with RolloutPool(
         checkpoint, CONFIG, num_workers=2, tokenizer=char_tokenizer(), timeout_seconds=WAIT
     ) as made:
@@ -45,8 +49,8 @@ def pool(checkpoint, cluster):
 
 @pytest.fixture(scope="module")
 def cluster():
-    ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False)
-    yield
+    made = ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False)
+    yield made.address_info["address"]
     ray.shutdown()
 
 
@@ -69,9 +73,13 @@ class KillAtSecondStep(TrainerCallback):
         os.kill(self.killed, signal.SIGKILL)
 
 
+def versions_since(version, trainer):
+    return [found - version for found in logged(trainer, "rollout/policy_version")]
+
+
 @pytest.mark.slow
 def test_a_stock_trainer_samples_on_a_pool_whose_worker_is_killed(tmp_path, pool):
-    trainer = tiny_trainer(tmp_path, max_completion_length=200)
+    trainer, before = tiny_trainer(tmp_path, max_completion_length=200), pool.policy_version
     kill = KillAtSecondStep(pool)
     trainer.add_callback(kill)
     generator = attach(trainer, pool)
@@ -81,13 +89,13 @@ def test_a_stock_trainer_samples_on_a_pool_whose_worker_is_killed(tmp_path, pool
     drifts = logged(trainer, "rollout/logprob_drift_max")
     assert len(drifts) == 3
     assert max(drifts) <= 1e-5
-    assert logged(trainer, "rollout/policy_version") == [1, 2, 3]
+    assert versions_since(before, trainer) == [1, 2, 3]
     lengths = logged(trainer, "completions/mean_length")
     tokens = logged(trainer, "rollout/tokens")
     # A dead worker's last tokens were sampled twice, and its last report may be lost.
     assert [tokens[0], tokens[2]] == [16 * lengths[0], 16 * lengths[2]]
     outputs = generator.generate_batch(["1+2="] * 2, max_new_tokens=3)
-    assert {o.policy_versions[0][0] for o in outputs.values()} == {3}
+    assert {o.policy_versions[0][0] for o in outputs.values()} == {before + 3}
     detach(trainer)
     assert trainer.use_vllm is False
     assert len(pool.generate_batch(["1+2="], max_new_tokens=2)) == 1
@@ -101,14 +109,51 @@ def test_strategies_carry_their_sequences_on_a_pool(tmp_path, pool):
         generation_kwargs={"eos_token_id": list(range(1, 9))},
         vllm_importance_sampling_mode="token_truncate",
     )
+    before = pool.policy_version
     attach(trainer, pool)
     use_strategy(trainer, PartialRollouts(num_extra_groups=2, max_staleness=3))
     trainer.train()
     assert max(logged(trainer, "rollout/logprob_drift_max")) <= 1e-5
-    assert logged(trainer, "rollout/policy_version") == [1, 2, 3]
+    assert versions_since(before, trainer) == [1, 2, 3]
     # Carried sequences end with the training.
     assert pool.manager.supervisor.num_sequences() == (0, 0)
     detach(trainer)
+
+
+@pytest.mark.slow
+def test_adapters_train_on_a_pool_that_another_trainer_has_left(tmp_path, pool):
+    lora = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    trainer = tiny_trainer(
+        tmp_path,
+        trainer_class=RLOOTrainer,
+        config_class=RLOOConfig,
+        trainer_arguments={"peft_config": lora},
+        max_completion_length=40,
+    )
+    before = pool.policy_version
+    first = tiny_trainer(tmp_path, max_steps=1)
+    attach(first, pool)
+    first.train()
+    detach(first)
+    attach(trainer, pool)
+    trainer.train()
+    assert max(logged(trainer, "rollout/logprob_drift_max")) <= 1e-5
+    assert versions_since(before, trainer) == [2, 3, 4]
+    detach(trainer)
+
+
+@pytest.mark.slow
+def test_each_process_of_a_trainer_samples_its_share_on_a_pool_of_its_own(
+    checkpoint, cluster, monkeypatch
+):
+    monkeypatch.setenv("RAY_ADDRESS", cluster)
+    first, second = run_processes("distributed/trl_pool.py", checkpoint)
+    assert first["weights"] == second["weights"]
+    assert first["version"] == second["version"] == 2
+    # Processes never draw the same numbers.
+    assert first["tokens"] != second["tokens"]
+    assert len(first["drifts"]) == 2
+    assert max(first["drifts"]) <= 1e-5
 
 
 class Watched(AsyncRollouts):
