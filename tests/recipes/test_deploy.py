@@ -82,6 +82,7 @@ def test_compose_starts_the_nodes_that_the_recipe_asks_for(services, monkeypatch
     assert trainer["volumes"] == worker["volumes"]
     assert trainer["networks"] == worker["networks"]
     assert not any("ports" in service for service in services.values())
+    assert {service["environment"]["RAY_AUTH_MODE"] for service in services.values()} == {"token"}
     build = trainer["build"]
     assert (DEPLOY / build["context"]).resolve() == ROOT
     assert (ROOT / build["dockerfile"]).exists()

@@ -3,10 +3,12 @@
 import os
 import signal
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import ray
+import torch
 from datasets import Dataset
 from peft import LoraConfig
 from processes import run_processes
@@ -17,6 +19,7 @@ from trl import RLOOConfig, RLOOTrainer
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 
 from cb_rollout import ConfigurationError, RolloutConfig, attach, detach
+from cb_rollout.engine.service.input_processor import InputProcessor
 from cb_rollout.integrations.async_grpo import AsyncRollouts
 from cb_rollout.integrations.ray import RolloutPool
 from cb_rollout.integrations.ray.pooled_generator import PooledGenerator
@@ -99,6 +102,29 @@ def test_a_stock_trainer_samples_on_a_pool_whose_worker_is_killed(tmp_path, pool
     detach(trainer)
     assert trainer.use_vllm is False
     assert len(pool.generate_batch(["1+2="], max_new_tokens=2)) == 1
+
+
+@pytest.mark.slow
+def test_a_trainer_learns_the_same_on_a_pool_and_on_an_engine(tmp_path, pool):
+    # The pool has numbered sequences before; their numbers give the seeds.
+    pool.manager = replace(
+        pool.manager, input_processor=InputProcessor(pool.manager.limits, CONFIG.seed, None)
+    )
+    found = []
+    for config in (CONFIG, pool):
+        trainer = tiny_trainer(tmp_path, max_completion_length=30)
+        attach(trainer, config)
+        trainer.train()
+        detach(trainer)
+        found.append(trainer)
+    engine, pooled = found
+    for name in ("loss", "grad_norm", "completions/mean_length", "reward"):
+        values = logged(engine, name)
+        assert len(values) == 3
+        assert logged(pooled, name) == pytest.approx(values, abs=1e-5), name
+    assert max(map(abs, logged(engine, "loss"))) > 1e-4
+    for ours, theirs in zip(pooled.model.parameters(), engine.model.parameters(), strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-4)
 
 
 @pytest.mark.slow
