@@ -22,7 +22,17 @@ from cb_rollout.tools.cli.bench import WORKLOADS
 pytestmark = pytest.mark.filterwarnings("default")
 
 # TRL's continuous batching takes seconds to start and to stop; the others run many engines.
-SLOW = {"bitwise", "rollout", "scaling", "step", "drafts", "bfloat16", "gpu_compiled"}
+SLOW = {
+    "bitwise",
+    "pool",
+    "simulate",
+    "rollout",
+    "scaling",
+    "step",
+    "drafts",
+    "bfloat16",
+    "gpu_compiled",
+}
 
 TINIEST = ("--tiny", "--repetitions", "1", "--device", "cpu")
 

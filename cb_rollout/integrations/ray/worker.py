@@ -35,8 +35,9 @@ from cb_rollout.rollout.generator import RolloutGenerator
 from cb_rollout.types import GenerationOutput
 from cb_rollout.weights.replica import tensors_by_name
 
-# Sequences that end within this time of each other are reported together.
-REPORT_GAP_SECONDS = 0.02
+# Sequences that end within this time of each other are reported together: a report takes
+# milliseconds from the thread that computes, and from every core on a CPU.
+REPORT_GAP_SECONDS = 0.1
 
 # Between two reports of the tokens of running sequences.
 PROGRESS_REPORT_SECONDS = 0.25
@@ -197,11 +198,11 @@ class PoolWorker:
         """
         outputs = []
         output = self._outputs.take(timeout=seconds)
-        if output is not None:
-            time.sleep(REPORT_GAP_SECONDS)
+        end = time.monotonic() + REPORT_GAP_SECONDS
         while output is not None:
             outputs.append(output)
-            output = self._outputs.take(timeout=0.0)
+            is_last = len(self._requests) <= len(outputs)
+            output = self._outputs.take(timeout=0.0 if is_last else max(0, end - time.monotonic()))
         self._manager.require_alive()
         with self._lock:
             ended = [self._ended(output) for output in outputs]

@@ -71,6 +71,8 @@ class Sizes:
     """Logits of each of these rows."""
     num_truncations: int = 5
     """Turns of each implementation in one repetition of `truncation`."""
+    simulated_gpus: tuple[int, ...] = (8, 64, 1000)
+    """GPUs of the scenarios of `simulate`."""
     copied_bytes: int = 64 << 20
     """Size of the copy that measures bandwidth."""
     modelled_shapes: dict[str, dict[str, Any]] = field(default_factory=lambda: QWEN3)
@@ -132,7 +134,7 @@ TINY = Sizes(
     scaling_tokens=3, num_waiting=(0, 8), bookkeeping_rows=3, num_syncs=1, copied_bytes=1 << 16,
     truncated_rows=2, truncated_vocab=8192, num_truncations=1,
     modelled_shapes={"tiny": TINY_SHAPE}, modelled_rows=(2,), modelled_tokens=(5,),
-    modelled_prefills=((2, 3),),
+    modelled_prefills=((2, 3),), simulated_gpus=(8,),
 )  # fmt: skip
 
 

@@ -26,6 +26,10 @@ WORKLOADS = {
     "step": BenchCommand("step", "one GRPO step through TRL", ("datasets", "trl")),
     "sync": BenchCommand("sync", "a weight sync, beside bare tensor copies"),
     "strategies": BenchCommand("strategies", "over-sampling and its like, against plain"),
+    "pool": BenchCommand("cluster.pool", "a pool of workers, beside an engine", ("ray",)),
+    "simulate": BenchCommand(
+        "cluster.simulate", "steps on several engines: predicted, measured, and scenarios", ("ray",)
+    ),
     "serve": BenchCommand(
         "rollout", "the same requests over HTTP on this machine", ("fastapi", "httpx", "uvicorn")
     ),
