@@ -1,5 +1,6 @@
 """A stock AsyncGRPOTrainer, rolled out in its own process, on a tiny model."""
 
+import json
 import queue
 
 import pytest
@@ -152,13 +153,69 @@ def test_a_reward_that_raises_ends_the_run_with_its_cause(checkpoint, tmp_path):
     assert not rollouts.generator.manager.is_running()
 
 
+TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}{{ ending | default('=') }}"
+
+
+def test_chats_are_rendered_with_the_trainers_chat_template_kwargs(checkpoint, tmp_path):
+    tokenizer = char_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    chats = [{"prompt": [{"role": "user", "content": f"{i}+2"}], "answer": "3"} for i in range(4)]
+    seen = []
+
+    def reward(prompts, completions, **_):
+        seen.append((prompts[0], completions[0]))
+        return [float(len(completion[0]["content"])) for completion in completions]
+
+    args = settings_of(tmp_path, max_steps=1, chat_template_kwargs={"ending": "-5="})
+    data = Dataset.from_list(chats)
+    rollouts = Watched(checkpoint, args, data, reward, processing_class=tokenizer)
+    trained(checkpoint, args, rollouts)
+    texts = {
+        tokenizer.decode(sample.input_ids[sample.completion_mask == 0])
+        for _, sample in rollouts.taken
+    }
+    assert texts
+    assert all(text.endswith("+2-5=") for text in texts)
+    # Rewards and traces see the chat.
+    assert all(prompt in [row["prompt"] for row in chats] for prompt, _ in seen)
+    assert all(answer[0]["role"] == "assistant" for _, answer in seen)
+    assert all(sample.prompt in [row["prompt"] for row in chats] for _, sample in rollouts.taken)
+
+
+@pytest.mark.slow
+def test_a_resumed_run_goes_on_with_the_first_prompt_that_was_not_trained_on(checkpoint, tmp_path):
+    def run(max_steps, **resume):
+        args = settings_of(
+            tmp_path, max_steps=max_steps, save_strategy="steps", save_steps=2, num_train_epochs=9
+        )
+        rollouts = Watched(checkpoint, args, Dataset.from_list(ROWS), share_of_sevens)
+        trainer = AsyncGRPOTrainer(
+            model=checkpoint,
+            args=args,
+            train_dataset=Dataset.from_list(ROWS),
+            processing_class=char_tokenizer(),
+            rollout_worker=rollouts,
+            weight_transfer=rollouts,
+            callbacks=[rollouts.callback],
+        )
+        trainer.train(**resume)
+        return [sample.prompt_index for _, sample in rollouts.taken]
+
+    first = run(4)
+    saved = json.loads((tmp_path / "checkpoint-4" / "cb_rollout_prompts.json").read_text())
+    assert min(first) == 0
+    # Four steps trained on eight groups; those of the first prompts may have come late.
+    assert 4 <= saved["position"] <= 8
+    second = run(6, resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert min(second) == saved["position"]
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
         ({"token_budget": None}, "token_budget=None asks a vLLM server"),
         ({"temperature": 0.0}, "temperature=0.0"),
         ({"num_generations": 64}, "num_generations=64 is more than max_staleness=2 steps of 8"),
-        ({"chat_template_kwargs": {"a": 1}}, "chat_template_kwargs"),
     ],
 )
 def test_a_setting_that_cannot_be_honoured_is_refused(checkpoint, tmp_path, changes, said):

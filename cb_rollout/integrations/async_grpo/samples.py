@@ -42,6 +42,8 @@ class RolloutSample:
     metrics: dict[str, float]
     token_versions: list[tuple[int, int]]
     """Runs of `(model_version, num_tokens)` that sum to the sampled tokens."""
+    prompt_index: int = 0
+    """Of the prompt among all that were taken; not a field of trl's."""
     enqueued_at: float | None = field(default_factory=time.time)
 
 
@@ -100,11 +102,11 @@ def samples_of(group: Group, texts: Sequence[str], first_version: int) -> list[R
     """Convert a group's completions to samples.
 
     Args:
-        group: complete and scored.
+        group: complete and scored, of a prompt of `PromptSource`.
         texts: the text of each completion.
         first_version: the trainer's version that is the engine's policy version 0.
     """
-    prompt = group.prompt["prompt"]
+    prompt = group.prompt["row"]["prompt"]
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     spread = pstdev(group.rewards)
     samples = []
@@ -125,6 +127,7 @@ def samples_of(group: Group, texts: Sequence[str], first_version: int) -> list[R
                 group_id=group.number,
                 metrics={"reward": reward, "reward_std": spread},
                 token_versions=versions,
+                prompt_index=group.prompt["index"],
             )
         )
     return samples

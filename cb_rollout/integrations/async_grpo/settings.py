@@ -47,22 +47,20 @@ def require_settings(args: Any, in_flight: str) -> None:
             f"temperature={args.temperature}: the completions of a group would all be the same; "
             "raise it."
         )
-    if args.chat_template_kwargs:
-        raise ConfigurationError(
-            "chat_template_kwargs is not honoured here; give the prompts as text, rendered."
-        )
+
+
+def samples_per_step(args: Any) -> int:
+    """Return the completions that an optimizer step trains on, on all processes."""
+    return args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
 
 
 def max_outstanding(args: Any) -> int:
     """Return the most completions in flight or queued, so that none is too old when trained on."""
-    samples_per_step = (
-        args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
-    )
-    limit = max(1, args.max_staleness) * samples_per_step
+    limit = max(1, args.max_staleness) * samples_per_step(args)
     if limit < args.num_generations:
         raise ConfigurationError(
             f"a group of num_generations={args.num_generations} is more than "
-            f"max_staleness={args.max_staleness} steps of {samples_per_step} completions, so "
+            f"max_staleness={args.max_staleness} steps of {samples_per_step(args)} completions, so "
             "part of it would be too old; raise gradient_accumulation_steps or max_staleness."
         )
     return limit

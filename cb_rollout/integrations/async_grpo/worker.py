@@ -7,7 +7,6 @@ training overlap, and no forward reads half of an update. The trainer's thread c
 methods.
 """
 
-import itertools
 import queue
 import threading
 import time
@@ -20,6 +19,7 @@ from transformers import AutoTokenizer
 from cb_rollout.config.sampling import SamplingParams
 from cb_rollout.errors import ConfigurationError, RolloutError, error_text
 from cb_rollout.integrations.async_grpo.engines import LocalEngine, PooledEngine
+from cb_rollout.integrations.async_grpo.prompts import PositionCallback, PromptSource
 from cb_rollout.integrations.async_grpo.samples import (
     RolloutSample,
     SampleQueue,
@@ -32,6 +32,7 @@ from cb_rollout.integrations.async_grpo.settings import (
     own_model,
     require_data,
     require_settings,
+    samples_per_step,
 )
 from cb_rollout.integrations.async_grpo.tree_attention import (
     register_plain_tree_attention,
@@ -117,7 +118,8 @@ class AsyncRollouts:
         Args:
             model: the trainer's checkpoint; or a module for the engine alone.
             args: the trainer's `AsyncGRPOConfig`, the same object.
-            train_dataset: rows with a "prompt", text or a chat; iterated over endlessly.
+            train_dataset: rows with a "prompt", text or a chat; iterated over endlessly. Chats are
+                rendered with the trainer's `chat_template_kwargs`.
             reward_funcs: one or several functions with TRL's arguments: lists `prompts`,
                 `completions`, `completion_ids` and the data set's other columns.
             processing_class: the tokenizer; None: the checkpoint's.
@@ -136,7 +138,7 @@ class AsyncRollouts:
         require_data(train_dataset, reward_funcs)
         if pool is not None and config is not None:
             raise ConfigurationError("a pool has a config already; leave config out.")
-        self._args, self._dataset = args, train_dataset
+        self._args = args
         self._reward_funcs = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
         if args.device.type != "cuda":
             report_no_peak_flops()
@@ -145,6 +147,9 @@ class AsyncRollouts:
                 raise ConfigurationError("a module has no tokenizer; pass processing_class too.")
             processing_class = AutoTokenizer.from_pretrained(model)
         self._tokenizer = processing_class
+        self._source = PromptSource(train_dataset, processing_class, args.chat_template_kwargs)
+        self.callback = PositionCallback(self._source, samples_per_step(args))
+        """For the trainer's `callbacks`: a resumed run then goes on with the next prompt."""
         self._engine = (
             PooledEngine(pool, in_flight)
             if pool is not None
@@ -253,7 +258,7 @@ class AsyncRollouts:
         try:
             collector = GroupCollector(
                 _StoppableStream(self.generator, params, self._is_stopping),
-                itertools.chain.from_iterable(itertools.repeat(self._dataset)),
+                iter(self._source),
                 self._reward,
                 self._strategy,
                 num_generations=args.num_generations,
@@ -274,6 +279,7 @@ class AsyncRollouts:
 
     def _put(self, group: Group, metrics: dict[str, float]) -> None:
         lengths = [len(output.generated_tokens) for output in group.outputs]
+        self._source.queue(group.prompt["index"], len(group.outputs))
         for sample in samples_of(group, self._texts(group.outputs), self._first_version):
             while not self._is_put(sample):
                 self._last_progress = time.monotonic()
@@ -298,6 +304,7 @@ class AsyncRollouts:
 
     def _report_age(self, sample: RolloutSample) -> None:
         """Report the age of a sample's tokens, on the trainer's thread, as it takes the sample."""
+        self._source.take(sample.prompt_index)
         ages = [(self._model_version - version, n) for version, n in sample.token_versions]
         self.metrics_queue.put(
             {
@@ -313,5 +320,9 @@ class AsyncRollouts:
         tokens = [output.generated_tokens for output in outputs]
         return self._tokenizer.batch_decode(tokens, skip_special_tokens=True)
 
-    def _reward(self, row: Any, outputs: list[GenerationOutput]) -> list[float | None]:
-        return summed_rewards(self._reward_funcs, row, outputs, self._texts(outputs))
+    def _reward(self, taken: Any, outputs: list[GenerationOutput]) -> list[float | None]:
+        texts = self._texts(outputs)
+        rewards = summed_rewards(self._reward_funcs, taken["row"], outputs, texts)
+        # A group that is kept is queued at once.
+        self._source.drop(taken["index"])
+        return rewards
