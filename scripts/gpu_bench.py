@@ -21,11 +21,11 @@ from typing import Any
 import torch
 
 from cb_rollout import RolloutConfig, RolloutGenerator, SamplingParams
-from cb_rollout.tools.bench.contenders import Contender, generate, ours, transformers_batching
+from cb_rollout.tools.bench.peers.contenders import Contender, generate, ours, transformers_batching
+from cb_rollout.tools.bench.peers.vllm_process import vllm_contenders
 from cb_rollout.tools.bench.roofline.machine import bandwidth
 from cb_rollout.tools.bench.run import describe_machine
 from cb_rollout.tools.bench.timing import timed
-from cb_rollout.tools.bench.vllm.contender import vllm_contenders
 from cb_rollout.tools.bench.workload import (
     GPU,
     QWEN3,

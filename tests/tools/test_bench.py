@@ -6,7 +6,8 @@ import torch
 from fast_path import pretend_cuda
 
 import gpu_bench
-from cb_rollout.tools.bench.contenders import Contender, generate, ours, transformers_batching
+from cb_rollout.tools.bench.peers.contenders import Contender, generate, ours, transformers_batching
+from cb_rollout.tools.bench.peers.vllm_process import PYTHON_VARIABLE
 from cb_rollout.tools.bench.profile import WrappedFunction, wrapped
 from cb_rollout.tools.bench.roofline import machine
 from cb_rollout.tools.bench.roofline.machine import (
@@ -20,7 +21,6 @@ from cb_rollout.tools.bench.roofline.machine import (
 from cb_rollout.tools.bench.scaling import LONGEST_TURN_SECONDS, _is_feasible
 from cb_rollout.tools.bench.table import number_text, print_table, times_better, value_text
 from cb_rollout.tools.bench.timing import ResidentPeak, summary, take_turn
-from cb_rollout.tools.bench.vllm.contender import PYTHON_VARIABLE
 from cb_rollout.tools.bench.workload import (
     CPU,
     LLAMA_135M,

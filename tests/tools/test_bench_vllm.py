@@ -11,9 +11,9 @@ import torch
 
 from cb_rollout.errors import ConfigurationError, RolloutError
 from cb_rollout.tools.bench import rollout
-from cb_rollout.tools.bench.contenders import Contender
+from cb_rollout.tools.bench.peers.contenders import Contender
+from cb_rollout.tools.bench.peers.vllm_process import PYTHON_VARIABLE, vllm_contenders
 from cb_rollout.tools.bench.timing import interleaved
-from cb_rollout.tools.bench.vllm.contender import PYTHON_VARIABLE, vllm_contenders
 from cb_rollout.tools.bench.workload import TINY, Setup, Workload, create_model
 
 # Logs where vLLM does. A first prompt of 13 fails, and one of 14 ends a token too early.

@@ -12,8 +12,8 @@ import bench
 import plots
 import write_docs
 from cb_rollout.tools.bench import rollout
+from cb_rollout.tools.bench.peers.vllm_process import PYTHON_VARIABLE
 from cb_rollout.tools.bench.profile import OUTSIDE
-from cb_rollout.tools.bench.vllm.contender import PYTHON_VARIABLE
 from cb_rollout.tools.bench.workload import MODELS, TINY
 from cb_rollout.tools.cli import create_parser
 from cb_rollout.tools.cli.bench import WORKLOADS

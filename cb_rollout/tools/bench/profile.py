@@ -28,7 +28,7 @@ from cb_rollout.engine.model.runner import ModelRunner
 from cb_rollout.engine.request import Request
 from cb_rollout.engine.sampling.sampler import TokenSampler
 from cb_rollout.engine.service.loop import EngineLoop
-from cb_rollout.tools.bench.contenders import Contender, ours
+from cb_rollout.tools.bench.peers.contenders import Contender, ours
 from cb_rollout.tools.bench.timing import synchronize, timed
 from cb_rollout.tools.bench.workload import SEED, Setup, Workload, create_model, long_tailed
 

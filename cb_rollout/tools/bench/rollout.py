@@ -13,7 +13,7 @@ from copy import deepcopy
 from typing import Any
 
 from cb_rollout.compat.inductor import compiler_obstacle
-from cb_rollout.tools.bench.contenders import (
+from cb_rollout.tools.bench.peers.contenders import (
     Contender,
     generate,
     of_another_model,
@@ -22,6 +22,7 @@ from cb_rollout.tools.bench.contenders import (
     served,
     transformers_batching,
 )
+from cb_rollout.tools.bench.peers.vllm_process import vllm_contenders
 from cb_rollout.tools.bench.roofline.machine import (
     Products,
     matmul_flops,
@@ -31,7 +32,6 @@ from cb_rollout.tools.bench.roofline.machine import (
     products_seconds,
 )
 from cb_rollout.tools.bench.timing import interleaved, throughput
-from cb_rollout.tools.bench.vllm.contender import vllm_contenders
 from cb_rollout.tools.bench.workload import (
     SEED,
     Setup,

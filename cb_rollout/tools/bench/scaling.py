@@ -14,7 +14,7 @@ from typing import Any
 
 import cb_rollout
 from cb_rollout.engine.service.manager import ContinuousBatchingManager
-from cb_rollout.tools.bench.contenders import Contender, generate, ours, transformers_batching
+from cb_rollout.tools.bench.peers.contenders import Contender, generate, ours, transformers_batching
 from cb_rollout.tools.bench.timing import Turn, take_turn, throughput
 from cb_rollout.tools.bench.workload import SEED, Setup, Workload, create_model, equal_lengths
 

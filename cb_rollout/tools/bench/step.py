@@ -19,7 +19,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 import cb_rollout
 from cb_rollout.engine.memory.device import empty_cache
-from cb_rollout.tools.bench.contenders import BATCHING_SETTINGS, batching_fields, ours
+from cb_rollout.tools.bench.peers.contenders import BATCHING_SETTINGS, batching_fields, ours
 from cb_rollout.tools.bench.rollout import throughputs
 from cb_rollout.tools.bench.timing import ResidentPeak, summary, synchronize
 from cb_rollout.tools.bench.workload import (

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Self
 import psutil
 import torch
 
-from cb_rollout.tools.bench.contenders import Contender
+from cb_rollout.tools.bench.peers.contenders import Contender
 from cb_rollout.tools.bench.workload import Workload
 
 # Reading the resident size takes microseconds; a decode step takes about this long.

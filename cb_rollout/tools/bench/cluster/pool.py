@@ -15,7 +15,7 @@ import torch
 from cb_rollout import RolloutConfig, SamplingParams
 from cb_rollout.errors import ConfigurationError
 from cb_rollout.integrations.ray import RolloutPool
-from cb_rollout.tools.bench.contenders import Contender, Run, ours_at_temperature
+from cb_rollout.tools.bench.peers.contenders import Contender, Run, ours_at_temperature
 from cb_rollout.tools.bench.rollout import throughputs
 from cb_rollout.tools.bench.timing import timed
 from cb_rollout.tools.bench.workload import SEED, Setup, Workload, create_model, long_tailed

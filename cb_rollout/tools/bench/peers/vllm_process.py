@@ -18,7 +18,7 @@ from typing import Any, Self
 import torch
 
 from cb_rollout.errors import ConfigurationError, RolloutError
-from cb_rollout.tools.bench.contenders import Contender, Run
+from cb_rollout.tools.bench.peers.contenders import Contender, Run
 from cb_rollout.tools.bench.workload import SEED, Workload
 
 PYTHON_VARIABLE = "CB_ROLLOUT_VLLM_PYTHON"
@@ -44,7 +44,7 @@ SETTINGS = (
     "log-probabilities; no weight sync"
 )
 
-WORKER = Path(__file__).with_name("worker.py")
+WORKER = Path(__file__).with_name("vllm_worker.py")
 
 # Relative to the working directory: vLLM finds what it compiled before by this name.
 MODEL = "model"
