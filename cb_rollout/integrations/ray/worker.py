@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
+from cb_rollout.compat.torch import release_workers
 from cb_rollout.config.enums import InFlight, RolloutDtype, SamplingMaskMode, WeightSync
 from cb_rollout.config.rollout import RolloutConfig
 from cb_rollout.config.sampling import SamplingParams
@@ -136,7 +137,10 @@ class PoolWorker:
         # Cancelled before they arrived: calls of one worker run on several threads.
         self._cancelled: set[str] = set()
         self._progress_reported = 0.0
+        self._manager.is_served = True
         self._manager.start()
+        # This thread computed; its OpenMP workers would compete with the engine's for the cores.
+        release_workers()
 
     def description(self) -> WorkerDescription:
         """Return what the pool has to know."""

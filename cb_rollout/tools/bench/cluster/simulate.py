@@ -46,6 +46,9 @@ MAX_STALENESS = 2
 # Share of a rollout's time that the trainer takes in the runs.
 TRAIN_SHARE = 0.5
 
+# In terms of the timed collections of `strategies`: workers trace in the first ones.
+STEPS = 3
+
 SCENARIO_STEPS = 5
 
 
@@ -68,9 +71,10 @@ def bench_simulate(setup: Setup) -> dict[str, Any]:
         )  # fmt: skip
         results = {}
         for mode, run in ((Mode.WAITING, runs.waiting), (Mode.OVERLAPPING, runs.overlapping)):
-            seconds = run(train, sizes.strategy_steps)
+            num_steps = STEPS * sizes.strategy_steps
+            seconds = run(train, num_steps)
             wanted = replace(scenario, mode=mode, draw_length=_repeated(runs.lengths()))
-            predicted = simulate(wanted, sizes.strategy_steps)
+            predicted = simulate(wanted, num_steps)
             ratio = predicted.step_seconds / seconds
             results[f"{mode}, two workers"] = {
                 "seconds_measured": seconds,
@@ -196,7 +200,12 @@ def _measured_speeds(runs: _Runs) -> tuple[Speeds, float]:
         count = num_rows * NUM_WORKERS
         wanted = [prompt * repeat for prompt in prompts[:count]]
         runs.sample(wanted, [num_tokens] * count)
-        return min(timed(lambda: runs.sample(wanted, [num_tokens] * count)) for _ in range(2))
+        found = []
+        for _ in range(2):
+            # New weights, since a worker keeps a prompt's keys.
+            runs.sync()
+            found.append(timed(lambda: runs.sample(wanted, [num_tokens] * count)))
+        return min(found)
 
     steps, base = [], 0.0
     # As many as may run on a worker.
