@@ -1,6 +1,7 @@
 """A pool on a local Ray cluster samples as one engine, whatever happens to its workers."""
 
 import operator
+import os
 import random
 import threading
 import time
@@ -282,7 +283,10 @@ def test_resources_that_the_cluster_lacks_are_named(checkpoint):
         )
 
 
-NUM_REQUESTS, NUM_VERSIONS, NUM_KILLS, CHUNK = 1200, 20, 2, 60
+NUM_REQUESTS, NUM_VERSIONS, NUM_KILLS, CHUNK = 5040, 20, 2, 60
+
+# Ray keeps a pool of shared memory, whose pages count once they were used.
+MAX_GROWTH = 32 << 20
 
 
 def prompt_of(number):
@@ -320,6 +324,11 @@ class Sampling:
         assert not self.failures
 
 
+def resident(process_ids):
+    """Resident bytes of this process and of workers."""
+    return {pid: psutil.Process(pid).memory_info().rss for pid in (os.getpid(), *process_ids)}
+
+
 def test_nothing_is_lost_while_workers_die_and_weights_change(checkpoint):
     """Three workers, 20 versions, two workers killed at random moments and one added."""
     chance = random.Random(0)
@@ -336,9 +345,18 @@ def test_nothing_is_lost_while_workers_die_and_weights_change(checkpoint):
                 pool.resize(4)
             processes |= set(process_ids(pool))
             pool.sync_weights(weights_of(version).state_dict())
+            if version == NUM_VERSIONS // 2 + 1:
+                before = resident(process_ids(pool))
         sampling.wait_for(NUM_REQUESTS)
         wait_until(lambda: pool.num_alive == 4)
         processes |= set(process_ids(pool))
+        growth = {
+            pid: size - before[pid]
+            for pid, size in resident(process_ids(pool)).items()
+            if pid in before
+        }
+        assert len(growth) >= 2
+        assert max(growth.values()) < MAX_GROWTH, growth
         dispatcher = pool._supervisor._dispatcher
         assert (len(dispatcher), dispatcher._items, dispatcher._sequences) == (0, {}, {})
     require_exact(sampling.outputs.values())
