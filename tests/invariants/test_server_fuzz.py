@@ -69,4 +69,4 @@ def test_no_request_makes_the_server_fail(serving, mode):
     assert idle(generator)
     assert generator.manager._engine.num_blocks_used == 0
     assert server.is_running()
-    assert server.model.is_alive
+    server.model.require_ready()
