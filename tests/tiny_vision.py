@@ -82,9 +82,10 @@ class ImagesOnlyProcessor(Qwen2_5_VLProcessor):
         return type(argument)
 
 
-def word_tokenizer() -> PreTrainedTokenizerFast:
+def word_tokenizer(image_token: str = "<image>") -> PreTrainedTokenizerFast:
     """One token a word or marker."""
-    words = [*MARKERS, *(f"w{i}" for i in range(len(MARKERS), VOCAB_SIZE))]
+    markers = [image_token if marker == "<image>" else marker for marker in MARKERS]
+    words = [*markers, *(f"w{i}" for i in range(len(markers), VOCAB_SIZE))]
     backend = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(
@@ -92,9 +93,9 @@ def word_tokenizer() -> PreTrainedTokenizerFast:
         pad_token="<pad>",
         eos_token="<eos>",
         unk_token="<unk>",
-        additional_special_tokens=MARKERS[3:],
+        additional_special_tokens=markers[3:],
         extra_special_tokens={
-            "image_token": "<image>",
+            "image_token": image_token,
             "video_token": "<video>",
             "boi_token": "<start>",
             "eoi_token": "<end>",
@@ -188,9 +189,11 @@ BUILDERS = {
 }
 
 
-def tiny_vision_model(model_type: str) -> tuple[PreTrainedModel, ProcessorMixin]:
+def tiny_vision_model(
+    model_type: str, image_token: str = "<image>"
+) -> tuple[PreTrainedModel, ProcessorMixin]:
     """A float32 model on the CPU, in eval mode, and its processor; the same each time."""
-    config, processor = BUILDERS[model_type](word_tokenizer())
+    config, processor = BUILDERS[model_type](word_tokenizer(image_token))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = AutoModelForImageTextToText.from_config(AutoConfig.for_model(model_type, **config))

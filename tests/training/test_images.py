@@ -2,14 +2,15 @@
 
 import pytest
 import torch
+import trl.trainer.grpo_trainer as grpo
 from datasets import Dataset, Image
 from peft import LoraConfig
-from playback import assert_learned_alike, play_back, watched
+from playback import TOOLS, assert_learned_alike, play_back, watched
 from tiny_trainer import in_own_names, logged
 from tiny_vision import picture, tiny_vision_model
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
-from cb_rollout import RolloutConfig, attach, detach
+from cb_rollout import ConfigurationError, RolloutConfig, attach, detach
 from cb_rollout.integrations.trl.images import image_arguments
 from cb_rollout.integrations.trl.strategies import use_strategy
 from cb_rollout.metrics.run_records import find_run_dir, read_image, read_rollouts
@@ -43,6 +44,18 @@ TRLS_TESTS = {
 LORA = LoraConfig(r=4, target_modules=r".*language_model.*\.(q_proj|v_proj)", task_type="CAUSAL_LM")
 CHECKED = {"old_logps": "trainer", "verify_every_steps": 1, "max_logprob_drift": 1e-5}
 
+# A template that renders calls, and the marker that a processor expands.
+TOOL_TEMPLATE = (
+    "{% for message in messages %}{{ message.role }} "
+    "{% if message.content is string %}{{ message.content }} {% else %}"
+    "{% for part in message.content %}"
+    "{% if part.type == 'image' %}w51 <image> w52 {% else %}{{ part.text }} {% endif %}"
+    "{% endfor %}{% endif %}"
+    "{% for call in message.get('tool_calls') or [] %}"
+    "w53 {{ call.function.name }} {{ call.function.arguments }} "
+    "{% endfor %}<eos> {% endfor %}{% if add_generation_prompt %}w50{% endif %}"
+)
+
 # That the loss is not packed is said.
 pytestmark = pytest.mark.filterwarnings("ignore:loss_forward='packed' is switched off")
 
@@ -58,6 +71,7 @@ def rows(columns):
         "images": [
             {"prompt": asked, "images": [picture(i), picture(i + 1)][: 1 + i % 2]} for i in range(4)
         ],
+        "none": [{"prompt": asked, "n": i} for i in range(4)],
     }[columns]
     dataset = Dataset.from_list(found)
     return dataset.cast_column("image", Image()) if columns == "image" else dataset
@@ -71,13 +85,19 @@ def vision_trainer(
     is_tower_frozen=False,
     num_rows=4,
     peft_config=None,
+    tools=None,
+    image_token="<image>",
     **settings,
 ):
-    model, processor = tiny_vision_model(model_type)
+    model, processor = tiny_vision_model(model_type, image_token)
     if is_tower_frozen:
         model.model.visual.requires_grad_(False)
     # As TRL loads it.
     processor.tokenizer.padding_side = "left"
+    if tools:
+        template = TOOL_TEMPLATE.replace("<image>", image_token)
+        processor.chat_template = processor.tokenizer.chat_template = template
+        processor.tokenizer.response_template = "parsed by the test"
     trainer_class, config_class = (
         (RLOOTrainer, RLOOConfig) if is_rloo else (GRPOTrainer, GRPOConfig)
     )
@@ -90,6 +110,7 @@ def vision_trainer(
         processing_class=processor,
         train_dataset=rows(columns).select(range(num_rows)),
         peft_config=peft_config,
+        **({"tools": tools} if tools else {}),
     )
 
 
@@ -245,6 +266,27 @@ def test_some_rows_of_a_batch_are_verified_on_their_own_images(tmp_path):
     assert len(logged(trainer, "rollout/logprob_drift_max")) == NUM_STEPS
 
 
+def watched_differences(trainer):
+    """Of sampled log-probabilities from TRL's own forward of the rows that a loss gets, in nats."""
+    compute_loss, differences = trainer.compute_loss, []
+
+    def checked(model, inputs, *rest, **named):
+        ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+        mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+        width = inputs["completion_ids"].shape[1]
+        forward = type(trainer)._get_per_token_logps_and_entropies
+        with torch.no_grad():
+            found, *_ = forward(trainer, model, ids, mask, width, **image_arguments(inputs))
+        found = found * inputs["completion_mask"] * inputs.get("tool_mask", 1)
+        if not differences:
+            # Later steps of a strategy that carries have tokens of older policies.
+            differences.append((found - inputs["sampling_per_token_logps"]).abs().max())
+        return compute_loss(model, inputs, *rest, **named)
+
+    trainer.compute_loss = checked
+    return differences
+
+
 @pytest.mark.parametrize(
     ("strategy", "columns"),
     [
@@ -258,22 +300,7 @@ def test_a_strategy_chooses_rows_with_their_images(tmp_path, strategy, columns):
     trainer = vision_trainer(tmp_path, columns=columns)
     attach(trainer)
     use_strategy(trainer, strategy)
-    compute_loss, differences = trainer.compute_loss, []
-
-    def checked(model, inputs, *rest, **named):
-        ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
-        mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
-        width = inputs["completion_ids"].shape[1]
-        forward = type(trainer)._get_per_token_logps_and_entropies
-        with torch.no_grad():
-            found, *_ = forward(trainer, model, ids, mask, width, **image_arguments(inputs))
-        found = found * inputs["completion_mask"]
-        if not differences:
-            # Later steps of a strategy that carries have tokens of older policies.
-            differences.append((found - inputs["sampling_per_token_logps"]).abs().max())
-        return compute_loss(model, inputs, *rest, **named)
-
-    trainer.compute_loss = checked
+    differences = watched_differences(trainer)
     trainer.train()
     assert trainer.state.global_step == NUM_STEPS
     assert differences[0] <= 1e-5
@@ -288,3 +315,88 @@ def test_with_bitwise_numerics_no_log_probability_has_a_difference(tmp_path, mod
     trainer.train()
     detach(trainer)
     assert logged(trainer, "sampling/sampling_logp_difference/max") == [0.0, 0.0]
+
+
+def draw(number: int) -> list:
+    """Draws one or two pictures.
+
+    Args:
+        number: any.
+
+    Returns:
+        The pictures, and a word.
+    """
+    pictures = [picture(seed, (30 + 8 * (number % 3), 40)) for seed in range(1 + number % 2)]
+    return [*({"type": "image", "image": own} for own in pictures), {"type": "text", "text": "w61"}]
+
+
+def parse_some_ids_as_a_call(_tokenizer, ids, prefix=None, tools=()):
+    """TRL's `parse_response`, for a model that never learned to write a call."""
+    message = {"role": "assistant", "content": ""}
+    if tools and ids[0] % 3:
+        call = {"name": tools[0].__name__, "arguments": {"number": ids[0]}}
+        message["tool_calls"] = [{"type": "function", "function": call}]
+    return message
+
+
+def tool_trainer(tmp_path, monkeypatch, model_type, image_token, columns, **settings):
+    monkeypatch.setattr(grpo, "parse_response", parse_some_ids_as_a_call)
+    settings = TOOLS | {"max_completion_length": 140} | settings
+    return vision_trainer(
+        tmp_path, model_type, columns, tools=[draw], image_token=image_token, **settings
+    )
+
+
+@pytest.mark.parametrize(
+    ("model_type", "image_token", "columns"),
+    [
+        ("qwen2_5_vl", "<|image_pad|>", "image"),
+        ("qwen2_5_vl", "<|image_pad|>", "none"),
+        ("llava", "<image>", "images"),
+    ],
+)
+def test_images_of_tools_are_learned_from_as_on_trls_path(
+    tmp_path, monkeypatch, model_type, image_token, columns
+):
+    arguments = monkeypatch, model_type, image_token, columns
+    trainer = tool_trainer(tmp_path / "ours", *arguments)
+    generator = attach(trainer, RolloutConfig(**CHECKED))
+    ours = watched(trainer)
+    trainer.train()
+    assert max(logged(trainer, "tools/call_frequency")) > 0.5
+    assert max(logged(trainer, "rollout/logprob_drift_max")) <= 1e-5
+    assert max(logged(trainer, "tools/failure_frequency")) == 0
+    recorded = [len(record.images) for record in read_rollouts(tmp_path / "ours")]
+    assert max(recorded) > (columns != "none")
+    generator.close()
+    other = tool_trainer(tmp_path / "theirs", *arguments)
+    theirs = play_back(other, ours.turns)
+    other.train()
+    assert_learned_alike(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "reason"),
+    [("qwen2_5_vl", "nats from the model's"), ("idefics3", "Error")],
+)
+def test_images_of_a_tool_that_trl_does_not_find_are_refused_by_the_tools_name(
+    tmp_path, monkeypatch, model_type, reason
+):
+    """TRL 1.16 leaves the pictures out, or gives them to other rows."""
+    trainer = tool_trainer(tmp_path, monkeypatch, model_type, "<image>", "none")
+    attach(trainer)
+    with pytest.raises(ConfigurationError, match=rf"the tool draw returned.*{reason}"):
+        trainer.train()
+    trainer.vllm_generation.close()
+
+
+def test_a_strategy_chooses_rows_with_the_images_of_their_tools(tmp_path, monkeypatch):
+    arguments = monkeypatch, "qwen2_5_vl", "<|image_pad|>", "image"
+    trainer = tool_trainer(tmp_path, *arguments, max_steps=1)
+    attach(trainer)
+    use_strategy(trainer, DynamicSampling(max_dropped_groups=4))
+    differences = watched_differences(trainer)
+    trainer.train()
+    assert max(logged(trainer, "tools/call_frequency")) > 0.5
+    assert differences[0] <= 1e-5
+    trainer.vllm_generation.close()

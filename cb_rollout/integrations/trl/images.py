@@ -1,4 +1,4 @@
-"""Find images in a trainer's data sets; choose rows of its prompts and batches that hold images.
+"""Find images in a trainer's data sets and tools; choose rows of batches that hold images.
 
 TRL 1.16 keeps the images of all rows in one tensor, and divides and joins them by functions of its
 own, which are used here. Called by the trainer, on its thread. Imports no trl: its module is loaded
@@ -8,14 +8,20 @@ B: rows of a batch, P: tokens of the longest prompt, S: prompt and completion.
 """
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from cb_rollout.compat import multimodal
+from cb_rollout.compat import transformers as hf_compat
 from cb_rollout.compat.multimodal import is_processor
-from cb_rollout.engine.service.image_prompts import has_image_parts, is_chat
-from cb_rollout.errors import ConfigurationError
+from cb_rollout.compat.torch import without_dropout
+from cb_rollout.engine.sampling.draw import chosen_logprobs
+from cb_rollout.engine.service.image_prompts import encoded_row, has_image_parts, is_chat
+from cb_rollout.errors import ConfigurationError, error_text
+from cb_rollout.packing.forward import max_difference
+from cb_rollout.rollout.distributed import largest_of_all
 
 TRAINER_MODULE = "trl.trainer.grpo_trainer"
 
@@ -23,6 +29,8 @@ IMAGE_COLUMNS = ("image", "images")
 
 # What TRL passes to a forward beside ids and mask: of images, and for each token, (B, S).
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
+# Before the name of types of a completion's tokens, where they are apart from the prompt's.
+OF_COMPLETION = "completion_"
 # Numbers of images and of tiles of each row, which no model takes.
 COUNTS = ("num_images", "num_tiles")
 IMAGE_ARGUMENTS = (
@@ -102,17 +110,23 @@ def joined_images(batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def cut_token_types(group: dict[str, Any]) -> dict[str, Any]:
-    """Return a batch whose types of tokens are cut after the prompt: (B, P), left-padded."""
+    """Return a batch whose types of tokens are cut after the prompt: (B, P) and (B, T)."""
     num_prompt = group["prompt_ids"].shape[1]
-    types = {name: group[name][:, :num_prompt] for name in TOKEN_TYPES if name in group}
-    return group | types
+    names = [name for name in TOKEN_TYPES if name in group]
+    types = {name: group[name][:, :num_prompt] for name in names}
+    return group | types | {OF_COMPLETION + name: group[name][:, num_prompt:] for name in names}
 
 
 def whole_token_types(batch: dict[str, Any]) -> dict[str, Any]:
-    """Return a batch whose types of tokens are those of completions too, (B, S): text."""
-    zeros_BT = torch.zeros_like(batch["completion_ids"])
-    names = [name for name in TOKEN_TYPES if name in batch]
-    return batch | {name: torch.cat([batch[name], zeros_BT], dim=1) for name in names}
+    """Return a batch of cut ones whose types of tokens are those of prompt and completion, (B, S).
+
+    Completions are text, but for images of tools.
+    """
+    whole = dict(batch)
+    for name in TOKEN_TYPES:
+        if name in batch:
+            whole[name] = torch.cat([batch[name], whole.pop(OF_COMPLETION + name)], dim=1)
+    return whole
 
 
 def tokenized(trainer: Any, row: Mapping[str, Any]) -> tuple[list[int], list[Any] | None]:
@@ -129,3 +143,116 @@ def tokenized(trainer: Any, row: Mapping[str, Any]) -> tuple[list[int], list[Any
 
 def _trl(name: str) -> Any:
     return getattr(sys.modules[TRAINER_MODULE], name)
+
+
+class ToolImages:
+    """Comparison of the trainer's forward of images that tools return with the model's own.
+
+    TRL 1.16 finds such images by two tokens that it knows, and divides their tensors in ways that
+    it knows. Of another model its loss sees no image, or those of another row. So the first rows
+    with such images are computed both ways; with several processes, on all of them.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        has_tools = bool(getattr(trainer, "tools", None))
+        self._is_proved = not (has_tools and is_processor(trainer.processing_class))
+        self._rows: list[tuple[list[int], list[Any]]] = []
+        self._numbers: list[int] = []
+        self._tool = ""
+
+    def begin(self, generated: Sequence[Any]) -> None:
+        """Keep the first and the last row with images of a tool.
+
+        Args:
+            generated: prompt ids, completion ids, tool mask, completions, log-probabilities, more
+                fields, all images and those of tools, by row, as `_generate` returns them.
+        """
+        if self._is_proved:
+            return
+        prompts, completions, _, messages, _, _, images, tool_images = generated[:8]
+        found = [number for number, own in enumerate(tool_images) if own]
+        self._numbers = sorted({found[0], found[-1]}) if found else [0]
+        self._rows = [
+            ([*prompts[n], *completions[n]], images[n] if images and images[n] else [])
+            for n in self._numbers
+        ]
+        answers = [m for m in messages[self._numbers[0]] if found and m.get("role") == "tool"]
+        self._tool = next((m["name"] for m in answers if has_image_parts([m])), "")
+
+    def check(
+        self,
+        forward: Callable[..., Any],
+        model: torch.nn.Module,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        logits_to_keep: int,
+        **settings: Any,
+    ) -> None:
+        """Compare once; `forward` and its arguments are those of the trainer.
+
+        Raises:
+            ConfigurationError: the two differ by more than rounding.
+        """
+        accelerator = self._trainer.accelerator
+        if self._is_proved or not largest_of_all(accelerator, bool(self._tool)):
+            return
+        inner, called = hf_compat.unwrap(model), hf_compat.collective_forward(model)
+        numbers, reason = self._numbers, None
+        ids, is_token = input_ids[numbers], attention_mask[numbers]
+        with torch.no_grad(), without_dropout(inner), accelerator.autocast():
+            plain = [self._plain(called, inner, *row) for row in self._rows]
+            try:
+                given = of_rows(settings, numbers)
+                own, *_ = forward(called, ids, is_token, logits_to_keep, **given)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # noqa: BLE001 - any error is the reason
+                reason = error_text(error)
+            else:
+                nats = _difference(own, plain, is_token[:, -logits_to_keep:] > 0)
+                is_autocast = accelerator.mixed_precision != "no"
+                if not nats <= max_difference(inner, is_autocast=is_autocast):
+                    reason = f"its loss is {nats:.2g} nats from the model's own forward"
+        if largest_of_all(accelerator, reason is not None):
+            raise ConfigurationError(
+                f"the tool {self._tool or 'of another process'} returned an image, which this "
+                f"release of TRL does not train {type(inner).__name__} on ({reason}); have it "
+                "return text, or train a model whose image token TRL knows, <|image_pad|>."
+            )
+        self._is_proved = True
+
+    def _plain(
+        self, called: torch.nn.Module, inner: Any, ids: list[int], pictures: list[Any]
+    ) -> torch.Tensor:
+        """Return the log-probabilities of a row's tokens but the first, by its own tensors."""
+        row = {"prompt": ids, "images": pictures}
+        encoded = encoded_row(row, self._trainer.processing_class, 0)
+        device = next(inner.parameters()).device
+        given: dict[str, torch.Tensor] = {}
+        if pictures:
+            images = encoded.images(multimodal.placeholder_token_ids(inner))
+            names = multimodal.image_argument_names(inner)
+            tensors = images.arguments(0, len(ids))
+            given = {name: t.to(device) for name, t in tensors.items() if name in names}
+        ids_1T = torch.tensor([ids], device=device)
+        with multimodal.keeping_position_offsets(inner):
+            logits_TV = called(input_ids=ids_1T, use_cache=False, **given).logits[0, :-1]
+        return chosen_logprobs(logits_TV.float() / self._trainer.temperature, ids_1T[0, 1:])
+
+
+def _difference(
+    own_BT: torch.Tensor, plain: Sequence[torch.Tensor], is_token_BT: torch.Tensor
+) -> float:
+    """Return the largest difference of completions' log-probabilities, in nats.
+
+    Args:
+        own_BT: the trainer's.
+        plain: the model's, of all tokens of each row but the first.
+        is_token_BT: False in the padding; a masked completion is all padding.
+    """
+    differences = [torch.zeros(1)]
+    for own_T, logprobs, is_token_T in zip(own_BT, plain, is_token_BT, strict=True):
+        if num_tokens := int(is_token_T.sum()):
+            differences.append((own_T[is_token_T] - logprobs[-num_tokens:]).abs().max()[None].cpu())
+    return float(torch.cat(differences).max())

@@ -17,7 +17,7 @@ from cb_rollout.engine.model.routers import Disagreement
 from cb_rollout.integrations.trl.backend import GenerationBackend
 from cb_rollout.integrations.trl.context import Collected, rows_from
 from cb_rollout.integrations.trl.guard import LogprobGuard
-from cb_rollout.integrations.trl.images import image_arguments, of_rows
+from cb_rollout.integrations.trl.images import ToolImages, image_arguments, of_rows
 from cb_rollout.integrations.trl.packed_loss import PackedLoss
 from cb_rollout.integrations.trl.packed_scores import LossTokens, padded_tokens
 from cb_rollout.integrations.trl.records import TrainerRecords
@@ -67,6 +67,7 @@ class TrainerScoring:
         self._guard, self._records, self._replays = guard, records, replays
         self._truncation, self._packed = truncation, packed
         self._router_replay = router_replay
+        self._tool_images = ToolImages(trainer)
         self._generate = trainer._generate
         self._generate_and_score = trainer._generate_and_score_completions
         self._calculate_rewards = trainer._calculate_rewards
@@ -94,6 +95,7 @@ class TrainerScoring:
             is_in_order=has_one_turn and not has_tool_mask and not has_rollout_func,
         )
         self._truncation.correct_metrics(context.rows)
+        self._tool_images.begin(generated)
         if self._replays:
             context.require_sampled_here("sampling_mask='replay'", "sampling_mask='ignore'")
             context.kept_token_ids = [kept_token_ids(row) for row in context.rows]
@@ -128,6 +130,12 @@ class TrainerScoring:
             assert not context.needs_old_logprobs, "the trainer did not ask for old logprobs"
             if is_mask_due:
                 self._truncation.mask(batch, context.rows)
+            self._tool_images.check(
+                self._forward,
+                self._trainer.model,
+                *_whole_rows(batch),
+                **image_arguments(batch),
+            )
             self._check(batch)
         finally:
             kept, context.kept_token_ids = context.kept_token_ids, None
@@ -182,6 +190,10 @@ class TrainerScoring:
             **settings,
         )
         context = self._backend.context
+        if self._loss_inputs is None:
+            self._tool_images.check(
+                self._forward, model, input_ids, attention_mask, logits_to_keep, **settings
+            )
         if context.needs_old_logprobs and model is self._trainer.model:
             context.needs_old_logprobs = False
             return self._old_logprobs(run, attention_mask[:, -logits_to_keep:]), None, None
@@ -339,14 +351,7 @@ class TrainerScoring:
         context = self._backend.context
         if not context.is_check_due:
             return
-        run = partial(
-            self._run,
-            self._trainer.model,
-            torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1),
-            torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1),
-            batch["completion_ids"].shape[1],
-            **image_arguments(batch),
-        )
+        run = partial(self._run, self._trainer.model, *_whole_rows(batch), **image_arguments(batch))
         with torch.no_grad():
             self._guard.check(
                 context,
@@ -354,6 +359,13 @@ class TrainerScoring:
                 batch["completion_mask"],
                 lambda numbers: run(numbers=numbers)[0],
             )
+
+
+def _whole_rows(batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Return a scored batch's ids and mask, (B, S), and T."""
+    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
+    mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
+    return ids, mask, batch["completion_ids"].shape[1]
 
 
 def _at(values: Sequence[Any] | None, numbers: list[int]) -> list[Any] | None:
