@@ -116,6 +116,11 @@ def is_sharded(model: torch.nn.Module) -> bool:
     return any(is_dtensor(p) or is_zero3(p) for p in model.parameters())
 
 
+def has_fsdp2(model: torch.nn.Module) -> bool:
+    """Return whether FSDP2 shards any module."""
+    return any(isinstance(module, FSDPModule) for module in model.modules())
+
+
 def local_part(parameter: torch.Tensor) -> torch.Tensor:
     """Return this process's part of a parameter."""
     if isinstance(parameter, DTensor):

@@ -17,7 +17,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask,
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from cb_rollout.compat.fsdp import is_sharded
+from cb_rollout.compat.fsdp import has_fsdp2, is_sharded
 from cb_rollout.errors import ConfigurationError
 
 # The argument of a forward that takes the cache in transformers 5.23; Mamba's is `cache_params`,
@@ -104,12 +104,7 @@ def refuse_what_cannot_generate(model: PreTrainedModel) -> None:
 def refuse_sharded(model: PreTrainedModel) -> None:
     """Raise `ConfigurationError` for a model that is not whole on one device of one process."""
     is_split = tensor_parallel_group(model) is not None
-    if is_split and any(isinstance(module, FSDPModule) for module in model.modules()):
-        raise ConfigurationError(
-            "the model is split by tensor parallelism and sharded by FSDP too, which is not "
-            "supported; use one of them (fsdp_size=1, or tp_size=1)."
-        )
-    if is_sharded(model) and not is_split:
+    if has_fsdp2(model) or (is_sharded(model) and not is_split):
         raise ConfigurationError(
             "the model's parameters are sharded over processes, so its forward needs all of them "
             "at every step; roll out with a RolloutGenerator and weight_sync='copy' (or 'auto')."

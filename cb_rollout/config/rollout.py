@@ -202,6 +202,16 @@ class RolloutConfig:
         choices=WeightSync,
         cost="A copy costs its memory and a copy per sync; see weights.md.",
     )
+    tensor_parallel_size: int = setting(
+        1,
+        "Neighbouring processes over which the layers of a copy are split, by transformers' tensor "
+        "parallelism; they roll out the prompts of all of them together. 1: each process has the "
+        "whole model, or its part of a model that is split already.",
+        integer(1),
+        actor="generator",
+        idle=(1,),
+        cost="Set it where one device cannot hold a whole copy; each step then has collectives.",
+    )
     rollout_dtype: str = setting(
         "auto",
         "auto: what the trainer's forward computes in; else autocast to this dtype or, with "

@@ -20,7 +20,7 @@ from accelerate.utils import gather_object, send_to_device
 
 from cb_rollout.compat import fsdp as fsdp_compat
 from cb_rollout.engine.service.engine_group import EngineGroup
-from cb_rollout.errors import RolloutError, error_text
+from cb_rollout.errors import InvalidRequestError, RolloutError, error_text
 
 T = TypeVar("T")
 
@@ -143,6 +143,46 @@ def create_group_watch(group: EngineGroup) -> FailureWatch:
     """Create a watch over the processes that share the layers of one engine's model."""
     name = f"cb_rollout/engine/{group.ranks[0]}/{group.number}"
     return FailureWatch(dist.PrefixStore(name, fsdp_compat.default_store()), group.rank)
+
+
+@contextmanager
+def telling_refusal(group: EngineGroup | None) -> Iterator[None]:
+    """Raise a refusal of the block on all processes of a group, which go on to `gathered`."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        if group is not None:
+            group.gather(error)
+        raise
+
+
+def gathered(group: EngineGroup | None, value: T) -> tuple[list[T], int]:
+    """Return the values of all processes of a group, and this one's place; without a group alone.
+
+    Raises:
+        InvalidRequestError: a process refused what it would have given.
+    """
+    if group is None:
+        return [value], 0
+    values = group.gather(value)
+    for place, found in enumerate(values):
+        with naming_rank(group, place):
+            if isinstance(found, InvalidRequestError):
+                raise found
+    return values, group.place
+
+
+@contextmanager
+def naming_rank(group: EngineGroup | None, place: int) -> Iterator[None]:
+    """Name the process whose prompts the block refuses, unless they are this one's."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        if group is None or place == group.place:
+            raise
+        raise InvalidRequestError(
+            f"rank {group.ranks[place]}, whose prompts are rolled out with this one's: {error}"
+        ) from error
 
 
 def largest_of_all(accelerator: Any, here: float) -> float:

@@ -8,11 +8,13 @@ import inspect
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol, Self
 
 import torch
 from tqdm.auto import tqdm
 
+from cb_rollout.compat.transformers import tensor_parallel_group, unwrap
 from cb_rollout.config.checks import require_known
 from cb_rollout.config.enums import InFlight
 from cb_rollout.config.hf import as_rollout_config
@@ -26,7 +28,12 @@ from cb_rollout.engine.service.output_queue import OutputQueue
 from cb_rollout.errors import ConfigurationError, RolloutError
 from cb_rollout.metrics.registry import EngineCounters, rollout_metrics, status_metrics
 from cb_rollout.rollout.batches import batch_arguments, require_finished
-from cb_rollout.rollout.distributed import create_group_watch
+from cb_rollout.rollout.distributed import (
+    create_group_watch,
+    gathered,
+    naming_rank,
+    telling_refusal,
+)
 from cb_rollout.rollout.prompts import Prompt, require_tokenizer
 from cb_rollout.rollout.verification import DriftReport, rollout_drift
 from cb_rollout.types import GenerationOutput, SyncReport
@@ -89,6 +96,9 @@ class RolloutGenerator:
         )
         group = self.manager.group
         self._watch = None if group is None else create_group_watch(group)
+        is_split = tensor_parallel_group(unwrap(model)) is not None
+        # Processes that train one split model have equal prompts.
+        self._gathers_over = None if is_split else group
         self._is_asleep = False
         self._servers: list[ServerHandle] = []
         self._last_rollout: list[Request] = []
@@ -134,34 +144,42 @@ class RolloutGenerator:
             IncompleteRolloutError: a sequence failed; its `.outputs` holds all outputs.
             EngineDeadError: the engine stopped on an exception.
         """
-        batch = batch_arguments(
-            inputs,
-            generation_config,
-            tokenizer=self.tokenizer,
-            defaults=self.manager.defaults,
-            own_generation_config=self._generation_config,
-            sampling_params=sampling_params,
-            num_return_sequences=num_return_sequences,
-            max_new_tokens=max_new_tokens,
-            on_error=on_error,
-        )
-        with self.manager.observers.span("rollout"):
-            requests = self.manager.create_requests(
-                batch.prompts,
-                batch.params,
-                members=range(batch.count),
-                records_timestamps=record_timestamps,
-                keeps_refused=on_error == "return",
+        with telling_refusal(self._gathers_over):
+            batch = batch_arguments(
+                inputs,
+                generation_config,
+                tokenizer=self.tokenizer,
+                defaults=self.manager.defaults,
+                own_generation_config=self._generation_config,
+                sampling_params=sampling_params,
+                num_return_sequences=num_return_sequences,
+                max_new_tokens=max_new_tokens,
+                on_error=on_error,
             )
-            served = [request for request in requests if not request.status.is_final]
+        with self.manager.observers.span("rollout"):
+            batches, place = gathered(self._gathers_over, batch)
+            created = []
+            for number, one in enumerate(batches):
+                with naming_rank(self._gathers_over, number):
+                    created.append(
+                        self.manager.create_requests(
+                            one.prompts,
+                            one.params,
+                            members=range(one.count),
+                            records_timestamps=record_timestamps,
+                            keeps_refused=on_error == "return",
+                        )
+                    )
+            served = [[r for r in requests if not r.status.is_final] for requests in created]
             self.wake()
             if warmup:
                 self.manager.warmup()
             self.manager.start()
             watched = nullcontext() if self._watch is None else self._watch.watched()
             with watched, measured(self.manager) as metrics:
-                finished = _run(self.manager, served, progress_bar)
-            self._last_rollout, self._last_metrics = served, metrics
+                finished = _run(self.manager, list(chain(*served)), progress_bar)
+            self._last_rollout, self._last_metrics = served[place], metrics
+        requests = created[place]
         outputs = {r.request_id: finished.get(r.request_id) or r.output() for r in requests}
         if on_error == "raise":
             cause = next((r.cause for r in requests if r.cause is not None), None)

@@ -44,13 +44,13 @@ def create_weight_sync(
     module = hf_compat.unwrap(model)
     precision = rollout_precision(config, model, accelerator)
     weight_sync = config.weight_sync
-    if hf_compat.tensor_parallel_group(module) is not None:
-        if weight_sync == WeightSync.COPY:
-            raise ConfigurationError(
-                "weight_sync='copy' of a tensor-parallel model is not supported; use 'auto' or "
-                "'shared', which run the shard that each process holds."
-            )
-        weight_sync = WeightSync.SHARED
+    tensor_parallel_size = _tensor_parallel_size(module, config)
+    is_split = hf_compat.tensor_parallel_group(module) is not None
+    if is_split and weight_sync == WeightSync.AUTO:
+        is_sharded = fsdp_compat.has_fsdp2(model)
+        weight_sync = WeightSync.COPY if is_sharded else WeightSync.SHARED
+    elif tensor_parallel_size > 1 and not is_split:
+        weight_sync = WeightSync.COPY
     if weight_sync == WeightSync.AUTO:
         will_be_sharded = accelerator is not None and zero3_compat.shards_models(accelerator)
         is_sharded = will_be_sharded or fsdp_compat.is_sharded(model)
@@ -77,7 +77,32 @@ def create_weight_sync(
             "weight_sync='copy' of a quantised model: its weights are not plain tensors; use "
             "'shared', which runs them in place with any adapter unmerged."
         )
-    return CopiedWeights(model, precision, getattr(accelerator, "device", None))
+    device = getattr(accelerator, "device", None)
+    return CopiedWeights(model, precision, device, tensor_parallel_size)
+
+
+def _tensor_parallel_size(module: PreTrainedModel, config: RolloutConfig) -> int:
+    """Return the number of processes over which the layers of the model that generates are split.
+
+    Raises:
+        ConfigurationError: the config asks for another division than the model has, or for a
+            shared module that is not split.
+    """
+    wanted = config.tensor_parallel_size
+    if hf_compat.tensor_parallel_group(module) is not None:
+        size: int = module.tp_size or 1
+        if wanted not in (1, size):
+            raise ConfigurationError(
+                f"tensor_parallel_size={wanted}, but the model is split over {size} processes by "
+                f"its distributed_config; leave it at 1, or set {size}."
+            )
+        return size
+    if wanted > 1 and config.weight_sync == WeightSync.SHARED:
+        raise ConfigurationError(
+            f"tensor_parallel_size={wanted} with weight_sync='shared': the training module is not "
+            "split; leave weight_sync at 'auto', which makes a copy that is."
+        )
+    return wanted
 
 
 def _fitting(model: PreTrainedModel, precision: Precision) -> WeightSync:

@@ -13,6 +13,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 
 from cb_rollout.errors import ConfigurationError
+from cb_rollout.weights.split import Split
 
 # Layers of peft 0.21 whose forward is that of one weight, base + scaling * B @ A.
 MERGEABLE = (lora.Linear, lora.Embedding)
@@ -27,6 +28,22 @@ class LowRank:
     scaling: float
     is_transposed: bool
     """True: add the product transposed, as embeddings and GPT-2's layers store weights."""
+
+    def delta(
+        self, A: torch.Tensor, B: torch.Tensor, dtype: torch.dtype, split: Split | None
+    ) -> torch.Tensor:
+        """Compute the update from the whole factors, in `dtype`; with `split` this process's part.
+
+        Returns:
+            A tensor of the shape of the base weight, or of the part.
+        """
+        A, B = A.to(dtype), B.to(dtype)
+        if split is not None and (split.dim == 0) != self.is_transposed:
+            B = split.part(B, 0)
+        elif split is not None:
+            A = split.part(A, 1)
+        delta = (B @ A) * self.scaling
+        return delta.T if self.is_transposed else delta
 
 
 def has_adapters(model: torch.nn.Module) -> bool:

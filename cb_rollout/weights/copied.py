@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
+from cb_rollout.compat import fsdp as fsdp_compat
 from cb_rollout.compat import torch as torch_compat
 from cb_rollout.compat import transformers as hf_compat
 from cb_rollout.engine.memory import device as devices
@@ -23,6 +24,7 @@ from cb_rollout.weights.replica import (
     tensors_by_name,
 )
 from cb_rollout.weights.source import PlainSource, WeightSource, create_source
+from cb_rollout.weights.split import Split, split_of
 from cb_rollout.weights.tensor import Weight, computed_by, weights_of
 from cb_rollout.weights.zero3 import register_head
 
@@ -36,7 +38,11 @@ class CopiedWeights:
     """Follow the training module with a copy that generates."""
 
     def __init__(
-        self, trained: torch.nn.Module, precision: Precision, device: torch.device | None
+        self,
+        trained: torch.nn.Module,
+        precision: Precision,
+        device: torch.device | None,
+        tensor_parallel_size: int = 1,
     ) -> None:
         """Make the copy and fill it.
 
@@ -44,9 +50,10 @@ class CopiedWeights:
             trained: the training module, wrapped or not.
             precision: dtypes of the copy and its forwards.
             device: device of the copy; None: that of the training module.
+            tensor_parallel_size: neighbouring processes over which the copy's layers are split.
 
         Raises:
-            ConfigurationError: an adapter cannot be merged.
+            ConfigurationError: an adapter cannot be merged, or the copy cannot be split.
             WeightSyncError: the model's config describes other tensors than the model has.
         """
         self.follow(trained)
@@ -59,7 +66,9 @@ class CopiedWeights:
         self._device = device or next(trained.parameters()).device
         # Tensors made in inference mode could not be written outside it.
         with devices.plain_modes():
-            self.module = create_replica(self._source, weights, shapes, precision, self._device)
+            self.module = create_replica(
+                self._source, weights, shapes, precision, self._device, tensor_parallel_size
+            )
         self._held = tensors_by_name(self.module)
         self._computed = computed_by(self._source)
         self.sync()
@@ -87,7 +96,7 @@ class CopiedWeights:
         num_bytes = 0
         with torch.no_grad():
             for weight, value in _values(stale, source, self._held):
-                target = self._held[weight.names[0]]
+                target = fsdp_compat.local_part(self._held[weight.names[0]])
                 target.copy_(value)
                 num_bytes += target.nbytes
                 self._taken[weight.names] = states[weight]
@@ -101,7 +110,7 @@ class CopiedWeights:
                 name
                 for weight, value in _values(weights, source, self._held)
                 for name in weight.names
-                if not _is_equal(self._held[name], value)
+                if not _is_equal(fsdp_compat.local_part(self._held[name]), value)
             ]
 
     def _matching(self) -> tuple[WeightSource, list[Weight]]:
@@ -175,25 +184,35 @@ def _structure(model: torch.nn.Module) -> list[object]:
 
 def _state(weight: Weight, source: WeightSource) -> tuple[Signature, tuple[float, ...]]:
     """Return a value that changes when torch counts a write to any tensor of the weight."""
-    local = [source.local(tensor) for tensor in weight.tensors]
-    writes = (0 if part.is_inference() else part._version for part in local)
-    return tuple(zip((p.data_ptr() for p in local), writes, strict=True)), weight.scalings
+    signature = []
+    for tensor in weight.tensors:
+        local = source.local(tensor)
+        # torch counts a write to a DTensor on it, and a write to its shard on the shard.
+        writes = 0 if local.is_inference() else tensor._version + local._version
+        signature.append((local.data_ptr(), writes))
+    return tuple(signature), weight.scalings
 
 
 def _values(
     weights: Sequence[Weight], source: WeightSource, held: Mapping[str, torch.Tensor]
 ) -> Iterator[tuple[Weight, torch.Tensor]]:
-    """Yield each weight with its whole value, which is valid until the next one is requested.
+    """Yield each weight with its value, which is valid until the next one is requested.
 
-    A value is in the dtype of the tensor that is `held` under its name, or in a larger one.
+    A value is in the dtype of the tensor that is `held` under its name, or in a larger one. It is
+    whole, or this process's part where the held tensor is split.
     """
     for bucket in _buckets(weights, source):
-        needed = [tensor for weight in bucket for tensor in _needed(weight, source, held)]
-        with source.whole(needed) as whole:
+        needed: list[torch.Tensor] = []
+        splits: list[Split | None] = []
+        for weight in bucket:
+            needed += _needed(weight, source, held)
+            # An adapter's factors are small, and are read whole.
+            splits += [split_of(held[weight.names[0]]), *[None] * (len(weight.tensors) - 1)]
+        with source.read(needed, splits) as read:
             start = 0
             for weight in bucket:
                 end = start + len(weight.tensors)
-                yield weight, weight.value(whole[start:end])
+                yield weight, weight.value(read[start:end], splits[start])
                 start = end
 
 

@@ -7,6 +7,7 @@ import torch
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from cb_rollout.compat import fsdp as fsdp_compat
+from cb_rollout.weights.split import Splits, parts
 
 
 class Fsdp1Source:
@@ -45,7 +46,9 @@ class Fsdp1Source:
         return tensor
 
     @contextmanager
-    def whole(self, tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    def read(
+        self, tensors: Sequence[torch.Tensor], splits: Splits | None = None
+    ) -> Iterator[list[torch.Tensor]]:
         """Yield the parameters, gathered inside the context and slices again after it."""
         held = (self._held[id(tensor)] for tensor in tensors if id(tensor) in self._held)
         units = {id(one.unit): one.unit for one in held}
@@ -56,4 +59,4 @@ class Fsdp1Source:
                         unit, recurse=False, writeback=False
                     )
                 )
-            yield [tensor.data for tensor in tensors]
+            yield parts([tensor.data for tensor in tensors], splits)

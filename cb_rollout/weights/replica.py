@@ -12,7 +12,9 @@ from accelerate import init_empty_weights
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from cb_rollout.compat import fsdp as fsdp_compat
 from cb_rollout.compat import torch as torch_compat
+from cb_rollout.compat.tensor_parallel import split_over_processes, with_storage
 from cb_rollout.engine.model.precision import Precision
 from cb_rollout.errors import WeightSyncError
 from cb_rollout.weights.tensor import Weight
@@ -58,18 +60,23 @@ def create_replica(
     shapes: Mapping[Weight, torch.Size],
     precision: Precision,
     device: torch.device,
+    tensor_parallel_size: int = 1,
 ) -> PreTrainedModel:
     """Create a module of the model's class with empty tensors, tied as in the training module.
 
     Parameters take no memory while the module is built from the config. Buffers are real, since
-    constructors compute with them.
+    constructors compute with them. With a `tensor_parallel_size` above 1 the layers are split over
+    so many neighbouring processes, all of which call this.
 
     Raises:
+        ConfigurationError: the layers cannot be split so.
         WeightSyncError: the config describes other tensors than the training module has.
     """
     make = torch_compat.plain_class(trained)
     with torch.random.fork_rng(devices=[]), init_empty_weights(include_buffers=False):
         replica = make(copy.deepcopy(trained.config))
+    if tensor_parallel_size > 1:
+        split_over_processes(replica, tensor_parallel_size)
     require_match(replica, weights, shapes)
     place(replica, weights, shapes, precision, device)
     replica.generation_config = trained.generation_config
@@ -93,10 +100,14 @@ def place(
         groups.setdefault(_neighbourhood(replica, weight, shapes) or weight, []).append(weight)
     for neighbours in groups.values():
         dtype = _held_dtype(replica, neighbours[0], precision)
-        sizes = [shapes[weight].numel() for weight in neighbours]
+        placed = [replica.get_parameter_or_buffer(weight.names[0]) for weight in neighbours]
+        local = [fsdp_compat.local_part(tensor).shape for tensor in placed]
+        sizes = [shape.numel() for shape in local]
         storage = torch.empty(sum(sizes), dtype=dtype, device=device)
-        for weight, part in zip(neighbours, storage.split(sizes), strict=True):
-            _assign(replica, weight, part.view(shapes[weight]))
+        for weight, tensor, shape, part in zip(
+            neighbours, placed, local, storage.split(sizes), strict=True
+        ):
+            _assign(replica, weight, with_storage(tensor, part.view(shape)))
 
 
 def _neighbourhood(

@@ -1,4 +1,4 @@
-"""Read whole tensors wherever a trainer keeps them; one `WeightSource` for each framework.
+"""Read tensors wherever a trainer keeps them; one `WeightSource` for each framework.
 
 To add one, write its class in a new file and list it in `SOURCES`.
 """
@@ -11,6 +11,7 @@ import torch
 
 from cb_rollout.weights.fsdp1 import Fsdp1Source
 from cb_rollout.weights.fsdp2 import Fsdp2Source
+from cb_rollout.weights.split import Splits, parts
 from cb_rollout.weights.zero3 import Zero3Source
 
 
@@ -47,8 +48,16 @@ class WeightSource(Protocol):
         """Return what to gather of a tensor that will be stored in `dtype`."""
         ...
 
-    def whole(self, tensors: Sequence[torch.Tensor]) -> AbstractContextManager[list[torch.Tensor]]:
-        """Gather whole tensors; they are valid inside the context only."""
+    def read(
+        self, tensors: Sequence[torch.Tensor], splits: Splits | None = None
+    ) -> AbstractContextManager[list[torch.Tensor]]:
+        """Gather tensors, valid inside the context only.
+
+        Args:
+            tensors: `stored` tensors.
+            splits: for each the division of which to read this process's part, or None to read all
+                of it; None: all of every tensor.
+        """
         ...
 
 
@@ -85,9 +94,11 @@ class PlainSource:
         return tensor
 
     @contextmanager
-    def whole(self, tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-        """Yield the tensors themselves."""
-        yield list(tensors)
+    def read(
+        self, tensors: Sequence[torch.Tensor], splits: Splits | None = None
+    ) -> Iterator[list[torch.Tensor]]:
+        """Yield the tensors themselves, or parts of them."""
+        yield parts(tensors, splits)
 
 
 # The first source that matches a model reads it.

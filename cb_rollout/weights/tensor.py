@@ -10,6 +10,7 @@ import torch
 
 from cb_rollout.compat import torch as torch_compat
 from cb_rollout.weights.adapters import LowRank, low_ranks, wrapped_by_peft
+from cb_rollout.weights.split import Split
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,18 +34,21 @@ class Weight:
         """Scaling of each adapter."""
         return tuple(added.scaling for added in self.low_ranks)
 
-    def value(self, whole: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Compute the weight of the plain model from the whole `tensors`.
+    def value(self, read: Sequence[torch.Tensor], split: Split | None = None) -> torch.Tensor:
+        """Compute the weight of the plain model, or this process's part of it.
 
         Adds adapters in float32 or wider, out of place, to the pristine base. The value is rounded
         once, when it is stored, so rounding never accumulates.
+
+        Args:
+            read: the base, or its part, then the whole A and B of each adapter.
+            split: division of the weight; None: the value is whole.
         """
-        value, *factors = whole
+        value, *factors = read
         for index, added in enumerate(self.low_ranks):
             A, B = factors[2 * index], factors[2 * index + 1]
             dtype = torch.promote_types(value.dtype, torch.float32)
-            delta = (B.to(dtype) @ A.to(dtype)) * added.scaling
-            value = value.to(dtype) + (delta.T if added.is_transposed else delta)
+            value = value.to(dtype) + added.delta(A, B, dtype, split)
         return value
 
 

@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from cb_rollout.compat import zero3 as zero3_compat
+from cb_rollout.weights.split import Splits, parts
 
 
 def register_head(model: PreTrainedModel) -> None:
@@ -60,10 +61,12 @@ class Zero3Source:
         return tensor
 
     @contextmanager
-    def whole(self, tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    def read(
+        self, tensors: Sequence[torch.Tensor], splits: Splits | None = None
+    ) -> Iterator[list[torch.Tensor]]:
         """Yield the parameters, gathered inside the context and emptied after it."""
         import deepspeed  # pyright: ignore[reportMissingImports]  # optional
 
         sharded: list[Any] = [tensor for tensor in tensors if zero3_compat.is_zero3(tensor)]
         with deepspeed.zero.GatheredParameters(sharded, modifier_rank=None):
-            yield [tensor.data for tensor in tensors]
+            yield parts([tensor.data for tensor in tensors], splits)

@@ -35,6 +35,30 @@ def require_equal(ranks, model_type):
     assert all(rank[model_type]["tokens"] == ranks[0][model_type]["tokens"] for rank in ranks)
 
 
+WAYS_OF_COPIES = (
+    *(
+        "fsdp2 x tp2",
+        "tp4",
+        "ddp",
+        "fsdp2",
+        "fsdp2_lora",
+        "fsdp2_of_four",
+        "fsdp2_by_columns",
+        "hsdp",
+    ),
+)
+TYPES_OF_COPIES = (
+    *("gemma2", "gemma3_text", "cohere2", "phi3", "gpt_oss", "mixtral", "qwen3_moe"),
+    *("deepseek_v3", "qwen3_5_text", "granitemoehybrid", "jamba"),
+)
+
+
+@pytest.fixture(scope="module")
+def copies():
+    types = ",".join(["llama", *TYPES_OF_COPIES])
+    return run_processes("distributed/tensor_parallel_copies.py", types, num_processes=4)
+
+
 @pytest.fixture(scope="module")
 def pair():
     return run_processes("distributed/tensor_parallel_rollouts.py", ",".join(TYPES))
@@ -85,6 +109,40 @@ def test_a_failure_on_one_process_ends_all_of_them(way):
         assert "no such expert" in said
     assert "timed out" not in said
     assert "ended late" not in said
+
+
+def require_copied(ranks, way):
+    for rank in ranks:
+        found = rank[way]
+        assert found["is_equal"] == [True, True]
+        assert max(found["differences"] + found["drifts"]) <= 1e-5
+        # transformers leaves gpt_oss's experts whole.
+        assert found["largest"] < found["whole"] or way == "gpt_oss"
+
+
+@pytest.mark.parametrize("way", [*WAYS_OF_COPIES, *TYPES_OF_COPIES])
+def test_a_split_copy_samples_what_the_sharded_model_does_with_no_tensor_whole(copies, way):
+    require_copied(copies, way)
+
+
+@pytest.mark.parametrize("way", WAYS_OF_COPIES)
+def test_each_process_has_its_own_prompts_draws_and_errors(copies, way):
+    drawn = {tuple(rank[way]["drawn"]) for rank in copies}
+    said = [rank[way]["refusal"] for rank in copies]
+    if way in ("fsdp2 x tp2", "tp4"):
+        # The processes of a group train on equal batches.
+        assert len(drawn) == (2 if way == "fsdp2 x tp2" else 1)
+        assert said == [""] * 4
+        return
+    assert len(drawn) == 4
+    assert "input 0 is text" in said[3]
+    assert "rank" not in said[3]
+    assert said[2].startswith("rank 3, whose prompts are rolled out with this one's: input 0")
+    assert said[0] == (said[2] if way == "fsdp2_of_four" else "")
+
+
+def test_a_copy_over_four_holds_a_quarter(copies):
+    assert copies[0]["fsdp2_of_four"]["held"] * 2 == copies[0]["fsdp2"]["held"]
 
 
 def test_a_stock_trainer_trains_a_split_model(tmp_path):

@@ -14,10 +14,12 @@ import torch
 from accelerated import allow_deepspeed, allow_fsdp
 from packed_training import CASES, train_twice
 from peft import LoraConfig
+from playback import Watched, double, play_back, watched
 from tiny import plain_logprobs
 from tiny_trainer import tiny_trainer
 
-from cb_rollout import RolloutConfig, attach
+from cb_rollout import ConfigurationError, RolloutConfig, attach
+from cb_rollout.compat.fsdp import local_part
 
 PROMPT, COMPLETION = [5, 6], [7, 8, 9]
 ADAPTERS = {"peft_config": LoraConfig(r=4, target_modules=["q_proj"])}
@@ -47,6 +49,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "ddp_lora": {"trainer_arguments": ADAPTERS},
     "fsdp2": fsdp(2),
     "fsdp2_lora": {**fsdp(2), "trainer_arguments": ADAPTERS},
+    "fsdp2_tensor_parallel": {**fsdp(2), "tensor_parallel_size": 2},
     "fsdp2_checkpointed": fsdp(2, activation_checkpointing=True),
     "fsdp2_bf16": {**fsdp(2), "bf16": True},
     "fsdp1": fsdp(1),
@@ -59,20 +62,30 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def train(output_dir: Path, settings: dict[str, Any]) -> dict[str, Any]:
+def train(
+    output_dir: Path, settings: dict[str, Any], record: Watched | None = None
+) -> dict[str, Any]:
     """Train one trainer for three steps, and return what it logged."""
     settings = {"per_device_train_batch_size": 8, "learning_rate": 1e-2, **settings}
+    tensor_parallel_size = settings.pop("tensor_parallel_size", 1)
     trainer = tiny_trainer(output_dir, **settings)
     assert trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
-    generator = attach(
-        trainer, RolloutConfig(old_logps="trainer", verify_every_steps=1, verify_weight_sync=True)
+    watched(trainer, record)
+    config = RolloutConfig(
+        old_logps="trainer",
+        verify_every_steps=1,
+        verify_weight_sync=True,
+        num_blocks=64,
+        tensor_parallel_size=tensor_parallel_size,
     )
+    generator = attach(trainer, config)
     engine = generator.manager._engine
     before = plain_logprobs(engine.model, PROMPT, COMPLETION)
     trainer.train()
     generator.sync_weights()
     after = plain_logprobs(engine.model, PROMPT, COMPLETION)
     steps = [row for row in trainer.state.log_history if "reward" in row]
+    num_rows_held = len(local_part(engine.model.lm_head.weight))
     generator.close()
     return {
         "is_shared": engine.model is engine.trained,
@@ -80,9 +93,35 @@ def train(output_dir: Path, settings: dict[str, Any]) -> dict[str, Any]:
         "moved": max(abs(a - b) for a, b in zip(before, after, strict=True)),
         "dtypes": sorted({str(p.dtype) for p in engine.model.parameters()}),
         "policy_version": generator.policy_version,
+        "num_rows_held": num_rows_held,
         "drifts": [row["rollout/logprob_drift_max"] for row in steps],
         "differences": [row["sampling/sampling_logp_difference/mean"] for row in steps],
     }
+
+
+def train_as_played_back(output_dir: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """Train as `train` does, and a trainer that is not attached on the same tokens."""
+    record = Watched()
+    found = train(output_dir, settings, record)
+    settings = {**settings, "per_device_train_batch_size": 8, "learning_rate": 1e-2}
+    settings.pop("tensor_parallel_size")
+    alone = tiny_trainer(output_dir, **settings)
+    said = refusal(alone)
+    played = play_back(alone, record.turns)
+    alone.train()
+    return found | {"losses": record.losses, "losses_played_back": played.losses, "refusal": said}
+
+
+def refusal(trainer: Any) -> str:
+    """What is said against a trainer with tools."""
+    trainer.tools = [double]
+    try:
+        attach(trainer, RolloutConfig(tensor_parallel_size=2))
+    except ConfigurationError as error:
+        return str(error)
+    finally:
+        trainer.tools = []
+    return ""
 
 
 STUCK_SECONDS = 280
@@ -99,9 +138,12 @@ def main() -> None:
     results = {}
     for way in ways:
         settings, case = WAYS[way.split("/")[0]], CASES.get(way.partition("/")[2])
-        results[way] = (
-            train_twice(output_dir, settings, case) if case else train(output_dir, settings)
-        )
+        if case:
+            results[way] = train_twice(output_dir, settings, case)
+        elif "tensor_parallel_size" in settings:
+            results[way] = train_as_played_back(output_dir, settings)
+        else:
+            results[way] = train(output_dir, settings)
     Path(path).write_text(json.dumps(results))
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()

@@ -6,6 +6,7 @@ from tiny import tiny_model
 from cb_rollout import RolloutConfig
 from cb_rollout.weights import create_weight_sync
 from cb_rollout.weights.source import SOURCES, PlainSource, create_source
+from cb_rollout.weights.split import parts
 
 
 class HalvedSource(PlainSource):
@@ -16,8 +17,8 @@ class HalvedSource(PlainSource):
         return getattr(model, "keeps_doubled", False)
 
     @contextmanager
-    def whole(self, tensors):
-        yield [tensor / 2 for tensor in tensors]
+    def read(self, tensors, splits=None):
+        yield parts([tensor / 2 for tensor in tensors], splits)
 
 
 def test_a_weight_source_is_a_class_and_a_place_in_the_list(monkeypatch):

@@ -20,10 +20,12 @@ from cb_rollout import (
 )
 from cb_rollout.compat import transformers as hf_compat
 from cb_rollout.weights import create_weight_sync, require_equal
+from cb_rollout.weights.adapters import LowRank
 from cb_rollout.weights.cast_base import CastBaseWeights
 from cb_rollout.weights.copied import CopiedWeights
 from cb_rollout.weights.replica import tensors_by_name
 from cb_rollout.weights.shared import SharedWeights
+from cb_rollout.weights.split import Split
 
 COPY = RolloutConfig(weight_sync="copy")
 
@@ -223,11 +225,30 @@ def test_a_copy_of_a_prepared_model_has_its_class_forward():
     assert "forward" not in vars(module)
 
 
-def test_a_copy_of_a_tensor_parallel_model_is_refused_with_what_to_use_instead():
+@pytest.mark.parametrize(
+    ("size", "settings", "said"),
+    [
+        (1, {"tensor_parallel_size": 2}, "does not divide the 1 processes"),
+        (1, {"tensor_parallel_size": 2, "weight_sync": "shared"}, "training module is not split"),
+        (2, {"tensor_parallel_size": 4}, "leave it at 1, or set 2"),
+    ],
+)
+def test_a_split_that_cannot_be_is_refused_with_what_to_set(size, settings, said):
     model = tiny_model()
-    model._tp_size, model._device_mesh = 2, SimpleNamespace(ndim=1, get_group=lambda: "group")
-    with pytest.raises(ConfigurationError, match=r"tensor-parallel model.*'auto' or 'shared'"):
-        RolloutGenerator(model, COPY)
+    model._tp_size, model._device_mesh = size, SimpleNamespace(ndim=1, get_group=lambda: "group")
+    with pytest.raises(ConfigurationError, match=said):
+        RolloutGenerator(model, RolloutConfig(**settings))
+
+
+@pytest.mark.parametrize("is_transposed", [False, True])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_part_of_an_adapters_update_is_cut_from_its_factors(is_transposed, dim):
+    added = LowRank(torch.randn(2, 6), torch.randn(8, 2), 0.5, is_transposed)
+    whole = added.delta(added.A, added.B, torch.float32, None)
+    for place in range(2):
+        split = Split(dim, (torch.tensor([0, 1, 4]), torch.tensor([2, 3, 5])), place)
+        part = added.delta(added.A, added.B, torch.float32, split)
+        torch.testing.assert_close(part, split.part(whole))
 
 
 def test_a_tensor_that_takes_another_ones_place_is_found():

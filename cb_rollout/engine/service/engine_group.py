@@ -15,7 +15,7 @@ import json
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import distributed
@@ -92,6 +92,11 @@ class EngineGroup:
         return self.rank == self.ranks[0]
 
     @property
+    def place(self) -> int:
+        """Return this process's place in the group, from 0."""
+        return self.ranks.index(self.rank)
+
+    @property
     def data_parallel_rank(self) -> int:
         """Return the number of this group among the groups of its size."""
         return self.ranks[0] // len(self.ranks)
@@ -108,6 +113,22 @@ class EngineGroup:
         except RuntimeError as error:
             self._raise_gone("all processes to agree on the cache", error)
         return int(shared)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the value of every process, in order of their rank in the group; collective.
+
+        Args:
+            value: anything that can be pickled.
+
+        Raises:
+            RolloutError: a process of the group is gone, or did not call in time.
+        """
+        values: list[Any] = [None] * len(self.ranks)
+        try:
+            distributed.all_gather_object(values, value, self._agreements)
+        except RuntimeError as error:
+            self._raise_gone("a value of each process", error)
+        return values
 
     def send(self, turn: EngineTurn) -> None:
         """Send a turn to the processes that follow; called by the one that leads."""

@@ -41,6 +41,11 @@ _MODEL_ADVICE = "shorten the prompt or lower max_new_tokens"
 Input = Sequence[int] | ImagePrompt | Mapping[str, Any]
 
 
+def fresh_seed() -> int:
+    """Draw a seed from the operating system's randomness."""
+    return secrets.randbits(63)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingLimits:
     """Bounds of the model and the KV cache on a request."""
@@ -86,7 +91,7 @@ class InputProcessor:
         self.limits = limits
         self._tokenizer = tokenizer
         # Drawn apart from the global generators, whose state belongs to the training script.
-        self._seed = secrets.randbits(63) if seed is None else seed
+        self._seed = fresh_seed() if seed is None else seed
         self._given_rank = rank
         self._lock = threading.Lock()
         self._num_sequences = self._next_id = 0

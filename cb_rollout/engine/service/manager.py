@@ -29,7 +29,12 @@ from cb_rollout.engine.model.routers import Routers
 from cb_rollout.engine.model.runner import BatchLayout
 from cb_rollout.engine.request import Request
 from cb_rollout.engine.service.engine_group import EngineGroup
-from cb_rollout.engine.service.input_processor import Input, InputProcessor, ServingLimits
+from cb_rollout.engine.service.input_processor import (
+    Input,
+    InputProcessor,
+    ServingLimits,
+    fresh_seed,
+)
 from cb_rollout.engine.service.loop import EngineLoop, StepUntil
 from cb_rollout.engine.service.output_queue import CallbackSink, OutputQueue, OutputSink
 from cb_rollout.engine.service.pause_controller import Hold
@@ -111,10 +116,12 @@ class ContinuousBatchingManager:
             placeholders=multimodal.placeholder_token_ids(module),
             never_sampled=frozenset(multimodal.never_sampled_token_ids(module)),
         )
+        seed = self.config.seed
         if self.group is not None:
             # The processes of a group draw the same numbers.
             rank = self.group.data_parallel_rank
-        self._input_processor = InputProcessor(limits, self.config.seed, rank, tokenizer)
+            (seed, *_) = self.group.gather(fresh_seed() if seed is None else seed)
+        self._input_processor = InputProcessor(limits, seed, rank, tokenizer)
         self._loop = EngineLoop(
             self._engine,
             max_queue_size=self.config.max_queue_size,

@@ -123,7 +123,7 @@ def _values_of_module(
                 "and several in the training module; save the module as it is now, and make a "
                 "new pool of that checkpoint."
             )
-        with source.whole(weight.tensors) as whole:
+        with source.read(weight.tensors) as whole:
             yield tensor, weight.value(whole)
 
 

@@ -33,6 +33,7 @@ from cb_rollout.integrations.trl.backend import (
     GenerationBackend,
     create_generator,
     training_bytes,
+    trains_split_model,
 )
 from cb_rollout.integrations.trl.guard import (
     LogprobGuard,
@@ -120,8 +121,7 @@ def attach(trainer: Any, config: Any = None) -> RolloutGenerator | PooledGenerat
     if config.numerics == Numerics.BITWISE:
         _require_whole_outputs(trainer)
     if (group := generator.manager.group) is not None:
-        # TRL 1.16 seeds each process apart, but a group must shuffle and drop alike.
-        set_seed(trainer.args.seed + group.data_parallel_rank)
+        _prepare_group(trainer, generator, group.data_parallel_rank)
     records = None
     if trainer.accelerator.is_main_process:
         records = TrainerRecords(trainer, config.record_num_sequences)
@@ -262,6 +262,33 @@ def _require_settings(trainer: Any) -> None:
             f"loss_type='vespo' needs vllm_importance_sampling_mode to be one of "
             f"{', '.join(allowed)}, not {mode!r}."
         )
+
+
+def _prepare_group(
+    trainer: Any, generator: RolloutGenerator | PooledGenerator, data_parallel_rank: int
+) -> None:
+    """Seed the processes that train one split model alike.
+
+    Raises:
+        ConfigurationError: processes that only share a copy have turns of conversations, of which
+            each may have another number.
+    """
+    if trains_split_model(trainer):
+        # TRL 1.16 seeds each process apart, but a group must shuffle and drop alike.
+        set_seed(trainer.args.seed + data_parallel_rank)
+        return
+    rollout_func = getattr(trainer, "rollout_func", None)
+    for name, is_set in (
+        ("tools", bool(getattr(trainer, "tools", None))),
+        ("environments", getattr(trainer, "environment_factories", None) is not None),
+        ("rollout_func", rollout_func is not None),
+    ):
+        if is_set:
+            generator.close()
+            raise ConfigurationError(
+                f"tensor_parallel_size above 1 with {name}: the processes of a group generate "
+                "together, and their conversations have different numbers of turns; set 1."
+            )
 
 
 def _install_bitwise(trainer: Any, backend: GenerationBackend) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback, TrainerState
 
+from cb_rollout.compat.transformers import tensor_parallel_group, unwrap
 from cb_rollout.config.enums import ReleaseCache
 from cb_rollout.config.hf import as_trainers_config
 from cb_rollout.config.rollout import RolloutConfig
@@ -113,6 +114,11 @@ def _optimizer(trainer: Any) -> Any:
         return trainer.optimizer
     chosen = getattr(trainer, "optimizer_cls_and_kwargs", None)
     return trainer.args.optim if chosen is None else chosen[0]
+
+
+def trains_split_model(trainer: Any) -> bool:
+    """Return whether the trainer's model is split over processes by tensor parallelism."""
+    return tensor_parallel_group(unwrap(trainer.model)) is not None
 
 
 def training_bytes(trainer: Any, config: RolloutConfig) -> TrainingBytes:

@@ -22,10 +22,13 @@ from typing import Any
 
 import torch
 
-from cb_rollout.compat.transformers import tensor_parallel_group, unwrap
 from cb_rollout.config.enums import OldLogps
 from cb_rollout.errors import ConfigurationError
-from cb_rollout.integrations.trl.backend import GenerationBackend, Overrides
+from cb_rollout.integrations.trl.backend import (
+    GenerationBackend,
+    Overrides,
+    trains_split_model,
+)
 from cb_rollout.integrations.trl.context import Collected
 from cb_rollout.integrations.trl.images import (
     TOKEN_TYPES,
@@ -313,7 +316,7 @@ def _require_place(trainer: Any, strategy: Strategy) -> None:
             "GroupCollector in a loop of your own."
         )
     backend = _attached_backend(trainer)
-    faults = _faults(trainer)
+    faults = _faults(trainer, backend)
     if strategy.max_dropped_groups:
         faults |= {
             f"{setting}={value!r}, which mixes groups": getattr(trainer, setting, None) == value
@@ -337,7 +340,7 @@ def _require_place(trainer: Any, strategy: Strategy) -> None:
             )
 
 
-def _faults(trainer: Any) -> dict[str, bool]:
+def _faults(trainer: Any, backend: GenerationBackend | None) -> dict[str, bool]:
     """Return what no strategy goes with, and whether the trainer has it."""
     args, num_generations = trainer.args, trainer.num_generations
     num_rows = args.per_device_train_batch_size * args.steps_per_generation
@@ -347,7 +350,12 @@ def _faults(trainer: Any) -> dict[str, bool]:
             num_rows % num_generations != 0
         ),
         "a tensor-parallel model, whose processes must hold equal batches": (
-            tensor_parallel_group(unwrap(trainer.model)) is not None
+            trains_split_model(trainer)
+        ),
+        "tensor_parallel_size above 1, under which processes generate equally often": (
+            backend is not None
+            and backend.generator.manager.group is not None
+            and not trains_split_model(trainer)
         ),
         "a train_dataset without a length": not hasattr(trainer.train_dataset, "__len__"),
     }

@@ -1,0 +1,111 @@
+"""Reach past the public API of transformers 5.23's tensor parallelism and torch 2.13's DTensors."""
+
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from transformers import PreTrainedModel
+
+from cb_rollout.errors import ConfigurationError
+
+# The name of the dimension of transformers' meshes along which layers are split.
+MESH_DIMENSION = "tp"
+
+
+def split_over_processes(model: PreTrainedModel, size: int) -> None:
+    """Split a model's empty layers over groups of `size` neighbouring processes; collective.
+
+    Parameters that its `tp_plan` names become DTensors.
+
+    Raises:
+        ConfigurationError: there is no process group that `size` divides, or the model has no plan.
+    """
+    try:
+        from transformers.distributed import DistributedConfig
+        from transformers.distributed.tensor_parallel import get_kv_heads_per_rank
+        from transformers.distributed.utils import initialize_distributed_mesh
+    except ImportError as error:
+        raise ConfigurationError(
+            f"tensor_parallel_size={size} needs transformers 5.23 or later; set 1, or upgrade it."
+        ) from error
+    config = model.config.get_text_config()
+    num_heads = getattr(config, "num_key_value_heads", None) or size
+    if get_kv_heads_per_rank(model.tp_plan or {}, num_heads, size) is None:
+        raise ConfigurationError(
+            f"tensor_parallel_size={size} does not divide the model's {num_heads} key and value "
+            "heads; set a divisor of it."
+        )
+    world_size = num_processes()
+    if world_size % size:
+        raise ConfigurationError(
+            f"tensor_parallel_size={size} does not divide the {world_size} processes of "
+            "torch.distributed's process group; launch a multiple of it, or set 1."
+        )
+    _, meshes = initialize_distributed_mesh(
+        DistributedConfig(tp_size=size, fsdp_size=world_size // size)
+    )
+    try:
+        model.maybe_distribute_model(model, DistributedConfig(tp_size=size), meshes)
+    except ValueError as error:
+        raise ConfigurationError(
+            f"transformers cannot split a {type(model).__name__} over tensor_parallel_size={size} "
+            f"processes ({error}); set 1."
+        ) from error
+
+
+def num_processes() -> int:
+    """Return the size of torch.distributed's process group, 1 without one."""
+    is_initialized = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return torch.distributed.get_world_size() if is_initialized else 1
+
+
+def with_storage(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that is split as `tensor` is, with `local` as this process's part."""
+    if not isinstance(tensor, DTensor):
+        return local
+    return DTensor.from_local(
+        local,
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )
+
+
+def split_indices(tensor: torch.Tensor) -> tuple[int, tuple[torch.Tensor, ...], int] | None:
+    """Return how a tensor is split over the one dimension of its mesh; None: it is not.
+
+    Returns:
+        The split dimension, the indices along it of each process, and this process's place.
+    """
+    if not isinstance(tensor, DTensor):
+        return None
+    placement: Any = tensor.placements[0]
+    factor = getattr(placement, "split_factor", None)
+    if factor is None and not isinstance(placement, Shard):
+        return None
+    dim, size = placement.dim % tensor.ndim, tensor.device_mesh.size()
+    kind = type(placement)
+    along = kind(0) if factor is None else kind(0, split_factor=factor)
+    parts, _ = along._split_tensor(
+        torch.arange(tensor.shape[dim]), size, with_padding=False, contiguous=False
+    )
+    return dim, tuple(parts), tensor.device_mesh.get_local_rank()
+
+
+def unsharded_part(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Gather this process's part of a tensor-parallel model's tensor that FSDP2 shards; collective.
+
+    Returns:
+        The part that the process holds without FSDP2; None: tensor parallelism does not split it.
+    """
+    names = tensor.device_mesh.mesh_dim_names if isinstance(tensor, DTensor) else None
+    if not isinstance(tensor, DTensor) or MESH_DIMENSION not in (names or ()):
+        return None
+    assert names is not None
+    placements = [
+        placement if name == MESH_DIMENSION else Replicate()
+        for name, placement in zip(names, tensor.placements, strict=True)
+    ]
+    return tensor.redistribute(placements=placements).to_local()
