@@ -1,14 +1,16 @@
-"""Reach past the public API of torch (2.11 to 2.13): wrappers, hooks and OpenMP workers."""
+"""Reach past the public API of torch (2.11 to 2.13): wrappers, hooks, groups and OpenMP workers."""
 
 import ctypes
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, Self, TypeVar
 
 import torch
+from torch import distributed
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules import module as _module
 from torch.nn.modules.dropout import _DropoutNd
@@ -212,6 +214,18 @@ def _libgomp() -> ctypes.CDLL | None:
         return None
     library = ctypes.CDLL(found[0])
     return library if hasattr(library, "omp_pause_resource_all") else None
+
+
+def default_group_timeout() -> timedelta | None:
+    """Return the timeout of `init_process_group` (torch 2.11 to 2.13); None: unknown.
+
+    torch gives other groups a timeout of its own, however the default group was made.
+    """
+    group: Any = distributed.group.WORLD
+    try:
+        return group._get_backend(group._device_types[0]).options._timeout
+    except (AttributeError, IndexError, RuntimeError):
+        return None
 
 
 def captured_weights(model: torch.nn.Module) -> list[object]:

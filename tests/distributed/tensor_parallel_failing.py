@@ -22,17 +22,20 @@ from cb_rollout import RolloutConfig, RolloutGenerator, SamplingParams
 # Far below the half hour that a collective waits for a lost process.
 LATE_SECONDS = 30
 STEPS_BEFORE_FAILURE = 5
+SHORT_SECONDS = 6
 
 
 def main(way: str, _: str) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(minutes=30))
+    is_absent = way.startswith("absent")
+    timeout = timedelta(seconds=SHORT_SECONDS) if is_absent else timedelta(minutes=30)
+    dist.init_process_group("gloo", timeout=timeout)
     names: list[str] = [tempfile.mkdtemp()]
     dist.broadcast_object_list(names)
     split = load_split(tiny_model(), Path(names[0]) / "model", tp_size=2)
     generator = RolloutGenerator(split, RolloutConfig(seed=0, num_blocks=64))
     started = time.monotonic()
-    failing = 0 if way == "raise_leader" else 1
+    failing = 0 if way.endswith("_leader") else 1
     num_forwards = 0
 
     def fail(*_: Any) -> None:
@@ -45,7 +48,9 @@ def main(way: str, _: str) -> None:
 
     prompts = [[5, 6, 7], [8, 9, 10, 11]]
     if dist.get_rank() == failing:
-        if way == "other_call":
+        if is_absent:
+            time.sleep(2 * SHORT_SECONDS)
+        elif way == "other_call":
             prompts[0] = [5, 6, 8]
         else:
             # The second layer's, so that the others wait in a collective of this forward.

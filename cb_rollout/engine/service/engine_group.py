@@ -5,8 +5,9 @@ equal decisions give equal batches. The first process leads. It decides when req
 and cancelled, when a step runs and when the engine pauses, and sends each decision as an
 `EngineTurn`. The others take the same turns in the same order.
 
-Owns two process groups of gloo: one carries turns, the other agreements on a number. Decides
-nothing itself. Called by the thread that uses the engine.
+Owns two process groups of gloo: one carries turns, the other agreements on a number. They wait as
+long as the default process group does. Decides nothing itself. Called by the thread that uses the
+engine.
 """
 
 import enum
@@ -20,6 +21,7 @@ from typing import Any, NoReturn
 import torch
 from torch import distributed
 
+from cb_rollout.compat.torch import default_group_timeout
 from cb_rollout.engine.request import Request
 from cb_rollout.errors import RolloutError
 
@@ -82,7 +84,12 @@ class EngineGroup:
         self._turns, self._agreements = self._create_group(), self._create_group()
 
     def _create_group(self) -> distributed.ProcessGroup:
-        created = distributed.new_group(self.ranks, backend="gloo", use_local_synchronization=True)
+        created = distributed.new_group(
+            self.ranks,
+            timeout=default_group_timeout(),
+            backend="gloo",
+            use_local_synchronization=True,
+        )
         assert isinstance(created, distributed.ProcessGroup)
         return created
 
