@@ -101,9 +101,11 @@ class PackedBatch:
 
 def group_rows(rows: Sequence[PackedRow], numbers: Sequence[int]) -> list[list[int]]:
     """Return the rows at `numbers` in groups of equal prompts, in the order of the first one."""
-    groups: dict[tuple[Any, ...], list[int]] = {}
-    for number in numbers:
-        groups.setdefault(rows[number].prompt_key, []).append(number)
+    groups: dict[Any, list[int]] = {}
+    for index, number in enumerate(numbers):
+        images = rows[number].images
+        is_shared = images is None or images.are_of_prompt
+        groups.setdefault(rows[number].prompt_key if is_shared else index, []).append(number)
     return list(groups.values())
 
 

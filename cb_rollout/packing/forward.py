@@ -129,12 +129,25 @@ def _score(
             arguments["attention_mask"] = batch.is_token
         else:
             attend = PackedAttention(batch.segments, batch.input_ids.device)
-            stack.enter_context(hf_compat.replacing_attention_again(inner, attend))
+            attend_within = _within(backbone, attend)
+            stack.enter_context(hf_compat.replacing_attention_again(inner, attend_within))
             stack.enter_context(_without_mask(backbone, batch.input_ids))
         scores = head(own_forward, batch, arguments)
         if attend is not None and not attend.num_calls:
             raise ConfigurationError("its attention cannot be replaced")
     return scores
+
+
+def _within(backbone: torch.nn.Module, attend: PackedAttention) -> Callable[..., Any]:
+    """Return the attention of packed tokens; what is outside of the backbone sees other tokens."""
+    modules = frozenset(backbone.modules())
+
+    def attend_or_not(own: Any, module: Any, *arguments: Any, **named: Any) -> Any:
+        if module in modules:
+            return attend(own, module, *arguments, **named)
+        return own(module, *arguments, **named)
+
+    return attend_or_not
 
 
 @contextmanager

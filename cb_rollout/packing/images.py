@@ -22,6 +22,8 @@ class RowImages(NamedTuple):
     """None: it is a row of text beside others with images."""
     positions_AT: torch.Tensor
     """int64, of prompt and completion."""
+    are_of_prompt: bool = True
+    """False: some are of the completion, so that no other row shares the prompt's forward."""
 
     @property
     def digest(self) -> bytes | None:

@@ -194,7 +194,7 @@ def train_twice(output_dir: Path, settings: dict[str, Any], case: Case) -> dict[
     with warnings.catch_warnings(record=True) as said, counting(num_trained), case.out_of_order():
         warnings.simplefilter("always")
         ours.train()
-    layout, is_trusted = scoring._packed._layout, scoring._guard.is_trusted
+    layout, is_trusted = scoring._packed._layouts[False], scoring._guard.is_trusted
     generator.close()
     theirs = new_trainer(output_dir, settings)
     reference = play_back(theirs, record.turns)

@@ -28,6 +28,8 @@ from cb_rollout import (
     generate_batch,
     packed_logprobs,
 )
+from cb_rollout.packing.batch import PackingLayout
+from cb_rollout.packing.logprobs import _LAYOUTS
 from cb_rollout.strategies import GroupCollector, RequestStream
 
 TYPES = tuple(BUILDERS)
@@ -696,6 +698,9 @@ def test_packed_logprobs_of_images_and_their_gradients_are_those_of_plain_forwar
         outputs = rollout(generator, chats, sampled(), num_return_sequences=2)
     parameters = dict(model.named_parameters())
     found = packed_logprobs(model, outputs)
+    # The tokens of Gemma 3's images see each other in both directions.
+    is_padded = _LAYOUTS[model][True] is PackingLayout.PADDED
+    assert is_padded is (model_type == "gemma3")
     sum(part.sum() for part in found).backward()
     gradients = {name: p.grad.clone() for name, p in parameters.items() if p.grad is not None}
     model.zero_grad()

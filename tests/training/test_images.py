@@ -1,13 +1,16 @@
 """A stock trainer of a vision-language model rolls out attached, on prompts with images."""
 
+import re
+
 import pytest
 import torch
 import trl.trainer.grpo_trainer as grpo
 from datasets import Dataset, Image
+from images import create, prompt
 from peft import LoraConfig
 from playback import TOOLS, assert_learned_alike, play_back, watched
 from tiny_trainer import in_own_names, logged
-from tiny_vision import picture, tiny_vision_model
+from tiny_vision import CHAT_TEMPLATE, picture, tiny_vision_model
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 from cb_rollout import ConfigurationError, RolloutConfig, attach, detach
@@ -41,7 +44,15 @@ TRLS_TESTS = {
     "max_completion_length": 8,
     "max_steps": 1,
 }
+EVEN_WORD = re.compile(r"w\d*[02468]\b")
 LORA = LoraConfig(r=4, target_modules=r".*language_model.*\.(q_proj|v_proj)", task_type="CAUSAL_LM")
+TWO_GROUPS = {"per_device_train_batch_size": 6}
+CHECKPOINTING = TWO_GROUPS | {"activation_checkpointing": True}
+# Grids, tiles, sizes, masks and positions of patches, and rows that TRL pads to one size.
+PACKED_TYPES = (
+    *("qwen2_vl", "qwen3_vl", "glm4v", "gemma4", "internvl", "lfm2_vl", "llava_next"),
+    *("idefics2", "granite_docling"),
+)
 CHECKED = {"old_logps": "trainer", "verify_every_steps": 1, "max_logprob_drift": 1e-5}
 
 # A template that renders calls, and the marker that a processor expands.
@@ -56,12 +67,13 @@ TOOL_TEMPLATE = (
     "{% endfor %}<eos> {% endfor %}{% if add_generation_prompt %}w50{% endif %}"
 )
 
-# That the loss is not packed is said.
-pytestmark = pytest.mark.filterwarnings("ignore:loss_forward='packed' is switched off")
+# Gemma 3's tokens of an image see each other in both directions.
+pads_gemma3 = pytest.mark.filterwarnings("ignore:loss_forward='packed'. prompts cannot be shared")
 
 
-def share_of_low_ids(completions, **_):
-    return [sum(word in text for word in ("w20", "w21", "w30")) for text in map(str, completions)]
+def share_of_even_words(completions, **_):
+    """A reward that differs within a group."""
+    return [len(EVEN_WORD.findall(str(completion))) / 10 for completion in completions]
 
 
 def rows(columns):
@@ -87,9 +99,10 @@ def vision_trainer(
     peft_config=None,
     tools=None,
     image_token="<image>",
+    made=None,
     **settings,
 ):
-    model, processor = tiny_vision_model(model_type, image_token)
+    model, processor = made or tiny_vision_model(model_type, image_token)
     if is_tower_frozen:
         model.model.visual.requires_grad_(False)
     # As TRL loads it.
@@ -103,7 +116,7 @@ def vision_trainer(
     )
     return trainer_class(
         model=model,
-        reward_funcs=share_of_low_ids,
+        reward_funcs=share_of_even_words,
         args=config_class(
             **{"output_dir": str(tmp_path)} | in_own_names(config_class, DEFAULTS) | settings
         ),
@@ -118,7 +131,7 @@ def vision_trainer(
     ("model_type", "columns", "is_rloo"),
     [
         ("qwen2_5_vl", "image", False),
-        ("gemma3", "image", False),
+        pytest.param("gemma3", "image", False, marks=pads_gemma3),
         ("llava", "image", True),
         ("qwen2_5_vl", "images", False),
     ],
@@ -173,9 +186,12 @@ def test_a_repeated_prompt_is_encoded_once(tmp_path, monkeypatch):
     [
         ("qwen2_5_vl", "image", {}),
         ("qwen2_5_vl", "images", {"beta": 0.1, "peft_config": LORA}),
-        pytest.param("gemma3", "image", {}, marks=pytest.mark.slow),
-        pytest.param("llava", "image", {}, marks=pytest.mark.slow),
+        ("qwen2_5_vl", "images", TWO_GROUPS),
+        pytest.param("gemma3", "image", TWO_GROUPS, marks=(pads_gemma3, pytest.mark.slow)),
+        ("llava", "image", TWO_GROUPS),
+        pytest.param("idefics3", "image", TWO_GROUPS, marks=pytest.mark.slow),
         pytest.param("qwen2_5_vl", "image", {"is_rloo": True}, marks=pytest.mark.slow),
+        pytest.param("qwen2_5_vl", "image", CHECKPOINTING, marks=pytest.mark.slow),
         pytest.param(
             "qwen2_5_vl",
             "images",
@@ -185,15 +201,41 @@ def test_a_repeated_prompt_is_encoded_once(tmp_path, monkeypatch):
     ],
 )
 def test_trls_own_settings_learn_what_trls_path_learns(tmp_path, model_type, columns, settings):
-    """From the same tokens: losses and gradients."""
+    """From the same tokens: losses and gradients, of the packed loss."""
     settings = TRLS_TESTS | settings
     trainer = vision_trainer(tmp_path / "ours", model_type, columns, **settings)
     attach(trainer, RolloutConfig(old_logps="trainer"))
     ours = watched(trainer)
     trainer.train()
+    shares_prompts = model_type != "gemma3"
+    assert all(logged(trainer, "rollout/prompts_shared")) is shares_prompts
     other = vision_trainer(tmp_path / "theirs", model_type, columns, **settings)
     theirs = play_back(other, ours.turns)
     other.train()
+    assert any(ours.losses)
+    assert_learned_alike(ours, theirs)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("model_type", PACKED_TYPES)
+def test_the_packed_loss_of_each_kind_of_image_tensors_is_trls(tmp_path, model_type):
+    runs = {}
+    for name in ("ours", "theirs"):
+        made = create(model_type)
+        _, placeholder, _ = re.split(r" w12 | w13 ", prompt(made[1], 1))
+        template = CHAT_TEMPLATE.replace("<image>", placeholder)
+        made[1].chat_template = made[1].tokenizer.chat_template = template
+        settings = TRLS_TESTS | TWO_GROUPS | {"learning_rate": 1e-2}
+        runs[name] = vision_trainer(tmp_path / name, made=made, **settings)
+    generator = attach(runs["ours"], RolloutConfig(old_logps="trainer"))
+    ours = watched(runs["ours"])
+    runs["ours"].train()
+    generator.close()
+    assert all(logged(runs["ours"], "rollout/prompts_shared"))
+    theirs = play_back(runs["theirs"], ours.turns)
+    runs["theirs"].train()
+    assert any(float(g.abs().max()) for g in ours.gradients[0].values())
     assert_learned_alike(ours, theirs)
 
 
@@ -330,9 +372,9 @@ def draw(number: int) -> list:
     return [*({"type": "image", "image": own} for own in pictures), {"type": "text", "text": "w61"}]
 
 
-def parse_some_ids_as_a_call(_tokenizer, ids, prefix=None, tools=()):
+def parse_some_ids_as_a_call(tokenizer, ids, prefix=None, tools=()):
     """TRL's `parse_response`, for a model that never learned to write a call."""
-    message = {"role": "assistant", "content": ""}
+    message = {"role": "assistant", "content": tokenizer.decode(ids)}
     if tools and ids[0] % 3:
         call = {"name": tools[0].__name__, "arguments": {"number": ids[0]}}
         message["tool_calls"] = [{"type": "function", "function": call}]
@@ -372,6 +414,7 @@ def test_images_of_tools_are_learned_from_as_on_trls_path(
     other = tool_trainer(tmp_path / "theirs", *arguments)
     theirs = play_back(other, ours.turns)
     other.train()
+    assert any(ours.losses)
     assert_learned_alike(ours, theirs)
 
 

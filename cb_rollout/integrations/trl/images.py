@@ -17,10 +17,13 @@ from cb_rollout.compat import multimodal
 from cb_rollout.compat import transformers as hf_compat
 from cb_rollout.compat.multimodal import is_processor
 from cb_rollout.compat.torch import without_dropout
+from cb_rollout.engine.model.prompt_images import ImageSpan, PromptImages, tensors_digest
 from cb_rollout.engine.sampling.draw import chosen_logprobs
 from cb_rollout.engine.service.image_prompts import encoded_row, has_image_parts, is_chat
 from cb_rollout.errors import ConfigurationError, error_text
+from cb_rollout.packing.batch import PackedRow
 from cb_rollout.packing.forward import max_difference
+from cb_rollout.packing.images import row_images
 from cb_rollout.rollout.distributed import largest_of_all
 
 TRAINER_MODULE = "trl.trainer.grpo_trainer"
@@ -33,8 +36,9 @@ TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
 OF_COMPLETION = "completion_"
 # Numbers of images and of tiles of each row, which no model takes.
 COUNTS = ("num_images", "num_tiles")
+PIXELS = "pixel_values"
 IMAGE_ARGUMENTS = (
-    *("pixel_values", "image_grid_thw", "pixel_attention_mask", "spatial_shapes"),
+    *(PIXELS, "image_grid_thw", "pixel_attention_mask", "spatial_shapes"),
     *("image_sizes", "image_position_ids", *COUNTS, *TOKEN_TYPES),
 )
 
@@ -107,6 +111,50 @@ def divided_images(batch: Mapping[str, Any]) -> dict[str, Any]:
 def joined_images(batch: Mapping[str, Any]) -> dict[str, Any]:
     """Return a batch whose images are tensors of all rows again."""
     return _trl("unsplit_pixel_values_by_grid")(dict(batch))
+
+
+def rows_with_images(
+    model: Any, rows: Sequence[PackedRow], arguments: Mapping[str, Any], logits_to_keep: int
+) -> list[PackedRow]:
+    """Return rows that have their parts of the arguments of a forward, and their positions.
+
+    Args:
+        model: a transformers model.
+        rows: prompts and completions without padding.
+        arguments: of the padded batch; those of images, types of tokens and counts are used.
+        logits_to_keep: tokens of a completion with padding.
+    """
+    placeholders = multimodal.placeholder_token_ids(model)
+    divided = {n: v for n, v in divided_images(arguments).items() if n not in COUNTS}
+    sequences = [[*row.prompt_ids, *row.completion_ids] for row in rows]
+    images = [
+        None
+        if placeholders.isdisjoint(sequence)
+        else _images_of(row, number, divided, logits_to_keep)
+        for number, (row, sequence) in enumerate(zip(rows, sequences, strict=True))
+    ]
+    found = []
+    for row, own in zip(rows, row_images(model, sequences, images), strict=True):
+        are_of_prompt = placeholders.isdisjoint(row.completion_ids)
+        found.append(row._replace(images=own._replace(are_of_prompt=are_of_prompt)))
+    return found
+
+
+def _images_of(
+    row: PackedRow, number: int, divided: Mapping[str, Any], logits_to_keep: int
+) -> PromptImages:
+    """Return the images of a row of a batch, of its prompt and of its completion."""
+    tensors: dict[str, torch.Tensor] = {}
+    for name, values in divided.items():
+        own = values[number] if isinstance(values, list) else values[number : number + 1]
+        if name in TOKEN_TYPES:
+            end = own.shape[1] - logits_to_keep + len(row.completion_ids)
+            own = own[:, end - row.num_tokens : end]
+        tensors[name] = own
+    per_token = frozenset(TOKEN_TYPES) & tensors.keys()
+    digest = tensors_digest({n: t for n, t in tensors.items() if n not in per_token})
+    spans = (ImageSpan(0, row.num_tokens),)
+    return PromptImages(tensors, spans, (digest,), None, per_token, row.num_tokens)
 
 
 def cut_token_types(group: dict[str, Any]) -> dict[str, Any]:

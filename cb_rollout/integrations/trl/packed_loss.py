@@ -12,11 +12,12 @@ import math
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from cb_rollout.compat import transformers as hf_compat
+from cb_rollout.compat.multimodal import is_processor
 from cb_rollout.compat.torch import SavedBytes, without_dropout
 from cb_rollout.compat.zero3 import shards_models
 from cb_rollout.config.rollout import RolloutConfig
@@ -24,6 +25,12 @@ from cb_rollout.engine.memory import device as devices
 from cb_rollout.engine.memory.plan import TrainingBytes
 from cb_rollout.engine.model.routers import Disagreement
 from cb_rollout.errors import ConfigurationError, error_text
+from cb_rollout.integrations.trl.images import (
+    IMAGE_ARGUMENTS,
+    PIXELS,
+    image_arguments,
+    rows_with_images,
+)
 from cb_rollout.integrations.trl.packed_scores import LossTokens, PackedScores, Result, rows_of
 from cb_rollout.integrations.trl.replay import RouterReplay
 from cb_rollout.packing.batch import PackedRow, PackingLayout, representative
@@ -48,6 +55,16 @@ ELSEWHERE = "so found another process"
 OwnForward = Callable[..., Result]
 
 
+class ComparisonKey(NamedTuple):
+    """The kind of forwards that one comparison stands for."""
+
+    model: int
+    """`id` of the transformers model."""
+    layout: PackingLayout
+    has_gradient: bool
+    has_images: bool
+
+
 class PackedLoss:
     """The packed forward of one trainer's models."""
 
@@ -69,14 +86,19 @@ class PackedLoss:
         self._trainer, self._replay = trainer, replay
         self._bytes_to_come = training.gradients_to_come + training.optimizer_states_to_come
         self._is_sharded = shards_models(trainer.accelerator)
-        self._layout: PackingLayout | None = PackingLayout.SHARED_PROMPTS
-        self._compared: set[tuple[int, PackingLayout, bool]] = set()
+        # Of batches without images and with some; None: the trainer's own forward computes them.
+        self._layouts: dict[bool, PackingLayout | None] = dict.fromkeys(
+            (False, True), PackingLayout.SHARED_PROMPTS
+        )
+        self._takes_images = is_processor(trainer.processing_class)
+        self._compared: set[ComparisonKey] = set()
         self._max_tokens: int | None = None
         if not isinstance(config.loss_tokens_per_forward, str):
             self._max_tokens = config.loss_tokens_per_forward
         self.tokens = LossTokens()
         if getattr(trainer.args, "torch_compile", False):
-            self._give_up("torch_compile=True compiles the trainer's own forward")
+            self._give_up("torch_compile=True compiles the trainer's own forward", False)
+            self._layouts[True] = None
 
     def logprobs(
         self,
@@ -114,15 +136,22 @@ class PackedLoss:
             Log-probabilities and entropies, both (B, T), float32, in nats, 0 in the padding; and
             the load-balancing loss, or None. None where the trainer's own forward is needed.
         """
-        if self._layout is None:
+        has_images = self._has_images(settings)
+        layout = self._layouts[has_images]
+        if layout is None:
             return None
-        layout = PackingLayout.WHOLE_ROWS if compute_aux_loss else self._layout
-        given = [name for name, value in settings.items() if value is not None]
-        given = [name for name in given if name != "compute_entropy"]
-        rows = None if given else rows_of(input_ids, attention_mask, logits_to_keep, routes)
-        if not self._are_fit(rows, given, model, layout):
+        if compute_aux_loss:
+            layout = PackingLayout.WHOLE_ROWS
+        known = {"compute_entropy", *(IMAGE_ARGUMENTS if has_images else ())}
+        given = {name: value for name, value in settings.items() if value is not None}
+        unknown = [name for name in given if name not in known]
+        rows = None if unknown else rows_of(input_ids, attention_mask, logits_to_keep, routes)
+        if not self._are_fit(rows, unknown, _key(model, layout, has_images)):
             return None
         assert rows is not None
+        if has_images:
+            inner = hf_compat.unwrap(model)
+            rows = rows_with_images(inner, rows, image_arguments(given), logits_to_keep)
         run = PackedScores(
             self._trainer, model, rows, layout, kept, compute_aux_loss, self._replay, counts
         )
@@ -131,9 +160,7 @@ class PackedLoss:
         trained = list(range(len(rows)))
         if advantages is not None and not compute_aux_loss and not self._is_sharded:
             trained = _rows_with_gradient(rows, advantages.tolist())
-        max_tokens = self._max_tokens
-        if max_tokens is None and batch_size is not None:
-            max_tokens = batch_size * input_ids.shape[1]
+        max_tokens = self._limit(input_ids, batch_size)
         if self._is_sharded or compute_aux_loss:
             # Every process enters as many forwards; and a load is balanced over the whole batch.
             max_tokens = None
@@ -148,21 +175,29 @@ class PackedLoss:
         self.tokens = run.tokens
         return run.unpacked(scores, logits_to_keep)
 
-    def _are_fit(
-        self,
-        rows: list[PackedRow] | None,
-        given: list[str],
-        model: torch.nn.Module,
-        layout: PackingLayout,
-    ) -> bool:
+    def _limit(self, input_ids: torch.Tensor, batch_size: int | None) -> int | None:
+        """Return the tokens of one forward: those of the trainer's, until they are known."""
+        if self._max_tokens is None and batch_size is not None:
+            return batch_size * input_ids.shape[1]
+        return self._max_tokens
+
+    def _has_images(self, settings: dict[str, Any]) -> bool:
+        """Return whether a batch has images, on any process: they compare two forwards together."""
+        if not self._takes_images:
+            return False
+        own = settings.get(PIXELS) is not None
+        return largest_of_all(self._trainer.accelerator, own) > 0
+
+    def _are_fit(self, rows: list[PackedRow] | None, given: list[str], key: ComparisonKey) -> bool:
         """Return whether a batch can be packed, on every process where they wait for each other."""
         unfit = 0 if rows and any(row.completion_ids for row in rows) else NO_ROWS
         if given:
             unfit = OTHER_INPUTS
-        if self._is_sharded or _key(model, layout) not in self._compared:
+        if self._is_sharded or key not in self._compared:
             unfit = largest_of_all(self._trainer.accelerator, unfit)
             if unfit == OTHER_INPUTS:
-                self._give_up(f"the batch has {', '.join(given)}" if given else ELSEWHERE)
+                reason = f"the batch has {', '.join(given)}" if given else ELSEWHERE
+                self._give_up(reason, key.has_images)
         elif given:
             _warn_of_batch(f"it has {', '.join(given)}")
         return not unfit
@@ -171,7 +206,7 @@ class PackedLoss:
         """Compare some rows of a first batch both ways; fall back until the two agree."""
         not_shared: str | None = None
         while True:
-            key = _key(run.model, run.layout)
+            key = _key(run.model, run.layout, run.has_images)
             if key in self._compared:
                 break
             try:
@@ -187,11 +222,11 @@ class PackedLoss:
                 break
             reason = reason or ELSEWHERE
             if run.layout is not PackingLayout.SHARED_PROMPTS or self._is_sharded:
-                self._give_up(reason)
+                self._give_up(reason, run.has_images)
                 return False
             not_shared, run.layout = reason, PackingLayout.PADDED
         if not_shared is not None:
-            self._layout = run.layout
+            self._layouts[run.has_images] = run.layout
             warnings.warn(
                 f"loss_forward='packed': prompts cannot be shared ({not_shared}); rows are sorted "
                 "by length instead.",
@@ -199,14 +234,15 @@ class PackedLoss:
             )
         return True
 
-    def _give_up(self, reason: str) -> None:
-        if self._layout is not None:
+    def _give_up(self, reason: str, has_images: bool) -> None:
+        if self._layouts[has_images] is not None:
+            kind = " for batches with images" if has_images else ""
             warnings.warn(
-                f"loss_forward='packed' is switched off ({reason}); the trainer's own forward is "
-                "used.",
+                f"loss_forward='packed' is switched off{kind} ({reason}); the trainer's own "
+                "forward is used.",
                 stacklevel=2,
             )
-        self._layout = None
+        self._layouts[has_images] = None
 
     def _difference(
         self, run: PackedScores, own_forward: OwnForward, logits_to_keep: int
@@ -267,16 +303,21 @@ def _warn_of_batch(reason: str) -> None:
     )
 
 
-def _key(model: torch.nn.Module, layout: PackingLayout) -> tuple[int, PackingLayout, bool]:
-    """Return what a comparison is of."""
-    return id(hf_compat.unwrap(model)), layout, torch.is_grad_enabled()
+def _key(model: torch.nn.Module, layout: PackingLayout, has_images: bool) -> ComparisonKey:
+    return ComparisonKey(id(hf_compat.unwrap(model)), layout, torch.is_grad_enabled(), has_images)
 
 
 def _rows_with_gradient(rows: list[PackedRow], advantages: list[float]) -> list[int]:
-    """Return the rows with an advantage, or else the shortest: a backward pass needs one."""
+    """Return the rows with an advantage, or else the shortest: a backward pass needs one.
+
+    A row with images is among them, if there is any: the vision tower's gradient is 0, not None.
+    """
     scored = [number for number, row in enumerate(rows) if row.completion_ids]
     trained = [number for number in scored if advantages[number]]
-    return trained or [min(scored, key=lambda n: rows[n].num_tokens)]
+    seeing = [number for number in scored if (own := rows[number].images) and own.images]
+    if seeing and not set(seeing) & set(trained):
+        trained.append(min(seeing, key=lambda n: rows[n].num_tokens))
+    return sorted(trained) or [min(scored, key=lambda n: rows[n].num_tokens)]
 
 
 def _score_difference(

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from cb_rollout.compat import multimodal
+from cb_rollout.compat import transformers as hf_compat
 from cb_rollout.engine.memory import device as devices
 from cb_rollout.engine.model.routers import Disagreement
 from cb_rollout.engine.sampling.mask import SamplingMask, masked_logprobs
@@ -61,12 +63,21 @@ class PackedScores:
         self.tokens = LossTokens()
         self._batches: list[PackedBatch] = []
 
+    @property
+    def has_images(self) -> bool:
+        """Return whether any process's batch has images."""
+        return self.rows[0].images is not None
+
     def scores(self, trained: Sequence[int], max_tokens: int | None) -> list[Scores]:
         """Run the rows at `trained` with gradients, and the others without."""
         device = next(self.model.parameters()).device
         others = sorted(set(range(len(self.rows))) - set(trained))
-        with_gradient = pack(self.rows, trained, self.layout, device, max_tokens)
-        self._batches = with_gradient + pack(self.rows, others, self.layout, device, max_tokens)
+        names = multimodal.image_argument_names(hf_compat.unwrap(self.model))
+        with_gradient, without = (
+            pack(self.rows, numbers, self.layout, device, max_tokens, names)
+            for numbers in (trained, others)
+        )
+        self._batches = with_gradient + without
         self._count(trained)
         with self.trainer.accelerator.autocast():
             return score_batches(
@@ -132,8 +143,8 @@ class PackedScores:
 def _num_needed(rows: Sequence[PackedRow]) -> int:
     """Return the tokens that the scores of these rows need."""
     scored = [row for row in rows if row.completion_ids]
-    prompts = {tuple(row.prompt_ids) for row in scored}
-    return sum(map(len, prompts)) + sum(len(row.completion_ids) - 1 for row in scored)
+    prompts = {(tuple(row.prompt_ids), row.images and row.images.digest) for row in scored}
+    return sum(len(ids) for ids, _ in prompts) + sum(len(row.completion_ids) - 1 for row in scored)
 
 
 def rows_of(
