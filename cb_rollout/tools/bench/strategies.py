@@ -41,14 +41,19 @@ def bench_strategies(setup: Setup) -> dict[str, Any]:
     sizes = setup.sizes
     model = create_ending_model(sizes.shape, setup.device, sizes.sampled_mean)
     num_groups = max(1, sizes.num_prompts // 2)
+    strategies: dict[str, Strategy] = {
+        "plain": Plain(),
+        "over_sampling": OverSampling(num_extra_groups=max(1, num_groups // 2)),
+        "dynamic_sampling": DynamicSampling(num_extra_groups=2),
+        "partial_rollouts": PartialRollouts(num_extra_groups=num_groups, max_staleness=4),
+    }
     figures: dict[str, dict[str, list[float]]] = {}
     for repetition in range(setup.repetitions):
-        for name, strategy in _strategies(num_groups).items():
+        for name, strategy in strategies.items():
             alone = _collections(setup, model, strategy, num_groups, SEED + repetition)
             rates = _rates(alone)
-            share = max(1, num_groups // NUM_PROCESSES)
             several = [
-                _collections(setup, model, _strategies(share)[name], share, SEED + repetition, rank)
+                _collections(setup, model, strategy, num_groups, SEED + repetition, rank)
                 for rank in range(NUM_PROCESSES)
             ]
             rates |= _rates_of_processes(several)
@@ -59,16 +64,6 @@ def bench_strategies(setup: Setup) -> dict[str, Any]:
     return {
         unit: {name: summary(values, unit) for name, values in rows.items()}
         for unit, rows in figures.items()
-    }
-
-
-def _strategies(num_groups: int) -> dict[str, Strategy]:
-    """Return each strategy, for a process that collects `num_groups` a step."""
-    return {
-        "plain": Plain(),
-        "over_sampling": OverSampling(num_extra_groups=max(1, num_groups // 2)),
-        "dynamic_sampling": DynamicSampling(num_extra_groups=2),
-        "partial_rollouts": PartialRollouts(num_extra_groups=num_groups, max_staleness=4),
     }
 
 
