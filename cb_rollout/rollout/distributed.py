@@ -185,6 +185,13 @@ def naming_rank(group: EngineGroup | None, place: int) -> Iterator[None]:
         ) from error
 
 
+def values_of_all(value: T) -> list[T]:
+    """Return the values of all processes of the default group, by rank; all of them call this."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
 def largest_of_all(accelerator: Any, here: float) -> float:
     """Return the largest value of all processes, which must act alike; all of them call this."""
     value = torch.tensor([here], dtype=torch.float32, device=accelerator.device)

@@ -14,6 +14,7 @@ from cb_rollout.config.enums import LogprobsMode, SamplingMaskMode
 from cb_rollout.engine.request import Request
 from cb_rollout.engine.service.manager import ContinuousBatchingManager
 from cb_rollout.errors import InvalidRequestError
+from cb_rollout.rollout.distributed import values_of_all
 
 # In nats. Float32 rounding is a thousand times smaller, and a smaller drift changes no clipping.
 NOTABLE_DRIFT = 0.01
@@ -103,6 +104,8 @@ def rollout_drift(
     """
     if num_sequences < 1:
         raise InvalidRequestError(f"num_sequences={num_sequences} is below 1.")
+    if is_collective:
+        rollout = _of_one_kind(rollout)
     config, policy_version = manager.config, manager.policy_version
     replays = config.sampling_mask == SamplingMaskMode.REPLAY
     is_processed = replays or config.logprobs_mode == LogprobsMode.PROCESSED
@@ -119,3 +122,22 @@ def rollout_drift(
     forwards = list(rollout[:1]) * num_extra + chosen
     sampled = {request.request_id: request.logprobs for request in chosen}
     return drift(sampled, manager.recompute(forwards))
+
+
+def _of_one_kind(rollout: Sequence[Request]) -> list[Request]:
+    """Return the sequences with images where every process has any, else those without.
+
+    A forward with images alone gathers the parts of a sharded vision tower, so that the processes
+    run forwards of one kind.
+
+    Raises:
+        InvalidRequestError: some processes have only sequences with images, others only without.
+    """
+    kinds = values_of_all({request.images is not None for request in rollout})
+    common = set.intersection(*kinds)
+    if not common and any(kinds):
+        raise InvalidRequestError(
+            "a sharded model is verified on rows with images, or without, on all processes alike, "
+            "and no kind is on all of them; give every process prompts of one kind."
+        )
+    return [request for request in rollout if (request.images is not None) is max(common)]

@@ -15,7 +15,9 @@ def test_rollouts_about_pictures_are_those_of_a_process_that_trains_alone(ranks)
     for loop in (rank["loop"] for rank in ranks):
         assert all(loop["same_tokens"])
         assert max(loop["differences"]) <= 1e-5
+        # Two sequences with pictures: a forward without would leave the tower's parts alone.
         assert loop["drift"] <= 1e-5
+        assert loop["num_verified"] == 2 * 6
 
 
 def test_a_sync_covers_the_tower_and_forgets_features(ranks):

@@ -38,14 +38,15 @@ def asked(*pictures: Any) -> dict[str, Any]:
 
 
 def prompts_of(rank: int) -> list[dict[str, Any]]:
-    """Other pictures for each process, other numbers of prompts, and one picture that is common."""
-    own = [asked(picture(10 + rank)), asked(picture(1), picture(20 + rank, (64, 24)))]
-    return [*own, asked(picture(1))][: 2 + rank]
+    """Prompts with and without pictures, in another order on each process, and one of its own."""
+    prompts = [asked(), asked(picture(1)), asked(picture(10 + rank), picture(1, (64, 24)))]
+    return [*prompts[rank:], *prompts[:rank]] + [asked(picture(20))] * rank
 
 
 def processed(processor: Any, prompt: dict[str, Any]) -> dict[str, torch.Tensor]:
     """The processor's tensors of a prompt."""
-    return dict(processor(text=[prompt["prompt"]], images=[prompt["images"]], return_tensors="pt"))
+    images = [prompt["images"]] if prompt["images"] else None
+    return dict(processor(text=[prompt["prompt"]], images=images, return_tensors="pt"))
 
 
 def sharded(model: Any) -> Any:
@@ -101,12 +102,15 @@ def follow() -> dict[str, Any]:
                     pairs = zip(output.logprobs, logprobs, strict=True)
                     found["differences"] += [abs(a - b) for a, b in pairs]
             found["drift"] = generator.verify(2).max
+            found["num_verified"] = generator.verify(2).num_tokens
         tower = generator.manager.model.model.visual.state_dict()
     trained, first = whole.model.visual.state_dict(), before.model.visual.state_dict()
     found["tower_apart"] = max(float((tower[n] - t).abs().max()) for n, t in trained.items())
     # With the tower as it was before the first step.
+    tensors, tokens = processed(processor, asked(picture(1))), [20, 21, 22]
+    now = plain_logprobs(whole, tensors, tokens)
     whole.model.visual.load_state_dict(first)
-    pairs = zip(plain, plain_logprobs(whole, tensors, output.generated_tokens), strict=True)
+    pairs = zip(now, plain_logprobs(whole, tensors, tokens), strict=True)
     found["effect_of_the_tower"] = max(abs(a - b) for a, b in pairs)
     found["num_images"] = len({p.tobytes() for prompt in prompts for p in prompt["images"]})
     held = [*whole.parameters(), *whole.buffers()]

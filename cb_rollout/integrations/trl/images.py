@@ -220,7 +220,8 @@ class ToolImages:
             return
         prompts, completions, _, messages, _, _, images, tool_images = generated[:8]
         found = [number for number, own in enumerate(tool_images) if own]
-        self._numbers = sorted({found[0], found[-1]}) if found else [0]
+        # As many on every process, whose forwards wait for each other where a model is sharded.
+        self._numbers = [found[0], found[-1]] if found else [0, 0]
         self._rows = [
             ([*prompts[n], *completions[n]], images[n] if images and images[n] else [])
             for n in self._numbers
