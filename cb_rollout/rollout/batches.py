@@ -25,6 +25,10 @@ class BatchArguments:
     """Sampling parameters of each prompt."""
     count: int
     """Sequences of each prompt."""
+    records_timestamps: bool = False
+    """Record the time of each token."""
+    keeps_refused: bool = False
+    """Deliver refused prompts as failed sequences, where otherwise the call raises."""
 
 
 def batch_arguments(
@@ -37,6 +41,7 @@ def batch_arguments(
     sampling_params: SamplingParams | Sequence[SamplingParams] | None,
     num_return_sequences: int | None,
     max_new_tokens: int | Sequence[int] | None,
+    record_timestamps: bool = False,
     on_error: str,
 ) -> BatchArguments:
     """Return the prompts of a call of `generate_batch` with their sampling parameters.
@@ -52,6 +57,7 @@ def batch_arguments(
         sampling_params: one, or one per input.
         num_return_sequences: sequences of each input.
         max_new_tokens: one, or one per input.
+        record_timestamps: record the time of each token.
         on_error: "raise" or "return".
 
     Raises:
@@ -78,7 +84,7 @@ def batch_arguments(
     ]
     if warning := next(filter(None, (equal_group_warning(p, count) for p in params)), None):
         warnings.warn(warning, stacklevel=3)
-    return BatchArguments(prompts, params, count)
+    return BatchArguments(prompts, params, count, record_timestamps, on_error == "return")
 
 
 def require_finished(

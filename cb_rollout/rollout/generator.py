@@ -27,7 +27,7 @@ from cb_rollout.engine.service.manager import ContinuousBatchingManager
 from cb_rollout.engine.service.output_queue import OutputQueue
 from cb_rollout.errors import ConfigurationError, RolloutError
 from cb_rollout.metrics.registry import EngineCounters, rollout_metrics, status_metrics
-from cb_rollout.rollout.batches import batch_arguments, require_finished
+from cb_rollout.rollout.batches import BatchArguments, batch_arguments, require_finished
 from cb_rollout.rollout.distributed import (
     create_group_watch,
     gathered,
@@ -154,37 +154,65 @@ class RolloutGenerator:
                 sampling_params=sampling_params,
                 num_return_sequences=num_return_sequences,
                 max_new_tokens=max_new_tokens,
+                record_timestamps=record_timestamps,
                 on_error=on_error,
             )
         with self.manager.observers.span("rollout"):
             batches, place = gathered(self._gathers_over, batch)
-            created = []
-            for number, one in enumerate(batches):
-                with naming_rank(self._gathers_over, number):
-                    created.append(
-                        self.manager.create_requests(
-                            one.prompts,
-                            one.params,
-                            members=range(one.count),
-                            records_timestamps=record_timestamps,
-                            keeps_refused=on_error == "return",
-                        )
-                    )
-            served = [[r for r in requests if not r.status.is_final] for requests in created]
-            self.wake()
-            if warmup:
-                self.manager.warmup()
-            self.manager.start()
-            watched = nullcontext() if self._watch is None else self._watch.watched()
-            with watched, measured(self.manager) as metrics:
-                finished = _run(self.manager, list(chain(*served)), progress_bar)
-            self._last_rollout, self._last_metrics = served[place], metrics
-        requests = created[place]
-        outputs = {r.request_id: finished.get(r.request_id) or r.output() for r in requests}
+            requests, outputs = self._roll_out(batches, place, progress_bar, warmup)
         if on_error == "raise":
             cause = next((r.cause for r in requests if r.cause is not None), None)
             require_finished(outputs, cause)
         return outputs
+
+    def _roll_out(
+        self,
+        batches: Sequence[BatchArguments | None],
+        place: int,
+        progress_bar: bool = False,
+        warmup: bool = False,
+    ) -> tuple[list[Request], dict[str, GenerationOutput]]:
+        """Run the batches of all processes that share a copy; return this one's part."""
+        created: list[list[Request]] = []
+        for number, batch in enumerate(batches):
+            with naming_rank(self._gathers_over, number):
+                created.append([] if batch is None else self._create_requests(batch))
+        served = [[r for r in requests if not r.status.is_final] for requests in created]
+        self.wake()
+        if warmup:
+            self.manager.warmup()
+        self.manager.start()
+        watched = nullcontext() if self._watch is None else self._watch.watched()
+        with watched, measured(self.manager) as metrics:
+            finished = _run(self.manager, list(chain(*served)), progress_bar)
+        self._last_metrics = metrics
+        if batches[place] is not None:
+            self._last_rollout = served[place]
+        requests = created[place]
+        return requests, {r.request_id: finished.get(r.request_id) or r.output() for r in requests}
+
+    def _create_requests(self, batch: BatchArguments) -> list[Request]:
+        return self.manager.create_requests(
+            batch.prompts,
+            batch.params,
+            members=range(batch.count),
+            records_timestamps=batch.records_timestamps,
+            keeps_refused=batch.keeps_refused,
+        )
+
+    def join(self) -> None:
+        """Roll out with the other processes of a split copy until all of them have called this.
+
+        Call it on every process after turns of which each may have another number, as those of
+        conversations with tools; `attach` does. Without `tensor_parallel_size` it does nothing.
+        """
+        if self._gathers_over is None:
+            return
+        while True:
+            batches, place = gathered(self._gathers_over, None)
+            if not any(batches):
+                return
+            self._roll_out(batches, place)
 
     @property
     def policy_version(self) -> int:

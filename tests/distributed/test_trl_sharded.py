@@ -54,17 +54,27 @@ def test_log_probabilities_are_the_sharded_trainers_own(ranks, way):
         assert max(rank[way]["differences"]) <= 1e-5
 
 
-def test_a_sharded_trainer_rolls_out_a_copy_that_is_split_over_its_processes():
-    name, way = "distributed/trl_sharded.py", "fsdp2_tensor_parallel"
-    ranks = [rank[way] for rank in run_processes(name, way, num_processes=4)]
+SPLIT = ["fsdp2_tensor_parallel", "fsdp2_tensor_parallel_tools"]
+
+
+@pytest.fixture(scope="module")
+def split_ranks():
+    return run_processes("distributed/trl_sharded.py", *SPLIT, num_processes=4)
+
+
+@pytest.mark.parametrize("way", SPLIT)
+def test_a_sharded_trainer_rolls_out_a_copy_that_is_split_over_its_processes(split_ranks, way):
+    ranks = [rank[way] for rank in split_ranks]
     for rank in ranks:
         require_followed(rank)
         assert max(rank["drifts"] + rank["differences"]) <= 1e-5
         assert rank["losses"] == pytest.approx(rank["losses_played_back"], abs=1e-5)
-        assert "tensor_parallel_size above 1 with tools" in rank["refusal"]
     # Two pairs, each of which holds the vocabulary's 99 rows once.
     assert [rank["num_rows_held"] for rank in ranks] == [50, 49, 50, 49]
     assert len({tuple(rank["losses"]) for rank in ranks}) == 4
+    # With tools every other process has one turn a step, and then rolls out with its neighbour.
+    more = 9 if way.endswith("tools") else 3
+    assert [rank["num_turns"] for rank in ranks] == [more, 3, more, 3]
 
 
 @pytest.mark.parametrize("way", BF16)

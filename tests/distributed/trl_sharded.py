@@ -6,19 +6,30 @@ Run by `processes.run_processes`, with the names of the ways to try. A way and a
 
 import faulthandler
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
+import trl.trainer.grpo_trainer as grpo
 from accelerated import allow_deepspeed, allow_fsdp
+from datasets import Dataset
 from packed_training import CASES, train_twice
 from peft import LoraConfig
-from playback import Watched, double, play_back, watched
+from playback import (
+    TOOL_TEMPLATE,
+    TOOLS,
+    Watched,
+    double,
+    parse_any_letter_as_a_call,
+    play_back,
+    watched,
+)
 from tiny import plain_logprobs
 from tiny_trainer import tiny_trainer
 
-from cb_rollout import ConfigurationError, RolloutConfig, attach
+from cb_rollout import RolloutConfig, attach
 from cb_rollout.compat.fsdp import local_part
 
 PROMPT, COMPLETION = [5, 6], [7, 8, 9]
@@ -44,12 +55,42 @@ def zero(stage: int) -> dict[str, Any]:
     return {"deepspeed": config, "use_cpu": False, "max_grad_norm": 1.0}
 
 
+def call_on_even_processes(*arguments: Any, **named: Any) -> dict[str, Any]:
+    """TRL's `parse_response`: the other processes have no turn but the first."""
+    message = parse_any_letter_as_a_call(*arguments, **named)
+    if int(os.environ["RANK"]) % 2:
+        message.pop("tool_calls", None)
+    return message
+
+
+def with_tools_on_some(tokenizer: Any) -> None:
+    """Prepare the tokenizer, and TRL, for calls that a random model writes."""
+    tokenizer.chat_template = TOOL_TEMPLATE
+    tokenizer.response_template = "parsed by the test"
+    grpo.parse_response = call_on_even_processes
+
+
+CHATS = {
+    "trainer_arguments": {
+        "tools": [double],
+        "train_dataset": Dataset.from_list(
+            [{"prompt": [{"role": "user", "content": f"{n} is what?"}]} for n in range(32)]
+        ),
+    },
+    "reward": lambda completions, **_: [float(len(str(c)) % 3) for c in completions],
+}
+
 WAYS: dict[str, dict[str, Any]] = {
     "ddp": {},
     "ddp_lora": {"trainer_arguments": ADAPTERS},
     "fsdp2": fsdp(2),
     "fsdp2_lora": {**fsdp(2), "trainer_arguments": ADAPTERS},
     "fsdp2_tensor_parallel": {**fsdp(2), "tensor_parallel_size": 2},
+    "fsdp2_tensor_parallel_tools": {
+        **(fsdp(2) | TOOLS | CHATS),
+        "tensor_parallel_size": 2,
+        "prepare_tokenizer": with_tools_on_some,
+    },
     "fsdp2_checkpointed": fsdp(2, activation_checkpointing=True),
     "fsdp2_bf16": {**fsdp(2), "bf16": True},
     "fsdp1": fsdp(1),
@@ -106,22 +147,13 @@ def train_as_played_back(output_dir: Path, settings: dict[str, Any]) -> dict[str
     settings = {**settings, "per_device_train_batch_size": 8, "learning_rate": 1e-2}
     settings.pop("tensor_parallel_size")
     alone = tiny_trainer(output_dir, **settings)
-    said = refusal(alone)
     played = play_back(alone, record.turns)
     alone.train()
-    return found | {"losses": record.losses, "losses_played_back": played.losses, "refusal": said}
-
-
-def refusal(trainer: Any) -> str:
-    """What is said against a trainer with tools."""
-    trainer.tools = [double]
-    try:
-        attach(trainer, RolloutConfig(tensor_parallel_size=2))
-    except ConfigurationError as error:
-        return str(error)
-    finally:
-        trainer.tools = []
-    return ""
+    return found | {
+        "losses": record.losses,
+        "losses_played_back": played.losses,
+        "num_turns": len(record.turns),
+    }
 
 
 STUCK_SECONDS = 280

@@ -32,6 +32,7 @@ from cb_rollout.integrations.trl.backend import (
     GENERATION_MODE,
     GenerationBackend,
     create_generator,
+    joined,
     training_bytes,
     trains_split_model,
 )
@@ -121,7 +122,7 @@ def attach(trainer: Any, config: Any = None) -> RolloutGenerator | PooledGenerat
     if config.numerics == Numerics.BITWISE:
         _require_whole_outputs(trainer)
     if (group := generator.manager.group) is not None:
-        _prepare_group(trainer, generator, group.data_parallel_rank)
+        _seed_alike(trainer, group.data_parallel_rank)
     records = None
     if trainer.accelerator.is_main_process:
         records = TrainerRecords(trainer, config.record_num_sequences)
@@ -158,6 +159,7 @@ def attach(trainer: Any, config: Any = None) -> RolloutGenerator | PooledGenerat
     if config.concurrent_tools and hasattr(trainer, "_tool_call_loop"):
         tools = ConcurrentTools(trainer, config.tool_timeout_seconds)
         backend.overrides.set(_tool_call_loop=tools.run)
+    _join_after_turns(trainer, backend)
     _watch(trainer, backend)
     return generator
 
@@ -264,31 +266,22 @@ def _require_settings(trainer: Any) -> None:
         )
 
 
-def _prepare_group(
-    trainer: Any, generator: RolloutGenerator | PooledGenerator, data_parallel_rank: int
-) -> None:
-    """Seed the processes that train one split model alike.
-
-    Raises:
-        ConfigurationError: processes that only share a copy have turns of conversations, of which
-            each may have another number.
-    """
+def _seed_alike(trainer: Any, data_parallel_rank: int) -> None:
+    """Seed the processes that train one split model alike: they must shuffle and drop alike."""
     if trains_split_model(trainer):
-        # TRL 1.16 seeds each process apart, but a group must shuffle and drop alike.
+        # TRL 1.16 seeds each process apart.
         set_seed(trainer.args.seed + data_parallel_rank)
+
+
+def _join_after_turns(trainer: Any, backend: GenerationBackend) -> None:
+    """Let a process whose conversations are over roll out with the others of a split copy."""
+    generator = backend.generator
+    if not isinstance(generator, RolloutGenerator) or generator.manager.group is None:
         return
-    rollout_func = getattr(trainer, "rollout_func", None)
-    for name, is_set in (
-        ("tools", bool(getattr(trainer, "tools", None))),
-        ("environments", getattr(trainer, "environment_factories", None) is not None),
-        ("rollout_func", rollout_func is not None),
-    ):
-        if is_set:
-            generator.close()
-            raise ConfigurationError(
-                f"tensor_parallel_size above 1 with {name}: the processes of a group generate "
-                "together, and their conversations have different numbers of turns; set 1."
-            )
+    for name in ("rollout_func", "_tool_call_loop"):
+        turns = getattr(trainer, name, None)
+        if turns is not None:
+            backend.overrides.set(**{name: joined(generator, turns)})
 
 
 def _install_bitwise(trainer: Any, backend: GenerationBackend) -> None:

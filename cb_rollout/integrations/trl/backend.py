@@ -6,8 +6,9 @@ Reads the trainer's attributes and imports no trl.
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback, TrainerState
@@ -114,6 +115,18 @@ def _optimizer(trainer: Any) -> Any:
         return trainer.optimizer
     chosen = getattr(trainer, "optimizer_cls_and_kwargs", None)
     return trainer.args.optim if chosen is None else chosen[0]
+
+
+def joined(generator: RolloutGenerator, turns: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls another one, then `generator.join()`."""
+
+    @wraps(turns)
+    def call(*arguments: Any, **named: Any) -> Any:
+        result = turns(*arguments, **named)
+        generator.join()
+        return result
+
+    return call
 
 
 def trains_split_model(trainer: Any) -> bool:

@@ -316,14 +316,14 @@ def _require_place(trainer: Any, strategy: Strategy) -> None:
             "GroupCollector in a loop of your own."
         )
     backend = _attached_backend(trainer)
-    faults = _faults(trainer, backend)
+    faults = _faults(trainer)
     if strategy.max_dropped_groups:
         faults |= {
             f"{setting}={value!r}, which mixes groups": getattr(trainer, setting, None) == value
             for setting, value in MIXES_GROUPS
         }
     if _samples_ahead(strategy):
-        faults |= _faults_ahead(trainer)
+        faults |= _faults_ahead(trainer, backend)
     for fault, is_so in faults.items():
         if is_so:
             raise ConfigurationError(
@@ -340,7 +340,7 @@ def _require_place(trainer: Any, strategy: Strategy) -> None:
             )
 
 
-def _faults(trainer: Any, backend: GenerationBackend | None) -> dict[str, bool]:
+def _faults(trainer: Any) -> dict[str, bool]:
     """Return what no strategy goes with, and whether the trainer has it."""
     args, num_generations = trainer.args, trainer.num_generations
     num_rows = args.per_device_train_batch_size * args.steps_per_generation
@@ -352,16 +352,11 @@ def _faults(trainer: Any, backend: GenerationBackend | None) -> dict[str, bool]:
         "a tensor-parallel model, whose processes must hold equal batches": (
             trains_split_model(trainer)
         ),
-        "tensor_parallel_size above 1, under which processes generate equally often": (
-            backend is not None
-            and backend.generator.manager.group is not None
-            and not trains_split_model(trainer)
-        ),
         "a train_dataset without a length": not hasattr(trainer.train_dataset, "__len__"),
     }
 
 
-def _faults_ahead(trainer: Any) -> dict[str, bool]:
+def _faults_ahead(trainer: Any, backend: GenerationBackend | None) -> dict[str, bool]:
     """Return what groups sampled ahead do not go with; RLOO has no tools."""
     several = "whose later turns begin when a batch is fixed"
     rollout_func = getattr(trainer, "rollout_func", None)
@@ -369,5 +364,8 @@ def _faults_ahead(trainer: Any) -> dict[str, bool]:
         f"tools, {several}": bool(getattr(trainer, "tools", None)),
         f"environments, {several}": getattr(trainer, "environment_factories", None) is not None,
         "rollout_func, which samples for itself": rollout_func is not None,
-        "a trainer that is not attached (call attach first)": _attached_backend(trainer) is None,
+        "tensor_parallel_size above 1, whose processes take their batches together": (
+            backend is not None and backend.generator.manager.group is not None
+        ),
+        "a trainer that is not attached (call attach first)": backend is None,
     }
