@@ -13,6 +13,7 @@ from tiny_vision import CHAT_TEMPLATE, picture
 from tiny_vision_trainer import NUM_PROMPTS, NUM_STEPS, rows, vision_trainer
 
 from cb_rollout import ConfigurationError, RolloutConfig, attach, detach
+from cb_rollout.integrations.trl import packed_loss
 from cb_rollout.integrations.trl.images import image_arguments
 from cb_rollout.integrations.trl.strategies import use_strategy
 from cb_rollout.metrics.run_records import find_run_dir, read_image, read_rollouts
@@ -127,6 +128,30 @@ def test_trls_own_settings_learn_what_trls_path_learns(tmp_path, model_type, col
     other.train()
     assert any(ours.losses)
     assert_learned_alike(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [("_difference", "as the test has it"), ("rows_with_images", "cannot be divided into rows")],
+)
+def test_text_is_packed_where_images_cannot_be(tmp_path, monkeypatch, fault, reason):
+    trainer = vision_trainer(tmp_path, per_device_eval_batch_size=4)
+    attach(trainer, RolloutConfig(verify_every_steps=0))
+    if fault == "_difference":
+        own = packed_loss.PackedLoss._difference
+        monkeypatch.setattr(
+            packed_loss.PackedLoss,
+            fault,
+            lambda self, run, *rest: reason if run.has_images else own(self, run, *rest),
+        )
+    else:
+        monkeypatch.delattr(packed_loss, fault)
+    with pytest.warns(UserWarning, match=rf"switched off for batches with images.*{reason}"):
+        trainer.train()
+    assert not any(logged(trainer, "rollout/prompts_shared"))
+    trainer.evaluate(rows("none"))
+    assert logged(trainer, "eval_rollout/prompts_shared")[0] > 0
+    trainer.vllm_generation.close()
 
 
 @pytest.mark.slow

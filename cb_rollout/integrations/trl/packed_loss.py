@@ -11,7 +11,7 @@ import itertools
 import math
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -142,16 +142,16 @@ class PackedLoss:
             return None
         if compute_aux_loss:
             layout = PackingLayout.WHOLE_ROWS
-        known = {"compute_entropy", *(IMAGE_ARGUMENTS if has_images else ())}
-        given = {name: value for name, value in settings.items() if value is not None}
-        unknown = [name for name in given if name not in known]
-        rows = None if unknown else rows_of(input_ids, attention_mask, logits_to_keep, routes)
-        if not self._are_fit(rows, unknown, _key(model, layout, has_images)):
+        rows, reason = _rows_of_batch(
+            hf_compat.unwrap(model),
+            rows_of(input_ids, attention_mask, logits_to_keep, routes),
+            settings,
+            logits_to_keep,
+            has_images=has_images,
+        )
+        if not self._are_fit(rows, reason, _key(model, layout, has_images)):
             return None
         assert rows is not None
-        if has_images:
-            inner = hf_compat.unwrap(model)
-            rows = rows_with_images(inner, rows, image_arguments(given), logits_to_keep)
         run = PackedScores(
             self._trainer, model, rows, layout, kept, compute_aux_loss, self._replay, counts
         )
@@ -188,18 +188,19 @@ class PackedLoss:
         own = settings.get(PIXELS) is not None
         return largest_of_all(self._trainer.accelerator, own) > 0
 
-    def _are_fit(self, rows: list[PackedRow] | None, given: list[str], key: ComparisonKey) -> bool:
+    def _are_fit(
+        self, rows: list[PackedRow] | None, reason: str | None, key: ComparisonKey
+    ) -> bool:
         """Return whether a batch can be packed, on every process where they wait for each other."""
         unfit = 0 if rows and any(row.completion_ids for row in rows) else NO_ROWS
-        if given:
+        if reason:
             unfit = OTHER_INPUTS
         if self._is_sharded or key not in self._compared:
             unfit = largest_of_all(self._trainer.accelerator, unfit)
             if unfit == OTHER_INPUTS:
-                reason = f"the batch has {', '.join(given)}" if given else ELSEWHERE
-                self._give_up(reason, key.has_images)
-        elif given:
-            _warn_of_batch(f"it has {', '.join(given)}")
+                self._give_up(reason or ELSEWHERE, key.has_images)
+        elif reason:
+            _warn_of_batch(reason)
         return not unfit
 
     def _is_proved(self, run: PackedScores, own_forward: OwnForward, logits_to_keep: int) -> bool:
@@ -293,6 +294,29 @@ class PackedLoss:
         free = devices.memory(self._trainer.accelerator.device).free_bytes
         left = max(0, free - self._bytes_to_come)
         return max(1, int(ACTIVATION_SHARE * left) // per_token)
+
+
+def _rows_of_batch(
+    model: Any,
+    rows: list[PackedRow] | None,
+    settings: Mapping[str, Any],
+    logits_to_keep: int,
+    *,
+    has_images: bool,
+) -> tuple[list[PackedRow] | None, str | None]:
+    """Return the rows with their images; or None, and a reason if it is an input of the batch."""
+    known = {"compute_entropy", *(IMAGE_ARGUMENTS if has_images else ())}
+    given = {name: value for name, value in settings.items() if value is not None}
+    if unknown := [name for name in given if name not in known]:
+        return None, f"the batch has {', '.join(unknown)}"
+    if rows is None or not has_images:
+        return rows, None
+    try:
+        return rows_with_images(model, rows, image_arguments(given), logits_to_keep), None
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # noqa: BLE001 - any error is the reason
+        return None, f"its images cannot be divided into rows: {error_text(error)}"
 
 
 def _warn_of_batch(reason: str) -> None:
