@@ -5,7 +5,7 @@ from processes import run_processes
 
 pytestmark = pytest.mark.slow
 
-WAYS = ("dynamic", "over", "partial", "fsdp2")
+WAYS = ("dynamic", "dynamic_split", "over", "partial", "fsdp2")
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +21,7 @@ def test_each_process_has_its_own_groups_and_the_loss_counts_all(pair, way):
         assert len(here["rows"]) == len(there["rows"]) == 12
         assert here["rows"] != there["rows"]
         assert here["num_items"] == there["num_items"] == here["num_tokens"] + there["num_tokens"]
-        if way in ("dynamic", "over"):
+        if way in ("dynamic", "dynamic_split", "over"):
             # Partial rollouts end what an older policy began; elsewhere the trainer's forward is
             # the reference of every token.
             assert max(here["difference"], there["difference"]) <= 1e-5
@@ -29,7 +29,7 @@ def test_each_process_has_its_own_groups_and_the_loss_counts_all(pair, way):
     assert max(drift for run in runs for drift in run["drifts"]) <= 1e-5
 
 
-@pytest.mark.parametrize("way", ["dynamic", "fsdp2"])
+@pytest.mark.parametrize("way", ["dynamic", "dynamic_split", "fsdp2"])
 def test_every_group_has_an_advantage_and_every_process_drops_as_many(pair, way):
     runs = [rank[way] for rank in pair]
     assert runs[0]["dropped"] == runs[1]["dropped"]
@@ -45,6 +45,12 @@ def test_groups_to_spare_go_to_the_process_that_lacks_some(pair):
     assert [rank["dealt"][0] for rank in pair] == [[own[0], 0], [own[1], 0]]
     assert [rank["dealt"][1] for rank in pair] == [[own[0][:1], 3], [own[1][:2], 3]]
     assert [rank["dealt"][2] for rank in pair] == [[own[0], 0], [[[1, 0], [0, 3], [0, 4]], 0]]
+
+
+def test_only_sampling_ahead_is_refused_over_a_split_copy(pair):
+    for rank in pair:
+        assert "tensor_parallel_size above 1" in rank["dynamic_split"]["refusal"]
+        assert rank["dynamic"]["refusal"] == ""
 
 
 def test_a_group_divided_over_processes_is_refused(pair):

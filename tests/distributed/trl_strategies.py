@@ -32,6 +32,7 @@ class Dapo(DynamicSampling, PartialRollouts):
 
 WAYS = {
     "dynamic": (DynamicSampling(max_dropped_groups=24), {}),
+    "dynamic_split": (DynamicSampling(max_dropped_groups=24), {"tensor_parallel_size": 2}),
     "over": (OverSampling(num_extra_groups=2), {}),
     "partial": (PartialRollouts(num_extra_groups=2, max_staleness=3), {}),
     "fsdp2": (Dapo(num_extra_groups=2, max_dropped_groups=24), fsdp(2)),
@@ -76,13 +77,16 @@ def described(batch: dict[str, Any]) -> dict[str, Any]:
 def train(output_dir: Path, way: str) -> dict[str, Any]:
     """Train one trainer for three steps, and return its batches."""
     strategy, settings = WAYS[way]
+    size = settings.get("tensor_parallel_size", 1)
+    settings = {name: value for name, value in settings.items() if name != "tensor_parallel_size"}
     few = {"per_device_train_batch_size": 12, "num_generations": 4}
     correction = {"vllm_importance_sampling_mode": "token_truncate"}
     trainer = tiny_trainer(
         output_dir, reward=often_equal, **UNEVEN, **few, **correction, **settings
     )
     checked = {"verify_every_steps": 1, "max_logprob_drift": 1e-4, "old_logps": "trainer"}
-    attach(trainer, RolloutConfig(**checked))
+    attach(trainer, RolloutConfig(**checked, tensor_parallel_size=size))
+    said = refusal_of_more(trainer, OverSampling(num_extra_groups=1))
     use_strategy(trainer, strategy)
     batches = kept_batches(trainer)
     trainer.train()
@@ -96,8 +100,18 @@ def train(output_dir: Path, way: str) -> dict[str, Any]:
         "batches": [described(batch) for batch in batches],
         "dropped": dropped,
         "drifts": drifts,
+        "refusal": said,
         "weight_sum": float(sum(weight.double().sum() for weight in weights)),
     }
+
+
+def refusal_of_more(trainer: Any, strategy: OverSampling) -> str:
+    """What is said against a strategy that samples ahead."""
+    try:
+        use_strategy(trainer, strategy)
+    except ConfigurationError as error:
+        return str(error)
+    return ""
 
 
 def refusal(output_dir: Path) -> str:
