@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import TrainerCallback, TrainerState
 
 from cb_rollout.compat.transformers import tensor_parallel_group, unwrap
+from cb_rollout.compat.zero3 import shards_models
 from cb_rollout.config.enums import ReleaseCache
 from cb_rollout.config.hf import as_trainers_config
 from cb_rollout.config.rollout import RolloutConfig
@@ -63,6 +64,16 @@ class Overrides:
         self._before.clear()
 
 
+def _require_whole_model(accelerator: Any) -> None:
+    """Refuse a pool where processes shard the model: a pool takes whole weights from one."""
+    if accelerator.num_processes > 1 and shards_models(accelerator):
+        raise ConfigurationError(
+            f"FSDP or ZeRO-3 shards the model over {accelerator.num_processes} processes, and a "
+            "pool takes whole weights from one; pass a RolloutConfig to attach instead of the "
+            "pool, or train under DDP."
+        )
+
+
 def create_generator(trainer: Any, config: Any) -> RolloutGenerator | PooledGenerator:
     """Create a generator of the trainer's model, tokenizer, seed and sampling settings.
 
@@ -80,6 +91,7 @@ def create_generator(trainer: Any, config: Any) -> RolloutGenerator | PooledGene
             "prompt itself, num_generations times; take it out."
         )
     if isinstance(config, RolloutPool):
+        _require_whole_model(trainer.accelerator)
         generator = PooledGenerator(config, trainer.model, trainer.generation_config)
     else:
         generator = RolloutGenerator(

@@ -258,6 +258,18 @@ def pool_of(**settings):
     return SimpleNamespace(config=RolloutConfig(**settings), tokenizer=None)
 
 
+@pytest.mark.parametrize("plugin", ["fsdp_plugin", "deepspeed_plugin"])
+def test_attach_refuses_a_pool_where_processes_shard_the_model(tmp_path, monkeypatch, plugin):
+    trainer = tiny_trainer(tmp_path)
+    state = trainer.accelerator.state
+    monkeypatch.setattr(type(state), plugin, SimpleNamespace(zero_stage=3), raising=False)
+    monkeypatch.setitem(vars(state), "num_processes", 2)
+    pool = object.__new__(RolloutPool)
+    with pytest.raises(ConfigurationError, match=r"2 processes.*pass a RolloutConfig"):
+        attach(trainer, pool)
+    assert not trainer.use_vllm
+
+
 @pytest.mark.parametrize("setting", [{"return_logprobs": False}, {"router_replay": True}])
 def test_settings_that_a_pools_trainer_cannot_use_are_named(setting):
     (name,) = setting
