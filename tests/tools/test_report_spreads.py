@@ -20,7 +20,7 @@ from cb_rollout.tools.report.pages import (
     steps_with_pages,
 )
 from cb_rollout.tools.report.summaries import GroupKind, RecordedStep, group_kind, quantiles
-from cb_rollout.tools.report.svg import compact
+from cb_rollout.tools.report.svg import compact, percent
 
 RNG = np.random.default_rng(0)
 LENGTHS = {step: RNG.integers(1, 400, 64).tolist() for step in range(1, 6)}
@@ -41,6 +41,7 @@ def recorded(folder, shift=0.0):
             "completions/mean_length": float(np.mean(lengths)),
             "rollout/staleness_mean": step / 4,
             "rollout/staleness_max": float(step),
+            "rollout/router_disagreement": step / 500,
         }
         recorder.record_metrics(StepMetrics(step, "train", scalars, lengths, GROUPS[step]))
         for number, logprobs in enumerate(LOGPROBS[step]):
@@ -73,6 +74,7 @@ def test_each_figure_tells_the_numbers_of_the_records(tmp_path):
             [-np.mean(logprobs[:16]) for logprobs in LOGPROBS[step]]
         ),
         "Staleness": lambda step: f"mean {compact(step / 4)} versions",
+        "Routes": lambda step: f"{percent(step / 500)} of the choices",
         "Policy versions": lambda step: f"versions {step} to {step + 1}",
         "Groups": lambda step: {
             1: "50% solved, 50% mixed, 0% unsolved",

@@ -97,6 +97,21 @@ def drift_figure(metrics: Sequence[StepMetrics]) -> str:
     return figure("Log-probability drift", "largest of a step, nats", chart, keys)
 
 
+def routes_figure(metrics: Sequence[StepMetrics]) -> str:
+    """Draw the share of router choices that differ from the rollout's, by step."""
+    shares = series(metrics, "rollout/router_disagreement")
+    if not shares:
+        return ""
+    chart = curve_chart(
+        _filled(shares),
+        x=step_axis(shares),
+        y=linear_axis((value for _, value in shares), low=0, num_ticks=4, label=percent),
+        title=f"Router choices that differ from the rollout's over {len(shares)} steps",
+        tips=tips_at(shares, lambda value: f"{percent(value)} of the choices"),
+    )
+    return figure("Routes", "router choices that differ from the rollout's, unreplayed", chart)
+
+
 def lengths_figure(metrics: Sequence[StepMetrics]) -> str:
     """Draw histograms of the completion lengths of the first and the last third of the steps."""
     lengths = completion_lengths(metrics)

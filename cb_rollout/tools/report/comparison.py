@@ -59,6 +59,12 @@ OVERLAYS: tuple[tuple[str, str, str, Callable[[float], str]], ...] = (
         percent,
     ),
     ("rollout/staleness_mean", "Staleness", "mean of each step's tokens, versions", compact),
+    (
+        "rollout/router_disagreement",
+        "Routes",
+        "router choices that differ from the rollout's, unreplayed",
+        percent,
+    ),
     *((key, "Log-probability drift", f"{key}, nats", scientific) for key in DRIFT_KEYS),
 )
 

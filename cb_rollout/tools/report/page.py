@@ -31,6 +31,7 @@ from cb_rollout.tools.report.charts import (
     DRIFT_KEYS,
     drift_figure,
     lengths_figure,
+    routes_figure,
     share_figure,
     throughput_figure,
 )
@@ -169,6 +170,7 @@ def _charts(metrics: Sequence[StepMetrics], steps: Mapping[int, RecordedStep]) -
         throughput_figure(metrics),
         share_figure(metrics),
         drift_figure(metrics),
+        routes_figure(metrics),
         lengths_figure(metrics),
     ]
     drawn = "\n".join(filter(None, figures))
