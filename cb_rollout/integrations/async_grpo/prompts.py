@@ -65,7 +65,7 @@ class PromptSource:
             with self._lock:
                 index, self._next_index = self._next_index, self._next_index + 1
                 self._open[index] = None
-            yield {"prompt": self._rendered(row["prompt"]), "row": row, "index": index}
+            yield {"prompt": self._rendered(row.get("prompt")), "row": row, "index": index}
 
     def drop(self, index: int) -> None:
         """Note that a prompt's completions are not trained on, unless `queue` follows."""

@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from transformers import AutoTokenizer
@@ -43,6 +43,9 @@ from cb_rollout.rollout.generator import RolloutGenerator
 from cb_rollout.strategies import Group, GroupCollector, Plain, RequestStream, Strategy
 from cb_rollout.strategies.request_stream import Generator
 from cb_rollout.types import GenerationOutput
+
+if TYPE_CHECKING:
+    from cb_rollout.integrations.async_grpo.conversations import ConversationLoop
 
 # Interval at which a wait looks whether the run is over.
 POLL_SECONDS = 0.2
@@ -112,6 +115,8 @@ class AsyncRollouts:
         pool: RolloutPool | None = None,
         strategy: Strategy | None = None,
         in_flight: Literal["keep", "recompute"] = "recompute",
+        tools: list[Callable[..., Any]] | None = None,
+        environment_factory: Any = None,
     ) -> None:
         """Load the engine's model; generation starts with the trainer.
 
@@ -130,12 +135,26 @@ class AsyncRollouts:
                 flight. None: nothing is dropped.
             in_flight: treatment of unfinished completions when the weights change; see
                 `ContinuousBatchingManager.pause`.
+            tools: functions that a model may call, as `AsyncGRPOTrainer` takes them; prompts are
+                chats then. TRL's own loop calls them and forms the rows to train on.
+            environment_factory: makes an environment for each conversation, as
+                `AsyncGRPOTrainer` takes it; its `get_reward` may take the place of `reward_funcs`.
 
         Raises:
             ConfigurationError: a setting needs a server, or cannot be honoured.
         """
         require_settings(args, in_flight)
         require_data(train_dataset, reward_funcs)
+        self._conversation_settings: dict[str, Any] = {
+            "tools": tools,
+            "environment_factory": environment_factory,
+        }
+        self._has_conversations = bool(tools) or environment_factory is not None
+        if self._has_conversations and strategy is not None:
+            raise ConfigurationError(
+                "a strategy with tools or environments: TRL's own loop scores conversations; leave "
+                "strategy out."
+            )
         if pool is not None and config is not None:
             raise ConfigurationError("a pool has a config already; leave config out.")
         self._args = args
@@ -161,6 +180,7 @@ class AsyncRollouts:
             )
         )
         self.generator = self._engine.generator
+        self._tool_timeout_seconds = self.generator.config.tool_timeout_seconds
         self._max_outstanding = max_outstanding(args)
         self.metrics_queue: queue.Queue[dict[str, Any]] = queue.Queue()
         self.rollout_buffer = SampleQueue(self._max_outstanding, self._report_age)
@@ -169,6 +189,7 @@ class AsyncRollouts:
         )
         self._model_version = 0
         self._first_version = 0
+        self._conversations: ConversationLoop | None = None
         self._is_stopping = threading.Event()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -178,12 +199,15 @@ class AsyncRollouts:
         """Start generating; the trainer has sent its weights."""
         self._is_stopping.clear()
         self._error, self._last_progress = None, time.monotonic()
-        self._thread = threading.Thread(target=self._run, name="cb_rollout async", daemon=True)
+        run = self._run_conversations if self._has_conversations else self._run
+        self._thread = threading.Thread(target=run, name="cb_rollout async", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
         """Stop the thread and the engine; may be called twice."""
         self._is_stopping.set()
+        if self._conversations is not None:
+            self._conversations.stop()
         self._engine.resume()
         if self._thread is not None:
             self._thread.join()
@@ -192,6 +216,8 @@ class AsyncRollouts:
     def update_model_version(self, model_version: int) -> None:
         """Take the trainer's version of the weights that it has just sent."""
         self._model_version = model_version
+        if self._conversations is not None:
+            self._conversations.version.value = model_version
         self._first_version = model_version - self.generator.policy_version
 
     def check_health(self, stale_after_s: float) -> None:
@@ -244,9 +270,10 @@ class AsyncRollouts:
             limit = min(limit, self._args.max_inflight_tasks)
         return max(1, limit // self._args.num_generations)
 
-    def _run(self) -> None:
+    @property
+    def _params(self) -> SamplingParams:
         args = self._args
-        params = SamplingParams(
+        return SamplingParams(
             temperature=args.temperature,
             top_p=args.top_p,
             top_k=max(0, args.top_k),
@@ -255,6 +282,40 @@ class AsyncRollouts:
             max_new_tokens=args.max_completion_length,
             stop_token_ids=(self._tokenizer.eos_token_id,),
         )
+
+    def _run_conversations(self) -> None:
+        # It imports trl's experimental trainer, which a run without tools does without.
+        from cb_rollout.integrations.async_grpo.conversations import ConversationLoop
+
+        limit = self._args.max_inflight_tasks
+        try:
+            self._conversations = ConversationLoop(
+                self.generator,
+                self._params,
+                self._source,
+                self.rollout_buffer,
+                self._args,
+                max_inflight_tasks=min(limit, self._max_outstanding)
+                if limit > 0
+                else self._max_outstanding,
+                tool_timeout_seconds=self._tool_timeout_seconds,
+                on_progress=self._note_progress,
+                reward_funcs=self._reward_funcs,
+                processing_class=self._tokenizer,
+                metrics_queue=self.metrics_queue,
+                **self._conversation_settings,
+            )
+            self._conversations.version.value = self._model_version
+            if not self._is_stopping.is_set():
+                self._conversations.run()
+        except BaseException as error:  # noqa: BLE001  the trainer's thread raises it
+            self._error = error
+
+    def _note_progress(self) -> None:
+        self._last_progress = time.monotonic()
+
+    def _run(self) -> None:
+        args, params = self._args, self._params
         try:
             collector = GroupCollector(
                 _StoppableStream(self.generator, params, self._is_stopping),
