@@ -86,6 +86,7 @@ def test_conversations_are_trained_on(checkpoint, tmp_path, monkeypatch, kind): 
     several = [s for s in rollouts.taken if "010" in turns_of(s)]
     assert several
     fresh = [s for s in several if s.model_version == 0]
+    assert fresh
     for sample in fresh[:8]:
         ids, mask = sample.input_ids.tolist(), sample.completion_mask.tolist()
         start = mask.index(1)

@@ -20,15 +20,18 @@ TREE_ATTENTION = "tree_fa3"
 TRAINER_MODULE = "trl.experimental.async_grpo.async_grpo_trainer"
 
 
-def report_no_peak_flops() -> None:
-    """Switch the report of peak flops off: without CUDA, no trainer can be made with it."""
+def adapt_trainers() -> None:
+    """Let trainers that are made from now on run without CUDA, on every process.
+
+    They register this attention in place of their kernel, and report no share of a device's peak.
+    """
     module: Any = sys.modules.get(TRAINER_MODULE)
     if module is not None:
         module.get_peak_flops_per_device = lambda accelerator, dtype: None
+        module.register_tree_attention = _register
 
 
-def register_plain_tree_attention() -> None:
-    """Register this attention under the kernel's name; call it after the trainer is made."""
+def _register() -> None:
     AttentionInterface.register(TREE_ATTENTION, plain_tree_attention)
 
 

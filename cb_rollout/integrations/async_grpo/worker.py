@@ -34,10 +34,7 @@ from cb_rollout.integrations.async_grpo.settings import (
     require_settings,
     samples_per_step,
 )
-from cb_rollout.integrations.async_grpo.tree_attention import (
-    register_plain_tree_attention,
-    report_no_peak_flops,
-)
+from cb_rollout.integrations.async_grpo.tree_attention import adapt_trainers
 from cb_rollout.integrations.ray.pool import RolloutPool
 from cb_rollout.rollout.generator import RolloutGenerator
 from cb_rollout.strategies import Group, GroupCollector, Plain, RequestStream, Strategy
@@ -101,7 +98,11 @@ class _Asynchronous(Strategy):
 
 
 class AsyncRollouts:
-    """Rollout worker and weight transfer of an `AsyncGRPOTrainer`, in process."""
+    """Rollout worker and weight transfer of an `AsyncGRPOTrainer`, in process.
+
+    Of several trainer processes the first one samples for all, as the trainer wants it; the others
+    make this object too, which has no engine there.
+    """
 
     def __init__(
         self,
@@ -160,7 +161,7 @@ class AsyncRollouts:
         self._args = args
         self._reward_funcs = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
         if args.device.type != "cuda":
-            report_no_peak_flops()
+            adapt_trainers()
         if processing_class is None:
             if not isinstance(model, str):
                 raise ConfigurationError("a module has no tokenizer; pass processing_class too.")
@@ -169,18 +170,6 @@ class AsyncRollouts:
         self._source = PromptSource(train_dataset, processing_class, args.chat_template_kwargs)
         self.callback = PositionCallback(self._source, samples_per_step(args))
         """For the trainer's `callbacks`: a resumed run then goes on with the next prompt."""
-        self._engine = (
-            PooledEngine(pool, in_flight)
-            if pool is not None
-            else LocalEngine(
-                RolloutGenerator(
-                    own_model(model, args), engine_config(config, args), tokenizer=processing_class
-                ),
-                in_flight,
-            )
-        )
-        self.generator = self._engine.generator
-        self._tool_timeout_seconds = self.generator.config.tool_timeout_seconds
         self._max_outstanding = max_outstanding(args)
         self.metrics_queue: queue.Queue[dict[str, Any]] = queue.Queue()
         self.rollout_buffer = SampleQueue(self._max_outstanding, self._report_age)
@@ -194,6 +183,21 @@ class AsyncRollouts:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._last_progress = time.monotonic()
+        if args.process_index:
+            return
+        self._engine = (
+            PooledEngine(pool, in_flight)
+            if pool is not None
+            else LocalEngine(
+                RolloutGenerator(
+                    own_model(model, args), engine_config(config, args), tokenizer=processing_class
+                ),
+                in_flight,
+            )
+        )
+        self.generator = self._engine.generator
+        """Of the first process; the others have none."""
+        self._tool_timeout_seconds = self.generator.config.tool_timeout_seconds
 
     def start(self) -> None:
         """Start generating; the trainer has sent its weights."""
@@ -205,6 +209,8 @@ class AsyncRollouts:
 
     def stop(self) -> None:
         """Stop the thread and the engine; may be called twice."""
+        if self._args.process_index:
+            return
         self._is_stopping.set()
         if self._conversations is not None:
             self._conversations.stop()
@@ -238,9 +244,7 @@ class AsyncRollouts:
             )
 
     def init_weight_transfer(self) -> None:
-        """Replace the trainer's attention kernel where it cannot run; the trainer was made."""
-        if self._args.device.type != "cuda":
-            register_plain_tree_attention()
+        """Do nothing: the engine is in this process."""
 
     def pause(self) -> None:
         """Pause the engine between two forwards."""
