@@ -5,13 +5,14 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cb_rollout.config.enums import RolloutDtype, WeightSync
 from cb_rollout.config.hf import as_trainers_config
 from cb_rollout.config.rollout import RolloutConfig
 from cb_rollout.errors import ConfigurationError
 from cb_rollout.integrations.trl.images import images_in
+from cb_rollout.rollout.generator import RolloutGenerator
 
 
 def engine_config(config: Any, args: Any) -> RolloutConfig:
@@ -33,8 +34,13 @@ def engine_config(config: Any, args: Any) -> RolloutConfig:
     return replace(resolved, weight_sync=WeightSync.SHARED, rollout_dtype=dtype)
 
 
-def require_settings(args: Any, in_flight: str) -> None:
+def require_settings(args: Any, in_flight: str, is_strategy_ignored: bool = False) -> None:
     """Refuse settings that need a server, or that would be ignored."""
+    if is_strategy_ignored:
+        raise ConfigurationError(
+            "a strategy with tools or environments: TRL's own loop scores conversations; leave "
+            "strategy out."
+        )
     if args.token_budget is None:
         raise ConfigurationError(
             "token_budget=None asks a vLLM server for its limit; set it to the most tokens of one "
@@ -90,6 +96,23 @@ def require_data(train_dataset: Any, reward_funcs: Any) -> None:
         raise ConfigurationError(
             f"{where}, and AsyncGRPOTrainer's loss takes text alone; use attach with a GRPOTrainer."
         )
+
+
+def own_tokenizer(model: str | torch.nn.Module, processing_class: Any) -> Any:
+    """Return the tokenizer that was given, else the checkpoint's."""
+    if processing_class is not None:
+        return processing_class
+    if not isinstance(model, str):
+        raise ConfigurationError("a module has no tokenizer; pass processing_class too.")
+    return AutoTokenizer.from_pretrained(model)
+
+
+def create_generator(
+    model: str | torch.nn.Module, args: Any, config: Any, tokenizer: Any
+) -> RolloutGenerator:
+    """Create a generator of an engine's own module."""
+    settings = engine_config(config, args)
+    return RolloutGenerator(own_model(model, args), settings, tokenizer=tokenizer)
 
 
 def own_model(model: str | torch.nn.Module, args: Any) -> torch.nn.Module:

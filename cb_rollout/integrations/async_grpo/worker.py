@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from transformers import AutoTokenizer
 
 from cb_rollout.config.sampling import SamplingParams
 from cb_rollout.errors import ConfigurationError, RolloutError, error_text
@@ -27,16 +26,15 @@ from cb_rollout.integrations.async_grpo.samples import (
     summed_rewards,
 )
 from cb_rollout.integrations.async_grpo.settings import (
-    engine_config,
+    create_generator,
     max_outstanding,
-    own_model,
+    own_tokenizer,
     require_data,
     require_settings,
     samples_per_step,
 )
 from cb_rollout.integrations.async_grpo.tree_attention import adapt_trainers
 from cb_rollout.integrations.ray.pool import RolloutPool
-from cb_rollout.rollout.generator import RolloutGenerator
 from cb_rollout.strategies import Group, GroupCollector, Plain, RequestStream, Strategy
 from cb_rollout.strategies.request_stream import Generator
 from cb_rollout.types import GenerationOutput
@@ -144,29 +142,21 @@ class AsyncRollouts:
         Raises:
             ConfigurationError: a setting needs a server, or cannot be honoured.
         """
-        require_settings(args, in_flight)
+        has_conversations = bool(tools) or environment_factory is not None
+        require_settings(args, in_flight, has_conversations and strategy is not None)
         require_data(train_dataset, reward_funcs)
         self._conversation_settings: dict[str, Any] = {
             "tools": tools,
             "environment_factory": environment_factory,
         }
-        self._has_conversations = bool(tools) or environment_factory is not None
-        if self._has_conversations and strategy is not None:
-            raise ConfigurationError(
-                "a strategy with tools or environments: TRL's own loop scores conversations; leave "
-                "strategy out."
-            )
+        self._has_conversations = has_conversations
         if pool is not None and config is not None:
             raise ConfigurationError("a pool has a config already; leave config out.")
         self._args = args
         self._reward_funcs = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
         if args.device.type != "cuda":
             adapt_trainers()
-        if processing_class is None:
-            if not isinstance(model, str):
-                raise ConfigurationError("a module has no tokenizer; pass processing_class too.")
-            processing_class = AutoTokenizer.from_pretrained(model)
-        self._tokenizer = processing_class
+        self._tokenizer = processing_class = own_tokenizer(model, processing_class)
         self._source = PromptSource(train_dataset, processing_class, args.chat_template_kwargs)
         self.callback = PositionCallback(self._source, samples_per_step(args))
         """For the trainer's `callbacks`: a resumed run then goes on with the next prompt."""
@@ -188,12 +178,7 @@ class AsyncRollouts:
         self._engine = (
             PooledEngine(pool, in_flight)
             if pool is not None
-            else LocalEngine(
-                RolloutGenerator(
-                    own_model(model, args), engine_config(config, args), tokenizer=processing_class
-                ),
-                in_flight,
-            )
+            else LocalEngine(create_generator(model, args, config, processing_class), in_flight)
         )
         self.generator = self._engine.generator
         """Of the first process; the others have none."""

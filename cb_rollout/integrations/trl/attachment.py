@@ -4,7 +4,7 @@ TRL 1.16 asks an object named `vllm_generation` for completions, and every switc
 an attribute of the trainer, not of its arguments. So a trainer made without vLLM takes that path
 once its attributes are set, with our object at its end; `args.use_vllm` stays False and vLLM is
 never imported. Every attribute and method of the trainer is replaced here, once. The only file
-that imports trl. Called from the thread that trains, before or after training.
+of this folder that imports trl. Called from the thread that trains, before or after training.
 """
 
 import inspect
