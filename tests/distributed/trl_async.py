@@ -92,7 +92,7 @@ def main(checkpoint: str, way: str, path: str) -> None:
         "rows": rows,
         "taken": [sample.input_ids.tolist() for sample in rollouts.taken],
         "has_engine": hasattr(rollouts, "generator"),
-        "weight_sum": float(sum(weight.double().abs().sum() for weight in weights)),
+        "weights": [float(weight.double().abs().sum()) for weight in weights],
         "ratios": [log["ratio"] for log in trainer.state.log_history if "ratio" in log],
         "steps": trainer.state.global_step,
     }

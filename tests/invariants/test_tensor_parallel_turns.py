@@ -35,6 +35,9 @@ class ThreadGroup:
     def smallest(self, value: int) -> int:
         return value
 
+    def gather(self, value: Any) -> list[Any]:
+        return [value] * len(self.ranks)
+
     def send(self, turn: EngineTurn) -> None:
         self._turns.put(turn)
 

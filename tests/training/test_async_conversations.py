@@ -2,6 +2,7 @@
 
 import threading
 import time
+from typing import ClassVar
 
 import pytest
 import trl.experimental.async_grpo.async_rollout_worker as trl_worker
@@ -85,18 +86,23 @@ def test_conversations_are_trained_on(checkpoint, tmp_path, monkeypatch, kind): 
     assert not rollouts.generator.manager.is_running()
     several = [s for s in rollouts.taken if "010" in turns_of(s)]
     assert several
-    for sample in several[:8]:
+    for sample in several:
         ids, mask = sample.input_ids.tolist(), sample.completion_mask.tolist()
         start = mask.index(1)
+        runs = [version for version, count in sample.token_versions for _ in range(count)]
+        assert len(runs) == sum(mask)
+        assert sample.model_version == min(runs)
+        expected = {
+            version: plain_logprobs(rollouts.policies[version], ids[:start], ids[start:])
+            for version in set(runs)
+        }
+        versions = iter(runs)
         found = sample.old_log_probs.tolist()[start:]
-        # The weights may change within a conversation.
-        policies = [
-            p for version, p in rollouts.policies.items() if version >= sample.model_version
-        ]
-        expected = [plain_logprobs(policy, ids[:start], ids[start:]) for policy in policies]
-        for sampled, is_trained, *wanted in zip(found, mask[start:], *expected, strict=True):
-            off = min(abs(sampled - one) for one in wanted) if is_trained else abs(sampled)
-            assert off <= (1e-5 if is_trained else 0)
+        for place, (sampled, is_trained) in enumerate(zip(found, mask[start:], strict=True)):
+            wanted = expected[next(versions)][place] if is_trained else 0
+            assert sampled == pytest.approx(wanted, abs=1e-5)
+    # A later turn reads the keys of the turns before.
+    assert rollouts.generator.manager.counters.prefill_tokens_saved > 0
     # What TRL's trainer would log of its own worker.
     logs = [log for log in trainer.state.log_history if "reward" in log]
     assert logs[0]["ratio"] == pytest.approx(1.0, abs=1e-4)
@@ -110,7 +116,7 @@ def turns_of(sample) -> str:
 
 
 def test_a_tool_that_hangs_or_raises_costs_its_own_conversation(checkpoint, tmp_path, monkeypatch):  # noqa: F811
-    released, called = threading.Event(), []
+    released, called, starts = threading.Event(), [], []
 
     def work(number: int) -> int:
         """Works, or not.
@@ -122,6 +128,7 @@ def test_a_tool_that_hangs_or_raises_costs_its_own_conversation(checkpoint, tmp_
             The same.
         """
         called.append(number)
+        starts.append(time.monotonic())
         if len(called) % 3 == 1:
             raise ValueError("no such number")
         if len(called) % 3 == 2:
@@ -137,9 +144,80 @@ def test_a_tool_that_hangs_or_raises_costs_its_own_conversation(checkpoint, tmp_
     assert trainer.state.global_step == 2
     assert time.monotonic() - started < 50
     released.set()
+    # While a call hangs, other conversations call theirs.
+    assert any(0 < later - start < 0.3 for start in starts[1::3] for later in starts)
     said = [m["content"] for s in rollouts.taken for m in s.completion if m["role"] == "tool"]
     assert any("no such number" in text for text in said)
     assert any("tool_timeout_seconds=0.3" in text for text in said)
+
+
+class Stuck:
+    """An environment whose tool hangs the first time that it is called anywhere."""
+
+    made: ClassVar[list["Stuck"]] = []
+    released: ClassVar[threading.Event] = threading.Event()
+    hung: ClassVar[list["Stuck"]] = []
+
+    def __init__(self) -> None:
+        self.made.append(self)
+        self.num_resets = 0
+
+    def reset(self, **_):
+        self.num_resets += 1
+
+    def wait(self, number: int) -> int:
+        """Waits.
+
+        Args:
+            number: any.
+
+        Returns:
+            The same.
+        """
+        if not self.hung:
+            self.hung.append(self)
+            self.released.wait(60)
+        return number
+
+
+def test_an_environment_in_which_a_call_still_runs_is_not_used_again(
+    checkpoint,  # noqa: F811
+    tmp_path,
+    monkeypatch,
+):
+    tokenizer = tool_tokenizer(monkeypatch)
+    args = settings_of(tmp_path, **SETTINGS)
+    config = RolloutConfig(tool_timeout_seconds=0.3)
+    rollouts = rollouts_of(checkpoint, args, tokenizer, environment_factory=Stuck, config=config)
+    trainer = trained(checkpoint, tokenizer, args, rollouts)
+    Stuck.released.set()
+    assert trainer.state.global_step == 3
+    (hung,) = Stuck.hung
+    assert hung.num_resets == 1
+    assert any(environment.num_resets > 1 for environment in Stuck.made)
+
+
+def test_conversations_that_all_hang_are_reported(checkpoint, tmp_path, monkeypatch):  # noqa: F811
+    released = threading.Event()
+
+    def wait(number: int) -> int:
+        """Waits.
+
+        Args:
+            number: any.
+
+        Returns:
+            The same.
+        """
+        released.wait(60)
+        return number
+
+    tokenizer = tool_tokenizer(monkeypatch)
+    args = settings_of(tmp_path, **SETTINGS, heartbeat_stale_after_s=2)
+    rollouts = rollouts_of(checkpoint, args, tokenizer, tools=[wait])
+    with pytest.raises(RolloutError, match="heartbeat_stale_after_s=2"):
+        trained(checkpoint, tokenizer, args, rollouts)
+    released.set()
 
 
 def test_what_cannot_be_is_refused(checkpoint, tmp_path, monkeypatch):  # noqa: F811

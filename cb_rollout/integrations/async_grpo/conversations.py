@@ -6,17 +6,24 @@ its turns in place of a server. The only file of this folder that imports trl.
 """
 
 import asyncio
+import inspect
 import queue
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
 from contextlib import suppress
 from contextvars import ContextVar
+from functools import partial
+from itertools import chain, compress, groupby
 from typing import Any
 
 import torch
-from trl.experimental.async_grpo.async_rollout_worker import RolloutGroup, _AsyncRolloutLoop
+from trl.experimental.async_grpo.async_rollout_worker import (
+    RolloutGroup,
+    TurnRecord,
+    _AsyncRolloutLoop,
+    _chain_to_sequences,
+)
 
 from cb_rollout.config.sampling import SamplingParams
 from cb_rollout.engine.service.output_queue import CallbackSink
@@ -31,27 +38,29 @@ from cb_rollout.integrations.async_grpo.samples import RolloutSample, SampleQueu
 from cb_rollout.strategies.request_stream import Generator
 from cb_rollout.types import GenerationOutput, RequestStatus
 
-# Turns of the conversation that the present task rolls out.
-NUM_TURNS: ContextVar[int] = ContextVar("NUM_TURNS", default=0)
+# Of the conversation that the present task rolls out: its turns, with the policy version of each
+# token in place of its log-probability.
+TURNS: ContextVar[list[TurnRecord]] = ContextVar("TURNS")
 
 
 class SharedNumber:
     """A number that TRL's loop shares with its trainer, here within one process."""
 
-    def __init__(self, on_change: Callable[[], None] | None = None) -> None:
-        self._value = 0.0
-        self._on_change = on_change
+    def __init__(self) -> None:
+        self.value = 0.0
 
-    @property
-    def value(self) -> float:
-        """Return the number."""
-        return self._value
 
-    @value.setter
-    def value(self, value: float) -> None:
-        self._value = value
-        if self._on_change is not None:
-            self._on_change()
+class EnvironmentPool(list[Any]):
+    """Environments between two conversations, without those in which a call still runs."""
+
+    def __init__(self, environments: list[Any], hung: list[Any]) -> None:
+        super().__init__(environments)
+        self._hung = hung
+
+    def append(self, environment: Any, /) -> None:
+        """Take an environment back, unless it hangs."""
+        if not any(environment is one for one in self._hung):
+            super().append(environment)
 
 
 class DaemonThreads(Executor):
@@ -87,6 +96,7 @@ class ConversationLoop(_AsyncRolloutLoop):
         *,
         max_inflight_tasks: int,
         tool_timeout_seconds: float | None,
+        first_version: Callable[[], int],
         on_progress: Callable[[], None],
         **settings: Any,
     ) -> None:
@@ -100,7 +110,8 @@ class ConversationLoop(_AsyncRolloutLoop):
             args: the trainer's `AsyncGRPOConfig`.
             max_inflight_tasks: conversations at once.
             tool_timeout_seconds: longest time of one tool call; None: unlimited.
-            on_progress: called many times a second while the loop runs.
+            first_version: gives the trainer's version that is the engine's policy version 0.
+            on_progress: called when a turn, a tool or the scoring of a group has ended.
             **settings: `reward_funcs`, `tools`, `environment_factory`, `processing_class` and
                 `metrics_queue` of TRL's loop.
 
@@ -115,7 +126,7 @@ class ConversationLoop(_AsyncRolloutLoop):
             eos_token_ids=[settings["processing_class"].eos_token_id],
             rollout_buffer=samples,  # pyright: ignore[reportArgumentType]
             model_version_value=self.version,  # pyright: ignore[reportArgumentType]
-            heartbeat_value=SharedNumber(on_progress),  # pyright: ignore[reportArgumentType]
+            heartbeat_value=SharedNumber(),  # pyright: ignore[reportArgumentType]
             failed_event=threading.Event(),  # pyright: ignore[reportArgumentType]
             exception_info_queue=queue.Queue(),  # pyright: ignore[reportArgumentType]
             num_generations=args.num_generations,
@@ -130,7 +141,14 @@ class ConversationLoop(_AsyncRolloutLoop):
         )
         self._tool_pool = DaemonThreads()  # pyright: ignore[reportAttributeAccessIssue]
         self._generator, self._params, self._source = generator, params, source
-        self._tool_timeout_seconds = tool_timeout_seconds
+        self._tool_timeout_seconds, self._on_progress = tool_timeout_seconds, on_progress
+        self._first_version = first_version
+        self._hung: list[Any] = []
+        if self.environment_factories is not None:
+            self._environment_pool = {
+                name: EnvironmentPool(environments, self._hung)
+                for name, environments in self._environment_pool.items()
+            }
 
     def run(self) -> None:
         """Roll out until `stop`, or until something raises."""
@@ -167,19 +185,28 @@ class ConversationLoop(_AsyncRolloutLoop):
                 yield taken["index"], taken["row"]
 
     async def _generate_one(self, *arguments: Any, **named: Any) -> Any:
-        NUM_TURNS.set(0)
-        return await super()._generate_one(*arguments, **named)
+        TURNS.set([])
+        result = await super()._generate_one(*arguments, **named)
+        # TRL leaves tokens out that later turns render otherwise, and divides conversations into
+        # rows. The versions are reconciled as it reconciles the log-probabilities.
+        rows, _ = _chain_to_sequences(TURNS.get(), "", self._fork_threshold_tokens)
+        sequences: list[Any] = result[2]
+        for sequence, row in zip(sequences, rows, strict=True):
+            trained = compress(row.old_log_probs, row.completion_mask)
+            sequence.token_versions = [
+                (int(version), len(list(tokens))) for version, tokens in groupby(trained)
+            ]
+        return result
 
     async def _generate_one_turn(self, prompt_ids: list[int]) -> tuple[list[int], list[float]]:
-        manager = self._generator.manager
-        num_turns = NUM_TURNS.get()
-        NUM_TURNS.set(num_turns + 1)
+        manager, turns = self._generator.manager, TURNS.get()
         try:
             (request,) = manager.create_requests([prompt_ids], [self._params], members=range(1))
         except InvalidRequestError:
-            if not num_turns:
+            if not turns:
                 raise
             # The tools' results are too long: the conversation ends with the turns before.
+            turns.append(TurnRecord(prompt_ids, []))
             return [], []
         ended: asyncio.Future[GenerationOutput] = self._loop.create_future()
 
@@ -197,48 +224,75 @@ class ConversationLoop(_AsyncRolloutLoop):
             raise RolloutError(
                 f"a turn could not be produced: {output.error or output.status.value}"
             )
+        self._on_progress()
+        versions = [
+            float(version) for version, count in output.policy_versions for _ in range(count)
+        ]
+        turns.append(TurnRecord(prompt_ids, output.generated_tokens, versions))
         return output.generated_tokens, output.logprobs
 
     async def _execute_tool_calls(
         self, tool_calls: list[dict[str, Any]], tool_dict: dict[str, Callable[..., Any]]
     ) -> tuple[list[dict[str, str]], int, int]:
-        messages, num_failures = [], 0
-        for call in tool_calls:
-            running = super()._execute_tool_calls([call], tool_dict)
-            try:
-                found, _, failed = await asyncio.wait_for(running, self._tool_timeout_seconds)
-            except TimeoutError:
-                name, failed = call["function"]["name"], 1
-                error = ToolTimeoutError(
-                    f"the tool {name} took longer than "
-                    f"tool_timeout_seconds={self._tool_timeout_seconds:g}."
-                )
-                found = [{"role": "tool", "name": name, "content": str({"error": str(error)})}]
-            messages += found
-            num_failures += failed
-        return messages, len(tool_calls), num_failures
+        tools = {name: self._limited(name, tool_dict) for name in tool_dict}
+        return await super()._execute_tool_calls(tool_calls, tools)
+
+    def _limited(self, name: str, tools: dict[str, Callable[..., Any]]) -> Callable[..., Any]:
+        # TRL asks whether a tool is a coroutine function, and a partial one is none.
+        async def call(**arguments: Any) -> Any:
+            return await self._called(name, tools, arguments)
+
+        return call
+
+    async def _called(
+        self, name: str, tools: dict[str, Callable[..., Any]], arguments: dict[str, Any]
+    ) -> Any:
+        """Call a tool; after `tool_timeout_seconds` go on without any of the conversation's."""
+        if name not in tools:
+            raise ToolTimeoutError(f"an earlier call has not ended, so {name} is not called.")
+        tool = tools[name]
+        if inspect.iscoroutinefunction(tool):
+            running = asyncio.ensure_future(tool(**arguments))
+        else:
+            running = self._loop.run_in_executor(self._tool_pool, partial(tool, **arguments))
+        done, _ = await asyncio.wait({running}, timeout=self._tool_timeout_seconds)
+        if not done:
+            running.cancel()
+            if (environment := getattr(tool, "__self__", None)) is not None:
+                self._hung.append(environment)
+            tools.clear()
+            raise ToolTimeoutError(
+                f"the tool {name} took longer than "
+                f"tool_timeout_seconds={self._tool_timeout_seconds:g}."
+            )
+        self._on_progress()
+        return running.result()
 
     async def _score_group(self, group: RolloutGroup) -> list[Any]:
         rows = await super()._score_group(group)
-        index = group.group_id
+        self._on_progress()
+        index, first = group.group_id, self._first_version()
         if rows:
             self._source.queue(index, len(rows))
         else:
             self._source.drop(index)
-        return [
-            RolloutSample(
-                prompt=row.prompt,
-                completion=row.completion,
-                input_ids=torch.from_numpy(row.input_ids),
-                completion_mask=torch.from_numpy(row.completion_mask),
-                old_log_probs=torch.from_numpy(row.old_log_probs),
-                advantage=row.advantage,
-                model_version=int(row.model_version),
-                group_id=index,
-                metrics=row.metrics,
-                token_versions=[(int(row.model_version), int(row.completion_mask.sum()))],
-                prompt_index=index,
-                enqueued_at=time.time(),
+        sequences: Iterator[Any] = chain.from_iterable(group.completions_sequences)
+        samples = []
+        for row, sequence in zip(rows, sequences, strict=True):
+            versions = [(first + version, count) for version, count in sequence.token_versions]
+            samples.append(
+                RolloutSample(
+                    prompt=row.prompt,
+                    completion=row.completion,
+                    input_ids=torch.from_numpy(row.input_ids),
+                    completion_mask=torch.from_numpy(row.completion_mask),
+                    old_log_probs=torch.from_numpy(row.old_log_probs),
+                    advantage=row.advantage,
+                    model_version=min(version for version, _ in versions),
+                    group_id=index,
+                    metrics=row.metrics,
+                    token_versions=versions,
+                    prompt_index=index,
+                )
             )
-            for row in rows
-        ]
+        return samples

@@ -221,6 +221,8 @@ class AsyncRollouts:
             raise RolloutError(
                 f"the rollout thread ended on {error_text(self._error)}"
             ) from self._error
+        if self.rollout_buffer.full():
+            self._note_progress()
         silence = time.monotonic() - self._last_progress
         if silence > stale_after_s:
             raise RolloutError(
@@ -288,6 +290,7 @@ class AsyncRollouts:
                 if limit > 0
                 else self._max_outstanding,
                 tool_timeout_seconds=self._tool_timeout_seconds,
+                first_version=lambda: self._first_version,
                 on_progress=self._note_progress,
                 reward_funcs=self._reward_funcs,
                 processing_class=self._tokenizer,
