@@ -316,7 +316,8 @@ class RolloutGenerator:
         if self.manager.group is not None:
             raise ConfigurationError(
                 "a tensor-parallel model is not served: requests would reach one process of its "
-                "group only; serve with vLLM or SGLang, or load the model on one device."
+                "group only; leave tensor_parallel_size at 1 and load the model on one device, or "
+                "serve with vLLM or SGLang."
             )
         server = start_server(
             self.manager,
