@@ -146,6 +146,9 @@ def main(model_types: str, path: str) -> None:
     def plain(model_type: str = first) -> Any:
         return create_model(model_type, **HEADS)
 
+    def tied() -> Any:
+        return create_model(first, tie_word_embeddings=True, **HEADS)
+
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     split = load_split(plain(), Path(names[0]) / "2", fsdp_size=2, tp_size=2)
     split4 = load_split(plain(), Path(names[0]) / "4", tp_size=4)
@@ -157,6 +160,7 @@ def main(model_types: str, path: str) -> None:
         "fsdp2_lora": check(sharded(with_lora(plain())), with_lora(plain()), 2),
         "fsdp2_of_four": check(sharded(plain()), plain(), 4),
         "fsdp2_by_columns": check(sharded(plain(), shard_placement_fn=by_columns), plain(), 2),
+        "fsdp2_tied": check(sharded(tied()), tied(), 2),
         "hsdp": check(sharded(plain(), mesh=mesh), plain(), 2),
     }
     for model_type in others:

@@ -44,6 +44,7 @@ WAYS_OF_COPIES = (
         "fsdp2_lora",
         "fsdp2_of_four",
         "fsdp2_by_columns",
+        "fsdp2_tied",
         "hsdp",
     ),
 )
