@@ -70,6 +70,26 @@ def rounds_float32_products(device: torch.device) -> bool:
     return products.fp32_precision in ("tf32", "bf16")
 
 
+@contextmanager
+def exact_float32_products() -> Iterator[None]:
+    """Compute products and convolutions of float32 in float32 (torch 2.11 to 2.13)."""
+    backends: Any = torch.backends
+    kinds = (
+        backends.cuda.matmul,
+        backends.cudnn.conv,
+        backends.mkldnn.matmul,
+        backends.mkldnn.conv,
+    )
+    own = [kind.fp32_precision for kind in kinds]
+    try:
+        for kind in kinds:
+            kind.fp32_precision = "ieee"
+        yield
+    finally:
+        for kind, precision in zip(kinds, own, strict=True):
+            kind.fp32_precision = precision
+
+
 @cache
 def multiplies_bfloat16() -> bool:
     """Return whether this CPU has instructions for products in bfloat16 (torch 2.11 to 2.13).

@@ -202,9 +202,15 @@ def special_token_ids(model: PreTrainedModel) -> frozenset[int]:
 
 
 def text_token_ids(model: PreTrainedModel) -> list[int]:
-    """Return at least one and at most 256 ids that exist, and stand for text if any does."""
-    special = special_token_ids(model)
-    return [i for i in range(min(256, vocab_size(model))) if i not in special] or [0]
+    """Return at least one and at most 256 ids that exist, and stand for text if any does.
+
+    They are spread over the middle half of the vocabulary: special, added and untrained tokens
+    stand at its ends, and a model does not know them. Their log-probabilities are chaotic.
+    """
+    special, size = special_token_ids(model), vocab_size(model)
+    middle = range(size // 4, max(size // 4 + 1, size - size // 4))
+    ids = [i for i in middle[:: max(1, len(middle) // 256)] if i not in special]
+    return ids[:256] or [i for i in range(min(256, size)) if i not in special] or [0]
 
 
 def max_positions(model: PreTrainedModel) -> int | None:

@@ -17,6 +17,7 @@ from cb_rollout.compat import multimodal
 from cb_rollout.compat import transformers as hf_compat
 from cb_rollout.config.enums import Numerics
 from cb_rollout.config.rollout import RolloutConfig
+from cb_rollout.engine.agreement import is_measurable
 from cb_rollout.engine.cuda_graphs.selection import choose_compilation, create_graphs
 from cb_rollout.engine.executor import StepExecutor
 from cb_rollout.engine.kv_cache.offload import KVOffloader
@@ -25,7 +26,7 @@ from cb_rollout.engine.kv_cache.storage import CacheStorage, create_saver
 from cb_rollout.engine.memory import device as devices
 from cb_rollout.engine.memory.plan import GIB
 from cb_rollout.engine.memory.training import OptimizerOrName, TrainingMemory
-from cb_rollout.engine.model.check import check_model
+from cb_rollout.engine.model.check import attempt, check_model
 from cb_rollout.engine.model.encoder_cache import EncoderCache
 from cb_rollout.engine.model.eval_mode import eval_mode
 from cb_rollout.engine.model.image_check import check_images
@@ -80,7 +81,9 @@ class Engine:
         self.counters = EngineCounters()
         self.policy_version = 0
         is_bitwise = config.numerics == Numerics.BITWISE
-        self._runner = ModelRunner(model, autocast_dtype, is_bitwise=is_bitwise)
+        self._runner = ModelRunner(
+            model, autocast_dtype, is_bitwise=is_bitwise, is_split=not self._is_alone
+        )
         self._eval_mode: ExitStack | None = None
         self._numerics = ExitStack()
         """Holds the operators of `numerics="bitwise"` while there is work."""
@@ -366,6 +369,22 @@ class Engine:
         """Return a sequence's log-probabilities by one plain forward of the model that trains."""
         with eval_mode(self.trained), devices.plain_modes(), self._computing():
             return recomputed_logprobs(self._runner, self.trained, request)
+
+    def recompute_precisely(self, request: Request) -> list[float] | None:
+        """Return the same in a higher precision; None: it cannot, or takes long on this device."""
+        runner = self._runner
+        is_coarse = runner.computes_coarsely
+        is_quick = is_coarse or is_measurable(runner.model, request.num_tokens)
+        if not is_quick or runner.is_bitwise or runner.is_split:
+            return None
+        with runner.computing_in(torch.float32 if is_coarse else torch.float64):
+            found, _ = attempt(lambda: self.recompute(request))
+        return found
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """Dtype that the model's forwards compute in."""
+        return self._runner.compute_dtype
 
     def step(self) -> list[Request]:
         """Run at most one forward, of prompts or of running sequences.

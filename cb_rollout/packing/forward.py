@@ -15,21 +15,10 @@ from torch.utils.checkpoint import checkpoint
 
 from cb_rollout.compat import multimodal
 from cb_rollout.compat import transformers as hf_compat
-from cb_rollout.compat.torch import compute_dtype
 from cb_rollout.engine.attention.packed import PackedAttention, no_mask
 from cb_rollout.engine.model.routers import Disagreement, Replay, Routers
 from cb_rollout.errors import ConfigurationError
 from cb_rollout.packing.batch import PackedBatch
-
-# Nats between the log-probabilities of two forwards that rounding explains. A model that computes
-# in 16 bits rounds logits of about 10 by 0.03.
-FLOAT32_NATS, HALF_NATS = 1e-4, 0.25
-
-
-def max_difference(model: torch.nn.Module, *, is_autocast: bool = False) -> float:
-    """Return the nats by which log-probabilities of two forwards may differ by rounding."""
-    is_half = is_autocast or compute_dtype(model).itemsize < torch.float32.itemsize
-    return HALF_NATS if is_half else FLOAT32_NATS
 
 
 class Scores(NamedTuple):

@@ -6,18 +6,22 @@ the caller does. Called from the training thread.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from cb_rollout.config.enums import LogprobsMode, SamplingMaskMode
+from cb_rollout.engine.agreement import Agreement, agrees, rounding_noise
 from cb_rollout.engine.request import Request
 from cb_rollout.engine.service.manager import ContinuousBatchingManager
 from cb_rollout.errors import InvalidRequestError
 from cb_rollout.rollout.distributed import values_of_all
 
-# In nats. Float32 rounding is a thousand times smaller, and a smaller drift changes no clipping.
-NOTABLE_DRIFT = 0.01
+# Of the largest difference of a sequence: its first token beyond this is where it begins.
+NOTABLE_SHARE = 0.1
+
+# Sequences whose rounding is measured by a forward in a higher precision.
+NUM_MEASURED = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +41,7 @@ class DriftReport:
     position: int
     """Index of the generated token with the largest difference, from 0."""
     first_position: int | None = None
-    """Index of the first token of that sequence beyond `NOTABLE_DRIFT`, if there is one."""
+    """Index of the first token of that sequence beyond a tenth of it; None: all are equal."""
     k1: float = 0.0
     """KL divergence: mean of -log r; unbiased, may be negative."""
     k3: float = 0.0
@@ -47,6 +51,8 @@ class DriftReport:
     effective_sample_size: float = 1.0
     """(sum of r)**2 / (num_tokens * sum of r**2): 1 if all r are equal, 1 / num_tokens if one
     dominates."""
+    agreement: Agreement | None = None
+    """The difference held against the model's own rounding; None: it was not measured."""
 
 
 def drift(sampled: dict[str, list[float]], recomputed: dict[str, list[float]]) -> DriftReport:
@@ -63,7 +69,7 @@ def drift(sampled: dict[str, list[float]], recomputed: dict[str, list[float]]) -
     worst = int(sizes_N.argmax())
     _, _, request_id, position = pairs[worst]
     starts_at = worst - position
-    notable = (sizes_N[starts_at : worst + 1] > NOTABLE_DRIFT).nonzero()
+    notable = (sizes_N[starts_at : worst + 1] > NOTABLE_SHARE * sizes_N[worst]).nonzero()
     # Ratios that are not finite allow no estimate.
     k1 = k3 = chi_squared = math.inf
     effective_sample_size = 0.0
@@ -121,7 +127,29 @@ def rollout_drift(
     num_extra = num_sequences - len(chosen) if is_collective else 0
     forwards = list(rollout[:1]) * num_extra + chosen
     sampled = {request.request_id: request.logprobs for request in chosen}
-    return drift(sampled, manager.recompute(forwards))
+    recomputed = manager.recompute(forwards)
+    report = drift(sampled, recomputed)
+    if not report.num_tokens:
+        return report
+    noise = _noise(manager, chosen[:NUM_MEASURED], recomputed, can_measure=not is_collective)
+    found = [torch.tensor(logprobs) for logprobs in sampled.values()]
+    expected = [torch.tensor(recomputed[request_id]) for request_id in sampled]
+    return replace(report, agreement=agrees(found, expected, noise.expand(len(found))))
+
+
+def _noise(
+    manager: ContinuousBatchingManager,
+    requests: Sequence[Request],
+    recomputed: dict[str, list[float]],
+    *,
+    can_measure: bool,
+) -> torch.Tensor:
+    """Return the rounding of recomputed log-probabilities, in nats, `[1]`."""
+    own = [torch.tensor(recomputed[request.request_id]) for request in requests]
+    precise = manager.recompute_precisely(requests) if can_measure else None
+    if precise is not None:
+        precise = [torch.tensor(precise[request.request_id]) for request in requests]
+    return rounding_noise(own, precise, manager.compute_dtype).square().mean().sqrt()[None]
 
 
 def _of_one_kind(rollout: Sequence[Request]) -> list[Request]:

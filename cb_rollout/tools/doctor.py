@@ -72,12 +72,6 @@ SEQUENCES_EACH = 2
 # Width and height of the picture, in pixels.
 PICTURE = (64, 48)
 
-# Largest accepted difference of log-probabilities, in nats. In float32, ten times the bound of the
-# tests. Lower precisions differ by tenths on unlikely tokens under any engine, and a wrong
-# cache differs by whole nats.
-LARGEST_DRIFT = {"torch.float32": 1e-4}
-LARGEST_DRIFT_OTHERWISE = 0.5
-
 
 class Level(IntEnum):
     """The severity of a finding; the worst one decides the exit code."""
@@ -303,7 +297,7 @@ def _comparison(generator: RolloutGenerator, model: PreTrainedModel) -> Finding:
     """Generate, and compare the log-probabilities with those of a plain forward."""
     vocab_size = hf_compat.vocab_size(model)
     prompts = [[(7 * i + 3) % vocab_size for i in range(length)] for length in PROMPT_TOKENS]
-    is_close, text = _drift(generator, model, prompts)
+    is_close, text = _drift(generator, prompts)
     if is_close:
         return _ok("rollout against forward", text)
     return Finding(
@@ -314,17 +308,12 @@ def _comparison(generator: RolloutGenerator, model: PreTrainedModel) -> Finding:
     )
 
 
-def _drift(
-    generator: RolloutGenerator, model: PreTrainedModel, prompts: list[Any]
-) -> tuple[bool, str]:
+def _drift(generator: RolloutGenerator, prompts: list[Any]) -> tuple[bool, str]:
     """Generate, and say how far log-probabilities are from those of a plain forward."""
     params = SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True)
     generator.generate_batch(prompts, sampling_params=params, num_return_sequences=SEQUENCES_EACH)
     drift = generator.verify(len(prompts) * SEQUENCES_EACH)
-    allowed = LARGEST_DRIFT.get(str(torch_compat.compute_dtype(model)), LARGEST_DRIFT_OTHERWISE)
-    is_close = math.isfinite(drift.max) and drift.max <= allowed
-    text = f"{drift.num_tokens} tokens, largest difference {drift.max:.2g} nats"
-    return is_close, text if is_close else f"{text}, beyond {allowed:g}"
+    return bool(drift.agreement), f"{drift.num_tokens} tokens, {drift.agreement}"
 
 
 def _images(name: str, generator: RolloutGenerator, model: PreTrainedModel) -> Finding:
@@ -341,7 +330,7 @@ def _images(name: str, generator: RolloutGenerator, model: PreTrainedModel) -> F
         if getattr(processor, "chat_template", None) is None:
             marker = getattr(processor, "image_token", "<image>")
             prompt = {"prompt": marker, "images": [picture]}
-        is_close, text = _drift(generator, model, [prompt])
+        is_close, text = _drift(generator, [prompt])
     except RolloutError as error:
         return Finding(Level.WARNING, "images", f"are refused: {error}")
     if is_close:

@@ -305,7 +305,7 @@ def test_a_model_whose_packed_forward_lies_runs_padded_and_then_not_at_all(monke
     assert_as_plain(model, random_outputs())
     assert used == ["shared_prompts", "padded", "padded"]
     logprobs_module._LAYOUTS.clear()
-    monkeypatch.setattr(logprobs_module, "max_difference", lambda _: -1.0)
+    monkeypatch.setattr(logprobs_module, "_plain", lambda _, row: torch.ones(len(row[1])))
     with pytest.raises(ConfigurationError, match="Qwen3ForCausalLM computes other log-prob"):
         packed_logprobs(model, random_outputs())
 

@@ -27,6 +27,7 @@ from torch import fx
 
 from cb_rollout.compat import inductor
 from cb_rollout.compat.torch import captured_weights, has_hooks
+from cb_rollout.engine.agreement import Precisely, agrees, references
 from cb_rollout.engine.attention.backend import AttentionSpec
 from cb_rollout.engine.attention.decode_cache import (
     DecodeCache,
@@ -36,6 +37,7 @@ from cb_rollout.engine.attention.decode_cache import (
 )
 from cb_rollout.engine.memory.device import is_out_of_memory
 from cb_rollout.engine.numerics import operators
+from cb_rollout.engine.numerics.higher_precision import higher_precision
 from cb_rollout.errors import error_text
 
 # With the same weights, tracing pays off after 64 steps.
@@ -43,13 +45,6 @@ STEPS_BEFORE_TRACE = 64
 
 # Tracing never pays off for a model whose weights move at every sync.
 MOST_TRACES = 3
-
-# Relative to the largest logit: a trace may sum in another order, and may differ in nothing else.
-LARGEST_DIFFERENCE = 1e-3
-
-# The same of a compiled trace in half precision or TF32, of the spread of a row's logits: another
-# order of sums is rounded otherwise in every layer. The model check allows kernels as much.
-LARGEST_SHARE = 0.1
 
 # A trace is tried at these positions, which every model that passed its check has.
 TRIED_POSITIONS = 8
@@ -145,11 +140,16 @@ class TracedForward:
         return self.trace is None and self.can_trace and not self._has_hooks
 
     def warm_up(
-        self, decode: Decode, cache: DecodeCache, token_ids: Sequence[int], *, is_coarse: bool
+        self,
+        decode: Decode,
+        cache: DecodeCache,
+        token_ids: Sequence[int],
+        dtype: torch.dtype,
+        precisely: Precisely,
     ) -> None:
         """Make the trace before it is due; see `make_trace`."""
         if self._may_make_trace:
-            self.make_trace(decode, cache, token_ids, is_coarse=is_coarse)
+            self.make_trace(decode, cache, token_ids, dtype, precisely)
 
     def run(self, inputs: DecodeInputs) -> torch.Tensor | None:
         """Return float32 logits, `[B, V]`, from the trace; None: there is none, or it failed."""
@@ -166,7 +166,12 @@ class TracedForward:
             return None
 
     def make_trace(
-        self, decode: Decode, cache: DecodeCache, token_ids: Sequence[int], *, is_coarse: bool
+        self,
+        decode: Decode,
+        cache: DecodeCache,
+        token_ids: Sequence[int],
+        dtype: torch.dtype,
+        precisely: Precisely,
     ) -> None:
         """Trace `decode` with inputs that have this cache, or go on without a trace.
 
@@ -174,14 +179,13 @@ class TracedForward:
             decode: runs the model.
             cache: of the inputs.
             token_ids: ids of the model's vocabulary to try the trace with.
-            is_coarse: the model rounds to fewer bits than float32 has.
+            dtype: the dtype that `decode` computes in.
+            precisely: returns a context in which it computes in another.
         """
         self._num_traces += 1
         options = self._inductor_options
         try:
-            self.trace = Trace(
-                decode, cache, token_ids, self._tracing, options, is_coarse=is_coarse
-            )
+            self.trace = Trace(decode, cache, token_ids, self._tracing, options, dtype, precisely)
             _LOGGER.info("decode forwards run %s", self)
         except Exception as error:  # noqa: BLE001  a trace fails no request, whatever is wrong
             # Where memory ran out, the model's own forward says so itself.
@@ -247,8 +251,8 @@ class Trace:
         token_ids: Sequence[int],
         tracing: Tracing,
         inductor_options: Mapping[str, Any] | None = None,
-        *,
-        is_coarse: bool = False,
+        dtype: torch.dtype = torch.float32,
+        precisely: Precisely = higher_precision,
     ) -> None:
         """Trace a forward.
 
@@ -258,7 +262,8 @@ class Trace:
             token_ids: ids of the model's vocabulary to try the trace with; at least one.
             tracing: of the cache's device.
             inductor_options: inductor compiles the graph with these; None: it is not compiled.
-            is_coarse: the model rounds to fewer bits than float32 has.
+            dtype: the dtype that `decode` computes in.
+            precisely: returns a context in which it computes in another.
 
         Raises:
             UntraceableError: the forward reads contents, depends on the number of rows or does not
@@ -269,7 +274,7 @@ class Trace:
         self.graph, self._calls = traced.graph, traced.calls
         self._weights = tracing.rewrite(self.graph, traced.weights)
         self.is_compiled = inductor_options is not None
-        self._share = LARGEST_SHARE if is_coarse and self.is_compiled else None
+        self._dtype, self._precisely = dtype, precisely
         if inductor_options is not None:
             options = {**tracing.inductor_options, **inductor_options}
             try:
@@ -306,28 +311,36 @@ class Trace:
         self, decode: Decode, cache: DecodeCache, inputs: tuple[torch.Tensor, torch.Tensor]
     ) -> None:
         num_rows = len(inputs[0])
-        with torch.no_grad():
-            expected_BV = _run(decode, cache, _NewTokenAttention(), *inputs)
+
+        def run() -> torch.Tensor:
+            with torch.no_grad():
+                return _run(decode, cache, _NewTokenAttention(), *inputs)
+
+        expected_BV = run()
         try:
             got_BV = self(*inputs, _NewTokenAttention())
         except Exception as error:
             raise UntraceableError(f"with {num_rows} rows: {error_text(error)}") from error
-        if not _is_same(got_BV, expected_BV, self._share):
-            raise UntraceableError(f"with {num_rows} rows it computes something else")
+        if reason := self._difference(got_BV, expected_BV, run):
+            raise UntraceableError(f"with {num_rows} rows it computes something else: {reason}")
 
+    def _difference(
+        self, got_BV: torch.Tensor, expected_BV: torch.Tensor, run: Callable[[], torch.Tensor]
+    ) -> str:
+        """Return how logits differ by more than rounding; "": not. `run` computes the expected."""
+        if got_BV.shape != expected_BV.shape:
+            return f"logits of shape {tuple(got_BV.shape)}, not {tuple(expected_BV.shape)}"
+        if operators.are_installed():
+            return "" if torch.equal(got_BV, expected_BV) else "other bits"
 
-def _is_same(got_BV: torch.Tensor, expected_BV: torch.Tensor, share: float | None) -> bool:
-    """Return whether logits differ by rounding alone; `share`: of a row's spread; None: exactly."""
-    if got_BV.shape != expected_BV.shape:
-        return False
-    if operators.are_installed():
-        return torch.equal(got_BV, expected_BV)
-    distances_BV = (got_BV.double() - expected_BV.double()).abs()
-    if share is None:
-        return bool(distances_BV.max() <= LARGEST_DIFFERENCE * expected_BV.abs().max())
-    spread_BV = expected_BV - expected_BV.mean(-1, keepdim=True)
-    norms_B, allowed_B = distances_BV.norm(dim=-1), share * spread_BV.norm(dim=-1)
-    return bool((norms_B <= allowed_B).all())
+        reference = references(
+            run,
+            self._dtype,
+            self._precisely,
+            is_coarse=self._dtype.itemsize < torch.float32.itemsize,
+        )[-1]
+        agreement = agrees(got_BV, reference.values, reference.noise)
+        return "" if agreement else str(agreement)
 
 
 def _run(

@@ -1,6 +1,6 @@
 """Describe the tensors that each layer of a model stores between forwards."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -21,6 +21,11 @@ class TensorSpec:
     def num_bytes(self) -> int:
         """Return the size in bytes."""
         return self.num_elements * self.dtype.itemsize
+
+    def at_least(self, dtype: torch.dtype) -> "TensorSpec":
+        """Return the spec with no floating-point dtype of fewer bits than `dtype`."""
+        is_coarser = self.dtype.is_floating_point and self.dtype.itemsize < dtype.itemsize
+        return replace(self, dtype=dtype) if is_coarser else self
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,3 +95,32 @@ class CacheLayout:
     def is_recurrent(self) -> bool:
         """Return whether any layer stores states of fixed size."""
         return any(layer.is_recurrent for layer in self.layers)
+
+    @property
+    def can_pack(self) -> bool:
+        """Return whether all that layers keep are keys that every later token may see.
+
+        Only then may rows stand one after the other in one row. Recurrent layers mix neighbours. A
+        sparse attention chooses keys by an index, and leaves none out in rows as short as those
+        that are compared.
+        """
+        return self.has_keys and not any(one.is_recurrent or one.index for one in self.layers)
+
+    def at_least(self, dtype: torch.dtype) -> "CacheLayout":
+        """Return the layout with no floating-point dtype of fewer bits than `dtype`."""
+
+        def of(spec: TensorSpec | None) -> TensorSpec | None:
+            return None if spec is None else spec.at_least(dtype)
+
+        layers = tuple(
+            replace(
+                layer,
+                keys=of(layer.keys),
+                values=of(layer.values),
+                index=of(layer.index),
+                conv=tuple(map(of, layer.conv)),
+                recurrent=tuple(map(of, layer.recurrent)),
+            )
+            for layer in self.layers
+        )
+        return replace(self, layers=layers)

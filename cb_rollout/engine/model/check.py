@@ -3,16 +3,19 @@
 Chooses the batch layout and the attention backend. Runs once, when an engine is created, and once
 more for images, at the first prompt that has any, in the caller's thread. Reads no architecture:
 log-probabilities show a model that looks ahead, counts positions in its own way, or keeps its past
-elsewhere.
+elsewhere. They are compared in float32 at least, where rounding hides nothing of it; in the model's
+own precision they show an engine that rounds otherwise than the model.
 """
 
 import itertools
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 
 from cb_rollout.compat import transformers as hf_compat
+from cb_rollout.engine.agreement import Reference, agrees, references, rounding_noise
 from cb_rollout.engine.attention.selector import BackendSelection, select_backend
 from cb_rollout.engine.kv_cache.block_table import BlockTable
 from cb_rollout.engine.kv_cache.layout import CacheLayout
@@ -34,16 +37,6 @@ LENGTHS_OF_BITS = (3, 38, 1, 17, 30)
 
 # Small, so that every row has several blocks.
 BLOCK_SIZE = 4
-
-# Nats, in float32. Sound models stay a hundred times below; a wrong position or mask shows tenths.
-MAX_DIFFERENCE = 0.01
-
-# Of the spread of the log-probabilities, in half precision or TF32. Rounding, and the other experts
-# that a router chooses because of it, stay at hundredths; a model that looks ahead shows tenths.
-MAX_SHARE = 0.25
-
-# Of the same spread, between two attention backends on the same pages.
-MAX_SHARE_OF_KERNELS = 0.1
 
 Result = TypeVar("Result")
 
@@ -89,23 +82,50 @@ def check_model(
             return page_layout(layout)
         if runner.is_bitwise:
             _require_same_bits(runner)
-        found, forwards = "", _forwards(layout)
-        expected = _after_each(plain, forwards)
+        found, expected = "", _references(runner, layout, rows, plain)
         for runner.batch_layout in BatchLayout:
-            if runner.batch_layout is BatchLayout.PACKED and not _can_pack(layout):
+            if runner.batch_layout is BatchLayout.PACKED and not layout.can_pack:
                 continue
-            paged, failure = attempt(lambda: _paged(runner, layout, rows, forwards))
-            if paged is None:
-                found = f"its forward fails ({error_text(failure)})"
-                continue
-            distances = torch.where(expected == paged, 0.0, (expected - paged).abs())
-            if _agree(distances, expected, runner):
+            found, failure = _difference(runner, layout, rows, expected)
+            if not found:
                 pages = page_layout(layout)
-                runner.backend_selection = _set_backend(runner, layout, pages, rows, paged)
+                runner.backend_selection = _set_backend(runner, layout, pages, rows, expected)
                 return pages
-            found = f"log-probabilities are {distances.max():.2g} nats off its plain forward"
         refusal = _refusal(runner, rows, found)
     raise ConfigurationError(refusal) from failure
+
+
+def _references(
+    runner: ModelRunner, layout: CacheLayout, rows: list[list[int]], plain: list[torch.Tensor]
+) -> list[Reference]:
+    """Return what each batch layout and each kernel has to agree with."""
+    expected, dtype = _after_each(plain, _forwards(layout)), runner.rounding_dtype
+    if runner.is_bitwise:
+        return [Reference(expected, torch.zeros(len(expected)), dtype, is_higher=False)]
+    return references(
+        lambda: _after_each([runner.plain_logits(row) for row in rows], _forwards(layout)),
+        dtype,
+        runner.computing_in,
+        is_coarse=runner.computes_coarsely,
+        can_raise_precision=not runner.is_split,
+    )
+
+
+def _difference(
+    runner: ModelRunner, layout: CacheLayout, rows: list[list[int]], expected: list[Reference]
+) -> tuple[str, Exception | None]:
+    """Return how pages differ from the plain forward, and an error; "": by rounding alone."""
+    for reference in expected:
+        own = layout.at_least(reference.dtype) if reference.is_higher else layout
+        agreement, failure = attempt(
+            partial(reference.compare, partial(_paged, runner, own, rows), runner.computing_in)
+        )
+        if agreement is None:
+            return f"its forward fails ({error_text(failure)})", failure
+        if not agreement:
+            name = str(reference.dtype).removeprefix("torch.")
+            return f"log-probabilities in {name} are off its plain forward by {agreement}", None
+    return "", None
 
 
 def _refusal(runner: ModelRunner, rows: list[list[int]], found: str) -> str:
@@ -158,8 +178,9 @@ def _advice(runner: ModelRunner, rows: list[list[int]]) -> str:
     """Return the remedy for a model that agrees under no layout, judged by its plain forward."""
 
     def is_same(logits_TV: torch.Tensor, expected_TV: torch.Tensor) -> bool:
-        pair = [logits.log_softmax(-1) for logits in (logits_TV, expected_TV)]
-        return is_rounding((pair[0] - pair[1]).abs(), pair[1], runner.computes_coarsely)
+        found, expected = (logits.log_softmax(-1) for logits in (logits_TV, expected_TV))
+        noise = rounding_noise(expected, None, runner.rounding_dtype)
+        return bool(agrees(found, expected, noise))
 
     alike = [row[: min(map(len, rows))] for row in rows]
     alone = [runner.plain_logits(row) for row in alike]
@@ -187,23 +208,24 @@ def _set_backend(
     layout: CacheLayout,
     pages: CacheLayout,
     rows: list[list[int]],
-    gathered: torch.Tensor,
+    expected: list[Reference],
 ) -> BackendSelection:
-    """Set a backend that reads pages without a gather, if it agrees with the gathered result."""
+    """Set a backend that reads pages without a gather, if it agrees with the plain forward."""
     is_padded = runner.batch_layout.takes_any_lengths
     choice = select_backend(runner.device, pages, is_padded=is_padded)
-    if choice.backend is not None:
-        runner.attention_backend = choice.backend(layout, runner.device)
+    if choice.backend is None:
+        return choice
+    for reference in expected:
+        own = layout.at_least(reference.dtype) if reference.is_higher else layout
+        if reference.is_higher and choice.backend.obstacle(runner.device, own):
+            # Compared in the model's own precision alone.
+            continue
+        runner.attention_backend = choice.backend(own, runner.device)
         with devices.current(runner.device):
-            direct, failure = attempt(lambda: _paged(runner, layout, rows, _forwards(layout)))
-        found = f"the model does not run on it: {error_text(failure)}"
-        if direct is not None:
-            distances = torch.where(gathered == direct, 0.0, (gathered - direct).abs())
-            if _agree(distances, gathered, runner, MAX_SHARE_OF_KERNELS):
-                return choice
-            found = f"it is {distances.max():.2g} nats off the model's own attention"
-        runner.attention_backend = None
-        choice = BackendSelection(None, found)
+            found, _ = _difference(runner, layout, rows, [reference])
+        if found:
+            runner.attention_backend = None
+            return BackendSelection(None, f"it is not the model's own attention: {found}")
     return choice
 
 
@@ -221,15 +243,6 @@ def attempt(function: Callable[[], Result]) -> tuple[Result | None, Any]:
         raise
     except Exception as error:  # noqa: BLE001 - raised as the cause of a refusal
         return None, error
-
-
-def _can_pack(layout: CacheLayout) -> bool:
-    """Return whether all that layers keep are keys that every later token may see.
-
-    Recurrent layers mix neighbours in a packed row. A sparse attention's choice of keys leaves out
-    none in rows as short as those of this check.
-    """
-    return layout.has_keys and not any(one.is_recurrent or one.index for one in layout.layers)
 
 
 def _forwards(layout: CacheLayout) -> list[Forward]:
@@ -251,14 +264,12 @@ def _after_each(plain: list[torch.Tensor], forwards: list[Forward]) -> torch.Ten
     return torch.stack([plain[row][length - 1] for row, length in places]).log_softmax(-1)
 
 
-def _paged(
-    runner: ModelRunner, layout: CacheLayout, rows: list[list[int]], forwards: list[Forward]
-) -> torch.Tensor:
-    """Return the same as `_after_each`, by these forwards on pages."""
+def _paged(runner: ModelRunner, layout: CacheLayout, rows: list[list[int]]) -> torch.Tensor:
+    """Return the same as `_after_each`, on pages."""
     cache, table = pages_for(runner, layout, len(rows), max(map(len, rows)))
     logits: list[torch.Tensor] = []
     num_computed = [0] * len(rows)
-    for forward in forwards:
+    for forward in _forwards(layout):
         table_rows, lengths = [row for row, _ in forward], [length for _, length in forward]
         new_tokens = [rows[row][num_computed[row] : length] for row, length in forward]
         logits.append(runner.logits(new_tokens, lengths, table_rows, cache, table))
@@ -288,27 +299,3 @@ def pages_for(
         ]
     )
     return cache, table
-
-
-def _agree(
-    distances: torch.Tensor,
-    expected: torch.Tensor,
-    runner: ModelRunner,
-    share: float = MAX_SHARE,
-) -> bool:
-    """Decide whether two forwards agree: to rounding, or in every bit where that is promised."""
-    if runner.is_bitwise:
-        return bool((distances == 0).all())
-    return is_rounding(distances, expected, runner.computes_coarsely, share)
-
-
-def is_rounding(
-    distances: torch.Tensor, plain: torch.Tensor, is_coarse: bool, share: float = MAX_SHARE
-) -> bool:
-    """Decide whether rounding, in float32 or coarser, explains the distances from `plain`."""
-    if not is_coarse:
-        return distances.max().item() <= MAX_DIFFERENCE
-    # Tokens that a model excludes have no part in the spread.
-    possible = plain.masked_fill(plain.isinf(), float("nan"))
-    spread = (possible - possible.nanmean(-1, keepdim=True)).square().nanmean(-1).sqrt()
-    return bool((distances.square().mean(-1).sqrt() <= share * spread).all())

@@ -5,22 +5,18 @@ Runs in the thread of the caller whose prompt is the first of its kind, while no
 V: vocabulary.
 """
 
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 
+from cb_rollout.engine.agreement import Reference, agrees, is_measurable, references
 from cb_rollout.engine.kv_cache.block_table import BlockTable
 from cb_rollout.engine.kv_cache.layout import CacheLayout
 from cb_rollout.engine.kv_cache.paged import PagedCache
 from cb_rollout.engine.memory import device as devices
-from cb_rollout.engine.model.check import (
-    MAX_DIFFERENCE,
-    attempt,
-    is_rounding,
-    pages_for,
-    text_rows,
-)
+from cb_rollout.engine.model.check import attempt, pages_for, text_rows
 from cb_rollout.engine.model.eval_mode import eval_mode
 from cb_rollout.engine.model.image_rows import PrefillRow
 from cb_rollout.engine.model.prompt_images import PromptImages
@@ -77,8 +73,23 @@ def check_images(
             # Diverged weights show nothing; the sampler refuses their tokens.
             runner.cuts_images[images.kind] = False
             return
-        check = _Comparison(runner, layout, row, text, images, plain.log_softmax(-1))
-        check.run()
+        # Surest in float32: a wrong mask of images may be hundredths of a nat off.
+        reference = references(
+            lambda: runner.plain_logits(row, images=images, num_last=3).log_softmax(-1),
+            runner.rounding_dtype,
+            runner.computing_in,
+            is_coarse=runner.computes_coarsely,
+            is_measured=is_measurable(runner.model, len(row)),
+            can_raise_precision=not runner.is_split,
+        )[0]
+        higher = nullcontext()
+        if reference.is_higher:
+            higher, layout = runner.computing_in(reference.dtype), layout.at_least(reference.dtype)
+        with higher:
+            _Comparison(runner, layout, row, text, images, reference).run()
+        if reference.is_higher:
+            # What was kept is of another precision.
+            runner.encoder_cache.clear()
 
 
 @dataclass
@@ -92,8 +103,13 @@ class _Comparison:
     text: list[int]
     """Another prompt, without images, and two tokens."""
     images: PromptImages
-    plain_3V: torch.Tensor
+    reference: Reference
     """Log-probabilities of the plain forward, after the prompt and after each of the two."""
+
+    @property
+    def plain_3V(self) -> torch.Tensor:
+        """Return the reference's values."""
+        return torch.stack(list(self.reference.values))
 
     def run(self) -> None:
         """Find what of features and of cut prompts is right.
@@ -141,7 +157,7 @@ class _Comparison:
         text_3V = runner.plain_logits(self.text)[-3:].log_softmax(-1)
         each = self.plain_3V, text_3V, plain_3V
         # Another picture must show, or those of two prompts could be confused.
-        is_seen = bool((plain_3V - self.plain_3V).abs().max() > MAX_DIFFERENCE)
+        is_seen = bool(self._distance(self.plain_3V, plain_3V))
         expected = torch.cat([torch.stack([one[n] for one in each]) for n in range(2)])
         if not is_seen or self._distance(expected, together):
             return False
@@ -178,10 +194,9 @@ class _Comparison:
 
     def _distance(self, expected: torch.Tensor, found: torch.Tensor) -> str:
         """Return how log-probabilities differ by more than rounding; "": not."""
-        distances = torch.where(expected == found, 0.0, (expected - found).abs())
-        if is_rounding(distances, expected, self.runner.computes_coarsely):
-            return ""
-        return f"log-probabilities are {distances.max():.2g} nats off its plain forward"
+        noise = self.reference.noise.max().expand(len(expected))
+        agreement = agrees(found, expected, noise)
+        return "" if agreement else f"log-probabilities are off its plain forward by {agreement}"
 
     def _pages(self, num_rows: int) -> tuple[PagedCache, BlockTable]:
         longest = max(len(self.row), len(self.text))

@@ -5,8 +5,8 @@ T: tokens of all rows, V: vocabulary.
 """
 
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
@@ -41,6 +41,7 @@ from cb_rollout.engine.model.packed_rows import PackedRows
 from cb_rollout.engine.model.probe import PROBE_TOKENS, probe
 from cb_rollout.engine.model.prompt_images import PromptImages
 from cb_rollout.engine.model.routers import RouteRecorder, Routers, find_routers
+from cb_rollout.engine.numerics.higher_precision import higher_precision
 from cb_rollout.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -70,7 +71,8 @@ class ModelRunner:
     """Run forwards of one unwrapped model, as it is and on its own device.
 
     `autocast_dtype`: run forwards under autocast to this dtype; None: without autocast.
-    `is_bitwise`: a row must have the same bits in every batch.
+    `is_bitwise`: a row must have the same bits in every batch. `is_split`: other processes compute
+    parts of each layer, and run the same forwards.
     """
 
     def __init__(
@@ -79,12 +81,14 @@ class ModelRunner:
         autocast_dtype: torch.dtype | None,
         *,
         is_bitwise: bool = False,
+        is_split: bool = False,
     ) -> None:
         self.model = model
         self.device = next(model.parameters()).device
         self.batch_layout = BatchLayout.PADDED
-        self.is_bitwise = is_bitwise
+        self.is_bitwise, self.is_split = is_bitwise, is_split
         self._autocast_dtype = autocast_dtype
+        self._higher_dtype: torch.dtype | None = None
         self._names = hf_compat.forward_argument_names(model)
         self._passes_on = hf_compat.forward_passes_on(model)
         self.image_inputs = ImageInputs(model)
@@ -159,20 +163,43 @@ class ModelRunner:
         """Make the trace of decode forwards now, where the attention backend has one."""
         backend = self.attention_backend
         if backend is not None and (traced := backend.traced_forward) is not None:
-            token_ids = hf_compat.text_token_ids(self.model)
-            is_coarse = self.computes_coarsely
-            traced.warm_up(self.decode, backend.cache, token_ids, is_coarse=is_coarse)
+            traced.warm_up(
+                self.decode,
+                backend.cache,
+                hf_compat.text_token_ids(self.model),
+                self.compute_dtype,
+                self.computing_in,
+            )
+
+    @contextmanager
+    def computing_in(self, dtype: torch.dtype) -> Iterator[None]:
+        """Run forwards in `dtype`, float32 or float64, where they compute in fewer bits."""
+        own = self._autocast_dtype, self._higher_dtype
+        self._autocast_dtype, self._higher_dtype = None, dtype
+        try:
+            with higher_precision(dtype):
+                yield
+        finally:
+            self._autocast_dtype, self._higher_dtype = own
 
     @property
     def compute_dtype(self) -> torch.dtype:
         """Return the dtype that forwards compute in."""
-        return self._autocast_dtype or torch_compat.compute_dtype(self.model)
+        own = self._autocast_dtype or torch_compat.compute_dtype(self.model)
+        return self._higher_dtype or own
+
+    @property
+    def rounding_dtype(self) -> torch.dtype:
+        """Return the dtype that forwards round to: of TF32, one with as many digits."""
+        is_tf32 = self.computes_coarsely and self.compute_dtype == torch.float32
+        return torch.float16 if is_tf32 else self.compute_dtype
 
     @property
     def computes_coarsely(self) -> bool:
         """Return whether forwards round to fewer bits than float32 has."""
         is_half = self.compute_dtype.itemsize < torch.float32.itemsize
-        return is_half or torch_compat.rounds_float32_products(self.device)
+        is_exact = self._higher_dtype is not None
+        return is_half or (torch_compat.rounds_float32_products(self.device) and not is_exact)
 
     def logits(
         self,

@@ -525,6 +525,17 @@ class ContinuousBatchingManager:
         with self._loop.paused():
             return {request.request_id: self._engine.recompute(request) for request in requests}
 
+    def recompute_precisely(self, requests: Sequence[Request]) -> dict[str, list[float]] | None:
+        """Return what `recompute` does, in a higher precision; None: it cannot, or takes long."""
+        with self._loop.paused():
+            found = {one.request_id: self._engine.recompute_precisely(one) for one in requests}
+        return {name: values for name, values in found.items() if values is not None} or None
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """Dtype that the model's forwards compute in."""
+        return self._engine.compute_dtype
+
     def sleep(self, release_graphs: bool = False) -> None:
         """Free the KV memory and pause the engine until `wake()`; requests stay in flight.
 

@@ -19,6 +19,7 @@ from transformers import set_seed
 from trl import GRPOTrainer, RLOOTrainer
 from trl.generation.vllm_generation import VLLMGeneration
 
+from cb_rollout.compat import transformers as hf_compat
 from cb_rollout.compat.torch import dropout_rate
 from cb_rollout.config.enums import LossForward, Numerics, SamplingMaskMode
 from cb_rollout.config.hf import from_generation_config
@@ -60,6 +61,7 @@ from cb_rollout.integrations.trl.truncated_completions import (
     TruncatedCompletions,
     require_known_ends,
 )
+from cb_rollout.packing.logprobs import can_pack
 from cb_rollout.packing.ordered_head import replacing_head
 from cb_rollout.rollout.distributed import create_failure_watch
 from cb_rollout.rollout.generator import RolloutGenerator
@@ -131,7 +133,13 @@ def attach(trainer: Any, config: Any = None) -> RolloutGenerator | PooledGenerat
     if routers is not None:
         replay = RouterReplay(trainer, routers)
     if config.loss_forward == LossForward.PACKED:
-        packed = PackedLoss(trainer, config, training_bytes(trainer, config), replay)
+        packed = PackedLoss(
+            trainer,
+            config,
+            training_bytes(trainer, config),
+            replay,
+            can_pack=_can_pack(trainer, generator),
+        )
     scoring = TrainerScoring(
         trainer,
         backend,
@@ -162,6 +170,13 @@ def attach(trainer: Any, config: Any = None) -> RolloutGenerator | PooledGenerat
     _join_after_turns(trainer, backend)
     _watch(trainer, backend)
     return generator
+
+
+def _can_pack(trainer: Any, generator: RolloutGenerator | PooledGenerator) -> bool:
+    """Return whether the model's layers let rows stand one after the other; the engine knows."""
+    if isinstance(generator, RolloutGenerator):
+        return generator.manager.cache_layout.can_pack
+    return can_pack(hf_compat.unwrap(trainer.model))
 
 
 def _attach_generation(

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from cb_rollout.compat.torch import compute_dtype
+from cb_rollout.compat.zero3 import shards_models
 from cb_rollout.config.enums import (
     LogprobsMode,
     Numerics,
@@ -26,6 +27,8 @@ from cb_rollout.config.enums import (
 )
 from cb_rollout.config.rollout import RolloutConfig
 from cb_rollout.config.sampling import SamplingParams, counterpart
+from cb_rollout.engine.agreement import agrees, is_measurable, rounding_noise
+from cb_rollout.engine.numerics.higher_precision import higher_precision
 from cb_rollout.errors import ConfigurationError, LogprobDriftError
 from cb_rollout.integrations.trl.context import RolloutContext, RolloutRow
 from cb_rollout.rollout.distributed import largest_of_all
@@ -34,9 +37,14 @@ from cb_rollout.rollout.verification import DriftReport, drift
 # By name: a row, and the indices of the tokens that are compared.
 Compared = dict[str, tuple[RolloutRow, list[int]]]
 
-# Nats between a sampled and a recomputed log-probability that rounding explains. A model that
-# computes in 16 bits rounds logits of about 10 by 0.03.
-FLOAT32_ROUNDING, HALF_ROUNDING = 1e-3, 0.1
+# Share of a rollout's ratios that rounding alone may clip; a clipped one has no gradient.
+MAX_CLIPPED_SHARE = 0.01
+
+# Losses of trl 1.16 that weigh ratios smoothly.
+UNCLIPPED_LOSSES = ("sapo", "vespo")
+
+# Sequences whose rounding is measured by a forward in a higher precision.
+NUM_MEASURED = 2
 
 # Warnings point at the caller of attach().
 STACKLEVEL = 3
@@ -73,8 +81,7 @@ class LogprobGuard:
         policy_version: int,
         mask_BT: torch.Tensor,
         recompute: Callable[[list[int]], torch.Tensor],
-        *,
-        of_all: bool = False,
+        recomputed_BT: torch.Tensor | None = None,
     ) -> None:
         """Compare some rows, once for each rollout that is due.
 
@@ -83,7 +90,8 @@ class LogprobGuard:
             policy_version: the trainer's; tokens of older ones are skipped.
             mask_BT: 0 where the trainer's forward leaves tokens out.
             recompute: returns the trainer's log-probabilities, (rows, T), of the rows at indices.
-            of_all: they are there already for all rows, and old_logps="auto" compares all.
+            recomputed_BT: what it returns for all rows; old_logps="auto" then compares all. None:
+                it has to run.
 
         Raises:
             LogprobDriftError: they differ by more than `max_logprob_drift`.
@@ -94,12 +102,14 @@ class LogprobGuard:
         ):
             return
         context.is_check_due = False
-        num_chosen = len(rows) if of_all and self._is_auto else self._config.verify_num_sequences
+        is_of_all = recomputed_BT is not None and self._is_auto
+        num_chosen = len(rows) if is_of_all else self._config.verify_num_sequences
         stride = max(1, len(rows) // num_chosen)
         # Other rows each time, so that every row is checked at some time.
         first = (self._num_rollouts - 1) // self._config.verify_every_steps % stride
         chosen = list(range(first, len(rows), stride))[:num_chosen]
-        recomputed = recompute(chosen).float().tolist()
+        found_BT = recompute(chosen) if recomputed_BT is None else recomputed_BT[chosen]
+        recomputed = found_BT.float().tolist()
         sampled: dict[str, list[float]] = {}
         trained: dict[str, list[float]] = {}
         compared: Compared = {}
@@ -121,7 +131,7 @@ class LogprobGuard:
             self._log(report, compared)
         self._act(report, compared)
         if self._is_auto:
-            self._choose(report)
+            self._choose(sampled, trained, self._noise(chosen, compared, found_BT, recompute))
 
     def are_usable(
         self, sampled_BT: torch.Tensor | None, rows: Sequence[RolloutRow], policy_version: int
@@ -140,23 +150,67 @@ class LogprobGuard:
         )
         return not largest_of_all(self._trainer.accelerator, float(sampled_BT is None or is_older))
 
-    def _choose(self, report: DriftReport) -> None:
-        """Trust the sampled ones from now on if they are the trainer's to rounding."""
+    def _noise(
+        self,
+        chosen: list[int],
+        compared: Compared,
+        found_BT: torch.Tensor,
+        recompute: Callable[[list[int]], torch.Tensor],
+    ) -> torch.Tensor:
+        """Return the rounding of the trainer's log-probabilities, a number of nats, `[1]`."""
         model, trainer = self._trainer.model, self._trainer
-        is_half = trainer.accelerator.mixed_precision != "no" or compute_dtype(model).itemsize < 4
-        allowed = HALF_ROUNDING if is_half else FLOAT32_ROUNDING
-        largest = largest_of_all(
-            self._trainer.accelerator, report.max if report.num_tokens else math.inf
+        is_autocast = trainer.accelerator.mixed_precision != "no"
+        dtype = torch.bfloat16 if is_autocast else compute_dtype(model)
+        higher = torch.float32 if dtype.itemsize < torch.float32.itemsize else torch.float64
+        positions = [positions for _, positions in compared.values()][:NUM_MEASURED]
+        rows = [row for row, _ in compared.values()][:NUM_MEASURED]
+        num_tokens = sum(len(row.prompt_ids) + len(row.completion_ids) for row in rows)
+        can_measure = higher == torch.float32 or is_measurable(model, num_tokens)
+        precise = None
+        if can_measure and not shards_models(trainer.accelerator):
+            try:
+                with higher_precision(higher):
+                    precise_BT = recompute(chosen[:NUM_MEASURED])
+                precise = _at(precise_BT, positions)
+            except Exception:  # noqa: BLE001 - an operator may exist in one precision alone
+                precise = None
+        own = _at(found_BT, positions)
+        return rounding_noise(own, precise, dtype).square().mean().sqrt()[None]
+
+    def _choose(
+        self,
+        sampled: dict[str, list[float]],
+        trained: dict[str, list[float]],
+        noise: torch.Tensor,
+    ) -> None:
+        """Trust the sampled ones from now on if they are the trainer's to rounding.
+
+        And if the loss would clip next to none of the ratios that rounding leaves.
+        """
+        pairs = [
+            (torch.tensor(sampled[name]), torch.tensor(trained[name]))
+            for name in sampled
+            if sampled[name]
+        ]
+        agreement = agrees(
+            [one for one, _ in pairs], [other for _, other in pairs], noise.expand(len(pairs))
         )
-        self.is_trusted = largest <= allowed
-        if not self.is_trusted and math.isfinite(largest) and not self._was_said:
-            self._was_said = True
-            warnings.warn(
-                f"old_logps='auto': sampled log-probabilities are {largest:.2g} nats from the "
-                f"trainer's forward, more than rounding ({allowed:g}); old ones are recomputed by "
-                "the trainer.",
-                stacklevel=2,
+        clipped = _clipped_share(self._trainer, [other - one for one, other in pairs])
+        accelerator = self._trainer.accelerator
+        is_here = bool(pairs) and bool(agreement) and clipped <= MAX_CLIPPED_SHARE
+        self.is_trusted = not largest_of_all(accelerator, float(not is_here))
+        if self.is_trusted or is_here or not pairs or self._was_said:
+            return
+        self._was_said = True
+        reason = f"sampled log-probabilities are off the trainer's by {agreement}"
+        if agreement:
+            reason = (
+                f"rounding alone would clip {clipped:.0%} of the ratios (epsilon="
+                f"{self._trainer.epsilon_low:g}, and {agreement.noise:.2g} nats of rounding)"
             )
+        warnings.warn(
+            f"old_logps='auto': {reason}; old ones are recomputed by the trainer.", stacklevel=2
+        )
 
     def _log(self, report: DriftReport, compared: Compared) -> None:
         metrics = {
@@ -203,6 +257,38 @@ class LogprobGuard:
         if report.first_position is not None and report.first_position < report.position:
             message += f", the first difference at token {positions[report.first_position]}"
         return message
+
+
+def _at(values_BT: torch.Tensor, positions: Sequence[list[int]]) -> list[torch.Tensor]:
+    """Return the values of each of the first rows at its positions."""
+    rows = zip(values_BT, positions, strict=False)
+    return [row_T[torch.tensor(own, dtype=torch.int64)] for row_T, own in rows]
+
+
+def _clipped_share(trainer: Any, log_ratios: Sequence[torch.Tensor]) -> float:
+    """Return the share of the loss's ratios that it clips (trl 1.16).
+
+    Args:
+        trainer: its loss takes ratios of tokens, or of sequences: GSPO's of the mean, RLOO's of
+            the sum.
+        log_ratios: of each sequence, of its tokens.
+    """
+    if not log_ratios:
+        return 0.0
+    level = getattr(trainer, "importance_sampling_level", "sum")
+    if level == "token":
+        values = torch.cat(list(log_ratios))
+    else:
+        values = torch.stack([one.sum() if level == "sum" else one.mean() for one in log_ratios])
+    loss = getattr(trainer, "loss_type", "grpo")
+    low, high = math.inf, math.inf
+    if loss == "cispo":
+        high = math.log(max(trainer.epsilon_high, 1.0))
+    elif loss not in UNCLIPPED_LOSSES:
+        low = -math.log1p(-min(trainer.epsilon_low, 1 - 1e-9))
+        high = math.log1p(trainer.epsilon_high)
+    is_clipped = (values > high) | (values < -low)
+    return float(is_clipped.double().mean())
 
 
 def are_comparable(config: RolloutConfig, params: SamplingParams) -> bool:

@@ -16,13 +16,15 @@ import torch
 from cb_rollout.compat import multimodal
 from cb_rollout.compat import transformers as hf_compat
 from cb_rollout.compat.multimodal import is_processor
-from cb_rollout.compat.torch import without_dropout
+from cb_rollout.compat.torch import compute_dtype, without_dropout
+from cb_rollout.compat.zero3 import shards_models
+from cb_rollout.engine.agreement import is_measurable, references
 from cb_rollout.engine.model.prompt_images import ImageSpan, PromptImages, tensors_digest
+from cb_rollout.engine.numerics.higher_precision import higher_precision
 from cb_rollout.engine.sampling.draw import chosen_logprobs
 from cb_rollout.engine.service.image_prompts import encoded_row, has_image_parts, is_chat
 from cb_rollout.errors import ConfigurationError, error_text
 from cb_rollout.packing.batch import PackedRow
-from cb_rollout.packing.forward import max_difference
 from cb_rollout.packing.images import row_images
 from cb_rollout.rollout.distributed import largest_of_all
 
@@ -247,22 +249,40 @@ class ToolImages:
         if self._is_proved or not largest_of_all(accelerator, bool(self._tool)):
             return
         inner, called = hf_compat.unwrap(model), hf_compat.collective_forward(model)
-        numbers, reason = self._numbers, None
+        numbers, reason, given = self._numbers, None, {}
         ids, is_token = input_ids[numbers], attention_mask[numbers]
-        with torch.no_grad(), without_dropout(inner), accelerator.autocast():
-            plain = [self._plain(called, inner, *row) for row in self._rows]
+        is_autocast = accelerator.mixed_precision != "no"
+        dtype = torch.bfloat16 if is_autocast else compute_dtype(inner)
+
+        def trained() -> list[torch.Tensor]:
+            with accelerator.autocast():
+                own_BT, *_ = forward(called, ids, is_token, logits_to_keep, **given)
+            return _of_completions(own_BT, is_token[:, -logits_to_keep:] > 0)
+
+        def plain() -> list[torch.Tensor]:
+            with accelerator.autocast():
+                found = [self._plain(called, inner, *row) for row in self._rows]
+            counts = is_token[:, -logits_to_keep:].sum(1).tolist()
+            return [row[len(row) - count :] for row, count in zip(found, counts, strict=True)]
+
+        with torch.no_grad(), without_dropout(inner):
+            reference = references(
+                plain,
+                dtype,
+                is_coarse=dtype.itemsize < torch.float32.itemsize,
+                is_measured=is_measurable(inner, ids.numel()),
+                can_raise_precision=not shards_models(accelerator),
+            )[0]
             try:
                 given = of_rows(settings, numbers)
-                own, *_ = forward(called, ids, is_token, logits_to_keep, **given)
+                agreement = reference.compare(trained, higher_precision)
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # noqa: BLE001 - any error is the reason
                 reason = error_text(error)
             else:
-                nats = _difference(own, plain, is_token[:, -logits_to_keep:] > 0)
-                is_autocast = accelerator.mixed_precision != "no"
-                if not nats <= max_difference(inner, is_autocast=is_autocast):
-                    reason = f"its loss is {nats:.2g} nats from the model's own forward"
+                if not agreement:
+                    reason = f"its loss is off the model's own forward by {agreement}"
         if largest_of_all(accelerator, reason is not None):
             raise ConfigurationError(
                 f"the tool {self._tool or 'of another process'} returned an image, which this "
@@ -290,18 +310,6 @@ class ToolImages:
         return chosen_logprobs(logits_TV.float() / self._trainer.temperature, ids_1T[0, 1:])
 
 
-def _difference(
-    own_BT: torch.Tensor, plain: Sequence[torch.Tensor], is_token_BT: torch.Tensor
-) -> float:
-    """Return the largest difference of completions' log-probabilities, in nats.
-
-    Args:
-        own_BT: the trainer's.
-        plain: the model's, of all tokens of each row but the first.
-        is_token_BT: False in the padding; a masked completion is all padding.
-    """
-    differences = [torch.zeros(1)]
-    for own_T, logprobs, is_token_T in zip(own_BT, plain, is_token_BT, strict=True):
-        if num_tokens := int(is_token_T.sum()):
-            differences.append((own_T[is_token_T] - logprobs[-num_tokens:]).abs().max()[None].cpu())
-    return float(torch.cat(differences).max())
+def _of_completions(own_BT: torch.Tensor, is_token_BT: torch.Tensor) -> list[torch.Tensor]:
+    """Return each row without its padding; a masked completion is all padding."""
+    return [own_T[is_token_T] for own_T, is_token_T in zip(own_BT, is_token_BT, strict=True)]

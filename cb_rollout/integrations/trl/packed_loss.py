@@ -7,9 +7,6 @@ on its thread; with several processes all of them call it together. Imports no t
 B: rows of a batch, T: tokens of a completion.
 """
 
-import itertools
-import math
-import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -31,17 +28,11 @@ from cb_rollout.integrations.trl.images import (
     image_arguments,
     rows_with_images,
 )
+from cb_rollout.integrations.trl.loss_comparison import LossComparison
 from cb_rollout.integrations.trl.packed_scores import LossTokens, PackedScores, Result, rows_of
 from cb_rollout.integrations.trl.replay import RouterReplay
 from cb_rollout.packing.batch import PackedRow, PackingLayout, representative
-from cb_rollout.packing.forward import FLOAT32_NATS, max_difference
 from cb_rollout.rollout.distributed import largest_of_all
-
-# Allowed between two gradients, as a share of the norm: in float32, and with 8 or 11 bits.
-FLOAT32_SHARE, HALF_SHARE = 1e-3, 0.25
-
-# Elements of the gradients that are compared: two copies of them exist at a time.
-MAX_COMPARED_ELEMENTS = 1 << 26
 
 # Activations may take this share of the memory that is free when the first loss is computed.
 ACTIVATION_SHARE = 0.5
@@ -58,8 +49,8 @@ OwnForward = Callable[..., Result]
 class ComparisonKey(NamedTuple):
     """The kind of forwards that one comparison stands for."""
 
-    model: int
-    """`id` of the transformers model."""
+    model: Any
+    """`forward_identity` of the transformers model."""
     layout: PackingLayout
     has_gradient: bool
     has_images: bool
@@ -74,6 +65,8 @@ class PackedLoss:
         config: RolloutConfig,
         training: TrainingBytes,
         replay: RouterReplay | None = None,
+        *,
+        can_pack: bool,
     ) -> None:
         """Keep what the forwards need.
 
@@ -82,16 +75,17 @@ class PackedLoss:
             config: its `loss_tokens_per_forward` is used.
             training: the memory plan's part of training, before the first step.
             replay: replays the experts of the rollout; None: routers choose for themselves.
+            can_pack: rows may stand one after the other: no layer carries a state along them.
         """
-        self._trainer, self._replay = trainer, replay
+        self._trainer, self._replay, self._can_pack = trainer, replay, can_pack
         self._bytes_to_come = training.gradients_to_come + training.optimizer_states_to_come
         self._is_sharded = shards_models(trainer.accelerator)
         # Of batches without images and with some; None: the trainer's own forward computes them.
-        self._layouts: dict[bool, PackingLayout | None] = dict.fromkeys(
-            (False, True), PackingLayout.SHARED_PROMPTS
-        )
+        first = PackingLayout.SHARED_PROMPTS if can_pack else PackingLayout.PADDED
+        self._layouts: dict[bool, PackingLayout | None] = dict.fromkeys((False, True), first)
         self._takes_images = is_processor(trainer.processing_class)
         self._compared: set[ComparisonKey] = set()
+        self._has_compared_gradients = False
         self._max_tokens: int | None = None
         if not isinstance(config.loss_tokens_per_forward, str):
             self._max_tokens = config.loss_tokens_per_forward
@@ -141,6 +135,8 @@ class PackedLoss:
         if layout is None:
             return None
         if compute_aux_loss:
+            if not self._can_pack:
+                return None
             layout = PackingLayout.WHOLE_ROWS
         rows, reason = _rows_of_batch(
             hf_compat.unwrap(model),
@@ -174,6 +170,10 @@ class PackedLoss:
             return None
         self.tokens = run.tokens
         return run.unpacked(scores, logits_to_keep)
+
+    def compare_again(self) -> None:
+        """Compare log-probabilities of the next batch of each kind with the trainer's own."""
+        self._compared.clear()
 
     def _limit(self, input_ids: torch.Tensor, batch_size: int | None) -> int | None:
         """Return the tokens of one forward: those of the trainer's, until they are known."""
@@ -261,23 +261,34 @@ class PackedLoss:
             replay=self._replay,
         )
         # Sharded gradients exist in the backward pass alone.
-        has_gradient = torch.is_grad_enabled() and not self._is_sharded
+        has_gradient = (
+            torch.is_grad_enabled() and not self._is_sharded and not self._has_compared_gradients
+        )
+        saved = SavedBytes(model)
+
+        def packed_forward() -> Result:
+            # Called in the model's own precision last, whose bytes count.
+            saved.total = 0
+            with saved:
+                scores = compared.scores(range(len(numbers)), None)
+            return compared.unpacked(scores, logits_to_keep)
+
+        comparison = LossComparison(
+            model,
+            lambda: own_forward(compared.model, numbers),
+            packed_forward,
+            [len(compared.rows[index].completion_ids) for index in range(len(numbers))],
+            sum(row.num_tokens for row in compared.rows),
+            is_autocast=self._trainer.accelerator.mixed_precision != "no",
+            can_raise_precision=not self._is_sharded,
+        )
         with (
             without_dropout(model),
             hf_compat.keeping_one_layer(model),
             torch.set_grad_enabled(has_gradient),
         ):
-            with SavedBytes(model) as saved:
-                scores = compared.scores(range(len(numbers)), None)
-            own = own_forward(compared.model, numbers)
-            mine = compared.unpacked(scores, logits_to_keep)
-            is_autocast = self._trainer.accelerator.mixed_precision != "no"
-            found = _score_difference(
-                model,
-                [scores_BT for scores_BT in mine[:2] if scores_BT is not None],
-                own,
-                max_difference(model, is_autocast=is_autocast),
-            )
+            found = comparison.difference()
+        self._has_compared_gradients |= has_gradient and found is None
         if found is None and has_gradient and self._max_tokens is None:
             self._max_tokens = self._budget(saved.total, compared.tokens.loss_tokens_computed)
         return found
@@ -328,7 +339,12 @@ def _warn_of_batch(reason: str) -> None:
 
 
 def _key(model: torch.nn.Module, layout: PackingLayout, has_images: bool) -> ComparisonKey:
-    return ComparisonKey(id(hf_compat.unwrap(model)), layout, torch.is_grad_enabled(), has_images)
+    return ComparisonKey(
+        hf_compat.forward_identity(hf_compat.unwrap(model)),
+        layout,
+        torch.is_grad_enabled(),
+        has_images,
+    )
 
 
 def _rows_with_gradient(rows: list[PackedRow], advantages: list[float]) -> list[int]:
@@ -342,40 +358,3 @@ def _rows_with_gradient(rows: list[PackedRow], advantages: list[float]) -> list[
     if seeing and not set(seeing) & set(trained):
         trained.append(min(seeing, key=lambda n: rows[n].num_tokens))
     return sorted(trained) or [min(scored, key=lambda n: rows[n].num_tokens)]
-
-
-def _score_difference(
-    model: torch.nn.Module,
-    ours: list[torch.Tensor],
-    theirs: Result,
-    max_nats: float,
-) -> str | None:
-    """Return how two forwards differ in their scores and gradients; None: within the limits."""
-    pairs = [(own, other) for own, other in zip(ours, theirs, strict=False) if other is not None]
-    for name, (own, other) in zip(("log-probabilities", "entropies"), pairs, strict=False):
-        nats = float((own - other).detach().abs().max())
-        if not nats <= max_nats:
-            return f"{name} differ by {nats:.2g} nats from the trainer's forward"
-    if not pairs[0][0].requires_grad:
-        return None
-    parameters = _smallest_parameters(model)
-    # Any weights would do that differ from token to token.
-    weights = torch.linspace(1, 2, pairs[0][0].numel(), device=pairs[0][0].device)
-    own, other = (
-        torch.autograd.grad((weights * scores.flatten()).sum(), parameters, materialize_grads=True)
-        for scores in pairs[0]
-    )
-    norm = math.hypot(*(float(gradient.norm()) for gradient in other))
-    distance = math.hypot(*(float((a - b).norm()) for a, b in zip(own, other, strict=True)))
-    share = distance / max(norm, sys.float_info.min)
-    if not share <= (FLOAT32_SHARE if max_nats == FLOAT32_NATS else HALF_SHARE):
-        return f"gradients differ by {share:.2g} of their norm from the trainer's"
-    return None
-
-
-def _smallest_parameters(model: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """Return trained parameters whose gradients are compared: norms and the like of every layer."""
-    parameters = sorted((p for p in model.parameters() if p.requires_grad), key=torch.numel)
-    ends = itertools.accumulate(map(torch.numel, parameters))
-    num_chosen = sum(end <= MAX_COMPARED_ELEMENTS for end in ends)
-    return parameters[: max(1, num_chosen)]

@@ -119,9 +119,12 @@ class TrainerScoring:
 
     def score(self, inputs: list[Any], collected: Collected | None = None) -> dict[str, Any]:
         """Generate and score one batch, with the keys that the loss needs."""
+        is_check_due = self._guard.begin_rollout(self._trainer.model.training)
+        if is_check_due and self._packed is not None:
+            self._packed.compare_again()
         context = self._backend.begin_rollout(
             collected=collected,
-            is_check_due=self._guard.begin_rollout(self._trainer.model.training),
+            is_check_due=is_check_due,
             needs_old_logprobs=_recomputes_old_logprobs(self._trainer),
         )
         try:
@@ -343,7 +346,7 @@ class TrainerScoring:
                 assert sampled_BT is not None
                 return sampled_BT
         recomputed_BT = run()[0]
-        guard.check(context, version, mask_BT, lambda numbers: recomputed_BT[numbers], of_all=True)
+        guard.check(context, version, mask_BT, lambda n: run(numbers=n)[0], recomputed_BT)
         return recomputed_BT
 
     def _check(self, batch: dict[str, Any]) -> None:

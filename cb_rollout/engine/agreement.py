@@ -1,0 +1,225 @@
+"""Decide whether two computations of the same values agree to the model's own rounding.
+
+Owns the one table of tolerances. A distance is held against the noise of the same model in the same
+precision, never against a number of nats. Structure (masks, positions, neighbours, states) is
+compared in float32 at least, where it stands a thousand times above the noise.
+
+Values are a sequence of tensors, one for each position or row: log-probabilities `[P, V]`, or lists
+of `[T]`. P: positions or rows.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from cb_rollout.engine.numerics.higher_precision import higher_precision
+
+# Multiples of the noise that are accepted: at the median position, and at every position.
+TYPICAL_MULTIPLE, LARGEST_MULTIPLE = 4.0, 25.0
+
+# Root-mean-square of one rounding, as a share of the unit in the last place.
+ROUNDING = 1 / math.sqrt(12)
+
+# Roundings of a value's size that stand for noise that was not measured: in float32, where sums
+# are rounded too, and in 16 bits, where they are not. SmolLM2-135M measures 20, and 2 to 6.
+FLOAT32_ROUNDINGS, HALF_ROUNDINGS = 60, 8
+
+# Least size of what is rounded, in nats: a log-probability is a logit less a normaliser.
+LEAST_SIZE = 10.0
+
+# Products of tokens and parameters that a CPU computes in float64, in seconds.
+MAX_DOUBLE_PRODUCTS = 2e10
+
+Values = torch.Tensor | Sequence[torch.Tensor]
+
+Precisely = Callable[[torch.dtype], AbstractContextManager[Any]]
+"""Returns a context in which forwards compute in a dtype."""
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """Distance between two computations of the same values, held against their noise.
+
+    Distances are in the unit of the values: nats for log-probabilities.
+    """
+
+    largest: float
+    """Largest distance of any value."""
+    mean: float
+    """Mean distance."""
+    root_mean_square: float
+    """Root of the mean squared distance."""
+    noise: float
+    """Root-mean-square distance that rounding explains, at the median position."""
+    typical_multiple: float
+    """Distance over noise at the median position."""
+    largest_multiple: float
+    """Distance over noise at the worst position."""
+
+    def __bool__(self) -> bool:
+        """Return whether rounding explains the distance."""
+        is_typical = self.typical_multiple <= TYPICAL_MULTIPLE
+        return is_typical and self.largest_multiple <= LARGEST_MULTIPLE
+
+    def __str__(self) -> str:
+        """Return both numbers, and the verdict."""
+        verdict = "within" if self else "beyond"
+        return (
+            f"{self.root_mean_square:.2g} nats (at most {self.largest:.2g}), {verdict} the model's "
+            f"own rounding of {self.noise:.2g}"
+        )
+
+
+def agrees(found: Values, expected: Values, noise: torch.Tensor) -> Agreement:
+    """Compare two computations of the same values.
+
+    Args:
+        found: a tensor for each position; equal infinities are equal, and NaN agrees with nothing.
+        expected: of the same shapes.
+        noise: `[P]`, as `rounding_noise` returns it.
+    """
+    distances = _distances(found, expected, unknown=math.inf)
+    flat = torch.cat(distances) if distances else torch.zeros(0)
+    if not flat.numel():
+        return Agreement(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    distances_P = _root_mean_squares(distances)
+    # A position without noise agrees in every bit or not at all.
+    multiples_P = torch.where(distances_P == 0, 0.0, distances_P / noise.to(distances_P))
+    return Agreement(
+        largest=float(flat.max()),
+        mean=float(flat.mean()),
+        root_mean_square=float(flat.square().mean().sqrt()),
+        noise=float(noise.median()),
+        typical_multiple=float(multiples_P.median()),
+        largest_multiple=float(multiples_P.max()),
+    )
+
+
+def rounding_noise(
+    expected: Values, other: Values | None, dtype: torch.dtype, least_size: float = LEAST_SIZE
+) -> torch.Tensor:
+    """Return the noise of a computation at each position, `[P]`, float64.
+
+    A position that is exact by chance has the noise of the median position. Noise beyond the root
+    of a rounding is not rounding: it is cut there, so that it excuses no fault.
+
+    Args:
+        expected: the values, computed in `dtype`.
+        other: the same values in a higher precision; None: not measured.
+        dtype: precision of the computation.
+        least_size: least size of the values that are rounded.
+    """
+    eps = torch.finfo(dtype).eps
+    finite = [values.detach().double().masked_fill(values.isinf(), 0.0) for values in expected]
+    rounding_P = ROUNDING * eps * _root_mean_squares(finite).clamp(min=least_size)
+    if other is None:
+        return rounding_P * (FLOAT32_ROUNDINGS if eps < 1e-6 else HALF_ROUNDINGS)
+    noise_P = _root_mean_squares(_distances(expected, other, unknown=0.0))
+    noise_P = noise_P.clamp(min=noise_P.median().item())
+    return noise_P.minimum(rounding_P / ROUNDING / math.sqrt(eps)).maximum(rounding_P)
+
+
+def gradient_noise(
+    expected: torch.Tensor, other: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return the noise of a gradient, `[1]`, float64: where not measured, half of its digits.
+
+    Args:
+        expected: the gradient, computed in `dtype`.
+        other: the same in a higher precision; None: not measured.
+        dtype: precision of the computation.
+    """
+    noise = rounding_noise([expected], None if other is None else [other], dtype, least_size=0.0)
+    unmeasured = math.sqrt(torch.finfo(dtype).eps) * _root_mean_squares([expected])
+    return noise if other is not None else unmeasured
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """Values that a model computes in one precision, and their noise."""
+
+    values: Values
+    noise: torch.Tensor
+    dtype: torch.dtype
+    is_higher: bool
+    """True: a higher precision than the model's own."""
+
+    def compare(self, found: Callable[[], Values], precisely: Precisely) -> Agreement:
+        """Compare with what `found` computes in the same precision."""
+        if not self.is_higher:
+            return agrees(found(), self.values, self.noise)
+        with precisely(self.dtype):
+            return agrees(found(), self.values, self.noise)
+
+
+def references(
+    compute: Callable[[], Values],
+    dtype: torch.dtype,
+    precisely: Precisely = higher_precision,
+    *,
+    is_coarse: bool,
+    is_measured: bool = True,
+    can_raise_precision: bool = True,
+) -> list[Reference]:
+    """Return what another computation has to agree with, the surest first.
+
+    Args:
+        compute: computes the values in the precision of its context.
+        dtype: the model's own precision.
+        precisely: returns a context in which `compute` has another.
+        is_coarse: fewer bits are kept than float32 has.
+        is_measured: measure float32's noise by a forward in float64.
+        can_raise_precision: False where other processes would have to do so too.
+    """
+
+    def compute_in(higher: torch.dtype) -> Values | None:
+        if not can_raise_precision:
+            return None
+        try:
+            with precisely(higher):
+                return compute()
+        except torch.OutOfMemoryError:
+            return None
+        except Exception:  # noqa: BLE001 - an operator may exist in one precision alone
+            return None
+
+    own = compute()
+    higher = compute_in(torch.float32) if is_coarse else None
+    if is_coarse and higher is None:
+        return [Reference(own, rounding_noise(own, None, dtype), dtype, is_higher=False)]
+    double = compute_in(torch.float64) if is_measured else None
+    if higher is None:
+        return [Reference(own, rounding_noise(own, double, dtype), dtype, is_higher=False)]
+    return [
+        Reference(higher, rounding_noise(higher, double, torch.float32), torch.float32, True),
+        Reference(own, rounding_noise(own, higher, dtype), dtype, is_higher=False),
+    ]
+
+
+def is_measurable(model: torch.nn.Module, num_tokens: int) -> bool:
+    """Return whether a forward of so many tokens in float64 takes no more than seconds."""
+    parameters = list(model.parameters())
+    is_fast = parameters[0].device.type != "cpu"
+    return is_fast or num_tokens * sum(map(torch.numel, parameters)) <= MAX_DOUBLE_PRODUCTS
+
+
+def _distances(found: Values, expected: Values, unknown: float) -> list[torch.Tensor]:
+    """Return the absolute differences at each position, flat, float64; `unknown`: for NaN."""
+    return [
+        torch.where(a == b, 0.0, (a.double() - b.double()).abs())
+        .nan_to_num(nan=unknown, posinf=unknown)
+        .flatten()
+        for a, b in (
+            (a.detach(), b.detach()) for a, b in zip(found, expected, strict=True) if a.numel()
+        )
+    ]
+
+
+def _root_mean_squares(values: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the root-mean-square of each tensor that has any element, `[P]`, float64."""
+    found = [one.double().square().mean().sqrt() for one in values if one.numel()]
+    return torch.stack(found) if found else torch.ones(1, dtype=torch.float64)
