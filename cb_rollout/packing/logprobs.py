@@ -21,6 +21,7 @@ from cb_rollout.compat import transformers as hf_compat
 from cb_rollout.compat.fsdp import is_sharded
 from cb_rollout.compat.torch import compute_dtype
 from cb_rollout.engine.agreement import Agreement, Reference, is_measurable, references
+from cb_rollout.engine.memory.device import to_device
 from cb_rollout.engine.model.eval_mode import eval_mode
 from cb_rollout.engine.model.routers import Replay, Routers, find_routers, joined_routes
 from cb_rollout.engine.model.runner import ModelRunner
@@ -45,7 +46,10 @@ _REPLACING = threading.RLock()
 
 
 def packed_logprobs(
-    model: torch.nn.Module, outputs: Sequence[GenerationOutput], *, temperature: float = 1.0
+    model: torch.nn.Module,
+    outputs: Sequence[GenerationOutput],
+    *,
+    temperature: float | None = None,
 ) -> list[torch.Tensor]:
     """Return the log-probability of every generated token under the model's weights as they are.
 
@@ -63,7 +67,8 @@ def packed_logprobs(
             on one device.
         outputs: a rollout's outputs, with `prompt_ids` and `generated_tokens`, and the `images` of
             their prompts.
-        temperature: divides the logits, above 0; the one that was sampled with.
+        temperature: divides the logits, above 0. None: the one that each output was sampled with,
+            its `temperature`.
 
     Returns:
         For each output a 1-d tensor, float32, of as many natural logarithms as it has generated
@@ -71,14 +76,10 @@ def packed_logprobs(
 
     Raises:
         InvalidRequestError: an output has no prompt, or a token id that the model does not know.
-        ConfigurationError: the temperature is not a finite number above 0; the model has no
+        ConfigurationError: a temperature is not a finite number above 0; the model has no
             language-model head, is an encoder-decoder, or is not whole on one device.
     """
-    if not (isinstance(temperature, Real) and 0 < temperature < math.inf):
-        raise ConfigurationError(
-            f"temperature={temperature!r} is not a finite number above 0; greedy outputs have "
-            "temperature=1."
-        )
+    temperatures = [_temperature(output, temperature) for output in outputs]
     inner = hf_compat.unwrap(model)
     hf_compat.refuse_what_cannot_generate(inner)
     if is_sharded(inner):
@@ -106,8 +107,19 @@ def packed_logprobs(
     if not any(row.completion_ids for row in rows):
         return logprobs
     with _REPLACING:
-        found = _scored_in_its_layout(model, inner, rows, temperature)
+        found = _scored_in_its_layout(model, inner, rows, temperatures)
     return [found.get(number, no_token) for number, no_token in enumerate(logprobs)]
+
+
+def _temperature(output: GenerationOutput, given: float | None) -> float:
+    """Return the temperature of an output, checked."""
+    temperature = getattr(output, "temperature", 1.0) if given is None else given
+    if not (isinstance(temperature, Real) and 0 < temperature < math.inf):
+        raise ConfigurationError(
+            f"temperature={temperature!r} is not a finite number above 0; greedy outputs have "
+            "temperature=1."
+        )
+    return float(temperature)
 
 
 def _row(output: GenerationOutput, vocab_size: int) -> PackedRow:
@@ -135,7 +147,7 @@ def _row(output: GenerationOutput, vocab_size: int) -> PackedRow:
 
 
 def _scored_in_its_layout(
-    model: torch.nn.Module, inner: Any, rows: Sequence[PackedRow], temperature: float
+    model: torch.nn.Module, inner: Any, rows: Sequence[PackedRow], temperatures: Sequence[float]
 ) -> dict[int, torch.Tensor]:
     """Return the log-probabilities of all rows, in the layout that agreed for this model."""
     # A model that was cast, or that got another layer, is compared anew.
@@ -146,12 +158,12 @@ def _scored_in_its_layout(
     _LAYOUTS[inner][key] = layout
     everything = range(len(rows))
     try:
-        return _scored(model, rows, everything, layout, temperature)
+        return _scored(model, rows, everything, layout, temperatures)
     except ConfigurationError:
         if layout is PackingLayout.PADDED:
             raise
         # Longer rows than those that were compared may meet a window that attention is not told of.
-        return _scored(model, rows, everything, PackingLayout.PADDED, temperature)
+        return _scored(model, rows, everything, PackingLayout.PADDED, temperatures)
 
 
 def _scored(
@@ -159,7 +171,7 @@ def _scored(
     rows: Sequence[PackedRow],
     numbers: Sequence[int],
     layout: PackingLayout,
-    temperature: float,
+    temperatures: Sequence[float],
 ) -> dict[int, torch.Tensor]:
     """Return the log-probabilities of the rows at `numbers` that have completion tokens."""
     inner = hf_compat.unwrap(model)
@@ -172,10 +184,16 @@ def _scored(
     ) -> Scores:
         with hf_compat.taking_hidden_states(inner) as taken:
             own_forward(**arguments, use_cache=False)
-        score = partial(_chunk, inner, own_forward, type(taken[0]), temperature)
+        score = partial(_chunk, inner, own_forward, type(taken[0]))
         hidden_1KH = taken[0].last_hidden_state
+        lengths = zip(batch.rows, batch.lengths, strict=True)
+        of_tokens = [temperatures[row] for row, n in lengths for _ in range(n)]
+        temperatures_K = to_device(of_tokens, device, torch.float32)
         chunks = zip(
-            hidden_1KH.split(CHUNK_TOKENS, dim=1), batch.labels_K.split(CHUNK_TOKENS), strict=True
+            hidden_1KH.split(CHUNK_TOKENS, dim=1),
+            batch.labels_K.split(CHUNK_TOKENS),
+            temperatures_K.split(CHUNK_TOKENS),
+            strict=True,
         )
         parts = [checkpoint(score, *chunk, use_reentrant=False) for chunk in chunks]
         return Scores(torch.cat(parts))
@@ -195,14 +213,14 @@ def _chunk(
     inner: Any,
     own_forward: Callable[..., Any],
     kind: type[Any],
-    temperature: float,
     hidden_1KH: torch.Tensor,
     labels_K: torch.Tensor,
+    temperatures_K: torch.Tensor,
 ) -> torch.Tensor:
     """Return the log-probabilities of labels by the model's own head on these hidden states."""
     with _REPLACING, hf_compat.giving_hidden_states(inner, kind, hidden_1KH):
         logits_KV = own_forward(input_ids=labels_K[None], use_cache=False).logits[0]
-    return chosen_logprobs(logits_KV.float() / temperature, labels_K)
+    return chosen_logprobs(logits_KV.float() / temperatures_K[:, None], labels_K)
 
 
 def _agreeing_layout(inner: Any, rows: Sequence[PackedRow]) -> PackingLayout:
@@ -246,7 +264,7 @@ def _first_failed(
     """Compare a layout with the plain forward; None: rounding explains every distance."""
 
     def found() -> list[torch.Tensor]:
-        scored = _scored(inner, rows, range(len(rows)), layout, temperature=1.0)
+        scored = _scored(inner, rows, range(len(rows)), layout, [1.0] * len(rows))
         return [scored[number] for number in range(len(rows))]
 
     for reference in expected:

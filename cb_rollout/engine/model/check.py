@@ -8,14 +8,14 @@ own precision they show an engine that rounds otherwise than the model.
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
 
 from cb_rollout.compat import transformers as hf_compat
-from cb_rollout.engine.agreement import Reference, agrees, references, rounding_noise
+from cb_rollout.engine.agreement import Agreement, Reference, agrees, references, rounding_noise
 from cb_rollout.engine.attention.selector import BackendSelection, select_backend
 from cb_rollout.engine.kv_cache.block_table import BlockTable
 from cb_rollout.engine.kv_cache.layout import CacheLayout
@@ -111,21 +111,32 @@ def _references(
     )
 
 
+def agreements(
+    runner: ModelRunner, layout: CacheLayout, rows: list[list[int]], expected: list[Reference]
+) -> Iterator[Agreement]:
+    """Yield how pages agree with each reference, the surest first."""
+    for reference in expected:
+        own = layout.at_least(reference.dtype) if reference.is_higher else layout
+        yield reference.compare(partial(_paged, runner, own, rows), runner.computing_in)
+
+
 def _difference(
     runner: ModelRunner, layout: CacheLayout, rows: list[list[int]], expected: list[Reference]
 ) -> tuple[str, Exception | None]:
     """Return how pages differ from the plain forward, and an error; "": by rounding alone."""
-    for reference in expected:
-        own = layout.at_least(reference.dtype) if reference.is_higher else layout
-        agreement, failure = attempt(
-            partial(reference.compare, partial(_paged, runner, own, rows), runner.computing_in)
-        )
-        if agreement is None:
-            return f"its forward fails ({error_text(failure)})", failure
-        if not agreement:
-            name = str(reference.dtype).removeprefix("torch.")
-            return f"log-probabilities in {name} are off its plain forward by {agreement}", None
-    return "", None
+
+    def first() -> str:
+        found = zip(expected, agreements(runner, layout, rows, expected), strict=True)
+        for reference, agreement in found:
+            if not agreement:
+                name = str(reference.dtype).removeprefix("torch.")
+                return f"log-probabilities in {name} are off its plain forward by {agreement}"
+        return ""
+
+    difference, failure = attempt(first)
+    if difference is None:
+        return f"its forward fails ({error_text(failure)})", failure
+    return difference, None
 
 
 def _refusal(runner: ModelRunner, rows: list[list[int]], found: str) -> str:

@@ -10,12 +10,27 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cb_rollout.compat.torch import exact_float32_products
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+# Functions that require one dtype of all their inputs before an operator sees them.
+CHECKED = frozenset(
+    {
+        torch.conv1d,
+        torch.conv2d,
+        torch.conv3d,
+        torch.conv_transpose1d,
+        torch.conv_transpose2d,
+        torch.batch_norm,
+        functional.scaled_dot_product_attention,
+    }
+)
 
 
 @contextmanager
@@ -30,11 +45,29 @@ def higher_precision(dtype: torch.dtype) -> Iterator[None]:
     """
     # Autocast keeps the weights that it has cast.
     torch.clear_autocast_cache()
+    upcast = _Upcast(dtype)
     try:
-        with exact_float32_products(), _Upcast(dtype):
+        with exact_float32_products(), upcast, _UpcastArguments(upcast):
             yield
     finally:
         torch.clear_autocast_cache()
+
+
+class _UpcastArguments(TorchFunctionMode):
+    """Cast the inputs of functions that compare the dtypes of their inputs."""
+
+    def __init__(self, upcast: "_Upcast") -> None:
+        super().__init__()
+        self._upcast = upcast
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run a function on inputs of the higher precision where it compares them."""
+        if func in CHECKED:
+            positional, named = pytree.tree_map(self._upcast.cast, (tuple(args), kwargs or {}))
+            return func(*positional, **named)
+        return func(*args, **(kwargs or {}))
 
 
 class _Upcast(TorchDispatchMode):
@@ -50,11 +83,12 @@ class _Upcast(TorchDispatchMode):
         if func.is_view or func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
             return func(*args, **(kwargs or {}))
         if not func._schema.is_mutable:
-            positional, named = pytree.tree_map(self._cast, (tuple(args), kwargs or {}))
+            positional, named = pytree.tree_map(self.cast, (tuple(args), kwargs or {}))
             return func(*positional, **named)
         return self._write(func, args, kwargs or {})
 
-    def _cast(self, value: Any) -> Any:
+    def cast(self, value: Any) -> Any:
+        """Return a tensor or a dtype in the higher precision; anything else as it is."""
         if isinstance(value, torch.Tensor):
             return value.to(self._dtype) if value.dtype in self._coarser else value
         # The dtype of a result: a cast, or a new tensor.
@@ -70,7 +104,7 @@ class _Upcast(TorchDispatchMode):
         }
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         own = {name: given[name] for name in written if name in given}
-        cast = pytree.tree_map(self._cast, given)
+        cast = pytree.tree_map(self.cast, given)
         num_positional = len(args)
         positional = [cast[name] for name in names[:num_positional]]
         result = func(*positional, **{name: cast[name] for name in kwargs})

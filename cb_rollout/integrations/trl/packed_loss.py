@@ -89,10 +89,24 @@ class PackedLoss:
         self._max_tokens: int | None = None
         if not isinstance(config.loss_tokens_per_forward, str):
             self._max_tokens = config.loss_tokens_per_forward
+            self._require_one_process()
         self.tokens = LossTokens()
         if getattr(trainer.args, "torch_compile", False):
             self._give_up("torch_compile=True compiles the trainer's own forward", False)
             self._layouts[True] = None
+
+    def _require_one_process(self) -> None:
+        """Refuse a number of tokens where a batch is one forward, whatever its size."""
+        reason = None
+        if self._is_sharded:
+            reason = "FSDP or ZeRO-3, whose processes enter as many forwards together"
+        elif getattr(self._trainer, "aux_loss_enabled", False):
+            reason = "a router loss, which is balanced over the whole batch"
+        if reason:
+            raise ConfigurationError(
+                f"loss_tokens_per_forward={self._max_tokens} cannot be honoured under {reason}; "
+                "leave it at 'auto' and lower per_device_train_batch_size."
+            )
 
     def logprobs(
         self,

@@ -32,6 +32,9 @@ from cb_rollout.integrations.trl.truncated_completions import TruncatedCompletio
 # Keys that a batch carries into the loss, beside the trainer's own.
 ROW_KEY, KEPT_KEY, ROUTES_KEY = "rollout_row", "kept_token_ids", "routed_experts"
 
+# TRL 1.16's metrics of sampled against old log-probabilities.
+DIFFERENCES = tuple(f"sampling/sampling_logp_difference/{name}" for name in ("mean", "max"))
+
 # A loss of these is a product with the advantage; another one may train every row.
 LOSS_MODULES = ("trl.trainer.grpo_trainer", "trl.trainer.rloo_trainer")
 
@@ -78,6 +81,9 @@ class TrainerScoring:
         self._row_ids = itertools.count(accelerator.process_index, accelerator.num_processes)
         self._loss_inputs: dict[str, Any] | None = None
         self._loss_tokens = LossTokens()
+        self._step_of_sampled: int | None = None
+        """Step at whose start the old log-probabilities were the sampled ones; None: they were
+        not."""
 
     def generate(self, prompts: list[Any]) -> Any:
         """Replace `_generate`: keep the rows and the outputs they consist of."""
@@ -140,6 +146,8 @@ class TrainerScoring:
                 **image_arguments(batch),
             )
             self._check(batch)
+            if self._step_of_sampled is not None:
+                self._forget_differences()
         finally:
             kept, context.kept_token_ids = context.kept_token_ids, None
             routes, context.routed_experts = context.routed_experts, None
@@ -201,6 +209,8 @@ class TrainerScoring:
             context.needs_old_logprobs = False
             return self._old_logprobs(run, attention_mask[:, -logits_to_keep:]), None, None
         recomputed = run()
+        if self._loss_inputs is not None:
+            self._log_differences(recomputed[0].detach(), self._loss_inputs)
         if self._records is not None and self._loss_inputs and ROW_KEY in self._loss_inputs:
             logprobs_BT, entropies_BT, _ = recomputed
             row_ids = self._loss_inputs[ROW_KEY].tolist()
@@ -339,15 +349,45 @@ class TrainerScoring:
         """Return the sampled ones where the guard trusts them, else the trainer's."""
         context, guard = self._backend.context, self._guard
         version = self._backend.generator.policy_version
+        self._step_of_sampled = None
         sampled_BT = context.sampled_logprobs(mask_BT)
         if guard.are_usable(sampled_BT, context.rows, version):
             guard.check(context, version, mask_BT, lambda numbers: run(numbers=numbers)[0])
             if guard.is_trusted:
                 assert sampled_BT is not None
+                self._step_of_sampled = self._trainer.state.global_step
                 return sampled_BT
         recomputed_BT = run()[0]
         guard.check(context, version, mask_BT, lambda n: run(numbers=n)[0], recomputed_BT)
         return recomputed_BT
+
+    def _forget_differences(self) -> None:
+        """Take back TRL 1.16's difference of sampled and old log-probabilities: they are the same.
+
+        The loss logs their difference to its own instead.
+        """
+        for name in DIFFERENCES:
+            values = self._metrics.get(name)
+            if values:
+                values.pop()
+
+    def _log_differences(self, logprobs_BT: torch.Tensor, inputs: dict[str, Any]) -> None:
+        """Log sampled against the loss's log-probabilities, before weights changed since."""
+        sampled_BT = inputs.get("sampling_per_token_logps")
+        if sampled_BT is None or self._step_of_sampled != self._trainer.state.global_step:
+            return
+        mask_BT = inputs["completion_mask"] * inputs.get("tool_mask", 1) > 0
+        found_N = (logprobs_BT - sampled_BT).abs()[mask_BT]
+        gather = self._trainer.accelerator.gather
+        count, total = gather(torch.stack([mask_BT.sum(), found_N.sum()])).view(-1, 2).sum(0)
+        largest = gather(found_N.max()[None] if found_N.numel() else found_N.new_zeros(1)).max()
+        for name, value in zip(DIFFERENCES, (total / count.clamp(min=1), largest), strict=True):
+            self._metrics[name].append(value.item())
+
+    @property
+    def _metrics(self) -> Any:
+        trainer = self._trainer
+        return trainer._metrics["train" if trainer.model.training else "eval"]
 
     def _check(self, batch: dict[str, Any]) -> None:
         """Verify by an extra forward, where the trainer needed none."""
