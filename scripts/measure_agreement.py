@@ -1,4 +1,4 @@
-"""Measure how far rollouts of SmolLM2-135M-Instruct are from plain forwards, and those from float64.
+"""Measure how far rollouts of SmolLM2-135M-Instruct are from plain forwards and from float64.
 
 python scripts/measure_agreement.py    # three minutes on two cores
 
@@ -100,7 +100,7 @@ def plain_logprobs(
 def padded_logprobs(
     model: PreTrainedModel, outputs: Sequence[GenerationOutput], is_autocast: bool = False
 ) -> torch.Tensor:
-    """Return the same by one batch as TRL pads it: prompts on the left, completions on the right."""
+    """Return the same by one batch as TRL pads it: prompts left, completions right."""
     width = max(len(output.prompt_ids) for output in outputs)
     length = max(len(output.generated_tokens) for output in outputs)
     ids_BT = torch.zeros(len(outputs), width + length, dtype=torch.long)

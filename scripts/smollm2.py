@@ -8,6 +8,8 @@ nothing about quantisation with them.
 
 import os
 import shutil
+import sys
+from contextlib import redirect_stdout
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -59,9 +61,7 @@ def gguf_folder() -> Path:
 
 def save_model(package: Path, folder: Path) -> None:
     """Save the weights in float32."""
-    loaded = AutoModelForCausalLM.from_pretrained(
-        package, gguf_file=GGUF_FILE, dtype=torch.float32
-    )
+    loaded = AutoModelForCausalLM.from_pretrained(package, gguf_file=GGUF_FILE, dtype=torch.float32)
     # transformers takes what it loads from GGUF for quantised, and refuses to save that.
     del loaded.config.quantization_config
     with torch.device("meta"):
@@ -87,4 +87,7 @@ def load_gguf_tokenizer(package: Path) -> PreTrainedTokenizerBase:
 
 
 if __name__ == "__main__":
-    print(smollm2_folder())
+    # DeepSpeed, which transformers imports, logs to stdout.
+    with redirect_stdout(sys.stderr):
+        folder = smollm2_folder()
+    print(folder)

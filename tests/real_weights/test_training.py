@@ -1,17 +1,16 @@
-"""A stock `GRPOTrainer` on a real model, SmolLM2-135M-Instruct, attaches and trains as configured."""
+"""A stock `GRPOTrainer` on a real model, SmolLM2-135M-Instruct, attaches and trains."""
 
-import gc
 import math
 
 import pytest
 import torch
 from datasets import Dataset
-from measure_agreement import QUESTIONS
 from peft import LoraConfig
 from tiny_trainer import logged
 from trl import GRPOConfig, GRPOTrainer
 
 from cb_rollout import RolloutConfig, attach, detach
+from measure_agreement import QUESTIONS
 
 pytestmark = pytest.mark.slow
 
