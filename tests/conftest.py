@@ -2,6 +2,7 @@
 
 import os
 import sys
+from pathlib import Path
 
 # Set before any test imports transformers, datasets or wandb, which read them at import.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -29,3 +30,14 @@ def no_bitwise_operators_are_left():
     yield
     operators = sys.modules.get("cb_rollout.engine.numerics.operators")
     assert operators is None or not operators.are_installed(), "detach the trainer"
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """The folder of a real model, SmolLM2-135M-Instruct, with its tokenizer."""
+    from smollm2 import smollm2_folder
+
+    try:
+        return smollm2_folder()
+    except ModuleNotFoundError as missing:
+        pytest.skip(str(missing))

@@ -1,0 +1,74 @@
+"""A stock `GRPOTrainer` on a real model, SmolLM2-135M-Instruct, attaches and trains."""
+
+import math
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from tiny_trainer import logged
+from trl import GRPOConfig, GRPOTrainer
+
+from cb_rollout import RolloutConfig, attach, detach
+from measure_agreement import QUESTIONS
+
+pytestmark = pytest.mark.slow
+
+CASES = [
+    pytest.param(
+        bf16, is_lora, weight_sync, id=f"{name}-{'lora' if is_lora else 'full'}-{weight_sync}"
+    )
+    # "auto" copies under autocast, and shares the module in float32.
+    for name, bf16, weight_syncs in (
+        ("bf16", True, ("auto", "shared")),
+        ("float32", False, ("auto", "copy")),
+    )
+    for is_lora in (False, True)
+    for weight_sync in weight_syncs
+]
+# TRL's own defaults, full fine-tuning in bf16, train for longer.
+LONG = (True, False, "auto")
+
+
+def share_of_vowels(completions, **_):
+    texts = [completion[0]["content"].lower() for completion in completions]
+    return [sum(map(text.count, "aeiou")) / max(1, len(text)) for text in texts]
+
+
+@pytest.mark.parametrize(("bf16", "is_lora", "weight_sync"), CASES)
+def test_a_stock_trainer_trains(tmp_path, smollm2, bf16, is_lora, weight_sync):
+    num_steps = 5 if (bf16, is_lora, weight_sync) == LONG else 2
+    rows = [{"prompt": [{"role": "user", "content": question}]} for question in QUESTIONS]
+    trainer = GRPOTrainer(
+        model=str(smollm2),
+        reward_funcs=share_of_vowels,
+        args=GRPOConfig(
+            output_dir=str(tmp_path),
+            max_steps=num_steps,
+            per_device_train_batch_size=16,
+            num_generations=8,
+            max_completion_length=32,
+            logging_steps=1,
+            report_to=[],
+            use_cpu=True,
+            bf16=bf16,
+            disable_tqdm=True,
+            save_strategy="no",
+        ),
+        train_dataset=Dataset.from_list(rows),
+        peft_config=LoraConfig(task_type="CAUSAL_LM") if is_lora else None,
+    )
+    trained = [p for p in trainer.model.parameters() if p.requires_grad]
+    assert {p.dtype for p in trained} == {torch.float32}
+    before = [p.detach().clone() for p in trained]
+    attach(trainer, RolloutConfig(weight_sync=weight_sync, verify_every_steps=1))
+    trainer.train()
+    detach(trainer)
+    assert trainer.state.global_step == num_steps
+    assert any(not torch.equal(old, new) for old, new in zip(before, trained, strict=True))
+    assert all(math.isfinite(loss) for loss in logged(trainer, "loss"))
+    assert len(logged(trainer, "rollout/logprob_drift_mean")) == num_steps
+    # Packed: each prompt once for its group, and no padding.
+    computed = logged(trainer, "rollout/loss_tokens_computed")
+    assert len(computed) == num_steps
+    assert computed == logged(trainer, "rollout/loss_tokens_useful")
