@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+
 from cb_rollout.engine.agreement import LARGEST_MULTIPLE, TYPICAL_MULTIPLE, Agreement
 from cb_rollout.engine.attention.backend import UnsupportedAttentionError
 from cb_rollout.engine.attention.packed import PackedAttention, Segment
@@ -159,15 +160,15 @@ def planted(fault: str, runner: ModelRunner) -> Iterator[None]:
             segments = list(map(OF_SEGMENTS[fault], segments))
         return PackedAttention(segments, device, **named)
 
-    setattr(runner, "_run", run)
-    setattr(PagedCache, "begin", begin)
-    setattr(runner_module, "PackedAttention", attention)
+    runner._run = run
+    PagedCache.begin = begin
+    runner_module.PackedAttention = attention
     try:
         yield
     finally:
-        setattr(runner, "_run", own_run)
-        setattr(PagedCache, "begin", own_begin)
-        setattr(runner_module, "PackedAttention", own_attention)
+        runner._run = own_run
+        PagedCache.begin = own_begin
+        runner_module.PackedAttention = own_attention
 
 
 def margins(model: Any, autocast_dtype: torch.dtype | None = None) -> dict[str, float]:
@@ -210,8 +211,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", help="folder of a checkpoint; SmolLM2-135M-Instruct otherwise")
     options = parser.parse_args()
-    from smollm2 import smollm2_folder
     from transformers import AutoModelForCausalLM
+
+    from smollm2 import smollm2_folder
 
     folder = options.model or smollm2_folder()
     columns = {}

@@ -11,14 +11,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from cb_rollout.config.enums import LogprobsMode, SamplingMaskMode
-from cb_rollout.engine.agreement import Agreement, agrees, rounding_noise
+from cb_rollout.engine.agreement import LARGEST_MULTIPLE, Agreement, agrees, rounding_noise
 from cb_rollout.engine.request import Request
 from cb_rollout.engine.service.manager import ContinuousBatchingManager
 from cb_rollout.errors import InvalidRequestError
 from cb_rollout.rollout.distributed import values_of_all
-
-# Of the largest difference of a sequence: its first token beyond this is where it begins.
-NOTABLE_SHARE = 0.1
 
 # Sequences whose rounding is measured by a forward in a higher precision.
 NUM_MEASURED = 2
@@ -41,7 +38,7 @@ class DriftReport:
     position: int
     """Index of the generated token with the largest difference, from 0."""
     first_position: int | None = None
-    """Index of the first token of that sequence beyond a tenth of it; None: all are equal."""
+    """Index of the first token of that sequence that rounding does not explain, if there is one."""
     k1: float = 0.0
     """KL divergence: mean of -log r; unbiased, may be negative."""
     k3: float = 0.0
@@ -55,8 +52,13 @@ class DriftReport:
     """The difference held against the model's own rounding; None: it was not measured."""
 
 
-def drift(sampled: dict[str, list[float]], recomputed: dict[str, list[float]]) -> DriftReport:
-    """Compare log-probabilities by request id, token by token; NaN is an infinite difference."""
+def drift(
+    sampled: dict[str, list[float]], recomputed: dict[str, list[float]], noise: float = 0.0
+) -> DriftReport:
+    """Compare log-probabilities by request id, token by token; NaN is an infinite difference.
+
+    `noise`: rounding of the recomputed ones, in nats, of `rounding_noise`.
+    """
     pairs = [
         (a, b, request_id, position)
         for request_id, logprobs in sampled.items()
@@ -69,7 +71,7 @@ def drift(sampled: dict[str, list[float]], recomputed: dict[str, list[float]]) -
     worst = int(sizes_N.argmax())
     _, _, request_id, position = pairs[worst]
     starts_at = worst - position
-    notable = (sizes_N[starts_at : worst + 1] > NOTABLE_SHARE * sizes_N[worst]).nonzero()
+    notable = (sizes_N[starts_at : worst + 1] > LARGEST_MULTIPLE * noise).nonzero()
     # Ratios that are not finite allow no estimate.
     k1 = k3 = chi_squared = math.inf
     effective_sample_size = 0.0
@@ -128,10 +130,10 @@ def rollout_drift(
     forwards = list(rollout[:1]) * num_extra + chosen
     sampled = {request.request_id: request.logprobs for request in chosen}
     recomputed = manager.recompute(forwards)
-    report = drift(sampled, recomputed)
-    if not report.num_tokens:
-        return report
+    if not chosen:
+        return drift({}, {})
     noise = _noise(manager, chosen[:NUM_MEASURED], recomputed, can_measure=not is_collective)
+    report = drift(sampled, recomputed, float(noise))
     found = [torch.tensor(logprobs) for logprobs in sampled.values()]
     expected = [torch.tensor(recomputed[request_id]) for request_id in sampled]
     return replace(report, agreement=agrees(found, expected, noise.expand(len(found))))

@@ -26,10 +26,11 @@ def test_the_estimates_are_those_of_the_probability_ratios():
 def test_the_first_notable_difference_is_of_the_worst_sequence():
     report = drift(
         {"a": [-1.0, -1.0], "b": [-1.0, -1.0, -1.0, -1.0]},
-        {"a": [-1.1, -1.0], "b": [-1.001, -1.3, -1.0, -3.0]},
+        {"a": [-1.1, -1.0], "b": [-1.001, -1.02, -1.0, -3.0]},
+        noise=0.0002,
     )
     assert (report.request_id, report.position, report.first_position) == ("b", 3, 1)
-    assert drift({"a": [-1.0]}, {"a": [-1.0]}).first_position is None
+    assert drift({"a": [-1.0]}, {"a": [-1.001]}, noise=0.0002).first_position is None
 
 
 @pytest.mark.parametrize("recomputed", [math.nan, -math.inf, math.inf])

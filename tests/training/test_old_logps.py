@@ -53,9 +53,9 @@ def test_without_the_correction_the_sampled_ones_are_the_old_ones_too(tmp_path):
 @pytest.mark.parametrize(
     ("config", "settings", "num_forwards"),
     [
-        # The first rollout's, and two sequences of the third's.
-        ({"verify_every_steps": 2}, {}, 2),
-        ({}, RLOO, 1),
+        # The first rollout's, two sequences of the third's, and once more each: their rounding.
+        ({"verify_every_steps": 2}, {}, 4),
+        ({}, RLOO, 2),
         # Nothing is verified, and so nothing is known of the sampled ones.
         ({"verify_every_steps": 0}, {}, 3),
     ],
@@ -77,7 +77,7 @@ def test_the_guard_logs_how_far_they_are_from_the_trainers(tmp_path):
     trainer, record = trained(tmp_path, config)
     rows = [row for row in trainer.state.log_history if "rollout/logprob_drift_max" in row]
     assert [row["step"] for row in rows] == [1, 3]
-    assert record.num_scoring_forwards == 2
+    assert record.num_scoring_forwards == 4
     for row in rows:
         assert 0 < row["rollout/logprob_drift_mean"] <= row["rollout/logprob_drift_max"] <= 1e-5
         assert abs(row["rollout/logprob_drift_k1"]) <= 1e-5
@@ -102,12 +102,13 @@ def off_by_half(monkeypatch, value=0.5, index=3):
 def test_auto_recomputes_where_the_sampled_ones_lie_and_says_so_once(tmp_path, monkeypatch):
     off_by_half(monkeypatch)
     config = {"old_logps": "auto", "verify_every_steps": 1}
-    with pytest.warns(UserWarning, match=r"old_logps='auto'.* 0\.5 nats from the") as caught:
+    with pytest.warns(UserWarning, match=r"old_logps='auto'.* off the trainer's by") as caught:
         _, ours = trained(tmp_path / "auto", config)
     assert sum("old_logps" in str(warning.message) for warning in caught) == 1
     _, theirs = trained(tmp_path / "trainer", {"old_logps": "trainer", "verify_every_steps": 0})
     assert_learned_alike(ours, theirs)
-    assert ours.num_scoring_forwards == theirs.num_scoring_forwards == 3
+    # Each rollout's rounding is measured.
+    assert ours.num_scoring_forwards == 2 * theirs.num_scoring_forwards == 6
 
 
 GUARDED = {"old_logps": "rollout", "verify_every_steps": 1, "max_logprob_drift": 0.01}
@@ -125,9 +126,9 @@ def test_a_lie_in_the_log_probabilities_is_named(tmp_path, monkeypatch):
 def test_each_verification_takes_other_sequences(tmp_path, monkeypatch):
     names, seen = [], guard_module.drift
 
-    def watched_drift(sampled, recomputed):
+    def watched_drift(sampled, recomputed, noise):
         names.append([int(name.split()[1].rstrip(",")) for name in sampled])
-        return seen(sampled, recomputed)
+        return seen(sampled, recomputed, noise)
 
     monkeypatch.setattr(guard_module, "drift", watched_drift)
     config = {"old_logps": "trainer", "verify_every_steps": 1, "verify_num_sequences": 3}
@@ -169,8 +170,8 @@ def test_a_run_falls_back_to_recomputing(tmp_path, monkeypatch):
     record = watched(theirs)
     theirs.train()
     assert_learned_alike(ours, record)
-    # One for the rows that were verified, then all.
-    assert ours.num_scoring_forwards == 1 + 3
+    # One for the rows that were verified, then all; and the rounding of each.
+    assert ours.num_scoring_forwards == 1 + 3 + 3
     assert trainer.state.global_step == 3
 
 

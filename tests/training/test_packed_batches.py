@@ -136,7 +136,7 @@ def difference(pair, seed):
     limit = rng.choice(["auto", 1, 12, 40])
     config = RolloutConfig(loss_forward="packed", loss_tokens_per_forward=limit)
     scoring = pair.ours._get_per_token_logps_and_entropies.__self__
-    scoring._packed = packed_loss.PackedLoss(pair.ours, config, TrainingBytes())
+    scoring._packed = packed_loss.PackedLoss(pair.ours, config, TrainingBytes(), can_pack=True)
     batches = [random_batch(rng) for _ in range(rng.randint(1, 2))]
     own, other = (scored(t, batches[0], random.Random(seed)) for t in (pair.ours, pair.theirs))
     if any((a - b).abs().max() > 10 * TOLERANCE for a, b in zip(own, other, strict=True)):
@@ -301,7 +301,7 @@ def use(trainer, settings=None, **config):
     """Have a trainer pack anew, with these settings."""
     scoring = trainer._get_per_token_logps_and_entropies.__self__
     config = RolloutConfig(loss_forward="packed", **config)
-    scoring._packed = packed_loss.PackedLoss(trainer, config, TrainingBytes())
+    scoring._packed = packed_loss.PackedLoss(trainer, config, TrainingBytes(), can_pack=True)
     plain = {"beta": 0.0, "entropy_coef": 0.0, "_entropy_bonus_enabled": False}
     plain |= {"loss_type": "dapo", "top_entropy_quantile": 1.0}
     return plain | (settings or {})

@@ -126,12 +126,13 @@ class LogprobGuard:
             sampled[name] = [row.logprobs[t] for t in positions]  # type: ignore[index]
             trained[name] = [values[t] for t in positions]
             compared[name] = row, positions
-        report = drift(sampled, trained)
+        noise = self._noise(chosen, compared, found_BT, recompute)
+        report = drift(sampled, trained, float(noise))
         if report.num_tokens:
             self._log(report, compared)
         self._act(report, compared)
         if self._is_auto:
-            self._choose(sampled, trained, self._noise(chosen, compared, found_BT, recompute))
+            self._choose(sampled, trained, noise)
 
     def are_usable(
         self, sampled_BT: torch.Tensor | None, rows: Sequence[RolloutRow], policy_version: int

@@ -63,7 +63,8 @@ class LossComparison:
         is_coarse = dtype.itemsize < torch.float32.itemsize
         higher = self._computed_in(torch.float32) if is_coarse else None
         if higher is not None:
-            with higher_precision(torch.float32):
+            is_graded = higher.gradient is not None
+            with higher_precision(torch.float32), torch.set_grad_enabled(is_graded):
                 packed = self._computed(self.packed_forward)
             found = _difference(packed, higher, self._measured(), torch.float32)
             if found is not None:
@@ -84,8 +85,11 @@ class LossComparison:
         """Compute by the trainer's own forward in a higher precision; None: it fails there."""
         if not self.can_raise_precision:
             return None
+        # Autograd gives a weight of 16 bits no gradient of 32.
+        is_wide = compute_dtype(self.model).itemsize >= torch.float32.itemsize
+        is_graded = is_wide and torch.is_grad_enabled()
         try:
-            with higher_precision(dtype):
+            with higher_precision(dtype), torch.set_grad_enabled(is_graded):
                 return self._computed(self.own_forward)
         except Exception:  # noqa: BLE001 - an operator may exist in one precision alone
             return None

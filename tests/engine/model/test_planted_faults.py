@@ -1,0 +1,64 @@
+"""Each planted fault is found in every precision, and the engine without one is accepted."""
+
+import copy
+
+import pytest
+import torch
+from tiny import FAMILIES, tiny_model
+
+import planted_faults
+from cb_rollout.engine.model.check import check_model
+from cb_rollout.engine.model.runner import ModelRunner
+
+PRECISIONS = {
+    "float32": (torch.float32, None),
+    "bfloat16": (torch.bfloat16, None),
+    "autocast": (torch.float32, torch.bfloat16),
+}
+QUICK = ("llama", "lfm2")
+OTHERS = [family for family in FAMILIES if family not in QUICK]
+SLOW = pytest.mark.slow
+SEEDS = range(200)
+
+# transformers' own, of kernels that are not installed and of tiny configs.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def require_found(model, autocast_dtype):
+    margins = planted_faults.margins(model, autocast_dtype)
+    right = margins.pop(planted_faults.NONE)
+    assert right < 0.6
+    assert len(margins) >= 5
+    assert min(margins.values()) > 10, margins
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize(
+    "family",
+    [*QUICK, *(pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES if f not in QUICK)],
+)
+def test_planted_faults_are_found(family, precision):
+    dtype, autocast_dtype = PRECISIONS[precision]
+    require_found(tiny_model(family).to(dtype), autocast_dtype)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_planted_faults_are_found_in_real_weights(smollm2, precision):
+    from transformers import AutoModelForCausalLM
+
+    dtype, autocast_dtype = PRECISIONS[precision]
+    require_found(AutoModelForCausalLM.from_pretrained(smollm2, dtype=dtype), autocast_dtype)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "lfm2", "gpt2"])
+def test_no_right_engine_is_refused_over_many_seeds(family):
+    for seed in SEEDS[:: 4 if family != "llama" else 1]:
+        model = tiny_model(family, seed=seed)
+        layouts = set()
+        for dtype, autocast_dtype in PRECISIONS.values():
+            runner = ModelRunner(copy.deepcopy(model).to(dtype), autocast_dtype)
+            check_model(runner)
+            layouts.add(runner.batch_layout)
+        assert len(layouts) == 1, seed
