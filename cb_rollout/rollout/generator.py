@@ -23,8 +23,10 @@ from cb_rollout.config.sampling import SamplingParams
 from cb_rollout.engine.memory.plan import MemoryPlan
 from cb_rollout.engine.memory.training import OptimizerOrName
 from cb_rollout.engine.request import Request
+from cb_rollout.engine.service.interrupts import interrupts_deferred
 from cb_rollout.engine.service.manager import ContinuousBatchingManager
 from cb_rollout.engine.service.output_queue import OutputQueue
+from cb_rollout.engine.service.pause_controller import Hold
 from cb_rollout.errors import ConfigurationError, RolloutError
 from cb_rollout.metrics.registry import EngineCounters, rollout_metrics, status_metrics
 from cb_rollout.rollout.batches import BatchArguments, batch_arguments, require_finished
@@ -99,7 +101,6 @@ class RolloutGenerator:
         is_split = tensor_parallel_group(unwrap(model)) is not None
         # Processes that train one split model have equal prompts.
         self._gathers_over = None if is_split else group
-        self._is_asleep = False
         self._servers: list[ServerHandle] = []
         self._last_rollout: list[Request] = []
         self._last_metrics: dict[str, float] = {}
@@ -159,7 +160,8 @@ class RolloutGenerator:
             )
         with self.manager.observers.span("rollout"):
             batches, place = gathered(self._gathers_over, batch)
-            requests, outputs = self._roll_out(batches, place, progress_bar, warmup)
+            with interrupts_deferred():
+                requests, outputs = self._roll_out(batches, place, progress_bar, warmup)
         if on_error == "raise":
             cause = next((r.cause for r in requests if r.cause is not None), None)
             require_finished(outputs, cause)
@@ -241,7 +243,11 @@ class RolloutGenerator:
             WeightSyncError: the model and its copy no longer have the same tensors.
         """
         started = time.perf_counter()
-        with self.manager.observers.span("sync_weights"), self.manager.paused(in_flight):
+        with (
+            interrupts_deferred(),
+            self.manager.observers.span("sync_weights"),
+            self.manager.paused(in_flight),
+        ):
             num_bytes = self._weights.sync()
             self.manager.begin_policy_version(InFlight(in_flight))
             if self.config.verify_weight_sync:
@@ -251,7 +257,7 @@ class RolloutGenerator:
     @property
     def is_asleep(self) -> bool:
         """Return True between `sleep()` and `wake()`."""
-        return self._is_asleep
+        return self.manager.is_held(Hold.SLEEP)
 
     def sleep(self, release_graphs: bool = False) -> None:
         """Release the KV memory and pause the engine; unfinished sequences wait.
@@ -260,16 +266,26 @@ class RolloutGenerator:
             release_graphs: release the memory of CUDA graphs too. Capturing them again takes
                 seconds, in `wake()`.
         """
-        if not self._is_asleep:
-            with self.manager.observers.span("sleep"):
+        if not self.is_asleep:
+            with interrupts_deferred(), self.manager.observers.span("sleep"):
                 self.manager.sleep(release_graphs)
-            self._is_asleep = True
 
     def wake(self) -> None:
-        """Resume the engine; its next step allocates the KV memory again."""
-        if self._is_asleep:
-            self._is_asleep = False
+        """Resume the engine; its next step allocates the KV memory again.
+
+        An engine that shares the training module, and has a server's requests, is also held from
+        the end of a rollout until this, or the next rollout.
+        """
+        with interrupts_deferred():
             self.manager.wake()
+
+    def lend_to_trainer(self) -> None:
+        """Hold the engine until `wake()` or the next rollout, if it runs the module that trains.
+
+        `attach` calls it for its trainer; `generate_batch` where the module is in training mode.
+        """
+        with interrupts_deferred():
+            self.manager.lend_to_trainer()
 
     def memory_plan(self) -> MemoryPlan:
         """Return the size of the KV cache in blocks and bytes, with its derivation."""
@@ -336,8 +352,8 @@ class RolloutGenerator:
         """
         while self._servers:
             self._servers.pop().close()
-        self.manager.close()
-        self._is_asleep = False
+        with interrupts_deferred():
+            self.manager.close()
 
     def __reduce__(self) -> NoReturn:
         raise RolloutError(
@@ -384,15 +400,20 @@ def _run(
     counters = manager.counters
     tokens_before = counters.tokens_generated
     manager.require_can_wait()
-    with tqdm(total=len(requests), desc="rollout", unit="seq", disable=not progress_bar) as bar:
+    with (
+        tqdm(total=len(requests), desc="rollout", unit="seq", disable=not progress_bar) as bar,
+        interrupts_deferred() as interrupts,
+    ):
         try:
             with manager.stepping() as step_until:
                 manager.submit(requests, output_queue)
                 while len(finished) < len(requests):
+                    interrupts.deliver()
                     refresh = time.monotonic() + PROGRESS_SECONDS
                     if step_until is not None:
                         step_until(
-                            lambda at=refresh: output_queue.can_take or time.monotonic() > at
+                            lambda at=refresh: output_queue.can_take or time.monotonic() > at,
+                            PROGRESS_SECONDS,
                         )
                     output = output_queue.take(timeout=0.0 if step_until else PROGRESS_SECONDS)
                     if output is not None:
@@ -405,6 +426,8 @@ def _run(
             # The abort restores the model's training flags before the caller gets the exception.
             manager.abort([request.request_id for request in requests])
             raise
+        finally:
+            manager.lend_what_trains()
     return {request.request_id: finished[request.request_id] for request in requests}
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Protocol
 
+from cb_rollout.engine.service.interrupts import interrupts_deferred
 from cb_rollout.errors import EngineDeadError
 from cb_rollout.types import FinishReason, GenerationOutput, RequestStatus
 
@@ -79,15 +80,18 @@ class OutputQueue:
             EngineDeadError: the queue was closed and holds no such output.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
-        with self._changed:
-            while (output := self._pop(request_id)) is None:
-                if self._error is not None:
-                    raise self._error
-                remaining = None if deadline is None else deadline - time.monotonic()
-                if remaining is not None and remaining <= 0:
-                    return None
-                self._changed.wait(remaining)
-            return output
+        with interrupts_deferred() as interrupts:
+            while True:
+                with self._changed:
+                    if (output := self._pop(request_id)) is not None:
+                        return output
+                    if self._error is not None:
+                        raise self._error
+                    remaining = None if deadline is None else deadline - time.monotonic()
+                    if remaining is not None and remaining <= 0:
+                        return None
+                    self._changed.wait(interrupts.limit(remaining))
+                interrupts.deliver()
 
     def _pop(self, request_id: str | None) -> GenerationOutput | None:
         if request_id is None:
