@@ -119,7 +119,7 @@ class EngineLoop:
         ending = self._thread if self._is_ending else None
         if ending is not None and ending is not threading.current_thread():
             ending.join()
-        with self._changed:
+        with interrupts_deferred(), self._changed:
             if self._group is not None:
                 # The processes of a group may have ended at different turns.
                 self.require_alive()
@@ -141,7 +141,7 @@ class EngineLoop:
 
     def stop(self, drain: bool) -> None:
         """Ask the thread to end: after the requests in flight (`drain`), or cancelling them."""
-        with self._changed:
+        with interrupts_deferred(), self._changed:
             self._is_stopping, self._is_draining = True, drain
             self._changed.notify_all()
 
@@ -243,7 +243,7 @@ class EngineLoop:
 
     def is_live(self, request_id: str | None = None) -> bool:
         """Return True if a request can still deliver an output; with None, if any request can."""
-        with self._changed:
+        with interrupts_deferred(), self._changed:
             if not self.is_running():
                 return False
             return bool(self._live) if request_id is None else request_id in self._live
@@ -297,7 +297,7 @@ class EngineLoop:
 
         Called inside `paused()`, after the weights changed.
         """
-        with self._changed:
+        with interrupts_deferred(), self._changed:
             if in_flight is InFlight.ABORT:
                 self._cancelled |= dict.fromkeys(self._live)
             if version is None:
@@ -513,7 +513,8 @@ class EngineLoop:
 
     def fail(self, error: BaseException) -> None:
         """Stop on an exception, and tell every thread that waits for an output."""
-        with self._changed:
+        with interrupts_deferred(), self._changed:
+            self.pause_controller.end_step()
             self._fatal_error = error
             dead_error = self._engine_dead_error()
             sinks = {id(sink): sink for _, sink in self._live.values()}

@@ -41,7 +41,7 @@ class OutputQueue:
 
     def put(self, output: GenerationOutput) -> None:
         """Append an output and wake the waiting threads."""
-        with self._changed:
+        with interrupts_deferred(), self._changed:
             self._outputs[self._num_delivered] = output
             self._numbers.setdefault(output.request_id, deque()).append(self._num_delivered)
             self._num_delivered += 1
@@ -50,18 +50,18 @@ class OutputQueue:
     @property
     def can_take(self) -> bool:
         """Return whether `take()` would return or raise without waiting."""
-        with self._changed:
+        with interrupts_deferred(), self._changed:
             return bool(self._outputs) or self._error is not None
 
     def close(self, error: EngineDeadError) -> None:
         """Raise `error` in every present and later `take()` that finds no output."""
-        with self._changed:
+        with interrupts_deferred(), self._changed:
             self._error = error
             self._changed.notify_all()
 
     def reopen(self) -> None:
         """Let `take()` wait for outputs again after `close()`."""
-        with self._changed:
+        with interrupts_deferred(), self._changed:
             self._error = None
 
     def take(

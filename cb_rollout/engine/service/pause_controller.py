@@ -181,7 +181,7 @@ class PauseController:
 
     def release(self, *holds: Hold) -> None:
         """End these holds; the engine steps when none is left."""
-        with self._changed:
+        with interrupts_deferred(), self._changed:
             self._holds.difference_update(holds)
             self._changed.notify_all()
 
