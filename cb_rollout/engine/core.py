@@ -51,6 +51,9 @@ _LOGGER = logging.getLogger(__name__)
 class Engine:
     """Generates tokens with one model, by continuous batching over a paged cache."""
 
+    _weights_seen: list[tuple[int, int]] | None = None
+    """Writes to the weights when this policy version computed last; None: it has not."""
+
     def __init__(
         self,
         model: PreTrainedModel,
@@ -89,8 +92,6 @@ class Engine:
         own = {id(parameter) for parameter in model.parameters()}
         self.runs_a_copy = own.isdisjoint(id(parameter) for parameter in self.trained.parameters())
         """True where training may change its weights while this engine generates."""
-        self._weights_seen: list[tuple[int, int]] | None = None
-        """Writes to the weights when this policy version computed first; None: it has not."""
         self.device = self._runner.device
         self.training = TrainingMemory(
             self.trained, model, self.device, optimizer, config.training_reserve_gib
@@ -335,17 +336,15 @@ class Engine:
         """Begin a policy version where shared weights changed without one."""
         if self.runs_a_copy:
             return
-        seen, self._weights_seen = self._weights_seen, weight_writes(self.model)
-        if seen in (None, self._weights_seen):
-            return
-        now = self._weights_seen
-        self._forget_keys(self.policy_version + 1)
+        seen, now = self._weights_seen, weight_writes(self.model)
+        if seen is not None and seen != now:
+            self._forget_keys(self.policy_version + 1)
+            _LOGGER.warning(
+                "the weights changed without sync_weights() or pause(): policy version %d begins "
+                "here; call sync_weights() after each optimizer step",
+                self.policy_version,
+            )
         self._weights_seen = now
-        _LOGGER.warning(
-            "the weights changed without sync_weights() or pause(): policy version %d begins here; "
-            "call sync_weights() after each optimizer step",
-            self.policy_version,
-        )
 
     def capture_wanted(self) -> None:
         """Capture the CUDA graphs that steps turned out to want; the engine must be paused."""

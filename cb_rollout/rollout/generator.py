@@ -231,7 +231,8 @@ class RolloutGenerator:
     ) -> SyncReport:
         """Generate from the model's new weights from now on, under a new policy version.
 
-        Call it after every weight change; with a sharded model, on every process.
+        Call it after every weight change; with a sharded model, on every process. Where it was
+        forgotten, a rollout of shared weights begins the version if torch counted the change.
 
         Args:
             in_flight: treatment of unfinished sequences; see `ContinuousBatchingManager.pause`.
@@ -271,10 +272,9 @@ class RolloutGenerator:
                 self.manager.sleep(release_graphs)
 
     def wake(self) -> None:
-        """Resume the engine; its next step allocates the KV memory again.
+        """Resume the engine, after `sleep()` or `lend_to_trainer()`.
 
-        An engine that shares the training module, and has a server's requests, is also held from
-        the end of a rollout until this, or the next rollout.
+        Its next step allocates the KV memory again.
         """
         with interrupts_deferred():
             self.manager.wake()
@@ -314,7 +314,8 @@ class RolloutGenerator:
         """Serve the current policy to OpenAI clients, in a thread of this process.
 
         Requests share the engine with `generate_batch`, and continue through `sync_weights()`.
-        Change weights that the engine shares with the trainer inside `manager.pause()`.
+        An engine that runs a module in training mode is held from a rollout's end until the next
+        rollout or `wake()`. At other times change shared weights inside `manager.pause()`.
 
         Args:
             **options: the fields of `cb_rollout.server.ServerOptions`: `host`, `port`, `api_key`...
