@@ -126,3 +126,16 @@ def local_part(parameter: torch.Tensor) -> torch.Tensor:
     if isinstance(parameter, DTensor):
         return parameter.to_local()
     return zero3_slice(parameter) if is_zero3(parameter) else parameter
+
+
+def weight_writes(model: torch.nn.Module) -> list[tuple[int, int]]:
+    """Return the address of each parameter, and the writes to it that torch counted.
+
+    torch counts no write through `.data`, and a write to a DTensor's shard on the shard.
+    """
+    found = []
+    for parameter in model.parameters():
+        local = local_part(parameter)
+        writes = 0 if local.is_inference() else parameter._version + local._version
+        found.append((local.data_ptr(), writes))
+    return found

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from cb_rollout.compat import multimodal
 from cb_rollout.compat import transformers as hf_compat
+from cb_rollout.compat.fsdp import weight_writes
 from cb_rollout.config.enums import Numerics
 from cb_rollout.config.rollout import RolloutConfig
 from cb_rollout.engine.agreement import is_measurable
@@ -50,6 +51,9 @@ _LOGGER = logging.getLogger(__name__)
 
 class Engine:
     """Generates tokens with one model, by continuous batching over a paged cache."""
+
+    _weights_seen: list[tuple[int, int]] | None = None
+    """Writes to the weights when this policy version computed last; None: it has not."""
 
     def __init__(
         self,
@@ -232,6 +236,11 @@ class Engine:
         return self._runner.model
 
     @property
+    def is_training(self) -> bool:
+        """Return whether the model that trains is in training mode; not to be asked in a step."""
+        return any(module.training for module in self.trained.modules())
+
+    @property
     def batch_layout(self) -> BatchLayout:
         """Layout of the rows that share a forward."""
         return self._runner.batch_layout
@@ -310,9 +319,7 @@ class Engine:
             policy_version: version of the changed weights.
             keep_keys: let running sequences go on with their keys; False: all are computed anew.
         """
-        self.policy_version = policy_version
-        self._runner.encoder_cache.clear()
-        self._scheduler.begin_policy_version(policy_version, keep_keys)
+        self._forget_keys(policy_version, keep_keys)
         is_due = self.training.needs_new_plan and not (keep_keys and self.has_work)
         is_due = bool(self._smallest(is_due))
         if self._is_model_changed or is_due:
@@ -321,6 +328,26 @@ class Engine:
                 self.training.settle()
             with devices.plain_modes(), self._computing():
                 self._plan_anew()
+
+    def _forget_keys(self, policy_version: int, keep_keys: bool = False) -> None:
+        self.policy_version = policy_version
+        self._weights_seen = None
+        self._runner.encoder_cache.clear()
+        self._scheduler.begin_policy_version(policy_version, keep_keys)
+
+    def _notice_changed_weights(self) -> None:
+        """Begin a policy version where shared weights changed without one."""
+        if self.runs_a_copy:
+            return
+        seen, now = self._weights_seen, weight_writes(self.model)
+        if seen is not None and seen != now:
+            self._forget_keys(self.policy_version + 1)
+            _LOGGER.warning(
+                "the weights changed without sync_weights() or pause(): policy version %d begins "
+                "here; call sync_weights() after each optimizer step",
+                self.policy_version,
+            )
+        self._weights_seen = now
 
     def capture_wanted(self) -> None:
         """Capture the CUDA graphs that steps turned out to want; the engine must be paused."""
@@ -416,6 +443,7 @@ class Engine:
                     self._plan_anew()
                 except RolloutError as error:
                     return self._executor.fail(list(self._scheduler.waiting), error)
+            self._notice_changed_weights()
             self._eval_mode = ExitStack()
             self._eval_mode.enter_context(eval_mode(self.model))
             self._drop_stale_forwards()
@@ -500,11 +528,12 @@ class Engine:
 
     def hand_back_model(self) -> None:
         """Restore the model's training flags, until the next step."""
-        self._numerics.close()
-        if self._eval_mode is not None:
-            self._executor.settle()
-            self._eval_mode.close()
-            self._eval_mode = None
+        with self._numerics:
+            if self._eval_mode is None:
+                return
+            eval_mode, self._eval_mode = self._eval_mode, None
+            with eval_mode:
+                self._executor.settle()
             self.training.start_measuring()
 
     def lend_model(self) -> None:
@@ -521,9 +550,11 @@ class Engine:
 
     def abandon(self) -> None:
         """Drop every request and the cache."""
-        self.hand_back_model()
-        self._scheduler.clear()
-        self.release_cache()
+        # A failed device may refuse any of them, and the others must be done regardless.
+        with ExitStack() as last:
+            last.callback(self.release_cache)
+            last.callback(self._scheduler.clear)
+            self.hand_back_model()
 
     def _allocate(self) -> None:
         """Allocate pages for the waiting sequences, within the plan."""

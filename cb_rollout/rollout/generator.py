@@ -23,8 +23,10 @@ from cb_rollout.config.sampling import SamplingParams
 from cb_rollout.engine.memory.plan import MemoryPlan
 from cb_rollout.engine.memory.training import OptimizerOrName
 from cb_rollout.engine.request import Request
+from cb_rollout.engine.service.interrupts import interrupts_deferred
 from cb_rollout.engine.service.manager import ContinuousBatchingManager
 from cb_rollout.engine.service.output_queue import OutputQueue
+from cb_rollout.engine.service.pause_controller import Hold
 from cb_rollout.errors import ConfigurationError, RolloutError
 from cb_rollout.metrics.registry import EngineCounters, rollout_metrics, status_metrics
 from cb_rollout.rollout.batches import BatchArguments, batch_arguments, require_finished
@@ -99,7 +101,6 @@ class RolloutGenerator:
         is_split = tensor_parallel_group(unwrap(model)) is not None
         # Processes that train one split model have equal prompts.
         self._gathers_over = None if is_split else group
-        self._is_asleep = False
         self._servers: list[ServerHandle] = []
         self._last_rollout: list[Request] = []
         self._last_metrics: dict[str, float] = {}
@@ -159,7 +160,8 @@ class RolloutGenerator:
             )
         with self.manager.observers.span("rollout"):
             batches, place = gathered(self._gathers_over, batch)
-            requests, outputs = self._roll_out(batches, place, progress_bar, warmup)
+            with interrupts_deferred():
+                requests, outputs = self._roll_out(batches, place, progress_bar, warmup)
         if on_error == "raise":
             cause = next((r.cause for r in requests if r.cause is not None), None)
             require_finished(outputs, cause)
@@ -229,7 +231,8 @@ class RolloutGenerator:
     ) -> SyncReport:
         """Generate from the model's new weights from now on, under a new policy version.
 
-        Call it after every weight change; with a sharded model, on every process.
+        Call it after every weight change; with a sharded model, on every process. Where it was
+        forgotten, a rollout of shared weights begins the version if torch counted the change.
 
         Args:
             in_flight: treatment of unfinished sequences; see `ContinuousBatchingManager.pause`.
@@ -241,7 +244,11 @@ class RolloutGenerator:
             WeightSyncError: the model and its copy no longer have the same tensors.
         """
         started = time.perf_counter()
-        with self.manager.observers.span("sync_weights"), self.manager.paused(in_flight):
+        with (
+            interrupts_deferred(),
+            self.manager.observers.span("sync_weights"),
+            self.manager.paused(in_flight),
+        ):
             num_bytes = self._weights.sync()
             self.manager.begin_policy_version(InFlight(in_flight))
             if self.config.verify_weight_sync:
@@ -251,7 +258,7 @@ class RolloutGenerator:
     @property
     def is_asleep(self) -> bool:
         """Return True between `sleep()` and `wake()`."""
-        return self._is_asleep
+        return self.manager.is_held(Hold.SLEEP)
 
     def sleep(self, release_graphs: bool = False) -> None:
         """Release the KV memory and pause the engine; unfinished sequences wait.
@@ -260,16 +267,25 @@ class RolloutGenerator:
             release_graphs: release the memory of CUDA graphs too. Capturing them again takes
                 seconds, in `wake()`.
         """
-        if not self._is_asleep:
-            with self.manager.observers.span("sleep"):
+        if not self.is_asleep:
+            with interrupts_deferred(), self.manager.observers.span("sleep"):
                 self.manager.sleep(release_graphs)
-            self._is_asleep = True
 
     def wake(self) -> None:
-        """Resume the engine; its next step allocates the KV memory again."""
-        if self._is_asleep:
-            self._is_asleep = False
+        """Resume the engine, after `sleep()` or `lend_to_trainer()`.
+
+        Its next step allocates the KV memory again.
+        """
+        with interrupts_deferred():
             self.manager.wake()
+
+    def lend_to_trainer(self) -> None:
+        """Hold the engine until `wake()` or the next rollout, if it runs the module that trains.
+
+        `attach` calls it for its trainer; `generate_batch` where the module is in training mode.
+        """
+        with interrupts_deferred():
+            self.manager.lend_to_trainer()
 
     def memory_plan(self) -> MemoryPlan:
         """Return the size of the KV cache in blocks and bytes, with its derivation."""
@@ -298,7 +314,8 @@ class RolloutGenerator:
         """Serve the current policy to OpenAI clients, in a thread of this process.
 
         Requests share the engine with `generate_batch`, and continue through `sync_weights()`.
-        Change weights that the engine shares with the trainer inside `manager.pause()`.
+        An engine that runs a module in training mode is held from a rollout's end until the next
+        rollout or `wake()`. At other times change shared weights inside `manager.pause()`.
 
         Args:
             **options: the fields of `cb_rollout.server.ServerOptions`: `host`, `port`, `api_key`...
@@ -336,8 +353,8 @@ class RolloutGenerator:
         """
         while self._servers:
             self._servers.pop().close()
-        self.manager.close()
-        self._is_asleep = False
+        with interrupts_deferred():
+            self.manager.close()
 
     def __reduce__(self) -> NoReturn:
         raise RolloutError(
@@ -384,15 +401,20 @@ def _run(
     counters = manager.counters
     tokens_before = counters.tokens_generated
     manager.require_can_wait()
-    with tqdm(total=len(requests), desc="rollout", unit="seq", disable=not progress_bar) as bar:
+    with (
+        tqdm(total=len(requests), desc="rollout", unit="seq", disable=not progress_bar) as bar,
+        interrupts_deferred() as interrupts,
+    ):
         try:
             with manager.stepping() as step_until:
                 manager.submit(requests, output_queue)
                 while len(finished) < len(requests):
+                    interrupts.deliver()
                     refresh = time.monotonic() + PROGRESS_SECONDS
                     if step_until is not None:
                         step_until(
-                            lambda at=refresh: output_queue.can_take or time.monotonic() > at
+                            lambda at=refresh: output_queue.can_take or time.monotonic() > at,
+                            PROGRESS_SECONDS,
                         )
                     output = output_queue.take(timeout=0.0 if step_until else PROGRESS_SECONDS)
                     if output is not None:
@@ -405,6 +427,8 @@ def _run(
             # The abort restores the model's training flags before the caller gets the exception.
             manager.abort([request.request_id for request in requests])
             raise
+        finally:
+            manager.lend_what_trains()
     return {request.request_id: finished[request.request_id] for request in requests}
 
 

@@ -134,7 +134,7 @@ def test_a_pause_of_nothing_says_so(manager):
     alone = ContinuousBatchingManager(manager.model)
     with pytest.raises(RolloutError, match=r"not running, .* start\(\) it"), alone.pause():
         pass
-    manager._loop._fail(ValueError("broken"))
+    manager._loop.fail(ValueError("broken"))
     with pytest.raises(EngineDeadError, match="ValueError: broken"), manager.pause():
         pass
     manager.join()

@@ -142,3 +142,58 @@ def test_a_model_that_was_moved_away_is_told_of_and_serves_again_once_it_is_back
         vars(model).update(vars(kept))
         (output,) = generator.generate_batch([PROMPT], sampling_params=GREEDY).values()
     assert largest_difference(model, [output]) <= 1e-5
+
+
+def test_weights_that_changed_without_a_sync_begin_a_policy_version(caplog):
+    model = tiny_model()
+    with RolloutGenerator(model, RolloutConfig(block_size=16)) as generator:
+        generator.generate_batch([PROMPT], sampling_params=GREEDY)
+        change(model)
+        (after,) = generator.generate_batch([PROMPT], sampling_params=GREEDY).values()
+        assert largest_difference(model, [after]) <= 1e-5
+        assert after.policy_versions == [(1, 12)]
+        assert "the weights changed without sync_weights()" in caplog.text
+        generator.sync_weights()
+        assert generator.policy_version == 2
+
+
+def test_weights_that_were_replaced_without_a_sync_begin_a_policy_version():
+    model = tiny_model()
+    with RolloutGenerator(model, RolloutConfig(block_size=16)) as generator:
+        generator.generate_batch([PROMPT], sampling_params=GREEDY)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.data = parameter.data * 1.1
+        (after,) = generator.generate_batch([PROMPT], sampling_params=GREEDY).values()
+        assert largest_difference(model, [after]) <= 1e-5
+        assert after.policy_versions == [(1, 12)]
+
+
+def test_sequences_in_flight_are_computed_again_where_weights_changed_without_a_sync():
+    model = tiny_model()
+    params = SamplingParams(temperature=0, max_new_tokens=60, ignore_eos=True)
+    with RolloutGenerator(model, RolloutConfig(block_size=16)) as generator:
+        manager = generator.manager
+        manager.start()
+        request_id = manager.add_request(PROMPT, streaming=True, sampling_params=params)
+        manager.get_result(request_id)
+        with manager.interrupted():
+            change(model)
+        *_, last = manager.request_id_iter(request_id)
+    (_, num_before), (version, num_after) = last.policy_versions
+    assert (version, num_before + num_after) == (1, 60)
+    expected = plain_logprobs(model, PROMPT, last.generated_tokens)[-num_after:]
+    assert last.logprobs[-num_after:] == pytest.approx(expected, abs=1e-5)
+
+
+def test_weights_changed_before_the_first_rollout_or_synced_begin_no_version_of_their_own():
+    model = tiny_model()
+    with RolloutGenerator(model, RolloutConfig(block_size=16)) as generator:
+        change(model)
+        (first,) = generator.generate_batch([PROMPT], sampling_params=GREEDY).values()
+        change(model, seed=2)
+        generator.sync_weights()
+        change(model, seed=3)
+        (second,) = generator.generate_batch([PROMPT], sampling_params=GREEDY).values()
+    assert (first.policy_versions, second.policy_versions) == ([(0, 12)], [(1, 12)])
+    assert largest_difference(model, [second]) <= 1e-5

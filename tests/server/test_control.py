@@ -1,5 +1,6 @@
 """Pause, resume and abort over HTTP."""
 
+import asyncio
 import threading
 import time
 
@@ -20,6 +21,7 @@ from served import (
 from tiny import plain_logprobs
 
 from cb_rollout import RolloutError
+from cb_rollout.server.rl.engine_control import EngineControl
 
 
 @pytest.fixture(scope="module")
@@ -197,3 +199,45 @@ def test_the_server_leaves_no_pause_behind():
         httpx.post(f"{server.url}/pause")
         server.close()
         assert len(generator.generate_batch([[5]], max_new_tokens=2)) == 1
+
+
+def test_a_pause_that_was_given_up_does_not_take_effect_later():
+    async def give_up(control, thread_began):
+        pausing = asyncio.ensure_future(control.pause("keep"))
+        await asyncio.to_thread(thread_began.wait, TIMEOUT_SECONDS)
+        pausing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await pausing
+        await control.resume()
+
+    with served() as (generator, _):
+        manager, began = generator.manager, threading.Event()
+        control = EngineControl(manager)
+        control._thread.submit(began.set)
+        with manager.interrupted():
+            # The pause waits for this one, longer than its client does.
+            asyncio.run(give_up(control, began))
+        control._thread.shutdown(wait=True)
+        assert not manager.is_held()
+        assert len(generator.generate_batch([[5]], max_new_tokens=2)) == 1
+
+
+def test_a_pause_that_waits_does_not_outlive_its_server():
+    async def end_while_it_waits(control):
+        pausing = asyncio.ensure_future(control.pause("keep"))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        control.stop()
+        return pausing
+
+    with served() as (generator, _):
+        manager = generator.manager
+        control = EngineControl(manager)
+        loop = asyncio.new_event_loop()
+        with manager.interrupted():
+            pausing = loop.run_until_complete(end_while_it_waits(control))
+        control._thread.shutdown(wait=True)
+        pausing.cancel()
+        loop.run_until_complete(asyncio.gather(pausing, return_exceptions=True))
+        loop.close()
+        assert not manager.is_held()

@@ -37,12 +37,13 @@ def eval_mode(model: torch.nn.Module) -> Iterator[None]:
     with _LOCK:
         use = _USED.setdefault(model, _Use())
         use.num_users += 1
-        found = [module for module in model.modules() if module.training]
-        for module in found:
-            module.training = False
-        use.training += found
-        use.compiled += set_compilation_aside(model)
     try:
+        with _LOCK:
+            found = [module for module in model.modules() if module.training]
+            use.training += found
+            for module in found:
+                module.training = False
+            use.compiled += set_compilation_aside(model)
         yield
     finally:
         with _LOCK:

@@ -6,7 +6,6 @@ background thread is a daemon; the loop's owner halts it, and while it is idle i
 alive.
 """
 
-import signal
 import threading
 import time
 import weakref
@@ -16,7 +15,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from enum import Enum, auto
-from types import FrameType
 
 from cb_rollout.config.enums import InFlight
 from cb_rollout.engine.core import Engine
@@ -27,16 +25,12 @@ from cb_rollout.engine.service.engine_group import (
     TurnKind,
     request_checksum,
 )
+from cb_rollout.engine.service.interrupts import Interrupts, interrupts_deferred
 from cb_rollout.engine.service.output_queue import OutputQueue, OutputSink
 from cb_rollout.engine.service.pause_controller import PauseController
 from cb_rollout.errors import EngineDeadError, InvalidRequestError, QueueFullError, RolloutError
 from cb_rollout.metrics.observers import Observers
 from cb_rollout.types import CancelResult, RequestStatus
-
-# Interrupts, schedulers' notices, and the signals that scripts commonly handle.
-_DEFERRED_SIGNALS = (
-    signal.SIGINT, signal.SIGTERM, signal.SIGALRM, signal.SIGUSR1, signal.SIGUSR2,
-)  # fmt: skip
 
 # An idle thread refers to no loop, and looks as often whether its loop still exists.
 IDLE_SECONDS = 1.0
@@ -51,36 +45,6 @@ NUM_ENDED_IDS_KEPT = 10_000
 StepUntil = Callable[..., None]
 
 
-@contextmanager
-def interrupts_deferred() -> Iterator[None]:
-    """Run Python's signal handlers after the block instead of inside it.
-
-    Python runs handlers on the main thread, so other threads are unaffected. A repeated signal is
-    handled at once, so that a block that hangs can be interrupted.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    handlers = {number: signal.getsignal(number) for number in _DEFERRED_SIGNALS}
-    handlers = {number: handler for number, handler in handlers.items() if callable(handler)}
-    caught: dict[int, FrameType | None] = {}
-
-    def defer(number: int, frame: FrameType | None) -> None:
-        if number in caught:
-            handlers[signal.Signals(number)](number, frame)
-        caught[number] = frame
-
-    for number in handlers:
-        signal.signal(number, defer)
-    try:
-        yield
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-    for number, frame in caught.items():
-        handlers[signal.Signals(number)](number, frame)
-
-
 class NextAction(Enum):
     """The next action of a thread that wants to step."""
 
@@ -92,16 +56,22 @@ class NextAction(Enum):
 def _step_while_it_exists(found: "weakref.ref[EngineLoop]", changed: threading.Condition) -> None:
     """Step a loop until it ends, or until nothing but this thread would keep it alive."""
     while (loop := found()) is not None:
-        with changed:
-            action = loop.begin_turn()
-            if action is NextAction.WAIT:
-                del loop
-                changed.wait(IDLE_SECONDS)
-                continue
-        if action is NextAction.END:
+        try:
+            with changed:
+                action = loop.begin_turn()
+                if action is NextAction.WAIT:
+                    del loop
+                    changed.wait(IDLE_SECONDS)
+                    continue
+            if action is NextAction.END:
+                return
+            loop.step()
+            del loop
+        except BaseException as error:  # noqa: BLE001  reraised in waiting threads
+            # Without it the waiting threads would wait for ever.
+            if (loop := found()) is not None:
+                loop.fail(error)
             return
-        loop.step()
-        del loop
 
 
 class EngineLoop:
@@ -149,7 +119,7 @@ class EngineLoop:
         ending = self._thread if self._is_ending else None
         if ending is not None and ending is not threading.current_thread():
             ending.join()
-        with self._changed:
+        with interrupts_deferred(), self._changed:
             if self._group is not None:
                 # The processes of a group may have ended at different turns.
                 self.require_alive()
@@ -171,7 +141,7 @@ class EngineLoop:
 
     def stop(self, drain: bool) -> None:
         """Ask the thread to end: after the requests in flight (`drain`), or cancelling them."""
-        with self._changed:
+        with interrupts_deferred(), self._changed:
             self._is_stopping, self._is_draining = True, drain
             self._changed.notify_all()
 
@@ -194,7 +164,7 @@ class EngineLoop:
             QueueFullError: more than `max_queue_size` requests would wait.
             InvalidRequestError: an id is in use.
         """
-        with self._changed:
+        with interrupts_deferred(), self._changed:
             self.require_alive()
             if self._is_stopping:
                 raise RolloutError("the manager was stopped; start() it before adding requests.")
@@ -219,15 +189,17 @@ class EngineLoop:
             arrival: dict[int | None, int] = {}
             for request in requests:
                 arrival.setdefault(request.group, len(arrival))
+            queued = sorted(requests, key=lambda request: arrival[request.group])
+            self.observers.submitted(requests)
+            for request in requests:
                 expected = self._expected.pop(request.request_id, sink)
                 self._live[request.request_id] = (request, expected)
-            self.observers.submitted(requests)
-            self._inbox.extend(sorted(requests, key=lambda request: arrival[request.group]))
+            self._inbox.extend(queued)
             self._changed.notify_all()
 
     def cancel(self, request_ids: Sequence[str]) -> list[CancelResult]:
         """End requests early; each live one delivers its tokens so far."""
-        with self._changed:
+        with interrupts_deferred(), self._changed:
             found = [self._state_of(request_id) for request_id in request_ids]
             self._cancelled |= dict.fromkeys(i for i in request_ids if i in self._live)
             self._changed.notify_all()
@@ -235,8 +207,12 @@ class EngineLoop:
 
     def deliver_cancelled(self) -> None:
         """End the cancelled requests now, between two forwards; waits for other threads' pauses."""
-        with self.paused(), self._changed:
-            self._decide(is_halting=True)
+        with self.paused(), interrupts_deferred(), self._changed:
+            try:
+                self._decide(is_halting=True)
+            except BaseException as error:
+                self.fail(error)
+                raise
 
     def _state_of(self, request_id: str) -> CancelResult:
         if request_id in self._live:
@@ -251,7 +227,7 @@ class EngineLoop:
         Raises:
             InvalidRequestError: the request ended, and all of its outputs were delivered.
         """
-        with self._changed:
+        with interrupts_deferred(), self._changed:
             outputs = list(iter(lambda: undelivered.take(request_id, 0.0), None))
             for output in outputs:
                 sink.put(output)
@@ -267,7 +243,7 @@ class EngineLoop:
 
     def is_live(self, request_id: str | None = None) -> bool:
         """Return True if a request can still deliver an output; with None, if any request can."""
-        with self._changed:
+        with interrupts_deferred(), self._changed:
             if not self.is_running():
                 return False
             return bool(self._live) if request_id is None else request_id in self._live
@@ -321,7 +297,7 @@ class EngineLoop:
 
         Called inside `paused()`, after the weights changed.
         """
-        with self._changed:
+        with interrupts_deferred(), self._changed:
             if in_flight is InFlight.ABORT:
                 self._cancelled |= dict.fromkeys(self._live)
             if version is None:
@@ -349,16 +325,17 @@ class EngineLoop:
         return self.is_running() and not self._is_ending
 
     def _step_until(self, is_done: Callable[[], bool], poll_seconds: float | None = None) -> None:
-        while self._await_work(is_done, poll_seconds):
-            self.step()
+        with interrupts_deferred() as interrupts:
+            while self._await_work(is_done, poll_seconds, interrupts):
+                self.step()
+                interrupts.deliver()
 
     def step(self) -> None:
         """Run the step that `begin_turn` began, and deliver its outputs."""
-        with interrupts_deferred():
-            try:
-                self._deliver(self._step())
-            except BaseException as error:  # noqa: BLE001  reraised in waiting threads
-                self._fail(error)
+        try:
+            self._deliver(self._step())
+        except BaseException as error:  # noqa: BLE001  reraised in waiting threads
+            self.fail(error)
 
     def _step(self) -> list[Request]:
         touched = self._observed_step()
@@ -377,12 +354,17 @@ class EngineLoop:
         self.observers.stepped(time.perf_counter() - started, is_prefill)
         return touched
 
-    def _await_work(self, is_done: Callable[[], bool], poll_seconds: float | None) -> bool:
+    def _await_work(
+        self, is_done: Callable[[], bool], poll_seconds: float | None, interrupts: Interrupts
+    ) -> bool:
         """Wait until this thread may step; return False when `is_done` or the loop ends."""
-        with self._changed:
-            while (action := self.begin_turn(is_done)) is NextAction.WAIT:
-                self._changed.wait(poll_seconds)
-            return action is NextAction.STEP
+        while True:
+            with self._changed:
+                if (action := self.begin_turn(is_done)) is NextAction.WAIT:
+                    self._changed.wait(interrupts.limit(poll_seconds))
+            if action is not NextAction.WAIT:
+                return action is NextAction.STEP
+            interrupts.deliver()
 
     def begin_turn(self, is_done: Callable[[], bool] = lambda: False) -> NextAction:
         """End this thread's last step, and return what it does next; called under the condition."""
@@ -396,8 +378,8 @@ class EngineLoop:
             return NextAction.WAIT
         try:
             is_step = self._follow() if self._follows else self._decide(is_halting)
-        except RolloutError as error:
-            self._fail(error)
+        except BaseException as error:  # noqa: BLE001  reraised in waiting threads
+            self.fail(error)
             return NextAction.END
         if is_step:
             self.pause_controller.begin_step()
@@ -529,8 +511,10 @@ class EngineLoop:
                     if not self._live:
                         self._changed.notify_all()
 
-    def _fail(self, error: BaseException) -> None:
-        with self._changed:
+    def fail(self, error: BaseException) -> None:
+        """Stop on an exception, and tell every thread that waits for an output."""
+        with interrupts_deferred(), self._changed:
+            self.pause_controller.end_step()
             self._fatal_error = error
             dead_error = self._engine_dead_error()
             sinks = {id(sink): sink for _, sink in self._live.values()}

@@ -547,7 +547,7 @@ class ContinuousBatchingManager:
             self._engine.release_cache()
             if release_graphs:
                 self._engine.release_graphs()
-            self._loop.pause_controller.hold(Hold.SLEEP)
+            self.extend_pause(Hold.SLEEP)
 
     def wake(self) -> None:
         """Resume the engine, which allocates the KV memory with its next step.
@@ -555,10 +555,29 @@ class ContinuousBatchingManager:
         CUDA graphs that `sleep` released are captured here, in the calling thread: the thread that
         trains, which launches nothing meanwhile.
         """
-        if self._loop.pause_controller.is_held_by(Hold.SLEEP):
+        if self.is_held(Hold.SLEEP):
             with self._loop.paused():
                 self._engine.capture_released()
-        self._loop.pause_controller.release(Hold.SLEEP)
+        self.release(Hold.SLEEP, Hold.TRAINING)
+
+    def lend_to_trainer(self) -> None:
+        """Keep the engine from stepping the module that trains, until `wake()`.
+
+        Requests stay in flight. An engine that runs a copy goes on.
+        """
+        # Processes that share a model serve nobody beside their rollouts.
+        if not self._engine.runs_a_copy and self.group is None:
+            self.hold(Hold.TRAINING)
+
+    def lend_what_trains(self) -> None:
+        """Do as `lend_to_trainer` where others' requests would run a module in training mode."""
+        if self._engine.runs_a_copy or self.group is not None:
+            return
+        if self.is_served or self._loop.is_live():
+            # Inside a pause the module has its own flags.
+            with self._loop.paused():
+                if self._engine.is_training:
+                    self.extend_pause(Hold.TRAINING)
 
     def hold(self, hold: Hold = Hold.CLIENT) -> None:
         """Keep the engine from stepping until `release()`; requests stay in flight.
@@ -566,11 +585,15 @@ class ContinuousBatchingManager:
         Waits for at most one forward, and for the pauses of other threads.
         """
         with self._loop.paused():
-            self._loop.pause_controller.hold(hold)
+            self.extend_pause(hold)
 
-    def release(self, hold: Hold = Hold.CLIENT) -> None:
-        """End a hold; the engine goes on unless it sleeps, or is held for another reason."""
-        self._loop.pause_controller.release(hold)
+    def extend_pause(self, hold: Hold) -> None:
+        """Extend this thread's pause until `release()`."""
+        self._loop.pause_controller.hold(hold)
+
+    def release(self, *holds: Hold) -> None:
+        """End these holds; the engine goes on unless it is held for another reason."""
+        self._loop.pause_controller.release(*holds)
 
     def is_held(self, hold: Hold = Hold.CLIENT) -> bool:
         """Return whether `hold()` keeps the engine from stepping."""
@@ -586,7 +609,7 @@ class ContinuousBatchingManager:
         self._loop.halt()
         if not self.is_running():
             self._engine.release_cache()
-        self._loop.pause_controller.release(*Hold)
+        self.release(*Hold)
 
 
 def _halt(found: "weakref.ref[EngineLoop]") -> None:

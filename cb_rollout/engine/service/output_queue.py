@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Protocol
 
+from cb_rollout.engine.service.interrupts import interrupts_deferred
 from cb_rollout.errors import EngineDeadError
 from cb_rollout.types import FinishReason, GenerationOutput, RequestStatus
 
@@ -40,7 +41,7 @@ class OutputQueue:
 
     def put(self, output: GenerationOutput) -> None:
         """Append an output and wake the waiting threads."""
-        with self._changed:
+        with interrupts_deferred(), self._changed:
             self._outputs[self._num_delivered] = output
             self._numbers.setdefault(output.request_id, deque()).append(self._num_delivered)
             self._num_delivered += 1
@@ -49,18 +50,18 @@ class OutputQueue:
     @property
     def can_take(self) -> bool:
         """Return whether `take()` would return or raise without waiting."""
-        with self._changed:
+        with interrupts_deferred(), self._changed:
             return bool(self._outputs) or self._error is not None
 
     def close(self, error: EngineDeadError) -> None:
         """Raise `error` in every present and later `take()` that finds no output."""
-        with self._changed:
+        with interrupts_deferred(), self._changed:
             self._error = error
             self._changed.notify_all()
 
     def reopen(self) -> None:
         """Let `take()` wait for outputs again after `close()`."""
-        with self._changed:
+        with interrupts_deferred(), self._changed:
             self._error = None
 
     def take(
@@ -79,15 +80,18 @@ class OutputQueue:
             EngineDeadError: the queue was closed and holds no such output.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
-        with self._changed:
-            while (output := self._pop(request_id)) is None:
-                if self._error is not None:
-                    raise self._error
-                remaining = None if deadline is None else deadline - time.monotonic()
-                if remaining is not None and remaining <= 0:
-                    return None
-                self._changed.wait(remaining)
-            return output
+        with interrupts_deferred() as interrupts:
+            while True:
+                with self._changed:
+                    if (output := self._pop(request_id)) is not None:
+                        return output
+                    if self._error is not None:
+                        raise self._error
+                    remaining = None if deadline is None else deadline - time.monotonic()
+                    if remaining is not None and remaining <= 0:
+                        return None
+                    self._changed.wait(interrupts.limit(remaining))
+                interrupts.deliver()
 
     def _pop(self, request_id: str | None) -> GenerationOutput | None:
         if request_id is None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
 
+from cb_rollout.engine.service.interrupts import Interrupts, interrupts_deferred
 from cb_rollout.errors import RolloutError
 
 # `may_begin` may change, or raise, without a notification.
@@ -20,6 +21,10 @@ class Hold(StrEnum):
 
     SLEEP = "the generator is asleep, so no output would arrive; wake() it first."
     CLIENT = "a client paused the engine by POST /pause; POST /resume first."
+    TRAINING = (
+        "the trainer has the model until the next rollout, so no output would arrive; "
+        "wake() the generator first."
+    )
     UPDATE = "a weight update failed while it was written; update the weights again first."
 
 
@@ -96,15 +101,16 @@ class PauseController:
     @contextmanager
     def stepping(self) -> Iterator[bool]:
         """Make the calling thread the one that steps; yield False where another caller does."""
-        with self._changed:
-            is_mine = self._caller_thread is None
-            if is_mine:
-                self._caller_thread = threading.get_ident()
+        is_mine = False
         try:
+            with interrupts_deferred(), self._changed:
+                if self._caller_thread is None:
+                    self._caller_thread = threading.get_ident()
+                    is_mine = True
             yield is_mine
         finally:
             if is_mine:
-                with self._changed:
+                with interrupts_deferred(), self._changed:
                     self.end_step()
                     self._caller_thread = None
                     self._changed.notify_all()
@@ -121,18 +127,41 @@ class PauseController:
                 wait for another change.
         """
         me = threading.get_ident()
-        with self._changed:
-            while self._must_queue(me) or not (self._pausing_thread == me or may_begin()):
-                self._changed.wait(POLL_SECONDS)
-            self._pausing_thread = me
-            self._pause_depth += 1
+        begun: list[int] = []
         try:
-            with self._changed:
-                while self._stepping_thread is not None:
-                    self._changed.wait()
-            yield
+            try:
+                with interrupts_deferred() as interrupts:
+                    while not begun:
+                        with self._changed:
+                            if self._can_begin(me, may_begin):
+                                self._pausing_thread = me
+                                self._pause_depth += 1
+                                begun.append(me)
+                            else:
+                                self._changed.wait(interrupts.limit(POLL_SECONDS))
+                        interrupts.deliver()
+                    self._await_step_end(interrupts)
+                yield
+            finally:
+                self._end_pause(begun)
         finally:
+            # An interrupt may have come before the first call.
+            self._end_pause(begun)
+
+    def _can_begin(self, me: int, may_begin: Callable[[], bool]) -> bool:
+        return not self._must_queue(me) and (self._pausing_thread == me or may_begin())
+
+    def _await_step_end(self, interrupts: Interrupts) -> None:
+        while self._stepping_thread is not None:
             with self._changed:
+                if self._stepping_thread is not None:
+                    self._changed.wait(interrupts.limit(None))
+            interrupts.deliver()
+
+    def _end_pause(self, begun: list[int]) -> None:
+        with interrupts_deferred(), self._changed:
+            if begun:
+                begun.clear()
                 self._pause_depth -= 1
                 if not self._pause_depth:
                     self._pausing_thread = None
@@ -152,7 +181,7 @@ class PauseController:
 
     def release(self, *holds: Hold) -> None:
         """End these holds; the engine steps when none is left."""
-        with self._changed:
+        with interrupts_deferred(), self._changed:
             self._holds.difference_update(holds)
             self._changed.notify_all()
 

@@ -90,6 +90,9 @@ class PooledGenerator:
     def wake(self) -> None:
         """Do nothing: the workers run until the pool is closed."""
 
+    def lend_to_trainer(self) -> None:
+        """Do nothing: the workers run models of their own."""
+
     def close(self) -> None:
         """Let another trainer update the pool, which stays open."""
         self.pool.follow(None)

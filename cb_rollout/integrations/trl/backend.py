@@ -180,6 +180,7 @@ class GenerationBackend:
         self.context = RolloutContext(self._mode)
         """Of the rollout in progress, or of the last one."""
         self.strategy: TrainerStrategy | None = None
+        self._is_training = False
         self._seconds_this_step = 0.0
         self._loss_began: float | None = None
         self._loss_seconds = 0.0
@@ -298,7 +299,9 @@ class GenerationBackend:
         return list(batch.values())
 
     def release(self) -> None:
-        """Release the KV memory if the config asks for it, and pause carried sequences."""
+        """Hold the engine, release the KV memory if the config asks for it, pause carried ones."""
+        if self._is_training:
+            self.generator.lend_to_trainer()
         if self.generator.config.release_cache == ReleaseCache.BETWEEN_STEPS:
             self.generator.sleep()
         self.pause_carried()
@@ -307,6 +310,19 @@ class GenerationBackend:
         """Pause the engine while unfinished sequences wait; the weights may change."""
         if self.collector is not None and self.collector.num_in_flight:
             self.generator.sleep()
+
+    def begin_step(self) -> None:
+        """Hold the engine until the step's rollout."""
+        self._is_training = True
+        self.generator.lend_to_trainer()
+        self.pause_carried()
+
+    def end_training(self) -> None:
+        """Cancel carried sequences, and let a server's clients be answered again."""
+        self._is_training = False
+        self.cancel_carried()
+        if self.generator.config.release_cache == ReleaseCache.NEVER:
+            self.generator.wake()
 
     def cancel_carried(self) -> None:
         """Cancel carried sequences: no step will come for them."""
@@ -404,13 +420,13 @@ class RolloutCallback(TrainerCallback):
     def on_train_end(self, *_: Any, **__: Any) -> None:
         """Sync anew: the best weights may have been loaded at an unchanged step count."""
         self._backend.forget_synced_step()
-        self._backend.cancel_carried()
+        self._backend.end_training()
         self._backend.flush_records()
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         """Time an optimizer step and its rollout."""
         self._step_started = time.perf_counter()
-        self._backend.pause_carried()
+        self._backend.begin_step()
 
     def on_substep_end(self, *_: Any, **__: Any) -> None:
         """Stop the loss's clock where gradients accumulate."""

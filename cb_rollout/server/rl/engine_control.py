@@ -4,8 +4,10 @@ Waits for the engine on a thread of its own, so that a pause delays no stream.
 """
 
 import asyncio
+import threading
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 from cb_rollout.engine.service.manager import ContinuousBatchingManager
 from cb_rollout.engine.service.pause_controller import Hold
@@ -24,6 +26,9 @@ class EngineControl:
         self._manager = manager
         self._thread = ThreadPoolExecutor(1, "cb_rollout-control")
         self._num_draining = 0
+        # Makes a hold take effect either before a release or never.
+        self._lock = threading.Lock()
+        self._awaited_pauses: set[object] = set()
         self._changed = asyncio.Condition()
 
     def start(self, router: OutputRouter) -> None:
@@ -33,7 +38,9 @@ class EngineControl:
     def stop(self) -> None:
         """End the thread, and a client's pause, so that the engine goes on without the server."""
         self._thread.shutdown(wait=False, cancel_futures=True)
-        self._manager.release()
+        with self._lock:
+            self._awaited_pauses.clear()
+            self._manager.release(Hold.CLIENT)
 
     @property
     def is_paused(self) -> bool:
@@ -52,15 +59,30 @@ class EngineControl:
             await self._drain()
         if mode == "abort":
             self._router.abort(None)
-        await self._run(self._manager.hold)
+        await self._hold()
         await self._run(self._manager.deliver_cancelled)
+
+    async def _hold(self) -> None:
+        """Hold the engine, unless this wait is given up before."""
+        pause = object()
+        self._awaited_pauses.add(pause)
+        try:
+            await self._run(partial(self._hold_if_awaited, pause))
+        finally:
+            with self._lock:
+                self._awaited_pauses.discard(pause)
+
+    def _hold_if_awaited(self, pause: object) -> None:
+        with self._manager.interrupted(), self._lock:
+            if pause in self._awaited_pauses:
+                self._manager.extend_pause(Hold.CLIENT)
 
     async def _drain(self) -> None:
         """Wait for the requests in flight, and hold back those that come meanwhile."""
         self._num_draining += 1
         try:
             await self._router.drained()
-            await self._run(self._manager.hold)
+            await self._hold()
         finally:
             self._num_draining -= 1
             async with self._changed:
@@ -74,7 +96,8 @@ class EngineControl:
 
     async def resume(self) -> None:
         """End a client's pause; nothing happens without one."""
-        self._manager.release()
+        with self._lock:
+            self._manager.release(Hold.CLIENT)
 
     async def abort(self, client_ids: Collection[str] | None) -> int:
         """End requests by their clients' names, all for None; return their number."""

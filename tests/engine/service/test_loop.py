@@ -427,3 +427,36 @@ def test_pausing_again_and_again_leaves_the_engine_its_steps(loop):
     while output_queue.take("a", 0.0) is None:
         with loop.paused():
             pass
+
+
+def test_a_fault_while_requests_are_admitted_is_told_to_every_waiting_thread(loop, monkeypatch):
+    def broken(self, request):
+        raise ZeroDivisionError("no row")
+
+    output_queue = OutputQueue()
+    loop.start()
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "add", broken)
+        loop.submit([request_of("a")], output_queue)
+        with pytest.raises(EngineDeadError, match="no row"):
+            output_queue.take("a", LONG)
+    with pytest.raises(EngineDeadError, match="no row"):
+        loop.submit([request_of("b")], output_queue)
+    loop.start()
+    output_queue.reopen()
+    loop.submit([request_of("c")], output_queue)
+    assert output_queue.take("c", LONG).status is RequestStatus.FINISHED
+
+
+def test_a_fault_of_a_cancel_under_a_hold_is_told_to_every_waiting_thread(loop, monkeypatch):
+    def broken(self, request):
+        raise ZeroDivisionError("no row")
+
+    output_queue = OutputQueue()
+    loop.submit([endless("a")], output_queue)
+    loop.cancel(["a"])
+    monkeypatch.setattr(Engine, "cancel", broken)
+    with pytest.raises(ZeroDivisionError):
+        loop.deliver_cancelled()
+    with pytest.raises(EngineDeadError, match="no row"):
+        output_queue.take("a", LONG)

@@ -10,7 +10,7 @@ from tiny import tiny_model
 
 from cb_rollout import RolloutConfig, RolloutGenerator, SamplingParams
 from cb_rollout.engine.core import Engine
-from cb_rollout.engine.service.loop import interrupts_deferred
+from cb_rollout.engine.service.interrupts import interrupts_deferred
 from cb_rollout.errors import EngineDeadError, IncompleteRolloutError, RolloutError
 
 LONG = 30.0

@@ -1,0 +1,102 @@
+"""Defer Python's signal handlers on the main thread while an engine's state changes.
+
+Owns the block in which they are deferred, and the places inside it where they run. Starts no
+thread. Python runs handlers on the main thread, so a block of another thread defers nothing.
+"""
+
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from types import FrameType
+
+# Interrupts, schedulers' notices, and the signals that scripts commonly handle.
+_DEFERRED_SIGNALS = (
+    signal.SIGINT, signal.SIGTERM, signal.SIGALRM, signal.SIGUSR1, signal.SIGUSR2,
+)  # fmt: skip
+
+# A deferred signal does not end a wait.
+POLL_SECONDS = 0.1
+
+
+class Interrupts:
+    """The signals that one outermost block defers; those of no thread but the main one."""
+
+    def __init__(self, numbers: Sequence[signal.Signals] = ()) -> None:
+        """Read the handlers of these signals."""
+        found = {number: signal.getsignal(number) for number in numbers}
+        self._handlers = {number: handler for number, handler in found.items() if callable(handler)}
+        self._caught: dict[int, FrameType | None] = {}
+        self._is_deferring = False
+
+    def begin(self) -> None:
+        """Defer from now on."""
+        for number in self._handlers:
+            signal.signal(number, self._defer)
+        self._is_deferring = True
+
+    def end(self) -> None:
+        """Defer no longer, and run the handlers of the signals that were caught."""
+        try:
+            self._is_deferring = False
+            self._restore()
+        finally:
+            # A handler that was restored may have raised before the others were.
+            self._restore()
+            self.deliver()
+
+    def _restore(self) -> None:
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+
+    def deliver(self) -> None:
+        """Run the handlers of the signals that were caught: no state is half changed here."""
+        if not self._caught:
+            return
+        caught, self._caught = self._caught, {}
+        # Each runs, also where another raises.
+        with ExitStack() as handlers:
+            for number, frame in reversed(caught.items()):
+                handlers.callback(self._handlers[signal.Signals(number)], number, frame)
+
+    def limit(self, seconds: float | None) -> float | None:
+        """Return the longest wait before the next `deliver`, at most `seconds`; None: no limit."""
+        if not self._handlers:
+            return seconds
+        return POLL_SECONDS if seconds is None else min(seconds, POLL_SECONDS)
+
+    def _defer(self, number: int, frame: FrameType | None) -> None:
+        # A repeated signal ends a block that hangs.
+        if not self._is_deferring or number in self._caught:
+            self._caught.pop(number, None)
+            self._handlers[signal.Signals(number)](number, frame)
+        else:
+            self._caught[number] = frame
+
+
+_NONE = Interrupts()
+# Of the main thread's outermost block.
+_outermost: Interrupts | None = None
+
+
+@contextmanager
+def interrupts_deferred() -> Iterator[Interrupts]:
+    """Run Python's signal handlers after the block, or at its `deliver()`, instead of inside it.
+
+    A block inside another one defers to it. A repeated signal is handled at once, so that a block
+    that hangs can be interrupted.
+    """
+    global _outermost
+    if threading.current_thread() is not threading.main_thread():
+        yield _NONE
+    elif _outermost is not None:
+        yield _outermost
+    else:
+        interrupts = Interrupts(_DEFERRED_SIGNALS)
+        try:
+            _outermost = interrupts
+            interrupts.begin()
+            yield interrupts
+        finally:
+            _outermost = None
+            interrupts.end()
