@@ -281,7 +281,9 @@ def decay(value: Any) -> tuple[int, float]:
         first, second = value
         return start(first), factor(second)
     except (TypeError, ValueError):
-        raise ValueError("is not a pair of a whole number >= 0 and a factor in [1e-30, 1e30]") from None
+        raise ValueError(
+            "is not a pair of a whole number >= 0 and a factor in [1e-30, 1e30]"
+        ) from None
 
 
 def callables(value: Any) -> tuple[Any, ...]:

@@ -4,7 +4,6 @@ Loads no torch.
 """
 
 import functools
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any

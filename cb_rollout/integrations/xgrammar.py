@@ -223,9 +223,7 @@ def _require_bounded(schema: Any, num_nodes: int, num_states: int) -> tuple[int,
         num_states += sum(_num_states(text) for text in patterns if isinstance(text, str))
         if num_states > MAX_PATTERN_STATES:
             raise _refusal("JSON schema", "its patterns repeat too much; count less, or use *")
-        level = list(
-            chain.from_iterable(n.values() if isinstance(n, dict) else n for n in nodes)
-        )
+        level = list(chain.from_iterable(n.values() if isinstance(n, dict) else n for n in nodes))
     return num_nodes, num_states
 
 

@@ -85,14 +85,14 @@ def test_a_number_that_no_tensor_holds_is_refused(field, huge):
 
 
 def test_the_bias_and_the_factor_that_no_tensor_holds_are_refused():
-    for given in (
+    for values in (
         {"logit_bias": {1: 1e300}},
         {"logit_bias": {1: 10**400}},
         {"exponential_decay_length_penalty": (1, 1e300)},
         {"exponential_decay_length_penalty": (1, 1e-300)},
     ):
-        with pytest.raises(InvalidRequestError, match=next(iter(given))):
-            SamplingParams(**given)
+        with pytest.raises(InvalidRequestError, match=next(iter(values))):
+            SamplingParams(**values)
 
 
 @given(

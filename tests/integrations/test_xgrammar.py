@@ -135,7 +135,10 @@ TOO_MUCH = {
     "assertion": {"pattern": "(?=a)b"},
     "anchors": {"pattern": "$" * 1000},
     "escape sequence": {"pattern": "\x1b[31ma$b"},
-    "reference into a literal": {"const": {"pattern": nested("(", "a", ")", 100)}, "$ref": "#/const"},
+    "reference into a literal": {
+        "const": {"pattern": nested("(", "a", ")", 100)},
+        "$ref": "#/const",
+    },
 }
 
 

@@ -178,9 +178,7 @@ class TokenSampler:
         never_sampled = self._never_sampled_below(logits_BV.shape[-1])
         batch = create_sampling_batch(rows, self._device, never_sampled)
         indices = [r.num_generated + n for r, n in zip(rows, offsets, strict=True)]
-        sampled = sample(
-            logits_BV, batch, devices.to_device(indices, self._device), self._mode
-        )
+        sampled = sample(logits_BV, batch, devices.to_device(indices, self._device), self._mode)
         return sampled, _to_host(sampled)
 
     def _record_truncation(
