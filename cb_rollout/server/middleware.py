@@ -1,4 +1,4 @@
-"""Access control in front of the application: API key, body size and time limits.
+"""Access control in front of the application: connections, API key, body size and time limits.
 
 Owns the checks that need no parsing of a request, and makes them before any of it is parsed. Logs
 nothing that a client sent. Called on the server's asyncio thread.
@@ -8,6 +8,7 @@ import asyncio
 import hashlib
 import hmac
 import json
+from typing import Any
 from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -17,6 +18,102 @@ from cb_rollout.server.options import ServerOptions, is_loopback
 
 # Load balancers ask without a key; the answer says only whether the engine runs.
 OPEN_PATHS = frozenset({"/health"})
+
+
+# Largest head of a request, twice what other servers take.
+MAX_HEAD_BYTES = 1 << 16
+
+
+class LimitedConnection(asyncio.Protocol):
+    """Limits of a connection's time, and of the number of connections; see `limited_connections`.
+
+    uvicorn 0.54 waits without an end for the head of a connection's first request, for the rest of
+    a later head, and for a client that does not read.
+    """
+
+    most: int
+    waiting_seconds: float
+    busy_seconds: float
+    # Of uvicorn's class.
+    loop: asyncio.AbstractEventLoop
+    connections: set["LimitedConnection"]
+    transport: asyncio.Transport
+    cycle: Any
+
+    waiting_since: float | None = None
+    """Since when no request runs; None: one does."""
+    _timer: asyncio.TimerHandle | None = None
+    _num_head_bytes = 0
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Begin, and close another connection if this is one too many."""
+        super().connection_made(transport)
+        self._note_waiting()
+        if len(self.connections) > self.most:
+            waiting = [each for each in self.connections if each.waiting_since is not None]
+            min(waiting, key=lambda each: each.waiting_since or 0.0).end()
+
+    def data_received(self, data: bytes) -> None:
+        """Take a part of a request; the whole head of one makes it run."""
+        self._num_head_bytes += len(data)
+        super().data_received(data)
+        if self._is_running() and self.waiting_since is not None:
+            self._note_running()
+        is_long = self.waiting_since is not None and self._num_head_bytes > MAX_HEAD_BYTES
+        if is_long and not self.transport.is_closing():
+            self.end()
+
+    def on_response_complete(self) -> None:
+        """Wait for the next request, or run it if it is here already."""
+        self._note_waiting()
+        uvicorns: Any = super()
+        uvicorns.on_response_complete()
+        if self._is_running():
+            self._note_running()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """End."""
+        if self._timer is not None:
+            self._timer.cancel()
+        super().connection_lost(exc)
+
+    def end(self) -> None:
+        """Close the connection now, whatever is not sent."""
+        self.connections.discard(self)
+        self.transport.abort()
+
+    def _is_running(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _note_waiting(self) -> None:
+        self.waiting_since, self._num_head_bytes = self.loop.time(), 0
+        self._end_after(self.waiting_seconds)
+
+    def _note_running(self) -> None:
+        self.waiting_since = None
+        self._end_after(self.busy_seconds)
+
+    def _end_after(self, seconds: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self.loop.call_later(seconds, self.end)
+
+
+def limited_connections(protocol: type[Any], options: ServerOptions, most: int) -> type[Any]:
+    """Return uvicorn's protocol of a connection, with limits.
+
+    Args:
+        protocol: a class of `uvicorn.protocols.http`.
+        options: the time limits.
+        most: number of open connections. One more closes the one that waits longest for a head.
+    """
+    limits = {
+        "most": most,
+        "waiting_seconds": options.body_timeout_seconds,
+        # The middleware answers before, if the client takes the answer.
+        "busy_seconds": options.request_timeout_seconds + 3 * options.body_timeout_seconds,
+    }
+    return type("LimitedProtocol", (LimitedConnection, protocol), limits)
 
 
 class AccessMiddleware:
