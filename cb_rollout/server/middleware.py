@@ -8,6 +8,10 @@ import asyncio
 import hashlib
 import hmac
 import json
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -18,6 +22,20 @@ from cb_rollout.server.options import ServerOptions, is_loopback
 
 # Load balancers ask without a key; the answer says only whether the engine runs.
 OPEN_PATHS = frozenset({"/health"})
+
+# Without a key, these answer to the user of this process alone.
+WEIGHT_PATHS = frozenset(
+    {
+        "/init_weight_transfer_engine",
+        "/start_weight_update",
+        "/update_weights",
+        "/finish_weight_update",
+        "/shutdown_weight_transfer_engine",
+    }
+)
+
+# Linux's lists of connections, each with its user, and the state of an open one.
+CONNECTION_LISTS, ESTABLISHED = (Path("/proc/net/tcp"), Path("/proc/net/tcp6")), "01"
 
 
 # Largest head of a request, twice what other servers take.
@@ -163,6 +181,12 @@ class AccessMiddleware:
             origin = headers.get(b"origin")
             if origin is not None and not is_loopback(_host_of(origin)):
                 raise ApiError(401, "without an API key this server answers no page of a web site.")
+            if scope["path"] in WEIGHT_PATHS and not is_own_user(scope):
+                raise ApiError(
+                    401,
+                    "without an API key this server takes weights from its own user only, whom it "
+                    "knows on Linux; start it with --api-key.",
+                )
         elif scope["path"] not in OPEN_PATHS:
             scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
             is_right = hmac.compare_digest(_digest(given.strip()), self._key_digest)
@@ -191,6 +215,29 @@ class AccessMiddleware:
             seconds = self._options.body_timeout_seconds
             raise ApiError(400, f"the body did not arrive within {seconds:g} s.") from error
         return b"".join(parts)
+
+
+def is_own_user(
+    scope: Scope, lists: Sequence[Path] = CONNECTION_LISTS, user: int | None = None
+) -> bool:
+    """Return whether a connection from this machine is of a user; False where nothing tells.
+
+    Args:
+        scope: of a request.
+        lists: of connections, as Linux writes them.
+        user: the user's number; None: this process's.
+    """
+    ports = [f"{address[1]:04X}" for address in (scope["client"], scope["server"]) if address]
+    users = set()
+    for path in lists:
+        with suppress(OSError):
+            for line in path.read_text().splitlines()[1:]:
+                _, local, remote, state, *fields = line.split()
+                is_its = [local.rpartition(":")[2], remote.rpartition(":")[2]] == ports
+                if is_its and state == ESTABLISHED:
+                    users.add(int(fields[3]))
+    # Another user's connection between equal ports of other addresses cannot be told apart.
+    return bool(users) and users == {os.getuid() if user is None else user}
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:

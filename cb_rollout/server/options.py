@@ -58,7 +58,7 @@ class ServerOptions:
         30.0, "Longest a head or a body may take to arrive, or the end of an answer to be taken."
     )
     allow_weight_updates: bool = _option(
-        False, "Let clients replace the model's weights; with the key, where there is one."
+        False, "Let clients replace the model's weights: with the key, or without one of this user."
     )
     weight_update_timeout_seconds: float = _option(
         60.0, "Longest a begun weight update waits for its next call; it is dropped then."
