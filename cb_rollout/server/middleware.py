@@ -89,6 +89,17 @@ class LimitedConnection(asyncio.Protocol):
         if self._is_running():
             self._note_running()
 
+    def send_400_response(self, msg: str) -> None:
+        """Answer bytes that are no request; while one runs, close instead.
+
+        uvicorn 0.54 sends a second answer, and logs a traceback where the first follows.
+        """
+        if self._is_running():
+            self.end()
+            return
+        uvicorns: Any = super()
+        uvicorns.send_400_response(msg)
+
     def connection_lost(self, exc: Exception | None) -> None:
         """End."""
         if self._timer is not None:

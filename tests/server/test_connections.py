@@ -77,6 +77,18 @@ def test_a_body_that_does_not_arrive_is_answered_400(serving):
         assert is_closed(client)
 
 
+def test_garbage_in_a_body_closes_the_connection_without_a_traceback(serving, caplog):
+    _, server = serving
+    # Refused at once, so the answer follows that to the garbage.
+    head = HEAD.replace(b"localhost", b"example.com") + b"Transfer-Encoding: chunked\r\n\r\n"
+    for garbage in (b"z\r\n", b"5\r\nabcdefgh\r\n", b"-1\r\n"):
+        with connection(server) as client:
+            client.sendall(head + garbage)
+            assert is_closed(client)
+    until(lambda: not server._server.server_state.tasks)
+    assert not any(record.exc_info for record in caplog.records)
+
+
 def test_a_client_that_does_not_take_its_answer_is_closed():
     limits = {"body_timeout_seconds": WAIT_SECONDS, "request_timeout_seconds": WAIT_SECONDS}
     body = b'{"prompt": "%s", "max_tokens": 1, "n": 64, "return_token_ids": true}' % (b"a" * 4000)

@@ -533,6 +533,8 @@ def test_a_connections_user_is_that_of_linuxs_list(tmp_path):
 # As another user of the machine.
 STRANGER = """
 import os, socket, sys
+# Loads the encoding of names while this user may.
+socket.getaddrinfo("127.0.0.1", 0)
 os.setuid(65534)
 for path in ("/start_weight_update", "/resume"):
     with socket.create_connection(("127.0.0.1", int(sys.argv[1]))) as client:
