@@ -91,7 +91,7 @@ def main(checkpoint: str, way: str, path: str) -> None:
     found = {
         "rows": rows,
         "taken": [sample.input_ids.tolist() for sample in rollouts.taken],
-        "has_engine": rollouts._engine is not None,
+        "has_engine": hasattr(rollouts, "generator"),
         "weights": [float(weight.double().abs().sum()) for weight in weights],
         "ratios": [log["ratio"] for log in trainer.state.log_history if "ratio" in log],
         "steps": trainer.state.global_step,

@@ -14,15 +14,27 @@ from typing import Any
 from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from cb_rollout.engine.service.image_prompts import is_chat
+
 # Beside the trainer's own files in a checkpoint.
 STATE_FILE = "cb_rollout_prompts.json"
 
 
 class PromptSource:
-    """The rows of a run, each with the index of its prompt; iterated over again at their end."""
+    """The prompts of a run, as rows of `prompt`, `row` and `index`."""
 
-    def __init__(self, dataset: Iterable[Mapping[str, Any]]) -> None:
-        self._dataset = dataset
+    def __init__(
+        self, dataset: Iterable[Mapping[str, Any]], tokenizer: Any, template_kwargs: Any
+    ) -> None:
+        """Begin with the first row.
+
+        Args:
+            dataset: rows with a "prompt", text or a chat; iterated over again at its end.
+            tokenizer: renders chats.
+            template_kwargs: further arguments of its chat template; None: there are none.
+        """
+        self._dataset, self._tokenizer = dataset, tokenizer
+        self._template_kwargs = template_kwargs or {}
         self._lock = threading.Lock()
         self._next_index = 0
         self._open: dict[int, int | None] = {}
@@ -47,13 +59,13 @@ class PromptSource:
             self._open.clear()
             self._taken.clear()
 
-    def __iter__(self) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    def __iter__(self) -> Iterator[dict[str, Any]]:
         rows = itertools.chain.from_iterable(itertools.repeat(self._dataset))
         for row in itertools.islice(rows, self._next_index, None):
             with self._lock:
                 index, self._next_index = self._next_index, self._next_index + 1
                 self._open[index] = None
-            yield index, row
+            yield {"prompt": self._rendered(row.get("prompt")), "row": row, "index": index}
 
     def drop(self, index: int) -> None:
         """Note that a prompt's completions are not trained on, unless `queue` follows."""
@@ -74,6 +86,17 @@ class PromptSource:
                 self._open[index] = left - 1
             else:
                 self._open.pop(index, None)
+
+    def _rendered(self, prompt: Any) -> Any:
+        if not (self._template_kwargs and is_chat(prompt)):
+            return prompt
+        return self._tokenizer.apply_chat_template(
+            prompt,
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=True,
+            **self._template_kwargs,
+        )["input_ids"]
 
 
 class PositionCallback(TrainerCallback):

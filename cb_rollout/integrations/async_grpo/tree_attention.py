@@ -5,6 +5,7 @@ attends to the path from the root to itself. TRL also asks CUDA for the device's
 share of its peak; without a GPU that is switched off here.
 """
 
+import sys
 from typing import Any
 
 import torch
@@ -16,17 +17,18 @@ from cb_rollout.errors import ConfigurationError
 # The name under which trl 1.16 registers its own; the trainer's model is made with it.
 TREE_ATTENTION = "tree_fa3"
 
+TRAINER_MODULE = "trl.experimental.async_grpo.async_grpo_trainer"
 
-def adapt_trainers(module: Any) -> None:
+
+def adapt_trainers() -> None:
     """Let trainers that are made from now on run without CUDA, on every process.
 
     They register this attention in place of their kernel, and report no share of a device's peak.
-
-    Args:
-        module: TRL's, that defines the trainer.
     """
-    module.get_peak_flops_per_device = lambda accelerator, dtype: None
-    module.register_tree_attention = _register
+    module: Any = sys.modules.get(TRAINER_MODULE)
+    if module is not None:
+        module.get_peak_flops_per_device = lambda accelerator, dtype: None
+        module.register_tree_attention = _register
 
 
 def _register() -> None:

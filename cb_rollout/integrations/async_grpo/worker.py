@@ -10,8 +10,8 @@ methods.
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -19,12 +19,11 @@ from cb_rollout.config.sampling import SamplingParams
 from cb_rollout.errors import ConfigurationError, RolloutError, error_text
 from cb_rollout.integrations.async_grpo.engines import LocalEngine, PooledEngine
 from cb_rollout.integrations.async_grpo.prompts import PositionCallback, PromptSource
-from cb_rollout.integrations.async_grpo.rollout_loop import (
-    TRAINER_MODULE,
-    RolloutLoop,
+from cb_rollout.integrations.async_grpo.samples import (
+    RolloutSample,
     SampleQueue,
-    SharedNumber,
-    VersionedSample,
+    samples_of,
+    summed_rewards,
 )
 from cb_rollout.integrations.async_grpo.settings import (
     create_generator,
@@ -36,9 +35,64 @@ from cb_rollout.integrations.async_grpo.settings import (
 )
 from cb_rollout.integrations.async_grpo.tree_attention import adapt_trainers
 from cb_rollout.integrations.ray.pool import RolloutPool
-from cb_rollout.integrations.ray.pooled_generator import PooledGenerator
-from cb_rollout.rollout.generator import RolloutGenerator
-from cb_rollout.strategies import Plain, Strategy
+from cb_rollout.strategies import Group, GroupCollector, Plain, RequestStream, Strategy
+from cb_rollout.strategies.request_stream import Generator
+from cb_rollout.types import GenerationOutput
+
+if TYPE_CHECKING:
+    from cb_rollout.integrations.async_grpo.conversations import ConversationLoop
+
+# Interval at which a wait looks whether the run is over.
+POLL_SECONDS = 0.2
+
+
+class _Stopped(Exception):
+    """Ends the rollout thread when the run is over."""
+
+
+class _StoppableStream(RequestStream):
+    """A request stream that ends with the run."""
+
+    def __init__(
+        self, generator: Generator, params: SamplingParams, is_stopping: threading.Event
+    ) -> None:
+        super().__init__(generator, params)
+        self._is_stopping = is_stopping
+
+    def submit(self, prompt: Any, num_sequences: int) -> list[str]:
+        """Queue completions, unless the run is over."""
+        if self._is_stopping.is_set():
+            raise _Stopped
+        return super().submit(prompt, num_sequences)
+
+    def take(self) -> GenerationOutput:
+        """Wait for the next sequence to end, unless the run is over."""
+        while (output := self._output_queue.take(timeout=POLL_SECONDS)) is None:
+            if self._is_stopping.is_set():
+                raise _Stopped
+        return output
+
+
+class _Asynchronous(Strategy):
+    """A strategy whose groups are always carried, as many as may be in flight."""
+
+    carries = True
+
+    def __init__(
+        self, strategy: Strategy, max_staleness: int, num_groups_allowed: Callable[[], int]
+    ) -> None:
+        self._num_groups_allowed = num_groups_allowed
+        self.max_staleness = max_staleness
+        self.num_extra_members = strategy.num_extra_members
+        self.max_dropped_groups = strategy.max_dropped_groups
+        self.max_retries = strategy.max_retries
+        self.min_group_size = strategy.min_group_size
+        self.keeps = strategy.keeps
+
+    @property
+    def num_extra_groups(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Return the groups in flight beyond the one that is waited for."""
+        return self._num_groups_allowed() - 1
 
 
 class AsyncRollouts:
@@ -88,88 +142,63 @@ class AsyncRollouts:
         Raises:
             ConfigurationError: a setting needs a server, or cannot be honoured.
         """
-        has_tools = bool(tools) or environment_factory is not None
-        require_settings(args, in_flight, has_tools and strategy is not None)
+        has_conversations = bool(tools) or environment_factory is not None
+        require_settings(args, in_flight, has_conversations and strategy is not None)
         require_data(train_dataset, reward_funcs)
+        self._conversation_settings: dict[str, Any] = {
+            "tools": tools,
+            "environment_factory": environment_factory,
+        }
+        self._has_conversations = has_conversations
         if pool is not None and config is not None:
             raise ConfigurationError("a pool has a config already; leave config out.")
+        self._args = args
+        self._reward_funcs = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
         if args.device.type != "cuda":
-            adapt_trainers(TRAINER_MODULE)
-        self._args, self._strategy = args, strategy or Plain()
-        self._tokenizer = own_tokenizer(model, processing_class)
-        self._source = PromptSource(train_dataset)
+            adapt_trainers()
+        self._tokenizer = processing_class = own_tokenizer(model, processing_class)
+        self._source = PromptSource(train_dataset, processing_class, args.chat_template_kwargs)
         self.callback = PositionCallback(self._source, samples_per_step(args))
         """For the trainer's `callbacks`: a resumed run then goes on with the next prompt."""
         self._max_outstanding = max_outstanding(args)
         self.metrics_queue: queue.Queue[dict[str, Any]] = queue.Queue()
         self.rollout_buffer = SampleQueue(self._max_outstanding, self._report_age)
-        self._loop_settings = {
-            "reward_funcs": reward_funcs if isinstance(reward_funcs, list) else [reward_funcs],
-            "tools": tools,
-            "environment_factory": environment_factory,
-            "processing_class": self._tokenizer,
-            "metrics_queue": self.metrics_queue,
-        }
-        self._version = SharedNumber()
+        self._strategy = _Asynchronous(
+            strategy or Plain(), args.max_staleness, self._num_groups_allowed
+        )
+        self._model_version = 0
         self._first_version = 0
-        self._loop: RolloutLoop | None = None
+        self._conversations: ConversationLoop | None = None
+        self._is_stopping = threading.Event()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._last_progress = time.monotonic()
-        self._engine: LocalEngine | PooledEngine | None = None
-        if args.process_index == 0 and pool is not None:
-            self._engine = PooledEngine(pool, in_flight)
-        elif args.process_index == 0:
-            generator = create_generator(model, args, config, self._tokenizer)
-            self._engine = LocalEngine(generator, in_flight)
-
-    @property
-    def generator(self) -> RolloutGenerator | PooledGenerator:
-        """The generator of the first process.
-
-        Raises:
-            ConfigurationError: another process asks.
-        """
-        return self._sampling_engine.generator
-
-    @property
-    def _sampling_engine(self) -> LocalEngine | PooledEngine:
-        if self._engine is None:
-            raise ConfigurationError(
-                f"process {self._args.process_index} has no engine: the first process samples for "
-                "all; ask it there."
-            )
-        return self._engine
+        if args.process_index:
+            return
+        self._engine = (
+            PooledEngine(pool, in_flight)
+            if pool is not None
+            else LocalEngine(create_generator(model, args, config, processing_class), in_flight)
+        )
+        self.generator = self._engine.generator
+        """Of the first process; the others have none."""
+        self._tool_timeout_seconds = self.generator.config.tool_timeout_seconds
 
     def start(self) -> None:
         """Start generating; the trainer has sent its weights."""
+        self._is_stopping.clear()
         self._error, self._last_progress = None, time.monotonic()
-        self._loop = RolloutLoop(
-            self.generator,
-            self._params,
-            self._source,
-            self.rollout_buffer,
-            self._args,
-            strategy=self._strategy,
-            version=self._version,
-            first_version=lambda: self._first_version,
-            num_groups_allowed=self._num_groups_allowed,
-            max_outstanding=self._max_outstanding,
-            tool_timeout_seconds=self.generator.config.tool_timeout_seconds,
-            on_progress=self._note_progress,
-            **self._loop_settings,
-        )
-        self._thread = threading.Thread(
-            target=self._run, args=(self._loop,), name="cb_rollout async", daemon=True
-        )
+        run = self._run_conversations if self._has_conversations else self._run
+        self._thread = threading.Thread(target=run, name="cb_rollout async", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
         """Stop the thread and the engine; may be called twice."""
-        if self._engine is None:
+        if self._args.process_index:
             return
-        if self._loop is not None:
-            self._loop.stop()
+        self._is_stopping.set()
+        if self._conversations is not None:
+            self._conversations.stop()
         self._engine.resume()
         if self._thread is not None:
             self._thread.join()
@@ -177,10 +206,10 @@ class AsyncRollouts:
 
     def update_model_version(self, model_version: int) -> None:
         """Take the trainer's version of the weights that it has just sent."""
-        self._version.value = model_version
+        self._model_version = model_version
+        if self._conversations is not None:
+            self._conversations.version.value = model_version
         self._first_version = model_version - self.generator.policy_version
-        if self._loop is not None:
-            self._loop.note_version()
 
     def check_health(self, stale_after_s: float) -> None:
         """Check that completions still come.
@@ -206,7 +235,7 @@ class AsyncRollouts:
 
     def pause(self) -> None:
         """Pause the engine between two forwards."""
-        self._sampling_engine.pause()
+        self._engine.pause()
 
     def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Write the trainer's weights over the engine's.
@@ -214,11 +243,11 @@ class AsyncRollouts:
         Raises:
             WeightSyncError: the two models do not have the same tensors.
         """
-        self._sampling_engine.write(iterator)
+        self._engine.write(iterator)
 
     def resume(self) -> None:
         """Resume the engine under the new weights."""
-        self._sampling_engine.resume()
+        self._engine.resume()
 
     def destroy(self) -> None:
         """Stop; the run is over."""
@@ -245,19 +274,91 @@ class AsyncRollouts:
             stop_token_ids=(self._tokenizer.eos_token_id,),
         )
 
-    def _note_progress(self) -> None:
-        self._last_progress = time.monotonic()
+    def _run_conversations(self) -> None:
+        # It imports trl's experimental trainer, which a run without tools does without.
+        from cb_rollout.integrations.async_grpo.conversations import ConversationLoop
 
-    def _run(self, loop: RolloutLoop) -> None:
+        limit = self._args.max_inflight_tasks
         try:
-            loop.run()
+            self._conversations = ConversationLoop(
+                self.generator,
+                self._params,
+                self._source,
+                self.rollout_buffer,
+                self._args,
+                max_inflight_tasks=min(limit, self._max_outstanding)
+                if limit > 0
+                else self._max_outstanding,
+                tool_timeout_seconds=self._tool_timeout_seconds,
+                first_version=lambda: self._first_version,
+                on_progress=self._note_progress,
+                reward_funcs=self._reward_funcs,
+                processing_class=self._tokenizer,
+                metrics_queue=self.metrics_queue,
+                **self._conversation_settings,
+            )
+            self._conversations.version.value = self._model_version
+            if not self._is_stopping.is_set():
+                self._conversations.run()
         except BaseException as error:  # noqa: BLE001  the trainer's thread raises it
             self._error = error
 
-    def _report_age(self, sample: VersionedSample) -> None:
+    def _note_progress(self) -> None:
+        self._last_progress = time.monotonic()
+
+    def _run(self) -> None:
+        args, params = self._args, self._params
+        try:
+            collector = GroupCollector(
+                _StoppableStream(self.generator, params, self._is_stopping),
+                iter(self._source),
+                self._reward,
+                self._strategy,
+                num_generations=args.num_generations,
+                runs_while_training=True,
+            )
+            try:
+                while True:
+                    (group,) = collector.collect(1)
+                    self._last_progress = time.monotonic()
+                    self._put(group, collector.metrics())
+            finally:
+                # A pool would sample on.
+                collector.close()
+        except _Stopped:
+            pass
+        except BaseException as error:  # noqa: BLE001  the trainer's thread raises it
+            self._error = error
+
+    def _put(self, group: Group, metrics: dict[str, float]) -> None:
+        lengths = [len(output.generated_tokens) for output in group.outputs]
+        self._source.queue(group.prompt["index"], len(group.outputs))
+        for sample in samples_of(group, self._texts(group.outputs), self._first_version):
+            while not self._is_put(sample):
+                self._last_progress = time.monotonic()
+        self.metrics_queue.put(
+            {
+                "completions/mean_length": (float(sum(lengths)), float(len(lengths))),
+                "completions/max_length": float(max(lengths)),
+                "rollout/groups_dropped_total": metrics["rollout/groups_dropped"],
+                "rollout/groups_cancelled_total": metrics["rollout/groups_cancelled"],
+                "rollout/tokens_total": float(sum(lengths)),
+            }
+        )
+
+    def _is_put(self, sample: RolloutSample) -> bool:
+        if self._is_stopping.is_set():
+            raise _Stopped
+        try:
+            self.rollout_buffer.put(sample, timeout=POLL_SECONDS)
+        except queue.Full:
+            return False
+        return True
+
+    def _report_age(self, sample: RolloutSample) -> None:
         """Report the age of a sample's tokens, on the trainer's thread, as it takes the sample."""
         self._source.take(sample.prompt_index)
-        ages = [(self._version.value - version, n) for version, n in sample.token_versions]
+        ages = [(self._model_version - version, n) for version, n in sample.token_versions]
         self.metrics_queue.put(
             {
                 "rollout/staleness_mean": (
@@ -267,3 +368,14 @@ class AsyncRollouts:
                 "rollout/staleness_max": float(max(age for age, _ in ages)),
             }
         )
+
+    def _texts(self, outputs: Sequence[GenerationOutput]) -> list[str]:
+        tokens = [output.generated_tokens for output in outputs]
+        return self._tokenizer.batch_decode(tokens, skip_special_tokens=True)
+
+    def _reward(self, taken: Any, outputs: list[GenerationOutput]) -> list[float | None]:
+        texts = self._texts(outputs)
+        rewards = summed_rewards(self._reward_funcs, taken["row"], outputs, texts)
+        # A group that is kept is queued at once.
+        self._source.drop(taken["index"])
+        return rewards

@@ -1,0 +1,298 @@
+"""Roll out conversations with tools for an asynchronous trainer, by TRL's own loop.
+
+TRL 1.16's `_AsyncRolloutLoop` renders chats, calls tools, resets environments, scores groups and
+divides conversations into rows. It runs here on a thread of this process, and the engine samples
+its turns in place of a server. The only file of this folder that imports trl.
+"""
+
+import asyncio
+import inspect
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future
+from contextlib import suppress
+from contextvars import ContextVar
+from functools import partial
+from itertools import chain, compress, groupby
+from typing import Any
+
+import torch
+from trl.experimental.async_grpo.async_rollout_worker import (
+    RolloutGroup,
+    TurnRecord,
+    _AsyncRolloutLoop,
+    _chain_to_sequences,
+)
+
+from cb_rollout.config.sampling import SamplingParams
+from cb_rollout.engine.service.output_queue import CallbackSink
+from cb_rollout.errors import (
+    ConfigurationError,
+    InvalidRequestError,
+    RolloutError,
+    ToolTimeoutError,
+)
+from cb_rollout.integrations.async_grpo.prompts import PromptSource
+from cb_rollout.integrations.async_grpo.samples import RolloutSample, SampleQueue
+from cb_rollout.strategies.request_stream import Generator
+from cb_rollout.types import GenerationOutput, RequestStatus
+
+# Of the conversation that the present task rolls out: its turns, with the policy version of each
+# token in place of its log-probability.
+TURNS: ContextVar[list[TurnRecord]] = ContextVar("TURNS")
+
+
+class SharedNumber:
+    """A number that TRL's loop shares with its trainer, here within one process."""
+
+    def __init__(self) -> None:
+        self.value = 0.0
+
+
+class EnvironmentPool(list[Any]):
+    """Environments between two conversations, without those in which a call still runs."""
+
+    def __init__(self, environments: list[Any], hung: list[Any]) -> None:
+        super().__init__(environments)
+        self._hung = hung
+
+    def append(self, environment: Any, /) -> None:
+        """Take an environment back, unless it hangs."""
+        if not any(environment is one for one in self._hung):
+            super().append(environment)
+
+
+class DaemonThreads(Executor):
+    """An executor with a thread for each call, which a call that hangs keeps to itself."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Call `fn` on a new thread."""
+        future: Future[Any] = Future()
+
+        def call() -> None:
+            try:
+                result = fn(*args, **kwargs)
+            except BaseException as error:  # noqa: BLE001  the waiting thread raises it
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+
+        future.set_running_or_notify_cancel()
+        threading.Thread(target=call, name="cb_rollout tool", daemon=True).start()
+        return future
+
+
+class ConversationLoop(_AsyncRolloutLoop):
+    """Conversations of one run; `run` blocks its thread until `stop`."""
+
+    def __init__(
+        self,
+        generator: Generator,
+        params: SamplingParams,
+        source: PromptSource,
+        samples: SampleQueue,
+        args: Any,
+        *,
+        max_inflight_tasks: int,
+        tool_timeout_seconds: float | None,
+        first_version: Callable[[], int],
+        on_progress: Callable[[], None],
+        **settings: Any,
+    ) -> None:
+        """Prepare the loop.
+
+        Args:
+            generator: an engine's or a pool's.
+            params: sampling parameters of each turn.
+            source: rows with a chat as "prompt".
+            samples: receives the rows of scored conversations.
+            args: the trainer's `AsyncGRPOConfig`.
+            max_inflight_tasks: conversations at once.
+            tool_timeout_seconds: longest time of one tool call; None: unlimited.
+            first_version: gives the trainer's version that is the engine's policy version 0.
+            on_progress: called when a turn, a tool or the scoring of a group has ended.
+            **settings: `reward_funcs`, `tools`, `environment_factory`, `processing_class` and
+                `metrics_queue` of TRL's loop.
+
+        Raises:
+            ValueError: TRL refuses a reward, an environment or a chat template.
+        """
+        self.version = SharedNumber()
+        """The trainer's version of the weights that it sent last."""
+        super().__init__(
+            model_name="",
+            dataset=(),  # pyright: ignore[reportArgumentType]  the source has the rows
+            eos_token_ids=[settings["processing_class"].eos_token_id],
+            rollout_buffer=samples,  # pyright: ignore[reportArgumentType]
+            model_version_value=self.version,  # pyright: ignore[reportArgumentType]
+            heartbeat_value=SharedNumber(),  # pyright: ignore[reportArgumentType]
+            failed_event=threading.Event(),  # pyright: ignore[reportArgumentType]
+            exception_info_queue=queue.Queue(),  # pyright: ignore[reportArgumentType]
+            num_generations=args.num_generations,
+            max_inflight_tasks=max_inflight_tasks,
+            max_tokens=args.max_completion_length,
+            chat_template_kwargs=args.chat_template_kwargs,
+            max_tool_calling_iterations=args.max_tool_calling_iterations,
+            log_completions=args.log_completions,
+            num_completions_to_print=args.num_completions_to_print,
+            fork_threshold_tokens=args.fork_threshold_tokens,
+            **settings,
+        )
+        self._tool_pool = DaemonThreads()  # pyright: ignore[reportAttributeAccessIssue]
+        self._generator, self._params, self._source = generator, params, source
+        self._tool_timeout_seconds, self._on_progress = tool_timeout_seconds, on_progress
+        self._first_version = first_version
+        self._hung: list[Any] = []
+        if self.environment_factories is not None:
+            self._environment_pool = {
+                name: EnvironmentPool(environments, self._hung)
+                for name, environments in self._environment_pool.items()
+            }
+
+    def run(self) -> None:
+        """Roll out until `stop`, or until something raises."""
+        self._generator.manager.start()
+        try:
+            self._loop.run_until_complete(self._run_loops(self._stop_event))
+        finally:
+            self._loop.close()
+
+    def stop(self) -> None:
+        """End `run`, from any thread; unfinished conversations are given up."""
+        # The loop may have ended by itself.
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._stop_event.set)
+
+    async def _run_loops(self, stop_event: asyncio.Event) -> None:
+        works = self._generate_loop(stop_event), self._score_loop(stop_event), stop_event.wait()
+        tasks: list[asyncio.Task[Any]] = [asyncio.create_task(work) for work in works]
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for task in done:
+            task.result()
+
+    def _repeat_iterator(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        for taken in self._source:
+            if isinstance(taken["row"].get("prompt"), str):
+                raise ConfigurationError(
+                    "train_dataset has texts as prompts, and tools are called in chats; make each "
+                    'one a chat, [{"role": "user", "content": text}].'
+                )
+            for _ in range(self.num_generations):
+                yield taken["index"], taken["row"]
+
+    async def _generate_one(self, *arguments: Any, **named: Any) -> Any:
+        TURNS.set([])
+        result = await super()._generate_one(*arguments, **named)
+        # TRL leaves tokens out that later turns render otherwise, and divides conversations into
+        # rows. The versions are reconciled as it reconciles the log-probabilities.
+        rows, _ = _chain_to_sequences(TURNS.get(), "", self._fork_threshold_tokens)
+        sequences: list[Any] = result[2]
+        for sequence, row in zip(sequences, rows, strict=True):
+            trained = compress(row.old_log_probs, row.completion_mask)
+            sequence.token_versions = [
+                (int(version), len(list(tokens))) for version, tokens in groupby(trained)
+            ]
+        return result
+
+    async def _generate_one_turn(self, prompt_ids: list[int]) -> tuple[list[int], list[float]]:
+        manager, turns = self._generator.manager, TURNS.get()
+        try:
+            (request,) = manager.create_requests([prompt_ids], [self._params], members=range(1))
+        except InvalidRequestError:
+            if not turns:
+                raise
+            # The tools' results are too long: the conversation ends with the turns before.
+            turns.append(TurnRecord(prompt_ids, []))
+            return [], []
+        ended: asyncio.Future[GenerationOutput] = self._loop.create_future()
+
+        def end(output: GenerationOutput) -> None:
+            if not ended.done():
+                ended.set_result(output)
+
+        manager.submit([request], CallbackSink(request.request_id, end, self._loop))
+        try:
+            output = await ended
+        except asyncio.CancelledError:
+            manager.cancel_requests([request.request_id])
+            raise
+        if output.status is not RequestStatus.FINISHED:
+            raise RolloutError(
+                f"a turn could not be produced: {output.error or output.status.value}"
+            )
+        self._on_progress()
+        versions = [
+            float(version) for version, count in output.policy_versions for _ in range(count)
+        ]
+        turns.append(TurnRecord(prompt_ids, output.generated_tokens, versions))
+        return output.generated_tokens, output.logprobs
+
+    async def _execute_tool_calls(
+        self, tool_calls: list[dict[str, Any]], tool_dict: dict[str, Callable[..., Any]]
+    ) -> tuple[list[dict[str, str]], int, int]:
+        tools = {name: self._limited(name, tool_dict) for name in tool_dict}
+        return await super()._execute_tool_calls(tool_calls, tools)
+
+    def _limited(self, name: str, tools: dict[str, Callable[..., Any]]) -> Callable[..., Any]:
+        # TRL asks whether a tool is a coroutine function, and a partial one is none.
+        async def call(**arguments: Any) -> Any:
+            return await self._called(name, tools, arguments)
+
+        return call
+
+    async def _called(
+        self, name: str, tools: dict[str, Callable[..., Any]], arguments: dict[str, Any]
+    ) -> Any:
+        """Call a tool; after `tool_timeout_seconds` go on without any of the conversation's."""
+        if name not in tools:
+            raise ToolTimeoutError(f"an earlier call has not ended, so {name} is not called.")
+        tool = tools[name]
+        if inspect.iscoroutinefunction(tool):
+            running = asyncio.ensure_future(tool(**arguments))
+        else:
+            running = self._loop.run_in_executor(self._tool_pool, partial(tool, **arguments))
+        done, _ = await asyncio.wait({running}, timeout=self._tool_timeout_seconds)
+        if not done:
+            running.cancel()
+            if (environment := getattr(tool, "__self__", None)) is not None:
+                self._hung.append(environment)
+            tools.clear()
+            raise ToolTimeoutError(
+                f"the tool {name} took longer than "
+                f"tool_timeout_seconds={self._tool_timeout_seconds:g}."
+            )
+        self._on_progress()
+        return running.result()
+
+    async def _score_group(self, group: RolloutGroup) -> list[Any]:
+        rows = await super()._score_group(group)
+        self._on_progress()
+        index, first = group.group_id, self._first_version()
+        if rows:
+            self._source.queue(index, len(rows))
+        else:
+            self._source.drop(index)
+        sequences: Iterator[Any] = chain.from_iterable(group.completions_sequences)
+        samples = []
+        for row, sequence in zip(rows, sequences, strict=True):
+            versions = [(first + version, count) for version, count in sequence.token_versions]
+            samples.append(
+                RolloutSample(
+                    prompt=row.prompt,
+                    completion=row.completion,
+                    input_ids=torch.from_numpy(row.input_ids),
+                    completion_mask=torch.from_numpy(row.completion_mask),
+                    old_log_probs=torch.from_numpy(row.old_log_probs),
+                    advantage=row.advantage,
+                    model_version=min(version for version, _ in versions),
+                    group_id=index,
+                    metrics=row.metrics,
+                    token_versions=versions,
+                    prompt_index=index,
+                )
+            )
+        return samples

@@ -1,0 +1,133 @@
+"""Scored completions that an asynchronous trainer takes from its queue.
+
+Owns the record, its reward and advantage, and the queue. The rollout thread makes samples; the
+trainer's thread takes them.
+"""
+
+import asyncio
+import inspect
+import queue
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean, pstdev
+from typing import Any
+
+import torch
+
+from cb_rollout.strategies.group import Group
+from cb_rollout.types import GenerationOutput
+
+# Added to the standard deviation that advantages are divided by, as in TRL's own worker.
+EPSILON = 1e-8
+
+
+@dataclass(slots=True)
+class RolloutSample:
+    """A completion to train on: the fields of trl 1.16's `RolloutSample`. T: all tokens."""
+
+    prompt: list[dict[str, Any]]
+    """As messages, for traces."""
+    completion: list[dict[str, Any]]
+    input_ids: torch.Tensor
+    """(T), int64, the prompt included."""
+    completion_mask: torch.Tensor
+    """(T), int64: 1 where a token was sampled."""
+    old_log_probs: torch.Tensor
+    """(T), float32, nats: each token's under the policy that sampled it; 0 in the prompt."""
+    advantage: float
+    model_version: int
+    """The oldest version that sampled any of its tokens, in the trainer's count."""
+    group_id: int
+    metrics: dict[str, float]
+    token_versions: list[tuple[int, int]]
+    """Runs of `(model_version, num_tokens)` that sum to the sampled tokens."""
+    prompt_index: int = 0
+    """Of the prompt among all that were taken; not a field of trl's."""
+    enqueued_at: float | None = field(default_factory=time.time)
+
+
+class SampleQueue(queue.Queue[RolloutSample]):
+    """A bounded queue that reports each sample as it is taken."""
+
+    def __init__(self, maxsize: int, on_taken: Callable[[RolloutSample], None]) -> None:
+        """Create a queue that calls `on_taken` with each sample, on the thread that takes it."""
+        super().__init__(maxsize)
+        self._on_taken = on_taken
+
+    def get(self, block: bool = True, timeout: float | None = None) -> RolloutSample:
+        """Take the next sample; see `queue.Queue`."""
+        sample = super().get(block, timeout)
+        self._on_taken(sample)
+        return sample
+
+
+def advantages(rewards: Sequence[float]) -> list[float]:
+    """Return each reward's distance from the group's mean, in standard deviations."""
+    mean, spread = fmean(rewards), pstdev(rewards)
+    return [(reward - mean) / (spread + EPSILON) for reward in rewards]
+
+
+def summed_rewards(
+    functions: Sequence[Callable[..., Any]],
+    row: Mapping[str, Any],
+    outputs: Sequence[GenerationOutput],
+    texts: Sequence[str],
+) -> list[float | None]:
+    """Sum the rewards that functions with TRL's arguments give for completions of one row.
+
+    Returns:
+        One number for each completion; None where no function gave any.
+    """
+    prompt, completions = row["prompt"], list(texts)
+    if not isinstance(prompt, str):
+        completions = [[{"role": "assistant", "content": text}] for text in texts]
+    columns = {name: [value] * len(texts) for name, value in row.items() if name != "prompt"}
+    given = {
+        "prompts": [prompt] * len(texts),
+        "completions": completions,
+        "completion_ids": [output.generated_tokens for output in outputs],
+    }
+    found = []
+    for function in functions:
+        values = function(**given, **columns)
+        found.append(asyncio.run(values) if inspect.iscoroutine(values) else values)
+    by_completion = [
+        [float(v) for v in values if v is not None] for values in zip(*found, strict=True)
+    ]
+    return [sum(values) if values else None for values in by_completion]
+
+
+def samples_of(group: Group, texts: Sequence[str], first_version: int) -> list[RolloutSample]:
+    """Convert a group's completions to samples.
+
+    Args:
+        group: complete and scored, of a prompt of `PromptSource`.
+        texts: the text of each completion.
+        first_version: the trainer's version that is the engine's policy version 0.
+    """
+    prompt = group.prompt["row"]["prompt"]
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    spread = pstdev(group.rewards)
+    samples = []
+    for output, reward, advantage, text in zip(
+        group.outputs, group.rewards, advantages(group.rewards), texts, strict=True
+    ):
+        num_prompt, num_sampled = len(output.prompt_ids), len(output.generated_tokens)
+        versions = [(first_version + version, count) for version, count in output.policy_versions]
+        samples.append(
+            RolloutSample(
+                prompt=messages,
+                completion=[{"role": "assistant", "content": text}],
+                input_ids=torch.tensor(output.prompt_ids + output.generated_tokens),
+                completion_mask=torch.tensor([0] * num_prompt + [1] * num_sampled),
+                old_log_probs=torch.tensor([0.0] * num_prompt + output.logprobs),
+                advantage=advantage,
+                model_version=min(version for version, _ in versions),
+                group_id=group.number,
+                metrics={"reward": reward, "reward_std": spread},
+                token_versions=versions,
+                prompt_index=group.prompt["index"],
+            )
+        )
+    return samples
