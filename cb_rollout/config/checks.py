@@ -20,6 +20,12 @@ from cb_rollout.errors import RolloutError
 T = TypeVar("T")
 Check = Callable[[Any], Any]
 
+# Largest whole number of a setting without a bound of its own: fits 32 bits, and twice it 64.
+MAX_INTEGER = 2**31 - 1
+
+# Most characters of a refused value in a message.
+MAX_SHOWN = 200
+
 
 def setting(default: Any, help_text: str, check: Check, **metadata: Any) -> Any:
     """Declare a field.
@@ -101,8 +107,18 @@ def check_fields(settings: Any, error: type[RolloutError]) -> None:
         try:
             plain = field.metadata["check"](value)
         except ValueError as complaint:
-            raise error(f"{field.name}={value!r} {complaint}.") from None
+            raise error(f"{field.name}={shown(value)} {complaint}.") from None
         object.__setattr__(settings, field.name, plain)
+
+
+def shown(value: Any) -> str:
+    """Return a value as a message writes it: shortened, and without a huge number's digits."""
+    try:
+        text = repr(value)
+    except ValueError:
+        # Python writes no integer of more than 4300 digits.
+        return "(a number of thousands of digits)"
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 
 def boolean(value: Any) -> bool:
@@ -114,10 +130,15 @@ def boolean(value: Any) -> bool:
 
 
 def integer(
-    least: int | None = None, advice: str = "", *, may_be_none: bool = False, word: str = ""
+    least: int = -MAX_INTEGER,
+    advice: str = "",
+    *,
+    most: int = MAX_INTEGER,
+    may_be_none: bool = False,
+    word: str = "",
 ) -> Check:
-    """Accept a whole number, at least `least`, or `word`."""
-    range_text = "" if least is None else f" >= {least}"
+    """Accept a whole number from `least` to `most`, or `word`."""
+    range_text = f" >= {least}" if least > -MAX_INTEGER else ""
     range_text += f", nor {word!r}" if word else ""
 
     def check(value: Any) -> int | str | None:
@@ -130,8 +151,10 @@ def integer(
             number = None if isinstance(plain, bool) else operator.index(plain)
         except TypeError:
             number = None
-        if number is None or (least is not None and number < least):
+        if number is None or number < least:
             raise ValueError(f"is not a whole number{range_text}{advice}")
+        if number > most:
+            raise ValueError(f"is above {most}{advice}")
         return number
 
     return check
@@ -145,7 +168,10 @@ def number(is_in_range: Callable[[float], bool], complaint: str, *also: Any) -> 
             return value
         plain = _plain(value)
         is_real = isinstance(plain, numbers.Real) and not isinstance(plain, bool)
-        real = float(plain) if is_real else math.nan
+        try:
+            real = float(plain) if is_real else math.nan
+        except OverflowError:
+            real = math.nan
         if math.isnan(real) or not is_in_range(real):
             raise ValueError(complaint)
         return real
@@ -248,13 +274,16 @@ def sequence_biases(largest: float) -> Check:
 
 
 def decay(value: Any) -> tuple[int, float]:
-    """Accept a pair of a start >= 0 and a factor > 0."""
-    start, factor = integer(0), number(lambda v: 0 < v < math.inf, "")
+    """Accept a pair of a start >= 0 and a factor in [1e-30, 1e30]."""
+    # Beyond, float32 holds the factor no more.
+    start, factor = integer(0), number(lambda v: 1e-30 <= v <= 1e30, "")
     try:
         first, second = value
         return start(first), factor(second)
     except (TypeError, ValueError):
-        raise ValueError("is not a pair of a whole number >= 0 and a factor > 0") from None
+        raise ValueError(
+            "is not a pair of a whole number >= 0 and a factor in [1e-30, 1e30]"
+        ) from None
 
 
 def callables(value: Any) -> tuple[Any, ...]:

@@ -4,7 +4,6 @@ Loads no torch.
 """
 
 import functools
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -29,6 +28,9 @@ from cb_rollout.errors import ConfigurationError, InvalidRequestError
 
 # Logits divided by less overflow float32, or are too coarse for meaningful log-probabilities.
 MIN_TEMPERATURE = 1e-6
+
+# Float32 holds it, and every token is equally likely long before.
+MAX_TEMPERATURE = 1e30
 
 # Largest change of a logit: float32 holds it, and no logit comes near.
 MAX_LOGIT_CHANGE = 1e30
@@ -93,8 +95,8 @@ class SamplingParams:
         1.0,
         "Divides the logits; 0 is greedy.",
         number(
-            lambda v: v == 0 or MIN_TEMPERATURE <= v < math.inf,
-            f"is not a finite number >= {MIN_TEMPERATURE:g}; use 0 for greedy",
+            lambda v: v == 0 or MIN_TEMPERATURE <= v <= MAX_TEMPERATURE,
+            f"is outside [{MIN_TEMPERATURE:g}, {MAX_TEMPERATURE:g}]; use 0 for greedy",
         ),
         counterpart="temperature",
     )
@@ -271,7 +273,7 @@ class SamplingParams:
         None,
         "Fixes this sequence's random draws, whatever else is in the batch. None: drawn from the "
         "config's seed, the rank and the call.",
-        integer(),
+        integer(-(2**63), most=2**64 - 1),
     )
 
     def __post_init__(self) -> None:

@@ -1,15 +1,19 @@
 """Grammars, JSON schemas and regular expressions, compiled by xgrammar.
 
-Owns the conversion of an xgrammar `CompiledGrammar` to a `cb_rollout.config.grammar.Grammar`. Needs
-the extra `grammar`: pip install 'cb_rollout[grammar]'.
+Owns the conversion of an xgrammar `CompiledGrammar` to a `cb_rollout.config.grammar.Grammar`, and
+the bounds of what is compiled. xgrammar 0.2 descends into parentheses and schemas without a limit,
+which ends the process, and expands counted repetitions of a schema's patterns. Needs the extra
+`grammar`: pip install 'cb_rollout[grammar]'.
 
 V: logits.
 """
 
 import importlib
 import json
+import re
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from itertools import chain
 from typing import Any, Self
 
 import torch
@@ -21,6 +25,21 @@ BITS = 32
 
 # In a row between a JSON text's tokens: enough to indent, and no model repeats it endlessly.
 MAX_WHITESPACE = 16
+
+# Deepest nesting of a schema's JSON, and of the groups of a regular expression or grammar.
+MAX_NESTING = 64
+
+# Most objects and arrays of all schemas of one grammar: compilation takes seconds beyond.
+MAX_SCHEMA_NODES = 2048
+
+# Of one pattern of a schema.
+MAX_PATTERN_CHARACTERS = 4096
+
+# Most characters of all patterns together, counted repetitions written out.
+MAX_PATTERN_STATES = 1 << 14
+
+# Most anchors of one pattern: xgrammar prints the pattern for each that is inside it.
+MAX_ANCHORS = 16
 
 # Each holds its tokenizer and its compiled grammars; making one takes a pass over the vocabulary.
 NUM_COMPILERS_KEPT = 2
@@ -56,7 +75,7 @@ class XGrammar:
         Raises:
             InvalidRequestError: it is not a schema, or xgrammar does not support it.
         """
-        text = schema if isinstance(schema, str) else json.dumps(schema)
+        (text,) = _bounded_schemas([schema])
         compiler = _compiler(tokenizer, vocab_size)
         return cls(
             _compiled(
@@ -80,6 +99,7 @@ class XGrammar:
             InvalidRequestError: one is not a schema, or xgrammar does not support it.
         """
         compiler, grammar = _compiler(tokenizer, vocab_size), _import_xgrammar().Grammar
+        schemas = _bounded_schemas([schema for _, schema, _ in frames])
 
         def literal(text: str) -> Any:
             return grammar.from_ebnf(f"root ::= {json.dumps(text, ensure_ascii=False)}")
@@ -89,19 +109,33 @@ class XGrammar:
             return grammar.concat(literal(before), inside, literal(after))
 
         def compiled() -> Any:
-            return compiler.compile_grammar(grammar.union(*(framed(*frame) for frame in frames)))
+            parts = zip(frames, schemas, strict=True)
+            return compiler.compile_grammar(
+                grammar.union(*(framed(start, schema, end) for (start, _, end), schema in parts))
+            )
 
         return cls(_compiled(compiled, "JSON schema"))
 
     @classmethod
     def from_regex(cls, regex: str, tokenizer: Any, vocab_size: int) -> Self:
-        """Allow text that matches `regex` as a whole."""
+        """Allow text that matches `regex` as a whole.
+
+        Raises:
+            InvalidRequestError: xgrammar does not support it, or its groups nest too deeply.
+        """
+        _require_shallow(regex, "regular expression")
         compiler = _compiler(tokenizer, vocab_size)
         return cls(_compiled(lambda: compiler.compile_regex(regex), "regular expression"))
 
     @classmethod
     def from_ebnf(cls, grammar: str, tokenizer: Any, vocab_size: int) -> Self:
-        """Allow text of a grammar in xgrammar's EBNF."""
+        """Allow text of a grammar in xgrammar's EBNF.
+
+        Raises:
+            InvalidRequestError: xgrammar does not support it, or its groups nest too deeply.
+        """
+        # A string may hold any character.
+        _require_shallow(_EBNF_STRING.sub('""', grammar), "grammar")
         compiler = _compiler(tokenizer, vocab_size)
         return cls(_compiled(lambda: compiler.compile_grammar(grammar), "grammar"))
 
@@ -137,6 +171,110 @@ def unpacked(words: torch.Tensor, num_tokens: int) -> torch.Tensor:
     """Unpack a mask of one bit a token (int32, lowest bit first) to bools."""
     bits = words[:, None] >> torch.arange(BITS, dtype=torch.int32)
     return (bits & 1).view(-1)[:num_tokens].bool()
+
+
+_EBNF_STRING = re.compile(r'"(?:\\.|[^"\\\n])*"')
+
+# An escaped character, a class (closed by the first bracket), an assertion, a repetition.
+_REGEX_TOKEN = re.compile(
+    r"(?P<atom>\\.|\[(?:\\.|[^\]\\])*\])"
+    r"|(?P<assertion>\(\?<?[=!])"
+    r"|(?P<repeat>\{(?P<least>\d+)?(?P<comma>,)?(?P<most>\d+)?\})"
+    r"|.",
+    re.DOTALL,
+)
+
+
+def _bounded_schemas(schemas: Sequence[str | dict[str, Any]]) -> list[str]:
+    """Return schemas as JSON texts.
+
+    Raises:
+        InvalidRequestError: one is not JSON, or they exceed a bound of this module together.
+    """
+    texts, num_nodes, num_states = [], 0, 0
+    for schema in schemas:
+        try:
+            parsed = json.loads(schema) if isinstance(schema, str) else schema
+        except (ValueError, RecursionError) as error:
+            raise _refusal("JSON schema", f"it is not JSON: {error_text(error)}") from error
+        num_nodes, num_states = _require_bounded(parsed, num_nodes, num_states)
+        texts.append(json.dumps(parsed))
+    return texts
+
+
+def _require_bounded(schema: Any, num_nodes: int, num_states: int) -> tuple[int, int]:
+    """Return the numbers of nodes and of patterns' states, with those of a schema added."""
+    level, depth = [schema], 0
+    while level:
+        depth += 1
+        if depth > MAX_NESTING:
+            raise _refusal("JSON schema", f"it nests more than {MAX_NESTING} deep")
+        nodes = [node for node in level if isinstance(node, dict | list)]
+        num_nodes += len(nodes)
+        if num_nodes > MAX_SCHEMA_NODES:
+            raise _refusal("JSON schema", f"more than {MAX_SCHEMA_NODES:,} objects and arrays")
+        objects = [node for node in nodes if isinstance(node, dict)]
+        # A reference may lead anywhere, so a pattern counts wherever it stands.
+        named = (node["patternProperties"] for node in objects if "patternProperties" in node)
+        patterns = chain(
+            (node["pattern"] for node in objects if "pattern" in node),
+            chain.from_iterable(names for names in named if isinstance(names, dict)),
+        )
+        num_states += sum(_num_states(text) for text in patterns if isinstance(text, str))
+        if num_states > MAX_PATTERN_STATES:
+            raise _refusal("JSON schema", "its patterns repeat too much; count less, or use *")
+        level = list(chain.from_iterable(n.values() if isinstance(n, dict) else n for n in nodes))
+    return num_nodes, num_states
+
+
+def _num_states(pattern: str) -> int:
+    """Return the number of characters of a pattern, counted repetitions written out.
+
+    Raises:
+        InvalidRequestError: it is too long or too deep, or xgrammar would print it or ignore a part
+            of it.
+    """
+    what = "JSON schema"
+    if len(pattern) > MAX_PATTERN_CHARACTERS:
+        raise _refusal(what, f"a pattern has more than {MAX_PATTERN_CHARACTERS:,} characters")
+    if not pattern.isprintable():
+        raise _refusal(what, "a pattern holds a character that is not printable; escape it")
+    if pattern.count("^") + pattern.count("$") > MAX_ANCHORS:
+        raise _refusal(what, f"a pattern has more than {MAX_ANCHORS} anchors")
+    _require_shallow(pattern, what)
+    # The states of each open group, and of the newest part, which a repetition repeats.
+    groups, newest = [0], 0
+    for token in _REGEX_TOKEN.finditer(pattern):
+        if token["assertion"]:
+            raise _refusal(what, "a pattern looks ahead or behind, which cannot be enforced")
+        if token["repeat"]:
+            # Digits beyond any bound of xgrammar's are not read.
+            counts = [count[:10] for count in (token["least"], token["most"]) if count]
+            times = max(map(int, counts), default=1)
+            groups[-1] += newest * max(0, times - 1)
+            newest *= max(1, times)
+        elif token[0] == "(":
+            groups.append(0)
+        elif token[0] == ")" and len(groups) > 1:
+            newest = groups.pop()
+            groups[-1] += newest
+        elif token[0] not in "*+?|^$":
+            newest = 1
+            groups[-1] += newest
+    return sum(groups)
+
+
+def _require_shallow(text: str, what: str) -> None:
+    """Refuse a regular expression or grammar whose groups nest too deeply."""
+    depth = 0
+    for token in _REGEX_TOKEN.finditer(text):
+        depth += token[0].startswith("(") - (token[0] == ")")
+        if depth > MAX_NESTING:
+            raise _refusal(what, f"its groups nest more than {MAX_NESTING} deep")
+
+
+def _refusal(what: str, why: str) -> InvalidRequestError:
+    return InvalidRequestError(f"the {what} cannot be compiled ({why}); make it simpler.")
 
 
 def _compiled(compile_it: Callable[[], Any], what: str) -> Any:

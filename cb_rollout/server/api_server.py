@@ -38,8 +38,8 @@ from cb_rollout.server.rl.token_response import TokenResponseBuilder
 from cb_rollout.server.served_model import ID_HEADER, ServedModel
 from cb_rollout.types import GenerationOutput
 
-# Most faults that the answer to an invalid body lists.
-MAX_FAULTS = 3
+# Most characters of a field's name in an answer: a client may send any.
+MAX_NAME_CHARACTERS = 100
 
 # FastAPI 0.165's type of the fault for a body that is not JSON.
 NOT_JSON = "json_invalid"
@@ -118,7 +118,7 @@ def _add_generation(app: FastAPI, served: ServedModel) -> None:
     async def completions(body: protocol.CompletionRequest, request: Request) -> Response:
         """Complete one prompt or several."""
         served.require_known(body.model)
-        prompts = await _encoded_prompts(served, body.prompt)
+        prompts = await _encoded_prompts(served, body.prompt, body.n or 1)
         params = await served.sampling_params(body)
         builder = CompletionResponseBuilder(served, body, prompts, params)
         submission = await served.submit(
@@ -330,9 +330,10 @@ def _model_card(served: ServedModel) -> dict[str, Any]:
     }
 
 
-async def _encoded_prompts(served: ServedModel, given: Any) -> list[list[int]]:
+async def _encoded_prompts(served: ServedModel, given: Any, n: int) -> list[list[int]]:
     is_one = isinstance(given, str) or (bool(given) and isinstance(given[0], int))
     prompts = [given] if is_one else given
+    served.require_few(len(prompts), n)
     if not prompts or not all(prompts):
         raise ApiError(400, "the prompt is empty; give at least one token.", "prompt")
     return [
@@ -428,6 +429,7 @@ def _add_error_handlers(app: FastAPI) -> None:
 
     for kind in (ApiError, RolloutError, TimeoutError):
         on(kind, as_api_error)
+    on(RecursionError, lambda _: ApiError(400, "the body nests too deeply."))
     on(HTTPException, lambda error: ApiError(error.status_code, f"{error.detail}."))
     on(RequestValidationError, lambda error: ApiError(400, _faults(error), _first_field(error)))
     on(Exception, lambda _: ApiError(500, "the server failed; its log says why."))
@@ -438,10 +440,10 @@ def _faults(error: RequestValidationError) -> str:
         # FastAPI parses no body that its header does not declare; docs/security.md says why.
         return "the body is not declared as JSON; send the header Content-Type: application/json."
     found = []
-    for fault in error.errors()[:MAX_FAULTS]:
+    for fault in error.errors()[: protocol.MAX_FAULTS]:
         if fault["type"] == NOT_JSON:
             return f"the body is not JSON ({fault['ctx']['error']} at byte {fault['loc'][-1]})"
-        place = ".".join(str(part) for part in fault["loc"] if part != "body")
+        place = ".".join(_shortened(part) for part in fault["loc"] if part != "body")
         found.append(f"{place}: {fault['msg']}" if place else str(fault["msg"]))
     return "; ".join(found)
 
@@ -449,4 +451,8 @@ def _faults(error: RequestValidationError) -> str:
 def _first_field(error: RequestValidationError) -> str | None:
     first = error.errors()[0]
     place = first["loc"]
-    return str(place[1]) if len(place) > 1 and first["type"] != NOT_JSON else None
+    return _shortened(place[1]) if len(place) > 1 and first["type"] != NOT_JSON else None
+
+
+def _shortened(name: Any) -> str:
+    return f"{name!s:.{MAX_NAME_CHARACTERS}}"

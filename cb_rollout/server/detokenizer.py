@@ -93,13 +93,18 @@ def cut_at_stop(text: str, num_before_last: int, stops: Sequence[str]) -> str:
 
 def num_partial_match(text: str, strings: Sequence[str]) -> int:
     """Return the length of the longest end of the text that begins one of the strings."""
-    sizes = [
-        size
-        for string in strings
-        for size in range(min(len(string) - 1, len(text)), 0, -1)
-        if text.endswith(string[:size])
-    ]
-    return max(sizes, default=0)
+    return max((_num_begun(text, string) for string in strings), default=0)
+
+
+def _num_begun(text: str, string: str) -> int:
+    """Return the length of the longest end of the text that begins the string, not all of it."""
+    start = max(0, len(text) - len(string) + 1)
+    # Only where its first character stands may it begin.
+    while (start := text.find(string[0], start)) >= 0:
+        if string.startswith(text[start:]):
+            return len(text) - start
+        start += 1
+    return 0
 
 
 def _first_stop(text: str, num_before_last: int, stops: Sequence[str]) -> int:

@@ -3,11 +3,16 @@
 The server runs in a daemon thread, which keeps no process alive.
 """
 
+import errno
 import importlib.util
+import logging
+import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -17,6 +22,9 @@ from cb_rollout.engine.service.manager import ContinuousBatchingManager
 from cb_rollout.errors import ConfigurationError, RolloutError
 from cb_rollout.server.options import ServerOptions
 from cb_rollout.types import SyncReport
+
+if sys.platform != "win32":
+    import resource
 
 if TYPE_CHECKING:
     from cb_rollout.server.rl.weight_updates import WeightUpdates
@@ -31,8 +39,18 @@ POLL_SECONDS = 0.2
 # Time for responses that are being sent when the server is closed.
 GRACE_SECONDS = 2
 
-# Connections that may wait to be accepted.
-BACKLOG = 2048
+# Connections that may wait to be accepted, and that are accepted before any is looked at.
+BACKLOG, ACCEPT_BATCH = 2048, 16
+
+# Most connections, and the share of the process's files that they may take, where no number is set.
+MAX_CONNECTIONS, FILES_SHARE = 1024, 2
+
+# The rest of the process opens files too.
+NUM_SPARE_FILES = 8 * ACCEPT_BATCH
+
+OUT_OF_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+_LOGGER = logging.getLogger(__name__)
 
 
 def start_server(
@@ -85,12 +103,84 @@ def start_server(
         release_workers()
 
 
+class _Listener(socket.socket):
+    """A listening socket that closes new connections while no file descriptor is left.
+
+    Without it asyncio in Python 3.11 prints a traceback for each, and asks again.
+    """
+
+    def __init__(self, listening: socket.socket) -> None:
+        super().__init__(fileno=listening.detach())
+        self._spare: int | None = os.open(os.devnull, os.O_RDONLY)
+        self._has_warned = False
+
+    def listen(self, _: int = BACKLOG) -> None:
+        """Listen; asyncio's number is that of a batch."""
+        super().listen(BACKLOG)
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        """Accept a connection, as asyncio calls it.
+
+        Raises:
+            BlockingIOError: none waits, or it was closed for want of a file descriptor.
+        """
+        try:
+            return super().accept()
+        except OSError as error:
+            if error.errno not in OUT_OF_FILES:
+                raise
+            if not self._has_warned:
+                self._has_warned = True
+                _LOGGER.warning(
+                    "connections are closed, because %s; raise ulimit -n.", error.strerror
+                )
+            self._close_one()
+            raise BlockingIOError from error
+
+    def _close_one(self) -> None:
+        if self._spare is not None:
+            os.close(self._spare)
+            self._spare = None
+        with suppress(OSError):
+            super().accept()[0].close()
+        with suppress(OSError):
+            self._spare = os.open(os.devnull, os.O_RDONLY)
+
+    def close(self) -> None:
+        """Close the socket."""
+        super().close()
+        if self._spare is not None:
+            os.close(self._spare)
+            self._spare = None
+
+
+def max_connections(options: ServerOptions) -> int:
+    """Return the most open connections, below what the process may open.
+
+    Raises:
+        ConfigurationError: it may not open so many.
+    """
+    num_files = 1 << 20
+    if sys.platform != "win32":
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        num_files = num_files if limit == resource.RLIM_INFINITY else limit
+    if options.max_connections is None:
+        return max(1, min(MAX_CONNECTIONS, num_files // FILES_SHARE))
+    if options.max_connections > num_files - NUM_SPARE_FILES:
+        raise ConfigurationError(
+            f"max_connections={options.max_connections} leaves less than {NUM_SPARE_FILES} of the "
+            f"{num_files} files that the process may open; lower it, or raise ulimit -n."
+        )
+    return options.max_connections
+
+
 def _bound(options: ServerOptions) -> socket.socket:
+    max_connections(options)
     try:
         (family, *_, address), *_ = socket.getaddrinfo(
             options.host, options.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
-        return socket.create_server(address[:2], family=family, backlog=BACKLOG)
+        return _Listener(socket.create_server(address[:2], family=family, backlog=BACKLOG))
     except OSError as error:
         raise ConfigurationError(
             f"host={options.host!r} port={options.port} cannot be bound ({error.strerror}); name "
@@ -116,8 +206,10 @@ class ServerHandle:
     ) -> None:
         """Start the server; return once it accepts connections."""
         import uvicorn
+        from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
         from cb_rollout.server.api_server import create_app
+        from cb_rollout.server.middleware import limited_connections
         from cb_rollout.server.served_model import ServedModel
 
         host, port = listening.getsockname()[:2]
@@ -130,7 +222,8 @@ class ServerHandle:
                 log_level="warning",
                 access_log=False,
                 ws="none",
-                backlog=BACKLOG,
+                http=limited_connections(AutoHTTPProtocol, options, max_connections(options)),
+                backlog=ACCEPT_BATCH,
                 timeout_graceful_shutdown=GRACE_SECONDS,
                 server_header=False,
             )

@@ -1,4 +1,4 @@
-"""Access control in front of the application: API key, body size and time limits.
+"""Access control in front of the application: connections, API key, body size and time limits.
 
 Owns the checks that need no parsing of a request, and makes them before any of it is parsed. Logs
 nothing that a client sent. Called on the server's asyncio thread.
@@ -8,6 +8,11 @@ import asyncio
 import hashlib
 import hmac
 import json
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -17,6 +22,127 @@ from cb_rollout.server.options import ServerOptions, is_loopback
 
 # Load balancers ask without a key; the answer says only whether the engine runs.
 OPEN_PATHS = frozenset({"/health"})
+
+# Without a key, these answer to the user of this process alone.
+WEIGHT_PATHS = frozenset(
+    {
+        "/init_weight_transfer_engine",
+        "/start_weight_update",
+        "/update_weights",
+        "/finish_weight_update",
+        "/shutdown_weight_transfer_engine",
+    }
+)
+
+# Linux's lists of connections, each with its user, and the state of an open one.
+CONNECTION_LISTS, ESTABLISHED = (Path("/proc/net/tcp"), Path("/proc/net/tcp6")), "01"
+
+
+# Largest head of a request, twice what other servers take.
+MAX_HEAD_BYTES = 1 << 16
+
+
+class LimitedConnection(asyncio.Protocol):
+    """Limits of a connection's time, and of the number of connections; see `limited_connections`.
+
+    uvicorn 0.54 waits without an end for the head of a connection's first request, for the rest of
+    a later head, and for a client that does not read.
+    """
+
+    most: int
+    waiting_seconds: float
+    busy_seconds: float
+    # Of uvicorn's class.
+    loop: asyncio.AbstractEventLoop
+    connections: set["LimitedConnection"]
+    transport: asyncio.Transport
+    cycle: Any
+
+    waiting_since: float | None = None
+    """Since when no request runs; None: one does."""
+    _timer: asyncio.TimerHandle | None = None
+    _num_head_bytes = 0
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Begin, and close another connection if this is one too many."""
+        super().connection_made(transport)
+        self._note_waiting()
+        if len(self.connections) > self.most:
+            waiting = [each for each in self.connections if each.waiting_since is not None]
+            min(waiting, key=lambda each: each.waiting_since or 0.0).end()
+
+    def data_received(self, data: bytes) -> None:
+        """Take a part of a request; the whole head of one makes it run."""
+        self._num_head_bytes += len(data)
+        super().data_received(data)
+        if self._is_running() and self.waiting_since is not None:
+            self._note_running()
+        is_long = self.waiting_since is not None and self._num_head_bytes > MAX_HEAD_BYTES
+        if is_long and not self.transport.is_closing():
+            self.end()
+
+    def on_response_complete(self) -> None:
+        """Wait for the next request, or run it if it is here already."""
+        self._note_waiting()
+        uvicorns: Any = super()
+        uvicorns.on_response_complete()
+        if self._is_running():
+            self._note_running()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer bytes that are no request; while one runs, close instead.
+
+        uvicorn 0.54 sends a second answer, and logs a traceback where the first follows.
+        """
+        if self._is_running():
+            self.end()
+            return
+        uvicorns: Any = super()
+        uvicorns.send_400_response(msg)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """End."""
+        if self._timer is not None:
+            self._timer.cancel()
+        super().connection_lost(exc)
+
+    def end(self) -> None:
+        """Close the connection now, whatever is not sent."""
+        self.connections.discard(self)
+        self.transport.abort()
+
+    def _is_running(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _note_waiting(self) -> None:
+        self.waiting_since, self._num_head_bytes = self.loop.time(), 0
+        self._end_after(self.waiting_seconds)
+
+    def _note_running(self) -> None:
+        self.waiting_since = None
+        self._end_after(self.busy_seconds)
+
+    def _end_after(self, seconds: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self.loop.call_later(seconds, self.end)
+
+
+def limited_connections(protocol: type[Any], options: ServerOptions, most: int) -> type[Any]:
+    """Return uvicorn's protocol of a connection, with limits.
+
+    Args:
+        protocol: a class of `uvicorn.protocols.http`.
+        options: the time limits.
+        most: number of open connections. One more closes the one that waits longest for a head.
+    """
+    limits = {
+        "most": most,
+        "waiting_seconds": options.body_timeout_seconds,
+        # The middleware answers before, if the client takes the answer.
+        "busy_seconds": options.request_timeout_seconds + 3 * options.body_timeout_seconds,
+    }
+    return type("LimitedProtocol", (LimitedConnection, protocol), limits)
 
 
 class AccessMiddleware:
@@ -66,6 +192,12 @@ class AccessMiddleware:
             origin = headers.get(b"origin")
             if origin is not None and not is_loopback(_host_of(origin)):
                 raise ApiError(401, "without an API key this server answers no page of a web site.")
+            if scope["path"] in WEIGHT_PATHS and not is_own_user(scope):
+                raise ApiError(
+                    401,
+                    "without an API key this server takes weights from its own user only, whom it "
+                    "knows on Linux; start it with --api-key.",
+                )
         elif scope["path"] not in OPEN_PATHS:
             scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
             is_right = hmac.compare_digest(_digest(given.strip()), self._key_digest)
@@ -94,6 +226,29 @@ class AccessMiddleware:
             seconds = self._options.body_timeout_seconds
             raise ApiError(400, f"the body did not arrive within {seconds:g} s.") from error
         return b"".join(parts)
+
+
+def is_own_user(
+    scope: Scope, lists: Sequence[Path] = CONNECTION_LISTS, user: int | None = None
+) -> bool:
+    """Return whether a connection from this machine is of a user; False where nothing tells.
+
+    Args:
+        scope: of a request.
+        lists: of connections, as Linux writes them.
+        user: the user's number; None: this process's.
+    """
+    ports = [f"{address[1]:04X}" for address in (scope["client"], scope["server"]) if address]
+    users = set()
+    for path in lists:
+        with suppress(OSError):
+            for line in path.read_text().splitlines()[1:]:
+                _, local, remote, state, *fields = line.split()
+                is_its = [local.rpartition(":")[2], remote.rpartition(":")[2]] == ports
+                if is_its and state == ESTABLISHED:
+                    users.add(int(fields[3]))
+    # Another user's connection between equal ports of other addresses cannot be told apart.
+    return bool(users) and users == {os.getuid() if user is None else user}
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:

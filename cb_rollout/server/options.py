@@ -40,6 +40,9 @@ class ServerOptions:
         None, "What clients must send as their key; None: no key, on this machine only.", repr=False
     )
     model_name: str = _option("policy", "What clients call the model.")
+    max_connections: int | None = _option(
+        None, "Most open connections; None: half of the files that the process may open, or 1024."
+    )
     max_body_bytes: int = _option(8 * 1024**2, "Largest request body.")
     max_prompt_tokens: int | None = _option(
         None, "Longest prompt; None: what the model and the cache can hold."
@@ -52,10 +55,10 @@ class ServerOptions:
         600.0, "Longest a request may take; it is cancelled then."
     )
     body_timeout_seconds: float = _option(
-        30.0, "Longest a body may take to arrive, or the end of an answer to be taken."
+        30.0, "Longest a head or a body may take to arrive, or the end of an answer to be taken."
     )
     allow_weight_updates: bool = _option(
-        False, "Let clients replace the model's weights; with the key, where there is one."
+        False, "Let clients replace the model's weights: with the key, or without one of this user."
     )
     weight_update_timeout_seconds: float = _option(
         60.0, "Longest a begun weight update waits for its next call; it is dropped then."
@@ -71,11 +74,11 @@ class ServerOptions:
         if not _is_whole(self.port, 0) or self.port >= 1 << 16:
             raise ConfigurationError(f"port={self.port!r} is not a whole number in [0, 65535].")
         for name in (
-            *("max_body_bytes", "max_prompt_tokens", "max_sequences"),
+            *("max_body_bytes", "max_prompt_tokens", "max_sequences", "max_connections"),
             *("max_images", "max_image_bytes", "max_image_pixels"),
         ):
             value = getattr(self, name)
-            is_left_open = value is None and name == "max_prompt_tokens"
+            is_left_open = value is None and name in ("max_prompt_tokens", "max_connections")
             least = 0 if name == "max_images" else 1
             if not is_left_open and not _is_whole(value, least):
                 raise ConfigurationError(f"{name}={value!r} is not a whole number >= {least}.")

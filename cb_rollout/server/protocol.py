@@ -1,19 +1,69 @@
-"""Request and error bodies. A field that is not listed is refused: none is silently ignored."""
+"""Request and error bodies. A field that is not listed is refused: none is silently ignored.
 
-from typing import Annotated, Any, Literal
+A body with many faults is not read to its end: pydantic takes seconds and gigabytes to report each.
+"""
 
-from pydantic import BaseModel, ConfigDict, Field
+from collections.abc import Callable
+from itertools import islice
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+T = TypeVar("T")
 
 # Each stop string is searched for after every token.
-MAX_STOPS = 16
+MAX_STOPS, MAX_STOP_CHARACTERS = 16, 1024
+
+# Most faults that the answer to an invalid body lists.
+MAX_FAULTS = 3
 
 RequestId = Annotated[str, Field(min_length=1, max_length=256)]
+
+# A list of which nothing is read after the first item at fault.
+Items = Annotated[list[T], Field(fail_fast=True)]
 
 
 class Strict(BaseModel):
     """A body that refuses unknown fields, and numbers in text."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_few_faults(cls, value: Any) -> Any:
+        """Drop unknown fields but the first few, each of which is reported."""
+        if not isinstance(value, dict):
+            return value
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        unknown = list(islice((name for name in value if name not in known), MAX_FAULTS + 1))
+        if len(unknown) <= MAX_FAULTS:
+            return value
+        return {name: value[name] for name in (*unknown[:MAX_FAULTS], *known) if name in value}
+
+
+def first_fault(is_right: Callable[[Any], bool]) -> BeforeValidator:
+    """Return a validator that leaves of an object with a wrong value that value only."""
+
+    def leave_one(value: Any) -> Any:
+        if isinstance(value, dict):
+            wrong = (name for name, item in value.items() if not is_right(item))
+            for name in wrong:
+                return {name: value[name]}
+        return value
+
+    return BeforeValidator(leave_one)
+
+
+def _is_bias(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and -100 <= value <= 100
+
+
+Biases = Annotated[
+    dict[str, Annotated[float, Field(ge=-100, le=100)]],
+    first_fault(_is_bias),
+]
+
+Stop = Annotated[str, Field(max_length=MAX_STOP_CHARACTERS)]
 
 
 class StreamOptions(Strict):
@@ -36,9 +86,9 @@ class _Sampling(Strict):
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    logit_bias: Biases | None = None
     seed: int | None = None
-    stop: str | Annotated[list[str], Field(max_length=MAX_STOPS)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
     stop_token_ids: Annotated[list[int], Field(max_length=1024)] | None = None
     ignore_eos: bool | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
@@ -55,7 +105,7 @@ class _Sampling(Strict):
 class CompletionRequest(_Sampling):
     """Body of `/v1/completions`."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | Items[str] | Items[int] | Items[Items[int]]
     max_tokens: Annotated[int, Field(ge=1)] | None = 16
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
@@ -105,9 +155,9 @@ class Message(Strict):
     """One message of a chat; this server's answers are accepted unchanged."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[Part] | None = None
+    content: str | Items[Part] | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Items[ToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     refusal: None = None
@@ -164,13 +214,13 @@ class ResponseFormat(Strict):
 class ChatCompletionRequest(_Sampling):
     """Body of `/v1/chat/completions`."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[Items[Message], Field(min_length=1)]
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     response_format: ResponseFormat | None = None
-    tools: list[Tool] | None = None
+    tools: Items[Tool] | None = None
     tool_choice: Literal["auto", "none", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: Literal[True] | None = None
 
@@ -180,8 +230,8 @@ class TokenizeRequest(Strict):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
-    tools: list[Tool] | None = None
+    messages: Annotated[Items[Message], Field(min_length=1)] | None = None
+    tools: Items[Tool] | None = None
     return_token_strs: bool = False
 
 

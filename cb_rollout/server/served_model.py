@@ -169,6 +169,12 @@ class ServedModel:
                 "model",
             )
 
+    def require_few(self, num_prompts: int, n: int) -> None:
+        """Raise 400 for more sequences of one request than are allowed."""
+        count, most = num_prompts * n, self.options.max_sequences
+        if count > most:
+            raise ApiError(400, f"{count} sequences are more than the {most} allowed.", "n")
+
     async def encode_text(self, text: str) -> list[int]:
         """Return a text prompt's token ids."""
         return await self._encoded(self._encoder.encode_text, text)
@@ -268,9 +274,7 @@ class ServedModel:
             RolloutError: the engine refuses the request.
         """
         self.require_ready()
-        count = len(prompts) * n
-        if count > (most := self.options.max_sequences):
-            raise ApiError(400, f"{count} sequences are more than the {most} allowed.", "n")
+        self.require_few(len(prompts), n)
         lengths = [len(p.token_ids if isinstance(p, ImagePrompt) else p) for p in prompts]
         longest, limit = max(lengths), self.options.max_prompt_tokens
         if limit is not None and longest > limit:

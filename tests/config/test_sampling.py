@@ -60,6 +60,41 @@ def test_a_value_out_of_range_is_refused_with_what_to_use(field, value, advice):
     assert advice in str(raised.value)
 
 
+NUMERIC = [
+    "temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty",
+    "encoder_repetition_penalty", "presence_penalty", "frequency_penalty", "no_repeat_ngram_size",
+    "max_new_tokens", "max_length", "min_new_tokens", "min_length", "top_logprobs", "seed",
+    "eos_token_id", "stop_token_ids", "begin_suppress_tokens", "forced_bos_token_id",
+    "forced_eos_token_id",
+]  # fmt: skip
+HUGE = {"128 bits": 2**128, "no float": 10**400, "negative": -(10**400), "no text": 10**5000}
+WRAPPED = {
+    "logit_bias": lambda number: {number: 1.0},
+    "sequence_bias": lambda number: {(1, number): 1.0},
+    "bad_words": lambda number: [[number]],
+    "exponential_decay_length_penalty": lambda number: (number, 1.1),
+}
+
+
+@pytest.mark.parametrize("huge", HUGE.values(), ids=HUGE)
+@pytest.mark.parametrize("field", [*NUMERIC, *WRAPPED])
+def test_a_number_that_no_tensor_holds_is_refused(field, huge):
+    with pytest.raises(InvalidRequestError, match=field) as raised:
+        SamplingParams(**{field: WRAPPED.get(field, lambda number: number)(huge)})
+    assert len(str(raised.value)) < 500
+
+
+def test_the_bias_and_the_factor_that_no_tensor_holds_are_refused():
+    for values in (
+        {"logit_bias": {1: 1e300}},
+        {"logit_bias": {1: 10**400}},
+        {"exponential_decay_length_penalty": (1, 1e300)},
+        {"exponential_decay_length_penalty": (1, 1e-300)},
+    ):
+        with pytest.raises(InvalidRequestError, match=next(iter(values))):
+            SamplingParams(**values)
+
+
 @given(
     temperature=st.just(0.0) | st.floats(1e-6, 100),
     top_k=st.integers(0, 1000),

@@ -113,3 +113,69 @@ def test_what_cannot_be_compiled_is_an_invalid_request():
         XGrammar.from_regex("[0-9", tokenizer, len(tokenizer))
     with pytest.raises(InvalidRequestError, match="grammar cannot be compiled"):
         XGrammar.from_ebnf("root ::= nothing", tokenizer, len(tokenizer))
+
+
+def nested(opening, inside, closing, depth):
+    return opening * depth + inside + closing * depth
+
+
+DEEP = 30_000
+TOO_MUCH = {
+    "nested pattern": {"pattern": nested("(", "a", ")", DEEP // 8)},
+    "long pattern": {"pattern": nested("(", "a", ")", DEEP)},
+    "nested key": {"patternProperties": {nested("(?:", "a", ")*", 100): {}}},
+    "nested name": {"propertyNames": {"pattern": nested("(", "a", ")", 100)}},
+    "nested JSON": nested('{"items":', "{}", "}", 100),
+    "very nested JSON": nested('{"items":', "{}", "}", DEEP),
+    "nested literal": {"const": json.loads(nested("[", "", "]", 100))},
+    "nodes": {"anyOf": [{"items": {"const": number}} for number in range(3000)]},
+    "counts": {"pattern": "(.{1,1000}){1,1000}"},
+    "many counts": {"pattern": ".{1,1000}" * 64},
+    "patterns": {"anyOf": [{"pattern": "a" * 4000}] * 10},
+    "assertion": {"pattern": "(?=a)b"},
+    "anchors": {"pattern": "$" * 1000},
+    "escape sequence": {"pattern": "\x1b[31ma$b"},
+    "reference into a literal": {
+        "const": {"pattern": nested("(", "a", ")", 100)},
+        "$ref": "#/const",
+    },
+}
+
+
+@needs_xgrammar
+@pytest.mark.parametrize("schema", TOO_MUCH.values(), ids=TOO_MUCH)
+def test_a_schema_that_would_end_or_hold_the_process_is_refused(schema, capfd):
+    tokenizer = char_tokenizer()
+    with pytest.raises(InvalidRequestError, match="JSON schema cannot be compiled"):
+        XGrammar.from_json_schema(schema, tokenizer, len(tokenizer))
+    text = schema if isinstance(schema, str) else json.dumps(schema)
+    with pytest.raises(InvalidRequestError, match="JSON schema cannot be compiled"):
+        XGrammar.from_framed_json([("a", text, "b")], tokenizer, len(tokenizer))
+    assert capfd.readouterr() == ("", "")
+
+
+@needs_xgrammar
+def test_a_regular_expression_or_grammar_that_nests_too_deeply_is_refused():
+    tokenizer = char_tokenizer()
+    for depth in (100, DEEP):
+        group = nested("(", "a", ")", depth)
+        with pytest.raises(InvalidRequestError, match="groups nest more than 64 deep"):
+            XGrammar.from_regex(group, tokenizer, len(tokenizer))
+        with pytest.raises(InvalidRequestError, match="groups nest more than 64 deep"):
+            XGrammar.from_ebnf(f"root ::= {group}", tokenizer, len(tokenizer))
+
+
+@needs_xgrammar
+def test_schemas_within_the_bounds_are_compiled():
+    tokenizer = char_tokenizer()
+    for schema in (
+        {"pattern": nested("(", "a", ")", 60)},
+        {"pattern": r"^(?:[a-z0-9]+(?:-[a-z0-9]+)*)(?:\.[a-z0-9]+)*$"},
+        {"pattern": r"^[(\[]{1,40}\([0-9]{3}\)[)]$"},
+        {"pattern": r"^(\d{1,3}\.){3}\d{1,3}$"},
+        {"properties": {"pattern": {"type": "string"}, "patternProperties": {"type": "null"}}},
+        json.loads(nested('{"items":', "{}", "}", 60)),
+        {"enum": ["(" * 1000]},
+    ):
+        XGrammar.from_json_schema(schema, tokenizer, len(tokenizer))
+    XGrammar.from_ebnf(f'root ::= "{"(" * 1000}" [(]', tokenizer, len(tokenizer))

@@ -149,6 +149,29 @@ def test_a_sampling_parameter_out_of_range_is_named(values, said):
         SamplingParams(**values)
 
 
+MOST = 2**31 - 1
+EXTREMES = [
+    {"top_k": MOST}, {"top_k": MOST, "top_p": 1e-300}, {"top_p": 1e-300}, {"min_p": 1},
+    {"typical_p": 1e-300}, {"temperature": 1e30}, {"temperature": 1e-6},
+    {"repetition_penalty": 1e30}, {"repetition_penalty": 1e-30},
+    {"encoder_repetition_penalty": 1e30}, {"presence_penalty": -1e30}, {"frequency_penalty": 1e30},
+    {"no_repeat_ngram_size": MOST}, {"top_logprobs": 256}, {"seed": 2**64 - 1}, {"seed": -(2**63)},
+    {"exponential_decay_length_penalty": (MOST, 1e30)}, {"logit_bias": {5: 1e30}},
+    {"exponential_decay_length_penalty": (0, 1e30)}, {"sequence_bias": {(5,): 1e30}},
+    {"exponential_decay_length_penalty": (0, 1e-30)},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("values", EXTREMES, ids=str)
+def test_the_largest_and_least_values_that_are_accepted_generate(generator, values):
+    params = dataclasses.replace(PARAMS, **values)
+    for inputs in ([[5, 6]], [[5, 6], [7], [8]]):
+        given = [PARAMS] * len(inputs)
+        given[0] = params
+        outputs = list(generator.generate_batch(inputs, sampling_params=given).values())
+        assert [output.status for output in outputs] == ["finished"] * len(inputs)
+
+
 def test_an_unknown_config_field_is_named_with_the_nearest_known_one():
     with pytest.raises(ConfigurationError, match=r"no field 'max_memory_pct'.*max_memory_percent"):
         RolloutConfig(max_memory_pct=0.5)

@@ -1,5 +1,7 @@
 """Requests generated from the OpenAPI document, valid and invalid, are never answered 500."""
 
+import os
+
 import httpx
 import pytest
 import schemathesis
@@ -11,7 +13,7 @@ from served import TIMEOUT_SECONDS, idle, served
 from cb_rollout import RolloutConfig
 
 # For each path and mode.
-MAX_EXAMPLES = 25
+MAX_EXAMPLES = int(25 * float(os.environ.get("CB_ROLLOUT_FUZZ_SECONDS", "20")) / 20)
 
 
 @pytest.fixture(scope="module")

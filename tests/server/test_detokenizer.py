@@ -5,7 +5,12 @@ from tiny import byte_tokenizer
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from cb_rollout.server.detokenizer import IncrementalDetokenizer, TokenTable, cut_at_stop
+from cb_rollout.server.detokenizer import (
+    IncrementalDetokenizer,
+    TokenTable,
+    cut_at_stop,
+    num_partial_match,
+)
 
 BYTES = byte_tokenizer()
 FIRST_BYTE = 3
@@ -80,6 +85,17 @@ def test_no_part_of_a_stop_string_is_streamed(text, stops):
     assert at_once.push(tokens) + at_once.finish(is_stopped=is_stopped) == expected
     # No part has to be taken back.
     assert all(expected.startswith("".join(parts[:n])) for n in range(len(parts)))
+
+
+@given(st.text("ab", max_size=12), st.lists(st.text("ab", min_size=1, max_size=6), max_size=3))
+def test_the_end_of_a_text_that_begins_a_string_is_found_whole(text, strings):
+    begun = [
+        size
+        for string in strings
+        for size in range(1, min(len(string), len(text) + 1))
+        if text.endswith(string[:size])
+    ]
+    assert num_partial_match(text, strings) == max(begun, default=0)
 
 
 def test_text_that_cannot_be_a_stop_string_is_not_held_back():

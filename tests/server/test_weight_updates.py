@@ -1,6 +1,7 @@
 """Weight updates over HTTP: never a mixture, and one policy version for each."""
 
 import hashlib
+import os
 import re
 import signal
 import socket
@@ -19,6 +20,7 @@ from tiny import byte_tokenizer, plain_logprobs, tiny_model
 
 from cb_rollout import ConfigurationError, RolloutConfig, RolloutGenerator
 from cb_rollout.errors import WeightSyncError
+from cb_rollout.server.middleware import is_own_user
 from cb_rollout.server.rl.staged_weights import StagedWeights
 from cb_rollout.server.rl.weight_group import WeightGroup
 
@@ -504,3 +506,46 @@ def test_a_model_with_adapters_takes_no_weights():
         pytest.raises(ConfigurationError, match="serve a plain model"),
     ):
         generator.serve(port=0, allow_weight_updates=True)
+
+
+def connections_of(path, *lines):
+    path.write_text("\n".join(["  sl  local_address rem_address   st", *lines]))
+    return [path, path.with_name("absent")]
+
+
+def line(local, remote, state, user):
+    return f" 0: 0100007F:{local} 0100007F:{remote} {state} 0:0 00:00000000 0 {user} 0 12 1 0"
+
+
+def test_a_connections_user_is_that_of_linuxs_list(tmp_path):
+    scope = {"client": ("127.0.0.1", 0x9DA3), "server": ("127.0.0.1", 0x8024)}
+    mine, servers = line("9DA3", "8024", "01", 7), line("8024", "9DA3", "01", 0)
+    others, old = line("9DA3", "8024", "01", 8), line("9DA3", "8024", "06", 0)
+    for lines, users in (
+        ([servers, mine, old], {7}), ([servers, others], {8}), ([servers], set()),
+        ([mine, others], set()), ([], set()),
+    ):  # fmt: skip
+        lists = connections_of(tmp_path / "tcp", *lines)
+        assert {user for user in (0, 7, 8) if is_own_user(scope, lists, user)} == users
+    assert not is_own_user({"client": None, "server": None}, lists, 7)
+
+
+# As another user of the machine.
+STRANGER = """
+import os, socket, sys
+# Loads the encoding of names while this user may.
+socket.getaddrinfo("127.0.0.1", 0)
+os.setuid(65534)
+for path in ("/start_weight_update", "/resume"):
+    with socket.create_connection(("127.0.0.1", int(sys.argv[1]))) as client:
+        client.sendall(f"POST {path} HTTP/1.1\\r\\nHost: localhost\\r\\n\\r\\n".encode())
+        print(client.recv(1000).split()[1].decode())
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_another_user_of_the_machine_updates_no_weights_without_a_key(serving):
+    _, server = serving
+    command = [sys.executable, "-c", STRANGER, server.url.rpartition(":")[2]]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split() == ["401", "200"]

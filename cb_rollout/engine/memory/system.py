@@ -3,6 +3,7 @@
 Reads the kernel's control groups, of either version. The absence of a limit is infinity.
 """
 
+import errno
 import math
 import sys
 from collections.abc import Iterator
@@ -20,6 +21,8 @@ MEMBERSHIP = Path("/proc/self/cgroup")
 # Version 1 writes "no limit" as a huge number, rounded to pages.
 UNLIMITED_BYTES = 1 << 60
 
+OUT_OF_FILES = (errno.EMFILE, errno.ENFILE)
+
 
 class SystemMemory(NamedTuple):
     """A limit and the use of it, in bytes."""
@@ -33,8 +36,24 @@ class SystemMemory(NamedTuple):
         return max(0.0, self.limit_bytes - self.used_bytes)
 
 
+# By number of sharers.
+_newest: dict[int, SystemMemory] = {}
+
+
 def system_memory(num_sharers: int = 1) -> SystemMemory:
-    """Return the tightest limit; of shared memory, one of `num_sharers` equal shares is left."""
+    """Return the tightest limit; of shared memory, one of `num_sharers` equal shares is left.
+
+    The last measurement, while the process can open no file to measure anew.
+    """
+    try:
+        _newest[num_sharers] = _measured(num_sharers)
+    except OSError as error:
+        if error.errno not in OUT_OF_FILES or num_sharers not in _newest:
+            raise
+    return _newest[num_sharers]
+
+
+def _measured(num_sharers: int) -> SystemMemory:
     system = psutil.virtual_memory()
     shared = [SystemMemory(system.total, system.total - system.available), container_memory()]
     return min(
@@ -69,7 +88,9 @@ def container_memory(root: Path = ROOT, membership: Path = MEMBERSHIP) -> System
     """
     try:
         lines = [line.split(":", 2) for line in membership.read_text().splitlines()]
-    except OSError:
+    except OSError as error:
+        if error.errno in OUT_OF_FILES:
+            raise
         return SystemMemory(math.inf, 0)
     tightest = SystemMemory(math.inf, 0)
     for _, controllers, group in lines:
@@ -95,7 +116,9 @@ def _walk(mount: Path, group: str, limit: str, used: str, reclaimable: str) -> S
 def _read(limit: Path, used: Path, statistics: Path, reclaimable: str) -> SystemMemory:
     try:
         limit_bytes, used_bytes = int(limit.read_text()), int(used.read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError) as error:
+        if isinstance(error, OSError) and error.errno in OUT_OF_FILES:
+            raise
         # There is no such file, or it says "max".
         return SystemMemory(math.inf, 0)
     if limit_bytes >= UNLIMITED_BYTES:

@@ -63,6 +63,9 @@ class TokenSampler:
     ) -> int:
         """Append a token to every sequence, or end it as failed if none can be sampled.
 
+        Where sampling raises, halves of the rows are sampled again, until those that raise are
+        alone; only these sequences fail.
+
         Args:
             requests: the sequence of each row.
             logits_BV: float32 logits after each sequence's last token.
@@ -72,14 +75,33 @@ class TokenSampler:
         Returns:
             The number of sequences that got a token.
         """
+        try:
+            sampled, results = self._sampled(requests, logits_BV, is_recurring)
+        except Exception as error:
+            if devices.is_out_of_memory(error):
+                raise
+            self.forget_rows()
+            if len(requests) == 1:
+                _fail_with(requests[0], error)
+                return 0
+            middle = len(requests) // 2
+            return sum(
+                self.extend(requests[half], logits_BV[half], policy_version, is_recurring=False)
+                for half in (slice(middle), slice(middle, None))
+            )
+        if sampled.kept_RV is not None:
+            self._record_truncation(requests, results, sampled.kept_RV)
+        return self._append(requests, results, policy_version)
+
+    def _sampled(
+        self, requests: Sequence[Request], logits_BV: torch.Tensor, is_recurring: bool
+    ) -> tuple[Sampled, "HostSampled"]:
+        """Return a token for every row, also in system memory."""
         batch, processing = self._prepared(requests, logits_BV.shape[-1], is_recurring)
         indices_B = devices.to_device([r.num_generated for r in requests], self._device)
         processed_BV = None if processing is None else processing(logits_BV, indices_B)
         sampled = sample(logits_BV, batch, indices_B, self._mode, processed_BV)
-        results = _to_host(sampled)
-        if sampled.kept_RV is not None:
-            self._record_truncation(requests, results, sampled.kept_RV)
-        return self._append(requests, results, policy_version)
+        return sampled, _to_host(sampled)
 
     def append(
         self, requests: Sequence[Request], results: "HostSampled", policy_version: int
@@ -122,13 +144,16 @@ class TokenSampler:
         """
         rows = [r for r, draft in zip(requests, drafts, strict=True) for _ in range(len(draft) + 1)]
         offsets = [offset for draft in drafts for offset in range(len(draft) + 1)]
-        batch = create_sampling_batch(
-            rows, self._device, self._never_sampled_below(logits_BV.shape[-1])
-        )
-        indices = [r.num_generated + n for r, n in zip(rows, offsets, strict=True)]
-        indices_B = devices.to_device(indices, self._device)
-        sampled = sample(logits_BV, batch, indices_B, self._mode)
-        results = _to_host(sampled)
+        try:
+            sampled, results = self._sampled_ahead(rows, offsets, logits_BV)
+        except Exception as error:
+            if devices.is_out_of_memory(error):
+                raise
+            # Without drafts, the row at fault is found.
+            firsts = [row for row, offset in enumerate(offsets) if offset == 0]
+            nums_before = [request.num_generated for request in requests]
+            self.extend(requests, logits_BV[firsts], policy_version, is_recurring=False)
+            return [r.num_generated - n for r, n in zip(requests, nums_before, strict=True)]
         num_given: list[int] = []
         is_used: list[bool] = []
         for request, draft in zip(requests, drafts, strict=True):
@@ -145,6 +170,16 @@ class TokenSampler:
         if sampled.kept_RV is not None:
             self._record_truncation(rows, results, sampled.kept_RV, is_used)
         return num_given
+
+    def _sampled_ahead(
+        self, rows: Sequence[Request], offsets: Sequence[int], logits_BV: torch.Tensor
+    ) -> tuple[Sampled, "HostSampled"]:
+        """Return a token for every row, so many tokens after its sequence's last."""
+        never_sampled = self._never_sampled_below(logits_BV.shape[-1])
+        batch = create_sampling_batch(rows, self._device, never_sampled)
+        indices = [r.num_generated + n for r, n in zip(rows, offsets, strict=True)]
+        sampled = sample(logits_BV, batch, devices.to_device(indices, self._device), self._mode)
+        return sampled, _to_host(sampled)
 
     def _record_truncation(
         self,
@@ -314,6 +349,19 @@ def _append_one_by_one(
             request.append(token, logprob, policy_version, top.get(request))
             num_appended += 1
     return num_appended
+
+
+def _fail_with(request: Request, error: Exception) -> None:
+    """End a sequence whose sampling raised."""
+    if request.status.is_final:
+        return
+    request.cause = error
+    request.end(
+        RequestStatus.FAILED,
+        FinishReason.ERROR,
+        f"sampling after {request.num_tokens} tokens raised {type(error).__name__}: {error}; "
+        "change its sampling parameters.",
+    )
 
 
 def _fail_without_choice(request: Request) -> None:

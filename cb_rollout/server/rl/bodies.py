@@ -8,10 +8,22 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from cb_rollout.server.protocol import MAX_STOPS, RequestId, StreamOptions, Strict
+from cb_rollout.server.protocol import (
+    MAX_STOPS,
+    Biases,
+    Items,
+    RequestId,
+    Stop,
+    StreamOptions,
+    Strict,
+    first_fault,
+)
 
 # Most names in one `/abort_requests`.
 MAX_REQUEST_IDS = 65_536
+
+
+Digests = Annotated[dict[str, str], first_fault(lambda value: isinstance(value, str))]
 
 
 class TokenSampling(Strict):
@@ -25,9 +37,9 @@ class TokenSampling(Strict):
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    logit_bias: Biases | None = None
     seed: int | None = None
-    stop: str | Annotated[list[str], Field(max_length=MAX_STOPS)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
     stop_token_ids: Annotated[list[int], Field(max_length=1024)] | None = None
     ignore_eos: bool | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -53,7 +65,7 @@ class TokenRequest(Strict):
 
     request_id: RequestId | None = None
     model: str | None = None
-    token_ids: Annotated[list[int], Field(min_length=1)]
+    token_ids: Annotated[Items[int], Field(min_length=1)]
     sampling_params: TokenSampling
     return_token_ids: bool | None = None
     """Respond with the prompt's token ids too."""
@@ -76,7 +88,7 @@ class TokenRequest(Strict):
 class AbortRequest(Strict):
     """Body of `/abort_requests`."""
 
-    request_ids: Annotated[list[RequestId], Field(max_length=MAX_REQUEST_IDS)] | None = None
+    request_ids: Annotated[Items[RequestId], Field(max_length=MAX_REQUEST_IDS)] | None = None
     """The clients' own names; none: every request."""
 
 
@@ -112,9 +124,9 @@ class StartRequest(Strict):
 class BroadcastUpdate(Strict):
     """Tensors that the trainer broadcasts, in this order."""
 
-    names: Annotated[list[str], Field(min_length=1)]
-    dtype_names: list[str]
-    shapes: list[list[Annotated[int, Field(ge=0, lt=1 << 40)]]]
+    names: Annotated[Items[str], Field(min_length=1)]
+    dtype_names: Items[str]
+    shapes: Items[Items[Annotated[int, Field(ge=0, lt=1 << 40)]]]
     packed: bool | None = None
     sha256: str | None = None
     """Hexadecimal digest of all bytes in this order."""
@@ -124,7 +136,7 @@ class FileUpdate(Strict):
     """A safetensors file, or a checkpoint's directory, on the server's machine."""
 
     weight_dir: Annotated[str, Field(min_length=1, max_length=4096)]
-    sha256: dict[str, str] | None = None
+    sha256: Digests | None = None
     """Hexadecimal digests by file name."""
 
 
@@ -134,7 +146,7 @@ class UpdateRequest(Strict):
     update_info: BroadcastUpdate | FileUpdate | None = None
     update_id: str | None = None
     weight_dir: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
-    sha256: dict[str, str] | None = None
+    sha256: Digests | None = None
 
 
 class FinishRequest(Strict):

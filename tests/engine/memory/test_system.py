@@ -2,6 +2,7 @@ import math
 import resource
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -118,3 +119,20 @@ assert memory.left_bytes - system_memory().left_bytes > 0.9 * (1 << 28)
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
     assert resource.getrlimit(getattr(resource, kind))[0] != 1 << 30, "this process is untouched"
+
+
+def test_memory_is_as_last_measured_while_no_file_can_be_opened():
+    found = system_memory(7)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    too_many = pytest.raises(OSError, match="Too many open files")
+    with Path("/dev/null").open() as file:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (file.fileno() + 1, hard))
+        try:
+            with too_many:
+                Path("/dev/null").read_bytes()
+            assert system_memory(7) == found
+            with too_many:
+                system_memory(8)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert system_memory(8).limit_bytes > 0
