@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from cb_rollout.compat.rope import forget_longer_rows
 from cb_rollout.compat.torch import restore_compilation, set_compilation_aside
 
 _LOCK = threading.Lock()
@@ -42,6 +43,8 @@ def eval_mode(model: torch.nn.Module) -> Iterator[None]:
             module.training = False
         use.training += found
         use.compiled += set_compilation_aside(model)
+        if use.num_users == 1:
+            forget_longer_rows(model)
     try:
         yield
     finally:

@@ -18,6 +18,7 @@ import torch
 
 from cb_rollout.compat import transformers as hf_compat
 from cb_rollout.compat.multimodal import is_processor
+from cb_rollout.compat.rope import RowRope
 from cb_rollout.compat.torch import SavedBytes, without_dropout
 from cb_rollout.compat.zero3 import shards_models
 from cb_rollout.config.rollout import RolloutConfig
@@ -33,7 +34,7 @@ from cb_rollout.integrations.trl.images import (
 )
 from cb_rollout.integrations.trl.packed_scores import LossTokens, PackedScores, Result, rows_of
 from cb_rollout.integrations.trl.replay import RouterReplay
-from cb_rollout.packing.batch import PackedRow, PackingLayout, representative
+from cb_rollout.packing.batch import PackedRow, PackingLayout, representative, with_rope_sides
 from cb_rollout.packing.forward import FLOAT32_NATS, max_difference
 from cb_rollout.rollout.distributed import largest_of_all
 
@@ -152,8 +153,17 @@ class PackedLoss:
         if not self._are_fit(rows, reason, _key(model, layout, has_images)):
             return None
         assert rows is not None
+        inner = hf_compat.unwrap(model)
         run = PackedScores(
-            self._trainer, model, rows, layout, kept, compute_aux_loss, self._replay, counts
+            self._trainer,
+            model,
+            with_rope_sides(inner, rows),
+            layout,
+            kept,
+            compute_aux_loss,
+            self._replay,
+            counts,
+            RowRope(inner).side(input_ids.shape[1]),
         )
         if not self._is_proved(run, own_forward, logits_to_keep):
             return None
@@ -254,7 +264,7 @@ class PackedLoss:
         compared = PackedScores(
             run.trainer,
             hf_compat.collective_forward(run.model),
-            [run.rows[number] for number in numbers],
+            [run.rows[n]._replace(rope_side=run.padded_rope_side) for n in numbers],
             run.layout,
             None if run.kept is None else [run.kept[number] for number in numbers],
             has_aux_loss=False,
