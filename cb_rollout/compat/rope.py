@@ -76,9 +76,9 @@ def forget_longer_rows(model: torch.nn.Module) -> None:
         for layer_type, rope_type in types.items():
             if "dynamic" in rope_type:
                 named = {} if layer_type is None else {"layer_type": layer_type}
-                device = next(module.buffers()).device
-                first = torch.zeros(1, 1, dtype=torch.int64, device=device)
-                module.forward(torch.empty(0, device=device), first, **named)
+                frequencies = next(module.buffers())
+                first = torch.zeros(1, 1, dtype=torch.int64, device=frequencies.device)
+                module.forward(frequencies, first, **named)
 
 
 def _rotary_modules(
@@ -87,6 +87,9 @@ def _rotary_modules(
     """Yield the modules that name a RoPE type, with the type of each kind of layer."""
     for module in model.modules():
         kind: Any = getattr(module, "rope_type", None)
+        if next(module.buffers(recurse=False), None) is None:
+            # It passes the name on, and computes no frequencies.
+            continue
         if isinstance(kind, str):
             yield module, {None: kind}
         elif isinstance(kind, dict):

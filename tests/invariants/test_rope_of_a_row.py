@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from fast_path import Playback, pretend_cuda
 from tiny import tiny_model
 
 from cb_rollout import (
@@ -16,6 +17,7 @@ from cb_rollout import (
     packed_logprobs,
 )
 from cb_rollout.packing.batch import PackingLayout
+from cb_rollout.packing.logprobs import _LAYOUTS
 
 # Tokens of the longest row that has the short factors.
 LIMIT = 16
@@ -47,10 +49,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
 TIGHT = {"block_size": 4, "num_blocks": 24, "max_batch_tokens": 8}
 CONFIGS = {"roomy": {"block_size": 4}, "tight": TIGHT, "copied": {"allow_block_sharing": False}}
 SAMPLED = SamplingParams(max_new_tokens=12, ignore_eos=True)
+LONG = SamplingParams(max_new_tokens=30, ignore_eos=True)
 
 
-def longrope_model(family: str = "phi3", dtype: torch.dtype = torch.float32):
-    return tiny_model(family, max_position_embeddings=64, **FAMILIES[family]).to(dtype)
+def longrope_model(family: str = "phi3", **settings: Any):
+    return tiny_model(family, max_position_embeddings=64, **FAMILIES[family] | settings)
 
 
 def prompts(*lengths: int, seed: int = 0) -> list[list[int]]:
@@ -95,7 +98,7 @@ def test_a_row_is_sampled_as_alone_on_either_side_and_where_it_crosses(family, c
 
 
 def test_a_row_is_sampled_as_alone_in_bfloat16():
-    model = longrope_model(dtype=torch.bfloat16)
+    model = longrope_model().to(torch.bfloat16)
     outputs = rollout(model, prompts(2, 3, 10, LIMIT, LIMIT + 1, 24), num=2)
     assert distance(model, outputs) <= TOLERANCE[torch.bfloat16]
 
@@ -106,15 +109,15 @@ def test_drafts_that_reach_over_the_limit_change_nothing():
     with RolloutGenerator(model, RolloutConfig(num_speculative_tokens=7)) as generator:
         for _ in range(2):
             outputs = generator.generate_batch([pattern * 2, pattern], sampling_params=params)
-        assert generator.status().num_draft_tokens_accepted > 0
+        assert generator.manager.counters.accepted_tokens > 0
     assert distance(model, outputs.values()) <= TOLERANCE[torch.float32]
 
 
 def test_a_traced_step_takes_the_factors_of_its_rows():
     model = longrope_model()
     with RolloutGenerator(model, RolloutConfig(seed=0)) as generator:
-        generator.warm_up()
-        assert "from a trace" in generator.status().decode_path
+        generator.manager._engine.warm_up()
+        assert "from a trace" in generator.manager.decode_path
         for lengths in ((24, 20), (2, 3), (24, 2), (10, 11)):
             outputs = generator.generate_batch(prompts(*lengths), sampling_params=SAMPLED)
             assert distance(model, outputs.values()) <= TOLERANCE[torch.float32]
@@ -123,20 +126,27 @@ def test_a_traced_step_takes_the_factors_of_its_rows():
 def test_a_prefix_of_one_side_is_not_matched_on_the_other():
     model, (prompt,) = longrope_model(), prompts(24)
     with RolloutGenerator(model, RolloutConfig(seed=0, block_size=4)) as generator:
-        for stop in (12, 24, 12, 20):
+        for stop in (12, 12, 24, 20):
             params = SamplingParams(max_new_tokens=2, ignore_eos=True)
             outputs = generator.generate_batch([prompt[:stop]], sampling_params=params)
             assert distance(model, outputs.values()) <= TOLERANCE[torch.float32]
-        assert generator.status().prefill_tokens_saved == 8 + 16
+        assert generator.manager.counters.prefill_tokens_saved == 8 + 16
 
 
-def test_a_policy_that_changes_in_flight_keeps_each_side():
+def test_keys_that_were_offloaded_are_those_of_the_side_they_return_to():
     model = longrope_model()
-    params = SamplingParams(max_new_tokens=20, ignore_eos=True)
-    with RolloutGenerator(model, RolloutConfig(seed=0, block_size=4)) as generator:
-        handles = generator.submit(prompts(2, 12, 20), sampling_params=params)
-        assert handles
-    assert model is not None
+    with RolloutGenerator(model, RolloutConfig(seed=0, cpu_offload_gib=0.1, **TIGHT)) as generator:
+        found = generator.generate_batch(prompts(*range(6, 14)), sampling_params=LONG)
+        assert generator.manager.counters.preemptions > 0
+    assert distance(model, found.values()) <= TOLERANCE[torch.float32]
+
+
+def test_a_sequence_that_crosses_is_computed_anew_and_is_not_counted_as_preempted():
+    model = longrope_model()
+    with RolloutGenerator(model, RolloutConfig(seed=0)) as generator:
+        generator.generate_batch(prompts(10), sampling_params=SAMPLED)
+        counters = generator.manager.counters
+        assert (counters.preemptions, counters.prefill_tokens) == (0, 10 + LIMIT + 1)
 
 
 def output_of(prompt: list[int], completion: list[int]) -> GenerationOutput:
@@ -152,9 +162,9 @@ def plain_logprobs(model, output) -> torch.Tensor:
 
 @pytest.mark.parametrize("layout", [PackingLayout.SHARED_PROMPTS, PackingLayout.PADDED])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_loss_takes_the_factors_of_each_whole_row(family, layout, monkeypatch):
+def test_the_loss_takes_the_factors_of_each_whole_row(family, layout):
     model = longrope_model(family)
-    monkeypatch.setattr("cb_rollout.packing.logprobs._agreeing_layout", lambda *_: layout)
+    _LAYOUTS[model] = {False: layout}
     short, long = prompts(10, 20)
     outputs = [
         output_of(prompt, completion)
@@ -175,12 +185,12 @@ def test_the_loss_shares_a_prompt_among_completions_of_one_side():
 def test_dynamic_frequencies_of_an_earlier_longer_row_are_forgotten():
     rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
     model = tiny_model("llama", max_position_embeddings=LIMIT, rope_parameters=rope)
-    fresh = tiny_model("llama", max_position_embeddings=LIMIT, rope_parameters=rope)
-    with torch.no_grad():
-        model(input_ids=torch.tensor(prompts(40)))
-    params = SamplingParams(max_new_tokens=6, ignore_eos=True)
-    outputs = rollout(model, prompts(LIMIT - 6, 3), params)
-    assert distance(fresh, outputs) <= TOLERANCE[torch.float32]
+    params = SamplingParams(max_new_tokens=1, ignore_eos=True)
+    with RolloutGenerator(model, RolloutConfig(seed=0)) as generator:
+        generator.generate_batch(prompts(LIMIT - 1), sampling_params=params)
+        with torch.no_grad():
+            model(input_ids=torch.tensor(prompts(40)))
+        assert generator.verify(1).max <= TOLERANCE[torch.float32]
 
 
 def test_a_row_that_would_change_its_dynamic_frequencies_is_refused():
@@ -188,3 +198,18 @@ def test_a_row_that_would_change_its_dynamic_frequencies_is_refused():
     model = tiny_model("llama", max_position_embeddings=LIMIT, rope_parameters=rope)
     with pytest.raises(InvalidRequestError, match="at most 16 .* lower max_new_tokens"):
         rollout(model, prompts(10), SamplingParams(max_new_tokens=7))
+
+
+@pytest.mark.parametrize("use_async_batching", [False, True])
+def test_a_graph_takes_the_factors_of_its_rows(use_async_batching, monkeypatch):
+    pytest.importorskip("triton")
+    pretend_cuda(monkeypatch)
+    model = longrope_model(num_hidden_layers=1)
+    settings = {"block_size": 8, "num_speculative_tokens": 0, "max_requests_per_batch": 4}
+    settings |= {"use_cuda_graph": True, "use_async_batching": use_async_batching}
+    params = SamplingParams(max_new_tokens=4, ignore_eos=True)
+    with RolloutGenerator(model, RolloutConfig(seed=0, **settings)) as generator:
+        for lengths in ((2, LIMIT - 2), (24, 2), (2, 3)):
+            outputs = generator.generate_batch(prompts(*lengths), sampling_params=params)
+            assert distance(model, outputs.values()) <= TOLERANCE[torch.float32]
+    assert Playback.num_captures
