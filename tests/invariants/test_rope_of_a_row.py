@@ -196,7 +196,7 @@ def test_dynamic_frequencies_of_an_earlier_longer_row_are_forgotten():
 def test_a_row_that_would_change_its_dynamic_frequencies_is_refused():
     rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
     model = tiny_model("llama", max_position_embeddings=LIMIT, rope_parameters=rope)
-    with pytest.raises(InvalidRequestError, match="at most 16 .* lower max_new_tokens"):
+    with pytest.raises(InvalidRequestError, match=r"at most 16 .* lower max_new_tokens"):
         rollout(model, prompts(10), SamplingParams(max_new_tokens=7))
 
 

@@ -198,8 +198,7 @@ class ModelRunner:
             position_offsets: each row's `Request.position_offset`; None: 0 for all.
             routes: experts that each row's new tokens took before, and take again: arrays of
                 `[tokens, L, K]` of the first of them, or None; None: there are none.
-            rope_sides: `RowRope.side` of each sequence's whole length, with the tokens that come in
-                later forwards; None: those of `lengths`.
+            rope_sides: `RowRope.side` of each sequence's whole length; None: of `lengths`.
 
         Returns:
             float32 logits after each row's last token, `[B, V]`.
@@ -207,16 +206,14 @@ class ModelRunner:
         sides = rope_sides or list(map(self.rope.side, lengths))
         is_decode = max(map(len, new_tokens)) == 1 < min(lengths)
         if self.attention_backend is not None and is_decode:
-            backend = self.attention_backend
-            inputs = backend.prepare(
-                new_tokens, lengths, table_rows, cache, table, position_offsets
-            )
-            if (traced := backend.traced_forward) is not None and traced.is_due():
+            given = (new_tokens, lengths, table_rows, cache, table, position_offsets)
+            inputs = self.attention_backend.prepare(*given)
+            if (traced := self.attention_backend.traced_forward) is not None and traced.is_due():
                 self.warm_up()
-            # A trace takes one set of factors for all rows: that of the newest positions.
-            decode = self.decode_traced if min(sides) == max(sides) else self.decode
             with self.rope.by_row(sides):
-                logits_BV = decode(inputs).float()
+                # A trace takes one set of factors for all rows: that of the newest positions.
+                run = self.decode_traced if min(sides) == max(sides) else self.decode
+                logits_BV = run(inputs).float()
             if self.recorder is not None:
                 newest_B = self._integers(lengths) - 1
                 self._keep_routes(cache, table.slots(self._integers(table_rows), newest_B))
@@ -229,10 +226,9 @@ class ModelRunner:
             with self.rope.by_row(sides, num_new):
                 return self._packed_forward(rows, cache)
         if self.batch_layout.takes_any_lengths:
+            given = (new_tokens, lengths, table_rows, cache, table, position_offsets, routes)
             with self.rope.by_row(sides):
-                return self._forward(
-                    new_tokens, lengths, table_rows, cache, table, position_offsets, routes
-                )
+                return self._forward(*given)
         # Without keys there is no history to align: only the new tokens must be of one length.
         has_keys = cache.layout.has_keys
         batches: dict[tuple[int, ...], list[int]] = {}
@@ -244,7 +240,7 @@ class ModelRunner:
         parts = []
         for rows in batches.values():
             with self.rope.by_row([sides[row] for row in rows]):
-                part = self._forward(
+                given = (
                     [new_tokens[row] for row in rows],
                     [lengths[row] for row in rows],
                     [table_rows[row] for row in rows],
@@ -253,7 +249,7 @@ class ModelRunner:
                     position_offsets and [position_offsets[row] for row in rows],
                     routes and [routes[row] for row in rows],
                 )
-            parts.append(part)
+                parts.append(self._forward(*given))
         order = self._integers([row for rows in batches.values() for row in rows])
         return torch.cat(parts).index_select(0, order.argsort())
 

@@ -153,18 +153,10 @@ class PackedLoss:
         if not self._are_fit(rows, reason, _key(model, layout, has_images)):
             return None
         assert rows is not None
-        inner = hf_compat.unwrap(model)
         run = PackedScores(
-            self._trainer,
-            model,
-            with_rope_sides(inner, rows),
-            layout,
-            kept,
-            compute_aux_loss,
-            self._replay,
-            counts,
-            RowRope(inner).side(input_ids.shape[1]),
+            self._trainer, model, rows, layout, kept, compute_aux_loss, self._replay, counts
         )
+        run.padded_rope_side = RowRope(hf_compat.unwrap(model)).side(input_ids.shape[1])
         if not self._is_proved(run, own_forward, logits_to_keep):
             return None
         trained = list(range(len(rows)))
@@ -319,7 +311,10 @@ def _rows_of_batch(
     given = {name: value for name, value in settings.items() if value is not None}
     if unknown := [name for name in given if name not in known]:
         return None, f"the batch has {', '.join(unknown)}"
-    if rows is None or not has_images:
+    if rows is None:
+        return None, None
+    rows = with_rope_sides(model, rows)
+    if not has_images:
         return rows, None
     try:
         return rows_with_images(model, rows, image_arguments(given), logits_to_keep), None
