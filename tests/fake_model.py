@@ -92,7 +92,8 @@ class CheckedScheduler(Scheduler):
 
 
 class FakeModel:
-    """Runner and storage of one engine; a key is the policy and all tokens that it depends on.
+    """Runner and storage of one engine; a key is the policy, the set of rotary factors and all
+    tokens that it depends on.
 
     A forward that would read a wrong, moved, overwritten or outdated key is noted in `faults`.
     """
@@ -156,7 +157,15 @@ class FakeModel:
         return True
 
     def logits(
-        self, new_tokens, lengths, table_rows, cache, table, position_offsets=None, routes=None
+        self,
+        new_tokens,
+        lengths,
+        table_rows,
+        cache,
+        table,
+        position_offsets=None,
+        routes=None,
+        rope_sides=None,
     ):
         self.raise_error()
         admitted = {r.table_row: r for r in self.requests if r.table_row != NO_TABLE_ROW}
@@ -177,8 +186,10 @@ class FakeModel:
         known = [*request.token_ids, expected_token(request.seed, request.num_generated)]
         # A key that was computed from kept keys belongs to no version, and to one sequence alone.
         origin = request.request_id if request.has_old_keys else self.version
+        side = self.limits.rope_side(max(end, request.num_tokens))
         for position in range(end):
-            slot, tokens = self.slot(request.table_row, position), tuple(known[: position + 1])
+            slot = self.slot(request.table_row, position)
+            tokens = (side, *known[: position + 1])
             if position >= request.num_computed:
                 self.keys[slot] = (origin, *tokens)
                 continue
@@ -250,6 +261,8 @@ class FakeModel:
         self.raise_error()
         tensor, results_N6 = self.graphs._inputs.tensor, self.graphs._sampler.results
         running = self.running_rows()
+        if len({request.rope_side for request in running.values()}) > 1:
+            self.faults.append("a graph would take one set of rotary factors for all rows")
         for row in (tensor[Line.LENGTH] > 0).nonzero()[:, 0].tolist():
             lines = [Line.LENGTH, Line.TABLE_ROW, Line.SEED, Line.INDEX]
             length, table_row, seed, index = tensor[lines, row].tolist()

@@ -221,6 +221,7 @@ class Engine:
             can_share_blocks=config.allow_block_sharing,
             can_resume_prompts=not self.layout.is_recurrent,
             is_packed=self.batch_layout is BatchLayout.PACKED,
+            rope_limits=self._runner.rope.limits,
         )
         drafts = "on" if self._has_drafts else "off"
         self._chosen = f"{self._graphs_phrase}; drafts: {drafts}"

@@ -199,7 +199,7 @@ class StepExecutor:
             return []
         self._storage.table.write(extended)
         num_given = self._decode_drafted(running)
-        if num_given is None and self._can_replay(len(running)):
+        if num_given is None and self._can_replay(running, len(running)):
             num_given = self._decode_graphed(running)
         if num_given is not None:
             self._count(running, num_given)
@@ -254,6 +254,7 @@ class StepExecutor:
                 *pages,
                 _offsets([requests[row].position_offset for row in rows]),
                 None if all(known is None for known in routes) else routes,
+                [request.rope_side for request in chosen],
             )
 
         rows = range(len(requests))
@@ -343,7 +344,12 @@ class StepExecutor:
         return sum(num_given)
 
     def _with_blocks(self, request: Request, draft: Draft) -> Draft:
-        """Allocate blocks for a draft; return an empty draft if that would preempt a sequence."""
+        """Allocate blocks for a draft; return an empty draft if that would preempt a sequence.
+
+        Tokens beyond a limit of the sequence's keys are left out.
+        """
+        num_alike = self._scheduler.limits.num_alike(request.num_tokens, len(draft.tokens))
+        draft = draft._replace(tokens=draft.tokens[:num_alike])
         blocks = self._scheduler.blocks.extend(request, request.num_tokens + len(draft.tokens))
         if blocks:
             self._storage.table.write(blocks)
@@ -353,7 +359,7 @@ class StepExecutor:
         """float32, `[B, V]`: after each sequence's last token, then after each drafted one."""
         cache, table = self._storage.cache, self._storage.table
         rows = DecodeRows.of(running, table.block_size, drafts)
-        if self.graphs is not None and self._can_replay(len(rows)):
+        if self.graphs is not None and self._can_replay(running, len(rows)):
             return self.graphs.logits(rows, cache, table)
         tokens = [[token_id] for token_id in rows.token_ids]
         offsets = _offsets(rows.position_offsets)
@@ -363,8 +369,12 @@ class StepExecutor:
     # before this one's tokens are read. A sequence that turns out to have ended has one row too
     # many, whose token is dropped.
 
-    def _can_replay(self, num_rows: int) -> bool:
-        return self.graphs is not None and self.graphs.can_run(num_rows)
+    def _can_replay(self, running: list[Request], num_rows: int) -> bool:
+        if self.graphs is None or not self.graphs.can_run(num_rows):
+            return False
+        # A graph takes one set of rotary factors for all rows: that of the newest positions.
+        limits = self._scheduler.limits.rope_limits
+        return not limits or len({request.rope_side for request in running}) == 1
 
     def _decode_graphed(self, running: list[Request]) -> int:
         """Run one step of all running sequences; return how many of them got a token.
@@ -414,7 +424,8 @@ class StepExecutor:
 
         Returns:
             The step; None: it has to wait for these tokens, because a sequence joined, drafts are
-            made from them, a smaller graph fits, or its blocks would take a preemption.
+            made from them, a smaller graph fits, a sequence's keys change, or its blocks would take
+            a preemption.
         """
         if not self._looks_ahead or self.graphs is None:
             return None
@@ -423,6 +434,12 @@ class StepExecutor:
         lengths = [len(request.token_ids) + 1 for request in going]
         is_drafted = self.proposer is not None and self.proposer.can_propose(len(going))
         if not going or is_drafted or not self.graphs.follows(going, lengths):
+            return None
+        limits = self._scheduler.limits
+        if limits.rope_limits and any(
+            limits.rope_side(length) != request.rope_side
+            for request, length in zip(going, lengths, strict=True)
+        ):
             return None
         extended = self._scheduler.blocks.extend_ahead(going)
         if extended is None:

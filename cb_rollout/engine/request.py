@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from cb_rollout.compat.rope import rope_side
 from cb_rollout.types import FinishReason, GenerationOutput, RequestStatus
 
 if TYPE_CHECKING:
@@ -41,6 +42,17 @@ class Limits:
     """False where a layer is recurrent: its state cannot be restored from keys."""
     is_packed: bool
     """True if a prefill has no padding; False: each row takes as much as the longest."""
+    rope_limits: tuple[int, ...] = ()
+    """Lengths in tokens beyond which all keys of a sequence are others; see `compat/rope.py`."""
+
+    def rope_side(self, num_tokens: int) -> int:
+        """Return a number that is equal for lengths at which a sequence has the same keys."""
+        return rope_side(self.rope_limits, num_tokens)
+
+    def num_alike(self, num_tokens: int, num_more: int) -> int:
+        """Return how many of the next tokens leave a sequence's keys as they are."""
+        ahead = (limit - num_tokens for limit in self.rope_limits if num_tokens <= limit)
+        return min(num_more, *ahead, num_more)
 
     @property
     def can_match_prefixes(self) -> bool:
@@ -136,6 +148,8 @@ class Request:
     """Node of its last remembered block in the prefix cache; 0 is the root."""
     num_remembered: int = 0
     """Leading blocks that were offered to the prefix cache."""
+    rope_side: int = 0
+    """`Limits.rope_side` of the length for which the keys in the cache were computed."""
     has_old_keys: bool = False
     """True if the cache holds keys of an older policy, which no other sequence may share."""
 

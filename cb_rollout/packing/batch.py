@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from cb_rollout.compat.rope import RowRope
 from cb_rollout.engine.attention.packed import Segment
 from cb_rollout.engine.memory.device import to_device
 from cb_rollout.engine.model.routers import joined_routes
@@ -37,12 +38,15 @@ class PackedRow(NamedTuple):
     """Experts that the first tokens took, an array of `[tokens, L, K]`; None: not recorded."""
     images: RowImages | None = None
     """None: no row of the batch has images."""
+    rope_side: int = 0
+    """`RowRope.side` of its length: rows of different sides have different keys of a prompt."""
 
     @property
     def prompt_key(self) -> tuple[Any, ...]:
         """Return what is the same for rows that may share their prompt."""
         routes = None if self.routes is None else self.routes[: len(self.prompt_ids)].tobytes()
-        return (tuple(self.prompt_ids), routes, self.images and self.images.digest)
+        digest = self.images and self.images.digest
+        return (tuple(self.prompt_ids), routes, digest, self.rope_side)
 
     @property
     def num_tokens(self) -> int:
@@ -85,6 +89,10 @@ class PackedBatch:
     """int16, [N, L, K]: experts that the tokens take; None: their routers choose."""
     others: dict[str, torch.Tensor] = field(default_factory=dict)
     """Further arguments of the forward: those of images, and positions along their axes."""
+    rope_sides: Sequence[int] = ()
+    """Sides of the rows, for `RowRope.by_row`; in a packed batch of prompts and completions."""
+    rope_counts: Sequence[int] | None = None
+    """Tokens of each of them; None: a padded batch."""
 
     @property
     def num_tokens(self) -> int:
@@ -97,6 +105,12 @@ class PackedBatch:
         if self.segments is None:
             return 0
         return len(self.rows) - sum(not segment.prefix_length for segment in self.segments)
+
+
+def with_rope_sides(model: torch.nn.Module, rows: Sequence[PackedRow]) -> list[PackedRow]:
+    """Return the rows with their `rope_side` under a model."""
+    rope = RowRope(model)
+    return [row._replace(rope_side=rope.side(row.num_tokens)) for row in rows]
 
 
 def group_rows(rows: Sequence[PackedRow], numbers: Sequence[int]) -> list[list[int]]:
@@ -211,8 +225,12 @@ def _packed(
     predicting: list[int] = []
     segments: list[Segment] = []
     routes: list[tuple[Any, int, int]] = []
+    rope_sides: list[int] = []
+    rope_counts: list[int] = []
     for group in groups:
         prompt = rows[group[0]].prompt_ids
+        rope_sides.append(rows[group[0]].rope_side)
+        rope_counts.append(len(prompt))
         routes.append((rows[group[0]].routes, 0, len(prompt)))
         start, num_prompt = len(ids), len(prompt)
         is_alone = len(group) == 1
@@ -225,6 +243,8 @@ def _packed(
             num_new, first = max(0, len(completion) - num_dropped), len(ids)
             before = [start + num_prompt - 1, *range(first, first + num_new)]
             predicting += before[: len(completion)]
+            rope_sides.append(rows[number].rope_side)
+            rope_counts.append(num_new)
             record = rows[number].routes
             routes.append((None if record is None else record[num_prompt:], 0, num_new))
             ids += completion[:num_new]
@@ -245,6 +265,8 @@ def _packed(
         None,
         _joined(routes, device),
         _image_arguments(rows, groups, image_names, num_dropped),
+        rope_sides,
+        rope_counts,
     )
 
 
@@ -300,6 +322,7 @@ def _padded(
         (positions_1S < lengths[:, None]).to(torch.int64),
         _joined([(rows[n].routes, 0, S) for n in numbers], device),
         others,
+        [rows[n].rope_side for n in numbers],
     )
 
 

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from cb_rollout.compat import multimodal
 from cb_rollout.compat import transformers as hf_compat
+from cb_rollout.compat.rope import RowRope
 from cb_rollout.engine.attention.packed import PackedAttention, no_mask
 from cb_rollout.engine.model.routers import Disagreement, Replay, Routers
 from cb_rollout.errors import ConfigurationError
@@ -110,6 +111,7 @@ def _score(
     with ExitStack() as stack:
         stack.enter_context(hf_compat.replacing_forward(inner, own_forward))
         stack.enter_context(multimodal.keeping_position_offsets(inner))
+        stack.enter_context(RowRope(inner).by_row(batch.rope_sides, batch.rope_counts))
         stack.enter_context(_selecting_hidden_states(backbone, batch.predicting_K))
         if routers is not None and batch.routes is not None:
             stack.enter_context(routers.replaying(inner, Replay(batch.routes, counts)))

@@ -28,7 +28,14 @@ from cb_rollout.engine.model.runner import ModelRunner
 from cb_rollout.engine.numerics.higher_precision import higher_precision
 from cb_rollout.engine.sampling.draw import chosen_logprobs
 from cb_rollout.errors import ConfigurationError, InvalidRequestError
-from cb_rollout.packing.batch import PackedBatch, PackedRow, PackingLayout, pack, representative
+from cb_rollout.packing.batch import (
+    PackedBatch,
+    PackedRow,
+    PackingLayout,
+    pack,
+    representative,
+    with_rope_sides,
+)
 from cb_rollout.packing.forward import Scores, score_batches
 from cb_rollout.packing.images import row_images
 from cb_rollout.types import GenerationOutput
@@ -89,7 +96,7 @@ def packed_logprobs(
         )
     hf_compat.refuse_sharded(inner)
     vocab_size = hf_compat.vocab_size(inner)
-    rows = [_row(output, vocab_size) for output in outputs]
+    rows = with_rope_sides(inner, [_row(output, vocab_size) for output in outputs])
     placeholders = multimodal.placeholder_token_ids(inner)
     images = [getattr(output, "images", None) for output in outputs]
     for row, output, own in zip(rows, outputs, images, strict=True):

@@ -195,12 +195,12 @@ def test_a_forward_that_fails_with_a_draft_is_run_without(monkeypatch):
     expected = without_drafts(model)
     logits, num_failed = ModelRunner.logits, 0
 
-    def fails(self, new_tokens, lengths, table_rows, cache, table, offsets=None, routes=None):
+    def fails(self, new_tokens, lengths, table_rows, cache, table, *further):
         nonlocal num_failed
         if len(set(table_rows)) < len(table_rows):
             num_failed += 1
             raise RuntimeError("not so many")
-        return logits(self, new_tokens, lengths, table_rows, cache, table)
+        return logits(self, new_tokens, lengths, table_rows, cache, table, *further)
 
     with RolloutGenerator(model, RolloutConfig(seed=3)) as generator:
         with monkeypatch.context() as patched:

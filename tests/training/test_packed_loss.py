@@ -9,7 +9,7 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig
 from playback import TOOLS, assert_learned_alike, double, play_back, watched, with_tools
-from tiny import EOS, tiny_model
+from tiny import EOS, plain_logprobs, tiny_model
 from tiny_trainer import PROBLEMS, logged, tiny_trainer
 from trl import GRPOTrainer, RLOOConfig, RLOOTrainer
 
@@ -397,3 +397,22 @@ def test_memory_that_runs_out_is_no_reason_to_fall_back(tmp_path, monkeypatch):
     monkeypatch.setattr(packed_scores, "score_batches", exhausted)
     with pytest.raises(torch.OutOfMemoryError):
         packed_run(tmp_path, monkeypatch, {})
+
+
+def test_rows_of_either_set_of_rotary_factors_are_scored_as_alone(tmp_path):
+    limits = {"original_max_position_embeddings": 16, "max_position_embeddings": 64}
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 8}
+    rope |= {"long_factor": [8.0] * 8, "original_max_position_embeddings": 16}
+    model = tiny_model("phi3", vocab_size=99, rope_parameters=rope, **limits)
+    trainer = tiny_trainer(tmp_path, model=model, **SMALL)
+    prompts = [[5, 6, 7]] * 3 + [[8] * 12]
+    completions = [[9, 10, 11], list(range(20, 40)), [12], [13, 14, 15, 16, 17]]
+    ids, mask = torch.zeros(4, 32, dtype=torch.int64), torch.zeros(4, 32, dtype=torch.int64)
+    for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+        first, stop = 12 - len(prompt), 12 + len(completion)
+        ids[row, first:stop], mask[row, first:stop] = torch.tensor(prompt + completion), 1
+    with attach(trainer, RolloutConfig(loss_forward="packed", verify_every_steps=0)):
+        found, *_ = trainer._get_per_token_logps_and_entropies(model, ids, mask, 20)
+    for row, prompt, completion in zip(found, prompts, completions, strict=True):
+        expected = plain_logprobs(model.eval(), prompt, completion)
+        assert row[: len(completion)].tolist() == pytest.approx(expected, abs=1e-5)

@@ -7,7 +7,7 @@ scheduler calls it, on the engine's thread.
 from collections.abc import Callable, Sequence
 
 from cb_rollout.engine.kv_cache.block_pool import BlockPool
-from cb_rollout.engine.kv_cache.prefix_cache import ROOT, PrefixCache
+from cb_rollout.engine.kv_cache.prefix_cache import ROOT, PrefixCache, root_of
 from cb_rollout.engine.request import Limits, Request
 
 
@@ -47,6 +47,7 @@ class BlockManager:
         Sets the request's blocks and the count of its computed tokens. `num_spare` blocks must stay
         available. Returns False, with nothing allocated, where there are not enough.
         """
+        request.rope_side = self.limits.rope_side(request.num_tokens)
         shared, node = self._match(request)
         self.pool.share(shared)
         num_new = self.num_needed(request.num_tokens) - len(shared)
@@ -62,9 +63,9 @@ class BlockManager:
         """Return the blocks of the longest known prefix of a sequence, and its last node."""
         if not self.limits.can_match_prefixes:
             return [], ROOT
-        keys = request.cache_keys(0, request.num_tokens)
+        keys, root = request.cache_keys(0, request.num_tokens), root_of(request.rope_side)
         while True:
-            shared, node = self.prefixes.match(self.policy_version, keys)
+            shared, node = self.prefixes.match(self.policy_version, keys, root)
             num_found = len(shared) * self.limits.block_size
             if (num_resumable := request.num_resumable(num_found)) == num_found:
                 return shared, node
@@ -84,6 +85,7 @@ class BlockManager:
         shared = leader.block_ids[:num_shared]
         self.pool.share(shared)
         follower.block_ids = shared + self.pool.allocate(num_own)
+        follower.rope_side = leader.rope_side
         return True
 
     def extend(self, request: Request, num_tokens: int) -> list[tuple[int, int, int]] | None:

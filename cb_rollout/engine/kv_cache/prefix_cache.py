@@ -3,13 +3,19 @@
 A prefix is a chain of full blocks. A link is keyed by the policy version, its parent link and the
 block's tokens, all compared exactly: no hash of tokens can collide, and a prefix of another policy
 version is never matched, even while a sequence still holds its block. A token is its id; a token of
-an image also has a hash of the pixels (`PromptImages.cache_keys`).
+an image also has a hash of the pixels (`PromptImages.cache_keys`). Sequences whose keys differ by
+their length (`Limits.rope_side`) have chains from different roots.
 """
 
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 ROOT = 0
+
+
+def root_of(rope_side: int) -> int:
+    """Return the first node of the chains of one `Limits.rope_side`."""
+    return ROOT - rope_side
 
 
 class PrefixKey(NamedTuple):
@@ -32,13 +38,15 @@ class PrefixCache:
     def __len__(self) -> int:
         return len(self._links)
 
-    def match(self, policy_version: int, tokens: Sequence[Hashable]) -> tuple[list[int], int]:
+    def match(
+        self, policy_version: int, tokens: Sequence[Hashable], root: int = ROOT
+    ) -> tuple[list[int], int]:
         """Match the longest known chain; the last token never matches, as it must be computed.
 
         Returns:
             The blocks of the chain, and its last node.
         """
-        size, node = self._block_size, ROOT
+        size, node = self._block_size, root
         blocks = []
         for start in range(0, len(tokens) - size, size):
             key = PrefixKey(policy_version, node, tuple(tokens[start : start + size]))

@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from cb_rollout.compat.rope import forget_longer_rows
 from cb_rollout.compat.torch import restore_compilation, set_compilation_aside
 
 _LOCK = threading.Lock()
@@ -44,6 +45,8 @@ def eval_mode(model: torch.nn.Module) -> Iterator[None]:
             for module in found:
                 module.training = False
             use.compiled += set_compilation_aside(model)
+            if use.num_users == 1:
+                forget_longer_rows(model)
         yield
     finally:
         with _LOCK:

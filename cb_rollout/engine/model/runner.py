@@ -18,6 +18,7 @@ from transformers.cache_utils import Cache
 from cb_rollout.compat import multimodal
 from cb_rollout.compat import torch as torch_compat
 from cb_rollout.compat import transformers as hf_compat
+from cb_rollout.compat.rope import RowRope
 from cb_rollout.engine.attention.backend import UnsupportedAttentionError
 from cb_rollout.engine.attention.cpu import few_row_linear
 from cb_rollout.engine.attention.decode_cache import DecodeInputs
@@ -91,6 +92,7 @@ class ModelRunner:
         self._higher_dtype: torch.dtype | None = None
         self._names = hf_compat.forward_argument_names(model)
         self._passes_on = hf_compat.forward_passes_on(model)
+        self.rope = RowRope(model)
         self.image_inputs = ImageInputs(model)
         self.encoder_cache = EncoderCache()
         self.cuts_images: dict[tuple[bool, bool], bool] = {}
@@ -117,7 +119,7 @@ class ModelRunner:
         def forward(input_ids: torch.Tensor, cache: Cache) -> object:
             return self.forward(input_ids.to(self.device), None, None, cache)
 
-        self._opaque_states = None
+        self._opaque_states, self.rope = None, RowRope(self.model)
         with eval_mode(self.model):
             return probe(self.model.config, forward)
 
@@ -210,6 +212,7 @@ class ModelRunner:
         table: BlockTable,
         position_offsets: Sequence[int] | None = None,
         routes: Sequence[Any] | None = None,
+        rope_sides: Sequence[int] | None = None,
     ) -> torch.Tensor:
         """Run the rows' new tokens, which are text, through the model.
 
@@ -222,33 +225,37 @@ class ModelRunner:
             position_offsets: each row's `Request.position_offset`; None: 0 for all.
             routes: experts that each row's new tokens took before, and take again: arrays of
                 `[tokens, L, K]` of the first of them, or None; None: there are none.
+            rope_sides: `RowRope.side` of each sequence's whole length; None: of `lengths`.
 
         Returns:
             float32 logits after each row's last token, `[B, V]`.
         """
+        sides = rope_sides or list(map(self.rope.side, lengths))
         is_decode = max(map(len, new_tokens)) == 1 < min(lengths)
         if self.attention_backend is not None and is_decode:
-            backend = self.attention_backend
-            inputs = backend.prepare(
-                new_tokens, lengths, table_rows, cache, table, position_offsets
-            )
-            if (traced := backend.traced_forward) is not None and traced.is_due():
+            given = (new_tokens, lengths, table_rows, cache, table, position_offsets)
+            inputs = self.attention_backend.prepare(*given)
+            if (traced := self.attention_backend.traced_forward) is not None and traced.is_due():
                 self.warm_up()
-            logits_BV = self.decode_traced(inputs).float()
+            with self.rope.by_row(sides):
+                # A trace takes one set of factors for all rows: that of the newest positions.
+                run = self.decode_traced if min(sides) == max(sides) else self.decode
+                logits_BV = run(inputs).float()
             if self.recorder is not None:
                 newest_B = self._integers(lengths) - 1
                 self._keep_routes(cache, table.slots(self._integers(table_rows), newest_B))
             return logits_BV
         if self.batch_layout is BatchLayout.PACKED and not is_decode:
             rows = PackedRows.of(new_tokens, lengths, table_rows, table, position_offsets)
+            num_new = list(map(len, new_tokens))
             if self.recorder is not None:
-                num_new = list(map(len, new_tokens))
                 self.recorder.expect(routes, num_new, self.device, is_padded=False)
-            return self._packed_forward(rows, cache)
+            with self.rope.by_row(sides, num_new):
+                return self._packed_forward(rows, cache)
         if self.batch_layout.takes_any_lengths:
-            return self._forward(
-                new_tokens, lengths, table_rows, cache, table, position_offsets, routes
-            )
+            given = (new_tokens, lengths, table_rows, cache, table, position_offsets, routes)
+            with self.rope.by_row(sides):
+                return self._forward(*given)
         # Without keys there is no history to align: only the new tokens must be of one length.
         has_keys = cache.layout.has_keys
         batches: dict[tuple[int, ...], list[int]] = {}
@@ -257,18 +264,19 @@ class ModelRunner:
             if self.batch_layout is BatchLayout.SINGLE_ROWS:
                 key = (row,)
             batches.setdefault(key, []).append(row)
-        parts = [
-            self._forward(
-                [new_tokens[row] for row in rows],
-                [lengths[row] for row in rows],
-                [table_rows[row] for row in rows],
-                cache,
-                table,
-                position_offsets and [position_offsets[row] for row in rows],
-                routes and [routes[row] for row in rows],
-            )
-            for rows in batches.values()
-        ]
+        parts = []
+        for rows in batches.values():
+            with self.rope.by_row([sides[row] for row in rows]):
+                given = (
+                    [new_tokens[row] for row in rows],
+                    [lengths[row] for row in rows],
+                    [table_rows[row] for row in rows],
+                    cache,
+                    table,
+                    position_offsets and [position_offsets[row] for row in rows],
+                    routes and [routes[row] for row in rows],
+                )
+                parts.append(self._forward(*given))
         order = self._integers([row for rows in batches.values() for row in rows])
         return torch.cat(parts).index_select(0, order.argsort())
 
@@ -419,7 +427,11 @@ class ModelRunner:
         if self.recorder is not None:
             routes = [row.routes for row in rows]
             self.recorder.expect(routes, num_new, self.device, is_padded=False)
-        with self.encoder_cache.serving(self.model, prompts, arguments):
+        sides = [self.rope.side(len(row.token_ids)) for row in rows]
+        with (
+            self.encoder_cache.serving(self.model, prompts, arguments),
+            self.rope.by_row(sides, num_new),
+        ):
             return self._packed_forward(packed, cache, arguments)
 
     def _prefill_alone(
@@ -449,7 +461,7 @@ class ModelRunner:
         input_ids_1Q = self._integers([row.new_tokens])
         if self.recorder is not None:
             self.recorder.expect([row.routes], [row.num_new], self.device, is_padded=False)
-        with serving:
+        with serving, self.rope.by_row([self.rope.side(len(row.token_ids))]):
             logits_1V = self.forward(
                 input_ids_1Q, torch.ones_like(positions_1S), given, cache, arguments
             )

@@ -330,9 +330,12 @@ class Scheduler:
     def schedule_decode(self) -> list[tuple[int, int, int]]:
         """Give every running sequence a slot for its newest token; preempt where there is none.
 
+        A sequence whose keys its newest token changes waits again, to be prefilled anew.
+
         Returns:
             The new blocks, each as table row, index within the sequence, and block.
         """
+        self._requeue_changed()
         extended: list[tuple[int, int, int]] = []
         index, size = 0, self.limits.block_size
         while index < len(self.running):
@@ -346,6 +349,16 @@ class Scheduler:
                 extended += blocks
             index += 1
         return extended
+
+    def _requeue_changed(self) -> None:
+        """Have the running sequences wait again that have grown beyond a limit of their keys."""
+        limits = self.limits
+        if not limits.rope_limits:
+            return
+        changed = [r for r in self.running if limits.rope_side(r.num_tokens) != r.rope_side]
+        if changed:
+            self.running = [request for request in self.running if request not in changed]
+            self._requeue_all(changed)
 
     def complete_decode(self, requests: list[Request]) -> None:
         """Account for one computed token of each of these running sequences."""

@@ -15,6 +15,7 @@ import torch
 
 from cb_rollout.compat import transformers as hf_compat
 from cb_rollout.compat.multimodal import is_processor
+from cb_rollout.compat.rope import RowRope
 from cb_rollout.compat.torch import SavedBytes, without_dropout
 from cb_rollout.compat.zero3 import shards_models
 from cb_rollout.config.rollout import RolloutConfig
@@ -31,7 +32,7 @@ from cb_rollout.integrations.trl.images import (
 from cb_rollout.integrations.trl.loss_comparison import LossComparison
 from cb_rollout.integrations.trl.packed_scores import LossTokens, PackedScores, Result, rows_of
 from cb_rollout.integrations.trl.replay import RouterReplay
-from cb_rollout.packing.batch import PackedRow, PackingLayout, representative
+from cb_rollout.packing.batch import PackedRow, PackingLayout, representative, with_rope_sides
 from cb_rollout.rollout.distributed import largest_of_all
 
 # Activations may take this share of the memory that is free when the first loss is computed.
@@ -165,6 +166,7 @@ class PackedLoss:
         run = PackedScores(
             self._trainer, model, rows, layout, kept, compute_aux_loss, self._replay, counts
         )
+        run.padded_rope_side = RowRope(hf_compat.unwrap(model)).side(input_ids.shape[1])
         if not self._is_proved(run, own_forward, logits_to_keep):
             return None
         trained = list(range(len(rows)))
@@ -268,7 +270,7 @@ class PackedLoss:
         compared = PackedScores(
             run.trainer,
             hf_compat.collective_forward(run.model),
-            [run.rows[number] for number in numbers],
+            [run.rows[n]._replace(rope_side=run.padded_rope_side) for n in numbers],
             run.layout,
             None if run.kept is None else [run.kept[number] for number in numbers],
             has_aux_loss=False,
@@ -334,7 +336,10 @@ def _rows_of_batch(
     given = {name: value for name, value in settings.items() if value is not None}
     if unknown := [name for name in given if name not in known]:
         return None, f"the batch has {', '.join(unknown)}"
-    if rows is None or not has_images:
+    if rows is None:
+        return None, None
+    rows = with_rope_sides(model, rows)
+    if not has_images:
         return rows, None
     try:
         return rows_with_images(model, rows, image_arguments(given), logits_to_keep), None

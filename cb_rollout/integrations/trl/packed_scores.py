@@ -58,6 +58,8 @@ class PackedScores:
     has_aux_loss: bool
     replay: RouterReplay | None = None
     counts: Disagreement | None = None
+    padded_rope_side: int = 0
+    """`RowRope.side` at which the trainer's own forward computes every row: that of its width."""
 
     def __post_init__(self) -> None:
         self.tokens = LossTokens()

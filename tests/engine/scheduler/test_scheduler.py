@@ -42,6 +42,7 @@ class SchedulerRuns(RuleBasedStateMachine):
         policy=st.sampled_from(["fifo", "prefill_first"]),
         history_factor=st.sampled_from([1, 8]),
         is_packed=st.booleans(),
+        rope_limits=st.sampled_from([(), (6,), (4, 9)]),
     )
     def start(
         self,
@@ -55,9 +56,11 @@ class SchedulerRuns(RuleBasedStateMachine):
         policy,
         history_factor,
         is_packed,
+        rope_limits,
     ):
         scheduling.HISTORY_FACTOR = history_factor
-        limits = Limits(block_size, max_batch_tokens, max_requests, share, resume, is_packed)
+        sizes = (block_size, max_batch_tokens, max_requests)
+        limits = Limits(*sizes, share, resume, is_packed, rope_limits)
         self.engine = FakeModel(limits, 2, max_blocks, has_graphs=has_graphs, policy=policy)
         self.room = max_blocks * block_size
         self.num_groups = 0
