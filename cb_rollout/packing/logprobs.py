@@ -121,7 +121,7 @@ def packed_logprobs(
 def _temperature(output: GenerationOutput, given: float | None) -> float:
     """Return the temperature of an output, checked."""
     temperature = getattr(output, "temperature", 1.0) if given is None else given
-    if not (isinstance(temperature, Real) and 0 < temperature < math.inf):
+    if not (isinstance(temperature, Real) and 0 < float(temperature) < math.inf):
         raise ConfigurationError(
             f"temperature={temperature!r} is not a finite number above 0; greedy outputs have "
             "temperature=1."
