@@ -13,7 +13,7 @@ import torch
 import cb_rollout
 from cb_rollout.rollout.checkpoint import torch_device
 from cb_rollout.tools.bench.table import print_table
-from cb_rollout.tools.bench.workload import DEFAULT_MODELS, MODELS, TINY, Setup
+from cb_rollout.tools.bench.workload import DEFAULT_MODELS
 
 # Packages whose versions affect the figures.
 PACKAGES = ("torch", "transformers", "trl", "triton", "flash_attn")
@@ -22,24 +22,26 @@ PACKAGES = ("torch", "transformers", "trl", "triton", "flash_attn")
 def run_workload(
     name: str,
     module: str,
+    sizes: str,
     *,
     device: str,
     model: str | None,
     repetitions: int,
     batch_size: int | None,
-    is_tiny: bool,
+    tiny: bool,
     folder: Path,
 ) -> Path:
     """Run one workload, print its table and write its JSON.
 
     Args:
         name: workload; its function is `bench_NAME`.
-        module: module of this package that holds the function.
+        module: module of the function.
+        sizes: module of `MODELS`, `TINY` and `Setup`.
         device: "auto", "cpu" or "cuda".
         model: sizes of the model and the workload, one of `MODELS`; None: the device's default.
         repetitions: turns of each contender.
         batch_size: batch size of `model.generate`; None: each workload's own.
-        is_tiny: use the sizes of the tests, whose figures mean nothing.
+        tiny: use the sizes of the tests, whose figures mean nothing.
         folder: directory of the JSON.
 
     Returns:
@@ -52,14 +54,14 @@ def run_workload(
     kind = torch_device(device).type
     default = DEFAULT_MODELS[kind]
     model = model or default
-    setup = Setup(
+    # Imported by name, since only some workloads need packages such as trl.
+    implementation, known = map(importlib.import_module, (module, sizes))
+    setup = known.Setup(
         device=kind,
         repetitions=repetitions,
-        sizes=TINY if is_tiny else MODELS[model],
+        sizes=known.TINY if tiny else known.MODELS[model],
         batch_size=batch_size,
     )
-    # Imported by name, since only some workloads need packages such as trl.
-    implementation = importlib.import_module(f"cb_rollout.tools.bench.{module}")
     results = getattr(implementation, f"bench_{name}")(setup)
     # A module may say what a reader must know of all its figures.
     note = getattr(implementation, "NOTE", None)
@@ -77,7 +79,6 @@ def run_workload(
         "repetitions": repetitions,
         "results": results,
     }
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}_{kind}.json"
     path.write_text(json.dumps(record, indent=2) + "\n")
     return path
