@@ -133,16 +133,6 @@ def _run(arguments: argparse.Namespace, suite: Suite) -> int:
     # Imported late: torch and transformers take seconds to load.
     from cb_rollout.tools.bench.run import run_workload
 
-    path = run_workload(
-        arguments.workload,
-        command.module,
-        suite.sizes,
-        device=arguments.device,
-        model=arguments.model,
-        repetitions=arguments.repetitions,
-        batch_size=arguments.batch_size,
-        tiny=arguments.tiny,
-        folder=folder,
-    )
+    path = run_workload(arguments.workload, command.module, suite.sizes, arguments, folder)
     sys.stdout.write(f"\nwritten to {path}\n")
     return 0
