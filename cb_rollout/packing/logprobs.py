@@ -5,7 +5,7 @@ K: completion tokens of a batch, H: hidden size, V: vocabulary.
 
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from numbers import Real
@@ -54,7 +54,7 @@ _REPLACING = threading.RLock()
 
 def packed_logprobs(
     model: torch.nn.Module,
-    outputs: Sequence[GenerationOutput],
+    outputs: Iterable[GenerationOutput],
     *,
     temperature: float | None = None,
 ) -> list[torch.Tensor]:
@@ -86,6 +86,7 @@ def packed_logprobs(
         ConfigurationError: a temperature is not a finite number above 0; the model has no
             language-model head, is an encoder-decoder, or is not whole on one device.
     """
+    outputs = list(outputs)
     temperatures = [_temperature(output, temperature) for output in outputs]
     inner = hf_compat.unwrap(model)
     hf_compat.refuse_what_cannot_generate(inner)
