@@ -19,7 +19,6 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
-from cb_rollout.engine.agreement import LARGEST_MULTIPLE, TYPICAL_MULTIPLE, Agreement
 from cb_rollout.engine.attention.backend import UnsupportedAttentionError
 from cb_rollout.engine.attention.packed import PackedAttention, Segment
 from cb_rollout.engine.kv_cache.layout import CacheLayout
@@ -28,6 +27,7 @@ from cb_rollout.engine.model import check
 from cb_rollout.engine.model import runner as runner_module
 from cb_rollout.engine.model.eval_mode import eval_mode
 from cb_rollout.engine.model.runner import BatchLayout, ModelRunner
+from cb_rollout.engine.numerics.agreement import LARGEST_MULTIPLE, TYPICAL_MULTIPLE, Agreement
 
 NONE = "none"
 

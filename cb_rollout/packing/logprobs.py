@@ -20,11 +20,11 @@ from cb_rollout.compat import multimodal
 from cb_rollout.compat import transformers as hf_compat
 from cb_rollout.compat.fsdp import is_sharded
 from cb_rollout.compat.torch import compute_dtype
-from cb_rollout.engine.agreement import Agreement, Reference, is_measurable, references
 from cb_rollout.engine.memory.device import to_device
 from cb_rollout.engine.model.eval_mode import eval_mode
 from cb_rollout.engine.model.routers import Replay, Routers, find_routers, joined_routes
 from cb_rollout.engine.model.runner import ModelRunner
+from cb_rollout.engine.numerics.agreement import Agreement, Reference, is_measurable, references
 from cb_rollout.engine.numerics.higher_precision import higher_precision
 from cb_rollout.engine.sampling.draw import chosen_logprobs
 from cb_rollout.errors import ConfigurationError, InvalidRequestError
@@ -86,6 +86,7 @@ def packed_logprobs(
         ConfigurationError: a temperature is not a finite number above 0; the model has no
             language-model head, is an encoder-decoder, or is not whole on one device.
     """
+    outputs = list(outputs)
     outputs = list(outputs)
     temperatures = [_temperature(output, temperature) for output in outputs]
     inner = hf_compat.unwrap(model)

@@ -10,7 +10,6 @@ from functools import partial
 
 import torch
 
-from cb_rollout.engine.agreement import Reference, agrees, is_measurable, references
 from cb_rollout.engine.kv_cache.block_table import BlockTable
 from cb_rollout.engine.kv_cache.layout import CacheLayout
 from cb_rollout.engine.kv_cache.paged import PagedCache
@@ -20,6 +19,7 @@ from cb_rollout.engine.model.eval_mode import eval_mode
 from cb_rollout.engine.model.image_rows import PrefillRow
 from cb_rollout.engine.model.prompt_images import PromptImages
 from cb_rollout.engine.model.runner import BatchLayout, ModelRunner
+from cb_rollout.engine.numerics.agreement import Reference, agrees, is_measurable, references
 from cb_rollout.errors import ConfigurationError, error_text
 
 

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from cb_rollout.engine.agreement import agrees, gradient_noise, references, rounding_noise
+from cb_rollout.engine.numerics.agreement import agrees, gradient_noise, references, rounding_noise
 
 P, V = 6, 500
 

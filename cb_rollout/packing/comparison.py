@@ -1,6 +1,6 @@
-"""Compare the packed forward of some rows with the trainer's own: scores and gradients.
+"""Compare the packed forward of some rows with a padded one: scores and gradients.
 
-Called by the trainer, on its thread. Imports no trl.
+Called by the thread that trains.
 
 B: rows of a batch, T: tokens of a completion.
 """
@@ -13,14 +13,16 @@ from typing import NamedTuple
 import torch
 
 from cb_rollout.compat.torch import compute_dtype
-from cb_rollout.engine.agreement import (
+from cb_rollout.engine.numerics.agreement import (
     agrees,
     gradient_noise,
     is_measurable,
     rounding_noise,
 )
 from cb_rollout.engine.numerics.higher_precision import higher_precision
-from cb_rollout.integrations.trl.packed_scores import Result
+
+Result = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
+"""Log-probabilities and entropies, (B, T), and the load-balancing loss of a mixture of experts."""
 
 # Elements of the gradients that are compared: four copies of them exist at a time.
 MAX_COMPARED_ELEMENTS = 1 << 25
