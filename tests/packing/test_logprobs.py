@@ -341,3 +341,15 @@ def test_one_output_alone_is_no_proof_for_several():
     alone = next(output for output in outputs if len(output.generated_tokens) > 2)
     assert_as_plain(model, [alone])
     assert_as_plain(model, outputs)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "gpt_oss"])
+def test_a_config_that_asks_for_router_logits_is_rolled_out_and_scored(family):
+    model = tiny_model(family)
+    model.config.output_router_logits = True
+    params = SamplingParams(max_new_tokens=6, ignore_eos=True)
+    with RolloutGenerator(model) as generator:
+        outputs = generator.generate_batch([[3, 4, 5], [3, 4, 5, 6, 7]], sampling_params=params)
+    packed = packed_logprobs(model, outputs.values())
+    for values, output in zip(packed, outputs.values(), strict=True):
+        torch.testing.assert_close(values, torch.tensor(output.logprobs), rtol=1e-5, atol=1e-5)
