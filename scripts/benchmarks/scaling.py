@@ -9,6 +9,7 @@ import linecache
 import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,14 @@ def bench_scaling(setup: Setup) -> dict[str, Any]:
     rates: dict[str, float] = {}
     results = {}
     for count in setup.sizes.scales:
-        workload = equal_lengths(setup.sizes, count, setup.sizes.scaling_tokens)
+        workload = equal_lengths(
+            replace(
+                setup.sizes,
+                num_prompts=count,
+                num_completions=1,
+                equal_tokens=setup.sizes.scaling_tokens,
+            )
+        )
         contenders = {
             "cb_rollout": ours(),
             "transformers CB": transformers_batching(max_requests_per_batch=count),
@@ -80,7 +88,7 @@ def _turns(
 ) -> dict[str, list[Turn]]:
     """Take at least one turn each, and no further ones after `POINT_SECONDS`."""
     turns: dict[str, list[Turn]] = {name: [] for name in contenders}
-    warm_up = workload.first(LARGEST_WARM_UP)
+    warm_up = Workload(workload.prompts[:LARGEST_WARM_UP], workload.lengths[:LARGEST_WARM_UP])
     for _ in range(repetitions):
         for name, contender in contenders.items():
             turns[name].append(take_turn(contender, model, workload, warm_up, NUM_WARM_UPS))

@@ -113,10 +113,6 @@ class Workload:
         """Return the number of completion tokens."""
         return sum(self.lengths)
 
-    def first(self, count: int) -> "Workload":
-        """Return a workload of the first `count` sequences."""
-        return Workload(self.prompts[:count], self.lengths[:count])
-
 
 def random_prompts(
     draws: random.Random, count: int, tokens: tuple[int, int], vocab_size: int
@@ -152,18 +148,13 @@ def long_tailed(sizes: Sizes) -> Workload:
     )
 
 
-def equal_lengths(sizes: Sizes, count: int | None = None, tokens: int | None = None) -> Workload:
-    """Return distinct prompts with completions of one length: the best case of a fixed batch.
-
-    Args:
-        sizes: sizes of the prompts, and defaults of the other arguments.
-        count: number of completions; None: `sizes.num_sequences`.
-        tokens: length of each completion; None: `sizes.equal_tokens`.
-    """
-    count = count or sizes.num_sequences
-    draws = random.Random(SEED)
-    prompts = random_prompts(draws, count, sizes.prompt_tokens, sizes.shape["vocab_size"])
-    return Workload(prompts, [tokens or sizes.equal_tokens] * count)
+def equal_lengths(sizes: Sizes) -> Workload:
+    """Return distinct prompts with completions of one length: the best case of a fixed batch."""
+    count = sizes.num_sequences
+    prompts = random_prompts(
+        random.Random(SEED), count, sizes.prompt_tokens, sizes.shape["vocab_size"]
+    )
+    return Workload(prompts, [sizes.equal_tokens] * count)
 
 
 def create_model(shape: dict[str, Any], device: str, **overrides: Any) -> Any:
