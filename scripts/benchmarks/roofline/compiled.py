@@ -184,8 +184,7 @@ def _plan(key: tuple[tuple[str, Any], ...], *, is_joined: bool) -> Plan:
     model = create_model(shape, "meta", num_hidden_layers=PLANNED_LAYERS).eval()
     if is_joined:
         weights = weights_of(model, lambda tensor: tensor)
-        shapes = {weight: weight.base.shape for weight in weights}
-        place(model, weights, shapes, Precision(None, None), META)
+        place(model, weights, Precision(None, None), META)
     runner, cache = ModelRunner(model, None), DecodeCache(layout, META)
     traced = trace(runner.decode, cache, *example(TRACING.num_rows, [0, 1], META))
     TRACING.rewrite(traced.graph, traced.weights)
