@@ -24,8 +24,14 @@ SEEDS = range(200)
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-def require_found(model, autocast_dtype):
+# Their attention has biases, or recurrent layers tell the order.
+WITHOUT_POSITIONS = ("bloom", "granitemoehybrid")
+OF_POSITIONS = "a decoded token's position is one too high"
+
+
+def require_found(model, autocast_dtype, absent=None):
     margins = planted_faults.margins(model, autocast_dtype)
+    margins.pop(absent, None)
     right = margins.pop(planted_faults.NONE)
     assert right < 0.6
     assert len(margins) >= 5
@@ -39,7 +45,8 @@ def require_found(model, autocast_dtype):
 )
 def test_planted_faults_are_found(family, precision):
     dtype, autocast_dtype = PRECISIONS[precision]
-    require_found(tiny_model(family).to(dtype), autocast_dtype)
+    absent = OF_POSITIONS if family in WITHOUT_POSITIONS else None
+    require_found(tiny_model(family).to(dtype), autocast_dtype, absent)
 
 
 @pytest.mark.slow
