@@ -74,6 +74,8 @@ class GenerationOutput:
     """The experts that each token took: a numpy array of uint8 or int16, `(tokens, layers, experts
     of a token)`, of the prompt and all generated tokens but the last, which ran through no layer.
     None unless `router_replay=True`."""
+    temperature: float = 1.0
+    """The temperature that the tokens were sampled with; 1 where they were decoded greedily."""
     images: Any = field(default=None, repr=False, compare=False)
     """The tensors of the prompt's images, for `packed_logprobs`; None: it has none."""
 

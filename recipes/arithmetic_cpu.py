@@ -27,6 +27,7 @@ import argparse
 import random
 import re
 import sys
+import warnings
 import zlib
 from pathlib import Path
 from statistics import mean
@@ -45,6 +46,8 @@ from cb_rollout.tools.report import write_report
 # transformers 5.23 renamed the setting, and warns of its old name.
 IS_RENAMED = hasattr(GRPOConfig, "activation_checkpointing")
 CHECKPOINTING = "activation_checkpointing" if IS_RENAMED else "gradient_checkpointing"
+# trl 1.16 reads a name of transformers that it deprecates.
+warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
 
 PAD, EOS = 0, 1
 WORDS = ["<pad>", "<eos>", *"0123456789+-*="]

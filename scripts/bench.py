@@ -1,26 +1,89 @@
-"""`cb-rollout bench`, writing the records that the documents are made from.
+"""Run any workload and write the record that the documents are made from.
 
     python scripts/bench.py rollout            # into docs/benchmarks/, or --output-dir DIR
     python scripts/bench.py --help             # every workload and option
 
-The workloads are in `cb_rollout/tools/bench/`.
+The workloads are in `scripts/benchmarks/`, on those of `cb-rollout bench`.
 """
 
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from cb_rollout.tools import cli
+from cb_rollout.tools.cli.bench import SHIPPED, TRAINING_PACKAGES, BenchCommand, Suite, add_suite
+from cb_rollout.tools.cli.command import CommandParser
 
 BENCHMARKS = Path(__file__).parent.parent / "docs" / "benchmarks"
 
+RAY = "'cb_rollout[ray]'"
+
+WORKLOADS = {
+    "rollout": BenchCommand("benchmarks.rollout", SHIPPED.workloads["rollout"].help),
+    "bfloat16": BenchCommand(
+        "benchmarks.rollout", "one rollout of the same weights in 16 bits and in 32"
+    ),
+    "bitwise": BenchCommand(
+        "benchmarks.step", "what numerics='bitwise' costs, in rollout and step", TRAINING_PACKAGES
+    ),
+    "step": BenchCommand("benchmarks.step", SHIPPED.workloads["step"].help, TRAINING_PACKAGES),
+    "sync": BenchCommand("benchmarks.sync", "a weight sync, beside bare tensor copies"),
+    "strategies": BenchCommand(
+        "benchmarks.strategies", "over-sampling and its like, against plain"
+    ),
+    "pool": BenchCommand(
+        "benchmarks.cluster.pool", "a pool of workers, beside an engine", ("ray",), RAY
+    ),
+    "simulate": BenchCommand(
+        "benchmarks.cluster.simulate",
+        "steps on several engines: predicted, measured, and scenarios",
+        ("ray",),
+        RAY,
+    ),
+    "serve": BenchCommand(
+        "benchmarks.rollout",
+        "the same requests over HTTP on this machine",
+        ("fastapi", "httpx", "uvicorn"),
+        "'cb_rollout[server]' httpx",
+    ),
+    "scaling": BenchCommand("benchmarks.scaling", "from one request at once to 1,024"),
+    "drafts": BenchCommand("benchmarks.rollout", "few requests with drafts, and without"),
+    "truncation": BenchCommand(
+        "benchmarks.truncation", "top-k, top-p and min-p, beside transformers' warpers"
+    ),
+    "profile": BenchCommand("benchmarks.profile", "where a rollout's time goes"),
+    "bookkeeping": BenchCommand(
+        "benchmarks.profile", "what a decode step takes beside its forward"
+    ),
+    "roofline": BenchCommand("benchmarks.roofline.machine", "what this machine can do at most"),
+    "gpu_compiled": BenchCommand(
+        "benchmarks.roofline.compiled",
+        "kernels of a captured decode step, compiled and not, counted without a GPU",
+        ("triton",),
+        "triton",
+    ),
+    "gpu_model": BenchCommand(
+        "benchmarks.roofline.gpu_model",
+        "kernels of a step on a GPU, counted without one, and a model of their time",
+        ("triton",),
+        "triton",
+    ),
+}
+
+DESCRIPTION = """\
+Time cb_rollout beside its peers and write what was measured as JSON, as `cb-rollout bench` does.
+All contenders run in this process, except vLLM, which `rollout` starts where CB_ROLLOUT_VLLM_PYTHON
+names the Python of an environment with vLLM."""
+
+
+SUITE = Suite(DESCRIPTION, WORKLOADS, "benchmarks.sizes", BENCHMARKS)
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code."""
-    given = sys.argv[1:] if arguments is None else list(arguments)
-    # A tiny run is no record. argparse takes the last of an option that is given twice.
-    folder = [] if "--tiny" in given else ["--output-dir", str(BENCHMARKS)]
-    return cli.main(["bench", *folder, *given])
+    """Run one workload and return the exit code."""
+    parser = CommandParser("scripts/bench.py")
+    add_suite(parser, SUITE)
+    parsed = parser.parse_args(arguments)
+    return parsed.run(parsed)
 
 
 if __name__ == "__main__":

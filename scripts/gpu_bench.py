@@ -20,15 +20,14 @@ from typing import Any
 
 import torch
 
+from benchmarks.peers.vllm_process import vllm_contenders
+from benchmarks.roofline.machine import bandwidth
+from benchmarks.sizes import MODELS, QWEN3
 from cb_rollout import RolloutConfig, RolloutGenerator, SamplingParams
-from cb_rollout.tools.bench.peers.contenders import Contender, generate, ours, transformers_batching
-from cb_rollout.tools.bench.peers.vllm_process import vllm_contenders
-from cb_rollout.tools.bench.roofline.machine import bandwidth
+from cb_rollout.tools.bench.contenders import Contender, generate, ours, transformers_batching
 from cb_rollout.tools.bench.run import describe_machine
 from cb_rollout.tools.bench.timing import timed
 from cb_rollout.tools.bench.workload import (
-    GPU,
-    QWEN3,
     Workload,
     create_model,
     grouped,
@@ -286,7 +285,7 @@ def main() -> None:
         raise SystemExit("no CUDA device: nothing was measured.")
     deadline = time.perf_counter() + options.seconds
     rows: list[dict[str, Any]] = []
-    machine, peak = describe_machine(DEVICE), bandwidth(GPU.copied_bytes, DEVICE)
+    machine, peak = describe_machine(DEVICE), bandwidth(MODELS["0.6b"].copied_bytes, DEVICE)
     record = machine | {"copy_bytes_per_second": peak, "rows": rows}
     print(machine, f"copy bandwidth {peak / 1e12:.2f} TB/s", sep="\n")
     shapes = ["0.6B"] if {"peers", "vllm"}.issuperset(options.parts) else options.shapes

@@ -18,6 +18,7 @@ from collections.abc import Callable
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
+from benchmarks.profile import Spans, WrappedFunction, wrapped
 from cb_rollout import RolloutConfig, SamplingParams
 from cb_rollout.engine.attention.triton.backend import TritonBackend
 from cb_rollout.engine.core import Engine
@@ -30,7 +31,6 @@ from cb_rollout.engine.sampling.sampler import TokenSampler
 from cb_rollout.engine.scheduler.scheduler import Scheduler
 from cb_rollout.engine.service.loop import EngineLoop
 from cb_rollout.engine.service.output_queue import OutputQueue
-from cb_rollout.tools.bench.profile import Spans, WrappedFunction, wrapped
 from cb_rollout.tools.bench.timing import timed
 
 CPU = torch.device("cpu")

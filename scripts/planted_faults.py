@@ -1,6 +1,6 @@
 """Plant faults into the engine's forwards, and say by which margin the model check finds each.
 
-Usage: python scripts/planted_faults.py [--model FOLDER] [--output-dir docs/benchmarks]
+Usage: python scripts/planted_faults.py [--model FOLDER] [--write docs/numerics.md]
 
 A margin of 1 is the border: below it a fault passes, above it a right engine would be refused. The
 last row is the engine without a fault.
@@ -8,13 +8,17 @@ last row is the engine without a fault.
 
 import argparse
 import math
+import platform
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import date
+from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
+from transformers import AutoModelForCausalLM
 
-from cb_rollout.engine.agreement import LARGEST_MULTIPLE, TYPICAL_MULTIPLE, Agreement
 from cb_rollout.engine.attention.backend import UnsupportedAttentionError
 from cb_rollout.engine.attention.packed import PackedAttention, Segment
 from cb_rollout.engine.kv_cache.layout import CacheLayout
@@ -23,8 +27,11 @@ from cb_rollout.engine.model import check
 from cb_rollout.engine.model import runner as runner_module
 from cb_rollout.engine.model.eval_mode import eval_mode
 from cb_rollout.engine.model.runner import BatchLayout, ModelRunner
+from cb_rollout.engine.numerics.agreement import LARGEST_MULTIPLE, TYPICAL_MULTIPLE, Agreement
 
 NONE = "none"
+
+BEGIN, END = "<!-- planted faults -->", "<!-- end of planted faults -->"
 
 Run = Callable[..., Any]
 
@@ -211,7 +218,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", help="folder of a checkpoint; SmolLM2-135M-Instruct otherwise")
     options = parser.parse_args()
-    from transformers import AutoModelForCausalLM
 
     from smollm2 import smollm2_folder
 
@@ -224,9 +230,22 @@ def main() -> None:
     ):
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
         columns[name] = margins(model, autocast)
-    print("| fault |", " | ".join(columns), "|\n| --- |", " --- |" * len(columns))
+    lines = [f"| fault | {' | '.join(columns)} |", f"| --- |{' --- |' * len(columns)}"]
     for fault in next(iter(columns.values())):
-        print(f"| {fault} |", " | ".join(f"{c[fault]:.3g}" for c in columns.values()), "|")
+        shares = (_words(column[fault]) for column in columns.values())
+        lines.append(f"| {fault} | {' | '.join(shares)} |")
+    name = Path(folder).name
+    versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
+    lines.append(f"\n<sub>{name}, {platform.machine()}, {date.today()}; {versions}.</sub>")
+    print(table := "\n".join(lines))
+    if options.write:
+        before, rest = options.write.read_text().split(BEGIN)
+        _, after = rest.split(END)
+        options.write.write_text(f"{before}{BEGIN}\n\n{table}\n\n{END}{after}")
+
+
+def _words(share: float) -> str:
+    return "refused by itself" if share == math.inf else f"{share:,.3g}"
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ def smollm2_folder() -> Path:
     folder = cache / "smollm2-135m-instruct"
     if not folder.exists():
         package = gguf_folder()
-        cache.mkdir(parents=True, exist_ok=True)
+        cache.mkdir(mode=0o700, parents=True, exist_ok=True)
         # A second process waits, and finds the folder.
         with FileLock(f"{folder}.lock"):
             if not folder.exists():

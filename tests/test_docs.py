@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+import bench
 import cb_rollout
 from cb_rollout import RolloutConfig, strategies
 from cb_rollout.integrations.async_grpo import AsyncRollouts
@@ -70,16 +71,16 @@ def inline(page: str) -> Iterator[str]:
             yield from (" ".join(span.split()) for span in re.findall(r"`([^`]+)`", part))
 
 
-def commands(page: str) -> Iterator[list[str]]:
-    """Yield the words behind each `cb-rollout` of a page, in blocks and in spans."""
+def commands(page: str, start: str = "cb-rollout ") -> Iterator[list[str]]:
+    """Yield the words behind each `start` of a page, in blocks and in spans."""
     for span in inline(page):
-        if span.startswith("cb-rollout "):
-            yield span.split()[1:]
+        if span.startswith(start):
+            yield span.removeprefix(start).split()
     for block in fenced(page):
         for line in block.replace("\\\n", " ").splitlines():
             typed = line.strip().removeprefix("$ ")
-            if typed.startswith("cb-rollout "):
-                yield typed.split()[1:]
+            if typed.startswith(start):
+                yield typed.removeprefix(start).split()
 
 
 def subcommands() -> dict[str, argparse.ArgumentParser]:
@@ -151,6 +152,8 @@ def test_every_workload_on_a_page_exists(page):
     for words in commands(page):
         if words[0] == "bench" and len(words) > 1 and words[1].islower():
             assert words[1] in workload.choices
+    for words in commands(page, "python scripts/bench.py "):
+        assert words[0] in {"WORKLOAD", "--help", *bench.WORKLOADS}
 
 
 @current_page

@@ -23,6 +23,7 @@ from cb_rollout.config.sampling import SamplingParams
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "cb_rollout"
 MODULES = sorted(PACKAGE.rglob("*.py"))
+INSTRUMENTS = sorted((ROOT / "scripts" / "benchmarks").rglob("*.py"))
 
 PUBLIC = [
     "ConfigurationError",
@@ -246,8 +247,8 @@ def num_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 
 def test_a_function_has_at_most_sixty_lines():
     long = [
-        f"{path.relative_to(PACKAGE)}:{node.name}: {num_lines(node)}"
-        for path in MODULES
+        f"{path.relative_to(ROOT)}:{node.name}: {num_lines(node)}"
+        for path in (*MODULES, *INSTRUMENTS)
         # A Triton kernel is one function.
         if path.stem not in ("kernels", "sampling_kernels")
         for node in definitions(path, ast.FunctionDef, ast.AsyncFunctionDef)
@@ -268,8 +269,8 @@ def test_no_two_public_classes_have_one_name():
 def test_a_docstring_names_the_thing_first():
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     headless = [
-        f"{path.relative_to(PACKAGE)}: {docstring.splitlines()[0]}"
-        for path in MODULES
+        f"{path.relative_to(ROOT)}: {docstring.splitlines()[0]}"
+        for path in (*MODULES, *INSTRUMENTS)
         for node in definitions(path, *kinds)
         if (docstring := ast.get_docstring(node)) and docstring.split()[0] in HEADLESS
     ]
@@ -278,14 +279,14 @@ def test_a_docstring_names_the_thing_first():
 
 def test_a_comment_stands_above_what_it_explains():
     below = []
-    for path in MODULES:
+    for path in (*MODULES, *INSTRUMENTS):
         lines = path.read_text().splitlines()
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.Assign | ast.AnnAssign) and node.end_lineno < len(lines):
                 after = lines[node.end_lineno]
                 next_line = next((x for x in lines[node.end_lineno :] if x[:1] != "#"), "")
                 if after.startswith("# ") and not next_line:
-                    below.append(f"{path.relative_to(PACKAGE)}:{node.end_lineno + 1}: {after}")
+                    below.append(f"{path.relative_to(ROOT)}:{node.end_lineno + 1}: {after}")
     assert below == []
 
 

@@ -5,12 +5,22 @@ knows the compiler, the CPU's flags and torch's OpenMP, and caches on disk. `tor
 every input named and every mutation declared; `make_fx`, below it, records what runs.
 `torch.compile` would trace the graph again and check guards at each call; `standalone_compile` does
 neither.
+
+Owns the folder of what is compiled. Torch's own is named after the user in the folder for temporary
+files, where any user of the machine may make it first.
 """
 
 import ctypes
 import logging
+import os
+import stat
+import tempfile
+import threading
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,7 +53,85 @@ def compile_library(source: str, *, contracts: bool = True) -> ctypes.CDLL:
     Raises:
         Exception: what the compiler raises.
     """
-    return CppCodeCache.load(source, extra_flags=(CONTRACT_FLAG,) if contracts else ())
+    with _in_own_cache():
+        return _CheckedLibraries.load(source, extra_flags=(CONTRACT_FLAG,) if contracts else ())
+
+
+class _CheckedLibraries(CppCodeCache):
+    """Load files of the user alone (torch 2.11 to 2.13)."""
+
+    cache: dict[str, Any] = {}  # noqa: RUF012  torch's name for what is loaded
+
+    @staticmethod
+    def _load_library_inner(path: str, key: str) -> ctypes.CDLL:
+        for checked in (Path(path), Path(path).parent):
+            if reason := _why_others_can_write(checked):
+                raise PermissionError(f"{checked} {reason}; remove it, and it is compiled again.")
+        return ctypes.CDLL(path)
+
+
+def _why_others_can_write(path: Path) -> str | None:
+    """Return why a file is not this user's alone; None: it is."""
+    status = path.stat()
+    if status.st_uid != os.geteuid():
+        return f"is of user {status.st_uid}, not of {os.geteuid()}"
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return f"is open to other users (mode {stat.S_IMODE(status.st_mode):o})"
+    return None
+
+
+# Inductor reads the name of its folder from the environment, which threads share.
+_COMPILING = threading.RLock()
+_CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+
+
+@contextmanager
+def _in_own_cache() -> Iterator[None]:
+    """Compile into, and load from, `compiled_folder` inside the block."""
+    with _COMPILING:
+        before = os.environ.get(_CACHE_VARIABLE)
+        os.environ[_CACHE_VARIABLE] = str(compiled_folder())
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ[_CACHE_VARIABLE]
+            else:
+                os.environ[_CACHE_VARIABLE] = before
+
+
+def compiled_folder() -> Path:
+    """Return the folder of compiled code, which no other user can write to.
+
+    It is `cb_rollout/compiled` in the user's cache, else a temporary one.
+    """
+    caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    folder = Path(caches).absolute() / "cb_rollout" / "compiled"
+    try:
+        folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        reason = _why_others_can_write(folder)
+        if not reason and not os.access(folder, os.W_OK | os.X_OK):
+            reason = "cannot be written"
+    except OSError as error:
+        reason = f"cannot be used ({error.strerror})"
+    return _temporary_folder(f"{folder} {reason}") if reason else folder
+
+
+@cache
+def _temporary_folder(reason: str) -> Path:
+    """Make a folder for this process, and warn why."""
+    warnings.warn(
+        f"{reason}; what is compiled is kept for this process only. Remove it, or set "
+        "XDG_CACHE_HOME to a folder of your own.",
+        stacklevel=2,
+    )
+    # Kept until the process ends.
+    _TEMPORARY.append(folder := tempfile.TemporaryDirectory("-cb_rollout"))
+    return Path(folder.name)
+
+
+_TEMPORARY: list[tempfile.TemporaryDirectory[str]] = []
 
 
 GROUPED = "cb_rollout::grouped_product"
@@ -136,7 +224,7 @@ def compile_graph(graph: fx.Graph, options: Mapping[str, Any]) -> Callable[..., 
     # it is used, so its calls skip the checks of sizes. The caller captures CUDA graphs itself.
     skipped = {"size_asserts": False, "alignment_asserts": False}
     patches = {"compile_threads": 1, **skipped, **options, "triton.cudagraphs": False}
-    with torch.no_grad():
+    with torch.no_grad(), _in_own_cache():
         artifact = standalone_compile(
             fx.GraphModule({}, graph),
             examples,

@@ -14,12 +14,27 @@ from typing import Any
 import torch
 from transformers.integrations import moe as _moe
 
+from cb_rollout.compat import transformers as hf_compat
+
 # Computes `[S, K]` by `[E, K, N]`; the third tensor says where each group of rows ends.
 GroupedProduct = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 FAST_CAPABILITIES = (9, 10)
 
 _NAME = "_grouped_mm"
+
+_ROUTER_LOGITS = "output_router_logits"
+
+
+def without_router_logits(model: Any) -> dict[str, Any]:
+    """Return the argument that keeps a forward from a balancing loss that its config asks for.
+
+    That loss reads a mask of the rows, and generation needs none of it.
+    """
+    is_asked = getattr(model.config.get_text_config(), _ROUTER_LOGITS, False)
+    is_asked = is_asked or getattr(model.config, _ROUTER_LOGITS, False)
+    is_argument = is_asked and _ROUTER_LOGITS in hf_compat.forward_argument_names(model)
+    return {_ROUTER_LOGITS: False} if is_argument else {}
 
 
 class _Replacement(threading.local):

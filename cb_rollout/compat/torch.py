@@ -7,14 +7,13 @@ from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import distributed
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules import module as _module
 from torch.nn.modules.dropout import _DropoutNd
-from torch.utils._python_dispatch import TorchDispatchMode
 
 try:
     from torch.nn.attention.varlen import varlen_attn
@@ -288,21 +287,3 @@ def forward_numbers(module: torch.nn.Module) -> dict[str, float]:
         return {}
     found = {name: value for name, value in vars(module).items() if type(value) is float}
     return {name: value for name, value in found.items() if "drop" not in name}
-
-
-class DeviceMode(TorchDispatchMode):
-    """A dispatch mode under which torch (2.11 to 2.13) initialises no CUDA device.
-
-    It takes the place of torch's own mode of fake tensors.
-    """
-
-    _mode_key = torch._C._TorchDispatchModeKey.FAKE
-
-    def __enter__(self) -> Self:
-        torch._C._ensureCUDADeviceGuardSet()
-        torch._C._set_only_lift_cpu_tensors(True)
-        return super().__enter__()
-
-    def __exit__(self, *raised: Any) -> None:
-        torch._C._set_only_lift_cpu_tensors(False)
-        super().__exit__(*raised)

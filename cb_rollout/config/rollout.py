@@ -36,6 +36,9 @@ from cb_rollout.config.enums import (
 from cb_rollout.config.reference import own_settings
 from cb_rollout.errors import ConfigurationError
 
+# Above every count that a machine holds: the memory plan answers with what it does hold.
+MAX_COUNT = 2**62
+
 # vLLM's names, and settings that belong to SamplingParams.
 SYNONYMS = {
     "max_num_seqs": "max_requests_per_batch",
@@ -65,13 +68,13 @@ class RolloutConfig:
     block_size: int = setting(
         32,
         "Tokens per KV cache block.",
-        integer(1),
+        integer(1, most=MAX_COUNT),
         cost="Larger: less bookkeeping, more waste in last blocks and less shared.",
     )
     num_blocks: int | None = setting(
         None,
         "KV cache blocks; None: as many as the workload uses, within max_memory_percent.",
-        integer(1, may_be_none=True),
+        integer(1, most=MAX_COUNT, may_be_none=True),
         cost="Set it for a cache of a known size; it is then taken at once.",
     )
     max_batch_tokens: int | None = setting(
@@ -83,7 +86,7 @@ class RolloutConfig:
     max_requests_per_batch: int | None = setting(
         None,
         "Most sequences decoded together; None: chosen by device.",
-        integer(1, may_be_none=True),
+        integer(1, most=MAX_COUNT, may_be_none=True),
         cost="Lower it to bound a decode step's memory and time.",
     )
     max_memory_percent: float = setting(

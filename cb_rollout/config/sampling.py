@@ -312,13 +312,15 @@ class SamplingParams:
     @property
     def can_be_graphed(self) -> bool:
         """True: a CUDA graph samples by these parameters."""
-        has_parts = self.sequence_bias or self.no_repeat_ngram_size
-        has_parts = has_parts or any(len(word) > 1 for word in self.bad_words)
-        has_ends = self.forced_eos_token_id or self.exponential_decay_length_penalty
-        has_code = self.logits_processors or self.grammar is not None
-        is_typical = self.is_truncated and self.typical_p < 1
-        is_wide = self.top_logprobs > MAX_GRAPHED_TOP_LOGPROBS
-        return not (has_parts or has_ends or has_code or is_typical or is_wide)
+        if any(len(word) > 1 for word in self.bad_words):
+            return False
+        if self.top_logprobs > MAX_GRAPHED_TOP_LOGPROBS:
+            return False
+        is_truncation_off = self.is_greedy
+        return all(
+            getattr(self, name) == default or (is_truncation_off and name == "typical_p")
+            for name, default in _defaults_of_ungraphed(type(self))
+        )
 
     @property
     def is_processed(self) -> bool:
@@ -345,7 +347,21 @@ _ADJUSTING = (
     "forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty",
     "min_new_tokens", "min_length", "logits_processors",
 )  # fmt: skip
+
+# Parameters that a CUDA graph samples by, or that `Request` holds and checks after each step.
+_GRAPHED = frozenset({
+    "temperature", "do_sample", "top_k", "top_p", "min_p", "seed", "top_logprobs",
+    "repetition_penalty", "encoder_repetition_penalty", "presence_penalty", "frequency_penalty",
+    "logit_bias", "bad_words", "min_new_tokens", "min_length",
+    "begin_suppress_tokens", "forced_bos_token_id",
+    "max_new_tokens", "max_length", "eos_token_id", "ignore_eos", "stop_token_ids", "stop",
+})  # fmt: skip
 _DEFAULTS = {field.name: field.default for field in fields(SamplingParams)}
+
+
+@functools.cache
+def _defaults_of_ungraphed(kind: type[SamplingParams]) -> list[tuple[str, Any]]:
+    return [(field.name, field.default) for field in fields(kind) if field.name not in _GRAPHED]
 
 
 def counterpart(name: str) -> str | None:

@@ -18,7 +18,6 @@ from cb_rollout.compat import transformers as hf_compat
 from cb_rollout.compat.fsdp import weight_writes
 from cb_rollout.config.enums import Numerics
 from cb_rollout.config.rollout import RolloutConfig
-from cb_rollout.engine.agreement import is_measurable
 from cb_rollout.engine.cuda_graphs.selection import choose_compilation, create_graphs
 from cb_rollout.engine.executor import StepExecutor
 from cb_rollout.engine.kv_cache.offload import KVOffloader
@@ -35,6 +34,7 @@ from cb_rollout.engine.model.prompt_images import PromptImages
 from cb_rollout.engine.model.recompute import recomputed_logprobs
 from cb_rollout.engine.model.routers import Routers
 from cb_rollout.engine.model.runner import BatchLayout, ModelRunner
+from cb_rollout.engine.numerics.agreement import is_measurable
 from cb_rollout.engine.numerics.bitwise import bitwise
 from cb_rollout.engine.request import Limits, Request
 from cb_rollout.engine.sampling.sampler import create_token_sampler
@@ -84,10 +84,8 @@ class Engine:
         self._is_alone, self._smallest = smallest is None, smallest or int
         self.counters = EngineCounters()
         self.policy_version = 0
-        is_bitwise = config.numerics == Numerics.BITWISE
-        self._runner = ModelRunner(
-            model, autocast_dtype, is_bitwise=is_bitwise, is_split=not self._is_alone
-        )
+        is_bitwise, is_split = config.numerics == Numerics.BITWISE, smallest is not None
+        self._runner = ModelRunner(model, autocast_dtype, is_bitwise=is_bitwise, is_split=is_split)
         self._eval_mode: ExitStack | None = None
         self._numerics = ExitStack()
         """Holds the operators of `numerics="bitwise"` while there is work."""

@@ -329,6 +329,7 @@ class Request:
             top_logprobs=list(self.top_logprobs) if self.params.top_logprobs else None,
             kept_token_ids=self.kept_token_ids[: self.num_generated] or None,
             routed_experts=self.routed_experts if self.status.is_final else None,
+            temperature=1.0 if self.params.is_greedy else self.params.temperature,
             images=self.images,
         )
 

@@ -27,6 +27,23 @@ def json_line(row: Mapping[str, Any]) -> bytes:
     return (json.dumps(row, allow_nan=False, separators=(",", ":")) + "\n").encode("ascii")
 
 
+def append_line(path: Path, line: bytes) -> None:
+    """Append a whole line, unbuffered; a line that does not fit is removed again.
+
+    Raises:
+        OSError: the line cannot be written.
+    """
+    with path.open("ab", buffering=0) as file:
+        end = file.seek(0, os.SEEK_END)
+        try:
+            data = memoryview(line)
+            while data:
+                data = data[file.write(data) :]
+        except OSError:
+            file.truncate(end)
+            raise
+
+
 def read_lines(path: Path, parse: Callable[[Any], T], noun: str) -> Iterator[tuple[bytes, T]]:
     """Yield each whole line and its record, leaving out a half line at the end.
 

@@ -2,23 +2,25 @@
 
 Owns the two files, a folder with each picture of a prompt once, and their format; does not choose
 what is recorded. A file may hold several runs, one after the other; each line has its run's id.
-Recording again removes the half line that a killed process left. One process of a run records, from
-any of its threads.
+Recording again removes the half line that a killed process left. A full disk stops the recording
+with a warning, and nothing else. One process of a run records, from any of its threads.
 """
 
 import hashlib
 import math
 import os
 import re
+import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from cb_rollout.errors import ConfigurationError
-from cb_rollout.metrics.jsonl import json_line, read_lines, remove_half_line
+from cb_rollout.metrics.jsonl import append_line, json_line, read_lines, remove_half_line
 
 T = TypeVar("T")
 
@@ -163,9 +165,11 @@ class RunRecorder:
     def __init__(self, run_dir: str | os.PathLike[str]) -> None:
         """Create `run_dir` if it is missing, and begin a run after its last whole record."""
         self.run_dir = Path(run_dir)
-        self.run_dir.mkdir(parents=True, exist_ok=True)
-        for name in (METRICS_FILE, ROLLOUTS_FILE):
-            remove_half_line(self.run_dir / name)
+        self._is_stopped = False
+        with self._stopping():
+            self.run_dir.mkdir(parents=True, exist_ok=True)
+            for name in (METRICS_FILE, ROLLOUTS_FILE):
+                remove_half_line(self.run_dir / name)
         self.begin_run()
 
     def begin_run(self, from_step: int = 0) -> None:
@@ -200,16 +204,34 @@ class RunRecorder:
         """Write a picture, once however often it is recorded, and return its name."""
         name = f"{hashlib.blake2b(png, digest_size=16).hexdigest()}.png"
         path = self.run_dir / IMAGES_DIR / name
-        if not path.exists():
-            path.parent.mkdir(exist_ok=True)
+        if not (self._is_stopped or path.exists()):
             partial = path.with_suffix(".partial")
-            partial.write_bytes(png)
-            partial.replace(path)
+            with self._stopping():
+                path.parent.mkdir(exist_ok=True)
+                try:
+                    partial.write_bytes(png)
+                    partial.replace(path)
+                finally:
+                    partial.unlink(missing_ok=True)
         return name
 
     def _append(self, name: str, row: Mapping[str, Any]) -> None:
-        with (self.run_dir / name).open("ab", buffering=0) as file:
-            file.write(json_line(self._run | dict(row)))
+        if not self._is_stopped:
+            with self._stopping():
+                append_line(self.run_dir / name, json_line(self._run | dict(row)))
+
+    @contextmanager
+    def _stopping(self) -> Iterator[None]:
+        """Record nothing more, and warn, if a file cannot be written inside the block."""
+        try:
+            yield
+        except OSError as error:
+            self._is_stopped = True
+            warnings.warn(
+                f"{self.run_dir} cannot be written ({error.strerror}); training goes on, and "
+                "nothing more of this run is recorded. Make room before the next one.",
+                stacklevel=4,
+            )
 
 
 def list_runs(run_dir: str | os.PathLike[str]) -> list[Run]:

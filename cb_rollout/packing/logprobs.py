@@ -5,7 +5,7 @@ K: completion tokens of a batch, H: hidden size, V: vocabulary.
 
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from numbers import Real
@@ -19,12 +19,13 @@ from torch.utils.checkpoint import checkpoint
 from cb_rollout.compat import multimodal
 from cb_rollout.compat import transformers as hf_compat
 from cb_rollout.compat.fsdp import is_sharded
+from cb_rollout.compat.moe import without_router_logits
 from cb_rollout.compat.torch import compute_dtype
-from cb_rollout.engine.agreement import Agreement, Reference, is_measurable, references
 from cb_rollout.engine.memory.device import to_device
 from cb_rollout.engine.model.eval_mode import eval_mode
 from cb_rollout.engine.model.routers import Replay, Routers, find_routers, joined_routes
 from cb_rollout.engine.model.runner import ModelRunner
+from cb_rollout.engine.numerics.agreement import Agreement, Reference, is_measurable, references
 from cb_rollout.engine.numerics.higher_precision import higher_precision
 from cb_rollout.engine.sampling.draw import chosen_logprobs
 from cb_rollout.errors import ConfigurationError, InvalidRequestError
@@ -54,7 +55,7 @@ _REPLACING = threading.RLock()
 
 def packed_logprobs(
     model: torch.nn.Module,
-    outputs: Sequence[GenerationOutput],
+    outputs: Iterable[GenerationOutput],
     *,
     temperature: float | None = None,
 ) -> list[torch.Tensor]:
@@ -86,6 +87,8 @@ def packed_logprobs(
         ConfigurationError: a temperature is not a finite number above 0; the model has no
             language-model head, is an encoder-decoder, or is not whole on one device.
     """
+    outputs = list(outputs)
+    outputs = list(outputs)
     temperatures = [_temperature(output, temperature) for output in outputs]
     inner = hf_compat.unwrap(model)
     hf_compat.refuse_what_cannot_generate(inner)
@@ -190,7 +193,7 @@ def _scored(
         own_forward: Callable[..., Any], batch: PackedBatch, arguments: dict[str, Any]
     ) -> Scores:
         with hf_compat.taking_hidden_states(inner) as taken:
-            own_forward(**arguments, use_cache=False)
+            own_forward(**arguments, **without_router_logits(inner), use_cache=False)
         score = partial(_chunk, inner, own_forward, type(taken[0]))
         hidden_1KH = taken[0].last_hidden_state
         lengths = zip(batch.rows, batch.lengths, strict=True)
@@ -226,7 +229,8 @@ def _chunk(
 ) -> torch.Tensor:
     """Return the log-probabilities of labels by the model's own head on these hidden states."""
     with _REPLACING, hf_compat.giving_hidden_states(inner, kind, hidden_1KH):
-        logits_KV = own_forward(input_ids=labels_K[None], use_cache=False).logits[0]
+        settings = {"use_cache": False, **without_router_logits(inner)}
+        logits_KV = own_forward(input_ids=labels_K[None], **settings).logits[0]
     return chosen_logprobs(logits_KV.float() / temperatures_K[:, None], labels_K)
 
 
@@ -315,10 +319,10 @@ def _plain(inner: Any, row: PackedRow) -> torch.Tensor:
         routes_NLK = joined_routes([part], row.routes.shape[1:], device)
         assert routes_NLK is not None
         replaying = _routers(inner).replaying(inner, Replay(routes_NLK))
-    given = {}
+    given = without_router_logits(inner)
     if row.images is not None:
         names = multimodal.image_argument_names(inner)
-        given = row.images.arguments(names, ids.shape[1])
+        given |= row.images.arguments(names, ids.shape[1])
     with replaying, multimodal.keeping_position_offsets(inner):
         logits_1TV = inner(input_ids=ids, use_cache=False, **given).logits
     logits_TV = logits_1TV[0, first - 1 : -1].float()

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from cb_rollout.config.enums import LogprobsMode, SamplingMaskMode
-from cb_rollout.engine.agreement import LARGEST_MULTIPLE, Agreement, agrees, rounding_noise
+from cb_rollout.engine.numerics.agreement import LARGEST_MULTIPLE, Agreement, agrees, rounding_noise
 from cb_rollout.engine.request import Request
 from cb_rollout.engine.service.manager import ContinuousBatchingManager
 from cb_rollout.errors import InvalidRequestError

@@ -125,7 +125,7 @@ class CopiedWeights:
         source, weights, shapes = self._read()
         require_match(self.module, weights, shapes)
         self._require_same_modules()
-        self._follow_structure(weights, shapes)
+        self._follow_structure(weights)
         is_kept = isinstance(source, PlainSource) and not has_adapters(self._source)
         # The weights keep the tensors alive, so no other tensor takes over an id.
         self._matched = (held, source, weights) if is_kept else None
@@ -147,12 +147,10 @@ class CopiedWeights:
                 "tensors only; use weight_sync='shared', or make the change before training."
             )
 
-    def _follow_structure(
-        self, weights: Sequence[Weight], shapes: Mapping[Weight, torch.Size]
-    ) -> None:
+    def _follow_structure(self, weights: Sequence[Weight]) -> None:
         """Tie the copy's tensors and choose their dtypes anew, as the training module has them."""
         moved = misplaced(self.module, weights, self._precision)
-        place(self.module, moved, shapes, self._precision, self._device)
+        place(self.module, moved, self._precision, self._device)
         for weight in moved:
             self._taken.pop(weight.names, None)
         self._held = tensors_by_name(self.module)

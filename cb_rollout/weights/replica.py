@@ -78,7 +78,7 @@ def create_replica(
     if tensor_parallel_size > 1:
         split_over_processes(replica, tensor_parallel_size)
     require_match(replica, weights, shapes)
-    place(replica, weights, shapes, precision, device)
+    place(replica, weights, precision, device)
     replica.generation_config = trained.generation_config
     return replica.eval()
 
@@ -86,7 +86,6 @@ def create_replica(
 def place(
     replica: PreTrainedModel,
     weights: Sequence[Weight],
-    shapes: Mapping[Weight, torch.Size],
     precision: Precision,
     device: torch.device,
 ) -> None:
@@ -97,7 +96,7 @@ def place(
     """
     groups: dict[Any, list[Weight]] = {}
     for weight in weights:
-        groups.setdefault(_neighbourhood(replica, weight, shapes) or weight, []).append(weight)
+        groups.setdefault(_neighbourhood(replica, weight) or weight, []).append(weight)
     for neighbours in groups.values():
         dtype = _held_dtype(replica, neighbours[0], precision)
         placed = [replica.get_parameter_or_buffer(weight.names[0]) for weight in neighbours]
@@ -110,9 +109,7 @@ def place(
             _assign(replica, weight, with_storage(tensor, part.view(shape)))
 
 
-def _neighbourhood(
-    replica: PreTrainedModel, weight: Weight, shapes: Mapping[Weight, torch.Size]
-) -> tuple[object, ...] | None:
+def _neighbourhood(replica: PreTrainedModel, weight: Weight) -> tuple[object, ...] | None:
     """Return what weights have in common that lie one after the other; None: it lies alone."""
     if len(weight.names) != 1 or weight.is_buffer:
         return None

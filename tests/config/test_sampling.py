@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import GenerationConfig
 
+from cb_rollout.config.checks import setting
 from cb_rollout.config.sampling import SamplingParams, resolved
 from cb_rollout.errors import ConfigurationError, InvalidRequestError
 
@@ -289,3 +290,70 @@ def test_the_words_of_the_request_come_first():
 def test_a_length_below_one_is_refused_where_it_is_asked_for():
     with pytest.raises(InvalidRequestError, match="max_new_tokens=0 is not a whole number >= 1"):
         resolved(None, DEFAULTS, max_new_tokens=0)
+
+
+class AnyGrammar:
+    """A grammar that nothing is sampled by."""
+
+    def matcher(self):
+        """Return no state."""
+
+
+# A value of each parameter that is not its default, by whether a CUDA graph samples with it.
+GRAPHED = {
+    "temperature": 0.5,
+    "top_k": 3,
+    "top_p": 0.5,
+    "min_p": 0.5,
+    "do_sample": False,
+    "repetition_penalty": 1.5,
+    "encoder_repetition_penalty": 1.5,
+    "presence_penalty": 0.5,
+    "frequency_penalty": 0.5,
+    "logit_bias": {3: 1.0},
+    "bad_words": ((3,),),
+    "begin_suppress_tokens": (3,),
+    "forced_bos_token_id": (3,),
+    "max_new_tokens": 5,
+    "max_length": 5,
+    "min_new_tokens": 5,
+    "min_length": 5,
+    "eos_token_id": 3,
+    "ignore_eos": True,
+    "stop_token_ids": (3,),
+    "stop": ("end",),
+    "top_logprobs": 2,
+    "seed": 7,
+}
+NOT_GRAPHED = {
+    "typical_p": 0.5,
+    "sequence_bias": {(3, 4): 1.0},
+    "no_repeat_ngram_size": 2,
+    "exponential_decay_length_penalty": (2, 1.5),
+    "forced_eos_token_id": (3,),
+    "logits_processors": (lambda ids, scores: scores,),
+    "grammar": AnyGrammar(),
+}
+
+
+def test_a_graph_samples_by_the_parameters_that_it_knows_and_no_other():
+    values = GRAPHED | NOT_GRAPHED
+    assert set(values) == {field.name for field in dataclasses.fields(SamplingParams)}
+    given = {name: SamplingParams(**{name: value}) for name, value in values.items()}
+    assert all(getattr(given[name], name) != getattr(SamplingParams(), name) for name in values)
+    assert {name for name in given if given[name].can_be_graphed} == set(GRAPHED)
+    assert SamplingParams(typical_p=0.5, temperature=0).can_be_graphed
+    assert not SamplingParams(bad_words=((3, 4),)).can_be_graphed
+    assert not SamplingParams(top_logprobs=21).can_be_graphed
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Newer(SamplingParams):
+    """Parameters with one that no graph knows."""
+
+    smoothing: float = setting(0.0, "Of a later version.", float)
+
+
+def test_a_graph_does_not_sample_by_a_new_parameter():
+    assert Newer().can_be_graphed
+    assert not Newer(smoothing=0.5).can_be_graphed

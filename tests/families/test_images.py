@@ -21,7 +21,7 @@ from marks import IS_NEWEST, of_the_newest, slow_beside
 from parity import TOLERANCE
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
-from cb_rollout import RolloutError
+from cb_rollout import RolloutConfig, RolloutError, RolloutGenerator
 from cb_rollout.engine.service.image_prompts import encoded_row
 
 # The models' own warnings, about weights and settings that only a tiny model has.
@@ -124,3 +124,21 @@ def test_the_document_names_the_types_that_are_refused():
     assert f"The other {num_alone} take" in text
     named = set(re.findall(r"^\| `([\w.-]+)` \|", text, re.MULTILINE))
     assert named == set(image_needs.REFUSED)
+
+
+@pytest.mark.parametrize("model_type", ["gemma3", "qwen2_5_vl"])
+def test_images_run_in_16_bits_as_they_do_in_float32(model_type):
+    """A mask that is wrong for image tokens is hundredths of a nat off, less than 16 bits round."""
+    model, processor = create(model_type)
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        row = {
+            "prompt": prompt(processor, 2),
+            "images": [picture(s, z) for s, z in enumerate(SIZES)],
+        }
+        config = RolloutConfig(seed=0, block_size=4)
+        with RolloutGenerator(model.to(dtype), config, tokenizer=processor) as generator:
+            generator.generate_batch([row], max_new_tokens=2)
+            runner = generator.manager._engine._runner
+            found.append((runner.cuts_images, runner.shares_prefill, runner.encoder_cache.is_used))
+    assert found[0] == found[1]

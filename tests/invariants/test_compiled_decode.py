@@ -115,7 +115,8 @@ def test_what_does_not_compile_is_captured_as_the_model_computes_it(
     model = tiny_model("qwen3", **SMALL)
     with generator_of(model, **ONE) as generator:
         path = generator.manager.decode_path
-        assert f"forwards: by the model, not compiled ({reason}); CUDA graphs: on" in path
+        assert f"forwards: by the model, not compiled ({reason}" in path
+        assert "; CUDA graphs: on" in path
         assert reason in caplog.text
         assert_right(generator, model)
 

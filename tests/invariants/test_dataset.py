@@ -276,6 +276,11 @@ def test_other_rows_other_weights_and_lost_settings_are_refused(model, jsonl, tm
     generate(model, jsonl, output)
     with pytest.raises(ConfigurationError, match="model was '"):
         generate(tiny_model(vocab_size=len(TOKENIZER), seed=1), jsonl, output)
+    other = tiny_model(vocab_size=len(TOKENIZER))
+    with torch.no_grad():
+        other.get_parameter("model.layers.0.mlp.up_proj.weight").view(-1)[1] += 1e-3
+    with pytest.raises(ConfigurationError, match="model was '"):
+        generate(other, jsonl, output)
     write_jsonl(jsonl, [*ROWS, {"prompt": "one more"}])
     with pytest.raises(ConfigurationError, match="input was '"):
         generate(model, jsonl, output)

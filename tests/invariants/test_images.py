@@ -699,7 +699,7 @@ def test_packed_logprobs_of_images_and_their_gradients_are_those_of_plain_forwar
     parameters = dict(model.named_parameters())
     found = packed_logprobs(model, outputs)
     # The tokens of Gemma 3's images see each other in both directions.
-    is_padded = _LAYOUTS[model][True] is PackingLayout.PADDED
+    is_padded = list(_LAYOUTS[model].values()) == [PackingLayout.PADDED]
     assert is_padded is (model_type == "gemma3")
     sum(part.sum() for part in found).backward()
     gradients = {name: p.grad.clone() for name, p in parameters.items() if p.grad is not None}

@@ -16,6 +16,7 @@ from cb_rollout import (
     SamplingParams,
     packed_logprobs,
 )
+from cb_rollout.compat.transformers import forward_identity
 from cb_rollout.packing.batch import PackingLayout
 from cb_rollout.packing.logprobs import _LAYOUTS
 
@@ -164,7 +165,7 @@ def plain_logprobs(model, output) -> torch.Tensor:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_loss_takes_the_factors_of_each_whole_row(family, layout):
     model = longrope_model(family)
-    _LAYOUTS[model] = {False: layout}
+    _LAYOUTS[model] = {(False, forward_identity(model)): layout}
     short, long = prompts(10, 20)
     outputs = [
         output_of(prompt, completion)

@@ -2,6 +2,7 @@ import json
 import math
 
 import pytest
+from full_disk import FullDisk
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -272,3 +273,35 @@ def test_a_picture_is_written_once_and_read_by_its_name(tmp_path):
     assert read_image(tmp_path, "f" * 32 + ".png") is None
     recorder.record_sequence(a_sequence(images=names[:1]))
     assert read_rollouts(tmp_path)[0].images == names[:1]
+
+
+def record_everything(folder):
+    recorder = RunRecorder(folder)
+    for step in (1, 2):
+        name = recorder.record_image(b"picture %d" % step)
+        recorder.record_sequence(a_sequence(step, images=[name]))
+        recorder.record_metrics(StepMetrics(step, "train", {"reward": 0.5}, [3]))
+
+
+def test_a_full_disk_stops_the_records_at_any_write_and_nothing_else(tmp_path, monkeypatch):
+    with FullDisk(tmp_path, math.inf).mounted(monkeypatch) as disk:
+        record_everything(tmp_path / "whole")
+    assert disk.num_writes > 8
+    for number in range(1, disk.num_writes + 1):
+        folder = tmp_path / str(number)
+        with (
+            FullDisk(tmp_path, number).mounted(monkeypatch),
+            pytest.warns(UserWarning, match="No space left on device") as warned,
+        ):
+            record_everything(folder)
+        assert len(warned) == 1
+        assert not list(folder.rglob("*.partial"))
+        for name in (METRICS_FILE, ROLLOUTS_FILE):
+            if (folder / name).exists():
+                assert (folder / name).read_bytes()[-1:] in (b"", b"\n")
+        record_everything(folder)
+        assert [record.step for record in read_rollouts(folder)] == [1, 2]
+        assert [read_image(folder, *r.images) for r in read_rollouts(folder)] == [
+            b"picture 1",
+            b"picture 2",
+        ]

@@ -11,7 +11,14 @@ from peft import LoraConfig, get_peft_model
 from tiny import SMALL, tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM, T5Config, T5ForConditionalGeneration
 
-from cb_rollout import ConfigurationError, InvalidRequestError, packed_logprobs
+from cb_rollout import (
+    ConfigurationError,
+    GenerationOutput,
+    InvalidRequestError,
+    RolloutGenerator,
+    SamplingParams,
+    packed_logprobs,
+)
 from cb_rollout.packing import batch as batch_module
 from cb_rollout.packing import forward as forward_module
 from cb_rollout.packing import logprobs as logprobs_module
@@ -239,7 +246,25 @@ def test_outputs_without_a_token_have_no_log_probability(model):
     assert packed_logprobs(model, []) == []
 
 
-@pytest.mark.parametrize("temperature", [0, -1.0, float("nan"), float("inf"), "1", None])
+def test_outputs_carry_the_temperature_that_they_were_sampled_with(model):
+    sampled = SamplingParams(temperature=0.8, max_new_tokens=6, ignore_eos=True)
+    greedy = [
+        SamplingParams(temperature=0.8, do_sample=False, max_new_tokens=6),
+        SamplingParams(temperature=0, max_new_tokens=6),
+    ]
+    with RolloutGenerator(model) as generator:
+        outputs = [
+            output
+            for params in (sampled, *greedy)
+            for output in generator.generate_batch([[3, 4, 5]], sampling_params=params).values()
+        ]
+    assert [output.temperature for output in outputs] == [0.8, 1.0, 1.0]
+    assert GenerationOutput("by hand").temperature == 1.0
+    for values, output in zip(packed_logprobs(model, outputs), outputs, strict=True):
+        torch.testing.assert_close(values, torch.tensor(output.logprobs), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("temperature", [0, -1.0, float("nan"), float("inf"), "1"])
 def test_a_temperature_that_divides_nothing_is_refused(model, temperature):
     with pytest.raises(ConfigurationError, match="is not a finite number above 0"):
         packed_logprobs(model, random_outputs(), temperature=temperature)
@@ -316,3 +341,15 @@ def test_one_output_alone_is_no_proof_for_several():
     alone = next(output for output in outputs if len(output.generated_tokens) > 2)
     assert_as_plain(model, [alone])
     assert_as_plain(model, outputs)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "gpt_oss"])
+def test_a_config_that_asks_for_router_logits_is_rolled_out_and_scored(family):
+    model = tiny_model(family)
+    model.config.output_router_logits = True
+    params = SamplingParams(max_new_tokens=6, ignore_eos=True)
+    with RolloutGenerator(model) as generator:
+        outputs = generator.generate_batch([[3, 4, 5], [3, 4, 5, 6, 7]], sampling_params=params)
+    packed = packed_logprobs(model, outputs.values())
+    for values, output in zip(packed, outputs.values(), strict=True):
+        torch.testing.assert_close(values, torch.tensor(output.logprobs), rtol=1e-5, atol=1e-5)

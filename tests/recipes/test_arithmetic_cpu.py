@@ -84,7 +84,8 @@ def test_its_model_decodes_from_a_trace(monkeypatch):
 @pytest.mark.slow
 def test_two_steps_end_with_the_table_and_a_report(tmp_path):
     options = ("--warmup-steps", 5, "--max-steps", 2, "--num-held-out", 20)
-    printed = run_recipe("arithmetic_cpu", *options, "--output-dir", tmp_path)
+    environment = {"PYTHONWARNINGS": "error::FutureWarning"}
+    printed = run_recipe("arithmetic_cpu", *options, "--output-dir", tmp_path, **environment)
     assert re.search(
         r"^largest \|log-probability difference\| \d\.\de-\d\d$", printed, re.MULTILINE
     )

@@ -1,24 +1,12 @@
-import time
-from collections import Counter
+import json
+import subprocess
+import sys
 
 import pytest
 import torch
-from fast_path import pretend_cuda
 
-import gpu_bench
-from cb_rollout.tools.bench.peers.contenders import Contender, generate, ours, transformers_batching
-from cb_rollout.tools.bench.peers.vllm_process import PYTHON_VARIABLE
-from cb_rollout.tools.bench.profile import WrappedFunction, wrapped
-from cb_rollout.tools.bench.roofline import machine
-from cb_rollout.tools.bench.roofline.machine import (
-    Products,
-    matmul_parameters,
-    needed_flops,
-    num_flops,
-    products_counted,
-    products_seconds,
-)
-from cb_rollout.tools.bench.scaling import LONGEST_TURN_SECONDS, _is_feasible
+from cb_rollout.tools.bench.contenders import generate, ours, transformers_batching
+from cb_rollout.tools.bench.matmul_bound import matmul_parameters, needed_flops
 from cb_rollout.tools.bench.table import number_text, print_table, times_better, value_text
 from cb_rollout.tools.bench.timing import ResidentPeak, summary, take_turn
 from cb_rollout.tools.bench.workload import (
@@ -33,45 +21,6 @@ from cb_rollout.tools.bench.workload import (
     long_tailed,
 )
 from cb_rollout.tools.cli import bench as cli_bench
-
-
-class Kitchen:
-    def cook(self):
-        self.chop()
-        self.chop()
-        time.perf_counter()
-
-    def chop(self):
-        pass
-
-
-def test_time_counts_for_the_innermost_wrapped_function_only():
-    plain = Kitchen.cook, Kitchen.chop
-    functions = [WrappedFunction(name, Kitchen, name) for name in ("cook", "chop")]
-    with wrapped(functions) as spans:
-        Kitchen().cook()
-        Kitchen().chop()
-    assert spans.calls == {("cook",): 1, ("cook", "chop"): 2, ("chop",): 1}
-    assert spans.within("cook", "chop") == pytest.approx(sum(spans.seconds.values()))
-    assert spans.within("chop") < spans.within("cook", "chop")
-    assert (Kitchen.cook, Kitchen.chop) == plain
-
-
-def test_time_ends_where_a_wrapped_function_raises():
-    class Failing:
-        def run(self):
-            raise ValueError
-
-    with wrapped([WrappedFunction("run", Failing, "run")]) as spans:
-        with pytest.raises(ValueError):  # noqa: PT011  there is nothing to match
-            Failing().run()
-        assert spans._path == ()
-
-
-def test_a_function_that_is_gone_raises():
-    functions = [WrappedFunction("fry", Kitchen, "fry")]
-    with pytest.raises(AttributeError, match="fry"), wrapped(functions):
-        pass
 
 
 def test_the_peak_counts_memory_that_was_freed():
@@ -92,28 +41,6 @@ def test_the_needed_products_are_those_of_each_prompt_once_and_of_each_decoded_t
     assert needed_flops(model, workload) == 2 * (body * (3 + 2 + 3) + head * (2 + 3))
 
 
-def test_products_are_counted_inside_the_context_only():
-    model = create_model(TINY.shape, "cpu")
-    body, head = matmul_parameters(model)
-    ids = torch.tensor([[2, 3, 4], [5, 6, 7]])
-    with products_counted(model) as counted:
-        model(ids, logits_to_keep=1)
-    assert counted == {Products(False, 6): 1, Products(True, 2): 1}
-    assert num_flops(model, counted) == 2 * (6 * body + 2 * head)
-    model(ids)
-    assert counted.total() == 2
-
-
-def test_the_time_of_products_is_interpolated(monkeypatch):
-    model = create_model(TINY.shape, "cpu")
-    times = {False: 2.0, True: 0.5}
-    monkeypatch.setattr(
-        machine, "_best_kernel_seconds", lambda _, asked: times[asked.is_head] * asked.num_rows
-    )
-    counted = Counter({Products(False, 3): 10, Products(False, 70): 1, Products(True, 3): 4})
-    assert products_seconds(model, counted) == pytest.approx(2 * (30 + 70) + 0.5 * 12)
-
-
 def test_completions_end_by_themselves_about_where_they_should():
     model = create_ending_model(TINY.shape, "cpu", 4)
     logits = model(torch.randint(3, 64, (16, 8))).logits
@@ -128,7 +55,6 @@ def test_the_workloads_are_those_of_the_contract():
     assert tailed.num_tokens == 5834
     assert max(tailed.lengths) <= 512
     assert equal.num_tokens == 128 * 64
-    assert equal.first(3).num_tokens == 3 * 64
 
 
 def test_the_larger_shape_is_smollm_with_few_tokens():
@@ -147,17 +73,9 @@ def test_the_command_line_names_every_model():
 @pytest.mark.parametrize("contender", [ours(), transformers_batching(), generate(2)])
 def test_a_contender_runs_a_part_of_what_it_was_made_for(contender):
     model, workload = create_model(TINY.shape, "cpu"), long_tailed(TINY)
-    turn = take_turn(contender, model, workload, warm_up=workload.first(1))
+    warm_up = Workload(workload.prompts[:1], workload.lengths[:1])
+    turn = take_turn(contender, model, workload, warm_up)
     assert turn.seconds > 0
-
-
-def test_a_contender_is_left_out_where_its_turn_would_be_long(capsys):
-    workload = Workload([[2]] * 10, [100] * 10)
-    limit = workload.num_tokens / LONGEST_TURN_SECONDS
-    assert _is_feasible("new", {}, workload)
-    assert _is_feasible("fast", {"fast": limit * 1.01}, workload)
-    assert not _is_feasible("slow", {"slow": limit * 0.99}, workload)
-    assert "slow is left out" in capsys.readouterr().out
 
 
 def test_ratios_are_of_speed_for_rates_and_for_seconds():
@@ -186,55 +104,17 @@ def test_a_value_has_three_digits(value, text):
     assert text.startswith(number_text(value))
 
 
-@pytest.fixture
-def small_gpu_bench(monkeypatch):
-    """Shrink the parts of the GPU's bench that run anywhere."""
-    monkeypatch.setattr(gpu_bench, "PROMPT", 3)
-    monkeypatch.setattr(gpu_bench, "GROUP", 1)
-    monkeypatch.setattr(gpu_bench, "SHORT", 1)
-    monkeypatch.setattr(gpu_bench, "LONG", 2)
-    monkeypatch.setattr(gpu_bench, "ROWS", 2)
-    monkeypatch.setattr(gpu_bench, "long_tailed_lengths", lambda *_: [3] * 16)
-    return create_model(TINY.shape, "cpu", num_hidden_layers=1)
-
-
 @pytest.mark.slow
-def test_a_decode_step_is_timed_on_every_path_of_a_gpu(small_gpu_bench, monkeypatch):
-    pretend_cuda(monkeypatch)
-    compared = {2: tuple(gpu_bench.PATHS), 1: gpu_bench.COMPARED["0.6B"][1]}
-    monkeypatch.setitem(gpu_bench.COMPARED, "0.6B", compared)
-    rows = list(gpu_bench.bench_decode("0.6B", small_gpu_bench, peak=1e9))
-    assert [row["what"] for row in rows] == [
-        f"0.6B decode, {num_rows} rows, {path}"
-        for num_rows in compared
-        for path in compared[num_rows]
-    ]
-    assert all("ms/step" in gpu_bench.line(row) for row in rows)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("default")
-def test_a_rollout_is_timed_beside_the_peers_on_a_gpu_and_one_that_fails_stops_none(
-    small_gpu_bench, monkeypatch
-):
-    def fail(*_):
-        raise RuntimeError("no such attention")
-
-    broken = Contender(fail, "fails")
-    monkeypatch.setattr(gpu_bench, "transformers_batching", lambda **_: broken)
-    monkeypatch.delenv(PYTHON_VARIABLE, raising=False)
-    rows = list(gpu_bench.bench_peers(small_gpu_bench))
-    assert [row["what"].split(": ")[1] for row in rows] == [
-        *("cb_rollout", "transformers CB", "model.generate"),
-        *("cb_rollout", "model.generate"),
-    ]
-    assert gpu_bench.line(rows[1]).endswith("RuntimeError: no such attention")
-    assert all(row["tokens_per_second"] > 0 for row in rows[:1] + rows[2:])
-    assert list(gpu_bench.bench_vllm(small_gpu_bench)) == []
-
-
-def test_a_step_must_read_weights_and_keys():
-    model = create_model(TINY.shape, "cpu")
-    weights = sum(parameter.nbytes for parameter in model.parameters())
-    own, shared = 8 * (16 + 80) / 2, 256
-    assert gpu_bench.bytes_per_step(model, 8, 10) == weights + (own + shared) * 10
+def test_the_command_needs_no_checkout(tmp_path):
+    tiniest = ("--tiny", "--repetitions", "1", "--device", "cpu")
+    command = [sys.executable, "-m", "cb_rollout", "bench", "rollout", *tiniest]
+    done = subprocess.run(
+        [*command, "--output-dir", "here"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "written to here/rollout_cpu.json"
+    assert json.loads((tmp_path / "here" / "rollout_cpu.json").read_text())["bench"] == "rollout"

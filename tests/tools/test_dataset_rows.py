@@ -156,7 +156,7 @@ def test_the_digest_depends_on_the_pictures(tmp_path):
     path, picture = tmp_path / "in.jsonl", tmp_path / "a.png"
     path.write_text('{"prompt": "a", "images": ["a.png"]}')
     surveys = []
-    for content in (b"one", b"three"):
+    for content in (b"one", b"two"):
         picture.write_bytes(content)
         surveys.append(survey(create_source(str(path)), tmp_path))
     assert surveys[0].digest != surveys[1].digest

@@ -358,7 +358,7 @@ def test_images_of_tools_are_learned_from_as_on_trls_path(
 
 @pytest.mark.parametrize(
     ("model_type", "reason"),
-    [("qwen2_5_vl", "nats from the model's"), ("idefics3", "Error")],
+    [("qwen2_5_vl", "off the model's own forward"), ("idefics3", "Error")],
 )
 def test_images_of_a_tool_that_trl_does_not_find_are_refused_by_the_tools_name(
     tmp_path, monkeypatch, model_type, reason

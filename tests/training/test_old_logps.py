@@ -6,7 +6,8 @@ import re
 import pytest
 import torch
 from playback import assert_learned_alike, play_back, watched
-from tiny_trainer import tiny_trainer
+from tiny import tiny_model
+from tiny_trainer import logged, tiny_trainer
 from trl import RLOOConfig, RLOOTrainer
 
 from cb_rollout import ConfigurationError, LogprobDriftError, RolloutConfig, attach
@@ -206,3 +207,33 @@ def test_bf16_keeps_old_log_probabilities_in_float32(tmp_path):
     _, record = trained(tmp_path, UNGUARDED, bf16=True)
     assert all(map(math.isfinite, record.losses))
     assert record.num_scoring_forwards == 0
+
+
+GSPO = {"importance_sampling_level": "sequence", "epsilon": 3e-4, "epsilon_high": 4e-4}
+
+
+def test_rounding_that_a_narrow_epsilon_would_clip_is_recomputed(tmp_path):
+    """GSPO clips sequences whose ratio is 3e-4 off 1, and 16 bits round by more."""
+    settings = GSPO | {"bf16": True, "loss_type": "grpo"}
+    with pytest.warns(UserWarning, match=r"rounding alone would clip \d+% of the ratios"):
+        trainer, _ = trained(tmp_path, {"old_logps": "auto"}, **settings)
+    assert max(logged(trainer, "clip_ratio/region_mean")) == 0
+
+
+@pytest.mark.filterwarnings("error:old_logps")
+def test_logits_of_16_bits_that_are_large_are_trusted(tmp_path):
+    """Between 16 and 32 one unit in the last place of bfloat16 is 0.125 nats."""
+    model = tiny_model(vocab_size=99, num_hidden_layers=1)
+    ids = torch.arange(3, 40)[None]
+    with torch.no_grad():
+        largest = model(input_ids=ids).logits.abs().max()
+        model.lm_head.weight *= 28 / largest
+        assert 20 < model(input_ids=ids).logits.abs().max() < 32
+    config = {"old_logps": "auto", "loss_forward": "packed"}
+    trainer, _ = trained(tmp_path, config, model=model, bf16=True)
+    assert min(logged(trainer, "rollout/prompts_shared")) > 0
+    differences = logged(trainer, "sampling/sampling_logp_difference/max")
+    assert len(differences) == 3
+    assert all(0 < value < 1 for value in differences), (
+        "sampled against the loss, also once trusted"
+    )

@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 from datasets import Dataset
+from full_disk import FullDisk
 from tiny_trainer import logged, tiny_trainer
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from trl import RLOOConfig, RLOOTrainer
@@ -72,6 +73,19 @@ def test_records_hold_what_was_sampled_with_its_reward(tmp_path):
         assert len(record.logprobs) == len(record.tokens)
     steps = [metrics for metrics in read_metrics(tmp_path) if "reward" in metrics.scalars]
     assert [len(metrics.completion_lengths) for metrics in steps] == [16] * 3
+
+
+@pytest.mark.parametrize("first_refused", [1, 5])
+def test_a_full_disk_does_not_end_training(tmp_path, monkeypatch, first_refused):
+    trainer = tiny_trainer(tmp_path)
+    disk = FullDisk(tmp_path / "cb_rollout", first_refused)
+    with (
+        disk.mounted(monkeypatch),
+        pytest.warns(UserWarning, match="training goes on"),
+        attach(trainer, RolloutConfig(record_num_sequences=3)),
+    ):
+        trainer.train()
+    assert trainer.state.global_step == 3
 
 
 def test_rloo_rolls_out_too(tmp_path):

@@ -27,7 +27,6 @@ from torch import fx
 
 from cb_rollout.compat import inductor
 from cb_rollout.compat.torch import captured_weights, has_hooks
-from cb_rollout.engine.agreement import Precisely, agrees, references
 from cb_rollout.engine.attention.backend import AttentionSpec
 from cb_rollout.engine.attention.decode_cache import (
     DecodeCache,
@@ -37,6 +36,7 @@ from cb_rollout.engine.attention.decode_cache import (
 )
 from cb_rollout.engine.memory.device import is_out_of_memory
 from cb_rollout.engine.numerics import operators
+from cb_rollout.engine.numerics.agreement import Precisely, agrees, references
 from cb_rollout.engine.numerics.higher_precision import higher_precision
 from cb_rollout.errors import error_text
 

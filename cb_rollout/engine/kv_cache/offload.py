@@ -78,11 +78,11 @@ class KVOffloader(KVRetention):
         request.num_computed = saved.num_computed
 
     def drop(self, request: Request) -> None:
-        """Do nothing; a subclass deletes the sequence's keys."""
+        """Delete the saved keys of a sequence, if there are any."""
         self._saved.pop(request.request_id, None)
 
     def clear(self) -> None:
-        """Do nothing; a subclass deletes all keys."""
+        """Delete all saved keys."""
         self._saved.clear()
 
     def _blocks(self, pages_NF: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 import torch
 
 from cb_rollout.compat import transformers as hf_compat
-from cb_rollout.engine.agreement import Agreement, Reference, agrees, references, rounding_noise
 from cb_rollout.engine.attention.selector import BackendSelection, select_backend
 from cb_rollout.engine.kv_cache.block_table import BlockTable
 from cb_rollout.engine.kv_cache.layout import CacheLayout
@@ -23,6 +22,13 @@ from cb_rollout.engine.kv_cache.paged import PagedCache
 from cb_rollout.engine.memory import device as devices
 from cb_rollout.engine.model.eval_mode import eval_mode
 from cb_rollout.engine.model.runner import BatchLayout, ModelRunner
+from cb_rollout.engine.numerics.agreement import (
+    Agreement,
+    Reference,
+    agrees,
+    references,
+    rounding_noise,
+)
 from cb_rollout.errors import ConfigurationError, error_text
 
 # Three lengths, so that rows are padded, and two rows of one length, which run together unpadded.

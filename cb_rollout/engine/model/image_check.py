@@ -5,13 +5,11 @@ Runs in the thread of the caller whose prompt is the first of its kind, while no
 V: vocabulary.
 """
 
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 
-from cb_rollout.engine.agreement import Reference, agrees, is_measurable, references
 from cb_rollout.engine.kv_cache.block_table import BlockTable
 from cb_rollout.engine.kv_cache.layout import CacheLayout
 from cb_rollout.engine.kv_cache.paged import PagedCache
@@ -21,6 +19,7 @@ from cb_rollout.engine.model.eval_mode import eval_mode
 from cb_rollout.engine.model.image_rows import PrefillRow
 from cb_rollout.engine.model.prompt_images import PromptImages
 from cb_rollout.engine.model.runner import BatchLayout, ModelRunner
+from cb_rollout.engine.numerics.agreement import Reference, agrees, is_measurable, references
 from cb_rollout.errors import ConfigurationError, error_text
 
 
@@ -74,22 +73,27 @@ def check_images(
             runner.cuts_images[images.kind] = False
             return
         # Surest in float32: a wrong mask of images may be hundredths of a nat off.
-        reference = references(
+        surest, *own = references(
             lambda: runner.plain_logits(row, images=images, num_last=3).log_softmax(-1),
             runner.rounding_dtype,
             runner.computing_in,
             is_coarse=runner.computes_coarsely,
             is_measured=is_measurable(runner.model, len(row)),
             can_raise_precision=not runner.is_split,
-        )[0]
-        higher = nullcontext()
-        if reference.is_higher:
-            higher, layout = runner.computing_in(reference.dtype), layout.at_least(reference.dtype)
-        with higher:
-            _Comparison(runner, layout, row, text, images, reference).run()
-        if reference.is_higher:
+        )
+        if not surest.is_higher:
+            _Comparison(runner, layout, row, text, images, surest).run()
+            return
+        backend, runner.attention_backend = runner.attention_backend, None
+        try:
+            with runner.computing_in(surest.dtype):
+                pages = layout.at_least(surest.dtype)
+                _Comparison(runner, pages, row, text, images, surest).run()
+        finally:
+            runner.attention_backend = backend
             # What was kept is of another precision.
             runner.encoder_cache.clear()
+        _Comparison(runner, layout, row, text, images, own[0]).require_whole_prompt()
 
 
 @dataclass
@@ -122,16 +126,10 @@ class _Comparison:
         is_chunked = num_images < num_prompt and not self.layout.is_recurrent
         ways = [num_prompt, num_images if is_chunked else num_prompt]
         encoder_cache = self.runner.encoder_cache
-        found, failure = self._difference(ways)
-        if found and encoder_cache.is_used:
+        if self._difference(ways)[0] and encoder_cache.is_used:
             encoder_cache.is_used = False
             encoder_cache.clear()
-            found, failure = self._difference(ways)
-        if found:
-            raise ConfigurationError(
-                f"{type(self.runner.model).__name__} cannot run prompts with images on a paged "
-                f"cache: {found}. Roll them out with model.generate."
-            ) from failure
+        self._require(ways)
         first = self.images.spans[-1].start
         can_cut = first > 0 and self.images.divisions is not None and not self.layout.is_recurrent
         self.runner.cuts_images[self.images.kind] = can_cut and not self._difference([first])[0]
@@ -145,6 +143,18 @@ class _Comparison:
             encoder_cache.is_batched = can_share and trial.is_batched
             if can_share:
                 self.runner.shares_prefill.add(self.images.kind)
+
+    def require_whole_prompt(self) -> None:
+        """Refuse a model that differs where the whole prompt is prefilled at once."""
+        self._require([len(self.row) - 2])
+
+    def _require(self, ways: list[int]) -> None:
+        found, failure = self._difference(ways)
+        if found:
+            raise ConfigurationError(
+                f"{type(self.runner.model).__name__} cannot run prompts with images on a paged "
+                f"cache: {found}. Roll them out with model.generate."
+            ) from failure
 
     def _can_share(self) -> bool:
         """Return whether prompts with images, and text, have the same results in one prefill."""

@@ -18,6 +18,7 @@ from transformers.cache_utils import Cache
 from cb_rollout.compat import multimodal
 from cb_rollout.compat import torch as torch_compat
 from cb_rollout.compat import transformers as hf_compat
+from cb_rollout.compat.moe import without_router_logits
 from cb_rollout.compat.rope import RowRope
 from cb_rollout.engine.attention.backend import UnsupportedAttentionError
 from cb_rollout.engine.attention.cpu import few_row_linear
@@ -581,6 +582,7 @@ class ModelRunner:
             autocast = torch.autocast(self.device.type, dtype, cache_enabled=False)
         # no_grad, not inference_mode: some models keep buffers that a later training forward uses.
         with torch.no_grad(), autocast:
+            arguments = arguments | without_router_logits(self.model)
             return (model or self.model)(input_ids=input_ids_BQ, **arguments)
 
     def _integers(self, values: Sequence[int] | Sequence[Sequence[int]]) -> torch.Tensor:

@@ -82,6 +82,9 @@ class _Upcast(TorchDispatchMode):
         """Run an operator on inputs of the higher precision."""
         if func.is_view or func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
             return func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.embedding.default:
+            # Casts the rows that are taken, not the whole table.
+            return self.cast(func(*args, **(kwargs or {})))
         if not func._schema.is_mutable:
             positional, named = pytree.tree_map(self.cast, (tuple(args), kwargs or {}))
             return func(*positional, **named)

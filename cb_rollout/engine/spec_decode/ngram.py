@@ -20,7 +20,7 @@ from cb_rollout.engine.scheduler.completion_history import PromptHistory
 from cb_rollout.engine.spec_decode.ngram_index import NGRAM_SIZES, NgramIndex
 
 # Rows of a step with drafts. Up to here a further row costs linear layers a small part of the
-# first one, as the bench's `roofline` prints.
+# first one, as `scripts/bench.py roofline` prints.
 MAX_DRAFT_ROWS = 16
 
 # Tokens of one draft, where `num_speculative_tokens` is not set.

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import xxhash
 from torch import distributed
 
 from cb_rollout.compat import transformers as hf_compat
@@ -248,6 +247,9 @@ def _layout(
 
 def checksum(buffer: np.ndarray) -> str:
     """Return a buffer's checksum."""
+    # Comes with the extra `ray`, and a trainer without a pool needs neither.
+    import xxhash
+
     return xxhash.xxh3_128_hexdigest(buffer.data)
 
 

@@ -133,13 +133,7 @@ def attach(trainer: Any, config: Any = None) -> RolloutGenerator | PooledGenerat
     if routers is not None:
         replay = RouterReplay(trainer, routers)
     if config.loss_forward == LossForward.PACKED:
-        packed = PackedLoss(
-            trainer,
-            config,
-            training_bytes(trainer, config),
-            replay,
-            can_pack=_can_pack(trainer, generator),
-        )
+        packed = _packed_loss(trainer, generator, replay)
     scoring = TrainerScoring(
         trainer,
         backend,
@@ -172,11 +166,17 @@ def attach(trainer: Any, config: Any = None) -> RolloutGenerator | PooledGenerat
     return generator
 
 
-def _can_pack(trainer: Any, generator: RolloutGenerator | PooledGenerator) -> bool:
-    """Return whether the model's layers let rows stand one after the other; the engine knows."""
+def _packed_loss(
+    trainer: Any, generator: RolloutGenerator | PooledGenerator, replay: RouterReplay | None
+) -> PackedLoss:
+    """Create the packed loss; the engine knows whether rows may stand one after the other."""
     if isinstance(generator, RolloutGenerator):
-        return generator.manager.cache_layout.can_pack
-    return can_pack(hf_compat.unwrap(trainer.model))
+        is_packable = generator.manager.cache_layout.can_pack
+    else:
+        is_packable = can_pack(hf_compat.unwrap(trainer.model))
+    config = generator.config
+    training = training_bytes(trainer, config)
+    return PackedLoss(trainer, config, training, replay, can_pack=is_packable)
 
 
 def _attach_generation(

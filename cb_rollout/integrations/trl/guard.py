@@ -27,7 +27,7 @@ from cb_rollout.config.enums import (
 )
 from cb_rollout.config.rollout import RolloutConfig
 from cb_rollout.config.sampling import SamplingParams, counterpart
-from cb_rollout.engine.agreement import agrees, is_measurable, rounding_noise
+from cb_rollout.engine.numerics.agreement import agrees, is_measurable, rounding_noise
 from cb_rollout.engine.numerics.higher_precision import higher_precision
 from cb_rollout.errors import ConfigurationError, LogprobDriftError
 from cb_rollout.integrations.trl.context import RolloutContext, RolloutRow

@@ -29,10 +29,10 @@ from cb_rollout.integrations.trl.images import (
     image_arguments,
     rows_with_images,
 )
-from cb_rollout.integrations.trl.loss_comparison import LossComparison
-from cb_rollout.integrations.trl.packed_scores import LossTokens, PackedScores, Result, rows_of
+from cb_rollout.integrations.trl.packed_scores import LossTokens, PackedScores, rows_of
 from cb_rollout.integrations.trl.replay import RouterReplay
 from cb_rollout.packing.batch import PackedRow, PackingLayout, representative, with_rope_sides
+from cb_rollout.packing.comparison import LossComparison, Result
 from cb_rollout.rollout.distributed import largest_of_all
 
 # Activations may take this share of the memory that is free when the first loss is computed.

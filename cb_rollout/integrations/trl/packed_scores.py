@@ -18,10 +18,8 @@ from cb_rollout.engine.model.routers import Disagreement
 from cb_rollout.engine.sampling.mask import SamplingMask, masked_logprobs
 from cb_rollout.integrations.trl.replay import RouterReplay
 from cb_rollout.packing.batch import PackedBatch, PackedRow, PackingLayout, pack
+from cb_rollout.packing.comparison import Result
 from cb_rollout.packing.forward import Scores, score_batches
-
-Result = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
-"""Log-probabilities and entropies, (B, T), and the load-balancing loss of a mixture of experts."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,7 @@
 """Time cb_rollout beside its peers: the workloads of `cb-rollout bench` and what they share.
 
 `run` starts a workload by its name. Every workload is a function `bench_NAME(setup)`, which prints
-its progress and returns its results. Shared: `workload` (models, prompts, lengths), `peers`,
-`timing`, and `table`.
+its progress and returns its results. A checkout has more workloads, in `scripts/benchmarks/`.
 """
 
 import os

@@ -1,5 +1,6 @@
 """Run one workload, print its table and write its record."""
 
+import argparse
 import importlib
 import json
 import platform
@@ -13,53 +14,42 @@ import torch
 import cb_rollout
 from cb_rollout.rollout.checkpoint import torch_device
 from cb_rollout.tools.bench.table import print_table
-from cb_rollout.tools.bench.workload import DEFAULT_MODELS, MODELS, TINY, Setup
+from cb_rollout.tools.bench.workload import DEFAULT_MODELS
 
 # Packages whose versions affect the figures.
 PACKAGES = ("torch", "transformers", "trl", "triton", "flash_attn")
 
 
 def run_workload(
-    name: str,
-    module: str,
-    *,
-    device: str,
-    model: str | None,
-    repetitions: int,
-    batch_size: int | None,
-    is_tiny: bool,
-    folder: Path,
+    name: str, module: str, sizes: str, options: argparse.Namespace, folder: Path
 ) -> Path:
     """Run one workload, print its table and write its JSON.
 
     Args:
         name: workload; its function is `bench_NAME`.
-        module: module of this package that holds the function.
-        device: "auto", "cpu" or "cuda".
-        model: sizes of the model and the workload, one of `MODELS`; None: the device's default.
-        repetitions: turns of each contender.
-        batch_size: batch size of `model.generate`; None: each workload's own.
-        is_tiny: use the sizes of the tests, whose figures mean nothing.
+        module: module of the function.
+        sizes: module of `MODELS`, `TINY` and `Setup`.
+        options: device, model, repetitions, batch_size and tiny, as the command line has them.
         folder: directory of the JSON.
 
     Returns:
-        Path of the JSON, `NAME_DEVICE.json` or, where `model` is not the device's default,
+        Path of the JSON, `NAME_DEVICE.json` or, where the model is not the device's default,
         `NAME_MODEL_DEVICE.json`; a later run replaces it.
 
     Raises:
         ConfigurationError: the device is missing.
     """
-    kind = torch_device(device).type
+    kind = torch_device(options.device).type
     default = DEFAULT_MODELS[kind]
-    model = model or default
-    setup = Setup(
-        device=kind,
-        repetitions=repetitions,
-        sizes=TINY if is_tiny else MODELS[model],
-        batch_size=batch_size,
-    )
+    model = options.model or default
     # Imported by name, since only some workloads need packages such as trl.
-    implementation = importlib.import_module(f"cb_rollout.tools.bench.{module}")
+    implementation, known = map(importlib.import_module, (module, sizes))
+    setup = known.Setup(
+        device=kind,
+        repetitions=options.repetitions,
+        sizes=known.TINY if options.tiny else known.MODELS[model],
+        batch_size=options.batch_size,
+    )
     results = getattr(implementation, f"bench_{name}")(setup)
     # A module may say what a reader must know of all its figures.
     note = getattr(implementation, "NOTE", None)
@@ -74,10 +64,9 @@ def run_workload(
         "bench": name,
         **({"note": note} if note else {}),
         **describe_machine(kind),
-        "repetitions": repetitions,
+        "repetitions": setup.repetitions,
         "results": results,
     }
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}_{kind}.json"
     path.write_text(json.dumps(record, indent=2) + "\n")
     return path

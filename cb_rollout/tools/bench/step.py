@@ -12,26 +12,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from datasets import Dataset
 from transformers import PrinterCallback, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 import cb_rollout
-from cb_rollout.engine.memory.device import empty_cache
-from cb_rollout.tools.bench.peers.contenders import BATCHING_SETTINGS, batching_fields, ours
-from cb_rollout.tools.bench.rollout import throughputs
-from cb_rollout.tools.bench.timing import ResidentPeak, summary, synchronize
+from cb_rollout.tools.bench.contenders import BATCHING_SETTINGS, batching_fields
+from cb_rollout.tools.bench.timing import summary, synchronize
 from cb_rollout.tools.bench.workload import (
     Setup,
     Sizes,
     create_ending_model,
-    create_model,
     long_tailed,
     word_tokenizer,
 )
-
-STEPS_PER_TURN = 1
 
 # Records, which no other contender writes.
 QUIET = {"record_num_sequences": 0}
@@ -85,11 +79,12 @@ def create_paths(sizes: Sizes, device: str) -> dict[str, GenerationPath]:
 
 
 class StepClock(TrainerCallback):
-    """Record the seconds of each optimizer step and its parts, and the memory of its loss."""
+    """Measure the seconds of an optimizer step and of its parts."""
 
     def __init__(self, trainer: Any) -> None:
         """Wrap the methods of a trainer that the parts of a step run in."""
-        self.steps: list[dict[str, float]] = []
+        self.figures: dict[str, float] = {}
+        """Of the last step, by name."""
         self._methods: dict[str, float] = {}
         self._started = 0.0
         for name in ("_generate", "_generate_and_score_completions", "compute_loss"):
@@ -118,49 +113,19 @@ class StepClock(TrainerCallback):
         synchronize()
         total, spent = time.perf_counter() - self._started, self._methods
         made = spent["_generate_and_score_completions"]
-        self.steps.append(
-            {
-                "seconds": total,
-                "rollout": spent["_generate"],
-                "scoring": made - spent["_generate"],
-                "forward": spent["compute_loss"],
-                "backward": spent["training_step"] - made - spent["compute_loss"],
-                "optimizer": total - spent["training_step"],
-            }
-        )
+        self.figures = {
+            "seconds": total,
+            "rollout": spent["_generate"],
+            "scoring": made - spent["_generate"],
+            "forward": spent["compute_loss"],
+            "backward": spent["training_step"] - made - spent["compute_loss"],
+            "optimizer": total - spent["training_step"],
+        }
 
 
-class LossMemory:
-    """Measure the memory that forward and backward of a trainer's loss add to what it held."""
-
-    def __init__(self, trainer: Any, device: torch.device) -> None:
-        self.num_bytes = 0
-        self._device, self._backward = device, trainer.accelerator.backward
-        self._compute_loss = trainer.compute_loss
-        self._peak: ResidentPeak | None = None
-        self._held = 0
-        trainer.compute_loss, trainer.accelerator.backward = self._forward, self._and_backward
-
-    def _forward(self, *arguments: Any, **named: Any) -> Any:
-        empty_cache(self._device)
-        if self._device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._device)
-            self._held = torch.cuda.memory_allocated(self._device)
-        else:
-            self._peak = ResidentPeak().__enter__()
-            self._held = self._peak.num_bytes
-        return self._compute_loss(*arguments, **named)
-
-    def _and_backward(self, *arguments: Any, **named: Any) -> None:
-        self._backward(*arguments, **named)
-        if self._peak is None:
-            self.num_bytes = torch.cuda.max_memory_allocated(self._device) - self._held
-        else:
-            self._peak.__exit__()
-            self.num_bytes = self._peak.num_bytes - self._held
-
-
-def bench_step(setup: Setup) -> dict[str, Any]:
+def bench_step(
+    setup: Setup, create_clock: Callable[[Any], StepClock] = StepClock
+) -> dict[str, Any]:
     """Return the seconds of one step of each path, for each batch."""
     print("step: vLLM, TRL's third path, is not installed here and is left out")
     print("step: TRL 1.16 has no Liger loss any more; its own fused head is in every path")
@@ -174,73 +139,66 @@ def bench_step(setup: Setup) -> dict[str, Any]:
             num_completions=size,
         )
     return {
-        name: bench_batch(name, setup, sizes, create_paths(sizes, setup.device))
+        name: bench_batch(
+            name, replace(setup, sizes=sizes), create_paths(sizes, setup.device), create_clock
+        )
         for name, sizes in batches.items()
     }
 
 
-def bench_bitwise(setup: Setup) -> dict[str, Any]:
-    """Return what `numerics="bitwise"` costs: a rollout's tokens per second, a step's seconds."""
-    sizes, note = setup.sizes, "its defaults, without records"
-    contenders = {"fast": ours(), "bitwise": ours(numerics="bitwise")}
-    paths = {n: GenerationPath(note, rollout=QUIET | {"numerics": n}) for n in contenders}
-    model = create_model(sizes.shape, setup.device)
-    return {
-        "bitwise_rollout": throughputs(contenders, model, long_tailed(sizes), setup.repetitions),
-        "bitwise_step": bench_batch("bitwise_step", setup, sizes, paths),
-    }
-
-
 def bench_batch(
-    batch: str, setup: Setup, sizes: Sizes, paths: dict[str, GenerationPath]
+    batch: str,
+    setup: Setup,
+    paths: dict[str, GenerationPath],
+    create_clock: Callable[[Any], StepClock] = StepClock,
 ) -> dict[str, Any]:
     """Return the seconds of one step of each path, and of its parts."""
     steps: dict[str, list[dict[str, float]]] = {name: [] for name in paths}
     for repetition in range(setup.repetitions):
         for name, path in paths.items():
-            turn = _timed_steps(setup, sizes, path)
-            steps[name] += turn
-            text = " ".join(f"{step['seconds']:.2f}" for step in turn)
-            place = f"{repetition + 1}/{setup.repetitions}"
-            print(f"  {batch} {place} {name:<32}{text} s", flush=True)
+            steps[name].append(_timed_step(setup, path, create_clock))
+            seconds = steps[name][-1]["seconds"]
+            print(
+                f"  {batch} {repetition + 1}/{setup.repetitions} {name:<32}{seconds:.2f} s",
+                flush=True,
+            )
     return {
-        name: summary([step["seconds"] for step in steps[name]], "seconds", path.settings)
-        | {
-            "parts": {
-                part: statistics.median(step[part] for step in steps[name]) for part in PARTS
-            },
-            "loss_peak_bytes": max(step["loss_peak_bytes"] for step in steps[name]),
-        }
-        for name, path in paths.items()
+        name: summary([turn["seconds"] for turn in turns], "seconds", paths[name].settings)
+        | {"parts": {part: statistics.median(turn[part] for turn in turns) for part in PARTS}}
+        # What another clock measures besides.
+        | {x: max(turn[x] for turn in turns) for x in turns[0] if x not in ("seconds", *PARTS)}
+        for name, turns in steps.items()
     }
 
 
-def _timed_steps(setup: Setup, sizes: Sizes, path: GenerationPath) -> list[dict[str, float]]:
-    """Return the seconds of each step of one trainer and of its parts, after one that warms up."""
+def _timed_step(
+    setup: Setup, path: GenerationPath, create_clock: Callable[[Any], StepClock]
+) -> dict[str, float]:
+    """Return what the clock measured of a trainer's second step; the first one warms up."""
     # TRL warns of settings that are right for a single step.
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        trainer = _create_trainer(setup, sizes, path, folder)
+        trainer = _create_trainer(setup, path, folder)
         if path.rollout is not None:
             cb_rollout.attach(trainer, cb_rollout.RolloutConfig(**path.rollout))
         trainer.vllm_importance_sampling_mode = "token_truncate"
         trainer.remove_callback(PrinterCallback)
-        clock, memory = StepClock(trainer), LossMemory(trainer, trainer.accelerator.device)
+        clock = create_clock(trainer)
         trainer.add_callback(clock)
         trainer.train()
         if path.rollout is not None:
             # Bitwise operators stay installed for as long as a trainer is attached.
             cb_rollout.detach(trainer)
-    return [step | {"loss_peak_bytes": memory.num_bytes} for step in clock.steps[1:]]
+    return clock.figures
 
 
-def _create_trainer(setup: Setup, sizes: Sizes, path: GenerationPath, folder: str) -> GRPOTrainer:
-    is_cpu = setup.device == "cpu"
+def _create_trainer(setup: Setup, path: GenerationPath, folder: str) -> GRPOTrainer:
+    sizes, is_cpu = setup.sizes, setup.device == "cpu"
     return GRPOTrainer(
         model=create_ending_model(sizes.shape, setup.device, sizes.sampled_mean),
         reward_funcs=lambda completions, **_: [len(c) % 7 for c in completions],
         args=GRPOConfig(
-            output_dir=folder, max_steps=1 + STEPS_PER_TURN, report_to=[],
+            output_dir=folder, max_steps=2, report_to=[],
             bf16=not is_cpu, use_cpu=is_cpu,
             per_device_train_batch_size=sizes.num_sequences,
             num_generations=sizes.num_completions,

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Self
 import psutil
 import torch
 
-from cb_rollout.tools.bench.peers.contenders import Contender
+from cb_rollout.tools.bench.contenders import Contender
 from cb_rollout.tools.bench.workload import Workload
 
 # Reading the resident size takes microseconds; a decode step takes about this long.
@@ -146,3 +146,18 @@ def throughput(contender: Contender, turns: list[Turn], num_tokens: int) -> dict
     rates = [num_tokens / turn.seconds for turn in turns]
     figures = summary(rates, "tokens_per_second", contender.settings)
     return figures | {"peak_resident_mib": max(t.peak_resident_bytes for t in turns) / 2**20}
+
+
+def throughputs(
+    contenders: dict[str, Contender],
+    model: Any,
+    workload: Workload,
+    repetitions: int,
+    num_warm_ups: int = 1,
+) -> dict[str, Any]:
+    """Return tokens per second of each contender, which take turns."""
+    turns = interleaved(contenders, model, workload, repetitions, num_warm_ups)
+    return {
+        name: throughput(contender, turns[name], workload.num_tokens)
+        for name, contender in contenders.items()
+    }

@@ -5,7 +5,7 @@ number of tokens that each completion is forced to have.
 """
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,19 +15,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 SEED = 0
 EOS = 1
 
-QWEN3: dict[str, dict[str, Any]] = {
-    "0.6B": {"hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16,
-             "intermediate_size": 3072, "tie_word_embeddings": True},
-    "4B": {"hidden_size": 2560, "num_hidden_layers": 36, "num_attention_heads": 32,
-           "intermediate_size": 9728, "tie_word_embeddings": True},
-    "8B": {"hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32,
-           "intermediate_size": 12288, "tie_word_embeddings": False},
+# Qwen3-0.6B.
+QWEN3_SMALLEST: dict[str, Any] = {
+    "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 1024, "num_hidden_layers": 28,
+    "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
+    "intermediate_size": 3072, "tie_word_embeddings": True, "max_position_embeddings": 40960,
 }  # fmt: skip
-for _shape in QWEN3.values():
-    _shape |= {
-        "model_type": "qwen3", "vocab_size": 151936, "num_key_value_heads": 8, "head_dim": 128,
-        "max_position_embeddings": 40960,
-    }  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,42 +40,10 @@ class Sizes:
     """Maximum of a long-tailed length, in tokens."""
     equal_tokens: int = 64
     """Length of every completion with equal lengths."""
-    counts_forwards: bool = True
-    """Count the products of each contender's own forwards, in one more run of `rollout`."""
     sampled_mean: int = 50
-    """Mean length where the model ends completions itself: `step` and `strategies`."""
+    """Mean length where the model ends completions itself."""
     longest_in_step: int = 256
     """Maximum length of a completion in a GRPO step."""
-    strategy_steps: int = 4
-    """Timed collections of each strategy."""
-    scales: tuple[int, ...] = (1, 4, 16, 64, 256, 1024)
-    """Concurrent requests of each point of `scaling`."""
-    scaling_tokens: int = 32
-    """Length of every completion in `scaling`."""
-    num_waiting: tuple[int, ...] = (0, 100, 10_000)
-    """Waiting requests in `bookkeeping`; the memory of the largest number is measured."""
-    bookkeeping_rows: int = 256
-    """Sequences that decode in `bookkeeping`."""
-    num_syncs: int = 20
-    """Weight syncs in one repetition."""
-    truncated_rows: int = 16
-    """Rows of logits in `truncation`."""
-    truncated_vocab: int = QWEN3["8B"]["vocab_size"]
-    """Logits of each of these rows."""
-    num_truncations: int = 5
-    """Turns of each implementation in one repetition of `truncation`."""
-    simulated_gpus: tuple[int, ...] = (8, 64, 1000)
-    """GPUs of the scenarios of `simulate`."""
-    copied_bytes: int = 64 << 20
-    """Size of the copy that measures bandwidth."""
-    modelled_shapes: dict[str, dict[str, Any]] = field(default_factory=lambda: QWEN3)
-    """Models of `gpu_model`, by name."""
-    modelled_rows: tuple[int, ...] = (1, 32, 256, 1024)
-    """Rows of its decode steps."""
-    modelled_tokens: tuple[int, ...] = (300, 2000, 8000)
-    """Tokens of each row."""
-    modelled_prefills: tuple[tuple[int, int], ...] = ((1, 300), (16, 512), (1, 8000))
-    """Prompts of its prefills, and tokens of each."""
 
     @property
     def num_sequences(self) -> int:
@@ -99,13 +60,9 @@ CPU = Sizes(
     prompt_tokens=(20, 60), log_mean_tokens=3.6, longest=512,
 )  # fmt: skip
 
-GPU = Sizes(
-    shape=QWEN3["0.6B"], prompt_tokens=(256, 512), log_mean_tokens=6.0, longest=4096,
-    copied_bytes=2 << 30,
-)  # fmt: skip
+GPU = Sizes(shape=QWEN3_SMALLEST, prompt_tokens=(256, 512), log_mean_tokens=6.0, longest=4096)
 
-# SmolLM-135M, with few tokens, and without the run that counts: one repetition of `rollout` takes
-# about ten minutes on two cores, most of them in transformers' own contenders.
+# SmolLM-135M, with few tokens: one repetition of `rollout` takes about ten minutes on two cores.
 LLAMA_135M = Sizes(
     shape={
         "model_type": "llama", "vocab_size": 49152, "hidden_size": 576, "num_hidden_layers": 30,
@@ -114,7 +71,6 @@ LLAMA_135M = Sizes(
         "tie_word_embeddings": True,
     },
     prompt_tokens=(20, 60), num_prompts=8, log_mean_tokens=3.2, longest=256, equal_tokens=40,
-    counts_forwards=False,
 )  # fmt: skip
 
 # Sizes by the name of the command line's `--model`, and the name for each device without it.
@@ -122,19 +78,14 @@ MODELS = {"small": CPU, "135m": LLAMA_135M, "0.6b": GPU}
 DEFAULT_MODELS = {"cpu": "small", "cuda": "0.6b"}
 
 # For tests: figures of these sizes mean nothing.
-TINY_SHAPE: dict[str, Any] = {
-    "model_type": "qwen3", "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2,
-    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
-    "intermediate_size": 48, "tie_word_embeddings": True,
-}  # fmt: skip
 TINY = Sizes(
-    shape=TINY_SHAPE,
+    shape={
+        "model_type": "qwen3", "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
+        "intermediate_size": 48, "tie_word_embeddings": True,
+    },
     prompt_tokens=(2, 4), num_prompts=2, num_completions=2, log_mean_tokens=1.0, longest=6,
-    equal_tokens=4, sampled_mean=3, longest_in_step=6, strategy_steps=1, scales=(1, 2),
-    scaling_tokens=3, num_waiting=(0, 8), bookkeeping_rows=3, num_syncs=1, copied_bytes=1 << 16,
-    truncated_rows=2, truncated_vocab=8192, num_truncations=1,
-    modelled_shapes={"tiny": TINY_SHAPE}, modelled_rows=(2,), modelled_tokens=(5,),
-    modelled_prefills=((2, 3),), simulated_gpus=(8,),
+    equal_tokens=4, sampled_mean=3, longest_in_step=6,
 )  # fmt: skip
 
 
@@ -161,10 +112,6 @@ class Workload:
     def num_tokens(self) -> int:
         """Return the number of completion tokens."""
         return sum(self.lengths)
-
-    def first(self, count: int) -> "Workload":
-        """Return a workload of the first `count` sequences."""
-        return Workload(self.prompts[:count], self.lengths[:count])
 
 
 def random_prompts(
@@ -201,18 +148,13 @@ def long_tailed(sizes: Sizes) -> Workload:
     )
 
 
-def equal_lengths(sizes: Sizes, count: int | None = None, tokens: int | None = None) -> Workload:
-    """Return distinct prompts with completions of one length: the best case of a fixed batch.
-
-    Args:
-        sizes: sizes of the prompts, and defaults of the other arguments.
-        count: number of completions; None: `sizes.num_sequences`.
-        tokens: length of each completion; None: `sizes.equal_tokens`.
-    """
-    count = count or sizes.num_sequences
-    draws = random.Random(SEED)
-    prompts = random_prompts(draws, count, sizes.prompt_tokens, sizes.shape["vocab_size"])
-    return Workload(prompts, [tokens or sizes.equal_tokens] * count)
+def equal_lengths(sizes: Sizes) -> Workload:
+    """Return distinct prompts with completions of one length: the best case of a fixed batch."""
+    count = sizes.num_sequences
+    prompts = random_prompts(
+        random.Random(SEED), count, sizes.prompt_tokens, sizes.shape["vocab_size"]
+    )
+    return Workload(prompts, [sizes.equal_tokens] * count)
 
 
 def create_model(shape: dict[str, Any], device: str, **overrides: Any) -> Any:

@@ -2,89 +2,82 @@
 
 import argparse
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from cb_rollout.errors import ConfigurationError
-from cb_rollout.tools.cli.command import require_packages, require_writable
+from cb_rollout.tools.cli.command import CommandParser, require_packages, require_writable
 
 
 class BenchCommand(NamedTuple):
-    """The function `bench_NAME` of a module of `cb_rollout.tools.bench`, and its own packages."""
+    """The module of a function `bench_NAME`, its own packages, and what installs them."""
 
     module: str
     help: str
     packages: tuple[str, ...] = ()
+    requirement: str = "cb_rollout"
 
-
-WORKLOADS = {
-    "rollout": BenchCommand("rollout", "one rollout: prompts in, completions out"),
-    "bfloat16": BenchCommand("rollout", "one rollout of the same weights in 16 bits and in 32"),
-    "bitwise": BenchCommand(
-        "step", "what numerics='bitwise' costs, in rollout and step", ("datasets", "trl")
-    ),
-    "step": BenchCommand("step", "one GRPO step through TRL", ("datasets", "trl")),
-    "sync": BenchCommand("sync", "a weight sync, beside bare tensor copies"),
-    "strategies": BenchCommand("strategies", "over-sampling and its like, against plain"),
-    "pool": BenchCommand("cluster.pool", "a pool of workers, beside an engine", ("ray",)),
-    "simulate": BenchCommand(
-        "cluster.simulate", "steps on several engines: predicted, measured, and scenarios", ("ray",)
-    ),
-    "serve": BenchCommand(
-        "rollout", "the same requests over HTTP on this machine", ("fastapi", "httpx", "uvicorn")
-    ),
-    "scaling": BenchCommand("scaling", "from one request at once to 1,024"),
-    "drafts": BenchCommand("rollout", "few requests with drafts, and without"),
-    "truncation": BenchCommand(
-        "truncation", "top-k, top-p and min-p, beside transformers' warpers"
-    ),
-    "profile": BenchCommand("profile", "where a rollout's time goes"),
-    "bookkeeping": BenchCommand("profile", "what a decode step takes beside its forward"),
-    "roofline": BenchCommand("roofline.machine", "what this machine can do at most"),
-    "gpu_compiled": BenchCommand(
-        "roofline.compiled",
-        "kernels of a captured decode step, compiled and not, counted without a GPU",
-        ("triton",),
-    ),
-    "gpu_model": BenchCommand(
-        "roofline.gpu_model",
-        "kernels of a step on a GPU, counted without one, and a model of their time",
-        ("triton",),
-    ),
-}
 
 ENGINE_PACKAGES = ("psutil", "tokenizers", "torch", "transformers")
 
-# The sizes of each are in `cb_rollout.tools.bench.workload`, which loads torch.
+# The module of their sizes loads torch.
 MODELS = ("small", "135m", "0.6b")
 
-OUTPUT_DIR = Path("cb_rollout_bench")
+TRAINING_PACKAGES = ("datasets", "trl")
 
 DESCRIPTION = """\
 Time cb_rollout beside its peers and write what was measured as JSON. Models have random weights;
-nothing is downloaded. All contenders run in this process, except vLLM, which `rollout` starts where
-CB_ROLLOUT_VLLM_PYTHON names the Python of an environment with vLLM.
+nothing is downloaded. All contenders run in this process. A checkout has more workloads, and vLLM:
+`python scripts/bench.py --help`.
 
 Contenders take turns, so that a slow spell of the machine meets all of them; figures are medians
 over the repetitions, and only ratios within one run mean anything."""
 
 
+class Suite(NamedTuple):
+    """Workloads of one command."""
+
+    description: str
+    workloads: Mapping[str, BenchCommand]
+    sizes: str
+    """Module of their sizes."""
+    output_dir: Path
+    """Default directory of the records."""
+
+
+SHIPPED = Suite(
+    DESCRIPTION,
+    {
+        "rollout": BenchCommand(
+            "cb_rollout.tools.bench.rollout", "one rollout: prompts in, completions out"
+        ),
+        "step": BenchCommand(
+            "cb_rollout.tools.bench.step", "one GRPO step through TRL", TRAINING_PACKAGES
+        ),
+    },
+    "cb_rollout.tools.bench.workload",
+    Path("cb_rollout_bench"),
+)
+
+
 def add_bench(commands: Any) -> None:
     """Add the command to the command line."""
-    width = max(map(len, WORKLOADS))
-    lines = "".join(f"\n  {name:<{width}}  {x.help}" for name, x in WORKLOADS.items())
-    parser = commands.add_parser(
-        "bench",
-        help="time a rollout beside its peers",
-        description=DESCRIPTION,
-        epilog=f"workloads:{lines}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    add_suite(commands.add_parser("bench", help="time a rollout beside its peers"), SHIPPED)
+
+
+def add_suite(parser: CommandParser, suite: Suite) -> None:
+    """Make a parser one of a suite's workloads."""
+    workloads = suite.workloads
+    width = max(map(len, workloads))
+    lines = "".join(f"\n  {name:<{width}}  {x.help}" for name, x in workloads.items())
+    parser.description, parser.epilog = suite.description, f"workloads:{lines}"
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument(
         "workload",
         metavar="NAME",
         nargs="?",
-        choices=WORKLOADS,
+        choices=workloads,
         default="rollout",
         help="one of the workloads below (rollout)",
     )
@@ -95,7 +88,7 @@ def add_bench(commands: Any) -> None:
         "--batch-size",
         type=int,
         metavar="N",
-        help="of model.generate in rollout and scaling (each workload's own)",
+        help="of model.generate (each workload's own)",
     )
     parser.add_argument(
         "--device",
@@ -108,24 +101,24 @@ def add_bench(commands: Any) -> None:
         metavar="DIR",
         type=Path,
         help="where NAME_DEVICE.json, with --model NAME_MODEL_DEVICE.json, is written over an "
-        f"older one; made if missing ({OUTPUT_DIR})",
+        f"older one; made if missing ({suite.output_dir})",
     )
-    sizes = parser.add_mutually_exclusive_group()
-    sizes.add_argument(
+    either = parser.add_mutually_exclusive_group()
+    either.add_argument(
         "--model",
         choices=MODELS,
         help="sizes of the model and the workload (small on a CPU, 0.6b on a GPU)",
     )
-    sizes.add_argument(
+    either.add_argument(
         "--tiny",
         action="store_true",
         help="see whether a workload runs; its figures say nothing of speed",
     )
-    parser.set_run(_run)
+    parser.set_run(lambda arguments: _run(arguments, suite))
 
 
-def _run(arguments: argparse.Namespace) -> int:
-    name, folder = arguments.workload, arguments.output_dir or OUTPUT_DIR
+def _run(arguments: argparse.Namespace, suite: Suite) -> int:
+    command, folder = suite.workloads[arguments.workload], arguments.output_dir or suite.output_dir
     for option in ("repetitions", "batch_size"):
         value = getattr(arguments, option)
         if value is not None and value < 1:
@@ -134,21 +127,12 @@ def _run(arguments: argparse.Namespace) -> int:
         raise ConfigurationError(
             "--tiny says nothing of speed; give it an --output-dir of its own."
         )
-    packages = (*ENGINE_PACKAGES, *WORKLOADS[name].packages)
-    require_packages(f"the bench {name!r}", packages, "'cb_rollout[bench]'")
+    packages = (*ENGINE_PACKAGES, *command.packages)
+    require_packages(f"the bench {arguments.workload!r}", packages, command.requirement)
     require_writable(folder)
     # Imported late: torch and transformers take seconds to load.
     from cb_rollout.tools.bench.run import run_workload
 
-    path = run_workload(
-        name,
-        WORKLOADS[name].module,
-        device=arguments.device,
-        model=arguments.model,
-        repetitions=arguments.repetitions,
-        batch_size=arguments.batch_size,
-        is_tiny=arguments.tiny,
-        folder=folder,
-    )
+    path = run_workload(arguments.workload, command.module, suite.sizes, arguments, folder)
     sys.stdout.write(f"\nwritten to {path}\n")
     return 0

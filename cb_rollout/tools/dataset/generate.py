@@ -9,6 +9,7 @@ import json
 import os
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,9 +36,6 @@ from cb_rollout.tools.dataset.scores import (
 )
 from cb_rollout.tools.dataset.source import create_source
 from cb_rollout.tools.dataset.stream import CompletedSequence, CompletionStream
-
-# Values read of each parameter, to tell one checkpoint from another.
-WEIGHTS_SAMPLED = 64
 
 # Interval of the progress bar, and of its lines in a log file.
 PROGRESS_SECONDS = 1.0
@@ -275,13 +273,18 @@ def _missing(
 
 
 def _digest_of_weights(model: PreTrainedModel) -> str:
-    """Hash each parameter's shape, dtype and some of its values."""
-    digest = hashlib.sha256()
-    for name, parameter in model.named_parameters():
-        values = parameter.detach().flatten()
-        stride = max(1, values.numel() // WEIGHTS_SAMPLED)
-        sampled = values[::stride].float().cpu().tolist()
-        digest.update(
-            json.dumps([name, list(parameter.shape), str(parameter.dtype), sampled]).encode()
-        )
-    return digest.hexdigest()
+    """Hash each parameter's name, shape, dtype and bytes."""
+    parameters = dict(model.named_parameters())
+    # Hashing runs outside Python's lock.
+    with ThreadPoolExecutor(max_workers=os.cpu_count()) as threads:
+        of_bytes = list(threads.map(_digest_of_bytes, parameters.values()))
+    described = [
+        [name, list(parameter.shape), str(parameter.dtype), digest]
+        for (name, parameter), digest in zip(parameters.items(), of_bytes, strict=True)
+    ]
+    return hashlib.sha256(json.dumps(described).encode()).hexdigest()
+
+
+def _digest_of_bytes(tensor: torch.Tensor) -> str:
+    values = tensor.detach().flatten().cpu()
+    return hashlib.sha256(values.view(torch.uint8).numpy().data).hexdigest()

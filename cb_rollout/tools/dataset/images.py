@@ -1,8 +1,9 @@
 """Pictures of a row: paths, relative to the folder of the input, or data URLs.
 
-Owns their checks before a model loads, and the place where each is found. Reads no pixels.
+Owns their checks before a model loads, and the place where each is found. Decodes no pixels.
 """
 
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,10 +36,20 @@ def problem_of_images(row: Mapping[str, Any], folder: Path) -> str | None:
     return None
 
 
-def image_sizes(row: Mapping[str, Any], folder: Path) -> list[int]:
-    """Return the size in bytes of each picture that is a file."""
-    names = (name for name in image_names(row) if not name.startswith(DATA_URL))
-    return [(folder / name).stat().st_size for name in names]
+def image_digests(row: Mapping[str, Any], folder: Path, known: dict[str, str]) -> list[str]:
+    """Return the digest of each picture that is a file.
+
+    Args:
+        row: names the pictures.
+        folder: that their paths are relative to.
+        known: digests by name, of files that were read before; those read now are added.
+    """
+    names = [name for name in image_names(row) if not name.startswith(DATA_URL)]
+    for name in names:
+        if name not in known:
+            with (folder / name).open("rb") as file:
+                known[name] = hashlib.file_digest(file, "sha256").hexdigest()
+    return [known[name] for name in names]
 
 
 def located(name: str, folder: Path) -> str:

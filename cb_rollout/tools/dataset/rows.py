@@ -16,8 +16,8 @@ from cb_rollout.engine.service.image_prompts import is_chat
 from cb_rollout.errors import ConfigurationError, InvalidRequestError
 from cb_rollout.rollout.prompts import Encoded, encoded
 from cb_rollout.tools.dataset.images import (
+    image_digests,
     image_names,
-    image_sizes,
     located,
     located_in_chat,
     problem_of_images,
@@ -63,7 +63,7 @@ class Survey:
 
     num_rows: int
     digest: str
-    """Changes when any row changes, or their order."""
+    """Changes when any row or picture changes, or their order."""
     first_chat: str | None
     """Label of the first row whose prompt is messages; None: none is."""
     first_text: str | None
@@ -83,6 +83,7 @@ def survey(source: Source, folder: Path = Path()) -> Survey:
         InvalidRequestError: some rows cannot be used; the first few are named with their reasons.
     """
     digest = hashlib.sha256()
+    known_pictures: dict[str, str] = {}
     seen: dict[RowId, str] = {}
     problems: list[str] = []
     num_rows = num_problems = 0
@@ -98,8 +99,8 @@ def survey(source: Source, folder: Path = Path()) -> Survey:
                 problem = f"has the id {row.id!r} of {seen[row.id]}"
             seen.setdefault(row.id, raw.label)
         if row is not None:
-            sizes = image_sizes(row.values, folder)
-            digest.update(json.dumps([row.id, row.values, *sizes]).encode())
+            pictures = image_digests(row.values, folder, known_pictures)
+            digest.update(json.dumps([row.id, row.values, *pictures]).encode())
             first_image = first_image or (raw.label if any(image_names(row.values)) else None)
             kind = Mapping if row.is_chat else type(row.prompt)
             first.setdefault(kind, raw.label)

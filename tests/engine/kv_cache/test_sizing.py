@@ -12,6 +12,7 @@ from tiny import tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from benchmarks.sizes import QWEN3
 from cb_rollout.config.rollout import RolloutConfig
 from cb_rollout.engine.kv_cache.block_table import BlockTable
 from cb_rollout.engine.kv_cache.layout import CacheLayout, LayerSpec, TensorSpec
@@ -24,7 +25,6 @@ from cb_rollout.engine.request import Limits, Prefill
 from cb_rollout.engine.scheduler.policy import create_policy
 from cb_rollout.engine.scheduler.scheduler import HISTORY_FACTOR, Scheduler
 from cb_rollout.metrics.registry import EngineCounters
-from cb_rollout.tools.bench.workload import QWEN3
 
 CPU = torch.device("cpu")
 SHAPE = QWEN3["8B"]

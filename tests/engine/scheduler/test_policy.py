@@ -10,7 +10,6 @@ from cb_rollout.engine.request import Limits
 from cb_rollout.engine.scheduler import policy as policies
 from cb_rollout.engine.scheduler.policy import SchedulerPolicy, create_policy
 
-
 ShortestFirst = run(block("Add a scheduler policy"))["ShortestFirst"]
 
 

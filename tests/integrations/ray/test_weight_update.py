@@ -1,5 +1,8 @@
 """Packed weights arrive whole, in every bit, or are refused."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -135,3 +138,10 @@ def test_an_update_of_no_tensors_has_no_buffers():
     found = PackedWeights({}, ())
     assert list(found.buffers()) == []
     assert found.update(1).num_bytes == 0
+
+
+def test_a_trainer_without_a_pool_needs_no_xxhash():
+    script = (
+        "import sys; sys.modules['xxhash'] = None; import cb_rollout.integrations.ray.weight_update"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)

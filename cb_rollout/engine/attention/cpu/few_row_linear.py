@@ -19,8 +19,8 @@ from cb_rollout.compat.torch import multiplies_bfloat16
 from cb_rollout.engine.numerics import operators
 from cb_rollout.engine.numerics.kernels import linear_kernel, multiply
 
-# With more rows MKL's product is the faster one (see the bench's `roofline`): with AVX-512 it gains
-# more than the kernel does.
+# With more rows MKL's product is the faster one (`scripts/bench.py roofline`): with AVX-512 it
+# gains more than the kernel does.
 MAX_ROWS = 32 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 64
 
 # The same where the CPU itself multiplies bfloat16.

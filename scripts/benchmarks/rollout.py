@@ -1,0 +1,135 @@
+"""Rollouts of contenders in turns: the workloads `rollout`, `bfloat16`, `serve` and `drafts`.
+
+`rollout` adds vLLM to the wheel's, and to each figure the share of its time that matrix products
+need. `matmul_share`: the products that the workload needs at least, at the rate of a large product.
+`forwards_matmul_share`: those of the contender's own forwards, padding and repeats included, at
+that rate. `forwards_products_share`: the same products, in the time that they take alone with the
+number of rows that they had, since a few rows never reach the rate of a large product.
+"""
+
+import random
+from collections import Counter
+from copy import deepcopy
+from typing import Any
+
+from benchmarks.peers.contenders import of_another_model, ours_at_temperature, served
+from benchmarks.peers.vllm_process import vllm_contenders
+from benchmarks.roofline.machine import (
+    Products,
+    num_flops,
+    products_counted,
+    products_seconds,
+)
+from benchmarks.sizes import Setup
+from cb_rollout.tools.bench.contenders import Contender, ours, transformers_batching
+from cb_rollout.tools.bench.matmul_bound import needed_flops
+from cb_rollout.tools.bench.rollout import Race, races, run_race
+from cb_rollout.tools.bench.timing import throughputs
+from cb_rollout.tools.bench.workload import (
+    SEED,
+    Workload,
+    create_model,
+    equal_lengths,
+    long_tailed,
+    random_prompts,
+)
+
+# No decode step of more requests has drafts.
+DRAFTED_REQUESTS = (1, 4, 8)
+
+# A forward is traced after 64 steps, and with drafts a rollout has few steps.
+NUM_DRAFT_WARM_UPS = 4
+
+# Random weights repeat themselves when greedy, and never at temperature 1: best and worst case.
+DRAFT_TEMPERATURES = {"greedy": 0.0, "at temperature 1": 1.0}
+
+
+def bench_rollout(setup: Setup) -> dict[str, Any]:
+    """Return tokens per second of long-tailed groups and of equal lengths."""
+    model = create_model(setup.sizes.shape, setup.device)
+    own, results = races(setup), {}
+    with vllm_contenders(model, [race.workload for race in own.values()]) as vllm:
+        for name, race in own.items():
+            first, *others = race.contenders.items()
+            contenders = dict([first, *vllm.items(), *others])
+            rows = run_race(name, Race(race.workload, contenders), model, setup)
+            if setup.sizes.counts_forwards:
+                for row, contender in contenders.items():
+                    rows[row] |= _forwards_shares(contender, rows[row], model, race.workload)
+            results[name] = rows
+    return results
+
+
+def _forwards_shares(
+    contender: Contender, figures: dict[str, Any], model: Any, workload: Workload
+) -> dict[str, float]:
+    """Return the shares of its time that products of a contender's own forwards need."""
+    # Another process runs no layers of this model.
+    if contender.pid is not None:
+        return {}
+    counted = _count_products(contender, model, workload)
+    flops, needed = num_flops(model, counted), needed_flops(model, workload)
+    # Fewer operations than needed mean that some forwards could not be counted.
+    if flops < needed:
+        return {}
+    speed = figures["median"] / workload.num_tokens
+    return {
+        "forwards_matmul_share": figures["matmul_share"] * flops / needed,
+        "forwards_products_share": products_seconds(model, counted) * speed,
+    }
+
+
+def _count_products(contender: Contender, model: Any, workload: Workload) -> Counter[Products]:
+    with contender.create(model, workload) as run, products_counted(model) as counted:
+        run(workload)
+    return counted
+
+
+def bench_bfloat16(setup: Setup) -> dict[str, Any]:
+    """Return tokens per second of the same weights in bfloat16, beside float32."""
+    sizes = setup.sizes
+    model = create_model(sizes.shape, setup.device).float()
+    half = deepcopy(model).bfloat16()
+    contenders = {
+        "cb_rollout": of_another_model(ours(), half),
+        "cb_rollout, float32": ours(),
+        "transformers CB": of_another_model(transformers_batching(), half),
+    }
+    # The tables of `rollout` have the names without the suffix.
+    workloads = {
+        "long_tailed_groups_bfloat16": long_tailed(sizes),
+        "equal_lengths_bfloat16": equal_lengths(sizes),
+    }
+    results = {}
+    for name, workload in workloads.items():
+        print(f"{name}: {len(workload.prompts)} sequences, {workload.num_tokens} tokens")
+        results[name] = throughputs(contenders, model, workload, setup.repetitions)
+    return results
+
+
+def bench_serve(setup: Setup) -> dict[str, Any]:
+    """Return tokens per second of one rollout called in this process and served over HTTP."""
+    model, workload = create_model(setup.sizes.shape, setup.device), long_tailed(setup.sizes)
+    contenders = {"cb_rollout": ours(), "served on loopback": served()}
+    return {"served": throughputs(contenders, model, workload, setup.repetitions)}
+
+
+def bench_drafts(setup: Setup) -> dict[str, Any]:
+    """Return tokens per second of few requests, with and without drafts."""
+    sizes = setup.sizes
+    model = create_model(sizes.shape, setup.device)
+    draws = random.Random(SEED)
+    results = {}
+    for mode, temperature in DRAFT_TEMPERATURES.items():
+        contenders = {
+            "cb_rollout": ours_at_temperature(temperature),
+            "cb_rollout, no drafts": ours_at_temperature(temperature, num_speculative_tokens=0),
+        }
+        for count in DRAFTED_REQUESTS:
+            prompts = random_prompts(draws, count, sizes.prompt_tokens, sizes.shape["vocab_size"])
+            workload = Workload(prompts, [sizes.longest_in_step] * count)
+            print(f"drafts, {mode}: {count} requests, {workload.num_tokens} tokens")
+            results[f"{count} requests, {mode}"] = throughputs(
+                contenders, model, workload, setup.repetitions, NUM_DRAFT_WARM_UPS
+            )
+    return results

@@ -1,0 +1,138 @@
+"""Upper bounds of this machine: rates of matrix products and copies.
+
+Own the counting and timing of the matrix products of a model's forwards, and the workload
+`roofline`, which prints the rates.
+"""
+
+import statistics
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from benchmarks.sizes import Setup
+from cb_rollout.engine.attention.cpu.backend import CpuBackend
+from cb_rollout.engine.attention.cpu.few_row_linear import multiply
+from cb_rollout.engine.attention.selector import select_backend
+from cb_rollout.tools.bench.matmul_bound import linear_layers, matmul_flops, matmul_parameters
+from cb_rollout.tools.bench.timing import best_seconds, timed
+from cb_rollout.tools.bench.workload import create_model
+
+# Numbers of rows at which products are timed; times between two of them are interpolated.
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+
+# Numbers of rows of a decode step that the workload `roofline` prints.
+DECODE_ROWS = ROWS[:8]
+
+# Calls of all layers in each of the runs of which the best counts.
+CALLS = 5
+
+
+class Products(NamedTuple):
+    """The matrix products of one forward: those of the head, or those of all other layers."""
+
+    is_head: bool
+    num_rows: int
+
+
+def bench_roofline(setup: Setup) -> dict[str, Any]:
+    """Return rates, and the tokens per second that matrix products alone would allow."""
+    model = create_model(setup.sizes.shape, setup.device)
+    flops = matmul_flops(model, setup.sizes.num_sequences)
+    machine = {
+        "matmul_gflops": flops / 1e9,
+        "copy_gb_per_second": bandwidth(setup.sizes.copied_bytes, setup.device) / 1e9,
+        "matmul_bound_tokens_per_second": flops / (2 * sum(matmul_parameters(model))),
+    }
+    layers = linear_layers(model)
+    return {"machine": machine} | {
+        f"linear layers of {num_rows} rows": {
+            f"{name}, milliseconds": 1e3 * seconds
+            for name, seconds in _seconds_by_kernel(layers, num_rows, 10).items()
+        }
+        for num_rows in DECODE_ROWS
+    }
+
+
+def bandwidth(num_bytes: int, device: str) -> float:
+    """Return the bytes per second of a large copy, both read and written ones counted."""
+    source = torch.empty(num_bytes, dtype=torch.uint8, device=device).fill_(1)
+    target = torch.empty_like(source)
+    times = [timed(lambda: target.copy_(source)) for _ in range(8)]
+    return 2 * num_bytes / statistics.median(times[3:])
+
+
+@contextmanager
+def products_counted(model: PreTrainedModel) -> Iterator[Counter[Products]]:
+    """Count the forwards of the linear layers inside, by number of rows.
+
+    CUDA graphs, and code that reads the weights without calling the layers, are not counted.
+    """
+    counted: Counter[Products] = Counter()
+
+    def count(layer: torch.nn.Linear, inputs: tuple[torch.Tensor, ...]) -> None:
+        num_rows = inputs[0].numel() // layer.in_features
+        counted[Products(layer is model.lm_head, num_rows)] += 1
+
+    # The first layer of the body stands for all of them.
+    first = next(layer for layer in linear_layers(model) if layer is not model.lm_head)
+    hooks = [layer.register_forward_pre_hook(count) for layer in (first, model.lm_head)]
+    try:
+        yield counted
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def num_flops(model: PreTrainedModel, counted: Counter[Products]) -> int:
+    """Return the operations of counted products, padding included."""
+    body, head = matmul_parameters(model)
+    return sum(2 * p.num_rows * (head if p.is_head else body) * n for p, n in counted.items())
+
+
+def products_seconds(model: PreTrainedModel, counted: Counter[Products]) -> float:
+    """Return the seconds that counted products take alone, each by the fastest kernel."""
+    most = max(products.num_rows for products in counted)
+    tried = [rows for rows in ROWS if rows < most] + [most]
+    seconds = {
+        is_head: [_best_kernel_seconds(model, Products(is_head, rows)) for rows in tried]
+        for is_head in (False, True)
+    }
+    return sum(
+        n * _interpolated(tried, seconds[products.is_head], products.num_rows)
+        for products, n in counted.items()
+    )
+
+
+def _best_kernel_seconds(model: PreTrainedModel, products: Products) -> float:
+    layers = [x for x in linear_layers(model) if (x is model.lm_head) == products.is_head]
+    return min(_seconds_by_kernel(layers, products.num_rows, CALLS).values())
+
+
+@torch.inference_mode()
+def _seconds_by_kernel(
+    layers: list[torch.nn.Linear], num_rows: int, num_calls: int
+) -> dict[str, float]:
+    device = layers[0].weight.device
+    kernels: dict[str, Callable[..., torch.Tensor]] = {"torch": functional.linear}
+    if select_backend(device).backend is CpuBackend:
+        kernels["kernel"] = multiply
+    pairs = [(x.weight.new_ones(num_rows, x.weight.shape[1]), x.weight) for x in layers]
+    return {
+        name: best_seconds(lambda linear=linear: [linear(*pair) for pair in pairs], num_calls)
+        for name, linear in kernels.items()
+    }
+
+
+def _interpolated(points: list[int], values: list[float], point: int) -> float:
+    index = bisect_left(points, point)
+    if points[index] == point:
+        return values[index]
+    below, above = points[index - 1], points[index]
+    share = (point - below) / (above - below)
+    return values[index - 1] + share * (values[index] - values[index - 1])

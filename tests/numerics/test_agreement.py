@@ -1,0 +1,94 @@
+import math
+
+import pytest
+import torch
+
+from cb_rollout.engine.numerics.agreement import agrees, gradient_noise, references, rounding_noise
+
+P, V = 6, 500
+
+
+def values(seed=0):
+    return torch.randn(P, V, generator=torch.Generator().manual_seed(seed)).mul(3).log_softmax(-1)
+
+
+def rounded(exact, seed, size=1e-6):
+    generator = torch.Generator().manual_seed(seed)
+    return exact + size * torch.randn(exact.shape, generator=generator)
+
+
+def test_two_roundings_of_the_same_values_agree_and_a_shift_does_not():
+    exact = values()
+    expected = rounded(exact, 1)
+    noise = rounding_noise(expected, exact, torch.float32)
+    agreement = agrees(rounded(exact, 2), expected, noise)
+    assert agreement
+    assert agreement.root_mean_square == pytest.approx(math.sqrt(2) * 1e-6, rel=0.1)
+    shifted = agrees(expected + 1e-3, expected, noise)
+    assert not shifted
+    assert "beyond the model's own rounding" in str(shifted)
+
+
+def test_one_wrong_position_is_enough():
+    exact = values()
+    noise = rounding_noise(rounded(exact, 1), exact, torch.float32)
+    found = rounded(exact, 2)
+    found[3] += 1e-3
+    agreement = agrees(found, rounded(exact, 1), noise)
+    assert not agreement
+    assert agreement.typical_multiple < 2
+
+
+def test_a_chaotic_position_is_held_against_its_own_noise():
+    exact = values()
+    expected, found = rounded(exact, 1), rounded(exact, 2)
+    expected[2] = rounded(exact, 3, 1e-3)[2]
+    assert not agrees(found, expected, rounding_noise(rounded(exact, 1), exact, torch.float32))
+    assert agrees(found, expected, rounding_noise(expected, exact, torch.float32))
+
+
+def test_noise_beyond_half_of_the_digits_excuses_nothing():
+    exact = values()
+    noise = rounding_noise(exact + torch.randn(P, V), exact, torch.float32)
+    assert noise.max() < 0.01
+
+
+def test_a_value_that_is_no_number_agrees_with_nothing():
+    exact = values()
+    found = exact.clone()
+    found[0, 0] = math.nan
+    assert not agrees(found, exact, rounding_noise(exact, None, torch.bfloat16))
+
+
+def test_excluded_tokens_are_equal():
+    exact = values()
+    exact[:, 7] = -math.inf
+    assert agrees(rounded(exact, 1), exact, rounding_noise(exact, None, torch.float32))
+
+
+def test_gradients_that_were_not_measured_keep_half_of_their_digits():
+    gradient = torch.randn(1000)
+    noise = gradient_noise(gradient, None, torch.float32)
+    assert agrees([gradient * (1 + 1e-3)], [gradient], noise)
+    assert not agrees([gradient * 1.18], [gradient], noise)
+
+
+def test_16_bits_are_compared_in_float32_first():
+    layer = torch.nn.Linear(64, 500).bfloat16()
+    rows = torch.randn(P, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+
+    @torch.no_grad()
+    def plain():
+        return layer(rows).float().log_softmax(-1)
+
+    @torch.no_grad()
+    def leaking():
+        return layer(rows + 1e-3 * rows.roll(1, 0)).float().log_softmax(-1)
+
+    surest, own = references(plain, torch.bfloat16, is_coarse=True)
+    assert (surest.dtype, own.dtype) == (torch.float32, torch.bfloat16)
+    from cb_rollout.engine.numerics.higher_precision import higher_precision
+
+    assert surest.compare(plain, higher_precision)
+    assert own.compare(leaking, higher_precision), "in 16 bits it is within the rounding"
+    assert not surest.compare(leaking, higher_precision)
