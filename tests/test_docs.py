@@ -260,3 +260,10 @@ def test_every_module_that_the_architecture_names_exists():
             found = [path for path in (ROOT / "cb_rollout", ROOT) if (path / span).is_file()]
             # A row of the rooms names a file beside its folder.
             assert found or "/" not in span, span
+
+
+def test_the_architecture_names_the_file_of_every_law():
+    named = set(inline("docs/architecture.md"))
+    files = (ROOT / "tests" / "invariants").glob("test_*.py")
+    laws = {path.relative_to(ROOT).as_posix() for path in files}
+    assert laws <= named, laws - named
