@@ -9,7 +9,7 @@ last row is the engine without a fault.
 import argparse
 import math
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import date
 from pathlib import Path
@@ -178,7 +178,9 @@ def planted(fault: str, runner: ModelRunner) -> Iterator[None]:
         runner_module.PackedAttention = own_attention
 
 
-def margins(model: Any, autocast_dtype: torch.dtype | None = None) -> dict[str, float]:
+def margins(
+    model: Any, autocast_dtype: torch.dtype | None = None, faults: Sequence[str] = FAULTS
+) -> dict[str, float]:
     """Return, by fault, its distance as a share of what is allowed.
 
     Under 1: the fault passes. `NONE` is the engine without a fault.
@@ -192,7 +194,7 @@ def margins(model: Any, autocast_dtype: torch.dtype | None = None) -> dict[str, 
             runner, layout, rows, [runner.plain_logits(row) for row in rows]
         )
         found = {}
-        for fault in (*FAULTS, NONE):
+        for fault in (*faults, NONE):
             if not applies(fault, layout, runner.batch_layout):
                 continue
             with planted(fault, runner):
