@@ -3,56 +3,50 @@
 import pytest
 import torch
 from tiny import FAMILIES, tiny_model
+from transformers import AutoModelForCausalLM
 
 import planted_faults
 from cb_rollout.engine.model.check import check_model
 from cb_rollout.engine.model.runner import ModelRunner
 
-PRECISIONS = {
-    "float32": (torch.float32, None),
-    "bfloat16": (torch.bfloat16, None),
-    "autocast": (torch.float32, torch.bfloat16),
-}
 QUICK = ("llama", "lfm2")
 OTHERS = [family for family in FAMILIES if family not in QUICK]
 SLOW = pytest.mark.slow
+
+OF_POSITIONS = "a decoded token's position is one too high"
+# Their attention has biases, or recurrent layers tell the order.
+WITHOUT_POSITIONS = ("bloom", "granitemoehybrid")
+# Each costs several forwards of 135 M parameters, in float32 and in bfloat16.
+ON_REAL_WEIGHTS = (
+    OF_POSITIONS,
+    "one layer's weights are 1% off",
+    "a key of a neighbour in one layer",
+)
 
 # transformers' own, of kernels that are not installed and of tiny configs.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-# Their attention has biases, or recurrent layers tell the order.
-WITHOUT_POSITIONS = ("bloom", "granitemoehybrid")
-OF_POSITIONS = "a decoded token's position is one too high"
-
-
-def require_found(model, autocast_dtype, absent=None):
-    margins = planted_faults.margins(model, autocast_dtype)
-    margins.pop(absent, None)
+def require_found(margins):
     right = margins.pop(planted_faults.NONE)
     assert right < 0.6
-    assert len(margins) >= 5
+    assert len(margins) >= 3
     assert min(margins.values()) > 10, margins
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize(
-    "family",
-    [*QUICK, *(pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES if f not in QUICK)],
-)
-def test_planted_faults_are_found(family, precision):
-    dtype, autocast_dtype = PRECISIONS[precision]
-    absent = OF_POSITIONS if family in WITHOUT_POSITIONS else None
-    require_found(tiny_model(family).to(dtype), autocast_dtype, absent)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", [*QUICK, *(pytest.param(f, marks=SLOW) for f in OTHERS)])
+def test_planted_faults_are_found(family, dtype):
+    margins = planted_faults.margins(tiny_model(family).to(dtype))
+    if family in WITHOUT_POSITIONS:
+        margins.pop(OF_POSITIONS)
+    require_found(margins)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_planted_faults_are_found_in_real_weights(smollm2, precision):
-    from transformers import AutoModelForCausalLM
-
-    dtype, autocast_dtype = PRECISIONS[precision]
-    require_found(AutoModelForCausalLM.from_pretrained(smollm2, dtype=dtype), autocast_dtype)
+def test_planted_faults_are_found_in_real_weights_under_autocast(smollm2):
+    model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32)
+    require_found(planted_faults.margins(model, torch.bfloat16, ON_REAL_WEIGHTS))
 
 
 @pytest.mark.slow
