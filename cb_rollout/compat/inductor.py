@@ -30,7 +30,7 @@ from torch._inductor.cpu_vec_isa import pick_vec_isa
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 
-from cb_rollout.cache import cache_folder, require_own
+from cb_rollout.compat.cache import cache_folder, require_own
 from cb_rollout.errors import ConfigurationError
 
 # Multiply and add in one instruction, which inductor forbids its own kernels.
