@@ -217,6 +217,7 @@ def main() -> None:
     """Print the margins of one model in float32, in bfloat16, and under autocast."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", help="folder of a checkpoint; SmolLM2-135M-Instruct otherwise")
+    parser.add_argument("--write", type=Path, help="write the table into this document")
     options = parser.parse_args()
 
     from smollm2 import smollm2_folder

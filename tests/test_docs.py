@@ -26,6 +26,7 @@ from site_pages import DOCS, PAGES, linked_files, parts
 ROOT = Path(__file__).parents[1]
 DECISIONS = ROOT / "docs" / "decisions"
 BENCHMARKS = ROOT / "docs" / "benchmarks"
+PYPROJECT = (ROOT / "pyproject.toml").read_text()
 
 EVERY_PAGE = [
     *PAGES,
@@ -260,3 +261,24 @@ def test_every_module_that_the_architecture_names_exists():
             found = [path for path in (ROOT / "cb_rollout", ROOT) if (path / span).is_file()]
             # A row of the rooms names a file beside its folder.
             assert found or "/" not in span, span
+
+
+def test_the_architecture_names_the_file_of_every_law():
+    named = set(inline("docs/architecture.md"))
+    files = (ROOT / "tests" / "invariants").glob("test_*.py")
+    laws = {path.relative_to(ROOT).as_posix() for path in files}
+    assert laws <= named, laws - named
+
+
+def test_every_example_of_an_addition_is_run_by_a_test():
+    headings = re.findall(r"^## (Add a.*)$", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
+    tests = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    assert len(headings) == 6
+    assert [name for name in headings if f'block("{name}")' not in tests] == []
+
+
+def test_the_readme_names_the_versions_that_an_installation_requires():
+    wanted = re.findall(r'^ +"(torch|trl|transformers)>=([\d.]+)', PYPROJECT, re.MULTILINE)
+    assert len(wanted) == 3
+    readme = (ROOT / "README.md").read_text()
+    assert [name for name, least in wanted if f"{name} >= {least}" not in readme] == []

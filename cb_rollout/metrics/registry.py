@@ -270,7 +270,8 @@ METRICS = (
            "Beyond max_staleness the trainer drops the completion.", AGE),
     Metric("rollout/logprob_drift_max", "nats",
            "Largest difference between a sampled log-probability and a plain forward's.",
-           "Above 1e-5 in float32, or rising: see max_logprob_drift and verify_every_steps.",
+           "Far above the model's own rounding (docs/numerics.md), or rising: see "
+           "max_logprob_drift and verify_every_steps.",
            DRIFT),
     Metric("rollout/logprob_drift_mean", "nats", "The same, mean over the tokens compared.",
            "Rising with the maximum: a systematic difference, as of dtype or dropout.", DRIFT),

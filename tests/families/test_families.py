@@ -1,11 +1,9 @@
 """Every type that transformers maps to a causal language model runs right, or is refused."""
 
-import copy
 import re
 from pathlib import Path
 
 import pytest
-import torch
 from configs import CORE, ENCODERS, NOT_BUILT, OWN_GENERATE, REFUSED, tiny_config
 from huggingface_hub.errors import StrictDataclassError
 from marks import IS_NEWEST, of_the_newest, slow_beside
@@ -14,8 +12,6 @@ from transformers import CONFIG_MAPPING, AutoModelForSeq2SeqLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from cb_rollout import RolloutGenerator
-from cb_rollout.engine.model.check import check_model
-from cb_rollout.engine.model.runner import ModelRunner
 from cb_rollout.errors import ConfigurationError
 
 # The models' own warnings, about weights and settings that only a tiny model has.
@@ -23,8 +19,6 @@ pytestmark = pytest.mark.filterwarnings("default")
 
 MAPPED = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 RUNNING = [t for t in MAPPED if t not in REFUSED and t not in NOT_BUILT]
-# transformers 5.23 multiplies float32 by 16 bits in its own forward.
-NOT_IN_16_BITS = ("inkling2_text",)
 DOCUMENT = Path(__file__).parents[2] / "docs" / "architectures.md"
 
 
@@ -94,18 +88,3 @@ def test_the_document_lists_every_type_that_transformers_maps():
     for name, status in rows:
         expected = "refused" if name in REFUSED else "not built" if name in NOT_BUILT else "runs"
         assert status == expected
-
-
-@pytest.mark.parametrize("model_type", slow_beside(("gemma2", "falcon_mamba"), RUNNING))
-def test_a_type_is_run_in_the_same_layout_in_16_bits(model_type):
-    model = create_model(model_type)
-    layouts = []
-    for dtype in (torch.float32, torch.bfloat16):
-        runner = ModelRunner(copy.deepcopy(model).to(dtype), None)
-        if model_type in NOT_IN_16_BITS and dtype != torch.float32:
-            with pytest.raises(ConfigurationError, match="does not run on token ids alone"):
-                check_model(runner)
-            return
-        check_model(runner)
-        layouts.append(runner.batch_layout)
-    assert layouts[0] is layouts[1]

@@ -6,6 +6,9 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 
+import pytest
+from documented import block, run
+
 from cb_rollout.metrics.registry import METRICS, EngineCounters, EngineStatus, status_metrics
 
 ROOT = Path(__file__).parents[2]
@@ -26,18 +29,33 @@ def logged_names():
     return computed.union(*map(names_in, files))
 
 
-def test_every_name_that_is_logged_has_an_entry_and_every_entry_is_logged():
-    registered = [metric.name for metric in METRICS]
+def require_logged(metrics):
+    registered = [metric.name for metric in metrics]
     assert len(registered) == len(set(registered))
     assert set(registered) == logged_names()
 
 
-def test_every_entry_is_whole_sentences():
-    for metric in METRICS:
+def require_sentences(metrics):
+    for metric in metrics:
         assert metric.meaning.endswith("."), metric.name
         assert metric.advice.endswith("."), metric.name
         assert metric.unit, metric.name
         assert metric.panel, metric.name
+
+
+def test_every_name_that_is_logged_has_an_entry_and_every_entry_is_logged():
+    require_logged(METRICS)
+
+
+def test_every_entry_is_whole_sentences():
+    require_sentences(METRICS)
+
+
+def test_a_new_metric_is_one_entry_which_must_be_logged():
+    added = run(block("Add a metric"))["metric"]
+    require_sentences([added])
+    with pytest.raises(AssertionError, match=added.name):
+        require_logged([*METRICS, added])
 
 
 def test_every_metric_is_in_one_wandb_panel():

@@ -14,6 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 import torch
+from documented import block, run
 from safetensors.torch import save_file
 from served import TIMEOUT_SECONDS, Asked, idle, running, served, until
 from tiny import byte_tokenizer, plain_logprobs, tiny_model
@@ -220,6 +221,38 @@ def test_a_group_broadcasts_tensors_alone_or_packed(serving, post, size):
         assert post("/finish_weight_update").status_code == 200
     assert generates_as(serving, wanted)
     assert post("/shutdown_weight_transfer_engine").status_code == 200
+
+
+def test_the_pages_trainer_broadcasts_its_weights(serving, post, monkeypatch):
+    wanted, url = model_of(5), serving[1].url
+    source = block("Weight updates", "docs/serving.md").replace("29600", str(free_port()))
+    monkeypatch.setenv("CB_ROLLOUT_API_KEY", "a key that a server without one ignores")
+    run(source.replace("http://127.0.0.1:8000", url), {"model": wanted})
+    assert generates_as(serving, wanted)
+    assert post("/shutdown_weight_transfer_engine").status_code == 200
+
+
+@pytest.mark.parametrize("weight_sync", ["shared", "copy"])
+def test_the_pages_training_loop_serves_the_weights_of_its_last_step(weight_sync):
+    model, found = model_of(0), []
+
+    def play(base_url):
+        generator = names["generator"]
+        found.append((generator.policy_version, same_weights(generator, tensors_of(model))))
+
+    names = {
+        "RolloutGenerator": RolloutGenerator,
+        "model": model,
+        "config": RolloutConfig(seed=0, block_size=16, weight_sync=weight_sync),
+        "tokenizer": TOKENIZER,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+        "num_steps": 2,
+        "play": play,
+        "loss": lambda model, trajectories: model(torch.tensor([PROMPT])).logits.square().mean(),
+    }
+    run(block("Serving the policy", "docs/serving.md"), names)
+    assert [is_same for _, is_same in found] == [True, True]
+    assert found[1][0] > found[0][0]
 
 
 def refused_updates(tensors, save, tmp_path):

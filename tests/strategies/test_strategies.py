@@ -4,6 +4,7 @@ import random
 from dataclasses import dataclass
 
 import pytest
+from documented import block, run
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -482,20 +483,8 @@ def test_a_strategy_is_found_by_its_name():
     assert isinstance(create_strategy("plain"), Strategy)
 
 
-@dataclass(frozen=True, kw_only=True)
-class EveryNth(Strategy):
-    """Defined here alone: all that a new strategy takes."""
-
-    name = "every_nth"
-
-    period: int = 2
-    max_dropped_groups: int = 50
-
-    def keeps(self, group):
-        return group.number % self.period == 0
-
-
 def test_a_strategy_takes_one_class_and_no_other_line():
+    run(block("Add a strategy"))
     collector = collector_of(create_strategy("every_nth", period=3), Dice(order="first"))
     assert [group.prompt for group in collector.collect(4)] == [0, 3, 6, 9]
     assert collector.stats.groups_dropped == 6

@@ -3,8 +3,9 @@
 TRL 1.16 asks an object named `vllm_generation` for completions, and every switch of that path is
 an attribute of the trainer, not of its arguments. So a trainer made without vLLM takes that path
 once its attributes are set, with our object at its end; `args.use_vllm` stays False and vLLM is
-never imported. Every attribute and method of the trainer is replaced here, once. The only file
-of this folder that imports trl. Called from the thread that trains, before or after training.
+never imported. Attributes and methods of a GRPO or RLOO trainer are replaced here, by `Overrides`,
+which `detach` restores; of the trainers of `SEAMS` in `on_policy`. The only file of this folder
+that imports trl. Called from the thread that trains, before or after training.
 """
 
 import inspect

@@ -5,13 +5,13 @@ import sys
 
 import pytest
 import torch
+from documented import block, run
 from tiny import tiny_model
 from torch._inductor import config as inductor_config
 
 from cb_rollout import RolloutConfig, RolloutGenerator, SamplingParams
 from cb_rollout.engine.attention import selector
 from cb_rollout.engine.attention.cpu.backend import CpuBackend
-from cb_rollout.engine.attention.decode_cache import DecodeCache, DecodeInputs
 from cb_rollout.engine.attention.selector import select_backend
 from cb_rollout.engine.attention.triton.backend import TritonBackend
 from cb_rollout.engine.kv_cache.layout import CacheLayout, LayerSpec, TensorSpec
@@ -127,63 +127,19 @@ def test_a_cpu_without_a_compiler_is_told_what_to_install():
     assert "needs a C++ compiler, g++ or the one that CXX names" in choice.reason
 
 
-class TorchBackend:
-    """The smallest backend: torch's attention over pages that are indexed anew at each layer."""
-
-    name = "torch"
-    device_type = "cpu"
-    traced_forward = None
+class CountedBackend(run(block("Add an attention backend"))["TorchBackend"]):
     num_steps = 0
 
-    @staticmethod
-    def obstacle(device, layout):
-        return None
-
-    def __init__(self, layout, device):
-        self.cache = DecodeCache(layout, device)
-
-    def check_weights(self, model):
-        pass
-
-    def prepare(self, new_tokens, lengths, table_rows, cache, table, position_offsets=None):
+    def prepare(self, *args):
         type(self).num_steps += 1
-        rows_B, lengths_B = torch.tensor(table_rows), torch.tensor(lengths)
-        attention = TorchPagedAttention(cache, table, rows_B, lengths)
-        tokens_B1 = torch.tensor(new_tokens)
-        positions_B1 = lengths_B[:, None] - 1
-        return DecodeInputs(self.cache, attention, tokens_B1, positions_B1, rows_B, cache)
-
-
-class TorchPagedAttention:
-    def __init__(self, cache, table, rows_B, lengths):
-        self.cache, self.lengths = cache, lengths
-        self.slots = [
-            table.slots(rows_B[row, None], torch.arange(length)[None])[0]
-            for row, length in enumerate(lengths)
-        ]
-
-    def attend(self, layer, query, key, value, spec):
-        outputs = []
-        for row, slots in enumerate(self.slots):
-            states = []
-            pages = self.cache.layers[layer.index].pages
-            for page, new in zip(pages, (key, value), strict=True):
-                page[slots[-1]] = new[row].flatten()
-                history = page[slots].view(len(slots), *new.shape[1::2]).transpose(0, 1)
-                states.append(history.repeat_interleave(query.shape[1] // new.shape[1], 0))
-            outputs.append(
-                torch.nn.functional.scaled_dot_product_attention(
-                    query[row], *states, scale=spec.scale
-                )
-            )
-        return torch.stack(outputs).transpose(1, 2)
+        return super().prepare(*args)
 
 
 def test_a_backend_of_ones_own_is_selected_and_runs_the_decode_steps(monkeypatch):
     model, prompts = tiny_model(), [[5, 6, 7], [8, 9]]
     params = SamplingParams(max_new_tokens=4, ignore_eos=True)
     outputs = []
-    for backends in (selector.BACKENDS, [TorchBackend, *selector.BACKENDS]):
+    for backends in (selector.BACKENDS, [CountedBackend, *selector.BACKENDS]):
         monkeypatch.setattr(selector, "BACKENDS", backends)
         with RolloutGenerator(model, RolloutConfig(seed=0, num_speculative_tokens=0)) as generator:
             runner = generator.manager._engine._runner
@@ -191,10 +147,10 @@ def test_a_backend_of_ones_own_is_selected_and_runs_the_decode_steps(monkeypatch
                 runner.backend_selection.backend
                 is backends[-1 if backends[0] is TritonBackend else 0]
             )
-            num_before = TorchBackend.num_steps
+            num_before = CountedBackend.num_steps
             outputs.append(generator.generate_batch(prompts, sampling_params=params).values())
     assert str(runner.backend_selection).startswith("decode attention: torch (")
-    assert TorchBackend.num_steps - num_before == 3
+    assert CountedBackend.num_steps - num_before == 3
     for own, usual in zip(*outputs, strict=True):
         assert own.generated_tokens == usual.generated_tokens
         assert own.logprobs == pytest.approx(usual.logprobs, abs=1e-5)

@@ -1,7 +1,5 @@
 """Each planted fault is found in every precision, and the engine without one is accepted."""
 
-import copy
-
 import pytest
 import torch
 from tiny import FAMILIES, tiny_model
@@ -18,14 +16,19 @@ PRECISIONS = {
 QUICK = ("llama", "lfm2")
 OTHERS = [family for family in FAMILIES if family not in QUICK]
 SLOW = pytest.mark.slow
-SEEDS = range(200)
 
 # transformers' own, of kernels that are not installed and of tiny configs.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-def require_found(model, autocast_dtype):
+# Their attention has biases, or recurrent layers tell the order.
+WITHOUT_POSITIONS = ("bloom", "granitemoehybrid")
+OF_POSITIONS = "a decoded token's position is one too high"
+
+
+def require_found(model, autocast_dtype, absent=None):
     margins = planted_faults.margins(model, autocast_dtype)
+    margins.pop(absent, None)
     right = margins.pop(planted_faults.NONE)
     assert right < 0.6
     assert len(margins) >= 5
@@ -39,7 +42,8 @@ def require_found(model, autocast_dtype):
 )
 def test_planted_faults_are_found(family, precision):
     dtype, autocast_dtype = PRECISIONS[precision]
-    require_found(tiny_model(family).to(dtype), autocast_dtype)
+    absent = OF_POSITIONS if family in WITHOUT_POSITIONS else None
+    require_found(tiny_model(family).to(dtype), autocast_dtype, absent)
 
 
 @pytest.mark.slow
@@ -52,13 +56,12 @@ def test_planted_faults_are_found_in_real_weights(smollm2, precision):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "lfm2", "gpt2"])
-def test_no_right_engine_is_refused_over_many_seeds(family):
-    for seed in SEEDS[:: 4 if family != "llama" else 1]:
-        model = tiny_model(family, seed=seed)
-        layouts = set()
-        for dtype, autocast_dtype in PRECISIONS.values():
-            runner = ModelRunner(copy.deepcopy(model).to(dtype), autocast_dtype)
-            check_model(runner)
-            layouts.add(runner.batch_layout)
-        assert len(layouts) == 1, seed
+@pytest.mark.parametrize(("family", "num_seeds"), [("llama", 200), ("lfm2", 40), ("qwen3_moe", 40)])
+def test_no_right_engine_is_refused_over_many_seeds(family, num_seeds):
+    """In bfloat16, whose rows are compared in float32 too."""
+    layouts = set()
+    for seed in range(num_seeds):
+        runner = ModelRunner(tiny_model(family, seed=seed).bfloat16(), None)
+        check_model(runner)
+        layouts.add(runner.batch_layout)
+    assert len(layouts) == 1

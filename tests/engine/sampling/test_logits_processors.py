@@ -1,5 +1,8 @@
+import dataclasses
+
 import pytest
 import torch
+from documented import block, run
 from transformers.generation.logits_process import (
     EncoderRepetitionPenaltyLogitsProcessor,
     ExponentialDecayLengthPenalty,
@@ -15,9 +18,12 @@ from transformers.generation.logits_process import (
     SuppressTokensAtBeginLogitsProcessor,
 )
 
+from cb_rollout.config import sampling
 from cb_rollout.config.sampling import SamplingParams
 from cb_rollout.engine.request import Request
+from cb_rollout.engine.sampling import logits_processors
 from cb_rollout.engine.sampling.logits_processors import LogitsProcessing
+from cb_rollout.errors import InvalidRequestError
 
 CPU = torch.device("cpu")
 VOCAB_SIZE = 12
@@ -162,6 +168,33 @@ def test_presence_and_frequency_count_the_completion_only():
     expected_1V = logits_1V.clone()
     expected_1V[0, 3] -= 0.5 + 0.25
     expected_1V[0, 4] -= 0.5 + 0.25 * 3
+    torch.testing.assert_close(processed([request], logits_1V), expected_1V)
+
+
+def test_a_new_parameter_is_a_field_and_a_change_of_logits(monkeypatch):
+    names, name = run(block("Add a sampling parameter")), "prompt_penalty"
+    kind = dataclasses.make_dataclass(
+        "Newer",
+        [(name, float, names[name])],
+        bases=(SamplingParams,),
+        frozen=True,
+        kw_only=True,
+        slots=True,
+    )
+    monkeypatch.setattr(sampling, "_ADJUSTING", (*sampling._ADJUSTING, name))
+    monkeypatch.setitem(sampling._DEFAULTS, name, 0.0)
+    # Its place among the changes.
+    monkeypatch.setattr(logits_processors, "_create_bias", names[f"_create_{name}"])
+    assert not kind().is_adjusted
+    params = kind(prompt_penalty=0.5)
+    assert params.is_adjusted
+    assert not params.can_be_graphed
+    with pytest.raises(InvalidRequestError, match="prompt_penalty=inf is not finite"):
+        kind(prompt_penalty=float("inf"))
+    request = Request("r", [2, 3, 3], params, 9, frozenset(EOS), seed=0)
+    logits_1V = random_logits(0, 1)
+    expected_1V = logits_1V.clone()
+    expected_1V[0, [2, 3]] -= 0.5
     torch.testing.assert_close(processed([request], logits_1V), expected_1V)
 
 

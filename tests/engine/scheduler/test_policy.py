@@ -1,4 +1,5 @@
 import pytest
+from documented import block, run
 from fake_model import FakeModel, request_of
 from tiny import tiny_model
 
@@ -9,15 +10,7 @@ from cb_rollout.engine.request import Limits
 from cb_rollout.engine.scheduler import policy as policies
 from cb_rollout.engine.scheduler.policy import SchedulerPolicy, create_policy
 
-
-class ShortestFirst(SchedulerPolicy, name="shortest_first"):
-    """The whole of a new policy: its file is this class, and its name registers it."""
-
-    def comes_before(self, newcomer, waiting):
-        return newcomer.max_new_tokens < waiting.max_new_tokens
-
-    def is_prefill_next(self, scheduler):
-        return len(scheduler.running) < 2
+ShortestFirst = run(block("Add a scheduler policy"))["ShortestFirst"]
 
 
 def names_of_steps(engine, num_steps):
