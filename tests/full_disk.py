@@ -15,7 +15,7 @@ class _File:
 
     def write(self, data):
         if not self._disk.has_room():
-            self._file.write(bytes(data)[: len(data) // 2])
+            self._file.write(data[: len(data) // 2])
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return self._file.write(data)
 

@@ -1,19 +1,19 @@
 """Reach past torch's public API (2.11 to 2.13) to compile C++, and to trace and compile graphs.
 
-`torch.utils.cpp_extension` needs ninja, Python's headers and torch's own; inductor's `CppCodeCache`
-knows the compiler, the CPU's flags and torch's OpenMP, and caches on disk. `torch.export` needs
-every input named and every mutation declared; `make_fx`, below it, records what runs.
-`torch.compile` would trace the graph again and check guards at each call; `standalone_compile` does
-neither.
+`torch.utils.cpp_extension` needs ninja, Python's headers and torch's own; inductor's `CppBuilder`
+knows the compiler, the CPU's flags and torch's OpenMP. `torch.export` needs every input named and
+every mutation declared; `make_fx`, below it, records what runs. `torch.compile` would trace the
+graph again and check guards at each call; `standalone_compile` does neither.
 
-Owns the folder of what is compiled. Torch's own is named after the user in the folder for temporary
-files, where any user of the machine may make it first.
+What is compiled lies in the user's `cache_folder`. Torch's own folder is named after the user among
+the temporary files, where any user of the machine may make it first.
 """
 
 import ctypes
+import hashlib
 import logging
 import os
-import stat
+import platform
 import tempfile
 import threading
 import warnings
@@ -26,9 +26,12 @@ from typing import Any
 import torch
 from torch import fx
 from torch._inductor import cpp_builder, list_mode_options, list_options, standalone_compile
-from torch._inductor.codecache import CppCodeCache
+from torch._inductor.cpu_vec_isa import pick_vec_isa
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
+
+from cb_rollout.compat.cache import cache_folder, require_own
+from cb_rollout.errors import ConfigurationError
 
 # Multiply and add in one instruction, which inductor forbids its own kernels.
 CONTRACT_FLAG = "-ffp-contract=fast"
@@ -51,83 +54,73 @@ def compile_library(source: str, *, contracts: bool = True) -> ctypes.CDLL:
         contracts: let the compiler join products and sums, in some loops and not in others.
 
     Raises:
+        ConfigurationError: another user made the library or may write to it.
         Exception: what the compiler raises.
     """
-    with _in_own_cache():
-        return _CheckedLibraries.load(source, extra_flags=(CONTRACT_FLAG,) if contracts else ())
-
-
-class _CheckedLibraries(CppCodeCache):
-    """Load files of the user alone (torch 2.11 to 2.13)."""
-
-    cache: dict[str, Any] = {}  # noqa: RUF012  torch's name for what is loaded
-
-    @staticmethod
-    def _load_library_inner(path: str, key: str) -> ctypes.CDLL:
-        for checked in (Path(path), Path(path).parent):
-            if reason := _why_others_can_write(checked):
-                raise PermissionError(f"{checked} {reason}; remove it, and it is compiled again.")
-        return ctypes.CDLL(path)
-
-
-def _why_others_can_write(path: Path) -> str | None:
-    """Return why a file is not this user's alone; None: it is."""
-    status = path.stat()
-    if status.st_uid != os.geteuid():
-        return f"is of user {status.st_uid}, not of {os.geteuid()}"
-    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        return f"is open to other users (mode {stat.S_IMODE(status.st_mode):o})"
-    return None
+    with _own_folder() as folder:
+        options = cpp_builder.CppTorchDeviceOptions(
+            vec_isa=pick_vec_isa(),
+            device_type="cpu",
+            extra_flags=(CONTRACT_FLAG,) if contracts else (),
+        )
+        command = cpp_builder.CppBuilder("o", "i", options).get_command_line()
+        path = folder / f"{hashlib.sha256(f'{command} {source}'.encode()).hexdigest()}.so"
+        if not path.exists():
+            # Processes may compile it at once: each moves a whole file to its place.
+            with tempfile.TemporaryDirectory(dir=folder) as build:
+                text = Path(build) / "kernel.cpp"
+                text.write_text(source)
+                builder = cpp_builder.CppBuilder("kernel", str(text), options, build)
+                builder.build()
+                built = Path(builder.get_target_file_path())
+                # A umask may let a group write what its user makes.
+                built.chmod(0o700)
+                built.replace(path)
+        require_own(path)
+        return ctypes.CDLL(str(path))
 
 
 # Inductor reads the name of its folder from the environment, which threads share.
 _COMPILING = threading.RLock()
-_CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+_FOLDER_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 
 @contextmanager
-def _in_own_cache() -> Iterator[None]:
-    """Compile into, and load from, `compiled_folder` inside the block."""
+def _own_folder() -> Iterator[Path]:
+    """Have inductor compile into, and load from, a folder of this user; yield the folder."""
     with _COMPILING:
-        before = os.environ.get(_CACHE_VARIABLE)
-        os.environ[_CACHE_VARIABLE] = str(compiled_folder())
         try:
-            yield
+            folder = cache_folder(f"compiled-{_machine()}")
+        except ConfigurationError as error:
+            folder = _temporary_folder(str(error))
+        before = os.environ.get(_FOLDER_VARIABLE)
+        os.environ[_FOLDER_VARIABLE] = str(folder)
+        try:
+            yield folder
         finally:
             if before is None:
-                del os.environ[_CACHE_VARIABLE]
+                del os.environ[_FOLDER_VARIABLE]
             else:
-                os.environ[_CACHE_VARIABLE] = before
+                os.environ[_FOLDER_VARIABLE] = before
 
 
-def compiled_folder() -> Path:
-    """Return the folder of compiled code, which no other user can write to.
-
-    It is `cb_rollout/compiled` in the user's cache, else a temporary one.
-    """
-    caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    folder = Path(caches).absolute() / "cb_rollout" / "compiled"
-    try:
-        folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        folder.mkdir(mode=0o700, exist_ok=True)
-        reason = _why_others_can_write(folder)
-        if not reason and not os.access(folder, os.W_OK | os.X_OK):
-            reason = "cannot be written"
-    except OSError as error:
-        reason = f"cannot be used ({error.strerror})"
-    return _temporary_folder(f"{folder} {reason}") if reason else folder
+@cache
+def _machine() -> str:
+    """Hash what compiled code depends on: machines of several kinds may share a home."""
+    described = [platform.machine(), *platform.libc_ver(), torch.__version__]
+    if (cpus := Path("/proc/cpuinfo")).exists():
+        names = ("model name", "flags", "Features", "CPU part")
+        lines = cpus.read_text().splitlines()
+        described += sorted({line for line in lines if line.startswith(names)})
+    return hashlib.sha256("\n".join(described).encode()).hexdigest()[:16]
 
 
 @cache
 def _temporary_folder(reason: str) -> Path:
     """Make a folder for this process, and warn why."""
-    warnings.warn(
-        f"{reason}; what is compiled is kept for this process only. Remove it, or set "
-        "XDG_CACHE_HOME to a folder of your own.",
-        stacklevel=2,
-    )
+    warnings.warn(f"Kernels are compiled for this process only: {reason}", stacklevel=2)
     # Kept until the process ends.
-    _TEMPORARY.append(folder := tempfile.TemporaryDirectory("-cb_rollout"))
+    _TEMPORARY.append(folder := tempfile.TemporaryDirectory(prefix="cb_rollout-"))
     return Path(folder.name)
 
 
@@ -224,7 +217,7 @@ def compile_graph(graph: fx.Graph, options: Mapping[str, Any]) -> Callable[..., 
     # it is used, so its calls skip the checks of sizes. The caller captures CUDA graphs itself.
     skipped = {"size_asserts": False, "alignment_asserts": False}
     patches = {"compile_threads": 1, **skipped, **options, "triton.cudagraphs": False}
-    with torch.no_grad(), _in_own_cache():
+    with torch.no_grad(), _own_folder():
         artifact = standalone_compile(
             fx.GraphModule({}, graph),
             examples,

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset
+from full_disk import FullDisk
 from tiny import char_tokenizer, plain_logprobs, tiny_model
 
 from cb_rollout import (
@@ -228,6 +229,21 @@ def test_a_killed_run_is_finished_by_the_next_one(checkpoint, jsonl, tmp_path):
     assert keys(after) == ALL_KEYS
     assert f"36 sequences of 12 rows in {output}, {len(before)} of them from before" in ended.stdout
     assert all(result["scores"] == {"score": len(result["token_ids"])} for result in after)
+
+
+@pytest.mark.parametrize("first_refused", [2, 7])
+def test_a_run_that_a_full_disk_ends_is_finished_by_the_next_one(
+    model, jsonl, tmp_path, monkeypatch, first_refused
+):
+    output = tmp_path / "results" / "out.jsonl"
+    output.parent.mkdir()
+    with (
+        FullDisk(output.parent, first_refused).mounted(monkeypatch),
+        pytest.raises(ConfigurationError, match=r"cannot be written \(No space left on device\)"),
+    ):
+        generate(model, jsonl, output, seed=5)
+    generate(model, jsonl, output, seed=5)
+    assert keys(read_jsonl(output)) == ALL_KEYS
 
 
 def test_an_interrupt_tells_the_progress_and_stops_the_engine(model, jsonl, tmp_path):

@@ -1,5 +1,7 @@
 """What a GPU would refuse, and how often the host waits for it, on a machine that has none."""
 
+import dataclasses
+
 import pytest
 import torch
 from pretend_device import (
@@ -11,10 +13,11 @@ from pretend_device import (
     on_stream,
     pretend_device,
 )
-from tiny import tiny_model
+from tiny import char_tokenizer, tiny_model
 
 from cb_rollout import OutOfCacheMemoryError, RolloutConfig, RolloutGenerator, SamplingParams
 from cb_rollout.engine.model.runner import ModelRunner
+from cb_rollout.engine.sampling import draw
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has a GPU")
@@ -237,3 +240,113 @@ def test_what_a_device_would_refuse_is_refused(device):
         with pytest.raises(RuntimeError, match=r"takes tensors of cuda:0 and of the cpu"):
             there + here
         assert (there + here.to(there.device)).tolist() == [2, 2, 2]
+
+
+TOKENIZER = char_tokenizer()
+# One token, which `forced_bos_token_id` asks for.
+PROMPT = [9]
+PLAIN = {"eos_token_id": -1, "max_new_tokens": 5, "seed": 7}
+
+
+class OneToken:
+    """A grammar of one token, again and again."""
+
+    def __init__(self, token):
+        self.token = token
+
+    def matcher(self):
+        return self
+
+    def fill_allowed_tokens(self, mask_V):
+        mask_V[self.token] = True
+
+    def accept_token(self, token_id):
+        return True
+
+    def is_terminated(self):
+        return False
+
+
+def parameters_that_change(tokens):
+    """Each field off its default, beside others that make it count; then those others alone.
+
+    `tokens`: what is sampled without any of them.
+    """
+    first, third = tokens[0], tokens[2]
+    ends, repeats = {"eos_token_id": third}, {"presence_penalty": -20.0}
+
+    def favoured(scores):
+        return scores.index_fill(1, torch.tensor([33], device=scores.device), 50.0)
+
+    return {
+        "temperature": ({"temperature": 3.0}, {}),
+        "do_sample": ({"do_sample": False}, {}),
+        "seed": ({"seed": 8}, {}),
+        "top_k": ({"top_k": 1}, {}),
+        "top_p": ({"top_p": 0.05}, {}),
+        "min_p": ({"min_p": 0.9}, {}),
+        "typical_p": ({"typical_p": 0.05}, {}),
+        "repetition_penalty": ({"repetition_penalty": 1e-4}, {}),
+        "encoder_repetition_penalty": ({"encoder_repetition_penalty": 1e4}, {}),
+        "presence_penalty": (repeats, {}),
+        "frequency_penalty": ({"frequency_penalty": -20.0}, {}),
+        "logit_bias": ({"logit_bias": {first: -torch.inf}}, {}),
+        "bad_words": ({"bad_words": ((first,),)}, {}),
+        "begin_suppress_tokens": ({"begin_suppress_tokens": (first,)}, {}),
+        "forced_bos_token_id": ({"forced_bos_token_id": (33,)}, {}),
+        "max_new_tokens": ({"max_new_tokens": 4}, {}),
+        "max_length": ({"max_new_tokens": None, "max_length": 5}, {}),
+        "eos_token_id": (ends, {}),
+        "stop_token_ids": ({"stop_token_ids": (third,)}, {}),
+        "stop": ({"stop": (TOKENIZER.decode([third]),)}, {}),
+        "ignore_eos": ({**ends, "ignore_eos": True}, ends),
+        "min_new_tokens": ({**ends, "min_new_tokens": 5}, ends),
+        "min_length": ({**ends, "min_length": 6}, ends),
+        "top_logprobs": ({"top_logprobs": 2}, {}),
+        "sequence_bias": ({"sequence_bias": {(first, 33): 50.0}}, {}),
+        "no_repeat_ngram_size": ({**repeats, "no_repeat_ngram_size": 1}, repeats),
+        "exponential_decay_length_penalty": (
+            {"eos_token_id": 33, "exponential_decay_length_penalty": (1, 1000.0)},
+            {"eos_token_id": 33},
+        ),
+        "forced_eos_token_id": ({"forced_eos_token_id": (33,)}, {}),
+        "logits_processors": ({"logits_processors": (lambda ids, scores: favoured(scores),)}, {}),
+        "grammar": ({"grammar": OneToken(33)}, {}),
+    }
+
+
+def sampled(generator, asked):
+    params = [SamplingParams(**{**PLAIN, **one}) for one in asked]
+    outputs = generator.generate_batch([PROMPT] * len(params), sampling_params=params).values()
+    tops = [[[ids for ids, _ in top] for top in o.top_logprobs or ()] for o in outputs]
+    return list(zip([output.generated_tokens for output in outputs], tops, strict=True))
+
+
+@pytest.mark.slow
+def test_every_sampling_parameter_is_honoured_on_every_path(device, monkeypatch):
+    config = RolloutConfig(block_size=8, num_speculative_tokens=0)
+    shape = {**SMALL, "vocab_size": len(TOKENIZER)}
+    with monkeypatch.context() as here:
+        here.setattr(torch.cuda, "is_available", lambda: False)
+        with RolloutGenerator(tiny_model(**shape), config, tokenizer=TOKENIZER) as generator:
+            ((tokens, _),) = sampled(generator, [{}])
+            changing = parameters_that_change(tokens)
+            assert set(changing) == {field.name for field in dataclasses.fields(SamplingParams)}
+            kernel = {name: sampled(generator, pair) for name, pair in changing.items()}
+            here.setattr(draw, "can_sample", lambda logits_BV: False)
+            for name, pair in changing.items():
+                assert sampled(generator, pair) == kernel[name], name
+    for name, (found, without) in kernel.items():
+        assert found != without, name
+    expected = {name: found for name, (found, _) in kernel.items()}
+    asked = {name: pair[0] for name, pair in changing.items()}
+    can_be_graphed = {n: SamplingParams(**PLAIN | one).can_be_graphed for n, one in asked.items()}
+    with device:
+        model = tiny_model(**shape).to("cuda:0")
+        with RolloutGenerator(model, config, tokenizer=TOKENIZER) as generator:
+            assert "CUDA graphs: on" in generator.manager._engine.decode_path
+            # Beside one that no graph samples, no row would be sampled in a graph.
+            for is_graphed in (True, False):
+                names = [name for name in asked if can_be_graphed[name] is is_graphed]
+                found = sampled(generator, [asked[name] for name in names])
+                assert dict(zip(names, found, strict=True)) == {n: expected[n] for n in names}

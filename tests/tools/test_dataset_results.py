@@ -1,8 +1,10 @@
 """The file of results holds each written sequence once, under one set of settings."""
 
 import json
+import math
 
 import pytest
+from full_disk import FullDisk
 
 from cb_rollout import ConfigurationError
 from cb_rollout.tools.dataset.results import ResultFile
@@ -121,3 +123,46 @@ def test_unreadable_settings_are_refused(tmp_path, settings):
     (tmp_path / "out.jsonl.settings.json").write_text(settings)
     with pytest.raises(ConfigurationError, match=r"settings\.json, which says .* cannot be read"):
         ResultFile(path, SETTINGS)
+
+
+def write_missing(path, **options):
+    """Append what the file lacks of three rows, as a run of `generate_dataset` does."""
+    with ResultFile(path, SETTINGS, **options) as results:
+        for row in ("a", "b", "c"):
+            missing = [result(row, n, completion="x" * 50) for n in range(2)]
+            results.append([one for one in missing if not results.has(row, one["sample"])])
+
+
+def test_a_disk_that_is_full_at_any_write_costs_no_written_result(tmp_path, monkeypatch):
+    whole = FullDisk(tmp_path, math.inf)
+    with whole.mounted(monkeypatch):
+        write_missing(tmp_path / "whole.jsonl")
+    assert whole.num_writes > 5
+    for number in range(1, whole.num_writes + 1):
+        path = tmp_path / f"{number}.jsonl"
+        with (
+            FullDisk(tmp_path, number).mounted(monkeypatch),
+            pytest.raises(ConfigurationError, match="No space left on device") as refused,
+        ):
+            write_missing(path)
+        lines = path.read_bytes() if path.exists() else b""
+        assert lines[-1:] in (b"", b"\n")
+        if lines:
+            assert f"{len(lines.splitlines())} sequences are in it" in str(refused.value)
+        write_missing(path)
+        assert path.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+
+
+def test_a_disk_that_is_full_while_errors_are_removed_costs_no_result(tmp_path, monkeypatch):
+    before = [result("a", 0), result("a", 1, error="no"), result("b", 0)]
+    for number in range(1, 6):
+        path = tmp_path / f"{number}.jsonl"
+        with ResultFile(path, SETTINGS) as results:
+            results.append(before)
+        with (
+            FullDisk(tmp_path, number).mounted(monkeypatch),
+            pytest.raises(ConfigurationError, match="No space left on device"),
+        ):
+            write_missing(path, retry_failed=True)
+        write_missing(path, retry_failed=True)
+        assert num_done(path) == 6

@@ -4,6 +4,7 @@ import re
 from importlib.resources import files
 
 import pytest
+from full_disk import FullDisk
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from report_page import FORBIDDEN, Page, a_sequence
@@ -319,3 +320,19 @@ def test_pictures_are_beside_their_prompts_inside_the_page(tmp_path):
     assert page.text.count("is not there any more") == 2
     assert base64.b64encode(b"secret").decode() not in html
     assert "img-src data:" in html
+
+
+def test_a_disk_that_is_full_at_any_write_keeps_the_report_before(tmp_path, monkeypatch):
+    page_of(tmp_path, training_steps(3), [a_sequence(1), a_sequence(2)])
+    with FullDisk(tmp_path, math.inf).mounted(monkeypatch) as disk:
+        path = write_report(tmp_path)
+    before = path.read_bytes()
+    assert disk.num_writes > 3
+    for number in range(1, disk.num_writes + 1):
+        with (
+            FullDisk(tmp_path, number).mounted(monkeypatch),
+            pytest.raises(ConfigurationError, match="No space left on device"),
+        ):
+            write_report(tmp_path)
+        assert path.read_bytes() == before
+        assert not list(tmp_path.rglob("*.partial"))

@@ -89,17 +89,23 @@ class ResultFile:
         for result in results:
             self._index(result)
             lines.append(json_line(result))
-        data = memoryview(b"".join(lines))
-        try:
-            while data:
-                data = data[self._file.write(data) :]
-        except OSError as error:
-            raise ConfigurationError(
-                f"{self.path} cannot be written ({error.strerror}); make room and run the same "
-                f"again: {self.num_done - len(results)} sequences are in it."
-            ) from error
+        self._write(b"".join(lines))
         if time.monotonic() - self._synced > SYNC_SECONDS:
             self._sync()
+
+    def _write(self, lines: bytes) -> None:
+        """Append lines; where they do not all fit, leave the whole ones."""
+        start, num_bytes = self._file.seek(0, os.SEEK_END), 0
+        try:
+            while num_bytes < len(lines):
+                num_bytes += self._file.write(lines[num_bytes:])
+        except OSError as error:
+            self._file.truncate(start + lines.rfind(b"\n", 0, num_bytes) + 1)
+            num_lost = lines.count(b"\n") - lines.count(b"\n", 0, num_bytes)
+            raise ConfigurationError(
+                f"{self.path} cannot be written ({error.strerror}); make room and run the same "
+                f"again: {self.num_done - num_lost} sequences are in it."
+            ) from error
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Yield every result, in the order of the file."""
@@ -109,8 +115,10 @@ class ResultFile:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._sync()
-        self._file.close()
+        try:
+            self._sync()
+        finally:
+            self._file.close()
 
     def _sync(self) -> None:
         try:

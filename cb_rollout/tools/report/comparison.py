@@ -19,7 +19,7 @@ from cb_rollout.metrics.run_records import (
     read_metrics,
 )
 from cb_rollout.tools.report.charts import DRIFT_FLOOR, DRIFT_KEYS, figure, step_axis, tips_at
-from cb_rollout.tools.report.layout import html_page
+from cb_rollout.tools.report.layout import html_page, write_page
 from cb_rollout.tools.report.page import key_figures, run_name
 from cb_rollout.tools.report.series import series, smoothed
 from cb_rollout.tools.report.spreads import Span, length_spread, quantile_spans, reward_spans
@@ -97,7 +97,7 @@ def write_comparison(
                     f"{folder} holds no metrics to compare; report after the run's first step."
                 )
         path = folders[0] / COMPARISON_FILE
-        path.write_text(_page(_names(folders, runs), runs, metrics), encoding="utf-8")
+        write_page(path, _page(_names(folders, runs), runs, metrics))
         return path
     except OSError as error:
         raise ConfigurationError(

@@ -1,11 +1,22 @@
-"""The frame of every page: its head, its style and what a browser may load."""
+"""The frame of every page: its head, its style, what a browser may load, and its writing."""
 
 from importlib.resources import files
+from pathlib import Path
 
 from cb_rollout.tools.report.tokens import visible_html
 
 # What a browser may load: what is inside the page alone.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+
+
+def write_page(path: Path, page: str) -> None:
+    """Write a page whole; where it does not fit, the page before it stays."""
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        partial.write_text(page, encoding="utf-8")
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def html_page(name: str, content: str) -> str:

@@ -35,7 +35,7 @@ from cb_rollout.tools.report.charts import (
     share_figure,
     throughput_figure,
 )
-from cb_rollout.tools.report.layout import html_page
+from cb_rollout.tools.report.layout import html_page, write_page
 from cb_rollout.tools.report.pages import pages_table, write_pages
 from cb_rollout.tools.report.series import series, smoothed, smoothing_window
 from cb_rollout.tools.report.spreads import (
@@ -100,7 +100,7 @@ def _write_report(run_dir: Path, run_id: str | None) -> Path:
     if steps:
         write_pages(run_dir, run, steps, name)
     path = run_dir / REPORT_FILE
-    path.write_text(page, encoding="utf-8")
+    write_page(path, page)
     return path
 
 

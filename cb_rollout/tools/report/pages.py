@@ -12,7 +12,7 @@ from html import escape
 from pathlib import Path
 
 from cb_rollout.metrics.run_records import Run, SequenceRecord, iterate_rollouts, read_image
-from cb_rollout.tools.report.layout import html_page
+from cb_rollout.tools.report.layout import html_page, write_page
 from cb_rollout.tools.report.summaries import RecordedStep, quantiles
 from cb_rollout.tools.report.svg import compact
 from cb_rollout.tools.report.tokens import legend_html, sequences_html, visible_html
@@ -67,7 +67,7 @@ def write_pages(
             number = math.ceil(num_done / MAX_SEQUENCES_PER_PAGE)
             num_pages = _num_pages(steps[record.step])
             path = folder / page_file(record.step, number)
-            path.write_text(_page(name, run_dir, page, number, num_pages), encoding="utf-8")
+            write_page(path, _page(name, run_dir, page, number, num_pages))
             written.append(path)
             del waiting[record.step]
     return written
