@@ -60,10 +60,15 @@ def test_a_value_that_is_no_number_agrees_with_nothing():
     assert not agrees(found, exact, rounding_noise(exact, None, torch.bfloat16))
 
 
-def test_excluded_tokens_are_equal():
+@pytest.mark.parametrize("lowest", [-math.inf, torch.finfo(torch.float32).min, -65504.0])
+def test_excluded_tokens_are_equal_and_no_noise(lowest):
     exact = values()
-    exact[:, 7] = -math.inf
-    assert agrees(rounded(exact, 1), exact, rounding_noise(exact, None, torch.float32))
+    exact[:, 7] = lowest
+    other = exact.double()
+    other[:, 7] = torch.finfo(torch.float64).min
+    noise = rounding_noise(exact, other, torch.float32)
+    assert agrees(rounded(exact, 1, 1e-7), exact, noise)
+    assert not agrees(exact + 1e-2, exact, noise)
 
 
 def test_gradients_that_were_not_measured_keep_half_of_their_digits():

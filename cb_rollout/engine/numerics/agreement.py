@@ -31,6 +31,9 @@ FLOAT32_ROUNDINGS, HALF_ROUNDINGS = 60, 8
 # Least size of what is rounded, in nats: a log-probability is a logit less a normaliser.
 LEAST_SIZE = 10.0
 
+# Nats below which a token is excluded: its probability is 0 in every dtype.
+EXCLUDED = -1e4
+
 # Products of tokens and parameters that a CPU computes in float64, in seconds.
 MAX_DOUBLE_PRODUCTS = 2e10
 
@@ -114,7 +117,7 @@ def rounding_noise(
         least_size: least size of the values that are rounded.
     """
     eps = torch.finfo(dtype).eps
-    finite = [values.detach().double().masked_fill(values.isinf(), 0.0) for values in expected]
+    finite = [one.detach().double().masked_fill(_is_excluded(one), 0.0) for one in expected]
     rounding_P = ROUNDING * eps * _root_mean_squares(finite).clamp(min=least_size)
     if other is None:
         return rounding_P * (FLOAT32_ROUNDINGS if eps < 1e-6 else HALF_ROUNDINGS)
@@ -210,13 +213,22 @@ def is_measurable(model: torch.nn.Module, num_tokens: int) -> bool:
 def _distances(found: Values, expected: Values, unknown: float) -> list[torch.Tensor]:
     """Return the absolute differences at each position, flat, float64; `unknown`: for NaN."""
     return [
-        torch.where(a == b, 0.0, (a.double() - b.double()).abs())
+        torch.where(_are_equal(a, b), 0.0, (a.double() - b.double()).abs())
         .nan_to_num(nan=unknown, posinf=unknown)
         .flatten()
         for a, b in (
             (a.detach(), b.detach()) for a, b in zip(found, expected, strict=True) if a.numel()
         )
     ]
+
+
+def _are_equal(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    return (found == expected) | (_is_excluded(found) & _is_excluded(expected))
+
+
+def _is_excluded(values: torch.Tensor) -> torch.Tensor:
+    """Return where a model excludes a token: by infinity, or by its dtype's lowest number."""
+    return values.detach() < EXCLUDED
 
 
 def _root_mean_squares(values: Sequence[torch.Tensor]) -> torch.Tensor:
