@@ -21,6 +21,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from cb_rollout import RolloutConfig, attach
 from cb_rollout.compat.fsdp import local_part
+from cb_rollout.compat.zero3 import shards_models
 from cb_rollout.engine.sampling import sampler
 from cb_rollout.integrations.trl import packed_loss, packed_scores
 from cb_rollout.integrations.trl.context import RolloutRow
@@ -188,7 +189,11 @@ def train_twice(output_dir: Path, settings: dict[str, Any], case: Case) -> dict[
     settings = settings | case.settings
     num_trained: list[int] = []
     ours = new_trainer(output_dir, settings)
-    generator = attach(ours, RolloutConfig(loss_forward="packed", **case.config))
+    config = dict(case.config)
+    if shards_models(ours.accelerator):
+        # Refused there: processes enter as many forwards together.
+        config.pop("loss_tokens_per_forward", None)
+    generator = attach(ours, RolloutConfig(loss_forward="packed", **config))
     scoring = ours._get_per_token_logps_and_entropies.__self__
     record = watched(ours)
     with warnings.catch_warnings(record=True) as said, counting(num_trained), case.out_of_order():
