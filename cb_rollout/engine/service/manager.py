@@ -529,7 +529,8 @@ class ContinuousBatchingManager:
         """Return what `recompute` does, in a higher precision; None: it cannot, or takes long."""
         with self._loop.paused():
             found = {one.request_id: self._engine.recompute_precisely(one) for one in requests}
-        return {name: values for name, values in found.items() if values is not None} or None
+        whole = {name: values for name, values in found.items() if values is not None}
+        return whole if len(whole) == len(found) else None
 
     @property
     def compute_dtype(self) -> torch.dtype:
