@@ -86,5 +86,7 @@ def _product(input: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> t
     product = _REPLACEMENT.product
     if product is None or not waits_for_groups(weight):
         return _OWN[-1](input, weight, offs)
-    # Under autocast the input may be wider than the weight, which transformers casts it to.
-    return product(input.to(weight.dtype), weight, offs)
+    # Under autocast the input may be wider than the weight, which transformers casts it to. Where a
+    # check computes in a higher precision, the cast gives that one, and the kernel takes one dtype.
+    rows = input.to(weight.dtype)
+    return product(rows, weight.to(rows.dtype), offs)
