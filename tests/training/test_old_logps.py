@@ -214,10 +214,23 @@ GSPO = {"importance_sampling_level": "sequence", "epsilon": 3e-4, "epsilon_high"
 
 def test_rounding_that_a_narrow_epsilon_would_clip_is_recomputed(tmp_path):
     """GSPO clips sequences whose ratio is 3e-4 off 1, and 16 bits round by more."""
-    settings = GSPO | {"bf16": True, "loss_type": "grpo"}
+    settings = GSPO | {"bf16": True, "loss_type": "grpo", "num_iterations": 2, "learning_rate": 0.0}
     with pytest.warns(UserWarning, match=r"rounding alone would clip \d+% of the ratios"):
-        trainer, _ = trained(tmp_path, {"old_logps": "auto"}, **settings)
+        trainer, record = trained(tmp_path, {"old_logps": "auto"}, max_steps=4, **settings)
     assert max(logged(trainer, "clip_ratio/region_mean")) == 0
+    # Two rollouts, and the rounding of the first.
+    assert record.num_scoring_forwards == 3
+
+
+@pytest.mark.filterwarnings("error:old_logps")
+def test_rounding_clips_nothing_where_a_rollout_trains_one_step(tmp_path):
+    """The loss's own are the old ones then, and no forward recomputes them."""
+    settings = GSPO | {"bf16": True, "loss_type": "grpo"}
+    trainer, record = trained(tmp_path, {"old_logps": "auto"}, max_steps=4, **settings)
+    assert max(logged(trainer, "clip_ratio/region_mean")) == 0
+    # The first rollout's, and its rounding.
+    assert record.num_scoring_forwards == 2
+    assert all(value > 0 for value in logged(trainer, "sampling/sampling_logp_difference/max"))
 
 
 @pytest.mark.filterwarnings("error:old_logps")

@@ -266,15 +266,27 @@ def _at(values_BT: torch.Tensor, positions: Sequence[list[int]]) -> list[torch.T
     return [row_T[torch.tensor(own, dtype=torch.int64)] for row_T, own in rows]
 
 
+def updates_once(trainer: Any) -> bool:
+    """Return True if each rollout trains one optimizer step (trl 1.16); False for RLOO.
+
+    Such a loss can take its own log-probabilities as the old ones: every ratio is exactly 1.
+    """
+    if not hasattr(trainer, "vllm_importance_sampling_correction"):
+        return False
+    args = trainer.args
+    steps_per_rollout = args.steps_per_generation * trainer.num_iterations
+    return bool(args.gradient_accumulation_steps % steps_per_rollout == 0)
+
+
 def _clipped_share(trainer: Any, log_ratios: Sequence[torch.Tensor]) -> float:
-    """Return the share of the loss's ratios that it clips (trl 1.16).
+    """Return the share of the loss's ratios that it clips (trl 1.16), in the first update.
 
     Args:
         trainer: its loss takes ratios of tokens, or of sequences: GSPO's of the mean, RLOO's of
             the sum.
         log_ratios: of each sequence, of its tokens.
     """
-    if not log_ratios:
+    if not log_ratios or updates_once(trainer):
         return 0.0
     level = getattr(trainer, "importance_sampling_level", "sum")
     if level == "token":

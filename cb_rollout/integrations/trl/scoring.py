@@ -16,7 +16,7 @@ import torch
 from cb_rollout.engine.model.routers import Disagreement
 from cb_rollout.integrations.trl.backend import GenerationBackend
 from cb_rollout.integrations.trl.context import Collected, rows_from
-from cb_rollout.integrations.trl.guard import LogprobGuard
+from cb_rollout.integrations.trl.guard import LogprobGuard, updates_once
 from cb_rollout.integrations.trl.images import ToolImages, image_arguments, of_rows
 from cb_rollout.integrations.trl.packed_loss import PackedLoss
 from cb_rollout.integrations.trl.packed_scores import LossTokens, padded_tokens
@@ -119,9 +119,13 @@ class TrainerScoring:
 
     def generate_and_score(self, inputs: list[Any]) -> dict[str, Any]:
         """Replace `_generate_and_score_completions`: make the batch as the strategy decides."""
-        if self._backend.strategy is None:
-            return self.score(inputs)
-        return self._backend.strategy.generate_and_score(inputs, self.score)
+        strategy = self._backend.strategy
+        batch = strategy.generate_and_score(inputs, self.score) if strategy else self.score(inputs)
+        is_auto = not self._guard.replaces_loss
+        if is_auto and self._step_of_sampled is not None and updates_once(self._trainer):
+            # Rounding between sampler and loss clips no ratio: the loss takes its own, as TRL's.
+            batch.pop("old_per_token_logps", None)
+        return batch
 
     def score(self, inputs: list[Any], collected: Collected | None = None) -> dict[str, Any]:
         """Generate and score one batch, with the keys that the loss needs."""
@@ -425,8 +429,4 @@ def _row_advantages(advantages: torch.Tensor, mask_BT: torch.Tensor) -> torch.Te
 
 def _recomputes_old_logprobs(trainer: Any) -> bool:
     """Return True if scoring asks for the policy's log-probabilities (trl 1.16); RLOO always."""
-    if not hasattr(trainer, "vllm_importance_sampling_correction"):
-        return True
-    steps_per_rollout = trainer.args.steps_per_generation * trainer.num_iterations
-    is_misaligned = trainer.args.gradient_accumulation_steps % steps_per_rollout != 0
-    return is_misaligned or trainer.vllm_importance_sampling_correction
+    return not updates_once(trainer) or trainer.vllm_importance_sampling_correction
