@@ -4,7 +4,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -21,6 +21,8 @@ from cb_rollout.server.output_router import Submission
 from cb_rollout.server.responses import (
     ChatResponseBuilder,
     CompletionResponseBuilder,
+    ResponseBuilder,
+    TokenResponseBuilder,
     require_generated,
 )
 from cb_rollout.server.rl.bodies import (
@@ -34,7 +36,6 @@ from cb_rollout.server.rl.bodies import (
     UpdateRequest,
     vllm_config,
 )
-from cb_rollout.server.rl.token_response import TokenResponseBuilder
 from cb_rollout.server.served_model import ID_HEADER, ServedModel
 from cb_rollout.types import GenerationOutput
 
@@ -50,18 +51,6 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 STREAM: dict[int | str, dict[str, Any]] = {
     200: {"content": {"application/json": {}, "text/event-stream": {}}}
 }
-
-
-class _ResponseBuilder(Protocol):
-    """Build the response of one request, whole or as a stream's chunks."""
-
-    def whole(self, outputs: list[GenerationOutput]) -> dict[str, Any]: ...
-
-    def first_chunks(self) -> list[dict[str, Any]]: ...
-
-    def chunks(self, index: int, output: GenerationOutput) -> list[dict[str, Any]]: ...
-
-    def last_chunks(self) -> list[dict[str, Any]]: ...
 
 
 class _Json(JSONResponse):
@@ -151,7 +140,7 @@ def _add_token_generation(app: FastAPI, served: ServedModel) -> None:
         served.require_known(body.model)
         params = await served.sampling_params(body.sampling_params)
         name = body.request_id or request.headers.get(ID_HEADER)
-        builder = TokenResponseBuilder(served.options.model_name, body, name)
+        builder = TokenResponseBuilder(served, body, name)
         is_streaming = bool(body.stream)
         submission = await served.submit(
             [body.token_ids], params, body.sampling_params.n, is_streaming, request.headers, name
@@ -353,7 +342,7 @@ def _require_consistent(body: protocol.ChatCompletionRequest) -> None:
 
 
 async def _respond(
-    builder: _ResponseBuilder, submission: Submission, is_streaming: bool, request: Request
+    builder: ResponseBuilder, submission: Submission, is_streaming: bool, request: Request
 ) -> Response:
     if is_streaming:
         return _EventStream(_events(builder, submission), submission)
@@ -393,7 +382,7 @@ async def _gone(request: Request) -> None:
         pass
 
 
-async def _events(builder: _ResponseBuilder, submission: Submission) -> AsyncIterator[str]:
+async def _events(builder: ResponseBuilder, submission: Submission) -> AsyncIterator[str]:
     """Yield a stream's events; an error is the last one."""
     try:
         for chunk in builder.first_chunks():
