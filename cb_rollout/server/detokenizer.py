@@ -9,6 +9,8 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import Any
 
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
 from cb_rollout.types import GenerationOutput
 
 # The tokenizer's output for a character whose last bytes are missing.
@@ -19,6 +21,9 @@ MAX_OPEN_TOKENS = 64
 
 # Tokens whose text and bytes are cached.
 NUM_TOKENS_KEPT = 1 << 16
+
+# GPT-2's table: the letters that byte-level vocabularies write bytes with.
+BYTE_OF_LETTER = {letter: byte for byte, letter in bytes_to_unicode().items()}
 
 # Token ids to text, without special tokens.
 Decode = Callable[[Sequence[int]], str]
@@ -184,22 +189,11 @@ def logprob_entries(
     ]
 
 
-def _byte_of_letter() -> dict[str, int]:
-    """Return GPT-2's table: the letters that byte-level vocabularies write bytes with."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    letters = {chr(byte): byte for byte in printable}
-    return letters | {chr(256 + index): byte for index, byte in enumerate(others)}
-
-
-_BYTE_OF_LETTER = _byte_of_letter()
-
-
 def _bytes_of(token: str, text: str) -> list[int]:
     """Return a token's bytes, from its vocabulary entry if it is no whole character."""
     if INCOMPLETE in text:
         if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
             return [int(token[3:5], 16)]
-        if token and all(letter in _BYTE_OF_LETTER for letter in token):
-            return [_BYTE_OF_LETTER[letter] for letter in token]
+        if token and all(letter in BYTE_OF_LETTER for letter in token):
+            return [BYTE_OF_LETTER[letter] for letter in token]
     return list(text.encode())

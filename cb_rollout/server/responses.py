@@ -5,16 +5,23 @@ Called on the server's asyncio thread.
 
 import time
 import uuid
+from collections.abc import AsyncIterator
 from typing import Any
 
 from cb_rollout.config.sampling import SamplingParams
 from cb_rollout.server.detokenizer import IncrementalDetokenizer, logprob_entries
-from cb_rollout.server.errors import ApiError
 from cb_rollout.server.prompt_encoder import EncodedChat
-from cb_rollout.server.protocol import ChatCompletionRequest, CompletionRequest, StreamOptions
-from cb_rollout.server.rl.bodies import TokenRequest
+from cb_rollout.server.protocol import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    StreamOptions,
+    TokenRequest,
+)
 from cb_rollout.server.served_model import ServedModel
 from cb_rollout.types import FinishReason, GenerationOutput, RequestStatus
+
+# Whether there is new text, and a chunk's choice.
+_Part = tuple[bool, dict[str, Any]]
 
 
 class ResponseBuilder:
@@ -42,6 +49,8 @@ class ResponseBuilder:
         name = model.options.model_name
         self._heading = {**heading, "created": int(time.time()), "model": name}
         self._num_sent: dict[int, int] = {}
+        self._prompt: dict[str, Any] = {}
+        """Fields of the response and of its first chunks that repeat the prompt."""
 
     def whole(self, outputs: list[GenerationOutput]) -> dict[str, Any]:
         """Return the response to a request whose sequences have all ended."""
@@ -49,37 +58,34 @@ class ResponseBuilder:
             {"index": index, **self._choice(index, output)} for index, output in enumerate(outputs)
         ]
         usage = self._usage(sum(len(output.generated_tokens) for output in outputs))
-        return {**self._heading, "choices": choices, "usage": usage}
+        return {**self._heading, **self._prompt, "choices": choices, "usage": usage}
 
-    def first_chunks(self) -> list[dict[str, Any]]:
-        """Return the chunks that open a stream."""
+    async def stream(
+        self, updates: AsyncIterator[tuple[int, GenerationOutput]]
+    ) -> AsyncIterator[dict[str, Any]]:
+        """Yield the chunks of a stream, made of the newest states of its sequences."""
+        for chunk in self._first_chunks():
+            yield chunk
+        async for index, output in updates:
+            start, num_tokens = self._num_sent.get(index, 0), len(output.generated_tokens)
+            self._num_sent[index] = num_tokens
+            has_text, choice = self._part(index, output, start)
+            has_tokens = self._shows_tokens and start < num_tokens
+            if has_text or has_tokens or output.is_finished():
+                yield self._chunk(index, choice)
+        if self._with_usage:
+            usage = self._usage(sum(self._num_sent.values()))
+            yield {**self._heading, "choices": [], "usage": usage}
+
+    def _first_chunks(self) -> list[dict[str, Any]]:
         return []
-
-    def chunks(self, index: int, output: GenerationOutput) -> list[dict[str, Any]]:
-        """Return the chunks for a sequence's newest state."""
-        start, num_tokens = self._num_sent.get(index, 0), len(output.generated_tokens)
-        self._num_sent[index] = num_tokens
-        has_text, choice = self._part(index, output, start)
-        has_tokens = self._shows_tokens and start < num_tokens
-        if not (has_text or has_tokens or output.is_finished()):
-            return []
-        return [self._chunk(index, choice)]
-
-    def last_chunks(self) -> list[dict[str, Any]]:
-        """Return the chunks that close a stream."""
-        if not self._with_usage:
-            return []
-        usage = self._usage(sum(self._num_sent.values()))
-        return [{**self._heading, "choices": [], "usage": usage}]
 
     def _choice(self, index: int, output: GenerationOutput) -> dict[str, Any]:
         """Return the choice of a sequence that has ended."""
         raise NotImplementedError
 
-    def _part(
-        self, index: int, output: GenerationOutput, start: int
-    ) -> tuple[bool, dict[str, Any]]:
-        """Return whether there is new text, and a chunk's choice for the tokens from `start`."""
+    def _part(self, index: int, output: GenerationOutput, start: int) -> _Part:
+        """Return a chunk's choice for the tokens from `start`."""
         raise NotImplementedError
 
     def _chunk(self, index: int, choice: dict[str, Any], **more: Any) -> dict[str, Any]:
@@ -109,12 +115,7 @@ class TokenResponseBuilder(ResponseBuilder):
         self._with_logprobs = body.sampling_params.logprobs is not None
         self._prompt = {"prompt_token_ids": body.token_ids if body.return_token_ids else None}
 
-    def whole(self, outputs: list[GenerationOutput]) -> dict[str, Any]:
-        """Return the response to a request whose sequences have all ended."""
-        return super().whole(outputs) | self._prompt
-
-    def first_chunks(self) -> list[dict[str, Any]]:
-        """Return the chunk that opens a stream, where it has something to say."""
+    def _first_chunks(self) -> list[dict[str, Any]]:
         if self._prompt["prompt_token_ids"] is None:
             return []
         return [{**self._heading, **self._prompt, "choices": []}]
@@ -122,9 +123,7 @@ class TokenResponseBuilder(ResponseBuilder):
     def _choice(self, index: int, output: GenerationOutput) -> dict[str, Any]:
         return self._part(index, output, 0)[1]
 
-    def _part(
-        self, index: int, output: GenerationOutput, start: int
-    ) -> tuple[bool, dict[str, Any]]:
+    def _part(self, index: int, output: GenerationOutput, start: int) -> _Part:
         logprobs = None
         if self._with_logprobs:
             logprobs = {"content": logprob_entries(output, start, _id_entry)}
@@ -133,7 +132,14 @@ class TokenResponseBuilder(ResponseBuilder):
 
 
 class _TextResponseBuilder(ResponseBuilder):
-    """Build a response with text; a subclass defines the shape of a choice."""
+    """Build a response with text; a subclass defines the shape of a choice.
+
+    Args:
+        model: the model that answers.
+        body: the request.
+        prompts: token ids of each prompt; each has `n` sequences.
+        params: how the sequences are sampled.
+    """
 
     id_prefix: str
     kind: str
@@ -155,6 +161,7 @@ class _TextResponseBuilder(ResponseBuilder):
         self._with_logprobs = body.logprobs is not None and body.logprobs is not False
         self._shows_tokens = self._with_ids or self._with_logprobs
         self._detokenizers: dict[int, IncrementalDetokenizer] = {}
+        self._num_characters: dict[int, int] = {}
 
     def whole(self, outputs: list[GenerationOutput]) -> dict[str, Any]:
         """Return the response to a request whose sequences have all ended."""
@@ -186,34 +193,15 @@ class _TextResponseBuilder(ResponseBuilder):
 
 
 class CompletionResponseBuilder(_TextResponseBuilder):
-    """Build a response of `/v1/completions`.
-
-    Args:
-        model: the model that answers.
-        body: the request.
-        prompts: token ids of each prompt; each has `n` sequences.
-        params: how the sequences are sampled.
-    """
+    """Build a response of `/v1/completions`."""
 
     id_prefix = "cmpl"
     kind = chunk_kind = "text_completion"
 
-    def __init__(
-        self,
-        model: ServedModel,
-        body: CompletionRequest,
-        prompts: list[list[int]],
-        params: SamplingParams,
-    ) -> None:
-        super().__init__(model, body, prompts, params)
-        self._num_characters: dict[int, int] = {}
-
     def _choice(self, index: int, output: GenerationOutput) -> dict[str, Any]:
         return self._choice_from(index, output, 0, self._text(output))
 
-    def _part(
-        self, index: int, output: GenerationOutput, start: int
-    ) -> tuple[bool, dict[str, Any]]:
+    def _part(self, index: int, output: GenerationOutput, start: int) -> _Part:
         text = self._new_text(index, output, start)
         return bool(text), self._choice_from(index, output, start, text)
 
@@ -258,23 +246,17 @@ class ChatResponseBuilder(_TextResponseBuilder):
     ) -> None:
         super().__init__(model, body, [chat.token_ids], params)
         self._chat, self._tools = chat, tools
-        self._prompt = {"prompt_token_ids": chat.token_ids} if self._with_ids else {}
+        if self._with_ids:
+            self._prompt = {"prompt_token_ids": chat.token_ids}
         self._texts: dict[int, str] = {}
         self._num_text_sent: dict[int, int] = {}
 
-    def whole(self, outputs: list[GenerationOutput]) -> dict[str, Any]:
-        """Return the response to a request whose sequences have all ended."""
-        return super().whole(outputs) | self._prompt
-
-    def first_chunks(self) -> list[dict[str, Any]]:
-        """Return a chunk with the role for each choice."""
+    def _first_chunks(self) -> list[dict[str, Any]]:
         delta = {"role": "assistant", "content": ""}
         choice = {"delta": delta, "finish_reason": None, "logprobs": None}
         return [self._chunk(index, choice, **self._prompt) for index in range(self._num_choices)]
 
-    def _part(
-        self, index: int, output: GenerationOutput, start: int
-    ) -> tuple[bool, dict[str, Any]]:
+    def _part(self, index: int, output: GenerationOutput, start: int) -> _Part:
         text = self._new_text(index, output, start)
         delta, reason = self._delta(index, text, output)
         return bool(delta), self._choice_from(output, start, delta=delta, finish_reason=reason)
@@ -343,11 +325,3 @@ def _finish_reason(output: GenerationOutput) -> str | None:
     """Return the reason of a sequence's end; None: it goes on."""
     # "abort" is vLLM's word.
     return "abort" if output.status is RequestStatus.CANCELLED else output.finish_reason
-
-
-def require_generated(output: GenerationOutput, is_aborted: bool = False) -> None:
-    """Raise 503 if a sequence failed, or was cancelled and not aborted by a client."""
-    if output.status is RequestStatus.CANCELLED and not is_aborted:
-        raise ApiError(503, "the request was cancelled by the server; send it again.")
-    if output.status is RequestStatus.FAILED:
-        raise ApiError(503, f"the sequence could not be generated: {output.error}")
