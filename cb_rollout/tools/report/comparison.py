@@ -101,7 +101,7 @@ def write_comparison(
         return path
     except OSError as error:
         raise ConfigurationError(
-            f"{error.filename or run_dir} cannot be read or written ({error.strerror}); look at "
+            f"{error.filename2 or error.filename or run_dir} cannot be read or written ({error.strerror}); look at "
             "what it is and who may use it."
         ) from error
 

@@ -74,7 +74,7 @@ def write_report(run_dir: str | os.PathLike[str], run_id: str | None = None) -> 
         return _write_report(find_run_dir(run_dir), run_id)
     except OSError as error:
         raise ConfigurationError(
-            f"{error.filename or run_dir} cannot be read or written ({error.strerror}); look at "
+            f"{error.filename2 or error.filename or run_dir} cannot be read or written ({error.strerror}); look at "
             "what it is and who may use it."
         ) from error
 
