@@ -1,5 +1,6 @@
 """The frame of every page: its head, its style, what a browser may load, and its writing."""
 
+import os
 from importlib.resources import files
 from pathlib import Path
 
@@ -20,7 +21,7 @@ def write_page(path: Path, page: str) -> None:
         partial.unlink(missing_ok=True)
 
 
-def unusable(run_dir: Path, error: OSError) -> ConfigurationError:
+def unusable(run_dir: str | os.PathLike[str], error: OSError) -> ConfigurationError:
     """Return the error of a file of a run that cannot be read, or of its page."""
     # A page that cannot be replaced is the second file.
     path = error.filename2 or error.filename or run_dir
