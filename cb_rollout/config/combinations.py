@@ -92,7 +92,7 @@ COMBINATIONS = {
         "and lower per_device_train_batch_size.",
     ),
     "masked, unknown stops": Combination(
-        "`mask_truncated_completions=True` under RLOO",
+        "`mask_truncated_completions` under RLOO",
         "stop strings or other stop tokens",
         "mask_truncated_completions=True would leave out completions that {ended_by} ended: RLOO's "
         "trainer takes for whole only what ends in its own end-of-sequence token, and computes old "
