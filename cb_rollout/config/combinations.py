@@ -185,7 +185,7 @@ COMBINATIONS = {
     ),
     "strategy, carried tokens": Combination(
         "a strategy that carries sequences",
-        "`vllm_importance_sampling_correction=False`, and RLOO",
+        "`vllm_importance_sampling_correction` off, and RLOO",
         "{name} carries tokens of older policies, and without "
         "vllm_importance_sampling_correction=True the loss would take them for its own; set that, "
         "which RLOO does not have, or old_logps='rollout'.",
