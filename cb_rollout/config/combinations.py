@@ -160,7 +160,7 @@ COMBINATIONS = {
     ),
     "router replay, compiled": Combination(
         "`router_replay=True`",
-        "`torch_compile=True`",
+        "`torch_compile`",
         "router_replay=True: torch_compile=True compiles the routers too; leave one of them False.",
     ),
     "sampled old logps, processed": Combination(
