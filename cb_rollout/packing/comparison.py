@@ -15,6 +15,7 @@ import torch
 from cb_rollout.compat.torch import compute_dtype
 from cb_rollout.engine.numerics.agreement import (
     agrees,
+    computed_in,
     gradient_noise,
     is_measurable,
     rounding_noise,
@@ -90,11 +91,8 @@ class LossComparison:
         # Autograd gives a weight of 16 bits no gradient of 32.
         is_wide = compute_dtype(self.model).itemsize >= torch.float32.itemsize
         is_graded = is_wide and torch.is_grad_enabled()
-        try:
-            with higher_precision(dtype), torch.set_grad_enabled(is_graded):
-                return self._computed(self.own_forward)
-        except Exception:  # noqa: BLE001 - an operator may exist in one precision alone
-            return None
+        with torch.set_grad_enabled(is_graded):
+            return computed_in(dtype, lambda: self._computed(self.own_forward))
 
     def _computed(self, forward: Callable[[], Result]) -> Computed:
         logprobs_BT, entropies_BT, _ = forward()

@@ -54,7 +54,6 @@ from cb_rollout.integrations.trl.on_policy import (
 )
 from cb_rollout.integrations.trl.packed_loss import PackedLoss
 from cb_rollout.integrations.trl.records import TrainerRecords
-from cb_rollout.integrations.trl.replay import RouterReplay
 from cb_rollout.integrations.trl.rollout_func import end_own_engine
 from cb_rollout.integrations.trl.scoring import TrainerScoring
 from cb_rollout.integrations.trl.strategies import STRATEGY
@@ -120,6 +119,12 @@ def attach(trainer: Any, config: Any = None) -> RolloutGenerator | PooledGenerat
     defaults = generator.manager.defaults
     require_one_distribution(config, defaults)
     require_known_ends(trainer, defaults)
+    compiles = getattr(trainer.args, "torch_compile", False)
+    if generator.manager.routers is not None and compiles:
+        raise ConfigurationError(
+            "router_replay=True: torch_compile=True compiles the routers too; leave one of them "
+            "False."
+        )
     warn_of_bias(trainer, config, defaults)
     _warn_of_dropout(trainer, config)
     if config.numerics == Numerics.BITWISE:
@@ -130,11 +135,9 @@ def attach(trainer: Any, config: Any = None) -> RolloutGenerator | PooledGenerat
     if trainer.accelerator.is_main_process:
         records = TrainerRecords(trainer, config.record_num_sequences)
     backend = GenerationBackend(trainer, generator, records)
-    routers, replay, packed = generator.manager.routers, None, None
-    if routers is not None:
-        replay = RouterReplay(trainer, routers)
+    packed = None
     if config.loss_forward == LossForward.PACKED:
-        packed = _packed_loss(trainer, generator, replay)
+        packed = _packed_loss(trainer, generator)
     scoring = TrainerScoring(
         trainer,
         backend,
@@ -143,7 +146,7 @@ def attach(trainer: Any, config: Any = None) -> RolloutGenerator | PooledGenerat
         TruncatedCompletions(trainer, defaults),
         packed=packed,
         replays=config.sampling_mask == SamplingMaskMode.REPLAY,
-        router_replay=replay,
+        routers=generator.manager.routers,
     )
     if config.numerics == Numerics.BITWISE:
         _install_bitwise(trainer, backend)
@@ -167,17 +170,15 @@ def attach(trainer: Any, config: Any = None) -> RolloutGenerator | PooledGenerat
     return generator
 
 
-def _packed_loss(
-    trainer: Any, generator: RolloutGenerator | PooledGenerator, replay: RouterReplay | None
-) -> PackedLoss:
+def _packed_loss(trainer: Any, generator: RolloutGenerator | PooledGenerator) -> PackedLoss:
     """Create the packed loss; the engine knows whether rows may stand one after the other."""
     if isinstance(generator, RolloutGenerator):
         is_packable = generator.manager.cache_layout.can_pack
     else:
         is_packable = can_pack(hf_compat.unwrap(trainer.model))
-    config = generator.config
+    config, routers = generator.config, generator.manager.routers
     training = training_bytes(trainer, config)
-    return PackedLoss(trainer, config, training, replay, can_pack=is_packable)
+    return PackedLoss(trainer, config, training, routers, can_pack=is_packable)
 
 
 def _attach_generation(

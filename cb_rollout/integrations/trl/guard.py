@@ -27,24 +27,26 @@ from cb_rollout.config.enums import (
 )
 from cb_rollout.config.rollout import RolloutConfig
 from cb_rollout.config.sampling import SamplingParams, counterpart
-from cb_rollout.engine.numerics.agreement import agrees, is_measurable, rounding_noise
-from cb_rollout.engine.numerics.higher_precision import higher_precision
+from cb_rollout.engine.numerics.agreement import (
+    NUM_MEASURED,
+    agrees,
+    computed_in,
+    is_measurable,
+    overall_noise,
+)
 from cb_rollout.errors import ConfigurationError, LogprobDriftError
-from cb_rollout.integrations.trl.context import RolloutContext, RolloutRow
+from cb_rollout.integrations.trl.loss_rows import LossBatch, LossRow
 from cb_rollout.rollout.distributed import largest_of_all
 from cb_rollout.rollout.verification import DriftReport, drift
 
 # By name: a row, and the indices of the tokens that are compared.
-Compared = dict[str, tuple[RolloutRow, list[int]]]
+Compared = dict[str, tuple[LossRow, list[int]]]
 
 # Share of a rollout's ratios that rounding alone may clip; a clipped one has no gradient.
 MAX_CLIPPED_SHARE = 0.01
 
 # Losses of trl 1.16 that weigh ratios smoothly.
 UNCLIPPED_LOSSES = ("sapo", "vespo")
-
-# Sequences whose rounding is measured by a forward in a higher precision.
-NUM_MEASURED = 2
 
 # Warnings point at the caller of attach().
 STACKLEVEL = 3
@@ -57,6 +59,8 @@ class LogprobGuard:
         self._trainer, self._config = trainer, config
         self._are_comparable = are_comparable
         self._num_rollouts = 0
+        self.is_due = False
+        """True until this rollout's log-probabilities were compared."""
         self._is_auto = config.old_logps == OldLogps.AUTO
         self._was_said = False
         self.is_trusted = config.old_logps == OldLogps.ROLLOUT
@@ -67,66 +71,67 @@ class LogprobGuard:
         """Return True if the sampled ones are used where the trainer would take its loss's own."""
         return self.is_trusted and not self._is_auto
 
-    def begin_rollout(self, is_training: bool) -> bool:
-        """Count a rollout, and return whether it is checked."""
+    def begin_rollout(self, is_training: bool) -> None:
+        """Count a rollout, and find whether it is checked."""
         every = self._config.verify_every_steps
-        if not (is_training and every and self._are_comparable):
-            return False
-        self._num_rollouts += 1
-        return (self._num_rollouts - 1) % every == 0
+        self.is_due = False
+        if is_training and every and self._are_comparable:
+            self._num_rollouts += 1
+            self.is_due = (self._num_rollouts - 1) % every == 0
 
     def check(
         self,
-        context: RolloutContext,
+        batch: LossBatch,
         policy_version: int,
-        mask_BT: torch.Tensor,
-        recompute: Callable[[list[int]], torch.Tensor],
+        recompute: Callable[[LossBatch], torch.Tensor],
         recomputed_BT: torch.Tensor | None = None,
     ) -> None:
         """Compare some rows, once for each rollout that is due.
 
         Args:
-            context: the rollout.
+            batch: all rows; tokens that its mask leaves out are skipped.
             policy_version: the trainer's; tokens of older ones are skipped.
-            mask_BT: 0 where the trainer's forward leaves tokens out.
-            recompute: returns the trainer's log-probabilities, (rows, T), of the rows at indices.
+            recompute: returns the trainer's log-probabilities, (rows, T), of some rows.
             recomputed_BT: what it returns for all rows; old_logps="auto" then compares all. None:
                 it has to run.
 
         Raises:
             LogprobDriftError: they differ by more than `max_logprob_drift`.
         """
-        rows = context.rows
-        if not context.is_check_due or largest_of_all(
+        rows = batch.rows or ()
+        if not self.is_due or largest_of_all(
             self._trainer.accelerator, any(row.logprobs is None for row in rows)
         ):
             return
-        context.is_check_due = False
+        self.is_due = False
         is_of_all = recomputed_BT is not None and self._is_auto
         num_chosen = len(rows) if is_of_all else self._config.verify_num_sequences
         stride = max(1, len(rows) // num_chosen)
         # Other rows each time, so that every row is checked at some time.
         first = (self._num_rollouts - 1) // self._config.verify_every_steps % stride
         chosen = list(range(first, len(rows), stride))[:num_chosen]
-        found_BT = recompute(chosen) if recomputed_BT is None else recomputed_BT[chosen]
-        recomputed = found_BT.float().tolist()
+        found_BT = recomputed_BT
+        if found_BT is None:
+            found_BT = recompute(batch.at(chosen, len(chosen)))
+        else:
+            found_BT = found_BT[chosen]
         sampled: dict[str, list[float]] = {}
         trained: dict[str, list[float]] = {}
         compared: Compared = {}
-        masks = mask_BT[chosen].tolist()
-        for number, values, mask in zip(chosen, recomputed, masks, strict=True):
+        masks = batch.completion_mask[chosen].tolist()
+        for number, values, mask in zip(chosen, found_BT.float().tolist(), masks, strict=True):
             row = rows[number]
-            versions = row.token_versions
             positions = [
                 t
                 for t, own in enumerate(row.is_sampled)
-                if own and mask[t] and versions[t] in (None, policy_version)
+                if own and mask[t] and row.versions[t] in (None, policy_version)
             ]
             name = f"row {number}, {row.name}"
             sampled[name] = [row.logprobs[t] for t in positions]  # type: ignore[index]
             trained[name] = [values[t] for t in positions]
             compared[name] = row, positions
-        noise = self._noise(chosen, compared, found_BT, recompute)
+        measured = batch.at(chosen[:NUM_MEASURED], NUM_MEASURED)
+        noise = self._noise(measured, compared, found_BT, recompute)
         report = drift(sampled, trained, float(noise))
         if report.num_tokens:
             self._log(report, compared)
@@ -135,7 +140,7 @@ class LogprobGuard:
             self._choose(sampled, trained, noise)
 
     def are_usable(
-        self, sampled_BT: torch.Tensor | None, rows: Sequence[RolloutRow], policy_version: int
+        self, sampled_BT: torch.Tensor | None, rows: Sequence[LossRow], policy_version: int
     ) -> bool:
         """Return whether sampled log-probabilities may be the old ones, on every process.
 
@@ -146,37 +151,31 @@ class LogprobGuard:
         is_older = self._is_auto and any(
             version != policy_version
             for row in rows
-            for version, own in zip(row.token_versions, row.is_sampled, strict=True)
+            for version, own in zip(row.versions, row.is_sampled, strict=True)
             if own
         )
         return not largest_of_all(self._trainer.accelerator, float(sampled_BT is None or is_older))
 
     def _noise(
         self,
-        chosen: list[int],
+        measured: LossBatch,
         compared: Compared,
         found_BT: torch.Tensor,
-        recompute: Callable[[list[int]], torch.Tensor],
+        recompute: Callable[[LossBatch], torch.Tensor],
     ) -> torch.Tensor:
         """Return the rounding of the trainer's log-probabilities, a number of nats, `[1]`."""
-        model, trainer = self._trainer.model, self._trainer
-        is_autocast = trainer.accelerator.mixed_precision != "no"
+        model, accelerator = self._trainer.model, self._trainer.accelerator
+        is_autocast = accelerator.mixed_precision != "no"
         dtype = torch.bfloat16 if is_autocast else compute_dtype(model)
-        higher = torch.float32 if dtype.itemsize < torch.float32.itemsize else torch.float64
+        is_coarse = dtype.itemsize < torch.float32.itemsize
         positions = [positions for _, positions in compared.values()][:NUM_MEASURED]
-        rows = [row for row, _ in compared.values()][:NUM_MEASURED]
+        rows = measured.rows or ()
         num_tokens = sum(len(row.prompt_ids) + len(row.completion_ids) for row in rows)
-        can_measure = higher == torch.float32 or is_measurable(model, num_tokens)
         precise = None
-        if can_measure and not shards_models(trainer.accelerator):
-            try:
-                with higher_precision(higher):
-                    precise_BT = recompute(chosen[:NUM_MEASURED])
-                precise = _at(precise_BT, positions)
-            except Exception:  # noqa: BLE001 - an operator may exist in one precision alone
-                precise = None
-        own = _at(found_BT, positions)
-        return rounding_noise(own, precise, dtype).square().mean().sqrt()[None]
+        if (is_coarse or is_measurable(model, num_tokens)) and not shards_models(accelerator):
+            higher = torch.float32 if is_coarse else torch.float64
+            precise = computed_in(higher, lambda: _at(recompute(measured), positions))
+        return overall_noise(_at(found_BT, positions), precise, dtype)
 
     def _choose(
         self,

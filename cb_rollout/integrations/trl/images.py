@@ -9,7 +9,7 @@ B: rows of a batch, P: tokens of the longest prompt, S: prompt and completion.
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -27,6 +27,9 @@ from cb_rollout.errors import ConfigurationError, error_text
 from cb_rollout.packing.batch import PackedRow
 from cb_rollout.packing.images import row_images
 from cb_rollout.rollout.distributed import largest_of_all
+
+if TYPE_CHECKING:
+    from cb_rollout.integrations.trl.loss_rows import LossBatch
 
 TRAINER_MODULE = "trl.trainer.grpo_trainer"
 
@@ -232,15 +235,9 @@ class ToolImages:
         self._tool = next((m["name"] for m in answers if has_image_parts([m])), "")
 
     def check(
-        self,
-        forward: Callable[..., Any],
-        model: torch.nn.Module,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor,
-        logits_to_keep: int,
-        **settings: Any,
+        self, forward: Callable[..., Any], model: torch.nn.Module, batch: "LossBatch"
     ) -> None:
-        """Compare once; `forward` and its arguments are those of the trainer.
+        """Compare once; `forward` is the trainer's.
 
         Raises:
             ConfigurationError: the two differ by more than rounding.
@@ -249,20 +246,21 @@ class ToolImages:
         if self._is_proved or not largest_of_all(accelerator, bool(self._tool)):
             return
         inner, called = hf_compat.unwrap(model), hf_compat.collective_forward(model)
-        numbers, reason, given = self._numbers, None, {}
-        ids, is_token = input_ids[numbers], attention_mask[numbers]
+        reason, numbers = None, self._numbers
+        is_token_BT = batch.completion_mask[numbers] > 0
         is_autocast = accelerator.mixed_precision != "no"
         dtype = torch.bfloat16 if is_autocast else compute_dtype(inner)
 
         def trained() -> list[torch.Tensor]:
             with accelerator.autocast():
-                own_BT, *_ = forward(called, ids, is_token, logits_to_keep, **given)
-            return _of_completions(own_BT, is_token[:, -logits_to_keep:] > 0)
+                own_BT, *_ = forward(called, batch.at(numbers, None))
+            # A masked completion is all padding.
+            return [own_T[is_T] for own_T, is_T in zip(own_BT, is_token_BT, strict=True)]
 
         def plain() -> list[torch.Tensor]:
             with accelerator.autocast():
                 found = [self._plain(called, inner, *row) for row in self._rows]
-            counts = is_token[:, -logits_to_keep:].sum(1).tolist()
+            counts = is_token_BT.sum(1).tolist()
             return [row[len(row) - count :] for row, count in zip(found, counts, strict=True)]
 
         with torch.no_grad(), without_dropout(inner):
@@ -270,11 +268,10 @@ class ToolImages:
                 plain,
                 dtype,
                 is_coarse=dtype.itemsize < torch.float32.itemsize,
-                is_measured=is_measurable(inner, ids.numel()),
+                is_measured=is_measurable(inner, batch.input_ids[numbers].numel()),
                 can_raise_precision=not shards_models(accelerator),
             )[0]
             try:
-                given = of_rows(settings, numbers)
                 agreement = reference.compare(trained, higher_precision)
             except torch.OutOfMemoryError:
                 raise
@@ -308,8 +305,3 @@ class ToolImages:
         with multimodal.keeping_position_offsets(inner):
             logits_TV = called(input_ids=ids_1T, use_cache=False, **given).logits[0, :-1]
         return chosen_logprobs(logits_TV.float() / self._trainer.temperature, ids_1T[0, 1:])
-
-
-def _of_completions(own_BT: torch.Tensor, is_token_BT: torch.Tensor) -> list[torch.Tensor]:
-    """Return each row without its padding; a masked completion is all padding."""
-    return [own_T[is_token_T] for own_T, is_token_T in zip(own_BT, is_token_BT, strict=True)]

@@ -14,9 +14,9 @@ import torch
 from cb_rollout.compat import multimodal
 from cb_rollout.compat import transformers as hf_compat
 from cb_rollout.engine.memory import device as devices
-from cb_rollout.engine.model.routers import Disagreement
+from cb_rollout.engine.model.routers import Disagreement, Routers
 from cb_rollout.engine.sampling.mask import SamplingMask, masked_logprobs
-from cb_rollout.integrations.trl.replay import RouterReplay
+from cb_rollout.integrations.trl.loss_rows import LossBatch
 from cb_rollout.packing.batch import PackedBatch, PackedRow, PackingLayout, pack
 from cb_rollout.packing.comparison import Result
 from cb_rollout.packing.forward import Scores, score_batches
@@ -36,12 +36,10 @@ class LossTokens:
     """Rows without a gradient: they have no advantage, or are masked."""
 
 
-def padded_tokens(
-    input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_keep: int
-) -> LossTokens:
+def padded_tokens(batch: LossBatch) -> LossTokens:
     """Return the counts of the trainer's own forward."""
-    rows = rows_of(input_ids, attention_mask, logits_to_keep)
-    return LossTokens(input_ids.numel(), _num_needed(rows) if rows else input_ids.numel())
+    rows, num_tokens = batch.unpadded(), batch.input_ids.numel()
+    return LossTokens(num_tokens, _num_needed(rows) if rows else num_tokens)
 
 
 @dataclass
@@ -52,12 +50,11 @@ class PackedScores:
     model: torch.nn.Module
     rows: list[PackedRow]
     layout: PackingLayout
-    kept: Sequence[list[Any]] | None
+    width: int
+    """T."""
+    routers: Routers | None
     has_aux_loss: bool
-    replay: RouterReplay | None = None
-    counts: Disagreement | None = None
-    padded_rope_side: int = 0
-    """`RowRope.side` at which the trainer's own forward computes every row: that of its width."""
+    counts: Disagreement | None
 
     def __post_init__(self) -> None:
         self.tokens = LossTokens()
@@ -86,13 +83,13 @@ class PackedScores:
                 self._head,
                 num_trained=len(with_gradient),
                 recompute=len(with_gradient) > 1,
-                routers=None if self.replay is None else self.replay.routers,
+                routers=self.routers,
                 counts=self.counts,
             )
 
-    def unpacked(self, scores: list[Scores], logits_to_keep: int) -> Result:
+    def unpacked(self, scores: list[Scores]) -> Result:
         """Return scores as TRL's forward does: (B, T), and 0 in the padding."""
-        T = logits_to_keep
+        T = self.width
         places: list[int] = []
         for batch in self._batches:
             for row, length in zip(batch.rows, batch.lengths, strict=True):
@@ -118,11 +115,12 @@ class PackedScores:
         """Score by TRL's fused head, or over the sampling mask."""
         if self.has_aux_loss:
             arguments = arguments | {"output_router_logits": True}
-        if self.kept is not None:
+        if self.rows[0].sampling_mask is not None:
             output = own_forward(**arguments, use_cache=False)
             # A masked row has no completion here, and its sampling mask still.
             scored = zip(batch.rows, batch.lengths, strict=True)
-            kept = [ids for row, length in scored for ids in self.kept[row][:length]]
+            masks = ((self.rows[row].sampling_mask or ())[:length] for row, length in scored)
+            kept = [ids for mask in masks for ids in mask]
             logits_KV, mask = output.logits[0], SamplingMask.joined(kept)
             found = masked_logprobs(logits_KV, batch.labels_K, mask, self.trainer.temperature)
             return Scores(*found, output.aux_loss if self.has_aux_loss else None)
@@ -145,30 +143,3 @@ def _num_needed(rows: Sequence[PackedRow]) -> int:
     scored = [row for row in rows if row.completion_ids]
     prompts = {(tuple(row.prompt_ids), row.images and row.images.digest) for row in scored}
     return sum(len(ids) for ids, _ in prompts) + sum(len(row.completion_ids) - 1 for row in scored)
-
-
-def rows_of(
-    input_ids: torch.Tensor,
-    attention_mask: torch.Tensor,
-    logits_to_keep: int,
-    routes: Sequence[Any] | None = None,
-) -> list[PackedRow] | None:
-    """Return the rows without padding, with their routes.
-
-    None where padding is not at the two ends alone.
-    """
-    first = input_ids.shape[1] - logits_to_keep
-    prompt_mask_BP, mask_BT = attention_mask[:, :first] > 0, attention_mask[:, first:] > 0
-    prompts_B, completions_B = prompt_mask_BP.sum(1), mask_BT.sum(1)
-    at_P = torch.arange(first, device=input_ids.device)
-    at_T = torch.arange(logits_to_keep, device=input_ids.device)
-    is_plain = (prompt_mask_BP == (at_P >= first - prompts_B[:, None])).all()
-    is_plain &= (mask_BT == (at_T < completions_B[:, None])).all() & (prompts_B > 0).all()
-    if not is_plain:
-        return None
-    lengths = zip(prompts_B.tolist(), completions_B.tolist(), strict=True)
-    records = routes or [None] * len(input_ids)
-    return [
-        PackedRow(ids[first - before : first], ids[first : first + after], record)
-        for ids, (before, after), record in zip(input_ids.tolist(), lengths, records, strict=True)
-    ]
