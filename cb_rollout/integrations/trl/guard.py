@@ -55,9 +55,9 @@ STACKLEVEL = 3
 class LogprobGuard:
     """Decides whether sampled log-probabilities may be used as the trainer's."""
 
-    def __init__(self, trainer: Any, config: RolloutConfig, are_comparable: bool) -> None:
+    def __init__(self, trainer: Any, config: RolloutConfig, params: SamplingParams) -> None:
         self._trainer, self._config = trainer, config
-        self._are_comparable = are_comparable
+        self._are_comparable = are_comparable(config, params)
         self._num_rollouts = 0
         self.is_due = False
         """True until this rollout's log-probabilities were compared."""
@@ -110,11 +110,10 @@ class LogprobGuard:
         # Other rows each time, so that every row is checked at some time.
         first = (self._num_rollouts - 1) // self._config.verify_every_steps % stride
         chosen = list(range(first, len(rows), stride))[:num_chosen]
-        found_BT = recomputed_BT
-        if found_BT is None:
+        if recomputed_BT is None:
             found_BT = recompute(batch.at(chosen, len(chosen)))
         else:
-            found_BT = found_BT[chosen]
+            found_BT = recomputed_BT[chosen]
         sampled: dict[str, list[float]] = {}
         trained: dict[str, list[float]] = {}
         compared: Compared = {}
@@ -130,8 +129,8 @@ class LogprobGuard:
             sampled[name] = [row.logprobs[t] for t in positions]  # type: ignore[index]
             trained[name] = [values[t] for t in positions]
             compared[name] = row, positions
-        measured = batch.at(chosen[:NUM_MEASURED], NUM_MEASURED)
-        noise = self._noise(measured, compared, found_BT, recompute)
+        some = chosen[:NUM_MEASURED]
+        noise = self._noise(compared, found_BT, lambda: recompute(batch.at(some, len(some))))
         report = drift(sampled, trained, float(noise))
         if report.num_tokens:
             self._log(report, compared)
@@ -157,24 +156,20 @@ class LogprobGuard:
         return not largest_of_all(self._trainer.accelerator, float(sampled_BT is None or is_older))
 
     def _noise(
-        self,
-        measured: LossBatch,
-        compared: Compared,
-        found_BT: torch.Tensor,
-        recompute: Callable[[LossBatch], torch.Tensor],
+        self, compared: Compared, found_BT: torch.Tensor, recompute: Callable[[], torch.Tensor]
     ) -> torch.Tensor:
         """Return the rounding of the trainer's log-probabilities, a number of nats, `[1]`."""
         model, accelerator = self._trainer.model, self._trainer.accelerator
         is_autocast = accelerator.mixed_precision != "no"
         dtype = torch.bfloat16 if is_autocast else compute_dtype(model)
         is_coarse = dtype.itemsize < torch.float32.itemsize
-        positions = [positions for _, positions in compared.values()][:NUM_MEASURED]
-        rows = measured.rows or ()
-        num_tokens = sum(len(row.prompt_ids) + len(row.completion_ids) for row in rows)
+        some = list(compared.values())[:NUM_MEASURED]
+        positions = [positions for _, positions in some]
+        num_tokens = sum(len(row.prompt_ids) + len(row.completion_ids) for row, _ in some)
         precise = None
         if (is_coarse or is_measurable(model, num_tokens)) and not shards_models(accelerator):
             higher = torch.float32 if is_coarse else torch.float64
-            precise = computed_in(higher, lambda: _at(recompute(measured), positions))
+            precise = computed_in(higher, lambda: _at(recompute(), positions))
         return overall_noise(_at(found_BT, positions), precise, dtype)
 
     def _choose(

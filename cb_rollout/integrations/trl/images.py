@@ -37,8 +37,6 @@ IMAGE_COLUMNS = ("image", "images")
 
 # What TRL passes to a forward beside ids and mask: of images, and for each token, (B, S).
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
-# Before the name of types of a completion's tokens, where they are apart from the prompt's.
-OF_COMPLETION = "completion_"
 # Numbers of images and of tiles of each row, which no model takes.
 COUNTS = ("num_images", "num_tiles")
 PIXELS = "pixel_values"
@@ -160,26 +158,6 @@ def _images_of(
     digest = tensors_digest({n: t for n, t in tensors.items() if n not in per_token})
     spans = (ImageSpan(0, row.num_tokens),)
     return PromptImages(tensors, spans, (digest,), None, per_token, row.num_tokens)
-
-
-def cut_token_types(group: dict[str, Any]) -> dict[str, Any]:
-    """Return a batch whose types of tokens are cut after the prompt: (B, P) and (B, T)."""
-    num_prompt = group["prompt_ids"].shape[1]
-    names = [name for name in TOKEN_TYPES if name in group]
-    types = {name: group[name][:, :num_prompt] for name in names}
-    return group | types | {OF_COMPLETION + name: group[name][:, num_prompt:] for name in names}
-
-
-def whole_token_types(batch: dict[str, Any]) -> dict[str, Any]:
-    """Return a batch of cut ones whose types of tokens are those of prompt and completion, (B, S).
-
-    Completions are text, but for images of tools.
-    """
-    whole = dict(batch)
-    for name in TOKEN_TYPES:
-        if name in batch:
-            whole[name] = torch.cat([batch[name], whole.pop(OF_COMPLETION + name)], dim=1)
-    return whole
 
 
 def tokenized(trainer: Any, row: Mapping[str, Any]) -> tuple[list[int], list[Any] | None]:

@@ -12,8 +12,11 @@ from typing import Any
 
 import torch
 
-from cb_rollout.engine.model.routers import Disagreement, Routers
-from cb_rollout.integrations.trl.backend import GenerationBackend
+from cb_rollout.compat.transformers import unwrap
+from cb_rollout.config.enums import LossForward, SamplingMaskMode
+from cb_rollout.engine.model.routers import Disagreement
+from cb_rollout.integrations.ray.pooled_generator import PooledGenerator
+from cb_rollout.integrations.trl.backend import GenerationBackend, training_bytes
 from cb_rollout.integrations.trl.context import Collected
 from cb_rollout.integrations.trl.guard import LogprobGuard, updates_once
 from cb_rollout.integrations.trl.images import ToolImages
@@ -26,10 +29,11 @@ from cb_rollout.integrations.trl.loss_rows import (
 )
 from cb_rollout.integrations.trl.packed_loss import PackedLoss
 from cb_rollout.integrations.trl.packed_scores import LossTokens, padded_tokens
-from cb_rollout.integrations.trl.records import TrainerRecords
 from cb_rollout.integrations.trl.replay import OwnForward
 from cb_rollout.integrations.trl.truncated_completions import TruncatedCompletions
 from cb_rollout.packing.comparison import Result
+from cb_rollout.packing.logprobs import can_pack
+from cb_rollout.rollout.generator import RolloutGenerator
 
 # TRL 1.16's metrics of sampled against old log-probabilities.
 DIFFERENCES = tuple(f"sampling/sampling_logp_difference/{name}" for name in ("mean", "max"))
@@ -41,33 +45,19 @@ LOSS_MODULES = ("trl.trainer.grpo_trainer", "trl.trainer.rloo_trainer")
 class TrainerScoring:
     """Scoring of one trainer's rollouts."""
 
-    def __init__(
-        self,
-        trainer: Any,
-        backend: GenerationBackend,
-        guard: LogprobGuard,
-        records: TrainerRecords | None,
-        truncation: TruncatedCompletions,
-        packed: PackedLoss | None,
-        *,
-        replays: bool,
-        routers: Routers | None = None,
-    ) -> None:
-        """Keep the trainer's own methods; they are replaced by the caller.
-
-        Args:
-            trainer: the trainer, unchanged so far.
-            backend: its generation backend.
-            guard: decides whether sampled log-probabilities are used as the old ones.
-            records: None: this process keeps none.
-            truncation: tells which completions were truncated.
-            packed: computes the loss's log-probabilities; None: the trainer's own forward does.
-            replays: compute log-probabilities over the sampling mask.
-            routers: replay the experts of the rollout; None: they choose for themselves.
-        """
-        self._trainer, self._backend = trainer, backend
-        self._guard, self._records, self._replays = guard, records, replays
-        self._truncation, self._packed = truncation, packed
+    def __init__(self, trainer: Any, backend: GenerationBackend) -> None:
+        """Keep the trainer's own methods, before the caller replaces them."""
+        self._trainer, self._backend, self._records = trainer, backend, backend.records
+        config, manager = backend.generator.config, backend.generator.manager
+        routers = manager.routers
+        self._replays = config.sampling_mask == SamplingMaskMode.REPLAY
+        self._guard = LogprobGuard(trainer, config, manager.defaults)
+        self._truncation = TruncatedCompletions(trainer, manager.defaults)
+        self._packed: PackedLoss | None = None
+        if config.loss_forward == LossForward.PACKED:
+            is_packable = _can_pack(trainer, backend.generator)
+            training = training_bytes(trainer, config)
+            self._packed = PackedLoss(trainer, config, training, routers, can_pack=is_packable)
         self._own = OwnForward(trainer, routers)
         self._counts = None if routers is None else Disagreement()
         self._tool_images = ToolImages(trainer)
@@ -170,9 +160,7 @@ class TrainerScoring:
             loss = self._compute_loss(model, inputs, *rest, **named)
         finally:
             self._loss_inputs = self._rows = None
-        self._backend.log_loss_tokens(self._loss_tokens)
-        if self._counts is not None:
-            self._backend.log_router_disagreement(self._counts.take())
+        self._backend.log_loss(self._loss_tokens, self._counts and self._counts.take())
         return loss
 
     def logprobs(
@@ -273,6 +261,13 @@ class TrainerScoring:
     @property
     def _version(self) -> int:
         return self._backend.generator.policy_version
+
+
+def _can_pack(trainer: Any, generator: RolloutGenerator | PooledGenerator) -> bool:
+    """Return whether rows may stand one after the other; an engine of this process knows it."""
+    if isinstance(generator, RolloutGenerator):
+        return generator.manager.cache_layout.can_pack
+    return can_pack(unwrap(trainer.model))
 
 
 def _recomputes_old_logprobs(trainer: Any) -> bool:
