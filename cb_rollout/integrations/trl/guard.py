@@ -12,7 +12,7 @@ B: rows of a batch, T: tokens of a completion.
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -39,9 +39,6 @@ from cb_rollout.integrations.trl.loss_rows import LossBatch, LossRow
 from cb_rollout.rollout.distributed import largest_of_all
 from cb_rollout.rollout.verification import DriftReport, drift
 
-# By name: a row, and the indices of the tokens that are compared.
-Compared = dict[str, tuple[LossRow, list[int]]]
-
 # Share of a rollout's ratios that rounding alone may clip; a clipped one has no gradient.
 MAX_CLIPPED_SHARE = 0.01
 
@@ -50,6 +47,16 @@ UNCLIPPED_LOSSES = ("sapo", "vespo")
 
 # Warnings point at the caller of attach().
 STACKLEVEL = 3
+
+
+class ComparedRow(NamedTuple):
+    """Log-probabilities of one row, sampled and by the trainer."""
+
+    row: LossRow
+    positions: list[int]
+    """Indices of the completion's tokens that are compared."""
+    sampled: list[float]
+    trained: list[float]
 
 
 class LogprobGuard:
@@ -114,29 +121,35 @@ class LogprobGuard:
             found_BT = recompute(batch.at(chosen, len(chosen)))
         else:
             found_BT = recomputed_BT[chosen]
-        sampled: dict[str, list[float]] = {}
-        trained: dict[str, list[float]] = {}
-        compared: Compared = {}
+        compared: dict[str, ComparedRow] = {}
         masks = batch.completion_mask[chosen].tolist()
         for number, values, mask in zip(chosen, found_BT.float().tolist(), masks, strict=True):
             row = rows[number]
+            assert row.logprobs is not None
             positions = [
                 t
                 for t, own in enumerate(row.is_sampled)
                 if own and mask[t] and row.versions[t] in (None, policy_version)
             ]
-            name = f"row {number}, {row.name}"
-            sampled[name] = [row.logprobs[t] for t in positions]  # type: ignore[index]
-            trained[name] = [values[t] for t in positions]
-            compared[name] = row, positions
+            sampled, trained = ([of[t] for t in positions] for of in (row.logprobs, values))
+            compared[f"row {number}, {row.name}"] = ComparedRow(row, positions, sampled, trained)
         some = chosen[:NUM_MEASURED]
-        noise = self._noise(compared, found_BT, lambda: recompute(batch.at(some, len(some))))
-        report = drift(sampled, trained, float(noise))
-        if report.num_tokens:
-            self._log(report, compared)
-        self._act(report, compared)
+        noise = self._noise(
+            list(compared.values())[:NUM_MEASURED],
+            found_BT,
+            lambda: recompute(batch.at(some, len(some))),
+        )
+        report = drift(
+            {name: one.sampled for name, one in compared.items()},
+            {name: one.trained for name, one in compared.items()},
+            float(noise),
+        )
+        worst = compared.get(report.request_id)
+        if worst is not None:
+            self._log(report, worst.positions)
+        self._act(report, worst)
         if self._is_auto:
-            self._choose(sampled, trained, noise)
+            self._choose([one for one in compared.values() if one.sampled], noise)
 
     def are_usable(
         self, sampled_BT: torch.Tensor | None, rows: Sequence[LossRow], policy_version: int
@@ -156,37 +169,27 @@ class LogprobGuard:
         return not largest_of_all(self._trainer.accelerator, float(sampled_BT is None or is_older))
 
     def _noise(
-        self, compared: Compared, found_BT: torch.Tensor, recompute: Callable[[], torch.Tensor]
+        self, some: list[ComparedRow], found_BT: torch.Tensor, recompute: Callable[[], torch.Tensor]
     ) -> torch.Tensor:
         """Return the rounding of the trainer's log-probabilities, a number of nats, `[1]`."""
         model, accelerator = self._trainer.model, self._trainer.accelerator
         is_autocast = accelerator.mixed_precision != "no"
         dtype = torch.bfloat16 if is_autocast else compute_dtype(model)
         is_coarse = dtype.itemsize < torch.float32.itemsize
-        some = list(compared.values())[:NUM_MEASURED]
-        positions = [positions for _, positions in some]
-        num_tokens = sum(len(row.prompt_ids) + len(row.completion_ids) for row, _ in some)
+        positions = [one.positions for one in some]
+        num_tokens = sum(len(one.row.prompt_ids) + len(one.row.completion_ids) for one in some)
         precise = None
         if (is_coarse or is_measurable(model, num_tokens)) and not shards_models(accelerator):
             higher = torch.float32 if is_coarse else torch.float64
             precise = computed_in(higher, lambda: _at(recompute(), positions))
         return overall_noise(_at(found_BT, positions), precise, dtype)
 
-    def _choose(
-        self,
-        sampled: dict[str, list[float]],
-        trained: dict[str, list[float]],
-        noise: torch.Tensor,
-    ) -> None:
+    def _choose(self, compared: Sequence[ComparedRow], noise: torch.Tensor) -> None:
         """Trust the sampled ones from now on if they are the trainer's to rounding.
 
         And if the loss would clip next to none of the ratios that rounding leaves.
         """
-        pairs = [
-            (torch.tensor(sampled[name]), torch.tensor(trained[name]))
-            for name in sampled
-            if sampled[name]
-        ]
+        pairs = [(torch.tensor(one.sampled), torch.tensor(one.trained)) for one in compared]
         agreement = agrees(
             [one for one, _ in pairs], [other for _, other in pairs], noise.expand(len(pairs))
         )
@@ -207,7 +210,7 @@ class LogprobGuard:
             f"old_logps='auto': {reason}; old ones are recomputed by the trainer.", stacklevel=2
         )
 
-    def _log(self, report: DriftReport, compared: Compared) -> None:
+    def _log(self, report: DriftReport, positions: list[int]) -> None:
         metrics = {
             "rollout/logprob_drift_max": report.max,
             "rollout/logprob_drift_mean": report.mean,
@@ -217,12 +220,11 @@ class LogprobGuard:
             "rollout/logprob_drift_effective_sample_size": report.effective_sample_size,
         }
         if report.first_position is not None:
-            _, positions = compared[report.request_id]
             metrics["rollout/logprob_drift_first_token"] = positions[report.first_position]
         for name, value in metrics.items():
             self._trainer._metrics["train"][name].append(value)
 
-    def _act(self, report: DriftReport, compared: Compared) -> None:
+    def _act(self, report: DriftReport, worst: ComparedRow | None) -> None:
         """Raise, or fall back to recomputing, where the drift is above `max_logprob_drift`."""
         allowed = self._config.max_logprob_drift
         if allowed is None and self._config.numerics == Numerics.BITWISE:
@@ -231,8 +233,9 @@ class LogprobGuard:
             return
         if largest_of_all(self._trainer.accelerator, report.max) <= allowed:
             return
-        is_here = report.max > allowed
-        message = self._description(report, compared) if is_here else "on another process"
+        message = "on another process"
+        if worst is not None and report.max > allowed:
+            message = self._description(report, worst)
         message += f", max_logprob_drift={allowed:.3g}; "
         if self._config.on_logprob_drift == OnLogprobDrift.RAISE:
             message += "raise it, or look for what changes the forward between rollout and loss."
@@ -242,15 +245,14 @@ class LogprobGuard:
             warnings.warn(message, stacklevel=2)
         self.is_trusted = False
 
-    def _description(self, report: DriftReport, compared: Compared) -> str:
+    def _description(self, report: DriftReport, worst: ComparedRow) -> str:
         """Name the sequence and token, the drift, and the first token that differs."""
-        row, positions = compared[report.request_id]
-        position = positions[report.position]
-        text = self._trainer.processing_class.decode([row.completion_ids[position]])
+        position = worst.positions[report.position]
+        text = self._trainer.processing_class.decode([worst.row.completion_ids[position]])
         message = f"{report.request_id}, generated token {position} ({text!r}): sampled "
         message += f"log-probability is {report.max:.3g} nats from the trainer's forward"
         if report.first_position is not None and report.first_position < report.position:
-            message += f", the first difference at token {positions[report.first_position]}"
+            message += f", the first difference at token {worst.positions[report.first_position]}"
         return message
 
 

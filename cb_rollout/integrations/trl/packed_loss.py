@@ -131,17 +131,8 @@ class PackedLoss:
         if not self._are_fit(rows, reason, _key(model, layout, has_images)):
             return None
         assert rows is not None
-        run = PackedScores(
-            self._trainer,
-            model,
-            rows,
-            layout,
-            batch.logits_to_keep,
-            self._routers,
-            batch.has_aux_loss,
-            batch.counts,
-        )
-        if not self._is_proved(run, batch, own):
+        run = PackedScores(self._trainer, model, rows, layout, batch, self._routers)
+        if not self._is_proved(run, own):
             return None
         trained, max_tokens = list(range(len(rows))), self._limit(batch)
         if self._is_sharded or batch.has_aux_loss:
@@ -192,7 +183,7 @@ class PackedLoss:
             _warn_of_batch(reason)
         return not unfit
 
-    def _is_proved(self, run: PackedScores, batch: LossBatch, own: Forward) -> bool:
+    def _is_proved(self, run: PackedScores, own: Forward) -> bool:
         """Compare some rows of a first batch both ways; fall back until the two agree."""
         not_shared: str | None = None
         while True:
@@ -200,7 +191,7 @@ class PackedLoss:
             if key in self._compared:
                 break
             try:
-                reason = self._difference(run, batch, own)
+                reason = self._difference(run, own)
             except torch.OutOfMemoryError:
                 raise
             except ConfigurationError as error:
@@ -234,19 +225,17 @@ class PackedLoss:
             )
         self._layouts[has_images] = None
 
-    def _difference(self, run: PackedScores, batch: LossBatch, own: Forward) -> str | None:
+    def _difference(self, run: PackedScores, own: Forward) -> str | None:
         """Return how some rows differ from the trainer's own forward; None: by rounding alone."""
         model, numbers = hf_compat.unwrap(run.model), representative(run.rows)
         # The side at which the trainer's own forward computes every row is that of its width.
-        side = RowRope(model).side(batch.input_ids.shape[1])
+        side = RowRope(model).side(run.batch.input_ids.shape[1])
         compared = replace(
             run,
             model=hf_compat.collective_forward(run.model),
             rows=[run.rows[number]._replace(rope_side=side) for number in numbers],
-            has_aux_loss=False,
-            counts=None,
+            batch=replace(run.batch.at(numbers, run.batch.batch_size), counts=None),
         )
-        padded = replace(batch.at(numbers, batch.batch_size), counts=None)
         # Sharded gradients exist in the backward pass alone.
         has_gradient = (
             torch.is_grad_enabled() and not self._is_sharded and not self._has_compared_gradients
@@ -262,7 +251,7 @@ class PackedLoss:
 
         comparison = LossComparison(
             model,
-            lambda: own(compared.model, padded),
+            lambda: own(compared.model, compared.batch),
             packed_forward,
             [len(row.completion_ids) for row in compared.rows],
             sum(row.num_tokens for row in compared.rows),

@@ -14,7 +14,7 @@ import torch
 from cb_rollout.compat import multimodal
 from cb_rollout.compat import transformers as hf_compat
 from cb_rollout.engine.memory import device as devices
-from cb_rollout.engine.model.routers import Disagreement, Routers
+from cb_rollout.engine.model.routers import Routers
 from cb_rollout.engine.sampling.mask import SamplingMask, masked_logprobs
 from cb_rollout.integrations.trl.loss_rows import LossBatch
 from cb_rollout.packing.batch import PackedBatch, PackedRow, PackingLayout, pack
@@ -50,11 +50,9 @@ class PackedScores:
     model: torch.nn.Module
     rows: list[PackedRow]
     layout: PackingLayout
-    width: int
-    """T."""
+    batch: LossBatch
+    """The same rows with padding."""
     routers: Routers | None
-    has_aux_loss: bool
-    counts: Disagreement | None
 
     def __post_init__(self) -> None:
         self.tokens = LossTokens()
@@ -84,12 +82,12 @@ class PackedScores:
                 num_trained=len(with_gradient),
                 recompute=len(with_gradient) > 1,
                 routers=self.routers,
-                counts=self.counts,
+                counts=self.batch.counts,
             )
 
     def unpacked(self, scores: list[Scores]) -> Result:
         """Return scores as TRL's forward does: (B, T), and 0 in the padding."""
-        T = self.width
+        T = self.batch.logits_to_keep
         places: list[int] = []
         for batch in self._batches:
             for row, length in zip(batch.rows, batch.lengths, strict=True):
@@ -113,7 +111,8 @@ class PackedScores:
         self, own_forward: Callable[..., Any], batch: PackedBatch, arguments: dict[str, Any]
     ) -> Scores:
         """Score by TRL's fused head, or over the sampling mask."""
-        if self.has_aux_loss:
+        has_aux_loss = self.batch.has_aux_loss
+        if has_aux_loss:
             arguments = arguments | {"output_router_logits": True}
         if self.rows[0].sampling_mask is not None:
             output = own_forward(**arguments, use_cache=False)
@@ -123,7 +122,7 @@ class PackedScores:
             kept = [ids for mask in masks for ids in mask]
             logits_KV, mask = output.logits[0], SamplingMask.joined(kept)
             found = masked_logprobs(logits_KV, batch.labels_K, mask, self.trainer.temperature)
-            return Scores(*found, output.aux_loss if self.has_aux_loss else None)
+            return Scores(*found, output.aux_loss if has_aux_loss else None)
         output = own_forward(**arguments, shift_labels=batch.labels_K[None], fused_lm_head=True)
         entropies = None if output.entropy is None else output.entropy[0]
         return Scores(output.log_probs[0], entropies, output.aux_loss)

@@ -192,10 +192,11 @@ class TrainerScoring:
 
     def _computed(self, model: Any, batch: LossBatch) -> Result:
         """Compute the log-probabilities of a batch: packed where that can be, or as the trainer."""
-        found = self._packed and self._packed.logprobs(model, batch, self._own)
-        if self._packed is not None and found is not None:
-            self._loss_tokens = self._packed.tokens
-            return found
+        if self._packed is not None:
+            found = self._packed.logprobs(model, batch, self._own)
+            if found is not None:
+                self._loss_tokens = self._packed.tokens
+                return found
         self._loss_tokens = padded_tokens(batch)
         return self._own(model, batch)
 
