@@ -52,7 +52,8 @@ class LossComparison:
     """Completion tokens of each row."""
     num_tokens: int
     """Of all rows, prompts included."""
-    is_autocast: bool
+    mixed_precision: str
+    """Accelerate's."""
     can_raise_precision: bool
     """False where other processes hold parts of the weights."""
 
@@ -62,7 +63,7 @@ class LossComparison:
         In 16 bits they are compared in float32 first: there a state that leaks from a row into its
         neighbour stands a thousand times above the noise.
         """
-        dtype = torch.bfloat16 if self.is_autocast else compute_dtype(self.model)
+        dtype = compute_dtype(self.model, self.mixed_precision)
         is_coarse = dtype.itemsize < torch.float32.itemsize
         higher = self._computed_in(torch.float32) if is_coarse else None
         if higher is not None:

@@ -173,8 +173,7 @@ class LogprobGuard:
     ) -> torch.Tensor:
         """Return the rounding of the trainer's log-probabilities, a number of nats, `[1]`."""
         model, accelerator = self._trainer.model, self._trainer.accelerator
-        is_autocast = accelerator.mixed_precision != "no"
-        dtype = torch.bfloat16 if is_autocast else compute_dtype(model)
+        dtype = compute_dtype(model, accelerator.mixed_precision)
         is_coarse = dtype.itemsize < torch.float32.itemsize
         positions = [one.positions for one in some]
         num_tokens = sum(len(one.row.prompt_ids) + len(one.row.completion_ids) for one in some)
@@ -346,9 +345,7 @@ def _warn_of_truncation(trainer: Any, config: RolloutConfig, params: SamplingPar
     if {name for name in rest if settings[name] != rest[name]} == {"top_p"}:
         lowest = length * math.log(params.top_p)
         bound = f" (at least {params.top_p:g} a token; e**{lowest:.0f} over {length} tokens)"
-    effect = "nothing corrects for it"
-    if _is_corrected(trainer, config):
-        effect = "the importance-sampling correction multiplies that mass into the loss"
+    effect = _effect(trainer, config, "that mass")
     warnings.warn(
         f"{truncations}: completions are sampled from part of the distribution{bound}, the loss is "
         f"of all of it; {effect}. rollout/log_kept_mass says how much is cut. Set "
@@ -369,9 +366,7 @@ def _warn_of_adjustments(trainer: Any, config: RolloutConfig, params: SamplingPa
         name if name == (theirs := counterpart(name)) or not theirs else f"{name} ({theirs})"
         for name in adjustments
     )
-    effect = "nothing corrects for it"
-    if _is_corrected(trainer, config):
-        effect = "the importance-sampling correction multiplies the difference into the loss"
+    effect = _effect(trainer, config, "the difference")
     warnings.warn(
         f"{named}: completions are sampled from changed logits, the loss is of the model's own; "
         f"{effect}, and the drift does not show it. Take it out of the trainer's settings and "
@@ -380,7 +375,10 @@ def _warn_of_adjustments(trainer: Any, config: RolloutConfig, params: SamplingPa
     )
 
 
-def _is_corrected(trainer: Any, config: RolloutConfig) -> bool:
-    """Return True if the trainer's ratios are of the distribution that was sampled from."""
+def _effect(trainer: Any, config: RolloutConfig, bias: str) -> str:
+    """Return what the loss does with a bias of the samples."""
     corrects = getattr(trainer, "vllm_importance_sampling_correction", False)
-    return corrects and config.logprobs_mode == LogprobsMode.PROCESSED
+    # The trainer's ratios are of the distribution that was sampled from.
+    if corrects and config.logprobs_mode == LogprobsMode.PROCESSED:
+        return f"the importance-sampling correction multiplies {bias} into the loss"
+    return "nothing corrects for it"

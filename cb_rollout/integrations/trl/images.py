@@ -226,8 +226,7 @@ class ToolImages:
         inner, called = hf_compat.unwrap(model), hf_compat.collective_forward(model)
         reason, numbers = None, self._numbers
         is_token_BT = batch.completion_mask[numbers] > 0
-        is_autocast = accelerator.mixed_precision != "no"
-        dtype = torch.bfloat16 if is_autocast else compute_dtype(inner)
+        dtype = compute_dtype(inner, accelerator.mixed_precision)
 
         def trained() -> list[torch.Tensor]:
             with accelerator.autocast():

@@ -255,7 +255,7 @@ class PackedLoss:
             packed_forward,
             [len(row.completion_ids) for row in compared.rows],
             sum(row.num_tokens for row in compared.rows),
-            is_autocast=self._trainer.accelerator.mixed_precision != "no",
+            self._trainer.accelerator.mixed_precision,
             can_raise_precision=not self._is_sharded,
         )
         with (
