@@ -23,7 +23,7 @@ from cb_rollout import RolloutConfig, attach
 from cb_rollout.compat.fsdp import local_part
 from cb_rollout.compat.zero3 import shards_models
 from cb_rollout.engine.sampling import sampler
-from cb_rollout.integrations.trl import packed_loss, packed_scores, scoring
+from cb_rollout.integrations.trl import packed_loss, scoring
 from cb_rollout.integrations.trl.loss_rows import LossRow
 from cb_rollout.packing.batch import PackingLayout
 
@@ -109,7 +109,7 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 def counting(num_trained: list[int]) -> Any:
     """Append the batches with gradients of each packed forward of a whole loss."""
-    own = packed_scores.PackedScores.scores
+    own = packed_loss.PackedScores.scores
 
     def scores(self: Any, trained: Any, max_tokens: Any) -> Any:
         found = own(self, trained, max_tokens)
@@ -117,7 +117,7 @@ def counting(num_trained: list[int]) -> Any:
             num_trained.append(sum(part.logprobs_K.requires_grad for part in found))
         return found
 
-    return replaced(packed_scores.PackedScores, "scores", scores)
+    return replaced(packed_loss.PackedScores, "scores", scores)
 
 
 @dataclass(frozen=True)

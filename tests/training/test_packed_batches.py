@@ -16,7 +16,7 @@ from tiny_trainer import tiny_trainer
 
 from cb_rollout import RolloutConfig, attach
 from cb_rollout.engine.memory.plan import TrainingBytes
-from cb_rollout.integrations.trl import packed_loss, packed_scores
+from cb_rollout.integrations.trl import packed_loss
 from cb_rollout.integrations.trl.loss_rows import LossBatch
 from cb_rollout.integrations.trl.scoring import TrainerScoring
 from cb_rollout.packing.batch import Segment
@@ -167,12 +167,12 @@ def test_many_random_batches_learn_what_trl_would(pair):
 
 def packing(change):
     """A fault in the layout of a batch."""
-    pack = packed_scores.pack
+    pack = packed_loss.pack
 
     def faulty(*arguments):
         return [change(batch) for batch in pack(*arguments)]
 
-    return lambda monkeypatch: monkeypatch.setattr(packed_scores, "pack", faulty)
+    return lambda monkeypatch: monkeypatch.setattr(packed_loss, "pack", faulty)
 
 
 def shifted(batch):

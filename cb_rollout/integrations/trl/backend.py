@@ -26,7 +26,7 @@ from cb_rollout.errors import ConfigurationError, InvalidRequestError
 from cb_rollout.integrations.ray.pool import RolloutPool
 from cb_rollout.integrations.ray.pooled_generator import PooledGenerator
 from cb_rollout.integrations.trl.context import RolloutContext
-from cb_rollout.integrations.trl.packed_scores import LossTokens
+from cb_rollout.integrations.trl.packed_loss import LossTokens
 from cb_rollout.integrations.trl.records import TrainerRecords
 from cb_rollout.metrics.run_records import Mode
 from cb_rollout.rollout.generator import RolloutGenerator

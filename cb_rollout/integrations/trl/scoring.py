@@ -27,8 +27,7 @@ from cb_rollout.integrations.trl.loss_rows import (
     loss_rows,
     require_sampled_here,
 )
-from cb_rollout.integrations.trl.packed_loss import PackedLoss
-from cb_rollout.integrations.trl.packed_scores import LossTokens, padded_tokens
+from cb_rollout.integrations.trl.packed_loss import LossTokens, PackedLoss, padded_tokens
 from cb_rollout.integrations.trl.replay import OwnForward
 from cb_rollout.integrations.trl.truncated_completions import TruncatedCompletions
 from cb_rollout.packing.comparison import Result
