@@ -40,6 +40,8 @@ class PackedRow(NamedTuple):
     """None: no row of the batch has images."""
     rope_side: int = 0
     """`RowRope.side` of its length: rows of different sides have different keys of a prompt."""
+    sampling_mask: Sequence[Any] | None = None
+    """Ids that each completion token was sampled from; None: the whole vocabulary."""
 
     @property
     def prompt_key(self) -> tuple[Any, ...]:
