@@ -247,13 +247,13 @@ class GraphedDecoding:
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes that graphs hold, and tables of adjustments."""
-        return self._captured_bytes + self._sampler.table_bytes
+        """Return the bytes that graphs hold."""
+        return self._captured_bytes
 
     @property
     def planned_bytes(self) -> int:
-        """Return the most that they hold: all graphs, and tables in which every row is adjusted."""
-        return self._most_captured_bytes + self._sampler.most_table_bytes
+        """Return the most that they held."""
+        return self._most_captured_bytes
 
     @property
     def obstacle(self) -> str | None:
@@ -333,10 +333,9 @@ class GraphedDecoding:
             self._capture.start_over()
 
     def release(self) -> None:
-        """Drop all graphs, and the tables of adjustments; no step may continue from the last."""
-        self.forget_step()
+        """Drop all graphs; no step may continue from the last."""
+        self.forget_rows()
         self.forget()
-        self._sampler.release_tables()
 
     def check_weights(self) -> None:
         """Forget every graph if what it captured has changed, or the model has hooks."""
@@ -367,13 +366,8 @@ class GraphedDecoding:
         return is_size and self._inputs.holds(requests, lengths)
 
     def forget_rows(self) -> None:
-        """Have the next step load its inputs: the last one's are of other sequences."""
+        """Have the next step load its inputs: the last one's are of other sequences, or void."""
         self._inputs.forget()
-
-    def forget_step(self) -> None:
-        """Do the same after a step whose tokens were dropped."""
-        self.forget_rows()
-        self._sampler.forget_tokens()
 
     def can_sample(self, requests: Sequence[Request]) -> bool:
         """Return whether a graph samples these sequences' next tokens."""
@@ -409,7 +403,6 @@ class GraphedDecoding:
         rows_B = inputs.keep(requests)
         self._replay(lengths, table.block_size)
         inputs.note_step()
-        self._sampler.note_step()
         self._host_results.reverse()
         num_rows, host = inputs.num_rows, self._host_results[0]
         results_N6, tops_NC2 = self._sampler.results, self._sampler.tops

@@ -25,8 +25,9 @@ from cb_rollout.config.enums import (
     OnLogprobDrift,
     SamplingMaskMode,
 )
+from cb_rollout.config.hf import COUNTERPARTS
 from cb_rollout.config.rollout import RolloutConfig
-from cb_rollout.config.sampling import SamplingParams, counterpart
+from cb_rollout.config.sampling import SamplingParams
 from cb_rollout.engine.numerics.agreement import agrees, is_measurable, rounding_noise
 from cb_rollout.engine.numerics.higher_precision import higher_precision
 from cb_rollout.errors import ConfigurationError, LogprobDriftError
@@ -370,7 +371,7 @@ def _warn_of_adjustments(trainer: Any, config: RolloutConfig, params: SamplingPa
     if not adjustments:
         return
     named = ", ".join(
-        name if name == (theirs := counterpart(name)) or not theirs else f"{name} ({theirs})"
+        name if name == (theirs := COUNTERPARTS.get(name)) or not theirs else f"{name} ({theirs})"
         for name in adjustments
     )
     effect = "nothing corrects for it"
