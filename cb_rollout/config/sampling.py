@@ -17,7 +17,6 @@ from cb_rollout.config.checks import (
     integer,
     known_fields_only,
     number,
-    sequence_biases,
     setting,
     strings,
     token_ids,
@@ -120,11 +119,7 @@ class SamplingParams:
         "fewest whose probabilities reach this sum; 1 is off.",
         number(lambda v: 0 < v <= 1, "is outside (0, 1]; use 1 to switch it off"),
     )
-    do_sample: bool = setting(
-        True,
-        "False is greedy, whatever the temperature.",
-        boolean,
-    )
+    do_sample: bool = setting(True, "False is greedy, whatever the temperature.", boolean)
     repetition_penalty: float = setting(
         1.0,
         "Divides the positive and multiplies the negative logits of tokens that the prompt or the "
@@ -138,9 +133,7 @@ class SamplingParams:
         _factor,
     )
     presence_penalty: float = setting(
-        0.0,
-        "Subtracted from the logits of tokens that the completion holds; 0 is off.",
-        _penalty,
+        0.0, "Subtracted from the logits of tokens that the completion holds; 0 is off.", _penalty
     )
     frequency_penalty: float = setting(
         0.0,
@@ -148,15 +141,13 @@ class SamplingParams:
         _penalty,
     )
     logit_bias: Mapping[int, float] | None = setting(
-        None,
-        "Added to the logits of the tokens named; -inf forbids one.",
-        biases(MAX_LOGIT_CHANGE),
+        None, "Added to the logits of the tokens named; -inf forbids one.", biases(MAX_LOGIT_CHANGE)
     )
     sequence_bias: Mapping[tuple[int, ...], float] | None = setting(
         None,
         "Added to the logit of the last token of each token-id sequence, after the tokens before "
         "it; -inf forbids to complete one.",
-        sequence_biases(MAX_LOGIT_CHANGE),
+        biases(MAX_LOGIT_CHANGE, of_sequences=True),
     )
     no_repeat_ngram_size: int = setting(
         0,
@@ -164,19 +155,13 @@ class SamplingParams:
         integer(0, "; use 0 to switch it off"),
     )
     bad_words: tuple[tuple[int, ...], ...] = setting(
-        (),
-        "Token-id sequences that are never completed.",
-        token_sequences,
+        (), "Token-id sequences that are never completed.", token_sequences
     )
     begin_suppress_tokens: tuple[int, ...] = setting(
-        (),
-        "Tokens that are never sampled first.",
-        token_ids,
+        (), "Tokens that are never sampled first.", token_ids
     )
     max_new_tokens: int | None = setting(
-        None,
-        "None: as many as the model and the cache can hold.",
-        integer(1, "; None is no limit"),
+        None, "None: as many as the model and the cache can hold.", integer(1, "; None is no limit")
     )
     max_length: int | None = setting(
         None,
@@ -189,20 +174,12 @@ class SamplingParams:
         integer(0, "; 0 is no minimum"),
     )
     min_length: int = setting(
-        0,
-        "The same, with the prompt counted in.",
-        integer(0, "; 0 is no minimum"),
+        0, "The same, with the prompt counted in.", integer(0, "; 0 is no minimum")
     )
     eos_token_id: int | tuple[int, ...] | None = setting(
-        None,
-        "Ends the sequence and is kept in it. None: the model's own. -1: none.",
-        _eos,
+        None, "Ends the sequence and is kept in it. None: the model's own. -1: none.", _eos
     )
-    ignore_eos: bool = setting(
-        False,
-        "True: no end-of-sequence token ends it.",
-        boolean,
-    )
+    ignore_eos: bool = setting(False, "True: no end-of-sequence token ends it.", boolean)
     forced_bos_token_id: tuple[int, ...] = setting(
         (),
         "Sampled first after a prompt of a single token; without effect after longer ones.",
@@ -215,14 +192,10 @@ class SamplingParams:
         decay,
     )
     forced_eos_token_id: tuple[int, ...] = setting(
-        (),
-        "Sampled as the last token that the length allows.",
-        token_ids,
+        (), "Sampled as the last token that the length allows.", token_ids
     )
     stop_token_ids: tuple[int, ...] = setting(
-        (),
-        "End the sequence too, beside the end-of-sequence token; kept in it.",
-        token_ids,
+        (), "End the sequence too, beside the end-of-sequence token; kept in it.", token_ids
     )
     stop: tuple[str, ...] = setting(
         (),
@@ -243,9 +216,7 @@ class SamplingParams:
         callables,
     )
     grammar: Grammar | None = setting(  # noqa: RUF009  a field like the others
-        None,
-        "Says which tokens may come next: a `cb_rollout.config.grammar.Grammar`.",
-        _grammar,
+        None, "Says which tokens may come next: a `cb_rollout.config.grammar.Grammar`.", _grammar
     )
     seed: int | None = setting(
         None,

@@ -42,7 +42,6 @@ class GraphSampling:
     """True if the token ids that truncation kept are recorded, which no graph does."""
 
     def can_sample(self, params: SamplingParams) -> bool:
-        """Return whether a graph samples by these parameters."""
         if self.keeps_ids and params.is_truncated:
             return False
         # TRL 1.16 forbids the image token of a vision-language model, which no row samples anyway.
@@ -53,22 +52,17 @@ class GraphSampling:
 
 PLAIN_SAMPLING = GraphSampling()
 
-_NUMBER_LINES = (
-    *(Line.IS_GREEDY, Line.TEMPERATURE, Line.TOP_K, Line.TOP_P, Line.MIN_P, Line.NUM_TOP),
-)
 
-
-def _numbers(params: SamplingParams) -> list[float]:
-    """Return the numbers of `_NUMBER_LINES`."""
+def _numbers(params: SamplingParams) -> dict[Line, float]:
     is_greedy, is_truncated = params.is_greedy, params.is_truncated
-    return [
-        is_greedy,
-        1.0 if is_greedy else params.temperature,
-        params.top_k if is_truncated else 0,
-        max(params.top_p, LEAST_TOP_P) if is_truncated else 1.0,
-        params.min_p if is_truncated else 0.0,
-        params.top_logprobs,
-    ]
+    return {
+        Line.IS_GREEDY: is_greedy,
+        Line.TEMPERATURE: 1.0 if is_greedy else params.temperature,
+        Line.TOP_K: params.top_k if is_truncated else 0,
+        Line.TOP_P: max(params.top_p, LEAST_TOP_P) if is_truncated else 1.0,
+        Line.MIN_P: params.min_p if is_truncated else 0.0,
+        Line.NUM_TOP: params.top_logprobs,
+    }
 
 
 class GraphSampler:
@@ -87,6 +81,15 @@ class GraphSampler:
         self._kept_NV: torch.Tensor | None = None
         self._buffers: dict[str, torch.Tensor] = {}
 
+    def host_results(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return system memory for results and tops; pinned, where there is a device."""
+        is_pinned = self.results.device.type == "cuda"
+        results, tops = (
+            torch.zeros(source.shape, dtype=source.dtype, pin_memory=is_pinned)
+            for source in (self.results, self.tops)
+        )
+        return results, tops
+
     def forget(self) -> None:
         """Drop the buffers that graphs write, after the graphs."""
         self._kept_NV, self._buffers = None, {}
@@ -100,9 +103,10 @@ class GraphSampler:
         """Return the sampling parameters of rows."""
         params = distinct_params(requests)
         places = {id(one): place for place, one in enumerate(params)}
-        numbers_UC = np.array([_numbers(one) for one in params])
+        numbers = [_numbers(one) for one in params]
+        numbers_UC = np.array([[*one.values()] for one in numbers])
         numbers_BC = numbers_UC[[places[id(request.params)] for request in requests]]
-        return dict(zip(_NUMBER_LINES, numbers_BC.T, strict=True)) | {
+        return dict(zip(numbers[0], numbers_BC.T, strict=True)) | {
             Line.SEED: [request.seed for request in requests],
             Line.INDEX: [len(r.token_ids) - len(r.prompt_ids) for r in requests],
         }

@@ -5,8 +5,8 @@ the penalties change all rows at once. Other parameters run transformers' own pr
 time. Rows that ask for nothing keep their logits bit for bit. Called by the thread that steps the
 engine.
 
-B: rows, V: vocabulary, K: entries, P: rows with penalties, G: rows with a grammar, C: columns of
-the history, T: tokens of the longest row, N: tokens that are never sampled.
+B: rows, V: vocabulary, K: entries, P: rows with penalties, G: rows with a grammar, R: rows of the
+history, C: its columns, T: tokens of the longest row, N: tokens that are never sampled.
 """
 
 import math
@@ -73,7 +73,6 @@ class LogitsProcessing:
             _create_of_rows(rows, _first_processors),
             None if self._history is None else _create_penalties(rows, penalized, self._history),
             _create_of_rows(rows, _later_processors),
-            _create_of_rows(rows, _custom_processors),
             _create_grammars(rows),
         )
         self._changes = [change for change in created if change is not None]
@@ -166,8 +165,9 @@ class _Rows:
         """Return values as int64 on the logits' device."""
         return devices.to_device(values, self.device)
 
-    def known(self, tokens: Iterable[int]) -> torch.Tensor:
-        """Return the token ids that have a logit."""
+    # Processors that are annotated to take lists or a single token take tensors too.
+    def known(self, tokens: Iterable[int]) -> Any:
+        """Return the token ids that have a logit, as a tensor."""
         return self.integers([token for token in tokens if token < self.vocab_size])
 
     def entries(self, given: Iterable[tuple[int, int, float]]) -> list[torch.Tensor]:
@@ -269,7 +269,8 @@ def _first_processors(rows: _Rows, request: Request) -> Iterator[Processor]:
     """Yield transformers' processors that come before the penalties."""
     params = request.params
     given = (params.sequence_bias or {}).items()
-    if biases := {s: bias for s, bias in given if max(s) < rows.vocab_size}:
+    biases: Any = {s: bias for s, bias in given if max(s) < rows.vocab_size}
+    if biases:
         yield SequenceBiasLogitsProcessor(biases)
     if params.encoder_repetition_penalty != 1:
         prompt_1T = rows.known(request.prompt_ids)[None]
@@ -277,7 +278,7 @@ def _first_processors(rows: _Rows, request: Request) -> Iterator[Processor]:
 
 
 def _later_processors(rows: _Rows, request: Request) -> Iterator[Processor]:
-    """Yield transformers' processors that come after the penalties."""
+    """Yield transformers' processors that come after the penalties, then the request's own."""
     params, num_prompt = request.params, len(request.prompt_ids)
     if params.no_repeat_ngram_size:
         yield NoRepeatNGramLogitsProcessor(params.no_repeat_ngram_size)
@@ -295,6 +296,8 @@ def _later_processors(rows: _Rows, request: Request) -> Iterator[Processor]:
     if params.exponential_decay_length_penalty:
         start, factor = params.exponential_decay_length_penalty
         yield partial(_decayed, rows.known(request.stop_tokens), num_prompt + start, factor)
+    for processor in params.logits_processors:
+        yield partial(_processed_by, processor, request)
 
 
 def _decayed(
@@ -302,7 +305,7 @@ def _decayed(
 ) -> torch.Tensor:
     """Raise the stop tokens' logits, as transformers' `ExponentialDecayLengthPenalty`.
 
-    That one overflows, and before 5.23 gives NaN for a stop token that is forbidden.
+    That one overflows, and in transformers 5.17 gives NaN for a stop token that is forbidden.
     """
     num_after = ids_1T.shape[1] - start
     if num_after <= 0:
@@ -316,15 +319,10 @@ def _decayed(
     return scores_1V.index_add(1, stop_K, added_1K)
 
 
-def _custom_processors(rows: _Rows, request: Request) -> Iterator[Processor]:
-    """Yield `logits_processors`; the first that raises ends the row."""
-    for processor in request.params.logits_processors:
-        yield partial(_processed_by, processor, request)
-
-
 def _processed_by(
     processor: Any, request: Request, ids_1T: torch.Tensor, scores_1V: torch.Tensor
 ) -> torch.Tensor:
+    """Run one of `logits_processors`; the first that raises ends the sequence."""
     if request.status.is_final:
         return scores_1V
     name = getattr(processor, "__name__", type(processor).__name__)
