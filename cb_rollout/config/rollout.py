@@ -3,7 +3,7 @@
 Resolves nothing that needs a model or a device. Loads no torch.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from cb_rollout.config.checks import (
     one_of,
     setting,
 )
+from cb_rollout.config.combinations import refused
 from cb_rollout.config.compilation import CompileSettings, check_compile_config, compile_settings
 from cb_rollout.config.enums import (
     KvDtype,
@@ -350,41 +351,26 @@ class RolloutConfig:
     def __post_init__(self) -> None:
         """Check every field, alone and together."""
         check_fields(self, ConfigurationError)
-        for complaint in self._complaints():
-            raise ConfigurationError(complaint)
-
-    def _complaints(self) -> Iterator[str]:
-        """Yield what is wrong with fields together."""
         if self.use_async_batching and self.wants_graphs is False:
-            yield (
-                "use_async_batching=True launches CUDA graphs ahead, and use_cuda_graph="
-                f"{self.use_cuda_graph!r} has none; leave one of them at None."
-            )
+            raise refused("async batching, no graphs", graphs=repr(self.use_cuda_graph))
         is_guarded = self.old_logps == OldLogps.ROLLOUT and self.max_logprob_drift is not None
         if self.on_logprob_drift == OnLogprobDrift.RECOMPUTE and not is_guarded:
-            yield (
-                "on_logprob_drift='recompute' needs old_logps='rollout' and a max_logprob_drift; "
-                "set both, or leave it at 'raise'."
-            )
+            raise refused("drift, sampled old logps")
         if self.tool_timeout_seconds is not None and not self.concurrent_tools:
-            yield (
-                f"tool_timeout_seconds={self.tool_timeout_seconds:g} needs a thread for each "
-                "conversation; leave concurrent_tools=True."
-            )
-        if self.numerics == Numerics.BITWISE:
-            # Settings under which no two forwards could be the same bits.
-            for name, is_asked, reason in (
-                ("kv_dtype", self.kv_dtype != KvDtype.AUTO, "rounds what the loss does not"),
-                (
-                    "rollout_dtype",
-                    self.rollout_dtype != RolloutDtype.AUTO,
-                    "computes in another dtype than the trainer",
-                ),
-                ("decode_compile_config", self.compiles_decode, "compiles sums in another order"),
-            ):
-                if is_asked:
-                    asked = f"{name}={getattr(self, name)!r}"
-                    yield f"numerics='bitwise': {asked} {reason}; leave it unset."
+            raise refused("tool timeout, one thread", seconds=f"{self.tool_timeout_seconds:g}")
+        # Settings under which no two forwards could be the same bits.
+        for name, is_asked, reason in (
+            ("kv_dtype", self.kv_dtype != KvDtype.AUTO, "rounds what the loss does not"),
+            (
+                "rollout_dtype",
+                self.rollout_dtype != RolloutDtype.AUTO,
+                "computes in another dtype than the trainer",
+            ),
+            ("decode_compile_config", self.compiles_decode, "compiles sums in another order"),
+        ):
+            if is_asked and self.numerics == Numerics.BITWISE:
+                value = repr(getattr(self, name))
+                raise refused("bitwise, another setting", name=name, value=value, reason=reason)
 
     @property
     def compiles_decode(self) -> CompileSettings | None:

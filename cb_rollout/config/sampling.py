@@ -75,10 +75,7 @@ _factor = number(
 )
 
 
-def _penalty(value: Any) -> float:
-    return number(lambda v: abs(v) <= MAX_LOGIT_CHANGE, "is not finite; use 0 to switch it off")(
-        value
-    )
+_penalty = number(lambda v: abs(v) <= MAX_LOGIT_CHANGE, "is not finite; use 0 to switch it off")
 
 
 @known_fields_only(InvalidRequestError, SYNONYMS)
