@@ -26,15 +26,10 @@ from cb_rollout.config.enums import (
     OnLogprobDrift,
     SamplingMaskMode,
 )
+from cb_rollout.config.hf import COUNTERPARTS
 from cb_rollout.config.rollout import RolloutConfig
-from cb_rollout.config.sampling import SamplingParams, counterpart
-from cb_rollout.engine.numerics.agreement import (
-    NUM_MEASURED,
-    agrees,
-    computed_in,
-    is_measurable,
-    overall_noise,
-)
+from cb_rollout.config.sampling import SamplingParams
+from cb_rollout.engine.numerics.agreement import agrees, is_measurable
 from cb_rollout.errors import LogprobDriftError
 from cb_rollout.integrations.trl.loss_rows import LossBatch, LossRow
 from cb_rollout.rollout.distributed import largest_of_all
@@ -356,7 +351,7 @@ def _warn_of_adjustments(trainer: Any, config: RolloutConfig, params: SamplingPa
     if not adjustments:
         return
     named = ", ".join(
-        name if name == (theirs := counterpart(name)) or not theirs else f"{name} ({theirs})"
+        name if name == (theirs := COUNTERPARTS.get(name)) or not theirs else f"{name} ({theirs})"
         for name in adjustments
     )
     effect = _effect(trainer, config, "the difference")
