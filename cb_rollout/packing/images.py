@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 
 from cb_rollout.compat import multimodal
-from cb_rollout.engine.model.image_rows import joined_tensors
-from cb_rollout.engine.model.prompt_images import PromptImages
+from cb_rollout.engine.images.inputs import joined_tensors
+from cb_rollout.engine.images.prompt_images import PromptImages
 
 
 class RowImages(NamedTuple):

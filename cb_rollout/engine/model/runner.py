@@ -26,22 +26,22 @@ from cb_rollout.engine.attention.decode_cache import DecodeInputs
 from cb_rollout.engine.attention.gathered import BatchedAttention
 from cb_rollout.engine.attention.packed import PackedAttention, no_mask
 from cb_rollout.engine.attention.selector import select_backend
-from cb_rollout.engine.kv_cache.block_table import BlockTable
-from cb_rollout.engine.kv_cache.layout import CacheLayout
-from cb_rollout.engine.kv_cache.paged import PADDING_SLOT, PagedCache, SlotMapping
-from cb_rollout.engine.kv_cache.recurrent import PROBE_ROWS, OpaqueStateAdapter, RecurrentLayer
-from cb_rollout.engine.memory import device as devices
-from cb_rollout.engine.model.encoder_cache import EncoderCache, GivenImages
-from cb_rollout.engine.model.eval_mode import eval_mode
-from cb_rollout.engine.model.image_rows import (
+from cb_rollout.engine.images.encoder_cache import EncoderCache, GivenImages
+from cb_rollout.engine.images.inputs import (
     ImageInputs,
     PrefillRow,
     joined_positions,
     joined_tensors,
 )
+from cb_rollout.engine.images.prompt_images import PromptImages
+from cb_rollout.engine.kv_cache.block_table import BlockTable
+from cb_rollout.engine.kv_cache.layout import CacheLayout
+from cb_rollout.engine.kv_cache.paged import PADDING_SLOT, PagedCache, SlotMapping
+from cb_rollout.engine.kv_cache.recurrent import PROBE_ROWS, OpaqueStateAdapter, RecurrentLayer
+from cb_rollout.engine.memory import device as devices
+from cb_rollout.engine.model.eval_mode import eval_mode
 from cb_rollout.engine.model.packed_rows import PackedRows
 from cb_rollout.engine.model.probe import PROBE_TOKENS, probe
-from cb_rollout.engine.model.prompt_images import PromptImages
 from cb_rollout.engine.model.routers import RouteRecorder, Routers, find_routers
 from cb_rollout.engine.numerics.higher_precision import higher_precision
 from cb_rollout.errors import ConfigurationError

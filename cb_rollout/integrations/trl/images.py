@@ -18,11 +18,11 @@ from cb_rollout.compat import transformers as hf_compat
 from cb_rollout.compat.multimodal import is_processor
 from cb_rollout.compat.torch import compute_dtype, without_dropout
 from cb_rollout.compat.zero3 import shards_models
-from cb_rollout.engine.model.prompt_images import ImageSpan, PromptImages, tensors_digest
+from cb_rollout.engine.images.processor import encoded_row, has_image_parts, is_chat
+from cb_rollout.engine.images.prompt_images import ImageSpan, PromptImages, tensors_digest
 from cb_rollout.engine.numerics.agreement import is_measurable, references
 from cb_rollout.engine.numerics.higher_precision import higher_precision
 from cb_rollout.engine.sampling.draw import chosen_logprobs
-from cb_rollout.engine.service.image_prompts import encoded_row, has_image_parts, is_chat
 from cb_rollout.errors import ConfigurationError, error_text
 from cb_rollout.packing.batch import PackedRow
 from cb_rollout.packing.images import row_images

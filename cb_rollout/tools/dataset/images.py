@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cb_rollout.engine.service.image_prompts import IMAGE_PARTS, PICTURE_KEYS, is_chat
+from cb_rollout.engine.images.processor import IMAGE_PARTS, PICTURE_KEYS, is_chat
 
 DATA_URL = "data:"
 

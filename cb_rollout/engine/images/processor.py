@@ -19,7 +19,7 @@ import torch
 from jinja2 import TemplateError
 
 from cb_rollout.compat import multimodal
-from cb_rollout.engine.model.prompt_images import ImageSpan, PromptImages, create_prompt_images
+from cb_rollout.engine.images.prompt_images import ImageSpan, PromptImages, create_prompt_images
 from cb_rollout.errors import ConfigurationError, InvalidRequestError, error_text
 
 # Chat templates raise these, deliberately or not; tokenizers raise some for lone surrogates.

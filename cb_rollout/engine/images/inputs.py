@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 
 from cb_rollout.compat import multimodal
 from cb_rollout.compat import transformers as hf_compat
+from cb_rollout.engine.images.prompt_images import PromptImages
 from cb_rollout.engine.memory import device as devices
-from cb_rollout.engine.model.prompt_images import PromptImages
 
 
 class PrefillRow(NamedTuple):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers.utils import ModelOutput
 
-from cb_rollout.engine.model.encoder_cache import _divided, _joined, _outline, _slim
+from cb_rollout.engine.images.encoder_cache import _divided, _joined, _outline, _slim
 
 NUM_TOKENS, NUM_LAYERS = 3, 2
 

@@ -18,7 +18,7 @@ from transformers.utils import ModelOutput
 
 from cb_rollout.compat import multimodal
 from cb_rollout.compat import transformers as hf_compat
-from cb_rollout.engine.model.prompt_images import PromptImages
+from cb_rollout.engine.images.prompt_images import PromptImages
 from cb_rollout.metrics.registry import EngineCounters
 
 FEATURES = multimodal.IMAGE_FEATURES

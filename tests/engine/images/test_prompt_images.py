@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from cb_rollout.engine.model.prompt_images import Division, ImageSpan, create_prompt_images
+from cb_rollout.engine.images.prompt_images import Division, ImageSpan, create_prompt_images
 
 # Two images of 4 and 2 tokens, in a prompt of 12.
 SPANS = (ImageSpan(3, 7), ImageSpan(8, 10))

@@ -10,14 +10,14 @@ from functools import partial
 
 import torch
 
+from cb_rollout.engine.images.inputs import PrefillRow
+from cb_rollout.engine.images.prompt_images import PromptImages
 from cb_rollout.engine.kv_cache.block_table import BlockTable
 from cb_rollout.engine.kv_cache.layout import CacheLayout
 from cb_rollout.engine.kv_cache.paged import PagedCache
 from cb_rollout.engine.memory import device as devices
 from cb_rollout.engine.model.check import attempt, pages_for, text_rows
 from cb_rollout.engine.model.eval_mode import eval_mode
-from cb_rollout.engine.model.image_rows import PrefillRow
-from cb_rollout.engine.model.prompt_images import PromptImages
 from cb_rollout.engine.model.runner import BatchLayout, ModelRunner
 from cb_rollout.engine.numerics.agreement import Reference, agrees, is_measurable, references
 from cb_rollout.errors import ConfigurationError, error_text
