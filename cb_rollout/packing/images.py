@@ -32,9 +32,9 @@ class RowImages(NamedTuple):
 
     def arguments(self, names: frozenset[str], num_tokens: int) -> dict[str, torch.Tensor]:
         """Return what a forward of the row's first tokens is given of its images."""
-        given = {} if self.images is None else self.images.arguments(0, num_tokens)
-        device = self.positions_AT.device
-        return {name: tensor.to(device) for name, tensor in given.items() if name in names}
+        if self.images is None:
+            return {}
+        return self.images.taken(names, self.positions_AT.device).arguments(0, num_tokens)
 
 
 def row_images(
@@ -55,9 +55,8 @@ def row_images(
             positions = torch.arange(len(sequence), device=device)[None]
             if own is not None:
                 ids_1T = torch.tensor([list(sequence)], device=device)
-                given = own.arguments(0, len(sequence))
-                known = {name: t.to(device) for name, t in given.items() if name in names}
-                positions = multimodal.prompt_positions(model, ids_1T, known).flatten(0, -2)
+                given = own.taken(names, device).arguments(0, len(sequence))
+                positions = multimodal.prompt_positions(model, ids_1T, given).flatten(0, -2)
             found.append(RowImages(own, positions))
     num_axes = max(len(row.positions_AT) for row in found)
     return [row._replace(positions_AT=row.positions_AT.expand(num_axes, -1)) for row in found]
@@ -108,7 +107,7 @@ def _arguments(
     `given`: rows, each with the tokens that it takes; those after its prompt are text.
     """
     tensors = [(row, row.arguments(names, num_tokens)) for row, num_tokens in given]
-    per_token = {name for row, _ in tensors if row.images for name in row.images.per_token}
+    per_token = {name for row, _ in tensors if row.images for name in row.images.of_tokens}
     arguments = joined_tensors(
         [own for _, own in tensors], [number for _, number in given], frozenset(per_token), dim
     )

@@ -11,7 +11,7 @@ import os
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby, pairwise
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 from jinja2 import TemplateError
 
 from cb_rollout.compat import multimodal
-from cb_rollout.engine.images.prompt_images import ImageSpan, PromptImages, create_prompt_images
+from cb_rollout.engine.images.prompt_images import PromptImages, create_prompt_images
 from cb_rollout.errors import ConfigurationError, InvalidRequestError, error_text
 
 # Chat templates raise these, deliberately or not; tokenizers raise some for lone surrogates.
@@ -369,23 +369,14 @@ def _of_markers(pictures: list[Any], processor: Any, index: int) -> dict[str, to
     raise InvalidRequestError(f"{failure} Pass text or a chat, not token ids.")
 
 
-def _spans(
-    token_ids: Sequence[int], known: frozenset[int], num_images: int
-) -> tuple[ImageSpan, ...]:
+def _spans(token_ids: Sequence[int], known: frozenset[int], num_images: int) -> list[range]:
     """Return where the images' tokens stand.
 
     Runs of placeholders are the images one by one, if there is a run for each. Else (tiles with a
     token between them, neighbours without one) all images are one span; and so is the whole prompt
     where no placeholder is known.
     """
-    spans: list[ImageSpan] = []
-    for is_image, run in groupby(enumerate(token_ids), lambda pair: pair[1] in known):
-        if is_image:
-            places = [place for place, _ in run]
-            spans.append(ImageSpan(places[0], places[-1] + 1))
-    if not spans:
-        return (ImageSpan(0, len(token_ids)),)
-    assert all(before.stop < after.start for before, after in pairwise(spans))
-    if len(spans) != num_images:
-        return (ImageSpan(spans[0].start, spans[-1].stop),)
-    return tuple(spans)
+    runs = groupby(range(len(token_ids)), lambda index: token_ids[index] in known)
+    of_images = [list(run) for is_image, run in runs if is_image]
+    spans = [range(run[0], run[-1] + 1) for run in of_images] or [range(len(token_ids))]
+    return spans if len(spans) == num_images else [range(spans[0].start, spans[-1].stop)]
