@@ -98,7 +98,7 @@ class EncoderCache:
         if not all(id(v) in names for v in values if isinstance(v, torch.Tensor)):
             digest = b"".join(image.digest for image in images)
             encode = partial(own, *arguments, **named)
-            return self._found((encoder, digest), len(images), encode)
+            return self._cached((encoder, digest), len(images), encode)
 
         def encode_alone(image: Image) -> Any:
             def of_image(value: Any) -> Any:
@@ -107,10 +107,10 @@ class EncoderCache:
             return own(*map(of_image, arguments), **{n: of_image(v) for n, v in named.items()})
 
         return _joined(
-            [self._found((encoder, i.digest), 1, partial(encode_alone, i)) for i in images]
+            [self._cached((encoder, i.digest), 1, partial(encode_alone, i)) for i in images]
         )
 
-    def _found(self, key: tuple[int, bytes], num_images: int, encode: Callable[[], Any]) -> Any:
+    def _cached(self, key: tuple[int, bytes], num_images: int, encode: Callable[[], Any]) -> Any:
         """Return the features of images by their key, computed by `encode` where not known."""
         if key in self._features:
             self._features.move_to_end(key)
