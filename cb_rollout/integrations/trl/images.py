@@ -18,11 +18,11 @@ from cb_rollout.compat import transformers as hf_compat
 from cb_rollout.compat.multimodal import is_processor
 from cb_rollout.compat.torch import compute_dtype, without_dropout
 from cb_rollout.compat.zero3 import shards_models
-from cb_rollout.engine.model.prompt_images import ImageSpan, PromptImages, tensors_digest
+from cb_rollout.engine.images.processor import encoded_row, has_image_parts, is_chat
+from cb_rollout.engine.images.prompt_images import Image, PromptImages, tensors_digest
 from cb_rollout.engine.numerics.agreement import is_measurable, references
 from cb_rollout.engine.numerics.higher_precision import higher_precision
 from cb_rollout.engine.sampling.draw import chosen_logprobs
-from cb_rollout.engine.service.image_prompts import encoded_row, has_image_parts, is_chat
 from cb_rollout.errors import ConfigurationError, error_text
 from cb_rollout.packing.batch import PackedRow
 from cb_rollout.packing.images import row_images
@@ -147,17 +147,16 @@ def _images_of(
     row: PackedRow, number: int, divided: Mapping[str, Any], logits_to_keep: int
 ) -> PromptImages:
     """Return the images of a row of a batch, of its prompt and of its completion."""
-    tensors: dict[str, torch.Tensor] = {}
+    of_images: dict[str, torch.Tensor] = {}
+    of_tokens: dict[str, torch.Tensor] = {}
     for name, values in divided.items():
         own = values[number] if isinstance(values, list) else values[number : number + 1]
         if name in TOKEN_TYPES:
             end = own.shape[1] - logits_to_keep + len(row.completion_ids)
             own = own[:, end - row.num_tokens : end]
-        tensors[name] = own
-    per_token = frozenset(TOKEN_TYPES) & tensors.keys()
-    digest = tensors_digest({n: t for n, t in tensors.items() if n not in per_token})
-    spans = (ImageSpan(0, row.num_tokens),)
-    return PromptImages(tensors, spans, (digest,), None, per_token, row.num_tokens)
+        (of_tokens if name in TOKEN_TYPES else of_images)[name] = own
+    whole = Image(range(row.num_tokens), tensors_digest(of_images), of_images)
+    return PromptImages((whole,), row.num_tokens, of_tokens)
 
 
 def tokenized(trainer: Any, row: Mapping[str, Any]) -> tuple[list[int], list[Any] | None]:
@@ -276,8 +275,7 @@ class ToolImages:
         if pictures:
             images = encoded.images(multimodal.placeholder_token_ids(inner))
             names = multimodal.image_argument_names(inner)
-            tensors = images.arguments(0, len(ids))
-            given = {name: t.to(device) for name, t in tensors.items() if name in names}
+            given = images.taken(names, device).arguments(0, len(ids))
         ids_1T = torch.tensor([ids], device=device)
         with multimodal.keeping_position_offsets(inner):
             logits_TV = called(input_ids=ids_1T, use_cache=False, **given).logits[0, :-1]
