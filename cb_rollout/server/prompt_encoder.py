@@ -23,14 +23,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from cb_rollout.compat.multimodal import is_processor, text_tokenizer
-from cb_rollout.engine.model.prompt_images import DIGEST_BYTES
-from cb_rollout.engine.service.image_prompts import (
+from cb_rollout.engine.images.processor import (
     IMAGE_FAULTS,
     ImagePrompt,
     encoded_chat,
     encoded_row,
     has_image_parts,
 )
+from cb_rollout.engine.images.prompt_images import DIGEST_BYTES
 from cb_rollout.errors import ConfigurationError, InvalidRequestError, error_text
 from cb_rollout.rollout.prompts import ENCODING_FAULTS
 from cb_rollout.server.options import ServerOptions
