@@ -19,7 +19,7 @@ from cb_rollout import (
     attach,
 )
 from cb_rollout.engine.sampling import sampler as sampling
-from cb_rollout.metrics.run_records import read_metrics, read_rollouts
+from cb_rollout.metrics.run_records import iterate_rollouts, read_metrics
 
 EVALUATES = {"eval_strategy": "steps", "eval_steps": 2}
 
@@ -63,7 +63,7 @@ def test_records_hold_what_was_sampled_with_its_reward(tmp_path):
     generator = attach(trainer, RolloutConfig(record_num_sequences=3))
     trainer.train()
     generator.close()
-    records = read_rollouts(tmp_path / "cb_rollout")
+    records = list(iterate_rollouts(tmp_path / "cb_rollout"))
     assert [record.step for record in records] == [1] * 3 + [2] * 3 + [3] * 3
     for record in records:
         text = "".join(record.tokens).replace("<eos>", "").replace("<pad>", "")
