@@ -3,6 +3,7 @@
 from importlib.resources import files
 from pathlib import Path
 
+from cb_rollout.errors import ConfigurationError
 from cb_rollout.tools.report.tokens import visible_html
 
 # What a browser may load: what is inside the page alone.
@@ -17,6 +18,16 @@ def write_page(path: Path, page: str) -> None:
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def unusable(run_dir: Path, error: OSError) -> ConfigurationError:
+    """Return the error of a file of a run that cannot be read, or of its page."""
+    # A page that cannot be replaced is the second file.
+    path = error.filename2 or error.filename or run_dir
+    return ConfigurationError(
+        f"{path} cannot be read or written ({error.strerror}); look at what it is and who may use "
+        "it."
+    )
 
 
 def html_page(name: str, content: str) -> str:
