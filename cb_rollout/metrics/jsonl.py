@@ -1,4 +1,4 @@
-"""Read and repair JSON-lines files whose writer may be killed.
+"""Write, read and repair files whose writer may be killed: JSON lines, and whole files.
 
 A record exists once its newline is written. Callers own its format. Any thread may call these
 functions.
@@ -17,6 +17,24 @@ from cb_rollout.errors import ConfigurationError, error_text
 T = TypeVar("T")
 
 _PARSING_ERRORS = (ValueError, KeyError, TypeError, AttributeError, AssertionError)
+
+
+def write_whole(path: Path, content: bytes, *, survives_power_failure: bool = False) -> None:
+    """Write a file whole; where it does not fit, the file before it stays.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        with partial.open("wb") as file:
+            file.write(content)
+            if survives_power_failure:
+                file.flush()
+                os.fsync(file.fileno())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def json_line(row: Mapping[str, Any]) -> bytes:

@@ -20,7 +20,13 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 from cb_rollout.errors import ConfigurationError
-from cb_rollout.metrics.jsonl import append_lines, json_line, read_lines, remove_half_line
+from cb_rollout.metrics.jsonl import (
+    append_lines,
+    json_line,
+    read_lines,
+    remove_half_line,
+    write_whole,
+)
 
 T = TypeVar("T")
 
@@ -198,14 +204,9 @@ class RunRecorder:
         name = f"{hashlib.blake2b(png, digest_size=16).hexdigest()}.png"
         path = self.run_dir / IMAGES_DIR / name
         if not (self._is_stopped or path.exists()):
-            partial = path.with_suffix(".partial")
             with self._stopping():
                 path.parent.mkdir(exist_ok=True)
-                try:
-                    partial.write_bytes(png)
-                    partial.replace(path)
-                finally:
-                    partial.unlink(missing_ok=True)
+                write_whole(path, png)
         return name
 
     def _append(self, name: str, record: StepMetrics | SequenceRecord) -> None:
@@ -368,25 +369,34 @@ def _last_to_reach(step: int, runs: Sequence[Run]) -> Run | None:
 
 
 def _metrics_from(row: Mapping[str, Any]) -> StepMetrics:
-    scalars = {name: float(v) for name, v in row["scalars"].items() if v is not None}
-    groups = [_numbers(group) for group in row.get("group_rewards", ())]
-    return _record_from(StepMetrics, row, {"scalars": scalars, "group_rewards": groups})
+    return _record_from(
+        StepMetrics,
+        row,
+        scalars={name: float(v) for name, v in row["scalars"].items() if v is not None},
+        completion_lengths=list(map(int, row["completion_lengths"])),
+        group_rewards=[_numbers(group) for group in row.get("group_rewards", ())],
+    )
 
 
 def _sequence_from(row: Mapping[str, Any]) -> SequenceRecord:
-    names = ("logprobs", "trainer_logprobs", "entropies")
-    read: dict[str, Any] = {name: _numbers(row.get(name, ())) for name in names}
-    read["policy_versions"] = [(version, num) for version, num in row["policy_versions"]]
-    return _record_from(SequenceRecord, row, read)
+    return _record_from(
+        SequenceRecord,
+        row,
+        token_ids=list(map(int, row["token_ids"])),
+        logprobs=_numbers(row["logprobs"]),
+        policy_versions=[(int(version), int(num)) for version, num in row["policy_versions"]],
+        trainer_logprobs=_numbers(row.get("trainer_logprobs", ())),
+        entropies=_numbers(row.get("entropies", ())),
+    )
 
 
-def _record_from(kind: type[T], row: Mapping[str, Any], read: Mapping[str, Any]) -> T:
+def _record_from(kind: type[T], row: Mapping[str, Any], **read: Any) -> T:
     """Return a row as a record; `read`: its values that JSON holds in another form."""
     if row["mode"] not in get_args(Mode):
         raise ValueError(f"mode {row['mode']!r} is neither train nor eval")
     # Older runs did not record every field.
     known = {f.name: row[f.name] for f in fields(kind) if f.name in row}  # type: ignore[arg-type]
-    return kind(**known | dict(read))
+    return kind(**known | read)
 
 
 def _numbers(values: Iterable[Any]) -> list[float]:

@@ -17,7 +17,13 @@ from pathlib import Path
 from typing import Any, Self
 
 from cb_rollout.errors import ConfigurationError
-from cb_rollout.metrics.jsonl import append_lines, json_line, read_lines, remove_half_line
+from cb_rollout.metrics.jsonl import (
+    append_lines,
+    json_line,
+    read_lines,
+    remove_half_line,
+    write_whole,
+)
 from cb_rollout.tools.dataset.rows import RowId
 
 SETTINGS_SUFFIX = ".settings.json"
@@ -71,7 +77,8 @@ class ResultFile:
         if overwrite:
             self._file.truncate(0)
         if not self._file.seek(0, os.SEEK_END):
-            self._write_settings()
+            settings = json.dumps(self._settings, indent=1).encode()
+            write_whole(self._settings_path, settings, survives_power_failure=True)
             return
         self._require_same_settings()
         if retry_failed:
@@ -164,15 +171,6 @@ class ResultFile:
                 f"{self.path} was started with other settings: {'; '.join(changed)}. Resume with "
                 f"the same, {advice}."
             )
-
-    def _write_settings(self) -> None:
-        """Write the settings atomically, before the first result."""
-        partial = Path(f"{self._settings_path}.partial")
-        with partial.open("w") as file:
-            json.dump(self._settings, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(self._settings_path)
 
     def _remove_failed(self) -> None:
         """Replace the file atomically by one without the errors."""

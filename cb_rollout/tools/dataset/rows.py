@@ -348,7 +348,9 @@ class RowEncoder:
             InvalidRequestError: the chat template refuses the messages, or the processor a picture.
         """
         prompt: Any = row.prompt
-        images = [self._located(name) for name in row.values.get("images", ())]
+        # The pictures of a chat are its own, or the row's in their place.
+        names = row.values.get("images") or _image_names(row.values)
+        images = [x if x.startswith(DATA_URL) else str(self._folder / x) for x in names]
         if self._chat and isinstance(prompt, str):
             text = {"type": "text", "text": prompt}
             content = [*({"type": "image"} for _ in images), text] if images else prompt
@@ -364,30 +366,9 @@ class RowEncoder:
                 # Templates of processors read either texts or parts in every message.
                 system["content"] = [{"type": "text", "text": self._system_prompt}]
             prompt = [system, *prompt]
-        if is_chat(prompt):
-            prompt = [self._located_in(message) for message in prompt]
         whole = {"prompt": prompt, "images": images} if images else prompt
         try:
             (found,) = encoded([whole], self._tokenizer)
         except InvalidRequestError as error:
             raise InvalidRequestError(str(error).removeprefix("input 0: ")) from error
         return found
-
-    def _located(self, name: str) -> str:
-        """Return a picture's path from the working directory, or its data URL."""
-        return name if name.startswith(DATA_URL) else str(self._folder / name)
-
-    def _located_in(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a message whose parts name their pictures from the working directory."""
-        content = message["content"]
-        if not isinstance(content, list):
-            return dict(message)
-        parts: list[Any] = []
-        for part in content:
-            if isinstance(part, Mapping) and part.get("type") in IMAGE_PARTS:
-                name = _named(part)
-                image = {} if name is None else {"image": self._located(name)}
-                parts.append({"type": "image", **image})
-            else:
-                parts.append(part)
-        return {**message, "content": parts}

@@ -1,7 +1,6 @@
-"""The frame of every page: its head, its style, what a browser may load, and its writing."""
+"""The frame of every page: its head, its style, and what a browser may load."""
 
 from importlib.resources import files
-from pathlib import Path
 
 from cb_rollout.errors import ConfigurationError
 from cb_rollout.tools.report.tokens import visible_html
@@ -10,17 +9,7 @@ from cb_rollout.tools.report.tokens import visible_html
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 
-def write_page(path: Path, page: str) -> None:
-    """Write a page whole; where it does not fit, the page before it stays."""
-    partial = path.with_name(f"{path.name}.partial")
-    try:
-        partial.write_text(page, encoding="utf-8")
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
-
-
-def unusable(run_dir: Path, error: OSError) -> ConfigurationError:
+def unusable(run_dir: object, error: OSError) -> ConfigurationError:
     """Return the error of a file of a run that cannot be read, or of its page."""
     # A page that cannot be replaced is the second file.
     path = error.filename2 or error.filename or run_dir
