@@ -1,5 +1,6 @@
 """The frame of every page: its head, its style, and what a browser may load."""
 
+import os
 from importlib.resources import files
 
 from cb_rollout.errors import ConfigurationError
@@ -9,7 +10,7 @@ from cb_rollout.tools.report.tokens import visible_html
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 
-def unusable(run_dir: object, error: OSError) -> ConfigurationError:
+def unusable(run_dir: str | os.PathLike[str], error: OSError) -> ConfigurationError:
     """Return the error of a file of a run that cannot be read, or of its page."""
     # A page that cannot be replaced is the second file.
     path = error.filename2 or error.filename or run_dir
