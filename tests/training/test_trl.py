@@ -21,7 +21,7 @@ from cb_rollout import (
 from cb_rollout.engine.sampling import sampler as sampling
 from cb_rollout.integrations.trl.loss_rows import ROWS_KEY
 from cb_rollout.integrations.trl.strategies import use_strategy
-from cb_rollout.metrics.run_records import read_metrics, read_rollouts
+from cb_rollout.metrics.run_records import iterate_rollouts, read_metrics
 from cb_rollout.strategies import DynamicSampling, Plain
 
 EVALUATES = {"eval_strategy": "steps", "eval_steps": 2}
@@ -88,7 +88,7 @@ def test_records_hold_what_was_sampled_with_its_reward(tmp_path):
     generator = attach(trainer, RolloutConfig(record_num_sequences=3))
     trainer.train()
     generator.close()
-    records = read_rollouts(tmp_path / "cb_rollout")
+    records = list(iterate_rollouts(tmp_path / "cb_rollout"))
     assert [record.step for record in records] == [1] * 3 + [2] * 3 + [3] * 3
     for record in records:
         text = "".join(record.tokens).replace("<eos>", "").replace("<pad>", "")

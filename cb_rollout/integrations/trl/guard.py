@@ -29,7 +29,13 @@ from cb_rollout.config.enums import (
 from cb_rollout.config.hf import COUNTERPARTS
 from cb_rollout.config.rollout import RolloutConfig
 from cb_rollout.config.sampling import SamplingParams
-from cb_rollout.engine.numerics.agreement import agrees, is_measurable
+from cb_rollout.engine.numerics.agreement import (
+    NUM_MEASURED,
+    agrees,
+    computed_in,
+    is_measurable,
+    overall_noise,
+)
 from cb_rollout.errors import LogprobDriftError
 from cb_rollout.integrations.trl.loss_rows import LossBatch, LossRow
 from cb_rollout.rollout.distributed import largest_of_all
