@@ -16,11 +16,11 @@ from typing import Any
 import torch
 
 from cb_rollout.engine.cuda_graphs.graphs import GraphedDecoding, PendingStep
+from cb_rollout.engine.images.inputs import PrefillRow
 from cb_rollout.engine.kv_cache.storage import CacheStorage
 from cb_rollout.engine.memory import device as devices
 from cb_rollout.engine.memory.device import is_out_of_memory, out_of_memory
 from cb_rollout.engine.model.decode_rows import DecodeRows
-from cb_rollout.engine.model.image_rows import PrefillRow
 from cb_rollout.engine.model.runner import ModelRunner
 from cb_rollout.engine.request import Prefill, Request
 from cb_rollout.engine.sampling.sampler import TokenSampler
