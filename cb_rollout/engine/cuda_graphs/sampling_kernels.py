@@ -435,12 +435,8 @@ def draw_kernel(
         if is_greedy:
             token = tl.min(tl.where(scores == largest, ids, NO_TOKEN), 0)
         token = tl.minimum(token, vocab_size - 1)
-        if IS_PROCESSED:
-            logprob = tl.sum(tl.where(ids == token, scores, 0.0), 0) - _normalizer(largest, whole)
-        else:
-            chosen = tl.sum(tl.where(ids == token, values, 0.0), 0)
-            chosen = chosen / _number(lines, line_stride, row, TEMPERATURE_LINE)
-            logprob = chosen - own_normalizer
+        logprob = tl.sum(tl.where(ids == token, scores, 0.0), 0)
+        logprob -= _normalizer(largest, whole) if IS_PROCESSED else own_normalizer
         is_valid = tl.abs(own_normalizer) < float("inf")
         is_possible = (whole > 0.0) & (whole < float("inf"))
         results += row * NUM_RESULTS
