@@ -35,7 +35,6 @@ from cb_rollout.errors import (
 )
 from cb_rollout.integrations.async_grpo.prompts import PromptSource
 from cb_rollout.integrations.async_grpo.samples import RolloutSample, SampleQueue
-from cb_rollout.strategies.request_stream import Generator
 from cb_rollout.types import GenerationOutput, RequestStatus
 
 # Of the conversation that the present task rolls out: its turns, with the policy version of each
@@ -88,7 +87,7 @@ class ConversationLoop(_AsyncRolloutLoop):
 
     def __init__(
         self,
-        generator: Generator,
+        generator: Any,
         params: SamplingParams,
         source: PromptSource,
         samples: SampleQueue,

@@ -36,7 +36,6 @@ from cb_rollout.integrations.async_grpo.settings import (
 from cb_rollout.integrations.async_grpo.tree_attention import adapt_trainers
 from cb_rollout.integrations.ray.pool import RolloutPool
 from cb_rollout.strategies import Group, GroupCollector, Plain, RequestStream, Strategy
-from cb_rollout.strategies.request_stream import Generator
 from cb_rollout.types import GenerationOutput
 
 if TYPE_CHECKING:
@@ -54,7 +53,7 @@ class _StoppableStream(RequestStream):
     """A request stream that ends with the run."""
 
     def __init__(
-        self, generator: Generator, params: SamplingParams, is_stopping: threading.Event
+        self, generator: Any, params: SamplingParams, is_stopping: threading.Event
     ) -> None:
         super().__init__(generator, params)
         self._is_stopping = is_stopping
