@@ -21,10 +21,16 @@ from cb_rollout.config.rollout import RolloutConfig
 from cb_rollout.engine.cuda_graphs.selection import choose_compilation, create_graphs
 from cb_rollout.engine.executor import StepExecutor
 from cb_rollout.engine.kv_cache.offload import KVOffloader
-from cb_rollout.engine.kv_cache.sizing import max_requests_per_batch, page_layout, plan_memory
+from cb_rollout.engine.kv_cache.sizing import (
+    gathered_bytes_per_token,
+    max_requests_per_batch,
+    page_layout,
+    require_room,
+    workspace_bytes_per_request,
+)
 from cb_rollout.engine.kv_cache.storage import CacheStorage, create_saver
 from cb_rollout.engine.memory import device as devices
-from cb_rollout.engine.memory.plan import GIB
+from cb_rollout.engine.memory.plan import GIB, MemoryModel, create_memory_plan
 from cb_rollout.engine.memory.training import OptimizerOrName, TrainingMemory
 from cb_rollout.engine.model.check import attempt, check_model
 from cb_rollout.engine.model.encoder_cache import EncoderCache
@@ -189,23 +195,8 @@ class Engine:
 
     def _plan(self) -> None:
         """Divide the free memory; no cache may be allocated."""
-        config, graphs = self.config, self._graphs
-        plan = plan_memory(
-            self.layout,
-            config,
-            self.training.bytes_now(),
-            vocab_size=hf_compat.vocab_size(self.model),
-            compute_dtype=self._runner.compute_dtype,
-            num_heads=hf_compat.num_query_heads(self.model),
-            history_factor=HISTORY_FACTOR if not self.layout.is_recurrent else 1,
-            max_sequence_tokens=(
-                hf_compat.max_positions(self.model) if self._runner.attention_backend else None
-            ),
-            graph_bytes=0 if graphs is None else graphs.num_bytes,
-            graph_bytes_to_come=0 if graphs is None else graphs.planned_bytes - graphs.num_bytes,
-            encoder_cache_bytes=self._runner.encoder_cache.max_bytes,
-            device=self.device,
-        )
+        config = self.config
+        plan = require_room(create_memory_plan(self._memory_model()), config, self.device)
         # Every process of a group must admit and preempt the same sequences.
         self.memory_plan = plan = replace(
             plan,
@@ -214,7 +205,7 @@ class Engine:
         )
         self.limits = Limits(
             block_size=config.block_size,
-            max_batch_tokens=config.max_batch_tokens or devices.max_batch_tokens(self.device),
+            max_batch_tokens=plan.max_batch_tokens,
             max_requests=plan.num_slots,
             can_share_blocks=config.allow_block_sharing,
             can_resume_prompts=not self.layout.is_recurrent,
@@ -225,6 +216,38 @@ class Engine:
         self._chosen = f"{self._graphs_phrase}; drafts: {drafts}"
         level = logging.WARNING if self._is_without_graphs else logging.INFO
         _LOGGER.log(level, "%s", self.decode_path)
+
+    def _memory_model(self) -> MemoryModel:
+        """Return the numbers of a plan that is made now."""
+        config, layout, graphs, device = self.config, self.layout, self._graphs, self.device
+        training, memory = self.training.bytes_now(), devices.memory_after_release(device)
+        graph_bytes = 0 if graphs is None else graphs.planned_bytes
+        to_come = 0 if graphs is None else graph_bytes - graphs.num_bytes
+        dtype, num_heads = self._runner.compute_dtype, hf_compat.num_query_heads(self.model)
+        gathers_in_prefills_only = self._runner.attention_backend is not None
+        return MemoryModel(
+            total_bytes=memory.total_bytes,
+            free_bytes=max(0, memory.free_bytes - to_come),
+            training=training,
+            max_memory_percent=config.max_memory_percent,
+            block_size=config.block_size,
+            max_requests=max_requests_per_batch(config, device),
+            max_batch_tokens=config.max_batch_tokens or devices.max_batch_tokens(device),
+            max_blocks_per_request=config.max_blocks_per_request,
+            bytes_per_token=layout.bytes_per_token,
+            bytes_per_sequence=layout.bytes_per_sequence,
+            workspace_bytes_per_request=workspace_bytes_per_request(
+                hf_compat.vocab_size(self.model)
+            ),
+            gathered_bytes_per_token=gathered_bytes_per_token(layout, num_heads, dtype),
+            history_factor=1 if layout.is_recurrent else HISTORY_FACTOR,
+            max_sequence_tokens=(
+                hf_compat.max_positions(self.model) if gathers_in_prefills_only else None
+            ),
+            graph_bytes=graph_bytes,
+            encoder_cache_bytes=self._runner.encoder_cache.max_bytes,
+            set_blocks=config.num_blocks,
+        )
 
     def _reset_executor(self) -> None:
         self._executor.reset(self._graphs, self._proposer if self._has_drafts else None)
