@@ -5,8 +5,8 @@ time.
 """
 
 import logging
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -69,7 +69,7 @@ class Engine:
         trained: torch.nn.Module | None = None,
         optimizer: OptimizerOrName | None = None,
         *,
-        smallest: Callable[[int], int] | None = None,
+        all_reduce_min: Callable[[int], int] | None = None,
     ) -> None:
         """Probe the model and plan the memory; pages are allocated at the first step.
 
@@ -79,18 +79,18 @@ class Engine:
             autocast_dtype: run forwards under autocast to this dtype; None: without autocast.
             trained: the model that trains, where `model` is a copy of it; None: `model` itself.
             optimizer: steps the model that trains, or names the class that will; None: not known.
-            smallest: returns the smallest of a number over the processes that share the model's
-                layers, which all call it; None: this process has them whole.
+            all_reduce_min: returns the smallest of a number over the processes that share the
+                model's layers, which all call it; None: this process has them whole.
 
         Raises:
             ConfigurationError: the model cannot run on pages, or a setting cannot be honoured.
             OutOfCacheMemoryError: not even one block fits.
         """
         self.config = config
-        self._is_alone, self._smallest = smallest is None, smallest or int
+        self._is_alone, self._all_reduce_min = all_reduce_min is None, all_reduce_min or int
         self.counters = EngineCounters()
         self.policy_version = 0
-        is_bitwise, is_split = config.numerics == Numerics.BITWISE, smallest is not None
+        is_bitwise, is_split = config.numerics == Numerics.BITWISE, all_reduce_min is not None
         self._runner = ModelRunner(model, autocast_dtype, is_bitwise=is_bitwise, is_split=is_split)
         self._eval_mode: ExitStack | None = None
         self._numerics = ExitStack()
@@ -110,7 +110,7 @@ class Engine:
             self._probe()
         saver = create_saver(self.device)
         self._storage = CacheStorage(
-            self.layout, self.limits, self.memory_plan, self.device, saver, self._smallest
+            self.layout, self.limits, self.memory_plan, self.device, saver, self._all_reduce_min
         )
         offload_bytes, offloader = int(config.cpu_offload_gib * GIB), None
         if offload_bytes:
@@ -129,12 +129,11 @@ class Engine:
             is_alone=self._is_alone,
         )
         self._reset_executor()
-        self._given: torch.cuda.Event | None = None
         if self.runs_a_copy:
             # Its work does not queue behind that of a thread that trains meanwhile. Pages are
             # allocated and written there alone, so the allocator needs no record of other streams.
             self._executor.stream = devices.prior_stream(self.device)
-        self.receive_model()
+        self._given = devices.record_event(self.device)
 
     def _probe(self) -> None:
         """Probe the cache's layout, select how decode steps run, and plan the memory."""
@@ -180,15 +179,6 @@ class Engine:
         return f"{self._runner.backend_selection}{forwards}; {self._chosen}{now}"
 
     @property
-    def _is_without_graphs(self) -> bool:
-        """Return whether a CUDA device runs decode steps without graphs, unasked."""
-        return (
-            self.device.type == "cuda"
-            and self._graphs is None
-            and self.config.wants_graphs is not False
-        )
-
-    @property
     def _is_model_changed(self) -> bool:
         """Return whether the model's forwards may differ from those that were probed."""
         return hf_compat.forward_identity(self.model) != self._identity
@@ -200,8 +190,8 @@ class Engine:
         # Every process of a group must admit and preempt the same sequences.
         self.memory_plan = plan = replace(
             plan,
-            num_blocks=self._smallest(plan.num_blocks),
-            num_slots=self._smallest(plan.num_slots),
+            num_blocks=self._all_reduce_min(plan.num_blocks),
+            num_slots=self._all_reduce_min(plan.num_slots),
         )
         self.limits = Limits(
             block_size=config.block_size,
@@ -214,7 +204,9 @@ class Engine:
         )
         drafts = "on" if self._has_drafts else "off"
         self._chosen = f"{self._graphs_phrase}; drafts: {drafts}"
-        level = logging.WARNING if self._is_without_graphs else logging.INFO
+        lacks_graphs = self._graphs is None and config.wants_graphs is not False
+        is_slow = self.device.type == "cuda" and lacks_graphs
+        level = logging.WARNING if is_slow else logging.INFO
         _LOGGER.log(level, "%s", self.decode_path)
 
     def _memory_model(self) -> MemoryModel:
@@ -256,11 +248,6 @@ class Engine:
     def model(self) -> PreTrainedModel:
         """The model that generates."""
         return self._runner.model
-
-    @property
-    def is_training(self) -> bool:
-        """Return whether the model that trains is in training mode; not to be asked in a step."""
-        return any(module.training for module in self.trained.modules())
 
     @property
     def batch_layout(self) -> BatchLayout:
@@ -343,7 +330,7 @@ class Engine:
         """
         self._forget_keys(policy_version, keep_keys)
         is_due = self.training.needs_new_plan and not (keep_keys and self.has_work)
-        is_due = bool(self._smallest(is_due))
+        is_due = bool(self._all_reduce_min(is_due))
         if self._is_model_changed or is_due:
             self.training.stop_measuring(self.cache_bytes)
             if is_due:
@@ -450,7 +437,7 @@ class Engine:
                 if self._has_drafts:
                     self._proposer.add_to_run(request)
         if not self.has_work:
-            self.hand_back_model()
+            self.release_model()
         return touched
 
     def _step(self) -> list[Request]:
@@ -548,7 +535,7 @@ class Engine:
                 self._capture_graphs(is_paused=True)
                 devices.finish(self.device)
 
-    def hand_back_model(self) -> None:
+    def release_model(self) -> None:
         """Restore the model's training flags, until the next step."""
         with self._numerics:
             if self._eval_mode is None:
@@ -558,17 +545,19 @@ class Engine:
                 self._executor.settle()
             self.training.start_measuring()
 
-    def lend_model(self) -> None:
-        """Hand the model to the calling thread, which paused the engine.
+    @contextmanager
+    def lent(self) -> Iterator[None]:
+        """Lend the model to the calling thread, which paused the engine.
 
-        Its stream follows the engine's work, and that of the last thread that had the model.
+        Its stream follows the engine's work, and that of the last thread that had the model; the
+        next step follows the work of its stream.
         """
-        self.hand_back_model()
+        self.release_model()
         devices.wait_event(self._given, self.device)
-
-    def receive_model(self) -> None:
-        """Take the model from the calling thread; the next step follows the work of its stream."""
-        self._given = devices.record_event(self.device)
+        try:
+            yield
+        finally:
+            self._given = devices.record_event(self.device)
 
     def abandon(self) -> None:
         """Drop every request and the cache."""
@@ -576,7 +565,7 @@ class Engine:
         with ExitStack() as last:
             last.callback(self.release_cache)
             last.callback(self._scheduler.clear)
-            self.hand_back_model()
+            self.release_model()
 
     def _allocate(self) -> None:
         """Allocate pages for the waiting sequences, within the plan."""

@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
+import torch.distributed as dist
 
 from cb_rollout.config.enums import LogprobsMode, SamplingMaskMode
 from cb_rollout.engine.numerics.agreement import LARGEST_MULTIPLE, Agreement, agrees, rounding_noise
 from cb_rollout.engine.request import Request
 from cb_rollout.engine.service.manager import ContinuousBatchingManager
 from cb_rollout.errors import InvalidRequestError
-from cb_rollout.rollout.distributed import values_of_all
 
 # Sequences whose rounding is measured by a forward in a higher precision.
 NUM_MEASURED = 2
@@ -129,7 +129,8 @@ def rollout_drift(
     num_extra = num_sequences - len(chosen) if is_collective else 0
     forwards = list(rollout[:1]) * num_extra + chosen
     sampled = {request.request_id: request.logprobs for request in chosen}
-    recomputed = manager.recompute(forwards)
+    with manager.loop.paused():
+        recomputed = {r.request_id: manager.engine.recompute(r) for r in forwards}
     if not chosen:
         return drift({}, {})
     noise = _noise(manager, chosen[:NUM_MEASURED], recomputed, can_measure=not is_collective)
@@ -148,10 +149,13 @@ def _noise(
 ) -> torch.Tensor:
     """Return the rounding of recomputed log-probabilities, in nats, `[1]`."""
     own = [torch.tensor(recomputed[request.request_id]) for request in requests]
-    precise = manager.recompute_precisely(requests) if can_measure else None
-    if precise is not None:
-        precise = [torch.tensor(precise[request.request_id]) for request in requests]
-    return rounding_noise(own, precise, manager.compute_dtype).square().mean().sqrt()[None]
+    engine, precise = manager.engine, None
+    if can_measure:
+        with manager.loop.paused():
+            found = [engine.recompute_precisely(request) for request in requests]
+        if None not in found:
+            precise = [torch.tensor(values) for values in found]
+    return rounding_noise(own, precise, engine.compute_dtype).square().mean().sqrt()[None]
 
 
 def _of_one_kind(rollout: Sequence[Request]) -> list[Request]:
@@ -163,7 +167,8 @@ def _of_one_kind(rollout: Sequence[Request]) -> list[Request]:
     Raises:
         InvalidRequestError: some processes have only sequences with images, others only without.
     """
-    kinds = values_of_all({request.images is not None for request in rollout})
+    kinds = [set[bool]()] * dist.get_world_size()
+    dist.all_gather_object(kinds, {request.images is not None for request in rollout})
     common = set.intersection(*kinds)
     if not common and any(kinds):
         raise InvalidRequestError(

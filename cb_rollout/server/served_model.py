@@ -23,7 +23,7 @@ from cb_rollout.config.sampling import SamplingParams, resolved
 from cb_rollout.engine.request import Request
 from cb_rollout.engine.service.image_prompts import ImagePrompt
 from cb_rollout.engine.service.manager import ContinuousBatchingManager
-from cb_rollout.engine.service.pause_controller import Hold
+from cb_rollout.engine.service.pause_controller import PauseReason
 from cb_rollout.errors import ConfigurationError, EngineDeadError, InvalidRequestError
 from cb_rollout.integrations.xgrammar import XGrammar
 from cb_rollout.metrics.observers import Recorder
@@ -134,10 +134,10 @@ class ServedModel:
         """Raise 503 where no request would be generated."""
         if self.is_ending:
             raise ApiError(503, "the server is ending; send it to another, or again later.")
-        if not self.manager.is_alive:
+        if not self.manager.loop.is_alive:
             raise as_api_error(EngineDeadError())
-        if self.manager.is_held(Hold.UPDATE):
-            raise ApiError(503, Hold.UPDATE)
+        if self.manager.pauses.is_held_by(PauseReason.UPDATE):
+            raise ApiError(503, PauseReason.UPDATE)
 
     @property
     def takes_weights(self) -> bool:

@@ -11,6 +11,7 @@ from cb_rollout.errors import ConfigurationError
 from cb_rollout.strategies.base import (
     STRATEGIES,
     DynamicSampling,
+    Group,
     OverSampling,
     PartialRollouts,
     Plain,
@@ -18,7 +19,6 @@ from cb_rollout.strategies.base import (
     Strategy,
 )
 from cb_rollout.strategies.collector import GroupCollector
-from cb_rollout.strategies.group import Group
 from cb_rollout.strategies.request_stream import RequestStream
 
 __all__ = [

@@ -13,8 +13,7 @@ from statistics import fmean
 from typing import Any
 
 from cb_rollout.errors import ConfigurationError, IncompleteRolloutError, RolloutError, error_text
-from cb_rollout.strategies.base import Plain, Strategy
-from cb_rollout.strategies.group import Group
+from cb_rollout.strategies.base import Group, Plain, Strategy
 from cb_rollout.strategies.groups_in_flight import CompletionStats, GroupsInFlight, PendingGroup
 from cb_rollout.strategies.request_stream import RequestStream
 from cb_rollout.types import GenerationOutput, RequestStatus

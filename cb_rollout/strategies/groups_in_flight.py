@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from cb_rollout.errors import EngineDeadError, InvalidRequestError
-from cb_rollout.strategies.group import Group
+from cb_rollout.strategies.base import Group
 from cb_rollout.strategies.request_stream import RequestStream
 from cb_rollout.types import GenerationOutput
 

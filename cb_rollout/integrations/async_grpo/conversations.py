@@ -94,7 +94,6 @@ class ConversationLoop(_AsyncRolloutLoop):
         args: Any,
         *,
         max_inflight_tasks: int,
-        tool_timeout_seconds: float | None,
         first_version: Callable[[], int],
         on_progress: Callable[[], None],
         **settings: Any,
@@ -108,7 +107,6 @@ class ConversationLoop(_AsyncRolloutLoop):
             samples: receives the rows of scored conversations.
             args: the trainer's `AsyncGRPOConfig`.
             max_inflight_tasks: conversations at once.
-            tool_timeout_seconds: longest time of one tool call; None: unlimited.
             first_version: gives the trainer's version that is the engine's policy version 0.
             on_progress: called when a turn, a tool or the scoring of a group has ended.
             **settings: `reward_funcs`, `tools`, `environment_factory`, `processing_class` and
@@ -140,8 +138,8 @@ class ConversationLoop(_AsyncRolloutLoop):
         )
         self._tool_pool = DaemonThreads()  # pyright: ignore[reportAttributeAccessIssue]
         self._generator, self._params, self._source = generator, params, source
-        self._tool_timeout_seconds, self._on_progress = tool_timeout_seconds, on_progress
-        self._first_version = first_version
+        self._tool_timeout_seconds = generator.config.tool_timeout_seconds
+        self._on_progress, self._first_version = on_progress, first_version
         self._hung: list[Any] = []
         if self.environment_factories is not None:
             self._environment_pool = {

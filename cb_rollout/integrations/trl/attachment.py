@@ -172,7 +172,7 @@ def _packed_loss(
 ) -> PackedLoss:
     """Create the packed loss; the engine knows whether rows may stand one after the other."""
     if isinstance(generator, RolloutGenerator):
-        is_packable = generator.manager.cache_layout.can_pack
+        is_packable = generator.manager.engine.layout.can_pack
     else:
         is_packable = can_pack(hf_compat.unwrap(trainer.model))
     config = generator.config

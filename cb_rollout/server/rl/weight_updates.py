@@ -19,7 +19,7 @@ import torch
 from cb_rollout.compat import fsdp as fsdp_compat
 from cb_rollout.compat import transformers as hf_compat
 from cb_rollout.engine.service.manager import ContinuousBatchingManager
-from cb_rollout.engine.service.pause_controller import Hold
+from cb_rollout.engine.service.pause_controller import PauseReason
 from cb_rollout.errors import ConfigurationError, WeightSyncError
 from cb_rollout.server.errors import ApiError
 from cb_rollout.server.rl.bodies import BroadcastUpdate, FileUpdate, InitInfo
@@ -228,7 +228,7 @@ class WeightUpdates:
     def _add_files(self, staged: StagedWeights, info: FileUpdate) -> None:
         # transformers changes the process's default dtype while it loads.
         needs_pause = staged.needs_conversion(info.weight_dir)
-        with self._manager.interrupted() if needs_pause else nullcontext():
+        with self._manager.loop.paused() if needs_pause else nullcontext():
             staged.add_files(info.weight_dir, info.sha256)
 
     def _receive(self, staged: StagedWeights, info: BroadcastUpdate) -> None:
@@ -257,10 +257,10 @@ class WeightUpdates:
                 report = self._sync(in_flight)
             except BaseException:
                 # No token may come of a mixture.
-                self._manager.hold(Hold.UPDATE)
+                self._manager.loop.hold(PauseReason.UPDATE)
                 raise
             self._torn = set()
-            self._manager.release(Hold.UPDATE)
+            self._manager.pauses.release(PauseReason.UPDATE)
         return report
 
     def _refuse_second(self) -> None:
