@@ -259,7 +259,7 @@ class RolloutGenerator:
     @property
     def is_asleep(self) -> bool:
         """Return True between `sleep()` and `wake()`."""
-        return self.manager.pauses.is_held_by(PauseReason.SLEEP)
+        return PauseReason.SLEEP in self.manager.pauses.reasons
 
     def sleep(self, release_graphs: bool = False) -> None:
         """Release the KV memory and pause the engine; unfinished sequences wait.

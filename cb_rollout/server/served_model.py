@@ -136,7 +136,7 @@ class ServedModel:
             raise ApiError(503, "the server is ending; send it to another, or again later.")
         if not self.manager.loop.is_alive:
             raise as_api_error(EngineDeadError())
-        if self.manager.pauses.is_held_by(PauseReason.UPDATE):
+        if PauseReason.UPDATE in self.manager.pauses.reasons:
             raise ApiError(503, PauseReason.UPDATE)
 
     @property

@@ -37,7 +37,7 @@ _ENGINE_NUMBERS = itertools.count()
 
 
 class CommandKind(enum.StrEnum):
-    """What a command has the engine do."""
+    """The use of an engine under a command."""
 
     STEP = "step"
     """Admit and cancel, then run a step."""

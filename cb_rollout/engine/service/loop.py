@@ -203,7 +203,7 @@ class EngineLoop:
 
     def deliver_cancelled(self) -> None:
         """Deliver the requests that were cancelled while the engine is held; else a step does."""
-        if not self.pauses.is_held:
+        if not self.pauses.reasons:
             return
         with self.paused(), interrupts_deferred(), self._changed:
             try:

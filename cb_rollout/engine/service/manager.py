@@ -118,15 +118,14 @@ class ContinuousBatchingManager:
             # The processes of a group draw the same numbers.
             rank = self.group.data_parallel_rank
             (seed, *_) = self.group.gather(fresh_seed() if seed is None else seed)
-        self.input_processor = InputProcessor(limits, seed, rank, tokenizer)
-        self.loop = EngineLoop(
+        self._input_processor = InputProcessor(limits, seed, rank, tokenizer)
+        self.loop = loop = EngineLoop(
             engine,
             max_queue_size=self.config.max_queue_size,
             return_logprobs=self.config.return_logprobs,
             group=self.group,
         )
-        self.pauses, self.observers = self.loop.pauses, self.loop.observers
-        self.counters = engine.counters
+        self.pauses, self.observers, self.counters = loop.pauses, loop.observers, engine.counters
         self.is_served = False
         """True while a server submits requests, so that the background thread computes."""
         self._output_queue = OutputQueue()
@@ -391,7 +390,7 @@ class ContinuousBatchingManager:
     @property
     def limits(self) -> ServingLimits:
         """Return the limits that requests are validated against."""
-        return self.input_processor.limits
+        return self._input_processor.limits
 
     def status(self) -> EngineStatus:
         """Return the engine's state now."""
@@ -423,7 +422,7 @@ class ContinuousBatchingManager:
         Raises:
             ConfigurationError: the model cannot run prompts with images.
         """
-        requests = self.input_processor.requests(inputs, params, **options)
+        requests = self._input_processor.requests(inputs, params, **options)
         for request in requests:
             if request.images is not None and not self.engine.has_checked(request.images):
                 with self.loop.paused():
@@ -477,7 +476,7 @@ class ContinuousBatchingManager:
         CUDA graphs that `sleep` released are captured here, in the calling thread: the thread that
         trains, which launches nothing meanwhile.
         """
-        if self.pauses.is_held_by(PauseReason.SLEEP):
+        if PauseReason.SLEEP in self.pauses.reasons:
             with self.loop.paused():
                 self.engine.capture_released()
         self.pauses.release(PauseReason.SLEEP, PauseReason.TRAINING)

@@ -45,7 +45,7 @@ class EngineControl:
     @property
     def is_paused(self) -> bool:
         """Return whether a client paused the engine."""
-        return self._manager.pauses.is_held_by(PauseReason.CLIENT)
+        return PauseReason.CLIENT in self._manager.pauses.reasons
 
     async def pause(self, mode: PauseMode) -> None:
         """Stop sampling until `resume`; later requests wait.
@@ -55,7 +55,7 @@ class EngineControl:
                 have; "wait": let them end first; "keep": they go on after `resume`.
         """
         # Requests of an engine that is held already would not end.
-        if mode == "wait" and not self._manager.pauses.is_held:
+        if mode == "wait" and not self._manager.pauses.reasons:
             await self._drain()
         if mode == "abort":
             self._router.abort(None)
