@@ -120,7 +120,7 @@ def bench_decode(shape: str, model: Any, peak: float) -> Rows:
     for rows, compared in COMPARED[shape].items():
         for path in compared:
             with generator_of(model, **PATHS[path]) as generator:
-                engine = generator.manager._engine
+                engine = generator.manager.engine
                 if path == "gathered":
                     engine._runner.attention_backend = None
                 step = statistics.median(decode_step(generator, rows, 3))
@@ -143,7 +143,7 @@ def bench_stages(shape: str, model: Any, peak: float) -> Rows:
         try:
             with generator_of(model, use_cuda_graph=True, max_requests_per_batch=ROWS) as generator:
                 step = statistics.median(decode_step(generator, ROWS, 3))
-                per_token = generator.manager._engine.layout.bytes_per_token
+                per_token = generator.manager.engine.layout.bytes_per_token
         finally:
             launch.NUM_STAGES = before
         yield {
@@ -158,12 +158,12 @@ def bench_lifecycle(shape: str, model: Any) -> Rows:
     inputs, params = prompts(model, 1), SamplingParams(ignore_eos=True, max_new_tokens=4)
     with generator_of(model, use_cuda_graph=True) as generator:
         generator.generate_batch(inputs, sampling_params=params)
-        graphs = generator.manager._engine._graphs.num_graphs
+        graphs = generator.manager.engine._graphs.num_graphs
         syncs = [timed(generator.sync_weights) for _ in range(9)]
         generator.generate_batch(inputs, sampling_params=params)
-        assert generator.manager._engine._graphs.num_graphs == graphs
+        assert generator.manager.engine._graphs.num_graphs == graphs
         yield {"what": f"{shape} sync_weights, graphs kept", "ms": 1000 * statistics.median(syncs)}
-        per_block = generator.manager._engine.layout.bytes_per_token * 32
+        per_block = generator.manager.engine.layout.bytes_per_token * 32
     gib = min(40, int(torch.cuda.mem_get_info()[0] / GIB * 0.8))
     with generator_of(model, use_cuda_graph=True, num_blocks=gib * GIB // per_block) as generator:
         run = lambda: generator.generate_batch(inputs, sampling_params=params)  # noqa: E731

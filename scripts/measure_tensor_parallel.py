@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 from transformers.distributed import DistributedConfig
 
 from cb_rollout import RolloutConfig, RolloutGenerator, SamplingParams
-from cb_rollout.engine.service.engine_group import EngineGroup
+from cb_rollout.engine.service.lockstep import EngineGroup
 
 ROUNDS = 5
 PROMPTS = [[5 + i, *range(3, 35)] for i in range(32)]

@@ -74,7 +74,7 @@ def measure(title: str, generators: dict[str, RolloutGenerator]) -> None:
                 syncs[name].append(report.seconds)
                 speeds[name].append(generator.metrics()["rollout/tokens_per_second"])
     for name, generator in generators.items():
-        module, trained = generator.manager.model, generator.manager._engine.trained
+        module, trained = generator.manager.model, generator.manager.engine.trained
         held = 0 if module is trained else sum(p.nbytes for p in module.parameters())
         print(
             f"{title} | {name} | {statistics.median(speeds[name]):.0f} tokens/s | sync "

@@ -46,7 +46,7 @@ def client(server: ServerHandle, **settings: Any) -> openai.OpenAI:
 
 def idle(generator: RolloutGenerator) -> bool:
     """Wait for the engine to have no request; return False after a time-out."""
-    loop = generator.manager._loop
+    loop = generator.manager.loop
     with loop._changed:
         return loop._changed.wait_for(lambda: not loop._live, timeout=TIMEOUT_SECONDS)
 
@@ -114,7 +114,7 @@ def num_sampled(generator: RolloutGenerator) -> int:
 
 def num_waiting(generator: RolloutGenerator) -> int:
     """Return the number of sequences that have not begun."""
-    return len(generator.manager._loop._inbox) + generator.manager._engine.num_waiting
+    return len(generator.manager.loop._inbox) + generator.manager.engine.num_waiting
 
 
 def running(generator: RolloutGenerator, count: int) -> None:

@@ -5,8 +5,8 @@ time.
 """
 
 import logging
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -24,10 +24,16 @@ from cb_rollout.engine.images.check import check_images
 from cb_rollout.engine.images.encoder_cache import EncoderCache
 from cb_rollout.engine.images.prompt_images import PromptImages
 from cb_rollout.engine.kv_cache.offload import KVOffloader
-from cb_rollout.engine.kv_cache.sizing import max_requests_per_batch, page_layout, plan_memory
+from cb_rollout.engine.kv_cache.sizing import (
+    gathered_bytes_per_token,
+    max_requests_per_batch,
+    page_layout,
+    require_room,
+    workspace_bytes_per_request,
+)
 from cb_rollout.engine.kv_cache.storage import CacheStorage, create_saver
 from cb_rollout.engine.memory import device as devices
-from cb_rollout.engine.memory.plan import GIB
+from cb_rollout.engine.memory.plan import GIB, MemoryModel, create_memory_plan
 from cb_rollout.engine.memory.training import OptimizerOrName, TrainingMemory
 from cb_rollout.engine.model.check import attempt, check_model
 from cb_rollout.engine.model.eval_mode import eval_mode
@@ -63,7 +69,7 @@ class Engine:
         trained: torch.nn.Module | None = None,
         optimizer: OptimizerOrName | None = None,
         *,
-        smallest: Callable[[int], int] | None = None,
+        all_reduce_min: Callable[[int], int] | None = None,
     ) -> None:
         """Probe the model and plan the memory; pages are allocated at the first step.
 
@@ -73,18 +79,18 @@ class Engine:
             autocast_dtype: run forwards under autocast to this dtype; None: without autocast.
             trained: the model that trains, where `model` is a copy of it; None: `model` itself.
             optimizer: steps the model that trains, or names the class that will; None: not known.
-            smallest: returns the smallest of a number over the processes that share the model's
-                layers, which all call it; None: this process has them whole.
+            all_reduce_min: returns the smallest of a number over the processes that share the
+                model's layers, which all call it; None: this process has them whole.
 
         Raises:
             ConfigurationError: the model cannot run on pages, or a setting cannot be honoured.
             OutOfCacheMemoryError: not even one block fits.
         """
         self.config = config
-        self._is_alone, self._smallest = smallest is None, smallest or int
+        self._is_alone, self._all_reduce_min = all_reduce_min is None, all_reduce_min or int
         self.counters = EngineCounters()
         self.policy_version = 0
-        is_bitwise, is_split = config.numerics == Numerics.BITWISE, smallest is not None
+        is_bitwise, is_split = config.numerics == Numerics.BITWISE, all_reduce_min is not None
         self._runner = ModelRunner(model, autocast_dtype, is_bitwise=is_bitwise, is_split=is_split)
         self._eval_mode: ExitStack | None = None
         self._numerics = ExitStack()
@@ -104,7 +110,7 @@ class Engine:
             self._probe()
         saver = create_saver(self.device)
         self._storage = CacheStorage(
-            self.layout, self.limits, self.memory_plan, self.device, saver, self._smallest
+            self.layout, self.limits, self.memory_plan, self.device, saver, self._all_reduce_min
         )
         offload_bytes, offloader = int(config.cpu_offload_gib * GIB), None
         if offload_bytes:
@@ -123,12 +129,11 @@ class Engine:
             is_alone=self._is_alone,
         )
         self._reset_executor()
-        self._given: torch.cuda.Event | None = None
         if self.runs_a_copy:
             # Its work does not queue behind that of a thread that trains meanwhile. Pages are
             # allocated and written there alone, so the allocator needs no record of other streams.
             self._executor.stream = devices.prior_stream(self.device)
-        self.receive_model()
+        self._given = devices.record_event(self.device)
 
     def _probe(self) -> None:
         """Probe the cache's layout, select how decode steps run, and plan the memory."""
@@ -174,47 +179,23 @@ class Engine:
         return f"{self._runner.backend_selection}{forwards}; {self._chosen}{now}"
 
     @property
-    def _is_without_graphs(self) -> bool:
-        """Return whether a CUDA device runs decode steps without graphs, unasked."""
-        return (
-            self.device.type == "cuda"
-            and self._graphs is None
-            and self.config.wants_graphs is not False
-        )
-
-    @property
     def _is_model_changed(self) -> bool:
         """Return whether the model's forwards may differ from those that were probed."""
         return hf_compat.forward_identity(self.model) != self._identity
 
     def _plan(self) -> None:
         """Divide the free memory; no cache may be allocated."""
-        config, graphs = self.config, self._graphs
-        plan = plan_memory(
-            self.layout,
-            config,
-            self.training.bytes_now(),
-            vocab_size=hf_compat.vocab_size(self.model),
-            compute_dtype=self._runner.compute_dtype,
-            num_heads=hf_compat.num_query_heads(self.model),
-            history_factor=HISTORY_FACTOR if not self.layout.is_recurrent else 1,
-            max_sequence_tokens=(
-                hf_compat.max_positions(self.model) if self._runner.attention_backend else None
-            ),
-            graph_bytes=0 if graphs is None else graphs.num_bytes,
-            graph_bytes_to_come=0 if graphs is None else graphs.planned_bytes - graphs.num_bytes,
-            encoder_cache_bytes=self._runner.encoder_cache.max_bytes,
-            device=self.device,
-        )
+        config = self.config
+        plan = require_room(create_memory_plan(self._memory_model()), config, self.device)
         # Every process of a group must admit and preempt the same sequences.
         self.memory_plan = plan = replace(
             plan,
-            num_blocks=self._smallest(plan.num_blocks),
-            num_slots=self._smallest(plan.num_slots),
+            num_blocks=self._all_reduce_min(plan.num_blocks),
+            num_slots=self._all_reduce_min(plan.num_slots),
         )
         self.limits = Limits(
             block_size=config.block_size,
-            max_batch_tokens=config.max_batch_tokens or devices.max_batch_tokens(self.device),
+            max_batch_tokens=plan.max_batch_tokens,
             max_requests=plan.num_slots,
             can_share_blocks=config.allow_block_sharing,
             can_resume_prompts=not self.layout.is_recurrent,
@@ -223,8 +204,42 @@ class Engine:
         )
         drafts = "on" if self._has_drafts else "off"
         self._chosen = f"{self._graphs_phrase}; drafts: {drafts}"
-        level = logging.WARNING if self._is_without_graphs else logging.INFO
+        lacks_graphs = self._graphs is None and config.wants_graphs is not False
+        is_slow = self.device.type == "cuda" and lacks_graphs
+        level = logging.WARNING if is_slow else logging.INFO
         _LOGGER.log(level, "%s", self.decode_path)
+
+    def _memory_model(self) -> MemoryModel:
+        """Return the numbers of a plan that is made now."""
+        config, layout, graphs, device = self.config, self.layout, self._graphs, self.device
+        training, memory = self.training.bytes_now(), devices.memory_after_release(device)
+        graph_bytes = 0 if graphs is None else graphs.planned_bytes
+        to_come = 0 if graphs is None else graph_bytes - graphs.num_bytes
+        dtype, num_heads = self._runner.compute_dtype, hf_compat.num_query_heads(self.model)
+        gathers_in_prefills_only = self._runner.attention_backend is not None
+        return MemoryModel(
+            total_bytes=memory.total_bytes,
+            free_bytes=max(0, memory.free_bytes - to_come),
+            training=training,
+            max_memory_percent=config.max_memory_percent,
+            block_size=config.block_size,
+            max_requests=max_requests_per_batch(config, device),
+            max_batch_tokens=config.max_batch_tokens or devices.max_batch_tokens(device),
+            max_blocks_per_request=config.max_blocks_per_request,
+            bytes_per_token=layout.bytes_per_token,
+            bytes_per_sequence=layout.bytes_per_sequence,
+            workspace_bytes_per_request=workspace_bytes_per_request(
+                hf_compat.vocab_size(self.model)
+            ),
+            gathered_bytes_per_token=gathered_bytes_per_token(layout, num_heads, dtype),
+            history_factor=1 if layout.is_recurrent else HISTORY_FACTOR,
+            max_sequence_tokens=(
+                hf_compat.max_positions(self.model) if gathers_in_prefills_only else None
+            ),
+            graph_bytes=graph_bytes,
+            encoder_cache_bytes=self._runner.encoder_cache.max_bytes,
+            set_blocks=config.num_blocks,
+        )
 
     def _reset_executor(self) -> None:
         self._executor.reset(self._graphs, self._proposer if self._has_drafts else None)
@@ -233,11 +248,6 @@ class Engine:
     def model(self) -> PreTrainedModel:
         """The model that generates."""
         return self._runner.model
-
-    @property
-    def is_training(self) -> bool:
-        """Return whether the model that trains is in training mode; not to be asked in a step."""
-        return any(module.training for module in self.trained.modules())
 
     @property
     def batch_layout(self) -> BatchLayout:
@@ -320,7 +330,7 @@ class Engine:
         """
         self._forget_keys(policy_version, keep_keys)
         is_due = self.training.needs_new_plan and not (keep_keys and self.has_work)
-        is_due = bool(self._smallest(is_due))
+        is_due = bool(self._all_reduce_min(is_due))
         if self._is_model_changed or is_due:
             self.training.stop_measuring(self.cache_bytes)
             if is_due:
@@ -427,7 +437,7 @@ class Engine:
                 if self._has_drafts:
                     self._proposer.add_to_run(request)
         if not self.has_work:
-            self.hand_back_model()
+            self.release_model()
         return touched
 
     def _step(self) -> list[Request]:
@@ -525,7 +535,7 @@ class Engine:
                 self._capture_graphs(is_paused=True)
                 devices.finish(self.device)
 
-    def hand_back_model(self) -> None:
+    def release_model(self) -> None:
         """Restore the model's training flags, until the next step."""
         with self._numerics:
             if self._eval_mode is None:
@@ -535,17 +545,19 @@ class Engine:
                 self._executor.settle()
             self.training.start_measuring()
 
-    def lend_model(self) -> None:
-        """Hand the model to the calling thread, which paused the engine.
+    @contextmanager
+    def lent(self) -> Iterator[None]:
+        """Lend the model to the calling thread, which paused the engine.
 
-        Its stream follows the engine's work, and that of the last thread that had the model.
+        Its stream follows the engine's work, and that of the last thread that had the model; the
+        next step follows the work of its stream.
         """
-        self.hand_back_model()
+        self.release_model()
         devices.wait_event(self._given, self.device)
-
-    def receive_model(self) -> None:
-        """Take the model from the calling thread; the next step follows the work of its stream."""
-        self._given = devices.record_event(self.device)
+        try:
+            yield
+        finally:
+            self._given = devices.record_event(self.device)
 
     def abandon(self) -> None:
         """Drop every request and the cache."""
@@ -553,7 +565,7 @@ class Engine:
         with ExitStack() as last:
             last.callback(self.release_cache)
             last.callback(self._scheduler.clear)
-            self.hand_back_model()
+            self.release_model()
 
     def _allocate(self) -> None:
         """Allocate pages for the waiting sequences, within the plan."""

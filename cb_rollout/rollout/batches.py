@@ -1,18 +1,23 @@
 """Resolve the arguments of `generate_batch`, and check what a batch delivered.
 
-Called by whatever samples batches: a generator, or a pool of them.
+Owns the exchange of batches between processes that share a copy of the model. Called by whatever
+samples batches: a generator, or a pool of them.
 """
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from cb_rollout.config.hf import from_generation_config
 from cb_rollout.config.sampling import SamplingParams, equal_group_warning, resolved
+from cb_rollout.engine.service.lockstep import EngineGroup
 from cb_rollout.errors import ConfigurationError, IncompleteRolloutError, InvalidRequestError
 from cb_rollout.rollout.prompts import Encoded, Prompt, encoded_or_refused, one_per_input
 from cb_rollout.types import GenerationOutput, RequestStatus
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,3 +104,43 @@ def require_finished(
             "(on_error='return' delivers the rest without raising.)",
             outputs,
         ) from cause
+
+
+@contextmanager
+def broadcast_refusal(group: EngineGroup | None) -> Iterator[None]:
+    """Send a refusal of the block to the group, where `gathered` raises it on every rank."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        if group is not None:
+            group.gather(error)
+        raise
+
+
+def gathered(group: EngineGroup | None, value: T) -> tuple[list[T], int]:
+    """Return the values of all ranks of a group, and this one's rank; without a group alone.
+
+    Raises:
+        InvalidRequestError: a process refused what it would have given.
+    """
+    if group is None:
+        return [value], 0
+    values = group.gather(value)
+    for rank, found in enumerate(values):
+        if isinstance(found, InvalidRequestError):
+            with tag_rank(group, rank):
+                raise found
+    return values, group.group_rank
+
+
+@contextmanager
+def tag_rank(group: EngineGroup | None, rank: int) -> Iterator[None]:
+    """Name the rank whose prompts the block refuses, unless they are this one's."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        if group is None or rank == group.group_rank:
+            raise
+        raise InvalidRequestError(
+            f"rank {group.ranks[rank]}, whose prompts are rolled out with this one's: {error}"
+        ) from error

@@ -1,4 +1,4 @@
-"""Raise a failure of one process of a training run on all processes.
+"""Raise a failure of one process of a training run on all, and exchange values between them.
 
 Owns a key in the process group's store, which a thread of every process polls once a second. A
 process blocked in a torch collective cannot be interrupted, so it is ended after a grace period. A
@@ -19,8 +19,8 @@ import torch.distributed as dist
 from accelerate.utils import gather_object, send_to_device
 
 from cb_rollout.compat import fsdp as fsdp_compat
-from cb_rollout.engine.service.engine_group import EngineGroup
-from cb_rollout.errors import InvalidRequestError, RolloutError, error_text
+from cb_rollout.engine.service.lockstep import EngineGroup
+from cb_rollout.errors import RolloutError, error_text
 
 T = TypeVar("T")
 
@@ -127,14 +127,9 @@ def _end_process(failure: str) -> None:
     os._exit(1)
 
 
-def is_distributed() -> bool:
-    """Return True in a process group of more than one process."""
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-
-
 def create_failure_watch() -> FailureWatch | None:
     """Create a watch over the default process group; None for a single process."""
-    if not is_distributed():
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return None
     return FailureWatch(fsdp_compat.default_store(), dist.get_rank())
 
@@ -143,53 +138,6 @@ def create_group_watch(group: EngineGroup) -> FailureWatch:
     """Create a watch over the processes that share the layers of one engine's model."""
     name = f"cb_rollout/engine/{group.ranks[0]}/{group.number}"
     return FailureWatch(dist.PrefixStore(name, fsdp_compat.default_store()), group.rank)
-
-
-@contextmanager
-def telling_refusal(group: EngineGroup | None) -> Iterator[None]:
-    """Raise a refusal of the block on all processes of a group, which go on to `gathered`."""
-    try:
-        yield
-    except InvalidRequestError as error:
-        if group is not None:
-            group.gather(error)
-        raise
-
-
-def gathered(group: EngineGroup | None, value: T) -> tuple[list[T], int]:
-    """Return the values of all processes of a group, and this one's place; without a group alone.
-
-    Raises:
-        InvalidRequestError: a process refused what it would have given.
-    """
-    if group is None:
-        return [value], 0
-    values = group.gather(value)
-    for place, found in enumerate(values):
-        with naming_rank(group, place):
-            if isinstance(found, InvalidRequestError):
-                raise found
-    return values, group.place
-
-
-@contextmanager
-def naming_rank(group: EngineGroup | None, place: int) -> Iterator[None]:
-    """Name the process whose prompts the block refuses, unless they are this one's."""
-    try:
-        yield
-    except InvalidRequestError as error:
-        if group is None or place == group.place:
-            raise
-        raise InvalidRequestError(
-            f"rank {group.ranks[place]}, whose prompts are rolled out with this one's: {error}"
-        ) from error
-
-
-def values_of_all(value: T) -> list[T]:
-    """Return the values of all processes of the default group, by rank; all of them call this."""
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
 
 
 def largest_of_all(accelerator: Any, here: float) -> float:

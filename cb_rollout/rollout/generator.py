@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol, Self
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self
 
 import torch
 from tqdm.auto import tqdm
@@ -27,16 +27,18 @@ from cb_rollout.engine.request import Request
 from cb_rollout.engine.service.interrupts import interrupts_deferred
 from cb_rollout.engine.service.manager import ContinuousBatchingManager
 from cb_rollout.engine.service.output_queue import OutputQueue
-from cb_rollout.engine.service.pause_controller import Hold
+from cb_rollout.engine.service.pause_controller import PauseReason
 from cb_rollout.errors import ConfigurationError, RolloutError
-from cb_rollout.metrics.registry import EngineCounters, rollout_metrics, status_metrics
-from cb_rollout.rollout.batches import BatchArguments, batch_arguments, require_finished
-from cb_rollout.rollout.distributed import (
-    create_group_watch,
+from cb_rollout.metrics.registry import rollout_metrics, status_metrics
+from cb_rollout.rollout.batches import (
+    BatchArguments,
+    batch_arguments,
+    broadcast_refusal,
     gathered,
-    naming_rank,
-    telling_refusal,
+    require_finished,
+    tag_rank,
 )
+from cb_rollout.rollout.distributed import create_group_watch
 from cb_rollout.rollout.prompts import Prompt, require_tokenizer
 from cb_rollout.rollout.verification import DriftReport, rollout_drift
 from cb_rollout.types import GenerationOutput, SyncReport
@@ -146,7 +148,7 @@ class RolloutGenerator:
             IncompleteRolloutError: a sequence failed; its `.outputs` holds all outputs.
             EngineDeadError: the engine stopped on an exception.
         """
-        with telling_refusal(self._gathers_over):
+        with broadcast_refusal(self._gathers_over):
             batch = batch_arguments(
                 inputs,
                 generation_config,
@@ -160,9 +162,9 @@ class RolloutGenerator:
                 on_error=on_error,
             )
         with self.manager.observers.span("rollout"):
-            batches, place = gathered(self._gathers_over, batch)
+            batches, rank = gathered(self._gathers_over, batch)
             with interrupts_deferred():
-                requests, outputs = self._roll_out(batches, place, progress_bar, warmup)
+                requests, outputs = self._roll_out(batches, rank, progress_bar, warmup)
         if on_error == "raise":
             cause = next((r.cause for r in requests if r.cause is not None), None)
             require_finished(outputs, cause)
@@ -171,15 +173,22 @@ class RolloutGenerator:
     def _roll_out(
         self,
         batches: Sequence[BatchArguments | None],
-        place: int,
+        rank: int,
         progress_bar: bool = False,
         warmup: bool = False,
     ) -> tuple[list[Request], dict[str, GenerationOutput]]:
         """Run the batches of all processes that share a copy; return this one's part."""
-        created: list[list[Request]] = []
+        created: list[list[Request]] = [[] for _ in batches]
         for number, batch in enumerate(batches):
-            with naming_rank(self._gathers_over, number):
-                created.append([] if batch is None else self._create_requests(batch))
+            if batch is not None:
+                with tag_rank(self._gathers_over, number):
+                    created[number] = self.manager.create_requests(
+                        batch.prompts,
+                        batch.params,
+                        members=range(batch.count),
+                        records_timestamps=batch.records_timestamps,
+                        keeps_refused=batch.keeps_refused,
+                    )
         served = [[r for r in requests if not r.status.is_final] for requests in created]
         self.wake()
         if warmup:
@@ -189,19 +198,10 @@ class RolloutGenerator:
         with watched, measured(self.manager) as metrics:
             finished = _run(self.manager, list(chain(*served)), progress_bar)
         self._last_metrics = metrics
-        if batches[place] is not None:
-            self._last_rollout = served[place]
-        requests = created[place]
+        if batches[rank] is not None:
+            self._last_rollout = served[rank]
+        requests = created[rank]
         return requests, {r.request_id: finished.get(r.request_id) or r.output() for r in requests}
-
-    def _create_requests(self, batch: BatchArguments) -> list[Request]:
-        return self.manager.create_requests(
-            batch.prompts,
-            batch.params,
-            members=range(batch.count),
-            records_timestamps=batch.records_timestamps,
-            keeps_refused=batch.keeps_refused,
-        )
 
     def join(self) -> None:
         """Roll out with the other processes of a split copy until all of them have called this.
@@ -212,10 +212,10 @@ class RolloutGenerator:
         if self._gathers_over is None:
             return
         while True:
-            batches, place = gathered(self._gathers_over, None)
+            batches, rank = gathered(self._gathers_over, None)
             if not any(batches):
                 return
-            self._roll_out(batches, place)
+            self._roll_out(batches, rank)
 
     @property
     def policy_version(self) -> int:
@@ -225,7 +225,7 @@ class RolloutGenerator:
     def follow(self, model: torch.nn.Module) -> None:
         """Use this re-wrapped model as the weight source."""
         self._weights.follow(model)
-        self.manager.follow(self._weights.trained)
+        self.manager.engine.trained = self._weights.trained
 
     def sync_weights(
         self, in_flight: Literal["keep", "recompute", "abort"] = "recompute"
@@ -251,7 +251,7 @@ class RolloutGenerator:
             self.manager.paused(in_flight),
         ):
             num_bytes = self._weights.sync()
-            self.manager.begin_policy_version(InFlight(in_flight))
+            self.manager.loop.begin_policy_version(InFlight(in_flight))
             if self.config.verify_weight_sync:
                 require_equal(self._weights)
         return SyncReport(self.policy_version, time.perf_counter() - started, num_bytes)
@@ -259,7 +259,7 @@ class RolloutGenerator:
     @property
     def is_asleep(self) -> bool:
         """Return True between `sleep()` and `wake()`."""
-        return self.manager.is_held(Hold.SLEEP)
+        return PauseReason.SLEEP in self.manager.pauses.reasons
 
     def sleep(self, release_graphs: bool = False) -> None:
         """Release the KV memory and pause the engine; unfinished sequences wait.
@@ -366,18 +366,13 @@ class RolloutGenerator:
         self.close()
 
 
-class Measured(Protocol):
-    """Interface of an engine or a pool that counts the work of a rollout."""
-
-    @property
-    def counters(self) -> EngineCounters:
-        """Return the totals until now."""
-        ...
-
-
 @contextmanager
-def measured(manager: Measured) -> Iterator[dict[str, float]]:
-    """Yield a dictionary that receives the metrics of the block's rollout, by name, at its end."""
+def measured(manager: Any) -> Iterator[dict[str, float]]:
+    """Yield a dictionary that receives the metrics of the block's rollout, by name, at its end.
+
+    Args:
+        manager: an engine's or a pool's.
+    """
     before = manager.counters.copy()
     manager.counters.kv_blocks_peak = 0
     metrics: dict[str, float] = {}
@@ -403,7 +398,7 @@ def _run(
         interrupts_deferred() as interrupts,
     ):
         try:
-            with manager.stepping() as step_until:
+            with manager.loop.stepping() as step_until:
                 manager.submit(requests, output_queue)
                 while len(finished) < len(requests):
                     interrupts.deliver()
@@ -422,10 +417,10 @@ def _run(
                         bar.set_postfix(tokens=num_tokens, refresh=output is None)
         except BaseException:
             # The abort restores the model's training flags before the caller gets the exception.
-            manager.abort([request.request_id for request in requests])
+            manager.loop.abort([request.request_id for request in requests])
             raise
         finally:
-            manager.lend_what_trains()
+            manager.lend_to_trainer(in_training_only=True)
     return {request.request_id: finished[request.request_id] for request in requests}
 
 
@@ -481,21 +476,21 @@ def generate_batch(
         )
 
 
-class _Kept:
+class _PersistentGenerator:
     """Hold a model's generator; a copied or pickled model gets an empty holder."""
 
     def __init__(self, generator: RolloutGenerator | None = None) -> None:
         self.generator = generator
 
-    def __reduce__(self) -> tuple[type["_Kept"], tuple[()]]:
-        return _Kept, ()
+    def __reduce__(self) -> tuple[type["_PersistentGenerator"], tuple[()]]:
+        return _PersistentGenerator, ()
 
 
 def _kept_generator(
     model: torch.nn.Module, config: RolloutConfig, tokenizer: Any
 ) -> RolloutGenerator:
     """Return the generator kept on the model if its settings are equal, else keep a new one."""
-    kept = vars(model).setdefault(GENERATOR_ATTRIBUTE, _Kept())
+    kept = vars(model).setdefault(GENERATOR_ATTRIBUTE, _PersistentGenerator())
     known = kept.generator
     if known is not None and known.config == config and known.tokenizer is tokenizer:
         kept.generator.sync_weights()

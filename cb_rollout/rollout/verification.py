@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
+import torch.distributed as dist
 
 from cb_rollout.config.enums import LogprobsMode, SamplingMaskMode
 from cb_rollout.engine.numerics.agreement import (
@@ -21,7 +22,6 @@ from cb_rollout.engine.numerics.agreement import (
 from cb_rollout.engine.request import Request
 from cb_rollout.engine.service.manager import ContinuousBatchingManager
 from cb_rollout.errors import InvalidRequestError
-from cb_rollout.rollout.distributed import values_of_all
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,19 +132,29 @@ def rollout_drift(
     num_extra = num_sequences - len(chosen) if is_collective else 0
     forwards = list(rollout[:1]) * num_extra + chosen
     sampled = {request.request_id: request.logprobs for request in chosen}
-    recomputed = manager.recompute(forwards)
+    with manager.loop.paused():
+        recomputed = {r.request_id: manager.engine.recompute(r) for r in forwards}
     if not chosen:
         return drift({}, {})
     measured = chosen[:NUM_MEASURED]
-    precise = None if is_collective else manager.recompute_precisely(measured)
     noise = overall_noise(
         _values(recomputed, measured),
-        None if precise is None else _values(precise, measured),
-        manager.compute_dtype,
+        None if is_collective else _precise_values(manager, measured),
+        manager.engine.compute_dtype,
     )
     found, expected = _values(sampled, chosen), _values(recomputed, chosen)
     report = drift(sampled, recomputed, float(noise))
     return replace(report, agreement=agrees(found, expected, noise.expand(len(found))))
+
+
+def _precise_values(
+    manager: ContinuousBatchingManager, requests: Sequence[Request]
+) -> list[torch.Tensor] | None:
+    """Return log-probabilities in a higher precision; None: one of them cannot, or takes long."""
+    with manager.loop.paused():
+        found = [manager.engine.recompute_precisely(request) for request in requests]
+    values = [torch.tensor(logprobs) for logprobs in found if logprobs is not None]
+    return values if len(values) == len(found) else None
 
 
 def _values(logprobs: dict[str, list[float]], requests: Sequence[Request]) -> list[torch.Tensor]:
@@ -160,7 +170,8 @@ def _of_one_kind(rollout: Sequence[Request]) -> list[Request]:
     Raises:
         InvalidRequestError: some processes have only sequences with images, others only without.
     """
-    kinds = values_of_all({request.images is not None for request in rollout})
+    kinds = [set[bool]()] * dist.get_world_size()
+    dist.all_gather_object(kinds, {request.images is not None for request in rollout})
     common = set.intersection(*kinds)
     if not common and any(kinds):
         raise InvalidRequestError(

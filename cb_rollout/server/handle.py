@@ -237,14 +237,14 @@ class ServerHandle:
             EngineDeadError: the engine stopped on an exception.
         """
         manager = self.model.manager
-        with manager.stepping() as step_until:
+        with manager.loop.stepping() as step_until:
             while self.is_running() and not is_done():
                 again = time.monotonic() + POLL_SECONDS
                 if step_until is None:
                     time.sleep(POLL_SECONDS)
                 else:
                     step_until(lambda at=again: time.monotonic() >= at, POLL_SECONDS)
-                manager.require_alive()
+                manager.loop.require_alive()
 
     def drain(self, is_enough: Callable[[], bool] = lambda: False) -> None:
         """Refuse new requests, and wait for the running ones, at most `drain_seconds`.

@@ -16,7 +16,7 @@ from typing import Self
 
 from cb_rollout.engine.request import Request
 from cb_rollout.engine.service.manager import ContinuousBatchingManager
-from cb_rollout.engine.service.pause_controller import Hold
+from cb_rollout.engine.service.pause_controller import PauseReason
 from cb_rollout.errors import EngineDeadError
 from cb_rollout.server.protocol import ApiError, PauseMode
 from cb_rollout.types import GenerationOutput, RequestStatus
@@ -223,12 +223,12 @@ class EngineControl:
         self._thread.shutdown(wait=False, cancel_futures=True)
         with self._lock:
             self._awaited_pauses.clear()
-            self._manager.release(Hold.CLIENT)
+            self._manager.pauses.release(PauseReason.CLIENT)
 
     @property
     def is_paused(self) -> bool:
         """Return whether a client paused the engine."""
-        return self._manager.is_held()
+        return PauseReason.CLIENT in self._manager.pauses.reasons
 
     async def pause(self, mode: PauseMode) -> None:
         """Stop sampling until `resume`; later requests wait.
@@ -238,12 +238,12 @@ class EngineControl:
                 have; "wait": let them end first; "keep": they go on after `resume`.
         """
         # Requests of an engine that is held already would not end.
-        if mode == "wait" and not any(map(self._manager.is_held, Hold)):
+        if mode == "wait" and not self._manager.pauses.reasons:
             await self._drain()
         if mode == "abort":
             self._router.abort(None)
         await self._hold()
-        await self._run(self._manager.deliver_cancelled)
+        await self._run(self._manager.loop.deliver_cancelled)
 
     async def _hold(self) -> None:
         """Hold the engine, unless this wait is given up before."""
@@ -256,9 +256,9 @@ class EngineControl:
                 self._awaited_pauses.discard(pause)
 
     def _hold_if_awaited(self, pause: object) -> None:
-        with self._manager.interrupted(), self._lock:
+        with self._manager.loop.paused(), self._lock:
             if pause in self._awaited_pauses:
-                self._manager.extend_pause(Hold.CLIENT)
+                self._manager.pauses.hold(PauseReason.CLIENT)
 
     async def _drain(self) -> None:
         """Wait for the requests in flight, and hold back those that come meanwhile."""
@@ -279,12 +279,12 @@ class EngineControl:
     async def resume(self) -> None:
         """End a client's pause; nothing happens without one."""
         with self._lock:
-            self._manager.release(Hold.CLIENT)
+            self._manager.pauses.release(PauseReason.CLIENT)
 
     async def abort(self, client_ids: Collection[str] | None) -> int:
         """End requests by their clients' names, all for None; return their number."""
         count = self._router.abort(client_ids)
-        await self._run(self._manager.deliver_cancelled)
+        await self._run(self._manager.loop.deliver_cancelled)
         return count
 
     async def _run(self, call: Callable[[], None]) -> None:

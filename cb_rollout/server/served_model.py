@@ -25,7 +25,7 @@ from cb_rollout.config.sampling import SamplingParams, resolved
 from cb_rollout.engine.images.processor import ImagePrompt
 from cb_rollout.engine.request import Request
 from cb_rollout.engine.service.manager import ContinuousBatchingManager
-from cb_rollout.engine.service.pause_controller import Hold
+from cb_rollout.engine.service.pause_controller import PauseReason
 from cb_rollout.errors import ConfigurationError, EngineDeadError, InvalidRequestError
 from cb_rollout.integrations.xgrammar import XGrammar
 from cb_rollout.metrics.observers import Recorder
@@ -154,10 +154,10 @@ class ServedModel:
         """Raise 503 where no request would be generated."""
         if self.is_ending:
             raise ApiError(503, "the server is ending; send it to another, or again later.")
-        if not self.manager.is_alive:
+        if not self.manager.loop.is_alive:
             raise as_api_error(EngineDeadError())
-        if self.manager.is_held(Hold.UPDATE):
-            raise ApiError(503, Hold.UPDATE)
+        if PauseReason.UPDATE in self.manager.pauses.reasons:
+            raise ApiError(503, PauseReason.UPDATE)
 
     @property
     def max_model_len(self) -> int:

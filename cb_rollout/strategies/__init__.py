@@ -1,6 +1,6 @@
 """Decide which groups a training step gets: what is submitted, cancelled and kept.
 
-A strategy is one file, which holds settings; `GroupCollector` acts on them over the engine.
+A strategy holds settings; `GroupCollector` acts on them over the engine.
 """
 
 import inspect
@@ -8,14 +8,18 @@ from typing import Any
 
 from cb_rollout.config.checks import require_known
 from cb_rollout.errors import ConfigurationError
-from cb_rollout.strategies.base import STRATEGIES, Plain, Strategy
+from cb_rollout.strategies.base import (
+    STRATEGIES,
+    DynamicSampling,
+    Group,
+    OverSampling,
+    PartialRollouts,
+    Plain,
+    Retrying,
+    Strategy,
+)
 from cb_rollout.strategies.collector import GroupCollector
-from cb_rollout.strategies.dynamic_sampling import DynamicSampling
-from cb_rollout.strategies.group import Group
-from cb_rollout.strategies.over_sampling import OverSampling
-from cb_rollout.strategies.partial_rollouts import PartialRollouts
 from cb_rollout.strategies.request_stream import RequestStream
-from cb_rollout.strategies.retrying import Retrying
 
 __all__ = [
     "DynamicSampling",

@@ -13,10 +13,9 @@ from statistics import fmean
 from typing import Any
 
 from cb_rollout.errors import ConfigurationError, IncompleteRolloutError, RolloutError, error_text
-from cb_rollout.strategies.base import Plain, Strategy
-from cb_rollout.strategies.group import Group
+from cb_rollout.strategies.base import Group, Plain, Strategy
 from cb_rollout.strategies.groups_in_flight import CompletionStats, GroupsInFlight, PendingGroup
-from cb_rollout.strategies.request_stream import Sampler
+from cb_rollout.strategies.request_stream import RequestStream
 from cb_rollout.types import GenerationOutput, RequestStatus
 
 # Called with the source's prompt or row, and some of its completions; gives one number each, or
@@ -29,7 +28,7 @@ class GroupCollector:
 
     def __init__(
         self,
-        sampler: Sampler,
+        sampler: RequestStream,
         prompts: Iterable[Any],
         reward: Reward,
         strategy: Strategy | None = None,

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from cb_rollout.errors import EngineDeadError, InvalidRequestError
-from cb_rollout.strategies.group import Group
-from cb_rollout.strategies.request_stream import Sampler
+from cb_rollout.strategies.base import Group
+from cb_rollout.strategies.request_stream import RequestStream
 from cb_rollout.types import GenerationOutput
 
 
@@ -83,7 +83,7 @@ class PendingGroup:
 class GroupsInFlight:
     """Pending groups by number, over a sampler."""
 
-    def __init__(self, sampler: Sampler, stats: CompletionStats) -> None:
+    def __init__(self, sampler: RequestStream, stats: CompletionStats) -> None:
         self._sampler, self._stats = sampler, stats
         self._num_groups = 0
         self._groups: dict[int, PendingGroup] = {}

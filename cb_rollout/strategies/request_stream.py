@@ -5,109 +5,31 @@ one thread.
 """
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from cb_rollout.config.sampling import SamplingParams, equal_group_warning, resolved
-from cb_rollout.engine.request import Request
-from cb_rollout.engine.service.output_queue import OutputQueue, OutputSink
+from cb_rollout.engine.service.output_queue import OutputQueue
 from cb_rollout.errors import ConfigurationError
 from cb_rollout.rollout.prompts import Prompt, encoded
 from cb_rollout.types import GenerationOutput
 
 
-class Sampler(Protocol):
-    """Interface that a collector needs of an engine."""
-
-    @property
-    def policy_version(self) -> int:
-        """Return the version that tokens are stamped with now."""
-        ...
-
-    def submit(self, prompt: Prompt, num_sequences: int) -> list[str]:
-        """Queue completions of one prompt, prefilled once; return their ids."""
-        ...
-
-    def take(self) -> GenerationOutput:
-        """Wait for the next of these sequences to end."""
-        ...
-
-    def cancel(self, request_ids: Sequence[str]) -> None:
-        """End sequences early; each still delivers its tokens."""
-        ...
-
-    def sleep(self) -> None:
-        """Stop the engine until `wake`; sequences in flight keep their tokens."""
-        ...
-
-    def wake(self) -> None:
-        """Let the engine run."""
-        ...
-
-
-class RequestManager(Protocol):
-    """Interface that requests are submitted to: an engine's manager, or a pool's."""
-
-    @property
-    def defaults(self) -> SamplingParams:
-        """Return the sampling parameters of a request that has none."""
-        ...
-
-    def create_requests(
-        self, inputs: Sequence[Any], params: Sequence[SamplingParams], *, members: Sequence[int]
-    ) -> list[Request]:
-        """Validate sequences."""
-        ...
-
-    def start(self) -> None:
-        """Let requests run."""
-        ...
-
-    def submit(self, requests: Sequence[Request], sink: OutputSink) -> None:
-        """Queue requests; their outputs go to `sink`."""
-        ...
-
-    def cancel_requests(self, request_ids: Sequence[str]) -> object:
-        """End requests early."""
-        ...
-
-    def require_can_wait(self) -> None:
-        """Raise where no output would come."""
-        ...
-
-
-class Generator(Protocol):
-    """Part of `RolloutGenerator` that a stream uses."""
-
-    tokenizer: Any
-
-    @property
-    def manager(self) -> RequestManager:
-        """Return the manager that requests are submitted to."""
-        ...
-
-    @property
-    def policy_version(self) -> int:
-        """Return the version that tokens are stamped with now."""
-        ...
-
-    def sleep(self) -> None:
-        """Release the KV memory and stop the engine."""
-        ...
-
-    def wake(self) -> None:
-        """Let the engine run."""
-        ...
-
-
 class RequestStream:
-    """A `Sampler` over a generator's manager."""
+    """Completions of one owner's prompts, over a generator's manager."""
 
     def __init__(
         self,
-        generator: Generator,
+        generator: Any,
         sampling_params: SamplingParams | None = None,
         max_new_tokens: int | None = None,
     ) -> None:
+        """Submit nothing yet.
+
+        Args:
+            generator: a `RolloutGenerator`, or a pool in the place of one.
+            sampling_params: of every completion; None: the generator's.
+            max_new_tokens: overrides `sampling_params`; None: theirs.
+        """
         self._generator, self._manager = generator, generator.manager
         self._params = resolved(sampling_params, self._manager.defaults, max_new_tokens)
         self._output_queue = OutputQueue()

@@ -207,8 +207,8 @@ def checkpoint_findings(
         tokenizer, finding = _tokenizer(name)
         yield finding
         with RolloutGenerator(model, config, tokenizer=tokenizer) as generator:
-            yield from _cache(generator.manager.cache_layout)
-            yield _batch_layout(generator.manager.batch_layout)
+            yield from _cache(generator.manager.engine.layout)
+            yield _batch_layout(generator.manager.engine.batch_layout)
             yield from _memory(generator, model)
             yield _comparison(generator, model)
             yield _images(name, generator, model)

@@ -150,7 +150,7 @@ def follow(
             generator.sync_weights()
             same = [torch.equal(a, b) for a, b in zip(parts, local_parts(parameters), strict=True)]
             parts_kept = parts_kept and all(same)
-        is_shared = generator.manager.model is generator.manager._engine.trained
+        is_shared = generator.manager.model is generator.manager.engine.trained
         # Every process takes part in the model's forward.
         model.eval()
         with torch.no_grad():

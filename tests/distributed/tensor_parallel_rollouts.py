@@ -78,7 +78,9 @@ def check(model_type: str, folder: Path) -> dict[str, Any]:
             together.sync_weights()
         found["tokens"] = [row["tokens"] for row in rows]
         found["preemptions"] = together.manager.counters.preemptions
-        keys = [spec.keys for spec in together.manager.cache_layout.layers if spec.keys is not None]
+        keys = [
+            spec.keys for spec in together.manager.engine.layout.layers if spec.keys is not None
+        ]
         found["key_heads"] = keys[-1].shape[0]
     return found
 

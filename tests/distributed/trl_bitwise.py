@@ -45,7 +45,7 @@ def trained(folder: Path, loss_forward: str, way: str) -> tuple[dict[str, Any], 
         plugin.mixed_precision_policy = replace(
             plugin.mixed_precision_policy, output_dtype=torch.float32
         )
-    engine = attach(trainer, config).manager._engine
+    engine = attach(trainer, config).manager.engine
     trainer.train()
     is_shared = engine.model is engine.trained
     detach(trainer)

@@ -120,7 +120,7 @@ def train(
         tensor_parallel_size=tensor_parallel_size,
     )
     generator = attach(trainer, config)
-    engine = generator.manager._engine
+    engine = generator.manager.engine
     before = plain_logprobs(engine.model, PROMPT, COMPLETION)
     trainer.train()
     generator.sync_weights()

@@ -72,7 +72,7 @@ def check(model_type: str) -> ImageParity:
             for index, output in enumerate(groups.values()):
                 compare(model, inputs[index // GROUP_SIZE], output, found)
         found.num_encoded = generator.manager.counters.images_encoded
-        found.shares_prefill = bool(generator.manager._engine._runner.shares_prefill)
+        found.shares_prefill = bool(generator.manager.engine._runner.shares_prefill)
     return found
 
 

@@ -105,7 +105,7 @@ def check(model: PreTrainedModel) -> Parity:
         num_speculative_tokens=0,
     )
     with RolloutGenerator(model, config) as generator:
-        engine = generator.manager._engine
+        engine = generator.manager.engine
         greedy = SamplingParams(do_sample=False, max_new_tokens=NEW_TOKENS, ignore_eos=True)
         sampled = SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True)
         *inputs, group = prompts(*GREEDY_LENGTHS, GROUP_LENGTH)

@@ -21,7 +21,7 @@ def generator_of(model, path="graphs", **settings):
     if path == "gathered":
         config = RolloutConfig(seed=1, use_cuda_graph=False, **settings)
     generator = RolloutGenerator(model, config)
-    runner = generator.manager._engine._runner
+    runner = generator.manager.engine._runner
     assert runner.backend_selection.name == "triton", runner.backend_selection
     if path == "gathered":
         runner.attention_backend = None
@@ -33,8 +33,8 @@ def rollout(model, path, params=GREEDY, **settings):
         outputs = generator.generate_batch(
             PROMPTS, sampling_params=params, num_return_sequences=4
         ).values()
-        assert generator.manager._engine.num_blocks_used == 0
-        graphs = generator.manager._engine._graphs
+        assert generator.manager.engine.num_blocks_used == 0
+        graphs = generator.manager.engine._graphs
         assert bool(graphs and graphs.num_graphs) is (path in ("graphs", "compiled"))
         assert ("forwards: compiled" in generator.manager.decode_path) is (path == "compiled")
     return [o.generated_tokens for o in outputs], [o.logprobs for o in outputs]
@@ -90,7 +90,7 @@ def test_in_half_precision_log_probabilities_are_as_near_the_plain_forward_as_th
     more than a small multiple of what the gathered path does."""
     model = tiny_model("qwen3").cuda().to(dtype)
     with generator_of(model) as generator:
-        engine = generator.manager._engine
+        engine = generator.manager.engine
         runner = engine._runner
         rows, forwards = text_rows(runner), _forwards(engine.layout)
         with eval_mode(model):
@@ -121,7 +121,7 @@ def test_graphs_and_log_probabilities_survive_training_sleep_and_growth():
     with generator_of(model) as generator:
         run = lambda: generator.generate_batch(PROMPTS[:1], sampling_params=GREEDY)  # noqa: E731
         run()
-        graphs = generator.manager._engine._graphs
+        graphs = generator.manager.engine._graphs
         kept = dict(graphs._graphs)
         with torch.no_grad():
             for parameter in model.parameters():
@@ -144,12 +144,12 @@ def test_a_weight_that_moved_has_its_graphs_captured_anew():
     model = tiny_model("qwen3").cuda()
     with generator_of(model) as generator:
         generator.generate_batch(PROMPTS[:1], sampling_params=GREEDY)
-        before = list(generator.manager._engine._graphs._graphs.values())
+        before = list(generator.manager.engine._graphs._graphs.values())
         weight = model.model.layers[0].mlp.up_proj.weight
         weight.data = weight.data * 1.5
         generator.sync_weights()
         generator.generate_batch(PROMPTS[:1], sampling_params=GREEDY)
-        after = list(generator.manager._engine._graphs._graphs.values())
+        after = list(generator.manager.engine._graphs._graphs.values())
         assert not set(before) & set(after)
         assert generator.verify(1).max < 1e-3
 

@@ -285,7 +285,7 @@ def test_text_and_chats_are_encoded_by_the_tokenizer():
 
 def test_what_no_longer_fits_after_a_new_plan_fails_with_the_numbers():
     with RolloutGenerator(tiny_model(), RolloutConfig(num_blocks=10, block_size=16)) as generator:
-        manager, engine = generator.manager, generator.manager._engine
+        manager, engine = generator.manager, generator.manager.engine
         manager.start()
         with manager.pause():
             manager.add_request([5] * 20, max_new_tokens=50, sampling_params=PARAMS)

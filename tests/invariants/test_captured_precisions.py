@@ -95,7 +95,7 @@ def test_steps_are_captured_and_give_what_the_trainers_forward_gives(case, monke
             outputs = generator.generate_batch([PROMPT], sampling_params=PARAMS).values()
             path = generator.manager.decode_path
             weights = generator.manager.model.model.layers[0].self_attn.o_proj.weight
-            pages = generator.manager._engine.layout.layers[0].per_token
+            pages = generator.manager.engine.layout.layers[0].per_token
     assert CAPTURED in path, path
     assert not warned(caplog)
     is_half = is_autocast or change in (in_bfloat16, with_float32_head)

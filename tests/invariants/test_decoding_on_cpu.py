@@ -29,7 +29,7 @@ def soon(monkeypatch):
 
 
 def runner_of(generator):
-    return generator.manager._engine._runner
+    return generator.manager.engine._runner
 
 
 def rollout(generator):
@@ -94,7 +94,7 @@ def test_compiled_decode_steps_give_the_same_tokens():
         expected = tokens_of(rollout(generator))
     config = RolloutConfig(seed=3, use_default_compile_configs=True)
     with RolloutGenerator(model, config) as generator:
-        assert "forwards: by the model, until compiled" in generator.manager._engine.decode_path
+        assert "forwards: by the model, until compiled" in generator.manager.engine.decode_path
         outputs = rollout(generator)
         assert tokens_of(outputs) == expected
         assert_right(outputs, model)
@@ -159,9 +159,9 @@ def test_a_plan_made_anew_asks_nothing_of_a_forward_whose_weights_keep_moving(mo
         model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach() * 1.1)
         rollout(generator)
         assert not runner_of(generator).attention_backend.traced_forward.can_trace
-        generator.manager._engine.training.has_stepped = True
+        generator.manager.engine.training.has_stepped = True
         generator.sync_weights()
-        assert generator.manager._engine.training.is_settled
+        assert generator.manager.engine.training.is_settled
         assert_right(rollout(generator), model)
 
 
@@ -289,7 +289,7 @@ def test_a_model_in_bfloat16_rounds_no_more_than_its_own_forward(family, setting
     model = tiny_model(family, **settings).bfloat16()
     exact = tiny_model(family, **settings).bfloat16().float()
     with RolloutGenerator(model, RolloutConfig(seed=3)) as generator:
-        assert "decode attention: cpp" in generator.manager._engine.decode_path
+        assert "decode attention: cpp" in generator.manager.engine.decode_path
         outputs = rollout(generator)
         assert runner_of(generator).attention_backend.traced_forward.trace is not None
     ours, own = [], []
@@ -312,7 +312,7 @@ def test_without_a_compiler_keys_are_gathered_and_the_reason_is_told(monkeypatch
         RolloutGenerator(model, RolloutConfig(seed=3)) as generator,
     ):
         told = "gathered (the kernel needs a C++ compiler, g++ or the one that CXX names ("
-        assert told in generator.manager._engine.decode_path
+        assert told in generator.manager.engine.decode_path
         outputs = rollout(generator)
         assert tokens_of(outputs) == expected
         assert_right(outputs, model)

@@ -102,7 +102,7 @@ def test_tokens_are_the_same_on_every_path(path, family, monkeypatch):
         outputs = outputs_of(generator, num_return_sequences=2)
         counters = counters_of(generator)
         assert 0 < counters.accepted_tokens <= counters.drafted_tokens
-        assert generator.manager._engine.num_blocks_used == 0
+        assert generator.manager.engine.num_blocks_used == 0
     assert_same(outputs, expected)
     assert_right(outputs, model)
 
@@ -126,7 +126,7 @@ def test_tokens_are_the_same_by_kernels(use_cuda_graph, temperature, num_sequenc
     config = RolloutConfig(seed=3, use_cuda_graph=use_cuda_graph, block_size=8)
     with RolloutGenerator(model, config) as generator:
         outputs = outputs_of(generator, **asked)
-        counters, graphs = counters_of(generator), generator.manager._engine._graphs
+        counters, graphs = counters_of(generator), generator.manager.engine._graphs
         assert counters.accepted_tokens > 0
     assert_same(outputs, expected)
     if use_cuda_graph is None and not torch.cuda.is_available():
@@ -186,7 +186,7 @@ def test_a_draft_takes_no_blocks_from_anybody():
     )
     with RolloutGenerator(model, config) as generator:
         assert_same(outputs_of(generator, num_return_sequences=2), expected)
-        assert generator.manager._engine.num_blocks_used == 0
+        assert generator.manager.engine.num_blocks_used == 0
     assert_same(tight, expected)
 
 

@@ -43,7 +43,7 @@ def generator_of(model, **settings):
 
 
 def attention_of(generator):
-    return generator.manager._engine._runner.backend_selection
+    return generator.manager.engine._runner.backend_selection
 
 
 def assert_same(found, expected, tolerance=1e-5):
@@ -64,7 +64,7 @@ def test_tokens_and_log_probabilities_are_those_of_the_gathered_path(use_cuda_gr
     with generator_of(model, use_cuda_graph=use_cuda_graph) as generator:
         assert attention_of(generator).name == "triton"
         assert_same(rollout(generator, inputs, many), expected)
-        assert generator.manager._engine.num_blocks_used == 0
+        assert generator.manager.engine.num_blocks_used == 0
     assert bool(Playback.num_captures) is use_cuda_graph
     for tokens, logprobs in zip(*expected, strict=True):
         prompt = LONG if len(tokens) == 6 else SHORT
@@ -152,7 +152,7 @@ def test_no_graph_is_replayed_while_anyone_steps_into_the_forward(fast):
     model, seen = tiny_model("qwen3", **SMALL), []
     hook = model.model.layers[0].register_forward_hook(lambda *_: seen.append(1))
     with generator_of(model, use_cuda_graph=True, max_requests_per_batch=1) as generator:
-        graphs_made = generator.manager._engine._graphs
+        graphs_made = generator.manager.engine._graphs
         assert graphs_made.num_graphs == 0
         seen.clear()
         tokens, logprobs = rollout(generator, [SHORT], [params()])
@@ -213,10 +213,10 @@ def test_steps_ahead_of_their_tokens_change_none(fast, monkeypatch):
             num_speculative_tokens=0,
             max_requests_per_batch=3,
         ) as generator:
-            assert ("a step ahead" in generator.manager._engine.decode_path) is looks_ahead
+            assert ("a step ahead" in generator.manager.engine.decode_path) is looks_ahead
             found.append(rollout(generator, [SHORT, SHORT[::-1]], asked, num_return_sequences=3))
             lengths |= {len(tokens) for tokens in found[-1][0]}
-            assert generator.manager._engine.num_blocks_used == 0
+            assert generator.manager.engine.num_blocks_used == 0
         num_ahead.append(sum(step is not None for step in collected))
     assert_same(found[1], found[0])
     assert len(lengths) > 2
@@ -237,7 +237,7 @@ def test_a_step_ahead_that_fails_takes_nothing_from_the_one_before(error, fast, 
 
     monkeypatch.setattr(graphs.GraphedDecoding, "launch", fail_second)
     with generator_of(model, use_cuda_graph=True, num_speculative_tokens=0) as generator:
-        engine = generator.manager._engine
+        engine = generator.manager.engine
         engine.add(request)
         while engine.has_work:
             engine.step()
@@ -252,12 +252,12 @@ def test_what_was_ahead_of_new_weights_is_given_up(fast):
     model = tiny_model("qwen3", **SMALL)
     request = request_of(SHORT, max_new_tokens=8)
     with generator_of(model, use_cuda_graph=True, num_speculative_tokens=0) as generator:
-        engine = generator.manager._engine
+        engine = generator.manager.engine
         engine.add(request)
         for _ in range(3):
             engine.step()
         num_old = request.num_generated
-        engine.hand_back_model()
+        engine.release_model()
         with torch.no_grad():
             model.lm_head.weight.mul_(3)
         engine.begin_policy_version(1)
@@ -272,7 +272,7 @@ def test_what_was_ahead_of_new_weights_is_given_up(fast):
 def test_capturing_touches_no_page(fast):
     with generator_of(tiny_model("qwen3", **SMALL), use_cuda_graph=True) as generator:
         rollout(generator, [SHORT], [params()])
-        engine = generator.manager._engine
+        engine = generator.manager.engine
         pages = engine._storage.cache.layers[0].pages
         # Fresh pages hold whatever lay there, and a NaN equals nothing.
         before = [tensor.fill_(1).clone() for tensor in pages]
@@ -286,7 +286,7 @@ def test_only_so_many_graphs_are_kept_and_rows_are_padded_as_asked(fast):
     model = tiny_model("qwen3", **SMALL)
     with generator_of(model, max_cached_graphs=1, q_padding_interval_size=3) as generator:
         rollout(generator, [SHORT] * 4, [params(max_new_tokens=n) for n in (2, 3, 3, 3)])
-        assert generator.manager._engine._graphs.num_graphs == 1
+        assert generator.manager.engine._graphs.num_graphs == 1
     # For six rows, which run three too.
     assert Playback.num_captures == 1
 
@@ -364,8 +364,8 @@ def test_a_forward_that_waits_for_the_device_is_not_captured(fast, monkeypatch):
     monkeypatch.setattr(graphs, "CudaCapture", Refusing)
     model = tiny_model("qwen3", **SMALL)
     with generator_of(model) as generator:
-        assert generator.manager._engine._graphs is None
-        assert "(RuntimeError: operation not permitted" in generator.manager._engine.decode_path
+        assert generator.manager.engine._graphs is None
+        assert "(RuntimeError: operation not permitted" in generator.manager.engine.decode_path
         rollout(generator, [SHORT], [params()])
     with pytest.raises(
         ConfigurationError, match="use_cuda_graph=True needs a forward that never waits"
@@ -404,7 +404,7 @@ def test_no_graph_is_captured_once_requests_run_and_what_they_wanted_is_in_the_n
     # Keys are cut otherwise from one block to the next.
     monkeypatch.setattr(sharing, "SHORT_STRETCH", 8)
     with generator_of(model, kv_padding_interval_size=8, max_requests_per_batch=2) as generator:
-        made = generator.manager._engine._graphs
+        made = generator.manager.engine._graphs
         captured = Playback.num_captures
         assert captured == made.num_graphs == 2
         assert_same(rollout(generator, [SHORT], asked), expected)
@@ -423,7 +423,7 @@ def test_graphs_dropped_in_a_sleep_are_captured_by_the_thread_that_wakes_the_eng
     model = tiny_model("qwen3", **SMALL)
     greedy = params(temperature=0.0)
     with generator_of(model, max_requests_per_batch=2) as generator:
-        made, captured = generator.manager._engine._graphs, Playback.num_captures
+        made, captured = generator.manager.engine._graphs, Playback.num_captures
         expected = rollout(generator, [SHORT], greedy)
         generator.sleep()
         assert made.num_graphs == captured
@@ -469,7 +469,7 @@ def test_steps_run_the_graph_of_more_rows_or_none_where_memory_ran_out_in_the_ca
 
     for most in (1, 0):
         with generator_of(model, max_requests_per_batch=4) as generator:
-            made = generator.manager._engine._graphs
+            made = generator.manager.engine._graphs
             generator.sleep(release_graphs=True)
             Playback.num_captures = 0
             monkeypatch.setattr(Playback, "__call__", run_out)
@@ -508,4 +508,4 @@ def test_a_forward_that_cannot_be_captured_any_more_runs_without_graphs_and_a_wa
         del mlp.forward
         rollout(generator, [SHORT], [params()])
         assert "not now" not in generator.manager.decode_path
-        assert generator.manager._engine._graphs.num_graphs == 1
+        assert generator.manager.engine._graphs.num_graphs == 1

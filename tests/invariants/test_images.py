@@ -102,7 +102,7 @@ def test_groups_with_images_beside_text_agree_with_plain_forwards(model_type):
     chats = [chat(picture(1)), chat(picture(2, (64, 24)), picture(3)), chat()]
     with generator_of(model_type) as generator:
         outputs = rollout(generator, [*chats, [20, 21, 22]], sampled(), num_return_sequences=3)
-        assert generator.manager._engine.num_blocks_used == 0
+        assert generator.manager.engine.num_blocks_used == 0
         assert generator.verify(12).max <= TOLERANCE
     for output, messages in zip(outputs, [c for c in chats for _ in range(3)], strict=False):
         assert_plain(model, output, processed(processor, messages))
@@ -129,7 +129,7 @@ def test_preempted_sequences_and_new_weights_read_nothing_old(model_type):
     config = RolloutConfig(seed=0, block_size=4, num_blocks=14, num_speculative_tokens=0)
     chats = [chat(picture(seed)) for seed in (1, 2, 3)]
     with RolloutGenerator(model, config, tokenizer=processor) as generator:
-        engine = generator.manager._engine
+        engine = generator.manager.engine
         requests = []
         for messages in chats:
             tensors = processed(processor, messages)
@@ -267,7 +267,7 @@ def test_a_picture_is_encoded_once_in_all_prompts_under_one_policy(model_type):
                 parameter.mul_(0.9)
         new_policy = copy.deepcopy(model)
         generator.sync_weights()
-        assert generator.manager._engine._runner.encoder_cache.num_bytes == 0
+        assert generator.manager.engine._runner.encoder_cache.num_bytes == 0
         num_encoded = counters.images_encoded
         outputs_after = rollout(generator, [other, asked], sampled())
         assert counters.images_encoded == num_encoded + 2
@@ -349,7 +349,7 @@ def test_features_are_bounded_and_in_the_memory_plan():
         assert generator.memory_plan().encoder_cache_bytes == int(2.5 * row_bytes)
         assert "image features" in str(generator.memory_plan())
         rollout(generator, [chat(picture(seed)) for seed in range(4)], greedy(1))
-        encoder_cache = generator.manager._engine._runner.encoder_cache
+        encoder_cache = generator.manager.engine._runner.encoder_cache
         assert encoder_cache.num_bytes == 2 * row_bytes
         generator.sleep()
         assert encoder_cache.num_bytes == 0

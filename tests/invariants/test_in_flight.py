@@ -20,7 +20,7 @@ def manager():
     manager.start()
     yield manager
     manager.stop(timeout=0)
-    assert manager._engine.num_blocks_used == 0
+    assert manager.engine.num_blocks_used == 0
 
 
 @torch.no_grad()
@@ -78,4 +78,4 @@ def test_an_unknown_fate_is_refused_before_the_engine_is_held(manager):
         manager.pause("drop"),
     ):
         pytest.fail("paused")
-    assert manager._engine.policy_version == 0
+    assert manager.engine.policy_version == 0

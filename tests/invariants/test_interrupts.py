@@ -77,8 +77,8 @@ def require_works(generator, expected):
     except EngineDeadError:
         outputs = generate(generator)
     assert [output.generated_tokens for output in outputs] == expected
-    assert generator.manager._engine.num_blocks_used == 0
-    assert not generator.manager._loop.is_live()
+    assert generator.manager.engine.num_blocks_used == 0
+    assert not generator.manager.loop.is_live()
     assert generator.manager.model.training
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
@@ -94,7 +94,7 @@ def interrupt_everywhere(generator, call, step=1):
             traced(call, Tracer(ADMISSION_AND_DELIVERY, "line", interrupt, number))
         require_works(generator, expected)
     generator.close()
-    assert generator.manager._engine.cache_bytes == 0
+    assert generator.manager.engine.cache_bytes == 0
     return counted.count
 
 
@@ -194,14 +194,14 @@ def kill_everywhere(step=1):
             assert found is not None, f"call {number}"
             assert found.error or found.generated_tokens == expected.generated_tokens
         manager.stop(timeout=0)
-        assert (manager._engine.num_blocks_used, model.training) == (0, True), number
+        assert (manager.engine.num_blocks_used, model.training) == (0, True), number
         again = run_once(manager, None)
         assert again is not None, f"call {number}: {found}"
         assert again.generated_tokens == expected.generated_tokens
         plain = plain_logprobs(model, [5, 6, 7], again.generated_tokens)
         assert again.logprobs == pytest.approx(plain, abs=1e-5)
         manager.stop()
-    assert manager._engine.cache_bytes == 0
+    assert manager.engine.cache_bytes == 0
     return counted.count, num_dead
 
 

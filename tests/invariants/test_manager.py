@@ -68,7 +68,7 @@ def test_a_cancelled_request_delivers_what_it_had(manager):
     assert 0 < len(last.generated_tokens) == len(last.logprobs) < 400
     assert manager.cancel_request(request_id) is CancelResult.FINISHED
     assert manager.cancel_request("nobody") is CancelResult.UNKNOWN
-    assert manager._engine.num_blocks_used == 0
+    assert manager.engine.num_blocks_used == 0
 
 
 def test_an_id_in_use_and_a_full_queue_are_refused(manager):
@@ -134,7 +134,7 @@ def test_a_pause_of_nothing_says_so(manager):
     alone = ContinuousBatchingManager(manager.model)
     with pytest.raises(RolloutError, match=r"not running, .* start\(\) it"), alone.pause():
         pass
-    manager._loop.fail(ValueError("broken"))
+    manager.loop.fail(ValueError("broken"))
     with pytest.raises(EngineDeadError, match="ValueError: broken"), manager.pause():
         pass
     manager.join()

@@ -113,7 +113,7 @@ def test_sleeping_frees_the_pool_and_waking_changes_no_token():
     with RolloutGenerator(model, config) as generator:
         tokens = tokens_of(generator.generate_batch(PROMPTS, sampling_params=GREEDY))
         for _ in range(3):
-            cache = generator.manager._engine._storage.cache
+            cache = generator.manager.engine._storage.cache
             pool_bytes = generator.metrics()["rollout/kv_bytes"]
             assert pool_bytes == 12 * 16 << 20
             for pages in cache.tensors:
@@ -154,7 +154,7 @@ def test_the_plan_is_redone_once_after_the_first_optimizer_step_in_any_loop():
         assert measured.training.is_measured
         assert measured.training.optimizer_states >= 2 * size
         assert measured.training.optimizer_states_to_come == 0
-        assert generator.manager._input_processor.limits.max_cached_tokens() == (
+        assert generator.manager.limits.max_cached_tokens() == (
             measured.num_blocks * generator.config.block_size
         )
         generator.generate_batch(PROMPTS, sampling_params=GREEDY)
@@ -189,7 +189,7 @@ def test_kept_keys_survive_a_due_new_plan():
         with manager.pause("keep"):
             model.train()
             steps(model, optimizer)
-            num_blocks_used = manager._engine.num_blocks_used
+            num_blocks_used = manager.engine.num_blocks_used
         assert generator.memory_plan() is plan
         assert num_blocks_used > 0
         *_, last = manager.request_id_iter("req_0")
@@ -256,7 +256,7 @@ def test_the_pool_never_exceeds_what_the_workload_can_use(num_waves):
     with RolloutGenerator(tiny_model(), config) as generator:
         # Two at a time, of 3 + 12 and 4 + 12 tokens: four blocks each.
         generator.generate_batch(PROMPTS * num_waves, sampling_params=GREEDY)
-        pool = generator.manager._engine._scheduler.pool
+        pool = generator.manager.engine._scheduler.pool
         assert pool.num_blocks <= 8
         # Longer ones that come later make it grow, to their own need at most: eleven blocks each.
         longer = dataclasses.replace(GREEDY, max_new_tokens=40)

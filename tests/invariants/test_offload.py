@@ -15,9 +15,9 @@ SCARCE = {"block_size": 4, "num_blocks": 24}
 def rollout(model, prompts=PROMPTS, **settings):
     with RolloutGenerator(model, RolloutConfig(seed=0, **settings)) as generator:
         outputs = generator.generate_batch(prompts, sampling_params=PARAMS)
-        offloader = generator.manager._engine._scheduler._offloader
+        offloader = generator.manager.engine._scheduler._offloader
         assert getattr(offloader, "num_bytes", 0) == 0
-        assert generator.manager._engine.num_blocks_used == 0
+        assert generator.manager.engine.num_blocks_used == 0
         return list(outputs.values()), generator.metrics()
 
 
@@ -64,16 +64,16 @@ def test_offloaded_keys_of_an_older_policy_are_never_restored(in_flight):
     config = RolloutConfig(seed=0, **SCARCE, cpu_offload_gib=0.1)
     with RolloutGenerator(tiny_model(), config) as generator:
         manager = generator.manager
-        offloader = manager._engine._scheduler._offloader
+        offloader = manager.engine._scheduler._offloader
         manager.start()
         ids = manager.add_requests(PROMPTS, 40, streaming=True, sampling_params=PARAMS)
         while not offloader.num_bytes:
             assert manager.get_result(timeout=60) is not None
         with manager.pause(in_flight):
             pass
-        offloader = manager._engine._scheduler._offloader
+        offloader = manager.engine._scheduler._offloader
         with manager.pause("keep"):
-            running = [r for r in manager._engine._scheduler.running if r.has_old_keys]
+            running = [r for r in manager.engine._scheduler.running if r.has_old_keys]
             for request in running:
                 offloader.save(request)
             assert offloader.num_bytes == 0 or not running
@@ -86,7 +86,7 @@ def test_a_cancelled_sequences_keys_are_dropped():
         manager = generator.manager
         manager.start()
         ids = manager.add_requests(PROMPTS, 40, streaming=True, sampling_params=PARAMS)
-        offloader = manager._engine._scheduler._offloader
+        offloader = manager.engine._scheduler._offloader
         while not offloader.num_bytes:
             assert manager.get_result(timeout=60) is not None
         for request_id in ids:
@@ -129,6 +129,6 @@ def test_float8_pages_are_gathered_where_kernels_would_read_them(monkeypatch):
     model = tiny_model("qwen3")
     with RolloutGenerator(model, RolloutConfig(kv_dtype="float8_e4m3fn", seed=0)) as generator:
         path = "decode attention: gathered (keys are torch.float8_e4m3fn); CUDA graphs: off"
-        assert path in generator.manager._engine.decode_path
+        assert path in generator.manager.engine.decode_path
         generator.generate_batch(PROMPTS, sampling_params=PARAMS)
         assert generator.verify(6).mean < 0.5

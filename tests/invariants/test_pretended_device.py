@@ -46,7 +46,7 @@ def rollout(model, asked, sleeps=False, **settings):
         before = Pretended.num_waits
         outputs = generator.generate_batch(INPUTS, sampling_params=params, num_return_sequences=2)
         num_waits = Pretended.num_waits - before
-        path = generator.manager._engine.decode_path
+        path = generator.manager.engine.decode_path
     tokens = [output.generated_tokens for output in outputs.values()]
     return tokens, [output.logprobs for output in outputs.values()], num_waits, path
 
@@ -129,7 +129,7 @@ def test_a_new_engine_captures_no_graph_later(device):
     config = RolloutConfig(max_requests_per_batch=4, num_speculative_tokens=0)
     params = SamplingParams(ignore_eos=True, max_new_tokens=3)
     with device, RolloutGenerator(tiny_model(**SMALL).to("cuda:0"), config) as generator:
-        graphs = generator.manager._engine._graphs
+        graphs = generator.manager.engine._graphs
         assert graphs.num_graphs == 3
         for num_rows in (1, 2, 3):
             generator.generate_batch(INPUTS[:1] * num_rows, sampling_params=params)
@@ -151,7 +151,7 @@ def test_memory_of_graphs_and_gaps_between_tensors_are_not_planned_for_the_cache
             assert sum(part.num_bytes for part in plan.parts) == plan.total_bytes
             generator.sleep(release_graphs=True)
             assert (allocator.pool, allocator.unused) == (0, 0)
-            generator.manager._engine._plan()
+            generator.manager.engine._plan()
             assert generator.memory_plan() == plan
             generator.wake()
             assert allocator.pool == plan.graph_bytes
@@ -342,7 +342,7 @@ def test_every_sampling_parameter_is_honoured_on_every_path(device, monkeypatch)
     with device:
         model = tiny_model(**shape).to("cuda:0")
         with RolloutGenerator(model, config, tokenizer=TOKENIZER) as generator:
-            assert "CUDA graphs: on" in generator.manager._engine.decode_path
+            assert "CUDA graphs: on" in generator.manager.engine.decode_path
             # Beside one that no graph samples, no row would be sampled in a graph.
             for is_graphed in (True, False):
                 names = [name for name in asked if can_be_graphed[name] is is_graphed]

@@ -117,7 +117,7 @@ def test_drafts_that_reach_over_the_limit_change_nothing():
 def test_a_traced_step_takes_the_factors_of_its_rows():
     model = longrope_model()
     with RolloutGenerator(model, RolloutConfig(seed=0)) as generator:
-        generator.manager._engine.warm_up()
+        generator.manager.engine.warm_up()
         assert "from a trace" in generator.manager.decode_path
         for lengths in ((24, 20), (2, 3), (24, 2), (10, 11)):
             outputs = generator.generate_batch(prompts(*lengths), sampling_params=SAMPLED)

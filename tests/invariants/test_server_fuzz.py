@@ -69,6 +69,6 @@ def test_no_request_makes_the_server_fail(serving, mode):
         }  # fmt: skip
         assert 200 in seen["/v1/completions"] | seen["/v1/chat/completions"]
     assert idle(generator)
-    assert generator.manager._engine.num_blocks_used == 0
+    assert generator.manager.engine.num_blocks_used == 0
     assert server.is_running()
     server.model.require_ready()

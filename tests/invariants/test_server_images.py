@@ -66,7 +66,7 @@ def chat(serving):
     chats = client(server).chat.completions
     yield lambda messages, **settings: chats.create(model="policy", messages=messages, **settings)
     assert idle(generator)
-    assert generator.manager._engine.num_blocks_used == 0
+    assert generator.manager.engine.num_blocks_used == 0
 
 
 def test_an_answer_about_pictures_is_what_generate_batch_gives(serving, chat):
@@ -181,7 +181,7 @@ def test_a_model_of_text_refuses_pictures():
 def test_a_picture_that_does_not_run_is_refused_and_the_next_one_runs(monkeypatch):
     model, processor = tiny_vision_model("llava")
     with served(model=model, tokenizer=processor) as (generator, server):
-        inputs = generator.manager._engine._runner.image_inputs
+        inputs = generator.manager.engine._runner.image_inputs
         chats = client(server).chat.completions
         messages = asked(data_url(picture(1)))
         with monkeypatch.context() as patch:

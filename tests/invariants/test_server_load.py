@@ -35,7 +35,7 @@ def server(serving):
     # Whatever was done to it, it serves, and nothing is left.
     assert complete(server).choices[0].text is not None
     assert idle(generator)
-    assert generator.manager._engine.num_blocks_used == 0
+    assert generator.manager.engine.num_blocks_used == 0
 
 
 def complete(server, **settings):
@@ -89,7 +89,7 @@ def test_the_queue_is_bounded(serving, server):
             thread = threading.Thread(target=complete, args=(server,), kwargs={"n": 100})
             thread.start()
             waiting.append(thread)
-        while len(generator.manager._loop._inbox) + generator.manager._engine.num_waiting < 400:
+        while len(generator.manager.loop._inbox) + generator.manager.engine.num_waiting < 400:
             time.sleep(0.01)
         with pytest.raises(openai.RateLimitError, match="max_queue_size=400") as caught:
             complete(server)
@@ -100,7 +100,7 @@ def test_the_queue_is_bounded(serving, server):
 
 def test_equal_prompts_of_many_clients_are_computed_once(serving, server):
     generator, _ = serving
-    loop, counters = generator.manager._loop, generator.manager.counters
+    loop, counters = generator.manager.loop, generator.manager.counters
     prompt = [9, 8, 7, 6, 5, 4, 3]
     with generator.manager.pause():
         before = counters.copy()
@@ -243,12 +243,12 @@ def test_a_request_that_takes_too_long_is_ended():
 
 def test_a_dead_engine_is_unhealthy_until_it_is_started_anew(monkeypatch):
     with served() as (generator, server):
-        step = generator.manager._engine.step
+        step = generator.manager.engine.step
 
         def dies():
             raise RuntimeError("a secret path")
 
-        monkeypatch.setattr(generator.manager._engine, "step", dies)
+        monkeypatch.setattr(generator.manager.engine, "step", dies)
         for stream in (False, True):
             with pytest.raises(openai.APIError, match="the engine stopped") as caught:
                 list(complete(server, stream=stream))
@@ -257,7 +257,7 @@ def test_a_dead_engine_is_unhealthy_until_it_is_started_anew(monkeypatch):
             if not stream:
                 generator.manager.start()
                 assert httpx.get(f"{server.url}/health").status_code == 200
-        monkeypatch.setattr(generator.manager._engine, "step", step)
+        monkeypatch.setattr(generator.manager.engine, "step", step)
         generator.manager.start()
         assert httpx.get(f"{server.url}/health").status_code == 200
         assert complete(server).choices

@@ -41,7 +41,7 @@ def generator(serving):
     defaults = generator.manager.defaults
     yield generator
     generator.manager.defaults = defaults
-    assert generator.manager._engine.num_blocks_used == 0
+    assert generator.manager.engine.num_blocks_used == 0
 
 
 @pytest.fixture
@@ -386,7 +386,7 @@ def test_cancelled_streams_leave_nothing_in_the_engine(generator, chat):
         stream = chat(HELLO, max_tokens=3000, stream=True, extra_body={"ignore_eos": True})
         next(iter(stream))
         stream.close()
-    engine = generator.manager._engine
+    engine = generator.manager.engine
     assert idle(generator)
     assert engine.num_blocks_used == 0
     assert engine.counters.tokens_generated < 9000

@@ -212,5 +212,5 @@ def test_no_bytes_end_the_server_the_engine_or_a_rollout_beside_them(serving, is
     health = httpx.get(f"{server.url}/health", timeout=TIMEOUT_SECONDS)
     assert health.json()["status"] == "ok"
     assert idle(generator)
-    assert generator.manager._engine.num_blocks_used == 0
+    assert generator.manager.engine.num_blocks_used == 0
     assert "Traceback" not in capfd.readouterr().err

@@ -25,7 +25,7 @@ def generator():
     model.train()
     with RolloutGenerator(model, RolloutConfig(seed=0, block_size=16)) as generator:
         yield generator
-        assert generator.manager._engine.num_blocks_used == 0
+        assert generator.manager.engine.num_blocks_used == 0
     assert model.training
 
 
@@ -50,7 +50,7 @@ def test_over_sampling_leaves_an_idle_engine_and_the_model_as_it_was(generator):
     collector = collector_of(generator, OverSampling(num_extra_groups=3))
     groups = collector.collect(2)
     assert [len(group.outputs) for group in groups] == [4, 4]
-    assert not generator.manager._loop.is_live()
+    assert not generator.manager.loop.is_live()
     assert generator.manager.model.training
     stats = collector.stats
     assert stats.submitted == 20
@@ -82,7 +82,7 @@ def test_partial_rollouts_hold_each_token_under_its_own_version(weight_sync):
             policies.append(copy.deepcopy(model))
             generator.sync_weights()
         collector.close()
-        assert not generator.manager._loop.is_live()
+        assert not generator.manager.loop.is_live()
     for output in outputs:
         num_spanning += len(output.policy_versions) > 1
         start = 0

@@ -15,7 +15,7 @@ from tiny import tiny_model
 
 from cb_rollout import ContinuousBatchingManager, EngineDeadError, RolloutConfig, SamplingParams
 from cb_rollout.engine.service import manager as manager_module
-from cb_rollout.engine.service.engine_group import EngineTurn
+from cb_rollout.engine.service.lockstep import LockstepCommand
 
 CONFIG = RolloutConfig(seed=0, block_size=4, num_blocks=10, max_batch_tokens=16)
 OPERATIONS = ("add", "add", "add", "cancel", "pause", "nested", "take", "sleep", "warmup")
@@ -28,27 +28,27 @@ class ThreadGroup:
     ranks = (0, 1)
     data_parallel_rank = number = 0
 
-    def __init__(self, rank: int, turns: "queue.Queue[EngineTurn]") -> None:
+    def __init__(self, rank: int, turns: "queue.Queue[LockstepCommand]") -> None:
         self.rank, self._turns = rank, turns
         self.is_leader = rank == 0
 
-    def smallest(self, value: int) -> int:
+    def all_reduce_min(self, value: int) -> int:
         return value
 
     def gather(self, value: Any) -> list[Any]:
         return [value] * len(self.ranks)
 
-    def send(self, turn: EngineTurn) -> None:
+    def send(self, turn: LockstepCommand) -> None:
         self._turns.put(turn)
 
-    def receive(self) -> EngineTurn:
+    def receive(self) -> LockstepCommand:
         return self._turns.get(timeout=TIMEOUT_SECONDS)
 
 
 @pytest.fixture
 def managers(monkeypatch):
     """Two managers that are one engine; the first leads."""
-    turns: queue.Queue[EngineTurn] = queue.Queue()
+    turns: queue.Queue[LockstepCommand] = queue.Queue()
     groups = iter([ThreadGroup(rank, turns) for rank in range(2)])
     monkeypatch.setattr(manager_module.hf_compat, "tensor_parallel_group", lambda _: "group")
     monkeypatch.setattr(manager_module, "EngineGroup", lambda _: next(groups))

@@ -177,7 +177,7 @@ def test_sequences_in_flight_are_computed_again_where_weights_changed_without_a_
         manager.start()
         request_id = manager.add_request(PROMPT, streaming=True, sampling_params=params)
         manager.get_result(request_id)
-        with manager.interrupted():
+        with manager.loop.paused():
             change(model)
         *_, last = manager.request_id_iter(request_id)
     (_, num_before), (version, num_after) = last.policy_versions

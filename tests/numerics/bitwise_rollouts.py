@@ -131,9 +131,9 @@ class Rollouts:
         events = (self.submit, self.step, self.step, self.cancel, self.set_threads)
         with RolloutGenerator(self.model, config) as generator, ExitStack() as stack:
             self.create_requests = generator.manager.create_requests
-            self.engine = generator.manager._engine
+            self.engine = generator.manager.engine
             # As the loop does that this one stands for, also after a difference.
-            stack.callback(self.engine.hand_back_model)
+            stack.callback(self.engine.release_model)
             while len(self.requests) < num_sequences:
                 for _ in range(self.random.randint(5, 40)):
                     self.random.choice(events)()
@@ -179,7 +179,7 @@ class Rollouts:
         if running:
             self.engine.cancel(self.random.choice(running))
             if not self.engine.has_work:
-                self.engine.hand_back_model()
+                self.engine.release_model()
 
     def set_threads(self) -> None:
         torch.set_num_threads(self.random.choice([1, 1, 1, 1, 2, 3]))

@@ -118,7 +118,7 @@ def test_long_rollouts_run_from_a_trace():
     params = SamplingParams(max_new_tokens=STEPS_BEFORE_TRACE + 20, ignore_eos=True)
     with RolloutGenerator(tiny_model(), config) as generator:
         outputs = generator.generate_batch(rows_of(LENGTHS), sampling_params=params)
-        assert "from a trace" in generator.manager._engine.decode_path
+        assert "from a trace" in generator.manager.engine.decode_path
     with bitwise(generator.manager.model):
         assert largest_difference(generator.manager.model, outputs.values()) == 0
 

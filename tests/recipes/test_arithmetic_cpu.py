@@ -73,7 +73,7 @@ def test_a_working_breaks_off_after_a_whole_second_step_or_not_at_all():
 def test_its_model_decodes_from_a_trace(monkeypatch):
     monkeypatch.setattr(traced_forward, "STEPS_BEFORE_TRACE", 8)
     with cb_rollout.RolloutGenerator(recipe.create_model()) as generator:
-        engine = generator.manager._engine
+        engine = generator.manager.engine
         assert "forwards: by the model, until a trace pays off" in engine.decode_path
         prompt = recipe.create_tokenizer()("7*2-5+8")["input_ids"]
         params = cb_rollout.SamplingParams(ignore_eos=True)

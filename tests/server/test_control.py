@@ -40,7 +40,7 @@ def post(serving):
     yield send
     assert send("/resume").json()["status"] == "resumed"
     assert idle(generator)
-    assert generator.manager._engine.num_blocks_used == 0
+    assert generator.manager.engine.num_blocks_used == 0
 
 
 def test_a_request_is_aborted_by_its_clients_name_with_the_tokens_it_has(serving, post):
@@ -214,11 +214,11 @@ def test_a_pause_that_was_given_up_does_not_take_effect_later():
         manager, began = generator.manager, threading.Event()
         control = EngineControl(manager)
         control._thread.submit(began.set)
-        with manager.interrupted():
+        with manager.loop.paused():
             # The pause waits for this one, longer than its client does.
             asyncio.run(give_up(control, began))
         control._thread.shutdown(wait=True)
-        assert not manager.is_held()
+        assert not manager.pauses.reasons
         assert len(generator.generate_batch([[5]], max_new_tokens=2)) == 1
 
 
@@ -234,10 +234,10 @@ def test_a_pause_that_waits_does_not_outlive_its_server():
         manager = generator.manager
         control = EngineControl(manager)
         loop = asyncio.new_event_loop()
-        with manager.interrupted():
+        with manager.loop.paused():
             pausing = loop.run_until_complete(end_while_it_waits(control))
         control._thread.shutdown(wait=True)
         pausing.cancel()
         loop.run_until_complete(asyncio.gather(pausing, return_exceptions=True))
         loop.close()
-        assert not manager.is_held()
+        assert not manager.pauses.reasons

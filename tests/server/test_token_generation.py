@@ -29,7 +29,7 @@ def generate(serving):
         return httpx.post(f"{server.url}{PATH}", json=body, timeout=TIMEOUT_SECONDS)
 
     yield post
-    assert generator.manager._engine.num_blocks_used == 0
+    assert generator.manager.engine.num_blocks_used == 0
 
 
 def test_tokens_are_those_of_generate_batch_with_their_plain_logprobs(serving, generate):

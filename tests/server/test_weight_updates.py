@@ -83,7 +83,7 @@ def post(serving):
     assert "is no .safetensors file" in refused.json()["error"]["message"]
     assert send("/finish_weight_update").status_code == 409
     assert idle(generator)
-    assert generator.manager._engine.num_blocks_used == 0
+    assert generator.manager.engine.num_blocks_used == 0
 
 
 @pytest.fixture

@@ -36,7 +36,7 @@ def train(folder: Path, resume: bool = False, is_killed: bool = False) -> dict[s
     )
     with attach(trainer, RolloutConfig(old_logps="trainer", verify_every_steps=1)) as generator:
         if is_killed:
-            engine, num_forwards = generator.manager._engine, 0
+            engine, num_forwards = generator.manager.engine, 0
             step = engine.step
 
             def step_until_killed() -> Any:

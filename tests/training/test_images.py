@@ -221,7 +221,7 @@ def test_a_copy_in_bfloat16_reads_images(tmp_path, is_adapted):
     trainer = vision_trainer(tmp_path, bf16=True, peft_config=LORA if is_adapted else None)
     generator = attach(trainer, RolloutConfig(old_logps="trainer"))
     trainer.train()
-    assert generator.manager.model is not generator.manager._engine.trained
+    assert generator.manager.model is not generator.manager.engine.trained
     assert generator.manager.model.model.visual.blocks[0].attn.qkv.weight.dtype == torch.bfloat16
     assert max(logged(trainer, "sampling/sampling_logp_difference/mean")) < 0.05
     generator.close()

@@ -59,8 +59,8 @@ def test_what_it_samples_is_learned_as_trl_learns_what_it_generates(tmp_path, nu
     num_rollouts = 4 // num_iterations
     assert len(sampled) == num_rollouts
     assert logged(trainer, "rollout/policy_version") == list(range(1, num_rollouts + 1))
-    assert not generator.manager._loop.is_live()
-    assert generator.manager._engine.cache_bytes == 0
+    assert not generator.manager.loop.is_live()
+    assert generator.manager.engine.cache_bytes == 0
     assert len(logged(trainer, "rollout/step_share")) == 4
     assert not trainer.use_vllm
     for policy, output in zip(weights.policies[::num_iterations], sampled, strict=True):
@@ -91,7 +91,7 @@ def test_weights_are_synced_once_a_step_whatever_asks(tmp_path):
         trainer.model.lm_head.weight.mul_(1.1)
     trainer.train()  # starts at a step that was there before
     assert [version for is_training, version in seen[3:] if is_training] == [4, 5]
-    assert engine_of(trainer).manager._engine.cache_bytes > 0
+    assert engine_of(trainer).manager.engine.cache_bytes > 0
 
 
 def test_functions_of_one_trainer_share_an_engine_and_attach_takes_over(tmp_path):

@@ -72,8 +72,8 @@ def trained(output_dir, strategy, config=None, **settings):
     groups = trainer.vllm_generation.collector
     trainer.train()
     assert trainer.model.training or trainer.args.eval_strategy != "no"
-    assert not generator.manager._loop.is_live()
-    assert generator.manager._engine.cache_bytes == 0
+    assert not generator.manager.loop.is_live()
+    assert generator.manager.engine.cache_bytes == 0
     detach(trainer)
     return trainer, batches, policies, groups
 
@@ -190,7 +190,7 @@ def test_what_is_carried_stands_still_whatever_else_is_generated(tmp_path):
     def compute_loss_beside(model, inputs, *rest, **named):
         generator.generate_batch([[5, 6, 7]], max_new_tokens=1)
         loss = compute_loss(model, inputs, *rest, **named)
-        seen.append((generator.is_asleep, generator.manager._loop.is_live(), model.training))
+        seen.append((generator.is_asleep, generator.manager.loop.is_live(), model.training))
         return loss
 
     trainer.compute_loss = compute_loss_beside
@@ -325,7 +325,7 @@ def test_a_failing_reward_leaves_nothing_running(tmp_path):
         trainer.train()
     assert generator.is_asleep
     detach(trainer)
-    assert not generator.manager._loop.is_live()
+    assert not generator.manager.loop.is_live()
 
 
 def often_equal(prompts, completions, **_):

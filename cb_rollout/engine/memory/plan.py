@@ -1,7 +1,7 @@
 """Plan the memory of the KV cache. Arithmetic only: callers pass in what a device reports."""
 
 from bisect import bisect_right
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 GIB = 1024**3
@@ -74,53 +74,104 @@ class TrainingBytes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryPlan:
-    """The memory of the KV cache, and how it follows from the rest. Prints as a table."""
+class MemoryModel:
+    """The numbers that a device, a model and the settings give to the plan."""
 
     total_bytes: int
     """Memory of the device, or the part of it that this process may use."""
     free_bytes: int
-    """Free memory when the plan was made, less what dropped CUDA graphs will hold again; this
-    process's share, where several share a device."""
+    """Memory that this process may still allocate, less what dropped CUDA graphs will hold again;
+    this process's share, where several share a device."""
     training: TrainingBytes
     """Memory that training holds and will still allocate."""
     max_memory_percent: float
-    """Share of what training leaves that the cache may use."""
-    workspace_bytes: int
-    """Memory of a forward of the largest batch, apart from what it gathers."""
-    workspace_bytes_per_block: int
-    """Memory of a forward for each block that it gathers."""
-    max_prefill_blocks: int
-    """Blocks that a prefill of several rows gathers at most; a shared one counts for each row."""
-    max_sequence_blocks: int | None
-    """Blocks of one sequence at most; None: a forward may gather all blocks."""
+    """Share, in (0, 1], of what training leaves that the cache may use."""
+    block_size: int
+    """Tokens of a block."""
     max_requests: int
-    """Rows of a forward at most."""
-    graph_bytes: int
-    """Memory of CUDA graphs, captured before the plan was made; 0: there are none."""
-    encoder_cache_bytes: int
-    """Memory for the features of images; 0 for a model that reads none."""
-    bytes_per_block: int
-    """Keys and values of one block, over all layers."""
+    """Rows of a forward at most; sequences decoded together, unless their states need too much."""
+    max_batch_tokens: int
+    """Tokens that a forward computes at most."""
+    max_blocks_per_request: int | None = None
+    """Blocks of one sequence at most; None: no limit."""
+    bytes_per_token: int
+    """Keys and values of one token, over all layers; 0 for a model that stores none."""
     bytes_per_sequence: int
     """Recurrent states of one sequence, over all layers; 0 where the model has none."""
+    workspace_bytes_per_request: int
+    """Memory of a forward for each row, apart from what it gathers."""
+    gathered_bytes_per_token: int
+    """Memory of a forward for each token of history that it gathers, of one layer at a time."""
+    history_factor: int = 1
+    """Tokens that the rows of a prefill gather together, for each token that it may compute, unless
+    it has one row only."""
+    max_sequence_tokens: int | None = None
+    """Most tokens of one sequence, where only prefills gather; None: no limit, or decode steps
+    gather too."""
+    graph_bytes: int = 0
+    """Memory of CUDA graphs, captured before the plan was made; 0: there are none."""
+    encoder_cache_bytes: int = 0
+    """Memory for the features of images, kept out of the budget; 0 for a model that reads none."""
+    set_blocks: int | None = None
+    """`num_blocks` of the settings; None: derived from the budget."""
+
+    @property
+    def budget_bytes(self) -> int:
+        """Return the bytes that `max_memory_percent` allows."""
+        return int(self.max_memory_percent * self.rest_bytes)
+
+    @property
+    def rest_bytes(self) -> int:
+        """Return the free bytes that training and the features of images leave."""
+        return max(0, self.free_bytes - self.training.reserve - self.encoder_cache_bytes)
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Return the bytes of keys and values of one block, over all layers."""
+        return self.bytes_per_token * self.block_size
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Return the bytes of a forward of the largest batch, apart from what it gathers."""
+        return self.workspace_bytes_per_request * self.max_requests
+
+    def gathered_bytes_of(self, num_blocks: int) -> int:
+        """Return the most bytes that a forward gathers from a cache of so many blocks.
+
+        A block that rows of a prefill share counts for each of them.
+        """
+        of_one_row = num_blocks
+        if self.max_sequence_tokens is not None:
+            of_one_row = min(num_blocks, -(-self.max_sequence_tokens // self.block_size))
+            of_one_row = min(of_one_row, self.max_blocks_per_request or of_one_row)
+        of_prefill = -(-self.history_factor * self.max_batch_tokens // self.block_size)
+        num_gathered = max(of_one_row, min(of_prefill, self.max_requests * of_one_row))
+        return num_gathered * self.gathered_bytes_per_token * self.block_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan(MemoryModel):
+    """The memory of the KV cache, and how it follows from the rest. Prints as a table."""
+
     num_slots: int
     """Most sequences decoded together; not slots of the pages. Their states come first."""
     num_blocks: int
     """Maximum of blocks that the cache may grow to."""
-    is_fixed: bool = False
-    """True where `num_blocks` was set, rather than derived from the budget."""
+
+    @property
+    def is_fixed(self) -> bool:
+        """Return whether `num_blocks` was set, rather than derived from the budget."""
+        return self.set_blocks is not None
+
+    @property
+    def has_room(self) -> bool:
+        """Return whether a block, and a sequence's states, fit."""
+        return bool(self.num_blocks and self.num_slots)
 
     @property
     def training_reserve_bytes(self) -> int:
         """Return the bytes that training will still allocate."""
         return self.training.reserve
-
-    @property
-    def budget_bytes(self) -> int:
-        """Return the bytes that `max_memory_percent` allows."""
-        claimed = self.training.reserve + self.encoder_cache_bytes
-        return _budget(self.free_bytes - claimed, self.max_memory_percent)
 
     @property
     def state_bytes(self) -> int:
@@ -140,9 +191,7 @@ class MemoryPlan:
     @property
     def gathered_bytes(self) -> int:
         """Return the bytes of keys and values that a forward gathers, of one layer at a time."""
-        return self.workspace_bytes_per_block * _num_gathered_blocks(
-            self.num_blocks, self.max_prefill_blocks, self.max_sequence_blocks, self.max_requests
-        )
+        return self.gathered_bytes_of(self.num_blocks)
 
     @property
     def left_bytes(self) -> int:
@@ -176,95 +225,32 @@ class MemoryPlan:
         )
 
 
-def create_memory_plan(
-    *,
-    total_bytes: int,
-    free_bytes: int,
-    training: TrainingBytes,
-    max_memory_percent: float,
-    workspace_bytes: int,
-    workspace_bytes_per_block: int,
-    max_prefill_blocks: int = 0,
-    max_sequence_blocks: int | None = None,
-    graph_bytes: int = 0,
-    encoder_cache_bytes: int = 0,
-    bytes_per_block: int,
-    bytes_per_sequence: int,
-    max_requests: int,
-    num_blocks: int | None,
-) -> MemoryPlan:
+def create_memory_plan(model: MemoryModel) -> MemoryPlan:
     """Divide the free memory: budget = share x (free - reserve - features), rounded to blocks.
 
     States and blocks stay within the budget, and leave a forward its workspace.
-
-    Args:
-        total_bytes: memory of the device.
-        free_bytes: the part of it that this process may still allocate.
-        training: memory of training, kept out of the budget.
-        max_memory_percent: the share, in (0, 1].
-        workspace_bytes: memory of a forward of the largest batch, apart from what it gathers.
-        workspace_bytes_per_block: memory of a forward for each block that it gathers.
-        max_prefill_blocks: blocks that a prefill of several rows gathers at most.
-        max_sequence_blocks: blocks of one sequence at most; None: a forward may gather all.
-        graph_bytes: memory of CUDA graphs; not free.
-        encoder_cache_bytes: memory for the features of images, kept out of the budget.
-        bytes_per_block: 0 for a model that stores no keys.
-        bytes_per_sequence: fixed-size states of one sequence.
-        max_requests: maximum of sequences; fewer where their states exceed their share.
-        num_blocks: fixed by the user; None: derived.
     """
-    rest = max(0, free_bytes - training.reserve - encoder_cache_bytes)
-    budget = _budget(rest, max_memory_percent)
-    after_forward = max(0, rest - workspace_bytes)
-    num_slots, states = max_requests, 0
-    if bytes_per_sequence:
-        for_states = min(budget, after_forward) // (STATES_DIVISOR if bytes_per_block else 1)
-        num_slots = min(max_requests, for_states // bytes_per_sequence)
+    budget, num_slots, states = model.budget_bytes, model.max_requests, 0
+    after_forward = max(0, model.rest_bytes - model.workspace_bytes)
+    if model.bytes_per_sequence:
+        for_states = min(budget, after_forward) // (STATES_DIVISOR if model.bytes_per_token else 1)
+        num_slots = min(model.max_requests, for_states // model.bytes_per_sequence)
         # Not rounded down to sequences: a plan with more memory would otherwise have one sequence
         # more and fewer blocks.
-        states = min(for_states, max_requests * bytes_per_sequence)
+        states = min(for_states, model.max_requests * model.bytes_per_sequence)
+    block_bytes = max(1, model.bytes_per_block)
 
     def bytes_beside_forward(num_blocks: int) -> int:
-        gathered = _num_gathered_blocks(
-            num_blocks, max_prefill_blocks, max_sequence_blocks, max_requests
-        )
-        return num_blocks * max(1, bytes_per_block) + gathered * workspace_bytes_per_block
+        return num_blocks * block_bytes + model.gathered_bytes_of(num_blocks)
 
-    most = max(0, (budget - states) // max(1, bytes_per_block))
+    most = max(0, (budget - states) // block_bytes)
     derived = bisect_right(range(most + 1), after_forward - states, key=bytes_beside_forward) - 1
-    return MemoryPlan(
-        # The device may not count all that training holds, such as weights mapped from a file.
-        total_bytes=max(total_bytes, free_bytes + training.held + graph_bytes),
-        free_bytes=free_bytes,
-        training=training,
-        max_memory_percent=max_memory_percent,
-        workspace_bytes=workspace_bytes,
-        workspace_bytes_per_block=workspace_bytes_per_block,
-        max_prefill_blocks=max_prefill_blocks,
-        max_sequence_blocks=max_sequence_blocks,
-        max_requests=max_requests,
-        graph_bytes=graph_bytes,
-        encoder_cache_bytes=encoder_cache_bytes,
-        bytes_per_block=bytes_per_block,
-        bytes_per_sequence=bytes_per_sequence,
-        num_slots=num_slots,
-        num_blocks=max(0, derived) if num_blocks is None else num_blocks,
-        is_fixed=num_blocks is not None,
-    )
-
-
-def _num_gathered_blocks(
-    num_blocks: int, max_prefill_blocks: int, max_sequence_blocks: int | None, max_requests: int
-) -> int:
-    """Return the most blocks that a forward gathers from a cache of `num_blocks`."""
-    of_one_row = num_blocks
-    if max_sequence_blocks is not None:
-        of_one_row = min(num_blocks, max_sequence_blocks)
-    return max(of_one_row, min(max_prefill_blocks, max_requests * of_one_row))
-
-
-def _budget(rest_bytes: int, max_memory_percent: float) -> int:
-    return int(max_memory_percent * max(0, rest_bytes))
+    numbers = {field.name: getattr(model, field.name) for field in fields(MemoryModel)}
+    # The device may not count all that training holds, such as weights mapped from a file.
+    counted = model.free_bytes + model.training.held + model.graph_bytes
+    numbers["total_bytes"] = max(model.total_bytes, counted)
+    num_blocks = max(0, derived) if model.set_blocks is None else model.set_blocks
+    return MemoryPlan(**numbers, num_slots=num_slots, num_blocks=num_blocks)
 
 
 def _to_come(num_bytes: int) -> str:

@@ -64,15 +64,6 @@ class ServingLimits:
     """Those of them that no sequence samples unless its `logit_bias` names them."""
 
 
-def process_rank() -> int:
-    """Return this process's rank: in its process group, else the launcher's `RANK`, else 0."""
-    if distributed.is_available() and distributed.is_initialized():
-        return distributed.get_rank()
-    # torchrun and accelerate set it before any group exists; another's may be no number.
-    named = os.environ.get("RANK", "")
-    return int(named) if named.isdecimal() else 0
-
-
 class InputProcessor:
     """Make requests from any thread, with unique ids and independent seeds."""
 
@@ -84,7 +75,8 @@ class InputProcessor:
         Args:
             limits: bounds of the model and the KV cache.
             seed: seed of the random draws; None: fresh.
-            rank: keeps the seeds of processes apart; None: `process_rank()` at the first request.
+            rank: keeps the seeds of processes apart; None: the process group's at the first
+                request, else the launcher's `RANK`, else 0.
             tokenizer: decodes tokens for stop strings; None: stop strings are refused. A processor
                 also encodes images.
         """
@@ -277,8 +269,14 @@ class InputProcessor:
 
     @cached_property
     def _rank(self) -> int:
+        if self._given_rank is not None:
+            return self._given_rank
         # Asked late: a process group may be initialised after the engine is made.
-        return process_rank() if self._given_rank is None else self._given_rank
+        if distributed.is_available() and distributed.is_initialized():
+            return distributed.get_rank()
+        # torchrun and accelerate set it before any group exists; another's may be no number.
+        named = os.environ.get("RANK", "")
+        return int(named) if named.isdecimal() else 0
 
     def _request_seed(self, params: SamplingParams, number: int, member: int) -> int:
         """Return a reproducible 64-bit seed, distinct for each sequence.

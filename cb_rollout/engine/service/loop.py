@@ -9,8 +9,6 @@ alive.
 import threading
 import time
 import weakref
-import zlib
-from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -19,23 +17,18 @@ from enum import Enum, auto
 from cb_rollout.config.enums import InFlight
 from cb_rollout.engine.core import Engine
 from cb_rollout.engine.request import Request
-from cb_rollout.engine.service.engine_group import (
-    EngineGroup,
-    EngineTurn,
-    TurnKind,
-    request_checksum,
-)
 from cb_rollout.engine.service.interrupts import Interrupts, interrupts_deferred
+from cb_rollout.engine.service.lockstep import CommandKind, EngineGroup, Lockstep
 from cb_rollout.engine.service.output_queue import OutputQueue, OutputSink
-from cb_rollout.engine.service.pause_controller import PauseController
+from cb_rollout.engine.service.pause_controller import PauseController, PauseReason
 from cb_rollout.errors import EngineDeadError, InvalidRequestError, QueueFullError, RolloutError
 from cb_rollout.metrics.observers import Observers
 from cb_rollout.types import CancelResult, RequestStatus
 
-# An idle thread refers to no loop, and looks as often whether its loop still exists.
+# While idle, the thread keeps no reference to its loop, and checks this often whether it exists.
 IDLE_SECONDS = 1.0
 
-# Longer than a step should take; the process may end without the thread after it.
+# `halt` waits this long for the thread, longer than a step should take.
 HALT_TIMEOUT_SECONDS = 10.0
 
 # A late cancel must tell an ended request from an unknown one.
@@ -94,13 +87,10 @@ class EngineLoop:
             group: the processes that share the model's layers; None: this one alone.
         """
         self.engine = engine
-        self._group = group
-        self._next_turn: EngineTurn | None = None
-        self._pause_turn: EngineTurn | None = None
-        self._tokens_checksum = 0
         self._max_queue_size = max_queue_size
         self._return_logprobs = return_logprobs
         self._changed = threading.Condition()
+        self._lockstep = None if group is None else Lockstep(group, self._changed)
         self._inbox: deque[Request] = deque()
         self._live: dict[str, tuple[Request, OutputSink]] = {}
         self._expected: dict[str, OutputSink] = {}
@@ -110,7 +100,7 @@ class EngineLoop:
         self._is_stopping = False
         self._is_draining = False
         self._is_ending = False
-        self.pause_controller = PauseController(self._changed, self._could_step)
+        self.pauses = PauseController(self._changed, self._could_step)
         self._fatal_error: BaseException | None = None
         self.observers = Observers()
 
@@ -120,7 +110,7 @@ class EngineLoop:
         if ending is not None and ending is not threading.current_thread():
             ending.join()
         with interrupts_deferred(), self._changed:
-            if self._group is not None:
+            if self._lockstep is not None:
                 # The processes of a group may have ended at different turns.
                 self.require_alive()
             self._is_stopping = False
@@ -205,8 +195,16 @@ class EngineLoop:
             self._changed.notify_all()
         return found
 
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """End requests early and wait until the model's training flags are restored."""
+        self.cancel(request_ids)
+        with self.paused(is_collective=False):
+            pass
+
     def deliver_cancelled(self) -> None:
-        """End the cancelled requests now, between two forwards; waits for other threads' pauses."""
+        """Deliver the requests that were cancelled while the engine is held; else a step does."""
+        if not self.pauses.reasons:
+            return
         with self.paused(), interrupts_deferred(), self._changed:
             try:
                 self._decide(is_halting=True)
@@ -249,9 +247,9 @@ class EngineLoop:
             return bool(self._live) if request_id is None else request_id in self._live
 
     @property
-    def is_dead(self) -> bool:
-        """Return whether the engine stopped on an exception and was not restarted."""
-        return self._fatal_error is not None
+    def is_alive(self) -> bool:
+        """Return whether the thread runs and the engine did not stop on an exception."""
+        return self.is_running() and self._fatal_error is None
 
     def require_alive(self) -> None:
         """Raise `EngineDeadError` where the engine stopped on an exception."""
@@ -261,7 +259,7 @@ class EngineLoop:
     def _engine_dead_error(self) -> EngineDeadError:
         cause = self._fatal_error
         advice = "generating again, or start(), starts it over."
-        if self._group is not None:
+        if self._lockstep is not None:
             advice = "make a new generator on every process of the group."
         error = EngineDeadError(
             f"the engine stopped on {type(cause).__name__}: {str(cause).rstrip('.')}. Its requests "
@@ -278,19 +276,24 @@ class EngineLoop:
             is_collective: in a tensor-parallel group, pause every process after the same step.
                 False: delay the group; the block must run no forward and change no weight.
         """
-        if self.pause_controller.is_stepping_here or threading.current_thread() is self._thread:
+        if self.pauses.is_stepping_here or threading.current_thread() is self._thread:
             raise RolloutError(
                 "a logits processor or a model's hook cannot pause the engine during its step."
             )
-        may_begin = self._is_pause_next if is_collective and self._follows else lambda: True
-        with self.pause_controller.paused(may_begin):
-            if is_collective and not self.pause_controller.is_nested:
-                self._pause_group()
-            self.engine.lend_model()
-            try:
+        lockstep = self._lockstep if is_collective else None
+        with self.pauses.paused(lockstep.may_pause if lockstep else lambda: True):
+            if lockstep and not self.pauses.is_nested:
+                lockstep.pause()
+            with self.engine.lent():
                 yield
-            finally:
-                self.engine.receive_model()
+
+    def hold(self, reason: PauseReason) -> None:
+        """Keep the engine from stepping until the reason is released; requests stay in flight.
+
+        Waits for at most one forward, and for the pauses of other threads.
+        """
+        with self.paused():
+            self.pauses.hold(reason)
 
     def begin_policy_version(self, in_flight: InFlight, version: int | None = None) -> None:
         """Begin a policy version, the next one or a later `version`.
@@ -318,7 +321,7 @@ class EngineLoop:
             A function `step_until(is_done, poll_seconds)`, which calls `is_done` at every change
             and every `poll_seconds`; None if another caller steps, whose steps serve this one too.
         """
-        with self.pause_controller.stepping() as is_mine:
+        with self.pauses.stepping() as is_mine:
             yield self._step_until if is_mine else None
 
     def _could_step(self) -> bool:
@@ -338,20 +341,15 @@ class EngineLoop:
             self.fail(error)
 
     def _step(self) -> list[Request]:
-        touched = self._observed_step()
-        if self._group is not None:
-            numbers = ((request.num_generated, request.token_ids[-1]) for request in touched)
-            sampled = array("q", [number for pair in numbers for number in pair])
-            self._tokens_checksum = zlib.crc32(sampled, self._tokens_checksum)
-        return touched
-
-    def _observed_step(self) -> list[Request]:
         if not self.observers:
-            return self.engine.step()
-        started, num_prefills = time.perf_counter(), self.engine.counters.prefill_forwards
-        touched = self.engine.step()
-        is_prefill = self.engine.counters.prefill_forwards > num_prefills
-        self.observers.stepped(time.perf_counter() - started, is_prefill)
+            touched = self.engine.step()
+        else:
+            started, num_prefills = time.perf_counter(), self.engine.counters.prefill_forwards
+            touched = self.engine.step()
+            is_prefill = self.engine.counters.prefill_forwards > num_prefills
+            self.observers.stepped(time.perf_counter() - started, is_prefill)
+        if self._lockstep is not None:
+            self._lockstep.record(touched)
         return touched
 
     def _await_work(
@@ -368,13 +366,15 @@ class EngineLoop:
 
     def begin_turn(self, is_done: Callable[[], bool] = lambda: False) -> NextAction:
         """End this thread's last step, and return what it does next; called under the condition."""
-        self.pause_controller.end_step()
+        self.pauses.end_step()
         if self._fatal_error is not None or is_done():
             return NextAction.END
+        # The cancels of the leading process end the requests of the others.
+        drains = self._is_draining or self._follows
         # Nothing is left to drain, so a sleep or another thread's pause need not end first.
-        is_halting = self._is_stopping and not (self._drains and self._live)
-        is_paused = self.pause_controller.is_paused and not is_halting
-        if is_paused or not self.pause_controller.is_my_turn:
+        is_halting = self._is_stopping and not (drains and self._live)
+        is_paused = self.pauses.is_paused and not is_halting
+        if is_paused or not self.pauses.is_my_turn:
             return NextAction.WAIT
         try:
             is_step = self._follow() if self._follows else self._decide(is_halting)
@@ -382,14 +382,14 @@ class EngineLoop:
             self.fail(error)
             return NextAction.END
         if is_step:
-            self.pause_controller.begin_step()
+            self.pauses.begin_step()
             return NextAction.STEP
         if self._is_stopping and not (self._follows and self._live):
             if threading.current_thread() is self._thread:
                 self._is_ending = True
                 self._changed.notify_all()
             return NextAction.END
-        self.pause_controller.pass_turn()
+        self.pauses.pass_turn()
         return NextAction.END if is_done() else NextAction.WAIT
 
     def _decide(self, is_halting: bool) -> bool:
@@ -401,10 +401,9 @@ class EngineLoop:
         cancelled = [request_id for request_id in self._cancelled if request_id in self._live]
         self._take(admitted, cancelled)
         is_step = self.engine.has_work and not is_halting
-        if self._group is not None and (is_step or admitted or cancelled):
-            checksums = [(request.request_id, request_checksum(request)) for request in admitted]
-            kind = TurnKind.STEP if is_step else TurnKind.TAKE
-            self._group.send(EngineTurn(kind, checksums, cancelled, self._tokens_checksum))
+        if self._lockstep is not None and (is_step or admitted or cancelled):
+            kind = CommandKind.STEP if is_step else CommandKind.TAKE
+            self._lockstep.lead(kind, admitted, cancelled)
         return is_step
 
     def _take(self, admitted: Sequence[Request], cancelled: Sequence[str]) -> None:
@@ -416,80 +415,24 @@ class EngineLoop:
             self.engine.cancel(request)
         self._cancelled = {}
         if ended and not self.engine.has_work:
-            self.engine.hand_back_model()
+            self.engine.release_model()
         self._deliver(ended)
-
-    # A process that follows admits, cancels, steps and pauses when the one that leads did.
 
     @property
     def _follows(self) -> bool:
-        return self._group is not None and not self._group.is_leader
-
-    @property
-    def _drains(self) -> bool:
-        """Return whether stopping waits for the requests in flight."""
-        # The cancels of the leading process end those of the others.
-        return self._is_draining or self._follows
+        return self._lockstep is not None and self._lockstep.follows
 
     def _follow(self) -> bool:
-        """Take turns up to the next step; return False where this process has to act first.
-
-        Raises:
-            RolloutError: the processes are not in step, or the leading one is gone.
-        """
-        assert self._group is not None
-        while self._live:
-            turn = self._next_turn = self._next_turn or self._group.receive()
-            is_known = all(request_id in self._live for request_id, _ in turn.admitted)
-            if turn.kind is TurnKind.PAUSE or not is_known:
-                return False
-            self._require_in_step(turn)
-            admitted = [self._live[request_id][0] for request_id, _ in turn.admitted]
+        """Do as the leading process up to the next step; return False where this one acts first."""
+        assert self._lockstep is not None
+        while self._live and (command := self._lockstep.take(self._live)) is not None:
+            admitted = [self._live[request_id][0] for request_id, _ in command.admitted]
             for request in admitted:
                 self._inbox.remove(request)
-            self._next_turn = None
-            self._changed.notify_all()
-            self._take(admitted, [i for i in turn.cancelled if i in self._live])
-            if turn.kind is TurnKind.STEP:
+            self._take(admitted, [i for i in command.cancelled if i in self._live])
+            if command.kind is CommandKind.STEP:
                 return True
         return False
-
-    def _pause_group(self) -> None:
-        """Pause the processes that follow at this place, or require that this is the place."""
-        if self._group is None:
-            return
-        if self._group.is_leader:
-            self._group.send(EngineTurn(TurnKind.PAUSE, tokens=self._tokens_checksum))
-        else:
-            assert self._pause_turn is not None
-            self._require_in_step(self._pause_turn)
-
-    def _is_pause_next(self) -> bool:
-        """Return whether the leading process paused at this place; then the pause begins."""
-        assert self._group is not None
-        turn = self._next_turn = self._next_turn or self._group.receive()
-        if turn.kind is not TurnKind.PAUSE:
-            self._changed.notify_all()
-            return False
-        self._pause_turn, self._next_turn = turn, None
-        return True
-
-    def _require_in_step(self, turn: EngineTurn) -> None:
-        assert self._group is not None
-        leader = self._group.ranks[0]
-        if turn.tokens != self._tokens_checksum:
-            raise RolloutError(
-                f"rank {self._group.rank} and rank {leader} of a tensor-parallel group sampled "
-                "different tokens; run them on the same kind of device with the same libraries, "
-                "and make the same calls on both."
-            )
-        for request_id, checksum in turn.admitted:
-            if request_checksum(self._live[request_id][0]) != checksum:
-                raise RolloutError(
-                    f"request {request_id!r} has another prompt, seed or length on rank "
-                    f"{self._group.rank} than on rank {leader}; every process of a tensor-parallel "
-                    "group must make the same calls in the same order."
-                )
 
     def _deliver(self, touched: list[Request]) -> None:
         decoding = RequestStatus.DECODING
@@ -514,7 +457,7 @@ class EngineLoop:
     def fail(self, error: BaseException) -> None:
         """Stop on an exception, and tell every thread that waits for an output."""
         with interrupts_deferred(), self._changed:
-            self.pause_controller.end_step()
+            self.pauses.end_step()
             self._fatal_error = error
             dead_error = self._engine_dead_error()
             sinks = {id(sink): sink for _, sink in self._live.values()}

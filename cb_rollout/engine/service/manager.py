@@ -1,13 +1,14 @@
 """Offer transformers' `ContinuousBatchingManager` interface over an engine on a thread.
 
 Owns the engine, its loop and the queue of outputs. Every method may be called from any thread, and
-no wait is endless.
+no wait is endless. Other folders reach the engine and its loop as attributes, and use the engine
+itself only inside a pause.
 """
 
 import asyncio
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal, NoReturn
 
@@ -21,26 +22,23 @@ from cb_rollout.config.enums import InFlight
 from cb_rollout.config.hf import as_rollout_config, from_generation_config
 from cb_rollout.config.sampling import SamplingParams, resolved
 from cb_rollout.engine.core import Engine
-from cb_rollout.engine.kv_cache.layout import CacheLayout
 from cb_rollout.engine.memory.plan import MemoryPlan
 from cb_rollout.engine.memory.training import OptimizerOrName
 from cb_rollout.engine.model.precision import autocast_alone
 from cb_rollout.engine.model.routers import Routers
-from cb_rollout.engine.model.runner import BatchLayout
 from cb_rollout.engine.request import Request
-from cb_rollout.engine.service.engine_group import EngineGroup
 from cb_rollout.engine.service.input_processor import (
     Input,
     InputProcessor,
     ServingLimits,
     fresh_seed,
 )
-from cb_rollout.engine.service.loop import EngineLoop, StepUntil
+from cb_rollout.engine.service.lockstep import EngineGroup
+from cb_rollout.engine.service.loop import EngineLoop
 from cb_rollout.engine.service.output_queue import CallbackSink, OutputQueue, OutputSink
-from cb_rollout.engine.service.pause_controller import Hold
+from cb_rollout.engine.service.pause_controller import PauseReason
 from cb_rollout.errors import ConfigurationError, InvalidRequestError, RolloutError
-from cb_rollout.metrics.observers import Observers
-from cb_rollout.metrics.registry import EngineCounters, EngineStatus
+from cb_rollout.metrics.registry import EngineStatus
 from cb_rollout.types import CancelResult, GenerationOutput
 
 # Longest wait of an iterator between two checks that a request is still in flight.
@@ -97,17 +95,16 @@ class ContinuousBatchingManager:
         split_over = hf_compat.tensor_parallel_group(module)
         self.group = None if split_over is None else EngineGroup(split_over)
         """The processes that share the model's layers; None: this one has them whole."""
-        self._engine = Engine(
+        self.engine = engine = Engine(
             module,
             self.config,
             autocast_dtype,
             trained,
             optimizer,
-            smallest=self.group and self.group.smallest,
+            all_reduce_min=self.group and self.group.all_reduce_min,
         )
         # A generator starts its manager with the next rollout.
         self._is_alone = trained is None
-        engine = self._engine
         limits = ServingLimits(
             vocab_size=lambda: hf_compat.vocab_size(engine.model),
             max_positions=hf_compat.max_positions(module),
@@ -122,17 +119,18 @@ class ContinuousBatchingManager:
             rank = self.group.data_parallel_rank
             (seed, *_) = self.group.gather(fresh_seed() if seed is None else seed)
         self._input_processor = InputProcessor(limits, seed, rank, tokenizer)
-        self._loop = EngineLoop(
-            self._engine,
+        self.loop = loop = EngineLoop(
+            engine,
             max_queue_size=self.config.max_queue_size,
             return_logprobs=self.config.return_logprobs,
             group=self.group,
         )
-        # True while a server submits requests, so that the background thread computes.
+        self.pauses, self.observers, self.counters = loop.pauses, loop.observers, engine.counters
         self.is_served = False
+        """True while a server submits requests, so that the background thread computes."""
         self._output_queue = OutputQueue()
         # Ends the thread when nothing refers to the manager any more, or at the interpreter's exit.
-        weakref.finalize(self, _halt, weakref.ref(self._loop))
+        weakref.finalize(self, _halt, weakref.ref(self.loop))
 
     def __reduce__(self) -> NoReturn:
         raise RolloutError(
@@ -148,17 +146,17 @@ class ContinuousBatchingManager:
         shared prompt, may want another. May be called before `start()`, or between two forwards; a
         thread that trains must not compute at the same time.
         """
-        with self._loop.paused():
-            self._engine.warm_up()
+        with self.loop.paused():
+            self.engine.warm_up()
 
     def start(self) -> None:
         """Start the background thread; a dead engine starts over with nothing queued."""
-        self._loop.start()
+        self.loop.start()
         self._output_queue.reopen()
 
     def is_running(self) -> bool:
         """Return whether the background thread is alive."""
-        return self._loop.is_running()
+        return self.loop.is_running()
 
     def stop(
         self,
@@ -181,22 +179,21 @@ class ContinuousBatchingManager:
                 because the engine is asleep.
         """
         if self.is_running():
-            pause_controller = self._loop.pause_controller
-            pause_controller.require_not_paused_here("its thread cannot end")
-        if self._loop.is_live() and not hard_stop:
+            self.pauses.require_not_paused_here("its thread cannot end")
+        if self.loop.is_live() and not hard_stop:
             self.require_can_wait()
-        self._loop.stop(drain=not hard_stop)
+        self.loop.stop(drain=not hard_stop)
         if not block:
             return
-        self._loop.join(timeout)
+        self.loop.join(timeout)
         if self.is_running():
-            self._loop.halt()
+            self.loop.halt()
         if not keep_for_next_session and not self.is_running():
-            self._engine.release_cache()
+            self.engine.release_cache()
 
     def join(self, timeout: float | None = None) -> None:
         """Wait for the background thread to end, at most `timeout` seconds."""
-        self._loop.join(timeout)
+        self.loop.join(timeout)
 
     @contextmanager
     def pause(
@@ -219,7 +216,7 @@ class ContinuousBatchingManager:
                 generator would start it.
             EngineDeadError: the engine stopped on an exception.
         """
-        self._loop.require_alive()
+        self.loop.require_alive()
         if self._is_alone and not self.is_running():
             raise RolloutError(
                 "the manager is not running, so there is nothing to pause; start() it first."
@@ -321,12 +318,12 @@ class ContinuousBatchingManager:
         """
         if (output := self._output_queue.take(request_id, 0.0)) is not None:
             return output
-        self._loop.require_alive()
+        self.loop.require_alive()
         if timeout is not None:
             return self._output_queue.take(request_id, timeout)
         self.require_can_wait()
         while (output := self._output_queue.take(request_id, POLL_SECONDS)) is None:
-            if not self._loop.is_live(request_id):
+            if not self.loop.is_live(request_id):
                 return self._output_queue.take(request_id, 0.0)
         return output
 
@@ -363,63 +360,41 @@ class ContinuousBatchingManager:
                 "request_id_iter()."
             ) from error
         sink = CallbackSink(request_id, callback, asyncio_loop)
-        self._loop.redirect(request_id, sink, self._output_queue)
-
-    # The other folders of the package use the methods below, never the loop or the engine.
+        self.loop.redirect(request_id, sink, self._output_queue)
 
     @property
     def model(self) -> PreTrainedModel:
         """Return the model that generates: the training module, or its copy."""
-        return self._engine.model
-
-    @property
-    def policy_version(self) -> int:
-        """Return the policy version that new tokens are stamped with."""
-        return self._engine.policy_version
+        return self.engine.model
 
     @property
     def memory_plan(self) -> MemoryPlan:
         """Return the plan that the KV cache is allocated by."""
-        return self._engine.memory_plan
+        return self.engine.memory_plan
+
+    @property
+    def policy_version(self) -> int:
+        """Return the policy version that new tokens are stamped with."""
+        return self.engine.policy_version
 
     @property
     def decode_path(self) -> str:
         """Return how decode steps run at present, in one line, with the reason for what is off."""
-        return self._engine.decode_path
-
-    @property
-    def cache_layout(self) -> CacheLayout:
-        """Return the kind of state that each layer stores."""
-        return self._engine.layout
+        return self.engine.decode_path
 
     @property
     def routers(self) -> Routers | None:
         """Return the routers whose choices are recorded; None: `router_replay` is off."""
-        return self._engine.routers
-
-    @property
-    def batch_layout(self) -> BatchLayout:
-        """Return the layout in which sequences share a forward."""
-        return self._engine.batch_layout
+        return self.engine.routers
 
     @property
     def limits(self) -> ServingLimits:
         """Return the limits that requests are validated against."""
         return self._input_processor.limits
 
-    @property
-    def counters(self) -> EngineCounters:
-        """Return the engine's live running totals."""
-        return self._engine.counters
-
-    @property
-    def observers(self) -> Observers:
-        """Return the observers of the engine, which can be added and removed."""
-        return self._loop.observers
-
     def status(self) -> EngineStatus:
         """Return the engine's state now."""
-        engine = self._engine
+        engine = self.engine
         return EngineStatus(
             requests_running=engine.num_running,
             requests_waiting=engine.num_waiting,
@@ -429,18 +404,9 @@ class ContinuousBatchingManager:
             policy_version=engine.policy_version,
         )
 
-    @property
-    def is_alive(self) -> bool:
-        """Return whether the thread runs and the engine did not stop on an exception."""
-        return self.is_running() and not self._loop.is_dead
-
-    def require_alive(self) -> None:
-        """Raise `EngineDeadError` where the engine stopped on an exception."""
-        self._loop.require_alive()
-
     def require_can_wait(self) -> None:
         """Raise `RolloutError` where this thread's wait for an output would never end."""
-        self._loop.pause_controller.require_can_wait()
+        self.pauses.require_can_wait()
 
     def create_requests(
         self,
@@ -458,47 +424,18 @@ class ContinuousBatchingManager:
         """
         requests = self._input_processor.requests(inputs, params, **options)
         for request in requests:
-            if request.images is not None and not self._engine.has_checked(request.images):
-                with self._loop.paused():
-                    self._engine.check_images(request)
+            if request.images is not None and not self.engine.has_checked(request.images):
+                with self.loop.paused():
+                    self.engine.check_images(request)
         return requests
 
     def submit(self, requests: Sequence[Request], sink: OutputSink) -> None:
         """Queue requests, all or none; their outputs go to `sink`. See `EngineLoop.submit`."""
-        self._loop.submit(requests, sink)
+        self.loop.submit(requests, sink)
 
     def cancel_requests(self, request_ids: Sequence[str]) -> list[CancelResult]:
         """End requests early; see `cancel_request`."""
-        return self._loop.cancel(request_ids)
-
-    def abort(self, request_ids: Sequence[str]) -> None:
-        """End requests early and wait until the model's training flags are restored."""
-        self._loop.cancel(request_ids)
-        with self._loop.paused(is_collective=False):
-            pass
-
-    def stepping(self) -> AbstractContextManager[StepUntil | None]:
-        """Step on the calling thread; see `EngineLoop.stepping`."""
-        return self._loop.stepping()
-
-    def begin_policy_version(self, in_flight: InFlight, version: int | None = None) -> None:
-        """Begin a policy version inside `pause()`, after the weights changed.
-
-        Args:
-            in_flight: fate of unfinished sequences.
-            version: a later version than the present one; None: the next.
-        """
-        self._loop.begin_policy_version(in_flight, version)
-
-    def follow(self, trained: torch.nn.Module) -> None:
-        """Use this re-wrapped model as the training model that outputs are verified against."""
-        self._engine.trained = trained
-
-    @contextmanager
-    def interrupted(self) -> Iterator[None]:
-        """Pause between two forwards, for a block that changes no weight."""
-        with self._loop.paused():
-            yield
+        return self.loop.cancel(request_ids)
 
     @contextmanager
     def paused(
@@ -509,33 +446,16 @@ class ContinuousBatchingManager:
             raise ConfigurationError(
                 f"in_flight={in_flight!r} is not one of {', '.join(InFlight)}."
             )
-        with self._loop.paused():
-            version = self._engine.policy_version
+        with self.loop.paused():
+            version = self.engine.policy_version
             try:
                 yield
             finally:
                 # A sync inside has begun one already, and a copy changes by a sync only.
-                if self._engine.policy_version == version and not self._engine.runs_a_copy:
-                    self._loop.begin_policy_version(InFlight(in_flight))
+                if self.engine.policy_version == version and not self.engine.runs_a_copy:
+                    self.loop.begin_policy_version(InFlight(in_flight))
                 if self.is_served:
                     release_workers()
-
-    def recompute(self, requests: Sequence[Request]) -> dict[str, list[float]]:
-        """Return log-probabilities by request id, by plain forwards of the training model."""
-        with self._loop.paused():
-            return {request.request_id: self._engine.recompute(request) for request in requests}
-
-    def recompute_precisely(self, requests: Sequence[Request]) -> dict[str, list[float]] | None:
-        """Return what `recompute` does, in a higher precision; None: it cannot, or takes long."""
-        with self._loop.paused():
-            found = {one.request_id: self._engine.recompute_precisely(one) for one in requests}
-        whole = {name: values for name, values in found.items() if values is not None}
-        return whole if len(whole) == len(found) else None
-
-    @property
-    def compute_dtype(self) -> torch.dtype:
-        """Dtype that the model's forwards compute in."""
-        return self._engine.compute_dtype
 
     def sleep(self, release_graphs: bool = False) -> None:
         """Free the KV memory and pause the engine until `wake()`; requests stay in flight.
@@ -544,11 +464,11 @@ class ContinuousBatchingManager:
             release_graphs: free the memory of CUDA graphs too, which `wake()` captures again, in
                 seconds.
         """
-        with self._loop.paused():
-            self._engine.release_cache()
+        with self.loop.paused():
+            self.engine.release_cache()
             if release_graphs:
-                self._engine.release_graphs()
-            self.extend_pause(Hold.SLEEP)
+                self.engine.release_graphs()
+            self.pauses.hold(PauseReason.SLEEP)
 
     def wake(self) -> None:
         """Resume the engine, which allocates the KV memory with its next step.
@@ -556,61 +476,36 @@ class ContinuousBatchingManager:
         CUDA graphs that `sleep` released are captured here, in the calling thread: the thread that
         trains, which launches nothing meanwhile.
         """
-        if self.is_held(Hold.SLEEP):
-            with self._loop.paused():
-                self._engine.capture_released()
-        self.release(Hold.SLEEP, Hold.TRAINING)
+        if PauseReason.SLEEP in self.pauses.reasons:
+            with self.loop.paused():
+                self.engine.capture_released()
+        self.pauses.release(PauseReason.SLEEP, PauseReason.TRAINING)
 
-    def lend_to_trainer(self) -> None:
+    def lend_to_trainer(self, *, in_training_only: bool = False) -> None:
         """Keep the engine from stepping the module that trains, until `wake()`.
 
         Requests stay in flight. An engine that runs a copy goes on.
+
+        Args:
+            in_training_only: only where others' requests would run a module in training mode.
         """
         # Processes that share a model serve nobody beside their rollouts.
-        if not self._engine.runs_a_copy and self.group is None:
-            self.hold(Hold.TRAINING)
-
-    def lend_what_trains(self) -> None:
-        """Do as `lend_to_trainer` where others' requests would run a module in training mode."""
-        if self._engine.runs_a_copy or self.group is not None:
+        if self.engine.runs_a_copy or self.group is not None:
             return
-        if self.is_served or self._loop.is_live():
+        if in_training_only and not (self.is_served or self.loop.is_live()):
+            return
+        with self.loop.paused():
             # Inside a pause the module has its own flags.
-            with self._loop.paused():
-                if self._engine.is_training:
-                    self.extend_pause(Hold.TRAINING)
-
-    def hold(self, hold: Hold = Hold.CLIENT) -> None:
-        """Keep the engine from stepping until `release()`; requests stay in flight.
-
-        Waits for at most one forward, and for the pauses of other threads.
-        """
-        with self._loop.paused():
-            self.extend_pause(hold)
-
-    def extend_pause(self, hold: Hold) -> None:
-        """Extend this thread's pause until `release()`."""
-        self._loop.pause_controller.hold(hold)
-
-    def release(self, *holds: Hold) -> None:
-        """End these holds; the engine goes on unless it is held for another reason."""
-        self._loop.pause_controller.release(*holds)
-
-    def is_held(self, hold: Hold = Hold.CLIENT) -> bool:
-        """Return whether `hold()` keeps the engine from stepping."""
-        return self._loop.pause_controller.is_held_by(hold)
-
-    def deliver_cancelled(self) -> None:
-        """Deliver the requests that were cancelled while a hold keeps the engine from stepping."""
-        if self._loop.pause_controller.is_held:
-            self._loop.deliver_cancelled()
+            trains = any(module.training for module in self.engine.trained.modules())
+            if trains or not in_training_only:
+                self.pauses.hold(PauseReason.TRAINING)
 
     def close(self) -> None:
         """Cancel the requests in flight, end the thread and free the KV memory."""
-        self._loop.halt()
+        self.loop.halt()
         if not self.is_running():
-            self._engine.release_cache()
-        self.release(*Hold)
+            self.engine.release_cache()
+        self.pauses.release(*PauseReason)
 
 
 def _halt(found: "weakref.ref[EngineLoop]") -> None:

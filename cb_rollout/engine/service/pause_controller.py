@@ -16,8 +16,8 @@ from cb_rollout.errors import RolloutError
 POLL_SECONDS = 1.0
 
 
-class Hold(StrEnum):
-    """A reason for which the engine is held after a pause; each is released by itself."""
+class PauseReason(StrEnum):
+    """A reason for which the engine stays paused after the block; each is released by itself."""
 
     SLEEP = "the generator is asleep, so no output would arrive; wake() it first."
     CLIENT = "a client paused the engine by POST /pause; POST /resume first."
@@ -42,23 +42,15 @@ class PauseController:
         self._stepping_thread: int | None = None
         self._caller_thread: int | None = None
         self._owes_turn = False
-        self._holds: set[Hold] = set()
+        self.reasons: set[PauseReason] = set()
+        """Reasons for which the engine stays paused; changed by `hold` and `release`."""
         self._pausing_thread: int | None = None
         self._pause_depth = 0
 
     @property
     def is_paused(self) -> bool:
         """Return whether a pause or a hold forbids the next step."""
-        return self.is_held or self._pausing_thread is not None
-
-    @property
-    def is_held(self) -> bool:
-        """Return whether `hold()` extended a pause that no `release()` ended."""
-        return bool(self._holds)
-
-    def is_held_by(self, hold: Hold) -> bool:
-        """Return whether the engine is held for this reason."""
-        return hold in self._holds
+        return bool(self.reasons) or self._pausing_thread is not None
 
     @property
     def is_nested(self) -> bool:
@@ -149,7 +141,11 @@ class PauseController:
             self._end_pause(begun)
 
     def _can_begin(self, me: int, may_begin: Callable[[], bool]) -> bool:
-        return not self._must_queue(me) and (self._pausing_thread == me or may_begin())
+        if self._pausing_thread is not None:
+            return self._pausing_thread == me
+        # Repeated pauses must leave the engine a step in between.
+        owes_step = self._owes_turn and not self.reasons and self._could_step()
+        return not owes_step and may_begin()
 
     def _await_step_end(self, interrupts: Interrupts) -> None:
         while self._stepping_thread is not None:
@@ -168,21 +164,15 @@ class PauseController:
                     self._owes_turn = True
                 self._changed.notify_all()
 
-    def _must_queue(self, me: int) -> bool:
-        if self._pausing_thread is not None:
-            return self._pausing_thread != me
-        # Repeated pauses must leave the engine a step in between.
-        return self._owes_turn and not self.is_held and self._could_step()
-
-    def hold(self, hold: Hold) -> None:
-        """Extend the current pause beyond its end, until this hold is released."""
+    def hold(self, reason: PauseReason) -> None:
+        """Extend the current pause beyond its end, until this reason is released."""
         assert self._pausing_thread == threading.get_ident()
-        self._holds.add(hold)
+        self.reasons.add(reason)
 
-    def release(self, *holds: Hold) -> None:
-        """End these holds; the engine steps when none is left."""
+    def release(self, *reasons: PauseReason) -> None:
+        """End these reasons; the engine steps when none is left."""
         with interrupts_deferred(), self._changed:
-            self._holds.difference_update(holds)
+            self.reasons.difference_update(reasons)
             self._changed.notify_all()
 
     def require_not_paused_here(self, consequence: str) -> None:
@@ -200,5 +190,5 @@ class PauseController:
                 "generate before or after the step."
             )
         self.require_not_paused_here("no output would arrive")
-        if self._holds:
-            raise RolloutError(min(self._holds))
+        if self.reasons:
+            raise RolloutError(min(self.reasons))

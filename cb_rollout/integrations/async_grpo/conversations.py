@@ -35,7 +35,6 @@ from cb_rollout.errors import (
 )
 from cb_rollout.integrations.async_grpo.prompts import PromptSource
 from cb_rollout.integrations.async_grpo.samples import RolloutSample, SampleQueue
-from cb_rollout.strategies.request_stream import Generator
 from cb_rollout.types import GenerationOutput, RequestStatus
 
 # Of the conversation that the present task rolls out: its turns, with the policy version of each
@@ -88,14 +87,13 @@ class ConversationLoop(_AsyncRolloutLoop):
 
     def __init__(
         self,
-        generator: Generator,
+        generator: Any,
         params: SamplingParams,
         source: PromptSource,
         samples: SampleQueue,
         args: Any,
         *,
         max_inflight_tasks: int,
-        tool_timeout_seconds: float | None,
         first_version: Callable[[], int],
         on_progress: Callable[[], None],
         **settings: Any,
@@ -109,7 +107,6 @@ class ConversationLoop(_AsyncRolloutLoop):
             samples: receives the rows of scored conversations.
             args: the trainer's `AsyncGRPOConfig`.
             max_inflight_tasks: conversations at once.
-            tool_timeout_seconds: longest time of one tool call; None: unlimited.
             first_version: gives the trainer's version that is the engine's policy version 0.
             on_progress: called when a turn, a tool or the scoring of a group has ended.
             **settings: `reward_funcs`, `tools`, `environment_factory`, `processing_class` and
@@ -141,8 +138,8 @@ class ConversationLoop(_AsyncRolloutLoop):
         )
         self._tool_pool = DaemonThreads()  # pyright: ignore[reportAttributeAccessIssue]
         self._generator, self._params, self._source = generator, params, source
-        self._tool_timeout_seconds, self._on_progress = tool_timeout_seconds, on_progress
-        self._first_version = first_version
+        self._tool_timeout_seconds = generator.config.tool_timeout_seconds
+        self._on_progress, self._first_version = on_progress, first_version
         self._hung: list[Any] = []
         if self.environment_factories is not None:
             self._environment_pool = {

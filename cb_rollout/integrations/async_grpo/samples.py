@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from cb_rollout.strategies.group import Group
+from cb_rollout.strategies.base import Group
 from cb_rollout.types import GenerationOutput
 
 # Added to the standard deviation that advantages are divided by, as in TRL's own worker.

@@ -6,6 +6,7 @@ share of its peak; without a GPU that is switched off here.
 """
 
 import sys
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,11 +29,9 @@ def adapt_trainers() -> None:
     module: Any = sys.modules.get(TRAINER_MODULE)
     if module is not None:
         module.get_peak_flops_per_device = lambda accelerator, dtype: None
-        module.register_tree_attention = _register
-
-
-def _register() -> None:
-    AttentionInterface.register(TREE_ATTENTION, plain_tree_attention)
+        module.register_tree_attention = partial(
+            AttentionInterface.register, TREE_ATTENTION, plain_tree_attention
+        )
 
 
 def plain_tree_attention(

@@ -10,14 +10,14 @@ methods.
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from cb_rollout.config.sampling import SamplingParams
-from cb_rollout.errors import ConfigurationError, RolloutError, error_text
-from cb_rollout.integrations.async_grpo.engines import LocalEngine, PooledEngine
+from cb_rollout.errors import ConfigurationError, RolloutError, WeightSyncError, error_text
 from cb_rollout.integrations.async_grpo.prompts import PositionCallback, PromptSource
 from cb_rollout.integrations.async_grpo.samples import (
     RolloutSample,
@@ -35,8 +35,8 @@ from cb_rollout.integrations.async_grpo.settings import (
 )
 from cb_rollout.integrations.async_grpo.tree_attention import adapt_trainers
 from cb_rollout.integrations.ray.pool import RolloutPool
+from cb_rollout.integrations.ray.pooled_generator import PooledGenerator
 from cb_rollout.strategies import Group, GroupCollector, Plain, RequestStream, Strategy
-from cb_rollout.strategies.request_stream import Generator
 from cb_rollout.types import GenerationOutput
 
 if TYPE_CHECKING:
@@ -44,6 +44,19 @@ if TYPE_CHECKING:
 
 # Interval at which a wait looks whether the run is over.
 POLL_SECONDS = 0.2
+
+
+def _write(model: torch.nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    held = dict(model.named_parameters(remove_duplicate=False))
+    with torch.no_grad():
+        for name, tensor in tensors:
+            if name not in held or held[name].shape != tensor.shape:
+                found = tuple(held[name].shape) if name in held else "none"
+                raise WeightSyncError(
+                    f"the trainer sends {name} {tuple(tensor.shape)}, and the engine's model has "
+                    f"{found}; make AsyncRollouts of the trainer's own checkpoint."
+                )
+            held[name].copy_(tensor)
 
 
 class _Stopped(Exception):
@@ -54,7 +67,7 @@ class _StoppableStream(RequestStream):
     """A request stream that ends with the run."""
 
     def __init__(
-        self, generator: Generator, params: SamplingParams, is_stopping: threading.Event
+        self, generator: Any, params: SamplingParams, is_stopping: threading.Event
     ) -> None:
         super().__init__(generator, params)
         self._is_stopping = is_stopping
@@ -173,16 +186,17 @@ class AsyncRollouts:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._last_progress = time.monotonic()
-        if args.process_index:
-            return
-        self._engine = (
-            PooledEngine(pool, in_flight)
-            if pool is not None
-            else LocalEngine(create_generator(model, args, config, processing_class), in_flight)
-        )
-        self.generator = self._engine.generator
-        """Of the first process; the others have none."""
-        self._tool_timeout_seconds = self.generator.config.tool_timeout_seconds
+        self._pool = pool
+        self._in_flight: Literal["keep", "recompute"] = in_flight
+        self._pause = ExitStack()
+        self.generator: Any = None
+        """Samples in the first process, by an engine or a pool; None in the others."""
+        if not args.process_index:
+            self.generator = (
+                create_generator(model, args, config, processing_class)
+                if pool is None
+                else PooledGenerator(pool)
+            )
 
     def start(self) -> None:
         """Start generating; the trainer has sent its weights."""
@@ -194,15 +208,15 @@ class AsyncRollouts:
 
     def stop(self) -> None:
         """Stop the thread and the engine; may be called twice."""
-        if self._args.process_index:
-            return
         self._is_stopping.set()
         if self._conversations is not None:
             self._conversations.stop()
-        self._engine.resume()
+        self.resume()
         if self._thread is not None:
             self._thread.join()
-        self._engine.close()
+        # A pool stays open.
+        if self.generator is not None and self._pool is None:
+            self.generator.close()
 
     def update_model_version(self, model_version: int) -> None:
         """Take the trainer's version of the weights that it has just sent."""
@@ -234,20 +248,24 @@ class AsyncRollouts:
         """Do nothing: the engine is in this process."""
 
     def pause(self) -> None:
-        """Pause the engine between two forwards."""
-        self._engine.pause()
+        """Pause the engine between two forwards; a pool's workers pause while they write."""
+        if self._pool is None:
+            self._pause.enter_context(self.generator.manager.pause(self._in_flight))
 
     def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Write the trainer's weights over the engine's.
+        """Write the trainer's weights over the engine's, or send them to every worker of the pool.
 
         Raises:
-            WeightSyncError: the two models do not have the same tensors.
+            WeightSyncError: the models do not have the same tensors, or all workers refused them.
         """
-        self._engine.write(iterator)
+        if self._pool is None:
+            _write(self.generator.manager.model, iterator)
+        else:
+            self._pool.sync_weights(dict(iterator), in_flight=self._in_flight)
 
     def resume(self) -> None:
         """Resume the engine under the new weights."""
-        self._engine.resume()
+        self._pause.close()
 
     def destroy(self) -> None:
         """Stop; the run is over."""
@@ -278,7 +296,7 @@ class AsyncRollouts:
         # It imports trl's experimental trainer, which a run without tools does without.
         from cb_rollout.integrations.async_grpo.conversations import ConversationLoop
 
-        limit = self._args.max_inflight_tasks
+        most, limit = self._max_outstanding, self._args.max_inflight_tasks
         try:
             self._conversations = ConversationLoop(
                 self.generator,
@@ -286,10 +304,7 @@ class AsyncRollouts:
                 self._source,
                 self.rollout_buffer,
                 self._args,
-                max_inflight_tasks=min(limit, self._max_outstanding)
-                if limit > 0
-                else self._max_outstanding,
-                tool_timeout_seconds=self._tool_timeout_seconds,
+                max_inflight_tasks=min(limit, most) if limit > 0 else most,
                 first_version=lambda: self._first_version,
                 on_progress=self._note_progress,
                 reward_funcs=self._reward_funcs,

@@ -207,7 +207,7 @@ class PoolWorker:
             outputs.append(output)
             is_last = len(self._requests) <= len(outputs)
             output = self._outputs.take(timeout=0.0 if is_last else max(0, end - time.monotonic()))
-        self._manager.require_alive()
+        self._manager.loop.require_alive()
         with self._lock:
             ended = [self._ended(output) for output in outputs]
             progress = self._all_progress()
@@ -239,7 +239,7 @@ class PoolWorker:
             with self._manager.paused(in_flight.value):
                 try:
                     write_weights(update, buffers, tensors)
-                    self._manager.begin_policy_version(in_flight, update.version)
+                    self._manager.loop.begin_policy_version(in_flight, update.version)
                 except BaseException:  # noqa: BLE001  the process ends
                     os._exit(1)
 

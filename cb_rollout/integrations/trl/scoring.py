@@ -266,7 +266,7 @@ class TrainerScoring:
 def _can_pack(trainer: Any, generator: RolloutGenerator | PooledGenerator) -> bool:
     """Return whether rows may stand one after the other; an engine of this process knows it."""
     if isinstance(generator, RolloutGenerator):
-        return generator.manager.cache_layout.can_pack
+        return generator.manager.engine.layout.can_pack
     return can_pack(unwrap(trainer.model))
 
 

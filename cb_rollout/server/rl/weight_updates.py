@@ -19,7 +19,7 @@ import torch
 from cb_rollout.compat import fsdp as fsdp_compat
 from cb_rollout.compat import transformers as hf_compat
 from cb_rollout.engine.service.manager import ContinuousBatchingManager
-from cb_rollout.engine.service.pause_controller import Hold
+from cb_rollout.engine.service.pause_controller import PauseReason
 from cb_rollout.errors import ConfigurationError, WeightSyncError
 from cb_rollout.server.protocol import ApiError, BroadcastUpdate, FileUpdate, InitInfo
 from cb_rollout.server.rl.staged_weights import StagedWeights
@@ -139,7 +139,7 @@ class WeightUpdates:
         """
         with self._call(update_id) as update:
             if isinstance(info, FileUpdate):
-                files = info.weight_dir, info.sha256, self._manager.interrupted
+                files = info.weight_dir, info.sha256, self._manager.loop.paused
                 await self._run(update.staged.add_files, *files)
             else:
                 await self._run(self._receive, update.staged, info)
@@ -246,10 +246,10 @@ class WeightUpdates:
                 report = self._sync(in_flight)
             except BaseException:
                 # No token may come of a mixture.
-                self._manager.hold(Hold.UPDATE)
+                self._manager.loop.hold(PauseReason.UPDATE)
                 raise
             self._half_written = set()
-            self._manager.release(Hold.UPDATE)
+            self._manager.pauses.release(PauseReason.UPDATE)
         return report
 
     def _refuse_second(self) -> None:

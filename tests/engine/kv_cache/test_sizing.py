@@ -17,9 +17,8 @@ from cb_rollout.config.rollout import RolloutConfig
 from cb_rollout.engine.kv_cache.block_table import BlockTable
 from cb_rollout.engine.kv_cache.layout import CacheLayout, LayerSpec, TensorSpec
 from cb_rollout.engine.kv_cache.paged import PagedCache
-from cb_rollout.engine.kv_cache.sizing import gathered_bytes_per_token, plan_memory
-from cb_rollout.engine.memory import device as devices
-from cb_rollout.engine.memory.plan import GIB, TrainingBytes
+from cb_rollout.engine.kv_cache.sizing import gathered_bytes_per_token, workspace_bytes_per_request
+from cb_rollout.engine.memory.plan import GIB, MemoryModel, TrainingBytes, create_memory_plan
 from cb_rollout.engine.model.runner import ModelRunner
 from cb_rollout.engine.request import Limits, Prefill
 from cb_rollout.engine.scheduler.policy import create_policy
@@ -31,24 +30,28 @@ SHAPE = QWEN3["8B"]
 MAX_BATCH_TOKENS = 8192
 
 
-@pytest.fixture
-def plan(monkeypatch):
+@pytest.fixture(scope="module")
+def plan():
     """Plan an 80 GiB card that holds the weights of the 8B shape, in bfloat16."""
-    memory = devices.DeviceMemory(80 * GIB, 62 * GIB)
-    monkeypatch.setattr(devices, "memory", lambda _: memory)
     keys = TensorSpec((SHAPE["num_key_value_heads"], SHAPE["head_dim"]), torch.bfloat16)
-    return plan_memory(
-        CacheLayout((LayerSpec(keys, keys),) * SHAPE["num_hidden_layers"]),
-        RolloutConfig(max_batch_tokens=MAX_BATCH_TOKENS, max_requests_per_batch=256),
-        TrainingBytes(),
-        vocab_size=SHAPE["vocab_size"],
-        compute_dtype=torch.bfloat16,
-        num_heads=SHAPE["num_attention_heads"],
+    layout = CacheLayout((LayerSpec(keys, keys),) * SHAPE["num_hidden_layers"])
+    num_heads = SHAPE["num_attention_heads"]
+    model = MemoryModel(
+        total_bytes=80 * GIB,
+        free_bytes=62 * GIB,
+        training=TrainingBytes(),
+        max_memory_percent=RolloutConfig.max_memory_percent,
+        block_size=RolloutConfig.block_size,
+        max_requests=256,
+        max_batch_tokens=MAX_BATCH_TOKENS,
+        bytes_per_token=layout.bytes_per_token,
+        bytes_per_sequence=layout.bytes_per_sequence,
+        workspace_bytes_per_request=workspace_bytes_per_request(SHAPE["vocab_size"]),
+        gathered_bytes_per_token=gathered_bytes_per_token(layout, num_heads, torch.bfloat16),
         history_factor=HISTORY_FACTOR,
         max_sequence_tokens=SHAPE["max_position_embeddings"],
-        graph_bytes=0,
-        device=CPU,
     )
+    return create_memory_plan(model)
 
 
 def gathered_bytes(num_tokens):
@@ -85,15 +88,9 @@ def test_256_continuations_of_long_histories_fit_two_gib_by_the_plan_and_the_sch
         st.tuples(st.integers(1, 20_000), st.integers(1, 20_000)), min_size=1, max_size=40
     ),
 )
-def test_no_prefill_gathers_more_than_is_planned(plan_of_8b, is_packed, rows):
+def test_no_prefill_gathers_more_than_is_planned(plan, is_packed, rows):
     _, num_gathered = scheduled(rows, is_packed)
-    assert gathered_bytes(num_gathered) <= plan_of_8b.gathered_bytes
-
-
-@pytest.fixture(scope="module")
-def plan_of_8b():
-    with pytest.MonkeyPatch.context() as patched:
-        yield plan.__wrapped__(patched)
+    assert gathered_bytes(num_gathered) <= plan.gathered_bytes
 
 
 class ResultsOfSizes(TorchDispatchMode):

@@ -12,7 +12,7 @@ from cb_rollout.engine.kv_cache.layout import CacheLayout, LayerSpec, TensorSpec
 from cb_rollout.engine.kv_cache.paged import PagedCache
 from cb_rollout.engine.kv_cache.storage import CacheStorage, MemorySaver, create_saver
 from cb_rollout.engine.memory import device as devices
-from cb_rollout.engine.memory.plan import TrainingBytes, create_memory_plan
+from cb_rollout.engine.memory.plan import MemoryModel, TrainingBytes, create_memory_plan
 from cb_rollout.engine.request import Limits
 from cb_rollout.errors import OutOfCacheMemoryError
 
@@ -25,18 +25,21 @@ LIMITS = Limits(BLOCK_SIZE, 64, 3, can_share_blocks=True, can_resume_prompts=Tru
 
 
 def plan_of(num_blocks, is_fixed=False):
-    return create_memory_plan(
+    model = MemoryModel(
         total_bytes=num_blocks * BLOCK_BYTES,
         free_bytes=num_blocks * BLOCK_BYTES,
         training=TrainingBytes(),
         max_memory_percent=1.0,
-        workspace_bytes=0,
-        workspace_bytes_per_block=0,
-        bytes_per_block=BLOCK_BYTES,
+        block_size=BLOCK_SIZE,
+        max_batch_tokens=0,
+        workspace_bytes_per_request=0,
+        gathered_bytes_per_token=0,
+        bytes_per_token=LAYOUT.bytes_per_token,
         bytes_per_sequence=0,
         max_requests=3,
-        num_blocks=num_blocks if is_fixed else None,
+        set_blocks=num_blocks if is_fixed else None,
     )
+    return create_memory_plan(model)
 
 
 def storage_of(num_blocks=100, saver=None, **settings):

@@ -3,26 +3,34 @@ import dataclasses
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cb_rollout.engine.memory.plan import GIB, STATES_DIVISOR, TrainingBytes, create_memory_plan
+from cb_rollout.engine.memory.plan import (
+    GIB,
+    STATES_DIVISOR,
+    MemoryModel,
+    TrainingBytes,
+    create_memory_plan,
+)
 
 BYTES = st.integers(0, 2**40)
 SMALL = st.integers(0, 2**20)
 
 
 def plan_of(**values):
+    """A plan of blocks of one token, unless `block_size` is another."""
     defaults = {
         "total_bytes": 2000,
         "free_bytes": 1000,
         "training": TrainingBytes(gradients_to_come=200),
         "max_memory_percent": 0.5,
-        "workspace_bytes": 0,
-        "workspace_bytes_per_block": 0,
-        "bytes_per_block": 30,
+        "block_size": 1,
+        "max_batch_tokens": 0,
+        "workspace_bytes_per_request": 0,
+        "gathered_bytes_per_token": 0,
+        "bytes_per_token": 30,
         "bytes_per_sequence": 5,
         "max_requests": 10,
-        "num_blocks": None,
     }
-    return create_memory_plan(**(defaults | values))
+    return create_memory_plan(MemoryModel(**(defaults | values)))
 
 
 @st.composite
@@ -43,13 +51,16 @@ def settings_of(draw):
         "free_bytes": free,
         "training": draw(trainings() | st.just(TrainingBytes())),
         "max_memory_percent": draw(st.floats(0.01, 1)),
-        "workspace_bytes": draw(size | st.just(0)),
-        "workspace_bytes_per_block": draw(st.integers(0, 100)),
-        "max_prefill_blocks": draw(st.integers(0, 10)),
-        "max_sequence_blocks": draw(st.none() | st.integers(0, 20)),
+        "block_size": draw(st.integers(1, 3)),
+        "workspace_bytes_per_request": draw(size | st.just(0)),
+        "gathered_bytes_per_token": draw(st.integers(0, 100)),
+        "max_batch_tokens": draw(st.integers(0, 10)),
+        "history_factor": draw(st.integers(1, 3)),
+        "max_sequence_tokens": draw(st.none() | st.integers(0, 20)),
+        "max_blocks_per_request": draw(st.none() | st.integers(1, 20)),
         "graph_bytes": draw(st.integers(0, 100)),
         "encoder_cache_bytes": draw(st.integers(0, 100)),
-        "bytes_per_block": draw(size),
+        "bytes_per_token": draw(size),
         "bytes_per_sequence": draw(size | st.just(0)),
         "max_requests": draw(st.integers(1, 50)),
     }
@@ -64,7 +75,7 @@ def test_the_budget_is_the_share_of_what_training_leaves():
 
 
 def test_a_fixed_number_of_blocks_is_kept():
-    plan = plan_of(num_blocks=1000)
+    plan = plan_of(set_blocks=1000)
     assert (plan.num_blocks, plan.is_fixed) == (1000, True)
     assert plan.left_bytes < 0
     assert "more is claimed than there is" in str(plan)
@@ -116,7 +127,7 @@ def test_more_memory_never_means_fewer_blocks_or_sequences(settings, more):
 def test_a_hybrid_that_gains_a_sequence_loses_no_block(free, more, block, states, percent):
     sizes = {
         "training": TrainingBytes(),
-        "bytes_per_block": block,
+        "bytes_per_token": block,
         "bytes_per_sequence": states,
         "max_memory_percent": percent,
     }
@@ -138,25 +149,27 @@ def test_a_reserve_beyond_what_is_free_leaves_nothing():
 
 
 def test_a_forward_is_left_its_workspace():
-    assert plan_of(max_memory_percent=1, workspace_bytes=600).num_blocks == (200 - 50) // 30
-    plan = plan_of(max_memory_percent=1, workspace_bytes_per_block=30)
+    assert (
+        plan_of(max_memory_percent=1, workspace_bytes_per_request=60).num_blocks == (200 - 50) // 30
+    )
+    plan = plan_of(max_memory_percent=1, gathered_bytes_per_token=30)
     assert plan.num_blocks == (800 - 50) // 60
-    assert plan_of(workspace_bytes=300).num_blocks == plan_of().num_blocks, (
+    assert plan_of(workspace_bytes_per_request=30).num_blocks == plan_of().num_blocks, (
         "outside the budget is room"
     )
 
 
 def test_a_forward_that_gathers_few_of_many_blocks_leaves_memory_to_the_others():
-    sizes = {"max_memory_percent": 1, "bytes_per_sequence": 0, "workspace_bytes_per_block": 30}
-    plan = plan_of(max_sequence_blocks=4, **sizes)
+    sizes = {"max_memory_percent": 1, "bytes_per_sequence": 0, "gathered_bytes_per_token": 30}
+    plan = plan_of(max_sequence_tokens=4, **sizes)
     assert (plan.gathered_bytes, plan.num_blocks) == (4 * 30, (800 - 4 * 30) // 30)
 
 
 def test_a_prefill_gathers_a_block_that_rows_share_for_each_of_them():
-    sizes = {"max_memory_percent": 1, "bytes_per_sequence": 0, "workspace_bytes_per_block": 30}
-    plan = plan_of(max_prefill_blocks=20, max_sequence_blocks=4, **sizes)
+    sizes = {"max_memory_percent": 1, "bytes_per_sequence": 0, "gathered_bytes_per_token": 30}
+    plan = plan_of(max_batch_tokens=20, max_sequence_tokens=4, **sizes)
     assert (plan.gathered_bytes, plan.num_blocks) == (20 * 30, (800 - 20 * 30) // 30)
-    plan = plan_of(max_prefill_blocks=20, max_sequence_blocks=4, max_requests=1, **sizes)
+    plan = plan_of(max_batch_tokens=20, max_sequence_tokens=4, max_requests=1, **sizes)
     assert plan.gathered_bytes == 4 * 30
 
 
@@ -174,8 +187,8 @@ def test_features_of_images_are_kept_out_of_the_budget():
 
 
 def test_a_model_without_keys_is_limited_by_its_states():
-    assert plan_of(bytes_per_block=0).num_blocks > 0
-    assert plan_of(bytes_per_block=0, bytes_per_sequence=150).num_slots == 400 // 150
+    assert plan_of(bytes_per_token=0).num_blocks > 0
+    assert plan_of(bytes_per_token=0, bytes_per_sequence=150).num_slots == 400 // 150
 
 
 def test_states_take_at_most_half_the_budget():
@@ -206,8 +219,8 @@ def test_the_plan_prints_as_a_table_of_gib():
         total_bytes=12 * GIB,
         free_bytes=8 * GIB,
         training=training,
-        workspace_bytes=GIB // 4,
-        bytes_per_block=GIB // 2,
+        workspace_bytes_per_request=GIB // 40,
+        bytes_per_token=GIB // 2,
         bytes_per_sequence=GIB // 40,
     )
     lines = str(plan).splitlines()

@@ -9,6 +9,7 @@ from cb_rollout.engine.core import Engine
 from cb_rollout.engine.request import Request
 from cb_rollout.engine.service.loop import EngineLoop
 from cb_rollout.engine.service.output_queue import OutputQueue
+from cb_rollout.engine.service.pause_controller import PauseReason
 from cb_rollout.errors import EngineDeadError, InvalidRequestError, QueueFullError, RolloutError
 from cb_rollout.types import CancelResult, FinishReason, RequestStatus
 
@@ -169,9 +170,9 @@ def test_two_threads_never_hold_the_engine_at_once(loop):
 def test_the_engine_is_held_until_the_last_pause_ends(loop):
     with loop.paused():
         with loop.paused():
-            assert loop.pause_controller.is_paused
-        assert loop.pause_controller.is_paused
-    assert not loop.pause_controller.is_paused
+            assert loop.pauses.is_paused
+        assert loop.pauses.is_paused
+    assert not loop.pauses.is_paused
 
 
 def test_a_handler_that_would_pause_its_own_loop_is_refused(loop):
@@ -454,6 +455,7 @@ def test_a_fault_of_a_cancel_under_a_hold_is_told_to_every_waiting_thread(loop, 
 
     output_queue = OutputQueue()
     loop.submit([endless("a")], output_queue)
+    loop.hold(PauseReason.CLIENT)
     loop.cancel(["a"])
     monkeypatch.setattr(Engine, "cancel", broken)
     with pytest.raises(ZeroDivisionError):

@@ -94,7 +94,7 @@ def test_a_signal_amid_a_step_is_handled_after_it(generator, monkeypatch):
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     # The interrupted step was finished, so the engine still works.
     assert len(generate(generator)[0].generated_tokens) == 6
-    assert generator.manager._engine.num_blocks_used == 0
+    assert generator.manager.engine.num_blocks_used == 0
 
 
 def test_a_second_signal_is_not_deferred():
@@ -152,7 +152,7 @@ def test_the_callers_modes_do_not_reach_the_forward(generator, mode):
     with torch.no_grad():
         wanted = generate(generator)[0]
     generator.sync_weights()
-    generator.manager._engine.release_cache()
+    generator.manager.engine.release_cache()
     with RolloutGenerator(generator.manager.model, RolloutConfig(seed=0)) as again, mode:
         got = generate(again)[0]
     assert got.generated_tokens == wanted.generated_tokens

@@ -192,7 +192,7 @@ def test_refused_weights_change_nothing(worker):
 
 def test_sequences_in_flight_carry_the_version_of_each_token(worker):
     model = tiny_model(seed=1)
-    controller = worker._manager._loop.pause_controller
+    controller = worker._manager.loop.pauses
     gate = Gate(lambda: controller.is_paused)
     worker.submit([gated(gate, 8)])
     assert gate.reached.wait(20)

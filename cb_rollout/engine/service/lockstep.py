@@ -1,0 +1,276 @@
+"""Keep the engines of one tensor-parallel group in step: together they are one engine.
+
+Each process of the group has a shard of the model, the same requests and an engine of its own, so
+equal decisions give equal batches. The first process leads. It decides when requests are admitted
+and cancelled, when a step runs and when the engine pauses, and sends each decision as a
+`LockstepCommand`. The others follow the same commands in the same order.
+
+Owns two process groups of gloo: one carries commands, the other agreements on a number. They wait
+as long as the default process group does. Admits and steps nothing itself. Called by the thread
+that uses the engine.
+"""
+
+import enum
+import itertools
+import json
+import threading
+import zlib
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import distributed
+
+from cb_rollout.compat.torch import default_group_timeout
+from cb_rollout.engine.request import Request
+from cb_rollout.errors import RolloutError
+
+# Bytes of the first message of a command, which holds all of most commands.
+MESSAGE_BYTES = 512
+
+# Bytes of a message's length, at its start.
+_LENGTH_BYTES = 4
+
+_ENGINE_NUMBERS = itertools.count()
+
+
+class CommandKind(enum.StrEnum):
+    """The use of an engine under a command."""
+
+    STEP = "step"
+    """Admit and cancel, then run a step."""
+    TAKE = "take"
+    """Admit and cancel only."""
+    PAUSE = "pause"
+    """Pause for the thread that pauses on each process."""
+
+
+@dataclass(frozen=True, slots=True)
+class LockstepCommand:
+    """One decision of the process that leads."""
+
+    kind: CommandKind
+    admitted: Sequence[tuple[str, int]] = ()
+    """Requests to admit, in order: the id, and a checksum of what it asks for."""
+    cancelled: Sequence[str] = ()
+    """Ids of the requests to end after that."""
+    tokens: int = 0
+    """Checksum of all tokens sampled before this command."""
+
+
+def request_checksum(request: Request) -> int:
+    """Return a checksum of a request's prompt, seed and length, equal on every process."""
+    asked = request.prompt_ids, request.seed, request.max_new_tokens
+    return zlib.crc32(repr(asked).encode())
+
+
+class EngineGroup:
+    """Connect the engines of one tensor-parallel group.
+
+    All processes of the group make it, and call its collective methods, at the same places.
+    """
+
+    def __init__(self, group: distributed.ProcessGroup) -> None:
+        """Open the connections.
+
+        Args:
+            group: the processes that share the layers of a model, in order of their rank in it.
+        """
+        self.ranks = distributed.get_process_group_ranks(group)
+        """Global ranks of the processes; the first one leads."""
+        self.rank = distributed.get_rank()
+        self.number = next(_ENGINE_NUMBERS)
+        """Number of this engine among those of the process, equal over the group."""
+        self._commands, self._agreements = self._create_group(), self._create_group()
+
+    def _create_group(self) -> distributed.ProcessGroup:
+        created = distributed.new_group(
+            self.ranks,
+            timeout=default_group_timeout(),
+            backend="gloo",
+            use_local_synchronization=True,
+        )
+        assert isinstance(created, distributed.ProcessGroup)
+        return created
+
+    @property
+    def is_leader(self) -> bool:
+        """Return whether this process decides."""
+        return self.rank == self.ranks[0]
+
+    @property
+    def group_rank(self) -> int:
+        """Return this process's rank in the group, from 0."""
+        return self.ranks.index(self.rank)
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Return the number of this group among the groups of its size."""
+        return self.ranks[0] // len(self.ranks)
+
+    def all_reduce_min(self, value: int) -> int:
+        """Return the smallest value of all processes; collective.
+
+        Raises:
+            RolloutError: a process of the group is gone, or did not call in time.
+        """
+        shared = torch.tensor([int(value)])
+        try:
+            distributed.all_reduce(shared, distributed.ReduceOp.MIN, self._agreements)
+        except RuntimeError as error:
+            self._raise_gone("all processes to agree on the cache", error)
+        return int(shared)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the value of every process, in order of their rank in the group; collective.
+
+        Args:
+            value: anything that can be pickled.
+
+        Raises:
+            RolloutError: a process of the group is gone, or did not call in time.
+        """
+        values: list[Any] = [None] * len(self.ranks)
+        try:
+            distributed.all_gather_object(values, value, self._agreements)
+        except RuntimeError as error:
+            self._raise_gone("a value of each process", error)
+        return values
+
+    def send(self, command: LockstepCommand) -> None:
+        """Send a command to the processes that follow; called by the one that leads."""
+        text = json.dumps(
+            [command.kind, command.admitted, command.cancelled, command.tokens]
+        ).encode()
+        size = max(MESSAGE_BYTES, _LENGTH_BYTES + len(text))
+        length = len(text).to_bytes(_LENGTH_BYTES, "little")
+        message = torch.frombuffer(bytearray((length + text).ljust(size, b"\0")), dtype=torch.uint8)
+        self._broadcast(message[:MESSAGE_BYTES])
+        if size > MESSAGE_BYTES:
+            self._broadcast(message[MESSAGE_BYTES:])
+
+    def receive(self) -> LockstepCommand:
+        """Wait for the next command; called by a process that follows.
+
+        Raises:
+            RolloutError: the process that leads is gone, or sent nothing in time.
+        """
+        first = torch.empty(MESSAGE_BYTES, dtype=torch.uint8)
+        self._broadcast(first)
+        length = int.from_bytes(first[:_LENGTH_BYTES].numpy().tobytes(), "little")
+        text = first[_LENGTH_BYTES:].numpy().tobytes()[:length]
+        if len(text) < length:
+            rest = torch.empty(length - len(text), dtype=torch.uint8)
+            self._broadcast(rest)
+            text += rest.numpy().tobytes()
+        kind, admitted, cancelled, tokens = json.loads(text)
+        return LockstepCommand(
+            CommandKind(kind), [tuple(pair) for pair in admitted], cancelled, tokens
+        )
+
+    def _broadcast(self, message: torch.Tensor) -> None:
+        try:
+            distributed.broadcast(message, self.ranks[0], self._commands)
+        except RuntimeError as error:
+            self._raise_gone(f"the decisions of rank {self.ranks[0]}", error)
+
+    def _raise_gone(self, awaited: str, error: RuntimeError) -> NoReturn:
+        raise RolloutError(
+            f"rank {self.rank} waited for {awaited}, in the tensor-parallel group of ranks "
+            f"{self.ranks}, and a process ended or did not make the same call: {error}. Every "
+            "process of a tensor-parallel group must make the same calls in the same order."
+        ) from error
+
+
+class Lockstep:
+    """Send the commands of a process that leads, or take those that a process follows.
+
+    Called under the condition of the loop, except `record`.
+    """
+
+    def __init__(self, group: EngineGroup, changed: threading.Condition) -> None:
+        """Start before the first command.
+
+        Args:
+            group: the processes that share the model's layers.
+            changed: the condition of the loop; notified when a command arrives.
+        """
+        self._group, self._changed = group, changed
+        self.follows = not group.is_leader
+        """True where another process decides."""
+        self._next: LockstepCommand | None = None
+        self._pause: LockstepCommand | None = None
+        self._tokens_checksum = 0
+
+    def record(self, touched: Iterable[Request]) -> None:
+        """Add the tokens of a step to the checksum of all tokens."""
+        numbers = ((request.num_generated, request.token_ids[-1]) for request in touched)
+        sampled = array("q", [number for pair in numbers for number in pair])
+        self._tokens_checksum = zlib.crc32(sampled, self._tokens_checksum)
+
+    def lead(
+        self, kind: CommandKind, admitted: Sequence[Request] = (), cancelled: Sequence[str] = ()
+    ) -> None:
+        """Have the other processes do what this one does now."""
+        checksums = [(request.request_id, request_checksum(request)) for request in admitted]
+        self._group.send(LockstepCommand(kind, checksums, cancelled, self._tokens_checksum))
+
+    def take(self, live: Mapping[str, tuple[Request, Any]]) -> LockstepCommand | None:
+        """Wait for the next command to admit, cancel or step.
+
+        Args:
+            live: the requests of this process, by id.
+
+        Returns:
+            The command; None where this process has to pause or to submit a request first.
+
+        Raises:
+            RolloutError: the processes are not in step, or the leading one is gone.
+        """
+        command = self._next = self._next or self._group.receive()
+        is_known = all(request_id in live for request_id, _ in command.admitted)
+        if command.kind is CommandKind.PAUSE or not is_known:
+            return None
+        self._require_in_step(command, live)
+        self._next = None
+        self._changed.notify_all()
+        return command
+
+    def may_pause(self) -> bool:
+        """Return whether a pause may begin: in a process that follows, the leading one's."""
+        if not self.follows:
+            return True
+        command = self._next = self._next or self._group.receive()
+        if command.kind is not CommandKind.PAUSE:
+            self._changed.notify_all()
+            return False
+        self._pause, self._next = command, None
+        return True
+
+    def pause(self) -> None:
+        """Pause the other processes, or require that the leading one paused after this step."""
+        if not self.follows:
+            self.lead(CommandKind.PAUSE)
+        else:
+            assert self._pause is not None
+            self._require_in_step(self._pause, {})
+
+    def _require_in_step(
+        self, command: LockstepCommand, live: Mapping[str, tuple[Request, Any]]
+    ) -> None:
+        rank, leader = self._group.rank, self._group.ranks[0]
+        if command.tokens != self._tokens_checksum:
+            raise RolloutError(
+                f"rank {rank} and rank {leader} of a tensor-parallel group sampled different "
+                "tokens; run them on the same kind of device with the same libraries, and make "
+                "the same calls on both."
+            )
+        for request_id, checksum in command.admitted:
+            if request_checksum(live[request_id][0]) != checksum:
+                raise RolloutError(
+                    f"request {request_id!r} has another prompt, seed or length on rank {rank} "
+                    f"than on rank {leader}; every process of a tensor-parallel group must make "
+                    "the same calls in the same order."
+                )
