@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from cb_rollout.config.combinations import COMBINATIONS, described
+from cb_rollout.config.hf import COUNTERPARTS
 from cb_rollout.config.rollout import RolloutConfig
 from cb_rollout.config.sampling import SamplingParams
 from cb_rollout.metrics.registry import METRICS
@@ -155,8 +156,8 @@ Every logged metric, from `cb_rollout/metrics/registry.py`; `scripts/write_docs.
 METRICS_FOOTER = """
 Under `attach`, TRL also logs `sampling/sampling_logp_difference/{mean,max}`, the distance of
 sampled and old log-probabilities on every completion, and `sampling/importance_sampling_ratio/*`,
-the correction that follows. Where the sampled ones are the old ones (`old_logps`), the distance
-is 0, and `rollout/logprob_drift_max` is the drift. `AsyncGRPOTrainer` logs `sample/staleness_*`,
+the correction that follows. While the sampled ones are trusted (`old_logps`), the distance is
+that to the loss's own log-probabilities. `AsyncGRPOTrainer` logs `sample/staleness_*`,
 which is per completion, of its oldest token.
 """
 
@@ -250,7 +251,7 @@ def sampling() -> str:
     """Return the page on sampling."""
     rows = [
         f"| `{field.name}` | `{field.default!r}` | {field.metadata['help']} | "
-        f"{field.metadata.get('counterpart', '-')} |"
+        f"{COUNTERPARTS.get(field.name, '-')} |"
         for field in dataclasses.fields(SamplingParams)
     ]
     return SAMPLING_HEADER + "\n".join(rows) + "\n" + SAMPLING_FOOTER

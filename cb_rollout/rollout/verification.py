@@ -12,13 +12,16 @@ import torch
 import torch.distributed as dist
 
 from cb_rollout.config.enums import LogprobsMode, SamplingMaskMode
-from cb_rollout.engine.numerics.agreement import LARGEST_MULTIPLE, Agreement, agrees, rounding_noise
+from cb_rollout.engine.numerics.agreement import (
+    LARGEST_MULTIPLE,
+    NUM_MEASURED,
+    Agreement,
+    agrees,
+    overall_noise,
+)
 from cb_rollout.engine.request import Request
 from cb_rollout.engine.service.manager import ContinuousBatchingManager
 from cb_rollout.errors import InvalidRequestError
-
-# Sequences whose rounding is measured by a forward in a higher precision.
-NUM_MEASURED = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,29 +136,21 @@ def rollout_drift(
         recomputed = {r.request_id: manager.engine.recompute(r) for r in forwards}
     if not chosen:
         return drift({}, {})
-    noise = _noise(manager, chosen[:NUM_MEASURED], recomputed, can_measure=not is_collective)
+    measured = chosen[:NUM_MEASURED]
+    precise = None
+    if not is_collective:
+        with manager.loop.paused():
+            values = [manager.engine.recompute_precisely(request) for request in measured]
+        precise = None if None in values else [torch.tensor(value) for value in values]
+    dtype = manager.engine.compute_dtype
+    noise = overall_noise(_values(recomputed, measured), precise, dtype)
+    found, expected = _values(sampled, chosen), _values(recomputed, chosen)
     report = drift(sampled, recomputed, float(noise))
-    found = [torch.tensor(logprobs) for logprobs in sampled.values()]
-    expected = [torch.tensor(recomputed[request_id]) for request_id in sampled]
     return replace(report, agreement=agrees(found, expected, noise.expand(len(found))))
 
 
-def _noise(
-    manager: ContinuousBatchingManager,
-    requests: Sequence[Request],
-    recomputed: dict[str, list[float]],
-    *,
-    can_measure: bool,
-) -> torch.Tensor:
-    """Return the rounding of recomputed log-probabilities, in nats, `[1]`."""
-    own = [torch.tensor(recomputed[request.request_id]) for request in requests]
-    engine, precise = manager.engine, None
-    if can_measure:
-        with manager.loop.paused():
-            found = [engine.recompute_precisely(request) for request in requests]
-        if None not in found:
-            precise = [torch.tensor(values) for values in found]
-    return rounding_noise(own, precise, engine.compute_dtype).square().mean().sqrt()[None]
+def _values(logprobs: dict[str, list[float]], requests: Sequence[Request]) -> list[torch.Tensor]:
+    return [torch.tensor(logprobs[request.request_id]) for request in requests]
 
 
 def _of_one_kind(rollout: Sequence[Request]) -> list[Request]:
