@@ -11,8 +11,7 @@ from typing import Literal
 import torch
 
 from cb_rollout.errors import WeightSyncError
-from cb_rollout.integrations.ray.pool import RolloutPool
-from cb_rollout.integrations.ray.pooled_generator import PooledGenerator
+from cb_rollout.integrations.ray.pool import PooledGenerator, RolloutPool
 from cb_rollout.rollout.generator import RolloutGenerator
 
 InFlightName = Literal["keep", "recompute"]

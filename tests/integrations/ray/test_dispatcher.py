@@ -7,8 +7,12 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from cb_rollout import FinishReason, GenerationOutput, RequestStatus, SamplingParams
 from cb_rollout.engine.request import Request
-from cb_rollout.integrations.ray.dispatcher import MAX_FRUITLESS_DEATHS, Candidate, Dispatcher
-from cb_rollout.integrations.ray.prefix_routes import CHUNK_TOKENS
+from cb_rollout.integrations.ray.dispatcher import (
+    CHUNK_TOKENS,
+    MAX_FRUITLESS_DEATHS,
+    Candidate,
+    Dispatcher,
+)
 from cb_rollout.integrations.ray.worker import ItemProgress, first_runs
 
 

@@ -1,6 +1,6 @@
 """The table of prefixes keeps the latest."""
 
-from cb_rollout.integrations.ray.prefix_routes import CHUNK_TOKENS, PrefixRoutes
+from cb_rollout.integrations.ray.dispatcher import CHUNK_TOKENS, PrefixRoutes
 
 PROMPT = list(range(2 * CHUNK_TOKENS))
 
