@@ -73,7 +73,6 @@ class PoolManager:
     """Routers are the workers' own."""
 
     input_processor: InputProcessor
-    """Set by the pool once the first worker has told its limits; so are the defaults."""
     defaults: SamplingParams
     """Sampling parameters where a request has none: the attached trainer's, or the checkpoint's."""
 
@@ -170,6 +169,10 @@ class PoolManager:
                 last exception is its cause.
         """
         return self._first.result()
+
+    def serve(self, input_processor: InputProcessor, defaults: SamplingParams) -> None:
+        """Take requests, from when the first worker has told its limits."""
+        self.input_processor, self.defaults = input_processor, defaults
 
     def resize(self, num_workers: int) -> None:
         """Set the number of workers; sequences of those that end go on elsewhere."""
@@ -292,6 +295,7 @@ class PoolManager:
                 return
             self._is_closed = True
             self._fail(error)
+            self._ended_counters = self.counters
             workers, self._workers = self._workers, {}
         for worker in workers.values():
             self._cluster.kill(worker.handle)

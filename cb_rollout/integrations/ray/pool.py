@@ -100,8 +100,8 @@ class RolloutPool:
             raise
         self._held, self.defaults = found.tensors, found.defaults
         limits = replace(found.limits, max_cached_tokens=self.manager.max_cached_tokens)
-        self.manager.input_processor = InputProcessor(limits, self.config.seed, None, tokenizer)
-        self.manager.defaults = found.defaults
+        processor = InputProcessor(limits, self.config.seed, None, tokenizer)
+        self.manager.serve(processor, found.defaults)
         self._trained: weakref.ref[torch.nn.Module] | None = None
 
     def generate_batch(

@@ -163,8 +163,12 @@ def test_every_worker_samples_and_close_ends_all(manage):
     assert manager.first_description() is DESCRIPTION
     wait_until(lambda: manager.num_alive == 2)
     assert {output.generated_tokens[0] for output in sample(manager)} == {0, 1}
+    counters = manager.counters
+    assert counters.decode_forwards == 6
     manager.close(CLOSED)
     assert cluster.is_closed
+    assert all(worker.is_killed for worker in cluster.workers)
+    assert (manager.num_alive, manager.counters) == (0, counters)
     with pytest.raises(EngineDeadError, match="closed"):
         manager.submit(requests(1), OutputQueue())
 
