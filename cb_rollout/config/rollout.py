@@ -19,6 +19,7 @@ from cb_rollout.config.checks import (
     one_of,
     setting,
 )
+from cb_rollout.config.combinations import refused
 from cb_rollout.config.compilation import CompileSettings, check_compile_config, compile_settings
 from cb_rollout.config.enums import (
     KvDtype,
@@ -383,22 +384,13 @@ class RolloutConfig:
         """Check every field, alone and together."""
         check_fields(self, ConfigurationError)
         if self.use_async_batching and self.wants_graphs is False:
-            raise ConfigurationError(
-                "use_async_batching=True launches CUDA graphs ahead, and use_cuda_graph="
-                f"{self.use_cuda_graph!r} has none; leave one of them at None."
-            )
+            raise refused("async batching, no graphs", graphs=repr(self.use_cuda_graph))
         if self.on_logprob_drift == OnLogprobDrift.RECOMPUTE and (
             self.old_logps != OldLogps.ROLLOUT or self.max_logprob_drift is None
         ):
-            raise ConfigurationError(
-                "on_logprob_drift='recompute' needs old_logps='rollout' and a max_logprob_drift; "
-                "set both, or leave it at 'raise'."
-            )
+            raise refused("drift, sampled old logps")
         if self.tool_timeout_seconds is not None and not self.concurrent_tools:
-            raise ConfigurationError(
-                f"tool_timeout_seconds={self.tool_timeout_seconds:g} needs a thread for each "
-                "conversation; leave concurrent_tools=True."
-            )
+            raise refused("tool timeout, one thread", seconds=f"{self.tool_timeout_seconds:g}")
 
         self._check_numerics()
 
@@ -406,17 +398,20 @@ class RolloutConfig:
         """Refuse settings under which no two forwards could be the same bits."""
         if self.numerics != Numerics.BITWISE:
             return
-        refused = {
+        excluded = {
             "kv_dtype": self.kv_dtype != KvDtype.AUTO and "rounds what the loss does not",
             "rollout_dtype": self.rollout_dtype != RolloutDtype.AUTO
             and "computes in another dtype than the trainer",
             "decode_compile_config": self.compiles_decode is not None
             and "compiles sums in another order",
         }
-        for name, reason in refused.items():
+        for name, reason in excluded.items():
             if reason:
-                raise ConfigurationError(
-                    f"numerics='bitwise': {name}={getattr(self, name)!r} {reason}; leave it unset."
+                raise refused(
+                    "bitwise, another setting",
+                    name=name,
+                    value=repr(getattr(self, name)),
+                    reason=reason,
                 )
 
     @property

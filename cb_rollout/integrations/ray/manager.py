@@ -15,13 +15,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from cb_rollout.config.combinations import refused
 from cb_rollout.config.enums import InFlight
 from cb_rollout.config.sampling import SamplingParams
 from cb_rollout.engine.request import Request
 from cb_rollout.engine.service.input_processor import InputProcessor, ServingLimits
 from cb_rollout.engine.service.output_queue import OutputSink
 from cb_rollout.errors import (
-    ConfigurationError,
     EngineDeadError,
     RolloutError,
     WeightSyncError,
@@ -197,9 +197,7 @@ class PoolManager:
         """
         requests = self.input_processor.requests(inputs, *arguments, **more)
         if any(request.images is not None for request in requests):
-            raise ConfigurationError(
-                "a pool samples prompts without images; use a RolloutGenerator for these."
-            )
+            raise refused("pool, images")
         return requests
 
     def start(self) -> None:

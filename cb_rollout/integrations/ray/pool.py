@@ -13,6 +13,7 @@ import torch
 from tqdm.auto import tqdm
 
 from cb_rollout.compat import transformers as hf_compat
+from cb_rollout.config.combinations import refused
 from cb_rollout.config.enums import InFlight, WeightSync
 from cb_rollout.config.hf import as_rollout_config, from_generation_config
 from cb_rollout.config.sampling import SamplingParams
@@ -72,10 +73,7 @@ class RolloutPool:
         self.config = as_rollout_config(config)
         require_tokenizer(tokenizer)
         if self.config.weight_sync == WeightSync.SHARED:
-            raise ConfigurationError(
-                "weight_sync='shared': a pool's workers have weights of their own; leave it at "
-                "'auto'."
-            )
+            raise refused("pool, shared weights")
         _require_workers(num_workers)
         for name, seconds in (
             ("timeout_seconds", timeout_seconds),
@@ -292,7 +290,7 @@ class PooledGenerator:
             ("router_replay=True", "attach a RolloutConfig instead", self.config.router_replay),
         ):
             if is_so:
-                raise ConfigurationError(f"{fault}: a trainer with a pool cannot use it; {advice}.")
+                raise refused("pool, trainer's needs", fault=fault, advice=advice)
         self.pool, self._model = pool, model
         self.manager = pool.manager
         if generation_config is not None:

@@ -22,6 +22,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 from cb_rollout.compat import transformers as hf_compat
 from cb_rollout.compat.torch import dropout_rate
+from cb_rollout.config.combinations import refused
 from cb_rollout.config.enums import LossForward, Numerics, SamplingMaskMode
 from cb_rollout.config.hf import from_generation_config
 from cb_rollout.config.rollout import RolloutConfig
@@ -257,10 +258,7 @@ def _require_supported(trainer: Any, seam: GenerationSeam | None) -> None:
 def _require_settings(trainer: Any) -> None:
     """Refuse settings that cannot be honoured, or that TRL would refuse with a server."""
     if trainer.args.use_transformers_continuous_batching:
-        raise ConfigurationError(
-            "use_transformers_continuous_batching=True and cb_rollout both want to generate; "
-            "leave it False."
-        )
+        raise refused("transformers' batching")
     if not trainer.args.temperature > 0:
         raise ConfigurationError(
             f"temperature={trainer.args.temperature}: the completions of a group would all be the "
@@ -314,11 +312,7 @@ def _require_whole_outputs(trainer: Any) -> None:
     policy = getattr(plugin, "mixed_precision_policy", None)
     dtype = getattr(policy, "output_dtype", None)
     if dtype not in (None, torch.float32):
-        raise ConfigurationError(
-            f"numerics='bitwise': FSDP2's mixed precision rounds the trainer's log-probabilities "
-            f"to {dtype}; set output_dtype=torch.float32 in the mixed_precision_policy of "
-            "trainer.accelerator.state.fsdp_plugin before attach, or train without mixed precision."
-        )
+        raise refused("bitwise, rounded outputs", dtype=dtype)
 
 
 def _warn_of_dropout(trainer: Any, config: RolloutConfig) -> None:
@@ -329,11 +323,7 @@ def _warn_of_dropout(trainer: Any, config: RolloutConfig) -> None:
     """
     highest = dropout_rate(trainer.model)
     if highest > 0 and config.numerics == Numerics.BITWISE:
-        raise ConfigurationError(
-            f"numerics='bitwise': the model trains with dropout (rate {highest:g}); set "
-            "disable_dropout=True in the trainer's config, and lora_dropout=0 and "
-            "attention_dropout=0 where they are set."
-        )
+        raise refused("bitwise, dropout", rate=f"{highest:g}")
     if highest > 0 and getattr(trainer, "vllm_importance_sampling_correction", False):
         warnings.warn(
             f"the model trains with dropout (rate {highest:g}), and rollouts are sampled without: "

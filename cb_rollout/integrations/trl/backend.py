@@ -15,6 +15,7 @@ from transformers import TrainerCallback, TrainerState
 
 from cb_rollout.compat.transformers import tensor_parallel_group, unwrap
 from cb_rollout.compat.zero3 import shards_models
+from cb_rollout.config.combinations import refused
 from cb_rollout.config.enums import ReleaseCache
 from cb_rollout.config.hf import as_trainers_config
 from cb_rollout.config.rollout import RolloutConfig
@@ -66,11 +67,7 @@ class Overrides:
 def _require_whole_model(accelerator: Any) -> None:
     """Refuse a pool where processes shard the model: a pool takes whole weights from one."""
     if accelerator.num_processes > 1 and shards_models(accelerator):
-        raise ConfigurationError(
-            f"FSDP or ZeRO-3 shards the model over {accelerator.num_processes} processes, and a "
-            "pool takes whole weights from one; pass a RolloutConfig to attach instead of the "
-            "pool, or train under DDP."
-        )
+        raise refused("pool, sharded trainer", num_processes=accelerator.num_processes)
 
 
 def create_generator(trainer: Any, config: Any) -> RolloutGenerator | PooledGenerator:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cb_rollout.errors import ConfigurationError
+from cb_rollout.config.combinations import refused
 from cb_rollout.metrics.run_records import Mode
 from cb_rollout.types import FinishReason, GenerationOutput
 
@@ -152,10 +152,7 @@ class RolloutContext:
             other: the value that does not.
         """
         if not all(row.spans for row in self.rows):
-            raise ConfigurationError(
-                f"{setting} needs completions of the attached generator, and rollout_func brought "
-                f"others; generate with cb_rollout.make_rollout_func, or set {other}."
-            )
+            raise refused("replay, foreign completions", setting=setting, other=other)
 
 
 def rows_from(

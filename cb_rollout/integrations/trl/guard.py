@@ -18,6 +18,7 @@ import torch
 
 from cb_rollout.compat.torch import compute_dtype
 from cb_rollout.compat.zero3 import shards_models
+from cb_rollout.config.combinations import refused
 from cb_rollout.config.enums import (
     LogprobsMode,
     Numerics,
@@ -29,7 +30,7 @@ from cb_rollout.config.rollout import RolloutConfig
 from cb_rollout.config.sampling import SamplingParams, counterpart
 from cb_rollout.engine.numerics.agreement import agrees, is_measurable, rounding_noise
 from cb_rollout.engine.numerics.higher_precision import higher_precision
-from cb_rollout.errors import ConfigurationError, LogprobDriftError
+from cb_rollout.errors import LogprobDriftError
 from cb_rollout.integrations.trl.context import RolloutContext, RolloutRow
 from cb_rollout.rollout.distributed import largest_of_all
 from cb_rollout.rollout.verification import DriftReport, drift
@@ -314,17 +315,9 @@ def are_comparable(config: RolloutConfig, params: SamplingParams) -> bool:
 def require_one_distribution(config: RolloutConfig, params: SamplingParams) -> None:
     """Refuse settings under which the old log-probabilities are of another distribution."""
     if config.sampling_mask == SamplingMaskMode.REPLAY and params.is_adjusted:
-        raise ConfigurationError(
-            "sampling_mask='replay' knows top_k, top_p, min_p and typical_p, not penalties, biases "
-            "or forced tokens; take repetition_penalty and the like out of the trainer's settings "
-            "and generation_kwargs, or set sampling_mask='ignore'."
-        )
+        raise refused("replay, adjusted")
     if config.old_logps == OldLogps.ROLLOUT and not are_comparable(config, params):
-        raise ConfigurationError(
-            "old_logps='rollout' with logprobs_mode='processed' would hold log-probabilities after "
-            "truncation or penalties against the loss's, which are before; set "
-            "sampling_mask='replay' or logprobs_mode='policy'."
-        )
+        raise refused("sampled old logps, processed")
 
 
 def warn_of_bias(trainer: Any, config: RolloutConfig, params: SamplingParams) -> None:

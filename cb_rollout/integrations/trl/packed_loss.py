@@ -18,6 +18,7 @@ from cb_rollout.compat.multimodal import is_processor
 from cb_rollout.compat.rope import RowRope
 from cb_rollout.compat.torch import SavedBytes, without_dropout
 from cb_rollout.compat.zero3 import shards_models
+from cb_rollout.config.combinations import refused
 from cb_rollout.config.rollout import RolloutConfig
 from cb_rollout.engine.memory import device as devices
 from cb_rollout.engine.memory.plan import TrainingBytes
@@ -104,10 +105,7 @@ class PackedLoss:
         elif getattr(self._trainer, "aux_loss_enabled", False):
             reason = "a router loss, which is balanced over the whole batch"
         if reason:
-            raise ConfigurationError(
-                f"loss_tokens_per_forward={self._max_tokens} cannot be honoured under {reason}; "
-                "leave it at 'auto' and lower per_device_train_batch_size."
-            )
+            raise refused("loss tokens, one forward", tokens=self._max_tokens, reason=reason)
 
     def logprobs(
         self,

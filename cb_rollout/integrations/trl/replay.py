@@ -18,9 +18,9 @@ import numpy as np
 import torch
 
 from cb_rollout.compat import transformers as hf_compat
+from cb_rollout.config.combinations import refused
 from cb_rollout.engine.model.routers import Disagreement, Replay, Routers, joined_routes
 from cb_rollout.engine.sampling.mask import SamplingMask, masked_logprobs
-from cb_rollout.errors import ConfigurationError
 from cb_rollout.integrations.trl.context import RolloutRow
 from cb_rollout.integrations.trl.images import COUNTS, of_rows
 
@@ -132,10 +132,7 @@ class RouterReplay:
             ConfigurationError: the trainer compiles its model, which would pass over the record.
         """
         if getattr(trainer.args, "torch_compile", False):
-            raise ConfigurationError(
-                "router_replay=True: torch_compile=True compiles the routers too; leave one of "
-                "them False."
-            )
+            raise refused("router replay, compiled")
         self.routers = routers
         self.disagreement = Disagreement()
 

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from cb_rollout.config.combinations import refused
 from cb_rollout.config.enums import OldLogps
 from cb_rollout.errors import ConfigurationError
 from cb_rollout.integrations.trl.backend import (
@@ -304,11 +305,7 @@ def _require_place(trainer: Any, strategy: Strategy) -> None:
             "RLOOTrainer; use a GroupCollector in a loop of your own."
         )
     if strategy.max_retries or strategy.min_group_size is not None:
-        raise ConfigurationError(
-            f"{name} under {type(trainer).__name__}: its batch holds num_generations completions "
-            "of each prompt, and it scores them itself, so nothing can be tried again or left out; "
-            "use a GroupCollector in a loop of your own, or AsyncGRPOTrainer with AsyncRollouts."
-        )
+        raise refused("strategy, retried groups", name=name, trainer=type(trainer).__name__)
     if type(strategy).keeps not in (Strategy.keeps, DynamicSampling.keeps):
         raise ConfigurationError(
             f"{name}.keeps() under {type(trainer).__name__}: what is known of a group there is "
@@ -326,18 +323,12 @@ def _require_place(trainer: Any, strategy: Strategy) -> None:
         faults |= _faults_ahead(trainer, backend)
     for fault, is_so in faults.items():
         if is_so:
-            raise ConfigurationError(
-                f"{name} does not go with {fault}; use Plain(), or change that."
-            )
+            raise refused("strategy, batch", name=name, fault=fault)
     if strategy.carries and backend is not None:
         config = backend.generator.config
         corrects = getattr(trainer, "vllm_importance_sampling_correction", False)
         if not corrects and config.old_logps != OldLogps.ROLLOUT:
-            raise ConfigurationError(
-                f"{name} carries tokens of older policies, and without "
-                "vllm_importance_sampling_correction=True the loss would take them for its own; "
-                "set that, which RLOO does not have, or old_logps='rollout'."
-            )
+            raise refused("strategy, carried tokens", name=name)
 
 
 def _faults(trainer: Any) -> dict[str, bool]:

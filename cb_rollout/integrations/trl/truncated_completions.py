@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from cb_rollout.config.combinations import refused
 from cb_rollout.config.sampling import SamplingParams
-from cb_rollout.errors import ConfigurationError
 from cb_rollout.integrations.trl.context import RolloutRow
 
 
@@ -32,12 +32,7 @@ def require_known_ends(trainer: Any, params: SamplingParams) -> None:
     is_rloo = not hasattr(trainer, "rollout_func")
     ended_by = unknown_end(trainer, params)
     if trainer.mask_truncated_completions and is_rloo and ended_by:
-        raise ConfigurationError(
-            f"mask_truncated_completions=True would leave out completions that {ended_by} ended: "
-            "RLOO's trainer takes for whole only what ends in its own end-of-sequence token, and "
-            "computes old log-probabilities and rewards from that; leave it False, or take "
-            "stop_strings and eos_token_id out of generation_kwargs."
-        )
+        raise refused("masked, unknown stops", ended_by=ended_by)
 
 
 class TruncatedCompletions:

@@ -19,7 +19,7 @@ from cb_rollout.metrics.run_records import (
     read_metrics,
 )
 from cb_rollout.tools.report.charts import DRIFT_FLOOR, DRIFT_KEYS, figure, step_axis, tips_at
-from cb_rollout.tools.report.layout import html_page, write_page
+from cb_rollout.tools.report.layout import html_page, unusable, write_page
 from cb_rollout.tools.report.page import key_figures, run_name
 from cb_rollout.tools.report.series import series, smoothed
 from cb_rollout.tools.report.spreads import Span, length_spread, quantile_spans, reward_spans
@@ -100,10 +100,7 @@ def write_comparison(
         write_page(path, _page(_names(folders, runs), runs, metrics))
         return path
     except OSError as error:
-        raise ConfigurationError(
-            f"{error.filename or run_dir} cannot be read or written ({error.strerror}); look at "
-            "what it is and who may use it."
-        ) from error
+        raise unusable(run_dir, error) from error
 
 
 def _names(folders: Sequence[Path], runs: Sequence[Run]) -> list[str]:

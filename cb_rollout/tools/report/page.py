@@ -12,7 +12,6 @@ from pathlib import Path
 from statistics import median
 
 from cb_rollout import __version__
-from cb_rollout.errors import ConfigurationError
 from cb_rollout.metrics.run_records import (
     METRICS_FILE,
     ROLLOUTS_FILE,
@@ -35,7 +34,7 @@ from cb_rollout.tools.report.charts import (
     share_figure,
     throughput_figure,
 )
-from cb_rollout.tools.report.layout import html_page, write_page
+from cb_rollout.tools.report.layout import html_page, unusable, write_page
 from cb_rollout.tools.report.pages import pages_table, write_pages
 from cb_rollout.tools.report.series import series, smoothed, smoothing_window
 from cb_rollout.tools.report.spreads import (
@@ -73,10 +72,7 @@ def write_report(run_dir: str | os.PathLike[str], run_id: str | None = None) -> 
     try:
         return _write_report(find_run_dir(run_dir), run_id)
     except OSError as error:
-        raise ConfigurationError(
-            f"{error.filename or run_dir} cannot be read or written ({error.strerror}); look at "
-            "what it is and who may use it."
-        ) from error
+        raise unusable(run_dir, error) from error
 
 
 def _write_report(run_dir: Path, run_id: str | None) -> Path:
