@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from cb_rollout.config.combinations import COMBINATIONS, described
+from cb_rollout.config.hf import COUNTERPARTS
 from cb_rollout.config.rollout import RolloutConfig
 from cb_rollout.config.sampling import SamplingParams
 from cb_rollout.metrics.registry import METRICS
@@ -250,7 +251,7 @@ def sampling() -> str:
     """Return the page on sampling."""
     rows = [
         f"| `{field.name}` | `{field.default!r}` | {field.metadata['help']} | "
-        f"{field.metadata.get('counterpart', '-')} |"
+        f"{COUNTERPARTS.get(field.name, '-')} |"
         for field in dataclasses.fields(SamplingParams)
     ]
     return SAMPLING_HEADER + "\n".join(rows) + "\n" + SAMPLING_FOOTER

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 
 from cb_rollout.engine.cuda_graphs.graphs import GraphedDecoding, PendingStep
+from cb_rollout.engine.images.inputs import PrefillRow
 from cb_rollout.engine.kv_cache.storage import CacheStorage
 from cb_rollout.engine.memory import device as devices
 from cb_rollout.engine.memory.device import is_out_of_memory, out_of_memory
 from cb_rollout.engine.model.decode_rows import DecodeRows
-from cb_rollout.engine.model.image_rows import PrefillRow
 from cb_rollout.engine.model.runner import ModelRunner
 from cb_rollout.engine.request import Prefill, Request
 from cb_rollout.engine.sampling.sampler import TokenSampler
@@ -415,7 +415,7 @@ class StepExecutor:
             self._pending = self._launch_next(current)
         except Exception as error:  # noqa: BLE001  a step that is needed will fail again
             _LOGGER.debug("a step waits for the last one's tokens: %s", error_text(error))
-            self.graphs.forget_step()
+            self.graphs.forget_rows()
         results = step.read(current)
         return self._token_sampler.append(current, results, self._note_computed(current))
 
@@ -451,7 +451,7 @@ class StepExecutor:
     def _forget_pending(self) -> None:
         self._pending = None
         if self.graphs is not None:
-            self.graphs.forget_step()
+            self.graphs.forget_rows()
 
 
 def _num_equal(draft: Sequence[int], sampled: Sequence[int]) -> int:

@@ -13,8 +13,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from cb_rollout.engine.model.prompt_images import DIGEST_BYTES
-from cb_rollout.engine.service.image_prompts import IMAGE_FAULTS
+from cb_rollout.engine.images.processor import IMAGE_FAULTS
+from cb_rollout.engine.images.prompt_images import DIGEST_BYTES
 from cb_rollout.errors import error_text
 from cb_rollout.server.errors import ApiError
 from cb_rollout.server.options import ServerOptions

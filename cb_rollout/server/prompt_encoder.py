@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cb_rollout.compat.multimodal import is_processor, text_tokenizer
-from cb_rollout.engine.service.image_prompts import (
+from cb_rollout.engine.images.processor import (
     IMAGE_FAULTS,
     ImagePrompt,
     encoded_chat,

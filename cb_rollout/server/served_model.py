@@ -20,8 +20,8 @@ from typing import Any, TypeVar
 
 from cb_rollout.compat.multimodal import text_tokenizer
 from cb_rollout.config.sampling import SamplingParams, resolved
+from cb_rollout.engine.images.processor import ImagePrompt
 from cb_rollout.engine.request import Request
-from cb_rollout.engine.service.image_prompts import ImagePrompt
 from cb_rollout.engine.service.manager import ContinuousBatchingManager
 from cb_rollout.engine.service.pause_controller import Hold
 from cb_rollout.errors import ConfigurationError, EngineDeadError, InvalidRequestError

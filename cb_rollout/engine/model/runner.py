@@ -26,22 +26,22 @@ from cb_rollout.engine.attention.decode_cache import DecodeInputs
 from cb_rollout.engine.attention.gathered import BatchedAttention
 from cb_rollout.engine.attention.packed import PackedAttention, no_mask
 from cb_rollout.engine.attention.selector import select_backend
-from cb_rollout.engine.kv_cache.block_table import BlockTable
-from cb_rollout.engine.kv_cache.layout import CacheLayout
-from cb_rollout.engine.kv_cache.paged import PADDING_SLOT, PagedCache, SlotMapping
-from cb_rollout.engine.kv_cache.recurrent import PROBE_ROWS, OpaqueStateAdapter, RecurrentLayer
-from cb_rollout.engine.memory import device as devices
-from cb_rollout.engine.model.encoder_cache import EncoderCache, GivenImages
-from cb_rollout.engine.model.eval_mode import eval_mode
-from cb_rollout.engine.model.image_rows import (
+from cb_rollout.engine.images.encoder_cache import EncoderCache
+from cb_rollout.engine.images.inputs import (
     ImageInputs,
     PrefillRow,
     joined_positions,
     joined_tensors,
 )
+from cb_rollout.engine.images.prompt_images import PromptImages
+from cb_rollout.engine.kv_cache.block_table import BlockTable
+from cb_rollout.engine.kv_cache.layout import CacheLayout
+from cb_rollout.engine.kv_cache.paged import PADDING_SLOT, PagedCache, SlotMapping
+from cb_rollout.engine.kv_cache.recurrent import PROBE_ROWS, OpaqueStateAdapter, RecurrentLayer
+from cb_rollout.engine.memory import device as devices
+from cb_rollout.engine.model.eval_mode import eval_mode
 from cb_rollout.engine.model.packed_rows import PackedRows
 from cb_rollout.engine.model.probe import PROBE_TOKENS, probe
-from cb_rollout.engine.model.prompt_images import PromptImages
 from cb_rollout.engine.model.routers import RouteRecorder, Routers, find_routers
 from cb_rollout.engine.numerics.higher_precision import higher_precision
 from cb_rollout.errors import ConfigurationError
@@ -411,26 +411,27 @@ class ModelRunner:
         prompts, given = [], []
         for row in rows:
             arguments: dict[str, torch.Tensor] = {}
-            if (images := row.new_images) is not None:
-                arguments = self.image_inputs.arguments(images, row.start, row.stop)
-                prompts.append(GivenImages(images, images.numbers_from(row.start), arguments))
+            if row.new_images is not None:
+                prompts.append(self.image_inputs.on_device(row.new_images, row.start))
+                arguments = prompts[-1].arguments(row.start, row.stop)
             given.append(arguments)
+        images = [image for prompt in prompts for image in prompt.images]
         positions = [self.image_inputs.new_positions(row) for row in rows]
         if len(rows) == 1:
-            serving = self.encoder_cache.serving(self.model, prompts, given[0])
+            serving = self.encoder_cache.serving(self.model, images, given[0])
             return self._prefill_alone(rows[0], positions[0], given[0], serving, cache, table)
         lengths, table_rows = [row.stop for row in rows], [row.table_row for row in rows]
         new_tokens, num_new = [row.new_tokens for row in rows], [row.num_new for row in rows]
         packed = PackedRows.of(new_tokens, lengths, table_rows, table, None)
         packed = replace(packed, positions_1N=joined_positions(positions))
-        per_token = frozenset().union(*(prompt.images.per_token for prompt in prompts))
+        per_token = frozenset().union(*(prompt.of_tokens for prompt in prompts))
         arguments = joined_tensors(given, num_new, per_token, dim=1)
         if self.recorder is not None:
             routes = [row.routes for row in rows]
             self.recorder.expect(routes, num_new, self.device, is_padded=False)
         sides = [self.rope.side(len(row.token_ids)) for row in rows]
         with (
-            self.encoder_cache.serving(self.model, prompts, arguments),
+            self.encoder_cache.serving(self.model, images, arguments),
             self.rope.by_row(sides, num_new),
         ):
             return self._packed_forward(packed, cache, arguments)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cb_rollout.engine.service.image_prompts import IMAGE_PARTS, PICTURE_KEYS, is_chat
+from cb_rollout.engine.images.processor import image_parts, is_chat, picture_of, with_image_parts
 
 DATA_URL = "data:"
 
@@ -16,7 +16,9 @@ DATA_URL = "data:"
 def image_names(row: Mapping[str, Any]) -> Iterator[Any]:
     """Yield what names the pictures of a row: of `images`, then of its chat's parts."""
     yield from row.get("images") or ()
-    yield from (name for part in _image_parts(row) if (name := _named(part)) is not None)
+    for chat in (row.get("prompt"), row.get("messages")):
+        named = map(picture_of, image_parts(chat) if is_chat(chat) else ())
+        yield from (name for name in named if name is not None)
 
 
 def problem_of_images(row: Mapping[str, Any], folder: Path) -> str | None:
@@ -60,34 +62,8 @@ def located(name: str, folder: Path) -> str:
 def located_in_chat(chat: Sequence[Mapping[str, Any]], folder: Path) -> list[dict[str, Any]]:
     """Return a chat whose parts name their pictures from the working directory."""
 
-    def as_located(part: Any) -> Any:
-        if not isinstance(part, Mapping) or part.get("type") not in IMAGE_PARTS:
-            return part
-        name = _named(part)
-        found = {"type": "image"}
-        return found if name is None else {**found, "image": located(name, folder)}
+    def located_part(part: Mapping[str, Any]) -> dict[str, Any]:
+        name = picture_of(part)
+        return {"type": "image"} | ({} if name is None else {"image": located(name, folder)})
 
-    return [
-        {**message, "content": list(map(as_located, message["content"]))}
-        if isinstance(message["content"], list)
-        else dict(message)
-        for message in chat
-    ]
-
-
-def _image_parts(row: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    for name in ("prompt", "messages"):
-        chat: Any = row.get(name)
-        for message in chat if is_chat(chat) else ():
-            content = message.get("content")
-            for part in content if isinstance(content, list) else ():
-                if isinstance(part, Mapping) and part.get("type") in IMAGE_PARTS:
-                    yield part
-
-
-def _named(part: Mapping[str, Any]) -> Any:
-    """Return what names a part's picture; None: nothing does, it is one of the row's `images`."""
-    if part.get("type") == "image_url":
-        named = part.get("image_url")
-        return named.get("url") if isinstance(named, Mapping) else named
-    return next((part[key] for key in PICTURE_KEYS if part.get(key) is not None), None)
+    return with_image_parts(chat, located_part)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from cb_rollout.compat.multimodal import is_processor
-from cb_rollout.engine.service.image_prompts import is_chat
+from cb_rollout.engine.images.processor import is_chat
 from cb_rollout.errors import ConfigurationError, InvalidRequestError
 from cb_rollout.rollout.prompts import Encoded, encoded
 from cb_rollout.tools.dataset.images import (
