@@ -34,8 +34,7 @@ from cb_rollout.integrations.async_grpo.settings import (
     samples_per_step,
 )
 from cb_rollout.integrations.async_grpo.tree_attention import adapt_trainers
-from cb_rollout.integrations.ray.pool import RolloutPool
-from cb_rollout.integrations.ray.pooled_generator import PooledGenerator
+from cb_rollout.integrations.ray.pool import PooledGenerator, RolloutPool
 from cb_rollout.strategies import Group, GroupCollector, Plain, RequestStream, Strategy
 from cb_rollout.types import GenerationOutput
 

@@ -1,21 +1,19 @@
 """Start workers on a Ray cluster, call them, and put buffers into its object store.
 
-Owns the connection to the cluster and the processes of one pool. The only file that imports ray.
-Called from any thread.
+Owns the connection to the cluster, and waits for the processes of one pool. The only file that
+imports ray. Called from any thread.
 """
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import psutil
 
 from cb_rollout.config.enums import InFlight
 from cb_rollout.errors import ConfigurationError, RolloutError, WeightSyncError
-from cb_rollout.integrations.ray.weight_update import WeightUpdate
+from cb_rollout.integrations.ray.weight_update import Buffer, WeightUpdate
 from cb_rollout.integrations.ray.worker import PoolWorker, WorkerDescription
 
 # Methods of a worker that run at the same time: a report, a submission, an update, a cancellation.
@@ -37,38 +35,23 @@ class WorkerLostError(Exception):
     """A worker's process or machine ended."""
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerHandle:
-    """A worker's actor."""
-
-    actor: Any
-
-
 class RolloutWorker:
     """A worker inside of its actor's process."""
-
-    def __init__(self) -> None:
-        self._worker: PoolWorker | None = None
 
     def start(self, arguments: tuple[Any, ...]) -> tuple[WorkerDescription, str]:
         """Make the worker; return its description and its node."""
         self._worker = PoolWorker(*arguments)
-        node = _ray().get_runtime_context().get_node_id()
-        return self._worker.description(), node
+        return self._worker.description(), _ray().get_runtime_context().get_node_id()
 
     def call(self, method: str, *arguments: Any) -> Any:
         """Call a method of the worker."""
-        assert self._worker is not None, "not started"
         return getattr(self._worker, method)(*arguments)
 
-    def update(
-        self, update: WeightUpdate, references: Sequence[Any], in_flight: InFlight, seconds: float
-    ) -> None:
+    def update(self, update: WeightUpdate, in_flight: InFlight, seconds: float) -> None:
         """Fetch an update's buffers, each once per node, and give them to the worker."""
-        assert self._worker is not None, "not started"
         ray = _ray()
         try:
-            buffers = ray.get(list(references), timeout=seconds)
+            buffers = ray.get(list(update.references), timeout=seconds)
         except (ray.exceptions.GetTimeoutError, ray.exceptions.ObjectLostError) as error:
             raise WeightSyncError(
                 f"weights of version {update.version} are cut off: {type(error).__name__} while "
@@ -85,106 +68,80 @@ class Cluster:
         """Connect: to the cluster that this process is in or `RAY_ADDRESS` names, else a new one.
 
         Args:
-            resources_per_worker: as `{"CPU": 4, "GPU": 1}`, other names being the cluster's own;
-                None: one GPU where the cluster has GPUs, else one CPU.
+            resources_per_worker: see `RolloutPool`.
 
         Raises:
             ImportError: ray is not installed.
             ConfigurationError: a resource is no number >= 0.
         """
-        ray = _ray()
+        self._ray = ray = _ray()
         # Before a cluster is made, which nobody would end.
         options = _actor_options(resources_per_worker or {})
         self._is_own = not ray.is_initialized()
         if self._is_own:
             ray.init(include_dashboard=False, log_to_driver=False)
         if resources_per_worker is None:
-            kind = "GPU" if ray.cluster_resources().get("GPU") else "CPU"
-            options = _actor_options({kind: 1})
-        self._options = options
-        self._actors = ray.remote(RolloutWorker)
+            options = _actor_options({"GPU" if self.resources().get("GPU") else "CPU": 1})
+        self._actors = ray.remote(**options)(RolloutWorker)
         self._processes: list[psutil.Process] = []
-        self._handles: list[WorkerHandle] = []
 
-    def start_worker(self, *arguments: Any) -> tuple[WorkerHandle, Any]:
-        """Ask for a worker; return its handle, and the reference of its description and node."""
-        actor = self._actors.options(**self._options).remote()
-        handle = WorkerHandle(actor)
-        self._handles.append(handle)
-        return handle, actor.start.remote(arguments)
+    def start_worker(self, *arguments: Any) -> tuple[Any, Any]:
+        """Ask for a worker; return its actor, and the reference of its description and node."""
+        actor = self._actors.remote()
+        return actor, actor.start.remote(arguments)
 
     def note_process(self, process_id: int, node: str) -> None:
         """Note a worker's process, whose end is waited for if it is on this machine."""
-        if node == _ray().get_runtime_context().get_node_id():
-            self._processes = [one for one in self._processes if one.is_running()]
+        if node == self._ray.get_runtime_context().get_node_id():
+            self._processes = [process for process in self._processes if process.is_running()]
             with suppress(psutil.NoSuchProcess):
                 self._processes.append(psutil.Process(process_id))
 
-    def call(self, handle: WorkerHandle, method: str, *arguments: Any) -> Any:
+    def call(self, actor: Any, method: str, *arguments: Any) -> Any:
         """Call a method of a worker; return the reference of its result."""
-        return handle.actor.call.remote(method, *arguments)
+        return actor.call.remote(method, *arguments)
 
-    def update(
-        self,
-        handle: WorkerHandle,
-        update: WeightUpdate,
-        references: Sequence[Any],
-        in_flight: InFlight,
-        seconds: float,
-    ) -> Any:
+    def update(self, actor: Any, update: WeightUpdate, in_flight: InFlight, seconds: float) -> Any:
         """Have a worker fetch and take weights; return the reference of its result."""
-        return handle.actor.update.remote(update, list(references), in_flight, seconds)
+        return actor.update.remote(update, in_flight, seconds)
 
-    def put(self, buffer: np.ndarray) -> Any:
+    def put(self, buffer: Buffer) -> Any:
         """Put a buffer into the object store of this node; return its reference."""
-        return _ray().put(buffer)
+        return self._ray.put(buffer)
 
-    def finished(self, references: Sequence[Any], seconds: float) -> list[Any]:
-        """Wait for a result, at most `seconds`; return the references of all that are there."""
-        ray = _ray()
-        found, rest = ray.wait(list(references), num_returns=1, timeout=seconds, fetch_local=True)
-        if found and rest:
-            found += ray.wait(rest, num_returns=len(rest), timeout=0)[0]
-        return found
-
-    def result(self, reference: Any) -> Any:
-        """Return the result of a finished call.
+    async def result(self, reference: Any) -> Any:
+        """Wait for a call's result.
 
         Raises:
             WorkerLostError: the worker ended before or during the call.
             RolloutError: the worker could not read the call's arguments.
             Exception: the exception that the call raised.
         """
-        ray = _ray()
+        errors = self._ray.exceptions
         try:
-            return ray.get(reference)
-        except ray.exceptions.RayTaskError as error:
-            if isinstance(error.cause, ray.exceptions.RaySystemError):
+            return await reference
+        except errors.RayTaskError as error:
+            if isinstance(error.cause, errors.RaySystemError):
                 reason = str(error.cause).splitlines()[0]
                 raise RolloutError(f"{reason}; {PICKLABLE}.") from error
             raise error.cause from error
-        except ray.exceptions.RayError as error:
+        except errors.RayError as error:
             raise WorkerLostError(str(error).splitlines()[0]) from error
 
     def resources(self) -> dict[str, float]:
         """Return the cluster's resources."""
-        return dict(_ray().cluster_resources())
+        return dict(self._ray.cluster_resources())
 
-    def kill(self, handle: WorkerHandle) -> None:
+    def kill(self, actor: Any) -> None:
         """End a worker's process."""
-        _ray().kill(handle.actor, no_restart=True)
-        if handle in self._handles:
-            self._handles.remove(handle)
+        if self._ray.is_initialized():
+            self._ray.kill(actor)
 
     def close(self) -> None:
-        """End all workers and wait for their processes here; leave a cluster that was made here."""
-        ray = _ray()
-        if ray.is_initialized():
-            for handle in list(self._handles):
-                self.kill(handle)
+        """Wait for the killed processes here; leave a cluster that was made here."""
         psutil.wait_procs(self._processes, END_SECONDS)
-        if self._is_own and ray.is_initialized():
-            ray.shutdown()
+        if self._is_own and self._ray.is_initialized():
+            self._ray.shutdown()
 
 
 def _ray() -> Any:

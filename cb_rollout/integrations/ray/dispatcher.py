@@ -5,17 +5,23 @@ no lock; its caller does.
 """
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
 
 from cb_rollout.engine.request import Request
 from cb_rollout.engine.service.output_queue import OutputSink
-from cb_rollout.integrations.ray.prefix_routes import PrefixRoutes
 from cb_rollout.integrations.ray.worker import ItemProgress, WorkItem
 from cb_rollout.types import FinishReason, GenerationOutput, RequestStatus
 
 # A sequence fails once so many workers in a row ended while they sampled it and reported nothing.
 MAX_FRUITLESS_DEATHS = 4
+
+# Tokens of a link of a prefix.
+CHUNK_TOKENS = 32
+
+# Links that are remembered, the latest: prefixes of two million tokens.
+MAX_LINKS = 1 << 16
 
 
 @dataclass(slots=True, eq=False)
@@ -26,45 +32,37 @@ class PooledSequence:
     """Prompt, seed and settings, as an engine of the caller would have made them."""
     sink: OutputSink
     """Receives its one output."""
+    item: WorkItem
+    """The present attempt; in its lists the tokens that workers reported."""
     worker: int | None = None
     """Worker that samples it; None: it waits."""
-    item_id: str = ""
-    """Id of the present attempt."""
     num_attempts: int = 0
     num_fruitless_deaths: int = 0
-    token_ids: list[int] = field(default_factory=list)
-    """Sampled tokens that a worker reported."""
-    logprobs: list[float] = field(default_factory=list)
-    policy_versions: list[tuple[int, int]] = field(default_factory=list)
 
     @property
     def version(self) -> int:
         """Return the version of its newest token; 0: it has none."""
-        return self.policy_versions[-1][0] if self.policy_versions else 0
+        return self.item.policy_versions[-1][0] if self.item.policy_versions else 0
 
     def take(self, progress: ItemProgress) -> None:
         """Append reported tokens."""
-        assert progress.start == len(self.token_ids), "a report was lost"
-        self.token_ids += progress.token_ids
-        self.logprobs += progress.logprobs
-        self.policy_versions = progress.policy_versions
+        item = self.item
+        assert progress.start == len(item.token_ids), "a report was lost"
+        item.token_ids.extend(progress.token_ids)
+        item.logprobs.extend(progress.logprobs)
+        item.policy_versions[:] = progress.policy_versions
         self.num_fruitless_deaths = 0
 
     def next_item(self) -> WorkItem:
         """Return the item of another attempt, with the tokens so far."""
-        request = self.request
         self.num_attempts += 1
-        self.item_id = f"{request.request_id}/{self.num_attempts}"
-        return WorkItem(
-            item_id=self.item_id,
-            prompt_ids=request.prompt_ids,
-            params=replace(request.params, max_new_tokens=request.max_new_tokens),
-            seed=request.seed,
-            group=request.group,
-            records_timestamps=request.records_timestamps,
-            token_ids=list(self.token_ids),
-            logprobs=list(self.logprobs),
-            policy_versions=list(self.policy_versions),
+        item_id = f"{self.request.request_id}/{self.num_attempts}"
+        item = self.item = replace(self.item, item_id=item_id)
+        return replace(
+            item,
+            token_ids=list(item.token_ids),
+            logprobs=list(item.logprobs),
+            policy_versions=list(item.policy_versions),
         )
 
     def output(
@@ -73,16 +71,16 @@ class PooledSequence:
         """Return an output of the tokens so far."""
         return replace(
             self.request.output(),
-            generated_tokens=list(self.token_ids),
-            logprobs=list(self.logprobs),
-            policy_versions=list(self.policy_versions),
+            generated_tokens=list(self.item.token_ids),
+            logprobs=list(self.item.logprobs),
+            policy_versions=list(self.item.policy_versions),
             status=status,
             finish_reason=reason,
             error=error,
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Candidate:
     """A worker that may take sequences."""
 
@@ -117,7 +115,15 @@ class Dispatcher:
         for request in requests:
             assert request.request_id not in self._sequences, "one id twice"
             arrival.setdefault(request.group, len(arrival))
-            added.append(PooledSequence(request, sink))
+            item = WorkItem(
+                item_id="",
+                prompt_ids=request.prompt_ids,
+                params=replace(request.params, max_new_tokens=request.max_new_tokens),
+                seed=request.seed,
+                group=request.group,
+                records_timestamps=request.records_timestamps,
+            )
+            added.append(PooledSequence(request, sink, item))
         self._sequences |= {sequence.request.request_id: sequence for sequence in added}
         self._waiting.extend(sorted(added, key=lambda one: arrival[one.request.group]))
 
@@ -134,12 +140,13 @@ class Dispatcher:
         """
         assigned: dict[int, list[WorkItem]] = {}
         while self._waiting:
-            group = self._next_group()
+            group = list(next(groupby(self._waiting, lambda one: one.request.group))[1])
             version = max(sequence.version for sequence in group)
-            able = [one for one in candidates if one.version >= version]
-            if not able:
-                break
-            roomy = [one for one in able if self._has_room(one, len(group))]
+            roomy = [
+                worker
+                for worker in candidates
+                if worker.version >= version and self._has_room(worker, len(group))
+            ]
             if not roomy:
                 break
             chosen = self._least_loaded(self._near(roomy, group[0]))
@@ -147,7 +154,7 @@ class Dispatcher:
                 self._waiting.popleft()
                 sequence.worker = chosen.number
                 assigned.setdefault(chosen.number, []).append(sequence.next_item())
-                self._items[sequence.item_id] = sequence
+                self._items[sequence.item.item_id] = sequence
                 self._loads[chosen.number] = self.load(chosen.number) + 1
         return assigned
 
@@ -191,7 +198,7 @@ class Dispatcher:
             The ids of its items.
         """
         taken = [sequence for sequence in self._items.values() if sequence.worker == worker]
-        item_ids = [sequence.item_id for sequence in taken]
+        item_ids = [sequence.item.item_id for sequence in taken]
         going_on = []
         for sequence in taken:
             self._release(sequence)
@@ -229,7 +236,7 @@ class Dispatcher:
             if sequence.worker is None:
                 self._waiting.remove(sequence)
             else:
-                items.setdefault(sequence.worker, []).append(sequence.item_id)
+                items.setdefault(sequence.worker, []).append(sequence.item.item_id)
             self._end(sequence, sequence.output(RequestStatus.CANCELLED, FinishReason.CANCELLED))
         return items
 
@@ -240,10 +247,10 @@ class Dispatcher:
     def forget_newer(self, version: int) -> None:
         """Forget tokens of later versions than `version` of the sequences that wait."""
         for sequence in self._waiting:
-            kept = [run for run in sequence.policy_versions if run[0] <= version]
-            num_kept = sum(count for _, count in kept)
-            sequence.policy_versions = kept
-            del sequence.token_ids[num_kept:], sequence.logprobs[num_kept:]
+            item = sequence.item
+            item.policy_versions[:] = [run for run in item.policy_versions if run[0] <= version]
+            num_kept = sum(count for _, count in item.policy_versions)
+            del item.token_ids[num_kept:], item.logprobs[num_kept:]
 
     def abandon(self) -> Mapping[int, OutputSink]:
         """Forget every sequence; return the sinks that get no output, by identity."""
@@ -251,15 +258,6 @@ class Dispatcher:
         for found in (self._waiting, self._sequences, self._items, self._loads):
             found.clear()
         return sinks
-
-    def _next_group(self) -> list[PooledSequence]:
-        """Return the first of the waiting sequences, and its group's that follow it."""
-        group: list[PooledSequence] = []
-        for sequence in self._waiting:
-            if group and sequence.request.group != group[0].request.group:
-                break
-            group.append(sequence)
-        return group
 
     def _has_room(self, worker: Candidate, num_sequences: int) -> bool:
         num_fitting = worker.capacity - self.load(worker.number)
@@ -274,14 +272,14 @@ class Dispatcher:
         idle = {
             one.number: one for one in workers if self.load(one.number) <= least + one.capacity // 4
         }
-        tokens = [*sequence.request.prompt_ids, *sequence.token_ids]
+        tokens = [*sequence.request.prompt_ids, *sequence.item.token_ids]
         version = max(one.version for one in workers)
         num_held, holders = self._routes.longest(idle.keys(), version, tokens)
         return [idle[number] for number in holders] if 2 * num_held >= len(tokens) else workers
 
     def _release(self, sequence: PooledSequence) -> None:
         if sequence.worker is not None:
-            del self._items[sequence.item_id]
+            del self._items[sequence.item.item_id]
             self._loads[sequence.worker] -= 1
             sequence.worker = None
 
@@ -289,3 +287,52 @@ class Dispatcher:
         self._release(sequence)
         del self._sequences[sequence.request.request_id]
         sequence.sink.put(output)
+
+
+class PrefixRoutes:
+    """Workers that computed the keys of a prefix, a chain of chunks under one policy version.
+
+    A worker's KV cache may have dropped the keys since, and hashes may collide: both cost a
+    prefill, and change no token.
+    """
+
+    def __init__(self, max_links: int = MAX_LINKS) -> None:
+        self._max_links = max_links
+        # The links used last are at the end.
+        self._workers: dict[int, set[int]] = {}
+
+    def __len__(self) -> int:
+        return len(self._workers)
+
+    def add(self, worker: int, version: int, tokens: Sequence[int]) -> None:
+        """Note that a worker has computed the keys of `tokens` under a policy version."""
+        for link in _links(version, tokens):
+            holders = self._workers.pop(link, set())
+            holders.add(worker)
+            self._workers[link] = holders
+        while len(self._workers) > self._max_links:
+            del self._workers[next(iter(self._workers))]
+
+    def longest(
+        self, workers: Collection[int], version: int, tokens: Sequence[int]
+    ) -> tuple[int, Collection[int]]:
+        """Find the longest known prefix of `tokens` among `workers`.
+
+        Returns:
+            Its tokens, and the workers that have its keys; (0, workers) if none is known.
+        """
+        num_links = 0
+        for link in _links(version, tokens):
+            holders = self._workers.get(link, set()).intersection(workers)
+            if not holders:
+                break
+            num_links, workers = num_links + 1, holders
+        return num_links * CHUNK_TOKENS, workers
+
+
+def _links(version: int, tokens: Sequence[int]) -> Iterator[int]:
+    """Yield the hash of each full chunk together with those before it."""
+    link = hash(version)
+    for start in range(0, len(tokens) - CHUNK_TOKENS + 1, CHUNK_TOKENS):
+        link = hash((link, *tokens[start : start + CHUNK_TOKENS]))
+        yield link

@@ -1,35 +1,130 @@
-"""Submit sequences to a pool's workers, as `ContinuousBatchingManager` does to its engine.
+"""Serve a pool's requests on workers that may end, hang or refuse weights.
 
-Has the part of it that callers of both use. Owns nothing: validation is the input processor's, and
-the sequences are the supervisor's. Called from any thread.
+Owns the workers from their start to their end, the current weights, and a thread with an event
+loop: a task for each worker. Has the part of `ContinuousBatchingManager` that callers of both use.
+Every wait has a limit. Called from any thread.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Coroutine, Iterable, Iterator, Sequence
+from concurrent.futures import CancelledError, Future
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from cb_rollout.config.combinations import refused
+from cb_rollout.config.enums import InFlight
 from cb_rollout.config.sampling import SamplingParams
 from cb_rollout.engine.request import Request
 from cb_rollout.engine.service.input_processor import InputProcessor, ServingLimits
 from cb_rollout.engine.service.output_queue import OutputSink
-from cb_rollout.integrations.ray.supervisor import WorkerSupervisor
+from cb_rollout.errors import (
+    EngineDeadError,
+    RolloutError,
+    WeightSyncError,
+    error_text,
+)
+from cb_rollout.integrations.ray.cluster import PICKLABLE, Cluster
+from cb_rollout.integrations.ray.dispatcher import Candidate, Dispatcher
+from cb_rollout.integrations.ray.weight_update import WeightUpdate
+from cb_rollout.integrations.ray.worker import WorkerDescription, WorkerReport
 from cb_rollout.metrics.registry import EngineCounters, EngineStatus
 
+_LOGGER = logging.getLogger(__name__)
 
-@dataclass(frozen=True, slots=True)
+# Between two looks at whether the pool has a worker, or was closed.
+WATCH_SECONDS = 0.05
+
+# Longest time that a worker waits for a sequence to end before it reports, with and without work.
+BUSY_REPORT_SECONDS = 0.25
+IDLE_REPORT_SECONDS = 2.0
+
+# No further worker is started after so many in a row that failed to start.
+MAX_FAILED_STARTS = 3
+
+# A worker that refuses current weights so often is replaced.
+MAX_REFUSALS = 2
+
+# Longer than the thread should take to end.
+CLOSE_SECONDS = 30.0
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Worker(Candidate):
+    handle: Any
+    task: Future[None] | None = None
+    description: WorkerDescription | None = None
+    is_updating: bool = False
+    num_refusals: int = 0
+    counters: EngineCounters = field(default_factory=EngineCounters)
+    progressed_at: float = 0.0
+    """Time at which it was last seen to compute, or had no work."""
+
+
 class PoolManager:
-    """The requests of one pool."""
-
-    supervisor: WorkerSupervisor
-    input_processor: InputProcessor
-    defaults: SamplingParams
-    """Sampling parameters where a request has none."""
+    """The workers and the requests of one pool."""
 
     group: ClassVar[None] = None
     """No process shares the layers of a worker's model."""
     routers: ClassVar[None] = None
     """Routers are the workers' own."""
+
+    input_processor: InputProcessor
+    defaults: SamplingParams
+    """Sampling parameters where a request has none: the attached trainer's, or the checkpoint's."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        arguments: tuple[Any, ...],
+        num_workers: int,
+        timeout_seconds: float,
+        start_timeout_seconds: float,
+    ) -> None:
+        """Start the thread, and ask for the workers; see `RolloutPool`.
+
+        Args:
+            cluster: starts and calls them.
+            arguments: of each `PoolWorker`.
+            num_workers: workers that should run.
+            timeout_seconds: longest wait for an answer, or for a forward of a worker with work; an
+                update may take it twice, to fetch the bytes and to write them.
+            start_timeout_seconds: longest start of a worker, and longest time without any.
+        """
+        self._cluster, self._arguments = cluster, arguments
+        self._num_workers = num_workers
+        self._timeout, self._start_timeout = timeout_seconds, start_timeout_seconds
+        self._lock = threading.RLock()
+        self._workers: dict[int, _Worker] = {}
+        self._dispatcher = Dispatcher()
+        self._weights = WeightUpdate(0, ())
+        self._updating_to: int | None = None
+        self._first: Future[WorkerDescription] = Future()
+        self._num_started = 0
+        self._ended_counters = EngineCounters()
+        self._num_failed_starts = 0
+        self._last_failure: Exception | None = None
+        self._fatal_error: BaseException | None = None
+        self._is_closed = False
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="cb_rollout pool", daemon=True)
+        self._thread.start()
+        with self._lock:
+            self._start_missing()
+
+    @property
+    def policy_version(self) -> int:
+        """Return the version of the weights that new sequences are sampled from."""
+        return self._weights.version
+
+    @property
+    def num_alive(self) -> int:
+        """Return the number of workers that have the current weights."""
+        with self._lock:
+            return len(self._usable())
 
     @property
     def limits(self) -> ServingLimits:
@@ -39,19 +134,59 @@ class PoolManager:
     @property
     def counters(self) -> EngineCounters:
         """Return the totals of all workers that ever ran, as last reported; peaks are left out."""
-        return self.supervisor.counters()
+        with self._lock:
+            total = self._ended_counters
+            for worker in self._workers.values():
+                total = total.plus(worker.counters)
+            return total
 
     def status(self) -> EngineStatus:
         """Return the pool's state; the KV memory is that of this process, which has none."""
-        num_assigned, num_waiting = self.supervisor.num_sequences()
-        return EngineStatus(
-            requests_running=num_assigned,
-            requests_waiting=num_waiting,
-            kv_blocks_used=0,
-            kv_blocks=0,
-            kv_bytes=0,
-            policy_version=self.supervisor.policy_version,
-        )
+        with self._lock:
+            num_assigned = sum(self._dispatcher.load(number) for number in self._workers)
+            return EngineStatus(
+                requests_running=num_assigned,
+                requests_waiting=len(self._dispatcher) - num_assigned,
+                kv_blocks_used=0,
+                kv_blocks=0,
+                kv_bytes=0,
+                policy_version=self.policy_version,
+            )
+
+    def max_cached_tokens(self) -> int:
+        """Return the longest sequence in tokens that every worker can hold."""
+        with self._lock:
+            known = [w.description for w in self._workers.values() if w.description is not None]
+        # Between two workers the first one stands for them.
+        return min(one.limits.max_cached_tokens() for one in known or [self.first_description()])
+
+    def first_description(self) -> WorkerDescription:
+        """Wait for the first worker.
+
+        Raises:
+            ValueError: a worker refused the model or a setting (`ConfigurationError`).
+            EngineDeadError: no worker started in time, or `MAX_FAILED_STARTS` failed in a row; the
+                last exception is its cause.
+        """
+        return self._first.result()
+
+    def serve(self, input_processor: InputProcessor, defaults: SamplingParams) -> None:
+        """Take requests, from when the first worker has told its limits."""
+        self.input_processor, self.defaults = input_processor, defaults
+
+    def resize(self, num_workers: int) -> None:
+        """Set the number of workers; sequences of those that end go on elsewhere."""
+        with self._lock:
+            self.require_can_wait()
+            self._num_workers, self._num_failed_starts = num_workers, 0
+            usable = {worker.number for worker in self._usable()}
+            surplus = sorted(
+                self._workers.values(),
+                key=lambda w: (w.number in usable, self._dispatcher.load(w.number)),
+            )
+            for worker in surplus[: max(0, len(surplus) - num_workers)]:
+                self._end(worker, "the pool was made smaller", is_dead=False)
+            self._start_missing()
 
     def create_requests(self, inputs: Sequence[Any], *arguments: Any, **more: Any) -> list[Request]:
         """Validate sequences; see `InputProcessor.requests`.
@@ -69,17 +204,341 @@ class PoolManager:
         """Do nothing: the workers run until the pool is closed."""
 
     def require_can_wait(self) -> None:
-        """Raise `EngineDeadError` where no output would come."""
-        self.supervisor.require_alive()
+        """Raise `EngineDeadError` where the pool was closed, or no worker can run."""
+        if self._fatal_error is not None:
+            raise EngineDeadError(str(self._fatal_error)) from self._fatal_error
 
     def submit(self, requests: Iterable[Request], sink: OutputSink) -> None:
-        """Queue requests; each delivers one output to `sink`.
+        """Queue sequences; each delivers one output to `sink`.
 
         Raises:
             EngineDeadError: the pool was closed, or no worker can run.
         """
-        self.supervisor.submit(requests, sink)
+        with self._lock:
+            self.require_can_wait()
+            self._dispatcher.add(requests, sink)
+            self._dispatch()
 
     def cancel_requests(self, request_ids: Iterable[str]) -> None:
         """End sequences; each delivers the tokens that its worker reported."""
-        self.supervisor.cancel(request_ids)
+        with self._lock:
+            for number, item_ids in self._dispatcher.cancel(request_ids).items():
+                self._cluster.call(self._workers[number].handle, "cancel", item_ids)
+
+    @contextmanager
+    def updating(self, version: int) -> Iterator[None]:
+        """Reserve the next version for the weights that are prepared and sent inside.
+
+        Raises:
+            WeightSyncError: it is not the next version, or another thread sends it.
+            EngineDeadError: the pool was closed, or no worker can run.
+        """
+        with self._lock:
+            self.require_can_wait()
+            if self._updating_to is not None:
+                raise WeightSyncError(
+                    f"version {self._updating_to} is being sent by another thread; one "
+                    "trainer updates a pool, one update after the other. Give each trainer a pool."
+                )
+            if version != self.policy_version + 1:
+                raise WeightSyncError(
+                    f"weights of version {version} do not follow version {self.policy_version}, "
+                    "which the pool has: another trainer updates it too. Give each trainer a pool."
+                )
+            self._updating_to = version
+        try:
+            yield
+        finally:
+            self._updating_to = None
+
+    def update(self, weights: WeightUpdate, in_flight: InFlight) -> None:
+        """Have every worker take new weights; workers that come later get them first.
+
+        Called inside `updating`. A worker that does not take them samples nothing until it has
+        them, or is replaced.
+
+        Raises:
+            WeightSyncError: every worker refused them, and the pool keeps the present ones.
+            EngineDeadError: the pool was closed, or no worker can run.
+        """
+        with self._lock:
+            self.require_can_wait()
+            if in_flight is InFlight.ABORT:
+                self._dispatcher.cancel_waiting()
+            sent = [self._spawn(self._send(w, weights, in_flight)) for w in self._usable()]
+        answers: list[WeightSyncError | None] = []
+        is_refused = False
+        try:
+            for answer in sent:
+                # Of a worker that ended there is none.
+                with suppress(CancelledError):
+                    answers.append(answer.result())
+            self.require_can_wait()
+            is_refused = bool(answers) and None not in answers
+        finally:
+            with self._lock:
+                if is_refused:
+                    # A worker that ended meanwhile may have sampled from them.
+                    self._dispatcher.forget_newer(self.policy_version)
+                else:
+                    self._adopt(weights)
+        if is_refused:
+            first = answers[0]
+            raise WeightSyncError(f"all {len(answers)} workers refused: {first}") from first
+
+    def close(self, error: EngineDeadError) -> None:
+        """End the thread and all workers; sequences that are left raise `error`."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            self._fail(error)
+            self._ended_counters = self.counters
+            workers, self._workers = self._workers, {}
+        for worker in workers.values():
+            self._cluster.kill(worker.handle)
+        if self._thread is not threading.current_thread():
+            self._thread.join(CLOSE_SECONDS)
+        self._cluster.close()
+
+    # On the thread.
+
+    def _run(self) -> None:
+        # At its end the tasks of the workers are cancelled.
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._watch())
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
+        """Run a coroutine on the thread; an exception that it raises is a bug and ends the pool."""
+
+        async def guarded() -> Any:
+            try:
+                return await coroutine
+            except Exception as error:
+                _LOGGER.exception("the pool stopped")
+                self._fail(error)
+                raise
+
+        return asyncio.run_coroutine_threadsafe(guarded(), self._loop)
+
+    async def _watch(self) -> None:
+        """End the pool where somebody waits, and no worker has run for long."""
+        alone_since = time.monotonic()
+        while not self._is_closed:
+            await asyncio.sleep(WATCH_SECONDS)
+            with self._lock:
+                seconds = time.monotonic() - alone_since
+                if self._usable():
+                    alone_since = time.monotonic()
+                elif seconds > self._start_timeout and (
+                    len(self._dispatcher) or not self._first.done()
+                ):
+                    error = EngineDeadError(
+                        f"no worker ran for {seconds:.0f} s, start_timeout_seconds="
+                        f"{self._start_timeout:g}. The cluster has {self._cluster.resources()}; "
+                        "lower resources_per_worker, add machines, or raise start_timeout_seconds."
+                    )
+                    self._fail(error)
+
+    async def _serve(self, worker: _Worker, reference: Any) -> None:
+        """Bring a worker to work, and take its reports until it ends."""
+        description, node = await self._answer(worker, reference, "start", self._start_timeout)
+        self._begin(worker, description, node)
+        while True:
+            weights = self._weights
+            if worker.version < weights.version and not worker.is_updating:
+                refusal = await self._send(worker, weights, InFlight.RECOMPUTE)
+                if refusal is not None and worker.num_refusals >= MAX_REFUSALS:
+                    self._lose(worker, refusal, is_start=True)
+            is_busy = bool(self._dispatcher.load(worker.number))
+            seconds = BUSY_REPORT_SECONDS if is_busy else IDLE_REPORT_SECONDS
+            reference = self._cluster.call(worker.handle, "report", seconds)
+            report = await self._answer(worker, reference, "report", seconds + self._timeout)
+            self._take_report(worker, report)
+
+    async def _answer(
+        self,
+        worker: _Worker,
+        reference: Any,
+        method: str,
+        seconds: float,
+        expected: type[Exception] | tuple[()] = (),
+    ) -> Any:
+        """Wait for a call's result; a worker that gives none ends, and its task with it.
+
+        Raises:
+            expected: the call raised it.
+        """
+        limit = asyncio.timeout(seconds)
+        try:
+            async with limit:
+                return await self._cluster.result(reference)
+        except expected:
+            raise
+        except Exception as error:
+            if limit.expired():
+                self._end(
+                    worker,
+                    f"no answer to {method!r} in time; timeout_seconds={self._timeout:g}, "
+                    f"start_timeout_seconds={self._start_timeout:g}",
+                )
+            else:
+                self._lose(worker, error)
+            raise asyncio.CancelledError from error
+
+    def _begin(self, worker: _Worker, description: WorkerDescription, node: str) -> None:
+        with self._lock:
+            self._cluster.note_process(description.process_id, node)
+            worker.capacity, worker.description = description.capacity, description
+            worker.progressed_at = time.monotonic()
+            if worker.version >= self.policy_version:
+                self._num_failed_starts, self._last_failure = 0, None
+            if not self._first.done():
+                self._first.set_result(description)
+            self._dispatch()
+
+    async def _send(
+        self, worker: _Worker, weights: WeightUpdate, in_flight: InFlight
+    ) -> WeightSyncError | None:
+        """Have a worker take weights; return its refusal."""
+        worker.is_updating, refusal = True, None
+        reference = self._cluster.update(worker.handle, weights, in_flight, self._timeout)
+        try:
+            # To fetch, and to write.
+            await self._answer(worker, reference, "update", 2 * self._timeout, WeightSyncError)
+        except WeightSyncError as error:
+            refusal = error
+        with self._lock:
+            worker.is_updating, worker.progressed_at = False, time.monotonic()
+            if refusal is None:
+                worker.version, worker.num_refusals = weights.version, 0
+                self._num_failed_starts, self._last_failure = 0, None
+                self._start_missing()
+            else:
+                worker.num_refusals += 1
+                _LOGGER.warning("worker %d refused weights: %s", worker.number, refusal)
+            self._dispatch()
+        return refusal
+
+    async def _submit(self, worker: _Worker, reference: Any, item_ids: Sequence[str]) -> None:
+        """End the sequences that a worker could not read."""
+        try:
+            await self._answer(worker, reference, "submit", self._timeout, RolloutError)
+        except EngineDeadError:
+            # Its report says so too.
+            return
+        except RolloutError as error:
+            self._fail_items(worker, item_ids, error)
+
+    def _take_report(self, worker: _Worker, report: WorkerReport) -> None:
+        with self._lock:
+            # Before the outputs are delivered: who waits for the last of them reads these.
+            before, worker.counters = worker.counters, report.counters
+            self._dispatcher.take_progress(worker.number, report.progress)
+            self._dispatcher.deliver(worker.number, report.outputs)
+            now, is_idle = time.monotonic(), not self._dispatcher.load(worker.number)
+            has_computed = report.counters.num_forwards != before.num_forwards
+            if has_computed or is_idle or worker.is_updating:
+                worker.progressed_at = now
+            elif now - worker.progressed_at > self._timeout:
+                self._end(worker, f"no forward in timeout_seconds={self._timeout:g}")
+            self._dispatch()
+
+    # On any thread.
+
+    def _usable(self) -> list[_Worker]:
+        return [
+            worker
+            for worker in self._workers.values()
+            if worker.description is not None and worker.version >= self.policy_version
+        ]
+
+    def _start_missing(self) -> None:
+        while self._fatal_error is None and len(self._workers) < self._num_workers:
+            if self._num_failed_starts >= MAX_FAILED_STARTS:
+                if self._workers:
+                    return
+                assert self._last_failure is not None, "a start failed without a reason"
+                error = EngineDeadError(
+                    f"{self._num_failed_starts} workers in a row did not start; the last: "
+                    f"{error_text(self._last_failure)}"
+                )
+                error.__cause__ = self._last_failure
+                self._fail(error)
+                return
+            number, self._num_started = self._num_started, self._num_started + 1
+            handle, reference = self._cluster.start_worker(*self._arguments)
+            worker = self._workers[number] = _Worker(number, 0, 0, handle=handle)
+            worker.task = self._spawn(self._serve(worker, reference))
+
+    def _lose(self, worker: _Worker, error: Exception, is_start: bool = False) -> None:
+        """End a worker that raised, and count the start if it never worked."""
+        with self._lock:
+            if worker.number in self._workers and (is_start or worker.description is None):
+                self._num_failed_starts, self._last_failure = self._num_failed_starts + 1, error
+                if isinstance(error, ValueError) and not self._first.done():
+                    self._first.set_exception(error)
+            self._end(worker, error_text(error))
+
+    def _end(self, worker: _Worker, reason: str, *, is_dead: bool = True) -> None:
+        """Kill a worker; its sequences go on elsewhere, and another one takes its place."""
+        with self._lock:
+            if self._workers.pop(worker.number, None) is None:
+                return
+            assert worker.task is not None, "not started"
+            worker.task.cancel()
+            self._ended_counters = self._ended_counters.plus(worker.counters)
+            self._cluster.kill(worker.handle)
+            moved = self._dispatcher.withdraw(worker.number, is_dead=is_dead, reason=reason)
+            _LOGGER.log(
+                logging.WARNING if is_dead else logging.INFO,
+                "worker %d ended: %s; %d sequences go on elsewhere",
+                worker.number, reason, len(moved),
+            )  # fmt: skip
+            self._start_missing()
+            self._dispatch()
+
+    def _adopt(self, weights: WeightUpdate) -> None:
+        """Make weights the current ones; a worker without them gives its sequences away."""
+        self._weights = weights
+        for worker in self._workers.values():
+            if worker.description is not None and worker.version < weights.version:
+                item_ids = self._dispatcher.withdraw(worker.number, is_dead=False)
+                if item_ids:
+                    self._cluster.call(worker.handle, "cancel", item_ids)
+        self._dispatch()
+
+    def _dispatch(self) -> None:
+        """Give waiting sequences to workers."""
+        usable = self._usable()
+        idle = {worker.number for worker in usable if not self._dispatcher.load(worker.number)}
+        for number, items in self._dispatcher.assign(usable).items():
+            worker = self._workers[number]
+            if number in idle:
+                worker.progressed_at = time.monotonic()
+            item_ids = [item.item_id for item in items]
+            try:
+                reference = self._cluster.call(worker.handle, "submit", items)
+            except Exception as error:  # noqa: BLE001  pickling runs the caller's code
+                unreadable = RolloutError(f"{error_text(error)}; {PICKLABLE}.")
+                self._fail_items(worker, item_ids, unreadable)
+            else:
+                self._spawn(self._submit(worker, reference, item_ids))
+
+    def _fail_items(self, worker: _Worker, item_ids: Sequence[str], error: RolloutError) -> None:
+        with self._lock:
+            self._dispatcher.fail(item_ids, f"a worker cannot take it: {error}")
+            self._cluster.call(worker.handle, "cancel", item_ids)
+
+    def _fail(self, error: BaseException) -> None:
+        """Let all who wait raise; the first error is the pool's."""
+        with self._lock:
+            self._fatal_error = self._fatal_error or error
+            dead = error
+            if not isinstance(dead, EngineDeadError):
+                dead = EngineDeadError(error_text(error))
+                dead.__cause__ = error
+            for sink in self._dispatcher.abandon().values():
+                sink.close(dead)
+            if not self._first.done():
+                self._first.set_exception(dead)

@@ -6,6 +6,7 @@ Owns request ids, seeds and policy versions. Called from training code, on any t
 import time
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal, NoReturn, Self
 
 import torch
@@ -14,18 +15,18 @@ from tqdm.auto import tqdm
 from cb_rollout.compat import transformers as hf_compat
 from cb_rollout.config.combinations import refused
 from cb_rollout.config.enums import InFlight, WeightSync
-from cb_rollout.config.hf import as_rollout_config
+from cb_rollout.config.hf import as_rollout_config, from_generation_config
 from cb_rollout.config.sampling import SamplingParams
 from cb_rollout.engine.request import Request
-from cb_rollout.engine.service.input_processor import InputProcessor, ServingLimits
+from cb_rollout.engine.service.input_processor import InputProcessor
 from cb_rollout.engine.service.output_queue import OutputQueue
 from cb_rollout.errors import ConfigurationError, EngineDeadError, RolloutError, WeightSyncError
 from cb_rollout.integrations.ray.cluster import Cluster
 from cb_rollout.integrations.ray.manager import PoolManager
-from cb_rollout.integrations.ray.supervisor import PublishedWeights, WorkerSupervisor
-from cb_rollout.integrations.ray.weight_update import PackedWeights
+from cb_rollout.integrations.ray.weight_update import WeightUpdate, packed
+from cb_rollout.metrics.registry import status_metrics
 from cb_rollout.rollout.batches import batch_arguments, require_finished
-from cb_rollout.rollout.generator import PROGRESS_SECONDS
+from cb_rollout.rollout.generator import PROGRESS_SECONDS, measured
 from cb_rollout.rollout.prompts import Prompt, require_tokenizer
 from cb_rollout.types import GenerationOutput, SyncReport
 
@@ -82,33 +83,23 @@ class RolloutPool:
                 raise ConfigurationError(f"{name}={seconds!r} is not above 0.")
         self.tokenizer = tokenizer
         self._cluster = Cluster(resources_per_worker)
-        self._supervisor = WorkerSupervisor(
+        self.manager = PoolManager(
             self._cluster,
             (model_name_or_path, self.config, tokenizer),
             num_workers,
             timeout_seconds,
             start_timeout_seconds,
         )
-        self._finalizer = weakref.finalize(self, _close, self._supervisor)
+        self._finalizer = weakref.finalize(self, _close, self.manager)
         try:
-            found = self._supervisor.first_description()
+            found = self.manager.first_description()
         except BaseException:
             self.close()
             raise
-        self._held = found.tensors
-        limits = ServingLimits(
-            vocab_size=lambda: found.vocab_size,
-            max_positions=found.max_positions,
-            max_cached_tokens=self._supervisor.max_cached_tokens,
-            model_eos=found.model_eos,
-            placeholders=found.placeholders,
-            never_sampled=found.never_sampled,
-        )
-        self.manager = PoolManager(
-            self._supervisor,
-            InputProcessor(limits, self.config.seed, None, tokenizer),
-            found.defaults,
-        )
+        self._held, self.defaults = found.tensors, found.defaults
+        limits = replace(found.limits, max_cached_tokens=self.manager.max_cached_tokens)
+        processor = InputProcessor(limits, self.config.seed, None, tokenizer)
+        self.manager.serve(processor, found.defaults)
         self._trained: weakref.ref[torch.nn.Module] | None = None
 
     def generate_batch(
@@ -123,24 +114,11 @@ class RolloutPool:
         record_timestamps: bool = False,
         on_error: Literal["raise", "return"] = "raise",
     ) -> dict[str, GenerationOutput]:
-        """Sample completions of many prompts; see `RolloutGenerator.generate_batch`.
+        """Sample completions of many prompts, as `RolloutGenerator.generate_batch` does.
 
         Several threads may call it at once. `timestamps` are `created_time` plus the seconds since
-        the sequence came to its worker.
-
-        Args:
-            inputs: lists of token ids; with a tokenizer also strings, or chats.
-            generation_config: defaults of this call; None: the checkpoint's.
-            sampling_params: one, or one per input; None: the generation config's.
-            num_return_sequences: completions of each input; None: the generation config's, else 1.
-            max_new_tokens: one, or one per input; overrides the two above.
-            progress_bar: show sequences done.
-            record_timestamps: record the time at which each token was sampled. A sequence of a
-                worker that ends is then sampled again from its start.
-            on_error: "raise", or "return" failed sequences with `status=FAILED`.
-
-        Returns:
-            Outputs by request id, in the order of `inputs`, the completions of one input adjacent.
+        the sequence came to its worker; with them, a sequence of a worker that ends is sampled
+        again from its start.
 
         Raises:
             InvalidRequestError: an input or a sampling parameter is refused; nothing was generated.
@@ -152,7 +130,7 @@ class RolloutPool:
             inputs,
             generation_config,
             tokenizer=self.tokenizer,
-            defaults=self.manager.defaults,
+            defaults=self.defaults,
             sampling_params=sampling_params,
             num_return_sequences=num_return_sequences,
             max_new_tokens=max_new_tokens,
@@ -175,12 +153,12 @@ class RolloutPool:
     @property
     def policy_version(self) -> int:
         """Return the version recorded with every new token; 0: the checkpoint's weights."""
-        return self._supervisor.policy_version
+        return self.manager.policy_version
 
     @property
     def num_alive(self) -> int:
         """Return the number of workers that run with the current weights."""
-        return self._supervisor.num_alive
+        return self.manager.num_alive
 
     def resize(self, num_workers: int) -> None:
         """Change the number of workers that should run; nothing that is sampled is lost.
@@ -190,7 +168,7 @@ class RolloutPool:
             EngineDeadError: no worker can run, or the pool was closed.
         """
         _require_workers(num_workers)
-        self._supervisor.resize(num_workers)
+        self.manager.resize(num_workers)
 
     def follow(self, model: torch.nn.Module | None) -> None:
         """Let another module update the pool from now on; None: whichever comes next."""
@@ -231,14 +209,13 @@ class RolloutPool:
                 f"in_flight={in_flight!r} is not one of {', '.join(InFlight)}."
             )
         version = self.policy_version + 1 if policy_version is None else policy_version
-        with self._supervisor.updating(version):
+        with self.manager.updating(version):
             self._require_same_trainer(weights)
-            packed = PackedWeights(weights, self._held)
-            references = [self._cluster.put(buffer) for buffer in packed.buffers()]
-            update = packed.update(version)
-            self._supervisor.update(
-                PublishedWeights(version, update, references), InFlight(in_flight)
-            )
+            sent = [
+                (what, self._cluster.put(buffer)) for what, buffer in packed(weights, self._held)
+            ]
+            update = WeightUpdate(version, [what for what, _ in sent], [put for _, put in sent])
+            self.manager.update(update, InFlight(in_flight))
             if isinstance(weights, torch.nn.Module):
                 self.follow(weights)
         return SyncReport(version, time.perf_counter() - started, update.num_bytes)
@@ -287,10 +264,95 @@ class RolloutPool:
         return finished
 
 
+class PooledGenerator:
+    """A pool as the generator of one model in training."""
+
+    def __init__(
+        self,
+        pool: RolloutPool,
+        model: torch.nn.Module | None = None,
+        generation_config: Any = None,
+    ) -> None:
+        """Check that the pool can serve a trainer.
+
+        Args:
+            pool: samples; it is not closed here.
+            model: the training module, wrapped or not, whose weights `sync_weights` sends; None:
+                another way sends them.
+            generation_config: defaults of every request; None: the checkpoint's.
+
+        Raises:
+            ConfigurationError: a setting of the pool cannot be honoured.
+        """
+        self.config, self.tokenizer = pool.config, pool.tokenizer
+        for fault, advice, is_so in (
+            ("return_logprobs=False", "leave it True", not self.config.return_logprobs),
+            ("router_replay=True", "attach a RolloutConfig instead", self.config.router_replay),
+        ):
+            if is_so:
+                raise refused("pool, trainer's needs", fault=fault, advice=advice)
+        self.pool, self._model = pool, model
+        self.manager = pool.manager
+        if generation_config is not None:
+            self.manager.defaults = from_generation_config(generation_config)
+        self._generation_config = generation_config
+        self._last_metrics: dict[str, float] = {}
+
+    @property
+    def policy_version(self) -> int:
+        """Return the version recorded with every new token."""
+        return self.pool.policy_version
+
+    def generate_batch(
+        self, inputs: Iterable[Prompt], generation_config: Any = None, **more: Any
+    ) -> dict[str, GenerationOutput]:
+        """Sample completions with the trainer's settings; see `RolloutPool.generate_batch`."""
+        chosen = generation_config or self._generation_config
+        with measured(self.manager) as metrics:
+            outputs = self.pool.generate_batch(inputs, chosen, **more)
+        self._last_metrics = metrics
+        return outputs
+
+    def metrics(self) -> dict[str, float]:
+        """Return the metrics of the last rollout and of the pool now, by name."""
+        return self._last_metrics | status_metrics(self.manager.status())
+
+    def follow(self, model: torch.nn.Module) -> None:
+        """Use this re-wrapped model as the weight source."""
+        self._model = model
+
+    def sync_weights(
+        self, in_flight: Literal["keep", "recompute", "abort"] = "recompute"
+    ) -> SyncReport:
+        """Send the model's weights to the workers; see `RolloutPool.sync_weights`."""
+        assert self._model is not None, "no module to send"
+        return self.pool.sync_weights(self._model, in_flight=in_flight)
+
+    def sleep(self) -> None:
+        """Do nothing: the workers' memory is not the trainer's."""
+
+    def wake(self) -> None:
+        """Do nothing: the workers run until the pool is closed."""
+
+    def lend_to_trainer(self) -> None:
+        """Do nothing: the workers run models of their own."""
+
+    def close(self) -> None:
+        """Let another trainer update the pool, which stays open."""
+        self.manager.defaults = self.pool.defaults
+        self.pool.follow(None)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
 def _require_workers(num_workers: int) -> None:
     if isinstance(num_workers, bool) or not isinstance(num_workers, int) or num_workers < 1:
         raise ConfigurationError(f"num_workers={num_workers!r} is not a whole number >= 1.")
 
 
-def _close(supervisor: WorkerSupervisor) -> None:
-    supervisor.close(EngineDeadError("the pool was closed; make another one."))
+def _close(manager: PoolManager) -> None:
+    manager.close(EngineDeadError("the pool was closed; make another one."))

@@ -1,12 +1,13 @@
-"""Pack a model's weights into contiguous buffers with checksums, and write them over a copy.
+"""Pack a model's weights into buffers with checksums, and write them over a copy.
 
-Owns the layout of the buffers and the checks before the first tensor is written. Sends nothing.
-Packing is called on the trainer's thread, the rest in a worker.
+Owns the order of the tensors in the buffers, and the checks before the first tensor is written.
+Sends nothing. Packing is called on the trainer's thread, the rest in a worker.
 """
 
+import itertools
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,9 +24,6 @@ from cb_rollout.weights.tensor import weights_of
 # Bytes of one buffer, unless a single tensor is larger.
 BUFFER_BYTES = 256 * 2**20
 
-# Start of each tensor in its buffer.
-ALIGNMENT = 64
-
 
 @dataclass(frozen=True, slots=True)
 class HeldTensor:
@@ -40,21 +38,17 @@ class HeldTensor:
 
 
 @dataclass(frozen=True, slots=True)
-class PackedTensor:
-    """Place of a tensor in the buffers."""
+class SentTensor:
+    """A tensor of an update, without its bytes."""
 
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    buffer: int
-    """Index of its buffer."""
-    offset: int
-    """Byte at which it starts there."""
+    tensor: HeldTensor
+    num_bytes: int
+    checksum: str
+    """xxh3-128 of its bytes, in hexadecimal."""
 
-    @property
-    def num_bytes(self) -> int:
-        """Return its bytes."""
-        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+
+# Bytes of tensors, in one object of the object store.
+Buffer = list[np.ndarray]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,15 +56,20 @@ class WeightUpdate:
     """All weights of one policy version, without the buffers that hold them."""
 
     version: int
-    tensors: tuple[PackedTensor, ...]
-    buffer_bytes: tuple[int, ...]
-    checksums: tuple[str, ...]
-    """xxh3-128 of each buffer, in hexadecimal."""
+    buffers: Sequence[tuple[SentTensor, ...]]
+    """Tensors of each buffer, in its order; none: the weights are those of the checkpoint."""
+    references: Sequence[Any] = ()
+    """Of the buffers in the object store, which are kept while this record is."""
 
     @property
     def num_bytes(self) -> int:
         """Return the bytes of all buffers."""
-        return sum(self.buffer_bytes)
+        return sum(sent.num_bytes for sent in itertools.chain(*self.buffers))
+
+    @property
+    def tensors(self) -> list[HeldTensor]:
+        """Return its tensors, in the order of the buffers."""
+        return [sent.tensor for sent in itertools.chain(*self.buffers)]
 
 
 def held_tensors(model: torch.nn.Module) -> tuple[HeldTensor, ...]:
@@ -81,27 +80,46 @@ def held_tensors(model: torch.nn.Module) -> tuple[HeldTensor, ...]:
     )
 
 
-def new_values(
-    source: torch.nn.Module | Mapping[str, torch.Tensor], held: Sequence[HeldTensor]
-) -> Iterator[tuple[HeldTensor, torch.Tensor]]:
-    """Yield a new value of each held tensor; a value is valid until the next one is requested.
+def packed(
+    source: torch.nn.Module | Mapping[str, torch.Tensor],
+    held: Sequence[HeldTensor],
+    max_buffer_bytes: int = BUFFER_BYTES,
+) -> Iterator[tuple[tuple[SentTensor, ...], Buffer]]:
+    """Yield the new values of the held tensors: buffer by buffer, and what is in each.
 
     Args:
         source: a training module, wrapped or not, whose adapters are added out of place; or a
             state dict of the plain model, of which buffers and tied names may be missing.
         held: the tensors of the workers.
+        max_buffer_bytes: most bytes of a buffer that holds several tensors.
 
     Raises:
         ConfigurationError: the module is sharded over processes, or an adapter cannot be merged.
         WeightSyncError: the tensors do not match; all differences are named.
     """
     if isinstance(source, torch.nn.Module):
-        yield from _values_of_module(source, held)
+        values = _of_module(source, held)
     else:
-        yield from _values_of_state_dict(source, held)
+        values = _of_state_dict(source, held)
+    sent: list[SentTensor] = []
+    buffer: Buffer = []
+    num_bytes = 0
+    with torch.no_grad(), devices.plain_modes():
+        for tensor, value in values:
+            # A copy: the source may free the value.
+            stored = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(value)
+            array = stored.reshape(-1).view(torch.uint8).numpy()
+            if buffer and num_bytes + array.nbytes > max_buffer_bytes:
+                yield tuple(sent), buffer
+                sent, buffer, num_bytes = [], [], 0
+            sent.append(SentTensor(tensor, array.nbytes, checksum(array)))
+            buffer.append(array)
+            num_bytes += array.nbytes
+        if buffer:
+            yield tuple(sent), buffer
 
 
-def _values_of_module(
+def _of_module(
     model: torch.nn.Module, held: Sequence[HeldTensor]
 ) -> Iterator[tuple[HeldTensor, torch.Tensor]]:
     plain, source = hf_compat.unwrap(model), create_source(model)
@@ -122,7 +140,7 @@ def _values_of_module(
             yield tensor, weight.value(whole)
 
 
-def _values_of_state_dict(
+def _of_state_dict(
     state: Mapping[str, torch.Tensor], held: Sequence[HeldTensor]
 ) -> Iterator[tuple[HeldTensor, torch.Tensor]]:
     if not isinstance(state, Mapping):
@@ -166,126 +184,44 @@ def _require_match(held: Sequence[HeldTensor], given: Mapping[str, tuple[int, ..
         )
 
 
-class PackedWeights:
-    """The weights of one version, packed buffer by buffer."""
-
-    def __init__(
-        self,
-        source: torch.nn.Module | Mapping[str, torch.Tensor],
-        held: Sequence[HeldTensor],
-        max_buffer_bytes: int = BUFFER_BYTES,
-    ) -> None:
-        """Lay out the tensors; see `new_values`.
-
-        Args:
-            source: the new weights.
-            held: the tensors of the workers.
-            max_buffer_bytes: most bytes of a buffer that holds several tensors.
-        """
-        self._source, self._checksums = source, list[str]()
-        self._held = tuple(
-            tensor
-            for tensor in held
-            if not isinstance(source, Mapping) or any(name in source for name in tensor.names)
-        )
-        self._tensors, self._buffer_bytes = _layout(self._held, max_buffer_bytes)
-        self._all_held = tuple(held)
-
-    def buffers(self) -> Iterator[np.ndarray]:
-        """Yield the buffers in order, one-dimensional arrays of uint8.
-
-        Raises:
-            ConfigurationError: see `new_values`.
-            WeightSyncError: see `new_values`.
-        """
-        buffer, index = np.zeros(0, dtype=np.uint8), -1
-        with torch.no_grad(), devices.plain_modes():
-            values = new_values(self._source, self._all_held)
-            for packed, (_, value) in zip(self._tensors, values, strict=True):
-                if packed.buffer != index:
-                    if index >= 0:
-                        yield self._finished(buffer)
-                    index = packed.buffer
-                    buffer = np.zeros(self._buffer_bytes[index], dtype=np.uint8)
-                place = torch.from_numpy(buffer[packed.offset : packed.offset + packed.num_bytes])
-                stored = value.detach().to("cpu", packed.dtype).contiguous()
-                place.copy_(stored.reshape(-1).view(torch.uint8))
-            if index >= 0:
-                yield self._finished(buffer)
-
-    def update(self, version: int) -> WeightUpdate:
-        """Return the description of the buffers, all of which were taken."""
-        assert len(self._checksums) == len(self._buffer_bytes), "not all buffers were taken"
-        return WeightUpdate(
-            version, tuple(self._tensors), tuple(self._buffer_bytes), tuple(self._checksums)
-        )
-
-    def _finished(self, buffer: np.ndarray) -> np.ndarray:
-        self._checksums.append(checksum(buffer))
-        return buffer
-
-
-def _layout(
-    held: Sequence[HeldTensor], max_buffer_bytes: int
-) -> tuple[list[PackedTensor], list[int]]:
-    """Return the place of each tensor, and the bytes of each buffer."""
-    tensors: list[PackedTensor] = []
-    sizes: list[int] = []
-    for tensor in held:
-        packed = PackedTensor(tensor.names[0], tensor.shape, tensor.dtype, 0, 0)
-        padded = -(-packed.num_bytes // ALIGNMENT) * ALIGNMENT
-        if not sizes or (sizes[-1] and sizes[-1] + padded > max_buffer_bytes):
-            sizes.append(0)
-        tensors.append(replace(packed, buffer=len(sizes) - 1, offset=sizes[-1]))
-        sizes[-1] += padded
-    return tensors, sizes
-
-
-def checksum(buffer: np.ndarray) -> str:
-    """Return a buffer's checksum."""
+def checksum(array: np.ndarray) -> str:
+    """Return the checksum of an array's bytes."""
     # Comes with the extra `ray`, and a trainer without a pool needs neither.
     import xxhash
 
-    return xxhash.xxh3_128_hexdigest(buffer.data)
+    return xxhash.xxh3_128_hexdigest(array.data)
 
 
-def require_whole(update: WeightUpdate, buffers: Sequence[np.ndarray]) -> None:
+def require_whole(update: WeightUpdate, buffers: Sequence[Buffer]) -> None:
     """Raise `WeightSyncError` unless the buffers are those that were packed."""
-    advice = "Nothing was written; sync again."
-    if len(buffers) != len(update.buffer_bytes):
+    start, advice = f"weights of version {update.version}", "Nothing was written; sync again."
+    if len(buffers) != len(update.buffers):
         raise WeightSyncError(
-            f"weights of version {update.version} are cut off: {len(buffers)} of "
-            f"{len(update.buffer_bytes)} buffers arrived. {advice}"
+            f"{start} are cut off: {len(buffers)} of {len(update.buffers)} buffers arrived. "
+            f"{advice}"
         )
-    for index, (buffer, size) in enumerate(zip(buffers, update.buffer_bytes, strict=True)):
-        if buffer.nbytes != size:
+    for index, (arrays, tensors) in enumerate(zip(buffers, update.buffers, strict=True)):
+        sizes, expected = [a.nbytes for a in arrays], [sent.num_bytes for sent in tensors]
+        if sizes != expected:
             raise WeightSyncError(
-                f"weights of version {update.version} are cut off: buffer {index} has "
-                f"{buffer.nbytes} of {size} bytes. {advice}"
+                f"{start} are cut off: buffer {index} has {sum(sizes)} of {sum(expected)} bytes, "
+                f"and {len(sizes)} of {len(expected)} tensors. {advice}"
             )
-    for index, (buffer, expected) in enumerate(zip(buffers, update.checksums, strict=True)):
-        if (found := checksum(buffer)) != expected:
-            raise WeightSyncError(
-                f"weights of version {update.version}: buffer {index} has the checksum {found}, "
-                f"and {expected} was sent. {advice}"
-            )
-
-
-def write_weights(
-    update: WeightUpdate, buffers: Sequence[np.ndarray], tensors: Mapping[str, torch.Tensor]
-) -> None:
-    """Copy packed weights over a model's tensors, in place; `require_whole` comes first."""
-    with torch.no_grad(), devices.plain_modes():
-        for packed in update.tensors:
-            tensors[packed.name].copy_(_value(packed, buffers[packed.buffer]))
+    for index, (arrays, tensors) in enumerate(zip(buffers, update.buffers, strict=True)):
+        for array, sent in zip(arrays, tensors, strict=True):
+            if (found := checksum(array)) != sent.checksum:
+                raise WeightSyncError(
+                    f"{start}: {sent.tensor.names[0]} in buffer {index} has the checksum {found}, "
+                    f"and {sent.checksum} was sent. {advice}"
+                )
 
 
 def require_places(update: WeightUpdate, tensors: Mapping[str, Any]) -> None:
-    """Raise `WeightSyncError` unless every packed tensor has its place in the model."""
+    """Raise `WeightSyncError` unless every sent tensor has its place in the model."""
     faults = [
-        packed.name
-        for packed in update.tensors
-        if packed.name not in tensors or tuple(tensors[packed.name].shape) != packed.shape
+        tensor.names[0]
+        for tensor in update.tensors
+        if tensor.names[0] not in tensors or tuple(tensors[tensor.names[0]].shape) != tensor.shape
     ]
     if faults:
         raise WeightSyncError(
@@ -295,10 +231,13 @@ def require_places(update: WeightUpdate, tensors: Mapping[str, Any]) -> None:
         )
 
 
-def _value(packed: PackedTensor, buffer: np.ndarray) -> torch.Tensor:
-    part = buffer[packed.offset : packed.offset + packed.num_bytes]
-    with warnings.catch_warnings():
+def write_weights(
+    update: WeightUpdate, buffers: Sequence[Buffer], tensors: Mapping[str, torch.Tensor]
+) -> None:
+    """Copy packed weights over a model's tensors, in place; `require_whole` comes first."""
+    with torch.no_grad(), devices.plain_modes(), warnings.catch_warnings():
         # An object store's memory is read-only, and it is only read here.
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-        flat = torch.from_numpy(part)
-    return flat.view(packed.dtype).reshape(packed.shape)
+        for tensor, array in zip(update.tensors, itertools.chain(*buffers), strict=True):
+            value = torch.from_numpy(array).view(tensor.dtype).reshape(tensor.shape)
+            tensors[tensor.names[0]].copy_(value)

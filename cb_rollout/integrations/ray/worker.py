@@ -10,9 +10,9 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -21,9 +21,11 @@ from cb_rollout.config.enums import InFlight, RolloutDtype, SamplingMaskMode, We
 from cb_rollout.config.rollout import RolloutConfig
 from cb_rollout.config.sampling import SamplingParams
 from cb_rollout.engine.request import Request
+from cb_rollout.engine.service.input_processor import ServingLimits
 from cb_rollout.engine.service.output_queue import OutputQueue
 from cb_rollout.errors import WeightSyncError
 from cb_rollout.integrations.ray.weight_update import (
+    Buffer,
     HeldTensor,
     WeightUpdate,
     held_tensors,
@@ -94,12 +96,8 @@ class WorkerReport:
 class WorkerDescription:
     """Limits of a worker's engine, and the tensors of its model."""
 
-    vocab_size: int
-    max_positions: int | None
-    max_cached_tokens: int
-    model_eos: tuple[int, ...]
-    placeholders: frozenset[int]
-    never_sampled: frozenset[int]
+    limits: ServingLimits
+    """Those of now: what they return does not change."""
     defaults: SamplingParams
     """Sampling parameters of the model's generation config."""
     capacity: int
@@ -144,15 +142,14 @@ class PoolWorker:
 
     def description(self) -> WorkerDescription:
         """Return what the pool has to know."""
-        limits, plan = self._manager.limits, self._manager.memory_plan
-        capacity = math.ceil(plan.num_slots * WAITING_FACTOR)
+        limits = self._manager.limits
+        capacity = math.ceil(self._manager.memory_plan.num_slots * WAITING_FACTOR)
         return WorkerDescription(
-            vocab_size=limits.vocab_size(),
-            max_positions=limits.max_positions,
-            max_cached_tokens=limits.max_cached_tokens(),
-            model_eos=limits.model_eos,
-            placeholders=limits.placeholders,
-            never_sampled=limits.never_sampled,
+            limits=replace(
+                limits,
+                vocab_size=partial(int, limits.vocab_size()),
+                max_cached_tokens=partial(int, limits.max_cached_tokens()),
+            ),
             defaults=self._manager.defaults,
             capacity=min(capacity, self._max_items or capacity),
             tensors=held_tensors(self._manager.model),
@@ -213,9 +210,7 @@ class PoolWorker:
             progress = self._all_progress()
         return WorkerReport(ended, progress, replace(self._manager.counters, kv_blocks_peak=0))
 
-    def update(
-        self, update: WeightUpdate, buffers: Sequence[np.ndarray], in_flight: InFlight
-    ) -> None:
+    def update(self, update: WeightUpdate, buffers: Sequence[Buffer], in_flight: InFlight) -> None:
         """Write new weights between two forwards, and stamp later tokens with their version.
 
         Everything is checked before the first tensor is written. A write that raises nevertheless

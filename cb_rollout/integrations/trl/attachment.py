@@ -28,8 +28,7 @@ from cb_rollout.config.rollout import RolloutConfig
 from cb_rollout.engine.numerics.bitwise import bitwise
 from cb_rollout.errors import ConfigurationError
 from cb_rollout.integrations.concurrent_tools import ConcurrentTools
-from cb_rollout.integrations.ray.pool import RolloutPool
-from cb_rollout.integrations.ray.pooled_generator import PooledGenerator
+from cb_rollout.integrations.ray.pool import PooledGenerator, RolloutPool
 from cb_rollout.integrations.trl.backend import (
     GENERATION_MODE,
     GenerationBackend,

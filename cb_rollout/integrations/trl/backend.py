@@ -24,8 +24,7 @@ from cb_rollout.config.sampling import SamplingParams
 from cb_rollout.engine.memory.plan import TrainingBytes
 from cb_rollout.engine.memory.training import TrainingMemory
 from cb_rollout.errors import ConfigurationError, InvalidRequestError
-from cb_rollout.integrations.ray.pool import RolloutPool
-from cb_rollout.integrations.ray.pooled_generator import PooledGenerator
+from cb_rollout.integrations.ray.pool import PooledGenerator, RolloutPool
 from cb_rollout.integrations.trl.context import RolloutContext
 from cb_rollout.integrations.trl.packed_loss import LossTokens
 from cb_rollout.integrations.trl.records import TrainerRecords

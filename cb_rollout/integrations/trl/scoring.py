@@ -15,7 +15,7 @@ import torch
 from cb_rollout.compat.transformers import unwrap
 from cb_rollout.config.enums import LossForward, SamplingMaskMode
 from cb_rollout.engine.model.routers import Disagreement
-from cb_rollout.integrations.ray.pooled_generator import PooledGenerator
+from cb_rollout.integrations.ray.pool import PooledGenerator
 from cb_rollout.integrations.trl.backend import GenerationBackend, training_bytes
 from cb_rollout.integrations.trl.context import Collected
 from cb_rollout.integrations.trl.guard import LogprobGuard, updates_once

@@ -3,7 +3,6 @@
 import os
 import signal
 import threading
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -22,7 +21,7 @@ from cb_rollout import ConfigurationError, RolloutConfig, attach, detach
 from cb_rollout.engine.service.input_processor import InputProcessor
 from cb_rollout.integrations.async_grpo import AsyncRollouts
 from cb_rollout.integrations.ray import RolloutPool
-from cb_rollout.integrations.ray.pooled_generator import PooledGenerator
+from cb_rollout.integrations.ray.pool import PooledGenerator
 from cb_rollout.integrations.trl.strategies import use_strategy
 from cb_rollout.strategies import PartialRollouts
 
@@ -71,7 +70,7 @@ class KillAtSecondStep(TrainerCallback):
         before = self._pool.manager.counters.tokens_generated
         while self._pool.manager.counters.tokens_generated == before:
             threading.Event().wait(0.002)
-        worker = next(w for w in self._pool._supervisor._workers.values() if w.description)
+        worker = next(w for w in self._pool.manager._workers.values() if w.description)
         self.killed = worker.description.process_id
         os.kill(self.killed, signal.SIGKILL)
 
@@ -107,9 +106,7 @@ def test_a_stock_trainer_samples_on_a_pool_whose_worker_is_killed(tmp_path, pool
 @pytest.mark.slow
 def test_a_trainer_learns_the_same_on_a_pool_and_on_an_engine(tmp_path, pool):
     # The pool has numbered sequences before; their numbers give the seeds.
-    pool.manager = replace(
-        pool.manager, input_processor=InputProcessor(pool.manager.limits, CONFIG.seed, None)
-    )
+    pool.manager.input_processor = InputProcessor(pool.manager.limits, CONFIG.seed, None)
     found = []
     for config in (CONFIG, pool):
         trainer = tiny_trainer(tmp_path, max_completion_length=30)
@@ -142,7 +139,8 @@ def test_strategies_carry_their_sequences_on_a_pool(tmp_path, pool):
     assert max(logged(trainer, "rollout/logprob_drift_max")) <= 1e-5
     assert versions_since(before, trainer) == [1, 2, 3]
     # Carried sequences end with the training.
-    assert pool.manager.supervisor.num_sequences() == (0, 0)
+    status = pool.manager.status()
+    assert (status.requests_running, status.requests_waiting) == (0, 0)
     detach(trainer)
 
 
@@ -232,7 +230,8 @@ def test_asynchronous_rollouts_on_a_pool_have_the_version_of_every_token(
             assert logprobs[start : start + count] == pytest.approx(part, abs=1e-5)
             start += count
     # Nothing is sampled on once the trainer has ended; the pool is its owner's.
-    assert pool.manager.supervisor.num_sequences() == (0, 0)
+    status = pool.manager.status()
+    assert (status.requests_running, status.requests_waiting) == (0, 0)
     assert len(pool.generate_batch(["1+2="], max_new_tokens=2)) == 1
 
 

@@ -7,8 +7,13 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from cb_rollout import FinishReason, GenerationOutput, RequestStatus, SamplingParams
 from cb_rollout.engine.request import Request
-from cb_rollout.integrations.ray.dispatcher import MAX_FRUITLESS_DEATHS, Candidate, Dispatcher
-from cb_rollout.integrations.ray.prefix_routes import CHUNK_TOKENS
+from cb_rollout.integrations.ray.dispatcher import (
+    CHUNK_TOKENS,
+    MAX_FRUITLESS_DEATHS,
+    Candidate,
+    Dispatcher,
+    PrefixRoutes,
+)
 from cb_rollout.integrations.ray.worker import ItemProgress, first_runs
 
 
@@ -246,6 +251,20 @@ def test_a_full_worker_with_keys_holds_nobody_up():
     assert (dispatcher.load(0), dispatcher.load(1)) == (4, 3)
     dispatcher.add([conversation(20, 100, 8)], sink)
     assert assigned(dispatcher, workers(capacity=4)) == {100: 1}
+
+
+def test_the_latest_links_are_kept():
+    routes = PrefixRoutes(max_links=4)
+    routes.add(0, 0, [1, *PROMPT])
+    routes.add(1, 0, [2, *PROMPT])
+    # Used again.
+    routes.add(1, 0, [1, *PROMPT])
+    routes.add(0, 0, [3, *PROMPT])
+    assert len(routes) == 4
+    assert routes.longest({0, 1}, 0, [1, *PROMPT]) == (2 * CHUNK_TOKENS, {0, 1})
+    assert routes.longest({1, 2}, 0, [1, *PROMPT]) == (2 * CHUNK_TOKENS, {1})
+    assert routes.longest({0, 1}, 0, [2, *PROMPT]) == (0, {0, 1})
+    assert routes.longest({0, 1}, 1, [1, *PROMPT]) == (0, {0, 1})
 
 
 class DispatchedSequences(RuleBasedStateMachine):

@@ -10,8 +10,9 @@ from tiny import tiny_model
 
 from cb_rollout import WeightSyncError
 from cb_rollout.integrations.ray.weight_update import (
-    PackedWeights,
+    WeightUpdate,
     held_tensors,
+    packed,
     require_places,
     require_whole,
     write_weights,
@@ -19,10 +20,9 @@ from cb_rollout.integrations.ray.weight_update import (
 from cb_rollout.weights.replica import tensors_by_name
 
 
-def packed(source, target, version=1, **options):
-    found = PackedWeights(source, held_tensors(target), **options)
-    buffers = [buffer.copy() for buffer in found.buffers()]
-    return found.update(version), buffers
+def update_of(source, target, version=1, **options):
+    found = list(packed(source, held_tensors(target), **options))
+    return WeightUpdate(version, [sent for sent, _ in found]), [buffer for _, buffer in found]
 
 
 def written(update, buffers, target):
@@ -42,10 +42,10 @@ def test_weights_arrive_in_every_bit(kind, max_buffer_bytes):
     source, target = tiny_model(seed=1), tiny_model()
     assert differing(source, target)
     given = source if kind == "module" else source.state_dict()
-    update, buffers = packed(given, target, max_buffer_bytes=max_buffer_bytes)
+    update, buffers = update_of(given, target, max_buffer_bytes=max_buffer_bytes)
     written(update, buffers, target)
     assert differing(source, target) == []
-    assert update.num_bytes == sum(buffer.nbytes for buffer in buffers)
+    assert update.num_bytes == sum(array.nbytes for buffer in buffers for array in buffer)
     expected = {1: len(update.tensors), 30_000: len(buffers), 2**30: 1}
     assert len(buffers) == expected[max_buffer_bytes]
 
@@ -53,8 +53,8 @@ def test_weights_arrive_in_every_bit(kind, max_buffer_bytes):
 def test_tied_weights_travel_once_and_stay_tied():
     source = tiny_model(seed=1, tie_word_embeddings=True)
     target = tiny_model(tie_word_embeddings=True)
-    update, buffers = packed(source.state_dict(), target)
-    names = [tensor.name for tensor in update.tensors]
+    update, buffers = update_of(source.state_dict(), target)
+    names = [name for tensor in update.tensors for name in tensor.names[:1]]
     assert ("lm_head.weight" in names) + ("model.embed_tokens.weight" in names) == 1
     written(update, buffers, target)
     assert differing(source, target) == []
@@ -63,11 +63,11 @@ def test_tied_weights_travel_once_and_stay_tied():
 
 def test_weights_are_cast_to_the_workers_dtype_before_they_travel():
     source, target = tiny_model(seed=1), tiny_model().bfloat16()
-    update, buffers = packed(source, target)
+    update, buffers = update_of(source, target)
     written(update, buffers, target)
     assert torch.equal(target.lm_head.weight, source.lm_head.weight.bfloat16())
     whole = sum(t.nbytes for t in set(tensors_by_name(target).values()))
-    assert whole <= update.num_bytes < whole + 64 * len(update.tensors)
+    assert update.num_bytes == whole
 
 
 def test_adapters_are_added_out_of_place():
@@ -79,7 +79,7 @@ def test_adapters_are_added_out_of_place():
                 parameter.normal_()
     before = base.model.layers[0].self_attn.q_proj.base_layer.weight.clone()
     target = tiny_model()
-    written(*packed(adapted, target), target)
+    written(*update_of(adapted, target), target)
     assert torch.equal(base.model.layers[0].self_attn.q_proj.base_layer.weight, before)
     ids = torch.tensor([[5, 6, 7]])
     torch.testing.assert_close(target(ids).logits, adapted(ids).logits, atol=1e-5, rtol=1e-5)
@@ -87,31 +87,34 @@ def test_adapters_are_added_out_of_place():
 
 def test_a_cut_off_update_is_refused():
     target = tiny_model()
-    update, buffers = packed(tiny_model(seed=1), target, max_buffer_bytes=30_000)
+    update, buffers = update_of(tiny_model(seed=1), target, max_buffer_bytes=30_000)
     with pytest.raises(WeightSyncError, match=rf"cut off: {len(buffers) - 1} of {len(buffers)}"):
         require_whole(update, buffers[:-1])
-    cut = [*buffers[:-1], buffers[-1][:-64]]
+    cut = [*buffers[:-1], buffers[-1][:-1]]
+    with pytest.raises(WeightSyncError, match=r"cut off: buffer .* bytes"):
+        require_whole(update, cut)
+    cut[-1] = [*buffers[-1][:-1], buffers[-1][-1][:-64]]
     with pytest.raises(WeightSyncError, match=r"cut off: buffer .* bytes"):
         require_whole(update, cut)
 
 
 def test_a_wrong_checksum_is_refused():
     target = tiny_model()
-    update, buffers = packed(tiny_model(seed=1), target)
-    buffers[0][1000] ^= 1
-    with pytest.raises(WeightSyncError, match="buffer 0 has the checksum"):
+    update, buffers = update_of(tiny_model(seed=1), target)
+    buffers[0][0][1000] ^= 1
+    with pytest.raises(WeightSyncError, match=r"embed_tokens.weight in buffer 0 has the checksum"):
         require_whole(update, buffers)
 
 
 def test_weights_of_another_model_are_refused_by_name():
     held = held_tensors(tiny_model())
     with pytest.raises(WeightSyncError, match=r"embed_tokens.weight: \(300, 64\) given, \(256"):
-        list(PackedWeights(tiny_model(vocab_size=300), held).buffers())
+        list(packed(tiny_model(vocab_size=300), held))
     state = tiny_model().state_dict()
     state["extra.weight"] = state.pop("model.norm.weight")
     with pytest.raises(WeightSyncError, match=r"(?s)extra.weight: not in.*norm.weight: not given"):
-        list(PackedWeights(state, held).buffers())
-    update, _ = packed(tiny_model(vocab_size=300), tiny_model(vocab_size=300))
+        list(packed(state, held))
+    update, _ = update_of(tiny_model(vocab_size=300), tiny_model(vocab_size=300))
     with pytest.raises(WeightSyncError, match="of another model"):
         require_places(update, tensors_by_name(tiny_model()))
 
@@ -120,24 +123,24 @@ def test_tied_names_that_differ_in_a_state_dict_are_refused():
     source = tiny_model(seed=1).state_dict()
     held = held_tensors(tiny_model(tie_word_embeddings=True))
     with pytest.raises(WeightSyncError, match="differ in the state dict"):
-        list(PackedWeights(source, held).buffers())
+        list(packed(source, held))
     with pytest.raises(WeightSyncError, match="several in the training module"):
-        list(PackedWeights(tiny_model(seed=1), held).buffers())
+        list(packed(tiny_model(seed=1), held))
 
 
 def test_read_only_buffers_are_read():
     target, source = tiny_model(), tiny_model(seed=1)
-    update, buffers = packed(source, target)
+    update, buffers = update_of(source, target)
     for buffer in buffers:
-        buffer.setflags(write=False)
+        for array in buffer:
+            array.setflags(write=False)
     written(update, buffers, target)
     assert differing(source, target) == []
 
 
 def test_an_update_of_no_tensors_has_no_buffers():
-    found = PackedWeights({}, ())
-    assert list(found.buffers()) == []
-    assert found.update(1).num_bytes == 0
+    assert list(packed({}, ())) == []
+    assert WeightUpdate(1, ()).num_bytes == 0
 
 
 def test_a_trainer_without_a_pool_needs_no_xxhash():

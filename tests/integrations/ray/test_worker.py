@@ -10,7 +10,7 @@ from tiny import largest_difference, plain_logprobs, tiny_model
 from cb_rollout import RequestStatus, RolloutConfig, SamplingParams, WeightSyncError
 from cb_rollout.config.enums import InFlight
 from cb_rollout.integrations.ray import worker as worker_module
-from cb_rollout.integrations.ray.weight_update import PackedWeights
+from cb_rollout.integrations.ray.weight_update import WeightUpdate, packed
 from cb_rollout.integrations.ray.worker import PoolWorker, WorkItem
 
 CONFIG = RolloutConfig(num_blocks=64, max_requests_per_batch=8, seed=0)
@@ -40,9 +40,8 @@ def outputs_of(worker, *items):
 
 
 def update_of(worker, model, version):
-    packed = PackedWeights(model, worker.description().tensors)
-    buffers = list(packed.buffers())
-    return packed.update(version), buffers
+    found = list(packed(model, worker.description().tensors))
+    return WeightUpdate(version, [sent for sent, _ in found]), [buffer for _, buffer in found]
 
 
 def test_a_sequence_goes_on_after_the_tokens_it_had_as_if_it_had_never_moved(worker):
@@ -175,8 +174,8 @@ def test_new_weights_are_sampled_from_with_their_version(worker):
 def test_refused_weights_change_nothing(worker):
     model = tiny_model(seed=1)
     update, buffers = update_of(worker, model, 1)
-    damaged = [buffer.copy() for buffer in buffers]
-    damaged[0][5] ^= 1
+    damaged = [[array.copy() for array in buffer] for buffer in buffers]
+    damaged[0][0][5] ^= 1
     with pytest.raises(WeightSyncError, match="checksum"):
         worker.update(update, damaged, InFlight.RECOMPUTE)
     with pytest.raises(WeightSyncError, match="cut off"):

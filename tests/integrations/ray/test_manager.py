@@ -1,21 +1,20 @@
 """Workers that die, hang or refuse are replaced; every wait of a pool ends."""
 
+import asyncio
 import threading
+from functools import partial
 
 import pytest
 
 from cb_rollout import EngineDeadError, RequestStatus, SamplingParams, WeightSyncError
 from cb_rollout.config.enums import InFlight
 from cb_rollout.engine.request import Request
+from cb_rollout.engine.service.input_processor import ServingLimits
 from cb_rollout.engine.service.output_queue import OutputQueue
 from cb_rollout.errors import ConfigurationError, RolloutError
 from cb_rollout.integrations.ray.cluster import WorkerLostError
-from cb_rollout.integrations.ray.supervisor import (
-    MAX_FAILED_STARTS,
-    PublishedWeights,
-    WorkerSupervisor,
-)
-from cb_rollout.integrations.ray.weight_update import PackedWeights
+from cb_rollout.integrations.ray.manager import MAX_FAILED_STARTS, PoolManager
+from cb_rollout.integrations.ray.weight_update import WeightUpdate
 from cb_rollout.integrations.ray.worker import WorkerDescription, WorkerReport
 from cb_rollout.metrics.registry import EngineCounters
 from cb_rollout.types import FinishReason, GenerationOutput
@@ -66,17 +65,20 @@ class FakeWorker:
 
 
 HANGS = object()
-DESCRIPTION = WorkerDescription(
-    9, None, 99, (), frozenset(), frozenset(), SamplingParams(), 4, (), 0
+LIMITS = ServingLimits(
+    vocab_size=partial(int, 9),
+    max_positions=None,
+    max_cached_tokens=partial(int, 99),
+    model_eos=(),
 )
+DESCRIPTION = WorkerDescription(LIMITS, SamplingParams(), 4, (), 0)
 
 
 class FakeCluster:
-    """Calls that are answered as soon as they are waited for."""
+    """Calls that are answered as soon as they are waited for, or never."""
 
     def __init__(self, script=lambda worker, method: None):
         self.script, self.workers, self.is_closed = script, [], False
-        self.answered = threading.Event()
 
     def start_worker(self, *arguments):
         worker = FakeWorker(len(self.workers), self.script)
@@ -90,16 +92,14 @@ class FakeCluster:
     def call(self, handle, method, *arguments):
         return Reference(handle.answer(method, arguments))
 
-    def update(self, handle, update, references, in_flight, seconds):
+    def update(self, handle, update, in_flight, seconds):
         return Reference(handle.answer("update", (update,)))
 
-    def finished(self, references, seconds):
-        found = [one for one in references if one.result is not HANGS]
-        if not found:
-            self.answered.wait(seconds)
-        return found
-
-    def result(self, reference):
+    async def result(self, reference):
+        # Others run in the meantime.
+        await asyncio.sleep(0)
+        if reference.result is HANGS:
+            await asyncio.Event().wait()
         if isinstance(reference.result, Exception):
             raise reference.result
         return reference.result
@@ -115,11 +115,11 @@ class FakeCluster:
 
 
 @pytest.fixture
-def supervise():
+def manage():
     made = []
 
     def make(cluster, num_workers=2, timeout=WAIT, start_timeout=WAIT):
-        made.append(WorkerSupervisor(cluster, (), num_workers, timeout, start_timeout))
+        made.append(PoolManager(cluster, (), num_workers, timeout, start_timeout))
         return made[-1]
 
     yield make
@@ -134,24 +134,18 @@ def requests(count):
     ]
 
 
-def sample(supervisor, count=6):
+def sample(manager, count=6):
     queue = OutputQueue()
-    supervisor.submit(requests(count), queue)
+    manager.submit(requests(count), queue)
     found = [queue.take(timeout=WAIT) for _ in range(count)]
     assert None not in found
     assert sorted(output.request_id for output in found) == [f"req_{i}" for i in range(count)]
     return found
 
 
-def weights(version):
-    packed = PackedWeights({}, ())
-    list(packed.buffers())
-    return PublishedWeights(version, packed.update(version))
-
-
-def update(supervisor, version):
-    with supervisor.updating(version):
-        supervisor.update(weights(version), InFlight.RECOMPUTE)
+def update(manager, version):
+    with manager.updating(version):
+        manager.update(WeightUpdate(version, ()), InFlight.RECOMPUTE)
 
 
 def wait_until(is_true):
@@ -163,81 +157,85 @@ def wait_until(is_true):
     raise AssertionError("it never became true")
 
 
-def test_every_worker_samples_and_close_ends_all(supervise):
+def test_every_worker_samples_and_close_ends_all(manage):
     cluster = FakeCluster()
-    supervisor = supervise(cluster)
-    assert supervisor.first_description() is DESCRIPTION
-    wait_until(lambda: supervisor.num_alive == 2)
-    assert {output.generated_tokens[0] for output in sample(supervisor)} == {0, 1}
-    supervisor.close(CLOSED)
+    manager = manage(cluster)
+    assert manager.first_description() is DESCRIPTION
+    wait_until(lambda: manager.num_alive == 2)
+    assert {output.generated_tokens[0] for output in sample(manager)} == {0, 1}
+    counters = manager.counters
+    assert counters.decode_forwards == 6
+    manager.close(CLOSED)
     assert cluster.is_closed
+    assert all(worker.is_killed for worker in cluster.workers)
+    assert (manager.num_alive, manager.counters) == (0, counters)
     with pytest.raises(EngineDeadError, match="closed"):
-        supervisor.submit(requests(1), OutputQueue())
+        manager.submit(requests(1), OutputQueue())
 
 
 @pytest.mark.parametrize("method", ["submit", "report"])
-def test_a_dead_worker_is_replaced_and_its_sequences_go_on(supervise, method):
+def test_a_dead_worker_is_replaced_and_its_sequences_go_on(manage, method):
     def script(worker, called):
         dies = worker.number == 0 and called == method and (worker.items or called == "submit")
         return WorkerLostError("the node is gone") if dies else None
 
     cluster = FakeCluster(script)
-    supervisor = supervise(cluster)
-    assert 0 not in {output.generated_tokens[0] for output in sample(supervisor)}
-    wait_until(lambda: supervisor.num_alive == 2)
+    manager = manage(cluster)
+    assert 0 not in {output.generated_tokens[0] for output in sample(manager)}
+    wait_until(lambda: manager.num_alive == 2)
     assert cluster.workers[0].is_killed
     assert len(cluster.workers) == 3
 
 
-def test_a_request_that_a_worker_cannot_read_fails_alone(supervise):
+def test_a_request_that_a_worker_cannot_read_fails_alone(manage):
     def script(worker, called):
         return RolloutError("No module named 'mine'.") if called == "submit" else None
 
     cluster = FakeCluster(script)
-    supervisor = supervise(cluster)
-    wait_until(lambda: supervisor.num_alive == 2)
-    (output,) = sample(supervisor, 1)
+    manager = manage(cluster)
+    wait_until(lambda: manager.num_alive == 2)
+    (output,) = sample(manager, 1)
     assert output.status is RequestStatus.FAILED
     assert "No module named 'mine'" in output.error
-    assert (supervisor.num_alive, len(cluster.workers)) == (2, 2)
+    assert (manager.num_alive, len(cluster.workers)) == (2, 2)
 
 
 @pytest.mark.parametrize("how", ["no answer", "no forward"])
-def test_a_worker_that_hangs_is_replaced_and_its_sequences_go_on(supervise, how):
+def test_a_worker_that_hangs_is_replaced_and_its_sequences_go_on(manage, how):
     def script(worker, called):
         if worker.number or called != "report" or not worker.items:
             return None
         return HANGS if how == "no answer" else WorkerReport([], [], EngineCounters())
 
-    supervisor = supervise(FakeCluster(script), timeout=0.3)
-    assert 0 not in {output.generated_tokens[0] for output in sample(supervisor)}
+    manager = manage(FakeCluster(script), timeout=0.3)
+    assert 0 not in {output.generated_tokens[0] for output in sample(manager)}
 
 
-def test_a_worker_that_does_not_answer_an_update_is_replaced_by_one_that_has_it(supervise):
+def test_a_worker_that_does_not_answer_an_update_is_replaced_by_one_that_has_it(manage):
     cluster = FakeCluster(lambda w, called: HANGS if (w.number, called) == (0, "update") else None)
-    supervisor = supervise(cluster, timeout=0.3)
-    wait_until(lambda: supervisor.num_alive == 2)
-    update(supervisor, 1)
-    wait_until(lambda: supervisor.num_alive == 2)
-    assert {output.policy_versions[0] for output in sample(supervisor)} == {(1, 1)}
+    manager = manage(cluster, timeout=0.3)
+    wait_until(lambda: manager.num_alive == 2)
+    update(manager, 1)
+    wait_until(lambda: manager.num_alive == 2)
+    assert {output.policy_versions[0] for output in sample(manager)} == {(1, 1)}
     assert cluster.workers[0].is_killed
     assert cluster.workers[2].versions == [0, 1]
 
 
-def test_a_worker_that_dies_in_an_update_is_replaced_by_one_that_has_it(supervise):
+def test_a_worker_that_dies_in_an_update_is_replaced_by_one_that_has_it(manage):
     def script(worker, called):
         dies = (worker.number, called) == (1, "update")
         return WorkerLostError("killed") if dies else None
 
     cluster = FakeCluster(script)
-    supervisor = supervise(cluster)
-    wait_until(lambda: supervisor.num_alive == 2)
-    update(supervisor, 1)
-    assert {output.policy_versions[0] for output in sample(supervisor)} == {(1, 1)}
-    wait_until(lambda: supervisor.num_alive == 2)
+    manager = manage(cluster)
+    wait_until(lambda: manager.num_alive == 2)
+    update(manager, 1)
+    assert {output.policy_versions[0] for output in sample(manager)} == {(1, 1)}
+    wait_until(lambda: manager.num_alive == 2)
 
 
-def test_a_worker_that_refuses_samples_nothing_until_it_has_the_weights(supervise):
+def test_a_worker_that_refuses_samples_nothing_until_it_has_the_weights(manage):
     refusals = [WeightSyncError("a bit is wrong")]
 
     def script(worker, called):
@@ -245,169 +243,168 @@ def test_a_worker_that_refuses_samples_nothing_until_it_has_the_weights(supervis
         return refusals.pop() if is_refused else None
 
     cluster = FakeCluster(script)
-    supervisor = supervise(cluster)
-    wait_until(lambda: supervisor.num_alive == 2)
-    update(supervisor, 1)
-    wait_until(lambda: supervisor.num_alive == 2)
-    assert {output.policy_versions[0] for output in sample(supervisor)} == {(1, 1)}
+    manager = manage(cluster)
+    wait_until(lambda: manager.num_alive == 2)
+    update(manager, 1)
+    wait_until(lambda: manager.num_alive == 2)
+    assert {output.policy_versions[0] for output in sample(manager)} == {(1, 1)}
     assert cluster.workers[0].versions == [0, 1]
     assert not cluster.workers[0].is_killed
 
 
-def test_a_worker_that_keeps_refusing_is_replaced(supervise):
+def test_a_worker_that_keeps_refusing_is_replaced(manage):
     def script(worker, called):
         is_refused = (worker.number, called) == (0, "update")
         return WeightSyncError("a bit is wrong") if is_refused else None
 
     cluster = FakeCluster(script)
-    supervisor = supervise(cluster)
-    wait_until(lambda: supervisor.num_alive == 2)
-    update(supervisor, 1)
-    wait_until(lambda: cluster.workers[0].is_killed and supervisor.num_alive == 2)
-    assert {output.generated_tokens[0] for output in sample(supervisor)} == {1, 2}
+    manager = manage(cluster)
+    wait_until(lambda: manager.num_alive == 2)
+    update(manager, 1)
+    wait_until(lambda: cluster.workers[0].is_killed and manager.num_alive == 2)
+    assert {output.generated_tokens[0] for output in sample(manager)} == {1, 2}
 
 
-def test_weights_that_all_refuse_are_not_those_of_the_pool(supervise):
+def test_weights_that_all_refuse_are_not_those_of_the_pool(manage):
     refusals = [WeightSyncError("a bit is wrong")] * 2
     cluster = FakeCluster(
         lambda w, called: refusals.pop() if called == "update" and refusals else None
     )
-    supervisor = supervise(cluster)
-    wait_until(lambda: supervisor.num_alive == 2)
+    manager = manage(cluster)
+    wait_until(lambda: manager.num_alive == 2)
     with pytest.raises(WeightSyncError, match="all 2 workers refused: a bit is wrong"):
-        update(supervisor, 1)
-    assert (supervisor.policy_version, supervisor.num_alive) == (0, 2)
-    assert {output.policy_versions[0] for output in sample(supervisor)} == {(0, 1)}
-    update(supervisor, 1)
-    assert supervisor.policy_version == 1
+        update(manager, 1)
+    assert (manager.policy_version, manager.num_alive) == (0, 2)
+    assert {output.policy_versions[0] for output in sample(manager)} == {(0, 1)}
+    update(manager, 1)
+    assert manager.policy_version == 1
 
 
-def test_a_second_trainer_is_refused(supervise):
-    supervisor = supervise(FakeCluster())
-    supervisor.first_description()
-    update(supervisor, 1)
+def test_a_second_trainer_is_refused(manage):
+    manager = manage(FakeCluster())
+    manager.first_description()
+    update(manager, 1)
     with pytest.raises(WeightSyncError, match="version 1 do not follow version 1"):
-        update(supervisor, 1)
+        update(manager, 1)
     with pytest.raises(WeightSyncError, match="version 3 do not follow version 1"):
-        update(supervisor, 3)
+        update(manager, 3)
     with (
-        supervisor.updating(2),
+        manager.updating(2),
         pytest.raises(WeightSyncError, match="version 2 is being sent by another thread"),
     ):
-        update(supervisor, 2)
-    update(supervisor, 2)
+        update(manager, 2)
+    update(manager, 2)
 
 
-def test_a_worker_that_joins_late_gets_the_current_weights_first(supervise):
+def test_a_worker_that_joins_late_gets_the_current_weights_first(manage):
     cluster = FakeCluster()
-    supervisor = supervise(cluster, num_workers=1)
-    supervisor.first_description()
-    update(supervisor, 1)
-    update(supervisor, 2)
-    supervisor.resize(3)
-    wait_until(lambda: supervisor.num_alive == 3)
+    manager = manage(cluster, num_workers=1)
+    manager.first_description()
+    update(manager, 1)
+    update(manager, 2)
+    manager.resize(3)
+    wait_until(lambda: manager.num_alive == 3)
     assert [worker.versions for worker in cluster.workers] == [[0, 1, 2], [0, 2], [0, 2]]
-    supervisor.resize(1)
-    assert supervisor.num_alive == 1
-    assert len(sample(supervisor)) == 6
+    manager.resize(1)
+    assert manager.num_alive == 1
+    assert len(sample(manager)) == 6
 
 
-def test_a_model_that_is_refused_raises_its_own_error(supervise):
+def test_a_model_that_is_refused_raises_its_own_error(manage):
     cluster = FakeCluster(
         lambda w, called: ConfigurationError("no such model") if called == "start" else None
     )
-    supervisor = supervise(cluster)
+    manager = manage(cluster)
     with pytest.raises(ConfigurationError, match="no such model"):
-        supervisor.first_description()
+        manager.first_description()
 
 
-def test_a_worker_that_does_not_start_is_replaced_before_the_first_one_runs(supervise):
+def test_a_worker_that_does_not_start_is_replaced_before_the_first_one_runs(manage):
     def script(worker, called):
         is_bad = called == "start" and worker.number == 0
         return MemoryError("no memory on this machine") if is_bad else None
 
     cluster = FakeCluster(script)
-    supervisor = supervise(cluster)
-    assert supervisor.first_description() is DESCRIPTION
-    wait_until(lambda: supervisor.num_alive == 2)
+    manager = manage(cluster)
+    assert manager.first_description() is DESCRIPTION
+    wait_until(lambda: manager.num_alive == 2)
     assert cluster.workers[0].is_killed
 
 
-def test_workers_of_which_none_starts_raise_the_last_reason(supervise):
+def test_workers_of_which_none_starts_raise_the_last_reason(manage):
     cluster = FakeCluster(
         lambda w, called: WorkerLostError("out of memory") if called == "start" else None
     )
-    supervisor = supervise(cluster)
+    manager = manage(cluster)
     with pytest.raises(EngineDeadError, match=r"workers in a row did not start.*out of memory"):
-        supervisor.first_description()
+        manager.first_description()
 
 
-def test_a_smaller_pool_keeps_the_workers_that_run(supervise):
+def test_a_smaller_pool_keeps_the_workers_that_run(manage):
     cluster = FakeCluster(lambda w, called: HANGS if called == "start" and w.number > 1 else None)
-    supervisor = supervise(cluster)
-    wait_until(lambda: supervisor.num_alive == 2)
-    supervisor.resize(4)
+    manager = manage(cluster)
+    wait_until(lambda: manager.num_alive == 2)
+    manager.resize(4)
     wait_until(lambda: len(cluster.workers) == 4)
-    supervisor.resize(2)
-    assert supervisor.num_alive == 2
+    manager.resize(2)
+    assert manager.num_alive == 2
     assert [worker.is_killed for worker in cluster.workers] == [False, False, True, True]
 
 
-def test_parameters_that_cannot_be_pickled_fail_their_sequence_and_say_so(supervise):
+def test_parameters_that_cannot_be_pickled_fail_their_sequence_and_say_so(manage):
     class Unpicklable(FakeCluster):
         def call(self, handle, method, *arguments):
             if method == "submit":
                 raise TypeError("cannot pickle a lock")
             return super().call(handle, method, *arguments)
 
-    supervisor = supervise(Unpicklable())
-    supervisor.first_description()
-    (output,) = sample(supervisor, 1)
+    manager = manage(Unpicklable())
+    manager.first_description()
+    (output,) = sample(manager, 1)
     assert output.status is RequestStatus.FAILED
     assert "cannot pickle a lock; what SamplingParams holds must be picklable" in output.error
 
 
-def test_workers_that_never_start_again_end_the_pool_and_not_its_callers(supervise):
+def test_workers_that_never_start_again_end_the_pool_and_not_its_callers(manage):
     def script(worker, called):
         if called == "submit" or (called == "start" and worker.number):
             return WorkerLostError("out of memory")
         return None
 
     cluster = FakeCluster(script)
-    supervisor = supervise(cluster, num_workers=1)
-    supervisor.first_description()
+    manager = manage(cluster, num_workers=1)
+    manager.first_description()
     queue = OutputQueue()
-    supervisor.submit(requests(2), queue)
+    manager.submit(requests(2), queue)
     with pytest.raises(EngineDeadError, match=f"{MAX_FAILED_STARTS} workers in a row.*memory"):
         queue.take(timeout=WAIT)
     with pytest.raises(EngineDeadError):
-        update(supervisor, 1)
+        update(manager, 1)
 
 
-def test_no_worker_in_time_is_an_error_that_names_the_knob(supervise):
+def test_no_worker_in_time_is_an_error_that_names_the_knob(manage):
     cluster = FakeCluster(lambda w, called: HANGS if called == "start" else None)
-    supervisor = supervise(cluster, start_timeout=0.1)
+    manager = manage(cluster, start_timeout=0.1)
     with pytest.raises(EngineDeadError, match=r"start_timeout_seconds=0.1.*resources_per_worker"):
-        supervisor.first_description()
+        manager.first_description()
 
 
-def test_a_bug_in_the_pool_reaches_those_who_wait(supervise):
-    cluster = FakeCluster(lambda w, called: HANGS if called == "report" else None)
-    supervisor = supervise(cluster)
-    supervisor.first_description()
+def test_a_bug_in_the_pool_reaches_those_who_wait(manage):
+    manager = manage(FakeCluster())
+    manager.first_description()
     queue = OutputQueue()
-    supervisor.submit(requests(1), queue)
-    cluster.finished = lambda references, seconds: 1 / 0
+    manager._dispatcher.deliver = lambda worker, outputs: 1 / 0
+    manager.submit(requests(1), queue)
     with pytest.raises(EngineDeadError, match="ZeroDivisionError"):
         queue.take(timeout=WAIT)
 
 
-def test_cancelled_sequences_are_ended_at_their_worker(supervise):
+def test_cancelled_sequences_are_ended_at_their_worker(manage):
     cluster = FakeCluster(lambda w, called: HANGS if called == "report" and w.items else None)
-    supervisor = supervise(cluster)
-    supervisor.first_description()
+    manager = manage(cluster)
+    manager.first_description()
     queue = OutputQueue()
-    supervisor.submit(requests(3), queue)
-    supervisor.cancel(["req_0", "req_1", "req_2"])
+    manager.submit(requests(3), queue)
+    manager.cancel_requests(["req_0", "req_1", "req_2"])
     statuses = {queue.take(timeout=WAIT).status for _ in range(3)}
     assert statuses == {RequestStatus.CANCELLED}
