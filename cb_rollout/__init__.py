@@ -7,90 +7,40 @@
 Names load on first use, so that `import cb_rollout` brings in neither torch nor transformers.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from cb_rollout.compat.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from cb_rollout.config.arguments import RolloutArguments
-    from cb_rollout.config.rollout import RolloutConfig
-    from cb_rollout.config.sampling import SamplingParams
-    from cb_rollout.engine.memory.plan import MemoryPlan
-    from cb_rollout.engine.numerics.bitwise import bitwise
-    from cb_rollout.engine.service.manager import ContinuousBatchingManager
-    from cb_rollout.errors import (
-        ConfigurationError,
-        EngineDeadError,
-        IncompleteRolloutError,
-        InvalidRequestError,
-        LogprobDriftError,
-        OutOfCacheMemoryError,
-        QueueFullError,
-        RolloutError,
-        ToolTimeoutError,
-        WeightSyncError,
+    from cb_rollout.config.arguments import RolloutArguments as RolloutArguments
+    from cb_rollout.config.rollout import RolloutConfig as RolloutConfig
+    from cb_rollout.config.sampling import SamplingParams as SamplingParams
+    from cb_rollout.engine.memory.plan import MemoryPlan as MemoryPlan
+    from cb_rollout.engine.numerics.bitwise import bitwise as bitwise
+    from cb_rollout.engine.service.manager import (
+        ContinuousBatchingManager as ContinuousBatchingManager,
     )
-    from cb_rollout.integrations.trl.attachment import attach, detach
-    from cb_rollout.integrations.trl.rollout_func import make_rollout_func
-    from cb_rollout.packing.logprobs import packed_logprobs
-    from cb_rollout.rollout.generator import RolloutGenerator, generate_batch
-    from cb_rollout.types import FinishReason, GenerationOutput, RequestStatus, SyncReport
+    from cb_rollout.errors import ConfigurationError as ConfigurationError
+    from cb_rollout.errors import EngineDeadError as EngineDeadError
+    from cb_rollout.errors import IncompleteRolloutError as IncompleteRolloutError
+    from cb_rollout.errors import InvalidRequestError as InvalidRequestError
+    from cb_rollout.errors import LogprobDriftError as LogprobDriftError
+    from cb_rollout.errors import OutOfCacheMemoryError as OutOfCacheMemoryError
+    from cb_rollout.errors import QueueFullError as QueueFullError
+    from cb_rollout.errors import RolloutError as RolloutError
+    from cb_rollout.errors import ToolTimeoutError as ToolTimeoutError
+    from cb_rollout.errors import WeightSyncError as WeightSyncError
+    from cb_rollout.integrations.trl.attachment import attach as attach
+    from cb_rollout.integrations.trl.attachment import detach as detach
+    from cb_rollout.integrations.trl.rollout_func import make_rollout_func as make_rollout_func
+    from cb_rollout.packing.logprobs import packed_logprobs as packed_logprobs
+    from cb_rollout.rollout.generator import RolloutGenerator as RolloutGenerator
+    from cb_rollout.rollout.generator import generate_batch as generate_batch
+    from cb_rollout.types import FinishReason as FinishReason
+    from cb_rollout.types import GenerationOutput as GenerationOutput
+    from cb_rollout.types import RequestStatus as RequestStatus
+    from cb_rollout.types import SyncReport as SyncReport
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "ConfigurationError",
-    "ContinuousBatchingManager",
-    "EngineDeadError",
-    "FinishReason",
-    "GenerationOutput",
-    "IncompleteRolloutError",
-    "InvalidRequestError",
-    "LogprobDriftError",
-    "MemoryPlan",
-    "OutOfCacheMemoryError",
-    "QueueFullError",
-    "RequestStatus",
-    "RolloutArguments",
-    "RolloutConfig",
-    "RolloutError",
-    "RolloutGenerator",
-    "SamplingParams",
-    "SyncReport",
-    "ToolTimeoutError",
-    "WeightSyncError",
-    "attach",
-    "bitwise",
-    "detach",
-    "generate_batch",
-    "make_rollout_func",
-    "packed_logprobs",
-]
-
-_MODULES = {
-    "config.arguments": ("RolloutArguments",),
-    "config.rollout": ("RolloutConfig",),
-    "config.sampling": ("SamplingParams",),
-    "engine.memory.plan": ("MemoryPlan",),
-    "engine.numerics.bitwise": ("bitwise",),
-    "engine.service.manager": ("ContinuousBatchingManager",),
-    "errors": tuple(name for name in __all__ if name.endswith("Error")),
-    "integrations.trl.attachment": ("attach", "detach"),
-    "integrations.trl.rollout_func": ("make_rollout_func",),
-    "packing.logprobs": ("packed_logprobs",),
-    "rollout.generator": ("RolloutGenerator", "generate_batch"),
-    "types": ("FinishReason", "GenerationOutput", "RequestStatus", "SyncReport"),
-}
-_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
-
-
-def __getattr__(name: str) -> Any:
-    """Load a public name from its module on first use (PEP 562)."""
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module 'cb_rollout' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"cb_rollout.{_MODULE_OF[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+__all__, __getattr__, __dir__ = lazy_names(__name__)

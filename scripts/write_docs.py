@@ -1,7 +1,8 @@
 """Write the parts of the documents that come from code and measurements.
 
-The code gives `docs/command_line.md`, `docs/configuration.md`, `docs/sampling.md` and
-`docs/metrics.md`; the recorded runs give the tables of `README.md` and `docs/benchmarks/README.md`.
+The code gives `docs/command_line.md`, `docs/compatibility.md`, `docs/configuration.md`,
+`docs/sampling.md` and `docs/metrics.md`; the recorded runs give the tables of `README.md` and
+`docs/benchmarks/README.md`.
 `scripts/docs.sh` builds the site from them.
 
 python scripts/write_docs.py            # write
@@ -17,6 +18,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from cb_rollout.config.combinations import COMBINATIONS, described
+from cb_rollout.config.hf import COUNTERPARTS
 from cb_rollout.config.rollout import RolloutConfig
 from cb_rollout.config.sampling import SamplingParams
 from cb_rollout.metrics.registry import METRICS
@@ -52,6 +55,19 @@ The fields of transformers' `ContinuousBatchingConfig` are taken under its names
 
 | field | default | meaning | cost, or when to change it |
 |---|---|---|---|
+"""
+
+COMPATIBILITY_HEADER = """# What goes together
+
+Every feature goes with every other, but for these pairs. Each is refused when the run begins, by a
+`ConfigurationError` that names what to set. `scripts/write_docs.py` writes this page from
+`cb_rollout/config/combinations.py`.
+
+What a model type cannot do is in [Architectures](architectures.md); what a device cannot, in
+[GPU](gpu.md).
+
+| feature | does not go with | the error |
+|---|---|---|
 """
 
 SAMPLING_HEADER = """# Sampling
@@ -140,8 +156,8 @@ Every logged metric, from `cb_rollout/metrics/registry.py`; `scripts/write_docs.
 METRICS_FOOTER = """
 Under `attach`, TRL also logs `sampling/sampling_logp_difference/{mean,max}`, the distance of
 sampled and old log-probabilities on every completion, and `sampling/importance_sampling_ratio/*`,
-the correction that follows. Where the sampled ones are the old ones (`old_logps`), the distance
-is 0, and `rollout/logprob_drift_max` is the drift. `AsyncGRPOTrainer` logs `sample/staleness_*`,
+the correction that follows. While the sampled ones are trusted (`old_logps`), the distance is
+that to the loss's own log-probabilities. `AsyncGRPOTrainer` logs `sample/staleness_*`,
 which is per completion, of its oldest token.
 """
 
@@ -179,6 +195,14 @@ SHARES = (
     "The matmul bound is the speed if only the workload's matrix products took time, at the rate "
     "measured in the same run."
 )
+
+
+def compatibility() -> str:
+    """Return the page on pairs of features that are refused."""
+    rows = sorted(
+        f"| {pair.feature} | {pair.other} | {described(pair)} |" for pair in COMBINATIONS.values()
+    )
+    return COMPATIBILITY_HEADER + "\n".join([*rows, ""])
 
 
 def command_line() -> str:
@@ -227,7 +251,7 @@ def sampling() -> str:
     """Return the page on sampling."""
     rows = [
         f"| `{field.name}` | `{field.default!r}` | {field.metadata['help']} | "
-        f"{field.metadata.get('counterpart', '-')} |"
+        f"{COUNTERPARTS.get(field.name, '-')} |"
         for field in dataclasses.fields(SamplingParams)
     ]
     return SAMPLING_HEADER + "\n".join(rows) + "\n" + SAMPLING_FOOTER
@@ -459,6 +483,7 @@ def main() -> int:
     }
     wanted = {
         ROOT / "docs" / "command_line.md": command_line(),
+        ROOT / "docs" / "compatibility.md": compatibility(),
         ROOT / "docs" / "configuration.md": configuration(),
         ROOT / "docs" / "metrics.md": metrics(),
         ROOT / "docs" / "sampling.md": sampling(),

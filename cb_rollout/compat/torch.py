@@ -57,8 +57,13 @@ def restore_compilation(compiled: list[tuple[torch.nn.Module, Any]]) -> None:
         module._compiled_call_impl = call
 
 
-def compute_dtype(model: torch.nn.Module) -> torch.dtype:
-    """Return the dtype of the first floating-point parameter."""
+def compute_dtype(model: torch.nn.Module, mixed_precision: str = "no") -> torch.dtype:
+    """Return the dtype of forwards: the first floating-point parameter's, or of 16 bits.
+
+    `mixed_precision`: accelerate's; float16 rounds no more than bfloat16.
+    """
+    if mixed_precision != "no":
+        return torch.bfloat16
     return next(p.dtype for p in model.parameters() if p.is_floating_point())
 
 

@@ -12,7 +12,7 @@ import math
 import numbers
 import operator
 from collections.abc import Callable, Collection, Iterable, Mapping
-from enum import StrEnum
+from enum import EnumMeta, StrEnum
 from typing import Any, TypeVar
 
 from cb_rollout.errors import RolloutError
@@ -27,16 +27,19 @@ MAX_INTEGER = 2**31 - 1
 MAX_SHOWN = 200
 
 
-def setting(default: Any, help_text: str, check: Check, **metadata: Any) -> Any:
+def setting(default: Any, help_text: str, check: Check | type[StrEnum], *, cost: str = "") -> Any:
     """Declare a field.
 
     Args:
         default: the default; it is never checked.
         help_text: what the field means, for command lines and the documentation.
-        check: what makes a value plain, or complains about it.
-        **metadata: further entries of the field's metadata.
+        check: what makes a value plain, or complains about it; an enum: takes one of its words.
+        cost: when to set it, and what that takes, for the documentation.
     """
-    metadata |= {"help": help_text, "check": check}
+    metadata: dict[str, Any] = {"help": help_text, "check": check, "cost": cost}
+    if isinstance(check, EnumMeta):
+        words = [str(member) for member in check.__members__.values()]
+        metadata |= {"check": one_of(*words, listed=True), "choices": words}
     # A dict has no hash; equal settings hash alike without the fields that are left open.
     return dataclasses.field(default=default, metadata=metadata, hash=default is not None)
 
@@ -134,18 +137,15 @@ def integer(
     advice: str = "",
     *,
     most: int = MAX_INTEGER,
-    may_be_none: bool = False,
-    word: str = "",
+    also: tuple[str | None, ...] = (),
 ) -> Check:
-    """Accept a whole number from `least` to `most`, or `word`."""
+    """Accept a whole number from `least` to `most`, and the values in `also` as they are."""
     range_text = f" >= {least}" if least > -MAX_INTEGER else ""
-    range_text += f", nor {word!r}" if word else ""
+    range_text += "".join(f", nor {word!r}" for word in also if word)
 
-    def check(value: Any) -> int | str | None:
-        if value is None and may_be_none:
-            return None
-        if word and isinstance(value, str) and value == word:
-            return word
+    def check(value: Any) -> Any:
+        if any(value is other or (isinstance(value, str) and value == other) for other in also):
+            return value
         plain = _plain(value)
         try:
             number = None if isinstance(plain, bool) else operator.index(plain)
@@ -183,11 +183,6 @@ def amount(unit: str, default: str | float | None) -> Check:
     """Accept a finite number >= 0 of some unit, or the default."""
     complaint = f"is neither {default!r} nor a finite number >= 0 of {unit}"
     return number(lambda v: 0 <= v < math.inf, complaint, default)
-
-
-def choice(kind: type[StrEnum]) -> Check:
-    """Accept one word of an enum."""
-    return one_of(*(member.value for member in kind), listed=True)
 
 
 def one_of(*values: Any, listed: bool = False) -> Check:
@@ -236,38 +231,31 @@ def strings(value: Any) -> tuple[str, ...]:
     return tuple(many)
 
 
-def biases(largest: float) -> Check:
-    """Accept a dict of token id to a logit bias of at most `largest`; -inf forbids a token."""
+def biases(largest: float, *, of_sequences: bool = False) -> Check:
+    """Accept a dict of token id to a logit bias of at most `largest`; -inf forbids a token.
+
+    With `of_sequences`, a dict of token-id tuple to bias, or transformers' list of pairs.
+    """
     bias = number(lambda v: abs(v) <= largest or v == -math.inf, "")
 
-    def check(value: Any) -> dict[int, float]:
-        if not isinstance(value, Mapping):
+    def check(value: Any) -> dict[Any, float]:
+        if not (isinstance(value, Mapping) or of_sequences):
             raise ValueError("is not a dict of token id to number")
-        plain: dict[int, float] = {}
-        for key, added in value.items():
-            for token in token_ids(key):
-                try:
-                    plain[token] = bias(added)
-                except ValueError:
-                    complaint = f"gives token {token} {added!r}, which is not a finite number"
-                    raise ValueError(f"{complaint}; -inf forbids a token") from None
-        return plain
-
-    return check
-
-
-def sequence_biases(largest: float) -> Check:
-    """Accept a dict of token-id tuples to biases, as `biases`, or transformers' list of pairs."""
-    bias = biases(largest)
-
-    def check(value: Any) -> dict[tuple[int, ...], float]:
         try:
             pairs = list(value.items() if isinstance(value, Mapping) else value)
-            plain = {token_sequences([key])[0]: added for key, added in pairs}
+            read = token_sequences if of_sequences else token_ids
+            plain = {key: added for name, added in pairs for key in read([name])}
         except (TypeError, ValueError):
+            if not of_sequences:
+                raise
             raise ValueError("is not a dict of token-id tuple to number") from None
-        for sequence, added in plain.items():
-            plain[sequence] = bias({sequence[-1]: added})[sequence[-1]]
+        for key, added in plain.items():
+            try:
+                plain[key] = bias(added)
+            except ValueError:
+                token = key[-1] if isinstance(key, tuple) else key
+                complaint = f"gives token {token} {added!r}, which is not a finite number"
+                raise ValueError(f"{complaint}; -inf forbids a token") from None
         return plain
 
     return check

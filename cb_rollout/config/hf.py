@@ -22,6 +22,13 @@ SAME_NAME = (
 )  # fmt: skip
 OTHER_NAME = ("stop_strings", "bad_words_ids", "sequence_bias", "suppress_tokens")
 
+# Fields of transformers' `GenerationConfig` that sampling parameters correspond to.
+COUNTERPARTS = {name: name for name in (*SAME_NAME, "sequence_bias")} | {
+    "stop": "stop_strings",
+    "bad_words": "bad_words_ids",
+    "logit_bias": "suppress_tokens, sequence_bias of single tokens",
+}
+
 # Read elsewhere, or without effect on which tokens continuous batching samples.
 INERT = {
     "num_return_sequences", "pad_token_id", "bos_token_id", "use_cache", "cache_implementation",

@@ -3,7 +3,6 @@
 Resolves nothing that needs a model or a device. Loads no torch.
 """
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,13 +11,13 @@ from cb_rollout.config.checks import (
     amount,
     boolean,
     check_fields,
-    choice,
     integer,
     known_fields_only,
     number,
     one_of,
     setting,
 )
+from cb_rollout.config.combinations import refused
 from cb_rollout.config.compilation import CompileSettings, check_compile_config, compile_settings
 from cb_rollout.config.enums import (
     KvDtype,
@@ -74,19 +73,19 @@ class RolloutConfig:
     num_blocks: int | None = setting(
         None,
         "KV cache blocks; None: as many as the workload uses, within max_memory_percent.",
-        integer(1, most=MAX_COUNT, may_be_none=True),
+        integer(1, most=MAX_COUNT, also=(None,)),
         cost="Set it for a cache of a known size; it is then taken at once.",
     )
     max_batch_tokens: int | None = setting(
         None,
         "Most prompt tokens in one forward, any padding included; None: chosen by device.",
-        integer(1, may_be_none=True),
+        integer(1, also=(None,)),
         cost="Lower it where prompts run out of memory; higher, prompts start sooner.",
     )
     max_requests_per_batch: int | None = setting(
         None,
         "Most sequences decoded together; None: chosen by device.",
-        integer(1, most=MAX_COUNT, may_be_none=True),
+        integer(1, most=MAX_COUNT, also=(None,)),
         cost="Lower it to bound a decode step's memory and time.",
     )
     max_memory_percent: float = setting(
@@ -98,7 +97,7 @@ class RolloutConfig:
     max_blocks_per_request: int | None = setting(
         None,
         "Most KV cache blocks of one sequence; None or 0: bounded by the model and the cache.",
-        integer(0, may_be_none=True),
+        integer(0, also=(None,)),
         cost="Set it to bound what one sequence may take from the others.",
     )
     allow_block_sharing: bool = setting(
@@ -141,9 +140,7 @@ class RolloutConfig:
         cost="Fewer take less memory, and steps have more rows of padding.",
     )
     varlen_compile_config: object | None = setting(
-        None,
-        "torch.compile of prefill; not available.",
-        one_of(None),
+        None, "torch.compile of prefill; not available.", one_of(None)
     )
     decode_compile_config: object | None = setting(
         None,
@@ -163,7 +160,7 @@ class RolloutConfig:
         "Most draft tokens of a sequence per step, proposed by n-gram lookup in the sequence, its "
         "group and earlier rollouts, and verified in one forward; the sampled tokens stay the "
         "same. None: chosen; 0: none.",
-        integer(0, may_be_none=True),
+        integer(0, also=(None,)),
         cost="Set 0 to compare.",
     )
     scheduler_type: str = setting(
@@ -171,8 +168,7 @@ class RolloutConfig:
         "fifo: in order of arrival; prefill when waiting >= running / 4, or after 8 decode steps; "
         "prefill_first: decode only when no prompt can be admitted; longest_first: as fifo, but "
         "admit first the prompt whose completions were longest in earlier rollouts.",
-        choice(SchedulerType),
-        choices=SchedulerType,
+        SchedulerType,
         cost="prefill_first fills the batch sooner, while running sequences wait; longest_first "
         "gains only where not all sequences run at once.",
     )
@@ -191,7 +187,7 @@ class RolloutConfig:
     seed: int | None = setting(
         None,
         "Seed of the random draws; None: the trainer's seed when attached, else fresh.",
-        integer(0, may_be_none=True),
+        integer(0, also=(None,)),
         cost="Set it to have the same run twice.",
     )
 
@@ -199,10 +195,7 @@ class RolloutConfig:
         "auto",
         "shared: generate with the training module; copy: with a copy that each sync updates in "
         "place; auto: copy if sharded or if autocast casts the weights anyway, else shared.",
-        choice(WeightSync),
-        actor="generator",
-        idle=("shared",),
-        choices=WeightSync,
+        WeightSync,
         cost="A copy costs its memory and a copy per sync; see weights.md.",
     )
     tensor_parallel_size: int = setting(
@@ -211,47 +204,40 @@ class RolloutConfig:
         "parallelism; they roll out the prompts of all of them together. 1: each process has the "
         "whole model, or its part of a model that is split already.",
         integer(1),
-        actor="generator",
-        idle=(1,),
         cost="Set it where one device cannot hold a whole copy; each step then has collectives.",
     )
     rollout_dtype: str = setting(
         "auto",
         "auto: what the trainer's forward computes in; else autocast to this dtype or, with "
         "weight_sync='copy' and weights that are not float32, hold the copy in it.",
-        choice(RolloutDtype),
-        choices=RolloutDtype,
+        RolloutDtype,
         cost="A smaller dtype is faster, and its log-probabilities are not the trainer's.",
     )
     verify_weight_sync: bool = setting(
         False,
         "After a sync compare every tensor of a copy; WeightSyncError if any differs.",
         boolean,
-        actor="generator",
         cost="Costs one pass over the weights per sync.",
     )
     logprobs_mode: str = setting(
         "policy",
         "policy: log-softmax of logits/temperature over the whole vocabulary, as the loss "
         "recomputes it; processed: after penalties, bans and truncation too.",
-        choice(LogprobsMode),
-        choices=LogprobsMode,
+        LogprobsMode,
         cost="policy ignores truncation and processed includes it; see training.md.",
     )
     numerics: str = setting(
         "fast",
         "fast: log-probabilities equal the trainer's to rounding; bitwise: in every bit, whatever "
         "else is in the batch; on CPUs.",
-        choice(Numerics),
-        choices=Numerics,
+        Numerics,
         cost="bitwise costs speed, in rollout and loss; see numerics.md.",
     )
     sampling_mask: str = setting(
         "ignore",
         "ignore: the loss uses the whole vocabulary; replay: each token's top-k, top-p or min-p "
         "set is recorded, and the log-probabilities of rollout and loss are over that set alone.",
-        choice(SamplingMaskMode),
-        choices=SamplingMaskMode,
+        SamplingMaskMode,
         cost="replay costs 4 bytes per kept token id, and the loss's logits whole.",
     )
     router_replay: bool = setting(
@@ -267,64 +253,51 @@ class RolloutConfig:
         "trainer: the trainer's forward recomputes the old log-probabilities; rollout: the sampled "
         "ones are the old ones, and that forward is saved; auto: rollout, once a verification has "
         "found the two equal to rounding.",
-        choice(OldLogps),
-        actor="trainer",
-        choices=OldLogps,
+        OldLogps,
         cost="The sampled ones save a forward per rollout; set max_logprob_drift with rollout.",
     )
     loss_forward: str = setting(
         "packed",
         "trainer: the loss computes the trainer's padded batch; packed: no padding, each prompt "
         "once per group, and no gradient of rows without an advantage.",
-        choice(LossForward),
-        actor="trainer",
-        choices=LossForward,
+        LossForward,
         cost="packed compares some rows of the first batch with the trainer's forward.",
     )
     loss_tokens_per_forward: int | str = setting(
         "auto",
         "Tokens of one forward of loss_forward='packed'; a larger batch is cut, and the backward "
         "pass computes each part again; auto: what the free memory holds.",
-        integer(1, word="auto"),
-        actor="trainer",
+        integer(1, also=("auto",)),
         cost="Lower: less memory; a batch that is cut costs one more forward.",
     )
     verify_every_steps: int = setting(
         10,
         "Recompute some sequences with a plain forward every this many rollouts; 0: never.",
         integer(0),
-        actor="trainer",
-        idle=(0,),
         cost="Costs verify_num_sequences forwards each time.",
     )
     verify_num_sequences: int = setting(
         2,
         "How many sequences each verification recomputes.",
         integer(1),
-        actor="trainer",
         cost="Raise it when looking for a difference.",
     )
     max_logprob_drift: float | None = setting(
         None,
         "Act as on_logprob_drift says beyond this difference, in nats; None: only report it.",
         amount("nats", None),
-        actor="trainer",
         cost="Set it once the run's own drift is known.",
     )
     on_logprob_drift: str = setting(
         "raise",
         "raise: LogprobDriftError; recompute: warn, and from then on old_logps='trainer'.",
-        choice(OnLogprobDrift),
-        actor="trainer",
-        choices=OnLogprobDrift,
+        OnLogprobDrift,
         cost="recompute costs the saved forward from then on.",
     )
     record_num_sequences: int = setting(
         4,
         "Sequences per rollout written, token by token, to the run's records; 0: none.",
         integer(0),
-        actor="trainer",
-        idle=(0,),
         cost="Costs disk, one line per sequence.",
     )
     concurrent_tools: bool = setting(
@@ -332,7 +305,6 @@ class RolloutConfig:
         "Call the tools of all conversations of a turn at the same time, each conversation in a "
         "thread of its own; off: one after the other, on the trainer's thread.",
         boolean,
-        actor="trainer",
         cost="Turn it off for tools that only one thread may call.",
     )
     tool_timeout_seconds: float | None = setting(
@@ -340,14 +312,12 @@ class RolloutConfig:
         "Longest time of one tool call; the conversation is told of the ToolTimeoutError and goes "
         "on. None: unlimited.",
         amount("seconds", None),
-        actor="trainer",
         cost="Set it where a tool may hang; needs concurrent_tools.",
     )
     release_cache: str = setting(
         "between_steps",
         "between_steps: give the KV memory back while training runs; never: keep.",
-        choice(ReleaseCache),
-        choices=ReleaseCache,
+        ReleaseCache,
         cost="between_steps costs an allocation per rollout; never: its memory while training.",
     )
     training_reserve_gib: float | str = setting(
@@ -360,8 +330,7 @@ class RolloutConfig:
         "auto",
         "auto: keep keys and values as the model makes them; float8_e4m3fn: rounded, on GPUs that "
         "have it.",
-        choice(KvDtype),
-        choices=KvDtype,
+        KvDtype,
         cost="float8 holds two or four times as many; log-probabilities drift from the trainer's "
         "by its rounding, and decode steps are gathered, without kernels or CUDA graphs.",
     )
@@ -383,41 +352,25 @@ class RolloutConfig:
         """Check every field, alone and together."""
         check_fields(self, ConfigurationError)
         if self.use_async_batching and self.wants_graphs is False:
-            raise ConfigurationError(
-                "use_async_batching=True launches CUDA graphs ahead, and use_cuda_graph="
-                f"{self.use_cuda_graph!r} has none; leave one of them at None."
-            )
-        if self.on_logprob_drift == OnLogprobDrift.RECOMPUTE and (
-            self.old_logps != OldLogps.ROLLOUT or self.max_logprob_drift is None
-        ):
-            raise ConfigurationError(
-                "on_logprob_drift='recompute' needs old_logps='rollout' and a max_logprob_drift; "
-                "set both, or leave it at 'raise'."
-            )
+            raise refused("async batching, no graphs", graphs=repr(self.use_cuda_graph))
+        is_guarded = self.old_logps == OldLogps.ROLLOUT and self.max_logprob_drift is not None
+        if self.on_logprob_drift == OnLogprobDrift.RECOMPUTE and not is_guarded:
+            raise refused("drift, sampled old logps")
         if self.tool_timeout_seconds is not None and not self.concurrent_tools:
-            raise ConfigurationError(
-                f"tool_timeout_seconds={self.tool_timeout_seconds:g} needs a thread for each "
-                "conversation; leave concurrent_tools=True."
-            )
-
-        self._check_numerics()
-
-    def _check_numerics(self) -> None:
-        """Refuse settings under which no two forwards could be the same bits."""
-        if self.numerics != Numerics.BITWISE:
-            return
-        refused = {
-            "kv_dtype": self.kv_dtype != KvDtype.AUTO and "rounds what the loss does not",
-            "rollout_dtype": self.rollout_dtype != RolloutDtype.AUTO
-            and "computes in another dtype than the trainer",
-            "decode_compile_config": self.compiles_decode is not None
-            and "compiles sums in another order",
-        }
-        for name, reason in refused.items():
-            if reason:
-                raise ConfigurationError(
-                    f"numerics='bitwise': {name}={getattr(self, name)!r} {reason}; leave it unset."
-                )
+            raise refused("tool timeout, one thread", seconds=f"{self.tool_timeout_seconds:g}")
+        # Settings under which no two forwards could be the same bits.
+        for name, is_asked, reason in (
+            ("kv_dtype", self.kv_dtype != KvDtype.AUTO, "rounds what the loss does not"),
+            (
+                "rollout_dtype",
+                self.rollout_dtype != RolloutDtype.AUTO,
+                "computes in another dtype than the trainer",
+            ),
+            ("decode_compile_config", self.compiles_decode, "compiles sums in another order"),
+        ):
+            if is_asked and self.numerics == Numerics.BITWISE:
+                value = repr(getattr(self, name))
+                raise refused("bitwise, another setting", name=name, value=value, reason=reason)
 
     @property
     def compiles_decode(self) -> CompileSettings | None:
@@ -438,14 +391,17 @@ class RolloutConfig:
         return self.use_async_batching is None or bool(self.use_async_batching)
 
 
-def _fields_of(actor: str) -> dict[str, tuple[Any, ...]]:
-    fields = dataclasses.fields(RolloutConfig)
-    return {f.name: f.metadata.get("idle", ()) for f in fields if f.metadata.get("actor") == actor}
-
-
 # Fields that only an attached trainer, or only a RolloutGenerator, acts on. Each maps to the values
 # beside its default that ask for nothing.
-TRAINER_FIELDS, GENERATOR_FIELDS = _fields_of("trainer"), _fields_of("generator")
+TRAINER_FIELDS: dict[str, tuple[Any, ...]] = {
+    "old_logps": (), "loss_forward": (), "loss_tokens_per_forward": (),
+    "verify_every_steps": (0,), "verify_num_sequences": (),
+    "max_logprob_drift": (), "on_logprob_drift": (), "record_num_sequences": (0,),
+    "concurrent_tools": (), "tool_timeout_seconds": (),
+}  # fmt: skip
+GENERATOR_FIELDS: dict[str, tuple[Any, ...]] = {
+    "weight_sync": ("shared",), "tensor_parallel_size": (), "verify_weight_sync": (),
+}  # fmt: skip
 
 
 def require_unused(

@@ -5,7 +5,7 @@ Loads no torch.
 
 import functools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import Field, dataclass, fields, replace
 from typing import Any
 
 from cb_rollout.config.checks import (
@@ -17,7 +17,6 @@ from cb_rollout.config.checks import (
     integer,
     known_fields_only,
     number,
-    sequence_biases,
     setting,
     strings,
     token_ids,
@@ -76,10 +75,7 @@ _factor = number(
 )
 
 
-def _penalty(value: Any) -> float:
-    return number(lambda v: abs(v) <= MAX_LOGIT_CHANGE, "is not finite; use 0 to switch it off")(
-        value
-    )
+_penalty = number(lambda v: abs(v) <= MAX_LOGIT_CHANGE, "is not finite; use 0 to switch it off")
 
 
 @known_fields_only(InvalidRequestError, SYNONYMS)
@@ -98,57 +94,43 @@ class SamplingParams:
             lambda v: v == 0 or MIN_TEMPERATURE <= v <= MAX_TEMPERATURE,
             f"is outside [{MIN_TEMPERATURE:g}, {MAX_TEMPERATURE:g}]; use 0 for greedy",
         ),
-        counterpart="temperature",
     )
     top_k: int = setting(
         0,
         "Sample among the k most likely tokens; 0 is off.",
         integer(0, "; use 0 to switch it off"),
-        counterpart="top_k",
     )
     top_p: float = setting(
         1.0,
         "Sample among the fewest tokens whose probabilities reach this sum; 1 is off.",
         number(lambda v: 0 < v <= 1, "is outside (0, 1]; use 1 to switch it off"),
-        counterpart="top_p",
     )
     min_p: float = setting(
         0.0,
         "Drop tokens less likely than this share of the most likely one; 0 is off.",
         number(lambda v: 0 <= v <= 1, "is outside [0, 1]; use 0 to switch it off"),
-        counterpart="min_p",
     )
     typical_p: float = setting(
         1.0,
         "Of what is left, sample among the tokens whose surprise is nearest the expected one, the "
         "fewest whose probabilities reach this sum; 1 is off.",
         number(lambda v: 0 < v <= 1, "is outside (0, 1]; use 1 to switch it off"),
-        counterpart="typical_p",
     )
-    do_sample: bool = setting(
-        True,
-        "False is greedy, whatever the temperature.",
-        boolean,
-        counterpart="do_sample",
-    )
+    do_sample: bool = setting(True, "False is greedy, whatever the temperature.", boolean)
     repetition_penalty: float = setting(
         1.0,
         "Divides the positive and multiplies the negative logits of tokens that the prompt or the "
         "completion holds; above 1 discourages, 1 is off.",
         _factor,
-        counterpart="repetition_penalty",
     )
     encoder_repetition_penalty: float = setting(
         1.0,
         "Multiplies the positive and divides the negative logits of tokens that the prompt holds; "
         "above 1 encourages, 1 is off.",
         _factor,
-        counterpart="encoder_repetition_penalty",
     )
     presence_penalty: float = setting(
-        0.0,
-        "Subtracted from the logits of tokens that the completion holds; 0 is off.",
-        _penalty,
+        0.0, "Subtracted from the logits of tokens that the completion holds; 0 is off.", _penalty
     )
     frequency_penalty: float = setting(
         0.0,
@@ -156,101 +138,67 @@ class SamplingParams:
         _penalty,
     )
     logit_bias: Mapping[int, float] | None = setting(
-        None,
-        "Added to the logits of the tokens named; -inf forbids one.",
-        biases(MAX_LOGIT_CHANGE),
-        counterpart="suppress_tokens, sequence_bias of single tokens",
+        None, "Added to the logits of the tokens named; -inf forbids one.", biases(MAX_LOGIT_CHANGE)
     )
     sequence_bias: Mapping[tuple[int, ...], float] | None = setting(
         None,
         "Added to the logit of the last token of each token-id sequence, after the tokens before "
         "it; -inf forbids to complete one.",
-        sequence_biases(MAX_LOGIT_CHANGE),
-        counterpart="sequence_bias",
+        biases(MAX_LOGIT_CHANGE, of_sequences=True),
     )
     no_repeat_ngram_size: int = setting(
         0,
         "No run of so many tokens comes twice in prompt and completion; 0 is off.",
         integer(0, "; use 0 to switch it off"),
-        counterpart="no_repeat_ngram_size",
     )
     bad_words: tuple[tuple[int, ...], ...] = setting(
-        (),
-        "Token-id sequences that are never completed.",
-        token_sequences,
-        counterpart="bad_words_ids",
+        (), "Token-id sequences that are never completed.", token_sequences
     )
     begin_suppress_tokens: tuple[int, ...] = setting(
-        (),
-        "Tokens that are never sampled first.",
-        token_ids,
-        counterpart="begin_suppress_tokens",
+        (), "Tokens that are never sampled first.", token_ids
     )
     max_new_tokens: int | None = setting(
-        None,
-        "None: as many as the model and the cache can hold.",
-        integer(1, "; None is no limit"),
-        counterpart="max_new_tokens",
+        None, "None: as many as the model and the cache can hold.", integer(1, "; None is no limit")
     )
     max_length: int | None = setting(
         None,
         "Longest sequence, prompt included, where `max_new_tokens` is None; None: no limit.",
         integer(1, "; None is no limit"),
-        counterpart="max_length",
     )
     min_new_tokens: int = setting(
         0,
         "No end-of-sequence or stop token, and no stop string, ends it before.",
         integer(0, "; 0 is no minimum"),
-        counterpart="min_new_tokens",
     )
     min_length: int = setting(
-        0,
-        "The same, with the prompt counted in.",
-        integer(0, "; 0 is no minimum"),
-        counterpart="min_length",
+        0, "The same, with the prompt counted in.", integer(0, "; 0 is no minimum")
     )
     eos_token_id: int | tuple[int, ...] | None = setting(
-        None,
-        "Ends the sequence and is kept in it. None: the model's own. -1: none.",
-        _eos,
-        counterpart="eos_token_id",
+        None, "Ends the sequence and is kept in it. None: the model's own. -1: none.", _eos
     )
-    ignore_eos: bool = setting(
-        False,
-        "True: no end-of-sequence token ends it.",
-        boolean,
-    )
+    ignore_eos: bool = setting(False, "True: no end-of-sequence token ends it.", boolean)
     forced_bos_token_id: tuple[int, ...] = setting(
         (),
         "Sampled first after a prompt of a single token; without effect after longer ones.",
         token_ids,
-        counterpart="forced_bos_token_id",
     )
     exponential_decay_length_penalty: tuple[int, float] | None = setting(
         None,
         "(start, factor): after `start` sampled tokens, the stop tokens' logits grow by their size "
         "times factor**n - 1 at the n-th token after; a factor above 1 shortens.",
         decay,
-        counterpart="exponential_decay_length_penalty",
     )
     forced_eos_token_id: tuple[int, ...] = setting(
-        (),
-        "Sampled as the last token that the length allows.",
-        token_ids,
-        counterpart="forced_eos_token_id",
+        (), "Sampled as the last token that the length allows.", token_ids
     )
     stop_token_ids: tuple[int, ...] = setting(
-        (),
-        "End the sequence too, beside the end-of-sequence token; kept in it.",
-        token_ids,
+        (), "End the sequence too, beside the end-of-sequence token; kept in it.", token_ids
     )
     stop: tuple[str, ...] = setting(
         (),
         "Strings that end the sequence once the completion's text holds one, special tokens "
         "counted as text; kept in the tokens. Needs a tokenizer.",
         strings,
-        counterpart="stop_strings",
     )
     top_logprobs: int = setting(
         0,
@@ -265,9 +213,7 @@ class SamplingParams:
         callables,
     )
     grammar: Grammar | None = setting(  # noqa: RUF009  a field like the others
-        None,
-        "Says which tokens may come next: a `cb_rollout.config.grammar.Grammar`.",
-        _grammar,
+        None, "Says which tokens may come next: a `cb_rollout.config.grammar.Grammar`.", _grammar
     )
     seed: int | None = setting(
         None,
@@ -293,16 +239,14 @@ class SamplingParams:
 
     @property
     def is_penalized(self) -> bool:
-        """True: a penalty or reward for used tokens is on."""
-        factors = self.repetition_penalty, self.encoder_repetition_penalty
-        return factors != (1, 1) or bool(self.presence_penalty or self.frequency_penalty)
+        """True: a penalty for used tokens is on, beside that of the prompt's alone."""
+        return bool(self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty)
 
     @property
     def adjustments(self) -> dict[str, Any]:
         """The parameters that change the logits before the temperature, by name."""
-        given = {name: getattr(self, name) for name in _ADJUSTING}
-        found = {name: value for name, value in given.items() if value and value != _DEFAULTS[name]}
-        return found if self.grammar is None else found | {"grammar": self.grammar}
+        given = ((f.name, getattr(self, f.name), f.default) for f in _adjusting(type(self)))
+        return {name: value for name, value, off in given if value != off and value != {}}
 
     @property
     def is_adjusted(self) -> bool:
@@ -310,17 +254,19 @@ class SamplingParams:
         return bool(self.adjustments)
 
     @property
+    def ungraphed(self) -> set[str]:
+        """The parameters by which no CUDA graph samples."""
+        found = {*self.adjustments} - _OF_FIRST_TOKEN
+        if self.typical_p != 1 and not self.is_greedy:
+            found.add("typical_p")
+        if self.top_logprobs > MAX_GRAPHED_TOP_LOGPROBS:
+            found.add("top_logprobs")
+        return found
+
+    @property
     def can_be_graphed(self) -> bool:
         """True: a CUDA graph samples by these parameters."""
-        if any(len(word) > 1 for word in self.bad_words):
-            return False
-        if self.top_logprobs > MAX_GRAPHED_TOP_LOGPROBS:
-            return False
-        is_truncation_off = self.is_greedy
-        return all(
-            getattr(self, name) == default or (is_truncation_off and name == "typical_p")
-            for name, default in _defaults_of_ungraphed(type(self))
-        )
+        return not self.ungraphed
 
     @property
     def is_processed(self) -> bool:
@@ -340,33 +286,19 @@ def _shared_set(tokens: tuple[int, ...]) -> frozenset[int]:
     return frozenset(tokens)
 
 
-# Each of these changes the logits, unless it is empty or at its default; and so does a grammar.
-_ADJUSTING = (
-    "repetition_penalty", "encoder_repetition_penalty", "presence_penalty", "frequency_penalty",
-    "logit_bias", "sequence_bias", "no_repeat_ngram_size", "bad_words", "begin_suppress_tokens",
-    "forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty",
-    "min_new_tokens", "min_length", "logits_processors",
-)  # fmt: skip
-
-# Parameters that a CUDA graph samples by, or that `Request` holds and checks after each step.
-_GRAPHED = frozenset({
-    "temperature", "do_sample", "top_k", "top_p", "min_p", "seed", "top_logprobs",
-    "repetition_penalty", "encoder_repetition_penalty", "presence_penalty", "frequency_penalty",
-    "logit_bias", "bad_words", "min_new_tokens", "min_length",
-    "begin_suppress_tokens", "forced_bos_token_id",
+# Parameters that leave the logits as they are; every other one changes them where it is set.
+_UNADJUSTING = frozenset({
+    "temperature", "do_sample", "top_k", "top_p", "min_p", "typical_p", "seed", "top_logprobs",
     "max_new_tokens", "max_length", "eos_token_id", "ignore_eos", "stop_token_ids", "stop",
 })  # fmt: skip
-_DEFAULTS = {field.name: field.default for field in fields(SamplingParams)}
+
+# Parameters that change the logits of a sequence's first token alone, which a prefill samples.
+_OF_FIRST_TOKEN = {"begin_suppress_tokens", "forced_bos_token_id"}
 
 
 @functools.cache
-def _defaults_of_ungraphed(kind: type[SamplingParams]) -> list[tuple[str, Any]]:
-    return [(field.name, field.default) for field in fields(kind) if field.name not in _GRAPHED]
-
-
-def counterpart(name: str) -> str | None:
-    """Return the field of transformers' `GenerationConfig` that a parameter corresponds to."""
-    return {field.name: field.metadata.get("counterpart") for field in fields(SamplingParams)}[name]
+def _adjusting(kind: type[SamplingParams]) -> list[Field[Any]]:
+    return [field for field in fields(kind) if field.name not in _UNADJUSTING]
 
 
 def equal_group_warning(params: SamplingParams, num_return_sequences: int) -> str | None:

@@ -20,6 +20,9 @@ from cb_rollout.config.enums import Numerics
 from cb_rollout.config.rollout import RolloutConfig
 from cb_rollout.engine.cuda_graphs.selection import choose_compilation, create_graphs
 from cb_rollout.engine.executor import StepExecutor
+from cb_rollout.engine.images.check import check_images
+from cb_rollout.engine.images.encoder_cache import EncoderCache
+from cb_rollout.engine.images.prompt_images import PromptImages
 from cb_rollout.engine.kv_cache.offload import KVOffloader
 from cb_rollout.engine.kv_cache.sizing import max_requests_per_batch, page_layout, plan_memory
 from cb_rollout.engine.kv_cache.storage import CacheStorage, create_saver
@@ -27,10 +30,7 @@ from cb_rollout.engine.memory import device as devices
 from cb_rollout.engine.memory.plan import GIB
 from cb_rollout.engine.memory.training import OptimizerOrName, TrainingMemory
 from cb_rollout.engine.model.check import attempt, check_model
-from cb_rollout.engine.model.encoder_cache import EncoderCache
 from cb_rollout.engine.model.eval_mode import eval_mode
-from cb_rollout.engine.model.image_check import check_images
-from cb_rollout.engine.model.prompt_images import PromptImages
 from cb_rollout.engine.model.recompute import recomputed_logprobs
 from cb_rollout.engine.model.routers import Routers
 from cb_rollout.engine.model.runner import BatchLayout, ModelRunner

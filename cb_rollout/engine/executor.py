@@ -391,7 +391,7 @@ class StepExecutor:
             self._pending = self._launch_next(current)
         except Exception as error:  # noqa: BLE001  a step that is needed will fail again
             _LOGGER.debug("a step waits for the last one's tokens: %s", error_text(error))
-            self.graphs.forget_step()
+            self.graphs.forget_rows()
         results = step.read(current)
         return self._token_sampler.append(current, results, self._note_computed(current))
 
@@ -426,7 +426,7 @@ class StepExecutor:
     def _forget_pending(self) -> None:
         self._pending = None
         if self.graphs is not None:
-            self.graphs.forget_step()
+            self.graphs.forget_rows()
 
 
 def _num_equal(draft: Sequence[int], sampled: Sequence[int]) -> int:

@@ -14,6 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -29,23 +30,6 @@ class PendingCall(NamedTuple):
     name: str
     tool: Callable[..., Any]
     arguments: Mapping[str, Any]
-
-
-class ToolResult(NamedTuple):
-    """Return value of a call, or the exception that it raised."""
-
-    value: Any = None
-    error: BaseException | None = None
-
-    def get(self) -> Any:
-        """Return the value, or raise the error."""
-        if self.error is not None:
-            raise self.error
-        return self.value
-
-    async def get_awaited(self) -> Any:
-        """Return or raise as `get`, for a caller that awaits."""
-        return self.get()
 
 
 class ConversationTurn:
@@ -68,73 +52,70 @@ class ConversationTurn:
         """
         self.is_hung = False
         """True once a call took too long; its thread may still run."""
-        self._sync_calls, self._async_calls = sync_calls, async_calls
         self._async_loop, self._timeout_seconds = async_loop, timeout_seconds
-        self._results: dict[bool, deque[ToolResult]] = {False: deque(), True: deque()}
-        self._is_changed = threading.Condition()
-        self._name, self._deadline = "", math.inf
+        self._sync_calls = [(call, Future[Any]()) for call in sync_calls]
+        self._async_calls = [(call, Future[Any]()) for call in async_calls]
+        self._results = {
+            False: deque(result for _, result in self._sync_calls),
+            True: deque(result for _, result in self._async_calls),
+        }
         self._begin("")
         run = partial(contextvars.copy_context().run, self._run)
         # A daemon: a tool that never returns must not keep the interpreter alive.
         threading.Thread(target=run, name="cb_rollout tools", daemon=True).start()
 
-    def take(self, *, is_async: bool) -> ToolResult:
+    def take(self, *, is_async: bool) -> Future[Any]:
         """Wait for the next result of one kind of calls, in the order of the calls."""
-        with self._is_changed:
-            results = self._results[is_async]
-            while not results:
-                remaining = self._deadline - time.monotonic()
-                if self.is_hung or remaining <= 0:
-                    self.is_hung = True
-                    return ToolResult(error=self._timeout_error(self._name))
-                self._is_changed.wait(None if remaining == math.inf else remaining)
-            return results.popleft()
+        while not self.is_hung:
+            result = self._results[is_async][0]
+            if result.done():
+                return self._results[is_async].popleft()
+            remaining = self._running[1] - time.monotonic()
+            self.is_hung = remaining <= 0
+            wait([result], None if remaining == math.inf else max(0, remaining))
+        hung: Future[Any] = Future()
+        hung.set_exception(self._timeout_error(self._running[0]))
+        return hung
 
     def _begin(self, name: str) -> None:
-        with self._is_changed:
-            limit = math.inf if self._timeout_seconds is None else self._timeout_seconds
-            self._name, self._deadline = name, time.monotonic() + limit
-
-    def _end(self, result: ToolResult, *, is_async: bool) -> None:
-        with self._is_changed:
-            self._results[is_async].append(result)
-            self._is_changed.notify_all()
+        limit = math.inf if self._timeout_seconds is None else self._timeout_seconds
+        self._running = (name, time.monotonic() + limit)
+        """Name of the running call, and when it will have taken too long."""
 
     def _run(self) -> None:
-        for call in self._sync_calls:
+        for call, result in self._sync_calls:
             if self.is_hung:
                 return
             self._begin(call.name)
             try:
-                result = ToolResult(call.tool(**call.arguments))
+                result.set_result(call.tool(**call.arguments))
             except BaseException as error:  # noqa: BLE001  the trainer's thread raises it
-                result = ToolResult(error=error)
-            self._end(result, is_async=False)
+                result.set_exception(error)
         if self._async_calls and not self.is_hung:
             # The event loop keeps the time of these, and cancels them.
-            self._deadline = math.inf
+            self._running = ("", math.inf)
             assert self._async_loop is not None
             try:
-                results = asyncio.run_coroutine_threadsafe(self._gather(), self._async_loop)
-                answers = results.result()
+                asyncio.run_coroutine_threadsafe(self._gather(), self._async_loop).result()
             except BaseException as error:  # noqa: BLE001  the trainer's thread raises it
-                answers = [ToolResult(error=error)] * len(self._async_calls)
-            for result in answers:
-                self._end(result, is_async=True)
+                for _, result in self._async_calls:
+                    if not result.done():
+                        result.set_exception(error)
 
-    async def _gather(self) -> list[ToolResult]:
-        return await asyncio.gather(*map(self._await, self._async_calls))
+    async def _gather(self) -> None:
+        await asyncio.gather(*(self._await(*call) for call in self._async_calls))
 
-    async def _await(self, call: PendingCall) -> ToolResult:
+    async def _await(self, call: PendingCall, result: Future[Any]) -> None:
         limit = asyncio.timeout(self._timeout_seconds)
         try:
             async with limit:
-                return ToolResult(await call.tool(**call.arguments))
+                result.set_result(await call.tool(**call.arguments))
         except asyncio.CancelledError:
             # Cancelled inside of the tool, by a client of its own: the other calls go on.
-            return ToolResult(error=RuntimeError(f"the tool {call.name} was cancelled."))
+            result.set_exception(RuntimeError(f"the tool {call.name} was cancelled."))
         except Exception as error:  # noqa: BLE001  the trainer's thread raises it
-            return ToolResult(error=self._timeout_error(call.name) if limit.expired() else error)
+            has_expired = limit.expired()
+            result.set_exception(self._timeout_error(call.name) if has_expired else error)
 
     def _timeout_error(self, name: str) -> ToolTimeoutError:
         return ToolTimeoutError(
@@ -183,10 +164,10 @@ class ConcurrentTools:
             self._completions, self._tools, self._turns, self._answered = [], [], {}, {}
 
     def _result(self, index: int, **_: Any) -> Any:
-        return self._turn(index).take(is_async=False).get()
+        return self._turn(index).take(is_async=False).result()
 
     def _awaitable(self, index: int, **_: Any) -> Any:
-        return self._turn(index).take(is_async=True).get_awaited()
+        return _awaited(self._turn(index).take(is_async=True))
 
     def _turn(self, index: int) -> ConversationTurn:
         """Return the running calls of a conversation; start those of all at a turn's first call."""
@@ -220,6 +201,10 @@ class ConcurrentTools:
             return
         for pool in self._trainer._environment_pool.values():
             pool[:] = [e for e in pool if all(e is not environments[index] for index in hung)]
+
+
+async def _awaited(result: Future[Any]) -> Any:
+    return result.result()
 
 
 def _valid(calls: list[Any], tools: Tools) -> list[PendingCall]:

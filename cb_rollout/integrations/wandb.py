@@ -9,24 +9,12 @@ from typing import Any
 
 import wandb
 
-from cb_rollout.metrics.run_records import SequenceRecord
+from cb_rollout.metrics.run_records import SequenceRecord, TokenRow
 
 TABLE_NAME = "rollout/tokens"
 
-COLUMNS = (
-    "step",
-    "request_id",
-    "prompt",
-    "position",
-    "token",
-    "logprob",
-    "policy_version",
-    "reward",
-    "trainer_logprob",
-    "entropy",
-    "advantage",
-    "mask",
-)
+# The ids of the tokens are in the run's records.
+COLUMNS = ("step", "request_id", *(name for name in TokenRow._fields if name != "token_id"))
 
 # The prompt is in every row of its sequence; its end is kept, since chat templates begin alike.
 MAX_PROMPT_CHARACTERS = 500
@@ -45,24 +33,12 @@ def log_token_table(records: Iterable[SequenceRecord], step: int) -> None:
     """
     if wandb.run is None:
         return
-    rows: list[Any] = [
-        [
-            step,
-            _encodable(record.request_id),
-            _shortened(_encodable(record.prompt)),
-            row.position,
-            _encodable(row.token),
-            row.logprob,
-            row.policy_version,
-            row.reward,
-            row.trainer_logprob,
-            row.entropy,
-            row.advantage,
-            row.mask,
-        ]
-        for record in records
-        for row in record.token_rows()
-    ]
+    rows: list[Any] = []
+    for record in records:
+        request_id, prompt = _encodable(record.request_id), _shortened(_encodable(record.prompt))
+        for row in record.token_rows():
+            figures = row._replace(prompt=prompt, token=_encodable(row.token))._asdict()
+            rows.append([step, request_id, *(figures[name] for name in COLUMNS[2:])])
     if rows:
         wandb.run.log({TABLE_NAME: wandb.Table(columns=list(COLUMNS), data=rows)}, commit=False)
 

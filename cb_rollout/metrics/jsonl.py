@@ -1,12 +1,14 @@
-"""Read and repair JSON-lines files whose writer may be killed.
+"""Write, read and repair files whose writer may be killed: JSON lines, and whole files.
 
 A record exists once its newline is written. Callers own its format. Any thread may call these
 functions.
 """
 
 import json
+import mmap
 import os
 from collections.abc import Callable, Iterator, Mapping
+from io import FileIO
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,8 +16,25 @@ from cb_rollout.errors import ConfigurationError, error_text
 
 T = TypeVar("T")
 
-_CHUNK_BYTES = 1 << 16
 _PARSING_ERRORS = (ValueError, KeyError, TypeError, AttributeError, AssertionError)
+
+
+def write_whole(path: Path, content: bytes, *, survives_power_failure: bool = False) -> None:
+    """Write a file whole; where it does not fit, the file before it stays.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        with partial.open("wb") as file:
+            file.write(content)
+            if survives_power_failure:
+                file.flush()
+                os.fsync(file.fileno())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def json_line(row: Mapping[str, Any]) -> bytes:
@@ -27,21 +46,19 @@ def json_line(row: Mapping[str, Any]) -> bytes:
     return (json.dumps(row, allow_nan=False, separators=(",", ":")) + "\n").encode("ascii")
 
 
-def append_line(path: Path, line: bytes) -> None:
-    """Append a whole line, unbuffered; a line that does not fit is removed again.
+def append_lines(file: FileIO, lines: bytes) -> None:
+    """Append whole lines to an unbuffered file; where they do not all fit, those that do stay.
 
     Raises:
-        OSError: the line cannot be written.
+        OSError: some cannot be written.
     """
-    with path.open("ab", buffering=0) as file:
-        end = file.seek(0, os.SEEK_END)
-        try:
-            data = memoryview(line)
-            while data:
-                data = data[file.write(data) :]
-        except OSError:
-            file.truncate(end)
-            raise
+    start, num_bytes = file.seek(0, os.SEEK_END), 0
+    try:
+        while num_bytes < len(lines):
+            num_bytes += file.write(lines[num_bytes:])
+    except OSError:
+        file.truncate(start + lines.rfind(b"\n", 0, num_bytes) + 1)
+        raise
 
 
 def read_lines(path: Path, parse: Callable[[Any], T], noun: str) -> Iterator[tuple[bytes, T]]:
@@ -73,16 +90,9 @@ def read_lines(path: Path, parse: Callable[[Any], T], noun: str) -> Iterator[tup
 
 def remove_half_line(path: Path) -> None:
     """Truncate a file after its last newline, so that the next record starts a line of its own."""
-    if not path.is_file():
-        return
-    with path.open("r+b") as file:
-        end = file.seek(0, os.SEEK_END)
-        while end > 0:
-            start = max(0, end - _CHUNK_BYTES)
-            file.seek(start)
-            newline = file.read(end - start).rfind(b"\n")
-            if newline >= 0:
-                file.truncate(start + newline + 1)
-                return
-            end = start
-        file.truncate(0)
+    # An empty file cannot be mapped.
+    if path.is_file() and path.stat().st_size:
+        with path.open("r+b") as file:
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                end = data.rfind(b"\n") + 1
+            file.truncate(end)

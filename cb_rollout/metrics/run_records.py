@@ -12,15 +12,21 @@ import os
 import re
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 from cb_rollout.errors import ConfigurationError
-from cb_rollout.metrics.jsonl import append_line, json_line, read_lines, remove_half_line
+from cb_rollout.metrics.jsonl import (
+    append_lines,
+    json_line,
+    read_lines,
+    remove_half_line,
+    write_whole,
+)
 
 T = TypeVar("T")
 
@@ -187,38 +193,26 @@ class RunRecorder:
 
     def record_metrics(self, metrics: StepMetrics) -> None:
         """Append one step's metrics."""
-        scalars = {name: _finite(value) for name, value in metrics.scalars.items()}
-        groups = [[_finite(value) for value in group] for group in metrics.group_rewards]
-        self._append(METRICS_FILE, asdict(metrics) | {"scalars": scalars, "group_rewards": groups})
+        self._append(METRICS_FILE, metrics)
 
     def record_sequence(self, sequence: SequenceRecord) -> None:
         """Append one sequence."""
-        row = asdict(sequence)
-        for name in ("reward", "advantage"):
-            row[name] = None if row[name] is None else _finite(row[name])
-        for name in ("logprobs", "trainer_logprobs", "entropies"):
-            row[name] = [_finite(value) for value in row[name]]
-        self._append(ROLLOUTS_FILE, row)
+        self._append(ROLLOUTS_FILE, sequence)
 
     def record_image(self, png: bytes) -> str:
         """Write a picture, once however often it is recorded, and return its name."""
         name = f"{hashlib.blake2b(png, digest_size=16).hexdigest()}.png"
         path = self.run_dir / IMAGES_DIR / name
         if not (self._is_stopped or path.exists()):
-            partial = path.with_suffix(".partial")
             with self._stopping():
                 path.parent.mkdir(exist_ok=True)
-                try:
-                    partial.write_bytes(png)
-                    partial.replace(path)
-                finally:
-                    partial.unlink(missing_ok=True)
+                write_whole(path, png)
         return name
 
-    def _append(self, name: str, row: Mapping[str, Any]) -> None:
+    def _append(self, name: str, record: StepMetrics | SequenceRecord) -> None:
         if not self._is_stopped:
-            with self._stopping():
-                append_line(self.run_dir / name, json_line(self._run | dict(row)))
+            with self._stopping(), (self.run_dir / name).open("ab", buffering=0) as file:
+                append_lines(file, json_line(self._run | _plain(asdict(record))))
 
     @contextmanager
     def _stopping(self) -> Iterator[None]:
@@ -276,28 +270,22 @@ def read_metrics(run_dir: str | os.PathLike[str], run: Run | None = None) -> lis
     return list(_records_of(run, run_dir, METRICS_FILE, _metrics_from))
 
 
-def read_rollouts(
+def iterate_rollouts(
     run_dir: str | os.PathLike[str],
-    steps: Collection[int] | None = None,
     run: Run | None = None,
-) -> list[SequenceRecord]:
-    """Return the sequences of a run, in recorded order; empty where it recorded none.
+    steps: Collection[int] | None = None,
+) -> Iterator[SequenceRecord]:
+    """Yield the sequences of a run, in recorded order, holding one at a time.
 
     Args:
         run_dir: a path that `find_run_dir` accepts.
-        steps: keep only the sequences of these steps, so that a long run fits in memory; None: all.
         run: one of `list_runs`; None: the last.
+        steps: yield only the sequences of these steps; None: all.
 
     Raises:
         ConfigurationError: `run_dir` holds no whole record, or a line is not a record.
     """
-    return list(iterate_rollouts(run_dir, run or chosen_run(list_runs(run_dir)), steps))
-
-
-def iterate_rollouts(
-    run_dir: str | os.PathLike[str], run: Run, steps: Collection[int] | None = None
-) -> Iterator[SequenceRecord]:
-    """Yield the sequences that `read_rollouts` returns, holding one at a time."""
+    run = run or chosen_run(list_runs(run_dir))
     return _records_of(run, run_dir, ROLLOUTS_FILE, _sequence_from, steps)
 
 
@@ -381,50 +369,51 @@ def _last_to_reach(step: int, runs: Sequence[Run]) -> Run | None:
 
 
 def _metrics_from(row: Mapping[str, Any]) -> StepMetrics:
-    return StepMetrics(
-        step=int(row["step"]),
-        mode=_mode(row["mode"]),
+    return _record_from(
+        StepMetrics,
+        row,
         scalars={name: float(v) for name, v in row["scalars"].items() if v is not None},
-        completion_lengths=[int(length) for length in row["completion_lengths"]],
-        # Older runs did not record the following.
-        group_rewards=[_numbers(group) for group in row.get("group_rewards", [])],
+        completion_lengths=list(map(int, row["completion_lengths"])),
+        group_rewards=[_numbers(group) for group in row.get("group_rewards", ())],
     )
 
 
 def _sequence_from(row: Mapping[str, Any]) -> SequenceRecord:
-    return SequenceRecord(
-        step=int(row["step"]),
-        mode=_mode(row["mode"]),
-        request_id=str(row["request_id"]),
-        prompt=str(row["prompt"]),
-        tokens=[str(token) for token in row["tokens"]],
-        token_ids=[int(token_id) for token_id in row["token_ids"]],
+    return _record_from(
+        SequenceRecord,
+        row,
+        token_ids=list(map(int, row["token_ids"])),
         logprobs=_numbers(row["logprobs"]),
         policy_versions=[(int(version), int(num)) for version, num in row["policy_versions"]],
-        reward=None if row["reward"] is None else float(row["reward"]),
-        finish_reason=row["finish_reason"],
-        # Older runs did not record the following.
-        trainer_logprobs=_numbers(row.get("trainer_logprobs", [])),
-        entropies=_numbers(row.get("entropies", [])),
-        advantage=None if row.get("advantage") is None else float(row["advantage"]),
-        mask=[int(value) for value in row.get("mask", [])],
-        images=[str(name) for name in row.get("images", [])],
+        trainer_logprobs=_numbers(row.get("trainer_logprobs", ())),
+        entropies=_numbers(row.get("entropies", ())),
     )
 
 
-def _numbers(values: list[Any]) -> list[float]:
+def _record_from(kind: type[T], row: Mapping[str, Any], **read: Any) -> T:
+    """Return a row as a record; `read`: its values that JSON holds in another form."""
+    if row["mode"] not in get_args(Mode):
+        raise ValueError(f"mode {row['mode']!r} is neither train nor eval")
+    # Older runs did not record every field.
+    known = {f.name: row[f.name] for f in fields(kind) if f.name in row}  # type: ignore[arg-type]
+    return kind(**known | read)
+
+
+def _numbers(values: Iterable[Any]) -> list[float]:
     return [math.nan if value is None else float(value) for value in values]
 
 
-def _mode(mode: str) -> Mode:
-    if mode not in ("train", "eval"):
-        raise ValueError(f"mode {mode!r} is neither train nor eval")
-    return mode
+def _plain(value: Any) -> Any:
+    """Return a value as JSON holds it: a number that is not finite as null."""
+    if isinstance(value, dict):
+        return {name: _plain(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value if value is None or isinstance(value, int | str) else _finite(value)
 
 
 def _finite(value: float) -> float | None:
-    value = float(value)
-    return value if math.isfinite(value) else None
+    return float(value) if math.isfinite(value) else None
 
 
 def _finite_at(values: list[float], position: int) -> float | None:

@@ -18,7 +18,7 @@ from cb_rollout.compat.rope import RowRope
 from cb_rollout.engine.attention.packed import Segment
 from cb_rollout.engine.memory.device import to_device
 from cb_rollout.engine.model.routers import joined_routes
-from cb_rollout.packing.images import RowImages, packed_arguments, padded_arguments
+from cb_rollout.packing.images import RowImages, image_arguments
 
 # A padded batch holds at most this many times its tokens: a wider one costs more than two forwards.
 MAX_PADDING = 1.25
@@ -40,6 +40,8 @@ class PackedRow(NamedTuple):
     """None: no row of the batch has images."""
     rope_side: int = 0
     """`RowRope.side` of its length: rows of different sides have different keys of a prompt."""
+    sampling_mask: Sequence[Any] | None = None
+    """Ids that each completion token was sampled from; None: the whole vocabulary."""
 
     @property
     def prompt_key(self) -> tuple[Any, ...]:
@@ -277,17 +279,21 @@ def _image_arguments(
     num_dropped: int,
 ) -> dict[str, torch.Tensor]:
     """Return the arguments for the images of packed groups; empty where rows have none."""
-    prompts = []
+    positions: list[torch.Tensor] = []
+    given: list[tuple[RowImages, int]] = []
     for group in groups:
-        members = [
-            (images, max(0, len(rows[number].completion_ids) - num_dropped))
-            for number in group
-            if (images := rows[number].images) is not None
-        ]
-        if not members:
+        prompt, num_prompt = rows[group[0]].images, len(rows[group[0]].prompt_ids)
+        if prompt is None:
             return {}
-        prompts.append((members[0][0], len(rows[group[0]].prompt_ids), members))
-    return packed_arguments(prompts, names)
+        num_tokens = num_prompt
+        positions.append(prompt.positions_AT[:, :num_prompt])
+        for number in group:
+            own, num_new = rows[number].images, len(rows[number].completion_ids) - num_dropped
+            assert own is not None
+            positions.append(own.positions_AT[:, num_prompt:][:, : max(0, num_new)])
+            num_tokens += max(0, num_new)
+        given.append((prompt, num_tokens))
+    return image_arguments(torch.cat(positions, 1)[:, None], given, names, dim=1)
 
 
 def _padded(
@@ -306,11 +312,14 @@ def _padded(
     ids = [sequence + sequence[:1] * (S - len(sequence)) for sequence in sequences]
     lengths = to_device(list(map(len, sequences)), device)
     positions_1S = torch.arange(S, device=device)[None]
-    own = [images for n in numbers if (images := rows[n].images) is not None]
+    own = [(images, S) for n in numbers if (images := rows[n].images) is not None]
     others = {}
     if own:
-        sized = list(zip(own, map(len, sequences), strict=True))
-        others = padded_arguments(sized, S, image_names)
+        padded = [
+            torch.nn.functional.pad(images.positions_AT[:, : len(sequence)], (0, S - len(sequence)))
+            for (images, _), sequence in zip(own, sequences, strict=True)
+        ]
+        others = image_arguments(torch.stack(padded, 1), own, image_names, dim=0)
     return PackedBatch(
         numbers,
         [len(rows[number].completion_ids) for number in numbers],

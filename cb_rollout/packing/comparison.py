@@ -15,6 +15,7 @@ import torch
 from cb_rollout.compat.torch import compute_dtype
 from cb_rollout.engine.numerics.agreement import (
     agrees,
+    computed_in,
     gradient_noise,
     is_measurable,
     rounding_noise,
@@ -51,7 +52,8 @@ class LossComparison:
     """Completion tokens of each row."""
     num_tokens: int
     """Of all rows, prompts included."""
-    is_autocast: bool
+    mixed_precision: str
+    """Accelerate's."""
     can_raise_precision: bool
     """False where other processes hold parts of the weights."""
 
@@ -61,7 +63,7 @@ class LossComparison:
         In 16 bits they are compared in float32 first: there a state that leaks from a row into its
         neighbour stands a thousand times above the noise.
         """
-        dtype = torch.bfloat16 if self.is_autocast else compute_dtype(self.model)
+        dtype = compute_dtype(self.model, self.mixed_precision)
         is_coarse = dtype.itemsize < torch.float32.itemsize
         higher = self._computed_in(torch.float32) if is_coarse else None
         if higher is not None:
@@ -90,11 +92,8 @@ class LossComparison:
         # Autograd gives a weight of 16 bits no gradient of 32.
         is_wide = compute_dtype(self.model).itemsize >= torch.float32.itemsize
         is_graded = is_wide and torch.is_grad_enabled()
-        try:
-            with higher_precision(dtype), torch.set_grad_enabled(is_graded):
-                return self._computed(self.own_forward)
-        except Exception:  # noqa: BLE001 - an operator may exist in one precision alone
-            return None
+        with torch.set_grad_enabled(is_graded):
+            return computed_in(dtype, lambda: self._computed(self.own_forward))
 
     def _computed(self, forward: Callable[[], Result]) -> Computed:
         logprobs_BT, entropies_BT, _ = forward()

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 
 from cb_rollout.compat import multimodal
-from cb_rollout.engine.model.image_rows import joined_tensors
-from cb_rollout.engine.model.prompt_images import PromptImages
+from cb_rollout.engine.images.inputs import joined_tensors
+from cb_rollout.engine.images.prompt_images import PromptImages
 
 
 class RowImages(NamedTuple):
@@ -32,9 +32,9 @@ class RowImages(NamedTuple):
 
     def arguments(self, names: frozenset[str], num_tokens: int) -> dict[str, torch.Tensor]:
         """Return what a forward of the row's first tokens is given of its images."""
-        given = {} if self.images is None else self.images.arguments(0, num_tokens)
-        device = self.positions_AT.device
-        return {name: tensor.to(device) for name, tensor in given.items() if name in names}
+        if self.images is None:
+            return {}
+        return self.images.taken(names, self.positions_AT.device).arguments(0, num_tokens)
 
 
 def row_images(
@@ -55,60 +55,31 @@ def row_images(
             positions = torch.arange(len(sequence), device=device)[None]
             if own is not None:
                 ids_1T = torch.tensor([list(sequence)], device=device)
-                given = own.arguments(0, len(sequence))
-                known = {name: t.to(device) for name, t in given.items() if name in names}
-                positions = multimodal.prompt_positions(model, ids_1T, known).flatten(0, -2)
+                given = own.taken(names, device).arguments(0, len(sequence))
+                positions = multimodal.prompt_positions(model, ids_1T, given).flatten(0, -2)
             found.append(RowImages(own, positions))
     num_axes = max(len(row.positions_AT) for row in found)
     return [row._replace(positions_AT=row.positions_AT.expand(num_axes, -1)) for row in found]
 
 
-def packed_arguments(
-    prompts: Sequence[tuple[RowImages, int, Sequence[tuple[RowImages, int]]]],
-    names: frozenset[str],
-) -> dict[str, torch.Tensor]:
-    """Return the arguments of one row of all tokens.
-
-    Args:
-        prompts: for each prompt a row of it, its tokens, and each completion's row and tokens.
-        names: arguments of the model's forward.
-    """
-    positions: list[torch.Tensor] = []
-    given: list[tuple[RowImages, int]] = []
-    for row, num_prompt, completions in prompts:
-        positions.append(row.positions_AT[:, :num_prompt])
-        num_tokens = num_prompt
-        for member, num_new in completions:
-            positions.append(member.positions_AT[:, num_prompt : num_prompt + num_new])
-            num_tokens += num_new
-        given.append((row, num_tokens))
-    return _arguments(torch.cat(positions, 1)[:, None], given, names, dim=1)
-
-
-def padded_arguments(
-    rows: Sequence[tuple[RowImages, int]], width: int, names: frozenset[str]
-) -> dict[str, torch.Tensor]:
-    """Return the arguments of rows and their tokens, padded on the right to `width`."""
-    positions = [
-        torch.nn.functional.pad(row.positions_AT[:, :num_tokens], (0, width - num_tokens))
-        for row, num_tokens in rows
-    ]
-    given = [(row, width) for row, _ in rows]
-    return _arguments(torch.stack(positions, 1), given, names, dim=0)
-
-
-def _arguments(
+def image_arguments(
     positions_ABS: torch.Tensor,
     given: Sequence[tuple[RowImages, int]],
     names: frozenset[str],
     dim: int,
 ) -> dict[str, torch.Tensor]:
-    """Join the tensors of rows: those of images one after the other, those of tokens along `dim`.
+    """Return a forward's arguments for the images of its rows, and its positions.
 
-    `given`: rows, each with the tokens that it takes; those after its prompt are text.
+    Tensors of images are joined one after the other, those of tokens along `dim`.
+
+    Args:
+        positions_ABS: of all tokens, `[A, 1, N]` or `[A, B, S]`.
+        given: rows with the number of tokens that each takes; those after its prompt are text.
+        names: arguments of the model's forward.
+        dim: 1 for one row of all tokens, 0 for rows of one length.
     """
     tensors = [(row, row.arguments(names, num_tokens)) for row, num_tokens in given]
-    per_token = {name for row, _ in tensors if row.images for name in row.images.per_token}
+    per_token = {name for row, _ in tensors if row.images for name in row.images.of_tokens}
     arguments = joined_tensors(
         [own for _, own in tensors], [number for _, number in given], frozenset(per_token), dim
     )

@@ -16,6 +16,7 @@ from tqdm.auto import tqdm
 
 from cb_rollout.compat.transformers import tensor_parallel_group, unwrap
 from cb_rollout.config.checks import require_known
+from cb_rollout.config.combinations import refused
 from cb_rollout.config.enums import InFlight
 from cb_rollout.config.hf import as_rollout_config
 from cb_rollout.config.rollout import RolloutConfig
@@ -331,11 +332,7 @@ class RolloutGenerator:
         from cb_rollout.server import ServerOptions, start_server
 
         if self.manager.group is not None:
-            raise ConfigurationError(
-                "a tensor-parallel model is not served: requests would reach one process of its "
-                "group only; leave tensor_parallel_size at 1 and load the model on one device, or "
-                "serve with vLLM or SGLang."
-            )
+            raise refused("served, tensor parallel")
         server = start_server(
             self.manager,
             self.tokenizer,

@@ -8,7 +8,7 @@ from numbers import Number
 from typing import Any
 
 from cb_rollout.compat.multimodal import is_processor
-from cb_rollout.engine.service.image_prompts import (
+from cb_rollout.engine.images.processor import (
     ENCODING_FAULTS,
     ImagePrompt,
     encoded_chat,

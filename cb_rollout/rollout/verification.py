@@ -11,14 +11,17 @@ from dataclasses import dataclass, replace
 import torch
 
 from cb_rollout.config.enums import LogprobsMode, SamplingMaskMode
-from cb_rollout.engine.numerics.agreement import LARGEST_MULTIPLE, Agreement, agrees, rounding_noise
+from cb_rollout.engine.numerics.agreement import (
+    LARGEST_MULTIPLE,
+    NUM_MEASURED,
+    Agreement,
+    agrees,
+    overall_noise,
+)
 from cb_rollout.engine.request import Request
 from cb_rollout.engine.service.manager import ContinuousBatchingManager
 from cb_rollout.errors import InvalidRequestError
 from cb_rollout.rollout.distributed import values_of_all
-
-# Sequences whose rounding is measured by a forward in a higher precision.
-NUM_MEASURED = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,26 +135,20 @@ def rollout_drift(
     recomputed = manager.recompute(forwards)
     if not chosen:
         return drift({}, {})
-    noise = _noise(manager, chosen[:NUM_MEASURED], recomputed, can_measure=not is_collective)
+    measured = chosen[:NUM_MEASURED]
+    precise = None if is_collective else manager.recompute_precisely(measured)
+    noise = overall_noise(
+        _values(recomputed, measured),
+        None if precise is None else _values(precise, measured),
+        manager.compute_dtype,
+    )
+    found, expected = _values(sampled, chosen), _values(recomputed, chosen)
     report = drift(sampled, recomputed, float(noise))
-    found = [torch.tensor(logprobs) for logprobs in sampled.values()]
-    expected = [torch.tensor(recomputed[request_id]) for request_id in sampled]
     return replace(report, agreement=agrees(found, expected, noise.expand(len(found))))
 
 
-def _noise(
-    manager: ContinuousBatchingManager,
-    requests: Sequence[Request],
-    recomputed: dict[str, list[float]],
-    *,
-    can_measure: bool,
-) -> torch.Tensor:
-    """Return the rounding of recomputed log-probabilities, in nats, `[1]`."""
-    own = [torch.tensor(recomputed[request.request_id]) for request in requests]
-    precise = manager.recompute_precisely(requests) if can_measure else None
-    if precise is not None:
-        precise = [torch.tensor(precise[request.request_id]) for request in requests]
-    return rounding_noise(own, precise, manager.compute_dtype).square().mean().sqrt()[None]
+def _values(logprobs: dict[str, list[float]], requests: Sequence[Request]) -> list[torch.Tensor]:
+    return [torch.tensor(logprobs[request.request_id]) for request in requests]
 
 
 def _of_one_kind(rollout: Sequence[Request]) -> list[Request]:

@@ -4,20 +4,13 @@ Called by `RolloutGenerator.serve` and the command line. Names load on first use
 command line reads `ServerOptions` without torch or FastAPI.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from cb_rollout.compat.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from cb_rollout.server.handle import ServerHandle, start_server
-    from cb_rollout.server.options import ServerOptions
+    from cb_rollout.server.handle import ServerHandle as ServerHandle
+    from cb_rollout.server.handle import start_server as start_server
+    from cb_rollout.server.options import ServerOptions as ServerOptions
 
-__all__ = ["ServerHandle", "ServerOptions", "start_server"]
-
-_MODULE_OF = {"ServerHandle": "handle", "ServerOptions": "options", "start_server": "handle"}
-
-
-def __getattr__(name: str) -> Any:
-    """Load a public name from its module on first use (PEP 562)."""
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module 'cb_rollout.server' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+__all__, __getattr__, __dir__ = lazy_names(__name__)

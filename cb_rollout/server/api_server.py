@@ -2,9 +2,9 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -15,26 +15,16 @@ import cb_rollout
 from cb_rollout.errors import RolloutError
 from cb_rollout.metrics.exposition import CONTENT_TYPE, exposition
 from cb_rollout.server import protocol
-from cb_rollout.server.errors import ApiError, as_api_error
 from cb_rollout.server.middleware import AccessMiddleware
 from cb_rollout.server.output_router import Submission
+from cb_rollout.server.protocol import ApiError, as_api_error
 from cb_rollout.server.responses import (
     ChatResponseBuilder,
     CompletionResponseBuilder,
-    require_generated,
+    ResponseBuilder,
+    TokenResponseBuilder,
 )
-from cb_rollout.server.rl.bodies import (
-    AbortRequest,
-    FileUpdate,
-    FinishRequest,
-    InitRequest,
-    PauseMode,
-    StartRequest,
-    TokenRequest,
-    UpdateRequest,
-    vllm_config,
-)
-from cb_rollout.server.rl.token_response import TokenResponseBuilder
+from cb_rollout.server.rl.weight_updates import WeightUpdates
 from cb_rollout.server.served_model import ID_HEADER, ServedModel
 from cb_rollout.types import GenerationOutput
 
@@ -50,18 +40,6 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 STREAM: dict[int | str, dict[str, Any]] = {
     200: {"content": {"application/json": {}, "text/event-stream": {}}}
 }
-
-
-class _ResponseBuilder(Protocol):
-    """Build the response of one request, whole or as a stream's chunks."""
-
-    def whole(self, outputs: list[GenerationOutput]) -> dict[str, Any]: ...
-
-    def first_chunks(self) -> list[dict[str, Any]]: ...
-
-    def chunks(self, index: int, output: GenerationOutput) -> list[dict[str, Any]]: ...
-
-    def last_chunks(self) -> list[dict[str, Any]]: ...
 
 
 class _Json(JSONResponse):
@@ -105,7 +83,6 @@ def create_app(served: ServedModel) -> AccessMiddleware:
     )
     _add_error_handlers(app)
     _add_generation(app, served)
-    _add_token_generation(app, served)
     _add_control(app, served)
     _add_weight_updates(app, served)
     _add_server_info(app, served)
@@ -121,48 +98,40 @@ def _add_generation(app: FastAPI, served: ServedModel) -> None:
         prompts = await _encoded_prompts(served, body.prompt, body.n or 1)
         params = await served.sampling_params(body)
         builder = CompletionResponseBuilder(served, body, prompts, params)
-        submission = await served.submit(
+        submitted = served.submit(
             prompts, params, body.n or 1, body.stream, request.headers, body.request_id
         )
-        return await _respond(builder, submission, body.stream, request)
+        return await _respond(builder, await submitted, body.stream, request)
 
     @app.post("/v1/chat/completions", responses=STREAM)
     async def chat_completions(body: protocol.ChatCompletionRequest, request: Request) -> Response:
         """Answer a chat."""
         served.require_known(body.model)
         _require_consistent(body)
-        tools = None
-        if body.tools and body.tool_choice != "none":
-            tools = [tool.model_dump(exclude_none=True) for tool in body.tools]
-        messages = [message.model_dump(exclude_none=True) for message in body.messages]
-        chat = await served.encode_chat(messages, tools)
+        tools = _plain(body.tools) if body.tool_choice != "none" else None
+        chat = await served.encode_chat(_plain(body.messages), tools)
         params = await served.sampling_params(body)
         builder = ChatResponseBuilder(served, body, chat, params, tools)
-        submission = await served.submit(
+        submitted = served.submit(
             [chat.prompt], params, body.n or 1, body.stream, request.headers, body.request_id
         )
-        return await _respond(builder, submission, body.stream, request)
+        return await _respond(builder, await submitted, body.stream, request)
 
-
-def _add_token_generation(app: FastAPI, served: ServedModel) -> None:
     @app.post("/inference/v1/generate", responses=STREAM)
-    async def generate(body: TokenRequest, request: Request) -> Response:
+    async def generate(body: protocol.TokenRequest, request: Request) -> Response:
         """Continue token ids; answer with token ids, log-probabilities and policy versions."""
         served.require_known(body.model)
         params = await served.sampling_params(body.sampling_params)
-        name = body.request_id or request.headers.get(ID_HEADER)
-        builder = TokenResponseBuilder(served.options.model_name, body, name)
-        is_streaming = bool(body.stream)
-        submission = await served.submit(
-            [body.token_ids], params, body.sampling_params.n, is_streaming, request.headers, name
-        )
-        return await _respond(builder, submission, is_streaming, request)
+        name, n = body.request_id or request.headers.get(ID_HEADER), body.sampling_params.n
+        builder, streams = TokenResponseBuilder(served, body, name), bool(body.stream)
+        submitted = served.submit([body.token_ids], params, n, streams, request.headers, name)
+        return await _respond(builder, await submitted, streams, request)
 
 
 def _add_control(app: FastAPI, served: ServedModel) -> None:
     @app.post("/pause")
     async def pause(
-        mode: Annotated[PauseMode, Query()] = "abort", clear_cache: bool = True
+        mode: Annotated[protocol.PauseMode, Query()] = "abort", clear_cache: bool = True
     ) -> Response:
         """Stop sampling until `/resume`; `mode` is the fate of the requests in flight.
 
@@ -179,7 +148,7 @@ def _add_control(app: FastAPI, served: ServedModel) -> None:
         return _Json({"status": "resumed", "policy_version": served.manager.policy_version})
 
     @app.post("/abort_requests")
-    async def abort_requests(body: AbortRequest | None = None) -> Response:
+    async def abort_requests(body: protocol.AbortRequest | None = None) -> Response:
         """End requests by their clients' names, all where none is given.
 
         Each is answered with the tokens that it has, and `finish_reason` "abort".
@@ -194,41 +163,48 @@ def _add_control(app: FastAPI, served: ServedModel) -> None:
 
 
 def _add_weight_updates(app: FastAPI, served: ServedModel) -> None:
+    def weights() -> WeightUpdates:
+        if served.weights is None:
+            raise ApiError(
+                403, "this server takes no weights; start it with --allow-weight-updates."
+            )
+        return served.weights
+
     @app.post("/init_weight_transfer_engine")
-    async def init_weight_transfer_engine(body: InitRequest) -> Response:
+    async def init_weight_transfer_engine(body: protocol.InitRequest) -> Response:
         """Join the trainer's group, by which it sends weights."""
-        await served.weights.init(body.init_info)
+        await weights().init(body.init_info)
         return _Json({"message": "Weight transfer initialized"})
 
     @app.post("/shutdown_weight_transfer_engine")
     async def shutdown_weight_transfer_engine() -> Response:
         """Leave the trainer's group."""
-        await served.weights.shutdown()
+        await weights().shutdown()
         return _Json({"message": "Weight transfer shut down"})
 
     @app.post("/start_weight_update")
-    async def start_weight_update(body: StartRequest | None = None) -> Response:
+    async def start_weight_update(body: protocol.StartRequest | None = None) -> Response:
         """Begin an update."""
-        update_id = served.weights.start(body is not None and body.partial)
+        update_id = weights().start(body is not None and body.partial)
         return _Json({"message": "Weight update started", "update_id": update_id})
 
     @app.post("/update_weights")
-    async def update_weights(body: UpdateRequest) -> Response:
+    async def update_weights(body: protocol.UpdateRequest) -> Response:
         """Receive tensors of the update, or with `weight_dir` alone the whole of one."""
         if (body.update_info is None) == (body.weight_dir is None):
             raise ApiError(400, "give either update_info or weight_dir.", "update_info")
         if body.weight_dir is not None:
-            info = FileUpdate(weight_dir=body.weight_dir, sha256=body.sha256)
-            return _Json({"status": "ok", **await served.weights.replace(info)})
+            info = protocol.FileUpdate(weight_dir=body.weight_dir, sha256=body.sha256)
+            return _Json({"status": "ok", **await weights().replace(info)})
         assert body.update_info is not None
-        count = await served.weights.add(body.update_info, body.update_id)
+        count = await weights().add(body.update_info, body.update_id)
         return _Json({"message": "Weights updated", "num_tensors": count})
 
     @app.post("/finish_weight_update")
-    async def finish_weight_update(body: FinishRequest | None = None) -> Response:
+    async def finish_weight_update(body: protocol.FinishRequest | None = None) -> Response:
         """Write the update's tensors, under one new policy version."""
-        body = body or FinishRequest()
-        report = await served.weights.finish(body.update_id, body.in_flight, body.weight_version)
+        body = body or protocol.FinishRequest()
+        report = await weights().finish(body.update_id, body.in_flight, body.weight_version)
         return _Json({"message": "Weight update finished", **report})
 
 
@@ -273,9 +249,8 @@ def _add_inspection(app: FastAPI, served: ServedModel) -> None:
         if body.prompt is not None:
             tokens = await served.encode_text(body.prompt)
         else:
-            messages = [message.model_dump(exclude_none=True) for message in body.messages or ()]
-            tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
-            tokens = (await served.encode_chat(messages, tools)).token_ids
+            chat = await served.encode_chat(_plain(body.messages), _plain(body.tools))
+            tokens = chat.token_ids
         content: dict[str, Any] = {
             "tokens": tokens,
             "count": len(tokens),
@@ -300,18 +275,31 @@ def _add_inspection(app: FastAPI, served: ServedModel) -> None:
 
 def _server_info(served: ServedModel, config_format: str) -> dict[str, Any]:
     manager = served.manager
-    config = vllm_config(
-        served.options.model_name,
-        served.max_model_len,
-        manager.model.dtype,
-        weight_transfer_config={"backend": "gloo"} if served.takes_weights else None,
-    )
+    config = {
+        "model_config": {
+            "model": served.options.model_name,
+            "served_model_name": served.options.model_name,
+            "dtype": str(manager.model.dtype),
+            "max_model_len": served.max_model_len,
+            "max_logprobs": 20,
+            # After the temperature, as TRL's loss recomputes them.
+            "logprobs_mode": "processed_logprobs",
+        },
+        "parallel_config": {
+            "tensor_parallel_size": 1,
+            "pipeline_parallel_size": 1,
+            "data_parallel_size": 1,
+            "world_size": 1,
+        },
+        "lora_config": None,
+        "weight_transfer_config": {"backend": "gloo"} if served.weights else None,
+    }
     status = manager.status()
     return {
         "vllm_config": config if config_format == "json" else str(config),
         "cb_rollout": cb_rollout.__version__,
         "policy_version": manager.policy_version,
-        "weight_version": served.weights.weight_version if served.takes_weights else None,
+        "weight_version": served.weights.weight_version if served.weights else None,
         "is_paused": served.control.is_paused,
         "logprobs_mode": manager.config.logprobs_mode,
         "requests_running": status.requests_running,
@@ -328,6 +316,10 @@ def _model_card(served: ServedModel) -> dict[str, Any]:
         "max_model_len": served.max_model_len,
         "policy_version": served.manager.policy_version,
     }
+
+
+def _plain(parts: Sequence[protocol.Strict] | None) -> list[dict[str, Any]]:
+    return [part.model_dump(exclude_none=True) for part in parts or ()]
 
 
 async def _encoded_prompts(served: ServedModel, given: Any, n: int) -> list[list[int]]:
@@ -353,7 +345,7 @@ def _require_consistent(body: protocol.ChatCompletionRequest) -> None:
 
 
 async def _respond(
-    builder: _ResponseBuilder, submission: Submission, is_streaming: bool, request: Request
+    builder: ResponseBuilder, submission: Submission, is_streaming: bool, request: Request
 ) -> Response:
     if is_streaming:
         return _EventStream(_events(builder, submission), submission)
@@ -367,10 +359,7 @@ async def _respond(
 
 async def _finished(submission: Submission) -> list[GenerationOutput]:
     """Wait for every sequence, and return them in order."""
-    outputs: dict[int, GenerationOutput] = {}
-    async for index, output in submission.updates():
-        require_generated(output, submission.is_aborted)
-        outputs[index] = output
+    outputs = {index: output async for index, output in submission.updates()}
     return [outputs[index] for index in sorted(outputs)]
 
 
@@ -393,16 +382,10 @@ async def _gone(request: Request) -> None:
         pass
 
 
-async def _events(builder: _ResponseBuilder, submission: Submission) -> AsyncIterator[str]:
+async def _events(builder: ResponseBuilder, submission: Submission) -> AsyncIterator[str]:
     """Yield a stream's events; an error is the last one."""
     try:
-        for chunk in builder.first_chunks():
-            yield _event(chunk)
-        async for index, output in submission.updates():
-            require_generated(output, submission.is_aborted)
-            for chunk in builder.chunks(index, output):
-                yield _event(chunk)
-        for chunk in builder.last_chunks():
+        async for chunk in builder.stream(submission.updates()):
             yield _event(chunk)
     except (ApiError, RolloutError, TimeoutError) as error:
         yield _event(as_api_error(error).body)
@@ -420,19 +403,20 @@ def _dumps(content: Any) -> str:
 def _add_error_handlers(app: FastAPI) -> None:
     """Answer every exception in one shape, without the server's internals."""
 
-    def on(kind: type[Exception], as_error: Callable[[Any], ApiError]) -> None:
-        async def handle(_: Request, raised: Exception) -> Response:
-            error = as_error(raised)
-            return _Json(error.body, status_code=error.status, headers=error.headers)
+    async def answer(_: Request, raised: Exception) -> Response:
+        match raised:
+            case HTTPException():
+                error = ApiError(raised.status_code, f"{raised.detail}.")
+            case RequestValidationError():
+                error = ApiError(400, _faults(raised), _first_field(raised))
+            case _:
+                error = as_api_error(raised)
+        return _Json(error.body, status_code=error.status, headers=error.headers)
 
-        app.add_exception_handler(kind, handle)
-
-    for kind in (ApiError, RolloutError, TimeoutError):
-        on(kind, as_api_error)
-    on(RecursionError, lambda _: ApiError(400, "the body nests too deeply."))
-    on(HTTPException, lambda error: ApiError(error.status_code, f"{error.detail}."))
-    on(RequestValidationError, lambda error: ApiError(400, _faults(error), _first_field(error)))
-    on(Exception, lambda _: ApiError(500, "the server failed; its log says why."))
+    for kind in (ApiError, RolloutError, TimeoutError, RecursionError, HTTPException):
+        app.add_exception_handler(kind, answer)
+    app.add_exception_handler(RequestValidationError, answer)
+    app.add_exception_handler(Exception, answer)
 
 
 def _faults(error: RequestValidationError) -> str:

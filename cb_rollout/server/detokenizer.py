@@ -6,21 +6,24 @@ server's asyncio thread.
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any
+
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from cb_rollout.types import GenerationOutput
 
 # The tokenizer's output for a character whose last bytes are missing.
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
-# Most bytes of a UTF-8 character, and so most tokens of one.
-LONGEST_CHARACTER = 4
-
 # Most tokens decoded again with each new one, while the bytes are not valid UTF-8.
-LONGEST_WINDOW = 16
+MAX_OPEN_TOKENS = 64
 
 # Tokens whose text and bytes are cached.
 NUM_TOKENS_KEPT = 1 << 16
+
+# GPT-2's table: the letters that byte-level vocabularies write bytes with.
+BYTE_OF_LETTER = {letter: byte for byte, letter in bytes_to_unicode().items()}
 
 # Token ids to text, without special tokens.
 Decode = Callable[[Sequence[int]], str]
@@ -28,6 +31,8 @@ Decode = Callable[[Sequence[int]], str]
 
 class IncrementalDetokenizer:
     """The text of one growing sequence; the cost of a token does not grow with the sequence.
+
+    `tokenizers.decoders.DecodeStream` raises on bytes that are not UTF-8, which a model may sample.
 
     Args:
         decode: the tokenizer's.
@@ -47,7 +52,7 @@ class IncrementalDetokenizer:
         for token in tokens:
             self._num_before_last = len(self._held)
             self._held += self._text_of(token)
-        stop_at = _first_stop(self._held, self._num_before_last, self._stops)
+        stop_at = first_stop(self._held, self._num_before_last, self._stops)
         end = min(len(self._held) - num_partial_match(self._held, self._stops), stop_at)
         certain, self._held = self._held[:end], self._held[end:]
         self._num_before_last = max(0, self._num_before_last - end)
@@ -56,39 +61,32 @@ class IncrementalDetokenizer:
     def finish(self, *, is_stopped: bool) -> str:
         """Return the rest of the text, up to the stop string if one ended the sequence."""
         text = self._held + self._decode(self._window)[self._num_seen :]
-        return cut_at_stop(text, self._num_before_last, self._stops) if is_stopped else text
+        return text[: first_stop(text, self._num_before_last, self._stops)] if is_stopped else text
 
     def _text_of(self, token: int) -> str:
         self._window.append(token)
         text = self._decode(self._window)
-        num_open = min(len(text) - len(text.rstrip(INCOMPLETE)), LONGEST_CHARACTER - 1)
-        if not num_open:
-            new, self._num_seen = text[self._num_seen :], 0
-            # A token's text depends on the token before it (a leading space), and on no other.
-            self._window = self._window[self._num_context :]
-            self._num_context = len(self._window)
-            self._num_seen = len(self._decode(self._window))
-            return new
-        if len(self._window) - self._num_context <= LONGEST_CHARACTER:
+        is_open = text.endswith(INCOMPLETE) or len(text) == self._num_seen
+        if is_open and len(self._window) - self._num_context < MAX_OPEN_TOKENS:
             return ""
-        closed = len(text) - num_open
-        new, self._num_seen = text[self._num_seen : closed], max(self._num_seen, closed)
-        if len(self._window) > LONGEST_WINDOW:
-            self._window = self._window[-LONGEST_WINDOW // 2 :]
-            self._num_context = 0
-            self._num_seen = len(self._decode(self._window)) - num_open
+        new = text[self._num_seen :]
+        # A token's text depends on the text before it (a leading space), of which one token is
+        # enough, and on no more.
+        self._window = self._window[self._num_context :]
+        self._num_context, self._num_seen = len(self._window), len(self._decode(self._window))
         return new
 
 
-def cut_at_stop(text: str, num_before_last: int, stops: Sequence[str]) -> str:
-    """Return the text before the stop string that its last token completed.
+def first_stop(text: str, num_before_last: int, stops: Sequence[str]) -> int:
+    """Return where the stop string begins that a text's last token completed; else its length.
 
     Args:
         text: the text; a stop token leaves no stop string in it.
         num_before_last: number of characters before the last token's.
         stops: the stop strings.
     """
-    return text[: _first_stop(text, num_before_last, stops)]
+    found = [text.find(stop, max(0, num_before_last - len(stop) + 1)) for stop in stops]
+    return min((at for at in found if at >= 0), default=len(text))
 
 
 def num_partial_match(text: str, strings: Sequence[str]) -> int:
@@ -105,11 +103,6 @@ def _num_begun(text: str, string: str) -> int:
             return len(text) - start
         start += 1
     return 0
-
-
-def _first_stop(text: str, num_before_last: int, stops: Sequence[str]) -> int:
-    found = [text.find(stop, max(0, num_before_last - len(stop) + 1)) for stop in stops]
-    return min((at for at in found if at >= 0), default=len(text))
 
 
 class TokenTable:
@@ -138,13 +131,12 @@ class TokenTable:
             start: index of the first token to return.
             as_ids: write tokens as `token_id:7`.
         """
-        content = []
-        for index in range(start, len(output.generated_tokens)):
-            entry = self._entry(output.generated_tokens[index], output.logprobs[index], as_ids)
-            top = output.top_logprobs[index] if output.top_logprobs is not None else []
-            entry["top_logprobs"] = [self._entry(token, value, as_ids) for token, value in top]
-            content.append(entry)
-        return {"content": content, "refusal": None}
+
+        def entry(token_id: int, logprob: float) -> dict[str, Any]:
+            name, utf8 = self._name(token_id, as_ids), self._known(token_id)[1]
+            return {"token": name, "logprob": logprob, "bytes": utf8}
+
+        return {"content": logprob_entries(output, start, entry), "refusal": None}
 
     def completion_logprobs(
         self,
@@ -161,46 +153,40 @@ class TokenTable:
             num_characters: number of characters before that token.
             as_ids: write tokens as `token_id:7`; the likeliest ones then include the sampled one.
         """
-        tokens = output.generated_tokens[start:]
+        tokens, logprobs = output.generated_tokens[start:], output.logprobs[start:]
         texts = self.texts(tokens)
-        offsets = []
-        for text in texts:
-            offsets.append(num_characters)
-            num_characters += len(text)
-        top = None
+        *offsets, _ = accumulate(map(len, texts), initial=num_characters)
+        tops: Sequence[Any] = [()] * len(tokens)
         if output.top_logprobs is not None:
-            top = [
-                {self._name(token, as_ids): logprob for token, logprob in pairs}
-                for pairs in output.top_logprobs[start:]
-            ]
+            tops = output.top_logprobs[start:]
         if as_ids:
-            sampled = zip(tokens, output.logprobs[start:], strict=True)
-            own = [{self._name(token, True): logprob} for token, logprob in sampled]
-            top = own if top is None else [a | b for a, b in zip(top, own, strict=True)]
+            own = zip(tokens, logprobs, strict=True)
+            tops = [(*top, pair) for top, pair in zip(tops, own, strict=True)]
+        top_logprobs = [
+            {self._name(token, as_ids): logprob for token, logprob in top} for top in tops
+        ]
         return {
-            "tokens": [self._name(token, True) for token in tokens] if as_ids else texts,
-            "token_logprobs": output.logprobs[start:],
-            "top_logprobs": top,
+            "tokens": [self._name(token, as_ids) for token in tokens],
+            "token_logprobs": logprobs,
+            "top_logprobs": top_logprobs if as_ids or output.top_logprobs is not None else None,
             "text_offset": offsets,
         }
 
     def _name(self, token_id: int, as_ids: bool) -> str:
         return f"token_id:{token_id}" if as_ids else self._known(token_id)[0]
 
-    def _entry(self, token_id: int, logprob: float, as_ids: bool) -> dict[str, Any]:
-        name, utf8 = self._name(token_id, as_ids), self._known(token_id)[1]
-        return {"token": name, "logprob": logprob, "bytes": utf8}
 
-
-def _byte_of_letter() -> dict[str, int]:
-    """Return GPT-2's table: the letters that byte-level vocabularies write bytes with."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    letters = {chr(byte): byte for byte in printable}
-    return letters | {chr(256 + index): byte for index, byte in enumerate(others)}
-
-
-_BYTE_OF_LETTER = _byte_of_letter()
+def logprob_entries(
+    output: GenerationOutput, start: int, entry: Callable[[int, float], dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Return an entry of each token from `start`, which holds those of the likeliest tokens."""
+    tops = output.top_logprobs or [()] * len(output.generated_tokens)
+    return [
+        {**entry(token, logprob), "top_logprobs": [entry(*pair) for pair in top]}
+        for token, logprob, top in zip(
+            output.generated_tokens[start:], output.logprobs[start:], tops[start:], strict=True
+        )
+    ]
 
 
 def _bytes_of(token: str, text: str) -> list[int]:
@@ -208,6 +194,6 @@ def _bytes_of(token: str, text: str) -> list[int]:
     if INCOMPLETE in text:
         if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
             return [int(token[3:5], 16)]
-        if token and all(letter in _BYTE_OF_LETTER for letter in token):
-            return [_BYTE_OF_LETTER[letter] for letter in token]
+        if token and all(letter in BYTE_OF_LETTER for letter in token):
+            return [BYTE_OF_LETTER[letter] for letter in token]
     return list(text.encode())

@@ -27,7 +27,7 @@ if sys.platform != "win32":
     import resource
 
 if TYPE_CHECKING:
-    from cb_rollout.server.rl.weight_updates import WeightUpdates
+    from cb_rollout.server.served_model import ServedModel
 
 # Longer than a start or a close takes; after it something is broken.
 START_SECONDS = 30.0
@@ -80,21 +80,14 @@ def start_server(
         )
     if tokenizer is None:
         raise ConfigurationError("serving needs the model's tokenizer; set tokenizer=.")
-    weights = None
-    if options.allow_weight_updates:
-        if trained is None or sync_weights is None:
-            raise ConfigurationError(
-                "allow_weight_updates needs the weights of a generator; call its serve()."
-            )
-        from cb_rollout.server.rl.weight_updates import WeightUpdates
+    from cb_rollout.server.served_model import ServedModel
 
-        seconds = options.weight_update_timeout_seconds
-        weights = WeightUpdates(manager, trained, sync_weights, seconds)
+    model = ServedModel(manager, tokenizer, options, trained, sync_weights)
     listening = _bound(options)
     try:
         manager.start()
         manager.is_served = True
-        return ServerHandle(manager, tokenizer, options, listening, weights)
+        return ServerHandle(model, listening)
     except BaseException:
         listening.close()
         raise
@@ -196,29 +189,21 @@ class ServerHandle:
         url: the server's root, with `/health`, `/metrics` and `/tokenize`.
     """
 
-    def __init__(
-        self,
-        manager: ContinuousBatchingManager,
-        tokenizer: Any,
-        options: ServerOptions,
-        listening: socket.socket,
-        weights: "WeightUpdates | None" = None,
-    ) -> None:
+    def __init__(self, model: "ServedModel", listening: socket.socket) -> None:
         """Start the server; return once it accepts connections."""
         import uvicorn
         from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
         from cb_rollout.server.api_server import create_app
         from cb_rollout.server.middleware import limited_connections
-        from cb_rollout.server.served_model import ServedModel
 
         host, port = listening.getsockname()[:2]
         self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         self.base_url = f"{self.url}/v1"
-        self.model = ServedModel(manager, tokenizer, options, weights)
+        self.model, options = model, model.options
         self._server = uvicorn.Server(
             uvicorn.Config(
-                create_app(self.model),
+                create_app(model),
                 log_level="warning",
                 access_log=False,
                 ws="none",

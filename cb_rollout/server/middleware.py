@@ -7,7 +7,6 @@ nothing that a client sent. Called on the server's asyncio thread.
 import asyncio
 import hashlib
 import hmac
-import json
 import os
 from collections.abc import Sequence
 from contextlib import suppress
@@ -15,10 +14,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cb_rollout.server.errors import ApiError, as_api_error
 from cb_rollout.server.options import ServerOptions, is_loopback
+from cb_rollout.server.protocol import ApiError, as_api_error
 
 # Load balancers ask without a key; the answer says only whether the engine runs.
 OPEN_PATHS = frozenset({"/health"})
@@ -66,7 +66,7 @@ class LimitedConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Begin, and close another connection if this is one too many."""
         super().connection_made(transport)
-        self._note_waiting()
+        self._begin_limit()
         if len(self.connections) > self.most:
             waiting = [each for each in self.connections if each.waiting_since is not None]
             min(waiting, key=lambda each: each.waiting_since or 0.0).end()
@@ -76,18 +76,16 @@ class LimitedConnection(asyncio.Protocol):
         self._num_head_bytes += len(data)
         super().data_received(data)
         if self._is_running() and self.waiting_since is not None:
-            self._note_running()
+            self._begin_limit()
         is_long = self.waiting_since is not None and self._num_head_bytes > MAX_HEAD_BYTES
         if is_long and not self.transport.is_closing():
             self.end()
 
     def on_response_complete(self) -> None:
         """Wait for the next request, or run it if it is here already."""
-        self._note_waiting()
         uvicorns: Any = super()
         uvicorns.on_response_complete()
-        if self._is_running():
-            self._note_running()
+        self._begin_limit()
 
     def send_400_response(self, msg: str) -> None:
         """Answer bytes that are no request; while one runs, close instead.
@@ -114,17 +112,14 @@ class LimitedConnection(asyncio.Protocol):
     def _is_running(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
 
-    def _note_waiting(self) -> None:
-        self.waiting_since, self._num_head_bytes = self.loop.time(), 0
-        self._end_after(self.waiting_seconds)
-
-    def _note_running(self) -> None:
-        self.waiting_since = None
-        self._end_after(self.busy_seconds)
-
-    def _end_after(self, seconds: float) -> None:
+    def _begin_limit(self) -> None:
+        """Limit the time of the request that runs, or of the wait for a head."""
+        is_running = self._is_running()
+        self.waiting_since = None if is_running else self.loop.time()
+        self._num_head_bytes = 0
         if self._timer is not None:
             self._timer.cancel()
+        seconds = self.busy_seconds if is_running else self.waiting_seconds
         self._timer = self.loop.call_later(seconds, self.end)
 
 
@@ -172,11 +167,11 @@ class AccessMiddleware:
                 body = await self._body(scope, receive)
                 await self._application(scope, _replayed(body, receive), watched_send)
         except ApiError as error:
-            await _send_error(error, send)
+            await _refusal(error)(scope, receive, send)
         except TimeoutError:
             # If the answer has begun, the closed connection shows that it is not whole.
             if not has_begun:
-                await _send_error(as_api_error(TimeoutError()), send)
+                await _refusal(as_api_error(TimeoutError()))(scope, receive, send)
 
     def _require_access(self, scope: Scope) -> None:
         headers = dict(scope["headers"])
@@ -265,18 +260,9 @@ def _replayed(body: bytes, receive: Receive) -> Receive:
     return replay
 
 
-async def _send_error(error: ApiError, send: Send) -> None:
-    content = json.dumps(error.body).encode()
-    headers = {
-        "content-type": "application/json",
-        "content-length": str(len(content)),
-        # The rest of a refused body is not read.
-        "connection": "close",
-        **error.headers,
-    }
-    encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
-    await send({"type": "http.response.start", "status": error.status, "headers": encoded})
-    await send({"type": "http.response.body", "body": content})
+def _refusal(error: ApiError) -> JSONResponse:
+    # The rest of a refused body is not read.
+    return JSONResponse(error.body, error.status, {"connection": "close", **error.headers})
 
 
 def _host_of(origin: bytes) -> str:

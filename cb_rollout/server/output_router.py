@@ -2,18 +2,24 @@
 
 Only the newest state of each sequence is kept: a slow client delays no other, and a step costs the
 asyncio thread one wake-up. Sequences of a request that ends, for any reason, leave the engine.
+
+Owns clients' pauses too, which wait for the engine on a thread of their own and so delay no stream.
 """
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from typing import Self
 
 from cb_rollout.engine.request import Request
 from cb_rollout.engine.service.manager import ContinuousBatchingManager
+from cb_rollout.engine.service.pause_controller import Hold
 from cb_rollout.errors import EngineDeadError
-from cb_rollout.types import GenerationOutput
+from cb_rollout.server.protocol import ApiError, PauseMode
+from cb_rollout.types import GenerationOutput, RequestStatus
 
 
 class OutputRouter:
@@ -165,6 +171,7 @@ class Submission:
         """Yield newest states as they come, each with its sequence's index, until all have ended.
 
         Raises:
+            ApiError: a sequence failed, or was cancelled and not aborted by a client.
             EngineDeadError: the engine stopped on an exception.
             TimeoutError: the sequences took longer than allowed.
         """
@@ -174,6 +181,10 @@ class Submission:
             self._changed.clear()
             newest, self._newest = self._newest, {}
             for index, output in newest.items():
+                if output.status is RequestStatus.CANCELLED and not self.is_aborted:
+                    raise ApiError(503, "the request was cancelled by the server; send it again.")
+                if output.status is RequestStatus.FAILED:
+                    raise ApiError(503, f"the sequence could not be generated: {output.error}")
                 yield index, output
             if self._error is not None:
                 raise self._error
@@ -184,3 +195,97 @@ class Submission:
     def __exit__(self, *_: object) -> None:
         if self.unfinished:
             self._router.abandon(list(self.unfinished))
+
+
+class EngineControl:
+    """Clients' control of one engine.
+
+    Args:
+        manager: the engine's.
+    """
+
+    def __init__(self, manager: ContinuousBatchingManager) -> None:
+        self._manager = manager
+        self._thread = ThreadPoolExecutor(1, "cb_rollout-control")
+        self._num_draining = 0
+        # Makes a hold take effect either before a release or never.
+        self._lock = threading.Lock()
+        self._awaited_pauses: set[object] = set()
+        self._is_open = asyncio.Event()
+        self._is_open.set()
+
+    def start(self, router: OutputRouter) -> None:
+        """Begin with the router of the server's requests."""
+        self._router = router
+
+    def stop(self) -> None:
+        """End the thread, and a client's pause, so that the engine goes on without the server."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        with self._lock:
+            self._awaited_pauses.clear()
+            self._manager.release(Hold.CLIENT)
+
+    @property
+    def is_paused(self) -> bool:
+        """Return whether a client paused the engine."""
+        return self._manager.is_held()
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Stop sampling until `resume`; later requests wait.
+
+        Args:
+            mode: fate of the requests in flight. "abort": answer them with the tokens that they
+                have; "wait": let them end first; "keep": they go on after `resume`.
+        """
+        # Requests of an engine that is held already would not end.
+        if mode == "wait" and not any(map(self._manager.is_held, Hold)):
+            await self._drain()
+        if mode == "abort":
+            self._router.abort(None)
+        await self._hold()
+        await self._run(self._manager.deliver_cancelled)
+
+    async def _hold(self) -> None:
+        """Hold the engine, unless this wait is given up before."""
+        pause = object()
+        self._awaited_pauses.add(pause)
+        try:
+            await self._run(partial(self._hold_if_awaited, pause))
+        finally:
+            with self._lock:
+                self._awaited_pauses.discard(pause)
+
+    def _hold_if_awaited(self, pause: object) -> None:
+        with self._manager.interrupted(), self._lock:
+            if pause in self._awaited_pauses:
+                self._manager.extend_pause(Hold.CLIENT)
+
+    async def _drain(self) -> None:
+        """Wait for the requests in flight, and hold back those that come meanwhile."""
+        self._num_draining += 1
+        self._is_open.clear()
+        try:
+            await self._router.drained()
+            await self._hold()
+        finally:
+            self._num_draining -= 1
+            if not self._num_draining:
+                self._is_open.set()
+
+    async def may_submit(self) -> None:
+        """Wait while a pause waits for earlier requests."""
+        await self._is_open.wait()
+
+    async def resume(self) -> None:
+        """End a client's pause; nothing happens without one."""
+        with self._lock:
+            self._manager.release(Hold.CLIENT)
+
+    async def abort(self, client_ids: Collection[str] | None) -> int:
+        """End requests by their clients' names, all for None; return their number."""
+        count = self._router.abort(client_ids)
+        await self._run(self._manager.deliver_cancelled)
+        return count
+
+    async def _run(self, call: Callable[[], None]) -> None:
+        await asyncio.get_running_loop().run_in_executor(self._thread, call)

@@ -3,10 +3,19 @@
 A client sends a chat back as text, and its tokenization may differ from the sampled tokens. So the
 encoder remembers each answered chat by its text and its pictures: a new chat whose rendered text
 begins with that text, about the same pictures, begins with the same tokens. The prefix cache then
-holds their keys, and the turns of a trajectory are one sequence. Called on one thread at a time.
+holds their keys, and the turns of a trajectory are one sequence.
+
+Pictures of a chat are read from data URLs, within the server's limits. Nothing is fetched: a URL of
+another kind is refused, so a client cannot make the server read a file or ask another machine.
+Formats are those of `FORMATS` alone, whatever else PIL could open. Called on one thread at a time.
 """
 
+import base64
+import binascii
+import hashlib
+import io
 import json
+import re
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -14,21 +23,29 @@ from dataclasses import dataclass
 from typing import Any
 
 from cb_rollout.compat.multimodal import is_processor, text_tokenizer
-from cb_rollout.engine.service.image_prompts import (
+from cb_rollout.engine.images.processor import (
     IMAGE_FAULTS,
     ImagePrompt,
     encoded_chat,
     encoded_row,
     has_image_parts,
 )
+from cb_rollout.engine.images.prompt_images import DIGEST_BYTES
 from cb_rollout.errors import ConfigurationError, InvalidRequestError, error_text
 from cb_rollout.rollout.prompts import ENCODING_FAULTS
-from cb_rollout.server.images import digest, with_pictures
 from cb_rollout.server.options import ServerOptions
+from cb_rollout.server.protocol import ApiError
 
 # Limits over all conversations, about 10 MB and a millisecond to search. The least recently used
 # are dropped first.
 MAX_KNOWN_TOKENS, MAX_KNOWN = 1 << 20, 1 << 12
+
+# Media types of a data URL, and PIL's names of their formats.
+FORMATS = {"image/png": "PNG", "image/jpeg": "JPEG", "image/webp": "WEBP", "image/gif": "GIF"}
+
+DATA_URL = re.compile(r"data:([^,]*?)(;base64)?,", re.IGNORECASE)
+
+WANTED = "send data:image/png;base64,... instead"
 
 
 # What tells answered chats apart: the hashes of their pictures, and their rendered text.
@@ -101,7 +118,7 @@ class PromptEncoder:
         pictures: list[Any] = []
         if has_image_parts(messages):
             self._require_readable(messages)
-            messages, pictures = with_pictures(messages, self._options)
+            messages, pictures = _with_pictures(messages, self._options)
         # A template that mentions no pictures may write the text of content as it is.
         in_parts = self._takes_images and "image" in str(template)
         chat = [_for_template(message, in_parts) for message in messages]
@@ -116,7 +133,7 @@ class PromptEncoder:
         if not pictures:
             return EncodedChat(text, self._continued(text, self._encode_part(text), (), ()))
         plain = encoded_chat(chat, self._templates, 0, tools or None)
-        digests = tuple(map(digest, pictures))
+        digests = tuple(map(_digest, pictures))
         token_ids = self._continued(text, plain.token_ids, pictures, digests)
         if token_ids != plain.token_ids:
             try:
@@ -207,6 +224,98 @@ class PromptEncoder:
         return self._tokenizer.decode(
             list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
+
+
+def _with_pictures(
+    messages: Sequence[dict[str, Any]], options: ServerOptions
+) -> tuple[list[dict[str, Any]], list[Any]]:
+    """Return messages whose parts of pictures are `{"type": "image", "image": PIL image}`.
+
+    Returns:
+        The messages; their pictures, in order.
+
+    Raises:
+        ApiError: a part is no data URL of a picture, or exceeds a limit; `param` names the part.
+    """
+    pictures: list[Any] = []
+    found = []
+
+    def read(part: dict[str, Any], param: str) -> dict[str, Any]:
+        if part["type"] != "image_url":
+            return part
+        if len(pictures) == options.max_images:
+            why = f"one picture more than the {options.max_images} of a request"
+            raise ApiError(400, f"{param}: {why} that are allowed.", param)
+        pictures.append(_picture(part["image_url"]["url"], param, options))
+        return {"type": "image", "image": pictures[-1]}
+
+    for at, message in enumerate(messages):
+        if isinstance(content := message.get("content"), list):
+            place = f"messages.{at}.content"
+            parts = [read(part, f"{place}.{n}.image_url") for n, part in enumerate(content)]
+            message = {**message, "content": parts}
+        found.append(message)
+    return found, pictures
+
+
+def _digest(picture: Any) -> bytes:
+    """Return a hash of a picture's size and pixels."""
+    pixels = f"{picture.size} ".encode() + picture.tobytes()
+    return hashlib.blake2b(pixels, digest_size=DIGEST_BYTES).digest()
+
+
+def _picture(url: str, param: str, options: ServerOptions) -> Any:
+    """Return the first frame of a data URL's picture, turned and in RGB as `generate_batch` has it.
+
+    Raises:
+        ApiError: it is no such picture, or too large.
+    """
+    from PIL import Image
+    from transformers.image_utils import load_image
+
+    def refuse(why: str) -> ApiError:
+        return ApiError(400, f"{param}: {why}.", param)
+
+    data = _data(url, options.max_image_bytes, refuse)
+    try:
+        picture = Image.open(io.BytesIO(data), formats=tuple(FORMATS.values()))
+        width, height = picture.size
+        # Asked before the pixels are decoded.
+        if width * height > options.max_image_pixels:
+            raise refuse(
+                f"the picture has {width:,} x {height:,} pixels, and {options.max_image_pixels:,} "
+                "are allowed; send a smaller one"
+            )
+        return load_image(picture)
+    except (*IMAGE_FAULTS, Image.DecompressionBombError) as error:
+        raise refuse(f"the picture cannot be read ({error_text(error)})") from error
+
+
+def _data(url: str, max_bytes: int, refuse: Any) -> bytes:
+    """Return the bytes of a data URL of a known media type."""
+    heading = DATA_URL.match(url)
+    if heading is None:
+        scheme = re.match(r"[a-zA-Z][a-zA-Z0-9+.-]{0,20}:", url)
+        named = f"{scheme[0].lower()} URLs are not fetched" if scheme else "this is no data URL"
+        raise refuse(f"{named}; {WANTED}")
+    media_type = heading[1].partition(";")[0].strip().lower()
+    if media_type not in FORMATS:
+        raise refuse(
+            f"the media type {media_type!r:.60} is not one of {', '.join(FORMATS)}; {WANTED}"
+        )
+    if heading[2] is None:
+        raise refuse(f"the data URL is not in base64; {WANTED}")
+    # Four characters are three bytes.
+    num_bytes = (len(url) - heading.end()) * 3 // 4
+    if num_bytes > max_bytes:
+        raise refuse(
+            f"the picture has about {num_bytes:,} bytes, and {max_bytes:,} are allowed; send a "
+            "smaller one"
+        )
+    try:
+        return base64.b64decode(url[heading.end() :], validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise refuse(f"the data is not base64 ({error_text(error)})") from error
 
 
 def _texts(messages: Sequence[dict[str, Any]]) -> Iterator[str]:

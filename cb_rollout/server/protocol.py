@@ -1,13 +1,19 @@
-"""Request and error bodies. A field that is not listed is refused: none is silently ignored.
+"""Bodies of requests, with OpenAI's and vLLM's names, and of errors.
+
+A field that is not listed is refused: none is silently ignored. One that changes nothing here is
+listed with the reason.
 
 A body with many faults is not read to its end: pydantic takes seconds and gigabytes to report each.
 """
 
+import re
 from collections.abc import Callable
 from itertools import islice
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from cb_rollout.errors import EngineDeadError, InvalidRequestError, QueueFullError, RolloutError
 
 T = TypeVar("T")
 
@@ -16,6 +22,26 @@ MAX_STOPS, MAX_STOP_CHARACTERS = 16, 1024
 
 # Most faults that the answer to an invalid body lists.
 MAX_FAULTS = 3
+
+# Most names in one `/abort_requests`.
+MAX_REQUEST_IDS = 65_536
+
+# Of errors, by status.
+TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    409: "conflict_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "service_unavailable",
+}
+
+# Sent when the queue is full: about the time that a short sequence takes.
+RETRY_AFTER_SECONDS = 1
 
 RequestId = Annotated[str, Field(min_length=1, max_length=256)]
 
@@ -63,6 +89,8 @@ Biases = Annotated[
     first_fault(_is_bias),
 ]
 
+Digests = Annotated[dict[str, str], first_fault(lambda value: isinstance(value, str))]
+
 Stop = Annotated[str, Field(max_length=MAX_STOP_CHARACTERS)]
 
 
@@ -73,15 +101,10 @@ class StreamOptions(Strict):
 
 
 class _Sampling(Strict):
-    """Fields of both endpoints; a field left out takes the served model's default."""
+    """Sampling settings; a field left out takes the served model's default."""
 
-    model: str | None = None
-    stream: bool = False
-    stream_options: StreamOptions | None = None
-    n: Annotated[int, Field(ge=1)] | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
@@ -92,6 +115,16 @@ class _Sampling(Strict):
     stop_token_ids: Annotated[list[int], Field(max_length=1024)] | None = None
     ignore_eos: bool | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
+
+
+class _TextRequest(_Sampling):
+    """Fields of both of OpenAI's endpoints."""
+
+    model: str | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Field(ge=1)] | None = None
+    top_k: int | None = None
     return_token_ids: bool = False
     """Respond with token ids and the policy version of each token."""
     return_tokens_as_token_ids: bool = False
@@ -102,7 +135,7 @@ class _Sampling(Strict):
     """Accepted and not used."""
 
 
-class CompletionRequest(_Sampling):
+class CompletionRequest(_TextRequest):
     """Body of `/v1/completions`."""
 
     prompt: str | Items[str] | Items[int] | Items[Items[int]]
@@ -211,7 +244,7 @@ class ResponseFormat(Strict):
     json_schema: JsonSchema | None = None
 
 
-class ChatCompletionRequest(_Sampling):
+class ChatCompletionRequest(_TextRequest):
     """Body of `/v1/chat/completions`."""
 
     messages: Annotated[Items[Message], Field(min_length=1)]
@@ -235,6 +268,128 @@ class TokenizeRequest(Strict):
     return_token_strs: bool = False
 
 
+class TokenSampling(_Sampling):
+    """The `sampling_params` of `/inference/v1/generate`."""
+
+    n: Annotated[int, Field(ge=1)] = 1
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    prompt_logprobs: None = None
+    structured_outputs: None = None
+    # The answer has no text.
+    detokenize: bool | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    # An answer that is not a stream has all tokens.
+    output_kind: Literal[0, 1, 2] | None = None
+    # Keys of an older policy version are never matched.
+    cache_salt: Annotated[str, Field(max_length=1024)] | None = None
+    # The answer has no experts.
+    routed_experts_prompt_start: Annotated[int, Field(ge=0)] | None = None
+
+
+class TokenRequest(Strict):
+    """Body of `/inference/v1/generate`: token ids in, token ids out."""
+
+    request_id: RequestId | None = None
+    model: str | None = None
+    token_ids: Annotated[Items[int], Field(min_length=1)]
+    sampling_params: TokenSampling
+    return_token_ids: bool | None = None
+    """Respond with the prompt's token ids too."""
+    output_mode: Literal["tokens"] = "tokens"
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    cache_salt: Annotated[str, Field(max_length=1024)] | None = None
+    """Accepted and not used: keys of an older policy version are never matched."""
+    priority: Literal[0] | None = None
+    features: None = None
+    content_parts: None = None
+    token_offsets: None = None
+    reasoning_ended: bool | None = None
+    """Accepted and not used: no grammar waits for the end of reasoning."""
+    reasoning_parser_kwargs: None = None
+    kv_transfer_params: None = None
+    ec_transfer_params: None = None
+
+
+class AbortRequest(Strict):
+    """Body of `/abort_requests`."""
+
+    request_ids: Annotated[Items[RequestId], Field(max_length=MAX_REQUEST_IDS)] | None = None
+    """The clients' own names; none: every request."""
+
+
+class InitInfo(Strict):
+    """The address of a trainer's group; without one, weights come from files."""
+
+    backend: Literal["gloo", "nccl"] = "nccl"
+    """vLLM's clients name none, and mean NCCL."""
+    master_address: Annotated[str, Field(max_length=255)] | None = None
+    master_port: Annotated[int, Field(ge=1, lt=1 << 16)] | None = None
+    rank_offset: Annotated[int, Field(ge=1, lt=1 << 16)] = 1
+    world_size: Annotated[int, Field(ge=2, le=1 << 16)] = 2
+    packed: bool = False
+    packed_buffer_size_bytes: Annotated[int, Field(ge=1, le=1 << 40)] = 1 << 30
+    packed_num_buffers: Annotated[int, Field(ge=1)] = 2
+    """Accepted and not used: one buffer is received at a time."""
+
+
+class InitRequest(Strict):
+    """Body of `/init_weight_transfer_engine`."""
+
+    init_info: InitInfo
+
+
+class StartRequest(Strict):
+    """Body of `/start_weight_update`."""
+
+    partial: bool = False
+    """Tensors that are not sent keep their values; False: all must be sent."""
+    is_checkpoint_format: Literal[True] = True
+
+
+class BroadcastUpdate(Strict):
+    """Tensors that the trainer broadcasts, in this order."""
+
+    names: Annotated[Items[str], Field(min_length=1)]
+    dtype_names: Items[str]
+    shapes: Items[Items[Annotated[int, Field(ge=0, lt=1 << 40)]]]
+    packed: bool | None = None
+    sha256: str | None = None
+    """Hexadecimal digest of all bytes in this order."""
+
+
+class FileUpdate(Strict):
+    """A safetensors file, or a checkpoint's directory, on the server's machine."""
+
+    weight_dir: Annotated[str, Field(min_length=1, max_length=4096)]
+    sha256: Digests | None = None
+    """Hexadecimal digests by file name."""
+
+
+class UpdateRequest(Strict):
+    """Body of `/update_weights`: one phase of four, or prime-rl's whole update from files."""
+
+    update_info: BroadcastUpdate | FileUpdate | None = None
+    update_id: str | None = None
+    weight_dir: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
+    sha256: Digests | None = None
+
+
+class FinishRequest(Strict):
+    """Body of `/finish_weight_update`."""
+
+    update_id: str | None = None
+    in_flight: Literal["keep", "recompute", "abort"] = "recompute"
+    weight_version: Annotated[str, Field(max_length=256)] | None = None
+
+
+PauseMode = Literal["abort", "wait", "keep"]
+
+
 class ErrorInfo(BaseModel):
     """The error of an error response."""
 
@@ -248,3 +403,52 @@ class ErrorResponse(BaseModel):
     """Body of every error response."""
 
     error: ErrorInfo
+
+
+class ApiError(Exception):
+    """An error response.
+
+    Args:
+        status: the HTTP status.
+        message: the fault, and what to change.
+        param: the request's field at fault.
+    """
+
+    def __init__(self, status: int, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param = status, message, param
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """Return the response's JSON."""
+        kind = TYPES.get(self.status, "server_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": kind}}
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Return the headers that belong to the status."""
+        if self.status == 401:
+            return {"www-authenticate": "Bearer"}
+        return {"retry-after": str(RETRY_AFTER_SECONDS)} if self.status == 429 else {}
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """Return the error response for an exception."""
+    match error:
+        case ApiError():
+            return error
+        case InvalidRequestError():
+            # The client sent one prompt, not an input of a batch, and uses OpenAI's names.
+            text = re.sub(r"^input 0(?=:| has| is| holds)", "the prompt", str(error))
+            return ApiError(400, text.replace("max_new_tokens", "max_tokens"))
+        case QueueFullError():
+            return ApiError(429, str(error))
+        case EngineDeadError():
+            return ApiError(503, "the engine stopped, and its log says why; try again later.")
+        case TimeoutError():
+            return ApiError(503, "the request took longer than the server allows; ask for less.")
+        case RolloutError():
+            return ApiError(503, str(error))
+        case RecursionError():
+            return ApiError(400, "the body nests too deeply.")
+    return ApiError(500, "the server failed; its log says why.")

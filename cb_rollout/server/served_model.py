@@ -18,24 +18,30 @@ from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any, TypeVar
 
+import torch
+
 from cb_rollout.compat.multimodal import text_tokenizer
 from cb_rollout.config.sampling import SamplingParams, resolved
+from cb_rollout.engine.images.processor import ImagePrompt
 from cb_rollout.engine.request import Request
-from cb_rollout.engine.service.image_prompts import ImagePrompt
 from cb_rollout.engine.service.manager import ContinuousBatchingManager
 from cb_rollout.engine.service.pause_controller import Hold
 from cb_rollout.errors import ConfigurationError, EngineDeadError, InvalidRequestError
 from cb_rollout.integrations.xgrammar import XGrammar
 from cb_rollout.metrics.observers import Recorder
 from cb_rollout.server.detokenizer import Decode, TokenTable
-from cb_rollout.server.errors import ApiError, as_api_error
 from cb_rollout.server.options import ServerOptions
-from cb_rollout.server.output_router import OutputRouter, Submission
+from cb_rollout.server.output_router import EngineControl, OutputRouter, Submission
 from cb_rollout.server.prompt_encoder import EncodedChat, PromptEncoder
-from cb_rollout.server.protocol import ChatCompletionRequest, CompletionRequest, ResponseFormat
-from cb_rollout.server.rl.bodies import TokenSampling
-from cb_rollout.server.rl.engine_control import EngineControl
-from cb_rollout.server.rl.weight_updates import WeightUpdates
+from cb_rollout.server.protocol import (
+    ApiError,
+    ChatCompletionRequest,
+    CompletionRequest,
+    ResponseFormat,
+    TokenSampling,
+    as_api_error,
+)
+from cb_rollout.server.rl.weight_updates import Sync, WeightUpdates
 from cb_rollout.server.tool_parser import ToolParser, call_format, required_calls
 
 T = TypeVar("T")
@@ -68,10 +74,14 @@ class ServedModel:
     Each thread has a copy of the tokenizer: a fast tokenizer raises if two threads encode at once.
 
     Args:
-        manager: the manager, started.
+        manager: the manager.
         tokenizer: the model's tokenizer, or for pictures its processor.
         options: the limits of a request.
-        weights: receives weight updates; None: they are refused.
+        trained: the model whose weights `allow_weight_updates` writes.
+        sync_weights: a generator's, called after they are written.
+
+    Raises:
+        ConfigurationError: weight updates are allowed, and the model takes none.
     """
 
     def __init__(
@@ -79,9 +89,19 @@ class ServedModel:
         manager: ContinuousBatchingManager,
         tokenizer: Any,
         options: ServerOptions,
-        weights: WeightUpdates | None = None,
+        trained: torch.nn.Module | None,
+        sync_weights: Sync | None,
     ) -> None:
-        self.manager, self.options, self._weights = manager, options, weights
+        self.manager, self.options = manager, options
+        self.weights: WeightUpdates | None = None
+        """Receives weight updates; None: they are refused."""
+        if options.allow_weight_updates:
+            if trained is None or sync_weights is None:
+                raise ConfigurationError(
+                    "allow_weight_updates needs the weights of a generator; call its serve()."
+                )
+            seconds = options.weight_update_timeout_seconds
+            self.weights = WeightUpdates(manager, trained, sync_weights, seconds)
         self._encoder = PromptEncoder(copy.deepcopy(tokenizer), options)
         tokenizer = text_tokenizer(tokenizer)
         self.is_ending = False
@@ -125,8 +145,8 @@ class ServedModel:
         """End the threads; the manager goes on."""
         self.manager.observers.remove(self.recorder)
         self.control.stop()
-        if self._weights is not None:
-            self._weights.stop()
+        if self.weights is not None:
+            self.weights.stop()
         self._encoder_thread.shutdown(wait=False, cancel_futures=True)
         self._grammar_thread.shutdown(wait=False, cancel_futures=True)
 
@@ -138,20 +158,6 @@ class ServedModel:
             raise as_api_error(EngineDeadError())
         if self.manager.is_held(Hold.UPDATE):
             raise ApiError(503, Hold.UPDATE)
-
-    @property
-    def takes_weights(self) -> bool:
-        """Return whether clients may update the weights."""
-        return self._weights is not None
-
-    @property
-    def weights(self) -> WeightUpdates:
-        """Return the weight updates; raises 403 where they are not allowed."""
-        if self._weights is None:
-            raise ApiError(
-                403, "this server takes no weights; start it with --allow-weight-updates."
-            )
-        return self._weights
 
     @property
     def max_model_len(self) -> int:
@@ -186,9 +192,8 @@ class ServedModel:
         return await self._encoded(self._encoder.encode_chat, messages, tools)
 
     async def _encoded(self, encode: Callable[..., T], *arguments: Any) -> T:
-        running = asyncio.get_running_loop()
         try:
-            return await running.run_in_executor(self._encoder_thread, encode, *arguments)
+            return await _run(self._encoder_thread, encode, *arguments)
         except (UnicodeError, TypeError) as error:
             raise InvalidRequestError("the text cannot be encoded; is it valid Unicode?") from error
 
@@ -244,9 +249,8 @@ class ServedModel:
         size, most = sum(map(len, parts)), MAX_SCHEMA_CHARACTERS
         if size > most:
             raise ApiError(400, f"the JSON schema has {size:,} characters of {most:,}.", param)
-        running = asyncio.get_running_loop()
         try:
-            return await running.run_in_executor(self._grammar_thread, self._grammar_of, source)
+            return await _run(self._grammar_thread, self._grammar_of, source)
         except ImportError as error:
             raise ApiError(400, f"{param}: {error}", param) from error
 
@@ -287,7 +291,12 @@ class ServedModel:
             is_streaming=is_streaming,
         )
         if any(isinstance(prompt, ImagePrompt) and prompt.num_images for prompt in prompts):
-            requests = await self._created_with_images(create)
+            # The first pictures run a forward.
+            try:
+                requests = await _run(self._encoder_thread, create)
+            except ConfigurationError as error:
+                why = f"the model runs no such pictures here: {error}"
+                raise ApiError(400, why, "messages") from error
         else:
             requests = create()
         for request in requests:
@@ -296,18 +305,9 @@ class ServedModel:
         with self.manager.observers.joined(headers):
             return self.output_router.submit(requests, client_id or headers.get(ID_HEADER))
 
-    async def _created_with_images(self, create: Callable[[], list[Request]]) -> list[Request]:
-        """Return requests with pictures; the first ones run a forward, on the encoder's thread.
 
-        Raises:
-            ApiError: the model cannot run these pictures.
-        """
-        running = asyncio.get_running_loop()
-        try:
-            return await running.run_in_executor(self._encoder_thread, create)
-        except ConfigurationError as error:
-            why = f"the model runs no such pictures here: {error}"
-            raise ApiError(400, why, "messages") from error
+async def _run(thread: ThreadPoolExecutor, call: Callable[..., T], *arguments: Any) -> T:
+    return await asyncio.get_running_loop().run_in_executor(thread, call, *arguments)
 
 
 def _digest(request: Request) -> bytes:

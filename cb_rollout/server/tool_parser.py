@@ -16,8 +16,7 @@ from typing import Any
 
 from cb_rollout.rollout.prompts import ENCODING_FAULTS
 from cb_rollout.server.detokenizer import num_partial_match
-from cb_rollout.server.errors import ApiError
-from cb_rollout.server.protocol import NamedToolChoice, Tool
+from cb_rollout.server.protocol import ApiError, NamedToolChoice, Tool
 
 OPENING = "<tool_call>"
 CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)

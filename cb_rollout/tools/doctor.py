@@ -51,10 +51,10 @@ KERNELS = (
 
 # The packages of each extra.
 EXTRAS = {
-    "bench": ("fastapi", "httpx", "uvicorn"),
     "server": ("fastapi", "uvicorn"),
     "grammar": ("xgrammar",),
     "otel": ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"),
+    "ray": ("ray", "xxhash"),
 }
 
 # Settings that some machines refuse.

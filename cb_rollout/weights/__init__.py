@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from cb_rollout.compat import fsdp as fsdp_compat
 from cb_rollout.compat import transformers as hf_compat
 from cb_rollout.compat import zero3 as zero3_compat
+from cb_rollout.config.combinations import refused
 from cb_rollout.config.enums import Numerics, WeightSync
 from cb_rollout.config.rollout import RolloutConfig
 from cb_rollout.engine.model.precision import Precision, rollout_precision
@@ -68,15 +69,9 @@ def create_weight_sync(
         hf_compat.keep_differentiable(module)
         return SharedWeights(module, precision.autocast_dtype)
     if config.numerics == Numerics.BITWISE and has_adapters(module):
-        raise ConfigurationError(
-            "numerics='bitwise': a copy merges the adapter, and rounds after the sum where the "
-            "trainer rounds before; leave weight_sync at 'auto' or set 'shared'."
-        )
+        raise refused("bitwise, adapter in a copy")
     if hf_compat.is_quantized(module):
-        raise ConfigurationError(
-            "weight_sync='copy' of a quantised model: its weights are not plain tensors; use "
-            "'shared', which runs them in place with any adapter unmerged."
-        )
+        raise refused("copy, quantised")
     device = getattr(accelerator, "device", None)
     return CopiedWeights(model, precision, device, tensor_parallel_size)
 
@@ -98,10 +93,7 @@ def _tensor_parallel_size(module: PreTrainedModel, config: RolloutConfig) -> int
             )
         return size
     if wanted > 1 and config.weight_sync == WeightSync.SHARED:
-        raise ConfigurationError(
-            f"tensor_parallel_size={wanted} with weight_sync='shared': the training module is not "
-            "split; leave weight_sync at 'auto', which makes a copy that is."
-        )
+        raise refused("tensor parallel, shared", size=wanted)
     return wanted
 
 

@@ -22,8 +22,7 @@ from benchmarks.roofline.machine import (
 )
 from benchmarks.sizes import Setup
 from cb_rollout.tools.bench.contenders import Contender, ours, transformers_batching
-from cb_rollout.tools.bench.matmul_bound import needed_flops
-from cb_rollout.tools.bench.rollout import Race, races, run_race
+from cb_rollout.tools.bench.rollout import Race, needed_flops, races, run_race
 from cb_rollout.tools.bench.timing import throughputs
 from cb_rollout.tools.bench.workload import (
     SEED,

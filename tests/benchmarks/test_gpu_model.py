@@ -119,13 +119,13 @@ def test_every_kind_of_sampling_is_four_kernels_of_the_graph(sampled):
     assert (step.num_waits, step.eager.total()) == (0, 0)
     assert names(step) == names(decode(1, wide))
     moved = {k.name: k.num_bytes for k in step.graphed if k.name in SAMPLING_KERNELS}
-    # Logits in bfloat16, two parts of 4,096 a row; marks take two bytes, biases four.
-    token = 2 + 2 * (sampled == "penalties") + 4 * sampled.startswith("a bias")
+    # Logits in bfloat16, two parts of 4,096 a row.
+    token = 2
     assert moved["measure_kernel"] == 4 * 8192 * token
     assert moved["draw_kernel"] == 4 * 4096 * token
     num_reads = {"top-k": 16, TOP_P: 17, "min-p": 1, "top-k, top-p and min-p": 32}.get(sampled, 0)
     assert moved["truncate_kernel"] == num_reads * 4 * 8192 * token
-    assert moved["top_kernel"] == 4 * 4096 * token * 20 * sampled.startswith("a bias")
+    assert moved["top_kernel"] == 4 * 4096 * token * 20 * sampled.startswith("20 top")
 
 
 def test_long_rows_are_split_and_joined():

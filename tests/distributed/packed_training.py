@@ -9,7 +9,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,8 @@ from cb_rollout import RolloutConfig, attach
 from cb_rollout.compat.fsdp import local_part
 from cb_rollout.compat.zero3 import shards_models
 from cb_rollout.engine.sampling import sampler
-from cb_rollout.integrations.trl import packed_loss, packed_scores
-from cb_rollout.integrations.trl.context import RolloutRow
+from cb_rollout.integrations.trl import packed_loss, scoring
+from cb_rollout.integrations.trl.loss_rows import LossRow
 from cb_rollout.packing.batch import PackingLayout
 
 SETTINGS = {
@@ -71,23 +71,29 @@ def wrong_log_probabilities() -> Any:
 
 def an_older_version() -> Any:
     """Have the last process find, from the second rollout on, tokens of an older policy."""
-    own = RolloutRow.token_versions
+    own = scoring.loss_rows
 
-    def versions(self: Any) -> list[int | None]:
-        found = own.fget(self)
-        return [v - 1 if v and v > 1 else v for v in found] if is_last() else found
+    def loss_rows(*arguments: Any, **named: Any) -> list[LossRow]:
+        rows = own(*arguments, **named)
+        if not is_last():
+            return rows
+        return [
+            replace(row, versions=[v - 1 if v and v > 1 else v for v in row.versions])
+            for row in rows
+        ]
 
-    return replaced(RolloutRow, "token_versions", property(versions))
+    return replaced(scoring, "loss_rows", loss_rows)
 
 
 def rows_that_cannot_be_packed() -> Any:
     """Have the last process fail to find the rows in every other batch, from the first on."""
-    own, calls = packed_loss.rows_of, itertools.count()
+    own, calls = packed_loss._rows_of_batch, itertools.count()
 
-    def rows_of(*arguments: Any) -> Any:
-        return None if is_last() and next(calls) % 2 == 0 else own(*arguments)
+    def rows_of_batch(*arguments: Any, **named: Any) -> Any:
+        is_unfit = is_last() and next(calls) % 2 == 0
+        return (None, None) if is_unfit else own(*arguments, **named)
 
-    return replaced(packed_loss, "rows_of", rows_of)
+    return replaced(packed_loss, "_rows_of_batch", rows_of_batch)
 
 
 @contextmanager
@@ -103,7 +109,7 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 def counting(num_trained: list[int]) -> Any:
     """Append the batches with gradients of each packed forward of a whole loss."""
-    own = packed_scores.PackedScores.scores
+    own = packed_loss.PackedScores.scores
 
     def scores(self: Any, trained: Any, max_tokens: Any) -> Any:
         found = own(self, trained, max_tokens)
@@ -111,7 +117,7 @@ def counting(num_trained: list[int]) -> Any:
             num_trained.append(sum(part.logprobs_K.requires_grad for part in found))
         return found
 
-    return replaced(packed_scores.PackedScores, "scores", scores)
+    return replaced(packed_loss.PackedScores, "scores", scores)
 
 
 @dataclass(frozen=True)
@@ -194,12 +200,12 @@ def train_twice(output_dir: Path, settings: dict[str, Any], case: Case) -> dict[
         # Refused there: processes enter as many forwards together.
         config.pop("loss_tokens_per_forward", None)
     generator = attach(ours, RolloutConfig(loss_forward="packed", **config))
-    scoring = ours._get_per_token_logps_and_entropies.__self__
+    own = ours._get_per_token_logps_and_entropies.__self__
     record = watched(ours)
     with warnings.catch_warnings(record=True) as said, counting(num_trained), case.out_of_order():
         warnings.simplefilter("always")
         ours.train()
-    layout, is_trusted = scoring._packed._layouts[False], scoring._guard.is_trusted
+    layout, is_trusted = own._packed._layouts[False], own._guard.is_trusted
     generator.close()
     theirs = new_trainer(output_dir, settings)
     reference = play_back(theirs, record.turns)

@@ -20,6 +20,7 @@ def test_each_process_has_its_own_groups_and_the_loss_counts_all(pair, way):
     for here, there in zip(*(run["batches"] for run in runs), strict=True):
         assert len(here["rows"]) == len(there["rows"]) == 12
         assert here["rows"] != there["rows"]
+        assert (here["records"], there["records"]) == (here["rows"], there["rows"])
         assert here["num_items"] == there["num_items"] == here["num_tokens"] + there["num_tokens"]
         if way in ("dynamic", "dynamic_split", "over"):
             # Partial rollouts end what an older policy began; elsewhere the trainer's forward is

@@ -17,6 +17,7 @@ from tiny_trainer import logged, tiny_trainer
 from trl_sharded import STUCK_SECONDS, fsdp
 
 from cb_rollout import ConfigurationError, RolloutConfig, attach, detach
+from cb_rollout.integrations.trl.loss_rows import ROWS_KEY
 from cb_rollout.integrations.trl.strategies import use_strategy
 from cb_rollout.rollout.distributed import deal
 from cb_rollout.strategies import DynamicSampling, OverSampling, PartialRollouts
@@ -67,6 +68,7 @@ def described(batch: dict[str, Any]) -> dict[str, Any]:
         "rows": [
             row[kept].tolist() for row, kept in zip(batch["completion_ids"], mask, strict=True)
         ],
+        "records": [row.completion_ids for row in batch[ROWS_KEY]],
         "advantages": batch["advantages"].tolist(),
         "num_tokens": int(mask.sum()),
         "num_items": int(batch["num_items_in_batch"]),

@@ -22,7 +22,7 @@ from parity import TOLERANCE
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from cb_rollout import RolloutConfig, RolloutError, RolloutGenerator
-from cb_rollout.engine.service.image_prompts import encoded_row
+from cb_rollout.engine.images.processor import encoded_row
 
 # The models' own warnings, about weights and settings that only a tiny model has.
 pytestmark = pytest.mark.filterwarnings("default")

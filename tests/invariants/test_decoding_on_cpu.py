@@ -12,7 +12,7 @@ from cb_rollout.engine.attention import traced_forward
 from cb_rollout.engine.attention.cpu import backend as cpu_backend
 from cb_rollout.engine.attention.selector import BackendSelection
 from cb_rollout.engine.model import check as model_check
-from cb_rollout.engine.native import library
+from cb_rollout.engine.numerics.native import library
 from cb_rollout.engine.sampling import cpu as cpu_sampling
 from cb_rollout.errors import ConfigurationError
 from cb_rollout.rollout.generator import GENERATOR_ATTRIBUTE

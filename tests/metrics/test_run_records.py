@@ -17,10 +17,10 @@ from cb_rollout.metrics.run_records import (
     TokenRow,
     chosen_run,
     find_run_dir,
+    iterate_rollouts,
     list_runs,
     read_image,
     read_metrics,
-    read_rollouts,
 )
 
 numbers = st.floats(allow_nan=False, allow_infinity=False)
@@ -92,7 +92,7 @@ def test_sequences_read_back_as_they_were_recorded(tmp_path_factory, records):
     for record in records:
         recorder.record_sequence(record)
     if records:
-        assert read_rollouts(recorder.run_dir) == records
+        assert list(iterate_rollouts(recorder.run_dir)) == records
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -115,7 +115,7 @@ def test_a_logprob_that_is_not_finite_keeps_its_place(tmp_path):
     sequence = a_sequence(logprobs=[-0.25, -math.inf, math.nan], reward=math.nan)
     RunRecorder(tmp_path).record_sequence(sequence)
     assert json.loads((tmp_path / ROLLOUTS_FILE).read_text())["logprobs"] == [-0.25, None, None]
-    (read,) = read_rollouts(tmp_path)
+    (read,) = list(iterate_rollouts(tmp_path))
     assert [row.logprob for row in read.token_rows()] == [-0.25, None, None]
     assert [row.logprob for row in sequence.token_rows()] == [-0.25, None, None]
     assert read.reward is None
@@ -179,7 +179,7 @@ def test_rollouts_are_counted_and_kept_by_step(tmp_path):
         recorder.record_sequence(a_sequence(step))
     (run,) = list_runs(tmp_path)
     assert list(run.num_sequences.items()) == [(1, 1), (2, 2), (9, 1)]
-    assert [record.step for record in read_rollouts(tmp_path, steps=[1, 2])] == [2, 2, 1]
+    assert [record.step for record in list(iterate_rollouts(tmp_path, steps=[1, 2]))] == [2, 2, 1]
     assert read_metrics(tmp_path) == []
 
 
@@ -204,8 +204,8 @@ def test_a_run_recorded_before_the_trainers_figures_were_is_still_read(tmp_path)
     for name in ("trainer_logprobs", "entropies", "advantage", "mask"):
         del row[name]
     path.write_text(json.dumps(row) + "\n")
-    assert read_rollouts(tmp_path) == [a_sequence()]
-    (token, *_) = read_rollouts(tmp_path)[0].token_rows()
+    assert list(iterate_rollouts(tmp_path)) == [a_sequence()]
+    (token, *_) = next(iterate_rollouts(tmp_path)).token_rows()
     assert (token.trainer_logprob, token.entropy, token.advantage, token.mask) == (None,) * 4
 
 
@@ -219,7 +219,7 @@ def test_of_several_runs_in_one_directory_the_last_is_read_unless_another_is_ask
     for reward in (0.1, 0.2):
         record_steps(RunRecorder(tmp_path), range(1, 4), reward)
     first, second = list_runs(tmp_path)
-    assert {sequence.reward for sequence in read_rollouts(tmp_path)} == {0.2}
+    assert {sequence.reward for sequence in list(iterate_rollouts(tmp_path))} == {0.2}
     assert [m.scalars["reward"] for m in read_metrics(tmp_path, first)] == [0.1] * 3
     assert (first.steps, first.num_sequences) == ([1, 2, 3], {1: 1, 2: 1, 3: 1})
     assert chosen_run([first, second], first.run_id) == first
@@ -239,7 +239,7 @@ def test_a_resumed_run_holds_the_one_before_up_to_its_checkpoint(tmp_path):
     assert longer.continues == {first_id: 5}
     assert longer.steps == [*range(1, 9)]
     assert last.continues == {first_id: 3, longer.run_id: 3}
-    assert [(s.step, s.reward) for s in read_rollouts(tmp_path)] == [
+    assert [(s.step, s.reward) for s in list(iterate_rollouts(tmp_path))] == [
         *((1, 0.1), (2, 0.1), (3, 0.1)),
         (4, 0.3),
     ]
@@ -255,7 +255,7 @@ def test_records_without_a_runs_id_are_the_oldest_run_and_can_be_continued(tmp_p
         (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in bare))
     (old,) = list_runs(tmp_path)
     assert old.run_id == OLD_RUN_ID
-    assert len(read_metrics(tmp_path)) == len(read_rollouts(tmp_path)) == 2
+    assert len(read_metrics(tmp_path)) == len(list(iterate_rollouts(tmp_path))) == 2
     recorder.begin_run(from_step=1)
     record_steps(recorder, [2])
     old, new = list_runs(tmp_path)
@@ -272,7 +272,7 @@ def test_a_picture_is_written_once_and_read_by_its_name(tmp_path):
     assert read_image(tmp_path, "../a.png") is None
     assert read_image(tmp_path, "f" * 32 + ".png") is None
     recorder.record_sequence(a_sequence(images=names[:1]))
-    assert read_rollouts(tmp_path)[0].images == names[:1]
+    assert next(iterate_rollouts(tmp_path)).images == names[:1]
 
 
 def record_everything(folder):
@@ -300,8 +300,8 @@ def test_a_full_disk_stops_the_records_at_any_write_and_nothing_else(tmp_path, m
             if (folder / name).exists():
                 assert (folder / name).read_bytes()[-1:] in (b"", b"\n")
         record_everything(folder)
-        assert [record.step for record in read_rollouts(folder)] == [1, 2]
-        assert [read_image(folder, *r.images) for r in read_rollouts(folder)] == [
+        assert [record.step for record in list(iterate_rollouts(folder))] == [1, 2]
+        assert [read_image(folder, *r.images) for r in list(iterate_rollouts(folder))] == [
             b"picture 1",
             b"picture 2",
         ]

@@ -1,7 +1,11 @@
 import math
 
 import pytest
+import torch
+from tiny import tiny_model
 
+from cb_rollout import RolloutConfig, RolloutGenerator
+from cb_rollout.engine.numerics import agreement
 from cb_rollout.rollout.verification import drift
 
 
@@ -59,3 +63,15 @@ def test_a_sequence_that_was_not_recomputed_is_an_error():
 def test_a_logprob_that_is_no_number_is_never_within_a_limit():
     report = drift({"a": [-1.0, -2.0, -3.0]}, {"a": [-1.1, math.nan, -3.0]})
     assert not report.max <= 1000
+
+
+def test_rounding_is_estimated_where_a_sequence_takes_long_to_measure(monkeypatch):
+    """A long sequence is not run in float64, and a short one beside it was."""
+    model = tiny_model()
+    num_parameters = sum(map(torch.numel, model.parameters()))
+    monkeypatch.setattr(agreement, "MAX_DOUBLE_PRODUCTS", 20 * num_parameters)
+    with RolloutGenerator(model, RolloutConfig(seed=0)) as generator:
+        generator.generate_batch([[3, 4, 5], [6] * 30], max_new_tokens=8)
+        report = generator.verify(2)
+    assert report.max <= 1e-5
+    assert report.agreement

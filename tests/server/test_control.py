@@ -21,7 +21,7 @@ from served import (
 from tiny import plain_logprobs
 
 from cb_rollout import RolloutError
-from cb_rollout.server.rl.engine_control import EngineControl
+from cb_rollout.server.output_router import EngineControl
 
 
 @pytest.fixture(scope="module")

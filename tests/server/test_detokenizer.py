@@ -6,9 +6,10 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from cb_rollout.server.detokenizer import (
+    MAX_OPEN_TOKENS,
     IncrementalDetokenizer,
     TokenTable,
-    cut_at_stop,
+    first_stop,
     num_partial_match,
 )
 
@@ -25,6 +26,17 @@ def byte_fallback_tokenizer():
 
 
 FALLBACK = byte_fallback_tokenizer()
+
+
+def sentencepiece_tokenizer():
+    """Words with the space before them, as SentencePiece writes them, and an end token."""
+    words = ["<unk>", "</s>", "\u2581a", "\u2581b", "c", "\u2581"]
+    backend = Tokenizer(models.BPE({w: i for i, w in enumerate(words)}, []))
+    backend.decoder = decoders.Metaspace()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
+
+
+SENTENCEPIECE = sentencepiece_tokenizer()
 
 
 def decoder(tokenizer):
@@ -65,6 +77,25 @@ def test_streamed_parts_of_invalid_utf8_add_up_to_its_decoded_text(data):
 def test_characters_of_byte_tokens_come_whole(text):
     tokens = FALLBACK(text, add_special_tokens=False)["input_ids"]
     assert "".join(streamed(IncrementalDetokenizer(decoder(FALLBACK)), tokens)) == text
+
+
+@given(st.lists(st.integers(1, len(SENTENCEPIECE) - 1), max_size=30))
+def test_the_space_before_a_word_is_kept_around_skipped_tokens(tokens):
+    decode = decoder(SENTENCEPIECE)
+    assert "".join(streamed(IncrementalDetokenizer(decode), tokens)) == decode(tokens)
+
+
+@given(st.lists(st.sampled_from(["<0xC3>", "<0xA9>", "<0xFF>", "a"]), max_size=40))
+def test_bytes_that_are_no_utf8_never_make_a_stream_fail_or_lose_a_letter(words):
+    tokens = FALLBACK.convert_tokens_to_ids(words)
+    parts = streamed(IncrementalDetokenizer(decoder(FALLBACK)), tokens)
+    assert "".join(parts).count("a") == decoder(FALLBACK)(tokens).count("a")
+
+
+def test_a_long_run_of_bytes_that_are_no_utf8_is_streamed_in_pieces():
+    parts = streamed(IncrementalDetokenizer(decoder(BYTES)), [IDS_OF_BYTES[0x80]] * 1000)
+    assert "".join(parts) == "\N{REPLACEMENT CHARACTER}" * 1000
+    assert max(map(len, parts)) <= MAX_OPEN_TOKENS
 
 
 @given(
@@ -111,7 +142,7 @@ def test_a_stop_string_that_did_not_end_the_sequence_is_text():
     stream = IncrementalDetokenizer(decoder(BYTES), ["xx"])
     tokens = [*BYTES("axxb")["input_ids"], BYTES.eos_token_id]
     assert "".join(streamed(stream, tokens, is_stopped=True)) == "axxb"
-    assert cut_at_stop("axxbxx", 5, ["xx"]) == "axxb"
+    assert first_stop("axxbxx", 5, ["xx"]) == 4
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ from pydantic import ValidationError
 from served import TIMEOUT_SECONDS, served
 
 from cb_rollout.server import protocol
-from cb_rollout.server.rl import bodies
 
 # Each item of a bad list is a fault, in each reading of the list.
 MANY = 20_000
@@ -31,14 +30,14 @@ FAULTY = {
     "content": (CHAT, {"messages": [USER | {"content": [{}] * MANY}]}),
     "tool_calls": (CHAT, {"messages": [USER | {"tool_calls": [{}] * MANY}]}),
     "tools": (CHAT, {"messages": [USER], "tools": [{}] * MANY}),
-    "token_ids": (bodies.TokenRequest, {"token_ids": ["a"] * MANY, "sampling_params": {}}),
-    "sampling_params": (bodies.TokenRequest, {"token_ids": [1], "sampling_params": NAMES}),
-    "request_ids": (bodies.AbortRequest, {"request_ids": [1] * MANY}),
+    "token_ids": (protocol.TokenRequest, {"token_ids": ["a"] * MANY, "sampling_params": {}}),
+    "sampling_params": (protocol.TokenRequest, {"token_ids": [1], "sampling_params": NAMES}),
+    "request_ids": (protocol.AbortRequest, {"request_ids": [1] * MANY}),
     "shapes": (
-        bodies.UpdateRequest,
+        protocol.UpdateRequest,
         {"update_info": {"names": [1] * MANY, "dtype_names": [1] * MANY, "shapes": [["a"]] * MANY}},
     ),
-    "sha256": (bodies.UpdateRequest, {"weight_dir": "a", "sha256": NAMES}),
+    "sha256": (protocol.UpdateRequest, {"weight_dir": "a", "sha256": NAMES}),
 }
 
 

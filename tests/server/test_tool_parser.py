@@ -1,8 +1,7 @@
 import pytest
 from tiny import byte_tokenizer
 
-from cb_rollout.server.errors import ApiError
-from cb_rollout.server.protocol import Tool
+from cb_rollout.server.protocol import ApiError, Tool
 from cb_rollout.server.tool_parser import CallFormat, call_format, required_calls
 
 TAGGED = CallFormat('<tool_call>\n{"name": ', ', "arguments": ', "}\n</tool_call>")

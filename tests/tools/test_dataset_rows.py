@@ -8,8 +8,7 @@ import pytest
 from datasets import Dataset
 
 from cb_rollout import ConfigurationError, InvalidRequestError
-from cb_rollout.tools.dataset.rows import PROBLEMS_SHOWN, rows, survey
-from cb_rollout.tools.dataset.source import create_source
+from cb_rollout.tools.dataset.rows import PROBLEMS_SHOWN, create_source, rows, survey
 
 
 def surveyed(path, text):

@@ -1,4 +1,6 @@
 import json
+import tomllib
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from transformers import (
 
 from cb_rollout.engine import core
 from cb_rollout.tools.cli import main
-from cb_rollout.tools.doctor import Level, checkpoint_findings, machine_findings
+from cb_rollout.tools.doctor import EXTRAS, Level, checkpoint_findings, machine_findings
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +64,11 @@ def test_a_good_checkpoint_is_probed_and_compared_with_its_forward(checkpoints, 
     assert lines["rollout against forward"].startswith("32 tokens, ")
     assert printed.splitlines()[-1].startswith("usable")
     assert not [line for line in printed.splitlines() if line.startswith("X")]
+
+
+def test_every_extra_that_is_looked_for_can_be_installed():
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    assert {*EXTRAS} <= {*project["project"]["optional-dependencies"]}
 
 
 def test_a_hybrids_layers_are_told_apart(checkpoints):

@@ -11,7 +11,7 @@ from report_page import FORBIDDEN, Page, a_sequence
 
 from cb_rollout.metrics.run_records import RunRecorder, StepMetrics
 from cb_rollout.tools.report import write_comparison, write_report
-from cb_rollout.tools.report.pages import (
+from cb_rollout.tools.report.page import (
     MAX_PAGES_PER_STEP,
     MAX_SEQUENCES_PER_PAGE,
     MAX_STEPS_WITH_PAGES,
@@ -19,7 +19,7 @@ from cb_rollout.tools.report.pages import (
     PAGES_DIR,
     steps_with_pages,
 )
-from cb_rollout.tools.report.summaries import GroupKind, RecordedStep, group_kind, quantiles
+from cb_rollout.tools.report.series import GroupKind, RecordedStep, group_kind, quantiles
 from cb_rollout.tools.report.svg import compact, percent
 
 RNG = np.random.default_rng(0)

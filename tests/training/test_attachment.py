@@ -17,7 +17,7 @@ from cb_rollout import (
     detach,
     make_rollout_func,
 )
-from cb_rollout.metrics.run_records import read_metrics, read_rollouts
+from cb_rollout.metrics.run_records import iterate_rollouts, read_metrics
 
 QUICK = {"per_device_train_batch_size": 8, "num_generations": 4, "optim": "sgd"}
 
@@ -88,7 +88,7 @@ def test_a_rollout_func_generates_through_what_is_attached(tmp_path):
     assert seen == [8] * 3
     assert logged(trainer, "rollout/policy_version") == [1, 2, 3]
     assert max(logged(trainer, "rollout/logprob_drift_max")) <= 1e-5
-    assert len(read_rollouts(tmp_path)) == 12
+    assert len(list(iterate_rollouts(tmp_path))) == 12
 
 
 def test_a_rollout_func_takes_texts_chats_and_token_ids_and_its_own_sampling(tmp_path):
@@ -190,7 +190,7 @@ def test_each_turn_reuses_the_keys_of_the_turns_before(tmp_path, monkeypatch, ki
     (metrics,) = [m for m in read_metrics(tmp_path) if "reward" in m.scalars]
     assert metrics.scalars["rollout/tokens"] == sum(metrics.completion_lengths)
     assert metrics.scalars["rollout/prefill_tokens"] == sum(prefilled for _, prefilled in turns)
-    records = read_rollouts(tmp_path)
+    records = list(iterate_rollouts(tmp_path))
     assert any(0 in record.mask and 1 in record.mask for record in records)
     for record in records:
         assert record.policy_versions == [(1, len(record.tokens))]
@@ -205,7 +205,7 @@ def test_the_records_hold_what_the_loss_saw_of_every_rollout(tmp_path):
     generator = attach(trainer, RolloutConfig(record_num_sequences=3))
     trainer.train()
     generator.close()
-    records = read_rollouts(tmp_path)
+    records = list(iterate_rollouts(tmp_path))
     steps = [(r.step, r.mode) for r in records]
     assert steps == [(1, "train")] * 3 + [(1, "eval")] * 3 + [(2, "train")] * 3 + [(2, "eval")] * 3
     for record in records:

@@ -16,7 +16,7 @@ from cb_rollout import ConfigurationError, RolloutConfig, attach, detach
 from cb_rollout.integrations.trl import packed_loss
 from cb_rollout.integrations.trl.images import image_arguments
 from cb_rollout.integrations.trl.strategies import use_strategy
-from cb_rollout.metrics.run_records import find_run_dir, read_image, read_rollouts
+from cb_rollout.metrics.run_records import find_run_dir, iterate_rollouts, read_image
 from cb_rollout.strategies import DynamicSampling, OverSampling, PartialRollouts
 
 # Of TRL's own tests of vision models. Their rate makes rounding as large as weights in one step.
@@ -66,7 +66,7 @@ def test_sampled_log_probabilities_are_those_of_the_trainers_own_forward(
         assert max(differences) <= 1e-5
     assert max(logged(trainer, "completions/max_length")) > 1
     # Beside the tokens, the records have each picture, and one token for each.
-    records = read_rollouts(tmp_path)
+    records = list(iterate_rollouts(tmp_path))
     assert records
     for record in records:
         assert 1 <= len(record.images) <= (2 if columns == "images" else 1)
@@ -232,7 +232,7 @@ def test_evaluation_samples_from_the_engine_on_its_own_images(tmp_path):
     generator = attach(trainer, RolloutConfig(verify_every_steps=1, max_logprob_drift=1e-5))
     figures = trainer.evaluate(rows("images"))
     assert figures["eval_sampling/sampling_logp_difference/max"] < 1e-5
-    records = read_rollouts(tmp_path)
+    records = list(iterate_rollouts(tmp_path))
     assert {record.mode for record in records} == {"eval"}
     assert {len(record.images) for record in records} <= {1, 2}
     generator.close()
@@ -346,7 +346,7 @@ def test_images_of_tools_are_learned_from_as_on_trls_path(
     assert max(logged(trainer, "tools/call_frequency")) > 0.5
     assert max(logged(trainer, "rollout/logprob_drift_max")) <= 1e-5
     assert max(logged(trainer, "tools/failure_frequency")) == 0
-    recorded = [len(record.images) for record in read_rollouts(tmp_path / "ours")]
+    recorded = [len(record.images) for record in list(iterate_rollouts(tmp_path / "ours"))]
     assert max(recorded) > (columns != "none")
     generator.close()
     other = tool_trainer(tmp_path / "theirs", *arguments)

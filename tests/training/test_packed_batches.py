@@ -16,7 +16,8 @@ from tiny_trainer import tiny_trainer
 
 from cb_rollout import RolloutConfig, attach
 from cb_rollout.engine.memory.plan import TrainingBytes
-from cb_rollout.integrations.trl import packed_loss, packed_scores
+from cb_rollout.integrations.trl import packed_loss
+from cb_rollout.integrations.trl.loss_rows import LossBatch
 from cb_rollout.integrations.trl.scoring import TrainerScoring
 from cb_rollout.packing.batch import Segment
 
@@ -166,12 +167,12 @@ def test_many_random_batches_learn_what_trl_would(pair):
 
 def packing(change):
     """A fault in the layout of a batch."""
-    pack = packed_scores.pack
+    pack = packed_loss.pack
 
     def faulty(*arguments):
         return [change(batch) for batch in pack(*arguments)]
 
-    return lambda monkeypatch: monkeypatch.setattr(packed_scores, "pack", faulty)
+    return lambda monkeypatch: monkeypatch.setattr(packed_loss, "pack", faulty)
 
 
 def shifted(batch):
@@ -205,14 +206,14 @@ def in_another_order(batch):
 
 
 def padding_is_a_prompt(monkeypatch):
-    rows = packed_loss.rows_of
+    rows = LossBatch.unpadded
 
-    def faulty(input_ids, attention_mask, logits_to_keep, routes):
-        mask = attention_mask.clone()
-        mask[:, :-logits_to_keep] = 1
-        return rows(input_ids, mask, logits_to_keep, routes)
+    def faulty(batch):
+        mask = batch.attention_mask.clone()
+        mask[:, : -batch.logits_to_keep] = 1
+        return rows(replace(batch, attention_mask=mask))
 
-    monkeypatch.setattr(packed_loss, "rows_of", faulty)
+    monkeypatch.setattr(LossBatch, "unpadded", faulty)
 
 
 def a_row_has_no_gradient(monkeypatch):
@@ -224,11 +225,7 @@ def a_row_has_no_gradient(monkeypatch):
 
 def rows_are_left_out_of_every_loss(monkeypatch):
     """Rows without an advantage are left out where the KL or the entropy bonus needs them."""
-    monkeypatch.setattr(
-        TrainerScoring,
-        "_advantages",
-        lambda self: self._loss_inputs and self._loss_inputs["advantages"],
-    )
+    monkeypatch.setattr(TrainerScoring, "_advantages", lambda self, inputs: inputs["advantages"])
 
 
 def input_of_the_loss(change):

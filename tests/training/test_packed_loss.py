@@ -15,7 +15,7 @@ from trl import GRPOTrainer, RLOOConfig, RLOOTrainer
 
 from cb_rollout import ConfigurationError, RolloutConfig, attach
 from cb_rollout.engine.attention.packed import PackedAttention
-from cb_rollout.integrations.trl import backend, packed_loss, packed_scores
+from cb_rollout.integrations.trl import backend, packed_loss
 from cb_rollout.packing.batch import NUM_COMPARED
 
 SMALL = {
@@ -266,13 +266,13 @@ def test_masked_rows_of_a_router_are_not_replayed(tmp_path, monkeypatch):
 
 
 def test_the_comparison_runs_the_rows_it_compares(tmp_path, monkeypatch):
-    score_batches, num_rows = packed_scores.score_batches, []
+    score_batches, num_rows = packed_loss.score_batches, []
 
     def counting(model, batches, *rest, **named):
         num_rows.append(sum(len(batch.rows) for batch in batches))
         return score_batches(model, batches, *rest, **named)
 
-    monkeypatch.setattr(packed_scores, "score_batches", counting)
+    monkeypatch.setattr(packed_loss, "score_batches", counting)
     packed_run(tmp_path, monkeypatch, {"max_steps": 1})
     # Old log-probabilities, without gradients, and the loss are compared once each.
     assert num_rows == [NUM_COMPARED, 8] * 2
@@ -311,13 +311,13 @@ def test_a_recurrent_model_runs_padded(tmp_path, monkeypatch, is_half):
 
 def lying(monkeypatch, field, lie):
     """Change the scores of every packed batch."""
-    score_batches = packed_scores.score_batches
+    score_batches = packed_loss.score_batches
 
     def faulty(*arguments, **named):
         found = score_batches(*arguments, **named)
         return [scores._replace(**{field: lie(getattr(scores, field))}) for scores in found]
 
-    monkeypatch.setattr(packed_scores, "score_batches", faulty)
+    monkeypatch.setattr(packed_loss, "score_batches", faulty)
 
 
 LIES = {
@@ -353,7 +353,7 @@ def test_a_forward_that_lies_is_switched_off(tmp_path, monkeypatch, lie):
 
 
 def test_a_later_batch_that_cannot_be_packed_is_left_to_the_trainer(tmp_path, monkeypatch):
-    score_batches, calls = packed_scores.score_batches, []
+    score_batches, calls = packed_loss.score_batches, []
 
     def failing(*arguments, **named):
         calls.append(1)
@@ -361,7 +361,7 @@ def test_a_later_batch_that_cannot_be_packed_is_left_to_the_trainer(tmp_path, mo
             raise ConfigurationError("its attention keeps a window of 8 tokens to itself")
         return score_batches(*arguments, **named)
 
-    monkeypatch.setattr(packed_scores, "score_batches", failing)
+    monkeypatch.setattr(packed_loss, "score_batches", failing)
     with pytest.warns(UserWarning, match="a batch is left to the trainer's own forward"):
         ours, own = packed_run(tmp_path / "ours", monkeypatch, {"loss_type": "dapo"})
     _, other = trl_run(tmp_path / "theirs", monkeypatch, {"loss_type": "dapo"}, own.turns)
@@ -394,7 +394,7 @@ def test_memory_that_runs_out_is_no_reason_to_fall_back(tmp_path, monkeypatch):
     def exhausted(*_, **__):
         raise torch.OutOfMemoryError("out of memory")
 
-    monkeypatch.setattr(packed_scores, "score_batches", exhausted)
+    monkeypatch.setattr(packed_loss, "score_batches", exhausted)
     with pytest.raises(torch.OutOfMemoryError):
         packed_run(tmp_path, monkeypatch, {})
 

@@ -19,7 +19,10 @@ from cb_rollout import (
     attach,
 )
 from cb_rollout.engine.sampling import sampler as sampling
-from cb_rollout.metrics.run_records import read_metrics, read_rollouts
+from cb_rollout.integrations.trl.loss_rows import ROWS_KEY
+from cb_rollout.integrations.trl.strategies import use_strategy
+from cb_rollout.metrics.run_records import iterate_rollouts, read_metrics
+from cb_rollout.strategies import DynamicSampling, Plain
 
 EVALUATES = {"eval_strategy": "steps", "eval_steps": 2}
 
@@ -43,6 +46,28 @@ def test_training_logs_agreement_with_the_trainers_forward(tmp_path):
     generator.close()
 
 
+@pytest.mark.parametrize("strategy", [Plain(), DynamicSampling(max_dropped_groups=2)])
+def test_each_loss_gets_the_records_of_its_rows(tmp_path, strategy):
+    halves = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4}
+    trainer = tiny_trainer(tmp_path, **halves)
+    compute_loss, seen = trainer.compute_loss, []
+
+    def compute_and_keep(model, inputs, *rest, **named):
+        tokens = zip(inputs["completion_ids"], inputs["completion_mask"].bool(), strict=True)
+        seen.append(([ids[own].tolist() for ids, own in tokens], inputs[ROWS_KEY]))
+        return compute_loss(model, inputs, *rest, **named)
+
+    trainer.compute_loss = compute_and_keep
+    with attach(trainer):
+        use_strategy(trainer, strategy)
+        trainer.train()
+    assert len(seen) == 6
+    for completions, rows in seen:
+        assert [row.completion_ids for row in rows] == completions
+        assert all(row.versions == [row.versions[0]] * len(row.versions) for row in rows)
+    assert len({row.id for _, rows in seen for row in rows}) == 6 * 4
+
+
 def test_a_row_longer_than_the_model_is_told_in_the_trainers_words(tmp_path):
     rows = Dataset.from_list([{"prompt": "1" * 510}] * 4)
     trainer = tiny_trainer(tmp_path, trainer_arguments={"train_dataset": rows})
@@ -63,7 +88,7 @@ def test_records_hold_what_was_sampled_with_its_reward(tmp_path):
     generator = attach(trainer, RolloutConfig(record_num_sequences=3))
     trainer.train()
     generator.close()
-    records = read_rollouts(tmp_path / "cb_rollout")
+    records = list(iterate_rollouts(tmp_path / "cb_rollout"))
     assert [record.step for record in records] == [1] * 3 + [2] * 3 + [3] * 3
     for record in records:
         text = "".join(record.tokens).replace("<eos>", "").replace("<pad>", "")

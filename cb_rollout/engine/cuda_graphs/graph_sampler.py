@@ -1,7 +1,6 @@
-"""Sample inside captured decode steps: parameters and adjustments of rows, and the kernels' launch.
+"""Sample inside captured decode steps: the rows' parameters, and the kernels' launch.
 
-Parameters of rows are lines of `GraphInputs`; tables of `adjustments` hold the rest, which kernels
-find by address. Called by the thread that steps the engine.
+Parameters of rows are lines of `GraphInputs`. Called by the thread that steps the engine.
 
 B: rows of a graph, N: most rows, V: vocabulary, K: tokens that are never sampled, C: most
 `top_logprobs`, P: parts of the vocabulary, U: different parameters.
@@ -10,6 +9,7 @@ B: rows of a graph, N: most rows, V: vocabulary, K: tokens that are never sample
 # pyright: reportCallIssue=false
 # Triton's kernels take launch options beside their arguments.
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +19,6 @@ import torch
 
 from cb_rollout.config.enums import LogprobsMode
 from cb_rollout.config.sampling import MAX_GRAPHED_TOP_LOGPROBS, SamplingParams
-from cb_rollout.engine.cuda_graphs.adjustments import bias_table, mark_table
 from cb_rollout.engine.cuda_graphs.inputs import Line
 from cb_rollout.engine.memory import device as devices
 from cb_rollout.engine.request import Request, distinct_params
@@ -43,33 +42,27 @@ class GraphSampling:
     """True if the token ids that truncation kept are recorded, which no graph does."""
 
     def can_sample(self, params: SamplingParams) -> bool:
-        """Return whether a graph samples by these parameters."""
-        return params.can_be_graphed and not (self.keeps_ids and params.is_truncated)
+        if self.keeps_ids and params.is_truncated:
+            return False
+        # TRL 1.16 forbids the image token of a vision-language model, which no row samples anyway.
+        bias = params.logit_bias or {}
+        is_forbidden = all(t in self.never_sampled and v == -math.inf for t, v in bias.items())
+        return not params.ungraphed - ({"logit_bias"} if is_forbidden else set())
 
 
 PLAIN_SAMPLING = GraphSampling()
 
-_NUMBER_LINES = (
-    *(Line.IS_GREEDY, Line.TEMPERATURE, Line.TOP_K, Line.TOP_P, Line.MIN_P, Line.NUM_TOP),
-    *(Line.REPETITION, Line.ENCODER_REPETITION, Line.PRESENCE, Line.FREQUENCY),
-)
 
-
-def _numbers(params: SamplingParams) -> list[float]:
-    """Return the numbers of `_NUMBER_LINES`."""
+def _numbers(params: SamplingParams) -> dict[Line, float]:
     is_greedy, is_truncated = params.is_greedy, params.is_truncated
-    return [
-        is_greedy,
-        1.0 if is_greedy else params.temperature,
-        params.top_k if is_truncated else 0,
-        max(params.top_p, LEAST_TOP_P) if is_truncated else 1.0,
-        params.min_p if is_truncated else 0.0,
-        params.top_logprobs,
-        params.repetition_penalty,
-        params.encoder_repetition_penalty,
-        params.presence_penalty,
-        params.frequency_penalty,
-    ]
+    return {
+        Line.IS_GREEDY: is_greedy,
+        Line.TEMPERATURE: 1.0 if is_greedy else params.temperature,
+        Line.TOP_K: params.top_k if is_truncated else 0,
+        Line.TOP_P: max(params.top_p, LEAST_TOP_P) if is_truncated else 1.0,
+        Line.MIN_P: params.min_p if is_truncated else 0.0,
+        Line.NUM_TOP: params.top_logprobs,
+    }
 
 
 class GraphSampler:
@@ -77,7 +70,6 @@ class GraphSampler:
 
     def __init__(self, max_rows: int, device: torch.device, sampling: GraphSampling) -> None:
         self.sampling = sampling
-        self._device = device
         self.results = torch.zeros(max_rows, NUM_RESULTS, dtype=torch.float64, device=device)
         """float64, `[N, NUM_RESULTS]`."""
         self.tops = torch.zeros(
@@ -85,42 +77,22 @@ class GraphSampler:
         )
         """float64, `[N, C, 2]`: ids and log-probabilities of the most likely tokens."""
         self._never_sampled = devices.to_device(sampling.never_sampled or (0,), device)
-        self._tables = bias_table(max_rows, sampling.never_sampled), mark_table(max_rows)
-        self._addresses = torch.zeros(2, dtype=torch.int64, device=device)
-        self._known_addresses = [0, 0]
         # Of all graphs, because each graph's own would stay in the memory pool beside the others'.
         self._kept_NV: torch.Tensor | None = None
         self._buffers: dict[str, torch.Tensor] = {}
-        self._vocab_size = 0
+
+    def host_results(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return system memory for results and tops; pinned, where there is a device."""
+        is_pinned = self.results.device.type == "cuda"
+        results, tops = (
+            torch.zeros(source.shape, dtype=source.dtype, pin_memory=is_pinned)
+            for source in (self.results, self.tops)
+        )
+        return results, tops
 
     def forget(self) -> None:
         """Drop the buffers that graphs write, after the graphs."""
         self._kept_NV, self._buffers = None, {}
-
-    @property
-    def table_bytes(self) -> int:
-        """Return the bytes that the tables of adjustments hold."""
-        return sum(table.num_bytes for table in self._tables)
-
-    @property
-    def most_table_bytes(self) -> int:
-        """Return the bytes that they hold where every row is adjusted; 0 before a first step."""
-        return sum(table.most_bytes(self._vocab_size) for table in self._tables)
-
-    def release_tables(self) -> None:
-        """Free the tables of adjustments; no loaded row may read them."""
-        for table in self._tables:
-            table.release()
-
-    def forget_tokens(self) -> None:
-        """Count the tokens of every sequence anew: those of a step were dropped."""
-        for table in self._tables:
-            table.forget()
-
-    def note_step(self) -> None:
-        """Count a step, which counted each row's token."""
-        for table in self._tables:
-            table.note_step()
 
     def kept(self, num_rows: int) -> torch.Tensor:
         """Return the logits of a step that kept them, in the model's dtype, `[num_rows, V]`."""
@@ -128,28 +100,16 @@ class GraphSampler:
         return self._kept_NV[:num_rows]
 
     def lines(self, requests: Sequence[Request]) -> Mapping[Line, Sequence[float] | np.ndarray]:
-        """Return the sampling parameters of rows, and write their adjustments into the tables."""
-        bias_rows, mark_rows = self._load_tables(requests)
+        """Return the sampling parameters of rows."""
         params = distinct_params(requests)
         places = {id(one): place for place, one in enumerate(params)}
-        numbers_UC = np.array([_numbers(one) for one in params])
+        numbers = [_numbers(one) for one in params]
+        numbers_UC = np.array([[*one.values()] for one in numbers])
         numbers_BC = numbers_UC[[places[id(request.params)] for request in requests]]
-        return dict(zip(_NUMBER_LINES, numbers_BC.T, strict=True)) | {
+        return dict(zip(numbers[0], numbers_BC.T, strict=True)) | {
             Line.SEED: [request.seed for request in requests],
             Line.INDEX: [len(r.token_ids) - len(r.prompt_ids) for r in requests],
-            Line.MIN_GENERATED: [request.min_generated for request in requests],
-            Line.BIAS_ROW: bias_rows,
-            Line.MARK_ROW: mark_rows,
         }
-
-    def _load_tables(self, requests: Sequence[Request]) -> list[Sequence[int]]:
-        """Write the requests' adjustments; return each one's row plus 1 in each table, or 0."""
-        rows = [table.load(requests, self._vocab_size, self._device) for table in self._tables]
-        addresses = [table.address for table in self._tables]
-        if addresses != self._known_addresses:
-            self._addresses.copy_(devices.to_device(addresses, self._device))
-            self._known_addresses = addresses
-        return rows
 
     def sample(self, logits_BV: torch.Tensor, lines_LN: torch.Tensor) -> None:
         """Sample each row, and write the results and the next step's inputs; or keep the logits.
@@ -167,7 +127,7 @@ class GraphSampler:
         if logits_BV.stride(1) != 1:
             logits_BV = logits_BV.contiguous()
         buffers: Any = self._buffers
-        rows = lines_LN, self._addresses, self._never_sampled, N, logits_BV.stride(0), V, num_parts
+        rows = lines_LN, self._never_sampled, N, logits_BV.stride(0), V, num_parts
         never = len(self.sampling.never_sampled)
         fixed: dict[str, Any] = {"NUM_NEVER": never, "CHUNK": kernels.CHUNK}
         kernels.measure_kernel[(B, num_parts)](
@@ -185,8 +145,7 @@ class GraphSampler:
     def _allocate(self, logits_BV: torch.Tensor, num_rows: int, num_parts: int) -> None:
         """Allocate what the kernels write, in a run before a capture: outside of its pool."""
         if self._kept_NV is None:
-            self._vocab_size = logits_BV.shape[1]
-            self._kept_NV = logits_BV.new_empty(num_rows, self._vocab_size)
+            self._kept_NV = logits_BV.new_empty(num_rows, logits_BV.shape[1])
             sizes = {"measures": (num_rows, 5, num_parts), "limits": (num_rows, 3)}
             self._buffers = {
                 name: logits_BV.new_empty(size, dtype=torch.float32) for name, size in sizes.items()

@@ -107,27 +107,6 @@ class GraphKey:
         return self.num_rows, self.has_shared, self.is_cut
 
 
-@dataclass(frozen=True, slots=True)
-class HostResults:
-    """Results of a step in system memory, where the device may still write them."""
-
-    results_N6: torch.Tensor
-    """Of `GraphSampler.results`."""
-    tops_NC2: torch.Tensor
-    """Of `GraphSampler.tops`; written if some row asks for `top_logprobs`."""
-
-    @classmethod
-    def like(cls, sampler: GraphSampler) -> "HostResults":
-        """Return memory for a step's results; pinned, where there is a device to copy from."""
-        is_pinned = sampler.results.device.type == "cuda"
-        return cls(
-            *(
-                torch.zeros(source.shape, dtype=source.dtype, pin_memory=is_pinned)
-                for source in (sampler.results, sampler.tops)
-            )
-        )
-
-
 class PendingStep:
     """A launched decode step whose results are still being copied to system memory."""
 
@@ -135,7 +114,7 @@ class PendingStep:
         self,
         requests: Sequence[Request],
         rows_B: np.ndarray,
-        results: HostResults,
+        results: tuple[torch.Tensor, torch.Tensor],
         device: torch.device,
         *,
         is_plain: bool,
@@ -145,7 +124,8 @@ class PendingStep:
         Args:
             requests: the sequences.
             rows_B: int64; each one's row of the results.
-            results: in system memory, still being written.
+            results: `GraphSampler.results` and `tops` in system memory, still being written; the
+                latter if some row asks for `top_logprobs`.
             device: runs the step.
             is_plain: whether every request only samples a token from the whole vocabulary.
         """
@@ -171,7 +151,7 @@ class PendingStep:
         if requests != self._requests:
             index = {request: at for at, request in enumerate(self._requests)}
             rows_B = rows_B[[index[request] for request in requests]]
-        results_B6 = self._results.results_N6.numpy()[rows_B]
+        results_B6 = self._results[0].numpy()[rows_B]
         tokens, logprobs, is_valid, is_possible, log_masses, nums_kept = results_B6.T
         token_ids, chosen = tokens.astype(np.int64).tolist(), logprobs.tolist()
         if self._is_plain:
@@ -180,7 +160,7 @@ class PendingStep:
         params = [request.params for request in requests]
         truncated = [row for row, p in enumerate(params) if p.is_truncated]
         with_top = rows_B[[row for row, p in enumerate(params) if p.top_logprobs]]
-        tops_RC2 = self._results.tops_NC2.numpy()[with_top]
+        tops_RC2 = self._results[1].numpy()[with_top]
         return HostSampled(
             token_ids,
             chosen,
@@ -221,7 +201,7 @@ class GraphedDecoding:
         self._inputs = GraphInputs(num_rows, device)
         self._sampler = GraphSampler(num_rows, device, sampling)
         # One for a step, one for the step after it.
-        self._host_results = [HostResults.like(self._sampler) for _ in range(2)]
+        self._host_results = [self._sampler.host_results() for _ in range(2)]
         # Largest first, so that the others fit the memory that it takes. Tiles may stay empty.
         self._row_keys = [
             GraphKey(size, is_cut=True, has_shared=size > 1)
@@ -242,18 +222,16 @@ class GraphedDecoding:
 
     @property
     def num_graphs(self) -> int:
-        """Graphs cached now."""
         return len(self._graphs)
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes that graphs hold, and tables of adjustments."""
-        return self._captured_bytes + self._sampler.table_bytes
+        return self._captured_bytes
 
     @property
     def planned_bytes(self) -> int:
-        """Return the most that they hold: all graphs, and tables in which every row is adjusted."""
-        return self._most_captured_bytes + self._sampler.most_table_bytes
+        """Return the most that they held."""
+        return self._most_captured_bytes
 
     @property
     def obstacle(self) -> str | None:
@@ -333,10 +311,9 @@ class GraphedDecoding:
             self._capture.start_over()
 
     def release(self) -> None:
-        """Drop all graphs, and the tables of adjustments; no step may continue from the last."""
-        self.forget_step()
+        """Drop all graphs; no step may continue from the last."""
+        self.forget_rows()
         self.forget()
-        self._sampler.release_tables()
 
     def check_weights(self) -> None:
         """Forget every graph if what it captured has changed, or the model has hooks."""
@@ -367,16 +344,10 @@ class GraphedDecoding:
         return is_size and self._inputs.holds(requests, lengths)
 
     def forget_rows(self) -> None:
-        """Have the next step load its inputs: the last one's are of other sequences."""
+        """Have the next step load its inputs: the last one's are of other sequences, or void."""
         self._inputs.forget()
 
-    def forget_step(self) -> None:
-        """Do the same after a step whose tokens were dropped."""
-        self.forget_rows()
-        self._sampler.forget_tokens()
-
     def can_sample(self, requests: Sequence[Request]) -> bool:
-        """Return whether a graph samples these sequences' next tokens."""
         return all(map(self._sampler.sampling.can_sample, distinct_params(requests)))
 
     def load(self, batch: ForwardBatch, requests: Sequence[Request]) -> None:
@@ -408,13 +379,11 @@ class GraphedDecoding:
         rows_B = inputs.keep(requests)
         self._replay(lengths, table.block_size)
         inputs.note_step()
-        self._sampler.note_step()
         self._host_results.reverse()
         num_rows, host = inputs.num_rows, self._host_results[0]
-        results_N6, tops_NC2 = self._sampler.results, self._sampler.tops
-        host.results_N6[:num_rows].copy_(results_N6[:num_rows], non_blocking=True)
-        if inputs.has_tops:
-            host.tops_NC2[:num_rows].copy_(tops_NC2[:num_rows], non_blocking=True)
+        sources = (self._sampler.results, self._sampler.tops)[: 1 + inputs.has_tops]
+        for target, source in zip(host, sources, strict=False):
+            target[:num_rows].copy_(source[:num_rows], non_blocking=True)
         device = self._runner.device
         return PendingStep(requests, rows_B, host, device, is_plain=inputs.is_plain)
 
@@ -429,7 +398,6 @@ class GraphedDecoding:
         return self._sampler.kept(len(batch)).float()
 
     def _replay(self, lengths: Sequence[int], block_size: int) -> None:
-        """Replay a graph on the loaded inputs."""
         key = self.key_of(lengths, has_shared=self._inputs.has_shared)
         if key not in self._graphs:
             self._wanted[key] = None
@@ -445,12 +413,10 @@ class GraphedDecoding:
         return GraphKey(num_rows, has_shared or is_cut, has_shared)
 
     def add(self, key: GraphKey, block_size: int) -> None:
-        """Capture the graph of a key."""
         with self._inputs.emptied():
             self._graphs[key] = self._capture(self._step(key, block_size))
 
     def _step(self, key: GraphKey, block_size: int) -> Replay:
-        """Return the function that is captured."""
         inputs_LB = self._inputs.tensor[:, : key.num_rows]
         tokens_B, lengths_B, offsets_B = (
             inputs_LB[line] for line in (Line.TOKEN, Line.LENGTH, Line.POSITION_OFFSET)

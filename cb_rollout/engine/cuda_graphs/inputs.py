@@ -45,25 +45,10 @@ class Line(IntEnum):
     MIN_P = 14
     NUM_TOP = 15
     """Most likely tokens to return."""
-    BIAS_ROW = 16
-    """Row of the table of biases, plus 1; 0: none."""
-    MARK_ROW = 17
-    """Row of the table of marks, plus 1; 0: none."""
-    MIN_GENERATED = 18
-    """Tokens to sample before a stop token may come."""
-    REPETITION = 19
-    ENCODER_REPETITION = 20
-    PRESENCE = 21
-    FREQUENCY = 22
 
 
 # Lines that hold the bits of float64 numbers.
-NUMBERS = frozenset(
-    (
-        *(Line.TEMPERATURE, Line.TOP_P, Line.MIN_P, Line.REPETITION, Line.ENCODER_REPETITION),
-        *(Line.PRESENCE, Line.FREQUENCY),
-    )
-)
+NUMBERS = frozenset((Line.TEMPERATURE, Line.TOP_P, Line.MIN_P))
 
 
 class GraphInputs:
@@ -125,8 +110,7 @@ class GraphInputs:
         self.num_rows, self.has_shared = len(batch), bool(tiles)
         params = distinct_params(requests)
         self.has_tops = any(p.top_logprobs for p in params)
-        is_adjusted = any(request.is_adjusted for request in requests)
-        self.is_plain = not (is_adjusted or self.has_tops or any(p.is_truncated for p in params))
+        self.is_plain = not (self.has_tops or any(p.is_truncated for p in params))
         self._requests = list(requests)
         self._rows_B = np.arange(len(requests))
         self._lengths = [request.num_tokens for request in requests]

@@ -8,16 +8,14 @@ part. `draw_kernel` joins the parts, draws a token from one uniform number in on
 the next step's inputs. The last three run a program a row, and end at once where a row asks for
 nothing.
 
-A score is a logit, adjusted where the row asks for it, over the temperature. A weight is the
+A score is a logit over the temperature, or -inf of a token that is never sampled. A weight is the
 exponential of a score less the row's largest. A part is `CHUNK` tokens whatever the batch, so sums
-do not depend on other rows. Kernels find the tables of adjustments by addresses in device memory,
-so a graph stays valid when they grow. `sampling.draw` is the reference.
+do not depend on other rows. `sampling.draw` is the reference.
 """
 
 import triton
 import triton.language as tl
 
-from cb_rollout.engine.cuda_graphs import adjustments
 from cb_rollout.engine.cuda_graphs.inputs import Line
 
 # Tokens of a part.
@@ -36,14 +34,6 @@ TOKEN, LOGPROB, IS_VALID, IS_POSSIBLE, RESULT_LOG_MASS, RESULT_NUM_KEPT = (
 )
 NUM_RESULTS = tl.constexpr(6)
 
-# Tables of adjustments, by their addresses.
-BIASES, MARKS = tl.constexpr(0), tl.constexpr(1)
-
-# Bits of a token's mark, as `adjustments` writes them.
-IN_PROMPT = tl.constexpr(adjustments.IN_PROMPT)
-IS_EARLY = tl.constexpr(adjustments.IS_EARLY)
-MAX_COUNT = tl.constexpr(adjustments.MAX_COUNT)
-
 # Bits of a weight in float32 that are searched, two at a time: the sign is 0, and so is the next.
 NUM_DIGITS = tl.constexpr(15)
 
@@ -61,13 +51,6 @@ TOP_K_LINE = tl.constexpr(int(Line.TOP_K))
 TOP_P_LINE = tl.constexpr(int(Line.TOP_P))
 MIN_P_LINE = tl.constexpr(int(Line.MIN_P))
 NUM_TOP_LINE = tl.constexpr(int(Line.NUM_TOP))
-BIAS_ROW_LINE = tl.constexpr(int(Line.BIAS_ROW))
-MARK_ROW_LINE = tl.constexpr(int(Line.MARK_ROW))
-MIN_GENERATED_LINE = tl.constexpr(int(Line.MIN_GENERATED))
-REPETITION_LINE = tl.constexpr(int(Line.REPETITION))
-ENCODER_REPETITION_LINE = tl.constexpr(int(Line.ENCODER_REPETITION))
-PRESENCE_LINE = tl.constexpr(int(Line.PRESENCE))
-FREQUENCY_LINE = tl.constexpr(int(Line.FREQUENCY))
 
 
 @triton.jit
@@ -88,14 +71,6 @@ def _is_sampled(lines, line_stride, row):
 
 
 @triton.jit
-def _is_changed(lines, line_stride, row, NUM_NEVER: tl.constexpr):
-    """Return whether the row samples from other logits than the model's."""
-    bias_row = _integer(lines, line_stride, row, BIAS_ROW_LINE)
-    mark_row = _integer(lines, line_stride, row, MARK_ROW_LINE)
-    return (bias_row > 0) | (mark_row > 0) | (NUM_NEVER > 0)
-
-
-@triton.jit
 def _is_truncated(lines, line_stride, row):
     top_k = _integer(lines, line_stride, row, TOP_K_LINE)
     top_p = _number(lines, line_stride, row, TOP_P_LINE)
@@ -110,44 +85,10 @@ def _read(logits, logits_stride, row, ids, vocab_size):
 
 
 @triton.jit
-def _marked(values, ids, lines, line_stride, row, tables, vocab_size, mark_row):
-    """Penalize tokens that the sequence holds, and forbid those that end it too early."""
-    table = tl.load(tables + MARKS).to(tl.pointer_type(tl.int16))
-    at = table + (mark_row - 1) * vocab_size + ids
-    marks = tl.load(at, mask=ids < vocab_size, other=0).to(tl.int32)
-    count = marks & MAX_COUNT
-    is_prompt = (marks & IN_PROMPT) != 0
-    factor = _number(lines, line_stride, row, ENCODER_REPETITION_LINE)
-    rewarded = tl.where(values < 0, values / factor, values * factor)
-    values = tl.where(is_prompt, rewarded, values)
-    factor = _number(lines, line_stride, row, REPETITION_LINE)
-    penalized = tl.where(values < 0, values * factor, values / factor)
-    values = tl.where(is_prompt | (count > 0), penalized, values)
-    presence = _number(lines, line_stride, row, PRESENCE_LINE)
-    frequency = _number(lines, line_stride, row, FREQUENCY_LINE)
-    values = tl.where(count > 0, values - presence - frequency * count.to(tl.float32), values)
-    index = _integer(lines, line_stride, row, INDEX_LINE)
-    is_early = index < _integer(lines, line_stride, row, MIN_GENERATED_LINE)
-    return tl.where(is_early & ((marks & IS_EARLY) != 0), float("-inf"), values)
-
-
-@triton.jit
-def _scores(
-    values, ids, lines, line_stride, row, tables, never, vocab_size, NUM_NEVER: tl.constexpr
-):
+def _scores(values, ids, lines, line_stride, row, never, NUM_NEVER: tl.constexpr):
     """Return the scores that a row samples from, of some logits of the model."""
-    bias_row = _integer(lines, line_stride, row, BIAS_ROW_LINE)
-    mark_row = _integer(lines, line_stride, row, MARK_ROW_LINE)
-    if bias_row > 0:
-        # The table forbids tokens that are never sampled, except those that the row allows.
-        table = tl.load(tables + BIASES).to(tl.pointer_type(tl.float32))
-        at = table + (bias_row - 1) * vocab_size + ids
-        values += tl.load(at, mask=ids < vocab_size, other=0.0)
-    else:
-        for place in tl.static_range(NUM_NEVER):
-            values = tl.where(ids == tl.load(never + place), float("-inf"), values)
-    if mark_row > 0:
-        values = _marked(values, ids, lines, line_stride, row, tables, vocab_size, mark_row)
+    for place in tl.static_range(NUM_NEVER):
+        values = tl.where(ids == tl.load(never + place), float("-inf"), values)
     return values / _number(lines, line_stride, row, TEMPERATURE_LINE)
 
 
@@ -163,7 +104,6 @@ def measure_kernel(
     kept,
     measures,
     lines,
-    tables,
     never,
     line_stride,
     logits_stride,
@@ -188,10 +128,8 @@ def measure_kernel(
             total = tl.sum(_weights(scores, largest), 0)
             tl.store(at + OWN_LARGEST * num_parts, largest)
             tl.store(at + OWN_SUM * num_parts, total)
-            if _is_changed(lines, line_stride, row, NUM_NEVER):
-                scores = _scores(
-                    values, ids, lines, line_stride, row, tables, never, vocab_size, NUM_NEVER
-                )
+            if NUM_NEVER > 0:
+                scores = _scores(values, ids, lines, line_stride, row, never, NUM_NEVER)
                 largest = tl.max(scores, 0)
                 total = tl.sum(_weights(scores, largest), 0)
             tl.store(at + LARGEST * num_parts, largest)
@@ -203,7 +141,6 @@ def _search(
     logits,
     largest_of_parts,
     lines,
-    tables,
     never,
     line_stride,
     logits_stride,
@@ -236,9 +173,7 @@ def _search(
             if (most >= first) & (most >= least):
                 ids = part * CHUNK + tl.arange(0, CHUNK)
                 values = _read(logits, logits_stride, row, ids, vocab_size)
-                scores = _scores(
-                    values, ids, lines, line_stride, row, tables, never, vocab_size, NUM_NEVER
-                )
+                scores = _scores(values, ids, lines, line_stride, row, never, NUM_NEVER)
                 weights = tl.exp(scores - largest)
                 counted = weights if IS_MASS else tl.full([CHUNK], 1.0, tl.float32)
                 counted = tl.where(weights >= least, counted, 0.0)
@@ -257,7 +192,6 @@ def _kept(
     logits,
     measures,
     lines,
-    tables,
     never,
     line_stride,
     logits_stride,
@@ -278,9 +212,7 @@ def _kept(
         if (most >= least) & (most > 0.0):
             ids = part * CHUNK + tl.arange(0, CHUNK)
             values = _read(logits, logits_stride, row, ids, vocab_size)
-            scores = _scores(
-                values, ids, lines, line_stride, row, tables, never, vocab_size, NUM_NEVER
-            )
+            scores = _scores(values, ids, lines, line_stride, row, never, NUM_NEVER)
             weights = tl.exp(scores - largest)
             is_kept = (weights >= least) & (weights > 0.0)
             total = tl.sum(tl.where(is_kept, weights, 0.0), 0)
@@ -296,7 +228,6 @@ def truncate_kernel(
     measures,
     limits,
     lines,
-    tables,
     never,
     line_stride,
     logits_stride,
@@ -325,23 +256,23 @@ def truncate_kernel(
         top_k = _integer(lines, line_stride, row, TOP_K_LINE)
         if top_k > 0:
             least = _search(
-                logits, at, lines, tables, never, line_stride, logits_stride, vocab_size, num_parts,
+                logits, at, lines, never, line_stride, logits_stride, vocab_size, num_parts,
                 row, largest, least, top_k.to(tl.float32), False, NUM_NEVER, CHUNK,
             )  # fmt: skip
         top_p = _number(lines, line_stride, row, TOP_P_LINE)
         if top_p < 1.0:
             mass, count = _kept(
-                logits, measures, lines, tables, never, line_stride, logits_stride, vocab_size,
+                logits, measures, lines, never, line_stride, logits_stride, vocab_size,
                 num_parts, row, largest, least, NUM_NEVER, CHUNK,
             )  # fmt: skip
             reached = _search(
-                logits, at, lines, tables, never, line_stride, logits_stride, vocab_size, num_parts,
+                logits, at, lines, never, line_stride, logits_stride, vocab_size, num_parts,
                 row, largest, least, mass * top_p, True, NUM_NEVER, CHUNK,
             )  # fmt: skip
             least = tl.maximum(least, reached)
         least = tl.maximum(least, _number(lines, line_stride, row, MIN_P_LINE))
         mass, count = _kept(
-            logits, measures, lines, tables, never, line_stride, logits_stride, vocab_size,
+            logits, measures, lines, never, line_stride, logits_stride, vocab_size,
             num_parts, row, largest, least, NUM_NEVER, CHUNK,
         )  # fmt: skip
         limits += row * NUM_LIMITS
@@ -388,7 +319,6 @@ def top_kernel(
     limits,
     tops,
     lines,
-    tables,
     never,
     line_stride,
     logits_stride,
@@ -427,9 +357,7 @@ def top_kernel(
             ids = part * CHUNK + tl.arange(0, CHUNK)
             values = _read(logits, logits_stride, row, ids, vocab_size)
             if IS_PROCESSED:
-                scores = _scores(
-                    values, ids, lines, line_stride, row, tables, never, vocab_size, NUM_NEVER
-                )
+                scores = _scores(values, ids, lines, line_stride, row, never, NUM_NEVER)
                 scores = tl.where(_weights(scores, largest) >= least, scores, float("-inf"))
             else:
                 scores = values / _number(lines, line_stride, row, TEMPERATURE_LINE)
@@ -463,7 +391,6 @@ def draw_kernel(
     limits,
     results,
     lines,
-    tables,
     never,
     line_stride,
     logits_stride,
@@ -498,7 +425,7 @@ def draw_kernel(
         offset = point - tl.sum(tl.where(parts == part, ends - shares, 0.0), 0)
         ids = part * CHUNK + tl.arange(0, CHUNK)
         values = _read(logits, logits_stride, row, ids, vocab_size)
-        scores = _scores(values, ids, lines, line_stride, row, tables, never, vocab_size, NUM_NEVER)
+        scores = _scores(values, ids, lines, line_stride, row, never, NUM_NEVER)
         weights = _weights(scores, largest)
         weights = tl.where(weights >= least, weights, 0.0)
         is_weighty = weights > 0.0
@@ -525,12 +452,6 @@ def draw_kernel(
             limits += row * NUM_LIMITS
             tl.store(results + RESULT_LOG_MASS, tl.load(limits + LOG_MASS).to(tl.float64))
             tl.store(results + RESULT_NUM_KEPT, tl.load(limits + NUM_KEPT).to(tl.float64))
-        mark_row = _integer(lines, line_stride, row, MARK_ROW_LINE)
-        if mark_row > 0:
-            table = tl.load(tables + MARKS).to(tl.pointer_type(tl.int16))
-            at = table + (mark_row - 1) * vocab_size + token
-            mark = tl.load(at).to(tl.int32)
-            tl.store(at, (mark + ((mark & MAX_COUNT) < MAX_COUNT).to(tl.int32)).to(tl.int16))
         length = _integer(lines, line_stride, row, LENGTH_LINE)
         index = _integer(lines, line_stride, row, INDEX_LINE)
         tl.store(lines + TOKEN_LINE * line_stride + row, token.to(tl.int64))

@@ -13,7 +13,7 @@ from cb_rollout.engine.kv_cache.paged import PagedCache
 from cb_rollout.engine.request import Request
 
 if TYPE_CHECKING:
-    from cb_rollout.engine.model.prompt_images import PromptImages
+    from cb_rollout.engine.images.prompt_images import PromptImages
 
 
 @dataclass(frozen=True, slots=True)

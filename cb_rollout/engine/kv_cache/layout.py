@@ -14,12 +14,10 @@ class TensorSpec:
 
     @property
     def num_elements(self) -> int:
-        """Return the number of elements."""
         return torch.Size(self.shape).numel()
 
     @property
     def num_bytes(self) -> int:
-        """Return the size in bytes."""
         return self.num_elements * self.dtype.itemsize
 
     def at_least(self, dtype: torch.dtype) -> "TensorSpec":
@@ -53,7 +51,6 @@ class LayerSpec:
 
     @property
     def bytes_per_token(self) -> int:
-        """Return the bytes of each cached token."""
         return sum(s.num_bytes for s in self.per_token)
 
     @property
@@ -88,7 +85,6 @@ class CacheLayout:
 
     @property
     def has_keys(self) -> bool:
-        """Return whether any layer stores keys."""
         return any(layer.keys for layer in self.layers)
 
     @property

@@ -49,7 +49,6 @@ class KVOffloader(KVRetention):
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of all saved blocks."""
         return sum(saved.num_bytes for saved in self._saved.values())
 
     def save(self, request: Request) -> None:
@@ -78,11 +77,9 @@ class KVOffloader(KVRetention):
         request.num_computed = saved.num_computed
 
     def drop(self, request: Request) -> None:
-        """Delete the saved keys of a sequence, if there are any."""
         self._saved.pop(request.request_id, None)
 
     def clear(self) -> None:
-        """Delete all saved keys."""
         self._saved.clear()
 
     def _blocks(self, pages_NF: torch.Tensor) -> torch.Tensor:

@@ -165,11 +165,9 @@ class PagedLayer(CacheLayerMixin):
         return self.mapping
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return length and offset of the keys that a mask must cover."""
         return self._current.num_cached + query_length, 0
 
     def get_seq_length(self) -> int:
-        """Return the columns before the new tokens."""
         return self._current.num_cached
 
     def get_max_length(self) -> int:
@@ -236,12 +234,10 @@ class PagedCache(Cache):
         return nothing
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return the columns before the new tokens, the same for every layer."""
         assert self._mapping is not None, "the cache was used outside a step"
         return self._mapping.num_cached
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Return length and offset of the keys that a mask must cover, the same for every layer."""
         return self.get_seq_length() + query_length, 0
 
     @property

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import torch
 
+from cb_rollout.config.combinations import refused
 from cb_rollout.config.enums import KvDtype
 from cb_rollout.config.rollout import RolloutConfig
 from cb_rollout.engine.kv_cache.layout import CacheLayout, LayerSpec
@@ -36,10 +37,7 @@ def page_layout(layout: CacheLayout, config: RolloutConfig, device: torch.device
         ConfigurationError: `kv_dtype` or `cpu_offload_gib` cannot be honoured.
     """
     if config.cpu_offload_gib and layout.is_recurrent:
-        raise ConfigurationError(
-            f"cpu_offload_gib={config.cpu_offload_gib}: this model keeps recurrent states, which "
-            "cannot be continued from kept keys; leave it at 0."
-        )
+        raise refused("offload, recurrent", value=config.cpu_offload_gib)
     if config.kv_dtype == KvDtype.AUTO:
         return layout
     if not devices.has_float8(device):
@@ -48,10 +46,7 @@ def page_layout(layout: CacheLayout, config: RolloutConfig, device: torch.device
             f"compute capability 8.9 or later, and the model is on {device}; leave it at 'auto'."
         )
     if not layout.has_keys:
-        raise ConfigurationError(
-            f"kv_dtype={config.kv_dtype!r}: this model keeps no keys and values; leave it at "
-            "'auto'."
-        )
+        raise refused("kv dtype, no keys", value=repr(config.kv_dtype))
     return float8_layout(layout)
 
 

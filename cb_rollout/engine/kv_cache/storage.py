@@ -111,7 +111,6 @@ class CacheStorage:
 
     @property
     def is_allocated(self) -> bool:
-        """Return whether memory is allocated."""
         return self._held is not None
 
     @property

@@ -1,5 +1,4 @@
 """Run the model's own forward: probe its cache, check it on pages, lay out rows, call it.
 
-`prompt_images` holds a prompt's images as that forward takes them. The engine's executor calls the
-runner; probe and check run once, when an engine is created.
+The engine's executor calls the runner; probe and check run once, when an engine is created.
 """

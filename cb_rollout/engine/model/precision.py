@@ -8,6 +8,7 @@ import torch
 from cb_rollout.compat import fsdp as fsdp_compat
 from cb_rollout.compat import torch as torch_compat
 from cb_rollout.compat import zero3 as zero3_compat
+from cb_rollout.config.combinations import refused
 from cb_rollout.config.enums import RolloutDtype, WeightSync
 from cb_rollout.config.rollout import (
     GENERATOR_FIELDS,
@@ -52,10 +53,8 @@ def rollout_precision(config: RolloutConfig, model: torch.nn.Module, accelerator
             return Precision(wanted, None)
         if is_copy:
             return Precision(None, wanted)
-        raise ConfigurationError(
-            f"rollout_dtype={config.rollout_dtype!r} under accelerate's mixed precision {word!r}, "
-            "in which the model's forward computes whoever calls it; use 'auto', or "
-            "weight_sync='copy'."
+        raise refused(
+            "rollout dtype, autocast", value=repr(config.rollout_dtype), precision=repr(word)
         )
     held = torch_compat.compute_dtype(model)
     if wanted == held:

@@ -23,17 +23,17 @@ from cb_rollout.engine.attention.cpu import few_row_linear
 from cb_rollout.engine.attention.decode_cache import DecodeInputs
 from cb_rollout.engine.attention.packed import PackedAttention, Segment
 from cb_rollout.engine.attention.selector import AttentionBackend, select_backend
+from cb_rollout.engine.images.encoder_cache import EncoderCache
+from cb_rollout.engine.images.inputs import ImageInputs, joined_positions, joined_tensors
+from cb_rollout.engine.images.prompt_images import Image, PromptImages
 from cb_rollout.engine.kv_cache.forward_batch import ForwardBatch
 from cb_rollout.engine.kv_cache.layout import CacheLayout
 from cb_rollout.engine.kv_cache.paged import PagedCache
 from cb_rollout.engine.kv_cache.recurrent import PROBE_ROWS, OpaqueStateAdapter
 from cb_rollout.engine.memory import device as devices
-from cb_rollout.engine.model.encoder_cache import EncoderCache, GivenImages
 from cb_rollout.engine.model.eval_mode import eval_mode
 from cb_rollout.engine.model.forward_inputs import ForwardInputs, packed_inputs, padded_inputs
-from cb_rollout.engine.model.image_rows import ImageInputs, joined_positions, joined_tensors
 from cb_rollout.engine.model.probe import PROBE_TOKENS, probe
-from cb_rollout.engine.model.prompt_images import PromptImages
 from cb_rollout.engine.model.routers import RouteRecorder, Routers, find_routers
 from cb_rollout.engine.numerics.higher_precision import higher_precision
 from cb_rollout.errors import ConfigurationError
@@ -302,7 +302,7 @@ class ModelRunner:
 
     def _with_images(
         self, batch: ForwardBatch, positions: torch.Tensor
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor], list[GivenImages]]:
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor], list[Image]]:
         """Return positions of rows with images, tensors of their images, and the images."""
         if not batch.images:
             return positions, {}, []
@@ -313,11 +313,12 @@ class ModelRunner:
             if images is not None:
                 start = stop - num_new[row]
                 of_tokens[row] = self.image_inputs.positions(images, start, stop)
-                of_rows[row] = self.image_inputs.arguments(images, start, stop)
-                prompts.append(GivenImages(images, images.numbers_from(start), of_rows[row]))
-        per_token = frozenset().union(*(prompt.images.per_token for prompt in prompts))
+                prompts.append(self.image_inputs.on_device(images, start))
+                of_rows[row] = prompts[-1].arguments(start, stop)
+        per_token = frozenset().union(*(prompt.of_tokens for prompt in prompts))
         arguments = joined_tensors(of_rows, num_new, per_token, dim=1)
-        return joined_positions(of_tokens), arguments, prompts
+        of_prompts = [image for prompt in prompts for image in prompt.images]
+        return joined_positions(of_tokens), arguments, of_prompts
 
     def plain_logits(
         self,

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -34,8 +34,13 @@ LEAST_SIZE = 10.0
 # Nats below which a token is excluded: its probability is 0 in every dtype.
 EXCLUDED = -1e4
 
+# Sequences whose rounding stands for that of a rollout.
+NUM_MEASURED = 2
+
 # Products of tokens and parameters that a CPU computes in float64, in seconds.
 MAX_DOUBLE_PRODUCTS = 2e10
+
+T = TypeVar("T")
 
 Values = torch.Tensor | Sequence[torch.Tensor]
 
@@ -126,6 +131,11 @@ def rounding_noise(
     return noise_P.minimum(rounding_P / ROUNDING / math.sqrt(eps)).maximum(rounding_P)
 
 
+def overall_noise(expected: Values, other: Values | None, dtype: torch.dtype) -> torch.Tensor:
+    """Return the noise of all positions together, `[1]`, float64; see `rounding_noise`."""
+    return rounding_noise(expected, other, dtype).square().mean().sqrt()[None]
+
+
 def gradient_noise(
     expected: torch.Tensor, other: torch.Tensor | None, dtype: torch.dtype
 ) -> torch.Tensor:
@@ -180,15 +190,7 @@ def references(
     """
 
     def compute_in(higher: torch.dtype) -> Values | None:
-        if not can_raise_precision:
-            return None
-        try:
-            with precisely(higher):
-                return compute()
-        except torch.OutOfMemoryError:
-            return None
-        except Exception:  # noqa: BLE001 - an operator may exist in one precision alone
-            return None
+        return computed_in(higher, compute, precisely) if can_raise_precision else None
 
     own = compute()
     higher = compute_in(torch.float32) if is_coarse else None
@@ -201,6 +203,17 @@ def references(
         Reference(higher, rounding_noise(higher, double, torch.float32), torch.float32, True),
         Reference(own, rounding_noise(own, higher, dtype), dtype, is_higher=False),
     ]
+
+
+def computed_in(
+    dtype: torch.dtype, compute: Callable[[], T], precisely: Precisely = higher_precision
+) -> T | None:
+    """Return what `compute` does in a higher precision; None: it fails there."""
+    try:
+        with precisely(dtype):
+            return compute()
+    except Exception:  # noqa: BLE001 - an operator may exist in one precision alone
+        return None
 
 
 def is_measurable(model: torch.nn.Module, num_tokens: int) -> bool:

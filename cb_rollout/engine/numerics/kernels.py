@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from cb_rollout.engine.kv_cache.block_table import BlockTable
-from cb_rollout.engine.native.library import COUNT, NUMBER, TENSOR, TYPES, library
+from cb_rollout.engine.numerics.native.library import COUNT, NUMBER, TENSOR, TYPES, library
 
 # Dtypes of the ordered kernels, which compute in float32.
 DTYPES = (torch.float32, torch.bfloat16)

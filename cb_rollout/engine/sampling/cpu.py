@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from cb_rollout.compat import inductor
-from cb_rollout.engine.native.library import COUNT, TENSOR, library
+from cb_rollout.engine.numerics.native.library import COUNT, TENSOR, library
 from cb_rollout.errors import error_text
 
 _LOGGER = logging.getLogger(__name__)

@@ -64,7 +64,7 @@ class SamplingBatch:
     greedy_rows: torch.Tensor | None
     """Indices of the rows that take the most likely token; None: there are none."""
     truncated_rows: torch.Tensor | None
-    """Indices of the rows with top-k, top-p or min-p; None: there are none."""
+    """Indices of the rows with top-k, top-p, min-p or typical-p; None: there are none."""
     truncation: Truncation | None
     """The parameters of `truncated_rows`."""
     top_rows: torch.Tensor | None
@@ -78,7 +78,6 @@ class SamplingBatch:
     """Token ids that no row samples, unless logits processors allowed it; None: there are none."""
 
     def scaled(self, logits_BV: torch.Tensor) -> torch.Tensor:
-        """Return logits over temperatures."""
         return (
             logits_BV if self.temperatures_B is None else logits_BV / self.temperatures_B[:, None]
         )

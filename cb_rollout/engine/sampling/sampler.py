@@ -279,20 +279,6 @@ def append_each(
     return sum(is_valid)
 
 
-# Fields of SamplingParams that can take tokens away.
-_FORBIDDING = (
-    "logit_bias",
-    "sequence_bias",
-    "no_repeat_ngram_size",
-    "bad_words",
-    "begin_suppress_tokens",
-    "min_new_tokens",
-    "min_length",
-    "logits_processors",
-    "grammar",
-)
-
-
 class HostSampled(NamedTuple):
     """A `Sampled` in system memory."""
 
@@ -365,11 +351,11 @@ def _fail_with(request: Request, error: Exception) -> None:
 
 
 def _fail_without_choice(request: Request) -> None:
-    named = [name for name in _FORBIDDING if getattr(request.params, name)]
+    named = ", ".join(request.params.adjustments)
     request.end(
         RequestStatus.FAILED,
         FinishReason.ERROR,
-        f"after {request.num_tokens} tokens none may follow: {', '.join(named)} left no finite "
+        f"after {request.num_tokens} tokens none may follow: {named} left no finite "
         "score to sample from; loosen them, or lower max_new_tokens.",
     )
 

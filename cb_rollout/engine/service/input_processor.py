@@ -23,10 +23,10 @@ from torch import distributed
 
 from cb_rollout.compat.multimodal import text_tokenizer
 from cb_rollout.config.sampling import SamplingParams
-from cb_rollout.engine.model.prompt_images import PromptImages
+from cb_rollout.engine.images.processor import ImagePrompt, encoded_row
+from cb_rollout.engine.images.prompt_images import PromptImages
 from cb_rollout.engine.request import Request
 from cb_rollout.engine.sampling.stop_strings import Decode, StopStrings
-from cb_rollout.engine.service.image_prompts import ImagePrompt, encoded_row
 from cb_rollout.errors import InvalidRequestError
 from cb_rollout.types import FinishReason, RequestStatus
 

@@ -14,7 +14,7 @@ from typing import Any
 from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from cb_rollout.engine.service.image_prompts import is_chat
+from cb_rollout.engine.images.processor import is_chat
 
 # Beside the trainer's own files in a checkpoint.
 STATE_FILE = "cb_rollout_prompts.json"

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from cb_rollout.config.combinations import refused
 from cb_rollout.config.enums import RolloutDtype, WeightSync
 from cb_rollout.config.hf import as_trainers_config
 from cb_rollout.config.rollout import RolloutConfig
@@ -19,15 +20,9 @@ def engine_config(config: Any, args: Any) -> RolloutConfig:
     """Return the config of an engine on its own copy of the weights, in the trainer's dtype."""
     resolved = as_trainers_config(config, args.seed)
     if resolved.weight_sync == WeightSync.COPY:
-        raise ConfigurationError(
-            "weight_sync='copy': the engine's model is a copy already, which the trainer writes; "
-            "leave it at 'auto'."
-        )
+        raise refused("async trainer, copy")
     if resolved.router_replay:
-        raise ConfigurationError(
-            "router_replay=True: the asynchronous trainer's batches carry no experts, so its loss "
-            "would choose its own; leave it False, or attach a GRPOTrainer."
-        )
+        raise refused("async trainer, router replay")
     dtype = resolved.rollout_dtype
     if dtype == RolloutDtype.AUTO and (args.bf16 or args.fp16):
         dtype = RolloutDtype.BFLOAT16 if args.bf16 else RolloutDtype.FLOAT16
@@ -37,10 +32,7 @@ def engine_config(config: Any, args: Any) -> RolloutConfig:
 def require_settings(args: Any, in_flight: str, is_strategy_ignored: bool = False) -> None:
     """Refuse settings that need a server, or that would be ignored."""
     if is_strategy_ignored:
-        raise ConfigurationError(
-            "a strategy with tools or environments: TRL's own loop scores conversations; leave "
-            "strategy out."
-        )
+        raise refused("async trainer, strategy and tools")
     if args.token_budget is None:
         raise ConfigurationError(
             "token_budget=None asks a vLLM server for its limit; set it to the most tokens of one "
@@ -93,9 +85,7 @@ def require_data(train_dataset: Any, reward_funcs: Any) -> None:
     # An iterator's first row would be lost.
     reads_row = not isinstance(train_dataset, Iterator)
     if where := images_in(train_dataset, "train_dataset", reads_row=reads_row):
-        raise ConfigurationError(
-            f"{where}, and AsyncGRPOTrainer's loss takes text alone; use attach with a GRPOTrainer."
-        )
+        raise refused("async trainer, images", where=where)
 
 
 def own_tokenizer(model: str | torch.nn.Module, processing_class: Any) -> Any:

@@ -8,11 +8,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from cb_rollout.config.combinations import refused
 from cb_rollout.config.sampling import SamplingParams
 from cb_rollout.engine.request import Request
 from cb_rollout.engine.service.input_processor import InputProcessor, ServingLimits
 from cb_rollout.engine.service.output_queue import OutputSink
-from cb_rollout.errors import ConfigurationError
 from cb_rollout.integrations.ray.supervisor import WorkerSupervisor
 from cb_rollout.metrics.registry import EngineCounters, EngineStatus
 
@@ -62,9 +62,7 @@ class PoolManager:
         """
         requests = self.input_processor.requests(inputs, *arguments, **more)
         if any(request.images is not None for request in requests):
-            raise ConfigurationError(
-                "a pool samples prompts without images; use a RolloutGenerator for these."
-            )
+            raise refused("pool, images")
         return requests
 
     def start(self) -> None:

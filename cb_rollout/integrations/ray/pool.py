@@ -12,6 +12,7 @@ import torch
 from tqdm.auto import tqdm
 
 from cb_rollout.compat import transformers as hf_compat
+from cb_rollout.config.combinations import refused
 from cb_rollout.config.enums import InFlight, WeightSync
 from cb_rollout.config.hf import as_rollout_config
 from cb_rollout.config.sampling import SamplingParams
@@ -71,10 +72,7 @@ class RolloutPool:
         self.config = as_rollout_config(config)
         require_tokenizer(tokenizer)
         if self.config.weight_sync == WeightSync.SHARED:
-            raise ConfigurationError(
-                "weight_sync='shared': a pool's workers have weights of their own; leave it at "
-                "'auto'."
-            )
+            raise refused("pool, shared weights")
         _require_workers(num_workers)
         for name, seconds in (
             ("timeout_seconds", timeout_seconds),

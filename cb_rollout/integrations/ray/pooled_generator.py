@@ -10,8 +10,8 @@ from typing import Any, Literal, Self
 
 import torch
 
+from cb_rollout.config.combinations import refused
 from cb_rollout.config.hf import from_generation_config
-from cb_rollout.errors import ConfigurationError
 from cb_rollout.integrations.ray.pool import RolloutPool
 from cb_rollout.metrics.registry import status_metrics
 from cb_rollout.rollout.generator import measured
@@ -45,7 +45,7 @@ class PooledGenerator:
             ("router_replay=True", "attach a RolloutConfig instead", self.config.router_replay),
         ):
             if is_so:
-                raise ConfigurationError(f"{fault}: a trainer with a pool cannot use it; {advice}.")
+                raise refused("pool, trainer's needs", fault=fault, advice=advice)
         self.pool, self._model = pool, model
         defaults = pool.manager.defaults
         if generation_config is not None:

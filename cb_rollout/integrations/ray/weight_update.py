@@ -14,8 +14,9 @@ import torch
 from torch import distributed
 
 from cb_rollout.compat import transformers as hf_compat
+from cb_rollout.config.combinations import refused
 from cb_rollout.engine.memory import device as devices
-from cb_rollout.errors import ConfigurationError, WeightSyncError, abbreviated
+from cb_rollout.errors import WeightSyncError, abbreviated
 from cb_rollout.weights.source import create_source
 from cb_rollout.weights.tensor import weights_of
 
@@ -105,12 +106,7 @@ def _values_of_module(
 ) -> Iterator[tuple[HeldTensor, torch.Tensor]]:
     plain, source = hf_compat.unwrap(model), create_source(model)
     if source.is_collective and distributed.is_initialized() and distributed.get_world_size() > 1:
-        raise ConfigurationError(
-            "the model is sharded over processes, and a pool takes whole weights from one; gather "
-            "them with torch.distributed.checkpoint.state_dict.get_model_state_dict(model, "
-            "options=StateDictOptions(full_state_dict=True, cpu_offload=True)), and pass these; "
-            "for attach, pass a RolloutConfig instead of the pool."
-        )
+        raise refused("pool, sharded module")
     weights = weights_of(plain, source.stored)
     found = {name: weight for weight in weights for name in weight.names}
     _require_match(held, {name: tuple(source.shape(w.base)) for name, w in found.items()})

@@ -20,9 +20,9 @@ from transformers import set_seed
 from trl import GRPOTrainer, RLOOTrainer
 from trl.generation.vllm_generation import VLLMGeneration
 
-from cb_rollout.compat import transformers as hf_compat
 from cb_rollout.compat.torch import dropout_rate
-from cb_rollout.config.enums import LossForward, Numerics, SamplingMaskMode
+from cb_rollout.config.combinations import refused
+from cb_rollout.config.enums import Numerics
 from cb_rollout.config.hf import from_generation_config
 from cb_rollout.config.rollout import RolloutConfig
 from cb_rollout.engine.numerics.bitwise import bitwise
@@ -35,12 +35,9 @@ from cb_rollout.integrations.trl.backend import (
     GenerationBackend,
     create_generator,
     joined,
-    training_bytes,
     trains_split_model,
 )
 from cb_rollout.integrations.trl.guard import (
-    LogprobGuard,
-    are_comparable,
     require_one_distribution,
     warn_of_bias,
 )
@@ -52,17 +49,13 @@ from cb_rollout.integrations.trl.on_policy import (
     require_generation_alone,
     seam_of,
 )
-from cb_rollout.integrations.trl.packed_loss import PackedLoss
 from cb_rollout.integrations.trl.records import TrainerRecords
-from cb_rollout.integrations.trl.replay import RouterReplay
 from cb_rollout.integrations.trl.rollout_func import end_own_engine
 from cb_rollout.integrations.trl.scoring import TrainerScoring
 from cb_rollout.integrations.trl.strategies import STRATEGY
 from cb_rollout.integrations.trl.truncated_completions import (
-    TruncatedCompletions,
     require_known_ends,
 )
-from cb_rollout.packing.logprobs import can_pack
 from cb_rollout.packing.ordered_head import replacing_head
 from cb_rollout.rollout.distributed import create_failure_watch
 from cb_rollout.rollout.generator import RolloutGenerator
@@ -120,6 +113,9 @@ def attach(trainer: Any, config: Any = None) -> RolloutGenerator | PooledGenerat
     defaults = generator.manager.defaults
     require_one_distribution(config, defaults)
     require_known_ends(trainer, defaults)
+    compiles = getattr(trainer.args, "torch_compile", False)
+    if generator.manager.routers is not None and compiles:
+        raise refused("router replay, compiled")
     warn_of_bias(trainer, config, defaults)
     _warn_of_dropout(trainer, config)
     if config.numerics == Numerics.BITWISE:
@@ -130,21 +126,7 @@ def attach(trainer: Any, config: Any = None) -> RolloutGenerator | PooledGenerat
     if trainer.accelerator.is_main_process:
         records = TrainerRecords(trainer, config.record_num_sequences)
     backend = GenerationBackend(trainer, generator, records)
-    routers, replay, packed = generator.manager.routers, None, None
-    if routers is not None:
-        replay = RouterReplay(trainer, routers)
-    if config.loss_forward == LossForward.PACKED:
-        packed = _packed_loss(trainer, generator, replay)
-    scoring = TrainerScoring(
-        trainer,
-        backend,
-        LogprobGuard(trainer, config, are_comparable(config, defaults)),
-        records,
-        TruncatedCompletions(trainer, defaults),
-        packed=packed,
-        replays=config.sampling_mask == SamplingMaskMode.REPLAY,
-        router_replay=replay,
-    )
+    scoring = TrainerScoring(trainer, backend)
     if config.numerics == Numerics.BITWISE:
         _install_bitwise(trainer, backend)
     backend.overrides.set(
@@ -167,19 +149,6 @@ def attach(trainer: Any, config: Any = None) -> RolloutGenerator | PooledGenerat
     return generator
 
 
-def _packed_loss(
-    trainer: Any, generator: RolloutGenerator | PooledGenerator, replay: RouterReplay | None
-) -> PackedLoss:
-    """Create the packed loss; the engine knows whether rows may stand one after the other."""
-    if isinstance(generator, RolloutGenerator):
-        is_packable = generator.manager.cache_layout.can_pack
-    else:
-        is_packable = can_pack(hf_compat.unwrap(trainer.model))
-    config = generator.config
-    training = training_bytes(trainer, config)
-    return PackedLoss(trainer, config, training, replay, can_pack=is_packable)
-
-
 def _attach_generation(
     trainer: Any, config: Any, seam: GenerationSeam
 ) -> RolloutGenerator | PooledGenerator:
@@ -200,7 +169,7 @@ def _watch(trainer: Any, backend: GenerationBackend) -> None:
         backend.overrides.set(
             train=watch.watching(trainer.train), evaluate=watch.watching(trainer.evaluate)
         )
-    trainer.add_callback(backend.callback)
+    trainer.add_callback(backend)
 
 
 def detach(trainer: Any) -> None:
@@ -258,10 +227,7 @@ def _require_supported(trainer: Any, seam: GenerationSeam | None) -> None:
 def _require_settings(trainer: Any) -> None:
     """Refuse settings that cannot be honoured, or that TRL would refuse with a server."""
     if trainer.args.use_transformers_continuous_batching:
-        raise ConfigurationError(
-            "use_transformers_continuous_batching=True and cb_rollout both want to generate; "
-            "leave it False."
-        )
+        raise refused("transformers' batching")
     if not trainer.args.temperature > 0:
         raise ConfigurationError(
             f"temperature={trainer.args.temperature}: the completions of a group would all be the "
@@ -315,11 +281,7 @@ def _require_whole_outputs(trainer: Any) -> None:
     policy = getattr(plugin, "mixed_precision_policy", None)
     dtype = getattr(policy, "output_dtype", None)
     if dtype not in (None, torch.float32):
-        raise ConfigurationError(
-            f"numerics='bitwise': FSDP2's mixed precision rounds the trainer's log-probabilities "
-            f"to {dtype}; set output_dtype=torch.float32 in the mixed_precision_policy of "
-            "trainer.accelerator.state.fsdp_plugin before attach, or train without mixed precision."
-        )
+        raise refused("bitwise, rounded outputs", dtype=dtype)
 
 
 def _warn_of_dropout(trainer: Any, config: RolloutConfig) -> None:
@@ -330,11 +292,7 @@ def _warn_of_dropout(trainer: Any, config: RolloutConfig) -> None:
     """
     highest = dropout_rate(trainer.model)
     if highest > 0 and config.numerics == Numerics.BITWISE:
-        raise ConfigurationError(
-            f"numerics='bitwise': the model trains with dropout (rate {highest:g}); set "
-            "disable_dropout=True in the trainer's config, and lora_dropout=0 and "
-            "attention_dropout=0 where they are set."
-        )
+        raise refused("bitwise, dropout", rate=f"{highest:g}")
     if highest > 0 and getattr(trainer, "vllm_importance_sampling_correction", False):
         warnings.warn(
             f"the model trains with dropout (rate {highest:g}), and rollouts are sampled without: "

@@ -8,6 +8,7 @@ Reads the trainer's attributes and imports no trl.
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import asdict
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from transformers import TrainerCallback, TrainerState
 
 from cb_rollout.compat.transformers import tensor_parallel_group, unwrap
 from cb_rollout.compat.zero3 import shards_models
+from cb_rollout.config.combinations import refused
 from cb_rollout.config.enums import ReleaseCache
 from cb_rollout.config.hf import as_trainers_config
 from cb_rollout.config.rollout import RolloutConfig
@@ -25,8 +27,9 @@ from cb_rollout.errors import ConfigurationError, InvalidRequestError
 from cb_rollout.integrations.ray.pool import RolloutPool
 from cb_rollout.integrations.ray.pooled_generator import PooledGenerator
 from cb_rollout.integrations.trl.context import RolloutContext
-from cb_rollout.integrations.trl.packed_scores import LossTokens
+from cb_rollout.integrations.trl.packed_loss import LossTokens
 from cb_rollout.integrations.trl.records import TrainerRecords
+from cb_rollout.metrics.run_records import Mode
 from cb_rollout.rollout.generator import RolloutGenerator
 from cb_rollout.types import GenerationOutput
 
@@ -67,11 +70,7 @@ class Overrides:
 def _require_whole_model(accelerator: Any) -> None:
     """Refuse a pool where processes shard the model: a pool takes whole weights from one."""
     if accelerator.num_processes > 1 and shards_models(accelerator):
-        raise ConfigurationError(
-            f"FSDP or ZeRO-3 shards the model over {accelerator.num_processes} processes, and a "
-            "pool takes whole weights from one; pass a RolloutConfig to attach instead of the "
-            "pool, or train under DDP."
-        )
+        raise refused("pool, sharded trainer", num_processes=accelerator.num_processes)
 
 
 def create_generator(trainer: Any, config: Any) -> RolloutGenerator | PooledGenerator:
@@ -153,8 +152,11 @@ def training_bytes(trainer: Any, config: RolloutConfig) -> TrainingBytes:
     return TrainingMemory(model, model, device, _optimizer(trainer), reserve).bytes_now()
 
 
-class GenerationBackend:
-    """The trainer's `vllm_generation`: samples its completions and logs its rollout metrics."""
+class GenerationBackend(TrainerCallback):
+    """The trainer's `vllm_generation`: samples its completions and logs its rollout metrics.
+
+    As a callback it follows the trainer's steps.
+    """
 
     def __init__(
         self,
@@ -171,16 +173,16 @@ class GenerationBackend:
             records: None: this process keeps none.
             synced_step: the trainer's attribute with the step at which it synced last.
         """
-        self._trainer, self.generator, self._records = trainer, generator, records
+        self._trainer, self.generator, self.records = trainer, generator, records
         self._synced_step = synced_step
         self.overrides = Overrides(trainer)
         self.installed = ExitStack()
         """Contexts that end when the trainer is detached, beside `overrides` of its attributes."""
-        self.callback = RolloutCallback(self, records)
         self.context = RolloutContext(self._mode)
         """Of the rollout in progress, or of the last one."""
         self.strategy: TrainerStrategy | None = None
         self._is_training = False
+        self._step_began = time.perf_counter()
         self._seconds_this_step = 0.0
         self._loss_began: float | None = None
         self._loss_seconds = 0.0
@@ -199,11 +201,15 @@ class GenerationBackend:
         self.context = RolloutContext(self._mode, **known)
         return self.context
 
-    def end_rollout(self) -> None:
-        """Log the rollout's metrics beside the trainer's own, and release the KV memory."""
-        metrics = self.context.metrics()
+    def log(self, metrics: Mapping[str, float], mode: Mode) -> None:
+        """Log values beside the trainer's own."""
         for name, value in metrics.items():
-            self._trainer._metrics[self.context.mode][name].append(value)
+            self._trainer._metrics[mode][name].append(value)
+
+    def end_rollout(self) -> None:
+        """Log the rollout's metrics, and release the KV memory."""
+        metrics = self.context.metrics()
+        self.log(metrics, self.context.mode)
         if self.context.mode == "train":
             self._seconds_this_step += metrics.get("rollout/seconds", 0.0)
         self.release()
@@ -311,74 +317,89 @@ class GenerationBackend:
         if self.collector is not None and self.collector.num_in_flight:
             self.generator.sleep()
 
-    def begin_step(self) -> None:
-        """Hold the engine until the step's rollout."""
-        self._is_training = True
-        self.generator.lend_to_trainer()
-        self.pause_carried()
-
-    def end_training(self) -> None:
-        """Cancel carried sequences, and let a server's clients be answered again."""
-        self._is_training = False
-        self.cancel_carried()
-        if self.generator.config.release_cache == ReleaseCache.NEVER:
-            self.generator.wake()
-
     def cancel_carried(self) -> None:
         """Cancel carried sequences: no step will come for them."""
         if self.collector is not None:
             self.collector.close()
             self.release()
 
-    def end_step(self, seconds: float) -> None:
-        """Log the share of an optimizer step of `seconds` that rollouts took."""
-        self._trainer._metrics["train"]["rollout/step_share"].append(
-            min(1.0, self._seconds_this_step / seconds)
-        )
-        self._seconds_this_step = 0.0
-        if self._loss_seconds:
-            self._trainer._metrics["train"]["rollout/loss_seconds"].append(self._loss_seconds)
-        self._loss_seconds = 0.0
-
     def begin_loss(self) -> None:
         """Start the clock of a micro-batch's forward and backward pass."""
         self._loss_began = time.perf_counter()
 
-    def end_loss(self) -> None:
-        """Stop the clock, after the backward pass."""
+    def log_loss(self, tokens: LossTokens, router_disagreement: float | None) -> None:
+        """Log what one forward of the loss computed.
+
+        Args:
+            tokens: its tokens.
+            router_disagreement: how often routers would have chosen other experts; None: they were
+                never asked.
+        """
+        metrics = {f"rollout/{name}": float(value) for name, value in asdict(tokens).items()}
+        if router_disagreement is not None:
+            metrics["rollout/router_disagreement"] = router_disagreement
+        self.log(metrics, self._mode)
+
+    def close(self) -> None:
+        """Put the trainer back as it was, and close the generator."""
+        if self.records is not None:
+            self.records.flush()
+        self.cancel_carried()
+        self._trainer.remove_callback(self)
+        self.overrides.restore()
+        self.installed.close()
+        self.generator.close()
+
+    def on_train_begin(self, args: Any, state: TrainerState, *_: Any, **__: Any) -> None:
+        """Sync anew: the step count starts over, or goes on from a checkpoint's."""
+        self.forget_synced_step()
+        if self.records is not None:
+            self.records.begin_training(state.global_step)
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        """Sync anew, for the best weights may have been loaded at an unchanged step count.
+
+        And cancel carried sequences, and let a server's clients be answered again.
+        """
+        self.forget_synced_step()
+        self._is_training = False
+        self.cancel_carried()
+        if self.generator.config.release_cache == ReleaseCache.NEVER:
+            self.generator.wake()
+        if self.records is not None:
+            self.records.flush()
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        """Hold the engine until the step's rollout."""
+        self._step_began = time.perf_counter()
+        self._is_training = True
+        self.generator.lend_to_trainer()
+        self.pause_carried()
+
+    def on_substep_end(self, *_: Any, **__: Any) -> None:
+        """Stop the loss's clock, after the backward pass."""
         if self._loss_began is not None:
             self._loss_seconds += time.perf_counter() - self._loss_began
         self._loss_began = None
 
-    def log_loss_tokens(self, tokens: LossTokens) -> None:
-        """Log what one forward of the loss computed."""
-        metrics = {
-            "rollout/loss_tokens_computed": tokens.loss_tokens_computed,
-            "rollout/loss_tokens_useful": tokens.loss_tokens_useful,
-            "rollout/prompts_shared": tokens.prompts_shared,
-            "rollout/rows_left_out": tokens.rows_left_out,
-        }
-        for name, value in metrics.items():
-            self._trainer._metrics[self._mode][name].append(value)
+    # The last micro-batch of a step has no substep.
+    on_pre_optimizer_step = on_substep_end
 
-    def log_router_disagreement(self, share: float | None) -> None:
-        """Log how often routers would have chosen other experts in the loss; None: never asked."""
-        if share is not None:
-            self._trainer._metrics[self._mode]["rollout/router_disagreement"].append(share)
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        """Log the share of an optimizer step that rollouts took, and the seconds of its losses."""
+        seconds = time.perf_counter() - self._step_began
+        metrics = {"rollout/step_share": min(1.0, self._seconds_this_step / seconds)}
+        if self._loss_seconds:
+            metrics["rollout/loss_seconds"] = self._loss_seconds
+        self.log(metrics, "train")
+        self._seconds_this_step = self._loss_seconds = 0.0
 
-    def flush_records(self) -> None:
-        """Write the records of sequences that no later step will train on."""
-        if self._records is not None:
-            self._records.flush()
-
-    def close(self) -> None:
-        """Put the trainer back as it was, and close the generator."""
-        self.flush_records()
-        self.cancel_carried()
-        self._trainer.remove_callback(self.callback)
-        self.overrides.restore()
-        self.installed.close()
-        self.generator.close()
+    def on_log(
+        self, args: Any, state: TrainerState, control: Any, logs: Any = None, **_: Any
+    ) -> None:
+        """Record the trainer's log."""
+        if self.records is not None:
+            self.records.write_log(state.global_step, logs or {})
 
 
 def _with_images(prompts: list[list[int]], images: list[Any]) -> list[Any]:
@@ -402,47 +423,3 @@ def _are_same(pictures: list[Any], others: list[Any]) -> bool:
         one is other or (hasattr(one, "mode") and one == other)
         for one, other in zip(pictures, others, strict=True)
     )
-
-
-class RolloutCallback(TrainerCallback):
-    """Reports the trainer's steps and logs to its backend."""
-
-    def __init__(self, backend: GenerationBackend, records: TrainerRecords | None) -> None:
-        self._backend, self._records = backend, records
-        self._step_started = time.perf_counter()
-
-    def on_train_begin(self, args: Any, state: TrainerState, *_: Any, **__: Any) -> None:
-        """Sync anew: the step count starts over, or goes on from a checkpoint's."""
-        self._backend.forget_synced_step()
-        if self._records is not None:
-            self._records.begin_training(state.global_step)
-
-    def on_train_end(self, *_: Any, **__: Any) -> None:
-        """Sync anew: the best weights may have been loaded at an unchanged step count."""
-        self._backend.forget_synced_step()
-        self._backend.end_training()
-        self._backend.flush_records()
-
-    def on_step_begin(self, *_: Any, **__: Any) -> None:
-        """Time an optimizer step and its rollout."""
-        self._step_started = time.perf_counter()
-        self._backend.begin_step()
-
-    def on_substep_end(self, *_: Any, **__: Any) -> None:
-        """Stop the loss's clock where gradients accumulate."""
-        self._backend.end_loss()
-
-    def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
-        """Stop the loss's clock before the update."""
-        self._backend.end_loss()
-
-    def on_step_end(self, *_: Any, **__: Any) -> None:
-        """Log the step's share of rollouts."""
-        self._backend.end_step(time.perf_counter() - self._step_started)
-
-    def on_log(
-        self, args: Any, state: TrainerState, control: Any, logs: Any = None, **_: Any
-    ) -> None:
-        """Record the trainer's log."""
-        if self._records is not None:
-            self._records.write_log(state.global_step, logs or {})

@@ -12,12 +12,13 @@ B: rows of a batch, T: tokens of a completion.
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from cb_rollout.compat.torch import compute_dtype
 from cb_rollout.compat.zero3 import shards_models
+from cb_rollout.config.combinations import refused
 from cb_rollout.config.enums import (
     LogprobsMode,
     Numerics,
@@ -25,17 +26,20 @@ from cb_rollout.config.enums import (
     OnLogprobDrift,
     SamplingMaskMode,
 )
+from cb_rollout.config.hf import COUNTERPARTS
 from cb_rollout.config.rollout import RolloutConfig
-from cb_rollout.config.sampling import SamplingParams, counterpart
-from cb_rollout.engine.numerics.agreement import agrees, is_measurable, rounding_noise
-from cb_rollout.engine.numerics.higher_precision import higher_precision
-from cb_rollout.errors import ConfigurationError, LogprobDriftError
-from cb_rollout.integrations.trl.context import RolloutContext, RolloutRow
+from cb_rollout.config.sampling import SamplingParams
+from cb_rollout.engine.numerics.agreement import (
+    NUM_MEASURED,
+    agrees,
+    computed_in,
+    is_measurable,
+    overall_noise,
+)
+from cb_rollout.errors import LogprobDriftError
+from cb_rollout.integrations.trl.loss_rows import LossBatch, LossRow
 from cb_rollout.rollout.distributed import largest_of_all
 from cb_rollout.rollout.verification import DriftReport, drift
-
-# By name: a row, and the indices of the tokens that are compared.
-Compared = dict[str, tuple[RolloutRow, list[int]]]
 
 # Share of a rollout's ratios that rounding alone may clip; a clipped one has no gradient.
 MAX_CLIPPED_SHARE = 0.01
@@ -43,20 +47,29 @@ MAX_CLIPPED_SHARE = 0.01
 # Losses of trl 1.16 that weigh ratios smoothly.
 UNCLIPPED_LOSSES = ("sapo", "vespo")
 
-# Sequences whose rounding is measured by a forward in a higher precision.
-NUM_MEASURED = 2
-
 # Warnings point at the caller of attach().
 STACKLEVEL = 3
+
+
+class ComparedRow(NamedTuple):
+    """Log-probabilities of one row, sampled and by the trainer."""
+
+    row: LossRow
+    positions: list[int]
+    """Indices of the completion's tokens that are compared."""
+    sampled: list[float]
+    trained: list[float]
 
 
 class LogprobGuard:
     """Decides whether sampled log-probabilities may be used as the trainer's."""
 
-    def __init__(self, trainer: Any, config: RolloutConfig, are_comparable: bool) -> None:
+    def __init__(self, trainer: Any, config: RolloutConfig, params: SamplingParams) -> None:
         self._trainer, self._config = trainer, config
-        self._are_comparable = are_comparable
+        self._are_comparable = are_comparable(config, params)
         self._num_rollouts = 0
+        self.is_due = False
+        """True until this rollout's log-probabilities were compared."""
         self._is_auto = config.old_logps == OldLogps.AUTO
         self._was_said = False
         self.is_trusted = config.old_logps == OldLogps.ROLLOUT
@@ -67,75 +80,81 @@ class LogprobGuard:
         """Return True if the sampled ones are used where the trainer would take its loss's own."""
         return self.is_trusted and not self._is_auto
 
-    def begin_rollout(self, is_training: bool) -> bool:
-        """Count a rollout, and return whether it is checked."""
+    def begin_rollout(self, is_training: bool) -> None:
+        """Count a rollout, and find whether it is checked."""
         every = self._config.verify_every_steps
-        if not (is_training and every and self._are_comparable):
-            return False
-        self._num_rollouts += 1
-        return (self._num_rollouts - 1) % every == 0
+        self.is_due = False
+        if is_training and every and self._are_comparable:
+            self._num_rollouts += 1
+            self.is_due = (self._num_rollouts - 1) % every == 0
 
     def check(
         self,
-        context: RolloutContext,
+        batch: LossBatch,
         policy_version: int,
-        mask_BT: torch.Tensor,
-        recompute: Callable[[list[int]], torch.Tensor],
+        recompute: Callable[[LossBatch], torch.Tensor],
         recomputed_BT: torch.Tensor | None = None,
     ) -> None:
         """Compare some rows, once for each rollout that is due.
 
         Args:
-            context: the rollout.
+            batch: all rows; tokens that its mask leaves out are skipped.
             policy_version: the trainer's; tokens of older ones are skipped.
-            mask_BT: 0 where the trainer's forward leaves tokens out.
-            recompute: returns the trainer's log-probabilities, (rows, T), of the rows at indices.
+            recompute: returns the trainer's log-probabilities, (rows, T), of some rows.
             recomputed_BT: what it returns for all rows; old_logps="auto" then compares all. None:
                 it has to run.
 
         Raises:
             LogprobDriftError: they differ by more than `max_logprob_drift`.
         """
-        rows = context.rows
-        if not context.is_check_due or largest_of_all(
+        rows = batch.rows or ()
+        if not self.is_due or largest_of_all(
             self._trainer.accelerator, any(row.logprobs is None for row in rows)
         ):
             return
-        context.is_check_due = False
+        self.is_due = False
         is_of_all = recomputed_BT is not None and self._is_auto
         num_chosen = len(rows) if is_of_all else self._config.verify_num_sequences
         stride = max(1, len(rows) // num_chosen)
         # Other rows each time, so that every row is checked at some time.
         first = (self._num_rollouts - 1) // self._config.verify_every_steps % stride
         chosen = list(range(first, len(rows), stride))[:num_chosen]
-        found_BT = recompute(chosen) if recomputed_BT is None else recomputed_BT[chosen]
-        recomputed = found_BT.float().tolist()
-        sampled: dict[str, list[float]] = {}
-        trained: dict[str, list[float]] = {}
-        compared: Compared = {}
-        masks = mask_BT[chosen].tolist()
-        for number, values, mask in zip(chosen, recomputed, masks, strict=True):
+        if recomputed_BT is None:
+            found_BT = recompute(batch.at(chosen, len(chosen)))
+        else:
+            found_BT = recomputed_BT[chosen]
+        compared: dict[str, ComparedRow] = {}
+        masks = batch.completion_mask[chosen].tolist()
+        for number, values, mask in zip(chosen, found_BT.float().tolist(), masks, strict=True):
             row = rows[number]
-            versions = row.token_versions
+            assert row.logprobs is not None
             positions = [
                 t
                 for t, own in enumerate(row.is_sampled)
-                if own and mask[t] and versions[t] in (None, policy_version)
+                if own and mask[t] and row.versions[t] in (None, policy_version)
             ]
-            name = f"row {number}, {row.name}"
-            sampled[name] = [row.logprobs[t] for t in positions]  # type: ignore[index]
-            trained[name] = [values[t] for t in positions]
-            compared[name] = row, positions
-        noise = self._noise(chosen, compared, found_BT, recompute)
-        report = drift(sampled, trained, float(noise))
-        if report.num_tokens:
-            self._log(report, compared)
-        self._act(report, compared)
+            sampled, trained = ([of[t] for t in positions] for of in (row.logprobs, values))
+            compared[f"row {number}, {row.name}"] = ComparedRow(row, positions, sampled, trained)
+        some = chosen[:NUM_MEASURED]
+        noise = self._noise(
+            list(compared.values())[:NUM_MEASURED],
+            found_BT,
+            lambda: recompute(batch.at(some, len(some))),
+        )
+        report = drift(
+            {name: one.sampled for name, one in compared.items()},
+            {name: one.trained for name, one in compared.items()},
+            float(noise),
+        )
+        worst = compared.get(report.request_id)
+        if worst is not None:
+            self._log(report, worst.positions)
+        self._act(report, worst)
         if self._is_auto:
-            self._choose(sampled, trained, noise)
+            self._choose([one for one in compared.values() if one.sampled], noise)
 
     def are_usable(
-        self, sampled_BT: torch.Tensor | None, rows: Sequence[RolloutRow], policy_version: int
+        self, sampled_BT: torch.Tensor | None, rows: Sequence[LossRow], policy_version: int
     ) -> bool:
         """Return whether sampled log-probabilities may be the old ones, on every process.
 
@@ -146,53 +165,32 @@ class LogprobGuard:
         is_older = self._is_auto and any(
             version != policy_version
             for row in rows
-            for version, own in zip(row.token_versions, row.is_sampled, strict=True)
+            for version, own in zip(row.versions, row.is_sampled, strict=True)
             if own
         )
         return not largest_of_all(self._trainer.accelerator, float(sampled_BT is None or is_older))
 
     def _noise(
-        self,
-        chosen: list[int],
-        compared: Compared,
-        found_BT: torch.Tensor,
-        recompute: Callable[[list[int]], torch.Tensor],
+        self, some: list[ComparedRow], found_BT: torch.Tensor, recompute: Callable[[], torch.Tensor]
     ) -> torch.Tensor:
         """Return the rounding of the trainer's log-probabilities, a number of nats, `[1]`."""
-        model, trainer = self._trainer.model, self._trainer
-        is_autocast = trainer.accelerator.mixed_precision != "no"
-        dtype = torch.bfloat16 if is_autocast else compute_dtype(model)
-        higher = torch.float32 if dtype.itemsize < torch.float32.itemsize else torch.float64
-        positions = [positions for _, positions in compared.values()][:NUM_MEASURED]
-        rows = [row for row, _ in compared.values()][:NUM_MEASURED]
-        num_tokens = sum(len(row.prompt_ids) + len(row.completion_ids) for row in rows)
-        can_measure = higher == torch.float32 or is_measurable(model, num_tokens)
+        model, accelerator = self._trainer.model, self._trainer.accelerator
+        dtype = compute_dtype(model, accelerator.mixed_precision)
+        is_coarse = dtype.itemsize < torch.float32.itemsize
+        positions = [one.positions for one in some]
+        num_tokens = sum(len(one.row.prompt_ids) + len(one.row.completion_ids) for one in some)
         precise = None
-        if can_measure and not shards_models(trainer.accelerator):
-            try:
-                with higher_precision(higher):
-                    precise_BT = recompute(chosen[:NUM_MEASURED])
-                precise = _at(precise_BT, positions)
-            except Exception:  # noqa: BLE001 - an operator may exist in one precision alone
-                precise = None
-        own = _at(found_BT, positions)
-        return rounding_noise(own, precise, dtype).square().mean().sqrt()[None]
+        if (is_coarse or is_measurable(model, num_tokens)) and not shards_models(accelerator):
+            higher = torch.float32 if is_coarse else torch.float64
+            precise = computed_in(higher, lambda: _at(recompute(), positions))
+        return overall_noise(_at(found_BT, positions), precise, dtype)
 
-    def _choose(
-        self,
-        sampled: dict[str, list[float]],
-        trained: dict[str, list[float]],
-        noise: torch.Tensor,
-    ) -> None:
+    def _choose(self, compared: Sequence[ComparedRow], noise: torch.Tensor) -> None:
         """Trust the sampled ones from now on if they are the trainer's to rounding.
 
         And if the loss would clip next to none of the ratios that rounding leaves.
         """
-        pairs = [
-            (torch.tensor(sampled[name]), torch.tensor(trained[name]))
-            for name in sampled
-            if sampled[name]
-        ]
+        pairs = [(torch.tensor(one.sampled), torch.tensor(one.trained)) for one in compared]
         agreement = agrees(
             [one for one, _ in pairs], [other for _, other in pairs], noise.expand(len(pairs))
         )
@@ -213,7 +211,7 @@ class LogprobGuard:
             f"old_logps='auto': {reason}; old ones are recomputed by the trainer.", stacklevel=2
         )
 
-    def _log(self, report: DriftReport, compared: Compared) -> None:
+    def _log(self, report: DriftReport, positions: list[int]) -> None:
         metrics = {
             "rollout/logprob_drift_max": report.max,
             "rollout/logprob_drift_mean": report.mean,
@@ -223,12 +221,11 @@ class LogprobGuard:
             "rollout/logprob_drift_effective_sample_size": report.effective_sample_size,
         }
         if report.first_position is not None:
-            _, positions = compared[report.request_id]
             metrics["rollout/logprob_drift_first_token"] = positions[report.first_position]
         for name, value in metrics.items():
             self._trainer._metrics["train"][name].append(value)
 
-    def _act(self, report: DriftReport, compared: Compared) -> None:
+    def _act(self, report: DriftReport, worst: ComparedRow | None) -> None:
         """Raise, or fall back to recomputing, where the drift is above `max_logprob_drift`."""
         allowed = self._config.max_logprob_drift
         if allowed is None and self._config.numerics == Numerics.BITWISE:
@@ -237,8 +234,9 @@ class LogprobGuard:
             return
         if largest_of_all(self._trainer.accelerator, report.max) <= allowed:
             return
-        is_here = report.max > allowed
-        message = self._description(report, compared) if is_here else "on another process"
+        message = "on another process"
+        if worst is not None and report.max > allowed:
+            message = self._description(report, worst)
         message += f", max_logprob_drift={allowed:.3g}; "
         if self._config.on_logprob_drift == OnLogprobDrift.RAISE:
             message += "raise it, or look for what changes the forward between rollout and loss."
@@ -248,15 +246,14 @@ class LogprobGuard:
             warnings.warn(message, stacklevel=2)
         self.is_trusted = False
 
-    def _description(self, report: DriftReport, compared: Compared) -> str:
+    def _description(self, report: DriftReport, worst: ComparedRow) -> str:
         """Name the sequence and token, the drift, and the first token that differs."""
-        row, positions = compared[report.request_id]
-        position = positions[report.position]
-        text = self._trainer.processing_class.decode([row.completion_ids[position]])
+        position = worst.positions[report.position]
+        text = self._trainer.processing_class.decode([worst.row.completion_ids[position]])
         message = f"{report.request_id}, generated token {position} ({text!r}): sampled "
         message += f"log-probability is {report.max:.3g} nats from the trainer's forward"
         if report.first_position is not None and report.first_position < report.position:
-            message += f", the first difference at token {positions[report.first_position]}"
+            message += f", the first difference at token {worst.positions[report.first_position]}"
         return message
 
 
@@ -314,17 +311,9 @@ def are_comparable(config: RolloutConfig, params: SamplingParams) -> bool:
 def require_one_distribution(config: RolloutConfig, params: SamplingParams) -> None:
     """Refuse settings under which the old log-probabilities are of another distribution."""
     if config.sampling_mask == SamplingMaskMode.REPLAY and params.is_adjusted:
-        raise ConfigurationError(
-            "sampling_mask='replay' knows top_k, top_p, min_p and typical_p, not penalties, biases "
-            "or forced tokens; take repetition_penalty and the like out of the trainer's settings "
-            "and generation_kwargs, or set sampling_mask='ignore'."
-        )
+        raise refused("replay, adjusted")
     if config.old_logps == OldLogps.ROLLOUT and not are_comparable(config, params):
-        raise ConfigurationError(
-            "old_logps='rollout' with logprobs_mode='processed' would hold log-probabilities after "
-            "truncation or penalties against the loss's, which are before; set "
-            "sampling_mask='replay' or logprobs_mode='policy'."
-        )
+        raise refused("sampled old logps, processed")
 
 
 def warn_of_bias(trainer: Any, config: RolloutConfig, params: SamplingParams) -> None:
@@ -350,9 +339,7 @@ def _warn_of_truncation(trainer: Any, config: RolloutConfig, params: SamplingPar
     if {name for name in rest if settings[name] != rest[name]} == {"top_p"}:
         lowest = length * math.log(params.top_p)
         bound = f" (at least {params.top_p:g} a token; e**{lowest:.0f} over {length} tokens)"
-    effect = "nothing corrects for it"
-    if _is_corrected(trainer, config):
-        effect = "the importance-sampling correction multiplies that mass into the loss"
+    effect = _effect(trainer, config, "that mass")
     warnings.warn(
         f"{truncations}: completions are sampled from part of the distribution{bound}, the loss is "
         f"of all of it; {effect}. rollout/log_kept_mass says how much is cut. Set "
@@ -370,12 +357,10 @@ def _warn_of_adjustments(trainer: Any, config: RolloutConfig, params: SamplingPa
     if not adjustments:
         return
     named = ", ".join(
-        name if name == (theirs := counterpart(name)) or not theirs else f"{name} ({theirs})"
+        name if name == (theirs := COUNTERPARTS.get(name)) or not theirs else f"{name} ({theirs})"
         for name in adjustments
     )
-    effect = "nothing corrects for it"
-    if _is_corrected(trainer, config):
-        effect = "the importance-sampling correction multiplies the difference into the loss"
+    effect = _effect(trainer, config, "the difference")
     warnings.warn(
         f"{named}: completions are sampled from changed logits, the loss is of the model's own; "
         f"{effect}, and the drift does not show it. Take it out of the trainer's settings and "
@@ -384,7 +369,10 @@ def _warn_of_adjustments(trainer: Any, config: RolloutConfig, params: SamplingPa
     )
 
 
-def _is_corrected(trainer: Any, config: RolloutConfig) -> bool:
-    """Return True if the trainer's ratios are of the distribution that was sampled from."""
+def _effect(trainer: Any, config: RolloutConfig, bias: str) -> str:
+    """Return what the loss does with a bias of the samples."""
     corrects = getattr(trainer, "vllm_importance_sampling_correction", False)
-    return corrects and config.logprobs_mode == LogprobsMode.PROCESSED
+    # The trainer's ratios are of the distribution that was sampled from.
+    if corrects and config.logprobs_mode == LogprobsMode.PROCESSED:
+        return f"the importance-sampling correction multiplies {bias} into the loss"
+    return "nothing corrects for it"

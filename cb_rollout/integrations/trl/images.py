@@ -9,7 +9,7 @@ B: rows of a batch, P: tokens of the longest prompt, S: prompt and completion.
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,15 +18,18 @@ from cb_rollout.compat import transformers as hf_compat
 from cb_rollout.compat.multimodal import is_processor
 from cb_rollout.compat.torch import compute_dtype, without_dropout
 from cb_rollout.compat.zero3 import shards_models
-from cb_rollout.engine.model.prompt_images import ImageSpan, PromptImages, tensors_digest
+from cb_rollout.engine.images.processor import encoded_row, has_image_parts, is_chat
+from cb_rollout.engine.images.prompt_images import Image, PromptImages, tensors_digest
 from cb_rollout.engine.numerics.agreement import is_measurable, references
 from cb_rollout.engine.numerics.higher_precision import higher_precision
 from cb_rollout.engine.sampling.draw import chosen_logprobs
-from cb_rollout.engine.service.image_prompts import encoded_row, has_image_parts, is_chat
 from cb_rollout.errors import ConfigurationError, error_text
 from cb_rollout.packing.batch import PackedRow
 from cb_rollout.packing.images import row_images
 from cb_rollout.rollout.distributed import largest_of_all
+
+if TYPE_CHECKING:
+    from cb_rollout.integrations.trl.loss_rows import LossBatch
 
 TRAINER_MODULE = "trl.trainer.grpo_trainer"
 
@@ -34,8 +37,6 @@ IMAGE_COLUMNS = ("image", "images")
 
 # What TRL passes to a forward beside ids and mask: of images, and for each token, (B, S).
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
-# Before the name of types of a completion's tokens, where they are apart from the prompt's.
-OF_COMPLETION = "completion_"
 # Numbers of images and of tiles of each row, which no model takes.
 COUNTS = ("num_images", "num_tiles")
 PIXELS = "pixel_values"
@@ -146,37 +147,16 @@ def _images_of(
     row: PackedRow, number: int, divided: Mapping[str, Any], logits_to_keep: int
 ) -> PromptImages:
     """Return the images of a row of a batch, of its prompt and of its completion."""
-    tensors: dict[str, torch.Tensor] = {}
+    of_images: dict[str, torch.Tensor] = {}
+    of_tokens: dict[str, torch.Tensor] = {}
     for name, values in divided.items():
         own = values[number] if isinstance(values, list) else values[number : number + 1]
         if name in TOKEN_TYPES:
             end = own.shape[1] - logits_to_keep + len(row.completion_ids)
             own = own[:, end - row.num_tokens : end]
-        tensors[name] = own
-    per_token = frozenset(TOKEN_TYPES) & tensors.keys()
-    digest = tensors_digest({n: t for n, t in tensors.items() if n not in per_token})
-    spans = (ImageSpan(0, row.num_tokens),)
-    return PromptImages(tensors, spans, (digest,), None, per_token, row.num_tokens)
-
-
-def cut_token_types(group: dict[str, Any]) -> dict[str, Any]:
-    """Return a batch whose types of tokens are cut after the prompt: (B, P) and (B, T)."""
-    num_prompt = group["prompt_ids"].shape[1]
-    names = [name for name in TOKEN_TYPES if name in group]
-    types = {name: group[name][:, :num_prompt] for name in names}
-    return group | types | {OF_COMPLETION + name: group[name][:, num_prompt:] for name in names}
-
-
-def whole_token_types(batch: dict[str, Any]) -> dict[str, Any]:
-    """Return a batch of cut ones whose types of tokens are those of prompt and completion, (B, S).
-
-    Completions are text, but for images of tools.
-    """
-    whole = dict(batch)
-    for name in TOKEN_TYPES:
-        if name in batch:
-            whole[name] = torch.cat([batch[name], whole.pop(OF_COMPLETION + name)], dim=1)
-    return whole
+        (of_tokens if name in TOKEN_TYPES else of_images)[name] = own
+    whole = Image(range(row.num_tokens), tensors_digest(of_images), of_images)
+    return PromptImages((whole,), row.num_tokens, of_tokens)
 
 
 def tokenized(trainer: Any, row: Mapping[str, Any]) -> tuple[list[int], list[Any] | None]:
@@ -232,15 +212,9 @@ class ToolImages:
         self._tool = next((m["name"] for m in answers if has_image_parts([m])), "")
 
     def check(
-        self,
-        forward: Callable[..., Any],
-        model: torch.nn.Module,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor,
-        logits_to_keep: int,
-        **settings: Any,
+        self, forward: Callable[..., Any], model: torch.nn.Module, batch: "LossBatch"
     ) -> None:
-        """Compare once; `forward` and its arguments are those of the trainer.
+        """Compare once; `forward` is the trainer's.
 
         Raises:
             ConfigurationError: the two differ by more than rounding.
@@ -249,20 +223,20 @@ class ToolImages:
         if self._is_proved or not largest_of_all(accelerator, bool(self._tool)):
             return
         inner, called = hf_compat.unwrap(model), hf_compat.collective_forward(model)
-        numbers, reason, given = self._numbers, None, {}
-        ids, is_token = input_ids[numbers], attention_mask[numbers]
-        is_autocast = accelerator.mixed_precision != "no"
-        dtype = torch.bfloat16 if is_autocast else compute_dtype(inner)
+        reason, numbers = None, self._numbers
+        is_token_BT = batch.completion_mask[numbers] > 0
+        dtype = compute_dtype(inner, accelerator.mixed_precision)
 
         def trained() -> list[torch.Tensor]:
             with accelerator.autocast():
-                own_BT, *_ = forward(called, ids, is_token, logits_to_keep, **given)
-            return _of_completions(own_BT, is_token[:, -logits_to_keep:] > 0)
+                own_BT, *_ = forward(called, batch.at(numbers, None))
+            # A masked completion is all padding.
+            return [own_T[is_T] for own_T, is_T in zip(own_BT, is_token_BT, strict=True)]
 
         def plain() -> list[torch.Tensor]:
             with accelerator.autocast():
                 found = [self._plain(called, inner, *row) for row in self._rows]
-            counts = is_token[:, -logits_to_keep:].sum(1).tolist()
+            counts = is_token_BT.sum(1).tolist()
             return [row[len(row) - count :] for row, count in zip(found, counts, strict=True)]
 
         with torch.no_grad(), without_dropout(inner):
@@ -270,11 +244,10 @@ class ToolImages:
                 plain,
                 dtype,
                 is_coarse=dtype.itemsize < torch.float32.itemsize,
-                is_measured=is_measurable(inner, ids.numel()),
+                is_measured=is_measurable(inner, batch.input_ids[numbers].numel()),
                 can_raise_precision=not shards_models(accelerator),
             )[0]
             try:
-                given = of_rows(settings, numbers)
                 agreement = reference.compare(trained, higher_precision)
             except torch.OutOfMemoryError:
                 raise
@@ -302,14 +275,8 @@ class ToolImages:
         if pictures:
             images = encoded.images(multimodal.placeholder_token_ids(inner))
             names = multimodal.image_argument_names(inner)
-            tensors = images.arguments(0, len(ids))
-            given = {name: t.to(device) for name, t in tensors.items() if name in names}
+            given = images.taken(names, device).arguments(0, len(ids))
         ids_1T = torch.tensor([ids], device=device)
         with multimodal.keeping_position_offsets(inner):
             logits_TV = called(input_ids=ids_1T, use_cache=False, **given).logits[0, :-1]
         return chosen_logprobs(logits_TV.float() / self._trainer.temperature, ids_1T[0, 1:])
-
-
-def _of_completions(own_BT: torch.Tensor, is_token_BT: torch.Tensor) -> list[torch.Tensor]:
-    """Return each row without its padding; a masked completion is all padding."""
-    return [own_T[is_token_T] for own_T, is_token_T in zip(own_BT, is_token_BT, strict=True)]

@@ -7,9 +7,9 @@ B: rows of a batch, P: columns of the padded prompts, T: columns of the padded c
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -120,53 +120,31 @@ def _with_own_generate(
 
     def generating(*args: Any, **kwargs: Any) -> Any:
         backend.sync_once_a_step()
-        with _replaced_generate(trainer.accelerator.unwrap_model(trainer.model_wrapped), backend):
+        overrides = Overrides(trainer.accelerator.unwrap_model(trainer.model_wrapped))
+        overrides.set(generate=partial(_padded_generation, backend))
+        try:
             return method(*args, **kwargs)
+        finally:
+            overrides.restore()
 
     return generating
 
 
-@contextmanager
-def _replaced_generate(model: Any, backend: GenerationBackend) -> Iterator[None]:
-    """Replace `model.generate` by one of the same arguments as the trainer passes."""
-
-    def generate(
-        input_ids: torch.Tensor, attention_mask: torch.Tensor, generation_config: Any
-    ) -> torch.Tensor:
-        return padded_generation(backend, input_ids, attention_mask, generation_config.pad_token_id)
-
-    overrides = Overrides(model)
-    overrides.set(generate=generate)
-    try:
-        yield
-    finally:
-        overrides.restore()
-
-
-def padded_generation(
+def _padded_generation(
     backend: GenerationBackend,
-    prompt_ids_BP: torch.Tensor,
-    mask_BP: torch.Tensor,
-    pad_token_id: int,
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor,
+    generation_config: Any,
 ) -> torch.Tensor:
-    """Return prompts and sampled completions as `generate` of transformers does.
-
-    Args:
-        backend: samples.
-        prompt_ids_BP: padded prompts, (B, P), int64.
-        mask_BP: 1 where a prompt has a token, (B, P).
-        pad_token_id: fills the rows after their ends.
-
-    Returns:
-        (B, P + T), int64, on the prompts' device.
-    """
-    pairs = zip(prompt_ids_BP, mask_BP.bool(), strict=True)
+    """Return prompts and sampled completions as `generate` of transformers does, (B, P + T)."""
+    pairs = zip(input_ids, attention_mask.bool(), strict=True)
     outputs = backend.sample([ids[mask].tolist() for ids, mask in pairs])
-    completions = [torch.tensor(output.generated_tokens) for output in outputs]
     completions_BT = torch.nn.utils.rnn.pad_sequence(
-        completions, batch_first=True, padding_value=pad_token_id
+        [torch.tensor(output.generated_tokens) for output in outputs],
+        batch_first=True,
+        padding_value=generation_config.pad_token_id,
     )
-    return torch.cat([prompt_ids_BP, completions_BT.to(prompt_ids_BP)], dim=1)
+    return torch.cat([input_ids, completions_BT.to(input_ids)], dim=1)
 
 
 def _with_metrics(trainer: Any) -> Callable[..., None]:

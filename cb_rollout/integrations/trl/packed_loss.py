@@ -4,24 +4,29 @@ Replaces TRL 1.16's forward of the padded batch in the loss and in scoring, for 
 reference. The loss itself is TRL's, computed from the same (B, T) tensors. Called by the trainer,
 on its thread; with several processes all of them call it together. Imports no trl.
 
-B: rows of a batch, T: tokens of a completion.
+B: rows of a batch, T: tokens of a completion, K: completion tokens.
 """
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 
+from cb_rollout.compat import multimodal
 from cb_rollout.compat import transformers as hf_compat
 from cb_rollout.compat.multimodal import is_processor
 from cb_rollout.compat.rope import RowRope
 from cb_rollout.compat.torch import SavedBytes, without_dropout
 from cb_rollout.compat.zero3 import shards_models
+from cb_rollout.config.combinations import refused
 from cb_rollout.config.rollout import RolloutConfig
 from cb_rollout.engine.memory import device as devices
+from cb_rollout.engine.memory.device import to_device
 from cb_rollout.engine.memory.plan import TrainingBytes
-from cb_rollout.engine.model.routers import Disagreement
+from cb_rollout.engine.model.routers import Routers
+from cb_rollout.engine.sampling.mask import SamplingMask, masked_logprobs
 from cb_rollout.errors import ConfigurationError, error_text
 from cb_rollout.integrations.trl.images import (
     IMAGE_ARGUMENTS,
@@ -29,10 +34,18 @@ from cb_rollout.integrations.trl.images import (
     image_arguments,
     rows_with_images,
 )
-from cb_rollout.integrations.trl.packed_scores import LossTokens, PackedScores, rows_of
-from cb_rollout.integrations.trl.replay import RouterReplay
-from cb_rollout.packing.batch import PackedRow, PackingLayout, representative, with_rope_sides
+from cb_rollout.integrations.trl.loss_rows import LossBatch
+from cb_rollout.integrations.trl.replay import Forward
+from cb_rollout.packing.batch import (
+    PackedBatch,
+    PackedRow,
+    PackingLayout,
+    pack,
+    representative,
+    with_rope_sides,
+)
 from cb_rollout.packing.comparison import LossComparison, Result
+from cb_rollout.packing.forward import Scores, score_batches
 from cb_rollout.rollout.distributed import largest_of_all
 
 # Activations may take this share of the memory that is free when the first loss is computed.
@@ -44,7 +57,127 @@ NO_ROWS, OTHER_INPUTS = 1, 2
 # The reason of a process that has found none itself.
 ELSEWHERE = "so found another process"
 
-OwnForward = Callable[..., Result]
+
+@dataclass(frozen=True, slots=True)
+class LossTokens:
+    """Counts of one forward."""
+
+    loss_tokens_computed: int = 0
+    """Tokens that went through the model, padding included."""
+    loss_tokens_useful: int = 0
+    """Tokens that the scores need: each distinct prompt once, completions without the last."""
+    prompts_shared: int = 0
+    """Completions that used a prompt computed for another one."""
+    rows_left_out: int = 0
+    """Rows without a gradient: they have no advantage, or are masked."""
+
+
+def padded_tokens(batch: LossBatch) -> LossTokens:
+    """Return the counts of the trainer's own forward."""
+    rows, num_tokens = batch.unpadded(), batch.input_ids.numel()
+    return LossTokens(num_tokens, _num_needed(rows) if rows else num_tokens)
+
+
+@dataclass
+class PackedScores:
+    """Scores of a batch of rows by one model."""
+
+    trainer: Any
+    model: torch.nn.Module
+    rows: list[PackedRow]
+    layout: PackingLayout
+    batch: LossBatch
+    """The same rows with padding."""
+    routers: Routers | None
+
+    def __post_init__(self) -> None:
+        self.tokens = LossTokens()
+        self._batches: list[PackedBatch] = []
+
+    @property
+    def has_images(self) -> bool:
+        """Return whether any process's batch has images."""
+        return self.rows[0].images is not None
+
+    def scores(self, trained: Sequence[int], max_tokens: int | None) -> list[Scores]:
+        """Run the rows at `trained` with gradients, and the others without."""
+        device = next(self.model.parameters()).device
+        others = sorted(set(range(len(self.rows))) - set(trained))
+        names = multimodal.image_argument_names(hf_compat.unwrap(self.model))
+        with_gradient, without = (
+            pack(self.rows, numbers, self.layout, device, max_tokens, names)
+            for numbers in (trained, others)
+        )
+        self._batches = with_gradient + without
+        self._count(trained)
+        with self.trainer.accelerator.autocast():
+            return score_batches(
+                self.model,
+                self._batches,
+                self._head,
+                num_trained=len(with_gradient),
+                recompute=len(with_gradient) > 1,
+                routers=self.routers,
+                counts=self.batch.counts,
+            )
+
+    def unpacked(self, scores: list[Scores]) -> Result:
+        """Return scores as TRL's forward does: (B, T), and 0 in the padding."""
+        T = self.batch.logits_to_keep
+        places: list[int] = []
+        for batch in self._batches:
+            for row, length in zip(batch.rows, batch.lengths, strict=True):
+                places += range(row * T, row * T + length)
+        device = scores[0].logprobs_K.device
+        places_K = to_device(places, device)
+
+        def spread(parts: list[torch.Tensor]) -> torch.Tensor:
+            values_K = torch.cat(parts).float()
+            flat = torch.zeros(len(self.rows) * T, device=device)
+            return flat.index_copy(0, places_K, values_K).view(-1, T)
+
+        entropies = [part.entropies_K for part in scores if part.entropies_K is not None]
+        return (
+            spread([part.logprobs_K for part in scores]),
+            spread(entropies) if entropies else None,
+            scores[0].aux_loss,
+        )
+
+    def _head(
+        self, own_forward: Callable[..., Any], batch: PackedBatch, arguments: dict[str, Any]
+    ) -> Scores:
+        """Score by TRL's fused head, or over the sampling mask."""
+        has_aux_loss = self.batch.has_aux_loss
+        if has_aux_loss:
+            arguments = arguments | {"output_router_logits": True}
+        if self.rows[0].sampling_mask is not None:
+            output = own_forward(**arguments, use_cache=False)
+            # A masked row has no completion here, and its sampling mask still.
+            scored = zip(batch.rows, batch.lengths, strict=True)
+            masks = ((self.rows[row].sampling_mask or ())[:length] for row, length in scored)
+            kept = [ids for mask in masks for ids in mask]
+            logits_KV, mask = output.logits[0], SamplingMask.joined(kept)
+            found = masked_logprobs(logits_KV, batch.labels_K, mask, self.trainer.temperature)
+            return Scores(*found, output.aux_loss if has_aux_loss else None)
+        output = own_forward(**arguments, shift_labels=batch.labels_K[None], fused_lm_head=True)
+        entropies = None if output.entropy is None else output.entropy[0]
+        return Scores(output.log_probs[0], entropies, output.aux_loss)
+
+    def _count(self, trained: Sequence[int]) -> None:
+        num_shared = sum(batch.num_shared_prompts for batch in self._batches)
+        self.tokens = LossTokens(
+            sum(batch.num_tokens for batch in self._batches),
+            _num_needed(self.rows),
+            num_shared,
+            len(self.rows) - sum(bool(self.rows[number].completion_ids) for number in trained),
+        )
+
+
+def _num_needed(rows: Sequence[PackedRow]) -> int:
+    """Return the tokens that the scores of these rows need."""
+    scored = [row for row in rows if row.completion_ids]
+    prompts = {(tuple(row.prompt_ids), row.images and row.images.digest) for row in scored}
+    return sum(len(ids) for ids, _ in prompts) + sum(len(row.completion_ids) - 1 for row in scored)
 
 
 class ComparisonKey(NamedTuple):
@@ -65,7 +198,7 @@ class PackedLoss:
         trainer: Any,
         config: RolloutConfig,
         training: TrainingBytes,
-        replay: RouterReplay | None = None,
+        routers: Routers | None = None,
         *,
         can_pack: bool,
     ) -> None:
@@ -75,10 +208,10 @@ class PackedLoss:
             trainer: its accelerator, temperature and arguments are used.
             config: its `loss_tokens_per_forward` is used.
             training: the memory plan's part of training, before the first step.
-            replay: replays the experts of the rollout; None: routers choose for themselves.
+            routers: replay the experts of the rollout; None: they choose for themselves.
             can_pack: rows may stand one after the other: no layer carries a state along them.
         """
-        self._trainer, self._replay, self._can_pack = trainer, replay, can_pack
+        self._trainer, self._routers, self._can_pack = trainer, routers, can_pack
         self._bytes_to_come = training.gradients_to_come + training.optimizer_states_to_come
         self._is_sharded = shards_models(trainer.accelerator)
         # Of batches without images and with some; None: the trainer's own forward computes them.
@@ -104,78 +237,40 @@ class PackedLoss:
         elif getattr(self._trainer, "aux_loss_enabled", False):
             reason = "a router loss, which is balanced over the whole batch"
         if reason:
-            raise ConfigurationError(
-                f"loss_tokens_per_forward={self._max_tokens} cannot be honoured under {reason}; "
-                "leave it at 'auto' and lower per_device_train_batch_size."
-            )
+            raise refused("loss tokens, one forward", tokens=self._max_tokens, reason=reason)
 
-    def logprobs(
-        self,
-        own_forward: OwnForward,
-        model: torch.nn.Module,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor,
-        logits_to_keep: int,
-        *,
-        batch_size: int | None = None,
-        kept: Sequence[list[Any]] | None = None,
-        routes: Sequence[Any] | None = None,
-        counts: Disagreement | None = None,
-        advantages: torch.Tensor | None = None,
-        compute_aux_loss: bool = False,
-        **settings: Any,
-    ) -> Result | None:
-        """Compute TRL's `_get_per_token_logps_and_entropies`.
+    def logprobs(self, model: torch.nn.Module, batch: LossBatch, own: Forward) -> Result | None:
+        """Compute TRL's `_get_per_token_logps_and_entropies`; None: the trainer's own is needed.
+
+        Log-probabilities and entropies are float32, in nats, and 0 in the padding.
 
         Args:
-            own_forward: the trainer's own, of the rows at `numbers` by the model given.
             model: the policy, or the reference.
-            input_ids: (B, S), int64: prompts, left-padded, and completions, right-padded.
-            attention_mask: (B, S), int64.
-            logits_to_keep: T.
-            batch_size: rows in one forward of the trainer; None: all.
-            kept: for each row, the sampling mask of its tokens; None: the whole vocabulary.
-            routes: for each row, the experts of its first tokens; None: the routers choose.
-            counts: counts choices of routers that differ from those; None: they are not counted.
-            advantages: (B,): rows at 0 have no gradient; None: all rows have one.
-            compute_aux_loss: also return the load-balancing loss of a mixture of experts.
-            settings: TRL's other arguments.
-
-        Returns:
-            Log-probabilities and entropies, both (B, T), float32, in nats, 0 in the padding; and
-            the load-balancing loss, or None. None where the trainer's own forward is needed.
+            batch: the trainer's rows.
+            own: the trainer's own forward, with which the first batch of a kind is compared.
         """
-        has_images = self._has_images(settings)
+        has_images = self._has_images(batch)
         layout = self._layouts[has_images]
         if layout is None:
             return None
-        if compute_aux_loss:
+        if batch.has_aux_loss:
             if not self._can_pack:
                 return None
             layout = PackingLayout.WHOLE_ROWS
-        rows, reason = _rows_of_batch(
-            hf_compat.unwrap(model),
-            rows_of(input_ids, attention_mask, logits_to_keep, routes),
-            settings,
-            logits_to_keep,
-            has_images=has_images,
-        )
+        inner = hf_compat.unwrap(model)
+        rows, reason = _rows_of_batch(inner, batch, has_images=has_images)
         if not self._are_fit(rows, reason, _key(model, layout, has_images)):
             return None
         assert rows is not None
-        run = PackedScores(
-            self._trainer, model, rows, layout, kept, compute_aux_loss, self._replay, counts
-        )
-        run.padded_rope_side = RowRope(hf_compat.unwrap(model)).side(input_ids.shape[1])
-        if not self._is_proved(run, own_forward, logits_to_keep):
+        run = PackedScores(self._trainer, model, rows, layout, batch, self._routers)
+        if not self._is_proved(run, own):
             return None
-        trained = list(range(len(rows)))
-        if advantages is not None and not compute_aux_loss and not self._is_sharded:
-            trained = _rows_with_gradient(rows, advantages.tolist())
-        max_tokens = self._limit(input_ids, batch_size)
-        if self._is_sharded or compute_aux_loss:
+        trained, max_tokens = list(range(len(rows))), self._limit(batch)
+        if self._is_sharded or batch.has_aux_loss:
             # Every process enters as many forwards; and a load is balanced over the whole batch.
             max_tokens = None
+        elif batch.advantages is not None:
+            trained = _rows_with_gradient(rows, batch.advantages.tolist())
         try:
             scores = run.scores(trained, max_tokens)
         except ConfigurationError as error:
@@ -185,23 +280,23 @@ class PackedLoss:
             _warn_of_batch(str(error))
             return None
         self.tokens = run.tokens
-        return run.unpacked(scores, logits_to_keep)
+        return run.unpacked(scores)
 
     def compare_again(self) -> None:
         """Compare log-probabilities of the next batch of each kind with the trainer's own."""
         self._compared.clear()
 
-    def _limit(self, input_ids: torch.Tensor, batch_size: int | None) -> int | None:
+    def _limit(self, batch: LossBatch) -> int | None:
         """Return the tokens of one forward: those of the trainer's, until they are known."""
-        if self._max_tokens is None and batch_size is not None:
-            return batch_size * input_ids.shape[1]
+        if self._max_tokens is None and batch.batch_size is not None:
+            return batch.batch_size * batch.input_ids.shape[1]
         return self._max_tokens
 
-    def _has_images(self, settings: dict[str, Any]) -> bool:
+    def _has_images(self, batch: LossBatch) -> bool:
         """Return whether a batch has images, on any process: they compare two forwards together."""
         if not self._takes_images:
             return False
-        own = settings.get(PIXELS) is not None
+        own = batch.settings.get(PIXELS) is not None
         return largest_of_all(self._trainer.accelerator, own) > 0
 
     def _are_fit(
@@ -219,7 +314,7 @@ class PackedLoss:
             _warn_of_batch(reason)
         return not unfit
 
-    def _is_proved(self, run: PackedScores, own_forward: OwnForward, logits_to_keep: int) -> bool:
+    def _is_proved(self, run: PackedScores, own: Forward) -> bool:
         """Compare some rows of a first batch both ways; fall back until the two agree."""
         not_shared: str | None = None
         while True:
@@ -227,7 +322,7 @@ class PackedLoss:
             if key in self._compared:
                 break
             try:
-                reason = self._difference(run, own_forward, logits_to_keep)
+                reason = self._difference(run, own)
             except torch.OutOfMemoryError:
                 raise
             except ConfigurationError as error:
@@ -261,20 +356,16 @@ class PackedLoss:
             )
         self._layouts[has_images] = None
 
-    def _difference(
-        self, run: PackedScores, own_forward: OwnForward, logits_to_keep: int
-    ) -> str | None:
+    def _difference(self, run: PackedScores, own: Forward) -> str | None:
         """Return how some rows differ from the trainer's own forward; None: by rounding alone."""
-        model = hf_compat.unwrap(run.model)
-        numbers = representative(run.rows)
-        compared = PackedScores(
-            run.trainer,
-            hf_compat.collective_forward(run.model),
-            [run.rows[n]._replace(rope_side=run.padded_rope_side) for n in numbers],
-            run.layout,
-            None if run.kept is None else [run.kept[number] for number in numbers],
-            has_aux_loss=False,
-            replay=self._replay,
+        model, numbers = hf_compat.unwrap(run.model), representative(run.rows)
+        # The side at which the trainer's own forward computes every row is that of its width.
+        side = RowRope(model).side(run.batch.input_ids.shape[1])
+        compared = replace(
+            run,
+            model=hf_compat.collective_forward(run.model),
+            rows=[run.rows[number]._replace(rope_side=side) for number in numbers],
+            batch=replace(run.batch.at(numbers, run.batch.batch_size), counts=None),
         )
         # Sharded gradients exist in the backward pass alone.
         has_gradient = (
@@ -287,15 +378,15 @@ class PackedLoss:
             saved.total = 0
             with saved:
                 scores = compared.scores(range(len(numbers)), None)
-            return compared.unpacked(scores, logits_to_keep)
+            return compared.unpacked(scores)
 
         comparison = LossComparison(
             model,
-            lambda: own_forward(compared.model, numbers),
+            lambda: own(compared.model, compared.batch),
             packed_forward,
-            [len(compared.rows[index].completion_ids) for index in range(len(numbers))],
+            [len(row.completion_ids) for row in compared.rows],
             sum(row.num_tokens for row in compared.rows),
-            is_autocast=self._trainer.accelerator.mixed_precision != "no",
+            self._trainer.accelerator.mixed_precision,
             can_raise_precision=not self._is_sharded,
         )
         with (
@@ -324,25 +415,22 @@ class PackedLoss:
 
 
 def _rows_of_batch(
-    model: Any,
-    rows: list[PackedRow] | None,
-    settings: Mapping[str, Any],
-    logits_to_keep: int,
-    *,
-    has_images: bool,
+    model: Any, batch: LossBatch, *, has_images: bool
 ) -> tuple[list[PackedRow] | None, str | None]:
     """Return the rows with their images; or None, and a reason if it is an input of the batch."""
-    known = {"compute_entropy", *(IMAGE_ARGUMENTS if has_images else ())}
-    given = {name: value for name, value in settings.items() if value is not None}
+    known = {"compute_entropy", "compute_aux_loss", *(IMAGE_ARGUMENTS if has_images else ())}
+    given = [name for name, value in batch.settings.items() if value is not None]
     if unknown := [name for name in given if name not in known]:
         return None, f"the batch has {', '.join(unknown)}"
+    rows = batch.unpadded()
     if rows is None:
         return None, None
     rows = with_rope_sides(model, rows)
     if not has_images:
         return rows, None
     try:
-        return rows_with_images(model, rows, image_arguments(given), logits_to_keep), None
+        images = image_arguments(batch.settings)
+        return rows_with_images(model, rows, images, batch.logits_to_keep), None
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # noqa: BLE001 - any error is the reason

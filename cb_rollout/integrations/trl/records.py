@@ -8,7 +8,7 @@ B: rows of a batch, T: tokens of a completion.
 """
 
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 from cb_rollout.compat.multimodal import image_token_ids, is_processor
-from cb_rollout.integrations.trl.context import RolloutContext, RolloutRow
+from cb_rollout.integrations.trl.context import RolloutContext
+from cb_rollout.integrations.trl.loss_rows import LossRow
 from cb_rollout.metrics.run_records import Mode, RunRecorder, SequenceRecord, StepMetrics
 
 # Of a prompt's pictures: the first ones, made small, so that a run's records stay small too.
@@ -47,14 +48,8 @@ class TrainerRecords:
             self._recorder.begin_run(step)
         self._has_trained = True
 
-    def add(
-        self,
-        context: RolloutContext,
-        row_ids: Sequence[int],
-        advantages: Sequence[float],
-        masks: Sequence[Sequence[int]],
-    ) -> None:
-        """Take the first rows of a rollout; they wait for the loss, which passes `row_ids`."""
+    def add(self, context: RolloutContext, batch: Mapping[str, Any]) -> None:
+        """Take the first rows of a rollout and its scored batch; they wait for their loss."""
         self.flush(context.mode)
         if context.mode == "train":
             self._completion_lengths += [sum(row.is_sampled) for row in context.rows]
@@ -62,9 +57,10 @@ class TrainerRecords:
         # The trainer counts a step once it is done, and logs its metrics under that number.
         step = self._trainer.state.global_step + (context.mode == "train")
         tokenizer = self._trainer.processing_class
+        mask_BT = batch["completion_mask"] * batch.get("tool_mask", 1)
+        advantages = _row_advantages(batch["advantages"], mask_BT).tolist()
         for number, row in enumerate(context.rows[: self._num_sequences]):
-            last = row.spans[-1].output if row.spans else None
-            self._pending[row_ids[number]] = SequenceRecord(
+            self._pending[row.id] = SequenceRecord(
                 step=step,
                 mode=context.mode,
                 request_id=row.name,
@@ -74,9 +70,9 @@ class TrainerRecords:
                 logprobs=row.logprobs or [],
                 policy_versions=_policy_versions(row),
                 reward=context.rewards[number],
-                finish_reason=None if last is None else last.finish_reason,
+                finish_reason=row.finish_reason,
                 advantage=advantages[number],
-                mask=list(masks[number][: len(row.completion_ids)]),
+                mask=mask_BT[number, : len(row.completion_ids)].tolist(),
                 images=self._recorded_images(context.images.get(row.name, ())),
             )
 
@@ -89,18 +85,18 @@ class TrainerRecords:
         ]
 
     def complete(
-        self, ids: Sequence[int], logprobs_BT: torch.Tensor, entropies_BT: torch.Tensor
+        self, rows: Sequence[LossRow], logprobs_BT: torch.Tensor, entropies_BT: torch.Tensor
     ) -> None:
         """Write waiting rows with the values that their loss computed."""
-        for number, record_id in enumerate(ids):
-            record = self._pending.pop(record_id, None)
+        for number, row in enumerate(rows):
+            record = self._pending.pop(row.id, None)
             if record is not None:
-                num_tokens = len(record.token_ids)
+                of_tokens = number, slice(len(record.token_ids))
                 self._write(
                     replace(
                         record,
-                        trainer_logprobs=logprobs_BT[number, :num_tokens].tolist(),
-                        entropies=entropies_BT[number, :num_tokens].tolist(),
+                        trainer_logprobs=logprobs_BT[of_tokens].tolist(),
+                        entropies=entropies_BT[of_tokens].tolist(),
                     )
                 )
 
@@ -141,11 +137,18 @@ def _whole_groups(rewards: Sequence[float], num_generations: int) -> list[list[f
     return [list(rewards[end - num_generations : end]) for end in ends]
 
 
-def _policy_versions(row: RolloutRow) -> list[tuple[int, int]]:
+def _row_advantages(advantages: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
+    """Return (B,): advantages of rows, or the mean over a row's tokens of (B, T)."""
+    if advantages.dim() == 1:
+        return advantages
+    return (advantages * mask_BT).sum(1) / mask_BT.sum(1).clamp(min=1)
+
+
+def _policy_versions(row: LossRow) -> list[tuple[int, int]]:
     """Return runs of versions; a tool's tokens have the version of the call."""
     versions: list[int] = []
-    latest = next((version for version in row.token_versions if version is not None), None)
-    for version in row.token_versions:
+    latest = next((version for version in row.versions if version is not None), None)
+    for version in row.versions:
         latest = latest if version is None else version
         if latest is not None:
             versions.append(latest)

@@ -104,7 +104,7 @@ def _own_backend(trainer: Any, config: Any, params: SamplingParams | None) -> Ge
         generator = create_generator(trainer, config)
         own = OwnEngine(GenerationBackend(trainer, generator), as_rollout_config(config))
         own.backend.overrides.set(**{OWN: own, "_last_loaded_step": -1})
-        trainer.add_callback(own.backend.callback)
+        trainer.add_callback(own.backend)
         warn_of_bias(trainer, generator.config, resolved(params, generator.manager.defaults))
     if own.config != as_rollout_config(config):
         raise ConfigurationError(

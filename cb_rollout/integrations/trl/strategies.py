@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from cb_rollout.config.combinations import refused
 from cb_rollout.config.enums import OldLogps
 from cb_rollout.errors import ConfigurationError
 from cb_rollout.integrations.trl.backend import (
@@ -32,11 +33,9 @@ from cb_rollout.integrations.trl.backend import (
 from cb_rollout.integrations.trl.context import Collected
 from cb_rollout.integrations.trl.images import (
     TOKEN_TYPES,
-    cut_token_types,
     divided_images,
     joined_images,
     tokenized,
-    whole_token_types,
 )
 from cb_rollout.metrics.registry import status_metrics
 from cb_rollout.rollout.distributed import deal
@@ -64,8 +63,8 @@ OWN_SETTINGS = ("multi_objective_aggregation", "normalize_advantages")
 # GRPO's key for the completion tokens of all processes; RLOO has none.
 NUM_ITEMS = "num_items_in_batch"
 
-# Tensors of a batch that are padded on the left; every other one is padded on the right.
-LEFT_PADDED = ("prompt_ids", "prompt_mask", *TOKEN_TYPES)
+# Tensors of a batch that are padded on the left; those of completions are padded on the right.
+PROMPTS = ("prompt_ids", "prompt_mask")
 
 # A collector's metrics that hold before the trainer has scored anything.
 LOGGED = (
@@ -236,11 +235,10 @@ def _groups_of(batch: Batch, size: int) -> list[Batch]:
         raise ConfigurationError(
             f"dynamic sampling cannot divide a batch that holds {', '.join(unknown)}; use Plain()."
         )
-    groups = [
+    return [
         {k: v if _is_scalar(v) else v[i : i + size] for k, v in batch.items()}
         for i in range(0, num_rows, size)
     ]
-    return [cut_token_types(group) for group in groups]
 
 
 def _merged(groups: Sequence[Batch], pad_token_id: int) -> Batch:
@@ -250,12 +248,8 @@ def _merged(groups: Sequence[Batch], pad_token_id: int) -> Batch:
             "dynamic sampling cannot join rows with images and rows without; give every row of the "
             "data set an image, or use Plain()."
         )
-    batch = {
-        name: _stacked(name, [group[name] for group in groups], pad_token_id)
-        for name, value in groups[0].items()
-        if not _is_scalar(value)
-    }
-    return whole_token_types(joined_images(batch))
+    names = [name for name, value in groups[0].items() if not _is_scalar(value)]
+    return joined_images({name: _stacked(name, groups, pad_token_id) for name in names})
 
 
 def _is_scalar(value: Any) -> bool:
@@ -266,24 +260,37 @@ def _has_rows(value: Any, num_rows: int) -> bool:
     return isinstance(value, torch.Tensor | list) and len(value) == num_rows
 
 
-def _stacked(name: str, values: list[Any], pad_token_id: int) -> Any:
+def _stacked(name: str, groups: Sequence[Batch], pad_token_id: int) -> Any:
+    """Return a column of all groups, padded to the widest prompt and the widest completion."""
+    values = [group[name] for group in groups]
     if isinstance(values[0], list):
         return [row for rows in values for row in rows]
-    if values[0].dim() == 1 or len({tensor.shape[1:] for tensor in values}) == 1:
+    if values[0].dim() == 1:
         return torch.cat(values)
-    if values[0].dim() > 2:
+    if values[0].dim() > 2 and len({tensor.shape[1:] for tensor in values}) > 1:
         raise ConfigurationError(
             f"dynamic sampling cannot join {name} of other sizes; give every row of the data set "
             "as many images, or use Plain()."
         )
+    left = right = [0] * len(groups)
+    if name in TOKEN_TYPES:
+        # Of prompt and completion, each padded on its own side.
+        left, right = (
+            _missing([g[key] for g in groups]) for key in ("prompt_ids", "completion_ids")
+        )
+    elif name in PROMPTS:
+        left = _missing(values)
+    else:
+        right = _missing(values)
+    fill = {"prompt_ids": pad_token_id, "completion_ids": pad_token_id, "tool_mask": 1}.get(name, 0)
+    sides = zip(values, left, right, strict=True)
+    return torch.cat([torch.nn.functional.pad(v, own, value=fill) for v, *own in sides])
+
+
+def _missing(values: Sequence[torch.Tensor]) -> list[int]:
+    """Return how many columns less than the widest each tensor has."""
     width = max(tensor.shape[1] for tensor in values)
-    fill = {"prompt_ids": pad_token_id, "completion_ids": pad_token_id, "tool_mask": 1}
-    padded = []
-    for tensor in values:
-        missing = width - tensor.shape[1]
-        sides = (missing, 0) if name in LEFT_PADDED else (0, missing)
-        padded.append(torch.nn.functional.pad(tensor, sides, value=fill.get(name, 0)))
-    return torch.cat(padded)
+    return [width - tensor.shape[1] for tensor in values]
 
 
 def _attached_backend(trainer: Any) -> GenerationBackend | None:
@@ -304,11 +311,7 @@ def _require_place(trainer: Any, strategy: Strategy) -> None:
             "RLOOTrainer; use a GroupCollector in a loop of your own."
         )
     if strategy.max_retries or strategy.min_group_size is not None:
-        raise ConfigurationError(
-            f"{name} under {type(trainer).__name__}: its batch holds num_generations completions "
-            "of each prompt, and it scores them itself, so nothing can be tried again or left out; "
-            "use a GroupCollector in a loop of your own, or AsyncGRPOTrainer with AsyncRollouts."
-        )
+        raise refused("strategy, retried groups", name=name, trainer=type(trainer).__name__)
     if type(strategy).keeps not in (Strategy.keeps, DynamicSampling.keeps):
         raise ConfigurationError(
             f"{name}.keeps() under {type(trainer).__name__}: what is known of a group there is "
@@ -326,18 +329,12 @@ def _require_place(trainer: Any, strategy: Strategy) -> None:
         faults |= _faults_ahead(trainer, backend)
     for fault, is_so in faults.items():
         if is_so:
-            raise ConfigurationError(
-                f"{name} does not go with {fault}; use Plain(), or change that."
-            )
+            raise refused("strategy, batch", name=name, fault=fault)
     if strategy.carries and backend is not None:
         config = backend.generator.config
         corrects = getattr(trainer, "vllm_importance_sampling_correction", False)
         if not corrects and config.old_logps != OldLogps.ROLLOUT:
-            raise ConfigurationError(
-                f"{name} carries tokens of older policies, and without "
-                "vllm_importance_sampling_correction=True the loss would take them for its own; "
-                "set that, which RLOO does not have, or old_logps='rollout'."
-            )
+            raise refused("strategy, carried tokens", name=name)
 
 
 def _faults(trainer: Any) -> dict[str, bool]:

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
+from cb_rollout.config.combinations import refused
 from cb_rollout.config.sampling import SamplingParams
-from cb_rollout.errors import ConfigurationError
-from cb_rollout.integrations.trl.context import RolloutRow
+from cb_rollout.integrations.trl.loss_rows import LossRow
 
 
 def unknown_end(trainer: Any, params: SamplingParams) -> str | None:
@@ -32,12 +32,7 @@ def require_known_ends(trainer: Any, params: SamplingParams) -> None:
     is_rloo = not hasattr(trainer, "rollout_func")
     ended_by = unknown_end(trainer, params)
     if trainer.mask_truncated_completions and is_rloo and ended_by:
-        raise ConfigurationError(
-            f"mask_truncated_completions=True would leave out completions that {ended_by} ended: "
-            "RLOO's trainer takes for whole only what ends in its own end-of-sequence token, and "
-            "computes old log-probabilities and rewards from that; leave it False, or take "
-            "stop_strings and eos_token_id out of generation_kwargs."
-        )
+        raise refused("masked, unknown stops", ended_by=ended_by)
 
 
 class TruncatedCompletions:
@@ -52,13 +47,13 @@ class TruncatedCompletions:
         # The same in every process: the methods below exchange data between all of them.
         self.is_needed = has_rollout_func or unknown_end(trainer, params) is not None
 
-    def are_truncated(self, rows: Sequence[RolloutRow]) -> list[bool]:
+    def are_truncated(self, rows: Sequence[LossRow]) -> list[bool]:
         """Return one flag for each row."""
         trainer = self._trainer
         ends = {*trainer.eos_token_ids, trainer._tokenizer.pad_token_id}
         return [not row.is_stopped and row.completion_ids[-1] not in ends for row in rows]
 
-    def correct_metrics(self, rows: Sequence[RolloutRow]) -> None:
+    def correct_metrics(self, rows: Sequence[LossRow]) -> None:
         """Replace the trainer's metrics of truncated completions for the rows just generated."""
         if not self.is_needed:
             return
@@ -89,7 +84,7 @@ class TruncatedCompletions:
         finally:
             trainer.mask_truncated_completions = before
 
-    def mask(self, batch: dict[str, Any], rows: Sequence[RolloutRow]) -> None:
+    def mask(self, batch: dict[str, Any], rows: Sequence[LossRow]) -> None:
         """Mask truncated completions as the trainer would, and count the remaining tokens."""
         is_whole_B1 = ~torch.tensor(self.are_truncated(rows)).unsqueeze(1)
         for name in ("completion_mask", "tool_mask"):

@@ -1,5 +1,5 @@
-"""The endpoints of vLLM that reinforcement learning calls: tokens in and out, pauses, weights.
+"""Weight updates of vLLM's protocol, from files or from a trainer's group.
 
-Owns their bodies, their answers and the state of a pause. Called by `server/` only, on the
-server's asyncio thread; routes are in `api_server`.
+Owns their state and their checks. Called by `server/` only; bodies are in `protocol`, routes in
+`api_server`.
 """

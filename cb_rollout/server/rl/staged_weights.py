@@ -6,8 +6,8 @@ only, never a pickle. Called on the thread of weight updates.
 
 import copy
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,6 @@ from transformers import PreTrainedModel
 
 from cb_rollout.compat import torch as torch_compat
 from cb_rollout.errors import WeightSyncError, abbreviated, error_text
-
-CHUNK_BYTES = 1 << 20
 
 
 class StagedWeights:
@@ -76,22 +74,21 @@ class StagedWeights:
                 )
             self._staged[name] = tensor
 
-    def require_whole(self) -> None:
-        """Raise `WeightSyncError` if a parameter is missing; tied ones are needed once."""
-        missing = self._missing(
-            name for name, target in self._targets.items() if isinstance(target, torch.nn.Parameter)
-        )
-        if missing:
+    def require_whole(self, is_partial: bool, half_written: Iterable[str]) -> None:
+        """Raise `WeightSyncError` if a tensor is missing; tied ones are needed once.
+
+        Args:
+            is_partial: tensors that are not sent keep their values; False: parameters do not.
+            half_written: names that an earlier write may have left half done.
+        """
+        targets = self._targets.items()
+        parameters = [name for name, each in targets if isinstance(each, torch.nn.Parameter)]
+        if not is_partial and (missing := self._missing(parameters)):
             raise WeightSyncError(
                 f"{len(missing)} of {len(self._targets)} tensors were not sent: "
-                f"{abbreviated(missing)}; send all, or begin the update with "
-                "partial=true."
+                f"{abbreviated(missing)}; send all, or begin the update with partial=true."
             )
-
-    def require_names(self, half_written: Iterable[str]) -> None:
-        """Raise `WeightSyncError` if a tensor is missing that an earlier write left half done."""
-        missing = self._missing(half_written)
-        if missing:
+        if missing := self._missing(half_written):
             raise WeightSyncError(
                 f"{len(missing)} tensors were not sent that the failed update before may have left "
                 f"half written: {abbreviated(missing)}; send them too."
@@ -110,27 +107,33 @@ class StagedWeights:
         for name, tensor in self._staged.items():
             self._targets[name].copy_(tensor)
 
-    def add_files(self, place: str, sha256: Mapping[str, str] | None) -> None:
+    def add_files(
+        self,
+        place: str,
+        sha256: Mapping[str, str] | None,
+        paused: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
         """Stage the tensors of a safetensors file, or of a checkpoint's directory.
 
-        A checkpoint whose names are not the model's is loaded by transformers, which converts it;
-        nothing else in the process may compute meanwhile, since that changes the default dtype.
+        A checkpoint whose names are not the model's is loaded by transformers, which converts it.
 
         Args:
             place: the path of a file or a directory.
             sha256: hexadecimal digests by file name; None: not checked.
+            paused: keeps the process from computing while transformers loads, which changes the
+                default dtype.
 
         Raises:
             WeightSyncError: a file is missing, cut off, or another one than its digest says; or a
                 tensor does not fit the model.
         """
-        files = _files(Path(place))
-        with _reading(place):
+        with _files(place) as files:
             states = [_state(file) for file in files]
             if sha256 is not None:
                 _require_digests({file.name: file for file in files}, sha256)
-            if self.needs_conversion(place):
-                self.add(self._converted(Path(place)))
+            if self.needs_conversion(Path(place), files):
+                with paused():
+                    self.add(self._converted(Path(place)))
             else:
                 for file in files:
                     self.add(_tensors(file))
@@ -139,15 +142,13 @@ class StagedWeights:
                     f"{place!r} was written while it was read; send it again when it is whole."
                 )
 
-    def needs_conversion(self, place: str) -> bool:
-        """Return whether a checkpoint's directory has other names than the model.
-
-        Raises:
-            WeightSyncError: a file is missing or cut off.
-        """
-        with _reading(place):
-            found = {name for file in _files(Path(place)) for name in _names(file)}
-        return Path(place).is_dir() and not found <= self._targets.keys()
+    def needs_conversion(self, place: Path, files: Sequence[Path]) -> bool:
+        """Return whether a checkpoint's directory has other names than the model."""
+        found: set[str] = set()
+        for file in files:
+            with safe_open(file, framework="pt") as opened:
+                found.update(opened.keys())
+        return place.is_dir() and not found <= self._targets.keys()
 
     def _converted(self, directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors of a checkpoint as transformers names them, whole or not at all."""
@@ -176,29 +177,22 @@ class StagedWeights:
 
 
 @contextmanager
-def _reading(place: str) -> Iterator[None]:
+def _files(name: str) -> Iterator[list[Path]]:
+    """Yield the files of a path, and raise `WeightSyncError` where they cannot be read."""
+    place = Path(name)
     try:
-        yield
+        files = sorted(place.glob("*.safetensors")) if place.is_dir() else [place]
+        if not files or not all(file.is_file() and file.suffix == ".safetensors" for file in files):
+            raise WeightSyncError(
+                f"{name!r} is no .safetensors file, and no directory with one, on the server's "
+                "machine; other formats are not read."
+            )
+        yield files
     except (SafetensorError, OSError) as error:
         raise WeightSyncError(
-            f"{place!r} could not be read ({error_text(error)}); a file may be cut off, or no "
+            f"{name!r} could not be read ({error_text(error)}); a file may be cut off, or no "
             "safetensors."
         ) from error
-
-
-def _files(place: Path) -> list[Path]:
-    files = sorted(place.glob("*.safetensors")) if place.is_dir() else [place]
-    if not files or not all(file.is_file() and file.suffix == ".safetensors" for file in files):
-        raise WeightSyncError(
-            f"{str(place)!r} is no .safetensors file, and no directory with one, on the server's "
-            "machine; other formats are not read."
-        )
-    return files
-
-
-def _names(file: Path) -> list[str]:
-    with safe_open(file, framework="pt") as opened:
-        return list(opened.keys())
 
 
 def _tensors(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
@@ -222,11 +216,9 @@ def _require_digests(files: Mapping[str, Path], digests: Mapping[str, str]) -> N
             f"sha256 names no digest of {unnamed[0]!r}; give one of every file, or no sha256."
         )
     for name, file in files.items():
-        found = hashlib.sha256()
         with file.open("rb") as opened:
-            while chunk := opened.read(CHUNK_BYTES):
-                found.update(chunk)
-        require_equal_digest(name, found.hexdigest(), digests[name])
+            found = hashlib.file_digest(opened, "sha256").hexdigest()
+        require_equal_digest(name, found, digests[name])
 
 
 def require_equal_digest(name: str, found: str, wanted: str) -> None:

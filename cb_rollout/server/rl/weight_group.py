@@ -20,8 +20,29 @@ from cb_rollout.server.rl.staged_weights import require_equal_digest
 # The prefix of the group's keys in the store.
 PREFIX = "cb_rollout"
 
+DTYPES = {
+    name: getattr(torch, name)
+    for name in ("float32", "float16", "bfloat16", "float64", "int64", "int32", "uint8", "bool")
+}
+
 # Name, dtype and shape.
 Described = tuple[str, torch.dtype, tuple[int, ...]]
+
+
+def described(
+    names: Sequence[str], dtype_names: Sequence[str], shapes: Sequence[Sequence[int]]
+) -> list[Described]:
+    """Return descriptions of tensors from vLLM's three lists.
+
+    Raises:
+        WeightSyncError: the lists differ in length, or a dtype is not received.
+    """
+    if not len(names) == len(dtype_names) == len(shapes):
+        raise WeightSyncError("names, dtype_names and shapes differ in length.")
+    if unknown := sorted(set(dtype_names) - DTYPES.keys()):
+        raise WeightSyncError(f"the dtype {unknown[0]!r} is not one of {', '.join(DTYPES)}.")
+    dtypes = map(DTYPES.__getitem__, dtype_names)
+    return list(zip(names, dtypes, map(tuple, shapes), strict=True))
 
 
 class WeightGroup:
@@ -90,42 +111,23 @@ class WeightGroup:
             WeightSyncError: the broadcasts ended early, or the digest differs.
         """
         digest = hashlib.sha256()
-        for part in _parts(tensors, buffer_bytes):
-            received = self._received(part, is_packed=buffer_bytes is not None)
-            for (name, _, _), tensor in zip(part, received, strict=True):
-                if sha256 is not None:
-                    digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
-                yield name, tensor
+        part: list[Described] = []
+        sizes: list[int] = []
+        for number, tensor in enumerate(tensors, 1):
+            _, dtype, shape = tensor
+            part.append(tensor)
+            sizes.append(math.prod(shape) * dtype.itemsize)
+            is_full = buffer_bytes is None or sum(sizes) > buffer_bytes
+            if not is_full and number < len(tensors):
+                continue
+            buffer = torch.empty(sum(sizes), dtype=torch.uint8)
+            self.broadcast(buffer.view(dtype) if buffer_bytes is None else buffer)
+            if sha256 is not None:
+                digest.update(buffer.numpy().data)
+            for (name, kind, shape), raw in zip(part, buffer.split(sizes), strict=True):
+                # A view of another dtype must begin at a multiple of its size, which a copy does.
+                is_aligned = raw.storage_offset() % kind.itemsize == 0
+                yield name, (raw if is_aligned else raw.clone()).view(kind).view(shape)
+            part, sizes = [], []
         if sha256 is not None:
             require_equal_digest("what was received", digest.hexdigest(), sha256)
-
-    def _received(self, part: Sequence[Described], is_packed: bool) -> list[torch.Tensor]:
-        """Return the tensors of one broadcast."""
-        if not is_packed:
-            ((_, dtype, shape),) = part
-            tensor = torch.empty(shape, dtype=dtype)
-            self.broadcast(tensor)
-            return [tensor]
-        sizes = [math.prod(shape) * dtype.itemsize for _, dtype, shape in part]
-        buffer = torch.empty(sum(sizes), dtype=torch.uint8)
-        self.broadcast(buffer)
-        # A view of another dtype must begin at a multiple of its size, which a copy does.
-        return [
-            raw.clone().view(dtype).view(shape)
-            for (_, dtype, shape), raw in zip(part, buffer.split(sizes), strict=True)
-        ]
-
-
-def _parts(tensors: Sequence[Described], buffer_bytes: int | None) -> Iterator[list[Described]]:
-    """Yield the tensors of each broadcast."""
-    part: list[Described] = []
-    num_bytes = 0
-    for described in tensors:
-        _, dtype, shape = described
-        part.append(described)
-        num_bytes += math.prod(shape) * dtype.itemsize
-        if buffer_bytes is None or num_bytes > buffer_bytes:
-            yield part
-            part, num_bytes = [], 0
-    if part:
-        yield part

@@ -3,24 +3,13 @@
 Names load on first use, so that the command line reads the options without torch.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from cb_rollout.compat.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from cb_rollout.tools.dataset.generate import DatasetReport, generate_dataset
-    from cb_rollout.tools.dataset.options import DatasetOptions
+    from cb_rollout.tools.dataset.generate import DatasetReport as DatasetReport
+    from cb_rollout.tools.dataset.generate import generate_dataset as generate_dataset
+    from cb_rollout.tools.dataset.options import DatasetOptions as DatasetOptions
 
-__all__ = ["DatasetOptions", "DatasetReport", "generate_dataset"]
-
-_MODULE_OF = {
-    "DatasetOptions": "options",
-    "DatasetReport": "generate",
-    "generate_dataset": "generate",
-}
-
-
-def __getattr__(name: str) -> Any:
-    """Load a public name from its module on first use (PEP 562)."""
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module 'cb_rollout.tools.dataset' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+__all__, __getattr__, __dir__ = lazy_names(__name__)

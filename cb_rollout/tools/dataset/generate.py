@@ -24,7 +24,7 @@ from cb_rollout.errors import ConfigurationError
 from cb_rollout.rollout.checkpoint import load_model, load_tokenizer
 from cb_rollout.tools.dataset.options import DatasetOptions
 from cb_rollout.tools.dataset.results import ResultFile
-from cb_rollout.tools.dataset.rows import Row, RowEncoder, rows, survey
+from cb_rollout.tools.dataset.rows import Row, RowEncoder, create_source, rows, survey
 from cb_rollout.tools.dataset.scores import (
     Scorer,
     ScoreSummary,
@@ -34,7 +34,6 @@ from cb_rollout.tools.dataset.scores import (
     summaries,
     table,
 )
-from cb_rollout.tools.dataset.source import create_source
 from cb_rollout.tools.dataset.stream import CompletedSequence, CompletionStream
 
 # Interval of the progress bar, and of its lines in a log file.

@@ -11,12 +11,19 @@ import logging
 import os
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
 from typing import Any, Self
 
 from cb_rollout.errors import ConfigurationError
-from cb_rollout.metrics.jsonl import json_line, read_lines, remove_half_line
+from cb_rollout.metrics.jsonl import (
+    append_lines,
+    json_line,
+    read_lines,
+    remove_half_line,
+    write_whole,
+)
 from cb_rollout.tools.dataset.rows import RowId
 
 SETTINGS_SUFFIX = ".settings.json"
@@ -58,26 +65,28 @@ class ResultFile:
         self.first_error: str | None = None
         self._samples: dict[RowId, int] = {}
         self._synced = time.monotonic()
-        try:
+        with self._writing():
             self._file = self._opened()
-        except OSError as error:
-            raise _not_writable(self.path, error) from error
-        try:
-            if overwrite:
-                self._file.truncate(0)
-            if self._file.seek(0, os.SEEK_END):
-                self._require_same_settings()
-                if retry_failed:
-                    self._remove_failed()
-                self._read()
-            else:
-                self._write_settings()
-        except OSError as error:
-            self._file.close()
-            raise _not_writable(self.path, error) from error
-        except BaseException:
-            self._file.close()
-            raise
+            try:
+                self._start(overwrite, retry_failed)
+            except BaseException:
+                self._file.close()
+                raise
+
+    def _start(self, overwrite: bool, retry_failed: bool) -> None:
+        if overwrite:
+            self._file.truncate(0)
+        if not self._file.seek(0, os.SEEK_END):
+            settings = json.dumps(self._settings, indent=1).encode()
+            write_whole(self._settings_path, settings, survives_power_failure=True)
+            return
+        self._require_same_settings()
+        if retry_failed:
+            self._remove_failed()
+        for _, result in self._lines():
+            self._index(result)
+        remove_half_line(self.path)
+        self._sync()
 
     def has(self, row_id: RowId, sample: int) -> bool:
         """Tell whether the file has the row's sequence of this number, from 0."""
@@ -85,27 +94,17 @@ class ResultFile:
 
     def append(self, results: list[dict[str, Any]]) -> None:
         """Append results of new sequences with one write."""
-        lines = []
         for result in results:
             self._index(result)
-            lines.append(json_line(result))
-        self._write(b"".join(lines))
-        if time.monotonic() - self._synced > SYNC_SECONDS:
-            self._sync()
-
-    def _write(self, lines: bytes) -> None:
-        """Append lines; where they do not all fit, leave the whole ones."""
-        start, num_bytes = self._file.seek(0, os.SEEK_END), 0
         try:
-            while num_bytes < len(lines):
-                num_bytes += self._file.write(lines[num_bytes:])
+            append_lines(self._file, b"".join(map(json_line, results)))
         except OSError as error:
-            self._file.truncate(start + lines.rfind(b"\n", 0, num_bytes) + 1)
-            num_lost = lines.count(b"\n") - lines.count(b"\n", 0, num_bytes)
             raise ConfigurationError(
                 f"{self.path} cannot be written ({error.strerror}); make room and run the same "
-                f"again: {self.num_done - num_lost} sequences are in it."
+                f"again: {sum(1 for _ in self)} sequences are in it."
             ) from error
+        if time.monotonic() - self._synced > SYNC_SECONDS:
+            self._sync()
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Yield every result, in the order of the file."""
@@ -120,11 +119,19 @@ class ResultFile:
         finally:
             self._file.close()
 
-    def _sync(self) -> None:
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Raise `ConfigurationError` for what the system refuses inside the block."""
         try:
-            os.fsync(self._file.fileno())
+            yield
         except OSError as error:
-            raise _not_writable(self.path, error) from error
+            raise ConfigurationError(
+                f"{self.path} cannot be written ({error.strerror}); name another output."
+            ) from error
+
+    def _sync(self) -> None:
+        with self._writing():
+            os.fsync(self._file.fileno())
         self._synced = time.monotonic()
 
     def _opened(self) -> FileIO:
@@ -165,15 +172,6 @@ class ResultFile:
                 f"the same, {advice}."
             )
 
-    def _write_settings(self) -> None:
-        """Write the settings atomically, before the first result."""
-        partial = Path(f"{self._settings_path}.partial")
-        with partial.open("w") as file:
-            json.dump(self._settings, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(self._settings_path)
-
     def _remove_failed(self) -> None:
         """Replace the file atomically by one without the errors."""
         kept = Path(f"{self.path}.kept")
@@ -186,13 +184,6 @@ class ResultFile:
         kept.replace(self.path)
         self._file.close()
         self._file = self._opened()
-
-    def _read(self) -> None:
-        """Index the results, and remove a half line."""
-        for _, result in self._lines():
-            self._index(result)
-        remove_half_line(self.path)
-        self._sync()
 
     def _lines(self) -> Iterator[tuple[bytes, dict[str, Any]]]:
         return read_lines(self.path, _checked, "result")
@@ -208,10 +199,6 @@ class ResultFile:
         if "error" in result:
             self.num_failed += 1
             self.first_error = self.first_error or str(result["error"])
-
-
-def _not_writable(path: Path, error: OSError) -> ConfigurationError:
-    return ConfigurationError(f"{path} cannot be written ({error.strerror}); name another output.")
 
 
 def _checked(result: dict[str, Any]) -> dict[str, Any]:

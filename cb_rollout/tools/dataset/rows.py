@@ -1,28 +1,31 @@
-"""Rows of a data set: their checks before anything is generated, and their prompts as token ids.
+"""Rows of a data set: their sources, their checks, and their prompts as an engine takes them.
 
 A row has a prompt or messages, a unique id, and no key that results use. Its pictures are paths,
-relative to the folder of the input, or data URLs.
+relative to the folder of the input, or data URLs. Every row is checked before anything is
+generated; no pixels are decoded. Rows are read one at a time, and twice: `survey`, then `rows`.
 """
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from cb_rollout.compat.multimodal import is_processor
-from cb_rollout.engine.service.image_prompts import is_chat
-from cb_rollout.errors import ConfigurationError, InvalidRequestError
-from cb_rollout.rollout.prompts import Encoded, encoded
-from cb_rollout.tools.dataset.images import (
-    image_digests,
-    image_names,
-    located,
-    located_in_chat,
-    problem_of_images,
+from cb_rollout.engine.images.processor import (
+    image_parts,
+    is_chat,
+    picture_of,
 )
-from cb_rollout.tools.dataset.source import RawRow, Source
+from cb_rollout.errors import ConfigurationError, InvalidRequestError, error_text
+from cb_rollout.rollout.prompts import Encoded, encoded
+
+JSONL_SUFFIXES = (".jsonl", ".ndjson", ".json")
+PARQUET_SUFFIX = ".parquet"
+# Rows decoded together: a few megabytes of long chats.
+PARQUET_BATCH_ROWS = 256
+DATA_URL = "data:"
 
 # Keys that a result adds to its row.
 RESULT_KEYS = (
@@ -34,13 +37,94 @@ PROBLEMS_SHOWN = 5
 
 RowId = int | str
 
+# Read the rows from the start, always in the same order: the label of each for messages, such as
+# its file and line, and its value, or the error in its place.
+Source = Callable[[], Iterator[tuple[str, Any]]]
+
+
+def create_source(name: str, *, split: str = "train", subset: str | None = None) -> Source:
+    """Open a source.
+
+    Args:
+        name: a JSONL or Parquet file, a directory, or the name of a data set on the hub.
+        split: split of a data set; files have none.
+        subset: name of the subset of a data set; None: its only one.
+
+    Raises:
+        ConfigurationError: the source does not exist or cannot be read.
+    """
+    path = Path(name)
+    suffixes = (*JSONL_SUFFIXES, PARQUET_SUFFIX)
+    try:
+        is_file = path.is_file()
+        if is_file:
+            path.open("rb").close()
+    except OSError as error:
+        raise ConfigurationError(f"{name} cannot be read ({error.strerror}).") from error
+    if is_file and path.suffix not in suffixes:
+        raise ConfigurationError(
+            f"{name} ends in none of {', '.join(suffixes)}; convert it to one of them."
+        )
+    if path.suffix in suffixes and not is_file:
+        state = "is not a file" if path.exists() else "does not exist"
+        raise ConfigurationError(f"{name} {state}; pass a JSONL or Parquet file.")
+    if path.suffix in JSONL_SUFFIXES:
+        return lambda: _jsonl_rows(path)
+    return _parquet_source(path) if is_file else _dataset_source(name, split, subset)
+
+
+def _jsonl_rows(path: Path) -> Iterator[tuple[str, Any]]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                try:
+                    value = json.loads(line)
+                except (ValueError, RecursionError) as error:
+                    value = error
+                yield f"{path} line {number}", value
+
+
+def _parquet_source(path: Path) -> Source:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        file = pyarrow.parquet.ParquetFile(path)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ConfigurationError(f"{path} is not a Parquet file ({error}).") from error
+
+    def rows() -> Iterator[tuple[str, Any]]:
+        batches = file.iter_batches(batch_size=PARQUET_BATCH_ROWS)
+        values = (value for batch in batches for value in batch.to_pylist())
+        return ((f"{path} row {number}", value) for number, value in enumerate(values))
+
+    return rows
+
+
+def _dataset_source(name: str, split: str, subset: str | None) -> Source:
+    # Only this source needs the library, which takes seconds to import.
+    import datasets
+    from datasets.exceptions import DatasetsError
+
+    try:
+        if any((Path(name) / marker).is_file() for marker in ("state.json", "dataset_dict.json")):
+            loaded = datasets.load_from_disk(name)
+            dataset = loaded[split] if isinstance(loaded, datasets.DatasetDict) else loaded
+        else:
+            dataset = datasets.load_dataset(name, subset, split=split)
+    except (OSError, ValueError, KeyError, DatasetsError) as error:
+        raise ConfigurationError(
+            f"split {split!r} of {name!r} cannot be loaded ({error_text(error)}); pass a file, a "
+            "data set's directory or name, and its split and subset."
+        ) from error
+    return lambda: ((f"{name} {split} row {n}", dict(row)) for n, row in enumerate(dataset))
+
 
 @dataclass(frozen=True, slots=True)
 class Row:
     """One checked row of the input."""
 
     label: str
-    """File and line, or data set and row, for messages."""
     id: RowId
     """The row's own id, or its number from 0."""
     values: dict[str, Any]
@@ -87,27 +171,25 @@ def survey(source: Source, folder: Path = Path()) -> Survey:
     seen: dict[RowId, str] = {}
     problems: list[str] = []
     num_rows = num_problems = 0
-    first: dict[type, str] = {}
-    first_image = None
-    for number, raw in enumerate(source()):
+    first: dict[Any, str] = {}
+    for number, (label, value) in enumerate(source()):
         num_rows += 1
-        row = None
-        problem = raw.problem or problem_of(raw.value) or problem_of_images(raw.value, folder)
+        problem = _problem_of(value) or _problem_of_images(value, folder)
         if problem is None:
-            row = _row(number, raw)
+            row = _row(number, label, value)
             if row.id in seen:
                 problem = f"has the id {row.id!r} of {seen[row.id]}"
-            seen.setdefault(row.id, raw.label)
-        if row is not None:
-            pictures = image_digests(row.values, folder, known_pictures)
+            seen.setdefault(row.id, label)
+            names = list(_image_names(row.values))
+            pictures = _digests(names, folder, known_pictures)
             digest.update(json.dumps([row.id, row.values, *pictures]).encode())
-            first_image = first_image or (raw.label if any(image_names(row.values)) else None)
-            kind = Mapping if row.is_chat else type(row.prompt)
-            first.setdefault(kind, raw.label)
+            first.setdefault(Mapping if row.is_chat else type(row.prompt), label)
+            if names:
+                first.setdefault("image", label)
         if problem is not None:
             num_problems += 1
             if len(problems) < PROBLEMS_SHOWN:
-                problems.append(f"{raw.label} {problem}")
+                problems.append(f"{label} {problem}")
     if problems:
         rest = num_problems - len(problems)
         raise InvalidRequestError(
@@ -116,16 +198,30 @@ def survey(source: Source, folder: Path = Path()) -> Survey:
         )
     if not num_rows:
         raise InvalidRequestError("the input has no rows.")
-    return Survey(num_rows, digest.hexdigest(), first.get(Mapping), first.get(str), first_image)
+    return Survey(
+        num_rows, digest.hexdigest(), first.get(Mapping), first.get(str), first.get("image")
+    )
 
 
 def rows(source: Source) -> Iterator[Row]:
     """Yield the rows of an input that `survey` has passed."""
-    return (_row(number, raw) for number, raw in enumerate(source()))
+    return (_row(number, *labelled) for number, labelled in enumerate(source()))
 
 
-def problem_of(value: Any) -> str | None:
+def _row(number: int, label: str, value: Mapping[str, Any]) -> Row:
+    # Columnar files have every key in every row.
+    values: dict[str, Any] = {
+        name: item
+        for name, item in value.items()
+        if item is not None or name not in ("id", "prompt", "messages", "images")
+    }
+    return Row(label, values.pop("id", number), values)
+
+
+def _problem_of(value: Any) -> str | None:
     """Return the reason why a row cannot be used, without a model; None: it can."""
+    if isinstance(value, Exception):
+        return f"is not JSON ({value})"
     if not isinstance(value, Mapping):
         return f"is not an object but a {type(value).__name__}"
     given = [name for name in ("prompt", "messages") if value.get(name) is not None]
@@ -157,14 +253,43 @@ def _problem_of_prompt(name: str, prompt: Any) -> str | None:
     return None
 
 
-def _row(number: int, raw: RawRow) -> Row:
-    # Columnar files have every key in every row.
-    values: dict[str, Any] = {
-        name: value
-        for name, value in raw.value.items()
-        if value is not None or name not in ("id", "prompt", "messages", "images")
-    }
-    return Row(raw.label, values.pop("id", number), values)
+def _image_names(row: Mapping[str, Any]) -> Iterator[Any]:
+    """Yield what names the pictures of a row: of `images`, then of its chat's parts."""
+    yield from row.get("images") or ()
+    yield from (name for part in _image_parts(row) if (name := picture_of(part)) is not None)
+
+
+def _problem_of_images(row: Mapping[str, Any], folder: Path) -> str | None:
+    """Return the reason why a row's pictures cannot be used; None: they can."""
+    images = row.get("images")
+    if images is not None and not isinstance(images, list):
+        return "has images that are not a list"
+    for name in _image_names(row):
+        if not isinstance(name, str):
+            return f"has the image {name!r:.80}, which is not a path"
+        if name.startswith(DATA_URL):
+            continue
+        if "://" in name:
+            return f"has the image {name!r:.80}, which is a URL; download it, and give its path"
+        if not (folder / name).is_file():
+            return f"has the image {name!r:.80}, which is not a file in {folder}"
+    return None
+
+
+def _digests(names: list[str], folder: Path, known: dict[str, str]) -> list[str]:
+    """Return the digest of each picture that is a file; `known`: those of earlier rows, by name."""
+    paths = [name for name in names if not name.startswith(DATA_URL)]
+    for name in paths:
+        if name not in known:
+            with (folder / name).open("rb") as file:
+                known[name] = hashlib.file_digest(file, "sha256").hexdigest()
+    return [known[name] for name in paths]
+
+
+def _image_parts(row: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    for chat in (row.get("prompt"), row.get("messages")):
+        if is_chat(chat):
+            yield from image_parts(chat)
 
 
 class RowEncoder:
@@ -215,7 +340,9 @@ class RowEncoder:
             InvalidRequestError: the chat template refuses the messages, or the processor a picture.
         """
         prompt: Any = row.prompt
-        images = [located(name, self._folder) for name in row.values.get("images", ())]
+        # The pictures of a chat are its own, or the row's in their place.
+        names = row.values.get("images") or _image_names(row.values)
+        images = [x if x.startswith(DATA_URL) else str(self._folder / x) for x in names]
         if self._chat and isinstance(prompt, str):
             text = {"type": "text", "text": prompt}
             content = [*({"type": "image"} for _ in images), text] if images else prompt
@@ -231,8 +358,6 @@ class RowEncoder:
                 # Templates of processors read either texts or parts in every message.
                 system["content"] = [{"type": "text", "text": self._system_prompt}]
             prompt = [system, *prompt]
-        if is_chat(prompt):
-            prompt = located_in_chat(prompt, self._folder)
         whole = {"prompt": prompt, "images": images} if images else prompt
         try:
             (found,) = encoded([whole], self._tokenizer)

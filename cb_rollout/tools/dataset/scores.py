@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from statistics import stdev
 from typing import Any, cast
 
 from cb_rollout.errors import ConfigurationError, error_text
@@ -116,8 +117,7 @@ def _mean_and_error(values: list[float]) -> tuple[float, float]:
     mean = math.fsum(values) / len(values)
     if len(values) < 2:
         return mean, math.nan
-    variance = math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1)
-    return mean, math.sqrt(variance / len(values))
+    return mean, stdev(values, mean) / math.sqrt(len(values))
 
 
 def table(scores: Iterable[ScoreSummary], num_return_sequences: int) -> str:

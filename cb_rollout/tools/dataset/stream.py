@@ -10,8 +10,8 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from cb_rollout.config.sampling import SamplingParams
+from cb_rollout.engine.images.processor import ImagePrompt
 from cb_rollout.engine.request import Request
-from cb_rollout.engine.service.image_prompts import ImagePrompt
 from cb_rollout.engine.service.manager import ContinuousBatchingManager
 from cb_rollout.engine.service.output_queue import OutputQueue
 from cb_rollout.errors import InvalidRequestError

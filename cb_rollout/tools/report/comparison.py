@@ -10,6 +10,7 @@ from pathlib import Path
 
 from cb_rollout import __version__
 from cb_rollout.errors import ConfigurationError
+from cb_rollout.metrics.jsonl import write_whole
 from cb_rollout.metrics.run_records import (
     Run,
     StepMetrics,
@@ -18,11 +19,23 @@ from cb_rollout.metrics.run_records import (
     list_runs,
     read_metrics,
 )
-from cb_rollout.tools.report.charts import DRIFT_FLOOR, DRIFT_KEYS, figure, step_axis, tips_at
-from cb_rollout.tools.report.layout import html_page, write_page
+from cb_rollout.tools.report.figures import (
+    DRIFT_FLOOR,
+    DRIFT_KEYS,
+    ROUTES,
+    SHARE,
+    THROUGHPUT,
+    Span,
+    figure,
+    length_spread,
+    quantile_spans,
+    reward_spans,
+    step_axis,
+    tips_at,
+)
+from cb_rollout.tools.report.layout import html_page, unusable
 from cb_rollout.tools.report.page import key_figures, run_name
 from cb_rollout.tools.report.series import series, smoothed
-from cb_rollout.tools.report.spreads import Span, length_spread, quantile_spans, reward_spans
 from cb_rollout.tools.report.svg import (
     Band,
     Curve,
@@ -43,8 +56,8 @@ STYLES = ("a", "b")
 OVERLAYS: tuple[tuple[str, str, str, Callable[[float], str]], ...] = (
     ("reward", "Reward", "mean of each step, smoothed; band: one standard deviation", compact),
     ("eval_reward", "Evaluation reward", "mean of each evaluation", compact),
-    ("rollout/tokens_per_second", "Throughput", "sampled tokens per second of rollout", compact),
-    ("rollout/step_share", "Rollout's share of a step", "of its wall-clock time", percent),
+    ("rollout/tokens_per_second", *THROUGHPUT[:2], compact),
+    ("rollout/step_share", *SHARE[:2], percent),
     (
         "completions/mean_length",
         "Completion length",
@@ -59,12 +72,7 @@ OVERLAYS: tuple[tuple[str, str, str, Callable[[float], str]], ...] = (
         percent,
     ),
     ("rollout/staleness_mean", "Staleness", "mean of each step's tokens, versions", compact),
-    (
-        "rollout/router_disagreement",
-        "Routes",
-        "router choices that differ from the rollout's, unreplayed",
-        percent,
-    ),
+    ("rollout/router_disagreement", *ROUTES[:2], percent),
     *((key, "Log-probability drift", f"{key}, nats", scientific) for key in DRIFT_KEYS),
 )
 
@@ -97,13 +105,10 @@ def write_comparison(
                     f"{folder} holds no metrics to compare; report after the run's first step."
                 )
         path = folders[0] / COMPARISON_FILE
-        write_page(path, _page(_names(folders, runs), runs, metrics))
+        write_whole(path, _page(_names(folders, runs), runs, metrics).encode())
         return path
     except OSError as error:
-        raise ConfigurationError(
-            f"{error.filename or run_dir} cannot be read or written ({error.strerror}); look at "
-            "what it is and who may use it."
-        ) from error
+        raise unusable(run_dir, error) from error
 
 
 def _names(folders: Sequence[Path], runs: Sequence[Run]) -> list[str]:

@@ -1,22 +1,23 @@
-"""The frame of every page: its head, its style, what a browser may load, and its writing."""
+"""The frame of every page: its head, its style, and what a browser may load."""
 
+import os
 from importlib.resources import files
-from pathlib import Path
 
+from cb_rollout.errors import ConfigurationError
 from cb_rollout.tools.report.tokens import visible_html
 
 # What a browser may load: what is inside the page alone.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 
-def write_page(path: Path, page: str) -> None:
-    """Write a page whole; where it does not fit, the page before it stays."""
-    partial = path.with_name(f"{path.name}.partial")
-    try:
-        partial.write_text(page, encoding="utf-8")
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+def unusable(run_dir: str | os.PathLike[str], error: OSError) -> ConfigurationError:
+    """Return the error of a file of a run that cannot be read, or of its page."""
+    # A page that cannot be replaced is the second file.
+    path = error.filename2 or error.filename or run_dir
+    return ConfigurationError(
+        f"{path} cannot be read or written ({error.strerror}); look at what it is and who may use "
+        "it."
+    )
 
 
 def html_page(name: str, content: str) -> str:

@@ -1,10 +1,13 @@
 """Report of a run: a self-contained HTML page from its records, and pages of its sequences.
 
-Own the content and order of the page; a part without records is left out. `charts` and `spreads`
-draw, `pages` has the sequences that are not on it. No page fetches anything. Loads no torch.
+Own the content and order of the page; a part without records is left out. The page holds a few
+sequences; those of every step are in files of their own, within bounds, linked from a table. No
+page fetches anything. Loads no torch.
 """
 
+import math
 import os
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from html import escape
@@ -12,7 +15,7 @@ from pathlib import Path
 from statistics import median
 
 from cb_rollout import __version__
-from cb_rollout.errors import ConfigurationError
+from cb_rollout.metrics.jsonl import write_whole
 from cb_rollout.metrics.run_records import (
     METRICS_FILE,
     ROLLOUTS_FILE,
@@ -27,33 +30,36 @@ from cb_rollout.metrics.run_records import (
     read_image,
     read_metrics,
 )
-from cb_rollout.tools.report.charts import (
-    DRIFT_KEYS,
-    drift_figure,
-    lengths_figure,
-    routes_figure,
-    share_figure,
-    throughput_figure,
+from cb_rollout.tools.report.figures import DRIFT_KEYS, figures_html
+from cb_rollout.tools.report.layout import html_page, unusable
+from cb_rollout.tools.report.series import (
+    RecordedStep,
+    quantiles,
+    recorded_steps,
+    series,
+    smoothed,
+    smoothing_window,
 )
-from cb_rollout.tools.report.layout import html_page, write_page
-from cb_rollout.tools.report.pages import pages_table, write_pages
-from cb_rollout.tools.report.series import series, smoothed, smoothing_window
-from cb_rollout.tools.report.spreads import (
-    groups_figure,
-    learning_figure,
-    length_spread_figure,
-    staleness_figure,
-    surprise_figure,
-    versions_figure,
-)
-from cb_rollout.tools.report.summaries import RecordedStep, recorded_steps
 from cb_rollout.tools.report.svg import Point, compact
 from cb_rollout.tools.report.tokens import legend_html, sequences_html, visible_html
 
 REPORT_FILE = "report.html"
+PAGES_DIR = "report_pages"
 
 # The usual size of a group; three such steps load quickly on a phone.
 MAX_SEQUENCES_PER_STEP = 8
+
+# A page of so many completions, each cut as in the report, opens at once on a phone.
+MAX_SEQUENCES_PER_PAGE = 16
+
+# A step has its first 1,024 sequences on pages.
+MAX_PAGES_PER_STEP = 64
+
+# About 110 bytes of HTML a token: all pages together stay near 200 MB.
+MAX_TOKENS_ON_PAGES = 2_000_000
+
+# Rows of the table in the report.
+MAX_STEPS_WITH_PAGES = 2_000
 
 
 def write_report(run_dir: str | os.PathLike[str], run_id: str | None = None) -> Path:
@@ -73,10 +79,7 @@ def write_report(run_dir: str | os.PathLike[str], run_id: str | None = None) -> 
     try:
         return _write_report(find_run_dir(run_dir), run_id)
     except OSError as error:
-        raise ConfigurationError(
-            f"{error.filename or run_dir} cannot be read or written ({error.strerror}); look at "
-            "what it is and who may use it."
-        ) from error
+        raise unusable(run_dir, error) from error
 
 
 def _write_report(run_dir: Path, run_id: str | None) -> Path:
@@ -86,6 +89,8 @@ def _write_report(run_dir: Path, run_id: str | None) -> Path:
     steps = recorded_steps(iterate_rollouts(run_dir, run))
     rollouts = _sequences_shown(run_dir, run)
     name = run_name(run_dir)
+    figures = figures_html(metrics, steps)
+    charts = f'<section class="charts">\n{figures}\n</section>' if figures else ""
     page = html_page(
         name,
         f"""<header class="top">
@@ -93,14 +98,14 @@ def _write_report(run_dir: Path, run_id: str | None) -> Path:
 <h1>{visible_html(name)}</h1>
 {_key_figures(metrics, counts)}
 </header>
-{_charts(metrics, steps)}
+{charts}
 {_completions(steps, rollouts, run_dir)}
 <footer>{_sources(metrics, counts)}</footer>""",
     )
     if steps:
         write_pages(run_dir, run, steps, name)
     path = run_dir / REPORT_FILE
-    write_page(path, page)
+    write_whole(path, page.encode())
     return path
 
 
@@ -159,24 +164,6 @@ def _largest(drift: Sequence[Point]) -> tuple[str, str]:
     return compact(value), f"nats, at step {step:,}"
 
 
-def _charts(metrics: Sequence[StepMetrics], steps: Mapping[int, RecordedStep]) -> str:
-    figures = [
-        learning_figure(metrics),
-        groups_figure(metrics),
-        length_spread_figure(metrics),
-        surprise_figure(metrics, steps),
-        staleness_figure(metrics),
-        versions_figure(steps),
-        throughput_figure(metrics),
-        share_figure(metrics),
-        drift_figure(metrics),
-        routes_figure(metrics),
-        lengths_figure(metrics),
-    ]
-    drawn = "\n".join(filter(None, figures))
-    return f'<section class="charts">\n{drawn}\n</section>' if drawn else ""
-
-
 def _sequences_shown(run_dir: Path, run: Run) -> dict[int, list[SequenceRecord]]:
     """Return the first sequences of each shown step, holding no others."""
     shown: dict[int, list[SequenceRecord]] = {
@@ -217,4 +204,101 @@ def _sources(metrics: Sequence[StepMetrics], counts: dict[int, int]) -> str:
     return escape(
         f"cb_rollout {__version__}, from {len(metrics):,} records of {METRICS_FILE} and "
         f"{sum(counts.values()):,} of {ROLLOUTS_FILE}."
+    )
+
+
+def steps_with_pages(steps: Mapping[int, RecordedStep]) -> list[int]:
+    """Return the steps whose sequences get pages: all, or evenly spread ones within the bounds."""
+    known = list(steps)
+    num = min(len(known), MAX_STEPS_WITH_PAGES)
+    while num > 1:
+        chosen = [known[place * (len(known) - 1) // (num - 1)] for place in range(num)]
+        if sum(steps[step].num_tokens for step in chosen) <= MAX_TOKENS_ON_PAGES:
+            return chosen
+        num = num * 9 // 10
+    return known[-1:]
+
+
+def write_pages(run_dir: Path, run: Run, steps: Mapping[int, RecordedStep], name: str) -> None:
+    """Write the pages of the chosen steps in place of those of an earlier report."""
+    folder = run_dir / PAGES_DIR
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    chosen = set(steps_with_pages(steps))
+    left = {step: _num_on_pages(steps[step]) for step in chosen}
+    waiting: dict[int, list[SequenceRecord]] = {}
+    # A step's records are adjacent but for evaluations, so that few steps wait at a time.
+    for record in iterate_rollouts(run_dir, run, chosen):
+        if not left[record.step]:
+            continue
+        page = waiting.setdefault(record.step, [])
+        page.append(record)
+        left[record.step] -= 1
+        if len(page) == MAX_SEQUENCES_PER_PAGE or not left[record.step]:
+            num_done = _num_on_pages(steps[record.step]) - left[record.step]
+            number = math.ceil(num_done / MAX_SEQUENCES_PER_PAGE)
+            num_pages = _num_pages(steps[record.step])
+            path = folder / page_file(record.step, number)
+            write_whole(path, _page_of_sequences(name, run_dir, page, number, num_pages).encode())
+            del waiting[record.step]
+
+
+def page_file(step: int, number: int) -> str:
+    """Return the name of a page; `number` counts a step's pages from 1."""
+    return f"step_{step}_{number}.html"
+
+
+def pages_table(steps: Mapping[int, RecordedStep]) -> str:
+    """Return the table of the steps with pages, closed until it is asked for."""
+    chosen = steps_with_pages(steps)
+    rows = "".join(_steps_row(step, steps[step]) for step in chosen)
+    num = sum(_num_on_pages(steps[step]) for step in chosen)
+    total = sum(found.num_sequences for found in steps.values())
+    claim = f"All {num:,}" if num == total else f"{num:,} of {total:,}"
+    return (
+        f'<details class="pages"><summary>{claim} recorded sequences, by step</summary>'
+        "<table><thead><tr><th>step</th><th>sequences</th><th>tokens</th><th>median reward</th>"
+        f"<th>pages</th></tr></thead><tbody>{rows}</tbody></table></details>"
+    )
+
+
+def _steps_row(step: int, found: RecordedStep) -> str:
+    reward = compact(quantiles(found.rewards).middle) if found.rewards else "&ndash;"
+    links = " ".join(
+        f'<a href="{PAGES_DIR}/{page_file(step, number)}">{number}</a>'
+        for number in range(1, _num_pages(found) + 1)
+    )
+    return (
+        f"<tr><td>{step:,}</td><td>{found.num_sequences:,}</td><td>{found.num_tokens:,}</td>"
+        f"<td>{reward}</td><td>{links}</td></tr>"
+    )
+
+
+def _num_on_pages(found: RecordedStep) -> int:
+    return min(found.num_sequences, MAX_SEQUENCES_PER_PAGE * MAX_PAGES_PER_STEP)
+
+
+def _num_pages(found: RecordedStep) -> int:
+    return math.ceil(_num_on_pages(found) / MAX_SEQUENCES_PER_PAGE)
+
+
+def _page_of_sequences(
+    name: str, run_dir: Path, records: Sequence[SequenceRecord], number: int, num_pages: int
+) -> str:
+    step = records[0].step
+    turns = [(number - 1, "previous page"), (number + 1, "next page")]
+    links = "".join(
+        f' &middot; <a href="{page_file(step, turn)}">{text}</a>'
+        for turn, text in turns
+        if 1 <= turn <= num_pages
+    )
+    place = escape(f"Step {step:,}, page {number:,} of {num_pages:,}")
+    return html_page(
+        name,
+        f"""<header class="top">
+<p class="kicker">{visible_html(name)} &middot; <a href="../report.html">report</a>{links}</p>
+<h1>{place}</h1>
+</header>
+<section class="completions">{legend_html()}
+{sequences_html(records, partial(read_image, run_dir))}</section>""",
     )

@@ -40,12 +40,11 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Points drawn as a line, as dots, or both."""
+    """Points drawn as a line, perhaps with dots."""
 
     points: Sequence[Point]
     style: str
     """A class of `report.css`."""
-    has_line: bool = True
     has_dots: bool = False
     is_filled: bool = False
     """Tint the area down to the axis."""
@@ -165,7 +164,7 @@ def curve_chart(
         bands: areas under the curves.
     """
     paths = "".join(_band(band, x, y) for band in bands)
-    paths += "".join(_path(curve, x, y) for curve in curves if curve.has_line)
+    paths += "".join(_path(curve, x, y) for curve in curves)
     dots = "".join(_dots(curve, x, y) for curve in curves)
     return _frame(_grid(x, y) + _stretched(paths) + dots + _tip_bands(tips, x), title)
 

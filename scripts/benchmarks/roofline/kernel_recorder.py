@@ -80,8 +80,6 @@ class Reads(NamedTuple):
     num_parts: Mapping[str, int] = {}
     """Parts of each row's logits that a kernel of sampling reads, by its name; a part that is read
     twice counts twice."""
-    adjustment_bytes: int = 0
-    """Of each token that sampling reads, beside its logit."""
 
 
 NO_READS = Reads()
@@ -263,14 +261,14 @@ def _plain_cost(args: tuple[Any, ...], options: Mapping[str, Any], _: Reads) -> 
 def _sampling_cost(
     name: str, args: tuple[Any, ...], options: Mapping[str, Any], reads: Reads
 ) -> tuple[int, int]:
-    """Return the cost of reading parts of each row's logits, and what adjusts them."""
+    """Return the cost of reading parts of each row's logits."""
     logits_BV = args[0]
     B, V = logits_BV.shape
     num_tokens = min(V * reads.num_parts[name], options["CHUNK"] * reads.num_parts[name])
     if name == "measure_kernel":
         # The last part is not full.
         num_tokens = V
-    return B * num_tokens * (logits_BV.itemsize + reads.adjustment_bytes), 0
+    return B * num_tokens * logits_BV.itemsize, 0
 
 
 def _write_cost(args: tuple[Any, ...], _: Mapping[str, Any], __: Reads) -> tuple[int, int]:

@@ -19,7 +19,7 @@ from benchmarks.sizes import Setup
 from cb_rollout.engine.attention.cpu.backend import CpuBackend
 from cb_rollout.engine.attention.cpu.few_row_linear import multiply
 from cb_rollout.engine.attention.selector import select_backend
-from cb_rollout.tools.bench.matmul_bound import linear_layers, matmul_flops, matmul_parameters
+from cb_rollout.tools.bench.rollout import linear_layers, matmul_flops, matmul_parameters
 from cb_rollout.tools.bench.timing import best_seconds, timed
 from cb_rollout.tools.bench.workload import create_model
 

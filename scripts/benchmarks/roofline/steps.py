@@ -50,8 +50,7 @@ SAMPLED = {
     TOP_P: SamplingParams(top_p=0.95),
     "min-p": SamplingParams(min_p=0.05),
     "top-k, top-p and min-p": SamplingParams(top_k=20, top_p=0.95, min_p=0.05),
-    "penalties": SamplingParams(repetition_penalty=1.1, presence_penalty=0.5),
-    "a bias and 20 top log-probabilities": SamplingParams(logit_bias={0: 1.0}, top_logprobs=20),
+    "20 top log-probabilities": SamplingParams(top_logprobs=20),
 }
 
 
@@ -223,8 +222,7 @@ def _reads(rows: Rows, vocab_size: int, params: SamplingParams) -> Reads:
         "top_kernel": params.top_logprobs,
         "draw_kernel": 1,
     }
-    is_biased = bool(params.logit_bias)
-    return Reads(rows.num_tokens, parts, 4 * is_biased + 2 * params.is_penalized)
+    return Reads(rows.num_tokens, parts)
 
 
 def _requests(rows: Rows, params: SamplingParams) -> list[Request]:

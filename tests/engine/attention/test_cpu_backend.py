@@ -17,7 +17,7 @@ from cb_rollout.engine.attention.decode_cache import DecodeLayer
 from cb_rollout.engine.kv_cache.block_table import BlockTable
 from cb_rollout.engine.kv_cache.layout import CacheLayout, LayerSpec, TensorSpec
 from cb_rollout.engine.kv_cache.paged import PagedCache
-from cb_rollout.engine.native.library import TYPES
+from cb_rollout.engine.numerics.native.library import TYPES
 
 CPU = torch.device("cpu")
 # Rounding of outputs of order one.

@@ -9,8 +9,8 @@ from torch.nn import functional
 from cb_rollout.compat import inductor
 from cb_rollout.engine.attention.cpu import few_row_linear
 from cb_rollout.engine.attention.cpu.few_row_linear import widened
-from cb_rollout.engine.native.library import TYPES
 from cb_rollout.engine.numerics import kernels
+from cb_rollout.engine.numerics.native.library import TYPES
 
 # Rounding of sums of a few hundred numbers of order one.
 TOLERANCES = {torch.float32: 2e-5, torch.float64: 1e-13, torch.bfloat16: 2**-8}

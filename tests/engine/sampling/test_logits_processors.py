@@ -18,7 +18,6 @@ from transformers.generation.logits_process import (
     SuppressTokensAtBeginLogitsProcessor,
 )
 
-from cb_rollout.config import sampling
 from cb_rollout.config.sampling import SamplingParams
 from cb_rollout.engine.request import Request
 from cb_rollout.engine.sampling import logits_processors
@@ -181,8 +180,6 @@ def test_a_new_parameter_is_a_field_and_a_change_of_logits(monkeypatch):
         kw_only=True,
         slots=True,
     )
-    monkeypatch.setattr(sampling, "_ADJUSTING", (*sampling._ADJUSTING, name))
-    monkeypatch.setitem(sampling._DEFAULTS, name, 0.0)
     # Its place among the changes.
     monkeypatch.setattr(logits_processors, "_create_bias", names[f"_create_{name}"])
     assert not kind().is_adjusted

@@ -1,8 +1,11 @@
 """The state of one rollout: its rows, the outputs they consist of, and its metrics."""
 
+from itertools import count
+
 import pytest
 
-from cb_rollout.integrations.trl.context import RolloutContext, rows_from
+from cb_rollout.integrations.trl.context import RolloutContext
+from cb_rollout.integrations.trl.loss_rows import loss_rows
 from cb_rollout.types import FinishReason, GenerationOutput
 
 
@@ -19,16 +22,15 @@ def output(request_id, tokens, versions, reason=FinishReason.STOP, prompt=(5, 6)
 
 def rows(prompts, completions, outputs, masks=None, is_in_order=False):
     values = [[-1.0] * len(ids) for ids in completions]
-    return rows_from(
-        (prompts, completions, masks, None, values, {}, None, []), outputs, is_in_order=is_in_order
-    )
+    generated = (prompts, completions, masks, None, values, {}, None, [])
+    return loss_rows(generated, outputs, count(), is_in_order=is_in_order)
 
 
 def test_equal_completions_are_of_different_requests():
     outputs = [output("a", [7, 1], [(1, 2)]), output("b", [7, 1], [(1, 1), (2, 1)])]
     first, second = rows([[5, 6]] * 2, [[7, 1]] * 2, outputs)
     assert (first.name, second.name) == ("a", "b")
-    assert (first.token_versions, second.token_versions) == ([1, 1], [1, 2])
+    assert (first.versions, second.versions) == ([1, 1], [1, 2])
 
 
 def test_outputs_in_order_are_not_searched_for():
@@ -37,12 +39,12 @@ def test_outputs_in_order_are_not_searched_for():
     first, second = rows(prompts, completions, outputs, is_in_order=True)
     assert (first.name, second.name) == ("a", "b")
     assert (first.is_stopped, second.is_stopped) == (True, False)
-    assert second.token_versions == [2]
+    assert second.versions == [2]
 
 
 def test_a_completion_that_a_rollout_func_repeats_is_one_and_the_same():
     first, second = rows([[5, 6]] * 2, [[7, 1]] * 2, [output("a", [7, 1], [(3, 2)])])
-    assert first.spans == second.spans != []
+    assert (first.name, first.versions) == (second.name, second.versions) == ("a", [3, 3])
 
 
 def test_a_tools_tokens_have_no_version():
@@ -51,7 +53,7 @@ def test_a_tools_tokens_have_no_version():
         output("b", [9, 1, 4], [(2, 3)], prompt=(5, 6, 7, 8, 3)),
     ]
     (row,) = rows([[5, 6]], [[7, 8, 3, 9, 1, 4]], turns, [[1, 1, 0, 1, 1, 1]])
-    assert row.token_versions == [1, 1, None, 2, 2, 2]
+    assert row.versions == [1, 1, None, 2, 2, 2]
     assert row.is_stopped
 
 

@@ -29,9 +29,9 @@ from cb_rollout.engine.kv_cache.forward_batch import ForwardBatch
 from cb_rollout.engine.kv_cache.layout import CacheLayout
 from cb_rollout.engine.kv_cache.paged import PagedCache, PagedLayer
 from cb_rollout.engine.memory import device as devices
-from cb_rollout.engine.native.library import COUNT, NUMBER, TENSOR, TYPES, library
 from cb_rollout.engine.numerics import operators
 from cb_rollout.engine.numerics.kernels import attend_paged as ordered_attend
+from cb_rollout.engine.numerics.native.library import COUNT, NUMBER, TENSOR, TYPES, library
 
 CPU = torch.device("cpu")
 

@@ -10,7 +10,7 @@ from torch.nn import functional
 from cb_rollout.compat import inductor
 from cb_rollout.engine.attention.cpu.few_row_linear import linear
 from cb_rollout.engine.attention.traced_forward import call_attention
-from cb_rollout.engine.native.library import TYPES
+from cb_rollout.engine.numerics.native.library import TYPES
 
 aten = torch.ops.aten
 

@@ -11,15 +11,15 @@ import os
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby, pairwise
+from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from jinja2 import TemplateError
 
 from cb_rollout.compat import multimodal
-from cb_rollout.engine.model.prompt_images import ImageSpan, PromptImages, create_prompt_images
+from cb_rollout.engine.images.prompt_images import PromptImages, create_prompt_images
 from cb_rollout.errors import ConfigurationError, InvalidRequestError, error_text
 
 # Chat templates raise these, deliberately or not; tokenizers raise some for lone surrogates.
@@ -68,7 +68,7 @@ class ImagePrompt:
         return self.made[placeholders]
 
 
-def is_chat(prompt: Any) -> bool:
+def is_chat(prompt: Any) -> TypeGuard[Sequence[Mapping[str, Any]]]:
     """Return whether a prompt is a list of messages."""
     is_list = isinstance(prompt, Sequence) and not isinstance(prompt, str)
     return is_list and len(prompt) > 0 and isinstance(prompt[0], Mapping)
@@ -77,6 +77,40 @@ def is_chat(prompt: Any) -> bool:
 def has_image_parts(chat: Sequence[Mapping[str, Any]]) -> bool:
     """Return whether a chat's content holds images, or what is refused as they are not."""
     return any(part.get("type") in (*IMAGE_PARTS, *REFUSED_PARTS) for part in _parts(chat))
+
+
+def image_parts(chat: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    """Return the parts of a chat that stand for images."""
+    return (part for part in _parts(chat) if part.get("type") in IMAGE_PARTS)
+
+
+def picture_of(part: Mapping[str, Any]) -> Any:
+    """Return the picture that a chat's part names; None: none."""
+    if part.get("type") == "image_url":
+        named = part.get("image_url")
+        return named.get("url") if isinstance(named, Mapping) else named
+    return next((part[key] for key in PICTURE_KEYS if part.get(key) is not None), None)
+
+
+def with_image_parts(
+    chat: Sequence[Mapping[str, Any]], convert: Callable[[Mapping[str, Any]], Any]
+) -> list[dict[str, Any]]:
+    """Return a chat whose image parts are converted, in their order."""
+
+    def converted(content: Any) -> Any:
+        if not isinstance(content, Sequence) or isinstance(content, str):
+            return content
+        return [
+            convert(part) if isinstance(part, Mapping) and part.get("type") in IMAGE_PARTS else part
+            for part in content
+        ]
+
+    return [
+        {**message, "content": converted(message["content"])}
+        if "content" in message
+        else dict(message)
+        for message in chat
+    ]
 
 
 def encoded_row(row: Mapping[str, Any], processor: Any, index: int) -> Any:
@@ -140,11 +174,12 @@ def encoded_chat(
                 f"input {index} holds a part of type {part['type']!r}; of what is not text, only "
                 "images are taken."
             )
-        if _is_image(part) and _picture(part) is None:
-            raise InvalidRequestError(
-                f"input {index} holds an image part without an image; add 'image': a picture."
-            )
-    pictures = _loaded([_picture(part) for part in _parts(chat) if _is_image(part)], index)
+    named = list(map(picture_of, image_parts(chat)))
+    if any(picture is None for picture in named):
+        raise InvalidRequestError(
+            f"input {index} holds an image part without an image; add 'image': a picture."
+        )
+    pictures = _loaded(named, index)
 
     def call(given: list[Any]) -> Any:
         return processor.apply_chat_template(
@@ -175,38 +210,17 @@ def _parts(chat: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
             yield from (part for part in content if isinstance(part, Mapping))
 
 
-def _is_image(part: Any) -> bool:
-    return isinstance(part, Mapping) and part.get("type") in IMAGE_PARTS
-
-
-def _picture(part: Mapping[str, Any]) -> Any:
-    """Return the picture that a chat's part names; None: none."""
-    if part.get("type") == "image_url":
-        named = part.get("image_url")
-        return named.get("url") if isinstance(named, Mapping) else named
-    return next((part[key] for key in PICTURE_KEYS if part.get(key) is not None), None)
-
-
 def _with_pictures(
     chat: Sequence[Mapping[str, Any]], pictures: Sequence[Any], index: int
 ) -> list[dict[str, Any]]:
     """Return a chat whose image parts hold these pictures, in their order."""
-    num_parts = sum(map(_is_image, _parts(chat)))
+    num_parts = len(list(image_parts(chat)))
     if num_parts != len(pictures):
         raise InvalidRequestError(
             f"input {index} has {num_parts} image parts and {len(pictures)} images; give one each."
         )
     left = iter(pictures)
-
-    def filled(part: Any) -> Any:
-        return {"type": "image", "image": next(left)} if _is_image(part) else part
-
-    return [
-        {**message, "content": [filled(part) for part in content]}
-        if isinstance(content := message.get("content"), Sequence) and not isinstance(content, str)
-        else dict(message)
-        for message in chat
-    ]
+    return with_image_parts(chat, lambda _: {"type": "image", "image": next(left)})
 
 
 def _loaded(images: Sequence[Any], index: int) -> list[Any]:
@@ -255,13 +269,13 @@ def _processed(
     Raises:
         InvalidRequestError: it takes neither.
     """
-    in_rgb = [p.convert("RGB") if getattr(p, "mode", "RGB") != "RGB" else p for p in pictures]
-    is_rgb = all(map(lambda one, other: one is other, pictures, in_rgb))
+    is_rgb = [getattr(picture, "mode", "RGB") == "RGB" for picture in pictures]
     try:
         return dict(call(pictures))
     except IMAGE_FAULTS as error:
-        if not is_rgb:
-            return _processed(call, in_rgb, index)
+        if not all(is_rgb):
+            pairs = zip(pictures, is_rgb, strict=True)
+            return _processed(call, [p if is_ else p.convert("RGB") for p, is_ in pairs], index)
         raise InvalidRequestError(
             f"input {index}: the processor does not take the prompt with its {len(pictures)} "
             f"images ({error_text(error)})."
@@ -369,23 +383,14 @@ def _of_markers(pictures: list[Any], processor: Any, index: int) -> dict[str, to
     raise InvalidRequestError(f"{failure} Pass text or a chat, not token ids.")
 
 
-def _spans(
-    token_ids: Sequence[int], known: frozenset[int], num_images: int
-) -> tuple[ImageSpan, ...]:
+def _spans(token_ids: Sequence[int], known: frozenset[int], num_images: int) -> list[range]:
     """Return where the images' tokens stand.
 
     Runs of placeholders are the images one by one, if there is a run for each. Else (tiles with a
     token between them, neighbours without one) all images are one span; and so is the whole prompt
     where no placeholder is known.
     """
-    spans: list[ImageSpan] = []
-    for is_image, run in groupby(enumerate(token_ids), lambda pair: pair[1] in known):
-        if is_image:
-            places = [place for place, _ in run]
-            spans.append(ImageSpan(places[0], places[-1] + 1))
-    if not spans:
-        return (ImageSpan(0, len(token_ids)),)
-    assert all(before.stop < after.start for before, after in pairwise(spans))
-    if len(spans) != num_images:
-        return (ImageSpan(spans[0].start, spans[-1].stop),)
-    return tuple(spans)
+    runs = groupby(range(len(token_ids)), lambda index: token_ids[index] in known)
+    of_images = [list(run) for is_image, run in runs if is_image]
+    spans = [range(run[0], run[-1] + 1) for run in of_images] or [range(len(token_ids))]
+    return spans if len(spans) == num_images else [range(spans[0].start, spans[-1].stop)]

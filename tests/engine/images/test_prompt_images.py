@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from cb_rollout.engine.model.prompt_images import Division, ImageSpan, create_prompt_images
+from cb_rollout.engine.images.prompt_images import create_prompt_images, joined
 
 # Two images of 4 and 2 tokens, in a prompt of 12.
-SPANS = (ImageSpan(3, 7), ImageSpan(8, 10))
+SPANS = (range(3, 7), range(8, 10))
 T, N = 12, 2
 
 
@@ -25,30 +25,30 @@ GRIDS = torch.tensor([[1, 4, 4], [1, 2, 4]])
 @pytest.mark.parametrize(
     ("tensors", "expected"),
     [
-        ({"pixel_values": numbered(2, 3, 5, 5)}, Division(0, (1, 1))),
-        ({"pixel_values": numbered(24, 6), "image_grid_thw": GRIDS}, Division(0, (16, 8))),
-        ({"pixel_values": numbered(6, 6), "image_grid_thw": GRIDS}, Division(0, (4, 2))),
-        ({"pixel_values": numbered(5, 6), "num_tiles": torch.tensor([4, 1])}, Division(0, (4, 1))),
-        ({"pixel_values": numbered(1, 2, 3, 5, 5)}, Division(1, (1, 1))),
+        ({"pixel_values": numbered(2, 3, 5, 5)}, (0, [1, 1])),
+        ({"pixel_values": numbered(24, 6), "image_grid_thw": GRIDS}, (0, [16, 8])),
+        ({"pixel_values": numbered(6, 6), "image_grid_thw": GRIDS}, (0, [4, 2])),
+        ({"pixel_values": numbered(5, 6), "num_tiles": torch.tensor([4, 1])}, (0, [4, 1])),
+        ({"pixel_values": numbered(1, 2, 3, 5, 5)}, (1, [1, 1])),
         # In proportion to the tokens.
-        ({"pixel_values": numbered(3, 3, 5, 5)}, Division(0, (2, 1))),
+        ({"pixel_values": numbered(3, 3, 5, 5)}, (0, [2, 1])),
     ],
     ids=["a row each", "grids", "merged grids", "counts", "one row", "tokens"],
 )
 def test_tensors_divide_by_rows_grids_counts_or_tokens(tensors, expected):
     images = images_of(tensors)
-    assert images.divisions["pixel_values"] == expected
-    parts = [
-        images.part("pixel_values", tensors["pixel_values"], range(n, n + 1), range(N))
-        for n in range(N)
-    ]
-    assert torch.equal(torch.cat(parts, expected.dim), tensors["pixel_values"])
+    parts = [image.tensors["pixel_values"] for image in images.images]
+    dim, sizes = expected
+    assert images.dims["pixel_values"] == dim
+    assert [part.shape[dim] for part in parts] == sizes
+    assert torch.equal(joined(parts, dim), tensors["pixel_values"])
+    assert torch.equal(images.arguments(0, T)["pixel_values"], tensors["pixel_values"])
 
 
 def test_tensors_that_nothing_divides_belong_to_all_images():
     images = images_of({"pixel_values": numbered(5, 6)})
-    assert images.divisions is None
-    assert images.digests[0] == images.digests[1]
+    assert not images.is_divided
+    assert [image.tokens for image in images.images] == [range(3, 10)]
     assert images.num_resumable(8) == 0
     assert images.num_resumable(10) == 10
 
@@ -70,21 +70,24 @@ def test_a_cut_forward_is_given_its_own_images_and_tokens():
     # After the prompt comes text.
     assert cut["token_type_ids"].tolist() == [[7, 8, 9, 10, 11, 0, 0]]
     before = images.before(1)
-    assert torch.equal(before.tensors["pixel_values"], pixels[:1])
-    assert (before.spans, before.num_prompt_tokens) == (SPANS[:1], 8)
+    assert torch.equal(before.arguments(0, 8)["pixel_values"], pixels[:1])
+    assert before.arguments(0, 8)["token_type_ids"].tolist() == [[*range(8)]]
+    assert [image.tokens for image in before.images] == [SPANS[0]]
+    assert before.num_prompt_tokens == 8
 
 
 def test_images_are_told_apart_by_their_tensors():
     def digests(first, second):
-        return images_of({"pixel_values": torch.stack([first, second])}).digests
+        images = images_of({"pixel_values": torch.stack([first, second])})
+        return [image.digest for image in images.images]
 
     dark, bright = torch.zeros(3, 4), torch.ones(3, 4)
     one, other = digests(dark, bright)
     assert one != other
     assert digests(dark, dark)[0] == one
     assert digests(dark.half(), bright.half())[0] != one
-    (alone,) = images_of({"pixel_values": dark[None]}, SPANS[:1], 1).digests
-    assert alone == one, "whatever stands beside it"
+    (alone,) = images_of({"pixel_values": dark[None]}, SPANS[:1], 1).images
+    assert alone.digest == one, "whatever stands beside it"
 
 
 def test_keys_are_of_one_image_where_a_forward_may_begin_after_it():

@@ -1,34 +1,92 @@
-"""Figures with a spread over steps: reward, lengths, surprise, policy versions, kinds of groups.
+"""Figures of a report: metrics, axes, titles, legends and captions.
 
 A figure whose records are missing is an empty string.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from html import escape
 from itertools import chain
+from statistics import median
 
 from cb_rollout.metrics.run_records import StepMetrics
-from cb_rollout.tools.report.charts import MAX_DOTS, MAX_JAGGED_POINTS, figure, step_axis, tips_at
-from cb_rollout.tools.report.series import completion_lengths, series, smoothed, smoothing_window
-from cb_rollout.tools.report.summaries import (
+from cb_rollout.tools.report.series import (
     GroupKind,
     Quantiles,
     RecordedStep,
+    completion_lengths,
+    early_and_late,
     group_shares,
     quantiles,
+    series,
+    shares_by_bin,
+    smoothed,
+    smoothing_window,
 )
 from cb_rollout.tools.report.svg import (
+    Axis,
     Band,
     Curve,
     Point,
     compact,
     curve_chart,
+    histogram_chart,
     linear_axis,
+    log_axis,
     percent,
+    scientific,
 )
 
 Span = tuple[float, float, float]
 
+# The verification against a plain forward first; TRL's own difference is recorded on more steps.
+DRIFT_KEYS = ("rollout/logprob_drift_max", "sampling/sampling_logp_difference/max")
+
+# Below the resolution of a float32 log-probability; drawn as zero, which a log axis cannot show.
+DRIFT_FLOOR = 1e-9
+
+# More dots hide their line.
+MAX_DOTS = 30
+
+# A line of more points looks like a band, so its moving mean is drawn over it.
+MAX_JAGGED_POINTS = 300
+
+# Fine enough for the shape of a long tail; every bin holds equally many whole numbers.
+MAX_BINS = 32
+
+# Title, note, title for screen readers, and what follows a value.
+THROUGHPUT = (
+    "Throughput",
+    "sampled tokens per second of rollout",
+    "Tokens per second",
+    "tokens/s",
+)
+SHARE = ("Rollout's share of a step", "of its wall-clock time", "Share of rollout", "of the step")
+ROUTES = (
+    "Routes",
+    "router choices that differ from the rollout's, unreplayed",
+    "Router choices that differ from the rollout's",
+    "of the choices",
+)
+
 GROUP_STYLES = {GroupKind.SOLVED: "a", GroupKind.MIXED: "raw", GroupKind.UNSOLVED: "b"}
+
+
+def figures_html(metrics: Sequence[StepMetrics], steps: Mapping[int, RecordedStep]) -> str:
+    """Return every figure of a run, in order; `steps`: summaries of its recorded sequences."""
+    figures = (
+        learning_figure(metrics),
+        groups_figure(metrics),
+        length_spread_figure(metrics),
+        surprise_figure(metrics, steps),
+        staleness_figure(metrics),
+        versions_figure(steps),
+        curve_figure(metrics, "rollout/tokens_per_second", THROUGHPUT),
+        curve_figure(metrics, "rollout/step_share", SHARE, high=1, label=percent),
+        drift_figure(metrics),
+        curve_figure(metrics, "rollout/router_disagreement", ROUTES, label=percent),
+        lengths_figure(metrics),
+    )
+    return "\n".join(filter(None, figures))
 
 
 def learning_figure(metrics: Sequence[StepMetrics]) -> str:
@@ -206,3 +264,113 @@ def quantile_spans(spread: Mapping[int, Quantiles]) -> list[Span]:
 
 def _bounds(spans: Sequence[Span]) -> list[float]:
     return list(chain.from_iterable((low, high) for _, low, high in spans))
+
+
+def curve_figure(
+    metrics: Sequence[StepMetrics],
+    key: str,
+    texts: tuple[str, str, str, str],
+    *,
+    high: float | None = None,
+    label: Callable[[float], str] = compact,
+) -> str:
+    """Draw one scalar from 0 on, by step.
+
+    Args:
+        metrics: the run's metrics.
+        key: the scalar.
+        texts: title, note, title for screen readers, and what follows a value when pointed at.
+        high: high end of its axis; None: a round number.
+        label: format of a value.
+    """
+    points = series(metrics, key)
+    if not points:
+        return ""
+    title, note, spoken, unit = texts
+    chart = curve_chart(
+        _filled(points),
+        x=step_axis(points),
+        y=linear_axis((value for _, value in points), low=0, high=high, num_ticks=4, label=label),
+        title=f"{spoken} over {len(points)} steps",
+        tips=tips_at(points, lambda value: f"{label(value)} {unit}"),
+    )
+    return figure(title, note, chart)
+
+
+def drift_figure(metrics: Sequence[StepMetrics]) -> str:
+    """Draw the largest difference of sampled and recomputed log-probabilities, by step."""
+    names = ("against a plain forward", "against the trainer's forward")
+    styles = ("a", "b")
+    found = [
+        (style, name, series(metrics, key))
+        for style, name, key in zip(styles, names, DRIFT_KEYS, strict=True)
+        if series(metrics, key)
+    ]
+    if not found:
+        return ""
+    points = [point for *_, drift in found for point in drift]
+    chart = curve_chart(
+        [Curve(drift, style, has_dots=len(drift) <= MAX_DOTS) for style, _, drift in found],
+        x=step_axis(points),
+        y=log_axis((value for _, value in points), floor=DRIFT_FLOOR),
+        title=f"Log-probability drift over {len(points)} measurements, logarithmic",
+        tips=tips_at(found[-1][2], lambda value: f"{scientific(value)} nats"),
+    )
+    keys = [(style, name) for style, name, _ in found]
+    return figure("Log-probability drift", "largest of a step, nats", chart, keys)
+
+
+def lengths_figure(metrics: Sequence[StepMetrics]) -> str:
+    """Draw histograms of the completion lengths of the first and the last third of the steps."""
+    lengths = completion_lengths(metrics)
+    if not lengths:
+        return ""
+    early, late = early_and_late(lengths)
+    longest = max(*early, *late, 0)
+    width = longest // MAX_BINS + 1
+    num_bins = longest // width + 1
+    x = linear_axis([], low=0, high=num_bins * width, num_ticks=6, is_whole=True)
+    named = [("raw", "early", early), ("a", "late", late)] if late else [("a", "all", early)]
+    groups = [
+        (style, shares_by_bin(group, width=width, num_bins=num_bins)) for style, _, group in named
+    ]
+    y = linear_axis(
+        [share for _, shares in groups for share in shares], low=0, num_ticks=4, label=percent
+    )
+    chart = histogram_chart(groups, x=x, y=y, title="Histogram of completion lengths in tokens")
+    keys = [
+        (style, f"{name}, median {median(group):,.0f}" if late else f"median {median(group):,.0f}")
+        for style, name, group in named
+    ]
+    note = "first against last third of the steps, tokens" if late else "tokens"
+    return figure("Completion lengths", note, chart, keys)
+
+
+def figure(
+    title: str, note: str, chart: str, keys: Sequence[tuple[str, str]] = (), style: str = ""
+) -> str:
+    """Put a chart under its title, note and legend; `keys` are pairs of style and name."""
+    legend = "".join(
+        f'<span class="key {key_style}"><i></i>{escape(text)}</span>' for key_style, text in keys
+    )
+    return (
+        f'<figure class="{style}"><figcaption><h2>{escape(title)}</h2><p>{escape(note)}</p>'
+        f'<p class="keys">{legend}</p></figcaption>{chart}</figure>'
+    )
+
+
+def _filled(points: Sequence[Point]) -> list[Curve]:
+    if len(points) <= MAX_JAGGED_POINTS:
+        return [Curve(points, "a", is_filled=True)]
+    return [Curve(points, "raw"), Curve(smoothed(points), "a", is_filled=True)]
+
+
+def step_axis(points: Sequence[Point]) -> Axis:
+    """Return the axis of the steps of `points`."""
+    steps = [step for step, _ in points]
+    return linear_axis(steps, low=min(steps), high=max(steps), num_ticks=6, is_whole=True)
+
+
+def tips_at(points: Sequence[Point], text: Callable[[float], str]) -> list[tuple[float, str]]:
+    """Return the text shown when the pointer is over each step."""
+    return [(step, f"step {step:,}: {text(value)}") for step, value in points]

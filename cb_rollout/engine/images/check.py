@@ -10,6 +10,8 @@ from functools import partial
 
 import torch
 
+from cb_rollout.engine.images.encoder_cache import EncoderCache
+from cb_rollout.engine.images.prompt_images import PromptImages
 from cb_rollout.engine.kv_cache.block_table import BlockTable
 from cb_rollout.engine.kv_cache.forward_batch import ForwardBatch
 from cb_rollout.engine.kv_cache.layout import CacheLayout
@@ -17,7 +19,6 @@ from cb_rollout.engine.kv_cache.paged import PagedCache
 from cb_rollout.engine.memory import device as devices
 from cb_rollout.engine.model.check import attempt, pages_for, text_rows
 from cb_rollout.engine.model.eval_mode import eval_mode
-from cb_rollout.engine.model.prompt_images import PromptImages
 from cb_rollout.engine.model.runner import BatchLayout, ModelRunner
 from cb_rollout.engine.numerics.agreement import Reference, agrees, is_measurable, references
 from cb_rollout.errors import ConfigurationError, error_text
@@ -43,7 +44,7 @@ def check_images(
     """
     name = type(runner.model).__name__
     if not runner.image_inputs.are_read(images):
-        given = ", ".join(images.tensors)
+        given = ", ".join([*images.images[0].tensors, *images.of_tokens])
         raise ConfigurationError(
             f"{name}.forward takes none of the images' tensors ({given}); load a model that reads "
             "images, by AutoModelForImageTextToText, with its own processor."
@@ -130,19 +131,18 @@ class _Comparison:
             encoder_cache.is_used = False
             encoder_cache.clear()
         self._require(ways)
-        first = self.images.spans[-1].start
-        can_cut = first > 0 and self.images.divisions is not None and not self.layout.is_recurrent
+        first = self.images.images[-1].tokens.start
+        can_cut = first > 0 and self.images.is_divided and not self.layout.is_recurrent
         self.runner.cuts_images[self.images.kind] = can_cut and not self._difference([first])[0]
         if self.runner.batch_layout is BatchLayout.PACKED:
-            # What is kept was computed of one prompt alone.
-            self.runner.encoder_cache = trial = encoder_cache.empty_for_trial()
+            # The features of pixels that no prompt has are counted and kept nowhere.
+            self.runner.encoder_cache = EncoderCache(encoder_cache.max_bytes)
+            self.runner.encoder_cache.is_used = encoder_cache.is_used
             try:
-                can_share = self._can_share()
+                if self._can_share():
+                    self.runner.shares_prefill.add(self.images.kind)
             finally:
                 self.runner.encoder_cache = encoder_cache
-            encoder_cache.is_batched = can_share and trial.is_batched
-            if can_share:
-                self.runner.shares_prefill.add(self.images.kind)
 
     def require_whole_prompt(self) -> None:
         """Refuse a model that differs where the whole prompt is prefilled at once."""
@@ -169,10 +169,7 @@ class _Comparison:
         # Another picture must show, or those of two prompts could be confused.
         is_seen = bool(self._distance(self.plain_3V, plain_3V))
         expected = torch.cat([torch.stack([one[n] for one in each]) for n in range(2)])
-        if not is_seen or self._distance(expected, together):
-            return False
-        # Both pictures were encoded in one call, and are read in this one apart from each other.
-        return not self._difference([len(row) - 2])[0]
+        return is_seen and not self._distance(expected, together)
 
     def _together(self, other: PromptImages) -> torch.Tensor:
         """Return log-probabilities after three prompts and after one more token of each, `[6, V]`.
@@ -231,11 +228,11 @@ class _Comparison:
         num_prompt = len(row) - 2
         if num_first >= images.num_tokens:
             logits = self._prefilled(0, num_first, images, pages)
-        elif len(images.spans) == 1:
+        elif len(images.images) == 1:
             logits = runner.logits(ForwardBatch([row[:num_first]], [num_first], [0], *pages))
         else:
             # As another prompt would have left it, which has no more images.
-            before = images.before(len(images.spans) - 1)
+            before = images.before(len(images.images) - 1)
             logits = self._prefilled(0, num_first, before, pages)
         runner.image_inputs.find_positions([(row[:-2], images)])
         offset = images.position_offset
@@ -256,9 +253,11 @@ class _Comparison:
 
 def _altered(images: PromptImages) -> PromptImages:
     """Return images of the same sizes, whose pixels have the other sign."""
-    tensors = {
-        name: -tensor if tensor.is_floating_point() and name not in images.per_token else tensor
-        for name, tensor in images.tensors.items()
-    }
-    digests = tuple(bytes(255 - byte for byte in digest) for digest in images.digests)
-    return replace(images, tensors=tensors, digests=digests)
+    altered = [
+        image._replace(
+            tensors={n: -t if t.is_floating_point() else t for n, t in image.tensors.items()},
+            digest=bytes(255 - byte for byte in image.digest),
+        )
+        for image in images.images
+    ]
+    return replace(images, images=tuple(altered))

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import torch
 
-from cb_rollout.engine.service.image_prompts import _per_token
+from cb_rollout.engine.images.processor import _per_token
 
 
 def test_an_images_numbers_are_not_of_tokens_though_they_are_as_many():

@@ -1,4 +1,4 @@
-"""Features of several images, computed in one call, divide into those of each."""
+"""Features of several images are those of each, joined."""
 
 from dataclasses import dataclass
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers.utils import ModelOutput
 
-from cb_rollout.engine.model.encoder_cache import _divided, _joined, _outline, _slim
+from cb_rollout.engine.images.encoder_cache import _joined, _slim
 
 NUM_TOKENS, NUM_LAYERS = 3, 2
 
@@ -52,30 +52,9 @@ def flat(output):
 @pytest.mark.parametrize("encoded", [one_tensor, lists_of_images, layers_of_rows])
 # As many images as layers: a list's length alone does not say of which it is.
 @pytest.mark.parametrize("num_images", [2, 3])
-def test_a_batch_divides_into_the_features_of_each_image(encoded, num_images):
-    outline = _outline(_slim(encoded(0)))
+def test_features_of_each_image_join_to_those_of_all(encoded, num_images):
     seeds = range(num_images)
-    divided = _divided(_slim(encoded(*seeds)), outline, num_images)
-    for seed, features in zip(seeds, divided, strict=True):
-        expected = _slim(encoded(seed))
-        assert _outline(features) == _outline(expected) == outline
-        pairs = zip(flat(features), flat(expected), strict=True)
-        assert all(torch.equal(found, wanted) for found, wanted in pairs)
-    joined = flat(_joined([divided[1], divided[0]]))
-    swapped = flat(_joined([_slim(encoded(1)), _slim(encoded(0))]))
-    assert all(torch.equal(*pair) for pair in zip(joined, swapped, strict=True))
-
-
-@pytest.mark.parametrize(
-    "output",
-    [
-        torch.zeros(5, 4),
-        torch.tensor(1.0),
-        [torch.zeros(2, 4)] * 3,
-        Features(deepstack_features=[torch.zeros(2, 4)] * NUM_LAYERS),
-        "text",
-    ],
-)
-def test_what_does_not_divide_is_not_divided(output):
-    assert _divided(output, _outline(torch.zeros(1)), 2) is None
-    assert _divided(output, [None, None], 2) is None
+    found = _joined([_slim(encoded(seed)) for seed in seeds])
+    expected = _slim(encoded(*seeds))
+    assert type(found) is type(expected)
+    assert torch.equal(torch.cat(flat(found)), torch.cat(flat(expected)))

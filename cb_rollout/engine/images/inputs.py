@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 
 from cb_rollout.compat import multimodal
 from cb_rollout.compat import transformers as hf_compat
+from cb_rollout.engine.images.prompt_images import PromptImages, joined
 from cb_rollout.engine.memory import device as devices
-from cb_rollout.engine.model.prompt_images import PromptImages
 
 
 class ImageInputs:
@@ -27,17 +27,17 @@ class ImageInputs:
 
     def are_read(self, images: PromptImages) -> bool:
         """Return whether the forward takes the pixels of these images."""
-        pixels = (name for name, tensor in images.tensors.items() if tensor.is_floating_point())
-        return any(name in self._names for name in pixels)
+        tensors = images.images[0].tensors
+        return any(t.is_floating_point() and name in self._names for name, t in tensors.items())
+
+    def on_device(self, images: PromptImages, start: int = 0) -> PromptImages:
+        """Return what a forward takes that begins at `start`, on its device."""
+        dtype = self._model.dtype if self.casts_pixels else None
+        return images.taken(self._names, self._device, dtype, start)
 
     def arguments(self, images: PromptImages, start: int, stop: int) -> dict[str, torch.Tensor]:
         """Return the tensors for the tokens from `start` to `stop`, on the forward's device."""
-        given = images.arguments(start, stop)
-        known = {n: tensor.to(self._device) for n, tensor in given.items() if n in self._names}
-        if not self.casts_pixels:
-            return known
-        dtype = self._model.dtype
-        return {n: t.to(dtype) if t.is_floating_point() else t for n, t in known.items()}
+        return self.on_device(images, start).arguments(start, stop)
 
     def positions(self, images: PromptImages, start: int, stop: int) -> torch.Tensor:
         """Return the position ids of a sequence's tokens, `[1, tokens]` or `[A, 1, tokens]`.
@@ -78,7 +78,7 @@ def joined_positions(positions: Sequence[torch.Tensor]) -> torch.Tensor:
     if most.dim() > 2:
         axes = len(most)
         positions = [row.expand(axes, 1, -1) if row.dim() == 2 else row for row in positions]
-    return torch.cat(list(positions), -1)
+    return joined(positions, -1)
 
 
 def joined_tensors(
@@ -98,7 +98,7 @@ def joined_tensors(
         per_token: names of the tensors that hold a number for each token, `[1, tokens, ...]`.
         dim: along which those are joined: 1 to one row of all tokens, 0 to rows of one length.
     """
-    joined: dict[str, torch.Tensor] = {}
+    arguments: dict[str, torch.Tensor] = {}
     for name in {name: None for row in rows for name in row}:
         present = [row[name] for row in rows if name in row]
         if name in per_token:
@@ -107,5 +107,5 @@ def joined_tensors(
                 row.get(name, first.new_zeros(1, number, *first.shape[2:]))
                 for row, number in zip(rows, num_tokens, strict=True)
             ]
-        joined[name] = torch.cat(present, dim if name in per_token else 0)
-    return joined
+        arguments[name] = joined(present, dim if name in per_token else 0)
+    return arguments

@@ -1,0 +1,261 @@
+"""Hold the images of a prompt one by one: their tokens, tensors and hashes.
+
+Made in the caller's thread, shared by the sequences of a group, and read by the thread that steps
+the engine. Tensors stay in system memory, because a preempted sequence needs them again; a forward
+copies them to its device.
+
+T: tokens of the prompt, N: images of the prompt.
+"""
+
+import hashlib
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from typing import NamedTuple
+
+import torch
+
+DIGEST_BYTES = 16
+
+# A part of the names of tensors that hold an image's rows and columns, whose product it takes.
+GRID = "grid"
+MAX_GRID_AXES = 3
+
+
+class Image(NamedTuple):
+    """One image of a prompt, or all of them where their tensors cannot be divided."""
+
+    tokens: range
+    """Indices of the prompt's tokens that stand for it."""
+    digest: bytes
+    """A hash of its tensors."""
+    tensors: Mapping[str, torch.Tensor]
+    """Its part of the forward's arguments by name."""
+
+
+@dataclass(slots=True, eq=False)
+class PromptImages:
+    """The images of one prompt."""
+
+    images: tuple[Image, ...]
+    """In the order of the prompt; at least one."""
+    num_prompt_tokens: int
+    """T."""
+    of_tokens: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """Arguments that hold a number for each token, `[1, T, ...]`."""
+    dims: Mapping[str, int] = field(default_factory=dict)
+    """Dimension along which the images' tensors are joined."""
+    is_divided: bool = False
+    """True if each image has tensors of its own."""
+    sizes: Hashable = None
+    """Names, dtypes and sizes of the tensors of all images, without the first dimension."""
+    may_be_cut: bool = False
+    """True if a forward may begin before any of the images. An engine sets it, which found that its
+    model then computes what it computes of the whole prompt."""
+    may_share_prefill: bool = False
+    """True if one forward may compute this prompt and others with images. An engine sets it, as
+    `may_be_cut`."""
+    position_offset: int | None = None
+    """Position of a token after the images, less its index in the sequence; negative where an image
+    takes fewer positions than tokens. None: not computed yet."""
+    positions: torch.Tensor | None = None
+    """int64 `[1, T]` or `[A, 1, T]`, of A axes, on the CPU: position ids of the prompt's tokens.
+    None: not computed yet."""
+
+    @property
+    def kind(self) -> tuple[bool, bool]:
+        """Return what an engine checks anew: whether there are several, and are divided."""
+        return len(self.images) > 1, self.is_divided
+
+    @property
+    def prefill_key(self) -> Hashable:
+        """Return what is the same for prompts that may share a prefill; None: this one may not."""
+        return self.sizes if self.may_share_prefill else None
+
+    @property
+    def num_tokens(self) -> int:
+        """Return the tokens up to the end of the last image: one forward computes them."""
+        return self.images[-1].tokens.stop
+
+    @property
+    def digest(self) -> bytes:
+        """Return a hash of all the images."""
+        joined = b"".join(image.digest for image in self.images)
+        return hashlib.blake2b(joined, digest_size=DIGEST_BYTES).digest()
+
+    def num_resumable(self, num_tokens: int) -> int:
+        """Return the most tokens, at most `num_tokens`, after which a forward may begin.
+
+        Such a forward computes no part of an image, but all of it or nothing.
+        """
+        if num_tokens >= self.num_tokens:
+            return num_tokens
+        if not self.may_be_cut or not self.is_divided:
+            return 0
+        starts = (i.tokens.start for i in self.images if num_tokens in i.tokens)
+        return next(starts, num_tokens)
+
+    def taken(
+        self,
+        names: frozenset[str],
+        device: torch.device,
+        dtype: torch.dtype | None = None,
+        start: int = 0,
+    ) -> "PromptImages":
+        """Return what a forward takes which begins at a token, on its device.
+
+        Args:
+            names: arguments of the forward; others are left out.
+            device: the forward's.
+            dtype: of numbers that are not whole; None: as they are.
+            start: the forward's first token; images before it are left out.
+        """
+
+        def moved(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+            return {
+                name: tensor.to(device, dtype if tensor.is_floating_point() else tensor.dtype)
+                for name, tensor in tensors.items()
+                if name in names
+            }
+
+        new = [image for image in self.images if image.tokens.stop > start]
+        images = tuple(image._replace(tensors=moved(image.tensors)) for image in new)
+        return replace(self, images=images, of_tokens=moved(self.of_tokens))
+
+    def arguments(self, start: int, stop: int) -> dict[str, torch.Tensor]:
+        """Return the tensors for a forward of a sequence's tokens from `start` to `stop`.
+
+        A tensor with a number for each prompt token is cut, or continued with zeros: sampled tokens
+        are text.
+        """
+        new = [image.tensors for image in self.images if image.tokens.stop > start]
+        given = {
+            name: joined([tensors[name] for tensors in new], self.dims.get(name, 0))
+            for name in new[0]
+        }
+        missing = max(0, stop - self.num_prompt_tokens)
+        for name, tensor in self.of_tokens.items():
+            zeros = tensor.new_zeros(1, missing, *tensor.shape[2:])
+            given[name] = joined([tensor, zeros] if missing else [tensor], 1)[:, start:stop]
+        return given
+
+    def before(self, number: int) -> "PromptImages":
+        """Return the images before one, as of a prompt that ends where it begins."""
+        stop = self.images[number].tokens.start
+        of_tokens = {name: tensor[:, :stop] for name, tensor in self.of_tokens.items()}
+        return PromptImages(self.images[:number], stop, of_tokens, self.dims, self.is_divided)
+
+    def cache_keys(self, token_ids: Sequence[int], start: int, stop: int) -> list[Hashable]:
+        """Return what identifies the tokens from `start` to `stop`: ids, and of images the tensors.
+
+        A token of an image is its id, a hash and its index within the image. The hash is of its own
+        tensors where a forward may begin after it; otherwise a model may compute it with the later
+        images in view, and the hash is of all.
+        """
+        keys: list[Hashable] = list(token_ids[start:stop])
+        of_all = None if self.may_be_cut else self.digest
+        for tokens, own, _ in self.images:
+            digest = of_all or own
+            for index in range(max(start, tokens.start), min(stop, tokens.stop)):
+                keys[index - start] = token_ids[index], digest, index - tokens.start
+        return keys
+
+
+def create_prompt_images(
+    tensors: Mapping[str, torch.Tensor],
+    spans: Sequence[range],
+    num_images: int,
+    per_token: frozenset[str],
+    token_ids: Sequence[int],
+) -> PromptImages:
+    """Divide a processor's tensors into images, as far as they tell how, and hash them.
+
+    Args:
+        tensors: arguments of the model's forward, on the CPU.
+        spans: indices of the tokens of each image; one of all images where they stand together.
+        num_images: N.
+        per_token: names of the tensors that hold a number for each token.
+        token_ids: T tokens of the prompt.
+    """
+    of_images = {name: t for name, t in tensors.items() if name not in per_token}
+    divided = None
+    if len(spans) == num_images > 1:
+        # An image may begin and end with tokens of its own, which stand for no part of it.
+        of_spans = [token_ids[span.start : span.stop] for span in spans]
+        ((most, _),) = Counter(chain(*of_spans)).most_common(1)
+        divided = _divided(of_images, [ids.count(most) for ids in of_spans])
+    if divided is None:
+        spans, divided = [range(spans[0].start, spans[-1].stop)], ({}, [of_images])
+    dims, each = divided
+    sizes = ((n, t.dtype, t.shape[2 if n in per_token else 1 :]) for n, t in tensors.items())
+    return PromptImages(
+        tuple(Image(span, tensors_digest(own), own) for span, own in zip(spans, each, strict=True)),
+        len(token_ids),
+        {name: tensors[name] for name in tensors if name in per_token},
+        dims,
+        is_divided=len(each) == num_images,
+        sizes=tuple(sorted(sizes, key=lambda size: size[0])),
+    )
+
+
+def _divided(
+    tensors: Mapping[str, torch.Tensor], lengths: Sequence[int]
+) -> tuple[dict[str, int], list[dict[str, torch.Tensor]]] | None:
+    """Return the dimension along which each tensor divides, and the tensors of each image.
+
+    None: nothing tells how.
+    """
+    dims: dict[str, int] = {}
+    each: list[dict[str, torch.Tensor]] = [{} for _ in lengths]
+    for name, tensor in tensors.items():
+        if (division := _division(tensor, tensors, lengths)) is None:
+            return None
+        dims[name], sizes = division
+        for own, part in zip(each, tensor.split(sizes, dims[name]), strict=True):
+            own[name] = part.clone()
+    return dims, each
+
+
+def _division(
+    tensor: torch.Tensor, tensors: Mapping[str, torch.Tensor], lengths: Sequence[int]
+) -> tuple[int, list[int]] | None:
+    """Return a dimension, and each image's share of its size; None: nothing tells.
+
+    A tensor has a row, or a column of a single row, for each image; or as many rows as a tensor of
+    grids or of counts says; or as many as in proportion to the tokens that the images take.
+    """
+    N, num_rows = len(lengths), tensor.shape[0] if tensor.dim() else 0
+    if num_rows == N:
+        return 0, [1] * N
+    if num_rows == 1 and tensor.dim() > 1 and tensor.shape[1] == N:
+        return 1, [1] * N
+    about = {name: t for name, t in tensors.items() if t.dim() and len(t) == N}
+    grids = [t.prod(1).tolist() for name, t in about.items() if GRID in name and _is_grid(t)]
+    counts = [t.tolist() for t in about.values() if t.dim() == 1 and not t.is_floating_point()]
+    exact = [sizes for sizes in counts if sum(sizes) == num_rows]
+    for sizes in (*grids, *exact, lengths):
+        total = sum(sizes)
+        if num_rows and total and all(size * num_rows % total == 0 for size in sizes):
+            return 0, [size * num_rows // total for size in sizes]
+    return None
+
+
+def _is_grid(tensor: torch.Tensor) -> bool:
+    is_pairs = tensor.dim() == 2 and 1 < tensor.shape[1] <= MAX_GRID_AXES
+    return is_pairs and not tensor.is_floating_point()
+
+
+def joined(tensors: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
+    """Return tensors along `dim`; one alone as it is."""
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors), dim)
+
+
+def tensors_digest(tensors: Mapping[str, torch.Tensor]) -> bytes:
+    """Return a hash of tensors by name: their dtypes, shapes and bytes."""
+    hashed = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    for name, tensor in sorted(tensors.items()):
+        hashed.update(repr((name, str(tensor.dtype), tuple(tensor.shape))).encode())
+        values = tensor.detach().cpu().contiguous().reshape(-1)
+        hashed.update(values.view(torch.uint8).numpy().tobytes())
+    return hashed.digest()

@@ -1,0 +1,296 @@
+"""Keep one record of each row of a trainer's batch, and the padded rows of one of its forwards.
+
+A row is a prompt and a completion. With tools a completion alternates between sampled spans and
+tool results, and each sampled span is the end of one request's output. The trainer's thread alone
+reads and writes this. Imports no trl.
+
+B: rows of a batch, S: prompt and completion, T: tokens of a completion, L: routers, K: experts of a
+token.
+"""
+
+import math
+from array import array
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from cb_rollout.config.combinations import refused
+from cb_rollout.engine.model.routers import Disagreement
+from cb_rollout.integrations.trl.images import image_arguments, of_rows
+from cb_rollout.packing.batch import PackedRow
+from cb_rollout.types import FinishReason, GenerationOutput
+
+# The column of a scored batch that holds its `LossRow`s. TRL 1.16 shuffles and splits a batch, and
+# a strategy sends groups to other processes: each record goes where its row is trained.
+ROWS_KEY = "rollout_rows"
+
+
+@dataclass(frozen=True, slots=True)
+class LossRow:
+    """One sequence of the trainer's batch, from its generation to its loss."""
+
+    id: int
+    """No other row of the run, on any process, has it."""
+    prompt_ids: list[int]
+    completion_ids: list[int]
+    is_sampled: list[bool]
+    """One for each completion token: False where a tool or an environment wrote it."""
+    logprobs: list[float] | None
+    """One for each completion token, 0 where it was not sampled; None: the trainer has none."""
+    versions: list[int | None]
+    """The policy version of each completion token; None where it is not known."""
+    request_id: str | None = None
+    """Of its last request; None: the attached generator did not sample it."""
+    finish_reason: FinishReason | None = None
+    """Of that request."""
+    is_stopped: bool = False
+    """True: its last token was sampled here and finished the request with STOP."""
+    sampling_mask: list[Any] | None = None
+    """An `array("i")` of ids for each completion token; None: replay is off."""
+    routes: Any = None
+    """Experts that the first tokens took, `[tokens, L, K]`; None: not recorded."""
+
+    @property
+    def name(self) -> str:
+        """Return the request id, or a description where there is none."""
+        return self.request_id or "a sequence of rollout_func"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LossBatch:
+    """The padded rows of one forward of the trainer, as TRL 1.16 passes them."""
+
+    input_ids: torch.Tensor
+    """(B, S), int64: prompts, left-padded, and completions, right-padded."""
+    attention_mask: torch.Tensor
+    """(B, S), int64."""
+    logits_to_keep: int
+    """T."""
+    batch_size: int | None = None
+    """Rows in one forward of the trainer; None: all."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """TRL's other arguments."""
+    rows: Sequence[LossRow] | None = None
+    """None: of a batch that was not generated here."""
+    advantages: torch.Tensor | None = None
+    """(B,): rows at 0 have no gradient; None: all rows have one."""
+    counts: Disagreement | None = None
+    """Counts choices of routers that differ from the rows'; None: they are not counted."""
+
+    @classmethod
+    def scored(cls, batch: Mapping[str, Any], rows: Sequence[LossRow]) -> "LossBatch":
+        """Return all rows of a batch that the trainer has scored."""
+        ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
+        mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
+        width = batch["completion_ids"].shape[1]
+        return cls(ids, mask, width, settings=image_arguments(batch), rows=rows)
+
+    @property
+    def completion_mask(self) -> torch.Tensor:
+        """Return (B, T)."""
+        return self.attention_mask[:, -self.logits_to_keep :]
+
+    @property
+    def has_aux_loss(self) -> bool:
+        """Return whether the load-balancing loss of a mixture of experts is asked for."""
+        return bool(self.settings.get("compute_aux_loss"))
+
+    @property
+    def is_masked(self) -> bool:
+        """Return whether log-probabilities are taken over the rows' sampling masks."""
+        return bool(self.rows) and self.rows[0].sampling_mask is not None
+
+    @property
+    def is_routed(self) -> bool:
+        """Return whether any row has a record of its experts."""
+        return any(row.routes is not None for row in self.rows or ())
+
+    def at(self, numbers: Sequence[int], batch_size: int | None) -> "LossBatch":
+        """Return the rows at `numbers`."""
+        numbers = list(numbers)
+        return replace(
+            self,
+            input_ids=self.input_ids[numbers],
+            attention_mask=self.attention_mask[numbers],
+            batch_size=batch_size,
+            settings=of_rows(self.settings, numbers),
+            rows=None if self.rows is None else [self.rows[number] for number in numbers],
+            advantages=None,
+        )
+
+    def forwards(self) -> Iterator["LossBatch"]:
+        """Yield the rows of each forward of `batch_size`."""
+        for part in torch.arange(len(self.input_ids)).split(self.batch_size or len(self.input_ids)):
+            yield self.at(part.tolist(), None)
+
+    def sampled_logprobs(self) -> torch.Tensor | None:
+        """Return the rows' sampled log-probabilities, (B, T), float32, 0 in the padding.
+
+        None where a value is missing or not finite.
+        """
+        sampled_BT = torch.zeros(self.completion_mask.shape, dtype=torch.float32)
+        for row_T, row in zip(sampled_BT, self.rows or (), strict=True):
+            if row.logprobs is None or not all(map(math.isfinite, row.logprobs)):
+                return None
+            row_T[: len(row.logprobs)] = torch.tensor(row.logprobs)
+        return sampled_BT.to(self.input_ids.device)
+
+    def unpadded(self) -> list[PackedRow] | None:
+        """Return the rows without padding; None where it is not at the two ends alone.
+
+        The mask decides, not the records: TRL masks truncated completions after they are generated,
+        and a trainer's own code may mask more.
+        """
+        first, T = self.input_ids.shape[1] - self.logits_to_keep, self.logits_to_keep
+        prompt_mask_BP, mask_BT = self.attention_mask[:, :first] > 0, self.completion_mask > 0
+        prompts_B, completions_B = prompt_mask_BP.sum(1), mask_BT.sum(1)
+        at_P, at_T = (torch.arange(n, device=self.input_ids.device) for n in (first, T))
+        is_plain = (prompt_mask_BP == (at_P >= first - prompts_B[:, None])).all()
+        is_plain &= (mask_BT == (at_T < completions_B[:, None])).all() & (prompts_B > 0).all()
+        if not is_plain:
+            return None
+        lengths = zip(prompts_B.tolist(), completions_B.tolist(), strict=True)
+        records = self.rows or [None] * len(self.input_ids)
+        return [
+            PackedRow(
+                ids[first - before : first],
+                ids[first : first + after],
+                record and record.routes,
+                sampling_mask=record and record.sampling_mask,
+            )
+            for ids, (before, after), record in zip(
+                self.input_ids.tolist(), lengths, records, strict=True
+            )
+        ]
+
+
+# A run of sampled tokens: the index of its first token in the completion, its number of tokens, at
+# most the output's, since the trainer may cut the end off; and the output.
+Span = tuple[int, int, GenerationOutput]
+
+
+def loss_rows(
+    generated: Sequence[Any],
+    outputs: Sequence[GenerationOutput],
+    ids: Iterator[int],
+    *,
+    is_in_order: bool,
+    replays: bool = False,
+) -> list[LossRow]:
+    """Return the rows that a trainer's `_generate` returned.
+
+    Args:
+        generated: GRPO's prompt ids, completion ids, tool mask, completions, log-probabilities and
+            more; or RLOO's prompt ids, completion ids and completions.
+        outputs: everything that was sampled meanwhile.
+        ids: ids of the next rows.
+        is_in_order: output `n` is row `n`.
+        replays: log-probabilities are taken over the sampling masks.
+    """
+    prompts, completions = generated[0], generated[1]
+    is_grpo = len(generated) > 3
+    masks = (generated[2] if is_grpo else None) or [[1] * len(ids) for ids in completions]
+    logprobs = generated[4] if is_grpo else None
+    by_prompt: dict[tuple[int, ...], list[GenerationOutput]] = defaultdict(list)
+    for output in outputs:
+        by_prompt[tuple(output.prompt_ids)].append(output)
+    rows = []
+    for index, (prompt_ids, completion_ids, mask) in enumerate(
+        zip(prompts, completions, masks, strict=True)
+    ):
+        is_sampled = [bool(value) for value in mask]
+        if is_in_order:
+            spans = [(0, len(completion_ids), outputs[index])]
+        else:
+            spans = _matched_spans(prompt_ids, completion_ids, is_sampled, by_prompt)
+        values = None
+        if logprobs is not None:
+            # A rollout_func may say None, as vLLM's does, where it knows none.
+            values = [math.nan if value is None else value for value in logprobs[index]]
+        elif not is_grpo and spans:
+            values = spans[0][2].logprobs
+        row = LossRow(
+            *(next(ids), list(prompt_ids), list(completion_ids), is_sampled, values),
+            versions=[None] * len(completion_ids),
+            # A token that was not sampled is its own only id: its log-probability is 0 and has no
+            # gradient, and no loss counts it.
+            sampling_mask=[array("i", [t]) for t in completion_ids] if replays else None,
+        )
+        rows.append(_with_spans(row, spans))
+    return rows
+
+
+def _with_spans(row: LossRow, spans: Sequence[Span]) -> LossRow:
+    """Return a row with what the outputs of its spans say."""
+    if not spans:
+        return row
+    routes: list[Any] = []
+    num_routed = 0
+    # A token that a later turn computed again keeps the experts of the turn that sampled it.
+    for _, _, output in spans:
+        if output.routed_experts is None:
+            break
+        routes.append(output.routed_experts[num_routed:])
+        num_routed = max(num_routed, len(output.routed_experts))
+    for start, num_tokens, output in spans:
+        end = start + num_tokens
+        versions = [version for version, num in output.policy_versions for _ in range(num)]
+        row.versions[start:end] = versions[:num_tokens]
+        if row.sampling_mask is not None and output.kept_token_ids is not None:
+            row.sampling_mask[start:end] = output.kept_token_ids[:num_tokens]
+    start, num_tokens, last = spans[-1]
+    is_whole = start + num_tokens == len(row.completion_ids)
+    is_whole = is_whole and num_tokens == len(last.generated_tokens)
+    num_row = len(row.prompt_ids) + len(row.completion_ids)
+    return replace(
+        row,
+        request_id=last.request_id,
+        finish_reason=last.finish_reason,
+        is_stopped=is_whole and last.finish_reason is FinishReason.STOP,
+        routes=np.concatenate(routes)[:num_row] if routes else None,
+    )
+
+
+# TRL 1.16 gives no ids: a tool loop generates for the rows that are left and cuts their ends off,
+# and a rollout_func may return its rows in any order, or one twice. There rows are found by their
+# tokens.
+def _matched_spans(
+    prompt_ids: Sequence[int],
+    completion_ids: Sequence[int],
+    is_sampled: list[bool],
+    by_prompt: dict[tuple[int, ...], list[GenerationOutput]],
+) -> list[Span]:
+    """Find the outputs of a completion by their tokens; return none where one is not found.
+
+    Rows with equal tokens and history take different requests, as long as there are any left.
+    """
+    spans = []
+    starts = [t for t, own in enumerate(is_sampled) if own and not (t and is_sampled[t - 1])]
+    for start in starts:
+        end = next((t for t in range(start, len(is_sampled)) if not is_sampled[t]), None)
+        part = list(completion_ids[start:end])
+        candidates = by_prompt.get((*prompt_ids, *completion_ids[:start]), [])
+        found = next(
+            (n for n, o in enumerate(candidates) if o.generated_tokens[: len(part)] == part), None
+        )
+        if found is None:
+            return []
+        candidates.append(candidates.pop(found))
+        spans.append((start, len(part), candidates[-1]))
+    return spans
+
+
+def require_sampled_here(rows: Sequence[LossRow], setting: str, other: str) -> None:
+    """Refuse rows that the attached generator did not sample.
+
+    Args:
+        rows: of a rollout.
+        setting: the setting that needs them, and its value.
+        other: the value that does not.
+    """
+    if any(row.request_id is None for row in rows):
+        raise refused("replay, foreign completions", setting=setting, other=other)
