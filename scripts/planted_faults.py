@@ -157,10 +157,10 @@ def planted(fault: str, runner: ModelRunner) -> Iterator[None]:
             return OF_FORWARDS[fault](own_run, runner, ids, arguments)
         return own_run(ids, arguments, model)
 
-    def begin(cache: PagedCache, mapping: Any, is_fresh: bool) -> None:
-        if fault in OF_CACHES and not is_fresh:
+    def begin(cache: PagedCache, mapping: Any) -> None:
+        if fault in OF_CACHES and mapping.read_slots_BS is not None:
             OF_CACHES[fault](cache)
-        own_begin(cache, mapping, is_fresh)
+        own_begin(cache, mapping)
 
     def attention(segments: Any, device: torch.device, **named: Any) -> PackedAttention:
         if fault in OF_SEGMENTS:

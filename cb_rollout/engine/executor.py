@@ -16,16 +16,18 @@ from typing import Any
 import torch
 
 from cb_rollout.engine.cuda_graphs.graphs import GraphedDecoding, PendingStep
-from cb_rollout.engine.images.inputs import PrefillRow
+from cb_rollout.engine.kv_cache.block_table import BlockTable
+from cb_rollout.engine.kv_cache.forward_batch import ForwardBatch
+from cb_rollout.engine.kv_cache.paged import PagedCache
 from cb_rollout.engine.kv_cache.storage import CacheStorage
 from cb_rollout.engine.memory import device as devices
 from cb_rollout.engine.memory.device import is_out_of_memory, out_of_memory
-from cb_rollout.engine.model.decode_rows import DecodeRows
 from cb_rollout.engine.model.runner import ModelRunner
 from cb_rollout.engine.request import Prefill, Request
 from cb_rollout.engine.sampling.sampler import TokenSampler
 from cb_rollout.engine.scheduler.scheduler import Scheduler
-from cb_rollout.engine.spec_decode.ngram import NO_DRAFT, Draft, NgramProposer
+from cb_rollout.engine.spec_decode.ngram import NgramProposer
+from cb_rollout.engine.spec_decode.ngram_index import NO_DRAFT, Draft
 from cb_rollout.errors import RolloutError, error_text
 from cb_rollout.metrics.registry import EngineCounters
 from cb_rollout.types import FinishReason, RequestStatus
@@ -130,11 +132,10 @@ class StepExecutor:
             # Table rows may get other sequences, so no graph continues from the last one's buffers.
             self.graphs.forget_rows()
         self._write_new_blocks()
-        starts = [p.leader.num_computed for p in prefills]
         ends = [p.leader.num_computed + p.num_scheduled for p in prefills]
-        outcome, failed = self._forward([prefill.leader for prefill in prefills], starts, ends)
+        outcome, failed = self._forward([prefill.leader for prefill in prefills], ends)
         self._counters.prefill_forwards += 1
-        self._counters.prefill_tokens += sum(ends[row] - starts[row] for row in outcome.rows)
+        self._counters.prefill_tokens += sum(prefills[row].num_scheduled for row in outcome.rows)
         rows, requests = self._fork([prefills[row] for row in outcome.rows])
         if requests:
             row_index = devices.to_device(rows, self.device)
@@ -204,18 +205,15 @@ class StepExecutor:
         if num_given is not None:
             self._count(running, num_given)
             return running
-        ends = [request.num_tokens for request in running]
-        outcome, failed = self._forward(running, [end - 1 for end in ends], ends)
+        outcome, failed = self._forward(running, [request.num_tokens for request in running])
         survivors = [running[row] for row in outcome.rows]
         self._note_computed(survivors)
         if survivors:
             self._sample(outcome.logits_BV, survivors, is_recurring=True)
         return failed + survivors
 
-    def _forward(
-        self, requests: list[Request], starts: list[int], ends: list[int]
-    ) -> tuple["Outcome", list[Request]]:
-        """Compute each sequence's tokens from `starts` to `ends`.
+    def _forward(self, requests: list[Request], ends: list[int]) -> tuple["Outcome", list[Request]]:
+        """Compute each sequence's tokens up to `ends` that are not computed yet.
 
         Returns:
             The rows that ran, and the sequences that were ended because theirs raised.
@@ -223,42 +221,14 @@ class StepExecutor:
         Raises:
             Exception: the model runs nothing at all any more, or memory ran out.
         """
-        table_rows = [request.table_row for request in requests]
-
-        pages = self._storage.cache, self._storage.table
 
         def forward(rows: Sequence[int]) -> torch.Tensor:
-            chosen = [requests[row] for row in rows]
-            if prompts := [(r.prompt_ids, r.images) for r in chosen if r.images is not None]:
-                self._runner.image_inputs.find_positions(prompts)
-            routes = [self._known_routes(requests[row], starts[row]) for row in rows]
-            if any(starts[row] < requests[row].num_image_tokens for row in rows):
-                return self._runner.prefill_images(
-                    [
-                        PrefillRow(
-                            requests[row].token_ids,
-                            starts[row],
-                            ends[row],
-                            table_rows[row],
-                            requests[row].images,
-                            known,
-                        )
-                        for row, known in zip(rows, routes, strict=True)
-                    ],
-                    *pages,
-                )
-            return self._runner.logits(
-                [requests[row].token_ids[starts[row] : ends[row]] for row in rows],
-                [ends[row] for row in rows],
-                [table_rows[row] for row in rows],
-                *pages,
-                _offsets([requests[row].position_offset for row in rows]),
-                None if all(known is None for known in routes) else routes,
-                [request.rope_side for request in chosen],
-            )
+            batch = self._batch([requests[row] for row in rows], [ends[row] for row in rows])
+            return self._runner.logits(batch)
 
         rows = range(len(requests))
-        if not self._is_alone or (any(starts) and not self._can_repeat):
+        has_history = any(request.num_computed for request in requests)
+        if not self._is_alone or (has_history and not self._can_repeat):
             return Outcome([forward(rows)], list(rows), []), []
         outcome = run_isolated(forward, len(rows))
         if outcome.failures and not outcome.rows and not self._runner.is_sound():
@@ -267,14 +237,24 @@ class StepExecutor:
             self.fail([requests[row]], error)
         return outcome, [requests[row] for row, _ in outcome.failures]
 
-    def _known_routes(self, request: Request, start: int) -> Any:
-        """Return the experts that tokens from `start` on took before they lost their blocks."""
+    def _batch(self, requests: list[Request], ends: list[int]) -> ForwardBatch:
+        if prompts := [(r.prompt_ids, r.images) for r in requests if r.images is not None]:
+            self._runner.image_inputs.find_positions(prompts)
+        routes = [self._known_routes(request) for request in requests]
+        return ForwardBatch.of(requests, ends, *self._pages, routes)
+
+    @property
+    def _pages(self) -> tuple[PagedCache, BlockTable]:
+        return self._storage.cache, self._storage.table
+
+    def _known_routes(self, request: Request) -> Any:
+        """Return the experts that its next tokens took before they lost their blocks."""
         if not request.has_old_routes:
             return None
         if request.policy_starts[-1][0] != self._scheduler.blocks.policy_version:
             # Another sequence would choose its experts by the new policy.
             request.has_old_keys = True
-        return request.routed_experts[start:]
+        return request.routed_experts[request.num_computed :]
 
     @property
     def _can_repeat(self) -> bool:
@@ -357,13 +337,10 @@ class StepExecutor:
 
     def _drafted_logits(self, running: list[Request], drafts: list[list[int]]) -> torch.Tensor:
         """float32, `[B, V]`: after each sequence's last token, then after each drafted one."""
-        cache, table = self._storage.cache, self._storage.table
-        rows = DecodeRows.of(running, table.block_size, drafts)
-        if self.graphs is not None and self._can_replay(running, len(rows)):
-            return self.graphs.logits(rows, cache, table)
-        tokens = [[token_id] for token_id in rows.token_ids]
-        offsets = _offsets(rows.position_offsets)
-        return self._runner.logits(tokens, rows.lengths, rows.table_rows, cache, table, offsets)
+        batch = ForwardBatch.drafted(running, drafts, *self._pages)
+        if self.graphs is not None and self._can_replay(running, len(batch)):
+            return self.graphs.logits(batch)
+        return self._runner.logits(batch)
 
     # CUDA graphs. A step leaves the next one's inputs on the device, so the next step is launched
     # before this one's tokens are read. A sequence that turns out to have ended has one row too
@@ -383,13 +360,12 @@ class StepExecutor:
             Exception: a capture or the device failed; no sequence got a token.
         """
         assert self.graphs is not None
-        cache, table = self._storage.cache, self._storage.table
+        lengths = [request.num_tokens for request in running]
         if self.graphs.can_sample(running):
-            lengths = [request.num_tokens for request in running]
             if not self.graphs.follows(running, lengths):
-                self.graphs.load(running, table)
-            return self._finish(self.graphs.launch(running, lengths, cache, table), running)
-        logits_BV = self.graphs.logits(DecodeRows.of(running, table.block_size), cache, table)
+                self.graphs.load(ForwardBatch.of(running, lengths, *self._pages), running)
+            return self._finish(self.graphs.launch(running, lengths, *self._pages), running)
+        logits_BV = self.graphs.logits(ForwardBatch.of(running, lengths, *self._pages))
         version = self._note_computed(running)
         return self._token_sampler.extend(running, logits_BV, version, is_recurring=True)
 
@@ -444,9 +420,8 @@ class StepExecutor:
         extended = self._scheduler.blocks.extend_ahead(going)
         if extended is None:
             return None
-        cache, table = self._storage.cache, self._storage.table
-        table.write(extended)
-        return self.graphs.launch(going, lengths, cache, table)
+        self._storage.table.write(extended)
+        return self.graphs.launch(going, lengths, *self._pages)
 
     def _forget_pending(self) -> None:
         self._pending = None
@@ -458,11 +433,6 @@ def _num_equal(draft: Sequence[int], sampled: Sequence[int]) -> int:
     """Return the number of leading draft tokens that were sampled."""
     pairs = zip(draft, sampled, strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(draft), len(sampled)))
-
-
-def _offsets(position_offsets: list[int]) -> list[int] | None:
-    """Return the offsets of a forward's rows; None: all are 0, as those of text are."""
-    return position_offsets if any(position_offsets) else None
 
 
 @dataclass(slots=True)

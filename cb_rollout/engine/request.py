@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from cb_rollout.engine.images.prompt_images import PromptImages
     from cb_rollout.engine.sampling.stop_strings import StopStrings
     from cb_rollout.engine.scheduler.completion_history import PromptHistory
-    from cb_rollout.engine.spec_decode.ngram import GroupDrafts
+    from cb_rollout.engine.spec_decode.ngram_index import GroupDrafts
 
 
 @dataclass(frozen=True, slots=True)

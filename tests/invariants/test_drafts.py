@@ -195,12 +195,12 @@ def test_a_forward_that_fails_with_a_draft_is_run_without(monkeypatch):
     expected = without_drafts(model)
     logits, num_failed = ModelRunner.logits, 0
 
-    def fails(self, new_tokens, lengths, table_rows, cache, table, *further):
+    def fails(self, batch):
         nonlocal num_failed
-        if len(set(table_rows)) < len(table_rows):
+        if len(set(batch.table_rows)) < len(batch):
             num_failed += 1
             raise RuntimeError("not so many")
-        return logits(self, new_tokens, lengths, table_rows, cache, table, *further)
+        return logits(self, batch)
 
     with RolloutGenerator(model, RolloutConfig(seed=3)) as generator:
         with monkeypatch.context() as patched:

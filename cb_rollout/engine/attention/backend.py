@@ -1,24 +1,15 @@
-"""Define what attention backends share: a layer's spec, a step's metadata, and the interface.
-
-A backend runs decode steps (one new token a row) on the pages of the cache, with no gather.
+"""Define what attention backends share: a layer's spec and a step's metadata.
 
 B: rows, H: query heads, T: shared tiles, V: vocabulary.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import torch
 
 from cb_rollout.engine.attention.shared_prefix import SHORT_STRETCH, STRETCH_INTERVAL
-from cb_rollout.engine.kv_cache.block_table import BlockTable
 from cb_rollout.engine.kv_cache.layout import CacheLayout
-from cb_rollout.engine.kv_cache.paged import PagedCache
-
-if TYPE_CHECKING:
-    from cb_rollout.engine.attention.decode_cache import DecodeCache, DecodeInputs
-    from cb_rollout.engine.attention.traced_forward import TracedForward
 
 
 class UnsupportedAttentionError(Exception):
@@ -63,52 +54,6 @@ class AttentionMetadata:
     """int32: rows of each tile; 0: an empty tile."""
     rows_per_tile: int = 1
     """Most rows of a tile; see `shared_rows`."""
-
-
-class AttentionBackend(Protocol):
-    """Prepare the decode steps of one model; `selector.BACKENDS` lists the implementations."""
-
-    name: ClassVar[str]
-    device_type: ClassVar[str]
-    """The `torch.device.type` that the backend runs on."""
-
-    @property
-    def cache(self) -> "DecodeCache":
-        """Cache that a decode forward is called with."""
-        ...
-
-    @property
-    def traced_forward(self) -> "TracedForward | None":
-        """Forward that runs from a trace; None: the model itself runs."""
-        ...
-
-    @staticmethod
-    def obstacle(device: torch.device, layout: CacheLayout | None) -> str | None:
-        """Return why the backend cannot run; None: it can.
-
-        Args:
-            device: the model's, of `device_type`.
-            layout: what the model's layers keep; None: not known yet.
-        """
-        ...
-
-    def __init__(self, layout: CacheLayout, device: torch.device) -> None: ...
-
-    def prepare(
-        self,
-        new_tokens: Sequence[Sequence[int]],
-        lengths: Sequence[int],
-        table_rows: Sequence[int],
-        cache: PagedCache,
-        table: BlockTable,
-        position_offsets: Sequence[int] | None = None,
-    ) -> "DecodeInputs":
-        """Return the inputs of a forward of rows of one new token; see `ModelRunner.logits`."""
-        ...
-
-    def check_weights(self, model: torch.nn.Module) -> None:
-        """Drop what was captured from weights that have moved since."""
-        ...
 
 
 def unsupported_states(

@@ -32,9 +32,9 @@ from cb_rollout.engine.cuda_graphs.graph_sampler import (
 )
 from cb_rollout.engine.cuda_graphs.inputs import GraphInputs, Line
 from cb_rollout.engine.kv_cache.block_table import BlockTable
+from cb_rollout.engine.kv_cache.forward_batch import ForwardBatch
 from cb_rollout.engine.kv_cache.paged import PagedCache
 from cb_rollout.engine.memory import device as devices
-from cb_rollout.engine.model.decode_rows import DecodeRows
 from cb_rollout.engine.model.runner import ModelRunner
 from cb_rollout.engine.request import Request, distinct_params
 from cb_rollout.engine.sampling.sampler import HostSampled
@@ -350,11 +350,10 @@ class GraphedDecoding:
     def can_sample(self, requests: Sequence[Request]) -> bool:
         return all(map(self._sampler.sampling.can_sample, distinct_params(requests)))
 
-    def load(self, requests: Sequence[Request], table: BlockTable) -> None:
+    def load(self, batch: ForwardBatch, requests: Sequence[Request]) -> None:
         """Copy the inputs of a step of these sequences to the device."""
-        rows = DecodeRows.of(requests, table.block_size)
         sampling = self._sampler.lines(requests)
-        self._inputs.load(rows, table.block_size, self._decoding.rows_per_tile, requests, sampling)
+        self._inputs.load(batch, self._decoding.rows_per_tile, requests, sampling)
 
     def launch(
         self,
@@ -388,15 +387,15 @@ class GraphedDecoding:
         device = self._runner.device
         return PendingStep(requests, rows_B, host, device, is_plain=inputs.is_plain)
 
-    def logits(self, rows: DecodeRows, cache: PagedCache, table: BlockTable) -> torch.Tensor:
+    def logits(self, batch: ForwardBatch) -> torch.Tensor:
         """Run one step; return float32 logits after each row's token, `[rows, V]`.
 
         The next step writes its own over them. A graph must run so many rows; see `can_run`.
         """
-        self._decoding.find(cache, table)
-        self._inputs.load(rows, table.block_size, self._decoding.rows_per_tile)
-        self._replay(rows.lengths, table.block_size)
-        return self._sampler.kept(len(rows)).float()
+        self._decoding.find(batch.cache, batch.table)
+        self._inputs.load(batch, self._decoding.rows_per_tile)
+        self._replay(batch.lengths, batch.table.block_size)
+        return self._sampler.kept(len(batch)).float()
 
     def _replay(self, lengths: Sequence[int], block_size: int) -> None:
         key = self.key_of(lengths, has_shared=self._inputs.has_shared)

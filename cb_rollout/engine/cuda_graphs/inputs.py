@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from cb_rollout.engine.attention.shared_prefix import shared_tiles
+from cb_rollout.engine.kv_cache.forward_batch import ForwardBatch
 from cb_rollout.engine.memory import device as devices
-from cb_rollout.engine.model.decode_rows import DecodeRows
 from cb_rollout.engine.request import Request, distinct_params
 
 
@@ -72,8 +72,7 @@ class GraphInputs:
 
     def load(
         self,
-        rows: DecodeRows,
-        block_size: int,
+        batch: ForwardBatch,
         rows_per_tile: int,
         requests: Sequence[Request] = (),
         sampling: Mapping[Line, Sequence[float] | np.ndarray] | None = None,
@@ -81,33 +80,34 @@ class GraphInputs:
         """Write the rows, with their sampling parameters if the step samples.
 
         Args:
-            rows: tokens to compute.
-            block_size: tokens of a block.
+            batch: rows of one new token.
             rows_per_tile: most rows that read a shared prefix together.
             requests: the rows' sequences, one each; empty: nothing is sampled.
             sampling: parameters of each row; None: nothing is sampled, and logits are kept.
         """
-        tiles = shared_tiles(rows.block_ids, block_size, rows_per_tile)
-        shared = [0] * len(rows)
+        size, pairs = batch.table.block_size, zip(batch.block_ids, batch.lengths, strict=False)
+        block_ids = [blocks[: -(-length // size)] for blocks, length in pairs]
+        tiles = shared_tiles(block_ids, size, rows_per_tile)
+        shared = [0] * len(batch)
         for tile in tiles:
             last = tile.first_row + tile.num_rows
             shared[tile.first_row : last] = [tile.num_tokens] * tile.num_rows
         lines: dict[Line, Sequence[float] | np.ndarray] = {
-            Line.TOKEN: rows.token_ids,
-            Line.LENGTH: rows.lengths,
-            Line.TABLE_ROW: rows.table_rows,
-            Line.POSITION_OFFSET: rows.position_offsets,
+            Line.TOKEN: [token_id for (token_id,) in batch.new_tokens],
+            Line.LENGTH: batch.lengths,
+            Line.TABLE_ROW: batch.table_rows,
+            Line.POSITION_OFFSET: batch.position_offsets,
             Line.NUM_SHARED: shared,
             Line.TILE_FIRST: [tile.first_row for tile in tiles],
             Line.TILE_COUNT: [tile.num_rows for tile in tiles],
         }
-        lines |= {Line.IS_KEPT: [1] * len(rows)} if sampling is None else sampling
+        lines |= {Line.IS_KEPT: [1] * len(batch)} if sampling is None else sampling
         host = np.zeros(tuple(self.tensor.shape), np.int64)
         for line, values in lines.items():
             row = host[line].view(np.float64) if line in NUMBERS else host[line]
             row[: len(values)] = values
         self.tensor.copy_(devices.moved(torch.from_numpy(host), self.tensor.device))
-        self.num_rows, self.has_shared = len(rows), bool(tiles)
+        self.num_rows, self.has_shared = len(batch), bool(tiles)
         params = distinct_params(requests)
         self.has_tops = any(p.top_logprobs for p in params)
         self.is_plain = not (self.has_tops or any(p.is_truncated for p in params))

@@ -11,9 +11,9 @@ from functools import partial
 import torch
 
 from cb_rollout.engine.images.encoder_cache import EncoderCache
-from cb_rollout.engine.images.inputs import PrefillRow
 from cb_rollout.engine.images.prompt_images import PromptImages
 from cb_rollout.engine.kv_cache.block_table import BlockTable
+from cb_rollout.engine.kv_cache.forward_batch import ForwardBatch
 from cb_rollout.engine.kv_cache.layout import CacheLayout
 from cb_rollout.engine.kv_cache.paged import PagedCache
 from cb_rollout.engine.memory import device as devices
@@ -176,17 +176,14 @@ class _Comparison:
 
         One forward prefills them: the prompt, a text, and the prompt with another picture.
         """
-        row, text, pages = self.row, self.text, self._pages(3)
-        of_images = [self._new_row(0, len(row) - 2, one) for one in (self.images, other)]
-        of_text = PrefillRow(text[:-2], 0, len(text) - 2, 1)
-        rows = [of_images[0], of_text, of_images[1]._replace(table_row=2)]
-        logits = self.runner.prefill_images(rows, *pages)
-        lengths = [len(row) - 1, len(text) - 1, len(row) - 1]
-        new = [row[-2:-1], text[-2:-1], row[-2:-1]]
-        offset = self.images.position_offset
-        assert offset is not None
-        offsets = [offset, 0, offset]
-        following = self.runner.logits(new, lengths, [0, 1, 2], *pages, offsets)
+        runner, pages, rows = self.runner, self._pages(3), [self.row, self.text, self.row]
+        images, lengths = [self.images, None, other], [len(row) - 2 for row in rows]
+        runner.image_inputs.find_positions([(self.row[:-2], one) for one in images if one])
+        prompts = [row[:-2] for row in rows]
+        logits = runner.logits(ForwardBatch(prompts, lengths, range(3), *pages, images=images))
+        offsets = [one.position_offset or 0 if one else 0 for one in images]
+        new, lengths = [row[-2:-1] for row in rows], [length + 1 for length in lengths]
+        following = runner.logits(ForwardBatch(new, lengths, range(3), *pages, offsets))
         return torch.cat([logits, following]).log_softmax(-1)
 
     def _difference(self, ways: list[int]) -> tuple[str, Exception | None]:
@@ -209,15 +206,15 @@ class _Comparison:
         longest = max(len(self.row), len(self.text))
         return pages_for(self.runner, self.layout, num_rows, longest)
 
-    def _new_row(self, start: int, stop: int, images: PromptImages) -> PrefillRow:
-        token_ids = self.row[: max(stop, images.num_prompt_tokens)]
-        return PrefillRow(token_ids, start, stop, 0, images)
-
     def _prefilled(
         self, start: int, stop: int, images: PromptImages, pages: tuple[PagedCache, BlockTable]
     ) -> torch.Tensor:
         """Return logits after the prompt's tokens from `start` to `stop`, `[1, V]`."""
-        return self.runner.prefill_images([self._new_row(start, stop, images)], *pages)
+        runner, num_prompt = self.runner, images.num_prompt_tokens
+        runner.image_inputs.find_positions([(self.row[:num_prompt], images)])
+        sides = [runner.rope.side(max(stop, num_prompt))]
+        rows = [self.row[start:stop]], [stop], [0]
+        return runner.logits(ForwardBatch(*rows, *pages, rope_sides=sides, images=[images]))
 
     def _paged(self, num_first: int) -> torch.Tensor:
         """Return log-probabilities after the prompt and its two next tokens, `[3, V]`.
@@ -232,7 +229,7 @@ class _Comparison:
         if num_first >= images.num_tokens:
             logits = self._prefilled(0, num_first, images, pages)
         elif len(images.images) == 1:
-            logits = runner.logits([row[:num_first]], [num_first], [0], *pages)
+            logits = runner.logits(ForwardBatch([row[:num_first]], [num_first], [0], *pages))
         else:
             # As another prompt would have left it, which has no more images.
             before = images.before(len(images.images) - 1)
@@ -244,13 +241,13 @@ class _Comparison:
             logits = self._prefilled(num_first, num_prompt, images, pages)
         elif num_first < num_prompt:
             rest = row[num_first:num_prompt]
-            logits = runner.logits([rest], [num_prompt], [0], *pages, [offset])
-        runner.logits([text[:-2]], [len(text) - 2], [1], *pages)
-        alone = runner.logits([row[-2:-1]], [len(row) - 1], [0], *pages, [offset])
-        runner.logits([text[-2:-1]], [len(text) - 1], [1], *pages)
-        beside = runner.logits(
-            [row[-1:], text[-1:]], [len(row), len(text)], [0, 1], *pages, [offset, 0]
-        )
+            logits = runner.logits(ForwardBatch([rest], [num_prompt], [0], *pages, [offset]))
+        lengths = [len(row), len(text)]
+        runner.logits(ForwardBatch([text[:-2]], [len(text) - 2], [1], *pages))
+        alone = runner.logits(ForwardBatch([row[-2:-1]], [len(row) - 1], [0], *pages, [offset]))
+        runner.logits(ForwardBatch([text[-2:-1]], [len(text) - 1], [1], *pages))
+        last = [row[-1:], text[-1:]]
+        beside = runner.logits(ForwardBatch(last, lengths, [0, 1], *pages, [offset, 0]))
         return torch.cat([logits, alone, beside[:1]]).log_softmax(-1)
 
 

@@ -5,7 +5,6 @@ A: axes of positions, N: new tokens of all rows, T: tokens of a prompt.
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedModel
@@ -14,38 +13,6 @@ from cb_rollout.compat import multimodal
 from cb_rollout.compat import transformers as hf_compat
 from cb_rollout.engine.images.prompt_images import PromptImages, joined
 from cb_rollout.engine.memory import device as devices
-
-
-class PrefillRow(NamedTuple):
-    """New tokens of one sequence in a prefill of which some rows compute images."""
-
-    token_ids: Sequence[int]
-    """All tokens of the sequence, those after its prompt included."""
-    start: int
-    """Number of the tokens that are in the cache already; `images.num_resumable`."""
-    stop: int
-    """Index after the last token to run; at least `images.num_tokens` where images are new."""
-    table_row: int
-    images: PromptImages | None = None
-    """Images of the prompt, which may be in the cache already; None: it has none."""
-    routes: Any = None
-    """Experts that the first new tokens took before, as in `ModelRunner.logits`; None: unknown."""
-
-    @property
-    def new_tokens(self) -> Sequence[int]:
-        """Return the tokens to run."""
-        return self.token_ids[self.start : self.stop]
-
-    @property
-    def num_new(self) -> int:
-        """Return the number of tokens to run."""
-        return self.stop - self.start
-
-    @property
-    def new_images(self) -> PromptImages | None:
-        """Return the images, if the forward computes any; None: it computes text alone."""
-        is_new = self.images is not None and self.start < self.images.num_tokens
-        return self.images if is_new else None
 
 
 class ImageInputs:
@@ -72,41 +39,32 @@ class ImageInputs:
         """Return the tensors for the tokens from `start` to `stop`, on the forward's device."""
         return self.on_device(images, start).arguments(start, stop)
 
-    def new_positions(self, row: PrefillRow) -> torch.Tensor:
-        """Return the position ids of a row's new tokens, `[1, tokens]` or `[A, 1, tokens]`."""
-        if row.new_images is not None:
-            return self._positions(row.token_ids, row.new_images)[..., row.start : row.stop]
-        offset = 0 if row.images is None else row.images.position_offset
-        assert offset is not None, "no forward has seen the images"
-        return torch.arange(row.start + offset, row.stop + offset, device=self._device)[None]
+    def positions(self, images: PromptImages, start: int, stop: int) -> torch.Tensor:
+        """Return the position ids of a sequence's tokens, `[1, tokens]` or `[A, 1, tokens]`.
+
+        `find_positions` found those of the prompt; later tokens are text.
+        """
+        assert images.positions is not None, "no position was found"
+        assert images.position_offset is not None
+        known = images.positions[..., start:stop].to(self._device)
+        first, offset = max(start, images.num_prompt_tokens), images.position_offset
+        later = torch.arange(first + offset, max(first, stop) + offset, device=self._device)
+        return joined_positions([known, later[None]])
 
     def find_positions(self, prompts: Sequence[tuple[Sequence[int], PromptImages]]) -> None:
-        """Set the `position_offset` of each prompt's images, without a forward."""
-        new = [prompt for prompt in prompts if prompt[1].position_offset is None]
-        with multimodal.keeping_position_offsets(self._model) if new else nullcontext():
-            for prompt_ids, images in new:
-                self._computed_positions(prompt_ids, images)
-
-    def _positions(self, token_ids: Sequence[int], images: PromptImages) -> torch.Tensor:
-        """Return each token's position ids, `[..., T]`, by the model; set the images' offset."""
-        num_tokens = len(token_ids)
-        if images.positions is not None and num_tokens <= images.num_prompt_tokens:
-            return images.positions[..., :num_tokens].to(self._device)
-        with multimodal.keeping_position_offsets(self._model):
-            return self._computed_positions(token_ids, images)
-
-    def _computed_positions(self, token_ids: Sequence[int], images: PromptImages) -> torch.Tensor:
-        num_tokens = len(token_ids)
+        """Set `positions` and `position_offset` of each prompt's images, without a forward."""
+        new = [prompt for prompt in prompts if prompt[1].positions is None]
         # One more token, which is text: where the prompt ends in an image, the next position is not
         # the last one plus one.
-        text_id = hf_compat.text_token_ids(self._model)[0]
-        input_ids_1T = devices.to_device([[*token_ids, text_id]], self._device)
-        arguments = self.arguments(images, 0, num_tokens + 1)
-        positions = multimodal.prompt_positions(self._model, input_ids_1T, arguments)
-        images.position_offset = int(positions.flatten()[-1]) - num_tokens
-        if num_tokens == images.num_prompt_tokens:
-            images.positions = positions[..., :num_tokens].cpu()
-        return positions[..., :num_tokens]
+        text_id = hf_compat.text_token_ids(self._model)[0] if new else 0
+        with multimodal.keeping_position_offsets(self._model) if new else nullcontext():
+            for prompt_ids, images in new:
+                num_tokens = len(prompt_ids)
+                input_ids_1T = devices.to_device([[*prompt_ids, text_id]], self._device)
+                arguments = self.arguments(images, 0, num_tokens + 1)
+                positions = multimodal.prompt_positions(self._model, input_ids_1T, arguments)
+                images.position_offset = int(positions.flatten()[-1]) - num_tokens
+                images.positions = positions[..., :num_tokens].cpu()
 
 
 def joined_positions(positions: Sequence[torch.Tensor]) -> torch.Tensor:

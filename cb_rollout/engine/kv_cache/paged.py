@@ -270,13 +270,13 @@ class PagedCache(Cache):
         """Return the bytes of all pages and recurrent states."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
-    def begin(self, mapping: SlotMapping, is_fresh: bool) -> None:
-        """Prepare every layer for the coming forward; `is_fresh`: no row has a history."""
+    def begin(self, mapping: SlotMapping) -> None:
+        """Prepare every layer for the coming forward."""
         self._mapping = mapping
         for layer in self._paged:
             layer.begin(mapping)
         for layer in self.stateful.values():
-            layer.load(None if is_fresh else mapping.table_rows_B)
+            layer.load(None if mapping.read_slots_BS is None else mapping.table_rows_B)
 
     def end(self, mapping: SlotMapping) -> None:
         """Store the recurrent states that the forward produced."""

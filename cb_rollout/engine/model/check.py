@@ -17,6 +17,7 @@ import torch
 from cb_rollout.compat import transformers as hf_compat
 from cb_rollout.engine.attention.selector import BackendSelection, select_backend
 from cb_rollout.engine.kv_cache.block_table import BlockTable
+from cb_rollout.engine.kv_cache.forward_batch import ForwardBatch
 from cb_rollout.engine.kv_cache.layout import CacheLayout
 from cb_rollout.engine.kv_cache.paged import PagedCache
 from cb_rollout.engine.memory import device as devices
@@ -289,7 +290,7 @@ def _paged(runner: ModelRunner, layout: CacheLayout, rows: list[list[int]]) -> t
     for forward in _forwards(layout):
         table_rows, lengths = [row for row, _ in forward], [length for _, length in forward]
         new_tokens = [rows[row][num_computed[row] : length] for row, length in forward]
-        logits.append(runner.logits(new_tokens, lengths, table_rows, cache, table))
+        logits.append(runner.logits(ForwardBatch(new_tokens, lengths, table_rows, cache, table)))
         for row, length in forward:
             num_computed[row] = length
     return torch.cat(logits).log_softmax(-1)

@@ -1,15 +1,13 @@
 """Run the model's own forward over rows of new tokens: packed, or left-padded.
 
-B: rows, Q: new tokens of the longest row, S: tokens of the longest row, N: new tokens of all rows,
-T: tokens of all rows, V: vocabulary.
+B: rows, Q: new tokens of the longest row, S: tokens of the longest row, T: tokens, V: vocabulary.
 """
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from contextlib import contextmanager, nullcontext
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -23,31 +21,22 @@ from cb_rollout.compat.rope import RowRope
 from cb_rollout.engine.attention.backend import UnsupportedAttentionError
 from cb_rollout.engine.attention.cpu import few_row_linear
 from cb_rollout.engine.attention.decode_cache import DecodeInputs
-from cb_rollout.engine.attention.gathered import BatchedAttention
-from cb_rollout.engine.attention.packed import PackedAttention, no_mask
-from cb_rollout.engine.attention.selector import select_backend
+from cb_rollout.engine.attention.packed import PackedAttention, Segment
+from cb_rollout.engine.attention.selector import AttentionBackend, select_backend
 from cb_rollout.engine.images.encoder_cache import EncoderCache
-from cb_rollout.engine.images.inputs import (
-    ImageInputs,
-    PrefillRow,
-    joined_positions,
-    joined_tensors,
-)
-from cb_rollout.engine.images.prompt_images import PromptImages
-from cb_rollout.engine.kv_cache.block_table import BlockTable
+from cb_rollout.engine.images.inputs import ImageInputs, joined_positions, joined_tensors
+from cb_rollout.engine.images.prompt_images import Image, PromptImages
+from cb_rollout.engine.kv_cache.forward_batch import ForwardBatch
 from cb_rollout.engine.kv_cache.layout import CacheLayout
-from cb_rollout.engine.kv_cache.paged import PADDING_SLOT, PagedCache, SlotMapping
-from cb_rollout.engine.kv_cache.recurrent import PROBE_ROWS, OpaqueStateAdapter, RecurrentLayer
+from cb_rollout.engine.kv_cache.paged import PagedCache
+from cb_rollout.engine.kv_cache.recurrent import PROBE_ROWS, OpaqueStateAdapter
 from cb_rollout.engine.memory import device as devices
 from cb_rollout.engine.model.eval_mode import eval_mode
-from cb_rollout.engine.model.packed_rows import PackedRows
+from cb_rollout.engine.model.forward_inputs import ForwardInputs, packed_inputs, padded_inputs
 from cb_rollout.engine.model.probe import PROBE_TOKENS, probe
 from cb_rollout.engine.model.routers import RouteRecorder, Routers, find_routers
 from cb_rollout.engine.numerics.higher_precision import higher_precision
 from cb_rollout.errors import ConfigurationError
-
-if TYPE_CHECKING:
-    from cb_rollout.engine.attention.backend import AttentionBackend
 
 
 class BatchLayout(StrEnum):
@@ -204,82 +193,51 @@ class ModelRunner:
         is_exact = self._higher_dtype is not None
         return is_half or (torch_compat.rounds_float32_products(self.device) and not is_exact)
 
-    def logits(
-        self,
-        new_tokens: Sequence[Sequence[int]],
-        lengths: Sequence[int],
-        table_rows: Sequence[int],
-        cache: PagedCache,
-        table: BlockTable,
-        position_offsets: Sequence[int] | None = None,
-        routes: Sequence[Any] | None = None,
-        rope_sides: Sequence[int] | None = None,
-    ) -> torch.Tensor:
-        """Run the rows' new tokens, which are text, through the model.
+    def logits(self, batch: ForwardBatch) -> torch.Tensor:
+        """Run a batch through the model; return float32 logits after each row, `[B, V]`.
 
-        Args:
-            new_tokens: each row's tokens that are not in the cache yet, at least one.
-            lengths: number of each row's tokens, the new ones included.
-            table_rows: each row's table row.
-            cache: keys, values and states, which are read and written.
-            table: the blocks of each table row.
-            position_offsets: each row's `Request.position_offset`; None: 0 for all.
-            routes: experts that each row's new tokens took before, and take again: arrays of
-                `[tokens, L, K]` of the first of them, or None; None: there are none.
-            rope_sides: `RowRope.side` of each sequence's whole length; None: of `lengths`.
-
-        Returns:
-            float32 logits after each row's last token, `[B, V]`.
+        Rows that compute images are alone, or all of their images have one `prefill_key`.
         """
-        sides = rope_sides or list(map(self.rope.side, lengths))
-        is_decode = max(map(len, new_tokens)) == 1 < min(lengths)
-        if self.attention_backend is not None and is_decode:
-            given = (new_tokens, lengths, table_rows, cache, table, position_offsets)
-            inputs = self.attention_backend.prepare(*given)
-            if (traced := self.attention_backend.traced_forward) is not None and traced.is_due():
-                self.warm_up()
-            with self.rope.by_row(sides):
-                # A trace takes one set of factors for all rows: that of the newest positions.
-                run = self.decode_traced if min(sides) == max(sides) else self.decode
-                logits_BV = run(inputs).float()
-            if self.recorder is not None:
-                newest_B = self._integers(lengths) - 1
-                self._keep_routes(cache, table.slots(self._integers(table_rows), newest_B))
-            return logits_BV
-        if self.batch_layout is BatchLayout.PACKED and not is_decode:
-            rows = PackedRows.of(new_tokens, lengths, table_rows, table, position_offsets)
-            num_new = list(map(len, new_tokens))
-            if self.recorder is not None:
-                self.recorder.expect(routes, num_new, self.device, is_padded=False)
-            with self.rope.by_row(sides, num_new):
-                return self._packed_forward(rows, cache)
-        if self.batch_layout.takes_any_lengths:
-            given = (new_tokens, lengths, table_rows, cache, table, position_offsets, routes)
-            with self.rope.by_row(sides):
-                return self._forward(*given)
-        # Without keys there is no history to align: only the new tokens must be of one length.
-        has_keys = cache.layout.has_keys
-        batches: dict[tuple[int, ...], list[int]] = {}
-        for row, (new, length) in enumerate(zip(new_tokens, lengths, strict=True)):
-            key = (len(new), length) if has_keys else (len(new), len(new) == length)
-            if self.batch_layout is BatchLayout.SINGLE_ROWS:
-                key = (row,)
-            batches.setdefault(key, []).append(row)
-        parts = []
-        for rows in batches.values():
-            with self.rope.by_row([sides[row] for row in rows]):
-                given = (
-                    [new_tokens[row] for row in rows],
-                    [lengths[row] for row in rows],
-                    [table_rows[row] for row in rows],
-                    cache,
-                    table,
-                    position_offsets and [position_offsets[row] for row in rows],
-                    routes and [routes[row] for row in rows],
-                )
-                parts.append(self._forward(*given))
-        order = self._integers([row for rows in batches.values() for row in rows])
-        return torch.cat(parts).index_select(0, order.argsort())
+        if batch.is_decode and self.attention_backend is not None:
+            return self._paged_decode(batch, self.attention_backend)
+        may_pack = self.batch_layout is BatchLayout.PACKED and not batch.is_decode
+        if len(batch) > 1 if batch.images else may_pack:
+            return self._forward(batch, packed_inputs(batch))
+        if batch.images or self.batch_layout.takes_any_lengths:
+            return self._forward(batch, padded_inputs(batch))
+        alike = self._alike(batch)
+        parts = [batch.select(rows) for rows in alike]
+        logits_BV = torch.cat([self._forward(part, padded_inputs(part)) for part in parts])
+        order = self._integers([row for rows in alike for row in rows])
+        return logits_BV.index_select(0, order.argsort())
+
+    def _alike(self, batch: ForwardBatch) -> list[list[int]]:
+        """Return the rows that a model takes together which takes rows of one length alone."""
+        alike: dict[tuple[int, ...], list[int]] = {}
+        for row, (new, length) in enumerate(zip(batch.num_new, batch.lengths, strict=True)):
+            # Without keys there is no history to align: only the new tokens must be of one length.
+            key = (new, length if batch.cache.layout.has_keys else new == length)
+            is_alone = self.batch_layout is BatchLayout.SINGLE_ROWS
+            alike.setdefault((row,) if is_alone else key, []).append(row)
+        return list(alike.values())
+
+    def _sides(self, batch: ForwardBatch) -> Sequence[int]:
+        return batch.rope_sides or list(map(self.rope.side, batch.lengths))
+
+    def _paged_decode(self, batch: ForwardBatch, backend: AttentionBackend) -> torch.Tensor:
+        """Run rows of one new token, with no gather."""
+        inputs, sides = backend.prepare(batch), self._sides(batch)
+        if (traced := backend.traced_forward) is not None and traced.is_due():
+            self.warm_up()
+        with self.rope.by_row(sides):
+            # A trace takes one set of factors for all rows: that of the newest positions.
+            run = self.decode_traced if min(sides) == max(sides) else self.decode
+            logits_BV = run(inputs).float()
+        if self.recorder is not None:
+            newest_B = self._integers(batch.lengths) - 1
+            slots_B = batch.table.slots(self._integers(batch.table_rows), newest_B)
+            self._keep_routes(batch.cache, slots_B)
+        return logits_BV
 
     def decode_traced(self, inputs: DecodeInputs) -> torch.Tensor:
         """Run one new token of each row, from the trace if there is one; return as `decode`."""
@@ -295,40 +253,6 @@ class ModelRunner:
             mask, positions_B1 = cache.mask(tokens_B1), inputs.positions_B1
             return self.forward(tokens_B1, mask, positions_B1, cache)
 
-    def _packed_forward(
-        self,
-        rows: PackedRows,
-        cache: PagedCache,
-        others: Mapping[str, torch.Tensor] | None = None,
-    ) -> torch.Tensor:
-        """Run all rows' new tokens as one row, each attending to its own keys.
-
-        `others`: further arguments of the forward.
-
-        Raises:
-            UnsupportedAttentionError: the model's attention cannot be computed in segments.
-        """
-        cache.begin(rows.mapping, rows.is_fresh)
-        # Longer rows may come than these, and than those of the model check.
-        attend = PackedAttention(rows.segments, self.device, max_length=sys.maxsize)
-        try:
-            with hf_compat.replacing_attention(attend):
-                logits_BV = self.forward(
-                    rows.input_ids_1N,
-                    no_mask(self.device),
-                    rows.positions_1N,
-                    cache,
-                    others,
-                    last_B=rows.last_B,
-                )
-        except ConfigurationError as error:
-            raise UnsupportedAttentionError(str(error)) from error
-        cache.end(rows.mapping)
-        if not attend.num_calls:
-            raise UnsupportedAttentionError("its attention cannot be replaced")
-        self._keep_routes(cache, rows.mapping.write_slots)
-        return logits_BV.float()
-
     def _keep_routes(
         self, cache: PagedCache, slots: torch.Tensor, write_tokens: torch.Tensor | None = None
     ) -> None:
@@ -336,140 +260,65 @@ class ModelRunner:
         if self.recorder is not None:
             cache.write_routes(self.recorder.take(), slots, write_tokens)
 
-    def _forward(
-        self,
-        new_tokens: Sequence[Sequence[int]],
-        lengths: Sequence[int],
-        table_rows: Sequence[int],
-        cache: PagedCache,
-        table: BlockTable,
-        position_offsets: Sequence[int] | None = None,
-        routes: Sequence[Any] | None = None,
-    ) -> torch.Tensor:
-        num_new = [len(row) for row in new_tokens]
-        Q, B = max(num_new), len(new_tokens)
-        is_fresh = all(length == new for length, new in zip(lengths, num_new, strict=True))
-        S = Q if is_fresh else max(lengths)
-        is_padded = min(num_new) < Q
-        padded = (
-            [[0] * (Q - len(row)) + list(row) for row in new_tokens] if is_padded else new_tokens
-        )
-        input_ids_BQ = self._integers(padded)
-        lengths_B, table_rows_B = self._integers(lengths), self._integers(table_rows)
-        positions_BS = lengths_B[:, None] - S + torch.arange(S, device=self.device)
-        is_token_BS = positions_BS >= 0
-        positions_BS = positions_BS.clamp(min=0)
-        positions_BQ = positions_BS[:, S - Q :]
-        slots_BQ = table.slots(table_rows_B, positions_BQ).view(-1)
-        if position_offsets is not None:
-            offsets_B1 = self._integers(position_offsets)[:, None]
-            positions_BQ = (positions_BQ + offsets_B1).clamp(min=0)
-        write_tokens = None
-        if is_padded:
-            is_new_BQ = (
-                torch.arange(Q, 0, -1, device=self.device) <= self._integers(num_new)[:, None]
-            )
-            write_tokens = is_new_BQ.view(-1).nonzero()[:, 0]
-            slots_BQ = slots_BQ[write_tokens]
-        read_slots_BS = None
-        if not is_fresh:
-            read_slots_BS = table.slots(table_rows_B, positions_BS)
-            read_slots_BS = read_slots_BS.masked_fill(~is_token_BS, PADDING_SLOT)
-        mapping = SlotMapping(
-            S - Q, table_rows_B, write_tokens, slots_BQ, read_slots_BS, positions_BS
-        )
-        cache.begin(mapping, is_fresh)
-        mask_BS = is_token_BS.to(torch.int64)
-        if not cache.layout.has_keys:
-            mask_BS = mask_BS[:, S - Q :]
+    def _forward(self, batch: ForwardBatch, inputs: ForwardInputs) -> torch.Tensor:
+        """Run a batch that is laid out, on its cache.
+
+        Raises:
+            UnsupportedAttentionError: the model's attention cannot be computed in segments.
+        """
+        cache, mapping, segments = batch.cache, inputs.mapping, inputs.segments
+        positions, arguments, images = self._with_images(batch, inputs.positions)
         if not self.batch_layout.takes_any_lengths:
-            positions_BQ = None
+            positions = None
+        cache.begin(mapping)
         if self.recorder is not None:
-            self.recorder.expect(routes, num_new, self.device, is_padded=True)
-        is_batched = Q == 1 and self.device.type == "cpu"
-        with hf_compat.replacing_attention(BatchedAttention()) if is_batched else nullcontext():
-            logits_BV = self.forward(input_ids_BQ, mask_BS, positions_BQ, cache)
+            self.recorder.expect(
+                batch.routes or None, batch.num_new, self.device, is_padded=segments is None
+            )
+        with (
+            self.encoder_cache.serving(self.model, images, arguments) if images else nullcontext(),
+            self.rope.by_row(self._sides(batch), batch.num_new if segments else None),
+            self._attending(segments) if segments else nullcontext(),
+        ):
+            logits_BV = self.forward(
+                inputs.input_ids, inputs.mask, positions, cache, arguments, inputs.last_B
+            )
         cache.end(mapping)
-        self._keep_routes(cache, slots_BQ, write_tokens)
-        assert logits_BV.shape[0] == B
+        self._keep_routes(cache, mapping.write_slots, mapping.write_tokens)
         return logits_BV.float()
 
-    def prefill_images(
-        self, rows: Sequence[PrefillRow], cache: PagedCache, table: BlockTable
-    ) -> torch.Tensor:
-        """Run new tokens of sequences, those of images among them.
+    @contextmanager
+    def _attending(self, segments: Sequence[Segment]) -> Iterator[None]:
+        """Have each packed row attend to its own keys."""
+        # Longer rows may come than these, and than those of the model check.
+        attend = PackedAttention(segments, self.device, max_length=sys.maxsize)
+        try:
+            with hf_compat.replacing_attention(attend):
+                yield
+        except ConfigurationError as error:
+            raise UnsupportedAttentionError(str(error)) from error
+        if not attend.num_calls:
+            raise UnsupportedAttentionError("its attention cannot be replaced")
 
-        Args:
-            rows: the sequences; one alone, or several whose images have one `prefill_key`. Sets the
-                `position_offset` of their images.
-            cache: keys, values and states, which are read and written.
-            table: the blocks of each table row.
-
-        Returns:
-            float32 logits after the last token of each row, `[B, V]`.
-        """
-        prompts, given = [], []
-        for row in rows:
-            arguments: dict[str, torch.Tensor] = {}
-            if row.new_images is not None:
-                prompts.append(self.image_inputs.on_device(row.new_images, row.start))
-                arguments = prompts[-1].arguments(row.start, row.stop)
-            given.append(arguments)
-        images = [image for prompt in prompts for image in prompt.images]
-        positions = [self.image_inputs.new_positions(row) for row in rows]
-        if len(rows) == 1:
-            serving = self.encoder_cache.serving(self.model, images, given[0])
-            return self._prefill_alone(rows[0], positions[0], given[0], serving, cache, table)
-        lengths, table_rows = [row.stop for row in rows], [row.table_row for row in rows]
-        new_tokens, num_new = [row.new_tokens for row in rows], [row.num_new for row in rows]
-        packed = PackedRows.of(new_tokens, lengths, table_rows, table, None)
-        packed = replace(packed, positions_1N=joined_positions(positions))
+    def _with_images(
+        self, batch: ForwardBatch, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor], list[Image]]:
+        """Return positions of rows with images, tensors of their images, and the images."""
+        if not batch.images:
+            return positions, {}, []
+        num_new, prompts, of_rows = batch.num_new, [], []
+        of_tokens = list(positions.split(num_new, -1))
+        for row, (images, stop) in enumerate(zip(batch.images, batch.lengths, strict=True)):
+            of_rows.append({})
+            if images is not None:
+                start = stop - num_new[row]
+                of_tokens[row] = self.image_inputs.positions(images, start, stop)
+                prompts.append(self.image_inputs.on_device(images, start))
+                of_rows[row] = prompts[-1].arguments(start, stop)
         per_token = frozenset().union(*(prompt.of_tokens for prompt in prompts))
-        arguments = joined_tensors(given, num_new, per_token, dim=1)
-        if self.recorder is not None:
-            routes = [row.routes for row in rows]
-            self.recorder.expect(routes, num_new, self.device, is_padded=False)
-        sides = [self.rope.side(len(row.token_ids)) for row in rows]
-        with (
-            self.encoder_cache.serving(self.model, images, arguments),
-            self.rope.by_row(sides, num_new),
-        ):
-            return self._packed_forward(packed, cache, arguments)
-
-    def _prefill_alone(
-        self,
-        row: PrefillRow,
-        positions: torch.Tensor,
-        arguments: dict[str, torch.Tensor],
-        serving: AbstractContextManager[None],
-        cache: PagedCache,
-        table: BlockTable,
-    ) -> torch.Tensor:
-        """Run one row of `prefill_images`, with a mask, in any batch layout."""
-        start = row.start
-        positions_1S = torch.arange(row.stop, device=self.device)[None]
-        rows_1 = self._integers([row.table_row])
-        slots_1S = table.slots(rows_1, positions_1S)
-        mapping = SlotMapping(
-            start,
-            rows_1,
-            None,
-            slots_1S[:, start:].reshape(-1),
-            slots_1S if start else None,
-            positions_1S,
-        )
-        cache.begin(mapping, is_fresh=not start)
-        given = positions if self.batch_layout.takes_any_lengths else None
-        input_ids_1Q = self._integers([row.new_tokens])
-        if self.recorder is not None:
-            self.recorder.expect([row.routes], [row.num_new], self.device, is_padded=False)
-        with serving, self.rope.by_row([self.rope.side(len(row.token_ids))]):
-            logits_1V = self.forward(
-                input_ids_1Q, torch.ones_like(positions_1S), given, cache, arguments
-            )
-        cache.end(mapping)
-        self._keep_routes(cache, mapping.write_slots)
-        return logits_1V.float()
+        arguments = joined_tensors(of_rows, num_new, per_token, dim=1)
+        of_prompts = [image for prompt in prompts for image in prompt.images]
+        return joined_positions(of_tokens), arguments, of_prompts
 
     def plain_logits(
         self,
@@ -529,22 +378,6 @@ class ModelRunner:
         `others`: further arguments of the forward. `last_B`: index of each row's last token, where
         the input is one row of packed tokens.
         """
-        recorder = self.recorder
-        recording = nullcontext() if recorder is None else recorder.recording(self.model)
-        with few_row_linear.replacing_linear(self.compute_dtype, self.device), recording:
-            return self._last_logits(
-                input_ids_BQ, mask_BS, positions_BQ, cache, others or {}, last_B
-            )
-
-    def _last_logits(
-        self,
-        input_ids_BQ: torch.Tensor,
-        mask_BS: torch.Tensor | None,
-        positions_BQ: torch.Tensor | None,
-        cache: Cache,
-        others: Mapping[str, torch.Tensor],
-        last_B: torch.Tensor | None,
-    ) -> torch.Tensor:
         arguments = {
             "attention_mask": mask_BS,
             "position_ids": positions_BQ,
@@ -554,21 +387,21 @@ class ModelRunner:
         known = {name: value for name, value in arguments.items() if name in self._names}
         if self._passes_on and positions_BQ is not None:
             known["position_ids"] = positions_BQ
-        known |= others
-        if self._opaque_states is None:
-            known[self._cache_argument] = cache
-            logits = self._run(input_ids_BQ, known).logits
-            if last_B is None:
-                return logits[:, -1]
-            is_all = logits.shape[1] == input_ids_BQ.shape[1]
-            return logits[0].index_select(0, last_B) if is_all else logits[0]
-        layer = cache.layers[0]
-        assert isinstance(layer, RecurrentLayer)
-        known[self._cache_argument] = self._opaque_states.inserted(layer)
-        output = self._run(input_ids_BQ, known)
-        returned = getattr(output, self._cache_argument)
-        self._opaque_states.extract(layer, returned, num_rows=input_ids_BQ.shape[0])
-        return output.logits[:, -1]
+        known |= others or {}
+        states: Any = self._opaque_states
+        layer = cache.layers[0] if states else None
+        known[self._cache_argument] = states.inserted(layer) if states else cache
+        recorder = self.recorder
+        recording = nullcontext() if recorder is None else recorder.recording(self.model)
+        with few_row_linear.replacing_linear(self.compute_dtype, self.device), recording:
+            output = self._run(input_ids_BQ, known)
+        if states is not None:
+            returned = getattr(output, self._cache_argument)
+            states.extract(layer, returned, num_rows=input_ids_BQ.shape[0])
+        if last_B is None:
+            return output.logits[:, -1]
+        is_all = output.logits.shape[1] == input_ids_BQ.shape[1]
+        return output.logits[0].index_select(0, last_B) if is_all else output.logits[0]
 
     def _run(
         self,

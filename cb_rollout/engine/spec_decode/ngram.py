@@ -8,7 +8,6 @@ Handles tokens, never tensors. Called by the thread that steps the engine.
 
 from collections.abc import Sequence
 from itertools import takewhile
-from typing import NamedTuple
 from weakref import WeakValueDictionary
 
 from cb_rollout.config.enums import DraftSource
@@ -16,8 +15,7 @@ from cb_rollout.config.rollout import RolloutConfig
 from cb_rollout.engine.kv_cache.layout import CacheLayout
 from cb_rollout.engine.model.runner import ModelRunner
 from cb_rollout.engine.request import Request
-from cb_rollout.engine.scheduler.completion_history import PromptHistory
-from cb_rollout.engine.spec_decode.ngram_index import NGRAM_SIZES, NgramIndex
+from cb_rollout.engine.spec_decode.ngram_index import NO_DRAFT, Draft, GroupDrafts, NgramIndex
 
 # Rows of a step with drafts. Up to here a further row costs linear layers a small part of the
 # first one, as `scripts/bench.py roofline` prints.
@@ -35,83 +33,8 @@ MIN_RATE = 0.08
 # Weight of the last draft in an acceptance rate, and its rise for each step without a draft.
 LEARNING_RATE, RECOVERY, INITIAL_RATE = 0.25, 0.005, 0.5
 
-# After so many lookups in a row without a match a group pauses, for as many again.
-MISSES_BEFORE_PAUSE, LONGEST_PAUSE = 8, 256
-
 # Tokens of other prompts that are indexed; from then on a new index begins.
 MAX_RUN_TOKENS = 1 << 15
-
-
-class Draft(NamedTuple):
-    """Tokens proposed for a sequence."""
-
-    tokens: list[int]
-    source: DraftSource = DraftSource.GROUP
-
-
-NO_DRAFT = Draft([])
-
-
-class GroupDrafts:
-    """N-grams that one group's drafts are looked up in, and how often drafts were right."""
-
-    __slots__ = ("__weakref__", "_earlier", "_history", "_misses", "_pause", "_run", "own", "rates")
-
-    def __init__(
-        self, history: PromptHistory | None, run: NgramIndex, rates: dict[DraftSource, float]
-    ) -> None:
-        """Start with what the run knows.
-
-        Args:
-            history: earlier completions of the group's prompt; None: there are none.
-            run: completions of other prompts.
-            rates: acceptance rates of the run's latest drafts.
-        """
-        self.own = NgramIndex()
-        self._earlier = NgramIndex() if history is not None and history.completions else None
-        self._history, self._run = history, run
-        self.rates = dict(rates)
-        """Probability that a drafted token is accepted after accepted ones, by source."""
-        self._misses = self._pause = 0
-
-    def predict(self, token_ids: Sequence[int], count: int, min_rate: float) -> Draft:
-        """Return up to `count` tokens that followed the longest n-gram at the end.
-
-        Args:
-            token_ids: the sequence.
-            count: most tokens to return.
-            min_rate: sources with a lower acceptance rate are left out.
-        """
-        if self._pause:
-            self._pause -= 1
-            return NO_DRAFT
-        tail = list(token_ids[-max(NGRAM_SIZES) :])
-        sources = [
-            (source, index)
-            for source, index in zip(DraftSource, self._indexes(), strict=True)
-            if index is not None and self.rates[source] > min_rate
-        ]
-        for _, index in sources:
-            index.update()
-        for size in NGRAM_SIZES:
-            for source, index in sources:
-                if tokens := index.predict(tail, count, size):
-                    self._misses = 0
-                    return Draft(tokens, source)
-        self._misses += 1
-        if self._misses >= MISSES_BEFORE_PAUSE:
-            self._pause = min(self._misses, LONGEST_PAUSE)
-        return NO_DRAFT
-
-    def _indexes(self) -> tuple[NgramIndex, NgramIndex | None, NgramIndex]:
-        """Return the index of each source, in the order of `DraftSource`."""
-        if self._history is not None and self._earlier is not None:
-            # Filled at the first lookup: most sequences end before they get a draft.
-            prompt_ids = self._history.prompt_ids
-            for completion in self._history.completions:
-                self._earlier.add([*prompt_ids, *completion], len(prompt_ids), is_growing=False)
-            self._history = None
-        return self.own, self._earlier, self._run
 
 
 class NgramProposer:

@@ -4,8 +4,12 @@ Handles tokens, never tensors. Called by the thread that steps the engine.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
+
+from cb_rollout.config.enums import DraftSource
+from cb_rollout.engine.scheduler.completion_history import PromptHistory
 
 # Lengths of the n-grams that are looked up; the longest match counts.
 NGRAM_SIZES = (4, 3, 2)
@@ -20,6 +24,10 @@ _POSITION_BITS = 32
 
 # From so many new tokens on numpy hashes them faster than Python does.
 _MANY = 32
+
+
+# After so many lookups in a row without a match a group pauses, for as many again.
+MISSES_BEFORE_PAUSE, LONGEST_PAUSE = 8, 256
 
 
 class NgramIndex:
@@ -108,3 +116,75 @@ def _hashes(tokens: np.ndarray, size: int) -> list[int]:
     for offset in range(size):
         numbers = numbers * np.uint64(_MULTIPLIER) + tokens[offset : offset + count] + np.uint64(1)
     return numbers.tolist()
+
+
+class Draft(NamedTuple):
+    """Tokens proposed for a sequence."""
+
+    tokens: list[int]
+    source: DraftSource = DraftSource.GROUP
+
+
+NO_DRAFT = Draft([])
+
+
+class GroupDrafts:
+    """N-grams that one group's drafts are looked up in, and how often drafts were right."""
+
+    __slots__ = ("__weakref__", "_earlier", "_history", "_misses", "_pause", "_run", "own", "rates")
+
+    def __init__(
+        self, history: PromptHistory | None, run: NgramIndex, rates: dict[DraftSource, float]
+    ) -> None:
+        """Start with what the run knows.
+
+        Args:
+            history: earlier completions of the group's prompt; None: there are none.
+            run: completions of other prompts.
+            rates: acceptance rates of the run's latest drafts.
+        """
+        self.own = NgramIndex()
+        self._earlier = NgramIndex() if history is not None and history.completions else None
+        self._history, self._run = history, run
+        self.rates = dict(rates)
+        """Probability that a drafted token is accepted after accepted ones, by source."""
+        self._misses = self._pause = 0
+
+    def predict(self, token_ids: Sequence[int], count: int, min_rate: float) -> Draft:
+        """Return up to `count` tokens that followed the longest n-gram at the end.
+
+        Args:
+            token_ids: the sequence.
+            count: most tokens to return.
+            min_rate: sources with a lower acceptance rate are left out.
+        """
+        if self._pause:
+            self._pause -= 1
+            return NO_DRAFT
+        tail = list(token_ids[-max(NGRAM_SIZES) :])
+        sources = [
+            (source, index)
+            for source, index in zip(DraftSource, self._indexes(), strict=True)
+            if index is not None and self.rates[source] > min_rate
+        ]
+        for _, index in sources:
+            index.update()
+        for size in NGRAM_SIZES:
+            for source, index in sources:
+                if tokens := index.predict(tail, count, size):
+                    self._misses = 0
+                    return Draft(tokens, source)
+        self._misses += 1
+        if self._misses >= MISSES_BEFORE_PAUSE:
+            self._pause = min(self._misses, LONGEST_PAUSE)
+        return NO_DRAFT
+
+    def _indexes(self) -> tuple[NgramIndex, NgramIndex | None, NgramIndex]:
+        """Return the index of each source, in the order of `DraftSource`."""
+        if self._history is not None and self._earlier is not None:
+            # Filled at the first lookup: most sequences end before they get a draft.
+            prompt_ids = self._history.prompt_ids
+            for completion in self._history.completions:
+                self._earlier.add([*prompt_ids, *completion], len(prompt_ids), is_growing=False)
+            self._history = None
+        return self.own, self._earlier, self._run

@@ -32,6 +32,7 @@ from cb_rollout.engine.cuda_graphs.graphs import (
     Replay,
 )
 from cb_rollout.engine.kv_cache.block_table import BlockTable
+from cb_rollout.engine.kv_cache.forward_batch import ForwardBatch
 from cb_rollout.engine.kv_cache.layout import CacheLayout
 from cb_rollout.engine.kv_cache.paged import PagedCache
 from cb_rollout.engine.model.runner import ModelRunner
@@ -255,13 +256,8 @@ def engine_prefill(shape: Shape, rows: Rows, num_layers: int) -> Step:
         table = BlockTable(count, BLOCK_SIZE, DEVICE)
         recorder = KernelRecorder()
         with recorder.recording():
-            logits_BV = runner.logits(
-                [[0] * rows.num_tokens] * count,
-                [rows.num_tokens] * count,
-                range(count),
-                cache,
-                table,
-            )
+            tokens, lengths = [[0] * rows.num_tokens] * count, [rows.num_tokens] * count
+            logits_BV = runner.logits(ForwardBatch(tokens, lengths, range(count), cache, table))
         step = Step(eager=recorder.kernels, num_waits=recorder.num_waits)
         return step.plus(_sampling(logits_BV, rows, SAMPLED[PLAIN]))
 

@@ -11,7 +11,10 @@ from cb_rollout.config.sampling import SamplingParams
 from cb_rollout.engine import cuda_graphs
 from cb_rollout.engine.cuda_graphs.graph_sampler import GraphSampler, GraphSampling
 from cb_rollout.engine.cuda_graphs.inputs import GraphInputs, Line
-from cb_rollout.engine.model.decode_rows import DecodeRows
+from cb_rollout.engine.kv_cache.block_table import BlockTable
+from cb_rollout.engine.kv_cache.forward_batch import ForwardBatch
+from cb_rollout.engine.kv_cache.layout import CacheLayout
+from cb_rollout.engine.kv_cache.paged import PagedCache
 from cb_rollout.engine.request import Request
 from cb_rollout.engine.sampling.draw import create_sampling_batch, sample
 
@@ -45,6 +48,15 @@ def small_parts(monkeypatch):
     monkeypatch.setattr(sampling_kernels, "CHUNK", CHUNK)
 
 
+def batch_of(token_ids, lengths):
+    num_rows = len(lengths)
+    pages = PagedCache(
+        CacheLayout(()), num_blocks=0, block_size=8, num_table_rows=num_rows, device=CPU
+    )
+    tokens = [[token_id] for token_id in token_ids]
+    return ForwardBatch(tokens, lengths, range(num_rows), pages, BlockTable(num_rows, 8, CPU))
+
+
 def request_of(row, params, seed=0, vocab_size=200):
     chance = random.Random(seed * 1000 + row)
     prompt = [chance.randrange(vocab_size) for _ in range(6)]
@@ -71,8 +83,8 @@ class Sampled:
         if not sampler:
             with self.inputs.emptied():
                 self.sampler.sample(logits_BV, self.inputs.tensor)
-        rows = DecodeRows([0] * num_rows, [r.num_tokens for r in requests], range(num_rows), [], [])
-        self.inputs.load(rows, 8, 3, requests, self.sampler.lines(requests))
+        batch = batch_of([0] * num_rows, [r.num_tokens for r in requests])
+        self.inputs.load(batch, 3, requests, self.sampler.lines(requests))
         self.sampler.sample(logits_BV, self.inputs.tensor)
         self.results_B6 = self.sampler.results[:num_rows].clone()
         self.tops_BC2 = self.sampler.tops[:num_rows].clone()
@@ -193,7 +205,7 @@ def test_a_graph_samples_rows_that_forbid_what_is_never_sampled_and_no_other_bia
 def test_a_row_whose_logits_are_kept_is_not_sampled():
     sampler, inputs = GraphSampler(4, CPU, GraphSampling()), GraphInputs(4, CPU)
     logits_BV = logits_of(4, 2, 200, torch.bfloat16)
-    inputs.load(DecodeRows([5, 6], [3, 4], [0, 1], [], []), 8, 3)
+    inputs.load(batch_of([5, 6], [3, 4]), 3)
     sampler.sample(logits_BV, inputs.tensor)
     assert torch.equal(sampler.kept(2), logits_BV)
     assert inputs.tensor[Line.LENGTH].tolist() == [3, 4, 0, 0]

@@ -108,7 +108,7 @@ def test_every_row_reads_back_its_whole_history_right_aligned(history, seed):
             torch.randn(len(blocks), HEADS, max(num_new), size, generator=generator)
             for size in (KEY_SIZE, VALUE_SIZE)
         ]
-        cache.begin(mapping, is_fresh=lengths == num_new)
+        cache.begin(mapping)
         assert cache.get_seq_length() == mapping.num_cached
         assert cache.get_mask_sizes(max(num_new), 0) == (mapping.num_cached + max(num_new), 0)
         got = cache.update(*new, layer_idx=0)
@@ -186,9 +186,9 @@ def test_keys_and_values_keep_their_own_size_and_dtype(key_dtype, value_dtype):
     assert cache.num_bytes == 4 * 2 * layout.bytes_per_token
     keys = torch.randn(1, HEADS, 3, KEY_SIZE).to(key_dtype)
     values = torch.randn(1, HEADS, 3, VALUE_SIZE).to(value_dtype)
-    cache.begin(mapping_of([[3, 1]], 2, [2], [2]), is_fresh=True)
+    cache.begin(mapping_of([[3, 1]], 2, [2], [2]))
     cache.update(keys[:, :, :2], values[:, :, :2], 0)
-    cache.begin(mapping_of([[3, 1]], 2, [3], [1]), is_fresh=False)
+    cache.begin(mapping_of([[3, 1]], 2, [3], [1]))
     got_keys, got_values = cache.update(keys[:, :, 2:], values[:, :, 2:], 0)
     torch.testing.assert_close(got_keys, keys, rtol=0, atol=0)
     torch.testing.assert_close(got_values, values, rtol=0, atol=0)
@@ -213,15 +213,13 @@ def test_states_are_loaded_from_the_table_rows_they_were_saved_to():
     (layer,) = cache.layers
     mapping = SlotMapping(0, torch.tensor([2, 0]), None, torch.tensor([]), None, torch.tensor([]))
     states = torch.randn(2, 2, 3)
-    cache.begin(mapping, is_fresh=True)
+    cache.begin(mapping)
     assert not layer.has_previous_state[0]
     layer.update_recurrent_state(states)
     cache.end(mapping)
     cache.copy_states([2], [3])
-    cache.begin(
-        SlotMapping(0, torch.tensor([3, 2, 0]), None, torch.tensor([]), None, torch.tensor([])),
-        is_fresh=False,
-    )
+    nothing = torch.tensor([])
+    cache.begin(SlotMapping(0, torch.tensor([3, 2, 0]), None, nothing, nothing, nothing))
     assert layer.has_previous_state[0]
     assert torch.equal(layer.recurrent_states[0], states[[0, 0, 1]])
 
@@ -232,10 +230,10 @@ def test_the_index_of_a_sparse_attention_is_read_with_each_rows_positions():
     (layer,) = cache.layers
     blocks = [[1, 2], [3]]
     first, second = torch.randn(2, 3, 4), torch.randn(2, 1, 4)
-    cache.begin(mapping_of(blocks, 2, [3, 1], [3, 1]), is_fresh=True)
+    cache.begin(mapping_of(blocks, 2, [3, 1], [3, 1]))
     assert layer.indexer_position_ids is None
     assert torch.equal(layer.update_indexer(first), first)
-    cache.begin(mapping_of(blocks, 2, [4, 2], [1, 1]), is_fresh=False)
+    cache.begin(mapping_of(blocks, 2, [4, 2], [1, 1]))
     assert layer.indexer_position_ids.tolist() == [[[0, 1, 2], [0, 0, 0]]] * 3
     expected = [torch.cat([first[0], second[0]]), torch.cat([first[1, 2:], second[1]])]
     got = cache.update_indexer(second, 0)
@@ -248,9 +246,9 @@ def test_histories_have_the_memory_layout_of_transformers_cache():
     cache = cache_of(layout_of(), num_blocks=4)
     new = (torch.randn(2, HEADS, 2, KEY_SIZE), torch.randn(2, HEADS, 2, VALUE_SIZE))
     blocks = [[1, 2], [3, 4]]
-    cache.begin(mapping_of(blocks, 2, [2, 2], [2, 2]), is_fresh=True)
+    cache.begin(mapping_of(blocks, 2, [2, 2], [2, 2]))
     cache.update(*new, layer_idx=0)
-    cache.begin(mapping_of(blocks, 2, [4, 4], [2, 2]), is_fresh=False)
+    cache.begin(mapping_of(blocks, 2, [4, 4], [2, 2]))
     keys, values = cache.update(*new, layer_idx=0)
     assert keys.is_contiguous()
     assert values.is_contiguous()
@@ -260,9 +258,8 @@ def test_histories_have_the_memory_layout_of_transformers_cache():
 def test_a_cache_of_only_recurrent_layers_reports_the_length_of_its_rows():
     state = TensorSpec((2, 3), torch.float32)
     cache = cache_of(CacheLayout((LayerSpec(recurrent=(state,), conv=(None,)),)), num_blocks=0)
-    cache.begin(
-        SlotMapping(5, torch.tensor([0]), None, torch.tensor([]), None, torch.tensor([])), False
-    )
+    nothing = torch.tensor([])
+    cache.begin(SlotMapping(5, torch.tensor([0]), None, nothing, nothing, nothing))
     assert cache.get_seq_length() == 5
     assert cache.get_mask_sizes(1, 0) == (6, 0)
 
@@ -321,7 +318,7 @@ def test_float8_pages_return_rounded_states_also_after_growing_and_copying():
     assert cache.num_bytes == 2 * 3 * 2 * 6, "one byte an element"
     keys = torch.linspace(-3, 3, 2 * 3).view(1, 2, 1, 3)
     first = SlotMapping(0, torch.tensor([0]), None, torch.tensor([2]), None, torch.tensor([[0]]))
-    cache.begin(first, is_fresh=True)
+    cache.begin(first)
     cache.update(keys, 2 * keys, 0)
     cache.grow(5)
     cache.copy_blocks([1], [4])
@@ -333,7 +330,7 @@ def test_float8_pages_return_rounded_states_also_after_growing_and_copying():
         torch.tensor([[PADDING_SLOT, 8, 3]]),
         torch.tensor([[0, 0, 1]]),
     )
-    cache.begin(second, is_fresh=False)
+    cache.begin(second)
     read_keys, read_values = cache.update(10 * keys, 20 * keys, 0)
     assert read_keys.dtype == torch.float32
     for read, written in ((read_keys, keys), (read_values, 2 * keys)):

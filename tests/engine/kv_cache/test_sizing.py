@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from benchmarks.sizes import QWEN3
 from cb_rollout.config.rollout import RolloutConfig
 from cb_rollout.engine.kv_cache.block_table import BlockTable
+from cb_rollout.engine.kv_cache.forward_batch import ForwardBatch
 from cb_rollout.engine.kv_cache.layout import CacheLayout, LayerSpec, TensorSpec
 from cb_rollout.engine.kv_cache.paged import PagedCache
 from cb_rollout.engine.kv_cache.sizing import gathered_bytes_per_token, workspace_bytes_per_request
@@ -124,7 +125,8 @@ def test_the_planned_bytes_of_a_token_are_those_that_a_forward_makes():
     sizes = (4 * B * heads * S * D for heads in (K, num_heads))
     with ResultsOfSizes(*sizes) as results, torch.no_grad():
         # Rows of two lengths, so that there is a mask, and attention repeats keys itself.
-        runner.logits([[1, 2, 3], [1, 2], [1, 2]], [S, S - 1, S], [0, 1, 2], cache, table)
+        rows = [[1, 2, 3], [1, 2], [1, 2]], [S, S - 1, S], [0, 1, 2]
+        runner.logits(ForwardBatch(*rows, cache, table))
     per_token = gathered_bytes_per_token(layout, num_heads, torch.float32)
     num_bytes = sum(storage.nbytes() for storage in results.found.values())
     assert num_bytes == num_layers * per_token * B * S

@@ -5,6 +5,7 @@ from tiny import plain_logprobs, tiny_model
 from cb_rollout import RolloutConfig, RolloutGenerator, SamplingParams
 from cb_rollout.engine.attention import packed
 from cb_rollout.engine.kv_cache.block_table import BlockTable
+from cb_rollout.engine.kv_cache.forward_batch import ForwardBatch
 from cb_rollout.engine.kv_cache.paged import PagedCache, float8_layout
 from cb_rollout.engine.model.runner import BatchLayout, ModelRunner
 
@@ -43,7 +44,8 @@ class Pages:
         new = [self.rows[row][self.num_computed[row] : end] for row, end in ends.items()]
         for row, end in ends.items():
             self.num_computed[row] = end
-        return self.runner.logits(new, list(ends.values()), list(ends), self.cache, self.table)
+        pages = self.cache, self.table
+        return self.runner.logits(ForwardBatch(new, list(ends.values()), list(ends), *pages))
 
 
 @pytest.mark.parametrize("family", ["qwen3", "lfm2"])

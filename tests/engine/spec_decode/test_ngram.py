@@ -13,11 +13,10 @@ from cb_rollout.engine.spec_decode.ngram import (
     MAX_DRAFT_ROWS,
     MAX_DRAFT_TOKENS,
     MIN_RATE,
-    MISSES_BEFORE_PAUSE,
     Draft,
     NgramProposer,
 )
-from cb_rollout.engine.spec_decode.ngram_index import NGRAM_SIZES, NgramIndex
+from cb_rollout.engine.spec_decode.ngram_index import MISSES_BEFORE_PAUSE, NGRAM_SIZES, NgramIndex
 
 
 def request(prompt_ids, said=(), group=None, max_new_tokens=100, **settings):

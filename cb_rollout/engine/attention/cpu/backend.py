@@ -25,6 +25,7 @@ from cb_rollout.engine.attention.cpu.operators import replace_linear_layers, sim
 from cb_rollout.engine.attention.decode_cache import DecodeCache, DecodeInputs, DecodeLayer
 from cb_rollout.engine.attention.traced_forward import TracedForward, Tracing
 from cb_rollout.engine.kv_cache.block_table import BlockTable
+from cb_rollout.engine.kv_cache.forward_batch import ForwardBatch
 from cb_rollout.engine.kv_cache.layout import CacheLayout
 from cb_rollout.engine.kv_cache.paged import PagedCache, PagedLayer
 from cb_rollout.engine.memory import device as devices
@@ -74,26 +75,20 @@ class CpuBackend:
         """Drop the trace if weights have moved."""
         self.traced_forward.check_weights(model)
 
-    def prepare(
-        self,
-        new_tokens: Sequence[Sequence[int]],
-        lengths: Sequence[int],
-        table_rows: Sequence[int],
-        cache: PagedCache,
-        table: BlockTable,
-        position_offsets: Sequence[int] | None = None,
-    ) -> DecodeInputs:
+    def prepare(self, batch: ForwardBatch) -> DecodeInputs:
         """Return the inputs of a forward of rows of one new token."""
-        tokens = [token_id for (token_id,) in new_tokens]
+        tokens = [token_id for (token_id,) in batch.new_tokens]
         tokens_B, lengths_B, table_rows_B = (
-            devices.to_device(v, CPU) for v in (tokens, lengths, table_rows)
+            devices.to_device(v, CPU) for v in (tokens, batch.lengths, batch.table_rows)
         )
-        attention = CpuPagedAttention(cache, table, table_rows_B, lengths_B)
-        positions_B1 = (lengths_B - 1)[:, None]
-        if position_offsets is not None:
-            positions_B1 = positions_B1 + devices.to_device(position_offsets, CPU)[:, None]
-        tokens_B1 = tokens_B[:, None]
-        return DecodeInputs(self.cache, attention, tokens_B1, positions_B1, table_rows_B, cache)
+        attention = CpuPagedAttention(batch.cache, batch.table, table_rows_B, lengths_B)
+        positions_B = lengths_B - 1
+        if batch.position_offsets:
+            positions_B = positions_B + devices.to_device(batch.position_offsets, CPU)
+        tokens_B1, positions_B1 = tokens_B[:, None], positions_B[:, None]
+        return DecodeInputs(
+            self.cache, attention, tokens_B1, positions_B1, table_rows_B, batch.cache
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from cb_rollout.engine.attention.joined_products import join_products
 from cb_rollout.engine.attention.shared_prefix import STRETCH_INTERVAL, is_cut, max_stretches
 from cb_rollout.engine.attention.traced_forward import TracedForward, Tracing
 from cb_rollout.engine.kv_cache.block_table import BlockTable
+from cb_rollout.engine.kv_cache.forward_batch import ForwardBatch
 from cb_rollout.engine.kv_cache.layout import CacheLayout
 from cb_rollout.engine.kv_cache.paged import PagedCache
 from cb_rollout.engine.memory import device as devices
@@ -74,29 +75,21 @@ class TritonBackend:
             properties = torch.cuda.get_device_properties(device)
             self._num_processors = properties.multi_processor_count
 
-    def prepare(
-        self,
-        new_tokens: Sequence[Sequence[int]],
-        lengths: Sequence[int],
-        table_rows: Sequence[int],
-        cache: PagedCache,
-        table: BlockTable,
-        position_offsets: Sequence[int] | None = None,
-    ) -> DecodeInputs:
+    def prepare(self, batch: ForwardBatch) -> DecodeInputs:
         """Return the inputs of a forward of rows of one new token."""
-        lengths_B = self._integers(lengths)
+        lengths_B = self._integers(batch.lengths)
         metadata = AttentionMetadata(
-            self.find(cache, table),
-            table.block_size,
-            self._integers(table_rows),
+            self.find(batch.cache, batch.table),
+            batch.table.block_size,
+            self._integers(batch.table_rows),
             lengths_B,
-            self.num_stretches if self.is_cut(lengths) else 0,
+            self.num_stretches if self.is_cut(batch.lengths) else 0,
         )
-        tokens_B1 = devices.to_device(new_tokens, self._device)
+        tokens_B1 = devices.to_device(batch.new_tokens, self._device)
         positions_B1 = lengths_B.long()[:, None] - 1
-        if position_offsets is not None:
-            positions_B1 += devices.to_device(position_offsets, self._device)[:, None]
-        return self.inputs(tokens_B1, positions_B1, metadata, cache)
+        if batch.position_offsets:
+            positions_B1 += devices.to_device(batch.position_offsets, self._device)[:, None]
+        return self.inputs(tokens_B1, positions_B1, metadata, batch.cache)
 
     def check_weights(self, model: torch.nn.Module) -> None:
         """Drop the trace if weights have moved."""

@@ -1,0 +1,128 @@
+"""Hold the rows of one forward: their new tokens, and where their past lies in the cache.
+
+The executor makes it of requests; the model runner, attention backends and CUDA graphs read it.
+Holds lists of numbers, no tensors. Called by the thread that steps the engine.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any
+
+from cb_rollout.engine.kv_cache.block_table import BlockTable
+from cb_rollout.engine.kv_cache.paged import PagedCache
+from cb_rollout.engine.request import Request
+
+if TYPE_CHECKING:
+    from cb_rollout.engine.images.prompt_images import PromptImages
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBatch:
+    """The rows of one forward, a list for each property; some may be empty."""
+
+    new_tokens: Sequence[Sequence[int]]
+    """Each row's tokens that are not in the cache yet, at least one."""
+    lengths: Sequence[int]
+    """Number of each row's tokens, the new ones included."""
+    table_rows: Sequence[int]
+    """Each row's table row; drafted rows of one request share it."""
+    cache: PagedCache
+    """Keys, values and states, which the forward reads and writes."""
+    table: BlockTable
+    """The blocks of each table row."""
+    position_offsets: Sequence[int] = ()
+    """Each row's `Request.position_offset`; empty: 0 for all."""
+    rope_sides: Sequence[int] = ()
+    """`RowRope.side` of each sequence's whole length; empty: of `lengths`."""
+    block_ids: Sequence[Sequence[int]] = ()
+    """Blocks of each row's request, by which rows that share a prompt are found; empty: unknown."""
+    routes: Sequence[Any] = ()
+    """Experts that each row's first new tokens took before, and take again: arrays of
+    `[tokens, L, K]`, or None; empty: there are none."""
+    images: Sequence["PromptImages | None"] = ()
+    """Images that each row computes, whose positions are known; None: its new tokens are text;
+    empty: those of all rows."""
+
+    @classmethod
+    def of(
+        cls,
+        requests: Sequence[Request],
+        lengths: Sequence[int],
+        cache: PagedCache,
+        table: BlockTable,
+        routes: Sequence[Any] = (),
+    ) -> "ForwardBatch":
+        """Return the tokens of each request up to these lengths that are not computed yet.
+
+        The last one is computed in any case. Positions of images must be known.
+        """
+        rows = list(zip(requests, lengths, strict=True))
+        images = [r.images if r.num_computed < r.num_image_tokens else None for r in requests]
+        return cls(
+            [r.token_ids[min(r.num_computed, length - 1) : length] for r, length in rows],
+            lengths,
+            [request.table_row for request in requests],
+            cache,
+            table,
+            _unless_all_zero([request.position_offset for request in requests]),
+            [request.rope_side for request in requests],
+            [request.block_ids for request in requests],
+            () if all(record is None for record in routes) else routes,
+            images if any(images) else (),
+        )
+
+    @classmethod
+    def drafted(
+        cls,
+        requests: Sequence[Request],
+        drafts: Sequence[Sequence[int]],
+        cache: PagedCache,
+        table: BlockTable,
+    ) -> "ForwardBatch":
+        """Return a row for each request's last token, followed by rows of its drafted tokens."""
+        rows = [
+            (request, [token_id], length)
+            for request, draft in zip(requests, drafts, strict=True)
+            for length, token_id in enumerate((request.token_ids[-1], *draft), request.num_tokens)
+        ]
+        return cls(
+            [token for _, token, _ in rows],
+            [length for *_, length in rows],
+            [request.table_row for request, *_ in rows],
+            cache,
+            table,
+            _unless_all_zero([request.position_offset for request, *_ in rows]),
+            [request.rope_side for request, *_ in rows],
+            [request.block_ids for request, *_ in rows],
+        )
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def num_new(self) -> list[int]:
+        """Return the number of each row's new tokens."""
+        return list(map(len, self.new_tokens))
+
+    @property
+    def is_decode(self) -> bool:
+        """Return whether each row has one new token, of text, and tokens before it."""
+        return not self.images and max(map(len, self.new_tokens)) == 1 < min(self.lengths)
+
+    @property
+    def is_fresh(self) -> bool:
+        """Return whether no row has tokens in the cache."""
+        return self.num_new == list(self.lengths)
+
+    def select(self, rows: Sequence[int]) -> "ForwardBatch":
+        """Return some of the rows."""
+        columns = {
+            field.name: [values[row] for row in rows]
+            for field in fields(self)
+            if isinstance(values := getattr(self, field.name), Sequence) and values
+        }
+        return replace(self, **columns)
+
+
+def _unless_all_zero(numbers: list[int]) -> Sequence[int]:
+    return numbers if any(numbers) else ()
