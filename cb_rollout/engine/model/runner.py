@@ -21,6 +21,7 @@ from cb_rollout.compat.rope import RowRope
 from cb_rollout.engine.attention.backend import UnsupportedAttentionError
 from cb_rollout.engine.attention.cpu import few_row_linear
 from cb_rollout.engine.attention.decode_cache import DecodeInputs
+from cb_rollout.engine.attention.gathered import BatchedAttention
 from cb_rollout.engine.attention.packed import PackedAttention, Segment
 from cb_rollout.engine.attention.selector import AttentionBackend, select_backend
 from cb_rollout.engine.images.encoder_cache import EncoderCache
@@ -270,6 +271,7 @@ class ModelRunner:
         positions, arguments, images = self._with_images(batch, inputs.positions)
         if not self.batch_layout.takes_any_lengths:
             positions = None
+        is_batched = inputs.input_ids.shape[1] == 1 and self.device.type == "cpu"
         cache.begin(mapping)
         if self.recorder is not None:
             self.recorder.expect(
@@ -279,6 +281,7 @@ class ModelRunner:
             self.encoder_cache.serving(self.model, images, arguments) if images else nullcontext(),
             self.rope.by_row(self._sides(batch), batch.num_new if segments else None),
             self._attending(segments) if segments else nullcontext(),
+            hf_compat.replacing_attention(BatchedAttention()) if is_batched else nullcontext(),
         ):
             logits_BV = self.forward(
                 inputs.input_ids, inputs.mask, positions, cache, arguments, inputs.last_B
