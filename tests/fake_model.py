@@ -156,25 +156,17 @@ class FakeModel:
     def is_sound(self):
         return True
 
-    def logits(
-        self,
-        new_tokens,
-        lengths,
-        table_rows,
-        cache,
-        table,
-        position_offsets=None,
-        routes=None,
-        rope_sides=None,
-    ):
+    def logits(self, batch):
         self.raise_error()
         admitted = {r.table_row: r for r in self.requests if r.table_row != NO_TABLE_ROW}
-        for tokens, length, table_row in zip(new_tokens, lengths, table_rows, strict=True):
+        for tokens, length, table_row in zip(
+            batch.new_tokens, batch.lengths, batch.table_rows, strict=True
+        ):
             request = admitted[table_row]
             if request.num_computed + len(tokens) != length:
                 self.faults.append("a forward would leave a gap in the keys")
             self.compute(request, length)
-        return torch.zeros(len(lengths), 2)
+        return torch.zeros(len(batch), 2)
 
     def raise_error(self):
         error, self.error = self.error, None

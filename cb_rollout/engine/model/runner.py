@@ -271,7 +271,8 @@ class ModelRunner:
         positions, arguments, images = self._with_images(batch, inputs.positions)
         if not self.batch_layout.takes_any_lengths:
             positions = None
-        is_batched = inputs.input_ids.shape[1] == 1 and self.device.type == "cpu"
+        is_step = not segments and inputs.input_ids.shape[1] == 1
+        is_batched = is_step and self.device.type == "cpu"
         cache.begin(mapping)
         if self.recorder is not None:
             self.recorder.expect(
