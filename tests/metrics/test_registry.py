@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from documented import block, run
 
+from cb_rollout.integrations.trl.packed_loss import LossTokens
 from cb_rollout.metrics.registry import METRICS, EngineCounters, EngineStatus, status_metrics
 
 ROOT = Path(__file__).parents[2]
@@ -26,6 +27,7 @@ def logged_names():
     files = [path for path in (ROOT / "cb_rollout").rglob("*.py") if path.name != "registry.py"]
     computed = {metric.name for metric in METRICS if metric.of_rollout}
     computed |= set(status_metrics(EngineStatus(0, 0, 0, 0, 0, 0)))
+    computed |= {f"rollout/{field.name}" for field in fields(LossTokens)}
     return computed.union(*map(names_in, files))
 
 
