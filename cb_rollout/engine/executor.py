@@ -207,9 +207,9 @@ class StepExecutor:
             return running
         outcome, failed = self._forward(running, [request.num_tokens for request in running])
         survivors = [running[row] for row in outcome.rows]
-        self._note_computed(survivors)
         if survivors:
             self._sample(outcome.logits_BV, survivors, is_recurring=True)
+        self._complete_decode(survivors)
         return failed + survivors
 
     def _forward(self, requests: list[Request], ends: list[int]) -> tuple["Outcome", list[Request]]:
@@ -283,11 +283,10 @@ class StepExecutor:
             self._counters.kv_blocks_peak, self._scheduler.pool.num_used
         )
 
-    def _note_computed(self, requests: list[Request]) -> int:
-        """Account for a decode step of these sequences; return its policy version."""
+    def _complete_decode(self, requests: list[Request]) -> None:
+        # After sampling: a step without memory for it runs again, or its sequences are preempted.
         self._scheduler.complete_decode(requests)
         self._counters.decode_forwards += 1
-        return self._scheduler.blocks.policy_version
 
     # Speculative decoding. A drafted token is a further row of its sequence, one token longer than
     # the row before. Every layer writes the keys of all rows before any row attends.
@@ -315,12 +314,11 @@ class StepExecutor:
             return None
         version = self._scheduler.blocks.policy_version
         num_given = self._token_sampler.extend_drafted(running, tokens, logits_BV, version)
-        self._scheduler.complete_drafted()
+        self._complete_decode(running)
         for request, draft, num_tokens in zip(running, drafts, num_given, strict=True):
             sampled = request.token_ids[request.num_tokens - num_tokens :]
             self.proposer.record(request, draft, _num_equal(draft.tokens, sampled))
             self._counters.note_draft(draft.source, len(draft.tokens), max(0, num_tokens - 1))
-        self._counters.decode_forwards += 1
         return sum(num_given)
 
     def _with_blocks(self, request: Request, draft: Draft) -> Draft:
@@ -366,8 +364,10 @@ class StepExecutor:
                 self.graphs.load(ForwardBatch.of(running, lengths, *self._pages), running)
             return self._finish(self.graphs.launch(running, lengths, *self._pages), running)
         logits_BV = self.graphs.logits(ForwardBatch.of(running, lengths, *self._pages))
-        version = self._note_computed(running)
-        return self._token_sampler.extend(running, logits_BV, version, is_recurring=True)
+        version = self._scheduler.blocks.policy_version
+        num_given = self._token_sampler.extend(running, logits_BV, version, is_recurring=True)
+        self._complete_decode(running)
+        return num_given
 
     def _collect_pending(self) -> tuple[list[Request], int] | None:
         """Take the results of the pending step.
@@ -393,7 +393,11 @@ class StepExecutor:
             _LOGGER.debug("a step waits for the last one's tokens: %s", error_text(error))
             self.graphs.forget_rows()
         results = step.read(current)
-        return self._token_sampler.append(current, results, self._note_computed(current))
+        num_given = self._token_sampler.append(
+            current, results, self._scheduler.blocks.policy_version
+        )
+        self._complete_decode(current)
+        return num_given
 
     def _launch_next(self, current: list[Request]) -> PendingStep | None:
         """Launch the step after one whose tokens are not read yet.

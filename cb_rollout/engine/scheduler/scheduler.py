@@ -361,18 +361,16 @@ class Scheduler:
             self._requeue_all(changed)
 
     def complete_decode(self, requests: list[Request]) -> None:
-        """Account for one computed token of each of these running sequences."""
+        """Account for a decode step of running sequences, after sampling.
+
+        All their tokens but the newest are computed.
+        """
         size = self.limits.block_size
         for request in requests:
-            num_computed = request.num_computed = request.num_computed + 1
-            if num_computed % size == 0:
+            num_before, num_computed = request.num_computed, len(request.token_ids) - 1
+            request.num_computed = num_computed
+            if num_computed // size > num_before // size:
                 self.blocks.remember(request)
-
-    def complete_drafted(self) -> None:
-        """Account for a drafted step: all but the newest token of each sequence are computed."""
-        for request in self.running:
-            request.num_computed = request.num_tokens - 1
-            self.blocks.remember(request)
 
     def retire_running(self) -> list[Request]:
         """Remove the running sequences that ended, and free their blocks; return them."""
