@@ -30,7 +30,6 @@ class BlockPool:
 
     @property
     def num_used(self) -> int:
-        """Return the number of blocks in use by at least one sequence."""
         return self.num_blocks - self.num_available
 
     def allocate(self, count: int) -> list[int]:
@@ -78,7 +77,6 @@ class BlockPool:
                 self._free.append(block)
 
     def grow(self, num_blocks: int) -> None:
-        """Add free blocks, up to `num_blocks` in all."""
         self._free.extend(range(self.num_blocks + 1, num_blocks + 1))
         self._reference_counts.extend([0] * (num_blocks - self.num_blocks))
         self.num_blocks = num_blocks

@@ -1,7 +1,6 @@
 """Defer Python's signal handlers on the main thread while an engine's state changes.
 
-Owns the block in which they are deferred, and the places inside it where they run. Starts no
-thread. Python runs handlers on the main thread, so a block of another thread defers nothing.
+Python runs handlers on the main thread, so a block of another thread defers nothing.
 """
 
 import signal
@@ -30,7 +29,6 @@ class Interrupts:
         self._is_deferring = False
 
     def begin(self) -> None:
-        """Defer from now on."""
         for number in self._handlers:
             signal.signal(number, self._defer)
         self._is_deferring = True

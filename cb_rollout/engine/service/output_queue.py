@@ -18,15 +18,14 @@ from cb_rollout.types import FinishReason, GenerationOutput, RequestStatus
 
 
 class OutputSink(Protocol):
-    """Receiver of a request's outputs; called on the thread that steps the engine."""
+    """Receiver of a request's outputs, and of the error after which none follows.
 
-    def put(self, output: GenerationOutput) -> None:
-        """Receive an output."""
-        ...
+    Called on the thread that steps the engine.
+    """
 
-    def close(self, error: EngineDeadError) -> None:
-        """Receive the error after which no output follows."""
-        ...
+    def put(self, output: GenerationOutput) -> None: ...
+
+    def close(self, error: EngineDeadError) -> None: ...
 
 
 class OutputQueue:
@@ -67,14 +66,7 @@ class OutputQueue:
     def take(
         self, request_id: str | None = None, timeout: float | None = None
     ) -> GenerationOutput | None:
-        """Take the next output, of one request or of any.
-
-        Args:
-            request_id: id of the request; None: any, first delivered first.
-            timeout: longest wait in seconds; None: no limit.
-
-        Returns:
-            The output; None after `timeout`.
+        """Take the next output, of one request or of any; None after `timeout` seconds.
 
         Raises:
             EngineDeadError: the queue was closed and holds no such output.
@@ -94,11 +86,8 @@ class OutputQueue:
                 interrupts.deliver()
 
     def _pop(self, request_id: str | None) -> GenerationOutput | None:
-        if request_id is None:
-            number = next(iter(self._outputs), None)
-        else:
-            number = next(iter(self._numbers.get(request_id, ())), None)
-        if number is None:
+        numbers = self._outputs if request_id is None else self._numbers.get(request_id, ())
+        if (number := next(iter(numbers), None)) is None:
             return None
         output = self._outputs.pop(number)
         numbers = self._numbers[output.request_id]
@@ -109,7 +98,7 @@ class OutputQueue:
 
 
 class CallbackSink:
-    """Pass one request's outputs to a callback on an asyncio loop, from any thread."""
+    """Pass a request's outputs to a callback on an asyncio loop, from any thread."""
 
     def __init__(
         self,
