@@ -46,7 +46,7 @@ from cb_rollout.engine.request import Limits, Request
 from cb_rollout.engine.sampling.sampler import create_token_sampler
 from cb_rollout.engine.scheduler.completion_history import CompletionHistory
 from cb_rollout.engine.scheduler.policy import create_policy
-from cb_rollout.engine.scheduler.scheduler import HISTORY_FACTOR, Scheduler
+from cb_rollout.engine.scheduler.scheduler import MAX_GATHER_RATIO, Scheduler
 from cb_rollout.engine.spec_decode.ngram import MAX_DRAFT_ROWS, NgramProposer, can_draft
 from cb_rollout.errors import OutOfCacheMemoryError, RolloutError, error_text
 from cb_rollout.metrics.registry import EngineCounters
@@ -84,8 +84,8 @@ class Engine:
             OutOfCacheMemoryError: not even one block fits.
         """
         self.config, self.counters, self.policy_version = config, EngineCounters(), 0
-        self._is_alone, self._all_reduce_min = all_reduce_min is None, all_reduce_min or int
         is_bitwise, is_split = config.numerics == Numerics.BITWISE, all_reduce_min is not None
+        self._is_split, self._all_reduce_min = is_split, all_reduce_min or int
         self._runner = ModelRunner(model, autocast_dtype, is_bitwise=is_bitwise, is_split=is_split)
         self._eval_mode: ExitStack | None = None
         self._numerics = ExitStack()
@@ -120,13 +120,13 @@ class Engine:
             create_token_sampler(config, self.device, self.counters, never_sampled),
             self.counters,
             looks_ahead=config.looks_ahead,
-            is_alone=self._is_alone,
+            is_split=self._is_split,
         )
         self._executor.reset(self._graphs, self._proposer if self._has_drafts else None)
-        if self.runs_a_copy:
+        if self.runs_a_copy and self.device.type == "cuda":
             # Its work does not queue behind that of a thread that trains meanwhile. Pages are
             # allocated and written there alone, so the allocator needs no record of other streams.
-            self._executor.stream = devices.prior_stream(self.device)
+            self._executor.stream = torch.cuda.Stream(self.device, priority=-1)
         self._given = devices.record_event(self.device)
 
     def _probe(self) -> None:
@@ -152,7 +152,7 @@ class Engine:
         if self._has_drafts:
             max_rows = max(max_rows, MAX_DRAFT_ROWS)
         # Captured before the memory is planned, which then knows what is left.
-        is_recurrent, is_alone = self.layout.is_recurrent, self._is_alone
+        is_recurrent, is_alone = self.layout.is_recurrent, not self._is_split
         self._graphs, self._graphs_phrase = create_graphs(
             self._runner, self.config, max_rows, is_recurrent, is_alone=is_alone
         )
@@ -166,7 +166,6 @@ class Engine:
 
     @property
     def decode_path(self) -> str:
-        """Return how decode steps run at present, in words."""
         backend, graphs = self._runner.attention_backend, self._graphs
         traced = backend and backend.traced_forward
         forwards = "" if traced is None else f"; forwards: {traced}"
@@ -219,7 +218,7 @@ class Engine:
             bytes_per_sequence=layout.bytes_per_sequence,
             workspace_bytes_per_request=workspace_bytes_per_request(hf_compat.vocab_size(model)),
             gathered_bytes_per_token=gathered_bytes_per_token(layout, num_heads, dtype),
-            history_factor=1 if layout.is_recurrent else HISTORY_FACTOR,
+            history_factor=1 if layout.is_recurrent else MAX_GATHER_RATIO,
             max_sequence_tokens=None if gathers_always else hf_compat.max_positions(model),
             graph_bytes=graph_bytes,
             encoder_cache_bytes=self._runner.encoder_cache.max_bytes,
@@ -251,7 +250,6 @@ class Engine:
 
     @property
     def num_running(self) -> int:
-        """Sequences that hold a table row."""
         return self._scheduler.num_admitted
 
     @property
@@ -315,7 +313,6 @@ class Engine:
         self._scheduler.begin_policy_version(policy_version, keep_keys)
 
     def _notice_changed_weights(self) -> None:
-        """Begin a policy version where shared weights changed without one."""
         if self.runs_a_copy:
             return
         seen, now = self._weights_seen, weight_writes(self.model)
@@ -334,7 +331,6 @@ class Engine:
             self.warm_up()
 
     def _plan_anew(self) -> None:
-        """Plan the memory again, and probe the model first if it changed."""
         plan = self._plan
         if self._is_model_changed:
             self._graphs, plan = None, self._probe
@@ -436,7 +432,6 @@ class Engine:
         return bitwise(self.model) if is_bitwise else nullcontext()
 
     def _drop_stale_forwards(self) -> None:
-        """Drop captured and traced forwards whose weights have moved."""
         if self._graphs is not None:
             self._graphs.check_weights()
         self._runner.check_weights()
@@ -516,7 +511,6 @@ class Engine:
             self._given = devices.record_event(self.device)
 
     def abandon(self) -> None:
-        """Drop every request and the cache."""
         # A failed device may refuse any of them, and the others must be done regardless.
         with ExitStack() as last:
             last.callback(self.release_cache)

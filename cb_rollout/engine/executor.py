@@ -42,12 +42,12 @@ class StepExecutor:
         counters: EngineCounters,
         *,
         looks_ahead: bool = False,
-        is_alone: bool = True,
+        is_split: bool = False,
     ) -> None:
         """Join the parts of an engine.
 
         With `looks_ahead` a CUDA graph may be launched before the last one's tokens are read. Where
-        other processes take part in the forwards (not `is_alone`), a forward that raises is not run
+        other processes take part in the forwards (`is_split`), a forward that raises is not run
         again, since the others would wait in it.
         """
         self.device = runner.device
@@ -55,7 +55,7 @@ class StepExecutor:
         self.proposer: NgramProposer | None = None
         self._runner, self._scheduler, self._storage = runner, scheduler, storage
         self._token_sampler, self._counters = token_sampler, counters
-        self._looks_ahead, self._is_alone = looks_ahead, is_alone
+        self._looks_ahead, self._is_split = looks_ahead, is_split
         self._pending: PendingStep | None = None
         self._end: torch.cuda.Event | None = None
         self.stream: torch.cuda.Stream | None = None
@@ -91,7 +91,6 @@ class StepExecutor:
         devices.finish(self.device, self.stream)
 
     def fail(self, requests: list[Request], error: Exception) -> list[Request]:
-        """End requests that cannot be served, with the error as their cause."""
         name = "" if isinstance(error, RolloutError) else f"{type(error).__name__}: "
         for request in requests:
             request.cause = error
@@ -101,12 +100,11 @@ class StepExecutor:
         return requests
 
     def prefill(self) -> list[Request] | None:
-        """Run a forward of prompts; None: no prompt can run."""
         while prefills := self._scheduler.schedule_prefill():
             try:
                 return self._run_prefill(prefills)
             except Exception as error:
-                if not self._is_alone or not is_out_of_memory(error):
+                if self._is_split or not is_out_of_memory(error):
                     raise
                 devices.empty_cache(self.device)
                 self._scheduler.preempt(members(prefills))
@@ -158,14 +156,13 @@ class StepExecutor:
         return rows, requests
 
     def decode(self) -> list[Request] | None:
-        """Run a forward of the running sequences; None: there are none."""
         while self._scheduler.running:
             try:
                 return self._run_decode()
             except Exception as error:
                 self.settle()
                 is_memory = is_out_of_memory(error)
-                if not self._is_alone or (not is_memory and self._can_repeat):
+                if self._is_split or (not is_memory and self._can_repeat):
                     raise
                 devices.empty_cache(self.device)
                 if not self._scheduler.narrow_decode():
@@ -215,7 +212,7 @@ class StepExecutor:
 
         rows = range(len(requests))
         has_history = any(request.num_computed for request in requests)
-        if not self._is_alone or (has_history and not self._can_repeat):
+        if self._is_split or (has_history and not self._can_repeat):
             return [forward(rows)], list(rows), []
         logits, computed, failures = run_isolated(forward, len(rows))
         if failures and not computed and not self._runner.is_sound():
@@ -293,7 +290,7 @@ class StepExecutor:
         try:
             logits_BV = self._drafted_logits(running, tokens)
         except Exception as error:
-            if not self._is_alone:
+            if self._is_split:
                 raise
             # The step without drafts finds the row at fault.
             _LOGGER.debug("a step runs again without its drafts: %s", error_text(error))

@@ -219,7 +219,6 @@ class Request:
         policy_version: int,
         top_logprobs: list[tuple[int, float]] | None = None,
     ) -> None:
-        """Append a sampled token, and end the sequence if it is the last."""
         # Called for every token: nothing is made, and no property asked, that is not needed.
         token_ids = self.token_ids
         if token_ids is self.prompt_ids:
@@ -244,7 +243,6 @@ class Request:
             self.end(RequestStatus.FINISHED, FinishReason.LENGTH)
 
     def _is_text_done(self, token_id: int) -> bool:
-        """Return whether a stop string or the grammar ends the sequence with this token."""
         is_done = False
         if self.stop_strings is not None:
             with self.failing_with("decoding for stop="):
@@ -278,7 +276,6 @@ class Request:
         self.drafts = None
 
     def reset_cache(self) -> None:
-        """Reset the cache's fields; every token and log-probability stays."""
         self.table_row = NO_TABLE_ROW
         self.block_ids = []
         self.num_computed = self.prefix_node = self.num_remembered = 0

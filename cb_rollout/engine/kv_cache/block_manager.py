@@ -49,7 +49,6 @@ class BlockManager:
         return True
 
     def _matched(self, request: Request) -> tuple[list[int], int]:
-        """Return the blocks of the longest cached prefix of a sequence, and its last node."""
         if not self.limits.can_match_prefixes:
             return [], ROOT
         keys, root = request.cache_keys(0, request.num_tokens), root_of(request.rope_side)
@@ -103,7 +102,6 @@ class BlockManager:
         return [b for r in short for b in self.extend(r, r.num_tokens + 1) or ()]
 
     def remember(self, request: Request) -> None:
-        """Add the newly filled blocks of a sequence to the prefix cache."""
         if not self.limits.can_match_prefixes or request.has_old_keys:
             return
         size = self.limits.block_size

@@ -25,7 +25,6 @@ class BlockPool:
 
     @property
     def num_available(self) -> int:
-        """Return the number of blocks that `allocate` can return."""
         return len(self._free) + len(self._idle)
 
     @property
@@ -46,7 +45,6 @@ class BlockPool:
         return blocks
 
     def share(self, blocks: Iterable[int]) -> None:
-        """Add a reference to blocks that are in use or idle."""
         for block in blocks:
             if self._reference_counts[block] == 0:
                 del self._idle[block]

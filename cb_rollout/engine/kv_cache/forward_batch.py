@@ -107,7 +107,6 @@ class ForwardBatch:
 
     @property
     def is_fresh(self) -> bool:
-        """Return whether no row has tokens in the cache."""
         return self.num_new == list(self.lengths)
 
     def select(self, rows: Sequence[int]) -> "ForwardBatch":

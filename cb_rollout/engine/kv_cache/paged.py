@@ -268,7 +268,6 @@ class PagedCache(Cache):
             layer.load(None if mapping.read_slots_BS is None else mapping.table_rows_B)
 
     def end(self, mapping: SlotMapping) -> None:
-        """Store the recurrent states that the forward produced."""
         for layer in self.stateful.values():
             layer.save(mapping.table_rows_B)
 
@@ -312,7 +311,6 @@ class PagedCache(Cache):
         self.routes[0].index_copy_(0, slots, routes_NF)
 
     def read_routes(self, slots: torch.Tensor) -> torch.Tensor:
-        """Return the experts that the tokens in these slots took, `[N, L, K]`."""
         assert self.layout.routes is not None
         return self.routes[0].index_select(0, slots).view(-1, *self.layout.routes.shape)
 

@@ -169,7 +169,6 @@ class CacheStorage:
         return num_blocks
 
     def _attempted(self, allocate: Callable[[], Any]) -> tuple[Any, Exception | None]:
-        """Return what was allocated, and the error where there was no memory for it."""
         try:
             return allocate(), None
         except (RuntimeError, MemoryError) as error:
@@ -184,7 +183,6 @@ class CacheStorage:
         return max(0, free) // max(1, self._plan.bytes_per_block)
 
     def _resumed(self, num_blocks: int) -> PagedCache | None:
-        """Return the paused pool at its old addresses, if it is of this size."""
         size = (num_blocks, self._limits.max_requests)
         if self._saver is None or self._tag is None or self._paused != size:
             return None

@@ -142,11 +142,6 @@ def to_host(*tensors: torch.Tensor) -> list[list[Any]]:
     ]
 
 
-def prior_stream(device: torch.device) -> torch.cuda.Stream | None:
-    """Create a stream whose work runs before that of others; None: the device has no streams."""
-    return torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
-
-
 def on_stream(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
     """Launch the calling thread's work on a stream; None: on its own."""
     return nullcontext() if stream is None else torch.cuda.stream(stream)

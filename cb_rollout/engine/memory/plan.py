@@ -181,6 +181,7 @@ class MemoryPlan(MemoryModel):
 
     @property
     def gathered_bytes(self) -> int:
+        """Return the bytes of keys and values that a forward gathers, of a layer at a time."""
         return self.gathered_bytes_of(self.num_blocks)
 
     @property

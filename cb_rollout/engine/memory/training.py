@@ -135,7 +135,6 @@ class TrainingMemory:
         return self.has_stepped and not self.is_settled
 
     def settle(self) -> None:
-        """End all measuring: the next plan is the last."""
         self.is_settled, self._is_measuring = True, False
 
     def start_measuring(self) -> None:

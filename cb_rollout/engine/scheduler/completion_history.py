@@ -51,7 +51,6 @@ class CompletionHistory:
         self._prompts: OrderedDict[bytes, PromptHistory] = OrderedDict()
 
     def of(self, prompt_ids: Sequence[int]) -> PromptHistory:
-        """Return the completions of a prompt, an empty history for a new one."""
         key = array("i", prompt_ids).tobytes()
         return self._prompts.get(key) or PromptHistory(key)
 

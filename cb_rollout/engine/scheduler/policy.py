@@ -25,7 +25,6 @@ class SchedulerPolicy:
     registered: ClassVar[dict[str, type["SchedulerPolicy"]]] = {}
 
     def __init_subclass__(cls, *, name: str) -> None:
-        """Register a policy under its `scheduler_type`."""
         SchedulerPolicy.registered[name] = cls
 
     def comes_before(self, newcomer: Request, waiting: Request) -> bool:
@@ -54,7 +53,6 @@ class PrefillFirst(SchedulerPolicy, name=SchedulerType.PREFILL_FIRST):
     """Decode only when no prompt can be admitted."""
 
     def is_prefill_next(self, scheduler: "Scheduler") -> bool:
-        """Prefill always."""
         return True
 
 

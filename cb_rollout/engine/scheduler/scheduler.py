@@ -26,7 +26,7 @@ MIN_BATCH_TOKENS = 16
 # as the longest: at most this many for each token that it may compute. One layer's keys of 65,536
 # tokens (8,192 times this) are 256 MiB for 8 key heads of 128 in 16 bits, and four times that
 # repeated for 32 heads.
-HISTORY_FACTOR = 8
+MAX_GATHER_RATIO = 8
 
 
 class WaitingQueue:
@@ -50,7 +50,6 @@ class WaitingQueue:
 
     @property
     def head(self) -> Request | None:
-        """The next sequence to admit; None: none waits."""
         while self._requests and self._requests[0].status.is_final:
             self._requests.popleft()
             self.num_ended -= 1
@@ -67,7 +66,6 @@ class WaitingQueue:
         self._requests.insert(len(self._requests) - len(list(passed)), request)
 
     def appendleft(self, request: Request) -> None:
-        """Queue a sequence that ran before in front of all others."""
         self._requests.appendleft(request)
 
     def take(self) -> Request:
@@ -156,12 +154,10 @@ class Scheduler:
 
         Waiting sequences count as far as table rows go.
         """
-        admitted = [*members(self.prefilling), *self.running]
-        waiting = islice(self.waiting, self.limits.max_requests - len(admitted))
-        return [
-            self.blocks.num_needed(len(request.prompt_ids) + request.max_new_tokens)
-            for request in (*admitted, *waiting)
-        ]
+        requests = [*members(self.prefilling), *self.running]
+        requests += islice(self.waiting, self.limits.max_requests - len(requests))
+        needed = self.blocks.num_needed
+        return [needed(len(r.prompt_ids) + r.max_new_tokens) for r in requests]
 
     def add(self, request: Request) -> None:
         self.waiting.append(request)
@@ -169,7 +165,7 @@ class Scheduler:
     def schedule_prefill(self) -> list[Prefill]:
         """Choose prompts, or chunks of them: at most `max_batch_tokens`, any padding included.
 
-        Where a row continues, all rows together gather at most `HISTORY_FACTOR` times as many.
+        Where a row continues, all rows together gather at most `MAX_GATHER_RATIO` times as many.
         The first chunk of a prompt with images reaches to the end of the last image. Such prompts
         run together where their `prefill_key` is the same, and alone where it is None.
         """
@@ -185,23 +181,23 @@ class Scheduler:
             num_image_tokens = prefill.leader.num_image_tokens - before
             if self.limits.can_resume_prompts:
                 remaining = min(remaining, max(self.max_batch_tokens, num_image_tokens))
-            is_alone = False
+            runs_alone = False
             if (images := prefill.leader.images) is not None and num_image_tokens > 0:
                 key = images.prefill_key
-                is_alone = key is None
-                if chosen and (is_alone or image_key not in (None, key)):
+                runs_alone = key is None
+                if chosen and (runs_alone or image_key not in (None, key)):
                     break
                 image_key = key
             num_new, num_keys = combine(num_new, remaining), combine(num_keys, before + remaining)
             has_history |= before > 0
             num_rows = 1 if is_packed else len(chosen) + 1
             is_full = num_rows * num_new > self.max_batch_tokens
-            gathers_much = num_rows * num_keys > HISTORY_FACTOR * self.max_batch_tokens
+            gathers_much = num_rows * num_keys > MAX_GATHER_RATIO * self.max_batch_tokens
             if chosen and (is_full or (has_history and gathers_much)):
                 break
             prefill.num_scheduled = remaining
             chosen.append(prefill)
-            if is_alone:
+            if runs_alone:
                 break
         return chosen
 
@@ -226,7 +222,6 @@ class Scheduler:
         return prefill
 
     def _admit_followers(self, prefill: Prefill) -> None:
-        """Admit the neighbours in the queue with the same prompt; they share its whole blocks."""
         leader = prefill.leader
         if leader.group is None or leader.num_generated:
             return
@@ -327,7 +322,6 @@ class Scheduler:
         return ended
 
     def retire(self, request: Request) -> None:
-        """Remove a sequence that was ended from outside, wherever it is."""
         assert request.status.is_final
         if self._offloader is not None:
             self._offloader.drop(request)

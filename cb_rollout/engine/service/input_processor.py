@@ -163,7 +163,6 @@ class InputProcessor:
         return params if len(left) == len(bias) else replace(params, logit_bias=left or None)
 
     def _next_number_and_id(self, given_id: str | None) -> tuple[int, str]:
-        """Count a sequence, and return its number and an id that no caller has used."""
         with self._lock:
             number, generated_id = self._num_sequences, f"req_{self._next_id}"
             self._num_sequences += 1
@@ -174,7 +173,6 @@ class InputProcessor:
         return number, generated_id
 
     def _max_new_tokens(self, prompt: list[int], params: SamplingParams, index: int) -> int:
-        """Return the most tokens to sample of a prompt that the model and the cache can take."""
         self._require_known(
             f"input {index}",
             (min(prompt), max(prompt)),

@@ -22,7 +22,6 @@ class Interrupts:
     """The signals that one outermost block defers; those of no thread but the main one."""
 
     def __init__(self, numbers: Sequence[signal.Signals] = ()) -> None:
-        """Read the handlers of these signals."""
         found = {number: signal.getsignal(number) for number in numbers}
         self._handlers = {number: handler for number, handler in found.items() if callable(handler)}
         self._caught: dict[int, FrameType | None] = {}
@@ -34,7 +33,6 @@ class Interrupts:
         self._is_deferring = True
 
     def end(self) -> None:
-        """Defer no longer, and run the handlers of the signals that were caught."""
         try:
             self._is_deferring = False
             self._restore()

@@ -118,7 +118,6 @@ class EngineGroup:
         return values
 
     def send(self, command: LockstepCommand) -> None:
-        """Send a command to the processes that follow; called by the leader."""
         text = json.dumps(astuple(command)).encode()
         size = max(MESSAGE_BYTES, _LENGTH_BYTES + len(text))
         length = len(text).to_bytes(_LENGTH_BYTES, "little")
@@ -128,7 +127,6 @@ class EngineGroup:
             self._broadcast(message[MESSAGE_BYTES:])
 
     def receive(self) -> LockstepCommand:
-        """Wait for the next command; called by a follower."""
         first = torch.empty(MESSAGE_BYTES, dtype=torch.uint8)
         self._broadcast(first)
         length = int.from_bytes(first[:_LENGTH_BYTES].numpy().tobytes(), "little")
@@ -174,7 +172,6 @@ class Lockstep:
         self._tokens_checksum = 0
 
     def record(self, touched: Iterable[Request]) -> None:
-        """Add the tokens of a step to the checksum of all tokens."""
         numbers = ((request.num_generated, request.token_ids[-1]) for request in touched)
         sampled = array("q", [number for pair in numbers for number in pair])
         self._tokens_checksum = zlib.crc32(sampled, self._tokens_checksum)
@@ -182,7 +179,6 @@ class Lockstep:
     def lead(
         self, kind: CommandKind, admitted: Sequence[Request] = (), cancelled: Sequence[str] = ()
     ) -> None:
-        """Have the other processes do what this one does now."""
         checksums = [(request.request_id, request_checksum(request)) for request in admitted]
         self._group.send(LockstepCommand(kind, checksums, cancelled, self._tokens_checksum))
 

@@ -129,7 +129,6 @@ class EngineLoop:
             self._thread.join(timeout)
 
     def halt(self) -> None:
-        """Cancel the requests in flight and end the thread after its current step."""
         self.stop(drain=False)
         self.join(HALT_TIMEOUT_SECONDS)
 
@@ -373,7 +372,6 @@ class EngineLoop:
         return is_step
 
     def _take(self, admitted: Sequence[Request], cancelled: Sequence[str]) -> None:
-        """Hand requests to the engine, and end those that were cancelled."""
         for request in admitted:
             self.engine.add(request)
         ended = [self._live[request_id][0] for request_id in cancelled]
@@ -419,7 +417,6 @@ class EngineLoop:
                         self._changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
-        """Stop on an exception, and tell every thread that waits for an output."""
         with interrupts_deferred(), self._changed:
             self.pauses.end_step()
             self._fatal_error = error

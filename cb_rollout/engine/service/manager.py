@@ -98,7 +98,7 @@ class ContinuousBatchingManager:
             all_reduce_min=self.group and self.group.all_reduce_min,
         )
         # A generator starts its manager with the next rollout.
-        self._is_alone = trained is None
+        self._is_standalone = trained is None
         limits = ServingLimits(
             vocab_size=lambda: hf_compat.vocab_size(engine.model),
             max_positions=hf_compat.max_positions(module),
@@ -210,7 +210,7 @@ class ContinuousBatchingManager:
             EngineDeadError: the engine stopped on an exception.
         """
         self.loop.require_alive()
-        if self._is_alone and not self.is_running():
+        if self._is_standalone and not self.is_running():
             raise RolloutError(
                 "the manager is not running, so there is nothing to pause; start() it first."
             )
@@ -413,7 +413,6 @@ class ContinuousBatchingManager:
         return requests
 
     def submit(self, requests: Sequence[Request], sink: OutputSink) -> None:
-        """Queue requests, all or none; their outputs go to `sink`. See `EngineLoop.submit`."""
         self.loop.submit(requests, sink)
 
     def cancel_requests(self, request_ids: Sequence[str]) -> list[CancelResult]:

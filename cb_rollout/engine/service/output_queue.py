@@ -39,7 +39,6 @@ class OutputQueue:
         self._error: EngineDeadError | None = None
 
     def put(self, output: GenerationOutput) -> None:
-        """Append an output and wake the waiting threads."""
         with interrupts_deferred(), self._changed:
             self._outputs[self._num_delivered] = output
             self._numbers.setdefault(output.request_id, deque()).append(self._num_delivered)
@@ -109,7 +108,6 @@ class CallbackSink:
         self._request_id, self._callback, self._loop = request_id, callback, loop
 
     def put(self, output: GenerationOutput) -> None:
-        """Schedule the callback with an output."""
         # The asyncio loop may be closed already, and its callbacks with it.
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._callback, output)

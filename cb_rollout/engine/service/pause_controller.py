@@ -161,7 +161,6 @@ class PauseController:
         self.reasons.add(reason)
 
     def release(self, *reasons: PauseReason) -> None:
-        """End these reasons; the engine steps when none is left."""
         with interrupts_deferred(), self._changed:
             self.reasons.difference_update(reasons)
             self._changed.notify_all()

@@ -111,7 +111,6 @@ class NgramIndex:
                 following[ngram] = number << _POSITION_BITS | position
 
     def _lookup(self, tail: list[int], sizes: Sequence[int]) -> tuple[list[int], int] | None:
-        """Return the sequence and the position that followed the longest n-gram at the end."""
         for size in sizes:
             match = self._next[size].get(_hash(tail[-size:])) if len(tail) >= size else None
             if match is not None:
@@ -226,7 +225,6 @@ class NgramProposer:
             group.own.add(request.token_ids, num_known)
 
     def add_to_run(self, request: Request) -> None:
-        """Index a sequence that has ended, for drafts of other prompts."""
         if self._num_run_tokens > MAX_RUN_TOKENS:
             self._run, self._num_run_tokens = NgramIndex(), 0
         text = request.token_ids[len(request.prompt_ids) :]
