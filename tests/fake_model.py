@@ -73,7 +73,7 @@ class CheckedScheduler(Scheduler):
             assert total(num_new) <= self.max_batch_tokens
             if any(num_computed):
                 num_keys = list(map(add, num_computed, num_new))
-                assert total(num_keys) <= scheduling.HISTORY_FACTOR * self.max_batch_tokens
+                assert total(num_keys) <= scheduling.MAX_GATHER_RATIO * self.max_batch_tokens
         for prefill in chosen:
             assert prefill.num_scheduled > 0
             if limits.can_resume_prompts:

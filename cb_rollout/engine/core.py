@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 
@@ -26,7 +27,6 @@ from cb_rollout.engine.images.prompt_images import PromptImages
 from cb_rollout.engine.kv_cache.offload import KVOffloader
 from cb_rollout.engine.kv_cache.sizing import (
     gathered_bytes_per_token,
-    max_requests_per_batch,
     page_layout,
     require_room,
     workspace_bytes_per_request,
@@ -46,7 +46,7 @@ from cb_rollout.engine.request import Limits, Request
 from cb_rollout.engine.sampling.sampler import create_token_sampler
 from cb_rollout.engine.scheduler.completion_history import CompletionHistory
 from cb_rollout.engine.scheduler.policy import create_policy
-from cb_rollout.engine.scheduler.scheduler import HISTORY_FACTOR, Scheduler
+from cb_rollout.engine.scheduler.scheduler import MAX_GATHER_RATIO, Scheduler
 from cb_rollout.engine.spec_decode.ngram import MAX_DRAFT_ROWS, NgramProposer, can_draft
 from cb_rollout.errors import OutOfCacheMemoryError, RolloutError, error_text
 from cb_rollout.metrics.registry import EngineCounters
@@ -73,36 +73,30 @@ class Engine:
     ) -> None:
         """Probe the model and plan the memory; pages are allocated at the first step.
 
-        Args:
-            model: the unwrapped model.
-            config: settings; "auto" values are resolved here.
-            autocast_dtype: run forwards under autocast to this dtype; None: without autocast.
-            trained: the model that trains, where `model` is a copy of it; None: `model` itself.
-            optimizer: steps the model that trains, or names the class that will; None: not known.
-            all_reduce_min: returns the smallest of a number over the processes that share the
-                model's layers, which all call it; None: this process has them whole.
+        Settings of "auto" are resolved. Forwards run under autocast to `autocast_dtype`, where it
+        is set. `trained` is the model that trains where `model` is a copy of it, and `optimizer`
+        steps it, or names the class that will. `all_reduce_min` returns the smallest of a number
+        over the processes that share the model's layers, which all call it; None: this process has
+        them whole.
 
         Raises:
             ConfigurationError: the model cannot run on pages, or a setting cannot be honoured.
             OutOfCacheMemoryError: not even one block fits.
         """
-        self.config = config
-        self._is_alone, self._all_reduce_min = all_reduce_min is None, all_reduce_min or int
-        self.counters = EngineCounters()
-        self.policy_version = 0
+        self.config, self.counters, self.policy_version = config, EngineCounters(), 0
         is_bitwise, is_split = config.numerics == Numerics.BITWISE, all_reduce_min is not None
+        self._is_split, self._all_reduce_min = is_split, all_reduce_min or int
         self._runner = ModelRunner(model, autocast_dtype, is_bitwise=is_bitwise, is_split=is_split)
         self._eval_mode: ExitStack | None = None
         self._numerics = ExitStack()
         """Holds the operators of `numerics="bitwise"` while there is work."""
         self.trained = trained or model
-        own = {id(parameter) for parameter in model.parameters()}
-        self.runs_a_copy = own.isdisjoint(id(parameter) for parameter in self.trained.parameters())
+        own = set(map(id, model.parameters()))
+        self.runs_a_copy = own.isdisjoint(map(id, self.trained.parameters()))
         """True where training may change its weights while this engine generates."""
         self.device = self._runner.device
-        self.training = TrainingMemory(
-            self.trained, model, self.device, optimizer, config.training_reserve_gib
-        )
+        reserve_gib = config.training_reserve_gib
+        self.training = TrainingMemory(self.trained, model, self.device, optimizer, reserve_gib)
         self._history = CompletionHistory()
         never_sampled = multimodal.never_sampled_token_ids(model)
         self._proposer = NgramProposer(config.num_speculative_tokens, never_sampled)
@@ -126,13 +120,13 @@ class Engine:
             create_token_sampler(config, self.device, self.counters, never_sampled),
             self.counters,
             looks_ahead=config.looks_ahead,
-            is_alone=self._is_alone,
+            is_split=self._is_split,
         )
-        self._reset_executor()
-        if self.runs_a_copy:
+        self._executor.reset(self._graphs, self._proposer if self._has_drafts else None)
+        if self.runs_a_copy and self.device.type == "cuda":
             # Its work does not queue behind that of a thread that trains meanwhile. Pages are
             # allocated and written there alone, so the allocator needs no record of other streams.
-            self._executor.stream = devices.prior_stream(self.device)
+            self._executor.stream = torch.cuda.Stream(self.device, priority=-1)
         self._given = devices.record_event(self.device)
 
     def _probe(self) -> None:
@@ -154,33 +148,32 @@ class Engine:
         max_bytes = int(self.config.encoder_cache_gib * GIB) if reads_images else 0
         self._runner.encoder_cache = EncoderCache(max_bytes, self.counters)
         self._has_drafts = can_draft(self._runner, self.layout, self.config)
-        max_rows = max_requests_per_batch(self.config, self.device)
+        max_rows = self._max_requests
         if self._has_drafts:
             max_rows = max(max_rows, MAX_DRAFT_ROWS)
         # Captured before the memory is planned, which then knows what is left.
+        is_recurrent, is_alone = self.layout.is_recurrent, not self._is_split
         self._graphs, self._graphs_phrase = create_graphs(
-            self._runner,
-            self.config,
-            max_rows,
-            self.layout.is_recurrent,
-            is_alone=self._is_alone,
+            self._runner, self.config, max_rows, is_recurrent, is_alone=is_alone
         )
         self._plan()
         self._identity = identity
 
     @property
+    def _max_requests(self) -> int:
+        """Most sequences decoded together, unless their states take too much memory."""
+        return self.config.max_requests_per_batch or devices.max_requests_per_batch(self.device)
+
+    @property
     def decode_path(self) -> str:
-        """Return how decode steps run at present, in words."""
-        backend = self._runner.attention_backend
-        traced = None if backend is None else backend.traced_forward
+        backend, graphs = self._runner.attention_backend, self._graphs
+        traced = backend and backend.traced_forward
         forwards = "" if traced is None else f"; forwards: {traced}"
-        obstacle = None if self._graphs is None else self._graphs.obstacle
-        now = "" if obstacle is None else f"; not {obstacle}"
+        now = "" if graphs is None or graphs.obstacle is None else f"; not {graphs.obstacle}"
         return f"{self._runner.backend_selection}{forwards}; {self._chosen}{now}"
 
     @property
     def _is_model_changed(self) -> bool:
-        """Return whether the model's forwards may differ from those that were probed."""
         return hf_compat.forward_identity(self.model) != self._identity
 
     def _plan(self) -> None:
@@ -188,11 +181,8 @@ class Engine:
         config = self.config
         plan = require_room(create_memory_plan(self._memory_model()), config, self.device)
         # Every process of a group must admit and preempt the same sequences.
-        self.memory_plan = plan = replace(
-            plan,
-            num_blocks=self._all_reduce_min(plan.num_blocks),
-            num_slots=self._all_reduce_min(plan.num_slots),
-        )
+        num_blocks, num_slots = map(self._all_reduce_min, (plan.num_blocks, plan.num_slots))
+        self.memory_plan = plan = replace(plan, num_blocks=num_blocks, num_slots=num_slots)
         self.limits = Limits(
             block_size=config.block_size,
             max_batch_tokens=plan.max_batch_tokens,
@@ -202,93 +192,75 @@ class Engine:
             is_packed=self.batch_layout is BatchLayout.PACKED,
             rope_limits=self._runner.rope.limits,
         )
-        drafts = "on" if self._has_drafts else "off"
-        self._chosen = f"{self._graphs_phrase}; drafts: {drafts}"
+        self._chosen = f"{self._graphs_phrase}; drafts: {'on' if self._has_drafts else 'off'}"
         lacks_graphs = self._graphs is None and config.wants_graphs is not False
         is_slow = self.device.type == "cuda" and lacks_graphs
-        level = logging.WARNING if is_slow else logging.INFO
-        _LOGGER.log(level, "%s", self.decode_path)
+        _LOGGER.log(logging.WARNING if is_slow else logging.INFO, "%s", self.decode_path)
 
     def _memory_model(self) -> MemoryModel:
-        """Return the numbers of a plan that is made now."""
         config, layout, graphs, device = self.config, self.layout, self._graphs, self.device
         training, memory = self.training.bytes_now(), devices.memory_after_release(device)
-        graph_bytes = 0 if graphs is None else graphs.planned_bytes
-        to_come = 0 if graphs is None else graph_bytes - graphs.num_bytes
-        dtype, num_heads = self._runner.compute_dtype, hf_compat.num_query_heads(self.model)
-        gathers_in_prefills_only = self._runner.attention_backend is not None
+        graph_bytes, captured = (graphs.planned_bytes, graphs.num_bytes) if graphs else (0, 0)
+        model, dtype = self.model, self._runner.compute_dtype
+        num_heads = hf_compat.num_query_heads(model)
+        # With a backend, decode steps gather nothing.
+        gathers_always = self._runner.attention_backend is None
         return MemoryModel(
             total_bytes=memory.total_bytes,
-            free_bytes=max(0, memory.free_bytes - to_come),
+            free_bytes=max(0, memory.free_bytes - (graph_bytes - captured)),
             training=training,
             max_memory_percent=config.max_memory_percent,
             block_size=config.block_size,
-            max_requests=max_requests_per_batch(config, device),
+            max_requests=self._max_requests,
             max_batch_tokens=config.max_batch_tokens or devices.max_batch_tokens(device),
             max_blocks_per_request=config.max_blocks_per_request,
             bytes_per_token=layout.bytes_per_token,
             bytes_per_sequence=layout.bytes_per_sequence,
-            workspace_bytes_per_request=workspace_bytes_per_request(
-                hf_compat.vocab_size(self.model)
-            ),
+            workspace_bytes_per_request=workspace_bytes_per_request(hf_compat.vocab_size(model)),
             gathered_bytes_per_token=gathered_bytes_per_token(layout, num_heads, dtype),
-            history_factor=1 if layout.is_recurrent else HISTORY_FACTOR,
-            max_sequence_tokens=(
-                hf_compat.max_positions(self.model) if gathers_in_prefills_only else None
-            ),
+            history_factor=1 if layout.is_recurrent else MAX_GATHER_RATIO,
+            max_sequence_tokens=None if gathers_always else hf_compat.max_positions(model),
             graph_bytes=graph_bytes,
             encoder_cache_bytes=self._runner.encoder_cache.max_bytes,
             set_blocks=config.num_blocks,
         )
 
-    def _reset_executor(self) -> None:
-        self._executor.reset(self._graphs, self._proposer if self._has_drafts else None)
-
     @property
     def model(self) -> PreTrainedModel:
-        """The model that generates."""
         return self._runner.model
 
     @property
     def batch_layout(self) -> BatchLayout:
-        """Layout of the rows that share a forward."""
         return self._runner.batch_layout
 
     @property
     def max_sequence_tokens(self) -> int:
         """Tokens, prompt and completion together, of the longest sequence that fits the cache."""
         num_blocks = self.memory_plan.num_blocks
-        if self.config.max_blocks_per_request:
-            num_blocks = min(num_blocks, self.config.max_blocks_per_request)
+        num_blocks = min(num_blocks, self.config.max_blocks_per_request or num_blocks)
         return num_blocks * self.limits.block_size
 
     @property
     def has_work(self) -> bool:
-        """Return whether any sequence is unfinished."""
         return self._scheduler.has_work
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that wait to be admitted."""
         return len(self._scheduler.waiting)
 
     @property
     def num_running(self) -> int:
-        """Sequences that hold a table row."""
         return self._scheduler.num_admitted
 
     @property
     def num_blocks_used(self) -> int:
-        """KV cache blocks in use by unfinished sequences."""
         return self._scheduler.pool.num_used
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of the allocated keys, values and states."""
         return self._storage.num_bytes
 
     def add(self, request: Request) -> None:
-        """Queue a validated sequence."""
         if request.images is not None:
             kind = request.images.kind
             request.images.may_be_cut = self._runner.cuts_images.get(kind, False)
@@ -309,24 +281,20 @@ class Engine:
         """Have a sequence that loses its blocks keep the experts that its tokens took."""
         if self.routers is None or not self._storage.is_allocated or not request.num_generated:
             return
-        table = self._storage.table
-        first = torch.arange(request.num_computed)
-        blocks = torch.tensor(request.block_ids)[first // table.block_size]
-        slots = blocks * table.block_size + first % table.block_size
+        positions, size = torch.arange(request.num_computed), self.limits.block_size
+        slots = torch.tensor(request.block_ids)[positions // size] * size + positions % size
         routes = self._storage.cache.read_routes(devices.moved(slots, self.device))
-        request.record_routes(routes.cpu().numpy())
+        new, old = routes.cpu().numpy(), request.routed_experts
+        request.routed_experts = new if old is None else np.concatenate([old, new[len(old) :]])
 
     def cancel(self, request: Request) -> None:
-        """End an unfinished sequence, keeping what it has."""
         request.end(RequestStatus.CANCELLED, FinishReason.CANCELLED)
         self._scheduler.retire(request)
 
     def begin_policy_version(self, policy_version: int, keep_keys: bool = False) -> None:
         """Stamp tokens with a new version, and never match a key of an older one.
 
-        Args:
-            policy_version: version of the changed weights.
-            keep_keys: let running sequences go on with their keys; False: all are computed anew.
+        With `keep_keys` running sequences go on with their keys, else all are computed again.
         """
         self._forget_keys(policy_version, keep_keys)
         is_due = self.training.needs_new_plan and not (keep_keys and self.has_work)
@@ -345,7 +313,6 @@ class Engine:
         self._scheduler.begin_policy_version(policy_version, keep_keys)
 
     def _notice_changed_weights(self) -> None:
-        """Begin a policy version where shared weights changed without one."""
         if self.runs_a_copy:
             return
         seen, now = self._weights_seen, weight_writes(self.model)
@@ -364,42 +331,35 @@ class Engine:
             self.warm_up()
 
     def _plan_anew(self) -> None:
-        """Plan the memory again, and probe the model first if it changed."""
-        is_changed = self._is_model_changed
-        if is_changed:
-            self._graphs = None
+        plan = self._plan
+        if self._is_model_changed:
+            self._graphs, plan = None, self._probe
         self.release_cache()
-        if is_changed:
-            self._probe()
-        else:
-            self._plan()
+        plan()
         self.release_cache()
 
     def has_checked(self, images: PromptImages) -> bool:
-        """Return whether prompts with images of this kind were found to run right."""
+        """Return whether prompts with images like these were checked."""
         return images.kind in self._runner.cuts_images
 
     def check_images(self, request: Request) -> None:
-        """Refuse a model that differs from its plain forward on a request's images.
-
-        Raises:
-            ConfigurationError: it does, or takes no images.
-        """
+        """Raise `ConfigurationError` if the model takes no images, or computes them differently."""
         assert request.images is not None
+        arguments = self._runner, self.layout, request.prompt_ids, request.images
         with devices.plain_modes(), self._computing():
             try:
-                check_images(self._runner, self.layout, request.prompt_ids, request.images)
+                check_images(*arguments)
             except torch.OutOfMemoryError:
                 # Beside the cache there was no room; the next step allocates it again.
                 self.release_cache()
-                check_images(self._runner, self.layout, request.prompt_ids, request.images)
+                check_images(*arguments)
 
     def release_cache(self) -> None:
         """Release the cache's memory; unfinished sequences are computed anew afterwards."""
         self._runner.encoder_cache.clear()
         self._scheduler.reset(self.limits)
         self._storage.release(self.limits, self.memory_plan, self.layout)
-        self._reset_executor()
+        self._executor.reset(self._graphs, self._proposer if self._has_drafts else None)
 
     def recompute(self, request: Request) -> list[float]:
         """Return a sequence's log-probabilities by one plain forward of the model that trains."""
@@ -414,20 +374,14 @@ class Engine:
         if not is_quick or runner.is_bitwise or runner.is_split:
             return None
         with runner.computing_in(torch.float32 if is_coarse else torch.float64):
-            found, _ = attempt(lambda: self.recompute(request))
-        return found
+            return attempt(lambda: self.recompute(request))[0]
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """Dtype that the model's forwards compute in."""
         return self._runner.compute_dtype
 
     def step(self) -> list[Request]:
-        """Run at most one forward, of prompts or of running sequences.
-
-        Returns:
-            The sequences that got a token or ended, each once.
-        """
+        """Run at most one forward; return the sequences that got a token or ended, each once."""
         stream = self._executor.stream
         with devices.current(self.device), devices.on_stream(stream), devices.plain_modes():
             touched = self._step()
@@ -446,12 +400,12 @@ class Engine:
             devices.wait_event(self._given, self.device)
             self.training.stop_measuring(self.cache_bytes)
             self._numerics.enter_context(self._computing())
-            if self._is_model_changed:
+            try:
                 # A cast does not change the weights, so no sync reported it.
-                try:
+                if self._is_model_changed:
                     self._plan_anew()
-                except RolloutError as error:
-                    return self._executor.fail(list(self._scheduler.waiting), error)
+            except RolloutError as error:
+                return self._executor.fail(list(self._scheduler.waiting), error)
             self._notice_changed_weights()
             self._eval_mode = ExitStack()
             self._eval_mode.enter_context(eval_mode(self.model))
@@ -474,12 +428,10 @@ class Engine:
         return self._executor.fail([request], error)
 
     def _computing(self) -> AbstractContextManager[None]:
-        """Return the context of the engine's forwards."""
         is_bitwise = self.config.numerics == Numerics.BITWISE
         return bitwise(self.model) if is_bitwise else nullcontext()
 
     def _drop_stale_forwards(self) -> None:
-        """Drop captured and traced forwards whose weights have moved."""
         if self._graphs is not None:
             self._graphs.check_weights()
         self._runner.check_weights()
@@ -487,9 +439,8 @@ class Engine:
     def _capture_graphs(self, *, is_paused: bool) -> None:
         """Capture the graphs that are missing since weights moved or `release_graphs`.
 
-        Args:
-            is_paused: capture those too that steps turned out to want. The thread that paused the
-                engine is the one that would train meanwhile.
+        If `is_paused`, those too that steps turned out to want. The thread that paused the engine
+        is the one that would train meanwhile.
         """
         if self._graphs is None:
             return
@@ -525,7 +476,7 @@ class Engine:
             self.warm_up()
 
     def warm_up(self) -> None:
-        """Trace, compile or capture decode steps before one needs it; no step may be running."""
+        """Trace, compile or capture decode steps before a step needs it; no step may be running."""
         with devices.current(self.device), devices.plain_modes(), self._computing():
             if self._is_model_changed:
                 self._plan_anew()
@@ -560,7 +511,6 @@ class Engine:
             self._given = devices.record_event(self.device)
 
     def abandon(self) -> None:
-        """Drop every request and the cache."""
         # A failed device may refuse any of them, and the others must be done regardless.
         with ExitStack() as last:
             last.callback(self.release_cache)
@@ -568,7 +518,6 @@ class Engine:
             self.release_model()
 
     def _allocate(self) -> None:
-        """Allocate pages for the waiting sequences, within the plan."""
         needed = self._scheduler.num_usable_blocks()
         self._scheduler.pool.grow(self._storage.allocate(sum(needed), at_least=min(needed)))
 

@@ -1,16 +1,12 @@
 """Run one step: a scheduled forward, and a token for each sequence that it completes.
 
 Owns the recovery from a forward that fails, and the decode step that runs ahead of its results.
-Decides neither who runs (`scheduler`) nor how much memory the cache takes (`kv_cache.storage`).
-Called by the thread that steps the engine.
-
-B: rows of a forward, V: vocabulary.
+Called by the thread that steps the engine. B: rows of a forward, V: vocabulary.
 """
 
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,11 +19,10 @@ from cb_rollout.engine.kv_cache.storage import CacheStorage
 from cb_rollout.engine.memory import device as devices
 from cb_rollout.engine.memory.device import is_out_of_memory, out_of_memory
 from cb_rollout.engine.model.runner import ModelRunner
-from cb_rollout.engine.request import Prefill, Request
+from cb_rollout.engine.request import Prefill, Request, members
 from cb_rollout.engine.sampling.sampler import TokenSampler
 from cb_rollout.engine.scheduler.scheduler import Scheduler
-from cb_rollout.engine.spec_decode.ngram import NgramProposer
-from cb_rollout.engine.spec_decode.ngram_index import NO_DRAFT, Draft
+from cb_rollout.engine.spec_decode.ngram import NO_DRAFT, Draft, NgramProposer
 from cb_rollout.errors import RolloutError, error_text
 from cb_rollout.metrics.registry import EngineCounters
 from cb_rollout.types import FinishReason, RequestStatus
@@ -47,26 +42,20 @@ class StepExecutor:
         counters: EngineCounters,
         *,
         looks_ahead: bool = False,
-        is_alone: bool = True,
+        is_split: bool = False,
     ) -> None:
-        """Join the parts of one engine.
+        """Join the parts of an engine.
 
-        Args:
-            runner: runs forwards.
-            scheduler: chooses the sequences of a step.
-            storage: holds the cache.
-            token_sampler: samples from logits.
-            counters: counts forwards and tokens.
-            looks_ahead: whether a CUDA graph may be launched before the last one's tokens are read.
-            is_alone: whether no other process takes part in the forwards. Otherwise one that raises
-                is not run again, since the others would wait in it.
+        With `looks_ahead` a CUDA graph may be launched before the last one's tokens are read. Where
+        other processes take part in the forwards (`is_split`), a forward that raises is not run
+        again, since the others would wait in it.
         """
         self.device = runner.device
         self.graphs: GraphedDecoding | None = None
         self.proposer: NgramProposer | None = None
         self._runner, self._scheduler, self._storage = runner, scheduler, storage
         self._token_sampler, self._counters = token_sampler, counters
-        self._looks_ahead, self._is_alone = looks_ahead, is_alone
+        self._looks_ahead, self._is_split = looks_ahead, is_split
         self._pending: PendingStep | None = None
         self._end: torch.cuda.Event | None = None
         self.stream: torch.cuda.Stream | None = None
@@ -75,16 +64,14 @@ class StepExecutor:
     def reset(self, graphs: GraphedDecoding | None, proposer: NgramProposer | None) -> None:
         """Discard the state of the last step, after the cache was released.
 
-        Args:
-            graphs: replays decode steps as CUDA graphs; None: the runner runs them.
-            proposer: drafts tokens for decode steps of few sequences; None: none are drafted.
+        Without `graphs` the runner runs decode steps; without a `proposer` nothing is drafted.
         """
         self.graphs, self.proposer = graphs, proposer
         self._token_sampler.forget_rows()
         self._forget_pending()
 
     def run(self) -> list[Request] | None:
-        """Run one forward, of prompts or of running sequences; None: neither can run."""
+        """Run a forward, of prompts or of running sequences; None: neither can run."""
         # The last forward may have run in another thread, and in that thread's stream.
         devices.wait_event(self._end, self.device)
         turns = [self.decode, self.prefill]
@@ -92,7 +79,8 @@ class StepExecutor:
             turns.reverse()
         for run in turns:
             if (touched := run()) is not None:
-                self._scheduler.note_step(is_decode=run == self.decode)
+                is_decode, scheduler = run == self.decode, self._scheduler
+                scheduler.num_decodes_in_a_row = (scheduler.num_decodes_in_a_row + 1) * is_decode
                 self._end = devices.record_event(self.device)
                 return touched
         return None
@@ -103,7 +91,6 @@ class StepExecutor:
         devices.finish(self.device, self.stream)
 
     def fail(self, requests: list[Request], error: Exception) -> list[Request]:
-        """End requests that cannot be served, with the error as their cause."""
         name = "" if isinstance(error, RolloutError) else f"{type(error).__name__}: "
         for request in requests:
             request.cause = error
@@ -113,16 +100,14 @@ class StepExecutor:
         return requests
 
     def prefill(self) -> list[Request] | None:
-        """Run one forward of prompts; None: no prompt can run."""
         while prefills := self._scheduler.schedule_prefill():
             try:
                 return self._run_prefill(prefills)
             except Exception as error:
-                if not self._is_alone or not is_out_of_memory(error):
+                if self._is_split or not is_out_of_memory(error):
                     raise
                 devices.empty_cache(self.device)
-                groups = [m for prefill in prefills for m in (prefill.leader, *prefill.followers)]
-                self._scheduler.preempt(groups)
+                self._scheduler.preempt(members(prefills))
                 if not self._scheduler.narrow_prefill():
                     return self.fail([prefills[0].leader], out_of_memory(error))
         return None
@@ -131,24 +116,6 @@ class StepExecutor:
         if self.graphs is not None:
             # Table rows may get other sequences, so no graph continues from the last one's buffers.
             self.graphs.forget_rows()
-        self._write_new_blocks()
-        ends = [p.leader.num_computed + p.num_scheduled for p in prefills]
-        outcome, failed = self._forward([prefill.leader for prefill in prefills], ends)
-        self._counters.prefill_forwards += 1
-        self._counters.prefill_tokens += sum(prefills[row].num_scheduled for row in outcome.rows)
-        rows, requests = self._fork([prefills[row] for row in outcome.rows])
-        if requests:
-            row_index = devices.to_device(rows, self.device)
-            self._sample(outcome.logits_BV.index_select(0, row_index), requests, is_recurring=False)
-            if self.proposer is not None:
-                self.proposer.track(requests)
-            now = time.perf_counter()
-            for request in requests:
-                request.first_token_time = request.first_token_time or now
-        return failed + requests
-
-    def _write_new_blocks(self) -> None:
-        """Write the blocks of sequences that were just admitted into the block table."""
         self._storage.table.write(
             [
                 (request.table_row, index, block)
@@ -156,6 +123,21 @@ class StepExecutor:
                 for index, block in enumerate(request.block_ids)
             ]
         )
+        ends = [p.leader.num_computed + p.num_scheduled for p in prefills]
+        logits, computed, failed = self._forward([prefill.leader for prefill in prefills], ends)
+        prefills = [prefills[row] for row in computed]
+        self._counters.prefill_forwards += 1
+        self._counters.prefill_tokens += sum(prefill.num_scheduled for prefill in prefills)
+        rows, requests = self._fork(prefills)
+        if requests:
+            logits_BV = _joined(logits).index_select(0, devices.to_device(rows, self.device))
+            self._sample(logits_BV, requests, is_recurring=False)
+            if self.proposer is not None:
+                self.proposer.track(requests)
+            now = time.perf_counter()
+            for request in requests:
+                request.first_token_time = request.first_token_time or now
+        return failed + requests
 
     def _fork(self, prefills: list[Prefill]) -> tuple[list[int], list[Request]]:
         """Complete the computed prompts; return the logits row of each sequence to sample."""
@@ -164,25 +146,23 @@ class StepExecutor:
         for row, prefill in enumerate(prefills):
             is_last_chunk = prefill.is_last_chunk
             self._storage.cache.copy_blocks(*self._scheduler.complete_prefill(prefill))
-            if not is_last_chunk:
-                continue
-            source = prefill.leader.table_row
-            targets = [follower.table_row for follower in prefill.followers]
-            self._storage.cache.copy_states([source] * len(targets), targets)
-            group = [prefill.leader, *prefill.followers]
-            rows += [row] * len(group)
-            requests += group
+            if is_last_chunk:
+                targets = [follower.table_row for follower in prefill.followers]
+                sources = [prefill.leader.table_row] * len(targets)
+                self._storage.cache.copy_states(sources, targets)
+                group = members([prefill])
+                rows += [row] * len(group)
+                requests += group
         return rows, requests
 
     def decode(self) -> list[Request] | None:
-        """Run one forward of the running sequences; None: there are none."""
         while self._scheduler.running:
             try:
                 return self._run_decode()
             except Exception as error:
                 self.settle()
                 is_memory = is_out_of_memory(error)
-                if not self._is_alone or (not is_memory and self._can_repeat):
+                if self._is_split or (not is_memory and self._can_repeat):
                     raise
                 devices.empty_cache(self.device)
                 if not self._scheduler.narrow_decode():
@@ -205,37 +185,41 @@ class StepExecutor:
         if num_given is not None:
             self._count(running, num_given)
             return running
-        outcome, failed = self._forward(running, [request.num_tokens for request in running])
-        survivors = [running[row] for row in outcome.rows]
-        self._note_computed(survivors)
+        logits, rows, failed = self._forward(running, [request.num_tokens for request in running])
+        survivors = [running[row] for row in rows]
         if survivors:
-            self._sample(outcome.logits_BV, survivors, is_recurring=True)
+            self._sample(_joined(logits), survivors, is_recurring=True)
+        self._complete_decode(survivors)
         return failed + survivors
 
-    def _forward(self, requests: list[Request], ends: list[int]) -> tuple["Outcome", list[Request]]:
+    def _forward(
+        self, requests: list[Request], ends: list[int]
+    ) -> tuple[list[torch.Tensor], list[int], list[Request]]:
         """Compute each sequence's tokens up to `ends` that are not computed yet.
 
         Returns:
-            The rows that ran, and the sequences that were ended because theirs raised.
+            Logits and rows, as `run_isolated`, and the sequences that were ended since theirs
+            raised.
 
         Raises:
             Exception: the model runs nothing at all any more, or memory ran out.
         """
 
         def forward(rows: Sequence[int]) -> torch.Tensor:
-            batch = self._batch([requests[row] for row in rows], [ends[row] for row in rows])
-            return self._runner.logits(batch)
+            return self._runner.logits(
+                self._batch([requests[row] for row in rows], [ends[row] for row in rows])
+            )
 
         rows = range(len(requests))
         has_history = any(request.num_computed for request in requests)
-        if not self._is_alone or (has_history and not self._can_repeat):
-            return Outcome([forward(rows)], list(rows), []), []
-        outcome = run_isolated(forward, len(rows))
-        if outcome.failures and not outcome.rows and not self._runner.is_sound():
-            raise outcome.failures[0][1]
-        for row, error in outcome.failures:
+        if self._is_split or (has_history and not self._can_repeat):
+            return [forward(rows)], list(rows), []
+        logits, computed, failures = run_isolated(forward, len(rows))
+        if failures and not computed and not self._runner.is_sound():
+            raise failures[0][1]
+        for row, error in failures:
             self.fail([requests[row]], error)
-        return outcome, [requests[row] for row, _ in outcome.failures]
+        return logits, computed, [requests[row] for row, _ in failures]
 
     def _batch(self, requests: list[Request], ends: list[int]) -> ForwardBatch:
         if prompts := [(r.prompt_ids, r.images) for r in requests if r.images is not None]:
@@ -249,12 +233,13 @@ class StepExecutor:
 
     def _known_routes(self, request: Request) -> Any:
         """Return the experts that its next tokens took before they lost their blocks."""
-        if not request.has_old_routes:
+        routes = request.routed_experts
+        if routes is None or request.num_computed >= len(routes):
             return None
-        if request.policy_starts[-1][0] != self._scheduler.blocks.policy_version:
+        if request.policy_starts[-1][0] != self._version:
             # Another sequence would choose its experts by the new policy.
             request.has_old_keys = True
-        return request.routed_experts[request.num_computed :]
+        return routes[request.num_computed :]
 
     @property
     def _can_repeat(self) -> bool:
@@ -265,13 +250,15 @@ class StepExecutor:
         layout = self._storage.cache.layout
         return self._runner.batch_layout.takes_any_lengths or not layout.is_recurrent
 
+    @property
+    def _version(self) -> int:
+        return self._scheduler.blocks.policy_version
+
     def _sample(
         self, logits_BV: torch.Tensor, requests: list[Request], *, is_recurring: bool
     ) -> None:
-        version = self._scheduler.blocks.policy_version
-        num_given = self._token_sampler.extend(
-            requests, logits_BV, version, is_recurring=is_recurring
-        )
+        extend = self._token_sampler.extend
+        num_given = extend(requests, logits_BV, self._version, is_recurring=is_recurring)
         self._count(requests, num_given)
 
     def _count(self, requests: list[Request], num_given: int) -> None:
@@ -283,21 +270,18 @@ class StepExecutor:
             self._counters.kv_blocks_peak, self._scheduler.pool.num_used
         )
 
-    def _note_computed(self, requests: list[Request]) -> int:
-        """Account for a decode step of these sequences; return its policy version."""
+    def _complete_decode(self, requests: list[Request]) -> None:
+        # After sampling: a step without memory for it runs again, or its sequences are preempted.
         self._scheduler.complete_decode(requests)
         self._counters.decode_forwards += 1
-        return self._scheduler.blocks.policy_version
 
     # Speculative decoding. A drafted token is a further row of its sequence, one token longer than
     # the row before. Every layer writes the keys of all rows before any row attends.
 
     def _decode_drafted(self, running: list[Request]) -> int | None:
-        """Run one forward of the running sequences and their drafts.
+        """Run a forward of the running sequences and their drafts; return the number of tokens.
 
-        Returns:
-            The number of new tokens; None: nothing was drafted, or the forward failed, and the
-            step has to run without drafts.
+        None: nothing was drafted, or the forward failed, and the step has to run without drafts.
         """
         if self.proposer is None or not (drafts := self.proposer.propose(running)):
             return None
@@ -306,21 +290,20 @@ class StepExecutor:
         try:
             logits_BV = self._drafted_logits(running, tokens)
         except Exception as error:
-            if not self._is_alone:
+            if self._is_split:
                 raise
             # The step without drafts finds the row at fault.
             _LOGGER.debug("a step runs again without its drafts: %s", error_text(error))
             for request, draft in zip(running, drafts, strict=True):
                 self.proposer.record(request, draft, 0)
             return None
-        version = self._scheduler.blocks.policy_version
-        num_given = self._token_sampler.extend_drafted(running, tokens, logits_BV, version)
-        self._scheduler.complete_drafted()
+        extend = self._token_sampler.extend_drafted
+        num_given = extend(running, tokens, logits_BV, self._version)
+        self._complete_decode(running)
         for request, draft, num_tokens in zip(running, drafts, num_given, strict=True):
             sampled = request.token_ids[request.num_tokens - num_tokens :]
             self.proposer.record(request, draft, _num_equal(draft.tokens, sampled))
             self._counters.note_draft(draft.source, len(draft.tokens), max(0, num_tokens - 1))
-        self._counters.decode_forwards += 1
         return sum(num_given)
 
     def _with_blocks(self, request: Request, draft: Draft) -> Draft:
@@ -366,26 +349,18 @@ class StepExecutor:
                 self.graphs.load(ForwardBatch.of(running, lengths, *self._pages), running)
             return self._finish(self.graphs.launch(running, lengths, *self._pages), running)
         logits_BV = self.graphs.logits(ForwardBatch.of(running, lengths, *self._pages))
-        version = self._note_computed(running)
-        return self._token_sampler.extend(running, logits_BV, version, is_recurring=True)
+        extend = self._token_sampler.extend
+        num_given = extend(running, logits_BV, self._version, is_recurring=True)
+        self._complete_decode(running)
+        return num_given
 
     def _collect_pending(self) -> tuple[list[Request], int] | None:
-        """Take the results of the pending step.
-
-        Returns:
-            Its sequences that still run, and how many of them got a token; None: there are none.
-
-        Raises:
-            Exception: as `_decode_graphed`.
-        """
+        """Return the pending step's sequences that still run, and how many of them got a token."""
         step, self._pending = self._pending, None
         current = [] if step is None else step.running
-        if step is None or not current:
-            return None
-        return current, self._finish(step, current)
+        return (current, self._finish(step, current)) if step is not None and current else None
 
     def _finish(self, step: PendingStep, current: list[Request]) -> int:
-        """Launch the next step if it can start already, then read this step's tokens."""
         assert self.graphs is not None
         try:
             self._pending = self._launch_next(current)
@@ -393,15 +368,15 @@ class StepExecutor:
             _LOGGER.debug("a step waits for the last one's tokens: %s", error_text(error))
             self.graphs.forget_rows()
         results = step.read(current)
-        return self._token_sampler.append(current, results, self._note_computed(current))
+        num_given = self._token_sampler.append(current, results, self._version)
+        self._complete_decode(current)
+        return num_given
 
     def _launch_next(self, current: list[Request]) -> PendingStep | None:
         """Launch the step after one whose tokens are not read yet.
 
-        Returns:
-            The step; None: it has to wait for these tokens, because a sequence joined, drafts are
-            made from them, a smaller graph fits, a sequence's keys change, or its blocks would take
-            a preemption.
+        None: it has to wait for these tokens, because a sequence joined, drafts are made from them,
+        a smaller graph fits, a sequence's keys change, or its blocks would take a preemption.
         """
         if not self._looks_ahead or self.graphs is None:
             return None
@@ -430,52 +405,46 @@ class StepExecutor:
 
 
 def _num_equal(draft: Sequence[int], sampled: Sequence[int]) -> int:
-    """Return the number of leading draft tokens that were sampled."""
     pairs = zip(draft, sampled, strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(draft), len(sampled)))
 
 
-@dataclass(slots=True)
-class Outcome:
-    """Rows of a forward that ran, and rows that did not."""
-
-    logits: list[torch.Tensor]
-    """float32 `[rows, V]` parts that together hold the rows that ran, in order."""
-    rows: list[int]
-    """Rows that ran."""
-    failures: list[tuple[int, Exception]]
-    """Rows that raised, each with its exception."""
-
-    @property
-    def logits_BV(self) -> torch.Tensor:
-        """Logits of the rows that ran, of which there is at least one."""
-        return self.logits[0] if len(self.logits) == 1 else torch.cat(self.logits)
+def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def run_isolated(forward: Callable[[Sequence[int]], torch.Tensor], num_rows: int) -> Outcome:
+def run_isolated(
+    forward: Callable[[Sequence[int]], torch.Tensor], num_rows: int
+) -> tuple[list[torch.Tensor], list[int], list[tuple[int, Exception]]]:
     """Run a forward over rows `0 .. num_rows - 1`; where it raises, find the rows at fault.
 
     Halves are tried until the bad rows are alone: `k` of them cost about `2 k log2(num_rows)`
     forwards, and all others run. A `forward` that raises must leave the cache unchanged, or
     overwrite it when it runs again.
 
+    Returns:
+        float32 `[rows, V]` parts that together hold the rows that ran, these rows, and each row
+        that raised with its exception.
+
     Raises:
         Exception: an out-of-memory error, for the caller to make room.
     """
-    outcome = Outcome([], [], [])
+    logits: list[torch.Tensor] = []
+    computed: list[int] = []
+    failures: list[tuple[int, Exception]] = []
     pending: list[Sequence[int]] = [range(num_rows)]
     while pending:
         rows = pending.pop()
         try:
-            outcome.logits.append(forward(rows))
+            logits.append(forward(rows))
         except Exception as error:
             if is_out_of_memory(error):
                 raise
             if len(rows) == 1:
-                outcome.failures.append((rows[0], error))
+                failures.append((rows[0], error))
             else:
                 middle = len(rows) // 2
                 pending += [rows[middle:], rows[:middle]]
         else:
-            outcome.rows.extend(rows)
-    return outcome
+            computed.extend(rows)
+    return logits, computed, failures

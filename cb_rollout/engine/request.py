@@ -1,4 +1,4 @@
-"""Hold the state of one sequence on its way through the engine, and the sizes of an engine.
+"""Hold the state of a sequence on its way through the engine, and the sizes of an engine.
 
 Called by the thread that steps the engine.
 """
@@ -10,20 +10,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from cb_rollout.compat.rope import rope_side
 from cb_rollout.types import FinishReason, GenerationOutput, RequestStatus
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterator, Sequence
+    from collections.abc import Hashable, Iterable, Iterator, Sequence
 
     from cb_rollout.config.grammar import GrammarMatcher
     from cb_rollout.config.sampling import SamplingParams
     from cb_rollout.engine.images.prompt_images import PromptImages
     from cb_rollout.engine.sampling.stop_strings import StopStrings
     from cb_rollout.engine.scheduler.completion_history import PromptHistory
-    from cb_rollout.engine.spec_decode.ngram_index import GroupDrafts
+    from cb_rollout.engine.spec_decode.ngram import GroupDrafts
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +29,6 @@ class Limits:
     """Sizes of an engine; fixed until its memory is planned again."""
 
     block_size: int
-    """Tokens of one block."""
     max_batch_tokens: int
     """Tokens of one prefill, padding included where it is padded."""
     max_requests: int
@@ -71,14 +68,13 @@ NO_TABLE_ROW = -1
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """Mutable state of one sequence."""
+    """Mutable state of a sequence."""
 
     request_id: str
     """Unique id among the unfinished requests."""
     prompt_ids: list[int]
     """Prompt tokens, never written to; members of a group may share the list."""
     params: SamplingParams
-    """Sampling parameters of the request."""
     max_new_tokens: int
     """Tokens after which the sequence ends."""
     stop_tokens: frozenset[int]
@@ -90,7 +86,6 @@ class Request:
     images: PromptImages | None = None
     """Images of the prompt, shared by its group; None: it has none."""
     is_streaming: bool = False
-    """True if an output is delivered after every step."""
     records_timestamps: bool = False
     """True if `timestamps` is filled."""
     stop_strings: StopStrings | None = None
@@ -107,13 +102,11 @@ class Request:
     """True if its logits are changed before the temperature."""
 
     status: RequestStatus = RequestStatus.PENDING
-    """Place in the life of a request."""
     finish_reason: FinishReason | None = None
     """Reason of the end; None: unfinished."""
     error: str | None = None
     """Message of a failure; None: there was none."""
     cause: Exception | None = None
-    """Exception that made it fail; None: there was none."""
     token_ids: list[int] = field(init=False)
     """Prompt and sampled tokens; `prompt_ids` itself until a token is sampled."""
     logprobs: list[float] = field(default_factory=list)
@@ -136,7 +129,6 @@ class Request:
     first_token_time: float | None = None
     """Time of the first sampled token; None: not yet."""
     num_preemptions: int = 0
-    """Times that its blocks were taken for another sequence."""
 
     table_row: int = NO_TABLE_ROW
     """Row of the block table and of the recurrent states."""
@@ -159,12 +151,10 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens so far, prompt included."""
         return len(self.token_ids)
 
     @property
     def num_generated(self) -> int:
-        """Tokens sampled so far."""
         return len(self.token_ids) - len(self.prompt_ids)
 
     @property
@@ -192,7 +182,7 @@ class Request:
         return num_tokens if self.images is None else self.images.num_resumable(num_tokens)
 
     def cache_keys(self, start: int, stop: int) -> Sequence[Hashable]:
-        """Return what the prefix cache knows the tokens from `start` to `stop` by."""
+        """Return the prefix cache's keys of tokens `[start, stop)`: ids, and hashes of images."""
         if self.images is None:
             return self.token_ids[start:stop]
         return self.images.cache_keys(self.token_ids, start, stop)
@@ -210,10 +200,7 @@ class Request:
     ) -> None:
         """Continue after tokens that another engine sampled with the same seed.
 
-        Args:
-            token_ids: sampled tokens, none of which ended the sequence.
-            logprobs: log-probability of each, in nats.
-            policy_versions: runs of (version, number of tokens) that sum to their number.
+        None of them ended the sequence. `policy_versions` are runs of (version, number of tokens).
         """
         assert not self.num_generated, "it has tokens already"
         self.token_ids = [*self.prompt_ids, *token_ids]
@@ -232,7 +219,6 @@ class Request:
         policy_version: int,
         top_logprobs: list[tuple[int, float]] | None = None,
     ) -> None:
-        """Append a sampled token, and end the sequence if it is the last."""
         # Called for every token: nothing is made, and no property asked, that is not needed.
         token_ids = self.token_ids
         if token_ids is self.prompt_ids:
@@ -257,7 +243,6 @@ class Request:
             self.end(RequestStatus.FINISHED, FinishReason.LENGTH)
 
     def _is_text_done(self, token_id: int) -> bool:
-        """Return whether a stop string or the grammar ends the sequence with this token."""
         is_done = False
         if self.stop_strings is not None:
             with self.failing_with("decoding for stop="):
@@ -265,15 +250,14 @@ class Request:
                 is_done = is_found and self.num_generated >= self.min_generated
         if self.matcher is not None:
             with self.failing_with("the grammar"):
-                is_done |= self._is_grammar_done(self.matcher, token_id)
+                is_accepted = self.matcher.accept_token(token_id)
+                # A stop token that is not in the grammar still ends the sequence.
+                if not is_accepted and token_id not in self.stop_tokens:
+                    raise ValueError(
+                        f"token id {token_id}, which its own mask allowed, was not accepted"
+                    )
+                is_done |= self.matcher.is_terminated()
         return is_done
-
-    def _is_grammar_done(self, matcher: GrammarMatcher, token_id: int) -> bool:
-        is_accepted = matcher.accept_token(token_id)
-        # A stop token that is not in the grammar still ends the sequence.
-        if not is_accepted and token_id not in self.stop_tokens:
-            raise ValueError(f"token id {token_id}, which its own mask allowed, was not accepted")
-        return matcher.is_terminated()
 
     @contextmanager
     def failing_with(self, culprit: str) -> Iterator[None]:
@@ -286,27 +270,12 @@ class Request:
                 self.end(RequestStatus.FAILED, FinishReason.ERROR, message)
 
     def end(self, status: RequestStatus, reason: FinishReason, error: str | None = None) -> None:
-        """Set a final status."""
         assert not self.status.is_final, f"{self.request_id} ended twice"
         self.status, self.finish_reason, self.error = status, reason, error
         # An ended request may be kept for long, and must not keep its group's index alive.
         self.drafts = None
 
-    def record_routes(self, routes: Any) -> None:
-        """Record the experts of its computed tokens; those recorded before are kept."""
-        known = self.routed_experts
-        if known is None:
-            self.routed_experts = routes
-        elif len(routes) > len(known):
-            self.routed_experts = np.concatenate([known, routes[len(known) :]])
-
-    @property
-    def has_old_routes(self) -> bool:
-        """Return whether its tokens take recorded experts again, those of an earlier forward."""
-        return self.routed_experts is not None and self.num_computed < len(self.routed_experts)
-
     def reset_cache(self) -> None:
-        """Reset the cache's fields; every token and log-probability stays."""
         self.table_row = NO_TABLE_ROW
         self.block_ids = []
         self.num_computed = self.prefix_node = self.num_remembered = 0
@@ -314,7 +283,6 @@ class Request:
         self.status = RequestStatus.PENDING
 
     def output(self, with_logprobs: bool = True) -> GenerationOutput:
-        """Return a snapshot for the caller."""
         return GenerationOutput(
             request_id=self.request_id,
             prompt_ids=list(self.prompt_ids),
@@ -345,5 +313,9 @@ class Prefill:
 
     @property
     def is_last_chunk(self) -> bool:
-        """Return whether the coming forward completes the prompt."""
         return self.leader.num_computed + self.num_scheduled == self.leader.num_tokens
+
+
+def members(prefills: Iterable[Prefill]) -> list[Request]:
+    """Return the sequences of prefills, each leader before its followers."""
+    return [request for prefill in prefills for request in (prefill.leader, *prefill.followers)]

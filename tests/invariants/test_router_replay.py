@@ -1,6 +1,7 @@
 """The experts of the rollout are recorded, kept, and taken again in the loss."""
 
 import copy
+import itertools
 from contextlib import nullcontext
 
 import numpy as np
@@ -9,9 +10,16 @@ import torch
 from tiny import tiny_model
 
 import cb_rollout
-from cb_rollout import ConfigurationError, RolloutConfig, RolloutGenerator, SamplingParams
+from cb_rollout import (
+    ConfigurationError,
+    IncompleteRolloutError,
+    RolloutConfig,
+    RolloutGenerator,
+    SamplingParams,
+)
 from cb_rollout.engine.model.eval_mode import eval_mode
 from cb_rollout.engine.model.routers import Disagreement, Replay, find_routers, joined_routes
+from cb_rollout.engine.sampling import sampler
 
 # More experts than the families of `tiny` have, so that rounding changes a choice now and then.
 MANY = {"num_experts_per_tok": 4, "num_hidden_layers": 3}
@@ -88,6 +96,24 @@ def test_preempted_drafted_and_offloaded_tokens_keep_their_experts():
             for output in outputs[::3]:
                 difference = logprobs_of(model, output) - torch.tensor(output.logprobs)
                 assert float(difference.abs().max()) < BF16_NATS
+
+
+def test_a_sequence_without_memory_to_sample_has_no_experts_of_its_last_token(monkeypatch):
+    sample, calls = sampler.sample, itertools.count()
+
+    def sample_three(*args):
+        if next(calls) == 3:
+            raise torch.OutOfMemoryError("full")
+        return sample(*args)
+
+    config = RolloutConfig(router_replay=True, seed=0)
+    with RolloutGenerator(tiny_model("qwen3_moe"), config) as generator:
+        monkeypatch.setattr(sampler, "sample", sample_three)
+        with pytest.raises(IncompleteRolloutError, match=r"\(full\)") as caught:
+            generator.generate_batch(PROMPTS[:1], sampling_params=PARAMS, max_new_tokens=5)
+    (output,) = caught.value.outputs.values()
+    assert len(output.generated_tokens) == 3
+    assert len(output.routed_experts) == len(PROMPTS[0]) + 3 - 1
 
 
 def test_a_sequence_that_outlives_its_policy_keeps_the_experts_of_its_tokens():

@@ -12,43 +12,32 @@ from cb_rollout.engine.request import Limits, Request
 
 
 class BlockManager:
-    """The blocks of one cache, under one policy version at a time."""
+    """The blocks of a cache, under one policy version at a time."""
 
     def __init__(self, limits: Limits, grow: Callable[[int], int], policy_version: int) -> None:
-        """Start with no block.
-
-        Args:
-            limits: block size, and whether blocks may be shared and prefixes matched.
-            grow: adds as many of the requested blocks as memory allows; returns the new total.
-            policy_version: the weights under which keys are computed.
-        """
-        self.limits = limits
-        self.policy_version = policy_version
+        """Start with no block; `grow` adds as many as memory allows, and returns the new total."""
+        self.limits, self.policy_version = limits, policy_version
         self.prefixes = PrefixCache(limits.block_size)
         self.pool = BlockPool(0, on_evict=self.prefixes.forget)
         self._grow = grow
 
     def num_needed(self, num_tokens: int) -> int:
-        """Return the number of blocks that hold this many tokens."""
         return -(-num_tokens // self.limits.block_size)
 
     def secure(self, count: int) -> bool:
         """Make `count` blocks available, growing the pool if needed; return whether they are."""
-        missing = count - self.pool.num_available
-        if missing > 0:
-            num_blocks = self._grow(missing)
-            if num_blocks > self.pool.num_blocks:
-                self.pool.grow(num_blocks)
+        if (missing := count - self.pool.num_available) > 0:
+            self.pool.grow(max(self.pool.num_blocks, self._grow(missing)))
         return count <= self.pool.num_available
 
     def allocate_prompt(self, request: Request, num_spare: int) -> bool:
-        """Allocate blocks for all tokens of a sequence, sharing those of a known prefix.
+        """Allocate blocks for all tokens of a sequence, sharing those of a cached prefix.
 
         Sets the request's blocks and the count of its computed tokens. `num_spare` blocks must stay
         available. Returns False, with nothing allocated, where there are not enough.
         """
         request.rope_side = self.limits.rope_side(request.num_tokens)
-        shared, node = self._match(request)
+        shared, node = self._matched(request)
         self.pool.share(shared)
         num_new = self.num_needed(request.num_tokens) - len(shared)
         if not self.secure(num_new + num_spare):
@@ -59,8 +48,7 @@ class BlockManager:
         request.num_computed = len(shared) * self.limits.block_size
         return True
 
-    def _match(self, request: Request) -> tuple[list[int], int]:
-        """Return the blocks of the longest known prefix of a sequence, and its last node."""
+    def _matched(self, request: Request) -> tuple[list[int], int]:
         if not self.limits.can_match_prefixes:
             return [], ROOT
         keys, root = request.cache_keys(0, request.num_tokens), root_of(request.rope_side)
@@ -111,22 +99,15 @@ class BlockManager:
         short = [r for r in requests if len(r.token_ids) >= size * len(r.block_ids)]
         if not self.secure(len(short)):
             return None
-        extended: list[tuple[int, int, int]] = []
-        for request in short:
-            blocks = self.extend(request, request.num_tokens + 1)
-            assert blocks, "a block was secured, and is not there"
-            extended += blocks
-        return extended
+        return [b for r in short for b in self.extend(r, r.num_tokens + 1) or ()]
 
     def remember(self, request: Request) -> None:
-        """Add the newly filled blocks of a sequence to the prefix cache."""
         if not self.limits.can_match_prefixes or request.has_old_keys:
             return
         size = self.limits.block_size
         while (request.num_remembered + 1) * size <= request.num_computed:
-            first = request.num_remembered
-            block = request.block_ids[first]
-            tokens = request.cache_keys(first * size, (first + 1) * size)
+            start, block = request.num_remembered * size, request.block_ids[request.num_remembered]
+            tokens = request.cache_keys(start, start + size)
             request.prefix_node, is_holder = self.prefixes.insert(
                 self.policy_version, request.prefix_node, tokens, block
             )

@@ -25,12 +25,10 @@ class BlockPool:
 
     @property
     def num_available(self) -> int:
-        """Return the number of blocks that `allocate` can return."""
         return len(self._free) + len(self._idle)
 
     @property
     def num_used(self) -> int:
-        """Return the number of blocks in use by at least one sequence."""
         return self.num_blocks - self.num_available
 
     def allocate(self, count: int) -> list[int]:
@@ -47,7 +45,6 @@ class BlockPool:
         return blocks
 
     def share(self, blocks: Iterable[int]) -> None:
-        """Add a reference to blocks that are in use or idle."""
         for block in blocks:
             if self._reference_counts[block] == 0:
                 del self._idle[block]
@@ -78,7 +75,6 @@ class BlockPool:
                 self._free.append(block)
 
     def grow(self, num_blocks: int) -> None:
-        """Add free blocks, up to `num_blocks` in all."""
         self._free.extend(range(self.num_blocks + 1, num_blocks + 1))
         self._reference_counts.extend([0] * (num_blocks - self.num_blocks))
         self.num_blocks = num_blocks

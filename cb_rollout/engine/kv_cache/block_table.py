@@ -1,7 +1,4 @@
-"""Map token positions of sequences to slots of the pages.
-
-B: rows, S: tokens of the longest row.
-"""
+"""Map token positions of sequences to slots of the pages. B: rows, S: tokens of the longest."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Hold the rows of one forward: their new tokens, and where their past lies in the cache.
+"""Hold the rows of a forward: their new tokens, and where their past lies in the cache.
 
 The executor makes it of requests; the model runner, attention backends and CUDA graphs read it.
 Holds lists of numbers, no tensors. Called by the thread that steps the engine.
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ForwardBatch:
-    """The rows of one forward, a list for each property; some may be empty."""
+    """The rows of a forward, a list for each property; some may be empty."""
 
     new_tokens: Sequence[Sequence[int]]
     """Each row's tokens that are not in the cache yet, at least one."""
     lengths: Sequence[int]
     """Number of each row's tokens, the new ones included."""
     table_rows: Sequence[int]
-    """Each row's table row; drafted rows of one request share it."""
+    """Each row's table row; drafted rows of a request share it."""
     cache: PagedCache
     """Keys, values and states, which the forward reads and writes."""
     table: BlockTable
@@ -57,6 +57,7 @@ class ForwardBatch:
         The last one is computed in any case. Positions of images must be known.
         """
         rows = list(zip(requests, lengths, strict=True))
+        offsets = [request.position_offset for request in requests]
         images = [r.images if r.num_computed < r.num_image_tokens else None for r in requests]
         return cls(
             [r.token_ids[min(r.num_computed, length - 1) : length] for r, length in rows],
@@ -64,7 +65,7 @@ class ForwardBatch:
             [request.table_row for request in requests],
             cache,
             table,
-            _unless_all_zero([request.position_offset for request in requests]),
+            offsets if any(offsets) else (),
             [request.rope_side for request in requests],
             [request.block_ids for request in requests],
             () if all(record is None for record in routes) else routes,
@@ -81,19 +82,15 @@ class ForwardBatch:
     ) -> "ForwardBatch":
         """Return a row for each request's last token, followed by rows of its drafted tokens."""
         rows = [
-            (request, [token_id], length)
-            for request, draft in zip(requests, drafts, strict=True)
+            (row, length, [token_id])
+            for row, (request, draft) in enumerate(zip(requests, drafts, strict=True))
             for length, token_id in enumerate((request.token_ids[-1], *draft), request.num_tokens)
         ]
-        return cls(
-            [token for _, token, _ in rows],
-            [length for *_, length in rows],
-            [request.table_row for request, *_ in rows],
-            cache,
-            table,
-            _unless_all_zero([request.position_offset for request, *_ in rows]),
-            [request.rope_side for request, *_ in rows],
-            [request.block_ids for request, *_ in rows],
+        batch = cls.of(requests, [request.num_tokens for request in requests], cache, table)
+        return replace(
+            batch.select([row for row, *_ in rows]),
+            new_tokens=[tokens for *_, tokens in rows],
+            lengths=[length for _, length, _ in rows],
         )
 
     def __len__(self) -> int:
@@ -101,7 +98,6 @@ class ForwardBatch:
 
     @property
     def num_new(self) -> list[int]:
-        """Return the number of each row's new tokens."""
         return list(map(len, self.new_tokens))
 
     @property
@@ -111,18 +107,12 @@ class ForwardBatch:
 
     @property
     def is_fresh(self) -> bool:
-        """Return whether no row has tokens in the cache."""
         return self.num_new == list(self.lengths)
 
     def select(self, rows: Sequence[int]) -> "ForwardBatch":
-        """Return some of the rows."""
         columns = {
             field.name: [values[row] for row in rows]
             for field in fields(self)
             if isinstance(values := getattr(self, field.name), Sequence) and values
         }
         return replace(self, **columns)
-
-
-def _unless_all_zero(numbers: list[int]) -> Sequence[int]:
-    return numbers if any(numbers) else ()

@@ -7,7 +7,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Shape, for one token or one sequence, and dtype of a tensor that a layer stores."""
+    """Shape, for a token or a sequence, and dtype of a tensor that a layer stores."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -20,15 +20,10 @@ class TensorSpec:
     def num_bytes(self) -> int:
         return self.num_elements * self.dtype.itemsize
 
-    def at_least(self, dtype: torch.dtype) -> "TensorSpec":
-        """Return the spec with no floating-point dtype of fewer bits than `dtype`."""
-        is_coarser = self.dtype.is_floating_point and self.dtype.itemsize < dtype.itemsize
-        return replace(self, dtype=dtype) if is_coarser else self
-
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """The tensors that one layer stores."""
+    """The tensors that a layer stores."""
 
     keys: TensorSpec | None = None
     """Heads x size of a token's keys; None: the layer is recurrent, or shares another's."""
@@ -38,15 +33,14 @@ class LayerSpec:
     num_index_positions: int = 0
     """Positions that sparse attention stores for each token beside its index."""
     conv: tuple[TensorSpec | None, ...] = ()
-    """Convolution states of one sequence."""
+    """Convolution states of a sequence."""
     recurrent: tuple[TensorSpec | None, ...] = ()
-    """Recurrent states of one sequence; None: the layer leaves that one unused."""
+    """Recurrent states of a sequence; None: the layer leaves that one unused."""
     window: int | None = None
     """Newest tokens that transformers' own cache keeps; None: all."""
 
     @property
     def per_token(self) -> tuple[TensorSpec, ...]:
-        """Return the tensors of each token: keys, values, and an index where there is one."""
         return tuple(s for s in (self.keys, self.values, self.index) if s)
 
     @property
@@ -55,7 +49,6 @@ class LayerSpec:
 
     @property
     def bytes_per_sequence(self) -> int:
-        """Return the bytes of one sequence's fixed-size states."""
         return sum(s.num_bytes for s in (*self.conv, *self.recurrent) if s)
 
     @property
@@ -74,13 +67,11 @@ class CacheLayout:
 
     @property
     def bytes_per_token(self) -> int:
-        """Return the bytes of each cached token, over all layers."""
         routes = self.routes.num_bytes if self.routes else 0
         return sum(layer.bytes_per_token for layer in self.layers) + routes
 
     @property
     def bytes_per_sequence(self) -> int:
-        """Return the bytes of one sequence's fixed-size states, over all layers."""
         return sum(layer.bytes_per_sequence for layer in self.layers)
 
     @property
@@ -89,33 +80,33 @@ class CacheLayout:
 
     @property
     def is_recurrent(self) -> bool:
-        """Return whether any layer stores states of fixed size."""
         return any(layer.is_recurrent for layer in self.layers)
 
     @property
     def can_pack(self) -> bool:
-        """Return whether all that layers keep are keys that every later token may see.
+        """Return whether rows may stand one after the other in one row.
 
-        Only then may rows stand one after the other in one row. Recurrent layers mix neighbours. A
-        sparse attention chooses keys by an index, and leaves none out in rows as short as those
-        that are compared.
+        Recurrent layers mix neighbours. A sparse attention chooses keys by an index, and leaves
+        none out in rows as short as those that are compared.
         """
-        return self.has_keys and not any(one.is_recurrent or one.index for one in self.layers)
+        return self.has_keys and not any(layer.is_recurrent or layer.index for layer in self.layers)
 
     def at_least(self, dtype: torch.dtype) -> "CacheLayout":
         """Return the layout with no floating-point dtype of fewer bits than `dtype`."""
 
-        def of(spec: TensorSpec | None) -> TensorSpec | None:
-            return None if spec is None else spec.at_least(dtype)
+        def raised(spec: TensorSpec | None) -> TensorSpec | None:
+            if spec is None or not spec.dtype.is_floating_point:
+                return spec
+            return replace(spec, dtype=max(spec.dtype, dtype, key=lambda d: d.itemsize))
 
         layers = tuple(
             replace(
                 layer,
-                keys=of(layer.keys),
-                values=of(layer.values),
-                index=of(layer.index),
-                conv=tuple(map(of, layer.conv)),
-                recurrent=tuple(map(of, layer.recurrent)),
+                keys=raised(layer.keys),
+                values=raised(layer.values),
+                index=raised(layer.index),
+                conv=tuple(map(raised, layer.conv)),
+                recurrent=tuple(map(raised, layer.recurrent)),
             )
             for layer in self.layers
         )

@@ -3,8 +3,6 @@
 Keeps only keys of the current policy, for models without recurrent states. The scheduler calls it.
 """
 
-from dataclasses import dataclass
-
 import torch
 
 from cb_rollout.engine.kv_cache.storage import CacheStorage
@@ -12,44 +10,17 @@ from cb_rollout.engine.memory import device as devices
 from cb_rollout.engine.request import Request
 
 
-class KVRetention:
-    """Interface to keep the keys of preempted sequences; this base keeps none."""
-
-    def save(self, request: Request) -> None:
-        """Do nothing; a subclass copies the keys before the blocks are lost."""
-
-    def restore(self, request: Request) -> None:
-        """Do nothing; a subclass writes saved keys into the new blocks."""
-
-    def drop(self, request: Request) -> None:
-        """Do nothing; a subclass deletes the sequence's keys."""
-
-    def clear(self) -> None:
-        """Do nothing; a subclass deletes all keys."""
-
-
-@dataclass(slots=True)
-class _SavedBlocks:
-    """Blocks of one sequence, a tensor for each of the cache's."""
-
-    num_computed: int
-    blocks: list[torch.Tensor]
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.blocks)
-
-
-class KVOffloader(KVRetention):
+class KVOffloader:
     """Copy blocks to system memory and back, up to `max_bytes` at once."""
 
     def __init__(self, storage: CacheStorage, block_size: int, max_bytes: int) -> None:
         self._storage, self._block_size, self._max_bytes = storage, block_size, max_bytes
-        self._saved: dict[str, _SavedBlocks] = {}
+        # Of each sequence: its computed tokens, and their blocks of each of the cache's tensors.
+        self._saved: dict[str, tuple[int, list[torch.Tensor]]] = {}
 
     @property
     def num_bytes(self) -> int:
-        return sum(saved.num_bytes for saved in self._saved.values())
+        return sum(tensor.nbytes for _, saved in self._saved.values() for tensor in saved)
 
     def save(self, request: Request) -> None:
         """Copy the computed blocks of a sequence, if they fit and are of the current policy."""
@@ -62,19 +33,19 @@ class KVOffloader(KVRetention):
             return
         block_ids = request.block_ids[:num_blocks]
         blocks = [self._blocks(p).index_select(0, _index(block_ids, p)).cpu() for p in pages]
-        self._saved[request.request_id] = _SavedBlocks(request.num_computed, blocks)
+        self._saved[request.request_id] = request.num_computed, blocks
 
     def restore(self, request: Request) -> None:
         """Write saved keys into a sequence's new blocks, after those of a shared prefix."""
-        saved = self._saved.pop(request.request_id, None)
-        if saved is None or saved.num_computed <= request.num_computed:
+        num_computed, saved = self._saved.pop(request.request_id, (0, []))
+        if num_computed <= request.num_computed:
             return
         first = request.num_computed // self._block_size
-        block_ids = request.block_ids[first : saved.blocks[0].shape[0]]
-        for pages, blocks in zip(self._storage.cache.tensors, saved.blocks, strict=True):
+        block_ids = request.block_ids[first : saved[0].shape[0]]
+        for pages, blocks in zip(self._storage.cache.tensors, saved, strict=True):
             target = self._blocks(pages)
             target.index_copy_(0, _index(block_ids, pages), blocks[first:].to(pages.device))
-        request.num_computed = saved.num_computed
+        request.num_computed = num_computed
 
     def drop(self, request: Request) -> None:
         self._saved.pop(request.request_id, None)

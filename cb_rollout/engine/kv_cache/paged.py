@@ -2,10 +2,8 @@
 
 `update()` writes new keys and values into their slots and returns each row's whole history, as
 gathered and right-aligned states: a row's newest token is always last, as in a left-padded
-`generate` batch. So the model runs its own forward, masks and attention, unchanged.
-
-In a packed forward all rows' new tokens stand in one row of the model's input. `update()` then
-returns the histories of all rows, one after the other and without padding, as one row too.
+`generate` batch. So the model runs its own forward, masks and attention, unchanged. In a packed
+forward the new tokens, and the histories returned, of all rows stand in one row, without padding.
 
 Pages of `kv_dtype="float8_e4m3fn"` hold states rounded to float8, as bytes.
 
@@ -14,6 +12,7 @@ heads, D: size of a head, N: slots of all blocks, F: H x D, M: blocks or table r
 """
 
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -33,17 +32,15 @@ PADDING_SLOT = 0
 
 def float8_layout(layout: CacheLayout) -> CacheLayout:
     """Return the layout with float8 keys and values; indices and states keep their dtype."""
-
-    def in_float8(shape: TensorSpec | None) -> TensorSpec | None:
-        return shape and replace(shape, dtype=FLOAT8)
-
-    return replace(
-        layout,
-        layers=tuple(
-            replace(layer, keys=in_float8(layer.keys), values=in_float8(layer.values))
-            for layer in layout.layers
-        ),
-    )
+    layers = [
+        replace(
+            layer,
+            keys=layer.keys and replace(layer.keys, dtype=FLOAT8),
+            values=layer.values and replace(layer.values, dtype=FLOAT8),
+        )
+        for layer in layout.layers
+    ]
+    return replace(layout, layers=tuple(layers))
 
 
 def to_float8_bytes(states: torch.Tensor) -> torch.Tensor:
@@ -59,7 +56,7 @@ def from_float8_bytes(states: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 @dataclass(slots=True)
 class SlotMapping:
-    """The slots that one forward writes, and those that each row reads."""
+    """The slots that a forward writes, and those that each row reads."""
 
     num_cached: int
     """Columns before the new tokens: S - Q; in a packed forward, cached tokens of all rows."""
@@ -108,7 +105,6 @@ class PagedLayer(CacheLayerMixin):
         self.indexer_position_ids: torch.Tensor | None = None
 
     def begin(self, mapping: SlotMapping) -> None:
-        """Prepare for the coming forward."""
         self.mapping = mapping
         self.indexer_position_ids = None
         if self.num_index_positions and mapping.num_cached:
@@ -130,11 +126,9 @@ class PagedLayer(CacheLayerMixin):
         return keys, self._write_and_read(values_NF, value_states)
 
     def update_index(self, states: torch.Tensor) -> torch.Tensor:
-        """Write and read as `update`, for the index of a sparse attention."""
         return self._write_and_read(self.pages[2], states)
 
     def update_indexer(self, states: torch.Tensor) -> torch.Tensor:
-        """Write and read as `update_index`, for `[B, Q, D]` without heads."""
         return self.update_index(states[:, None])[:, 0]
 
     def _write_and_read(self, pages_NF: torch.Tensor, new_BHQD: torch.Tensor) -> torch.Tensor:
@@ -171,7 +165,6 @@ class PagedLayer(CacheLayerMixin):
         return self._current.num_cached
 
     def get_max_length(self) -> int:
-        """Return -1: no limit of its own."""
         return -1
 
 
@@ -214,11 +207,8 @@ class PagedCache(Cache):
         if layout.routes is not None:
             self.routes = [_pages(layout.routes, num_slots, device)]
         self._paged = [layer for layer in self.layers if isinstance(layer, PagedLayer)]
-        self.stateful = {
-            index: layer
-            for index, layer in enumerate(self.layers)
-            if isinstance(layer, RecurrentLayer)
-        }
+        layers = enumerate(self.layers)
+        self.stateful = {i: layer for i, layer in layers if isinstance(layer, RecurrentLayer)}
         """The layers with recurrent states, by their index."""
 
     def _layer(self, states: LayerSpec, num_slots: int) -> Any:
@@ -252,14 +242,15 @@ class PagedCache(Cache):
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """Return all pages and recurrent states."""
-        return self._all_pages + [
-            states for layer in self.stateful.values() for states in layer.tensors
-        ]
+        return self._all_pages + self._all_states
 
     @property
     def _all_pages(self) -> list[torch.Tensor]:
-        return [pages for held in self._page_lists for pages in held]
+        return list(chain(*self._page_lists))
+
+    @property
+    def _all_states(self) -> list[torch.Tensor]:
+        return [states for layer in self.stateful.values() for states in layer.tensors]
 
     @property
     def _page_lists(self) -> list[list[torch.Tensor]]:
@@ -267,11 +258,9 @@ class PagedCache(Cache):
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of all pages and recurrent states."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def begin(self, mapping: SlotMapping) -> None:
-        """Prepare every layer for the coming forward."""
         self._mapping = mapping
         for layer in self._paged:
             layer.begin(mapping)
@@ -279,50 +268,42 @@ class PagedCache(Cache):
             layer.load(None if mapping.read_slots_BS is None else mapping.table_rows_B)
 
     def end(self, mapping: SlotMapping) -> None:
-        """Store the recurrent states that the forward produced."""
         for layer in self.stateful.values():
             layer.save(mapping.table_rows_B)
 
     def copy_blocks(self, sources: list[int], targets: list[int]) -> None:
-        """Copy whole blocks, in every layer."""
-        if not sources:
-            return
-        from_M, to_M = devices.to_device([sources, targets], self._device)
-        for pages_NF in self._all_pages:
-            blocks = pages_NF.view(-1, self.block_size, pages_NF.shape[1])
-            blocks.index_copy_(0, to_M, blocks.index_select(0, from_M))
+        if sources:
+            pages = self._all_pages
+            self._copy([p.view(-1, self.block_size, p.shape[1]) for p in pages], sources, targets)
 
     def copy_states(self, sources: list[int], targets: list[int]) -> None:
-        """Copy recurrent states from table rows to table rows, in every layer."""
-        if not sources:
-            return
+        if sources:
+            self._copy(self._all_states, sources, targets)
+
+    def _copy(self, tensors: list[torch.Tensor], sources: list[int], targets: list[int]) -> None:
         from_M, to_M = devices.to_device([sources, targets], self._device)
-        for layer in self.stateful.values():
-            for states in layer.tensors:
-                states.index_copy_(0, to_M, states.index_select(0, from_M))
+        for tensor in tensors:
+            tensor.index_copy_(0, to_M, tensor.index_select(0, from_M))
 
     def grow(self, num_blocks: int) -> None:
         """Reallocate the pages for `num_blocks` blocks; contents and block numbers are kept."""
         num_slots = (num_blocks + 1) * self.block_size
         self._addresses = None
-        for held in self._page_lists:
-            for index, old_NF in enumerate(held):
+        for pages in self._page_lists:
+            for index, old_NF in enumerate(pages):
                 # An earlier attempt may have run out of memory halfway.
                 if old_NF.shape[0] >= num_slots:
                     continue
                 new_NF = old_NF.new_empty(num_slots, old_NF.shape[1])
                 new_NF[: old_NF.shape[0]] = old_NF
-                held[index] = new_NF
+                pages[index] = new_NF
 
     def write_routes(
         self, routes_NLK: torch.Tensor, slots: torch.Tensor, write_tokens: torch.Tensor | None
     ) -> None:
-        """Write the experts that new tokens took.
+        """Write the experts that all new tokens of a forward took, padding included.
 
-        Args:
-            routes_NLK: of all new tokens of a forward, padding included.
-            slots: int64; the slot of each real new token.
-            write_tokens: int64; indices of the real ones; None: all are real.
+        `slots` and `write_tokens` are those of `SlotMapping`.
         """
         routes_NF = routes_NLK.flatten(1)
         if write_tokens is not None:
@@ -330,7 +311,6 @@ class PagedCache(Cache):
         self.routes[0].index_copy_(0, slots, routes_NF)
 
     def read_routes(self, slots: torch.Tensor) -> torch.Tensor:
-        """Return the experts that the tokens in these slots took, `[N, L, K]`."""
         assert self.layout.routes is not None
         return self.routes[0].index_select(0, slots).view(-1, *self.layout.routes.shape)
 

@@ -1,10 +1,9 @@
-"""Find the blocks that hold the keys of a prefix.
+"""Find the blocks that hold the keys of a prefix, a chain of full blocks.
 
-A prefix is a chain of full blocks. A link is keyed by the policy version, its parent link and the
-block's tokens, all compared exactly: no hash of tokens can collide, and a prefix of another policy
-version is never matched, even while a sequence still holds its block. A token is its id; a token of
-an image also has a hash of the pixels (`PromptImages.cache_keys`). Sequences whose keys differ by
-their length (`Limits.rope_side`) have chains from different roots.
+A link is keyed by the policy version, its parent link and the block's tokens, all compared exactly:
+no hash of tokens can collide, and a prefix of another version is never matched, even while a
+sequence still holds its block. A token of an image also has a hash of the pixels. Sequences whose
+keys differ by their length (`Limits.rope_side`) have chains from different roots.
 """
 
 from collections.abc import Hashable, Sequence
@@ -41,7 +40,7 @@ class PrefixCache:
     def match(
         self, policy_version: int, tokens: Sequence[Hashable], root: int = ROOT
     ) -> tuple[list[int], int]:
-        """Match the longest known chain; the last token never matches, as it must be computed.
+        """Match the longest chain; the last token never matches, as it must be computed.
 
         Returns:
             The blocks of the chain, and its last node.
@@ -73,7 +72,6 @@ class PrefixCache:
         return self._last_node, True
 
     def forget(self, block: int) -> None:
-        """Remove the link that `block` holds."""
         del self._links[self._key_of_block.pop(block)]
 
     def clear(self) -> list[int]:

@@ -1,10 +1,7 @@
-"""Store recurrent and convolution states: of fixed size, one table row for each sequence.
+"""Store recurrent and convolution states: of fixed size, a table row for each sequence.
 
-They are gathered before a forward and stored after it. They are neither shared nor paged: a fork
-copies them. Where a model takes no transformers `Cache`, `OpaqueStateAdapter` moves them between
-the object of its own and the table rows.
-
-B: rows.
+They are gathered before a forward and stored after it, never shared or paged: a fork copies them.
+Where a model takes no transformers `Cache`, `OpaqueStateAdapter` moves them. B: rows.
 """
 
 import copy
@@ -20,15 +17,17 @@ from cb_rollout.errors import ConfigurationError
 
 
 class RecurrentLayer(LinearAttentionLayer):
-    """Convolution and recurrent states of one layer."""
+    """Convolution and recurrent states of a layer."""
 
     def __init__(self, states: LayerSpec, num_table_rows: int, device: torch.device) -> None:
         LinearAttentionLayer.__init__(self, number_of_states=len(states.conv))
+        specs = {"conv_states": states.conv, "recurrent_states": states.recurrent}
         self.states = {
-            "conv_states": [_allocated(shape, num_table_rows, device) for shape in states.conv],
-            "recurrent_states": [
-                _allocated(shape, num_table_rows, device) for shape in states.recurrent
-            ],
+            name: [
+                s and torch.zeros(num_table_rows, *s.shape, dtype=s.dtype, device=device)
+                for s in shapes
+            ]
+            for name, shapes in specs.items()
         }
 
     @property
@@ -51,19 +50,10 @@ class RecurrentLayer(LinearAttentionLayer):
                 self.has_previous_state[index] = True
 
     def save(self, table_rows_B: torch.Tensor) -> None:
-        """Store the rows' states after the forward."""
         for name, all_states in self.states.items():
             for index, states in enumerate(all_states):
                 if states is not None:
                     states.index_copy_(0, table_rows_B, getattr(self, name)[index])
-
-
-def _allocated(
-    shape: TensorSpec | None, num_table_rows: int, device: torch.device
-) -> torch.Tensor | None:
-    if shape is None:
-        return None
-    return torch.zeros(num_table_rows, *shape.shape, dtype=shape.dtype, device=device)
 
 
 # More than one, to tell a tensor with a row for each sequence from one that all share.
@@ -80,9 +70,7 @@ class OpaqueStateAdapter:
     def __init__(self, short: object, long: object) -> None:
         """Read the states' shapes from two of the model's objects.
 
-        Args:
-            short: returned by a forward of `PROBE_ROWS` rows of one token.
-            long: returned by a forward of `PROBE_ROWS` rows of several tokens.
+        Forwards of `PROBE_ROWS` rows returned them: `short` of one token, `long` of several.
 
         Raises:
             ConfigurationError: there are no states, or they grow with the tokens.
@@ -105,7 +93,6 @@ class OpaqueStateAdapter:
         return _mapped(self._template, lambda s: next(states) if _is_state(s) else s.clone())
 
     def extract(self, layer: RecurrentLayer, returned: object, num_rows: int) -> None:
-        """Move the states from the object that a forward of `num_rows` rows returned."""
         for index, states in enumerate(_states(returned, num_rows)):
             layer.recurrent_states[index] = states
 
@@ -115,15 +102,9 @@ def _is_state(tensor: torch.Tensor, num_rows: int = PROBE_ROWS) -> bool:
 
 
 def _states(nest: object, num_rows: int = PROBE_ROWS) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        if _is_state(tensor, num_rows):
-            found.append(tensor)
-        return tensor
-
-    _mapped(nest, note)
-    return found
+    tensors: list[torch.Tensor] = []
+    _mapped(nest, lambda tensor: tensors.append(tensor) or tensor)
+    return [tensor for tensor in tensors if _is_state(tensor, num_rows)]
 
 
 def _mapped(nest: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:

@@ -17,13 +17,10 @@ from cb_rollout.engine.memory import device as devices
 from cb_rollout.engine.memory.plan import GIB, MemoryPlan, create_memory_plan
 from cb_rollout.errors import ConfigurationError, OutOfCacheMemoryError
 
-# Of every row at once: the logits, these over their temperature, and their exponentials.
-FLOAT32_LOGITS = 3
-
 
 def workspace_bytes_per_request(vocab_size: int) -> int:
-    """Return the bytes of a forward for each row: of its logits."""
-    return vocab_size * 4 * FLOAT32_LOGITS
+    """Return a row's bytes of float32: logits, these over the temperature, and exponentials."""
+    return vocab_size * 4 * 3
 
 
 def page_layout(layout: CacheLayout, config: RolloutConfig, device: torch.device) -> CacheLayout:
@@ -46,23 +43,14 @@ def page_layout(layout: CacheLayout, config: RolloutConfig, device: torch.device
     return float8_layout(layout)
 
 
-def max_requests_per_batch(config: RolloutConfig, device: torch.device) -> int:
-    """Return the most sequences decoded together, unless their states take too much memory."""
-    return config.max_requests_per_batch or devices.max_requests_per_batch(device)
-
-
 def gathered_bytes_per_token(
     layout: CacheLayout, num_heads: int, compute_dtype: torch.dtype
 ) -> int:
-    """Return the bytes that a forward gathers of one layer, for each token of each row's history.
+    """Return the bytes that a forward gathers of a layer, for each token of each row's history.
 
     Attention with several queries for each key head first repeats the gathered keys and values for
-    each of them (`repeat_kv` in transformers), and holds both.
-
-    Args:
-        layout: tensors that the layers store.
-        num_heads: query heads of a layer; 0: not known.
-        compute_dtype: dtype of the gathered tensors.
+    each of them (`repeat_kv` in transformers), and holds both. `num_heads` are a layer's query
+    heads; 0: unknown.
     """
 
     def num_elements(layer: LayerSpec) -> int:
@@ -80,7 +68,7 @@ def require_room(plan: MemoryPlan, config: RolloutConfig, device: torch.device) 
     """Return the plan of these settings, where a sequence fits.
 
     Raises:
-        OutOfCacheMemoryError: not even one block fits, or one sequence's states.
+        OutOfCacheMemoryError: not even one block fits, or a sequence's states.
         ConfigurationError: `num_blocks` are more than the device has memory for.
     """
     if plan.is_fixed and plan.kv_bytes > plan.total_bytes:
@@ -98,12 +86,10 @@ def require_room(plan: MemoryPlan, config: RolloutConfig, device: torch.device) 
         f"{plan.training_reserve_bytes / GIB:.3f}, a forward {plan.forward_bytes / GIB:.3f}, and a "
         f"block of {config.block_size} tokens {plan.bytes_per_block / GIB:.3f}"
     )
-    for name, (turn, numbers) in _defaults(plan, device).items():
+    for name, numbers in _defaults(plan, device).items():
         value, default = getattr(config, name), getattr(RolloutConfig, name)
-        if value == default:
-            continue
-        other = create_memory_plan(replace(plan, **numbers))
-        if other.has_room:
+        if value != default and (other := create_memory_plan(replace(plan, **numbers))).has_room:
+            turn = "raise" if name == "max_memory_percent" else "lower"
             raise OutOfCacheMemoryError(
                 f"no memory for a KV cache under {name}={value!r}: {found}; {turn} {name}: with "
                 f"{default!r} there would be {other.num_blocks} blocks.\n{plan}"
@@ -114,20 +100,12 @@ def require_room(plan: MemoryPlan, config: RolloutConfig, device: torch.device) 
     )
 
 
-def _defaults(plan: MemoryPlan, device: torch.device) -> dict[str, tuple[str, dict[str, Any]]]:
-    """Return settings that may leave no memory, the likeliest first, how to turn each, its default.
-
-    The default is the plan's number that follows from it.
-    """
-    unreserved = replace(plan.training, set_reserve=None)
-    percent = RolloutConfig.max_memory_percent
+def _defaults(plan: MemoryPlan, device: torch.device) -> dict[str, dict[str, Any]]:
+    """Return settings that may leave no memory, the likeliest first, and the plan's default."""
     return {
-        "block_size": ("lower", {"block_size": RolloutConfig.block_size}),
-        "max_requests_per_batch": (
-            "lower",
-            {"max_requests": devices.max_requests_per_batch(device)},
-        ),
-        "max_batch_tokens": ("lower", {"max_batch_tokens": devices.max_batch_tokens(device)}),
-        "training_reserve_gib": ("lower", {"training": unreserved}),
-        "max_memory_percent": ("raise", {"max_memory_percent": percent}),
+        "block_size": {"block_size": RolloutConfig.block_size},
+        "max_requests_per_batch": {"max_requests": devices.max_requests_per_batch(device)},
+        "max_batch_tokens": {"max_batch_tokens": devices.max_batch_tokens(device)},
+        "training_reserve_gib": {"training": replace(plan.training, set_reserve=None)},
+        "max_memory_percent": {"max_memory_percent": RolloutConfig.max_memory_percent},
     }

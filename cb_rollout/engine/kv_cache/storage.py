@@ -1,9 +1,8 @@
 """Allocate, grow and release the cache's tensors, within the memory plan.
 
-With torch_memory_saver, an optional dependency that only this file imports, released GPU memory is
-allocated again at the same addresses, so that CUDA graphs stay valid. That library ends the process
-on misuse: resuming a pool that does not fit, or freeing a paused one. So free memory is checked
-first, and a reference to each paused pool is held.
+With torch_memory_saver, which only this file imports, released GPU memory is allocated again at the
+same addresses, so that CUDA graphs stay valid. That library ends the process where a pool that is
+resumed does not fit, or a paused one is freed: memory is checked first, and paused pools are kept.
 """
 
 import importlib
@@ -88,21 +87,16 @@ class CacheStorage:
         plan: MemoryPlan,
         device: torch.device,
         saver: MemorySaver | None = None,
-        smallest: Callable[[int], int] = int,
+        all_reduce_min: Callable[[int], int] = int,
     ) -> None:
         """Allocate nothing yet.
 
-        Args:
-            layout: kind of state of each layer.
-            limits: bounds of blocks and sequences.
-            plan: most blocks.
-            device: holds the cache.
-            saver: keeps addresses while memory is released; None: nothing does.
-            smallest: returns the smallest of a number over the processes that share a cache's
-                heads, which must allocate the same blocks.
+        `saver` keeps addresses while memory is released; None: nothing does. `all_reduce_min`
+        returns the smallest of a number over the processes that share a cache's heads, which must
+        allocate the same blocks.
         """
         self._layout, self._limits, self._plan, self._device = layout, limits, plan, device
-        self._saver, self._smallest = saver, smallest
+        self._saver, self._all_reduce_min = saver, all_reduce_min
         self._num_blocks = 0
         self._held: tuple[PagedCache, BlockTable] | None = None
         self._tag: str | None = None
@@ -115,19 +109,16 @@ class CacheStorage:
 
     @property
     def cache(self) -> PagedCache:
-        """Return the cache, which must be allocated."""
         assert self._held is not None
         return self._held[0]
 
     @property
     def table(self) -> BlockTable:
-        """Return the block table, which must be allocated."""
         assert self._held is not None
         return self._held[1]
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of keys, values and states."""
         return self.cache.num_bytes if self._held else 0
 
     def release(self, limits: Limits, plan: MemoryPlan, layout: CacheLayout | None = None) -> None:
@@ -145,9 +136,7 @@ class CacheStorage:
     def allocate(self, num_blocks: int, at_least: int = 1) -> int:
         """Allocate `num_blocks` blocks, or as many as fit; return the number allocated.
 
-        Args:
-            num_blocks: what the workload can use; the plan may allow less, or fix another number.
-            at_least: fewer blocks than this are an error.
+        The plan may allow less than these, or fix another number.
 
         Raises:
             OutOfCacheMemoryError: there is no memory for `at_least` blocks.
@@ -156,40 +145,37 @@ class CacheStorage:
         if not self._plan.is_fixed:
             wanted = min(num_blocks, wanted)
         at_least = min(at_least, wanted)
-        num_blocks = self._smallest(min(wanted, self._num_affordable(self._plan.state_bytes)))
+        num_blocks = self._all_reduce_min(min(wanted, self._num_affordable(self._plan.state_bytes)))
         while True:
             if num_blocks < at_least:
                 raise self._out_of_memory(at_least)
-            cache, cause = None, None
-            try:
-                cache = self._resumed(num_blocks) or self._new(num_blocks)
-            except (RuntimeError, MemoryError) as error:
-                if not is_out_of_memory(error):
-                    raise
-                devices.empty_cache(self._device)
-                cause = error
-            if self._smallest(cache is not None):
-                assert cache is not None
+            cache, cause = self._attempted(
+                lambda size=num_blocks: self._resumed(size) or self._new(size)
+            )
+            if self._all_reduce_min(cache is not None):
                 break
             if num_blocks == at_least:
                 raise self._out_of_memory(at_least) from cause
             num_blocks = max(at_least, _shrunk(num_blocks))
         if num_blocks < wanted:
+            automatic = "max_memory_percent, or set training_reserve_gib"
             _LOGGER.warning(
-                "no memory for %d KV cache blocks (%s): %d are taken (%s); %s. Fewer sequences run "
-                "together. Lower %s.",
-                wanted,
-                self._size(wanted),
-                num_blocks,
-                self._size(num_blocks),
-                self._free_now(),
-                "num_blocks"
-                if self._plan.is_fixed
-                else "max_memory_percent, or set training_reserve_gib",
+                f"no memory for {wanted} KV cache blocks ({self._size(wanted)}): {num_blocks} are "
+                f"taken ({self._size(num_blocks)}); {self._free_now()}. Fewer sequences run "
+                f"together. Lower {'num_blocks' if self._plan.is_fixed else automatic}."
             )
         table = BlockTable(self._limits.max_requests, self._limits.block_size, self._device)
         self._num_blocks, self._held = num_blocks, (cache, table)
         return num_blocks
+
+    def _attempted(self, allocate: Callable[[], Any]) -> tuple[Any, Exception | None]:
+        try:
+            return allocate(), None
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            devices.empty_cache(self._device)
+            return None, error
 
     def _num_affordable(self, other_bytes: int = 0) -> int:
         # A CPU allocates more than it has, and ends the process that uses it.
@@ -197,7 +183,6 @@ class CacheStorage:
         return max(0, free) // max(1, self._plan.bytes_per_block)
 
     def _resumed(self, num_blocks: int) -> PagedCache | None:
-        """Return the paused pool at its old addresses, if it is of this size."""
         size = (num_blocks, self._limits.max_requests)
         if self._saver is None or self._tag is None or self._paused != size:
             return None
@@ -228,17 +213,10 @@ class CacheStorage:
         now = self._num_blocks
         target = min(self._plan.num_blocks, max(2 * now, now + count), max(usable, now + count))
         if target > now:
-            target = self._smallest(min(target, now + self._num_affordable()))
+            target = self._all_reduce_min(min(target, now + self._num_affordable()))
         while self._held is not None and target > now:
-            is_grown = True
-            try:
-                self.cache.grow(target)
-            except (RuntimeError, MemoryError) as error:
-                if not is_out_of_memory(error):
-                    raise
-                devices.empty_cache(self._device)
-                is_grown = False
-            if self._smallest(is_grown):
+            _, error = self._attempted(lambda size=target: self.cache.grow(size))
+            if self._all_reduce_min(error is None):
                 self._num_blocks = target
                 # The new pages are outside the pausable pool.
                 self._tag = None
@@ -265,5 +243,4 @@ class CacheStorage:
 
 
 def _shrunk(num_blocks: int) -> int:
-    """Return the blocks to try after so many could not be allocated: a tenth fewer."""
     return num_blocks - max(1, num_blocks // 10)

@@ -15,11 +15,6 @@ from torch import distributed
 from cb_rollout.engine.memory.system import system_memory
 from cb_rollout.errors import ConfigurationError, OutOfCacheMemoryError
 
-# The first compute capability that converts float8 in hardware.
-FLOAT8_CAPABILITY = (8, 9)
-
-# Writing this to `clear_refs` resets the peak of the resident size, since Linux 4.0.
-RESET_PEAK = "5"
 STATUS, CLEAR_REFERENCES = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
@@ -91,13 +86,11 @@ def used_and_peak(device: torch.device) -> tuple[int, int] | None:
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
     try:
-        lines = [line.split() for line in STATUS.read_text().splitlines()]
-    except OSError:
+        lines = dict(line.split(":", 1) for line in STATUS.read_text().splitlines())
+        used, peak = (int(lines[name].split()[0]) * 1024 for name in ("VmRSS", "VmHWM"))
+    except (OSError, KeyError, ValueError):
         return None
-    kib = {line[0]: int(line[1]) for line in lines if line[0] in ("VmRSS:", "VmHWM:")}
-    if len(kib) < 2:
-        return None
-    return kib["VmRSS:"] * 1024, kib["VmHWM:"] * 1024
+    return used, peak
 
 
 def reset_peak(device: torch.device) -> bool:
@@ -106,7 +99,8 @@ def reset_peak(device: torch.device) -> bool:
         torch.cuda.reset_peak_memory_stats(device)
         return True
     try:
-        CLEAR_REFERENCES.write_text(RESET_PEAK)
+        # Resets the peak of the resident size, since Linux 4.0.
+        CLEAR_REFERENCES.write_text("5")
     except OSError:
         return False
     return True
@@ -148,11 +142,6 @@ def to_host(*tensors: torch.Tensor) -> list[list[Any]]:
     ]
 
 
-def prior_stream(device: torch.device) -> torch.cuda.Stream | None:
-    """Create a stream whose work runs before that of others; None: the device has no streams."""
-    return torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
-
-
 def on_stream(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
     """Launch the calling thread's work on a stream; None: on its own."""
     return nullcontext() if stream is None else torch.cuda.stream(stream)
@@ -174,12 +163,7 @@ def wait_event(event: torch.cuda.Event | None, device: torch.device) -> None:
 
 
 def finish(device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
-    """Wait until a device has run everything that was launched, failed or not.
-
-    Args:
-        device: where.
-        stream: wait for its work alone; None: for that of all streams.
-    """
+    """Wait until a device has run all work of a stream, failed or not; None: of all streams."""
     if device.type == "cuda":
         # The next use of the device raises the same error.
         with suppress(RuntimeError):
@@ -210,16 +194,14 @@ def empty_cache(device: torch.device) -> None:
         torch.cuda.empty_cache()
     elif device.type == "cpu" and sys.platform == "linux":
         # glibc keeps the memory of freed tensors below its mmap threshold, up to 32 MiB each.
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-        if trim is not None:
-            trim(0)
+        with suppress(AttributeError):
+            ctypes.CDLL(None).malloc_trim(0)
 
 
 def has_float8(device: torch.device) -> bool:
     """Return whether the device converts float8 in hardware."""
-    if device.type != "cuda":
-        return False
-    return torch.cuda.get_device_capability(device) >= FLOAT8_CAPABILITY
+    # The first compute capability that converts it.
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def max_batch_tokens(device: torch.device) -> int:

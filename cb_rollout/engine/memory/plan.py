@@ -30,7 +30,6 @@ class TrainingBytes:
     optimizer_states: int = 0
     """Those that exist now, where the optimizer is known."""
     gradients_to_come: int = 0
-    """Estimated, before the first optimizer step."""
     optimizer_states_to_come: int = 0
     """Estimated, before the first optimizer step."""
     activations: int = 0
@@ -43,33 +42,28 @@ class TrainingBytes:
 
     @property
     def reserve(self) -> int:
-        """Return the bytes that training will still allocate."""
         if self.set_reserve is not None:
             return self.set_reserve
         return self.gradients_to_come + self.optimizer_states_to_come + self.activations
 
     @property
     def held(self) -> int:
-        """Return the bytes that training holds now."""
         return self.weights + self.gradients + self.optimizer_states
 
     @property
     def parts(self) -> list[Part]:
-        """Return the rows of what training holds and will allocate."""
-        if self.set_reserve is not None:
-            return [
-                Part("weights", self.weights),
-                Part("gradients", self.gradients, "now"),
-                Part("optimizer states", self.optimizer_states, "now"),
-                Part("training reserve", self.set_reserve, "training_reserve_gib"),
-            ]
-        grads, states = self.gradients_to_come, self.optimizer_states_to_come
         is_measured = "measured beside the cache" if self.is_measured else "not measured yet"
+        last = Part("activations peak", self.activations, is_measured)
+        grads, states = self.gradients_to_come, self.optimizer_states_to_come
+        if self.set_reserve is not None:
+            last = Part("training reserve", self.set_reserve, "training_reserve_gib")
+            grads = states = 0
+        now = "" if self.set_reserve is None else "now"
         return [
             Part("weights", self.weights),
-            Part("gradients", self.gradients + grads, _to_come(grads)),
-            Part("optimizer states", self.optimizer_states + states, _to_come(states)),
-            Part("activations peak", self.activations, is_measured),
+            Part("gradients", self.gradients + grads, _to_come(grads) or now),
+            Part("optimizer states", self.optimizer_states + states, _to_come(states) or now),
+            last,
         ]
 
 
@@ -87,17 +81,16 @@ class MemoryModel:
     max_memory_percent: float
     """Share, in (0, 1], of what training leaves that the cache may use."""
     block_size: int
-    """Tokens of a block."""
     max_requests: int
     """Rows of a forward at most; sequences decoded together, unless their states need too much."""
     max_batch_tokens: int
     """Tokens that a forward computes at most."""
     max_blocks_per_request: int | None = None
-    """Blocks of one sequence at most; None: no limit."""
+    """Blocks of a sequence at most; None: no limit."""
     bytes_per_token: int
-    """Keys and values of one token, over all layers; 0 for a model that stores none."""
+    """Keys and values of a token, over all layers; 0 for a model that stores none."""
     bytes_per_sequence: int
-    """Recurrent states of one sequence, over all layers; 0 where the model has none."""
+    """Recurrent states of a sequence, over all layers; 0 where the model has none."""
     workspace_bytes_per_request: int
     """Memory of a forward for each row, apart from what it gathers."""
     gathered_bytes_per_token: int
@@ -106,7 +99,7 @@ class MemoryModel:
     """Tokens that the rows of a prefill gather together, for each token that it may compute, unless
     it has one row only."""
     max_sequence_tokens: int | None = None
-    """Most tokens of one sequence, where only prefills gather; None: no limit, or decode steps
+    """Most tokens of a sequence, where only prefills gather; None: no limit, or decode steps
     gather too."""
     graph_bytes: int = 0
     """Memory of CUDA graphs, captured before the plan was made; 0: there are none."""
@@ -127,12 +120,10 @@ class MemoryModel:
 
     @property
     def bytes_per_block(self) -> int:
-        """Return the bytes of keys and values of one block, over all layers."""
         return self.bytes_per_token * self.block_size
 
     @property
     def workspace_bytes(self) -> int:
-        """Return the bytes of a forward of the largest batch, apart from what it gathers."""
         return self.workspace_bytes_per_request * self.max_requests
 
     def gathered_bytes_of(self, num_blocks: int) -> int:
@@ -190,7 +181,7 @@ class MemoryPlan(MemoryModel):
 
     @property
     def gathered_bytes(self) -> int:
-        """Return the bytes of keys and values that a forward gathers, of one layer at a time."""
+        """Return the bytes of keys and values that a forward gathers, of a layer at a time."""
         return self.gathered_bytes_of(self.num_blocks)
 
     @property
@@ -218,7 +209,6 @@ class MemoryPlan(MemoryModel):
         ]
 
     def __str__(self) -> str:
-        """Return the plan as a table."""
         rows = [Part("total", self.total_bytes), *self.parts]
         return "\n".join(
             f"{name:<18}{size / GIB:>11.3f} GiB  {note}".rstrip() for name, size, note in rows

@@ -32,7 +32,6 @@ class SystemMemory(NamedTuple):
 
     @property
     def left_bytes(self) -> float:
-        """Return the bytes that may still be allocated."""
         return max(0.0, self.limit_bytes - self.used_bytes)
 
 
@@ -95,22 +94,22 @@ def container_memory(root: Path = ROOT, membership: Path = MEMBERSHIP) -> System
     tightest = SystemMemory(math.inf, 0)
     for _, controllers, group in lines:
         if controllers == "":
-            found = _walk(root, group, "memory.max", "memory.current", "inactive_file")
+            limit = _tightest(root, group, "memory.max", "memory.current", "inactive_file")
         elif "memory" in controllers.split(","):
             names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-            found = _walk(root / "memory", group, *names)
+            limit = _tightest(root / "memory", group, *names)
         else:
             continue
-        tightest = min(tightest, found, key=lambda memory: memory.left_bytes)
+        tightest = min(tightest, limit, key=lambda memory: memory.left_bytes)
     return tightest
 
 
-def _walk(mount: Path, group: str, limit: str, used: str, reclaimable: str) -> SystemMemory:
+def _tightest(mount: Path, group: str, limit: str, used: str, reclaimable: str) -> SystemMemory:
     # Inside a container the process's group is often the mount itself.
     inner = mount / group.lstrip("/")
     groups = [g for g in (inner, *inner.parents) if g.is_relative_to(mount)]
-    found = [_read(g / limit, g / used, g / "memory.stat", reclaimable) for g in groups]
-    return min(found, key=lambda memory: memory.left_bytes)
+    limits = [_read(g / limit, g / used, g / "memory.stat", reclaimable) for g in groups]
+    return min(limits, key=lambda memory: memory.left_bytes)
 
 
 def _read(limit: Path, used: Path, statistics: Path, reclaimable: str) -> SystemMemory:
@@ -120,16 +119,13 @@ def _read(limit: Path, used: Path, statistics: Path, reclaimable: str) -> System
         if isinstance(error, OSError) and error.errno in OUT_OF_FILES:
             raise
         # There is no such file, or it says "max".
-        return SystemMemory(math.inf, 0)
+        limit_bytes, used_bytes = UNLIMITED_BYTES, 0
     if limit_bytes >= UNLIMITED_BYTES:
         return SystemMemory(math.inf, 0)
-    return SystemMemory(limit_bytes, max(0, used_bytes - _statistic(statistics, reclaimable)))
-
-
-def _statistic(file: Path, name: str) -> int:
-    """Return a figure of a group, such as its file cache, which the kernel drops when asked."""
     try:
-        lines = [line.split() for line in file.read_text().splitlines()]
-        return next((int(value) for key, value in lines if key == name), 0)
+        # Such as the file cache, which the kernel drops when asked.
+        lines = dict(line.split() for line in statistics.read_text().splitlines())
+        used_bytes -= int(lines.get(reclaimable, 0))
     except (OSError, ValueError):
-        return 0
+        pass
+    return SystemMemory(limit_bytes, max(0, used_bytes))

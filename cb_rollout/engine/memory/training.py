@@ -1,8 +1,8 @@
 """Estimate the memory of the training beside an engine, then measure it over one full step.
 
-Until the first optimizer step of the trained model, in any trainer or loop, the peak of torch's
-allocator, or of the process's resident size, is reset whenever the engine becomes idle. Called by
-the engine's thread; the optimizer step is recorded on the training thread.
+Until the first optimizer step of the trained model, the peak of torch's allocator, or of the
+process's resident size, is reset whenever the engine becomes idle. Called by the engine's thread;
+the optimizer step is recorded on the training thread.
 """
 
 import weakref
@@ -20,19 +20,12 @@ from cb_rollout.errors import ConfigurationError
 
 # By a part of the name of a torch, bitsandbytes or torchao class, or of the trainer's `optim`.
 # Momentum is counted by `TENSOR_SETTINGS`; Adafactor's rows and columns of factors are negligible.
+_NAMES_BY_TENSORS = (
+    "sgd adafactor lomo muon", "schedule_free_sgd lion adagrad rmsprop", "adam adadelta rprop",
+    "ademamix",
+)  # fmt: skip
 TENSORS_PER_PARAMETER = {
-    "sgd": 0,
-    "schedule_free_sgd": 1,
-    "adafactor": 0,
-    "lomo": 0,
-    "lion": 1,
-    "muon": 0,
-    "adagrad": 1,
-    "rmsprop": 1,
-    "ademamix": 3,
-    "adam": 2,
-    "adadelta": 2,
-    "rprop": 2,
+    name: number for number, names in enumerate(_NAMES_BY_TENSORS) for name in names.split()
 }
 
 # Adam's two moments, assumed of an optimizer of an unknown class.
@@ -58,17 +51,14 @@ _WATCHERS: "weakref.WeakSet[TrainingMemory]" = weakref.WeakSet()
 def optimizer_state_bytes(
     name: str, settings: Mapping[str, Any], num_elements: int, num_bytes: int
 ) -> int:
-    """Return the bytes of an optimizer's states.
+    """Return the bytes of the states of an optimizer of so many elements and bytes.
 
-    Args:
-        name: name of its class, or of the trainer's `optim`.
-        settings: its defaults, as in torch's optimizers.
-        num_elements: elements of its parameters.
-        num_bytes: bytes of its parameters.
+    `name` is that of its class, or of the trainer's `optim`; `settings` are its defaults, as in
+    torch's optimizers.
     """
     name = _normal(name)
-    known = _known_parts(name)
-    num_tensors = TENSORS_PER_PARAMETER[max(known, key=len)] if known else DEFAULT_TENSORS
+    matches = _matching_names(name)
+    num_tensors = TENSORS_PER_PARAMETER[max(matches, key=len)] if matches else DEFAULT_TENSORS
     num_tensors += sum(bool(settings.get(setting)) for setting in TENSOR_SETTINGS)
     for part, width in BYTES_PER_ELEMENT.items():
         if part in name:
@@ -80,8 +70,8 @@ def _normal(name: str) -> str:
     return name.lower().replace("-", "_")
 
 
-def _known_parts(name: str) -> list[str]:
-    return [part for part in TENSORS_PER_PARAMETER if part in _normal(name)]
+def _matching_names(name: str) -> list[str]:
+    return [known for known in TENSORS_PER_PARAMETER if known in _normal(name)]
 
 
 class TrainingMemory:
@@ -97,13 +87,9 @@ class TrainingMemory:
     ) -> None:
         """Watch for the first optimizer step.
 
-        Args:
-            trained: the model that may be trained.
-            generating: the model that generates: the same, or a copy.
-            device: the device whose memory is counted.
-            optimizer: the trained model's optimizer, its class, or the name of a known one; None:
-                unknown, and training is expected if the model is in training mode.
-            reserve_gib: what training will still allocate; "auto": estimated, then measured.
+        `generating` is `trained`, or a copy of it. Without an optimizer, its class, or the name of
+        a known one, training is expected if the model is in training mode. `reserve_gib` is the
+        memory that training will still allocate; "auto": estimated, then measured.
 
         Raises:
             ConfigurationError: `optimizer` is none of these.
@@ -116,7 +102,7 @@ class TrainingMemory:
             self._optimizer = weakref.ref(getattr(optimizer, "optimizer", optimizer))
         elif isinstance(optimizer, type):
             self._optimizer_name = optimizer.__name__
-        elif isinstance(optimizer, str) and _known_parts(optimizer):
+        elif isinstance(optimizer, str) and _matching_names(optimizer):
             self._optimizer_name = optimizer
         elif optimizer is not None:
             raise ConfigurationError(
@@ -146,11 +132,9 @@ class TrainingMemory:
 
     @property
     def needs_new_plan(self) -> bool:
-        """Return whether the first step was made since the memory was planned."""
         return self.has_stepped and not self.is_settled
 
     def settle(self) -> None:
-        """End all measuring: the next plan is the last."""
         self.is_settled, self._is_measuring = True, False
 
     def start_measuring(self) -> None:
@@ -163,17 +147,13 @@ class TrainingMemory:
 
         A peak without a cache does not limit the cache.
         """
-        if not self._is_measuring:
-            return
+        measured = devices.used_and_peak(self._device) if self._is_measuring else None
         self._is_measuring = False
-        found = devices.used_and_peak(self._device)
-        if found is not None:
-            used, peak = found
-            beside = max(0, peak - used) if cache_bytes else 0
-            self._peak = max(self._peak or 0, beside)
+        if measured is not None:
+            used, peak = measured
+            self._peak = max(self._peak or 0, peak - used if cache_bytes else 0)
 
     def bytes_now(self) -> TrainingBytes:
-        """Return what a plan made now must take into account."""
         trainable = [fsdp_compat.local_part(parameter) for parameter in self._trainable()]
         gradients = _num_bytes(p.grad for p in self._trainable() if p.grad is not None)
         models = {id(model): model for model in (self._trained, self._generating)}.values()
@@ -200,7 +180,6 @@ class TrainingMemory:
         return [p for p in self._trained.parameters() if p.requires_grad]
 
     def _state_bytes(self) -> int:
-        """Return the bytes of a known optimizer's states on the device."""
         optimizer = self._optimizer and self._optimizer()
         if optimizer is None:
             return 0

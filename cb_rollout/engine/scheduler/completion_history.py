@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 # Tokens of all completions together, 4 bytes each; the prompts that waited longest are dropped.
 MAX_TOKENS = 1 << 22
 
-# Completions of one prompt: two rollouts of a group of eight.
+# Completions of a prompt: two rollouts of a group of eight.
 MAX_COMPLETIONS = 16
 
 
 class PromptHistory:
-    """Completions of one prompt, the newest last."""
+    """Completions of a prompt, the newest last."""
 
     __slots__ = ("completions", "key")
 
@@ -32,12 +32,10 @@ class PromptHistory:
 
     @property
     def prompt_ids(self) -> array[int]:
-        """Return the prompt's token ids."""
         return array("i", self.key)
 
     @property
     def num_tokens(self) -> int:
-        """Return the tokens of all completions."""
         return sum(map(len, self.completions))
 
     def expected_length(self) -> float | None:
@@ -46,15 +44,13 @@ class PromptHistory:
 
 
 class CompletionHistory:
-    """Completions of the latest prompts of one engine."""
+    """Completions of the latest prompts of an engine."""
 
     def __init__(self, max_tokens: int = MAX_TOKENS) -> None:
-        """Keep at most `max_tokens` tokens of completions."""
         self._max_tokens, self.num_tokens = max_tokens, 0
         self._prompts: OrderedDict[bytes, PromptHistory] = OrderedDict()
 
     def of(self, prompt_ids: Sequence[int]) -> PromptHistory:
-        """Return the completions of a prompt, an empty history for a new one."""
         key = array("i", prompt_ids).tobytes()
         return self._prompts.get(key) or PromptHistory(key)
 

@@ -4,7 +4,6 @@ A policy is a subclass of `SchedulerPolicy` with a name. It only reads the sched
 thread that steps the engine.
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING, ClassVar
 
 from cb_rollout.config.enums import SchedulerType
@@ -26,7 +25,6 @@ class SchedulerPolicy:
     registered: ClassVar[dict[str, type["SchedulerPolicy"]]] = {}
 
     def __init_subclass__(cls, *, name: str) -> None:
-        """Register a policy under its `scheduler_type`."""
         SchedulerPolicy.registered[name] = cls
 
     def comes_before(self, newcomer: Request, waiting: Request) -> bool:
@@ -55,12 +53,22 @@ class PrefillFirst(SchedulerPolicy, name=SchedulerType.PREFILL_FIRST):
     """Decode only when no prompt can be admitted."""
 
     def is_prefill_next(self, scheduler: "Scheduler") -> bool:
-        """Prefill always."""
         return True
 
 
+class LongestFirst(SchedulerPolicy, name=SchedulerType.LONGEST_FIRST):
+    """Admit the longest expected first, so that it does not run alone after all others.
+
+    This is the LPT rule (longest processing time first) of Graham, "Bounds on multiprocessing
+    timing anomalies", 1969. A prompt without completions comes first: it may be the longest.
+    """
+
+    def comes_before(self, newcomer: Request, waiting: Request) -> bool:
+        """Compare expected lengths; members of a group have the same and stay together."""
+        ours, theirs = newcomer.expected_length, waiting.expected_length
+        return theirs is not None and (ours is None or ours > theirs)
+
+
 def create_policy(scheduler_type: str) -> SchedulerPolicy:
-    """Return the policy registered under a name; its module of this folder has the same name."""
-    if scheduler_type not in SchedulerPolicy.registered:
-        import_module(f"{__package__}.{scheduler_type}")
+    """Return the policy registered under a name."""
     return SchedulerPolicy.registered[scheduler_type]()

@@ -5,15 +5,16 @@ engine.
 """
 
 import heapq
+import operator
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from itertools import islice
+from itertools import islice, takewhile
 
 from cb_rollout.engine.kv_cache.block_manager import BlockManager
 from cb_rollout.engine.kv_cache.block_pool import BlockPool
-from cb_rollout.engine.kv_cache.offload import KVRetention
-from cb_rollout.engine.request import NO_TABLE_ROW, Limits, Prefill, Request
+from cb_rollout.engine.kv_cache.offload import KVOffloader
+from cb_rollout.engine.request import NO_TABLE_ROW, Limits, Prefill, Request, members
 from cb_rollout.engine.scheduler.policy import SchedulerPolicy
 from cb_rollout.metrics.registry import EngineCounters
 from cb_rollout.types import RequestStatus
@@ -25,7 +26,7 @@ MIN_BATCH_TOKENS = 16
 # as the longest: at most this many for each token that it may compute. One layer's keys of 65,536
 # tokens (8,192 times this) are 256 MiB for 8 key heads of 128 in 16 bits, and four times that
 # repeated for 32 heads.
-HISTORY_FACTOR = 8
+MAX_GATHER_RATIO = 8
 
 
 class WaitingQueue:
@@ -38,82 +39,38 @@ class WaitingQueue:
     def __init__(self, policy: SchedulerPolicy) -> None:
         self._policy = policy
         self._requests: deque[Request] = deque()
-        self._num_ended = 0
+        self.num_ended = 0
+        """Sequences of the queue that were ended."""
 
     def __len__(self) -> int:
-        return len(self._requests) - self._num_ended
+        return len(self._requests) - self.num_ended
 
     def __iter__(self) -> Iterator[Request]:
         return (request for request in self._requests if not request.status.is_final)
 
     @property
     def head(self) -> Request | None:
-        """The next sequence to admit; None: none waits."""
         while self._requests and self._requests[0].status.is_final:
             self._requests.popleft()
-            self._num_ended -= 1
+            self.num_ended -= 1
         return self._requests[0] if self._requests else None
 
     def append(self, request: Request) -> None:
-        """Queue a new sequence where the policy says."""
-        index = len(self._requests)
-        for waiting in reversed(self._requests):
-            ran_before = waiting.admitted_time is not None
-            if ran_before or not self._policy.comes_before(request, waiting):
-                break
-            index -= 1
-        self._requests.insert(index, request)
+        """Queue a new sequence where the policy says; sequences that ran before stay in front."""
+        passed = takewhile(
+            lambda waiting: (
+                waiting.admitted_time is None and self._policy.comes_before(request, waiting)
+            ),
+            reversed(self._requests),
+        )
+        self._requests.insert(len(self._requests) - len(list(passed)), request)
 
     def appendleft(self, request: Request) -> None:
-        """Queue a sequence that ran before in front of all others."""
         self._requests.appendleft(request)
 
     def take(self) -> Request:
-        """Remove and return the head, which must exist."""
-        head = self.head
-        assert head is not None
+        """Remove and return the head, which was just read."""
         return self._requests.popleft()
-
-    def note_ended(self) -> None:
-        """Count a sequence of the queue that was ended."""
-        self._num_ended += 1
-
-    def clear(self) -> None:
-        """Drop all sequences."""
-        self._requests.clear()
-        self._num_ended = 0
-
-
-class PrefillSize:
-    """Tokens that a prefill computes, and tokens whose keys it gathers."""
-
-    def __init__(self, is_packed: bool) -> None:
-        """Start without rows; `is_packed`: rows are not padded to the longest."""
-        self._is_packed = is_packed
-        self._num_rows = self._width = self._longest = 0
-        self._num_new = self._num_cached = 0
-
-    def add(self, num_cached: int, num_new: int) -> None:
-        """Add a row of so many new tokens after so many cached ones."""
-        self._num_rows += 1
-        self._width = max(self._width, num_new)
-        self._longest = max(self._longest, num_cached + num_new)
-        self._num_new += num_new
-        self._num_cached += num_cached
-
-    @property
-    def num_tokens(self) -> int:
-        """Return the tokens that the forward computes."""
-        return self._num_new if self._is_packed else self._num_rows * self._width
-
-    @property
-    def num_gathered(self) -> int:
-        """Return the tokens whose keys it gathers; 0 where no row continues."""
-        if not self._num_cached:
-            return 0
-        if self._is_packed:
-            return self._num_new + self._num_cached
-        return self._num_rows * self._longest
 
 
 class Scheduler:
@@ -133,25 +90,20 @@ class Scheduler:
         counters: EngineCounters,
         grow: Callable[[int], int],
         policy: SchedulerPolicy,
-        offloader: KVRetention | None = None,
+        offloader: KVOffloader | None = None,
         before_release: Callable[[Request], None] = lambda request: None,
     ) -> None:
         """Start empty, with no block.
 
-        Args:
-            limits: sizes of the engine.
-            counters: counts preemptions and shared tokens.
-            grow: takes a number of blocks, makes room for as many more as it can, and returns the
-                total.
-            policy: decides the order of admission, and when to prefill.
-            offloader: stores the keys of preempted sequences; None: they are computed anew.
-            before_release: called with each sequence that is about to lose its blocks.
+        `grow` makes room for as many more blocks as it can, and returns the total. `offloader`
+        stores the keys of preempted sequences; None: they are computed again. `before_release` is
+        called with each sequence that is about to lose its blocks.
         """
         self.waiting = WaitingQueue(policy)
         self.prefilling: deque[Prefill] = deque()
         self.running: list[Request] = []
         self._policy, self._counters, self._grow = policy, counters, grow
-        self._offloader = offloader or KVRetention()
+        self._offloader = offloader
         self._before_release = before_release
         self._start_empty(limits, policy_version=0)
 
@@ -170,33 +122,26 @@ class Scheduler:
 
     def clear(self) -> None:
         """Drop all sequences, without touching them, and every block."""
-        self.waiting.clear()
+        self.waiting = WaitingQueue(self._policy)
         self.prefilling, self.running = deque(), []
-        self._offloader.clear()
+        if self._offloader is not None:
+            self._offloader.clear()
         self._start_empty(self.limits, self.blocks.policy_version)
 
     @property
     def pool(self) -> BlockPool:
-        """The blocks of the cache."""
         return self.blocks.pool
 
     @property
     def is_prefill_next(self) -> bool:
-        """Return whether the policy tries a prefill before a decode step."""
         return self._policy.is_prefill_next(self)
-
-    def note_step(self, *, is_decode: bool) -> None:
-        """Count a step that ran."""
-        self.num_decodes_in_a_row = self.num_decodes_in_a_row + 1 if is_decode else 0
 
     @property
     def has_work(self) -> bool:
-        """Return whether any sequence is unfinished."""
         return bool(len(self.waiting) or self.prefilling or self.running)
 
     @property
     def num_admitted(self) -> int:
-        """Sequences that hold a table row."""
         return self.limits.max_requests - len(self._free_table_rows)
 
     @property
@@ -209,27 +154,26 @@ class Scheduler:
 
         Waiting sequences count as far as table rows go.
         """
-        admitted = [m for prefill in self.prefilling for m in (prefill.leader, *prefill.followers)]
-        admitted += self.running
-        waiting = islice(self.waiting, self.limits.max_requests - len(admitted))
-        return [
-            self.blocks.num_needed(len(request.prompt_ids) + request.max_new_tokens)
-            for request in (*admitted, *waiting)
-        ]
+        requests = [*members(self.prefilling), *self.running]
+        requests += islice(self.waiting, self.limits.max_requests - len(requests))
+        needed = self.blocks.num_needed
+        return [needed(len(r.prompt_ids) + r.max_new_tokens) for r in requests]
 
     def add(self, request: Request) -> None:
-        """Queue a sequence."""
         self.waiting.append(request)
 
     def schedule_prefill(self) -> list[Prefill]:
         """Choose prompts, or chunks of them: at most `max_batch_tokens`, any padding included.
 
-        Where a row continues, all rows together gather at most `HISTORY_FACTOR` times as many.
+        Where a row continues, all rows together gather at most `MAX_GATHER_RATIO` times as many.
         The first chunk of a prompt with images reaches to the end of the last image. Such prompts
         run together where their `prefill_key` is the same, and alone where it is None.
         """
         chosen: list[Prefill] = []
-        size, image_key = PrefillSize(self.limits.is_packed), None
+        image_key, has_history = None, False
+        # Padded, each row takes as much as the longest.
+        is_packed, num_new, num_keys = self.limits.is_packed, 0, 0
+        combine = operator.add if is_packed else max
         pending = deque(self.prefilling)
         while prefill := (pending.popleft() if pending else self._admit()):
             before = prefill.leader.num_computed
@@ -237,20 +181,23 @@ class Scheduler:
             num_image_tokens = prefill.leader.num_image_tokens - before
             if self.limits.can_resume_prompts:
                 remaining = min(remaining, max(self.max_batch_tokens, num_image_tokens))
-            is_alone = False
+            runs_alone = False
             if (images := prefill.leader.images) is not None and num_image_tokens > 0:
                 key = images.prefill_key
-                is_alone = key is None
-                if chosen and (is_alone or image_key not in (None, key)):
+                runs_alone = key is None
+                if chosen and (runs_alone or image_key not in (None, key)):
                     break
                 image_key = key
-            size.add(before, remaining)
-            is_full = size.num_tokens > self.max_batch_tokens
-            if chosen and (is_full or size.num_gathered > HISTORY_FACTOR * self.max_batch_tokens):
+            num_new, num_keys = combine(num_new, remaining), combine(num_keys, before + remaining)
+            has_history |= before > 0
+            num_rows = 1 if is_packed else len(chosen) + 1
+            is_full = num_rows * num_new > self.max_batch_tokens
+            gathers_much = num_rows * num_keys > MAX_GATHER_RATIO * self.max_batch_tokens
+            if chosen and (is_full or (has_history and gathers_much)):
                 break
             prefill.num_scheduled = remaining
             chosen.append(prefill)
-            if is_alone:
+            if runs_alone:
                 break
         return chosen
 
@@ -266,7 +213,8 @@ class Scheduler:
             return None
         self.waiting.take()
         self._assign_table_row(leader)
-        self._offloader.restore(leader)
+        if self._offloader is not None:
+            self._offloader.restore(leader)
         self._counters.prefill_tokens_saved += leader.num_computed
         prefill = Prefill(leader)
         self._admit_followers(prefill)
@@ -274,7 +222,6 @@ class Scheduler:
         return prefill
 
     def _admit_followers(self, prefill: Prefill) -> None:
-        """Admit the neighbours in the queue with the same prompt; they share its whole blocks."""
         leader = prefill.leader
         if leader.group is None or leader.num_generated:
             return
@@ -311,68 +258,57 @@ class Scheduler:
         if leader.num_computed < leader.num_tokens:
             return [], []
         self.prefilling.remove(prefill)
-        sources: list[int] = []
-        targets: list[int] = []
+        copied: list[tuple[int, int]] = []
         for follower in prefill.followers:
-            for source, target in zip(leader.block_ids, follower.block_ids, strict=True):
-                if source != target:
-                    sources.append(source)
-                    targets.append(target)
+            pairs = zip(leader.block_ids, follower.block_ids, strict=True)
+            copied += [(source, target) for source, target in pairs if source != target]
             follower.num_computed = leader.num_computed
             self._counters.prefill_tokens_saved += follower.num_tokens
             follower.prefix_node = leader.prefix_node
             follower.num_remembered = leader.num_remembered
-        for request in (leader, *prefill.followers):
+        for request in members([prefill]):
             request.status = RequestStatus.DECODING
             self.running.append(request)
-        return sources, targets
+        return [source for source, _ in copied], [target for _, target in copied]
 
     def schedule_decode(self) -> list[tuple[int, int, int]]:
         """Give every running sequence a slot for its newest token; preempt where there is none.
 
-        A sequence whose keys its newest token changes waits again, to be prefilled anew.
+        A sequence whose keys its newest token changes waits again, to be prefilled again.
 
         Returns:
             The new blocks, each as table row, index within the sequence, and block.
         """
-        self._requeue_changed()
+        limits = self.limits
+        if limits.rope_limits:
+            changed = [r for r in self.running if limits.rope_side(r.num_tokens) != r.rope_side]
+            self._requeue_running(changed)
         extended: list[tuple[int, int, int]] = []
-        index, size = 0, self.limits.block_size
+        index, size = 0, limits.block_size
         while index < len(self.running):
             request = self.running[index]
             if len(request.token_ids) > size * len(request.block_ids):
                 blocks = self.blocks.extend(request, request.num_tokens)
                 if blocks is None:
-                    self._offloader.save(self.running[-1])
+                    if self._offloader is not None:
+                        self._offloader.save(self.running[-1])
                     self.preempt([self.running[-1]])
                     continue
                 extended += blocks
             index += 1
         return extended
 
-    def _requeue_changed(self) -> None:
-        """Have the running sequences wait again that have grown beyond a limit of their keys."""
-        limits = self.limits
-        if not limits.rope_limits:
-            return
-        changed = [r for r in self.running if limits.rope_side(r.num_tokens) != r.rope_side]
-        if changed:
-            self.running = [request for request in self.running if request not in changed]
-            self._requeue_all(changed)
-
     def complete_decode(self, requests: list[Request]) -> None:
-        """Account for one computed token of each of these running sequences."""
+        """Account for a decode step of running sequences, after sampling.
+
+        All their tokens but the newest are computed.
+        """
         size = self.limits.block_size
         for request in requests:
-            num_computed = request.num_computed = request.num_computed + 1
-            if num_computed % size == 0:
+            num_before, num_computed = request.num_computed, len(request.token_ids) - 1
+            request.num_computed = num_computed
+            if num_computed // size > num_before // size:
                 self.blocks.remember(request)
-
-    def complete_drafted(self) -> None:
-        """Account for a drafted step: all but the newest token of each sequence are computed."""
-        for request in self.running:
-            request.num_computed = request.num_tokens - 1
-            self.blocks.remember(request)
 
     def retire_running(self) -> list[Request]:
         """Remove the running sequences that ended, and free their blocks; return them."""
@@ -386,11 +322,11 @@ class Scheduler:
         return ended
 
     def retire(self, request: Request) -> None:
-        """Remove a sequence that was ended from outside, wherever it is."""
         assert request.status.is_final
-        self._offloader.drop(request)
+        if self._offloader is not None:
+            self._offloader.drop(request)
         if request.table_row == NO_TABLE_ROW:
-            self.waiting.note_ended()
+            self.waiting.num_ended += 1
             return
         if request in self.running:
             self.running.remove(request)
@@ -399,28 +335,25 @@ class Scheduler:
                 prefill.followers.remove(request)
             elif prefill.leader is request:
                 self.prefilling.remove(prefill)
-                for follower in reversed(prefill.followers):
-                    self._requeue(follower)
+                self._requeue_all(prefill.followers)
         self._free(request)
 
     def begin_policy_version(self, policy_version: int, keep_keys: bool) -> None:
         """Cache for `policy_version` from now on: no older key is ever matched again.
 
-        Args:
-            policy_version: the new version.
-            keep_keys: let running sequences go on with their keys, which no other sequence will
-                share. False: they are computed anew, as unfinished prompts always are.
+        With `keep_keys` running sequences go on with their keys, which no other sequence will
+        share. Else they are computed again, as unfinished prompts always are.
         """
-        self._offloader.clear()
+        if self._offloader is not None:
+            self._offloader.clear()
         if keep_keys:
             for request in self.running:
                 request.has_old_keys = True
         else:
             self._requeue_all(self.running)
             self.running = []
-        members = [m for prefill in self.prefilling for m in (prefill.leader, *prefill.followers)]
-        self.prefilling = deque()
-        self._requeue_all(members)
+        prefilling, self.prefilling = self.prefilling, deque()
+        self._requeue_all(members(prefilling))
         self.blocks.begin_policy_version(policy_version)
 
     def narrow_prefill(self) -> bool:
@@ -444,17 +377,18 @@ class Scheduler:
         self._counters.preemptions += len(preempted)
         for request in preempted:
             request.num_preemptions += 1
-        self.running = [request for request in self.running if request not in preempted]
-        self._requeue_all(preempted)
+        self._requeue_running(preempted)
+
+    def _requeue_running(self, requests: list[Request]) -> None:
+        if requests:
+            self.running = [request for request in self.running if request not in requests]
+            self._requeue_all(requests)
 
     def _requeue_all(self, requests: list[Request]) -> None:
         for request in reversed(requests):
-            self._requeue(request)
-
-    def _requeue(self, request: Request) -> None:
-        self._free(request)
-        request.reset_cache()
-        self.waiting.appendleft(request)
+            self._free(request)
+            request.reset_cache()
+            self.waiting.appendleft(request)
 
     def _free(self, request: Request) -> None:
         if request.table_row != NO_TABLE_ROW:

@@ -1,7 +1,6 @@
-"""Make validated requests of prompts and sampling parameters.
+"""Make validated requests of prompts and sampling parameters, on the caller's thread.
 
-Owns validation, request ids, seeds and the grouping of equal prompts. Queues nothing. Runs on the
-caller's thread, so an invalid request is refused before it reaches the engine.
+Owns validation, request ids, seeds and the grouping of equal prompts. Queues nothing.
 """
 
 import copy
@@ -14,7 +13,7 @@ import re
 import secrets
 import struct
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -41,11 +40,6 @@ _MODEL_ADVICE = "shorten the prompt or lower max_new_tokens"
 Input = Sequence[int] | ImagePrompt | Mapping[str, Any]
 
 
-def fresh_seed() -> int:
-    """Draw a seed from the operating system's randomness."""
-    return secrets.randbits(63)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingLimits:
     """Bounds of the model and the KV cache on a request."""
@@ -53,7 +47,7 @@ class ServingLimits:
     vocab_size: Callable[[], int]
     """Return the token ids that the model knows; embeddings may be resized."""
     max_positions: int | None
-    """Longest sequence in tokens that the model supports; None: no known limit."""
+    """Longest sequence in tokens that the model supports; None: no limit."""
     max_cached_tokens: Callable[[], int]
     """Return the longest sequence in tokens that the KV cache can hold under the current plan."""
     model_eos: tuple[int, ...]
@@ -70,20 +64,16 @@ class InputProcessor:
     def __init__(
         self, limits: ServingLimits, seed: int | None, rank: int | None, tokenizer: Any = None
     ) -> None:
-        """Draw a seed where none is given.
+        """Draw a seed where `seed` is None.
 
-        Args:
-            limits: bounds of the model and the KV cache.
-            seed: seed of the random draws; None: fresh.
-            rank: keeps the seeds of processes apart; None: the process group's at the first
-                request, else the launcher's `RANK`, else 0.
-            tokenizer: decodes tokens for stop strings; None: stop strings are refused. A processor
-                also encodes images.
+        `rank` keeps the seeds of processes apart; None: the process group's at the first request,
+        else the launcher's `RANK`, else 0. `tokenizer` decodes tokens for stop strings; None: stop
+        strings are refused. A processor also encodes images.
         """
         self.limits = limits
         self._tokenizer = tokenizer
         # Drawn apart from the global generators, whose state belongs to the training script.
-        self._seed = fresh_seed() if seed is None else seed
+        self._seed = secrets.randbits(63) if seed is None else seed
         self._given_rank = rank
         self._lock = threading.Lock()
         self._num_sequences = self._next_id = 0
@@ -102,15 +92,9 @@ class InputProcessor:
     ) -> list[Request]:
         """Validate sequences and number their groups: equal prompts are computed once.
 
-        Args:
-            inputs: each prompt, or the error that its encoding raised.
-            params: sampling parameters of each prompt; same length as `inputs`.
-            members: numbers, from 0, of the sequences of each input.
-            request_id: id of a single sequence; None: generated.
-            is_streaming: deliver an output after every token.
-            records_timestamps: record the time of each token.
-            keeps_refused: return the sequences of an input that is refused as failed requests,
-                instead of raising.
+        `inputs` are prompts, or the error that the encoding of one raised; `params` has one for
+        each. `members` numbers the sequences of each input, from 0. `keeps_refused` returns those
+        of an input that is refused as failed requests, instead of raising.
 
         Returns:
             Requests in the order of `inputs`, the members of one input adjacent.
@@ -156,32 +140,29 @@ class InputProcessor:
         return requests
 
     def _checked(
-        self, given: Input | InvalidRequestError, params: SamplingParams, index: int
+        self, input_ids: Input | InvalidRequestError, params: SamplingParams, index: int
     ) -> tuple[list[int], PromptImages | None, int, InvalidRequestError | None]:
         """Return an input's token ids and images, the most tokens to sample, a refusal or None."""
         prompt: list[int] = []
         images = None
         try:
-            if isinstance(given, Mapping):
-                given = encoded_row(given, self._tokenizer, index)
-            if isinstance(given, ImagePrompt):
-                given, images = given.token_ids, given.images(self.limits.placeholders)
-            prompt = _prompt(given, index)
+            if isinstance(input_ids, Mapping):
+                input_ids = encoded_row(input_ids, self._tokenizer, index)
+            if isinstance(input_ids, ImagePrompt):
+                images = input_ids.images(self.limits.placeholders)
+                input_ids = input_ids.token_ids
+            prompt = _prompt(input_ids, index)
             return prompt, images, self._max_new_tokens(prompt, params, index), None
         except InvalidRequestError as error:
             return prompt, None, 0, error
 
     def _without_known_bans(self, params: SamplingParams) -> SamplingParams:
         """Drop what forbids a token that is never sampled anyway: such rows need no change."""
-        bias = params.logit_bias or {}
-        known = {t for t in self.limits.never_sampled if bias.get(t) == -math.inf}
-        if not known:
-            return params
-        left = {token: value for token, value in bias.items() if token not in known}
-        return replace(params, logit_bias=left or None)
+        bias, never = params.logit_bias or {}, self.limits.never_sampled
+        left = {t: value for t, value in bias.items() if value != -math.inf or t not in never}
+        return params if len(left) == len(bias) else replace(params, logit_bias=left or None)
 
     def _next_number_and_id(self, given_id: str | None) -> tuple[int, str]:
-        """Count a sequence, and return its number and an id that no caller has used."""
         with self._lock:
             number, generated_id = self._num_sequences, f"req_{self._next_id}"
             self._num_sequences += 1
@@ -192,13 +173,11 @@ class InputProcessor:
         return number, generated_id
 
     def _max_new_tokens(self, prompt: list[int], params: SamplingParams, index: int) -> int:
-        """Return the most tokens to sample of a prompt that the model and the cache can take."""
-        for token in (min(prompt), max(prompt)):
-            if not 0 <= token < self.limits.vocab_size():
-                raise InvalidRequestError(
-                    f"input {index} holds token id {token}, outside the model's vocabulary of "
-                    f"{self.limits.vocab_size()}; was it made by another model's tokenizer?"
-                )
+        self._require_known(
+            f"input {index}",
+            (min(prompt), max(prompt)),
+            "was it made by another model's tokenizer?",
+        )
         limits = [(self.limits.max_cached_tokens(), "the KV cache holds", _CACHE_ADVICE)]
         if self.limits.max_positions is not None:
             limits.append((self.limits.max_positions, "the model takes", _MODEL_ADVICE))
@@ -236,18 +215,22 @@ class InputProcessor:
             "forced_eos_token_id": params.forced_eos_token_id,
         }
         for name, tokens in named.items():
-            for token in tokens:
-                if not 0 <= token < self.limits.vocab_size():
-                    raise InvalidRequestError(
-                        f"{name} holds token id {token}, outside the model's vocabulary of "
-                        f"{self.limits.vocab_size()}; leave it out, or look it up in the model's "
-                        "own tokenizer."
-                    )
+            advice = "leave it out, or look it up in the model's own tokenizer."
+            self._require_known(name, tokens, advice)
         if params.top_logprobs > self.limits.vocab_size():
             raise InvalidRequestError(
                 f"top_logprobs={params.top_logprobs} is more than the model's vocabulary of "
                 f"{self.limits.vocab_size()}; lower it."
             )
+
+    def _require_known(self, holder: str, tokens: Iterable[int], advice: str) -> None:
+        size = self.limits.vocab_size()
+        for token in tokens:
+            if not 0 <= token < size:
+                raise InvalidRequestError(
+                    f"{holder} holds token id {token}, outside the model's vocabulary of {size}; "
+                    f"{advice}"
+                )
 
     def _stop_strings(self, params: SamplingParams) -> StopStrings | None:
         if not params.stop:

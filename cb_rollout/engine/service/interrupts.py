@@ -1,7 +1,6 @@
 """Defer Python's signal handlers on the main thread while an engine's state changes.
 
-Owns the block in which they are deferred, and the places inside it where they run. Starts no
-thread. Python runs handlers on the main thread, so a block of another thread defers nothing.
+Python runs handlers on the main thread, so a block of another thread defers nothing.
 """
 
 import signal
@@ -23,20 +22,17 @@ class Interrupts:
     """The signals that one outermost block defers; those of no thread but the main one."""
 
     def __init__(self, numbers: Sequence[signal.Signals] = ()) -> None:
-        """Read the handlers of these signals."""
         found = {number: signal.getsignal(number) for number in numbers}
         self._handlers = {number: handler for number, handler in found.items() if callable(handler)}
         self._caught: dict[int, FrameType | None] = {}
         self._is_deferring = False
 
     def begin(self) -> None:
-        """Defer from now on."""
         for number in self._handlers:
             signal.signal(number, self._defer)
         self._is_deferring = True
 
     def end(self) -> None:
-        """Defer no longer, and run the handlers of the signals that were caught."""
         try:
             self._is_deferring = False
             self._restore()

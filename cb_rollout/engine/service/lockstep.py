@@ -1,13 +1,12 @@
-"""Keep the engines of one tensor-parallel group in step: together they are one engine.
+"""Keep the engines of a tensor-parallel group in step: together they are one engine.
 
-Each process of the group has a shard of the model, the same requests and an engine of its own, so
-equal decisions give equal batches. The first process leads. It decides when requests are admitted
-and cancelled, when a step runs and when the engine pauses, and sends each decision as a
-`LockstepCommand`. The others follow the same commands in the same order.
+Each process has a shard of the model, the same requests and an engine of its own, so equal
+decisions give equal batches. The first process leads: it decides when requests are admitted and
+cancelled, when a step runs and when the engine pauses, and sends each decision as a
+`LockstepCommand`, which the others follow in order. Called by the thread that uses the engine.
 
-Owns two process groups of gloo: one carries commands, the other agreements on a number. They wait
-as long as the default process group does. Admits and steps nothing itself. Called by the thread
-that uses the engine.
+Two process groups of gloo carry commands and agreements on a number, and wait as long as the
+default process group does.
 """
 
 import enum
@@ -16,9 +15,10 @@ import json
 import threading
 import zlib
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NoReturn
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import astuple, dataclass
+from typing import Any
 
 import torch
 from torch import distributed
@@ -40,11 +40,9 @@ class CommandKind(enum.StrEnum):
     """The use of an engine under a command."""
 
     STEP = "step"
-    """Admit and cancel, then run a step."""
     TAKE = "take"
-    """Admit and cancel only."""
+    """Admit and cancel, without a step."""
     PAUSE = "pause"
-    """Pause for the thread that pauses on each process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,17 +65,14 @@ def request_checksum(request: Request) -> int:
 
 
 class EngineGroup:
-    """Connect the engines of one tensor-parallel group.
+    """Connect the engines of a tensor-parallel group.
 
-    All processes of the group make it, and call its collective methods, at the same places.
+    All processes of the group make it, and call its collective methods, at the same places. Methods
+    raise `RolloutError` where a process is gone, or did not call in time.
     """
 
     def __init__(self, group: distributed.ProcessGroup) -> None:
-        """Open the connections.
-
-        Args:
-            group: the processes that share the layers of a model, in order of their rank in it.
-        """
+        """Open the connections of the processes that share a model's layers, in order of rank."""
         self.ranks = distributed.get_process_group_ranks(group)
         """Global ranks of the processes; the first one leads."""
         self.rank = distributed.get_rank()
@@ -97,12 +92,10 @@ class EngineGroup:
 
     @property
     def is_leader(self) -> bool:
-        """Return whether this process decides."""
         return self.rank == self.ranks[0]
 
     @property
     def group_rank(self) -> int:
-        """Return this process's rank in the group, from 0."""
         return self.ranks.index(self.rank)
 
     @property
@@ -111,39 +104,21 @@ class EngineGroup:
         return self.ranks[0] // len(self.ranks)
 
     def all_reduce_min(self, value: int) -> int:
-        """Return the smallest value of all processes; collective.
-
-        Raises:
-            RolloutError: a process of the group is gone, or did not call in time.
-        """
+        """Return the smallest value of all processes; collective."""
         shared = torch.tensor([int(value)])
-        try:
+        with self._awaiting("all processes to agree on the cache"):
             distributed.all_reduce(shared, distributed.ReduceOp.MIN, self._agreements)
-        except RuntimeError as error:
-            self._raise_gone("all processes to agree on the cache", error)
         return int(shared)
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the value of every process, in order of their rank in the group; collective.
-
-        Args:
-            value: anything that can be pickled.
-
-        Raises:
-            RolloutError: a process of the group is gone, or did not call in time.
-        """
+        """Return the value, which is pickled, of every process by rank; collective."""
         values: list[Any] = [None] * len(self.ranks)
-        try:
+        with self._awaiting("a value of each process"):
             distributed.all_gather_object(values, value, self._agreements)
-        except RuntimeError as error:
-            self._raise_gone("a value of each process", error)
         return values
 
     def send(self, command: LockstepCommand) -> None:
-        """Send a command to the processes that follow; called by the one that leads."""
-        text = json.dumps(
-            [command.kind, command.admitted, command.cancelled, command.tokens]
-        ).encode()
+        text = json.dumps(astuple(command)).encode()
         size = max(MESSAGE_BYTES, _LENGTH_BYTES + len(text))
         length = len(text).to_bytes(_LENGTH_BYTES, "little")
         message = torch.frombuffer(bytearray((length + text).ljust(size, b"\0")), dtype=torch.uint8)
@@ -152,11 +127,6 @@ class EngineGroup:
             self._broadcast(message[MESSAGE_BYTES:])
 
     def receive(self) -> LockstepCommand:
-        """Wait for the next command; called by a process that follows.
-
-        Raises:
-            RolloutError: the process that leads is gone, or sent nothing in time.
-        """
         first = torch.empty(MESSAGE_BYTES, dtype=torch.uint8)
         self._broadcast(first)
         length = int.from_bytes(first[:_LENGTH_BYTES].numpy().tobytes(), "little")
@@ -171,17 +141,19 @@ class EngineGroup:
         )
 
     def _broadcast(self, message: torch.Tensor) -> None:
-        try:
+        with self._awaiting(f"the decisions of rank {self.ranks[0]}"):
             distributed.broadcast(message, self.ranks[0], self._commands)
-        except RuntimeError as error:
-            self._raise_gone(f"the decisions of rank {self.ranks[0]}", error)
 
-    def _raise_gone(self, awaited: str, error: RuntimeError) -> NoReturn:
-        raise RolloutError(
-            f"rank {self.rank} waited for {awaited}, in the tensor-parallel group of ranks "
-            f"{self.ranks}, and a process ended or did not make the same call: {error}. Every "
-            "process of a tensor-parallel group must make the same calls in the same order."
-        ) from error
+    @contextmanager
+    def _awaiting(self, awaited: str) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise RolloutError(
+                f"rank {self.rank} waited for {awaited}, in the tensor-parallel group of ranks "
+                f"{self.ranks}, and a process ended or did not make the same call: {error}. Every "
+                "process of a tensor-parallel group must make the same calls in the same order."
+            ) from error
 
 
 class Lockstep:
@@ -191,12 +163,7 @@ class Lockstep:
     """
 
     def __init__(self, group: EngineGroup, changed: threading.Condition) -> None:
-        """Start before the first command.
-
-        Args:
-            group: the processes that share the model's layers.
-            changed: the condition of the loop; notified when a command arrives.
-        """
+        """Start before the first command; `changed`, the loop's, is notified when one arrives."""
         self._group, self._changed = group, changed
         self.follows = not group.is_leader
         """True where another process decides."""
@@ -205,7 +172,6 @@ class Lockstep:
         self._tokens_checksum = 0
 
     def record(self, touched: Iterable[Request]) -> None:
-        """Add the tokens of a step to the checksum of all tokens."""
         numbers = ((request.num_generated, request.token_ids[-1]) for request in touched)
         sampled = array("q", [number for pair in numbers for number in pair])
         self._tokens_checksum = zlib.crc32(sampled, self._tokens_checksum)
@@ -213,18 +179,13 @@ class Lockstep:
     def lead(
         self, kind: CommandKind, admitted: Sequence[Request] = (), cancelled: Sequence[str] = ()
     ) -> None:
-        """Have the other processes do what this one does now."""
         checksums = [(request.request_id, request_checksum(request)) for request in admitted]
         self._group.send(LockstepCommand(kind, checksums, cancelled, self._tokens_checksum))
 
     def take(self, live: Mapping[str, tuple[Request, Any]]) -> LockstepCommand | None:
-        """Wait for the next command to admit, cancel or step.
+        """Wait for the next command to admit, cancel or step; `live` are this process's requests.
 
-        Args:
-            live: the requests of this process, by id.
-
-        Returns:
-            The command; None where this process has to pause or to submit a request first.
+        None where this process has to pause or to submit a request first.
 
         Raises:
             RolloutError: the processes are not in step, or the leading one is gone.
@@ -239,7 +200,7 @@ class Lockstep:
         return command
 
     def may_pause(self) -> bool:
-        """Return whether a pause may begin: in a process that follows, the leading one's."""
+        """Return whether a pause may begin: in a follower, the leading one's."""
         if not self.follows:
             return True
         command = self._next = self._next or self._group.receive()
@@ -250,7 +211,6 @@ class Lockstep:
         return True
 
     def pause(self) -> None:
-        """Pause the other processes, or require that the leading one paused after this step."""
         if not self.follows:
             self.lead(CommandKind.PAUSE)
         else:

@@ -1,9 +1,8 @@
 """Step an engine while it has requests, on a background thread or on a waiting caller's.
 
-Owns the thread, the queue of submitted requests and the engine's failure. One thread at a time
-uses the engine: the background thread, a caller in `stepping()`, or one inside `paused()`. The
-background thread is a daemon; the loop's owner halts it, and while it is idle it keeps nothing
-alive.
+Owns the thread, the queue of submitted requests and the engine's failure. One thread at a time uses
+the engine: the background thread, a caller in `stepping()`, or one inside `paused()`. The thread is
+a daemon, which the loop's owner halts; while idle it keeps nothing alive.
 """
 
 import threading
@@ -17,7 +16,7 @@ from enum import Enum, auto
 from cb_rollout.config.enums import InFlight
 from cb_rollout.engine.core import Engine
 from cb_rollout.engine.request import Request
-from cb_rollout.engine.service.interrupts import Interrupts, interrupts_deferred
+from cb_rollout.engine.service.interrupts import interrupts_deferred
 from cb_rollout.engine.service.lockstep import CommandKind, EngineGroup, Lockstep
 from cb_rollout.engine.service.output_queue import OutputQueue, OutputSink
 from cb_rollout.engine.service.pause_controller import PauseController, PauseReason
@@ -46,9 +45,11 @@ class NextAction(Enum):
     END = auto()
 
 
-def _step_while_it_exists(found: "weakref.ref[EngineLoop]", changed: threading.Condition) -> None:
+def _step_while_it_exists(
+    reference: "weakref.ref[EngineLoop]", changed: threading.Condition
+) -> None:
     """Step a loop until it ends, or until nothing but this thread would keep it alive."""
-    while (loop := found()) is not None:
+    while (loop := reference()) is not None:
         try:
             with changed:
                 action = loop.begin_turn()
@@ -62,13 +63,13 @@ def _step_while_it_exists(found: "weakref.ref[EngineLoop]", changed: threading.C
             del loop
         except BaseException as error:  # noqa: BLE001  reraised in waiting threads
             # Without it the waiting threads would wait for ever.
-            if (loop := found()) is not None:
+            if (loop := reference()) is not None:
                 loop.fail(error)
             return
 
 
 class EngineLoop:
-    """Step one engine and deliver its outputs; thread-safe."""
+    """Step an engine and deliver its outputs; thread-safe."""
 
     def __init__(
         self,
@@ -78,17 +79,9 @@ class EngineLoop:
         return_logprobs: bool,
         group: EngineGroup | None = None,
     ) -> None:
-        """Start no thread yet.
-
-        Args:
-            engine: the engine to step.
-            max_queue_size: most requests that may wait; 0: no limit.
-            return_logprobs: deliver log-probabilities.
-            group: the processes that share the model's layers; None: this one alone.
-        """
+        """Start no thread yet; at most `max_queue_size` requests may wait; 0: no limit."""
         self.engine = engine
-        self._max_queue_size = max_queue_size
-        self._return_logprobs = return_logprobs
+        self._max_queue_size, self._return_logprobs = max_queue_size, return_logprobs
         self._changed = threading.Condition()
         self._lockstep = None if group is None else Lockstep(group, self._changed)
         self._inbox: deque[Request] = deque()
@@ -97,18 +90,15 @@ class EngineLoop:
         self._cancelled: dict[str, None] = {}
         self._ended_ids: deque[str] = deque(maxlen=NUM_ENDED_IDS_KEPT)
         self._thread: threading.Thread | None = None
-        self._is_stopping = False
-        self._is_draining = False
-        self._is_ending = False
+        self._is_stopping = self._is_draining = self._is_ending = False
         self.pauses = PauseController(self._changed, self._could_step)
         self._fatal_error: BaseException | None = None
         self.observers = Observers()
 
     def start(self) -> None:
         """Start the thread, or cancel its stop; after a failure, restart with an empty queue."""
-        ending = self._thread if self._is_ending else None
-        if ending is not None and ending is not threading.current_thread():
-            ending.join()
+        if self._is_ending:
+            self.join()
         with interrupts_deferred(), self._changed:
             if self._lockstep is not None:
                 # The processes of a group may have ended at different turns.
@@ -126,7 +116,6 @@ class EngineLoop:
             self._thread.start()
 
     def is_running(self) -> bool:
-        """Return whether the thread is alive."""
         return self._thread is not None and self._thread.is_alive()
 
     def stop(self, drain: bool) -> None:
@@ -136,12 +125,10 @@ class EngineLoop:
             self._changed.notify_all()
 
     def join(self, timeout: float | None = None) -> None:
-        """Wait for the thread to end, at most `timeout` seconds."""
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout)
 
     def halt(self) -> None:
-        """Cancel the requests in flight and end the thread after its current step."""
         self.stop(drain=False)
         self.join(HALT_TIMEOUT_SECONDS)
 
@@ -149,25 +136,24 @@ class EngineLoop:
         """Queue requests, all or none, with the members of a group side by side.
 
         Raises:
-            EngineDeadError: the engine stopped on an exception.
-            RolloutError: the loop was stopped.
-            QueueFullError: more than `max_queue_size` requests would wait.
-            InvalidRequestError: an id is in use.
+            RolloutError: the engine stopped, more requests than `max_queue_size` would wait, or an
+                id is in use.
         """
         with interrupts_deferred(), self._changed:
             self.require_alive()
             if self._is_stopping:
                 raise RolloutError("the manager was stopped; start() it before adding requests.")
             num_waiting = len(self._inbox) + self.engine.num_waiting
-            if 0 < self._max_queue_size < len(requests):
+            most, num_new = self._max_queue_size, len(requests)
+            if most and num_new > most:
                 raise QueueFullError(
-                    f"{len(requests)} requests at once are more than max_queue_size="
-                    f"{self._max_queue_size} ever takes; raise it, or send fewer."
+                    f"{num_new} requests at once are more than max_queue_size={most} ever takes; "
+                    "raise it, or send fewer."
                 )
-            if self._max_queue_size and num_waiting + len(requests) > self._max_queue_size:
+            if most and num_waiting + num_new > most:
                 raise QueueFullError(
-                    f"{num_waiting} requests wait and {len(requests)} more would pass "
-                    f"max_queue_size={self._max_queue_size}; take results first, or raise it."
+                    f"{num_waiting} requests wait and {num_new} more would pass max_queue_size="
+                    f"{most}; take results first, or raise it."
                 )
             assert len({r.request_id for r in requests}) == len(requests), "one id twice"
             for request in requests:
@@ -190,10 +176,10 @@ class EngineLoop:
     def cancel(self, request_ids: Sequence[str]) -> list[CancelResult]:
         """End requests early; each live one delivers its tokens so far."""
         with interrupts_deferred(), self._changed:
-            found = [self._state_of(request_id) for request_id in request_ids]
+            states = [self._state_of(request_id) for request_id in request_ids]
             self._cancelled |= dict.fromkeys(i for i in request_ids if i in self._live)
             self._changed.notify_all()
-        return found
+        return states
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """End requests early and wait until the model's training flags are restored."""
@@ -248,11 +234,9 @@ class EngineLoop:
 
     @property
     def is_alive(self) -> bool:
-        """Return whether the thread runs and the engine did not stop on an exception."""
         return self.is_running() and self._fatal_error is None
 
     def require_alive(self) -> None:
-        """Raise `EngineDeadError` where the engine stopped on an exception."""
         if self._fatal_error is not None:
             raise self._engine_dead_error()
 
@@ -272,9 +256,8 @@ class EngineLoop:
     def paused(self, *, is_collective: bool = True) -> Iterator[None]:
         """Pause the engine between two forwards; see `PauseController.paused`.
 
-        Args:
-            is_collective: in a tensor-parallel group, pause every process after the same step.
-                False: delay the group; the block must run no forward and change no weight.
+        If `is_collective`, every process of a tensor-parallel group pauses after the same step.
+        Else the group is delayed: the block must run no forward and change no weight.
         """
         if self.pauses.is_stepping_here or threading.current_thread() is self._thread:
             raise RolloutError(
@@ -288,23 +271,16 @@ class EngineLoop:
                 yield
 
     def hold(self, reason: PauseReason) -> None:
-        """Keep the engine from stepping until the reason is released; requests stay in flight.
-
-        Waits for at most one forward, and for the pauses of other threads.
-        """
+        """Keep the engine from stepping, after this forward, until the reason is released."""
         with self.paused():
             self.pauses.hold(reason)
 
     def begin_policy_version(self, in_flight: InFlight, version: int | None = None) -> None:
-        """Begin a policy version, the next one or a later `version`.
-
-        Called inside `paused()`, after the weights changed.
-        """
+        """Begin the next policy version, or a later `version`; called inside `paused()`."""
         with interrupts_deferred(), self._changed:
             if in_flight is InFlight.ABORT:
                 self._cancelled |= dict.fromkeys(self._live)
-            if version is None:
-                version = self.engine.policy_version + 1
+            version = version or self.engine.policy_version + 1
             assert version > self.engine.policy_version, "an older version"
             self.engine.begin_policy_version(version, keep_keys=in_flight is InFlight.KEEP)
         # Seconds, in which requests may be submitted.
@@ -329,40 +305,29 @@ class EngineLoop:
 
     def _step_until(self, is_done: Callable[[], bool], poll_seconds: float | None = None) -> None:
         with interrupts_deferred() as interrupts:
-            while self._await_work(is_done, poll_seconds, interrupts):
-                self.step()
+            while True:
+                with self._changed:
+                    if (action := self.begin_turn(is_done)) is NextAction.WAIT:
+                        self._changed.wait(interrupts.limit(poll_seconds))
+                if action is NextAction.END:
+                    return
+                if action is NextAction.STEP:
+                    self.step()
                 interrupts.deliver()
 
     def step(self) -> None:
         """Run the step that `begin_turn` began, and deliver its outputs."""
         try:
-            self._deliver(self._step())
-        except BaseException as error:  # noqa: BLE001  reraised in waiting threads
-            self.fail(error)
-
-    def _step(self) -> list[Request]:
-        if not self.observers:
-            touched = self.engine.step()
-        else:
             started, num_prefills = time.perf_counter(), self.engine.counters.prefill_forwards
             touched = self.engine.step()
-            is_prefill = self.engine.counters.prefill_forwards > num_prefills
-            self.observers.stepped(time.perf_counter() - started, is_prefill)
-        if self._lockstep is not None:
-            self._lockstep.record(touched)
-        return touched
-
-    def _await_work(
-        self, is_done: Callable[[], bool], poll_seconds: float | None, interrupts: Interrupts
-    ) -> bool:
-        """Wait until this thread may step; return False when `is_done` or the loop ends."""
-        while True:
-            with self._changed:
-                if (action := self.begin_turn(is_done)) is NextAction.WAIT:
-                    self._changed.wait(interrupts.limit(poll_seconds))
-            if action is not NextAction.WAIT:
-                return action is NextAction.STEP
-            interrupts.deliver()
+            if self.observers:
+                is_prefill = self.engine.counters.prefill_forwards > num_prefills
+                self.observers.stepped(time.perf_counter() - started, is_prefill)
+            if self._lockstep is not None:
+                self._lockstep.record(touched)
+            self._deliver(touched)
+        except BaseException as error:  # noqa: BLE001  reraised in waiting threads
+            self.fail(error)
 
     def begin_turn(self, is_done: Callable[[], bool] = lambda: False) -> NextAction:
         """End this thread's last step, and return what it does next; called under the condition."""
@@ -407,7 +372,6 @@ class EngineLoop:
         return is_step
 
     def _take(self, admitted: Sequence[Request], cancelled: Sequence[str]) -> None:
-        """Hand requests to the engine, and end those that were cancelled."""
         for request in admitted:
             self.engine.add(request)
         ended = [self._live[request_id][0] for request_id in cancelled]
@@ -437,9 +401,7 @@ class EngineLoop:
     def _deliver(self, touched: list[Request]) -> None:
         decoding = RequestStatus.DECODING
         for request in touched:
-            if request.status is decoding and not request.is_streaming:
-                continue
-            is_final = request.status.is_final
+            is_final = request.status is not decoding and request.status.is_final
             if not is_final and not request.is_streaming:
                 continue
             if is_final:
@@ -455,7 +417,6 @@ class EngineLoop:
                         self._changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
-        """Stop on an exception, and tell every thread that waits for an output."""
         with interrupts_deferred(), self._changed:
             self.pauses.end_step()
             self._fatal_error = error

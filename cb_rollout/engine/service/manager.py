@@ -1,11 +1,11 @@
 """Offer transformers' `ContinuousBatchingManager` interface over an engine on a thread.
 
-Owns the engine, its loop and the queue of outputs. Every method may be called from any thread, and
-no wait is endless. Other folders reach the engine and its loop as attributes, and use the engine
-itself only inside a pause.
+Every method may be called from any thread, and no wait is endless. Other folders reach the engine
+and its loop as attributes, and use the engine itself only inside a pause.
 """
 
 import asyncio
+import secrets
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -27,12 +27,7 @@ from cb_rollout.engine.memory.training import OptimizerOrName
 from cb_rollout.engine.model.precision import autocast_alone
 from cb_rollout.engine.model.routers import Routers
 from cb_rollout.engine.request import Request
-from cb_rollout.engine.service.input_processor import (
-    Input,
-    InputProcessor,
-    ServingLimits,
-    fresh_seed,
-)
+from cb_rollout.engine.service.input_processor import Input, InputProcessor, ServingLimits
 from cb_rollout.engine.service.lockstep import EngineGroup
 from cb_rollout.engine.service.loop import EngineLoop
 from cb_rollout.engine.service.output_queue import CallbackSink, OutputQueue, OutputSink
@@ -74,11 +69,10 @@ class ContinuousBatchingManager:
                 without `trained`, else the model's dtype.
             rank: data-parallel rank, which keeps the seeds of processes apart; None: of
                 `torch.distributed`'s process group, else the environment's `RANK`, else 0.
-            tokenizer: decodes tokens for stop strings; None: stop strings are refused. A processor
+            tokenizer: decodes tokens for stop strings, which are refused without it. A processor
                 also encodes images.
             trained: the training model that `model` is a copy of; None: `model` itself.
-            optimizer: the optimizer of the training model, its class, or the name of a known one,
-                for the memory plan; None: unknown.
+            optimizer: the training model's optimizer, its class or known name; None: unknown.
 
         Raises:
             ConfigurationError: a setting or the model cannot be honoured.
@@ -89,9 +83,9 @@ class ContinuousBatchingManager:
             autocast_dtype = autocast_dtype or autocast_alone(self.config, module)
         hf_compat.refuse_what_cannot_generate(module)
         hf_compat.refuse_sharded(module)
-        if generation_config is None:
-            generation_config = module.generation_config
-        self.defaults = from_generation_config(generation_config)
+        self.defaults = from_generation_config(
+            module.generation_config if generation_config is None else generation_config
+        )
         split_over = hf_compat.tensor_parallel_group(module)
         self.group = None if split_over is None else EngineGroup(split_over)
         """The processes that share the model's layers; None: this one has them whole."""
@@ -104,7 +98,7 @@ class ContinuousBatchingManager:
             all_reduce_min=self.group and self.group.all_reduce_min,
         )
         # A generator starts its manager with the next rollout.
-        self._is_alone = trained is None
+        self._is_standalone = trained is None
         limits = ServingLimits(
             vocab_size=lambda: hf_compat.vocab_size(engine.model),
             max_positions=hf_compat.max_positions(module),
@@ -117,7 +111,7 @@ class ContinuousBatchingManager:
         if self.group is not None:
             # The processes of a group draw the same numbers.
             rank = self.group.data_parallel_rank
-            (seed, *_) = self.group.gather(fresh_seed() if seed is None else seed)
+            (seed, *_) = self.group.gather(secrets.randbits(63) if seed is None else seed)
         self._input_processor = InputProcessor(limits, seed, rank, tokenizer)
         self.loop = loop = EngineLoop(
             engine,
@@ -141,10 +135,9 @@ class ContinuousBatchingManager:
     def warmup(self) -> None:
         """Trace or compile decode steps now, and capture those that ran without their own graph.
 
-        On a CPU the trace of the forward, compiled if that was asked for. On a GPU a graph for each
-        number of rows was captured when the engine was made; steps of long sequences, or without a
-        shared prompt, may want another. May be called before `start()`, or between two forwards; a
-        thread that trains must not compute at the same time.
+        On a GPU a graph for each number of rows was captured when the engine was made; steps of
+        long sequences, or without a shared prompt, may want another. May be called before
+        `start()`; a thread that trains must not compute at the same time.
         """
         with self.loop.paused():
             self.engine.warm_up()
@@ -217,7 +210,7 @@ class ContinuousBatchingManager:
             EngineDeadError: the engine stopped on an exception.
         """
         self.loop.require_alive()
-        if self._is_alone and not self.is_running():
+        if self._is_standalone and not self.is_running():
             raise RolloutError(
                 "the manager is not running, so there is nothing to pause; start() it first."
             )
@@ -236,7 +229,7 @@ class ContinuousBatchingManager:
         sampling_params: SamplingParams | None = None,
         **sampling: Any,
     ) -> str:
-        """Queue one sequence.
+        """Queue a sequence; return the request's id.
 
         Args:
             input_ids: the prompt's token ids; with a processor as `tokenizer=` also
@@ -251,9 +244,6 @@ class ContinuousBatchingManager:
             **sampling: fields of `SamplingParams` that differ for this request, as `temperature`,
                 `top_k` and `top_p`. A greedy request stays so unless `do_sample=True` is one.
 
-        Returns:
-            The request's id.
-
         Raises:
             InvalidRequestError: the request could never be served.
             ConfigurationError: the model cannot run prompts with images.
@@ -261,15 +251,8 @@ class ContinuousBatchingManager:
             EngineDeadError: the engine stopped on an exception.
         """
         params = resolved(sampling_params, self.defaults, max_new_tokens, eos_token_id)
-        requests = self.create_requests(
-            [input_ids],
-            [replace(params, **sampling) if sampling else params],
-            request_id=request_id,
-            is_streaming=streaming,
-            records_timestamps=record_timestamps,
-        )
-        self.submit(requests, self._output_queue)
-        return requests[0].request_id
+        params = replace(params, **sampling) if sampling else params
+        return self._add([input_ids], params, streaming, record_timestamps, request_id)[0]
 
     def add_requests(
         self,
@@ -283,11 +266,23 @@ class ContinuousBatchingManager:
     ) -> list[str]:
         """Queue many sequences, all or none; equal prompts are computed once. See `add_request`."""
         params = resolved(sampling_params, self.defaults, max_new_tokens)
+        params = replace(params, **sampling) if sampling else params
+        return self._add(inputs, params, streaming, record_timestamps)
+
+    def _add(
+        self,
+        inputs: Sequence[Input],
+        params: SamplingParams,
+        is_streaming: bool,
+        records_timestamps: bool,
+        request_id: str | None = None,
+    ) -> list[str]:
         requests = self.create_requests(
             inputs,
-            [replace(params, **sampling) if sampling else params] * len(inputs),
-            is_streaming=streaming,
-            records_timestamps=record_timestamps,
+            [params] * len(inputs),
+            request_id=request_id,
+            is_streaming=is_streaming,
+            records_timestamps=records_timestamps,
         )
         self.submit(requests, self._output_queue)
         return [request.request_id for request in requests]
@@ -295,23 +290,16 @@ class ContinuousBatchingManager:
     def cancel_request(self, request_id: str) -> CancelResult:
         """End a request early; it delivers its tokens so far with `status=CANCELLED`.
 
-        Returns:
-            The request's state before the call: live, finished or unknown. Cancelling twice has no
-            further effect.
+        Returns its state before the call. Cancelling twice has no further effect.
         """
         return self.cancel_requests([request_id])[0]
 
     def get_result(
         self, request_id: str | None = None, timeout: float | None = None
     ) -> GenerationOutput | None:
-        """Take the next output, of one request or of any.
+        """Take the next output, of one request or of any, first delivered first.
 
-        Args:
-            request_id: id of the request; None: any, first delivered first.
-            timeout: longest wait in seconds; None: no limit.
-
-        Returns:
-            The output; None after `timeout`, or when no such request is in flight.
+        Returns None after `timeout` seconds, or when no such request is in flight.
 
         Raises:
             EngineDeadError: the engine stopped on an exception.
@@ -333,7 +321,7 @@ class ContinuousBatchingManager:
             yield output
 
     def request_id_iter(self, request_id: str) -> Iterator[GenerationOutput]:
-        """Yield one request's outputs, the final one last."""
+        """Yield a request's outputs, the final one last."""
         while (output := self.get_result(request_id)) is not None:
             yield output
             if output.is_finished():
@@ -389,7 +377,6 @@ class ContinuousBatchingManager:
 
     @property
     def limits(self) -> ServingLimits:
-        """Return the limits that requests are validated against."""
         return self._input_processor.limits
 
     def status(self) -> EngineStatus:
@@ -405,7 +392,6 @@ class ContinuousBatchingManager:
         )
 
     def require_can_wait(self) -> None:
-        """Raise `RolloutError` where this thread's wait for an output would never end."""
         self.pauses.require_can_wait()
 
     def create_requests(
@@ -417,10 +403,7 @@ class ContinuousBatchingManager:
         """Validate sequences without queueing them; see `InputProcessor.requests`.
 
         The first prompt with an image, and the first one with several, is run by a plain forward
-        too, in a pause of the engine.
-
-        Raises:
-            ConfigurationError: the model cannot run prompts with images.
+        too, in a pause of the engine; `ConfigurationError`: the model cannot run them.
         """
         requests = self._input_processor.requests(inputs, params, **options)
         for request in requests:
@@ -430,11 +413,9 @@ class ContinuousBatchingManager:
         return requests
 
     def submit(self, requests: Sequence[Request], sink: OutputSink) -> None:
-        """Queue requests, all or none; their outputs go to `sink`. See `EngineLoop.submit`."""
         self.loop.submit(requests, sink)
 
     def cancel_requests(self, request_ids: Sequence[str]) -> list[CancelResult]:
-        """End requests early; see `cancel_request`."""
         return self.loop.cancel(request_ids)
 
     @contextmanager
@@ -460,9 +441,7 @@ class ContinuousBatchingManager:
     def sleep(self, release_graphs: bool = False) -> None:
         """Free the KV memory and pause the engine until `wake()`; requests stay in flight.
 
-        Args:
-            release_graphs: free the memory of CUDA graphs too, which `wake()` captures again, in
-                seconds.
+        `release_graphs` frees CUDA graphs too, which `wake()` captures again, in seconds.
         """
         with self.loop.paused():
             self.engine.release_cache()
@@ -473,8 +452,7 @@ class ContinuousBatchingManager:
     def wake(self) -> None:
         """Resume the engine, which allocates the KV memory with its next step.
 
-        CUDA graphs that `sleep` released are captured here, in the calling thread: the thread that
-        trains, which launches nothing meanwhile.
+        Graphs that `sleep` released are captured in the calling thread, the one that trains.
         """
         if PauseReason.SLEEP in self.pauses.reasons:
             with self.loop.paused():
@@ -484,10 +462,8 @@ class ContinuousBatchingManager:
     def lend_to_trainer(self, *, in_training_only: bool = False) -> None:
         """Keep the engine from stepping the module that trains, until `wake()`.
 
-        Requests stay in flight. An engine that runs a copy goes on.
-
-        Args:
-            in_training_only: only where others' requests would run a module in training mode.
+        Requests stay in flight. An engine that runs a copy goes on. With `in_training_only`, only
+        where others' requests would run a module in training mode.
         """
         # Processes that share a model serve nobody beside their rollouts.
         if self.engine.runs_a_copy or self.group is not None:
@@ -508,6 +484,6 @@ class ContinuousBatchingManager:
         self.pauses.release(*PauseReason)
 
 
-def _halt(found: "weakref.ref[EngineLoop]") -> None:
-    if (loop := found()) is not None:
+def _halt(reference: "weakref.ref[EngineLoop]") -> None:
+    if (loop := reference()) is not None:
         loop.halt()

@@ -18,15 +18,14 @@ from cb_rollout.types import FinishReason, GenerationOutput, RequestStatus
 
 
 class OutputSink(Protocol):
-    """Receiver of a request's outputs; called on the thread that steps the engine."""
+    """Receiver of a request's outputs, and of the error after which none follows.
 
-    def put(self, output: GenerationOutput) -> None:
-        """Receive an output."""
-        ...
+    Called on the thread that steps the engine.
+    """
 
-    def close(self, error: EngineDeadError) -> None:
-        """Receive the error after which no output follows."""
-        ...
+    def put(self, output: GenerationOutput) -> None: ...
+
+    def close(self, error: EngineDeadError) -> None: ...
 
 
 class OutputQueue:
@@ -40,7 +39,6 @@ class OutputQueue:
         self._error: EngineDeadError | None = None
 
     def put(self, output: GenerationOutput) -> None:
-        """Append an output and wake the waiting threads."""
         with interrupts_deferred(), self._changed:
             self._outputs[self._num_delivered] = output
             self._numbers.setdefault(output.request_id, deque()).append(self._num_delivered)
@@ -67,14 +65,7 @@ class OutputQueue:
     def take(
         self, request_id: str | None = None, timeout: float | None = None
     ) -> GenerationOutput | None:
-        """Take the next output, of one request or of any.
-
-        Args:
-            request_id: id of the request; None: any, first delivered first.
-            timeout: longest wait in seconds; None: no limit.
-
-        Returns:
-            The output; None after `timeout`.
+        """Take the next output, of one request or of any; None after `timeout` seconds.
 
         Raises:
             EngineDeadError: the queue was closed and holds no such output.
@@ -94,11 +85,8 @@ class OutputQueue:
                 interrupts.deliver()
 
     def _pop(self, request_id: str | None) -> GenerationOutput | None:
-        if request_id is None:
-            number = next(iter(self._outputs), None)
-        else:
-            number = next(iter(self._numbers.get(request_id, ())), None)
-        if number is None:
+        numbers = self._outputs if request_id is None else self._numbers.get(request_id, ())
+        if (number := next(iter(numbers), None)) is None:
             return None
         output = self._outputs.pop(number)
         numbers = self._numbers[output.request_id]
@@ -109,7 +97,7 @@ class OutputQueue:
 
 
 class CallbackSink:
-    """Pass one request's outputs to a callback on an asyncio loop, from any thread."""
+    """Pass a request's outputs to a callback on an asyncio loop, from any thread."""
 
     def __init__(
         self,
@@ -120,7 +108,6 @@ class CallbackSink:
         self._request_id, self._callback, self._loop = request_id, callback, loop
 
     def put(self, output: GenerationOutput) -> None:
-        """Schedule the callback with an output."""
         # The asyncio loop may be closed already, and its callbacks with it.
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._callback, output)

@@ -29,14 +29,12 @@ class PauseReason(StrEnum):
 
 
 class PauseController:
-    """Keep steps and pauses of one engine apart; any thread may pause."""
+    """Keep steps and pauses of an engine apart; any thread may pause."""
 
     def __init__(self, changed: threading.Condition, could_step: Callable[[], bool]) -> None:
         """Start without a pause.
 
-        Args:
-            changed: the loop's condition.
-            could_step: return whether the loop's thread runs.
+        `changed` is the loop's condition; `could_step` returns whether the loop's thread runs.
         """
         self._changed, self._could_step = changed, could_step
         self._stepping_thread: int | None = None
@@ -49,7 +47,6 @@ class PauseController:
 
     @property
     def is_paused(self) -> bool:
-        """Return whether a pause or a hold forbids the next step."""
         return bool(self.reasons) or self._pausing_thread is not None
 
     @property
@@ -59,7 +56,6 @@ class PauseController:
 
     @property
     def is_stepping_here(self) -> bool:
-        """Return whether the calling thread is inside a step."""
         return self._stepping_thread == threading.get_ident()
 
     @property
@@ -72,7 +68,6 @@ class PauseController:
         return self._stepping_thread is None and self._caller_thread in (None, me)
 
     def begin_step(self) -> None:
-        """Mark the calling thread as inside a step."""
         self._stepping_thread = threading.get_ident()
         self.pass_turn()
 
@@ -96,9 +91,8 @@ class PauseController:
         is_mine = False
         try:
             with interrupts_deferred(), self._changed:
-                if self._caller_thread is None:
+                if is_mine := self._caller_thread is None:
                     self._caller_thread = threading.get_ident()
-                    is_mine = True
             yield is_mine
         finally:
             if is_mine:
@@ -112,11 +106,8 @@ class PauseController:
         """Pause the engine between two forwards, for the calling thread alone.
 
         It waits for the pauses that came first and for at most one forward. A thread may pause
-        again inside its own pause.
-
-        Args:
-            may_begin: called under the condition, once the thread need not wait otherwise; False:
-                wait for another change.
+        again inside its own pause. `may_begin` is called under the condition, once the thread need
+        not wait otherwise; where it is False, the thread waits for another change.
         """
         me = threading.get_ident()
         begun: list[int] = []
@@ -170,7 +161,6 @@ class PauseController:
         self.reasons.add(reason)
 
     def release(self, *reasons: PauseReason) -> None:
-        """End these reasons; the engine steps when none is left."""
         with interrupts_deferred(), self._changed:
             self.reasons.difference_update(reasons)
             self._changed.notify_all()

@@ -1,21 +1,23 @@
 """Propose draft tokens from n-grams of what a sequence, its group and earlier rollouts sampled.
 
-Completions of one prompt resemble each other, and themselves. A draft's tokens run as further rows
-of the sequence's decode step, every row is sampled as usual, and the first sampled token that
-differs from the draft ends it. So a draft changes the number of tokens of a step, and no token.
-Handles tokens, never tensors. Called by the thread that steps the engine.
+A draft's tokens run as further rows of the sequence's decode step, every row is sampled as usual,
+and the first sampled token that differs from the draft ends it. So a draft changes the number of
+tokens of a step, and no token. Handles tokens, never tensors, on the engine's thread.
 """
 
 from collections.abc import Sequence
 from itertools import takewhile
+from typing import NamedTuple
 from weakref import WeakValueDictionary
+
+import numpy as np
 
 from cb_rollout.config.enums import DraftSource
 from cb_rollout.config.rollout import RolloutConfig
 from cb_rollout.engine.kv_cache.layout import CacheLayout
 from cb_rollout.engine.model.runner import ModelRunner
 from cb_rollout.engine.request import Request
-from cb_rollout.engine.spec_decode.ngram_index import NO_DRAFT, Draft, GroupDrafts, NgramIndex
+from cb_rollout.engine.scheduler.completion_history import PromptHistory
 
 # Rows of a step with drafts. Up to here a further row costs linear layers a small part of the
 # first one, as `scripts/bench.py roofline` prints.
@@ -36,15 +38,173 @@ LEARNING_RATE, RECOVERY, INITIAL_RATE = 0.25, 0.005, 0.5
 # Tokens of other prompts that are indexed; from then on a new index begins.
 MAX_RUN_TOKENS = 1 << 15
 
+# Lengths of the n-grams that are looked up; the longest match counts.
+NGRAM_SIZES = (4, 3, 2)
+
+# An n-gram is known by a 64-bit hash: tuples would slow down the garbage collector. Two n-grams of
+# one hash cost a rejected draft.
+_MULTIPLIER = 0x9E3779B97F4A7C15
+_MASK = (1 << 64) - 1
+
+# Bits of a position; the sequence's number is above them.
+_POSITION_BITS = 32
+
+# From so many new tokens on numpy hashes them faster than Python does.
+_MANY = 32
+
+# After so many lookups in a row without a match a group pauses, for as many again.
+MISSES_BEFORE_PAUSE, LONGEST_PAUSE = 8, 256
+
+
+class NgramIndex:
+    """Token sequences, and the last position that followed each n-gram in them."""
+
+    __slots__ = ("_next", "_texts", "_unfinished")
+
+    def __init__(self) -> None:
+        self._texts: list[Sequence[int]] = []
+        self._unfinished: dict[int, int] = {}
+        self._next: dict[int, dict[int, int]] = {size: {} for size in NGRAM_SIZES}
+
+    def add(self, token_ids: Sequence[int], num_known: int, *, is_growing: bool = True) -> None:
+        """Add a sequence, indexed at the next lookup; a list that is growing, at each.
+
+        Its `num_known` leading tokens, such as a group's prompt, are indexed already.
+        """
+        self._unfinished[len(self._texts)] = num_known if is_growing else ~num_known
+        self._texts.append(token_ids)
+
+    def predict(self, tail: list[int], count: int, size: int) -> list[int]:
+        """Return up to `count` tokens that followed the last occurrence of an n-gram of this size.
+
+        `tail` is the end of a sequence, as long as the longest n-gram.
+        """
+        match = self._lookup(tail, (size,))
+        predicted: list[int] = []
+        # A match that ends at the newest token is a loop; the longest n-gram continues it.
+        while match is not None and (wanted := count - len(predicted)) > 0:
+            text, start = match
+            predicted += text[start : start + wanted]
+            match = self._lookup((tail + predicted)[-max(NGRAM_SIZES) :], NGRAM_SIZES)
+        return predicted
+
+    def update(self) -> None:
+        for number, num_indexed in list(self._unfinished.items()):
+            if num_indexed < 0:
+                self._index(number, ~num_indexed)
+                del self._unfinished[number]
+            else:
+                self._index(number, num_indexed)
+                self._unfinished[number] = len(self._texts[number])
+
+    def _index(self, number: int, num_indexed: int) -> None:
+        text = self._texts[number]
+        for size, following in self._next.items():
+            first = max(size, num_indexed)
+            if len(text) - first >= _MANY:
+                hashes = _hashes(np.array(text[first - size : -1], dtype=np.uint64), size)
+                base = number << _POSITION_BITS
+                following.update(zip(hashes, range(base + first, base + len(text)), strict=True))
+                continue
+            for position in range(first, len(text)):
+                ngram = _hash(text[position - size : position])
+                following[ngram] = number << _POSITION_BITS | position
+
+    def _lookup(self, tail: list[int], sizes: Sequence[int]) -> tuple[list[int], int] | None:
+        for size in sizes:
+            match = self._next[size].get(_hash(tail[-size:])) if len(tail) >= size else None
+            if match is not None:
+                number, position = match >> _POSITION_BITS, match & ((1 << _POSITION_BITS) - 1)
+                return self._texts[number], position  # pyright: ignore[reportReturnType]
+        return None
+
+
+def _hash(tokens: Sequence[int]) -> int:
+    number = 0
+    for token in tokens:
+        number = (number * _MULTIPLIER + token + 1) & _MASK
+    return number
+
+
+def _hashes(tokens: np.ndarray, size: int) -> list[int]:
+    """Return `_hash` of each run of `size` tokens."""
+    count = len(tokens) - size + 1
+    numbers = np.zeros(count, dtype=np.uint64)
+    for offset in range(size):
+        numbers = numbers * np.uint64(_MULTIPLIER) + tokens[offset : offset + count] + np.uint64(1)
+    return numbers.tolist()
+
+
+class Draft(NamedTuple):
+    """Tokens proposed for a sequence."""
+
+    tokens: list[int]
+    source: DraftSource = DraftSource.GROUP
+
+
+NO_DRAFT = Draft([])
+
+
+class GroupDrafts:
+    """N-grams that a group's drafts are looked up in, and how often drafts were right."""
+
+    __slots__ = ("__weakref__", "_earlier", "_history", "_misses", "_pause", "_run", "own", "rates")
+
+    def __init__(
+        self, history: PromptHistory | None, run: NgramIndex, rates: dict[DraftSource, float]
+    ) -> None:
+        """Start with completions of the prompt (`history`) and of others (`run`).
+
+        `rates` are the acceptance rates of the run's latest drafts.
+        """
+        self.own = NgramIndex()
+        self._earlier = NgramIndex() if history is not None and history.completions else None
+        self._history, self._run = history, run
+        self.rates = dict(rates)
+        """Probability that a drafted token is accepted after accepted ones, by source."""
+        self._misses = self._pause = 0
+
+    def predict(self, token_ids: Sequence[int], count: int, min_rate: float) -> Draft:
+        """Return up to `count` tokens that followed the longest n-gram at the end.
+
+        Sources of a lower acceptance rate than `min_rate` are left out.
+        """
+        if self._pause:
+            self._pause -= 1
+            return NO_DRAFT
+        tail = list(token_ids[-max(NGRAM_SIZES) :])
+        sources = [
+            (source, index)
+            for source, index in zip(DraftSource, self._indexes(), strict=True)
+            if index is not None and self.rates[source] > min_rate
+        ]
+        for _, index in sources:
+            index.update()
+        for size in NGRAM_SIZES:
+            for source, index in sources:
+                if tokens := index.predict(tail, count, size):
+                    self._misses = 0
+                    return Draft(tokens, source)
+        self._misses += 1
+        if self._misses >= MISSES_BEFORE_PAUSE:
+            self._pause = min(self._misses, LONGEST_PAUSE)
+        return NO_DRAFT
+
+    def _indexes(self) -> tuple[NgramIndex, NgramIndex | None, NgramIndex]:
+        if self._history is not None and self._earlier is not None:
+            # Filled at the first lookup: most sequences end before they get a draft.
+            prompt_ids = self._history.prompt_ids
+            for completion in self._history.completions:
+                self._earlier.add([*prompt_ids, *completion], len(prompt_ids), is_growing=False)
+            self._history = None
+        return self.own, self._earlier, self._run
+
 
 class NgramProposer:
-    """Drafts tokens for the sequences of one engine."""
+    """Drafts tokens for the sequences of an engine."""
 
     def __init__(self, max_tokens: int | None, never_sampled: Sequence[int] = ()) -> None:
-        """Draft at most `max_tokens` for a sequence; None: `MAX_DRAFT_TOKENS`.
-
-        `never_sampled`: token ids of prompts that are not drafted.
-        """
+        """Draft at most `max_tokens` for a sequence, without `never_sampled`; None: the default."""
         self._never_sampled = frozenset(never_sampled)
         self._max_tokens = MAX_DRAFT_TOKENS if max_tokens is None else max_tokens
         self._groups: WeakValueDictionary[int, GroupDrafts] = WeakValueDictionary()
@@ -53,7 +213,7 @@ class NgramProposer:
         """Acceptance rate of each source, over the run's latest drafts."""
 
     def track(self, requests: Sequence[Request]) -> None:
-        """Index sequences that got their first token; those of one group share an index."""
+        """Index sequences that got their first token; those of a group share an index."""
         for request in requests:
             if request.drafts is not None or request.status.is_final:
                 continue
@@ -65,7 +225,6 @@ class NgramProposer:
             group.own.add(request.token_ids, num_known)
 
     def add_to_run(self, request: Request) -> None:
-        """Index a sequence that has ended, for drafts of other prompts."""
         if self._num_run_tokens > MAX_RUN_TOKENS:
             self._run, self._num_run_tokens = NgramIndex(), 0
         text = request.token_ids[len(request.prompt_ids) :]
@@ -73,7 +232,6 @@ class NgramProposer:
         self._num_run_tokens += len(text)
 
     def can_propose(self, num_sequences: int) -> bool:
-        """Return whether a step of so many sequences may have drafts."""
         return 0 < num_sequences <= MAX_DRAFT_ROWS // 2 and self._max_tokens > 0
 
     def propose(self, running: Sequence[Request]) -> list[Draft]:
@@ -117,14 +275,12 @@ class NgramProposer:
         return Draft(tokens[:num_worth], source)
 
     def record(self, request: Request, draft: Draft, num_right: int) -> None:
-        """Update the acceptance rates of a draft's source."""
         if not draft.tokens:
             return
         # The tokens after the first wrong one were not tried.
         share = num_right / min(len(draft.tokens), num_right + 1)
-        for rates in (self.rates, None if request.drafts is None else request.drafts.rates):
-            if rates is not None:
-                rates[draft.source] += LEARNING_RATE * (share - rates[draft.source])
+        for rates in (self.rates, *([request.drafts.rates] if request.drafts else [])):
+            rates[draft.source] += LEARNING_RATE * (share - rates[draft.source])
 
 
 def _weights(running: Sequence[Request]) -> list[float]:
@@ -132,18 +288,16 @@ def _weights(running: Sequence[Request]) -> list[float]:
 
     1 for a prompt without earlier completions.
     """
-    known = [
-        None
-        if r.expected_length is None
-        # What is longer than expected goes on for long: so are lengths with a long tail.
-        else max(r.expected_length - r.num_generated, 0.5 * r.num_generated, 1.0)
+    # A sequence longer than expected goes on for long: lengths have a long tail.
+    lacking = [
+        r.expected_length and max(r.expected_length - r.num_generated, 0.5 * r.num_generated, 1.0)
         for r in running
     ]
-    longest = max((tokens for tokens in known if tokens is not None), default=1.0)
-    return [1.0 if tokens is None else tokens / longest for tokens in known]
+    longest = max(filter(None, lacking), default=1.0)
+    return [1.0 if tokens is None else tokens / longest for tokens in lacking]
 
 
 def can_draft(runner: ModelRunner, layout: CacheLayout, config: RolloutConfig) -> bool:
-    """Return whether drafts are on, and a forward can take several rows of one sequence."""
+    """Return whether drafts are on, and a forward can take several rows of a sequence."""
     takes_rows = runner.batch_layout.takes_any_lengths and not layout.is_recurrent
     return takes_rows and config.num_speculative_tokens != 0

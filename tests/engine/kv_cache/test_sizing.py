@@ -23,7 +23,7 @@ from cb_rollout.engine.memory.plan import GIB, MemoryModel, TrainingBytes, creat
 from cb_rollout.engine.model.runner import ModelRunner
 from cb_rollout.engine.request import Limits, Prefill
 from cb_rollout.engine.scheduler.policy import create_policy
-from cb_rollout.engine.scheduler.scheduler import HISTORY_FACTOR, Scheduler
+from cb_rollout.engine.scheduler.scheduler import MAX_GATHER_RATIO, Scheduler
 from cb_rollout.metrics.registry import EngineCounters
 
 CPU = torch.device("cpu")
@@ -49,7 +49,7 @@ def plan():
         bytes_per_sequence=layout.bytes_per_sequence,
         workspace_bytes_per_request=workspace_bytes_per_request(SHAPE["vocab_size"]),
         gathered_bytes_per_token=gathered_bytes_per_token(layout, num_heads, torch.bfloat16),
-        history_factor=HISTORY_FACTOR,
+        history_factor=MAX_GATHER_RATIO,
         max_sequence_tokens=SHAPE["max_position_embeddings"],
     )
     return create_memory_plan(model)

@@ -7,7 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from cb_rollout.engine.request import Limits
 from cb_rollout.engine.scheduler import scheduler as scheduling
-from cb_rollout.engine.scheduler.scheduler import HISTORY_FACTOR
+from cb_rollout.engine.scheduler.scheduler import MAX_GATHER_RATIO
 from cb_rollout.types import RequestStatus
 
 
@@ -58,7 +58,7 @@ class SchedulerRuns(RuleBasedStateMachine):
         is_packed,
         rope_limits,
     ):
-        scheduling.HISTORY_FACTOR = history_factor
+        scheduling.MAX_GATHER_RATIO = history_factor
         sizes = (block_size, max_batch_tokens, max_requests)
         limits = Limits(*sizes, share, resume, is_packed, rope_limits)
         self.engine = FakeModel(limits, 2, max_blocks, has_graphs=has_graphs, policy=policy)
@@ -123,7 +123,7 @@ class SchedulerRuns(RuleBasedStateMachine):
         self.engine.check()
 
     def teardown(self):
-        scheduling.HISTORY_FACTOR = HISTORY_FACTOR
+        scheduling.MAX_GATHER_RATIO = MAX_GATHER_RATIO
         if not hasattr(self, "engine"):
             return
         self.engine.drain()

@@ -13,10 +13,12 @@ from cb_rollout.engine.spec_decode.ngram import (
     MAX_DRAFT_ROWS,
     MAX_DRAFT_TOKENS,
     MIN_RATE,
+    MISSES_BEFORE_PAUSE,
+    NGRAM_SIZES,
     Draft,
+    NgramIndex,
     NgramProposer,
 )
-from cb_rollout.engine.spec_decode.ngram_index import MISSES_BEFORE_PAUSE, NGRAM_SIZES, NgramIndex
 
 
 def request(prompt_ids, said=(), group=None, max_new_tokens=100, **settings):
