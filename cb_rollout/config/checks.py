@@ -28,13 +28,10 @@ MAX_SHOWN = 200
 
 
 def setting(default: Any, help_text: str, check: Check | type[StrEnum], *, cost: str = "") -> Any:
-    """Declare a field.
+    """Declare a field with its default, which is never checked, its help text and its check.
 
-    Args:
-        default: the default; it is never checked.
-        help_text: what the field means, for command lines and the documentation.
-        check: what makes a value plain, or complains about it; an enum: takes one of its words.
-        cost: when to set it, and what that takes, for the documentation.
+    `check` makes a value plain, or complains; an enum takes one of its words. `cost` says when to
+    set the field and what that takes, for the documentation.
     """
     metadata: dict[str, Any] = {"help": help_text, "check": check, "cost": cost}
     if isinstance(check, EnumMeta):
@@ -49,12 +46,9 @@ def known_fields_only(
     synonyms: Mapping[str, str],
     renamed: Callable[[Mapping[str, Any]], dict[str, Any]] = dict,
 ) -> Callable[[type[T]], type[T]]:
-    """Make a keyword dataclass refuse an unknown field with an error that names the right one.
+    """Make a keyword dataclass refuse an unknown field, raising `error` with the right name.
 
-    Args:
-        error: the exception to raise.
-        synonyms: names that other projects use, mapped to ours.
-        renamed: gives the fields of keywords under other names that are taken.
+    `synonyms` maps other projects' names to ours; `renamed` translates keywords that are accepted.
     """
 
     def decorate(cls: type[T]) -> type[T]:
@@ -80,15 +74,7 @@ def require_known(
     error: type[RolloutError],
     synonyms: Mapping[str, str] | None = None,
 ) -> None:
-    """Refuse an unknown name with an error that names the nearest known one.
-
-    Args:
-        given: the names to check.
-        known: the names that exist.
-        complaint: what precedes the unknown name, such as "RolloutConfig has no field".
-        error: the exception to raise.
-        synonyms: names that other projects use, mapped to ours.
-    """
+    """Raise `error` for an unknown name, after `complaint`, with its synonym or the nearest one."""
     for name in given:
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1)
@@ -100,8 +86,7 @@ def require_known(
 def check_fields(settings: Any, error: type[RolloutError]) -> None:
     """Check every field that is not at its default, and keep the plain values.
 
-    Raises:
-        RolloutError: of type `error`; `name=value`, what is wrong, and what to set instead.
+    Raises `error`: `name=value`, what is wrong, and what to set instead.
     """
     for field in dataclasses.fields(settings):
         value = getattr(settings, field.name)

@@ -219,12 +219,7 @@ COMBINATIONS = {
 
 
 def refused(name: str, /, **values: object) -> ConfigurationError:
-    """Return the error of two features of this run.
-
-    Args:
-        name: a key of `COMBINATIONS`.
-        values: what its reason names.
-    """
+    """Return the error of two features of this run; `values` fill the reason's braces."""
     return ConfigurationError(COMBINATIONS[name].reason.format(**values))
 
 

@@ -20,8 +20,7 @@ class CompileSettings:
 def compile_settings(value: Any) -> CompileSettings | None:
     """Read a transformers `CompileConfig`, a dict of its fields, or None.
 
-    Raises:
-        ValueError: the value is something else, or asks for something that is not honoured.
+    Raises `ValueError` for anything else, and for what is not honoured.
     """
     if value is None:
         return None

@@ -135,8 +135,7 @@ def _biases(settings: dict[str, Any]) -> dict[str, Any]:
 def as_rollout_config(config: Any) -> RolloutConfig:
     """Return a `RolloutConfig` for one, for a transformers `ContinuousBatchingConfig`, or for None.
 
-    Raises:
-        ConfigurationError: `config` is something else, or asks for what cannot be honoured.
+    Raises `ConfigurationError` for anything else, and for what cannot be honoured.
     """
     if config is None:
         return RolloutConfig()
@@ -174,8 +173,7 @@ def _default_of(field: dataclasses.Field[Any]) -> Any:
 def as_trainers_config(config: Any, seed: int) -> RolloutConfig:
     """Return `as_rollout_config(config)` with log-probabilities on and a seed set.
 
-    Raises:
-        ConfigurationError: a `RolloutConfig` switches log-probabilities off.
+    Raises `ConfigurationError` if a `RolloutConfig` switches log-probabilities off.
     """
     if isinstance(config, RolloutConfig) and not config.return_logprobs:
         raise ConfigurationError("return_logprobs=False: the trainer needs them; leave it True.")

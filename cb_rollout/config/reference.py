@@ -39,9 +39,7 @@ NAMES = frozenset({*RENAMED, *NO_COUNTERPART, "default_compile_level"})
 def own_settings(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings under the names of `RolloutConfig`.
 
-    Raises:
-        ConfigurationError: a field of transformers asks for what is not available, or two names of
-            one setting have two values.
+    Raises `ConfigurationError` for what is not available, and for two values of one setting.
     """
     theirs = {name: value for name, value in given.items() if name in NAMES}
     own = {name: value for name, value in given.items() if name not in NAMES}

@@ -350,7 +350,6 @@ class RolloutConfig:
     )
 
     def __post_init__(self) -> None:
-        """Check every field, alone and together."""
         check_fields(self, ConfigurationError)
         if self.use_async_batching and self.wants_graphs is False:
             raise refused("async batching, no graphs", graphs=repr(self.use_cuda_graph))
@@ -408,15 +407,10 @@ GENERATOR_FIELDS: dict[str, tuple[Any, ...]] = {
 def require_unused(
     config: RolloutConfig, fields: Mapping[str, tuple[Any, ...]], complaint: str
 ) -> None:
-    """Refuse fields that nothing would act on.
+    """Raise `ConfigurationError` if a field asks for something, which nothing here acts on.
 
-    Args:
-        config: the settings.
-        fields: field names, each with the values beside its default that ask for nothing.
-        complaint: what does not act on them, and what would.
-
-    Raises:
-        ConfigurationError: one of the fields asks for something.
+    `fields` maps names to the values beside the default that ask for nothing; `complaint` says what
+    would act on them.
     """
     for name, idle in fields.items():
         value, default = getattr(config, name), getattr(RolloutConfig, name)

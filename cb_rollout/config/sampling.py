@@ -223,17 +223,14 @@ class SamplingParams:
     )
 
     def __post_init__(self) -> None:
-        """Check every field, and keep plain values."""
         check_fields(self, InvalidRequestError)
 
     @property
     def is_greedy(self) -> bool:
-        """True: the most likely token is always taken."""
         return not self.do_sample or self.temperature == 0
 
     @property
     def is_truncated(self) -> bool:
-        """True: top-k, top-p, min-p or typical-p excludes some tokens."""
         is_off = not self.top_k and self.top_p == 1 and not self.min_p and self.typical_p == 1
         return not (self.is_greedy or is_off)
 
@@ -250,7 +247,6 @@ class SamplingParams:
 
     @property
     def is_adjusted(self) -> bool:
-        """True: the logits are changed before the temperature."""
         return bool(self.adjustments)
 
     @property
@@ -265,7 +261,6 @@ class SamplingParams:
 
     @property
     def can_be_graphed(self) -> bool:
-        """True: a CUDA graph samples by these parameters."""
         return not self.ungraphed
 
     @property

@@ -60,7 +60,6 @@ class EngineCounters:
     """Most blocks in use at once; a maximum, not a sum."""
 
     def note_draft(self, source: DraftSource, num_drafted: int, num_accepted: int) -> None:
-        """Count a verified draft."""
         self.drafted_tokens += num_drafted
         self.accepted_tokens += num_accepted
         if source is DraftSource.EARLIER:
@@ -72,7 +71,6 @@ class EngineCounters:
 
     @property
     def num_forwards(self) -> int:
-        """Return the forwards of prompts and of running sequences."""
         return self.prefill_forwards + self.decode_forwards
 
     def plus(self, other: "EngineCounters") -> "EngineCounters":
@@ -90,7 +88,6 @@ class EngineCounters:
         return EngineCounters(**(difference | {"kv_blocks_peak": self.kv_blocks_peak}))
 
     def copy(self) -> "EngineCounters":
-        """Return these totals, frozen at this moment."""
         return EngineCounters(**asdict(self))
 
 
@@ -114,7 +111,6 @@ class LiveMetric(NamedTuple):
     help: str
 
     def read(self, counters: EngineCounters, status: EngineStatus) -> float:
-        """Return the metric's value."""
         return getattr(counters if self.kind is MetricKind.COUNTER else status, self.name)
 
 
@@ -324,12 +320,7 @@ METRICS = (
 
 
 def rollout_metrics(added: EngineCounters, seconds: float) -> dict[str, float]:
-    """Return the metrics of one rollout by name.
-
-    Args:
-        added: the counters that the rollout added.
-        seconds: its wall time.
-    """
+    """Return the metrics of one rollout by name, from the counters and seconds that it added."""
     values = {m.name: m.of_rollout(added, seconds) for m in METRICS if m.of_rollout}
     return {name: value for name, value in values.items() if value is not None}
 

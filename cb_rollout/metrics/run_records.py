@@ -127,7 +127,6 @@ class SequenceRecord:
         assert num_stamped == num_tokens or not self.policy_versions, (num_stamped, num_tokens)
 
     def token_rows(self) -> Iterator[TokenRow]:
-        """Yield a row for each token, in order."""
         versions = [version for version, num in self.policy_versions for _ in range(num)]
         for position, (token, token_id) in enumerate(zip(self.tokens, self.token_ids, strict=True)):
             yield TokenRow(
@@ -159,7 +158,6 @@ class Run:
     """Recorded sequences by ascending step, in the same way."""
 
     def __str__(self) -> str:
-        """Describe the run in one line."""
         resumed = [f"{run} (up to step {step:,})" for run, step in self.continues.items()]
         after = f", after {', '.join(resumed)}" if resumed else ""
         return f"{self.run_id}  steps {self.steps[0]:,} to {self.steps[-1]:,}{after}"
@@ -169,7 +167,6 @@ class RunRecorder:
     """Append the records of one run to the files, each with one unbuffered write."""
 
     def __init__(self, run_dir: str | os.PathLike[str]) -> None:
-        """Create `run_dir` if it is missing, and begin a run after its last whole record."""
         self.run_dir = Path(run_dir)
         self._is_stopped = False
         with self._stopping():
@@ -179,11 +176,9 @@ class RunRecorder:
         self.begin_run()
 
     def begin_run(self, from_step: int = 0) -> None:
-        """Begin a run; what is recorded from here on has its id.
+        """Begin a run, whose id later records carry.
 
-        Args:
-            from_step: the step of the checkpoint that it resumes, if any. It continues the last run
-                that reached this step.
+        From the checkpoint of step `from_step`, it continues the last run that reached this step.
         """
         self.run_id = f"{datetime.now(UTC):%Y%m%d-%H%M%S-%f}"
         self._run: dict[str, Any] = {"run_id": self.run_id}
@@ -192,11 +187,9 @@ class RunRecorder:
             self._run["continues"] = before | {resumed.run_id: from_step}
 
     def record_metrics(self, metrics: StepMetrics) -> None:
-        """Append one step's metrics."""
         self._append(METRICS_FILE, metrics)
 
     def record_sequence(self, sequence: SequenceRecord) -> None:
-        """Append one sequence."""
         self._append(ROLLOUTS_FILE, sequence)
 
     def record_image(self, png: bytes) -> str:
@@ -231,8 +224,7 @@ class RunRecorder:
 def list_runs(run_dir: str | os.PathLike[str]) -> list[Run]:
     """Return the runs of a directory, the oldest first.
 
-    Raises:
-        ConfigurationError: `run_dir` holds no whole record, or a line is not a record.
+    Raises `ConfigurationError` if it holds no whole record, or a line is not a record.
     """
     runs = _runs_in(find_run_dir(run_dir))
     if not runs:
@@ -244,11 +236,7 @@ def list_runs(run_dir: str | os.PathLike[str]) -> list[Run]:
 
 
 def chosen_run(runs: Sequence[Run], run_id: str | None = None) -> Run:
-    """Return the run of an id; None: the last one.
-
-    Raises:
-        ConfigurationError: none has this id.
-    """
+    """Return the run of an id, or raise `ConfigurationError`; None: the last run."""
     found = runs if run_id is None else [run for run in runs if run.run_id == run_id]
     if not found:
         known = ", ".join(run.run_id for run in runs)
@@ -257,14 +245,9 @@ def chosen_run(runs: Sequence[Run], run_id: str | None = None) -> Run:
 
 
 def read_metrics(run_dir: str | os.PathLike[str], run: Run | None = None) -> list[StepMetrics]:
-    """Return the metrics of a run, in recorded order; empty where it recorded none.
+    """Return the metrics of a run of `list_runs`, in recorded order; None: of the last run.
 
-    Args:
-        run_dir: a path that `find_run_dir` accepts.
-        run: one of `list_runs`; None: the last.
-
-    Raises:
-        ConfigurationError: `run_dir` holds no whole record, or a line is not a record.
+    `run_dir` is a path that `find_run_dir` accepts. Raises as `list_runs`.
     """
     run = run or chosen_run(list_runs(run_dir))
     return list(_records_of(run, run_dir, METRICS_FILE, _metrics_from))
@@ -277,13 +260,7 @@ def iterate_rollouts(
 ) -> Iterator[SequenceRecord]:
     """Yield the sequences of a run, in recorded order, holding one at a time.
 
-    Args:
-        run_dir: a path that `find_run_dir` accepts.
-        run: one of `list_runs`; None: the last.
-        steps: yield only the sequences of these steps; None: all.
-
-    Raises:
-        ConfigurationError: `run_dir` holds no whole record, or a line is not a record.
+    `run_dir`, `run` and errors are those of `read_metrics`; `steps=None` yields all steps.
     """
     run = run or chosen_run(list_runs(run_dir))
     return _records_of(run, run_dir, ROLLOUTS_FILE, _sequence_from, steps)
@@ -298,8 +275,7 @@ def read_image(run_dir: str | os.PathLike[str], name: str) -> bytes | None:
 def find_run_dir(path: str | os.PathLike[str]) -> Path:
     """Return the directory with a run's records: `path` itself, or its `cb_rollout/`.
 
-    Raises:
-        ConfigurationError: neither holds `metrics.jsonl` or `rollouts.jsonl`.
+    Raises `ConfigurationError` if neither holds `metrics.jsonl` or `rollouts.jsonl`.
     """
     path = Path(path)
     for candidate in (path, path / RUN_DIR_NAME):

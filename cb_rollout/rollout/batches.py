@@ -49,24 +49,14 @@ def batch_arguments(
     record_timestamps: bool = False,
     on_error: str,
 ) -> BatchArguments:
-    """Return the prompts of a call of `generate_batch` with their sampling parameters.
+    """Return the prompts of a call of `RolloutGenerator.generate_batch` with their parameters.
 
-    Warns, two frames up, of groups whose sequences would be equal.
-
-    Args:
-        inputs: see `RolloutGenerator.generate_batch`, as for all that is not named here.
-        generation_config: the call's.
-        tokenizer: encodes texts and chats; None: they are refused.
-        defaults: sampling parameters where the call has none.
-        own_generation_config: the generator's; None: the model's.
-        sampling_params: one, or one per input.
-        num_return_sequences: sequences of each input.
-        max_new_tokens: one, or one per input.
-        record_timestamps: record the time of each token.
-        on_error: "raise" or "return".
+    Arguments are that call's. `tokenizer=None` refuses texts and chats; `defaults` fill parameters
+    that the call leaves out; `own_generation_config` is the generator's. Warns, two frames up, of
+    groups whose sequences would be equal.
 
     Raises:
-        ConfigurationError: `on_error` is something else.
+        ConfigurationError: `on_error` is neither "raise" nor "return".
         InvalidRequestError: `inputs` or a number is refused.
     """
     if on_error not in ("raise", "return"):
@@ -118,10 +108,9 @@ def broadcast_refusal(group: EngineGroup | None) -> Iterator[None]:
 
 
 def gathered(group: EngineGroup | None, value: T) -> tuple[list[T], int]:
-    """Return the values of all ranks of a group, and this one's rank; without a group alone.
+    """Return the values of all ranks of a group, and this one's rank; None: this value alone.
 
-    Raises:
-        InvalidRequestError: a process refused what it would have given.
+    Raises the `InvalidRequestError` of a rank that refused its prompts.
     """
     if group is None:
         return [value], 0

@@ -31,16 +31,11 @@ _LOGGER = logging.getLogger(__name__)
 
 
 def load_model(name: str, dtype: str = "auto", device: str = "auto") -> PreTrainedModel:
-    """Load a checkpoint's causal language model, with its vision if it has any, in evaluation mode.
+    """Load a checkpoint's causal language model, with any vision tower, in evaluation mode.
 
-    Args:
-        name: a local directory, or a name on the hub.
-        dtype: one of `DTYPES`.
-        device: a device name of torch; "auto": a GPU if there is one, else the CPU.
-
-    Raises:
-        ConfigurationError: the checkpoint or the device does not exist, the checkpoint cannot be
-            read, is not a causal language model or lacks weights, or the model does not fit.
+    `name` is a local directory or a name on the hub, `dtype` one of `DTYPES`, `device` as for
+    `torch_device`. Raises `ConfigurationError` where the checkpoint or the device does not exist,
+    the model cannot be read, is not causal, lacks weights, or does not fit.
     """
     if dtype not in DTYPES:
         raise ConfigurationError(f"dtype={dtype!r} is not one of {', '.join(DTYPES)}.")
@@ -78,12 +73,10 @@ def load_model(name: str, dtype: str = "auto", device: str = "auto") -> PreTrain
 
 
 def load_tokenizer(name: str) -> Any:
-    """Load a checkpoint's tokenizer; of a model that reads images its processor.
+    """Load a checkpoint's tokenizer, or the processor of a model that reads images.
 
-    A processor that cannot be loaded is logged, and the tokenizer takes text alone.
-
-    Raises:
-        ConfigurationError: the checkpoint has no readable tokenizer.
+    A processor that cannot be loaded is logged, and the tokenizer takes text alone. Raises
+    `ConfigurationError` if there is no readable tokenizer.
     """
     _require_directory(name)
     try:
@@ -107,11 +100,7 @@ def load_tokenizer(name: str) -> Any:
 
 
 def load_processor(name: str) -> Any:
-    """Load the processor of a checkpoint whose model reads images.
-
-    Raises:
-        ConfigurationError: the checkpoint has no readable processor of images.
-    """
+    """Load a checkpoint's processor of images, or raise `ConfigurationError`."""
     try:
         processor = AutoProcessor.from_pretrained(name)
     except Exception as error:
@@ -140,8 +129,7 @@ def _require_vocabulary(name: str, tokenizer: Any) -> None:
 def torch_device(device: str) -> torch.device:
     """Return a device after a trial allocation; "auto": a GPU if there is one, else the CPU.
 
-    Raises:
-        ConfigurationError: the device cannot be used.
+    Raises `ConfigurationError` if the device cannot be used.
     """
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")

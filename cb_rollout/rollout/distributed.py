@@ -40,14 +40,10 @@ class FailureWatch:
         end_process: Callable[[str], None] | None = None,
         grace_seconds: float = GRACE_SECONDS,
     ) -> None:
-        """Clone the store; no thread starts before `watched()`.
+        """Clone the store that all processes share; no thread starts before `watched()`.
 
-        Args:
-            store: a `torch.distributed.Store`, shared by all processes.
-            rank: this process's rank.
-            end_process: called with the failure's text if this process still runs `grace_seconds`
-                after another one failed; None: end it with exit code 1.
-            grace_seconds: time between the other failure and `end_process`.
+        If this process still runs `grace_seconds` after another one failed, `end_process` is called
+        with the failure's text; None: exit with code 1.
         """
         self._store, self._rank = store.clone(), rank
         self._end_process = end_process or _end_process
@@ -59,8 +55,7 @@ class FailureWatch:
     def watched(self) -> Iterator[None]:
         """Run a block that every process runs; a failure in any of them raises in all.
 
-        Raises:
-            RolloutError: another process failed first; this process's own error is its cause.
+        A process that did not fail first raises `RolloutError`, caused by its own error.
         """
         if self._is_watching:
             yield
@@ -83,8 +78,6 @@ class FailureWatch:
             self._is_watching = False
 
     def watching(self, work: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap `work` in `watched()`."""
-
         @functools.wraps(work)
         def watched_work(*args: Any, **kwargs: Any) -> Any:
             with self.watched():
@@ -149,13 +142,8 @@ def largest_of_all(accelerator: Any, here: float) -> float:
 def deal(accelerator: Any, held: list[T], num_wanted: int) -> tuple[list[T], int]:
     """Move items from processes that hold more than they want to others; all of them call this.
 
-    Args:
-        accelerator: of the processes.
-        held: this process's items, of tensors and what can be pickled.
-        num_wanted: items that each process wants.
-
-    Returns:
-        This process's items, at most `num_wanted`; and the items that all processes together lack.
+    Items are tensors and what can be pickled. Returns this process's items, at most `num_wanted`,
+    and how many all processes together lack.
     """
     counts = gather_object([len(held)])
     num_lacking = [max(0, num_wanted - count) for count in counts]

@@ -219,7 +219,6 @@ class RolloutGenerator:
 
     @property
     def policy_version(self) -> int:
-        """Return the version recorded with every token; 0 before the first sync."""
         return self.manager.policy_version
 
     def follow(self, model: torch.nn.Module) -> None:
@@ -258,7 +257,6 @@ class RolloutGenerator:
 
     @property
     def is_asleep(self) -> bool:
-        """Return True between `sleep()` and `wake()`."""
         return PauseReason.SLEEP in self.manager.pauses.reasons
 
     def sleep(self, release_graphs: bool = False) -> None:
@@ -368,11 +366,7 @@ class RolloutGenerator:
 
 @contextmanager
 def measured(manager: Any) -> Iterator[dict[str, float]]:
-    """Yield a dictionary that receives the metrics of the block's rollout, by name, at its end.
-
-    Args:
-        manager: an engine's or a pool's.
-    """
+    """Yield a dict that holds, after the block, the metrics of the engine's or pool's rollout."""
     before = manager.counters.copy()
     manager.counters.kv_blocks_peak = 0
     metrics: dict[str, float] = {}

@@ -35,11 +35,7 @@ def require_tokenizer(tokenizer: Any) -> None:
 
 
 def encoded(prompts: Iterable[Prompt], tokenizer: Any) -> list[Encoded]:
-    """Return every prompt as an engine takes it; see `encoded_or_refused`.
-
-    Raises:
-        InvalidRequestError: a prompt is refused.
-    """
+    """Return every prompt as an engine takes it, or raise the first `InvalidRequestError`."""
     ids = []
     for found in encoded_or_refused(prompts, tokenizer):
         if isinstance(found, InvalidRequestError):
@@ -53,21 +49,10 @@ def encoded_or_refused(
 ) -> list[Encoded | InvalidRequestError]:
     """Return every prompt as an engine takes it, or the error that says why it is refused.
 
-    A prompt that is the same object as the one before it is encoded once.
-
-    A text or chat is refused without a tokenizer, or if its tokenizer cannot encode it; and so is
-    an input of another type.
-
-    Args:
-        prompts: lists of token ids, returned unchanged; strings; chats, encoded by the tokenizer's
-            chat template, whose content may hold `{"type": "image", "image": ...}` parts;
-            `{"prompt": token ids or text, "images": [...]}`. An image is a PIL image, a path or an
-            array.
-        tokenizer: a transformers tokenizer, or for images a processor; None: only token ids are
-            allowed.
-
-    Raises:
-        InvalidRequestError: `prompts` is no list of prompts.
+    Token ids are returned unchanged. Texts and chats need a tokenizer, and chats with image parts
+    or `{"prompt": ..., "images": [...]}` a processor; an image is a PIL image, a path or an array.
+    A prompt that is the same object as the one before it is encoded once. Raises
+    `InvalidRequestError` if `prompts` is no list of prompts.
     """
     if isinstance(prompts, str | Mapping) or not isinstance(prompts, Iterable):
         raise InvalidRequestError(

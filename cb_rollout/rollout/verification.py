@@ -105,13 +105,10 @@ def rollout_drift(
     num_sequences: int,
     is_collective: bool,
 ) -> DriftReport:
-    """Recompute `num_sequences` finished sequences, taken evenly over a rollout, and compare.
+    """Recompute `num_sequences` >= 1 finished sequences, taken evenly over a rollout, and compare.
 
-    Args:
-        manager: the manager of the engine that generated them.
-        rollout: all sequences; those of an older policy version or of changed logits are skipped.
-        num_sequences: at least 1.
-        is_collective: the model is sharded, so every process must run equally many forwards.
+    Sequences of an older policy version or of changed logits are skipped. `is_collective`: the
+    model is sharded, so every process must run equally many forwards.
     """
     if num_sequences < 1:
         raise InvalidRequestError(f"num_sequences={num_sequences} is below 1.")
@@ -164,11 +161,8 @@ def _values(logprobs: dict[str, list[float]], requests: Sequence[Request]) -> li
 def _of_one_kind(rollout: Sequence[Request]) -> list[Request]:
     """Return the sequences with images where every process has any, else those without.
 
-    A forward with images alone gathers the parts of a sharded vision tower, so that the processes
-    run forwards of one kind.
-
-    Raises:
-        InvalidRequestError: some processes have only sequences with images, others only without.
+    Only a forward with images gathers the parts of a sharded vision tower, so all processes must
+    run the same of the two.
     """
     kinds = [set[bool]()] * dist.get_world_size()
     dist.all_gather_object(kinds, {request.images is not None for request in rollout})

@@ -27,20 +27,13 @@ from cb_rollout.errors import ConfigurationError, error_text
 def check_images(
     runner: ModelRunner, layout: CacheLayout, prompt_ids: list[int], images: PromptImages
 ) -> None:
-    """Refuse a model that does not compute a prompt with images on pages as its plain forward does.
+    """Refuse a model that computes a prompt with images on pages unlike its plain forward.
 
-    Sets what the runner does with prompts of this kind. Where the model differs if features are
-    kept, none are. Where it differs if a forward begins between images, none does. Where it differs
-    if a forward computes several prompts, each has its own.
+    The model has passed `check_model`. Sets what the runner does with prompts of this kind: it
+    keeps no features, begins no forward between images, or shares no prefill, where the model then
+    differs.
 
-    Args:
-        runner: runs the model, which passed `check_model`.
-        layout: the page layout.
-        prompt_ids: token ids of the prompt, expanded.
-        images: its images.
-
-    Raises:
-        ConfigurationError: the model takes no images, or differs from its plain forward.
+    Raises `ConfigurationError` if the model takes no images, or differs in any case.
     """
     name = type(runner.model).__name__
     if not runner.image_inputs.are_read(images):
@@ -113,14 +106,12 @@ class _Comparison:
 
     @property
     def plain_3V(self) -> torch.Tensor:
-        """Return the reference's values."""
         return torch.stack(list(self.reference.values))
 
     def run(self) -> None:
-        """Find what of features and of cut prompts is right.
+        """Find whether features may be kept, prompts cut and prefills shared.
 
-        Raises:
-            ConfigurationError: not even a whole prompt is, without features kept.
+        Raises `ConfigurationError` if even a whole prompt without kept features differs.
         """
         num_prompt, num_images = len(self.row) - 2, self.images.num_tokens
         # The second forward reads the features that the first one left.

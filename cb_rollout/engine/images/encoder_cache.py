@@ -34,12 +34,7 @@ class EncoderCache:
     """Features of the images that were read last, under one policy version."""
 
     def __init__(self, max_bytes: int = 0, counters: EngineCounters | None = None) -> None:
-        """Start empty.
-
-        Args:
-            max_bytes: bytes to keep; those read longest ago are forgotten first. 0: none are kept.
-            counters: counts images encoded and reused.
-        """
+        """Start empty; keep at most `max_bytes`, forgetting first the features read longest ago."""
         self.max_bytes = max_bytes
         self.num_bytes = 0
         self.is_used = True
@@ -62,10 +57,8 @@ class EncoderCache:
     ) -> Iterator[None]:
         """Have the model read known features in a forward of prompts with images.
 
-        Args:
-            model: the model whose forward runs inside.
-            images: what the forward computes, in its order, with tensors on its device.
-            given: the tensors that the forward is given, by name: those of all images, joined.
+        `images` are those of the forward, in its order, on its device; `given` are the forward's
+        tensors of all images, joined, by name.
         """
         encoders = multimodal.image_encoders(model) if self.is_used else []
         with ExitStack() as stack:
@@ -152,7 +145,6 @@ def _slim(output: Any) -> Any:
 
 
 def _tensors(output: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors of an encoder's output."""
     if isinstance(output, torch.Tensor):
         yield output
     elif isinstance(output, list | tuple | ModelOutput):

@@ -26,7 +26,6 @@ class ImageInputs:
         """True if pixels are cast to the model's dtype, because its forward takes no other."""
 
     def are_read(self, images: PromptImages) -> bool:
-        """Return whether the forward takes the pixels of these images."""
         tensors = images.images[0].tensors
         return any(t.is_floating_point() and name in self._names for name, t in tensors.items())
 
@@ -36,7 +35,6 @@ class ImageInputs:
         return images.taken(self._names, self._device, dtype, start)
 
     def arguments(self, images: PromptImages, start: int, stop: int) -> dict[str, torch.Tensor]:
-        """Return the tensors for the tokens from `start` to `stop`, on the forward's device."""
         return self.on_device(images, start).arguments(start, stop)
 
     def positions(self, images: PromptImages, start: int, stop: int) -> torch.Tensor:
@@ -70,9 +68,7 @@ class ImageInputs:
 def joined_positions(positions: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the position ids of rows as of one, `[1, N]` or `[A, 1, N]`.
 
-    Args:
-        positions: `[1, tokens]` or `[A, 1, tokens]` of each row; one of text has the same position
-            in all axes.
+    Each row has `[1, tokens]` or `[A, 1, tokens]`; one of text has the same position in all axes.
     """
     most = max(positions, key=torch.Tensor.dim)
     if most.dim() > 2:
@@ -87,16 +83,11 @@ def joined_tensors(
     per_token: frozenset[str],
     dim: int,
 ) -> dict[str, torch.Tensor]:
-    """Return the arguments of one forward from those of its rows.
+    """Return the arguments of one forward from those of its rows, by name.
 
-    Tensors of images stand one after the other; of those with a number for each token a row without
-    images has zeros.
-
-    Args:
-        rows: the tensors of each row by name; empty for a row of text.
-        num_tokens: numbers that a tensor of `per_token` has for each row.
-        per_token: names of the tensors that hold a number for each token, `[1, tokens, ...]`.
-        dim: along which those are joined: 1 to one row of all tokens, 0 to rows of one length.
+    Tensors of images stand one after the other. Those of `per_token`, `[1, num_tokens, ...]` for
+    each row, are zeros for a row of text, and joined along `dim`: 1 to one row of all tokens, 0 to
+    rows of one length.
     """
     arguments: dict[str, torch.Tensor] = {}
     for name in {name: None for row in rows for name in row}:

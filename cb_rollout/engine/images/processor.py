@@ -116,17 +116,9 @@ def with_image_parts(
 def encoded_row(row: Mapping[str, Any], processor: Any, index: int) -> Any:
     """Return the prompt of `{"prompt": token ids, text or chat, "images": [...]}`.
 
-    Args:
-        row: the prompt and its images, in their order; a chat has an `{"type": "image"}` part for
-            each.
-        processor: the model's processor.
-        index: of the input, for errors.
-
-    Returns:
-        An `ImagePrompt`; without images the row's prompt as it is.
-
-    Raises:
-        InvalidRequestError: the row or a picture is not what it should be.
+    A chat has an `{"type": "image"}` part for each image. Without images the row's prompt is
+    returned as it is. Raises `InvalidRequestError`, naming input `index`, for a row or a picture
+    that is wrong.
     """
     unknown = sorted(set(map(str, row)) - {"prompt", "images"})
     if unknown or "prompt" not in row:
@@ -156,16 +148,10 @@ def encoded_chat(
     index: int,
     tools: Sequence[Any] | None = None,
 ) -> ImagePrompt:
-    """Return a chat with image parts, encoded by the processor's chat template.
+    """Return a chat with `{"type": "image", "image": ...}` parts, encoded by the processor.
 
-    Args:
-        chat: messages, whose content may hold `{"type": "image", "image": ...}` parts.
-        processor: the model's processor.
-        index: of the input, for errors.
-        tools: for the template; None: it gets none.
-
-    Raises:
-        InvalidRequestError: a part or a picture is not what it should be.
+    `tools` are for its chat template. Raises `InvalidRequestError`, naming input `index`, for a
+    part or a picture that is wrong.
     """
     _require_processor(processor, index)
     for part in _parts(chat):
@@ -203,7 +189,6 @@ def _require_processor(processor: Any, index: int) -> None:
 
 
 def _parts(chat: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
-    """Yield the parts of every message."""
     for message in chat:
         content = message.get("content")
         if isinstance(content, Sequence) and not isinstance(content, str):
@@ -266,8 +251,7 @@ def _processed(
 ) -> dict[str, torch.Tensor]:
     """Return the processor's tensors; where it does not take the pictures, of their RGB colours.
 
-    Raises:
-        InvalidRequestError: it takes neither.
+    Raises `InvalidRequestError` if it takes neither.
     """
     is_rgb = [getattr(picture, "mode", "RGB") == "RGB" for picture in pictures]
     try:
@@ -283,7 +267,6 @@ def _processed(
 
 
 def _of_text(text: str, pictures: list[Any], processor: Any, index: int) -> dict[str, torch.Tensor]:
-    """Return the processor's tensors of a text with pictures."""
     # Not every processor refuses other numbers (LLaVA's in transformers 5.17).
     marker = getattr(processor, "image_token", None)
     num_markers = text.count(marker) if isinstance(marker, str) else 0

@@ -80,7 +80,6 @@ class PromptImages:
 
     @property
     def digest(self) -> bytes:
-        """Return a hash of all the images."""
         joined = b"".join(image.digest for image in self.images)
         return hashlib.blake2b(joined, digest_size=DIGEST_BYTES).digest()
 
@@ -103,13 +102,10 @@ class PromptImages:
         dtype: torch.dtype | None = None,
         start: int = 0,
     ) -> "PromptImages":
-        """Return what a forward takes which begins at a token, on its device.
+        """Return the images and tensors that a forward takes which begins at token `start`.
 
-        Args:
-            names: arguments of the forward; others are left out.
-            device: the forward's.
-            dtype: of numbers that are not whole; None: as they are.
-            start: the forward's first token; images before it are left out.
+        Tensors of other `names` and images before `start` are left out. `dtype` is of numbers that
+        are not whole; None: as they are.
         """
 
         def moved(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -169,14 +165,10 @@ def create_prompt_images(
     per_token: frozenset[str],
     token_ids: Sequence[int],
 ) -> PromptImages:
-    """Divide a processor's tensors into images, as far as they tell how, and hash them.
+    """Divide a processor's CPU tensors into images, as far as they tell how, and hash them.
 
-    Args:
-        tensors: arguments of the model's forward, on the CPU.
-        spans: indices of the tokens of each image; one of all images where they stand together.
-        num_images: N.
-        per_token: names of the tensors that hold a number for each token.
-        token_ids: T tokens of the prompt.
+    `spans` are the indices of each image's tokens, or one of all N images where they stand
+    together. `per_token` names the tensors with a number for each of the T `token_ids`.
     """
     of_images = {name: t for name, t in tensors.items() if name not in per_token}
     divided = None
@@ -202,10 +194,7 @@ def create_prompt_images(
 def _divided(
     tensors: Mapping[str, torch.Tensor], lengths: Sequence[int]
 ) -> tuple[dict[str, int], list[dict[str, torch.Tensor]]] | None:
-    """Return the dimension along which each tensor divides, and the tensors of each image.
-
-    None: nothing tells how.
-    """
+    """Return each tensor's dimension of division, and each image's tensors; None: nothing tells."""
     dims: dict[str, int] = {}
     each: list[dict[str, torch.Tensor]] = [{} for _ in lengths]
     for name, tensor in tensors.items():

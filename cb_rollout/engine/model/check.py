@@ -56,15 +56,8 @@ def check_model(
 ) -> CacheLayout:
     """Probe the cache layout, and set the runner's batch layout and attention backend.
 
-    Args:
-        runner: runs the model.
-        page_layout: gives a layout the dtypes of its pages.
-
-    Returns:
-        The page layout under which the model agrees with its plain forward.
-
-    Raises:
-        ConfigurationError: the model agrees under no batch layout.
+    Returns the layout, with the dtypes that `page_layout` gives its pages, under which the model
+    agrees with its plain forward. Raises `ConfigurationError` if it agrees under no batch layout.
     """
     name = type(runner.model).__name__
     rows = text_rows(runner)
@@ -105,7 +98,6 @@ def check_model(
 def _references(
     runner: ModelRunner, layout: CacheLayout, rows: list[list[int]], plain: list[torch.Tensor]
 ) -> list[Reference]:
-    """Return what each batch layout and each kernel has to agree with."""
     expected, dtype = _after_each(plain, _forwards(layout)), runner.rounding_dtype
     if runner.is_bitwise:
         return [Reference(expected, torch.zeros(len(expected)), dtype, is_higher=False)]
@@ -147,7 +139,6 @@ def _difference(
 
 
 def _refusal(runner: ModelRunner, rows: list[list[int]], found: str) -> str:
-    """Return why a model is refused, and what to do instead."""
     name = type(runner.model).__name__
     if runner.is_bitwise:
         return (
@@ -162,11 +153,7 @@ def _refusal(runner: ModelRunner, rows: list[list[int]], found: str) -> str:
 
 
 def _require_same_bits(runner: ModelRunner) -> None:
-    """Refuse a model whose logits are other bits beside other rows, padded, or by other threads.
-
-    Raises:
-        ConfigurationError: some logit differs from that of a forward of the row alone.
-    """
+    """Refuse a model whose logits are other bits beside other rows, padded, or by other threads."""
     drawn = itertools.cycle(hf_compat.text_token_ids(runner.model))
     rows = [[next(drawn) for _ in range(length)] for length in LENGTHS_OF_BITS]
     longest, num_threads = max(LENGTHS_OF_BITS), torch.get_num_threads()

@@ -35,8 +35,7 @@ class Precision:
 def rollout_precision(config: RolloutConfig, model: torch.nn.Module, accelerator: Any) -> Precision:
     """Return the precision of a rollout of `model` under the config and the trainer.
 
-    Raises:
-        ConfigurationError: `rollout_dtype` needs a copy of the weights, and there is none.
+    Raises `ConfigurationError` if `rollout_dtype` needs a copy of the weights, and there is none.
     """
     word = "no" if accelerator is None else accelerator.mixed_precision
     trainers_autocast = MIXED_PRECISION.get(word)
@@ -72,8 +71,8 @@ def rollout_precision(config: RolloutConfig, model: torch.nn.Module, accelerator
 def autocast_alone(config: RolloutConfig, model: torch.nn.Module) -> torch.dtype | None:
     """Return the autocast dtype of a manager that has no generator; None: no autocast.
 
-    Raises:
-        ConfigurationError: as `rollout_precision`, or a setting needs a generator or a trainer.
+    Raises `ConfigurationError` as `rollout_precision`, and for settings of a generator or a
+    trainer.
     """
     needs_trainer = "a manager alone has no trainer; use cb_rollout.attach(trainer, config)"
     require_unused(config, TRAINER_FIELDS, needs_trainer)

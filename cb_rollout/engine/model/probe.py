@@ -27,14 +27,9 @@ PROBE_TOKENS = 4
 def probe(
     config: PreTrainedConfig, forward: Callable[[torch.Tensor, Cache], object]
 ) -> CacheLayout:
-    """Run `forward(input_ids, cache)` on a few tokens and read the tensors that it stored.
+    """Run `forward(input_ids, cache)`, as a rollout does, and read the tensors that it stored.
 
-    Args:
-        config: the model's config, from which transformers creates its cache.
-        forward: runs the model in the precision of a rollout.
-
-    Raises:
-        ConfigurationError: a layer stores tensors that the engine cannot store.
+    Raises `ConfigurationError` if a layer stores tensors that the engine cannot store.
     """
     cache = RecordingCache(config=config)
     with hf_compat.replacing_attention(cache.attend):
@@ -67,7 +62,6 @@ class RecordingCache(DynamicCache):
         *args: object,
         **kwargs: object,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Record shapes and dtypes, then store as usual."""
         self.recorded[layer_idx] = (_per_token(key_states), _per_token(value_states))
         keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         self._returned = layer_idx, keys, values

@@ -77,11 +77,7 @@ class Routers:
 
     @contextmanager
     def choosing(self, model: torch.nn.Module, choose: Choose) -> Iterator[None]:
-        """Have every router's choice in an unwrapped model go through `choose`.
-
-        Raises:
-            ConfigurationError: the model lacks one of the modules.
-        """
+        """Have every router's choice in an unwrapped model go through `choose`."""
         with ExitStack() as stack:
             for number, site in enumerate(self.sites):
                 try:
@@ -161,14 +157,10 @@ class RouteRecorder:
         *,
         is_padded: bool,
     ) -> None:
-        """Set experts that the next forward's tokens took before.
+        """Set the experts that the first tokens of the next forward's rows took before.
 
-        Args:
-            routes: of each row, an array `[tokens, L, K]` of its first new tokens, or None; None:
-                there are none.
-            num_new: new tokens of each row.
-            device: device of the forward.
-            is_padded: rows are left-padded to the longest; False: they stand in one row.
+        `routes` has an array `[tokens, L, K]` or None for each row; None: no row has one.
+        `is_padded`: rows are left-padded to the longest; False: they stand in one row.
         """
         self._known = None
         if routes is not None:
@@ -201,7 +193,6 @@ class Replay:
         self._routes, self._counts = routes_NLK, counts
 
     def choose(self, number: int, scores: torch.Tensor, found: Any) -> Any:
-        """Choose the recorded experts."""
         routes_NK = self._routes[:, number]
         if self._counts is not None:
             self._counts.add(routes_NK, found.indices.reshape(routes_NK.shape))
@@ -247,14 +238,9 @@ def joined_routes(
 ) -> torch.Tensor | None:
     """Lay records of sequences out for one forward; None: there are none.
 
-    Args:
-        parts: (record or None, padding, length) of each row: the record, `[tokens, L, K]`, of its
-            first tokens; the places before them; and all places of the row.
-        shape: (L, K).
-        device: device of the result.
-
-    Returns:
-        int16, `[N, L, K]`, `UNKNOWN` where no record says.
+    Each part is (record or None, padding, length): `[tokens, L, K]` of a row's first tokens, the
+    columns before them, and all columns of the row. `shape` is (L, K). Returns int16 `[N, L, K]`,
+    `UNKNOWN` where there is no record.
     """
     if not any(record is not None and len(record) for record, _, _ in parts):
         return None
@@ -271,12 +257,8 @@ def joined_routes(
 def find_routers(model: torch.nn.Module, forward: WatchedForward) -> Routers:
     """Find the routers of an unwrapped model by small forwards.
 
-    Args:
-        model: the model.
-        forward: runs it in evaluation mode without gradients, on its device.
-
-    Raises:
-        ConfigurationError: none is found, or one cannot be replayed.
+    `forward` runs it in evaluation mode without gradients. Raises `ConfigurationError` if no router
+    is found, or one cannot be replayed.
     """
     name = type(model).__name__
     calls, others = (_watched(model, forward, size) for size in WATCHED_SIZES)
@@ -337,11 +319,9 @@ class _Watch(TorchFunctionMode):
         self._modules: list[list[Any]] = []
 
     def enter(self, name: str, *_: Any) -> None:
-        """Begin a module's forward."""
         self._modules.append([name, 0])
 
     def leave(self, *_: Any) -> None:
-        """End a module's forward."""
         self._modules.pop()
 
     def __torch_function__(
@@ -402,11 +382,7 @@ def _require_all_found(model: torch.nn.Module, chosen: Sequence[_TopK]) -> None:
 def _require_effect(
     model: torch.nn.Module, routers: Routers, forward: WatchedForward, least_experts: int
 ) -> None:
-    """Refuse a model whose logits are not the same with its own choice, or not others with other.
-
-    Raises:
-        ConfigurationError: the choice that was found is not what the experts are called by.
-    """
+    """Refuse a model that computes alike with other experts, or differently with its own."""
     ids = _token_ids(model, WATCHED_SIZES[0])
     recorder = RouteRecorder(routers)
     with recorder.recording(model):

@@ -55,7 +55,6 @@ class BatchLayout(StrEnum):
 
     @property
     def takes_any_lengths(self) -> bool:
-        """Return whether one forward takes rows of different lengths."""
         return self in (BatchLayout.PACKED, BatchLayout.PADDED)
 
 
@@ -115,11 +114,7 @@ class ModelRunner:
             return probe(self.model.config, forward)
 
     def record_routes(self) -> Routers:
-        """Record what the model's routers choose, from now on.
-
-        Raises:
-            ConfigurationError: the model has none that could be replayed.
-        """
+        """Record what the model's routers choose from now on; `ConfigurationError`: it has none."""
 
         def forward(input_ids: torch.Tensor) -> torch.Tensor:
             return self._run(input_ids, {"use_cache": False}).logits
@@ -129,7 +124,6 @@ class ModelRunner:
         return self.recorder.routers
 
     def is_sound(self) -> bool:
-        """Return whether the model still runs a tiny forward without a cache."""
         try:
             self.plain_logits([0] * PROBE_TOKENS)
         except Exception:  # noqa: BLE001  any error is the answer
@@ -177,7 +171,6 @@ class ModelRunner:
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """Return the dtype that forwards compute in."""
         own = self._autocast_dtype or torch_compat.compute_dtype(self.model)
         return self._higher_dtype or own
 
@@ -226,7 +219,6 @@ class ModelRunner:
         return batch.rope_sides or list(map(self.rope.side, batch.lengths))
 
     def _paged_decode(self, batch: ForwardBatch, backend: AttentionBackend) -> torch.Tensor:
-        """Run rows of one new token, with no gather."""
         inputs, sides = backend.prepare(batch), self._sides(batch)
         if (traced := backend.traced_forward) is not None and traced.is_due():
             self.warm_up()
@@ -262,11 +254,7 @@ class ModelRunner:
             cache.write_routes(self.recorder.take(), slots, write_tokens)
 
     def _forward(self, batch: ForwardBatch, inputs: ForwardInputs) -> torch.Tensor:
-        """Run a batch that is laid out, on its cache.
-
-        Raises:
-            UnsupportedAttentionError: the model's attention cannot be computed in segments.
-        """
+        """Run a batch's inputs on its cache; `UnsupportedAttentionError`: not in segments."""
         cache, mapping, segments = batch.cache, inputs.mapping, inputs.segments
         positions, arguments, images = self._with_images(batch, inputs.positions)
         if not self.batch_layout.takes_any_lengths:
@@ -334,12 +322,9 @@ class ModelRunner:
     ) -> torch.Tensor:
         """Return float32 logits after every token, `[T, V]`, by a forward without a cache.
 
-        Args:
-            token_ids: the tokens.
-            model: the model to run; None: the one that generates.
-            beside: other rows of the same forward, each of as many tokens.
-            images: images of the prompt that the tokens begin with; None: it has none.
-            num_last: return only the logits after so many last tokens; 0: all.
+        `model=None` runs the one that generates. `beside` holds other rows of the same forward,
+        each of as many tokens. `images` are those of the prompt that the tokens begin with. With
+        `num_last`, return only the logits after so many last tokens.
         """
         input_ids = self._integers([token_ids, *beside])
         arguments = {
@@ -356,7 +341,7 @@ class ModelRunner:
     def padded_logits(self, rows: Sequence[list[int]], starts: Sequence[int]) -> torch.Tensor:
         """Return float32 logits, `[B, S, V]`, of rows that start at these columns.
 
-        By a forward without a cache, with a mask and without positions, as a trainer's.
+        The forward has no cache, and a mask but no positions, as a trainer's.
         """
         S = max(start + len(row) for row, start in zip(rows, starts, strict=True))
         padded, mask = [], []
@@ -379,8 +364,7 @@ class ModelRunner:
     ) -> torch.Tensor:
         """Call the model; return logits after each row's last token, in its dtype, `[B, V]`.
 
-        `others`: further arguments of the forward. `last_B`: index of each row's last token, where
-        the input is one row of packed tokens.
+        `others`: more arguments. `last_B`: each row's last index, where one row packs all tokens.
         """
         arguments = {
             "attention_mask": mask_BS,

@@ -33,14 +33,9 @@ LARGEST_CHUNK, SMALLEST_CHUNK = 256, 16
 
 
 def uniforms(seeds_B: torch.Tensor, indices_B: torch.Tensor) -> torch.Tensor:
-    """Return the `index`-th draw of each seed's SplitMix64 stream.
+    """Return the `index`-th draw of each seed's SplitMix64 stream: float64 in [0, 1), 53 bits.
 
-    Args:
-        seeds_B: int64.
-        indices_B: int64, >= 0.
-
-    Returns:
-        float64 in [0, 1), with 53 random bits.
+    Seeds and indices are int64, indices >= 0.
     """
     z = seeds_B + (indices_B + 1) * GOLDEN_GAMMA
     z = (z ^ _shift_right(z, 30)) * MIX_1
@@ -185,12 +180,7 @@ def draw(exponentials: Exponentials, uniforms_B: torch.Tensor) -> torch.Tensor:
 
 
 def _find(sums_BK: torch.Tensor, points_B1: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Find the one of K intervals, laid end to end, that holds a point, and the point's offset.
-
-    Args:
-        sums_BK: float64; the length of each interval.
-        points_B1: float64, at least 0.
-    """
+    """Find which of K intervals (float64 lengths), end to end, has a point >= 0, and its offset."""
     ends_BK = sums_BK.cumsum(-1)
     last_B1 = ends_BK[:, -1:]
     # Rounding must not lead past the end or before the beginning, to a token of probability zero.
@@ -210,13 +200,9 @@ def sample(
 ) -> Sampled:
     """Choose each row's next token.
 
-    Args:
-        logits_BV: float32, the model's.
-        batch: the rows' parameters.
-        indices_B: int64, the number of tokens that each row has sampled.
-        mode: the distribution that log-probabilities are taken from.
-        processed_BV: float32, logits to sample from instead; None: `logits_BV`, without the tokens
-            that are never sampled.
+    `logits_BV` are the model's, float32; `indices_B` (int64) the tokens that each row has sampled;
+    `mode` says what log-probabilities are taken from. `processed_BV` are float32 logits to sample
+    from instead; None: `logits_BV`, without the tokens that are never sampled.
     """
     is_processed, is_bitwise = processed_BV is not None, operators.are_installed()
     # The kernel takes plain rows alone: beside other rows they would be drawn in another order.
@@ -288,10 +274,6 @@ def _sampled_plain(
 def chosen_logprobs(logits_BV: torch.Tensor, token_ids_B: torch.Tensor) -> torch.Tensor:
     """Return log-softmax over the whole vocabulary at the given tokens, float32, `[B]`.
 
-    On logits/temperature this is what TRL's loss recomputes (its `selective_log_softmax`).
-
-    Args:
-        logits_BV: float32, already divided by temperature.
-        token_ids_B: int64.
+    On float32 logits/temperature this is what TRL's loss recomputes (its `selective_log_softmax`).
     """
     return logits_BV.gather(1, token_ids_B[:, None])[:, 0] - logits_BV.logsumexp(-1)

@@ -52,14 +52,10 @@ class LogitsProcessing:
         previous: "LogitsProcessing | None" = None,
         never_sampled: Sequence[int] = (),
     ) -> None:
-        """Collect the changes that `requests` ask for.
+        """Collect the changes that `requests`, a row each, ask for.
 
-        Args:
-            requests: the sequence of each row.
-            vocab_size: V.
-            device: the logits'.
-            previous: of the rows before these; its history is reused.
-            never_sampled: token ids below V that no row samples unless its `logit_bias` names them.
+        `previous` holds the rows before these; its history is reused. `never_sampled` are token ids
+        that no row samples unless its `logit_bias` names them.
         """
         penalized = [row for row, request in enumerate(requests) if request.params.is_penalized]
         self._history: _History | None = None
@@ -80,11 +76,9 @@ class LogitsProcessing:
     # Custom processors may hold parameters.
     @torch.no_grad()
     def __call__(self, logits_BV: torch.Tensor, indices_B: torch.Tensor) -> torch.Tensor:
-        """Return the changed logits; a sequence whose processor or grammar raises has failed.
+        """Return the changed float32 logits; a sequence whose processor or grammar raises fails.
 
-        Args:
-            logits_BV: float32; not changed.
-            indices_B: int64, the number of tokens that each row has sampled.
+        `indices_B`: int64, the number of tokens that each row has sampled.
         """
         logits_BV = logits_BV.clone()
         if self._history is not None:
@@ -162,7 +156,6 @@ class _Rows:
     device: torch.device
 
     def integers(self, values: Sequence[int]) -> torch.Tensor:
-        """Return values as int64 on the logits' device."""
         return devices.to_device(values, self.device)
 
     # Processors that are annotated to take lists or a single token take tensors too.
@@ -199,7 +192,6 @@ def _create_never_sampled(rows: _Rows, never_sampled: Sequence[int]) -> Change |
 
 
 def _create_bias(rows: _Rows) -> Change | None:
-    """Add `logit_bias`."""
     rows_K, tokens_K, values_K = rows.entries(
         (row, token, value)
         for row, request in enumerate(rows.requests)

@@ -34,14 +34,10 @@ class TokenSampler:
         *,
         keeps_ids: bool = False,
     ) -> None:
-        """Set up for one device.
+        """Sample on one device, with log-probabilities of the distribution that `mode` names.
 
-        Args:
-            device: the logits'.
-            mode: the distribution that log-probabilities are taken from.
-            counters: count the tokens and the probability that truncation kept.
-            never_sampled: token ids that no sequence samples unless its `logit_bias` names them.
-            keeps_ids: record the token ids that truncation kept on each sequence.
+        `never_sampled` are token ids that only a sequence's own `logit_bias` allows. `keeps_ids`
+        records the token ids that truncation kept on each sequence.
         """
         self._counters, self._keeps_ids = counters, keeps_ids
         self._device = device
@@ -50,7 +46,6 @@ class TokenSampler:
         self._cached: tuple[list[Request], SamplingBatch, LogitsProcessing | None] | None = None
 
     def forget_rows(self) -> None:
-        """Drop the parameters that are kept for rows that recur."""
         self._cached = None
 
     def extend(
@@ -61,19 +56,11 @@ class TokenSampler:
         *,
         is_recurring: bool,
     ) -> int:
-        """Append a token to every sequence, or end it as failed if none can be sampled.
+        """Append a token to every sequence, or end it as failed; return how many got a token.
 
         Where sampling raises, halves of the rows are sampled again, until those that raise are
-        alone; only these sequences fail.
-
-        Args:
-            requests: the sequence of each row.
-            logits_BV: float32 logits after each sequence's last token.
-            policy_version: recorded with each token.
-            is_recurring: the next call is likely to have the same rows.
-
-        Returns:
-            The number of sequences that got a token.
+        alone; only these sequences fail. `logits_BV` are float32; `is_recurring`: the next call is
+        likely to have the same rows.
         """
         try:
             sampled, results = self._sampled(requests, logits_BV, is_recurring)
@@ -106,11 +93,7 @@ class TokenSampler:
     def append(
         self, requests: Sequence[Request], results: "HostSampled", policy_version: int
     ) -> int:
-        """Append a token that a CUDA graph sampled to every sequence, as `extend` does.
-
-        Returns:
-            The number of sequences that got a token.
-        """
+        """Append tokens that a CUDA graph sampled, as `extend` does."""
         if results.log_masses:
             self._record_truncation(requests, results)
         return self._append(requests, results, policy_version)
@@ -133,14 +116,8 @@ class TokenSampler:
     ) -> list[int]:
         """Append to every sequence the sampled tokens that equal its draft, and one more.
 
-        Args:
-            requests: sequences without logits processors.
-            drafts: the tokens proposed for each; may be empty.
-            logits_BV: float32 logits after each one's last token, then after each drafted token.
-            policy_version: recorded with each token.
-
-        Returns:
-            The number of tokens that each got.
+        `requests` have no logits processors. `logits_BV`, float32, are those after each one's last
+        token, then after each drafted token. Returns the number of tokens that each got.
         """
         rows = [r for r, draft in zip(requests, drafts, strict=True) for _ in range(len(draft) + 1)]
         offsets = [offset for draft in drafts for offset in range(len(draft) + 1)]
@@ -188,10 +165,9 @@ class TokenSampler:
         kept_RV: torch.Tensor | None = None,
         is_used: Sequence[bool] | None = None,
     ) -> None:
-        """Count the tokens that truncation kept, and record their ids if a trainer replays them.
+        """Count the tokens that truncation kept, and record their ids for a replay.
 
-        `kept_RV`: the tokens that were kept; None: not known, and not recorded. `is_used`: which of
-        the requests count; None: all.
+        `kept_RV=None`: not recorded. `is_used`: which of the requests count; None: all.
         """
         rows = [row for row, request in enumerate(requests) if request.params.is_truncated]
         used = [index for index, row in enumerate(rows) if is_used is None or is_used[row]]
@@ -237,10 +213,7 @@ def create_token_sampler(
     counters: EngineCounters,
     never_sampled: Sequence[int] = (),
 ) -> TokenSampler:
-    """Create the token sampler that the settings ask for.
-
-    `never_sampled`: token ids that no sequence samples unless its `logit_bias` names them.
-    """
+    """Create the token sampler that the settings ask for; see `TokenSampler`."""
     if device.type == "cpu":
         # Compile now, not in a rollout's first step.
         cpu.prepare()
@@ -250,7 +223,7 @@ def create_token_sampler(
 
 
 def keeps_ids(config: RolloutConfig) -> bool:
-    """Return whether the token ids that truncation kept are recorded, for a trainer's replay."""
+    """Return whether the token ids that truncation kept are recorded for a replay."""
     return config.sampling_mask == SamplingMaskMode.REPLAY
 
 
@@ -268,8 +241,7 @@ def append_each(
 ) -> int:
     """Append each sequence's token, or end it if its logits make no distribution.
 
-    Returns:
-        The number of sequences that got a token.
+    Returns the number of sequences that got a token.
     """
     for request, token, logprob, valid in zip(requests, tokens, logprobs, is_valid, strict=True):
         if valid:
