@@ -12,6 +12,7 @@ import math
 import numbers
 import operator
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 from enum import EnumMeta, StrEnum
 from typing import Any, TypeVar
 
@@ -129,13 +130,12 @@ def integer(
     range_text += "".join(f", nor {word!r}" for word in also if word)
 
     def check(value: Any) -> Any:
-        if any(value is other or (isinstance(value, str) and value == other) for other in also):
+        if _is_one_of(value, also):
             return value
         plain = _plain(value)
-        try:
+        number = None
+        with suppress(TypeError):
             number = None if isinstance(plain, bool) else operator.index(plain)
-        except TypeError:
-            number = None
         if number is None or number < least:
             raise ValueError(f"is not a whole number{range_text}{advice}")
         if number > most:
@@ -149,14 +149,13 @@ def number(is_in_range: Callable[[float], bool], complaint: str, *also: Any) -> 
     """Accept a real number in a range, and the values in `also` as they are."""
 
     def check(value: Any) -> Any:
-        if any(value is other or (value == other and type(value) is type(other)) for other in also):
+        if _is_one_of(value, also):
             return value
         plain = _plain(value)
         is_real = isinstance(plain, numbers.Real) and not isinstance(plain, bool)
-        try:
+        real = math.nan
+        with suppress(OverflowError):
             real = float(plain) if is_real else math.nan
-        except OverflowError:
-            real = math.nan
         if math.isnan(real) or not is_in_range(real):
             raise ValueError(complaint)
         return real
@@ -266,6 +265,11 @@ def callables(value: Any) -> tuple[Any, ...]:
     if not isinstance(value, list | tuple) or not all(map(callable, value)):
         raise ValueError("is not a list or tuple of callables; one processor is (processor,)")
     return tuple(value)
+
+
+def _is_one_of(value: Any, words: Iterable[Any]) -> bool:
+    """Return whether a value is one of some words or None; an array equals no word."""
+    return any(value is word or (isinstance(value, str) and value == word) for word in words)
 
 
 def _plain(value: Any) -> Any:

@@ -18,7 +18,6 @@ from cb_rollout.config.checks import (
     setting,
 )
 from cb_rollout.config.combinations import refused
-from cb_rollout.config.compilation import CompileSettings, check_compile_config, compile_settings
 from cb_rollout.config.enums import (
     KvDtype,
     LogprobsMode,
@@ -32,7 +31,12 @@ from cb_rollout.config.enums import (
     SchedulerType,
     WeightSync,
 )
-from cb_rollout.config.reference import own_settings
+from cb_rollout.config.reference import (
+    CompileSettings,
+    check_compile_config,
+    compile_settings,
+    own_settings,
+)
 from cb_rollout.errors import ConfigurationError
 
 # Above every count that a machine holds: the memory plan answers with what it does hold.

@@ -47,7 +47,7 @@ OLD_RUN_ID = "old"
 
 
 class TokenRow(NamedTuple):
-    """One sampled token of a `SequenceRecord`, with its sequence's prompt and scores."""
+    """One sampled token of a `SequenceRecord`; None: not recorded, or not finite."""
 
     prompt: str
     position: int
@@ -55,17 +55,12 @@ class TokenRow(NamedTuple):
     token: str
     token_id: int
     logprob: float | None
-    """Natural logarithm; None: not recorded, or not finite."""
     policy_version: int | None
-    """The version that sampled the token; None: not recorded."""
     reward: float | None
     trainer_logprob: float | None = None
-    """Log-probability by the trainer's forward in the token's first loss; None: not recorded."""
     entropy: float | None = None
-    """Entropy in nats of the distribution in the loss; None: not recorded."""
     advantage: float | None = None
     mask: int | None = None
-    """1 where the loss counts the token, 0 where it does not; None: not recorded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +177,9 @@ class RunRecorder:
         """
         self.run_id = f"{datetime.now(UTC):%Y%m%d-%H%M%S-%f}"
         self._run: dict[str, Any] = {"run_id": self.run_id}
-        if from_step and (resumed := _last_to_reach(from_step, _runs_in(self.run_dir))):
+        runs = _runs_in(self.run_dir) if from_step else []
+        if runs:
+            resumed = next((run for run in reversed(runs) if run.steps[-1] >= from_step), runs[-1])
             before = {run: min(step, from_step) for run, step in resumed.continues.items()}
             self._run["continues"] = before | {resumed.run_id: from_step}
 
@@ -295,53 +292,36 @@ def _records_of(
     steps: Collection[int] | None = None,
 ) -> Iterator[T]:
     """Yield a run's records in one file, those of the runs that it resumed included."""
-    parts = _parts(run.run_id, run.continues)
+    last_steps = {**run.continues, run.run_id: math.inf}
 
-    def kept(row: Mapping[str, Any]) -> T | None:
-        is_part = row["step"] <= parts.get(row.get("run_id", OLD_RUN_ID), -1)
-        return parse(row) if is_part and (steps is None or row["step"] in steps) else None
+    def chosen(row: Mapping[str, Any]) -> T | None:
+        is_of_run = row["step"] <= last_steps.get(row.get("run_id", OLD_RUN_ID), -1)
+        return parse(row) if is_of_run and (steps is None or row["step"] in steps) else None
 
-    records = read_lines(find_run_dir(run_dir) / name, kept, "record")
+    records = read_lines(find_run_dir(run_dir) / name, chosen, "record")
     return (record for _, record in records if record is not None)
-
-
-def _parts(run_id: str, continues: Mapping[str, int]) -> dict[str, float]:
-    """Return the last step that counts of each run that is part of a run."""
-    return {**continues, run_id: math.inf}
 
 
 def _runs_in(run_dir: Path) -> list[Run]:
     continued: dict[str, dict[str, int]] = {}
 
-    def place(row: Mapping[str, Any]) -> tuple[str, int]:
+    def run_and_step(row: Mapping[str, Any]) -> tuple[str, int]:
         run_id = row.get("run_id", OLD_RUN_ID)
         continued.setdefault(run_id, row.get("continues", {}))
         return run_id, int(row["step"])
 
-    def count(name: str) -> Counter[tuple[str, int]]:
-        return Counter(at for _, at in read_lines(run_dir / name, place, "record"))
-
-    metrics, sequences = count(METRICS_FILE), count(ROLLOUTS_FILE)
+    metrics, sequences = (
+        [pair for _, pair in read_lines(run_dir / name, run_and_step, "record")]
+        for name in (METRICS_FILE, ROLLOUTS_FILE)
+    )
     runs = []
     # An id begins with the run's time.
     for run_id in sorted(continued, key=lambda run_id: (run_id != OLD_RUN_ID, run_id)):
-        parts = _parts(run_id, continued[run_id])
-        num_sequences: Counter[int] = Counter()
-        for (part, step), num in sequences.items():
-            if step <= parts.get(part, -1):
-                num_sequences[step] += num
-        steps = {step for part, step in metrics if step <= parts.get(part, -1)} | {*num_sequences}
-        runs.append(
-            Run(run_id, continued[run_id], sorted(steps), dict(sorted(num_sequences.items())))
-        )
+        last = {**continued[run_id], run_id: math.inf}
+        nums = Counter(step for other, step in sequences if step <= last.get(other, -1))
+        steps = {step for other, step in metrics if step <= last.get(other, -1)} | {*nums}
+        runs.append(Run(run_id, continued[run_id], sorted(steps), dict(sorted(nums.items()))))
     return runs
-
-
-def _last_to_reach(step: int, runs: Sequence[Run]) -> Run | None:
-    """Return the last run with this step; where none has it, the last run."""
-    return next(
-        (run for run in reversed(runs) if run.steps[-1] >= step), runs[-1] if runs else None
-    )
 
 
 def _metrics_from(row: Mapping[str, Any]) -> StepMetrics:

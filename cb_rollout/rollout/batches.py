@@ -115,10 +115,10 @@ def gathered(group: EngineGroup | None, value: T) -> tuple[list[T], int]:
     if group is None:
         return [value], 0
     values = group.gather(value)
-    for rank, found in enumerate(values):
-        if isinstance(found, InvalidRequestError):
-            with tag_rank(group, rank):
-                raise found
+    for rank, refusal in enumerate(values):
+        with tag_rank(group, rank):
+            if isinstance(refusal, InvalidRequestError):
+                raise refusal
     return values, group.group_rank
 
 

@@ -5,6 +5,8 @@ Owns the checks of a checkpoint, with an error for each fault. Called by the com
 
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -41,23 +43,18 @@ def load_model(name: str, dtype: str = "auto", device: str = "auto") -> PreTrain
         raise ConfigurationError(f"dtype={dtype!r} is not one of {', '.join(DTYPES)}.")
     target = torch_device(device)
     _require_directory(name)
-    try:
+    advice = "pass the directory that save_pretrained wrote, with config.json and all its weights"
+    with _loading("causal language model", name, advice):
         reads = reads_images(AutoConfig.from_pretrained(name))
         model_class = AutoModelForImageTextToText if reads else AutoModelForCausalLM
         loaded: Any = model_class.from_pretrained(name, dtype=dtype, output_loading_info=True)
-    except Exception as error:
-        raise ConfigurationError(
-            f"no causal language model could be loaded from {_described(name)} "
-            f"({error_text(error)}); "
-            "pass the directory that save_pretrained wrote, with config.json and all its weights."
-        ) from error
-    model, found = loaded
+    model, report = loaded
     if any(made.endswith(MASKED_SUFFIX) for made in model.config.architectures or ()):
         raise ConfigurationError(
             f"{name!r} is a {model.config.architectures[0]}, which reads both ways; pass a causal "
             "language model."
         )
-    if missing := sorted(found["missing_keys"]):
+    if missing := sorted(report["missing_keys"]):
         raise ConfigurationError(
             f"{name!r} lacks {len(missing)} of the model's weights, which would be random: "
             f"{', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}; save the checkpoint "
@@ -88,27 +85,18 @@ def load_tokenizer(name: str) -> Any:
             return load_processor(name)
         except ConfigurationError as error:
             _LOGGER.warning("%s Prompts with images are refused.", error)
-    try:
+    advice = "correct the name, or save one there with tokenizer.save_pretrained"
+    with _loading("tokenizer", name, advice):
         tokenizer = AutoTokenizer.from_pretrained(name)
-    except Exception as error:
-        raise ConfigurationError(
-            f"no tokenizer could be loaded from {_described(name)} ({error_text(error)}); correct "
-            "the name, or save one there with tokenizer.save_pretrained."
-        ) from error
     _require_vocabulary(name, tokenizer)
     return tokenizer
 
 
 def load_processor(name: str) -> Any:
     """Load a checkpoint's processor of images, or raise `ConfigurationError`."""
-    try:
+    advice = "save one there with processor.save_pretrained, or install what it needs"
+    with _loading("processor of images", name, advice):
         processor = AutoProcessor.from_pretrained(name)
-    except Exception as error:
-        raise ConfigurationError(
-            f"no processor of images could be loaded from {_described(name)} "
-            f"({error_text(error)}); save one there with processor.save_pretrained, or install "
-            "what it needs."
-        ) from error
     if not is_processor(processor):
         raise ConfigurationError(
             f"{name!r} holds no processor of images; save one there with processor.save_pretrained."
@@ -143,8 +131,16 @@ def torch_device(device: str) -> torch.device:
     return target
 
 
-def _described(name: str) -> str:
-    return repr(name) if Path(name).exists() else f"{name!r}, which is not a local directory"
+@contextmanager
+def _loading(noun: str, name: str, advice: str) -> Iterator[None]:
+    """Raise any error of the block as a `ConfigurationError`."""
+    try:
+        yield
+    except Exception as error:
+        where = "" if Path(name).exists() else ", which is not a local directory"
+        raise ConfigurationError(
+            f"no {noun} could be loaded from {name!r}{where} ({error_text(error)}); {advice}."
+        ) from error
 
 
 def _require_directory(name: str) -> None:

@@ -484,12 +484,12 @@ def _kept_generator(
     model: torch.nn.Module, config: RolloutConfig, tokenizer: Any
 ) -> RolloutGenerator:
     """Return the generator kept on the model if its settings are equal, else keep a new one."""
-    kept = vars(model).setdefault(GENERATOR_ATTRIBUTE, _PersistentGenerator())
-    known = kept.generator
-    if known is not None and known.config == config and known.tokenizer is tokenizer:
-        kept.generator.sync_weights()
-    else:
-        if kept.generator is not None:
-            kept.generator.close()
-        kept.generator = RolloutGenerator(model, config, tokenizer=tokenizer)
-    return kept.generator
+    holder = vars(model).setdefault(GENERATOR_ATTRIBUTE, _PersistentGenerator())
+    generator = holder.generator
+    if generator and generator.config == config and generator.tokenizer is tokenizer:
+        generator.sync_weights()
+        return generator
+    if generator:
+        generator.close()
+    holder.generator = RolloutGenerator(model, config, tokenizer=tokenizer)
+    return holder.generator

@@ -59,18 +59,18 @@ def encoded_or_refused(
             f"inputs is a {type(prompts).__name__}; pass a list of prompts, as [text] or "
             "tokenizer(texts)['input_ids']."
         )
-    found: list[Encoded | InvalidRequestError] = []
-    before = None
+    results: list[Encoded | InvalidRequestError] = []
+    previous = None
     for index, prompt in enumerate(prompts):
-        if found and prompt is before:
-            found.append(found[-1])
+        if results and prompt is previous:
+            results.append(results[-1])
             continue
-        before = prompt
+        previous = prompt
         try:
-            found.append(_encoded(prompt, index, tokenizer))
+            results.append(_encoded(prompt, index, tokenizer))
         except InvalidRequestError as error:
-            found.append(error)
-    return found
+            results.append(error)
+    return results
 
 
 def _encoded(prompt: Any, index: int, tokenizer: Any) -> Any:
@@ -95,25 +95,22 @@ def _encoded(prompt: Any, index: int, tokenizer: Any) -> Any:
     chat: Any = prompt
     if not is_text and has_image_parts(chat):
         return encoded_chat(chat, tokenizer, index)
+    refusal, advice = "the tokenizer does not take this text", "is it valid Unicode?"
+    if not is_text:
+        refusal = "the tokenizer's chat template does not take this chat"
+        advice = "change its messages, or the template."
     try:
         if is_text:
-            found = tokenizer(text=prompt)["input_ids"]
+            ids = tokenizer(text=prompt)["input_ids"]
         else:
-            found = tokenizer.apply_chat_template(
+            ids = tokenizer.apply_chat_template(
                 prompt, add_generation_prompt=True, tokenize=True, return_dict=True
             )["input_ids"]
         # A processor returns a batch of one.
-        return found[0] if is_processor(tokenizer) else found
+        return ids[0] if is_processor(tokenizer) else ids
     except ENCODING_FAULTS as error:
-        refused = (
-            "the tokenizer does not take this text"
-            if is_text
-            else "the tokenizer's chat template does not take this chat"
-        )
-        advice = "is it valid Unicode?" if is_text else "change its messages, or the template."
-        raise InvalidRequestError(
-            f"input {index}: {refused} ({error_text(error)}); {advice}"
-        ) from error
+        message = f"input {index}: {refusal} ({error_text(error)}); {advice}"
+        raise InvalidRequestError(message) from error
 
 
 def _require_prompt(prompt: Any, index: int) -> None:

@@ -4,9 +4,9 @@ Owns the choice of the sequences and the estimates of the difference. Raises not
 the caller does. Called from the training thread.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import inf, isfinite
 
 import torch
 import torch.distributed as dist
@@ -70,32 +70,29 @@ def drift(
     if not pairs:
         return DriftReport(0.0, 0.0, 0, "", 0)
     log_ratios_N = torch.tensor([b - a for a, b, _, _ in pairs], dtype=torch.float64)
-    sizes_N = log_ratios_N.abs().nan_to_num(nan=math.inf, posinf=math.inf)
+    sizes_N = log_ratios_N.abs().nan_to_num(nan=inf, posinf=inf)
     worst = int(sizes_N.argmax())
     _, _, request_id, position = pairs[worst]
     starts_at = worst - position
     notable = (sizes_N[starts_at : worst + 1] > LARGEST_MULTIPLE * noise).nonzero()
-    # Ratios that are not finite allow no estimate.
-    k1 = k3 = chi_squared = math.inf
-    effective_sample_size = 0.0
-    square = float(log_ratios_N.mul(2).exp().mean())
-    if math.isfinite(square) and log_ratios_N.isfinite().all():
-        ratios_N = log_ratios_N.exp()
-        k1 = float(-log_ratios_N.mean())
-        k3 = float((ratios_N - 1 - log_ratios_N).mean())
-        chi_squared = square - 1
-        effective_sample_size = float(ratios_N.mean()) ** 2 / square if square else 0.0
-    return DriftReport(
+    report = DriftReport(
         max=float(sizes_N[worst]),
         mean=float(sizes_N.mean()),
         num_tokens=len(pairs),
         request_id=request_id,
         position=position,
         first_position=int(notable[0]) if len(notable) else None,
-        k1=k1,
-        k3=k3,
-        chi_squared=chi_squared,
-        effective_sample_size=effective_sample_size,
+    )
+    ratios_N, square = log_ratios_N.exp(), float(log_ratios_N.mul(2).exp().mean())
+    if not (isfinite(square) and log_ratios_N.isfinite().all()):
+        # Ratios that are not finite allow no estimate.
+        return replace(report, k1=inf, k3=inf, chi_squared=inf, effective_sample_size=0.0)
+    return replace(
+        report,
+        k1=float(-log_ratios_N.mean()),
+        k3=float((ratios_N - 1 - log_ratios_N).mean()),
+        chi_squared=square - 1,
+        effective_sample_size=float(ratios_N.mean()) ** 2 / square if square else 0.0,
     )
 
 
@@ -113,7 +110,7 @@ def rollout_drift(
     if num_sequences < 1:
         raise InvalidRequestError(f"num_sequences={num_sequences} is below 1.")
     if is_collective:
-        rollout = _of_one_kind(rollout)
+        rollout = _alike_on_all_processes(rollout)
     config, policy_version = manager.config, manager.policy_version
     replays = config.sampling_mask == SamplingMaskMode.REPLAY
     is_processed = replays or config.logprobs_mode == LogprobsMode.PROCESSED
@@ -139,9 +136,10 @@ def rollout_drift(
         None if is_collective else _precise_values(manager, measured),
         manager.engine.compute_dtype,
     )
-    found, expected = _values(sampled, chosen), _values(recomputed, chosen)
-    report = drift(sampled, recomputed, float(noise))
-    return replace(report, agreement=agrees(found, expected, noise.expand(len(found))))
+    agreement = agrees(
+        _values(sampled, chosen), _values(recomputed, chosen), noise.expand(len(chosen))
+    )
+    return replace(drift(sampled, recomputed, float(noise)), agreement=agreement)
 
 
 def _precise_values(
@@ -149,16 +147,15 @@ def _precise_values(
 ) -> list[torch.Tensor] | None:
     """Return log-probabilities in a higher precision; None: one of them cannot, or takes long."""
     with manager.loop.paused():
-        found = [manager.engine.recompute_precisely(request) for request in requests]
-    values = [torch.tensor(logprobs) for logprobs in found if logprobs is not None]
-    return values if len(values) == len(found) else None
+        rows = [manager.engine.recompute_precisely(request) for request in requests]
+    return None if None in rows else [torch.tensor(logprobs) for logprobs in rows]
 
 
 def _values(logprobs: dict[str, list[float]], requests: Sequence[Request]) -> list[torch.Tensor]:
     return [torch.tensor(logprobs[request.request_id]) for request in requests]
 
 
-def _of_one_kind(rollout: Sequence[Request]) -> list[Request]:
+def _alike_on_all_processes(rollout: Sequence[Request]) -> list[Request]:
     """Return the sequences with images where every process has any, else those without.
 
     Only a forward with images gathers the parts of a sharded vision tower, so all processes must

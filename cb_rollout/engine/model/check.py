@@ -165,11 +165,11 @@ def _require_same_bits(runner: ModelRunner) -> None:
             for start in (0, longest // 3, longest):
                 # Tokens begin at `start`, or end where the longest row does.
                 starts = [min(start, longest - len(row)) for row in rows]
-                batch = runner.padded_logits(rows, starts)
-                for row, first, logits_TV in zip(range(len(rows)), starts, alone, strict=True):
-                    found_TV = batch[row, first : first + len(logits_TV)]
-                    if not torch.equal(found_TV, logits_TV):
-                        nats = (found_TV - logits_TV).abs().max()
+                batch_BSV = runner.padded_logits(rows, starts)
+                for logits_SV, first, logits_TV in zip(batch_BSV, starts, alone, strict=True):
+                    beside_TV = logits_SV[first : first + len(logits_TV)]
+                    if not torch.equal(beside_TV, logits_TV):
+                        nats = (beside_TV - logits_TV).abs().max()
                         raise ConfigurationError(
                             f"numerics='bitwise': {type(runner.model).__name__} computes other bits"
                             f" for a row in a padded batch than alone (logits differ by {nats:.2g})"
@@ -192,8 +192,8 @@ def _advice(runner: ModelRunner, rows: list[list[int]]) -> str:
     if not is_same(runner.plain_logits(alike[0]), alone[0]):
         return "Two forwards of the same tokens differ, as those of a diffusion model do; roll"
     for index, row in enumerate(alike):
-        beside = alike[:index] + alike[index + 1 :]
-        if not is_same(runner.plain_logits(row, beside=beside), alone[index]):
+        others = alike[:index] + alike[index + 1 :]
+        if not is_same(runner.plain_logits(row, beside=others), alone[index]):
             return (
                 "What it computes for a sequence depends on what else is in the forward, as where "
                 "activations are quantised together (quantize_dynamic, or llm_int8_threshold above "
@@ -256,17 +256,18 @@ def _forwards(layout: CacheLayout) -> list[Forward]:
     A row alone has other columns than beside a longer one: a model that takes columns for positions
     then differs.
     """
-    chunks = [] if layout.is_recurrent else list(CHUNKS)
-    prompts = [one for one in enumerate(PROMPT_LENGTHS) if one not in chunks]
-    alone = [[(row, length + 1)] for row, length in enumerate(PROMPT_LENGTHS)]
-    together = [(row, length + 2) for row, length in enumerate(PROMPT_LENGTHS)]
-    return [*([chunks] if chunks else []), prompts, *alone, together]
+    lengths = list(enumerate(PROMPT_LENGTHS))
+    decodes = [[(row, length + 1)] for row, length in lengths]
+    together = [(row, length + 2) for row, length in lengths]
+    if layout.is_recurrent:
+        return [lengths, *decodes, together]
+    return [CHUNKS, [pair for pair in lengths if pair not in CHUNKS], *decodes, together]
 
 
 def _after_each(plain: list[torch.Tensor], forwards: list[Forward]) -> torch.Tensor:
     """Return log-probabilities after each row of each forward, `[rows of all forwards, V]`."""
-    places = [place for forward in forwards for place in forward]
-    return torch.stack([plain[row][length - 1] for row, length in places]).log_softmax(-1)
+    rows = itertools.chain(*forwards)
+    return torch.stack([plain[row][length - 1] for row, length in rows]).log_softmax(-1)
 
 
 def _paged(runner: ModelRunner, layout: CacheLayout, rows: list[list[int]]) -> torch.Tensor:
@@ -275,7 +276,7 @@ def _paged(runner: ModelRunner, layout: CacheLayout, rows: list[list[int]]) -> t
     logits: list[torch.Tensor] = []
     num_computed = [0] * len(rows)
     for forward in _forwards(layout):
-        table_rows, lengths = [row for row, _ in forward], [length for _, length in forward]
+        table_rows, lengths = zip(*forward, strict=True)
         new_tokens = [rows[row][num_computed[row] : length] for row, length in forward]
         logits.append(runner.logits(ForwardBatch(new_tokens, lengths, table_rows, cache, table)))
         for row, length in forward:
@@ -296,11 +297,6 @@ def pages_for(
         device=runner.device,
     )
     table = BlockTable(num_rows, BLOCK_SIZE, runner.device)
-    table.write(
-        [
-            (table_row, index, 1 + table_row * blocks_per_row + index)
-            for table_row in range(num_rows)
-            for index in range(blocks_per_row)
-        ]
-    )
+    entries = itertools.product(range(num_rows), range(blocks_per_row))
+    table.write([(row, index, 1 + row * blocks_per_row + index) for row, index in entries])
     return cache, table

@@ -45,25 +45,20 @@ def rollout_precision(config: RolloutConfig, model: torch.nn.Module, accelerator
             # DeepSpeed casts the module itself, and runs it without autocast.
             return Precision(None, trainers_autocast)
         return Precision(trainers_autocast, _sharded_compute_dtype(model, accelerator))
-    is_copy = config.weight_sync == WeightSync.COPY
     wanted: torch.dtype = getattr(torch, config.rollout_dtype)
+    own = torch_compat.compute_dtype(model)
+    if trainers_autocast is None and wanted == own:
+        return Precision(None, None)
+    if wanted == trainers_autocast or (trainers_autocast is None and own == torch.float32):
+        return Precision(wanted, None)
+    if config.weight_sync == WeightSync.COPY:
+        return Precision(None, wanted)
     if trainers_autocast is not None:
-        if wanted == trainers_autocast:
-            return Precision(wanted, None)
-        if is_copy:
-            return Precision(None, wanted)
         raise refused(
             "rollout dtype, autocast", value=repr(config.rollout_dtype), precision=repr(word)
         )
-    held = torch_compat.compute_dtype(model)
-    if wanted == held:
-        return Precision(None, None)
-    if held == torch.float32:
-        return Precision(wanted, None)
-    if is_copy:
-        return Precision(None, wanted)
     raise ConfigurationError(
-        f"rollout_dtype={config.rollout_dtype!r} needs other weights than the model's {held}; use "
+        f"rollout_dtype={config.rollout_dtype!r} needs other weights than the model's {own}; use "
         "'auto', or weight_sync='copy'."
     )
 
@@ -83,8 +78,6 @@ def autocast_alone(config: RolloutConfig, model: torch.nn.Module) -> torch.dtype
 
 def _sharded_compute_dtype(model: torch.nn.Module, accelerator: Any) -> torch.dtype | None:
     """Return the dtype to which FSDP casts parameters, by its plan or by the sharded model."""
-    policy: Any = None
-    if accelerator is not None:
-        plugin = getattr(accelerator.state, "fsdp_plugin", None)
-        policy = getattr(plugin, "mixed_precision_policy", None)
+    plugin = getattr(getattr(accelerator, "state", None), "fsdp_plugin", None)
+    policy = getattr(plugin, "mixed_precision_policy", None)
     return getattr(policy, "param_dtype", None) or fsdp_compat.fsdp_param_dtype(model)

@@ -9,12 +9,7 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
-from transformers.cache_utils import (
-    Cache,
-    CacheLayerMixin,
-    DynamicCache,
-    LinearAttentionLayer,
-)
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, LinearAttentionLayer
 
 from cb_rollout.compat import transformers as hf_compat
 from cb_rollout.engine.kv_cache.layout import CacheLayout, LayerSpec, TensorSpec
@@ -78,23 +73,23 @@ class RecordingCache(DynamicCache):
         **kwargs: Any,
     ) -> Any:
         """Call the model's attention; note what autocast casts the last update's states to."""
-        layer_idx, *returned = self._returned or (-1, None, None)
-        is_direct = returned[0] is key and returned[1] is value
-        if is_direct and torch.is_autocast_enabled(key.device.type):
+        layer_idx, keys, values = self._returned or (-1, None, None)
+        if keys is key and values is value and torch.is_autocast_enabled(key.device.type):
             dtype = torch.get_autocast_dtype(key.device.type)
-            keys, values = self.recorded[layer_idx]
-            self.recorded[layer_idx] = _autocast(keys, dtype), _autocast(values, dtype)
+            key_spec, value_spec = self.recorded[layer_idx]
+            self.recorded[layer_idx] = _autocast(key_spec, dtype), _autocast(value_spec, dtype)
         return own_attention(module, query, key, value, *args, **kwargs)
 
+    # Without attention layers, transformers 5.23 raises in the next two.
+    def _has_attention(self) -> bool:
+        return any(isinstance(layer, CacheLayerMixin) for layer in self.layers)
+
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return 0 where every layer is recurrent: transformers 5.23 raises then."""
-        is_counted = any(isinstance(layer, CacheLayerMixin) for layer in self.layers)
-        return super().get_seq_length(layer_idx) if is_counted else 0
+        return super().get_seq_length(layer_idx) if self._has_attention() else 0
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Return the new tokens where every layer is recurrent, as `get_seq_length`."""
-        is_counted = any(isinstance(layer, CacheLayerMixin) for layer in self.layers)
-        return super().get_mask_sizes(query_length, layer_idx) if is_counted else (query_length, 0)
+        has = self._has_attention()
+        return super().get_mask_sizes(query_length, layer_idx) if has else (query_length, 0)
 
 
 def _read(layer: object, keys: TensorSpec | None, values: TensorSpec | None) -> LayerSpec:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import cycle, islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -50,13 +51,11 @@ class RouterSite(NamedTuple):
 
 
 class _TopK(NamedTuple):
-    """One call of `torch.topk` in a watched forward."""
+    """One call of `torch.topk` over a row of scores for each token of a watched forward."""
 
     site: RouterSite
     num_experts: int
     num_chosen: int
-    num_tokens: int
-    is_last_dim: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +86,7 @@ class Routers:
                         f"the model has no module {site.module}, which is a router of the model "
                         "that generates; replay needs both to be of one architecture."
                     ) from error
-                own, intercepted = module.forward, partial(choose, number)
-                forward = partial(_run_intercepted, own, site.call, intercepted)
+                forward = _intercepting(module.forward, site.call, partial(choose, number))
                 stack.enter_context(hf_compat.replacing_forward(module, forward))
             yield
 
@@ -99,16 +97,14 @@ class Routers:
         )
 
 
-def _run_intercepted(
-    own: Callable[..., Any],
-    call: int,
-    choose: Callable[[torch.Tensor, Any], Any],
-    /,
-    *arguments: Any,
-    **named: Any,
-) -> Any:
-    with _Intercepted(call, choose):
-        return own(*arguments, **named)
+def _intercepting(
+    own: Callable[..., Any], call: int, choose: Callable[[torch.Tensor, Any], Any]
+) -> Callable[..., Any]:
+    def forward(*arguments: Any, **named: Any) -> Any:
+        with _Intercepted(call, choose):
+            return own(*arguments, **named)
+
+    return forward
 
 
 class _Intercepted(TorchFunctionMode):
@@ -122,13 +118,13 @@ class _Intercepted(TorchFunctionMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         named = kwargs or {}
-        found = func(*args, **named)
+        result = func(*args, **named)
         if func not in TOPK:
-            return found
+            return result
         self._num_left -= 1
         if self._num_left != -1:
-            return found
-        return self._choose(args[0] if args else named["input"], found)
+            return result
+        return self._choose(args[0] if args else named["input"], result)
 
 
 class RouteRecorder:
@@ -162,14 +158,12 @@ class RouteRecorder:
         `routes` has an array `[tokens, L, K]` or None for each row; None: no row has one.
         `is_padded`: rows are left-padded to the longest; False: they stand in one row.
         """
-        self._known = None
-        if routes is not None:
-            Q = max(num_new)
-            parts = [
-                (record, Q - new, Q) if is_padded else (record, 0, new)
-                for record, new in zip(routes, num_new, strict=True)
-            ]
-            self._known = joined_routes(parts, self.routers.spec.shape, device)
+        Q = max(num_new)
+        rows = [
+            (record, Q - new, Q) if is_padded else (record, 0, new)
+            for record, new in zip(routes or (), num_new, strict=routes is not None)
+        ]
+        self._known = joined_routes(rows, self.routers.spec.shape, device)
 
     def take(self) -> torch.Tensor:
         """Return what the last forward's tokens took, `[N, L, K]` in the dtype of a record."""
@@ -294,27 +288,22 @@ def find_routers(model: torch.nn.Module, forward: WatchedForward) -> Routers:
 
 
 def _watched(model: torch.nn.Module, forward: WatchedForward, size: tuple[int, int]) -> list[_TopK]:
-    """Return the top-k calls of a forward over one row of scores for each token, in order."""
-    watch = _Watch()
-    handles: list[Any] = []
-    for module_name, module in model.named_modules():
-        handles.append(module.register_forward_pre_hook(partial(watch.enter, module_name)))
-        handles.append(module.register_forward_hook(watch.leave))
-    try:
-        with watch:
-            forward(_token_ids(model, size))
-    finally:
-        for handle in handles:
-            handle.remove()
-    num_tokens = size[0] * size[1]
-    return [call for call in watch.calls if call.is_last_dim and call.num_tokens == num_tokens]
+    watch = _Watch(size[0] * size[1])
+    with ExitStack() as hooks, watch:
+        for name, module in model.named_modules():
+            enter = module.register_forward_pre_hook(partial(watch.enter, name))
+            hooks.callback(enter.remove)
+            hooks.callback(module.register_forward_hook(watch.leave).remove)
+        forward(_token_ids(model, size))
+    return watch.calls
 
 
 class _Watch(TorchFunctionMode):
-    """Note every call of `torch.topk`, with the innermost module that makes it."""
+    """Record, with the innermost module, each `torch.topk` over a row of scores for each token."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_tokens: int) -> None:
         super().__init__()
+        self._num_tokens = num_tokens
         self.calls: list[_TopK] = []
         self._modules: list[list[Any]] = []
 
@@ -327,39 +316,23 @@ class _Watch(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        found = func(*args, **(kwargs or {}))
         if func in TOPK and self._modules:
-            self._note(found.indices, *args, **(kwargs or {}))
-        return found
+            self._record(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
 
-    def _note(
-        self,
-        indices: torch.Tensor,
-        input: torch.Tensor,
-        k: int,
-        dim: int = -1,
-        **_: Any,
-    ) -> None:
+    def _record(self, input: torch.Tensor, k: int, dim: int = -1, **_: Any) -> None:
         name, call = self._modules[-1]
         for frame in self._modules:
             frame[1] += 1
         size = input.shape[-1]
-        self.calls.append(
-            _TopK(
-                RouterSite(name, call),
-                size,
-                k,
-                input.numel() // max(1, size),
-                dim % input.dim() == input.dim() - 1 and size > 1,
-            )
-        )
+        is_last_dim = dim % input.dim() == input.dim() - 1 and size > 1
+        if is_last_dim and input.numel() == size * self._num_tokens:
+            self.calls.append(_TopK(RouterSite(name, call), size, k))
 
 
 def _token_ids(model: Any, size: tuple[int, int]) -> torch.Tensor:
-    ids = hf_compat.text_token_ids(model)
-    B, S = size
-    drawn = [[ids[(row * S + column) % len(ids)] for column in range(S)] for row in range(B)]
-    return devices.to_device(drawn, next(model.parameters()).device)
+    ids = islice(cycle(hf_compat.text_token_ids(model)), size[0] * size[1])
+    return devices.to_device(list(ids), next(model.parameters()).device).view(size)
 
 
 def _require_all_found(model: torch.nn.Module, chosen: Sequence[_TopK]) -> None:
