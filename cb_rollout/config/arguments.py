@@ -47,11 +47,7 @@ class _Arguments:
     use_cb_rollout: bool
 
     def rollout_config(self) -> RolloutConfig:
-        """Return the settings as `attach` takes them.
-
-        Raises:
-            ConfigurationError: one is out of range, or cannot be honoured.
-        """
+        """Return the settings as `attach` takes them; `ConfigurationError`: one is refused."""
         return RolloutConfig(**{f.name: _value(f.name, getattr(self, f.name)) for f in _FIELDS})
 
 

@@ -28,12 +28,16 @@ MAX_INTEGER = 2**31 - 1
 MAX_SHOWN = 200
 
 
-def setting(default: Any, help_text: str, check: Check | type[StrEnum], *, cost: str = "") -> Any:
+def setting(
+    default: Any, help_text: str, check: Check | type[StrEnum] | None = None, *, cost: str = ""
+) -> Any:
     """Declare a field with its default, which is never checked, its help text and its check.
 
-    `check` makes a value plain, or complains; an enum takes one of its words. `cost` says when to
-    set the field and what that takes, for the documentation.
+    `check` makes a value plain, or complains; an enum takes one of its words; None: a bool, or a
+    whole number >= 0, as the default is. `cost` says when to set the field and what that takes, for
+    the documentation.
     """
+    check = check or (boolean if isinstance(default, bool) else integer(0))
     metadata: dict[str, Any] = {"help": help_text, "check": check, "cost": cost}
     if isinstance(check, EnumMeta):
         words = [str(member) for member in check.__members__.values()]
@@ -268,12 +272,10 @@ def callables(value: Any) -> tuple[Any, ...]:
 
 
 def _is_one_of(value: Any, words: Iterable[Any]) -> bool:
-    """Return whether a value is one of some words or None; an array equals no word."""
     return any(value is word or (isinstance(value, str) and value == word) for word in words)
 
 
 def _plain(value: Any) -> Any:
-    """Return a numpy or torch scalar as Python's own number or bool."""
     return value.item() if getattr(value, "ndim", None) == 0 else value
 
 

@@ -29,13 +29,17 @@ COUNTERPARTS = {name: name for name in (*SAME_NAME, "sequence_bias")} | {
     "logit_bias": "suppress_tokens, sequence_bias of single tokens",
 }
 
-# Read elsewhere, or without effect on which tokens continuous batching samples.
+# Read elsewhere, or without effect on which tokens continuous batching samples; from
+# `num_assistant_tokens` on, settings of a draft model.
 INERT = {
     "num_return_sequences", "pad_token_id", "bos_token_id", "use_cache", "cache_implementation",
     "cache_config", "max_cache_len", "compile_config", "disable_compile", "low_memory",
     "early_stopping", "length_penalty", "transformers_version", "output_attentions",
     "output_hidden_states", "output_scores", "output_logits", "return_dict_in_generate",
     "prefill_chunk_size", "continuous_batching_config", "decoder_start_token_id", "use_mtp",
+    "num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold",
+    "assistant_early_exit", "assistant_lookbehind", "target_lookbehind",
+    "assistant_ensemble_weight", "max_matching_ngram_size",
 }  # fmt: skip
 
 # Settings that are refused: the value at which each changes nothing, and what to use instead.
@@ -67,13 +71,6 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "speculation_type": (None, "set RolloutConfig(num_speculative_tokens=...)"),
 }
 
-# Settings of a draft model; they never change the sampled tokens.
-ASSISTED_DECODING = (
-    "num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold",
-    "assistant_early_exit", "assistant_lookbehind", "target_lookbehind",
-    "assistant_ensemble_weight", "max_matching_ngram_size",
-)  # fmt: skip
-
 
 def from_generation_config(generation_config: Any) -> SamplingParams:
     """Read a transformers `GenerationConfig` as sampling parameters.
@@ -97,7 +94,7 @@ def from_generation_config(generation_config: Any) -> SamplingParams:
         for name, value in vars(generation_config).items()
         if value is not None and not name.startswith("_")
     }
-    known = {*SAME_NAME, *OTHER_NAME, *INERT, *ASSISTED_DECODING}
+    known = {*SAME_NAME, *OTHER_NAME, *INERT}
     for name, value in settings.items():
         neutral, advice = REFUSED.get(name, (None, _GENERATE))
         if name not in known and value != neutral:
@@ -156,9 +153,8 @@ def as_rollout_config(config: Any) -> RolloutConfig:
             if value is not None or field.name in reference.NAMES:
                 given[field.name] = value
         elif value != (default := _default_of(field)):
-            raise reference.unavailable(
-                field.name, value, default, "cb_rollout does not know this field"
-            )
+            advice = "cb_rollout does not know this field"
+            raise reference.unavailable(field.name, value, default, advice)
     if "use_default_compile_configs" in given:
         # transformers sets the level too, to another compilation than ours.
         given.pop("default_compile_level", None)

@@ -10,7 +10,6 @@ from typing import Any
 
 from cb_rollout.config.checks import (
     biases,
-    boolean,
     callables,
     check_fields,
     decay,
@@ -36,9 +35,6 @@ MAX_LOGIT_CHANGE = 1e30
 
 # Most `top_logprobs` of a request that a CUDA graph samples, which is the most of OpenAI's API.
 MAX_GRAPHED_TOP_LOGPROBS = 20
-
-# Few sets of stop tokens are in use at once, and each may be large.
-NUM_SHARED_SETS = 64
 
 # Names of vLLM and transformers for the same parameters.
 SYNONYMS = {
@@ -116,7 +112,7 @@ class SamplingParams:
         "fewest whose probabilities reach this sum; 1 is off.",
         number(lambda v: 0 < v <= 1, "is outside (0, 1]; use 1 to switch it off"),
     )
-    do_sample: bool = setting(True, "False is greedy, whatever the temperature.", boolean)
+    do_sample: bool = setting(True, "False is greedy, whatever the temperature.")
     repetition_penalty: float = setting(
         1.0,
         "Divides the positive and multiplies the negative logits of tokens that the prompt or the "
@@ -176,7 +172,7 @@ class SamplingParams:
     eos_token_id: int | tuple[int, ...] | None = setting(
         None, "Ends the sequence and is kept in it. None: the model's own. -1: none.", _eos
     )
-    ignore_eos: bool = setting(False, "True: no end-of-sequence token ends it.", boolean)
+    ignore_eos: bool = setting(False, "True: no end-of-sequence token ends it.")
     forced_bos_token_id: tuple[int, ...] = setting(
         (),
         "Sampled first after a prompt of a single token; without effect after longer ones.",
@@ -275,10 +271,8 @@ class SamplingParams:
         return _shared_set(named + self.stop_token_ids)
 
 
-@functools.lru_cache(maxsize=NUM_SHARED_SETS)
-def _shared_set(tokens: tuple[int, ...]) -> frozenset[int]:
-    """Share one set between requests; even an empty set takes 216 bytes."""
-    return frozenset(tokens)
+# Requests share their few sets of stop tokens: even an empty one takes 216 bytes.
+_shared_set = functools.lru_cache(maxsize=64)(frozenset[int])
 
 
 # Parameters that leave the logits as they are; every other one changes them where it is set.

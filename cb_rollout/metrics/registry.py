@@ -23,7 +23,6 @@ class MetricKind(StrEnum):
 
 
 def _live(help_text: str, **options: Any) -> Any:
-    """Declare a figure that Prometheus and OpenTelemetry export."""
     return field(**options, metadata={"help": help_text})
 
 
@@ -165,7 +164,6 @@ class Metric(NamedTuple):
 
 
 def _counted(name: str, unit: str, meaning: str, advice: str, panel: str) -> Metric:
-    """Return the metric of the counter of this name."""
     return Metric(
         f"rollout/{name}", unit, meaning, advice, panel, lambda added, _: getattr(added, name)
     )

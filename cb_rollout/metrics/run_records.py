@@ -113,7 +113,6 @@ class SequenceRecord:
     """Names in `IMAGES_DIR` of the prompt's first pictures, made small; empty: none recorded."""
 
     def __post_init__(self) -> None:
-        """Check that all lists have one entry per token."""
         num_tokens = len(self.tokens)
         num_stamped = sum(num for _, num in self.policy_versions)
         assert len(self.token_ids) == num_tokens, (len(self.token_ids), num_tokens)
@@ -291,7 +290,6 @@ def _records_of(
     parse: Callable[[Mapping[str, Any]], T],
     steps: Collection[int] | None = None,
 ) -> Iterator[T]:
-    """Yield a run's records in one file, those of the runs that it resumed included."""
     last_steps = {**run.continues, run.run_id: math.inf}
 
     def chosen(row: Mapping[str, Any]) -> T | None:

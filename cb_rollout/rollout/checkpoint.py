@@ -133,7 +133,6 @@ def torch_device(device: str) -> torch.device:
 
 @contextmanager
 def _loading(noun: str, name: str, advice: str) -> Iterator[None]:
-    """Raise any error of the block as a `ConfigurationError`."""
     try:
         yield
     except Exception as error:

@@ -5,7 +5,6 @@ process blocked in a torch collective cannot be interrupted, so it is ended afte
 killed process writes no key; its launcher ends the others. Called from the training thread.
 """
 
-import functools
 import os
 import sys
 import threading
@@ -78,12 +77,8 @@ class FailureWatch:
             self._is_watching = False
 
     def watching(self, work: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(work)
-        def watched_work(*args: Any, **kwargs: Any) -> Any:
-            with self.watched():
-                return work(*args, **kwargs)
-
-        return watched_work
+        """Wrap `work` in `watched()`, entered anew for each call."""
+        return self.watched()(work)
 
     def _report(self, key: str, failure: str) -> str:
         """Store the failure if it is the first; return the first."""

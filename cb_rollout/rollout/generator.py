@@ -271,10 +271,7 @@ class RolloutGenerator:
                 self.manager.sleep(release_graphs)
 
     def wake(self) -> None:
-        """Resume the engine, after `sleep()` or `lend_to_trainer()`.
-
-        Its next step allocates the KV memory again.
-        """
+        """Resume the engine after `sleep()` or `lend_to_trainer()`; its next step allocates."""
         with interrupts_deferred():
             self.manager.wake()
 

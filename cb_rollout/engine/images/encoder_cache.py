@@ -44,7 +44,6 @@ class EncoderCache:
         self._features: OrderedDict[tuple[int, bytes], tuple[Any, int]] = OrderedDict()
 
     def clear(self) -> None:
-        """Forget all features: they are of older weights, or their memory is wanted."""
         self._features.clear()
         self.num_bytes = 0
 
@@ -104,7 +103,6 @@ class EncoderCache:
         )
 
     def _cached(self, key: tuple[int, bytes], num_images: int, encode: Callable[[], Any]) -> Any:
-        """Return the features of images by their key, computed by `encode` where not known."""
         if key in self._features:
             self._features.move_to_end(key)
             self.counters.images_reused += num_images
@@ -128,10 +126,7 @@ class EncoderCache:
 
 
 def _slim(output: Any) -> Any:
-    """Return an encoder's output without what only its own layers read.
-
-    Parts of larger tensors are copied, so that these can be freed.
-    """
+    """Drop what only the encoder's layers read; copy parts, so that larger tensors are freed."""
     if isinstance(output, torch.Tensor):
         is_part = output.untyped_storage().nbytes() > output.nbytes
         return output.clone() if is_part else output

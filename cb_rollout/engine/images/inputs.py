@@ -30,7 +30,6 @@ class ImageInputs:
         return any(t.is_floating_point() and name in self._names for name, t in tensors.items())
 
     def on_device(self, images: PromptImages, start: int = 0) -> PromptImages:
-        """Return what a forward takes that begins at `start`, on its device."""
         dtype = self._model.dtype if self.casts_pixels else None
         return images.taken(self._names, self._device, dtype, start)
 
@@ -50,7 +49,6 @@ class ImageInputs:
         return joined_positions([known, later[None]])
 
     def find_positions(self, prompts: Sequence[tuple[Sequence[int], PromptImages]]) -> None:
-        """Set `positions` and `position_offset` of each prompt's images, without a forward."""
         new = [prompt for prompt in prompts if prompt[1].positions is None]
         # One more token, which is text: where the prompt ends in an image, the next position is not
         # the last one plus one.

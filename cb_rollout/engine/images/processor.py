@@ -56,10 +56,7 @@ class ImagePrompt:
     """Results of `images` by its argument: a repeated prompt is hashed once."""
 
     def images(self, placeholders: frozenset[int]) -> PromptImages:
-        """Return the images as an engine takes them.
-
-        `placeholders`: token ids that stand for images, as the model says.
-        """
+        """Return the images as an engine takes them, whose model has these `placeholders`."""
         if placeholders not in self.made:
             spans = _spans(self.token_ids, self.placeholders | placeholders, self.num_images)
             self.made[placeholders] = create_prompt_images(
@@ -81,7 +78,11 @@ def has_image_parts(chat: Sequence[Mapping[str, Any]]) -> bool:
 
 def image_parts(chat: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
     """Return the parts of a chat that stand for images."""
-    return (part for part in _parts(chat) if part.get("type") in IMAGE_PARTS)
+    return filter(_is_image_part, _parts(chat))
+
+
+def _is_image_part(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") in IMAGE_PARTS
 
 
 def picture_of(part: Mapping[str, Any]) -> Any:
@@ -90,27 +91,6 @@ def picture_of(part: Mapping[str, Any]) -> Any:
         named = part.get("image_url")
         return named.get("url") if isinstance(named, Mapping) else named
     return next((part[key] for key in PICTURE_KEYS if part.get(key) is not None), None)
-
-
-def with_image_parts(
-    chat: Sequence[Mapping[str, Any]], convert: Callable[[Mapping[str, Any]], Any]
-) -> list[dict[str, Any]]:
-    """Return a chat whose image parts are converted, in their order."""
-
-    def converted(content: Any) -> Any:
-        if not isinstance(content, Sequence) or isinstance(content, str):
-            return content
-        return [
-            convert(part) if isinstance(part, Mapping) and part.get("type") in IMAGE_PARTS else part
-            for part in content
-        ]
-
-    return [
-        {**message, "content": converted(message["content"])}
-        if "content" in message
-        else dict(message)
-        for message in chat
-    ]
 
 
 def encoded_row(row: Mapping[str, Any], processor: Any, index: int) -> Any:
@@ -198,18 +178,28 @@ def _parts(chat: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
 def _with_pictures(
     chat: Sequence[Mapping[str, Any]], pictures: Sequence[Any], index: int
 ) -> list[dict[str, Any]]:
-    """Return a chat whose image parts hold these pictures, in their order."""
     num_parts = len(list(image_parts(chat)))
     if num_parts != len(pictures):
         raise InvalidRequestError(
             f"input {index} has {num_parts} image parts and {len(pictures)} images; give one each."
         )
     left = iter(pictures)
-    return with_image_parts(chat, lambda _: {"type": "image", "image": next(left)})
+
+    def converted(content: Any) -> Any:
+        if not isinstance(content, Sequence) or isinstance(content, str):
+            return content
+        return [
+            {"type": "image", "image": next(left)} if _is_image_part(part) else part
+            for part in content
+        ]
+
+    return [
+        {name: converted(value) if name == "content" else value for name, value in message.items()}
+        for message in chat
+    ]
 
 
 def _loaded(images: Sequence[Any], index: int) -> list[Any]:
-    """Return pictures whose pixels are in memory: PIL images (the first frame), or arrays."""
     from PIL import Image
     from transformers import image_utils
 
@@ -249,10 +239,7 @@ def _opened(path: str | os.PathLike[str]) -> Any:
 def _processed(
     call: Callable[[list[Any]], Any], pictures: list[Any], index: int
 ) -> dict[str, torch.Tensor]:
-    """Return the processor's tensors; where it does not take the pictures, of their RGB colours.
-
-    Raises `InvalidRequestError` if it takes neither.
-    """
+    """Return the processor's tensors of pictures, or of their RGB colours where it refuses."""
     is_rgb = [getattr(picture, "mode", "RGB") == "RGB" for picture in pictures]
     try:
         return dict(call(pictures))
@@ -300,10 +287,7 @@ def _prompt_of(
 def _per_token(
     tensors: Mapping[str, torch.Tensor], processor: Any, num_tokens: int
 ) -> frozenset[str]:
-    """Return the names of the tensors that hold a number for each token of a prompt.
-
-    A tensor of an image may happen to have as many columns as the prompt has tokens.
-    """
+    """Return names of tensors per token; an image's tensor may happen to have as many columns."""
     of_images = multimodal.image_input_names(processor)
     return frozenset(
         name
@@ -346,7 +330,6 @@ def _of_token_ids(prompt: Any, pictures: list[Any], processor: Any, index: int) 
 
 
 def _of_markers(pictures: list[Any], processor: Any, index: int) -> dict[str, torch.Tensor]:
-    """Return the processor's tensors of a prompt that consists of the pictures alone."""
     markers = multimodal.image_markers(processor)
     if not markers:
         raise ConfigurationError(

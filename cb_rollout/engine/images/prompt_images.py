@@ -65,12 +65,12 @@ class PromptImages:
 
     @property
     def kind(self) -> tuple[bool, bool]:
-        """Return what an engine checks anew: whether there are several, and are divided."""
+        """Return (has several images, each has its own tensors); each pair is checked once."""
         return len(self.images) > 1, self.is_divided
 
     @property
     def prefill_key(self) -> Hashable:
-        """Return what is the same for prompts that may share a prefill; None: this one may not."""
+        """Return what prompts must have in common to share a prefill; None: not allowed."""
         return self.sizes if self.may_share_prefill else None
 
     @property
@@ -137,7 +137,6 @@ class PromptImages:
         return given
 
     def before(self, number: int) -> "PromptImages":
-        """Return the images before one, as of a prompt that ends where it begins."""
         stop = self.images[number].tokens.start
         of_tokens = {name: tensor[:, :stop] for name, tensor in self.of_tokens.items()}
         return PromptImages(self.images[:number], stop, of_tokens, self.dims, self.is_divided)

@@ -180,8 +180,6 @@ def _require_same_bits(runner: ModelRunner) -> None:
 
 
 def _advice(runner: ModelRunner, rows: list[list[int]]) -> str:
-    """Return the remedy for a model that agrees under no layout, judged by its plain forward."""
-
     def is_same(logits_TV: torch.Tensor, expected_TV: torch.Tensor) -> bool:
         found, expected = (logits.log_softmax(-1) for logits in (logits_TV, expected_TV))
         noise = rounding_noise(expected, None, runner.rounding_dtype)
@@ -215,7 +213,6 @@ def _set_backend(
     rows: list[list[int]],
     expected: list[Reference],
 ) -> BackendSelection:
-    """Set a backend that reads pages without a gather, if it agrees with the plain forward."""
     is_padded = runner.batch_layout.takes_any_lengths
     choice = select_backend(runner.device, pages, is_padded=is_padded)
     if choice.backend is None:
@@ -251,10 +248,10 @@ def attempt(function: Callable[[], Result]) -> tuple[Result | None, Any]:
 
 
 def _forwards(layout: CacheLayout) -> list[Forward]:
-    """Return prefills, a decode of each row alone, and one of all.
+    """Return prefills, a decode of each row by itself, and one of all rows.
 
-    A row alone has other columns than beside a longer one: a model that takes columns for positions
-    then differs.
+    A row by itself has other columns than beside a longer one, which shows a model that takes
+    columns for positions.
     """
     lengths = list(enumerate(PROMPT_LENGTHS))
     decodes = [[(row, length + 1)] for row, length in lengths]

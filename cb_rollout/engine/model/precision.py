@@ -77,7 +77,6 @@ def autocast_alone(config: RolloutConfig, model: torch.nn.Module) -> torch.dtype
 
 
 def _sharded_compute_dtype(model: torch.nn.Module, accelerator: Any) -> torch.dtype | None:
-    """Return the dtype to which FSDP casts parameters, by its plan or by the sharded model."""
     plugin = getattr(getattr(accelerator, "state", None), "fsdp_plugin", None)
     policy = getattr(plugin, "mixed_precision_policy", None)
     return getattr(policy, "param_dtype", None) or fsdp_compat.fsdp_param_dtype(model)

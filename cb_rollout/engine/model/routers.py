@@ -76,7 +76,6 @@ class Routers:
 
     @contextmanager
     def choosing(self, model: torch.nn.Module, choose: Choose) -> Iterator[None]:
-        """Have every router's choice in an unwrapped model go through `choose`."""
         with ExitStack() as stack:
             for number, site in enumerate(self.sites):
                 try:
@@ -201,7 +200,6 @@ class Disagreement:
         self._compared: torch.Tensor | int = 0
 
     def add(self, routes_NK: torch.Tensor, own_NK: torch.Tensor) -> None:
-        """Compare the routes of tokens with a router's own choice."""
         is_known_N = routes_NK[:, 0] != UNKNOWN
         same_NK = routes_NK.sort(-1).values == own_NK.sort(-1).values
         self._differing = self._differing + (is_known_N & ~same_NK.all(-1)).sum()
@@ -254,7 +252,6 @@ def find_routers(model: torch.nn.Module, forward: WatchedForward) -> Routers:
     `forward` runs it in evaluation mode without gradients. Raises `ConfigurationError` if no router
     is found, or one cannot be replayed.
     """
-    name = type(model).__name__
     calls, others = (_watched(model, forward, size) for size in WATCHED_SIZES)
     common = {(call.site, call.num_experts) for call in others}
     last: dict[str, _TopK] = {}
@@ -264,22 +261,13 @@ def find_routers(model: torch.nn.Module, forward: WatchedForward) -> Routers:
             last[call.site.module] = call
     chosen = list(last.values())
     if not chosen:
-        raise ConfigurationError(
-            f"router_replay=True: {name} chooses no experts by torch.topk over the scores of each "
-            "token, so no choice can be replayed; leave it False."
-        )
+        raise _refusal(model, "chooses no experts by torch.topk over the scores of each token")
     sizes = {call.num_chosen for call in chosen}
     if len(sizes) > 1:
-        raise ConfigurationError(
-            f"router_replay=True: the layers of {name} choose {sorted(sizes)} experts, and a "
-            "record holds one number of them; leave it False."
-        )
+        raise _refusal(model, f"chooses {sorted(sizes)} experts, and a record holds one number")
     for module in last:
         if sum(call.site == last[module].site for call in calls) > 1:
-            raise ConfigurationError(
-                f"router_replay=True: {name} runs {module} more than once in a forward; leave it "
-                "False."
-            )
+            raise _refusal(model, f"runs {module} more than once in a forward")
     num_experts = max(call.num_experts for call in chosen)
     routers = Routers(tuple(call.site for call in chosen), num_experts, chosen[0].num_chosen)
     _require_all_found(model, chosen)
@@ -345,11 +333,8 @@ def _require_all_found(model: torch.nn.Module, chosen: Sequence[_TopK]) -> None:
         and not isinstance(module, torch.nn.modules.conv._ConvNd)
     ]
     if len(stacks) > len(chosen):
-        raise ConfigurationError(
-            f"router_replay=True: {type(model).__name__} has {len(stacks)} stacks of experts, and "
-            f"{len(chosen)} of them are chosen by torch.topk over the scores of each token; leave "
-            "it False."
-        )
+        chosen_by = f"{len(chosen)} of them are chosen by torch.topk over the scores of each token"
+        raise _refusal(model, f"has {len(stacks)} stacks of experts, and {chosen_by}")
 
 
 def _require_effect(
@@ -366,7 +351,10 @@ def _require_effect(
     with routers.choosing(model, Replay((own_NLK + 1) % least_experts).choose):
         others = forward(ids)
     if not torch.equal(expected, replayed) or torch.equal(expected, others):
-        raise ConfigurationError(
-            f"router_replay=True: {type(model).__name__} does not compute with the experts that "
-            "its top-k chooses; leave it False."
-        )
+        raise _refusal(model, "does not compute with the experts that its top-k chooses")
+
+
+def _refusal(model: torch.nn.Module, reason: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"router_replay=True: {type(model).__name__} {reason}; leave it False."
+    )

@@ -104,8 +104,6 @@ class ModelRunner:
         self._cache_argument = caches[0]
 
     def probe(self) -> CacheLayout:
-        """Return the cache layout, learned from one tiny forward."""
-
         def forward(input_ids: torch.Tensor, cache: Cache) -> object:
             return self.forward(input_ids.to(self.device), None, None, cache)
 
@@ -142,12 +140,10 @@ class ModelRunner:
         return self._opaque_states.layout
 
     def check_weights(self) -> None:
-        """Drop what the attention backend derived from weights that have moved since."""
         if self.attention_backend is not None:
             self.attention_backend.check_weights(self.model)
 
     def warm_up(self) -> None:
-        """Make the trace of decode forwards now, where the attention backend has one."""
         backend = self.attention_backend
         if backend is not None and (traced := backend.traced_forward) is not None:
             traced.warm_up(
@@ -182,7 +178,6 @@ class ModelRunner:
 
     @property
     def computes_coarsely(self) -> bool:
-        """Return whether forwards round to fewer bits than float32 has."""
         is_half = self.compute_dtype.itemsize < torch.float32.itemsize
         is_exact = self._higher_dtype is not None
         return is_half or (torch_compat.rounds_float32_products(self.device) and not is_exact)
@@ -249,7 +244,6 @@ class ModelRunner:
     def _keep_routes(
         self, cache: PagedCache, slots: torch.Tensor, write_tokens: torch.Tensor | None = None
     ) -> None:
-        """Write what the last forward's routers chose beside the keys of its tokens."""
         if self.recorder is not None:
             cache.write_routes(self.recorder.take(), slots, write_tokens)
 
@@ -281,7 +275,6 @@ class ModelRunner:
 
     @contextmanager
     def _attending(self, segments: Sequence[Segment]) -> Iterator[None]:
-        """Have each packed row attend to its own keys."""
         # Longer rows may come than these, and than those of the model check.
         attend = PackedAttention(segments, self.device, max_length=sys.maxsize)
         try:
@@ -332,11 +325,11 @@ class ModelRunner:
             "use_cache": False,
             "logits_to_keep": num_last,
         }
-        known = {name: value for name, value in arguments.items() if name in self._names}
+        arguments = self._taken(arguments)
         if images is not None:
-            known |= self.image_inputs.arguments(images, 0, len(token_ids))
+            arguments |= self.image_inputs.arguments(images, 0, len(token_ids))
         with multimodal.keeping_position_offsets(model or self.model):
-            return self._run(input_ids, known, model).logits[0][-num_last:].float()
+            return self._run(input_ids, arguments, model).logits[0][-num_last:].float()
 
     def padded_logits(self, rows: Sequence[list[int]], starts: Sequence[int]) -> torch.Tensor:
         """Return float32 logits, `[B, S, V]`, of rows that start at these columns.
@@ -344,14 +337,17 @@ class ModelRunner:
         The forward has no cache, and a mask but no positions, as a trainer's.
         """
         S = max(start + len(row) for row, start in zip(rows, starts, strict=True))
-        padded, mask = [], []
-        for row, start in zip(rows, starts, strict=True):
-            after = S - start - len(row)
-            padded.append([0] * start + row + [0] * after)
-            mask.append([0] * start + [1] * len(row) + [0] * after)
-        arguments = {"attention_mask": self._integers(mask), "use_cache": False}
-        known = {name: value for name, value in arguments.items() if name in self._names}
-        return self._run(self._integers(padded), known).logits.float()
+        ids_BS = torch.zeros(len(rows), S, dtype=torch.int64)
+        mask_BS = torch.zeros_like(ids_BS)
+        for index, (row, start) in enumerate(zip(rows, starts, strict=True)):
+            ids_BS[index, start : start + len(row)] = torch.tensor(row)
+            mask_BS[index, start : start + len(row)] = 1
+        arguments = {"attention_mask": mask_BS.to(self.device), "use_cache": False}
+        return self._run(ids_BS.to(self.device), self._taken(arguments)).logits.float()
+
+    def _taken(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments that the model's forward takes."""
+        return {name: value for name, value in arguments.items() if name in self._names}
 
     def forward(
         self,
@@ -372,15 +368,14 @@ class ModelRunner:
             "use_cache": True,
             "logits_to_keep": 1 if last_B is None else last_B,
         }
-        known = {name: value for name, value in arguments.items() if name in self._names}
+        known = self._taken(arguments)
         if self._passes_on and positions_BQ is not None:
             known["position_ids"] = positions_BQ
         known |= others or {}
         states: Any = self._opaque_states
         layer = cache.layers[0] if states else None
         known[self._cache_argument] = states.inserted(layer) if states else cache
-        recorder = self.recorder
-        recording = nullcontext() if recorder is None else recorder.recording(self.model)
+        recording = self.recorder.recording(self.model) if self.recorder else nullcontext()
         with few_row_linear.replacing_linear(self.compute_dtype, self.device), recording:
             output = self._run(input_ids_BQ, known)
         if states is not None:
@@ -397,11 +392,10 @@ class ModelRunner:
         arguments: dict[str, object],
         model: torch.nn.Module | None = None,
     ) -> Any:
-        dtype = self._autocast_dtype
         autocast = nullcontext()
-        if dtype is not None:
+        if self._autocast_dtype is not None:
             # A cached cast would stay in a captured step when the weights change.
-            autocast = torch.autocast(self.device.type, dtype, cache_enabled=False)
+            autocast = torch.autocast(self.device.type, self._autocast_dtype, cache_enabled=False)
         # no_grad, not inference_mode: some models keep buffers that a later training forward uses.
         with torch.no_grad(), autocast:
             arguments = arguments | without_router_logits(self.model)

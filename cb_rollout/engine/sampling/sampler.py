@@ -7,6 +7,7 @@ that steps the engine.
 from array import array
 from collections.abc import Sequence
 from math import isfinite
+from operator import add
 from typing import NamedTuple
 
 import torch
@@ -63,7 +64,7 @@ class TokenSampler:
         likely to have the same rows.
         """
         try:
-            sampled, results = self._sampled(requests, logits_BV, is_recurring)
+            kept_RV, results = self._sampled(requests, logits_BV, is_recurring)
         except Exception as error:
             if devices.is_out_of_memory(error):
                 raise
@@ -76,31 +77,35 @@ class TokenSampler:
                 self.extend(requests[half], logits_BV[half], policy_version, is_recurring=False)
                 for half in (slice(middle), slice(middle, None))
             )
-        if sampled.kept_RV is not None:
-            self._record_truncation(requests, results, sampled.kept_RV)
-        return self._append(requests, results, policy_version)
+        return self.append(requests, results, policy_version, kept_RV)
 
     def _sampled(
-        self, requests: Sequence[Request], logits_BV: torch.Tensor, is_recurring: bool
-    ) -> tuple[Sampled, "HostSampled"]:
-        """Return a token for every row, also in system memory."""
-        batch, processing = self._prepared(requests, logits_BV.shape[-1], is_recurring)
-        indices_B = devices.to_device([r.num_generated for r in requests], self._device)
+        self,
+        rows: Sequence[Request],
+        logits_BV: torch.Tensor,
+        is_recurring: bool = False,
+        offsets: Sequence[int] = (),
+    ) -> tuple[torch.Tensor | None, "HostSampled"]:
+        """Return the mask of kept tokens, and each row's token, the next or `offsets` later."""
+        batch, processing = self._prepared(rows, logits_BV.shape[-1], is_recurring)
+        indices = [request.num_generated for request in rows]
+        if offsets:
+            indices = list(map(add, indices, offsets))
+        indices_B = devices.to_device(indices, self._device)
         processed_BV = None if processing is None else processing(logits_BV, indices_B)
         sampled = sample(logits_BV, batch, indices_B, self._mode, processed_BV)
-        return sampled, _to_host(sampled)
+        return sampled.kept_RV, _to_host(sampled)
 
     def append(
-        self, requests: Sequence[Request], results: "HostSampled", policy_version: int
+        self,
+        requests: Sequence[Request],
+        results: "HostSampled",
+        policy_version: int,
+        kept_RV: torch.Tensor | None = None,
     ) -> int:
-        """Append tokens that a CUDA graph sampled, as `extend` does."""
+        """Append tokens that a CUDA graph or `extend` sampled; return how many got a token."""
         if results.log_masses:
-            self._record_truncation(requests, results)
-        return self._append(requests, results, policy_version)
-
-    def _append(
-        self, requests: Sequence[Request], results: "HostSampled", policy_version: int
-    ) -> int:
+            self._record_truncation(requests, results, kept_RV)
         if results.is_possible or results.top_ids:
             return _append_one_by_one(requests, results, policy_version)
         return append_each(
@@ -122,7 +127,7 @@ class TokenSampler:
         rows = [r for r, draft in zip(requests, drafts, strict=True) for _ in range(len(draft) + 1)]
         offsets = [offset for draft in drafts for offset in range(len(draft) + 1)]
         try:
-            sampled, results = self._sampled_ahead(rows, offsets, logits_BV)
+            kept_RV, results = self._sampled(rows, logits_BV, offsets=offsets)
         except Exception as error:
             if devices.is_out_of_memory(error):
                 raise
@@ -144,19 +149,9 @@ class TokenSampler:
                     append_each([request], *given, policy_version)
                     is_going = results.tokens[row] == expected and not request.status.is_final
             num_given.append(request.num_generated - num_before)
-        if sampled.kept_RV is not None:
-            self._record_truncation(rows, results, sampled.kept_RV, is_used)
+        if kept_RV is not None:
+            self._record_truncation(rows, results, kept_RV, is_used)
         return num_given
-
-    def _sampled_ahead(
-        self, rows: Sequence[Request], offsets: Sequence[int], logits_BV: torch.Tensor
-    ) -> tuple[Sampled, "HostSampled"]:
-        """Return a token for every row, so many tokens after its sequence's last."""
-        never_sampled = self._never_sampled_below(logits_BV.shape[-1])
-        batch = create_sampling_batch(rows, self._device, never_sampled)
-        indices = [r.num_generated + n for r, n in zip(rows, offsets, strict=True)]
-        sampled = sample(logits_BV, batch, devices.to_device(indices, self._device), self._mode)
-        return sampled, _to_host(sampled)
 
     def _record_truncation(
         self,
@@ -165,10 +160,6 @@ class TokenSampler:
         kept_RV: torch.Tensor | None = None,
         is_used: Sequence[bool] | None = None,
     ) -> None:
-        """Count the tokens that truncation kept, and record their ids for a replay.
-
-        `kept_RV=None`: not recorded. `is_used`: which of the requests count; None: all.
-        """
         rows = [row for row, request in enumerate(requests) if request.params.is_truncated]
         used = [index for index, row in enumerate(rows) if is_used is None or is_used[row]]
         masses = [mass for mass in (results.log_masses[i] for i in used) if isfinite(mass)]
@@ -188,10 +179,9 @@ class TokenSampler:
     def _prepared(
         self, requests: Sequence[Request], vocab_size: int, is_recurring: bool
     ) -> tuple[SamplingBatch, LogitsProcessing | None]:
-        """Return the rows' parameters, cached until the rows change."""
         if is_recurring and self._cached is not None and self._cached[0] == requests:
             return self._cached[1:]
-        never_sampled = self._never_sampled_below(vocab_size)
+        never_sampled = [token for token in self._never_sampled if token < vocab_size]
         batch = create_sampling_batch(requests, self._device, never_sampled)
         processing = None
         if any(request.is_adjusted for request in requests):
@@ -202,9 +192,6 @@ class TokenSampler:
         if is_recurring:
             self._cached = (list(requests), batch, processing)
         return batch, processing
-
-    def _never_sampled_below(self, vocab_size: int) -> list[int]:
-        return [token for token in self._never_sampled if token < vocab_size]
 
 
 def create_token_sampler(
@@ -310,32 +297,31 @@ def _append_one_by_one(
 
 
 def _fail_with(request: Request, error: Exception) -> None:
-    """End a sequence whose sampling raised."""
-    if request.status.is_final:
-        return
-    request.cause = error
-    request.end(
-        RequestStatus.FAILED,
-        FinishReason.ERROR,
-        f"sampling after {request.num_tokens} tokens raised {type(error).__name__}: {error}; "
-        "change its sampling parameters.",
-    )
+    if not request.status.is_final:
+        request.cause = error
+        _fail(
+            request,
+            f"sampling after {request.num_tokens} tokens raised {type(error).__name__}: {error}; "
+            "change its sampling parameters.",
+        )
 
 
 def _fail_without_choice(request: Request) -> None:
     named = ", ".join(request.params.adjustments)
-    request.end(
-        RequestStatus.FAILED,
-        FinishReason.ERROR,
-        f"after {request.num_tokens} tokens none may follow: {named} left no finite "
-        "score to sample from; loosen them, or lower max_new_tokens.",
+    _fail(
+        request,
+        f"after {request.num_tokens} tokens none may follow: {named} left no finite score to "
+        "sample from; loosen them, or lower max_new_tokens.",
     )
 
 
 def _fail_without_distribution(request: Request) -> None:
-    request.end(
-        RequestStatus.FAILED,
-        FinishReason.ERROR,
+    _fail(
+        request,
         f"the model's logits after {request.num_tokens} tokens are NaN or infinite; look at the "
         "weights (a diverged step?) or raise rollout_dtype.",
     )
+
+
+def _fail(request: Request, message: str) -> None:
+    request.end(RequestStatus.FAILED, FinishReason.ERROR, message)
