@@ -22,7 +22,7 @@ _FIELDS = [
 
 
 def _parsed_type(field: dataclasses.Field[Any]) -> Any:
-    """Return the one type that transformers' argument parser reads a field as."""
+    """Return the type that transformers' argument parser reads a field as."""
     if choices := field.metadata.get("choices"):
         return Literal[tuple(choices)]
     return str if _may_be_word(field.name) else _HINTS[field.name]

@@ -73,13 +73,10 @@ REFUSED: dict[str, tuple[Any, str]] = {
 
 
 def from_generation_config(generation_config: Any) -> SamplingParams:
-    """Read a transformers `GenerationConfig` as sampling parameters.
+    """Read a transformers `GenerationConfig`, whose fields are off where they are None.
 
-    A field that is None is off: `do_sample=None` is greedy.
-
-    Raises:
-        ConfigurationError: it is something else, or a field asks for something not honoured.
-        InvalidRequestError: a value is out of its range.
+    Raises `ConfigurationError` for anything else and for what is not honoured,
+    `InvalidRequestError` for a value out of its range.
     """
     # By name, so that reading a config never loads torch.
     if "GenerationConfig" not in {kind.__name__ for kind in type(generation_config).__mro__}:
@@ -148,22 +145,19 @@ def as_rollout_config(config: Any) -> RolloutConfig:
     given: dict[str, Any] = {}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
+        make = field.default_factory
+        default = field.default if make is dataclasses.MISSING else make()
         if field.name in known:
             # None leaves the choice open, except to a field whose default is something else.
             if value is not None or field.name in reference.NAMES:
                 given[field.name] = value
-        elif value != (default := _default_of(field)):
+        elif value != default:
             advice = "cb_rollout does not know this field"
             raise reference.unavailable(field.name, value, default, advice)
     if "use_default_compile_configs" in given:
         # transformers sets the level too, to another compilation than ours.
         given.pop("default_compile_level", None)
     return RolloutConfig(**given)
-
-
-def _default_of(field: dataclasses.Field[Any]) -> Any:
-    make = field.default_factory
-    return field.default if make is dataclasses.MISSING else make()
 
 
 def as_trainers_config(config: Any, seed: int) -> RolloutConfig:

@@ -238,8 +238,8 @@ class SamplingParams:
     @property
     def adjustments(self) -> dict[str, Any]:
         """The parameters that change the logits before the temperature, by name."""
-        given = ((f.name, getattr(self, f.name), f.default) for f in _adjusting(type(self)))
-        return {name: value for name, value, off in given if value != off and value != {}}
+        values = ((f.name, getattr(self, f.name), f.default) for f in _adjusting())
+        return {name: value for name, value, off in values if value != off and value != {}}
 
     @property
     def is_adjusted(self) -> bool:
@@ -248,12 +248,12 @@ class SamplingParams:
     @property
     def ungraphed(self) -> set[str]:
         """The parameters by which no CUDA graph samples."""
-        found = {*self.adjustments} - _OF_FIRST_TOKEN
+        names = {*self.adjustments} - _OF_FIRST_TOKEN
         if self.typical_p != 1 and not self.is_greedy:
-            found.add("typical_p")
+            names.add("typical_p")
         if self.top_logprobs > MAX_GRAPHED_TOP_LOGPROBS:
-            found.add("top_logprobs")
-        return found
+            names.add("top_logprobs")
+        return names
 
     @property
     def can_be_graphed(self) -> bool:
@@ -286,8 +286,8 @@ _OF_FIRST_TOKEN = {"begin_suppress_tokens", "forced_bos_token_id"}
 
 
 @functools.cache
-def _adjusting(kind: type[SamplingParams]) -> list[Field[Any]]:
-    return [field for field in fields(kind) if field.name not in _UNADJUSTING]
+def _adjusting() -> list[Field[Any]]:
+    return [field for field in fields(SamplingParams) if field.name not in _UNADJUSTING]
 
 
 def equal_group_warning(params: SamplingParams, num_return_sequences: int) -> str | None:
@@ -310,11 +310,8 @@ def resolved(
 ) -> SamplingParams:
     """Merge the parameters of a request: explicit arguments, then `params`, then `defaults`.
 
-    Of `defaults`, only the length and the end-of-sequence ids fill what `params` leaves open. With
-    `params=None`, everything comes from `defaults`.
-
-    Raises:
-        ConfigurationError: `params` is something else.
+    Of `defaults`, only the length and the end-of-sequence ids fill what `params` leaves open; with
+    `params=None`, everything. Raises `ConfigurationError` if `params` is something else.
     """
     if not isinstance(params, SamplingParams | None):
         raise ConfigurationError(
@@ -324,11 +321,11 @@ def resolved(
     chosen = params or defaults
     if eos_token_id is None:
         eos_token_id = defaults.eos_token_id if chosen.eos_token_id is None else chosen.eos_token_id
-    given: dict[str, Any] = {"eos_token_id": eos_token_id, "max_new_tokens": max_new_tokens}
+    changes: dict[str, Any] = {"eos_token_id": eos_token_id, "max_new_tokens": max_new_tokens}
     if max_new_tokens is None:
         says_length = chosen if chosen.max_new_tokens or chosen.max_length else defaults
-        given["max_new_tokens"] = says_length.max_new_tokens
-        given["max_length"] = says_length.max_length
-    if all(getattr(chosen, name) == value for name, value in given.items()):
+        changes["max_new_tokens"] = says_length.max_new_tokens
+        changes["max_length"] = says_length.max_length
+    if all(getattr(chosen, name) == value for name, value in changes.items()):
         return chosen
-    return replace(chosen, **given)
+    return replace(chosen, **changes)

@@ -233,11 +233,11 @@ def list_runs(run_dir: str | os.PathLike[str]) -> list[Run]:
 
 def chosen_run(runs: Sequence[Run], run_id: str | None = None) -> Run:
     """Return the run of an id, or raise `ConfigurationError`; None: the last run."""
-    found = runs if run_id is None else [run for run in runs if run.run_id == run_id]
-    if not found:
-        known = ", ".join(run.run_id for run in runs)
-        raise ConfigurationError(f"no run is called {run_id!r}; there is {known}.")
-    return found[-1]
+    by_id = {run.run_id: run for run in runs}
+    run_id = runs[-1].run_id if run_id is None else run_id
+    if run_id not in by_id:
+        raise ConfigurationError(f"no run is called {run_id!r}; there is {', '.join(by_id)}.")
+    return by_id[run_id]
 
 
 def read_metrics(run_dir: str | os.PathLike[str], run: Run | None = None) -> list[StepMetrics]:
@@ -250,9 +250,7 @@ def read_metrics(run_dir: str | os.PathLike[str], run: Run | None = None) -> lis
 
 
 def iterate_rollouts(
-    run_dir: str | os.PathLike[str],
-    run: Run | None = None,
-    steps: Collection[int] | None = None,
+    run_dir: str | os.PathLike[str], run: Run | None = None, steps: Collection[int] | None = None
 ) -> Iterator[SequenceRecord]:
     """Yield the sequences of a run, in recorded order, holding one at a time.
 

@@ -95,14 +95,14 @@ class FailureWatch:
     def _watch(self, key: str, done: threading.Event) -> None:
         while not done.wait(POLL_SECONDS):
             try:
-                has_failed = self._store.check([key])
-                failure = self._store.get(key).decode() if has_failed else ""
+                if not self._store.check([key]):
+                    continue
+                failure = self._store.get(key).decode()
             except RuntimeError:
                 return
-            if has_failed:
-                if not done.wait(self._grace_seconds):
-                    self._end_process(failure)
-                return
+            if not done.wait(self._grace_seconds):
+                self._end_process(failure)
+            return
 
 
 def _end_process(failure: str) -> None:
@@ -134,20 +134,20 @@ def largest_of_all(accelerator: Any, here: float) -> float:
     return float(accelerator.gather(value).max())
 
 
-def deal(accelerator: Any, held: list[T], num_wanted: int) -> tuple[list[T], int]:
+def deal(accelerator: Any, items: list[T], num_wanted: int) -> tuple[list[T], int]:
     """Move items from processes that hold more than they want to others; all of them call this.
 
     Items are tensors and what can be pickled. Returns this process's items, at most `num_wanted`,
     and how many all processes together lack.
     """
-    counts = gather_object([len(held)])
+    counts = gather_object([len(items)])
     num_lacking = [max(0, num_wanted - count) for count in counts]
     surplus = max(0, sum(counts) - num_wanted * len(counts) + sum(num_lacking))
     if not surplus or not sum(num_lacking):
-        return held[:num_wanted], sum(num_lacking)
-    spare = gather_object(send_to_device(held[num_wanted:], "cpu"))
+        return items[:num_wanted], sum(num_lacking)
+    spare = gather_object(send_to_device(items[num_wanted:], "cpu"))
     rank = accelerator.process_index
     start = sum(num_lacking[:rank])
     dealt = spare[start : start + num_lacking[rank]]
-    kept = held[:num_wanted] + send_to_device(dealt, accelerator.device)
+    kept = items[:num_wanted] + send_to_device(dealt, accelerator.device)
     return kept, max(0, sum(num_lacking) - surplus)

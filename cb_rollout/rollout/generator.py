@@ -328,13 +328,8 @@ class RolloutGenerator:
 
         if self.manager.group is not None:
             raise refused("served, tensor parallel")
-        server = start_server(
-            self.manager,
-            self.tokenizer,
-            ServerOptions(**options),
-            self._weights.trained,
-            self.sync_weights,
-        )
+        trained, settings = self._weights.trained, ServerOptions(**options)
+        server = start_server(self.manager, self.tokenizer, settings, trained, self.sync_weights)
         self._servers.append(server)
         return server
 

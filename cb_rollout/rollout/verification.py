@@ -60,7 +60,7 @@ def drift(
 ) -> DriftReport:
     """Compare log-probabilities by request id, token by token; NaN is an infinite difference.
 
-    `noise`: rounding of the recomputed ones, in nats, of `rounding_noise`.
+    `noise`: rounding of the recomputed values, in nats, of `rounding_noise`.
     """
     pairs = [
         (a, b, request_id, position)

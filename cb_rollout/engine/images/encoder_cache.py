@@ -14,6 +14,7 @@ from itertools import chain
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 from transformers.utils import ModelOutput
 
 from cb_rollout.compat import multimodal
@@ -48,11 +49,8 @@ class EncoderCache:
         self.num_bytes = 0
 
     @contextmanager
-    def serving(
-        self,
-        model: torch.nn.Module,
-        images: Sequence[Image],
-        given: Mapping[str, torch.Tensor],
+    def installed(
+        self, model: torch.nn.Module, images: Sequence[Image], given: Mapping[str, torch.Tensor]
     ) -> Iterator[None]:
         """Have the model read known features in a forward of prompts with images.
 
@@ -115,7 +113,8 @@ class EncoderCache:
         finally:
             self._is_encoding = False
         self.counters.images_encoded += num_images
-        num_bytes = sum(tensor.nbytes for tensor in _tensors(features))
+        leaves = pytree.tree_leaves(features)
+        num_bytes = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
         if num_bytes <= self.max_bytes:
             while self.num_bytes + num_bytes > self.max_bytes:
                 _, (_, freed) = self._features.popitem(last=False)
@@ -137,15 +136,6 @@ def _slim(output: Any) -> Any:
     if isinstance(output, list | tuple):
         return type(output)([_slim(value) for value in output])
     return output
-
-
-def _tensors(output: Any) -> Iterator[torch.Tensor]:
-    if isinstance(output, torch.Tensor):
-        yield output
-    elif isinstance(output, list | tuple | ModelOutput):
-        values = output.values() if isinstance(output, ModelOutput) else output
-        for value in values:
-            yield from _tensors(value)
 
 
 def _joined(outputs: Sequence[Any], *, are_of_images: bool = False) -> Any:

@@ -5,6 +5,7 @@ A: axes of positions, N: new tokens of all rows, T: tokens of a prompt.
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from itertools import chain
 
 import torch
 from transformers import PreTrainedModel
@@ -43,10 +44,10 @@ class ImageInputs:
         """
         assert images.positions is not None, "no position was found"
         assert images.position_offset is not None
-        known = images.positions[..., start:stop].to(self._device)
+        of_prompt = images.positions[..., start:stop].to(self._device)
         first, offset = max(start, images.num_prompt_tokens), images.position_offset
         later = torch.arange(first + offset, max(first, stop) + offset, device=self._device)
-        return joined_positions([known, later[None]])
+        return joined_positions([of_prompt, later[None]])
 
     def find_positions(self, prompts: Sequence[tuple[Sequence[int], PromptImages]]) -> None:
         new = [prompt for prompt in prompts if prompt[1].positions is None]
@@ -88,13 +89,10 @@ def joined_tensors(
     rows of one length.
     """
     arguments: dict[str, torch.Tensor] = {}
-    for name in {name: None for row in rows for name in row}:
-        present = [row[name] for row in rows if name in row]
+    for name in dict.fromkeys(chain(*rows)):
+        tensors = [row[name] for row in rows if name in row]
         if name in per_token:
-            first = present[0]
-            present = [
-                row.get(name, first.new_zeros(1, number, *first.shape[2:]))
-                for row, number in zip(rows, num_tokens, strict=True)
-            ]
-        arguments[name] = joined(present, dim if name in per_token else 0)
+            zeros = [tensors[0].new_zeros(1, num, *tensors[0].shape[2:]) for num in num_tokens]
+            tensors = [row.get(name, zero) for row, zero in zip(rows, zeros, strict=True)]
+        arguments[name] = joined(tensors, dim if name in per_token else 0)
     return arguments

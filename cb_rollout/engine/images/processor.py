@@ -123,10 +123,7 @@ def encoded_row(row: Mapping[str, Any], processor: Any, index: int) -> Any:
 
 
 def encoded_chat(
-    chat: Sequence[Mapping[str, Any]],
-    processor: Any,
-    index: int,
-    tools: Sequence[Any] | None = None,
+    chat: Sequence[Mapping[str, Any]], processor: Any, index: int, tools: Any = None
 ) -> ImagePrompt:
     """Return a chat with `{"type": "image", "image": ...}` parts, encoded by the processor.
 
@@ -184,19 +181,15 @@ def _with_pictures(
             f"input {index} has {num_parts} image parts and {len(pictures)} images; give one each."
         )
     left = iter(pictures)
-
-    def converted(content: Any) -> Any:
-        if not isinstance(content, Sequence) or isinstance(content, str):
-            return content
-        return [
-            {"type": "image", "image": next(left)} if _is_image_part(part) else part
-            for part in content
-        ]
-
-    return [
-        {name: converted(value) if name == "content" else value for name, value in message.items()}
-        for message in chat
-    ]
+    messages = [dict(message) for message in chat]
+    for message in messages:
+        content = message.get("content")
+        if isinstance(content, Sequence) and not isinstance(content, str):
+            message["content"] = [
+                {"type": "image", "image": next(left)} if _is_image_part(part) else part
+                for part in content
+            ]
+    return messages
 
 
 def _loaded(images: Sequence[Any], index: int) -> list[Any]:

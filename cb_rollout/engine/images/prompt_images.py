@@ -235,7 +235,7 @@ def _is_grid(tensor: torch.Tensor) -> bool:
 
 
 def joined(tensors: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
-    """Return tensors along `dim`; one alone as it is."""
+    """Concatenate tensors along `dim`, without a copy of a single tensor."""
     return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors), dim)
 
 

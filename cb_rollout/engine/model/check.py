@@ -82,16 +82,16 @@ def check_model(
             return page_layout(layout)
         if runner.is_bitwise:
             _require_same_bits(runner)
-        found, expected = "", _references(runner, layout, rows, plain)
+        difference, expected = "", _references(runner, layout, rows, plain)
         for runner.batch_layout in BatchLayout:
             if runner.batch_layout is BatchLayout.PACKED and not layout.can_pack:
                 continue
-            found, failure = _difference(runner, layout, rows, expected)
-            if not found:
+            difference, failure = _difference(runner, layout, rows, expected)
+            if not difference:
                 pages = page_layout(layout)
                 runner.backend_selection = _set_backend(runner, layout, pages, rows, expected)
                 return pages
-        refusal = _refusal(runner, rows, found)
+        refusal = _refusal(runner, rows, difference)
     raise ConfigurationError(refusal) from failure
 
 
@@ -160,21 +160,21 @@ def _require_same_bits(runner: ModelRunner) -> None:
     try:
         torch.set_num_threads(1)
         alone = [runner.plain_logits(row) for row in rows]
-        for threads in (num_threads, num_threads + 1):
+        offsets = (0, longest // 3, longest)
+        for threads, start in itertools.product((num_threads, num_threads + 1), offsets):
             torch.set_num_threads(threads)
-            for start in (0, longest // 3, longest):
-                # Tokens begin at `start`, or end where the longest row does.
-                starts = [min(start, longest - len(row)) for row in rows]
-                batch_BSV = runner.padded_logits(rows, starts)
-                for logits_SV, first, logits_TV in zip(batch_BSV, starts, alone, strict=True):
-                    beside_TV = logits_SV[first : first + len(logits_TV)]
-                    if not torch.equal(beside_TV, logits_TV):
-                        nats = (beside_TV - logits_TV).abs().max()
-                        raise ConfigurationError(
-                            f"numerics='bitwise': {type(runner.model).__name__} computes other bits"
-                            f" for a row in a padded batch than alone (logits differ by {nats:.2g})"
-                            "; leave numerics at 'fast'."
-                        )
+            # Tokens begin at `start`, or end where the longest row does.
+            starts = [min(start, longest - len(row)) for row in rows]
+            batch_BSV = runner.padded_logits(rows, starts)
+            for logits_SV, first, logits_TV in zip(batch_BSV, starts, alone, strict=True):
+                beside_TV = logits_SV[first : first + len(logits_TV)]
+                if not torch.equal(beside_TV, logits_TV):
+                    nats = (beside_TV - logits_TV).abs().max()
+                    raise ConfigurationError(
+                        f"numerics='bitwise': {type(runner.model).__name__} computes other bits for"
+                        f" a row in a padded batch than alone (logits differ by {nats:.2g}); leave"
+                        " numerics at 'fast'."
+                    )
     finally:
         torch.set_num_threads(num_threads)
 

@@ -261,7 +261,9 @@ class ModelRunner:
                 batch.routes or None, batch.num_new, self.device, is_padded=segments is None
             )
         with (
-            self.encoder_cache.serving(self.model, images, arguments) if images else nullcontext(),
+            self.encoder_cache.installed(self.model, images, arguments)
+            if images
+            else nullcontext(),
             self.rope.by_row(self._sides(batch), batch.num_new if segments else None),
             self._attending(segments) if segments else nullcontext(),
             hf_compat.replacing_attention(BatchedAttention()) if is_batched else nullcontext(),

@@ -73,9 +73,8 @@ class SamplingBatch:
     """Token ids that no row samples, unless logits processors allowed it; None: there are none."""
 
     def scaled(self, logits_BV: torch.Tensor) -> torch.Tensor:
-        return (
-            logits_BV if self.temperatures_B is None else logits_BV / self.temperatures_B[:, None]
-        )
+        temperatures_B = self.temperatures_B
+        return logits_BV if temperatures_B is None else logits_BV / temperatures_B[:, None]
 
 
 class Sampled(NamedTuple):
@@ -208,8 +207,7 @@ def sample(
     # The kernel takes plain rows alone: beside other rows they would be drawn in another order.
     is_plain = not is_processed and batch.plain_temperatures_B is not None and not is_bitwise
     if is_plain and can_sample(logits_BV):
-        assert batch.plain_temperatures_B is not None
-        return _sampled_plain(logits_BV, batch, batch.plain_temperatures_B, indices_B, mode)
+        return _sampled_plain(logits_BV, batch, indices_B, mode)
     if not is_processed and batch.never_sampled_K is not None:
         processed_BV = logits_BV.index_fill(1, batch.never_sampled_K, -torch.inf)
     is_same = processed_BV is None
@@ -254,20 +252,12 @@ def sample(
 
 
 def _sampled_plain(
-    logits_BV: torch.Tensor,
-    batch: SamplingBatch,
-    temperatures_B: torch.Tensor,
-    indices_B: torch.Tensor,
-    mode: LogprobsMode,
+    logits_BV: torch.Tensor, batch: SamplingBatch, indices_B: torch.Tensor, mode: LogprobsMode
 ) -> Sampled:
-    token_ids_B, logprobs_B = sample_plain(
-        logits_BV,
-        temperatures_B,
-        batch.seeds_B,
-        indices_B,
-        batch.never_sampled_K,
-        is_processed=mode == LogprobsMode.PROCESSED,
-    )
+    assert batch.plain_temperatures_B is not None
+    rows = batch.plain_temperatures_B, batch.seeds_B, indices_B, batch.never_sampled_K
+    is_processed = mode == LogprobsMode.PROCESSED
+    token_ids_B, logprobs_B = sample_plain(logits_BV, *rows, is_processed=is_processed)
     return Sampled(token_ids_B, logprobs_B, ~logprobs_B.isnan(), None, None, None, None)
 
 

@@ -186,9 +186,8 @@ class TokenSampler:
         processing = None
         if any(request.is_adjusted for request in requests):
             previous = self._cached[2] if is_recurring and self._cached is not None else None
-            processing = LogitsProcessing(
-                requests, vocab_size, self._device, previous, never_sampled
-            )
+            rows = requests, vocab_size, self._device
+            processing = LogitsProcessing(*rows, previous, never_sampled)
         if is_recurring:
             self._cached = (list(requests), batch, processing)
         return batch, processing
@@ -204,9 +203,8 @@ def create_token_sampler(
     if device.type == "cpu":
         # Compile now, not in a rollout's first step.
         cpu.prepare()
-    return TokenSampler(
-        device, reported_mode(config), counters, never_sampled, keeps_ids=keeps_ids(config)
-    )
+    mode, keeps = reported_mode(config), keeps_ids(config)
+    return TokenSampler(device, mode, counters, never_sampled, keeps_ids=keeps)
 
 
 def keeps_ids(config: RolloutConfig) -> bool:
@@ -254,19 +252,13 @@ class HostSampled(NamedTuple):
 def _to_host(sampled: Sampled) -> HostSampled:
     """Copy a `Sampled` to system memory by one transfer; an absent part becomes an empty list."""
     kept_RV = sampled.kept_RV
-    parts = {
-        "tokens": sampled.token_ids_B,
-        "logprobs": sampled.logprobs_B,
-        "is_valid": sampled.is_valid_B,
-        "is_possible": sampled.is_possible_B,
-        "top_ids": sampled.top_KN and sampled.top_KN[0],
-        "top_logprobs": sampled.top_KN and sampled.top_KN[1],
-        "log_masses": sampled.log_mass_R,
-        "nums_kept": None if kept_RV is None else kept_RV.sum(-1),
-    }
-    present = {name: part for name, part in parts.items() if part is not None}
-    lists = dict(zip(present, devices.to_host(*present.values()), strict=True))
-    return HostSampled(**{name: lists.get(name, []) for name in parts})
+    tensors = (
+        *(sampled.token_ids_B, sampled.logprobs_B, sampled.is_valid_B, sampled.is_possible_B),
+        *(sampled.top_KN or (None, None)),
+        *(sampled.log_mass_R, None if kept_RV is None else kept_RV.sum(-1)),
+    )
+    lists = iter(devices.to_host(*(tensor for tensor in tensors if tensor is not None)))
+    return HostSampled(*([] if tensor is None else next(lists) for tensor in tensors))
 
 
 def _append_one_by_one(
