@@ -51,7 +51,7 @@ def known_fields_only(
     synonyms: Mapping[str, str],
     renamed: Callable[[Mapping[str, Any]], dict[str, Any]] = dict,
 ) -> Callable[[type[T]], type[T]]:
-    """Make a keyword dataclass refuse an unknown field, raising `error` with the right name.
+    """Make a keyword dataclass raise `error` for an unknown field, with the right name.
 
     `synonyms` maps other projects' names to ours; `renamed` translates keywords that are accepted.
     """
@@ -89,10 +89,7 @@ def require_known(
 
 
 def check_fields(settings: Any, error: type[RolloutError]) -> None:
-    """Check every field that is not at its default, and keep the plain values.
-
-    Raises `error`: `name=value`, what is wrong, and what to set instead.
-    """
+    """Check fields that are not at their defaults; raise `error`, or keep the plain values."""
     for field in dataclasses.fields(settings):
         value = getattr(settings, field.name)
         if value is field.default:
@@ -220,10 +217,7 @@ def strings(value: Any) -> tuple[str, ...]:
 
 
 def biases(largest: float, *, of_sequences: bool = False) -> Check:
-    """Accept a dict of token id to a logit bias of at most `largest`; -inf forbids a token.
-
-    With `of_sequences`, a dict of token-id tuple to bias, or transformers' list of pairs.
-    """
+    """Accept a dict of token id, or of tuples or pairs `of_sequences`, to bias; -inf forbids."""
     bias = number(lambda v: abs(v) <= largest or v == -math.inf, "")
 
     def check(value: Any) -> dict[Any, float]:

@@ -127,10 +127,7 @@ def _biases(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def as_rollout_config(config: Any) -> RolloutConfig:
-    """Return a `RolloutConfig` for one, for a transformers `ContinuousBatchingConfig`, or for None.
-
-    Raises `ConfigurationError` for anything else, and for what cannot be honoured.
-    """
+    """Read None or a transformers `ContinuousBatchingConfig`; may raise `ConfigurationError`."""
     if config is None:
         return RolloutConfig()
     if isinstance(config, RolloutConfig):
@@ -161,10 +158,7 @@ def as_rollout_config(config: Any) -> RolloutConfig:
 
 
 def as_trainers_config(config: Any, seed: int) -> RolloutConfig:
-    """Return `as_rollout_config(config)` with log-probabilities on and a seed set.
-
-    Raises `ConfigurationError` if a `RolloutConfig` switches log-probabilities off.
-    """
+    """Return `as_rollout_config(config)` with a seed, and log-probabilities, which must be on."""
     if isinstance(config, RolloutConfig) and not config.return_logprobs:
         raise ConfigurationError("return_logprobs=False: the trainer needs them; leave it True.")
     resolved = as_rollout_config(config)

@@ -38,10 +38,7 @@ NAMES = frozenset({*RENAMED, *NO_COUNTERPART, "default_compile_level"})
 
 
 def own_settings(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings under the names of `RolloutConfig`.
-
-    Raises `ConfigurationError` for what is not available, and for two values of one setting.
-    """
+    """Return settings by our names, or raise `ConfigurationError` for one that is unavailable."""
     theirs = {name: value for name, value in given.items() if name in NAMES}
     own = {name: value for name, value in given.items() if name not in NAMES}
     if "default_compile_level" in theirs:
@@ -104,10 +101,7 @@ class CompileSettings:
 
 
 def compile_settings(value: Any) -> CompileSettings | None:
-    """Read a transformers `CompileConfig`, a dict of its fields, or None.
-
-    Raises `ValueError` for anything else, and for what is not honoured.
-    """
+    """Read a transformers `CompileConfig`, a dict of its fields, or None; else `ValueError`."""
     if value is None:
         return None
     given = value.to_dict() if hasattr(value, "to_dict") else value

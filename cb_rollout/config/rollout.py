@@ -399,10 +399,9 @@ GENERATOR_FIELDS: dict[str, tuple[Any, ...]] = {
 def require_unused(
     config: RolloutConfig, fields: Mapping[str, tuple[Any, ...]], complaint: str
 ) -> None:
-    """Raise `ConfigurationError` if a field asks for something, which nothing here acts on.
+    """Raise `ConfigurationError`, with a `complaint`, for a field that nothing here acts on.
 
-    `fields` maps names to the values beside the default that ask for nothing; `complaint` says what
-    would act on them.
+    `fields` maps names to the values beside the default that ask for nothing.
     """
     for name, idle in fields.items():
         value, default = getattr(config, name), getattr(RolloutConfig, name)

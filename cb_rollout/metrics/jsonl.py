@@ -39,10 +39,7 @@ def json_line(row: Mapping[str, Any]) -> bytes:
 
 
 def append_lines(file: FileIO, lines: bytes) -> None:
-    """Append whole lines to an unbuffered file.
-
-    Where they do not all fit, raise `OSError` and keep those that do.
-    """
+    """Append whole lines, unbuffered; if some do not fit, raise `OSError` and keep the others."""
     start, num_bytes = file.seek(0, os.SEEK_END), 0
     try:
         while num_bytes < len(lines):

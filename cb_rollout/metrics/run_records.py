@@ -170,10 +170,7 @@ class RunRecorder:
         self.begin_run()
 
     def begin_run(self, from_step: int = 0) -> None:
-        """Begin a run, whose id later records carry.
-
-        From the checkpoint of step `from_step`, it continues the last run that reached this step.
-        """
+        """Begin a run, after the last run that reached step `from_step`, if not 0."""
         self.run_id = f"{datetime.now(UTC):%Y%m%d-%H%M%S-%f}"
         self._run: dict[str, Any] = {"run_id": self.run_id}
         runs = _runs_in(self.run_dir) if from_step else []
@@ -218,10 +215,7 @@ class RunRecorder:
 
 
 def list_runs(run_dir: str | os.PathLike[str]) -> list[Run]:
-    """Return the runs of a directory, the oldest first.
-
-    Raises `ConfigurationError` if it holds no whole record, or a line is not a record.
-    """
+    """Return a directory's runs, the oldest first; `ConfigurationError`: none, or a bad line."""
     runs = _runs_in(find_run_dir(run_dir))
     if not runs:
         raise ConfigurationError(
@@ -241,10 +235,7 @@ def chosen_run(runs: Sequence[Run], run_id: str | None = None) -> Run:
 
 
 def read_metrics(run_dir: str | os.PathLike[str], run: Run | None = None) -> list[StepMetrics]:
-    """Return the metrics of a run of `list_runs`, in recorded order; None: of the last run.
-
-    `run_dir` is a path that `find_run_dir` accepts. Raises as `list_runs`.
-    """
+    """Return the metrics of a run of `list_runs`, in recorded order; None: of the last run."""
     run = run or chosen_run(list_runs(run_dir))
     return list(_records_of(run, run_dir, METRICS_FILE, _metrics_from))
 
@@ -252,10 +243,7 @@ def read_metrics(run_dir: str | os.PathLike[str], run: Run | None = None) -> lis
 def iterate_rollouts(
     run_dir: str | os.PathLike[str], run: Run | None = None, steps: Collection[int] | None = None
 ) -> Iterator[SequenceRecord]:
-    """Yield the sequences of a run, in recorded order, holding one at a time.
-
-    `run_dir`, `run` and errors are those of `read_metrics`; `steps=None` yields all steps.
-    """
+    """Yield the sequences of a run, as `read_metrics`, singly; `steps=None`: of all steps."""
     run = run or chosen_run(list_runs(run_dir))
     return _records_of(run, run_dir, ROLLOUTS_FILE, _sequence_from, steps)
 
@@ -267,10 +255,7 @@ def read_image(run_dir: str | os.PathLike[str], name: str) -> bytes | None:
 
 
 def find_run_dir(path: str | os.PathLike[str]) -> Path:
-    """Return the directory with a run's records: `path` itself, or its `cb_rollout/`.
-
-    Raises `ConfigurationError` if neither holds `metrics.jsonl` or `rollouts.jsonl`.
-    """
+    """Return `path` or its `cb_rollout/`, which holds records; else raise `ConfigurationError`."""
     path = Path(path)
     for candidate in (path, path / RUN_DIR_NAME):
         if any((candidate / name).is_file() for name in (METRICS_FILE, ROLLOUTS_FILE)):

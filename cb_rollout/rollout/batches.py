@@ -108,10 +108,7 @@ def broadcast_refusal(group: EngineGroup | None) -> Iterator[None]:
 
 
 def gathered(group: EngineGroup | None, value: T) -> tuple[list[T], int]:
-    """Return the values of all ranks of a group, and this one's rank; None: this value alone.
-
-    Raises the `InvalidRequestError` of a rank that refused its prompts.
-    """
+    """Return the values of a group's ranks, and this rank; raise the refusal of any rank."""
     if group is None:
         return [value], 0
     values = group.gather(value)

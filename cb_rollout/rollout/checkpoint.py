@@ -115,10 +115,7 @@ def _require_vocabulary(name: str, tokenizer: Any) -> None:
 
 
 def torch_device(device: str) -> torch.device:
-    """Return a device after a trial allocation; "auto": a GPU if there is one, else the CPU.
-
-    Raises `ConfigurationError` if the device cannot be used.
-    """
+    """Return a device that takes memory, or raise `ConfigurationError`; "auto": prefer a GPU."""
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

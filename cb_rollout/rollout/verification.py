@@ -58,10 +58,7 @@ class DriftReport:
 def drift(
     sampled: dict[str, list[float]], recomputed: dict[str, list[float]], noise: float = 0.0
 ) -> DriftReport:
-    """Compare log-probabilities by request id, token by token; NaN is an infinite difference.
-
-    `noise`: rounding of the recomputed values, in nats, of `rounding_noise`.
-    """
+    """Compare log-probabilities token by token; `noise`: rounding in nats, of `rounding_noise`."""
     pairs = [
         (a, b, request_id, position)
         for request_id, logprobs in sampled.items()
@@ -102,10 +99,9 @@ def rollout_drift(
     num_sequences: int,
     is_collective: bool,
 ) -> DriftReport:
-    """Recompute `num_sequences` >= 1 finished sequences, taken evenly over a rollout, and compare.
+    """Recompute `num_sequences` >= 1 finished sequences, evenly chosen, of this policy; compare.
 
-    Sequences of an older policy version or of changed logits are skipped. `is_collective`: the
-    model is sharded, so every process must run equally many forwards.
+    `is_collective`: the model is sharded, so every process must run equally many forwards.
     """
     if num_sequences < 1:
         raise InvalidRequestError(f"num_sequences={num_sequences} is below 1.")

@@ -29,11 +29,9 @@ def check_images(
 ) -> None:
     """Refuse a model that computes a prompt with images on pages unlike its plain forward.
 
-    The model has passed `check_model`. Sets what the runner does with prompts of this kind: it
-    keeps no features, begins no forward between images, or shares no prefill, where the model then
-    differs.
-
-    Raises `ConfigurationError` if the model takes no images, or differs in any case.
+    The model has passed `check_model`. Where it differs otherwise, the runner keeps no features,
+    begins no forward between images, or shares no prefill, for prompts of this kind. Raises
+    `ConfigurationError`.
     """
     name = type(runner.model).__name__
     if not runner.image_inputs.are_read(images):

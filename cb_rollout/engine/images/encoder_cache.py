@@ -76,10 +76,7 @@ class EncoderCache:
         *arguments: Any,
         **named: Any,
     ) -> Any:
-        """Return what an encoder's `own` method does, each image computed once and alone.
-
-        Images are computed together where the method is given other tensors than the forward is.
-        """
+        """Return an encoder's output, image by image unless it gets other tensors than these."""
         if self._is_encoding:
             # One encoder calls another, whose output is a part of its own.
             return own(*arguments, **named)

@@ -38,10 +38,7 @@ class ImageInputs:
         return self.on_device(images, start).arguments(start, stop)
 
     def positions(self, images: PromptImages, start: int, stop: int) -> torch.Tensor:
-        """Return the position ids of a sequence's tokens, `[1, tokens]` or `[A, 1, tokens]`.
-
-        `find_positions` found those of the prompt; later tokens are text.
-        """
+        """Return position ids, `[1, tokens]` or `[A, 1, tokens]`; after the prompt, of text."""
         assert images.positions is not None, "no position was found"
         assert images.position_offset is not None
         of_prompt = images.positions[..., start:stop].to(self._device)

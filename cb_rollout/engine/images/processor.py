@@ -94,11 +94,10 @@ def picture_of(part: Mapping[str, Any]) -> Any:
 
 
 def encoded_row(row: Mapping[str, Any], processor: Any, index: int) -> Any:
-    """Return the prompt of `{"prompt": token ids, text or chat, "images": [...]}`.
+    """Return the prompt of `{"prompt": token ids, text or chat, "images": [...]}`, or refuse it.
 
-    A chat has an `{"type": "image"}` part for each image. Without images the row's prompt is
-    returned as it is. Raises `InvalidRequestError`, naming input `index`, for a row or a picture
-    that is wrong.
+    A chat has an `{"type": "image"}` part for each image. Without images the prompt is returned as
+    it is. `index` names the input in errors.
     """
     unknown = sorted(set(map(str, row)) - {"prompt", "images"})
     if unknown or "prompt" not in row:
@@ -125,10 +124,9 @@ def encoded_row(row: Mapping[str, Any], processor: Any, index: int) -> Any:
 def encoded_chat(
     chat: Sequence[Mapping[str, Any]], processor: Any, index: int, tools: Any = None
 ) -> ImagePrompt:
-    """Return a chat with `{"type": "image", "image": ...}` parts, encoded by the processor.
+    """Return a chat with `{"type": "image", "image": ...}` parts as the processor encodes it.
 
-    `tools` are for its chat template. Raises `InvalidRequestError`, naming input `index`, for a
-    part or a picture that is wrong.
+    `tools` are for its chat template; `index` names the input in an `InvalidRequestError`.
     """
     _require_processor(processor, index)
     for part in _parts(chat):
@@ -292,10 +290,7 @@ def _per_token(
 
 
 def _of_token_ids(prompt: Any, pictures: list[Any], processor: Any, index: int) -> ImagePrompt:
-    """Return expanded token ids with their pictures.
-
-    The processor expands a prompt of placeholders alone, which says how many the pictures take.
-    """
+    """Return expanded token ids with their pictures; a prompt of markers alone says how many."""
     try:
         token_ids = [int(token_id) for token_id in prompt]
     except (TypeError, ValueError) as error:

@@ -84,10 +84,7 @@ class PromptImages:
         return hashlib.blake2b(joined, digest_size=DIGEST_BYTES).digest()
 
     def num_resumable(self, num_tokens: int) -> int:
-        """Return the most tokens, at most `num_tokens`, after which a forward may begin.
-
-        Such a forward computes no part of an image, but all of it or nothing.
-        """
+        """Return the most tokens, up to `num_tokens`, after which a forward cuts no image."""
         if num_tokens >= self.num_tokens:
             return num_tokens
         if not self.may_be_cut or not self.is_divided:
@@ -122,8 +119,7 @@ class PromptImages:
     def arguments(self, start: int, stop: int) -> dict[str, torch.Tensor]:
         """Return the tensors for a forward of a sequence's tokens from `start` to `stop`.
 
-        A tensor with a number for each prompt token is cut, or continued with zeros: sampled tokens
-        are text.
+        Zeros continue a tensor with a number for each prompt token: sampled tokens are text.
         """
         new = [image.tensors for image in self.images if image.tokens.stop > start]
         given = {

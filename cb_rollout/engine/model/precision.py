@@ -33,10 +33,7 @@ class Precision:
 
 
 def rollout_precision(config: RolloutConfig, model: torch.nn.Module, accelerator: Any) -> Precision:
-    """Return the precision of a rollout of `model` under the config and the trainer.
-
-    Raises `ConfigurationError` if `rollout_dtype` needs a copy of the weights, and there is none.
-    """
+    """Return a rollout's precision; `ConfigurationError`: a copy of the weights is needed."""
     word = "no" if accelerator is None else accelerator.mixed_precision
     trainers_autocast = MIXED_PRECISION.get(word)
     is_deepspeed = accelerator is not None and zero3_compat.zero_stage(accelerator) is not None
@@ -64,11 +61,7 @@ def rollout_precision(config: RolloutConfig, model: torch.nn.Module, accelerator
 
 
 def autocast_alone(config: RolloutConfig, model: torch.nn.Module) -> torch.dtype | None:
-    """Return the autocast dtype of a manager that has no generator; None: no autocast.
-
-    Raises `ConfigurationError` as `rollout_precision`, and for settings of a generator or a
-    trainer.
-    """
+    """Return the autocast dtype without a generator, whose settings are refused; None: none."""
     needs_trainer = "a manager alone has no trainer; use cb_rollout.attach(trainer, config)"
     require_unused(config, TRAINER_FIELDS, needs_trainer)
     needs_generator = "a manager alone syncs no weights; use a RolloutGenerator, and its .manager"

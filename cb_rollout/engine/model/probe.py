@@ -22,10 +22,7 @@ PROBE_TOKENS = 4
 def probe(
     config: PreTrainedConfig, forward: Callable[[torch.Tensor, Cache], object]
 ) -> CacheLayout:
-    """Run `forward(input_ids, cache)`, as a rollout does, and read the tensors that it stored.
-
-    Raises `ConfigurationError` if a layer stores tensors that the engine cannot store.
-    """
+    """Run `forward(input_ids, cache)`, and read what it stored, or raise `ConfigurationError`."""
     cache = RecordingCache(config=config)
     with hf_compat.replacing_attention(cache.attend):
         forward(torch.zeros(1, PROBE_TOKENS, dtype=torch.int64), cache)

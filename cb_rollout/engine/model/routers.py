@@ -247,11 +247,7 @@ def joined_routes(
 
 
 def find_routers(model: torch.nn.Module, forward: WatchedForward) -> Routers:
-    """Find the routers of an unwrapped model by small forwards.
-
-    `forward` runs it in evaluation mode without gradients. Raises `ConfigurationError` if no router
-    is found, or one cannot be replayed.
-    """
+    """Find a model's routers by small `forward`s in evaluation mode; `ConfigurationError`: none."""
     calls, others = (_watched(model, forward, size) for size in WATCHED_SIZES)
     common = {(call.site, call.num_experts) for call in others}
     last: dict[str, _TopK] = {}

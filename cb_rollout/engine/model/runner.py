@@ -334,10 +334,7 @@ class ModelRunner:
             return self._run(input_ids, arguments, model).logits[0][-num_last:].float()
 
     def padded_logits(self, rows: Sequence[list[int]], starts: Sequence[int]) -> torch.Tensor:
-        """Return float32 logits, `[B, S, V]`, of rows that start at these columns.
-
-        The forward has no cache, and a mask but no positions, as a trainer's.
-        """
+        """Return float32 `[B, S, V]` of rows that begin at `starts`, as a trainer's forward."""
         S = max(start + len(row) for row, start in zip(rows, starts, strict=True))
         ids_BS = torch.zeros(len(rows), S, dtype=torch.int64)
         mask_BS = torch.zeros_like(ids_BS)

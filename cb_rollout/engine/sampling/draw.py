@@ -33,10 +33,7 @@ LARGEST_CHUNK, SMALLEST_CHUNK = 256, 16
 
 
 def uniforms(seeds_B: torch.Tensor, indices_B: torch.Tensor) -> torch.Tensor:
-    """Return the `index`-th draw of each seed's SplitMix64 stream: float64 in [0, 1), 53 bits.
-
-    Seeds and indices are int64, indices >= 0.
-    """
+    """Return the `index`-th (>= 0) draw, float64 in [0, 1), of each int64 seed's SplitMix64."""
     z = seeds_B + (indices_B + 1) * GOLDEN_GAMMA
     z = (z ^ _shift_right(z, 30)) * MIX_1
     z = (z ^ _shift_right(z, 27)) * MIX_2
@@ -101,10 +98,7 @@ class Sampled(NamedTuple):
 def create_sampling_batch(
     requests: Sequence[Request], device: torch.device, never_sampled: Sequence[int] = ()
 ) -> SamplingBatch:
-    """Collect the parameters of `requests`, one row each.
-
-    `never_sampled`: token ids of the vocabulary that no row samples.
-    """
+    """Collect the parameters of `requests`, one row each, none of which samples `never_sampled`."""
     params = [request.params for request in requests]
     greedy = [row for row, p in enumerate(params) if p.is_greedy]
     truncated = [row for row, p in enumerate(params) if p.is_truncated]
@@ -165,10 +159,7 @@ def _chunk_size(vocab_size: int) -> int:
 
 
 def draw(exponentials: Exponentials, uniforms_B: torch.Tensor) -> torch.Tensor:
-    """Return the token at each row's uniform number in the cumulative distribution.
-
-    Finds the chunk, then the token in it. A token of probability zero is never drawn.
-    """
+    """Find each row's uniform number in its distribution; never a token of probability zero."""
     weights_BCN = _chunks(exponentials.weights_BV)
     points_B1 = (uniforms_B * exponentials.sums_BC.sum(-1))[:, None]
     chunks_B1, points_B1 = _find(exponentials.sums_BC, points_B1)
@@ -262,8 +253,5 @@ def _sampled_plain(
 
 
 def chosen_logprobs(logits_BV: torch.Tensor, token_ids_B: torch.Tensor) -> torch.Tensor:
-    """Return log-softmax over the whole vocabulary at the given tokens, float32, `[B]`.
-
-    On float32 logits/temperature this is what TRL's loss recomputes (its `selective_log_softmax`).
-    """
+    """Return float32 log-softmax at the tokens, `[B]`, as TRL's `selective_log_softmax`."""
     return logits_BV.gather(1, token_ids_B[:, None])[:, 0] - logits_BV.logsumexp(-1)

@@ -52,11 +52,7 @@ class LogitsProcessing:
         previous: "LogitsProcessing | None" = None,
         never_sampled: Sequence[int] = (),
     ) -> None:
-        """Collect the changes that `requests`, a row each, ask for.
-
-        `previous` holds the rows before these; its history is reused. `never_sampled` are token ids
-        that no row samples unless its `logit_bias` names them.
-        """
+        """Collect the changes that the rows of `requests` ask for; reuse the `previous` history."""
         penalized = [row for row, request in enumerate(requests) if request.params.is_penalized]
         self._history: _History | None = None
         if penalized:

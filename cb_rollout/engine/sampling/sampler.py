@@ -37,8 +37,7 @@ class TokenSampler:
     ) -> None:
         """Sample on one device, with log-probabilities of the distribution that `mode` names.
 
-        `never_sampled` are token ids that only a sequence's own `logit_bias` allows. `keeps_ids`
-        records the token ids that truncation kept on each sequence.
+        Only a `logit_bias` allows `never_sampled`. `keeps_ids`: record what truncation kept.
         """
         self._counters, self._keeps_ids = counters, keeps_ids
         self._device = device
@@ -224,10 +223,7 @@ def append_each(
     is_valid: Sequence[bool],
     policy_version: int,
 ) -> int:
-    """Append each sequence's token, or end it if its logits make no distribution.
-
-    Returns the number of sequences that got a token.
-    """
+    """Append each sequence's token, or fail it if it has none; return how many got a token."""
     for request, token, logprob, valid in zip(requests, tokens, logprobs, is_valid, strict=True):
         if valid:
             request.append(token, logprob, policy_version)
