@@ -29,8 +29,8 @@ def _parsed_type(field: dataclasses.Field[Any]) -> Any:
 
 
 def _may_be_word(name: str) -> bool:
-    kinds = set(get_args(_HINTS[name]))
-    return str in kinds and bool(kinds & {int, float})
+    types = set(get_args(_HINTS[name]))
+    return str in types and bool(types & {int, float})
 
 
 def _value(name: str, parsed: Any) -> Any:

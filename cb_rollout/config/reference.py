@@ -19,6 +19,10 @@ _COMPILE_LEVELS: dict[int, dict[str, Any]] = {
     1: {"use_default_compile_configs": True},
     2: {"decode_compile_config": {"mode": "max-autotune-no-cudagraphs"}},
 }
+_LEVELS_ADVICE = (
+    "1 compiles decode steps with inductor's defaults, 2 with its autotuning; 3 would compile "
+    "again for every number of running sequences"
+)
 
 # Fields without a counterpart: the values that ask for nothing here, and what to set instead.
 NO_COUNTERPART: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -41,9 +45,10 @@ def own_settings(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings by our names, or raise `ConfigurationError` for one that is unavailable."""
     theirs = {name: value for name, value in given.items() if name in NAMES}
     own = {name: value for name, value in given.items() if name not in NAMES}
-    if "default_compile_level" in theirs:
-        for name, value in _compilation(theirs.pop("default_compile_level")).items():
-            own.setdefault(name, value)
+    level = theirs.pop("default_compile_level", 0)
+    if level not in _COMPILE_LEVELS:
+        raise unavailable("default_compile_level", level, 0, _LEVELS_ADVICE)
+    own = _COMPILE_LEVELS[level] | own
     if theirs.get("cpu_offload_space", 0.0) is None:
         raise unavailable("cpu_offload_space", None, 0.0, "set the GiB that the machine can spare")
     threshold = theirs.get("cpu_offload_space_safety_threshold")
@@ -71,18 +76,6 @@ def unavailable(name: str, value: Any, neutral: Any, advice: str) -> Configurati
     return ConfigurationError(
         f"ContinuousBatchingConfig.{name}={value!r} is not available; leave it at {neutral!r}: "
         f"{advice}."
-    )
-
-
-def _compilation(level: Any) -> dict[str, Any]:
-    if level in _COMPILE_LEVELS:
-        return _COMPILE_LEVELS[level]
-    raise unavailable(
-        "default_compile_level",
-        level,
-        0,
-        "1 compiles decode steps with inductor's defaults, 2 with its autotuning; 3 would compile "
-        "again for every number of running sequences",
     )
 
 
@@ -127,6 +120,6 @@ def compile_settings(value: Any) -> CompileSettings | None:
 
 
 def check_compile_config(value: Any) -> Any:
-    """Accept what `compile_settings` reads, and keep it as given."""
+    """Accept what `compile_settings` reads, and keep it unread."""
     compile_settings(value)
     return value

@@ -57,7 +57,7 @@ class EngineCounters:
     kv_blocks_peak: int = 0
     """Most blocks in use at once; a maximum, not a sum."""
 
-    def note_draft(self, source: DraftSource, num_drafted: int, num_accepted: int) -> None:
+    def record_draft(self, source: DraftSource, num_drafted: int, num_accepted: int) -> None:
         self.drafted_tokens += num_drafted
         self.accepted_tokens += num_accepted
         if source is DraftSource.EARLIER:

@@ -145,7 +145,7 @@ class Run:
     run_id: str
     """When it began, UTC: year, month, day - hour, minute, second - microsecond."""
     continues: dict[str, int]
-    """Runs that it resumed, by id: the last of their steps that is part of this one."""
+    """Runs that it resumed, by id: the last of their steps that this run counts."""
     steps: list[int]
     """Recorded steps, ascending, those of the runs that it resumed included."""
     num_sequences: dict[int, int]

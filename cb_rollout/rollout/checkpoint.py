@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from cb_rollout.compat.multimodal import is_processor, reads_images, text_tokenizer
-from cb_rollout.errors import ConfigurationError, error_text
+from cb_rollout.errors import ConfigurationError, abbreviated, error_text
 
 # "auto" is the dtype that the checkpoint was saved in.
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -57,8 +57,7 @@ def load_model(name: str, dtype: str = "auto", device: str = "auto") -> PreTrain
     if missing := sorted(report["missing_keys"]):
         raise ConfigurationError(
             f"{name!r} lacks {len(missing)} of the model's weights, which would be random: "
-            f"{', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}; save the checkpoint "
-            f"from a {type(model).__name__}."
+            f"{abbreviated(missing)}; save the checkpoint from a {type(model).__name__}."
         )
     try:
         return model.eval().to(target)

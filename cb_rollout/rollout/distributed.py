@@ -77,7 +77,7 @@ class FailureWatch:
             self._is_watching = False
 
     def watching(self, work: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap `work` in `watched()`, entered anew for each call."""
+        """Wrap `work` in `watched()`, entered for each call."""
         return self.watched()(work)
 
     def _report(self, key: str, failure: str) -> str:

@@ -177,7 +177,7 @@ class RolloutGenerator:
         progress_bar: bool = False,
         warmup: bool = False,
     ) -> tuple[list[Request], dict[str, GenerationOutput]]:
-        """Run the batches of all processes that share a copy; return this one's part."""
+        """Run the batches of all processes that share a copy; return this rank's outputs."""
         created: list[list[Request]] = [[] for _ in batches]
         for number, batch in enumerate(batches):
             if batch is not None:

@@ -36,12 +36,12 @@ def require_tokenizer(tokenizer: Any) -> None:
 
 def encoded(prompts: Iterable[Prompt], tokenizer: Any) -> list[Encoded]:
     """Return every prompt as an engine takes it, or raise the first `InvalidRequestError`."""
-    ids = []
-    for found in encoded_or_refused(prompts, tokenizer):
-        if isinstance(found, InvalidRequestError):
-            raise found
-        ids.append(found)
-    return ids
+    results = []
+    for result in encoded_or_refused(prompts, tokenizer):
+        if isinstance(result, InvalidRequestError):
+            raise result
+        results.append(result)
+    return results
 
 
 def encoded_or_refused(
@@ -129,7 +129,7 @@ def _require_prompt(prompt: Any, index: int) -> None:
 
 
 def one_per_input(name: str, value: Any, num_inputs: int) -> list[Any]:
-    """Return a list of a setting, given as one for all inputs or one for each."""
+    """Return a list with a setting for each input, which `value` may repeat for all."""
     # A text is one value, of a type that its own check refuses.
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):
         if len(value) != num_inputs:

@@ -52,7 +52,7 @@ class DriftReport:
     """(sum of r)**2 / (num_tokens * sum of r**2): 1 if all r are equal, 1 / num_tokens if one
     dominates."""
     agreement: Agreement | None = None
-    """The difference held against the model's own rounding; None: it was not measured."""
+    """The difference against the model's own rounding; None: it was not measured."""
 
 
 def drift(

@@ -31,7 +31,7 @@ class Image(NamedTuple):
     digest: bytes
     """A hash of its tensors."""
     tensors: Mapping[str, torch.Tensor]
-    """Its part of the forward's arguments by name."""
+    """Its rows of the forward's arguments by name."""
 
 
 @dataclass(slots=True, eq=False)

@@ -42,7 +42,7 @@ WatchedForward = Callable[[torch.Tensor], torch.Tensor]
 
 
 class RouterSite(NamedTuple):
-    """The place where one router chooses."""
+    """The call with which a router chooses."""
 
     module: str
     """Name of the module within the unwrapped model."""

@@ -246,7 +246,7 @@ class HostSampled(NamedTuple):
 
 
 def _to_host(sampled: Sampled) -> HostSampled:
-    """Copy a `Sampled` to system memory by one transfer; an absent part becomes an empty list."""
+    """Copy a `Sampled` to system memory by one transfer; an absent tensor becomes an empty list."""
     kept_RV = sampled.kept_RV
     tensors = (
         *(sampled.token_ids_B, sampled.logprobs_B, sampled.is_valid_B, sampled.is_possible_B),
@@ -287,28 +287,20 @@ def _append_one_by_one(
 def _fail_with(request: Request, error: Exception) -> None:
     if not request.status.is_final:
         request.cause = error
-        _fail(
-            request,
-            f"sampling after {request.num_tokens} tokens raised {type(error).__name__}: {error}; "
-            "change its sampling parameters.",
-        )
+        cause = f"raised {type(error).__name__}: {error}; change its sampling parameters."
+        _fail(request, f"sampling after {request.num_tokens} tokens {cause}")
 
 
 def _fail_without_choice(request: Request) -> None:
-    named = ", ".join(request.params.adjustments)
-    _fail(
-        request,
-        f"after {request.num_tokens} tokens none may follow: {named} left no finite score to "
-        "sample from; loosen them, or lower max_new_tokens.",
-    )
+    cause = f"{', '.join(request.params.adjustments)} left no finite score to sample from"
+    advice = "loosen them, or lower max_new_tokens."
+    _fail(request, f"after {request.num_tokens} tokens none may follow: {cause}; {advice}")
 
 
 def _fail_without_distribution(request: Request) -> None:
-    _fail(
-        request,
-        f"the model's logits after {request.num_tokens} tokens are NaN or infinite; look at the "
-        "weights (a diverged step?) or raise rollout_dtype.",
-    )
+    advice = "look at the weights (a diverged step?) or raise rollout_dtype."
+    logits = f"the model's logits after {request.num_tokens} tokens"
+    _fail(request, f"{logits} are NaN or infinite; {advice}")
 
 
 def _fail(request: Request, message: str) -> None:
