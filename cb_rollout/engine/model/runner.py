@@ -29,7 +29,6 @@ from cb_rollout.engine.images.inputs import ImageInputs, joined_positions, joine
 from cb_rollout.engine.images.prompt_images import Image, PromptImages
 from cb_rollout.engine.kv_cache.forward_batch import ForwardBatch
 from cb_rollout.engine.kv_cache.layout import CacheLayout
-from cb_rollout.engine.kv_cache.paged import PagedCache
 from cb_rollout.engine.kv_cache.recurrent import PROBE_ROWS, OpaqueStateAdapter
 from cb_rollout.engine.memory import device as devices
 from cb_rollout.engine.model.eval_mode import eval_mode
@@ -224,7 +223,7 @@ class ModelRunner:
         if self.recorder is not None:
             newest_B = self._integers(batch.lengths) - 1
             slots_B = batch.table.slots(self._integers(batch.table_rows), newest_B)
-            self._keep_routes(batch.cache, slots_B)
+            batch.cache.write_routes(self.recorder.take(), slots_B, None)
         return logits_BV
 
     def decode_traced(self, inputs: DecodeInputs) -> torch.Tensor:
@@ -240,12 +239,6 @@ class ModelRunner:
         with cache.attending(inputs):
             mask, positions_B1 = cache.mask(tokens_B1), inputs.positions_B1
             return self.forward(tokens_B1, mask, positions_B1, cache)
-
-    def _keep_routes(
-        self, cache: PagedCache, slots: torch.Tensor, write_tokens: torch.Tensor | None = None
-    ) -> None:
-        if self.recorder is not None:
-            cache.write_routes(self.recorder.take(), slots, write_tokens)
 
     def _forward(self, batch: ForwardBatch, inputs: ForwardInputs) -> torch.Tensor:
         """Run a batch's inputs on its cache; `UnsupportedAttentionError`: not in segments."""
@@ -272,7 +265,9 @@ class ModelRunner:
                 inputs.input_ids, inputs.mask, positions, cache, arguments, inputs.last_B
             )
         cache.end(mapping)
-        self._keep_routes(cache, mapping.write_slots, mapping.write_tokens)
+        if self.recorder is not None:
+            routes_NLK = self.recorder.take()
+            cache.write_routes(routes_NLK, mapping.write_slots, mapping.write_tokens)
         return logits_BV.float()
 
     @contextmanager
