@@ -50,10 +50,9 @@ def append_lines(file: FileIO, lines: bytes) -> None:
 
 
 def read_lines(path: Path, parse: Callable[[Any], T], noun: str) -> Iterator[tuple[bytes, T]]:
-    """Yield each whole line of a file with its record; nothing of a missing file or a half line.
+    """Yield each whole line of a file, if it exists, and the record that `parse` makes of its JSON.
 
-    `parse` makes a record of a JSON value. Raises `ConfigurationError`, which calls a record
-    `noun`, for a line that is none.
+    Raises `ConfigurationError`, which calls a record `noun`, for a line that is none.
     """
     if not path.is_file():
         return

@@ -49,15 +49,11 @@ def batch_arguments(
     record_timestamps: bool = False,
     on_error: str,
 ) -> BatchArguments:
-    """Return the prompts of a call of `RolloutGenerator.generate_batch` with their parameters.
+    """Return the prompts of a `RolloutGenerator.generate_batch` call with their parameters.
 
-    Arguments are that call's. `tokenizer=None` refuses texts and chats; `defaults` fill parameters
-    that the call leaves out; `own_generation_config` is the generator's. Warns, two frames up, of
-    groups whose sequences would be equal.
-
-    Raises:
-        ConfigurationError: `on_error` is neither "raise" nor "return".
-        InvalidRequestError: `inputs` or a number is refused.
+    `defaults` fill what the call leaves out; `own_generation_config` is the generator's. Warns, two
+    frames up, of groups whose sequences would be equal. Raises `ConfigurationError` for `on_error`,
+    `InvalidRequestError` for `inputs` or a number.
     """
     if on_error not in ("raise", "return"):
         raise ConfigurationError(f"on_error={on_error!r} is neither 'raise' nor 'return'.")

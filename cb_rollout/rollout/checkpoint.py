@@ -35,9 +35,9 @@ _LOGGER = logging.getLogger(__name__)
 def load_model(name: str, dtype: str = "auto", device: str = "auto") -> PreTrainedModel:
     """Load a checkpoint's causal language model, with any vision tower, in evaluation mode.
 
-    `name` is a local directory or a name on the hub, `dtype` one of `DTYPES`, `device` as for
-    `torch_device`. Raises `ConfigurationError` where the checkpoint or the device does not exist,
-    the model cannot be read, is not causal, lacks weights, or does not fit.
+    `name` is a local directory or on the hub, `dtype` one of `DTYPES`. Raises `ConfigurationError`
+    if the device or checkpoint does not exist, or the model cannot be read, lacks weights or
+    memory.
     """
     if dtype not in DTYPES:
         raise ConfigurationError(f"dtype={dtype!r} is not one of {', '.join(DTYPES)}.")
@@ -69,10 +69,9 @@ def load_model(name: str, dtype: str = "auto", device: str = "auto") -> PreTrain
 
 
 def load_tokenizer(name: str) -> Any:
-    """Load a checkpoint's tokenizer, or the processor of a model that reads images.
+    """Load a checkpoint's tokenizer, or raise `ConfigurationError`.
 
-    A processor that cannot be loaded is logged, and the tokenizer takes text alone. Raises
-    `ConfigurationError` if there is no readable tokenizer.
+    Of a model that reads images, load the processor; without it, log why, and take text alone.
     """
     _require_directory(name)
     try:

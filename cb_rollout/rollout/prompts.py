@@ -49,10 +49,9 @@ def encoded_or_refused(
 ) -> list[Encoded | InvalidRequestError]:
     """Return every prompt as an engine takes it, or the error that says why it is refused.
 
-    Token ids are returned unchanged. Texts and chats need a tokenizer, and chats with image parts
-    or `{"prompt": ..., "images": [...]}` a processor; an image is a PIL image, a path or an array.
-    A prompt that is the same object as the one before it is encoded once. Raises
-    `InvalidRequestError` if `prompts` is no list of prompts.
+    Texts and chats need a tokenizer; image parts and `{"prompt": ..., "images": [...]}` a
+    processor, and a PIL image, a path or an array each. A prompt that is the same object as the one
+    before it is encoded once. Raises `InvalidRequestError` if `prompts` is no list of prompts.
     """
     if isinstance(prompts, str | Mapping) or not isinstance(prompts, Iterable):
         raise InvalidRequestError(

@@ -54,8 +54,8 @@ class EncoderCache:
     ) -> Iterator[None]:
         """Have the model read known features in a forward of prompts with images.
 
-        `images` are those of the forward, in its order, on its device; `given` are the forward's
-        tensors of all images, joined, by name.
+        `images` are the forward's, on its device; `given` its tensors of all images, joined, by
+        name.
         """
         encoders = multimodal.image_encoders(model) if self.is_used else []
         with ExitStack() as stack:

@@ -81,9 +81,9 @@ def joined_tensors(
 ) -> dict[str, torch.Tensor]:
     """Return the arguments of one forward from those of its rows, by name.
 
-    Tensors of images stand one after the other. Those of `per_token`, `[1, num_tokens, ...]` for
-    each row, are zeros for a row of text, and joined along `dim`: 1 to one row of all tokens, 0 to
-    rows of one length.
+    Tensors of images are concatenated. Those of `per_token`, `[1, num_tokens, ...]` for each row,
+    zeros for one of text, are joined along `dim`: 1 to one row of all tokens, 0 to rows of one
+    length.
     """
     arguments: dict[str, torch.Tensor] = {}
     for name in dict.fromkeys(chain(*rows)):

@@ -338,11 +338,10 @@ def _of_markers(pictures: list[Any], processor: Any, index: int) -> dict[str, to
 
 
 def _spans(token_ids: Sequence[int], known: frozenset[int], num_images: int) -> list[range]:
-    """Return where the images' tokens stand.
+    """Return the spans of the images' tokens.
 
-    Runs of placeholders are the images one by one, if there is a run for each. Else (tiles with a
-    token between them, neighbours without one) all images are one span; and so is the whole prompt
-    where no placeholder is known.
+    Each run of placeholders is an image, if there are as many; else (tiles with a token between
+    them, neighbours without one) all images are one span, or without placeholders the whole prompt.
     """
     runs = groupby(range(len(token_ids)), lambda index: token_ids[index] in known)
     of_images = [list(run) for is_image, run in runs if is_image]

@@ -101,8 +101,7 @@ class PromptImages:
     ) -> "PromptImages":
         """Return the images and tensors that a forward takes which begins at token `start`.
 
-        Tensors of other `names` and images before `start` are left out. `dtype` is of numbers that
-        are not whole; None: as they are.
+        `names` are its arguments; `dtype` is of numbers that are not whole; None: as they are.
         """
 
         def moved(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -138,11 +137,11 @@ class PromptImages:
         return PromptImages(self.images[:number], stop, of_tokens, self.dims, self.is_divided)
 
     def cache_keys(self, token_ids: Sequence[int], start: int, stop: int) -> list[Hashable]:
-        """Return what identifies the tokens from `start` to `stop`: ids, and of images the tensors.
+        """Return the prefix-cache keys of the tokens from `start` to `stop`: ids, hashes of images.
 
-        A token of an image is its id, a hash and its index within the image. The hash is of its own
-        tensors where a forward may begin after it; otherwise a model may compute it with the later
-        images in view, and the hash is of all.
+        A token of an image has its id, a hash and its index in the image. The hash is of all images
+        unless a forward may begin after this one: a model may compute it with the later images in
+        view.
         """
         keys: list[Hashable] = list(token_ids[start:stop])
         of_all = None if self.may_be_cut else self.digest

@@ -60,9 +60,9 @@ class BatchLayout(StrEnum):
 class ModelRunner:
     """Run forwards of one unwrapped model, as it is and on its own device.
 
-    `autocast_dtype`: run forwards under autocast to this dtype; None: without autocast.
-    `is_bitwise`: a row must have the same bits in every batch. `is_split`: other processes compute
-    parts of each layer, and run the same forwards.
+    `autocast_dtype`: of the forwards; None: without autocast. `is_bitwise`: a row must have the
+    same bits in every batch. `is_split`: other processes compute parts of each layer in the same
+    forwards.
     """
 
     def __init__(
@@ -312,9 +312,8 @@ class ModelRunner:
     ) -> torch.Tensor:
         """Return float32 logits after every token, `[T, V]`, by a forward without a cache.
 
-        `model=None` runs the one that generates. `beside` holds other rows of the same forward,
-        each of as many tokens. `images` are those of the prompt that the tokens begin with. With
-        `num_last`, return only the logits after so many last tokens.
+        `beside` holds other rows, of as many tokens; `images` are those of the prompt that begins
+        the tokens; `num_last`: only the logits after so many last tokens.
         """
         input_ids = self._integers([token_ids, *beside])
         arguments = {

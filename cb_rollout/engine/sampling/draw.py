@@ -190,9 +190,9 @@ def sample(
 ) -> Sampled:
     """Choose each row's next token.
 
-    `logits_BV` are the model's, float32; `indices_B` (int64) the tokens that each row has sampled;
-    `mode` says what log-probabilities are taken from. `processed_BV` are float32 logits to sample
-    from instead; None: `logits_BV`, without the tokens that are never sampled.
+    `logits_BV` are the model's, float32; `indices_B` (int64) the tokens that each row has sampled.
+    `processed_BV` are float32 logits to sample from instead; None: `logits_BV`, without the tokens
+    that are never sampled.
     """
     is_processed, is_bitwise = processed_BV is not None, operators.are_installed()
     # The kernel takes plain rows alone: beside other rows they would be drawn in another order.

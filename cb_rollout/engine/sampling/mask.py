@@ -37,9 +37,8 @@ def masked_logprobs(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return log-softmax over each token's kept ids, at the given tokens, and its entropy.
 
-    Logits are as the model gave them, of any floating-point dtype; token ids are int64, each among
-    its kept ids; the mask is on any device. Returns float32 natural logarithms and entropies in
-    nats, N each. Differentiable. Memory: the kept logits, and the gradient of all logits.
+    Logits are floating point, token ids int64 and kept, the mask on any device; results are
+    float32, in nats, N. Differentiable. Memory: the kept logits, and the gradient of all logits.
     """
     device, num_tokens = logits_NV.device, logits_NV.shape[0]
     rows_M = torch.arange(num_tokens).repeat_interleave(kept.counts_N).to(device)
