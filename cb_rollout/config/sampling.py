@@ -238,7 +238,7 @@ class SamplingParams:
     @property
     def adjustments(self) -> dict[str, Any]:
         """The parameters that change the logits before the temperature, by name."""
-        values = ((f.name, getattr(self, f.name), f.default) for f in _adjusting())
+        values = ((f.name, getattr(self, f.name), f.default) for f in _adjusting(type(self)))
         return {name: value for name, value, off in values if value != off and value != {}}
 
     @property
@@ -286,8 +286,8 @@ _OF_FIRST_TOKEN = {"begin_suppress_tokens", "forced_bos_token_id"}
 
 
 @functools.cache
-def _adjusting() -> list[Field[Any]]:
-    return [field for field in fields(SamplingParams) if field.name not in _UNADJUSTING]
+def _adjusting(params_type: type[SamplingParams]) -> list[Field[Any]]:
+    return [field for field in fields(params_type) if field.name not in _UNADJUSTING]
 
 
 def equal_group_warning(params: SamplingParams, num_return_sequences: int) -> str | None:
