@@ -22,15 +22,15 @@ _FIELDS = [
 
 
 def _parsed_type(field: dataclasses.Field[Any]) -> Any:
-    """Return the one type that transformers' argument parser reads a field as."""
+    """Return the type that transformers' argument parser reads a field as."""
     if choices := field.metadata.get("choices"):
         return Literal[tuple(choices)]
     return str if _may_be_word(field.name) else _HINTS[field.name]
 
 
 def _may_be_word(name: str) -> bool:
-    kinds = set(get_args(_HINTS[name]))
-    return str in kinds and bool(kinds & {int, float})
+    types = set(get_args(_HINTS[name]))
+    return str in types and bool(types & {int, float})
 
 
 def _value(name: str, parsed: Any) -> Any:
@@ -47,11 +47,7 @@ class _Arguments:
     use_cb_rollout: bool
 
     def rollout_config(self) -> RolloutConfig:
-        """Return the settings as `attach` takes them.
-
-        Raises:
-            ConfigurationError: one is out of range, or cannot be honoured.
-        """
+        """Return the settings as `attach` takes them; `ConfigurationError`: one is refused."""
         return RolloutConfig(**{f.name: _value(f.name, getattr(self, f.name)) for f in _FIELDS})
 
 

@@ -12,6 +12,7 @@ import math
 import numbers
 import operator
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 from enum import EnumMeta, StrEnum
 from typing import Any, TypeVar
 
@@ -27,15 +28,16 @@ MAX_INTEGER = 2**31 - 1
 MAX_SHOWN = 200
 
 
-def setting(default: Any, help_text: str, check: Check | type[StrEnum], *, cost: str = "") -> Any:
-    """Declare a field.
+def setting(
+    default: Any, help_text: str, check: Check | type[StrEnum] | None = None, *, cost: str = ""
+) -> Any:
+    """Declare a field with its default, which is never checked, its help text and its check.
 
-    Args:
-        default: the default; it is never checked.
-        help_text: what the field means, for command lines and the documentation.
-        check: what makes a value plain, or complains about it; an enum: takes one of its words.
-        cost: when to set it, and what that takes, for the documentation.
+    `check` makes a value plain, or complains; an enum takes one of its words; None: a bool, or a
+    whole number >= 0, as the default is. `cost` says when to set the field and what that takes, for
+    the documentation.
     """
+    check = check or (boolean if isinstance(default, bool) else integer(0))
     metadata: dict[str, Any] = {"help": help_text, "check": check, "cost": cost}
     if isinstance(check, EnumMeta):
         words = [str(member) for member in check.__members__.values()]
@@ -49,12 +51,9 @@ def known_fields_only(
     synonyms: Mapping[str, str],
     renamed: Callable[[Mapping[str, Any]], dict[str, Any]] = dict,
 ) -> Callable[[type[T]], type[T]]:
-    """Make a keyword dataclass refuse an unknown field with an error that names the right one.
+    """Make a keyword dataclass raise `error` for an unknown field, with the right name.
 
-    Args:
-        error: the exception to raise.
-        synonyms: names that other projects use, mapped to ours.
-        renamed: gives the fields of keywords under other names that are taken.
+    `synonyms` maps other projects' names to ours; `renamed` translates keywords that are accepted.
     """
 
     def decorate(cls: type[T]) -> type[T]:
@@ -80,15 +79,7 @@ def require_known(
     error: type[RolloutError],
     synonyms: Mapping[str, str] | None = None,
 ) -> None:
-    """Refuse an unknown name with an error that names the nearest known one.
-
-    Args:
-        given: the names to check.
-        known: the names that exist.
-        complaint: what precedes the unknown name, such as "RolloutConfig has no field".
-        error: the exception to raise.
-        synonyms: names that other projects use, mapped to ours.
-    """
+    """Raise `error` for an unknown name, after `complaint`, with its synonym or the nearest one."""
     for name in given:
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1)
@@ -98,11 +89,7 @@ def require_known(
 
 
 def check_fields(settings: Any, error: type[RolloutError]) -> None:
-    """Check every field that is not at its default, and keep the plain values.
-
-    Raises:
-        RolloutError: of type `error`; `name=value`, what is wrong, and what to set instead.
-    """
+    """Check fields that are not at their defaults; raise `error`, or keep the plain values."""
     for field in dataclasses.fields(settings):
         value = getattr(settings, field.name)
         if value is field.default:
@@ -144,13 +131,12 @@ def integer(
     range_text += "".join(f", nor {word!r}" for word in also if word)
 
     def check(value: Any) -> Any:
-        if any(value is other or (isinstance(value, str) and value == other) for other in also):
+        if _is_one_of(value, also):
             return value
         plain = _plain(value)
-        try:
+        number = None
+        with suppress(TypeError):
             number = None if isinstance(plain, bool) else operator.index(plain)
-        except TypeError:
-            number = None
         if number is None or number < least:
             raise ValueError(f"is not a whole number{range_text}{advice}")
         if number > most:
@@ -164,14 +150,13 @@ def number(is_in_range: Callable[[float], bool], complaint: str, *also: Any) -> 
     """Accept a real number in a range, and the values in `also` as they are."""
 
     def check(value: Any) -> Any:
-        if any(value is other or (value == other and type(value) is type(other)) for other in also):
+        if _is_one_of(value, also):
             return value
         plain = _plain(value)
         is_real = isinstance(plain, numbers.Real) and not isinstance(plain, bool)
-        try:
+        real = math.nan
+        with suppress(OverflowError):
             real = float(plain) if is_real else math.nan
-        except OverflowError:
-            real = math.nan
         if math.isnan(real) or not is_in_range(real):
             raise ValueError(complaint)
         return real
@@ -232,10 +217,7 @@ def strings(value: Any) -> tuple[str, ...]:
 
 
 def biases(largest: float, *, of_sequences: bool = False) -> Check:
-    """Accept a dict of token id to a logit bias of at most `largest`; -inf forbids a token.
-
-    With `of_sequences`, a dict of token-id tuple to bias, or transformers' list of pairs.
-    """
+    """Accept a dict of token id, or of tuples or pairs `of_sequences`, to bias; -inf forbids."""
     bias = number(lambda v: abs(v) <= largest or v == -math.inf, "")
 
     def check(value: Any) -> dict[Any, float]:
@@ -283,8 +265,11 @@ def callables(value: Any) -> tuple[Any, ...]:
     return tuple(value)
 
 
+def _is_one_of(value: Any, words: Iterable[Any]) -> bool:
+    return any(value is word or (isinstance(value, str) and value == word) for word in words)
+
+
 def _plain(value: Any) -> Any:
-    """Return a numpy or torch scalar as Python's own number or bool."""
     return value.item() if getattr(value, "ndim", None) == 0 else value
 
 

@@ -20,211 +20,129 @@ class Combination(NamedTuple):
 
 
 COMBINATIONS = {
-    "async batching, no graphs": Combination(
-        "`use_async_batching=True`",
-        "`use_cuda_graph=False`",
+    "async batching, no graphs": Combination("`use_async_batching=True`", "`use_cuda_graph=False`",
         "use_async_batching=True launches CUDA graphs ahead, and use_cuda_graph={graphs} has none; "
-        "leave one of them at None.",
-    ),
-    "async trainer, copy": Combination(
-        "`AsyncRollouts`",
-        "`weight_sync='copy'`",
+        "leave one of them at None."),
+    "async trainer, copy": Combination("`AsyncRollouts`", "`weight_sync='copy'`",
         "weight_sync='copy': the engine's model is a copy already, which the trainer writes; leave "
-        "it at 'auto'.",
-    ),
-    "async trainer, images": Combination(
-        "`AsyncRollouts`",
-        "images",
-        "{where}, and AsyncGRPOTrainer's loss takes text alone; use attach with a GRPOTrainer.",
-    ),
-    "async trainer, router replay": Combination(
-        "`AsyncRollouts`",
-        "`router_replay=True`",
+        "it at 'auto'."),
+    "async trainer, images": Combination("`AsyncRollouts`", "images",
+        "{where}, and AsyncGRPOTrainer's loss takes text alone; use attach with a GRPOTrainer."),
+    "async trainer, router replay": Combination("`AsyncRollouts`", "`router_replay=True`",
         "router_replay=True: the asynchronous trainer's batches carry no experts, so its loss "
-        "would choose its own; leave it False, or attach a GRPOTrainer.",
-    ),
+        "would choose its own; leave it False, or attach a GRPOTrainer."),
     "async trainer, strategy and tools": Combination(
-        "`AsyncRollouts` with tools or environments",
-        "a strategy",
+        "`AsyncRollouts` with tools or environments", "a strategy",
         "a strategy with tools or environments: TRL's own loop scores conversations; leave "
-        "strategy out.",
-    ),
+        "strategy out."),
     "bitwise, adapter in a copy": Combination(
-        "`numerics='bitwise'`",
-        "an adapter and `weight_sync='copy'`",
+        "`numerics='bitwise'`", "an adapter and `weight_sync='copy'`",
         "numerics='bitwise': a copy merges the adapter, and rounds after the sum where the trainer "
-        "rounds before; leave weight_sync at 'auto' or set 'shared'.",
-    ),
+        "rounds before; leave weight_sync at 'auto' or set 'shared'."),
     "bitwise, another setting": Combination(
-        "`numerics='bitwise'`",
-        "`kv_dtype`, `rollout_dtype` or `decode_compile_config`",
-        "numerics='bitwise': {name}={value} {reason}; leave it unset.",
-    ),
-    "bitwise, dropout": Combination(
-        "`numerics='bitwise'`",
-        "dropout in training",
+        "`numerics='bitwise'`", "`kv_dtype`, `rollout_dtype` or `decode_compile_config`",
+        "numerics='bitwise': {name}={value} {reason}; leave it unset."),
+    "bitwise, dropout": Combination("`numerics='bitwise'`", "dropout in training",
         "numerics='bitwise': the model trains with dropout (rate {rate}); set disable_dropout=True "
-        "in the trainer's config, and lora_dropout=0 and attention_dropout=0 where they are set.",
-    ),
-    "bitwise, rounded outputs": Combination(
-        "`numerics='bitwise'`",
-        "FSDP2 with mixed precision",
+        "in the trainer's config, and lora_dropout=0 and attention_dropout=0 where they are set."),
+    "bitwise, rounded outputs": Combination("`numerics='bitwise'`", "FSDP2 with mixed precision",
         "numerics='bitwise': FSDP2's mixed precision rounds the trainer's log-probabilities to "
         "{dtype}; set output_dtype=torch.float32 in the mixed_precision_policy of "
-        "trainer.accelerator.state.fsdp_plugin before attach, or train without mixed precision.",
-    ),
-    "copy, quantised": Combination(
-        "`weight_sync='copy'`",
-        "a quantised model",
+        "trainer.accelerator.state.fsdp_plugin before attach, or train without mixed precision."),
+    "copy, quantised": Combination("`weight_sync='copy'`", "a quantised model",
         "weight_sync='copy' of a quantised model: its weights are not plain tensors; use 'shared', "
-        "which runs them in place with any adapter unmerged.",
-    ),
+        "which runs them in place with any adapter unmerged."),
     "drift, sampled old logps": Combination(
-        "`on_logprob_drift='recompute'`",
-        "another `old_logps` than `'rollout'`",
+        "`on_logprob_drift='recompute'`", "another `old_logps` than `'rollout'`",
         "on_logprob_drift='recompute' needs old_logps='rollout' and a max_logprob_drift; set both, "
-        "or leave it at 'raise'.",
-    ),
+        "or leave it at 'raise'."),
     "loss tokens, one forward": Combination(
-        "a number as `loss_tokens_per_forward`",
-        "FSDP, ZeRO-3 or a router loss",
+        "a number as `loss_tokens_per_forward`", "FSDP, ZeRO-3 or a router loss",
         "loss_tokens_per_forward={tokens} cannot be honoured under {reason}; leave it at 'auto' "
-        "and lower per_device_train_batch_size.",
-    ),
+        "and lower per_device_train_batch_size."),
     "masked, unknown stops": Combination(
-        "`mask_truncated_completions` under RLOO",
-        "stop strings or other stop tokens",
+        "`mask_truncated_completions` under RLOO", "stop strings or other stop tokens",
         "mask_truncated_completions=True would leave out completions that {ended_by} ended: RLOO's "
         "trainer takes for whole only what ends in its own end-of-sequence token, and computes old "
         "log-probabilities and rewards from that; leave it False, or take stop_strings and "
-        "eos_token_id out of generation_kwargs.",
-    ),
-    "offload, recurrent": Combination(
-        "`cpu_offload_gib`",
-        "a model with recurrent states",
+        "eos_token_id out of generation_kwargs."),
+    "offload, recurrent": Combination("`cpu_offload_gib`", "a model with recurrent states",
         "cpu_offload_gib={value}: this model keeps recurrent states, which cannot be continued "
-        "from kept keys; leave it at 0.",
-    ),
-    "kv dtype, no keys": Combination(
-        "`kv_dtype`",
-        "a model without attention",
-        "kv_dtype={value}: this model keeps no keys and values; leave it at 'auto'.",
-    ),
-    "pool, images": Combination(
-        "`RolloutPool`",
-        "images",
-        "a pool samples prompts without images; use a RolloutGenerator for these.",
-    ),
-    "pool, sharded module": Combination(
-        "`RolloutPool.sync_weights(model)`",
-        "FSDP or ZeRO-3",
+        "from kept keys; leave it at 0."),
+    "kv dtype, no keys": Combination("`kv_dtype`", "a model without attention",
+        "kv_dtype={value}: this model keeps no keys and values; leave it at 'auto'."),
+    "pool, images": Combination("`RolloutPool`", "images",
+        "a pool samples prompts without images; use a RolloutGenerator for these."),
+    "pool, sharded module": Combination("`RolloutPool.sync_weights(model)`", "FSDP or ZeRO-3",
         "the model is sharded over processes, and a pool takes whole weights from one; gather them "
         "with torch.distributed.checkpoint.state_dict.get_model_state_dict(model, "
         "options=StateDictOptions(full_state_dict=True, cpu_offload=True)), and pass these; for "
-        "attach, pass a RolloutConfig instead of the pool.",
-    ),
-    "pool, sharded trainer": Combination(
-        "`attach(trainer, pool)`",
-        "FSDP or ZeRO-3",
+        "attach, pass a RolloutConfig instead of the pool."),
+    "pool, sharded trainer": Combination("`attach(trainer, pool)`", "FSDP or ZeRO-3",
         "FSDP or ZeRO-3 shards the model over {num_processes} processes, and a pool takes whole "
-        "weights from one; pass a RolloutConfig to attach instead of the pool, or train under DDP.",
-    ),
-    "pool, shared weights": Combination(
-        "`RolloutPool`",
-        "`weight_sync='shared'`",
-        "weight_sync='shared': a pool's workers have weights of their own; leave it at 'auto'.",
-    ),
+        "weights from one; pass a RolloutConfig to attach instead of the pool, or train under "
+        "DDP."),
+    "pool, shared weights": Combination("`RolloutPool`", "`weight_sync='shared'`",
+        "weight_sync='shared': a pool's workers have weights of their own; leave it at 'auto'."),
     "pool, trainer's needs": Combination(
-        "`attach(trainer, pool)`",
-        "`return_logprobs=False` or `router_replay=True`",
-        "{fault}: a trainer with a pool cannot use it; {advice}.",
-    ),
+        "`attach(trainer, pool)`", "`return_logprobs=False` or `router_replay=True`",
+        "{fault}: a trainer with a pool cannot use it; {advice}."),
     "replay, adjusted": Combination(
-        "`sampling_mask='replay'`",
-        "penalties, biases or forced tokens",
+        "`sampling_mask='replay'`", "penalties, biases or forced tokens",
         "sampling_mask='replay' knows top_k, top_p, min_p and typical_p, not penalties, biases or "
         "forced tokens; take repetition_penalty and the like out of the trainer's settings and "
-        "generation_kwargs, or set sampling_mask='ignore'.",
-    ),
+        "generation_kwargs, or set sampling_mask='ignore'."),
     "replay, foreign completions": Combination(
-        "`sampling_mask='replay'` or `router_replay=True`",
-        "a `rollout_func` of your own",
+        "`sampling_mask='replay'` or `router_replay=True`", "a `rollout_func` of your own",
         "{setting} needs completions of the attached generator, and rollout_func brought others; "
-        "generate with cb_rollout.make_rollout_func, or set {other}.",
-    ),
+        "generate with cb_rollout.make_rollout_func, or set {other}."),
     "rollout dtype, autocast": Combination(
-        "`rollout_dtype`",
-        "another mixed precision of accelerate",
+        "`rollout_dtype`", "another mixed precision of accelerate",
         "rollout_dtype={value} under accelerate's mixed precision {precision}, in which the "
-        "model's forward computes whoever calls it; use 'auto', or weight_sync='copy'.",
-    ),
-    "router replay, compiled": Combination(
-        "`router_replay=True`",
-        "`torch_compile`",
-        "router_replay=True: torch_compile=True compiles the routers too; leave one of them False.",
-    ),
+        "model's forward computes whoever calls it; use 'auto', or weight_sync='copy'."),
+    "router replay, compiled": Combination("`router_replay=True`", "`torch_compile`",
+        "router_replay=True: torch_compile=True compiles the routers too; leave one of them "
+        "False."),
     "sampled old logps, processed": Combination(
-        "`old_logps='rollout'`",
-        "`logprobs_mode='processed'` with truncation or penalties",
+        "`old_logps='rollout'`", "`logprobs_mode='processed'` with truncation or penalties",
         "old_logps='rollout' with logprobs_mode='processed' would hold log-probabilities after "
         "truncation or penalties against the loss's, which are before; set sampling_mask='replay' "
-        "or logprobs_mode='policy'.",
-    ),
-    "served, tensor parallel": Combination(
-        "`serve()`",
-        "a tensor-parallel model",
+        "or logprobs_mode='policy'."),
+    "served, tensor parallel": Combination("`serve()`", "a tensor-parallel model",
         "a tensor-parallel model is not served: requests would reach one process of its group "
         "only; leave tensor_parallel_size at 1 and load the model on one device, or serve with "
-        "vLLM or SGLang.",
-    ),
+        "vLLM or SGLang."),
     "strategy, batch": Combination(
         "a strategy",
         "tensor parallelism, or rows that are no multiple of `num_generations`; one that samples "
         "ahead: tools, environments, a `rollout_func`",
-        "{name} does not go with {fault}; use Plain(), or change that.",
-    ),
+        "{name} does not go with {fault}; use Plain(), or change that."),
     "strategy, carried tokens": Combination(
-        "a strategy that carries sequences",
-        "`vllm_importance_sampling_correction` off, and RLOO",
+        "a strategy that carries sequences", "`vllm_importance_sampling_correction` off, and RLOO",
         "{name} carries tokens of older policies, and without "
         "vllm_importance_sampling_correction=True the loss would take them for its own; set that, "
-        "which RLOO does not have, or old_logps='rollout'.",
-    ),
+        "which RLOO does not have, or old_logps='rollout'."),
     "strategy, retried groups": Combination(
-        "a strategy with `max_retries` or `min_group_size`",
-        "`GRPOTrainer`, `RLOOTrainer`",
+        "a strategy with `max_retries` or `min_group_size`", "`GRPOTrainer`, `RLOOTrainer`",
         "{name} under {trainer}: its batch holds num_generations completions of each prompt, and "
         "it scores them itself, so nothing can be tried again or left out; use a GroupCollector in "
-        "a loop of your own, or AsyncGRPOTrainer with AsyncRollouts.",
-    ),
+        "a loop of your own, or AsyncGRPOTrainer with AsyncRollouts."),
     "tensor parallel, shared": Combination(
-        "`tensor_parallel_size` above 1",
-        "`weight_sync='shared'`",
+        "`tensor_parallel_size` above 1", "`weight_sync='shared'`",
         "tensor_parallel_size={size} with weight_sync='shared': the training module is not split; "
-        "leave weight_sync at 'auto', which makes a copy that is.",
-    ),
-    "tool timeout, one thread": Combination(
-        "`tool_timeout_seconds`",
-        "`concurrent_tools=False`",
+        "leave weight_sync at 'auto', which makes a copy that is."),
+    "tool timeout, one thread": Combination("`tool_timeout_seconds`", "`concurrent_tools=False`",
         "tool_timeout_seconds={seconds} needs a thread for each conversation; leave "
-        "concurrent_tools=True.",
-    ),
+        "concurrent_tools=True."),
     "transformers' batching": Combination(
-        "`attach`",
-        "TRL with transformers' own continuous batching",
+        "`attach`", "TRL with transformers' own continuous batching",
         "use_transformers_continuous_batching=True and cb_rollout both want to generate; leave it "
-        "False.",
-    ),
-}
+        "False."),
+}  # fmt: skip
 
 
 def refused(name: str, /, **values: object) -> ConfigurationError:
-    """Return the error of two features of this run.
-
-    Args:
-        name: a key of `COMBINATIONS`.
-        values: what its reason names.
-    """
+    """Return the error of two features of this run; `values` fill the reason's braces."""
     return ConfigurationError(COMBINATIONS[name].reason.format(**values))
 
 

@@ -12,7 +12,7 @@ class SchedulerType(StrEnum):
 
 
 class DraftSource(StrEnum):
-    """Tokens that a draft was found in."""
+    """Source of a draft's tokens."""
 
     GROUP = "group"
     """Of the sequence and its group, in the same rollout."""

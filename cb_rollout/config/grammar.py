@@ -13,11 +13,7 @@ class GrammarMatcher(Protocol):
     """State of one sequence in its grammar; called on the engine's thread."""
 
     def fill_allowed_tokens(self, mask_V: "torch.Tensor") -> None:
-        """Set True where a token may come next.
-
-        Args:
-            mask_V: bool, one entry per logit, on the CPU; all False when it arrives.
-        """
+        """Set True where a token may come next; `mask_V`: bool, one per logit, CPU, all False."""
         ...
 
     def accept_token(self, token_id: int) -> bool:

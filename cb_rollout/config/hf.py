@@ -29,13 +29,17 @@ COUNTERPARTS = {name: name for name in (*SAME_NAME, "sequence_bias")} | {
     "logit_bias": "suppress_tokens, sequence_bias of single tokens",
 }
 
-# Read elsewhere, or without effect on which tokens continuous batching samples.
+# Read elsewhere, or without effect on which tokens continuous batching samples; from
+# `num_assistant_tokens` on, settings of a draft model.
 INERT = {
     "num_return_sequences", "pad_token_id", "bos_token_id", "use_cache", "cache_implementation",
     "cache_config", "max_cache_len", "compile_config", "disable_compile", "low_memory",
     "early_stopping", "length_penalty", "transformers_version", "output_attentions",
     "output_hidden_states", "output_scores", "output_logits", "return_dict_in_generate",
     "prefill_chunk_size", "continuous_batching_config", "decoder_start_token_id", "use_mtp",
+    "num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold",
+    "assistant_early_exit", "assistant_lookbehind", "target_lookbehind",
+    "assistant_ensemble_weight", "max_matching_ngram_size",
 }  # fmt: skip
 
 # Settings that are refused: the value at which each changes nothing, and what to use instead.
@@ -67,22 +71,12 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "speculation_type": (None, "set RolloutConfig(num_speculative_tokens=...)"),
 }
 
-# Settings of a draft model; they never change the sampled tokens.
-ASSISTED_DECODING = (
-    "num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold",
-    "assistant_early_exit", "assistant_lookbehind", "target_lookbehind",
-    "assistant_ensemble_weight", "max_matching_ngram_size",
-)  # fmt: skip
-
 
 def from_generation_config(generation_config: Any) -> SamplingParams:
-    """Read a transformers `GenerationConfig` as sampling parameters.
+    """Read a transformers `GenerationConfig`, whose fields are off where they are None.
 
-    A field that is None is off: `do_sample=None` is greedy.
-
-    Raises:
-        ConfigurationError: it is something else, or a field asks for something not honoured.
-        InvalidRequestError: a value is out of its range.
+    Raises `ConfigurationError` for anything else and for what is not honoured,
+    `InvalidRequestError` for a value out of its range.
     """
     # By name, so that reading a config never loads torch.
     if "GenerationConfig" not in {kind.__name__ for kind in type(generation_config).__mro__}:
@@ -97,7 +91,7 @@ def from_generation_config(generation_config: Any) -> SamplingParams:
         for name, value in vars(generation_config).items()
         if value is not None and not name.startswith("_")
     }
-    known = {*SAME_NAME, *OTHER_NAME, *INERT, *ASSISTED_DECODING}
+    known = {*SAME_NAME, *OTHER_NAME, *INERT}
     for name, value in settings.items():
         neutral, advice = REFUSED.get(name, (None, _GENERATE))
         if name not in known and value != neutral:
@@ -133,11 +127,7 @@ def _biases(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def as_rollout_config(config: Any) -> RolloutConfig:
-    """Return a `RolloutConfig` for one, for a transformers `ContinuousBatchingConfig`, or for None.
-
-    Raises:
-        ConfigurationError: `config` is something else, or asks for what cannot be honoured.
-    """
+    """Read None or a transformers `ContinuousBatchingConfig`; may raise `ConfigurationError`."""
     if config is None:
         return RolloutConfig()
     if isinstance(config, RolloutConfig):
@@ -152,31 +142,23 @@ def as_rollout_config(config: Any) -> RolloutConfig:
     given: dict[str, Any] = {}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
+        make = field.default_factory
+        default = field.default if make is dataclasses.MISSING else make()
         if field.name in known:
             # None leaves the choice open, except to a field whose default is something else.
             if value is not None or field.name in reference.NAMES:
                 given[field.name] = value
-        elif value != (default := _default_of(field)):
-            raise reference.unavailable(
-                field.name, value, default, "cb_rollout does not know this field"
-            )
+        elif value != default:
+            advice = "cb_rollout does not know this field"
+            raise reference.unavailable(field.name, value, default, advice)
     if "use_default_compile_configs" in given:
         # transformers sets the level too, to another compilation than ours.
         given.pop("default_compile_level", None)
     return RolloutConfig(**given)
 
 
-def _default_of(field: dataclasses.Field[Any]) -> Any:
-    make = field.default_factory
-    return field.default if make is dataclasses.MISSING else make()
-
-
 def as_trainers_config(config: Any, seed: int) -> RolloutConfig:
-    """Return `as_rollout_config(config)` with log-probabilities on and a seed set.
-
-    Raises:
-        ConfigurationError: a `RolloutConfig` switches log-probabilities off.
-    """
+    """Return `as_rollout_config(config)` with a seed, and log-probabilities, which must be on."""
     if isinstance(config, RolloutConfig) and not config.return_logprobs:
         raise ConfigurationError("return_logprobs=False: the trainer needs them; leave it True.")
     resolved = as_rollout_config(config)

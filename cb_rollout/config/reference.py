@@ -1,10 +1,11 @@
-"""Read the field names of transformers' `ContinuousBatchingConfig` (5.17 to 5.23) as ours.
+"""Read the fields of transformers' `ContinuousBatchingConfig` (5.17 to 5.23) and `CompileConfig`.
 
-`RolloutConfig` takes them as keywords, and `as_rollout_config` reads a whole config by them. Loads
-no torch.
+`RolloutConfig` takes their names as keywords, and `as_rollout_config` reads a whole config by them.
+Loads no torch.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from cb_rollout.errors import ConfigurationError
@@ -18,6 +19,10 @@ _COMPILE_LEVELS: dict[int, dict[str, Any]] = {
     1: {"use_default_compile_configs": True},
     2: {"decode_compile_config": {"mode": "max-autotune-no-cudagraphs"}},
 }
+_LEVELS_ADVICE = (
+    "1 compiles decode steps with inductor's defaults, 2 with its autotuning; 3 would compile "
+    "again for every number of running sequences"
+)
 
 # Fields without a counterpart: the values that ask for nothing here, and what to set instead.
 NO_COUNTERPART: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -37,17 +42,13 @@ NAMES = frozenset({*RENAMED, *NO_COUNTERPART, "default_compile_level"})
 
 
 def own_settings(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings under the names of `RolloutConfig`.
-
-    Raises:
-        ConfigurationError: a field of transformers asks for what is not available, or two names of
-            one setting have two values.
-    """
+    """Return settings by our names, or raise `ConfigurationError` for one that is unavailable."""
     theirs = {name: value for name, value in given.items() if name in NAMES}
     own = {name: value for name, value in given.items() if name not in NAMES}
-    if "default_compile_level" in theirs:
-        for name, value in _compilation(theirs.pop("default_compile_level")).items():
-            own.setdefault(name, value)
+    level = theirs.pop("default_compile_level", 0)
+    if level not in _COMPILE_LEVELS:
+        raise unavailable("default_compile_level", level, 0, _LEVELS_ADVICE)
+    own = _COMPILE_LEVELS[level] | own
     if theirs.get("cpu_offload_space", 0.0) is None:
         raise unavailable("cpu_offload_space", None, 0.0, "set the GiB that the machine can spare")
     threshold = theirs.get("cpu_offload_space_safety_threshold")
@@ -78,13 +79,47 @@ def unavailable(name: str, value: Any, neutral: Any, advice: str) -> Configurati
     )
 
 
-def _compilation(level: Any) -> dict[str, Any]:
-    if level in _COMPILE_LEVELS:
-        return _COMPILE_LEVELS[level]
-    raise unavailable(
-        "default_compile_level",
-        level,
-        0,
-        "1 compiles decode steps with inductor's defaults, 2 with its autotuning; 3 would compile "
-        "again for every number of running sequences",
-    )
+# Fields of a `CompileConfig`.
+_COMPILE_FIELDS = ("mode", "options", "backend", "dynamic", "fullgraph")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompileSettings:
+    """Settings that inductor is called with."""
+
+    mode: str | None = None
+    """A mode of `torch.compile`; None: its default."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Options of inductor; they override those of the mode."""
+
+
+def compile_settings(value: Any) -> CompileSettings | None:
+    """Read a transformers `CompileConfig`, a dict of its fields, or None; else `ValueError`."""
+    if value is None:
+        return None
+    given = value.to_dict() if hasattr(value, "to_dict") else value
+    known = ", ".join(_COMPILE_FIELDS)
+    if not isinstance(given, Mapping):
+        raise ValueError(f"is no CompileConfig; pass one, or a dict of {known}")
+    unknown = [key for key in given if key not in _COMPILE_FIELDS]
+    if unknown:
+        raise ValueError(f"has no {unknown[0]!r}; it is a dict of {known}")
+    if given.get("backend", "inductor") != "inductor":
+        raise ValueError(
+            f"has backend={given['backend']!r}; decode steps are compiled by 'inductor'"
+        )
+    if given.get("dynamic") is False:
+        raise ValueError(
+            "has dynamic=False, which would compile again for every number of running sequences; "
+            "leave it at None"
+        )
+    mode, options = given.get("mode"), given.get("options") or {}
+    if not isinstance(mode, str | None) or not isinstance(options, Mapping):
+        raise ValueError("needs a string as mode and a dict as options")
+    return CompileSettings(mode=mode, options=dict(options))
+
+
+def check_compile_config(value: Any) -> Any:
+    """Accept what `compile_settings` reads, and keep it unread."""
+    compile_settings(value)
+    return value

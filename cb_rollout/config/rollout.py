@@ -9,7 +9,6 @@ from typing import Any
 
 from cb_rollout.config.checks import (
     amount,
-    boolean,
     check_fields,
     integer,
     known_fields_only,
@@ -18,7 +17,6 @@ from cb_rollout.config.checks import (
     setting,
 )
 from cb_rollout.config.combinations import refused
-from cb_rollout.config.compilation import CompileSettings, check_compile_config, compile_settings
 from cb_rollout.config.enums import (
     KvDtype,
     LogprobsMode,
@@ -32,7 +30,12 @@ from cb_rollout.config.enums import (
     SchedulerType,
     WeightSync,
 )
-from cb_rollout.config.reference import own_settings
+from cb_rollout.config.reference import (
+    CompileSettings,
+    check_compile_config,
+    compile_settings,
+    own_settings,
+)
 from cb_rollout.errors import ConfigurationError
 
 # Above every count that a machine holds: the memory plan answers with what it does hold.
@@ -103,7 +106,6 @@ class RolloutConfig:
     allow_block_sharing: bool = setting(
         True,
         "Share the blocks of equal prefixes between sequences under one policy version.",
-        boolean,
         cost="Off costs a copy of the prompt per completion; for comparisons only.",
     )
     use_async_batching: bool | None = setting(
@@ -124,19 +126,16 @@ class RolloutConfig:
     q_padding_interval_size: int = setting(
         0,
         "Rows of a decode graph are rounded up to a multiple of this; 0: chosen.",
-        integer(0),
         cost="Larger: fewer graphs to capture, more rows of padding.",
     )
     kv_padding_interval_size: int = setting(
         0,
         "Keys that one program of a decode graph reads are a multiple of this; 0: chosen.",
-        integer(0),
         cost="Larger: a long row is cut into fewer parts, which leave processors idle.",
     )
     max_cached_graphs: int = setting(
         0,
         "Decode graphs kept; 0: chosen.",
-        integer(0),
         cost="Fewer take less memory, and steps have more rows of padding.",
     )
     varlen_compile_config: object | None = setting(
@@ -175,13 +174,11 @@ class RolloutConfig:
     return_logprobs: bool = setting(
         True,
         "Deliver the log-probability of every sampled token.",
-        boolean,
         cost="Off saves nothing but the copies in the outputs.",
     )
     max_queue_size: int = setting(
         0,
         "Most requests that may wait; one more raises QueueFullError. 0: unlimited.",
-        integer(0),
         cost="Set it where many threads submit, as in a service.",
     )
     seed: int | None = setting(
@@ -216,7 +213,6 @@ class RolloutConfig:
     verify_weight_sync: bool = setting(
         False,
         "After a sync compare every tensor of a copy; WeightSyncError if any differs.",
-        boolean,
         cost="Costs one pass over the weights per sync.",
     )
     logprobs_mode: str = setting(
@@ -244,7 +240,6 @@ class RolloutConfig:
         False,
         "Mixture of experts: record the experts that each token takes in the rollout, prompts "
         "included; every forward of the loss takes them again, with its own scores of them.",
-        boolean,
         cost="Costs a byte per token, layer and chosen expert (two above 256 experts); decode "
         "steps run without CUDA graphs or a trace.",
     )
@@ -274,7 +269,6 @@ class RolloutConfig:
     verify_every_steps: int = setting(
         10,
         "Recompute some sequences with a plain forward every this many rollouts; 0: never.",
-        integer(0),
         cost="Costs verify_num_sequences forwards each time.",
     )
     verify_num_sequences: int = setting(
@@ -298,14 +292,12 @@ class RolloutConfig:
     record_num_sequences: int = setting(
         4,
         "Sequences per rollout written, token by token, to the run's records; 0: none.",
-        integer(0),
         cost="Costs disk, one line per sequence.",
     )
     concurrent_tools: bool = setting(
         True,
         "Call the tools of all conversations of a turn at the same time, each conversation in a "
         "thread of its own; off: one after the other, on the trainer's thread.",
-        boolean,
         cost="Turn it off for tools that only one thread may call.",
     )
     tool_timeout_seconds: float | None = setting(
@@ -350,7 +342,6 @@ class RolloutConfig:
     )
 
     def __post_init__(self) -> None:
-        """Check every field, alone and together."""
         check_fields(self, ConfigurationError)
         if self.use_async_batching and self.wants_graphs is False:
             raise refused("async batching, no graphs", graphs=repr(self.use_cuda_graph))
@@ -408,15 +399,9 @@ GENERATOR_FIELDS: dict[str, tuple[Any, ...]] = {
 def require_unused(
     config: RolloutConfig, fields: Mapping[str, tuple[Any, ...]], complaint: str
 ) -> None:
-    """Refuse fields that nothing would act on.
+    """Raise `ConfigurationError`, with a `complaint`, for a field that nothing here acts on.
 
-    Args:
-        config: the settings.
-        fields: field names, each with the values beside its default that ask for nothing.
-        complaint: what does not act on them, and what would.
-
-    Raises:
-        ConfigurationError: one of the fields asks for something.
+    `fields` maps names to the values beside the default that ask for nothing.
     """
     for name, idle in fields.items():
         value, default = getattr(config, name), getattr(RolloutConfig, name)

@@ -10,7 +10,6 @@ from typing import Any
 
 from cb_rollout.config.checks import (
     biases,
-    boolean,
     callables,
     check_fields,
     decay,
@@ -36,9 +35,6 @@ MAX_LOGIT_CHANGE = 1e30
 
 # Most `top_logprobs` of a request that a CUDA graph samples, which is the most of OpenAI's API.
 MAX_GRAPHED_TOP_LOGPROBS = 20
-
-# Few sets of stop tokens are in use at once, and each may be large.
-NUM_SHARED_SETS = 64
 
 # Names of vLLM and transformers for the same parameters.
 SYNONYMS = {
@@ -116,7 +112,7 @@ class SamplingParams:
         "fewest whose probabilities reach this sum; 1 is off.",
         number(lambda v: 0 < v <= 1, "is outside (0, 1]; use 1 to switch it off"),
     )
-    do_sample: bool = setting(True, "False is greedy, whatever the temperature.", boolean)
+    do_sample: bool = setting(True, "False is greedy, whatever the temperature.")
     repetition_penalty: float = setting(
         1.0,
         "Divides the positive and multiplies the negative logits of tokens that the prompt or the "
@@ -176,7 +172,7 @@ class SamplingParams:
     eos_token_id: int | tuple[int, ...] | None = setting(
         None, "Ends the sequence and is kept in it. None: the model's own. -1: none.", _eos
     )
-    ignore_eos: bool = setting(False, "True: no end-of-sequence token ends it.", boolean)
+    ignore_eos: bool = setting(False, "True: no end-of-sequence token ends it.")
     forced_bos_token_id: tuple[int, ...] = setting(
         (),
         "Sampled first after a prompt of a single token; without effect after longer ones.",
@@ -223,17 +219,14 @@ class SamplingParams:
     )
 
     def __post_init__(self) -> None:
-        """Check every field, and keep plain values."""
         check_fields(self, InvalidRequestError)
 
     @property
     def is_greedy(self) -> bool:
-        """True: the most likely token is always taken."""
         return not self.do_sample or self.temperature == 0
 
     @property
     def is_truncated(self) -> bool:
-        """True: top-k, top-p, min-p or typical-p excludes some tokens."""
         is_off = not self.top_k and self.top_p == 1 and not self.min_p and self.typical_p == 1
         return not (self.is_greedy or is_off)
 
@@ -245,27 +238,25 @@ class SamplingParams:
     @property
     def adjustments(self) -> dict[str, Any]:
         """The parameters that change the logits before the temperature, by name."""
-        given = ((f.name, getattr(self, f.name), f.default) for f in _adjusting(type(self)))
-        return {name: value for name, value, off in given if value != off and value != {}}
+        values = ((f.name, getattr(self, f.name), f.default) for f in _adjusting(type(self)))
+        return {name: value for name, value, off in values if value != off and value != {}}
 
     @property
     def is_adjusted(self) -> bool:
-        """True: the logits are changed before the temperature."""
         return bool(self.adjustments)
 
     @property
     def ungraphed(self) -> set[str]:
         """The parameters by which no CUDA graph samples."""
-        found = {*self.adjustments} - _OF_FIRST_TOKEN
+        names = {*self.adjustments} - _OF_FIRST_TOKEN
         if self.typical_p != 1 and not self.is_greedy:
-            found.add("typical_p")
+            names.add("typical_p")
         if self.top_logprobs > MAX_GRAPHED_TOP_LOGPROBS:
-            found.add("top_logprobs")
-        return found
+            names.add("top_logprobs")
+        return names
 
     @property
     def can_be_graphed(self) -> bool:
-        """True: a CUDA graph samples by these parameters."""
         return not self.ungraphed
 
     @property
@@ -280,10 +271,8 @@ class SamplingParams:
         return _shared_set(named + self.stop_token_ids)
 
 
-@functools.lru_cache(maxsize=NUM_SHARED_SETS)
-def _shared_set(tokens: tuple[int, ...]) -> frozenset[int]:
-    """Share one set between requests; even an empty set takes 216 bytes."""
-    return frozenset(tokens)
+# Requests share their few sets of stop tokens: even an empty one takes 216 bytes.
+_shared_set = functools.lru_cache(maxsize=64)(frozenset[int])
 
 
 # Parameters that leave the logits as they are; every other one changes them where it is set.
@@ -297,8 +286,8 @@ _OF_FIRST_TOKEN = {"begin_suppress_tokens", "forced_bos_token_id"}
 
 
 @functools.cache
-def _adjusting(kind: type[SamplingParams]) -> list[Field[Any]]:
-    return [field for field in fields(kind) if field.name not in _UNADJUSTING]
+def _adjusting(params_type: type[SamplingParams]) -> list[Field[Any]]:
+    return [field for field in fields(params_type) if field.name not in _UNADJUSTING]
 
 
 def equal_group_warning(params: SamplingParams, num_return_sequences: int) -> str | None:
@@ -321,11 +310,8 @@ def resolved(
 ) -> SamplingParams:
     """Merge the parameters of a request: explicit arguments, then `params`, then `defaults`.
 
-    Of `defaults`, only the length and the end-of-sequence ids fill what `params` leaves open. With
-    `params=None`, everything comes from `defaults`.
-
-    Raises:
-        ConfigurationError: `params` is something else.
+    Of `defaults`, only the length and the end-of-sequence ids fill what `params` leaves open; with
+    `params=None`, everything. Raises `ConfigurationError` if `params` is something else.
     """
     if not isinstance(params, SamplingParams | None):
         raise ConfigurationError(
@@ -335,11 +321,11 @@ def resolved(
     chosen = params or defaults
     if eos_token_id is None:
         eos_token_id = defaults.eos_token_id if chosen.eos_token_id is None else chosen.eos_token_id
-    given: dict[str, Any] = {"eos_token_id": eos_token_id, "max_new_tokens": max_new_tokens}
+    changes: dict[str, Any] = {"eos_token_id": eos_token_id, "max_new_tokens": max_new_tokens}
     if max_new_tokens is None:
         says_length = chosen if chosen.max_new_tokens or chosen.max_length else defaults
-        given["max_new_tokens"] = says_length.max_new_tokens
-        given["max_length"] = says_length.max_length
-    if all(getattr(chosen, name) == value for name, value in given.items()):
+        changes["max_new_tokens"] = says_length.max_new_tokens
+        changes["max_length"] = says_length.max_length
+    if all(getattr(chosen, name) == value for name, value in changes.items()):
         return chosen
-    return replace(chosen, **given)
+    return replace(chosen, **changes)

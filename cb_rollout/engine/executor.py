@@ -303,7 +303,7 @@ class StepExecutor:
         for request, draft, num_tokens in zip(running, drafts, num_given, strict=True):
             sampled = request.token_ids[request.num_tokens - num_tokens :]
             self.proposer.record(request, draft, _num_equal(draft.tokens, sampled))
-            self._counters.note_draft(draft.source, len(draft.tokens), max(0, num_tokens - 1))
+            self._counters.record_draft(draft.source, len(draft.tokens), max(0, num_tokens - 1))
         return sum(num_given)
 
     def _with_blocks(self, request: Request, draft: Draft) -> Draft:

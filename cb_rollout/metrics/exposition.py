@@ -57,7 +57,6 @@ class LiveStatus:
         self._last_time = time.perf_counter()
 
     def line(self) -> str:
-        """Return the line, without its newline."""
         status, counters, now = self._manager.status(), self._manager.counters, time.perf_counter()
         added = counters.since(self._before)
         seconds, self._last_time, self._before = now - self._last_time, now, counters.copy()

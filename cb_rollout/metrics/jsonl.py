@@ -20,11 +20,7 @@ _PARSING_ERRORS = (ValueError, KeyError, TypeError, AttributeError, AssertionErr
 
 
 def write_whole(path: Path, content: bytes, *, survives_power_failure: bool = False) -> None:
-    """Write a file whole; where it does not fit, the file before it stays.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Write a file whole, or raise `OSError` and leave the file before it."""
     partial = path.with_name(f"{path.name}.partial")
     try:
         with partial.open("wb") as file:
@@ -38,20 +34,12 @@ def write_whole(path: Path, content: bytes, *, survives_power_failure: bool = Fa
 
 
 def json_line(row: Mapping[str, Any]) -> bytes:
-    """Return a row as one line of ASCII, its newline included.
-
-    Raises:
-        ValueError: a number is not finite.
-    """
+    """Return a row as a line of ASCII with its newline; `ValueError`: a number is not finite."""
     return (json.dumps(row, allow_nan=False, separators=(",", ":")) + "\n").encode("ascii")
 
 
 def append_lines(file: FileIO, lines: bytes) -> None:
-    """Append whole lines to an unbuffered file; where they do not all fit, those that do stay.
-
-    Raises:
-        OSError: some cannot be written.
-    """
+    """Append whole lines, unbuffered; if some do not fit, raise `OSError` and keep the others."""
     start, num_bytes = file.seek(0, os.SEEK_END), 0
     try:
         while num_bytes < len(lines):
@@ -62,15 +50,9 @@ def append_lines(file: FileIO, lines: bytes) -> None:
 
 
 def read_lines(path: Path, parse: Callable[[Any], T], noun: str) -> Iterator[tuple[bytes, T]]:
-    """Yield each whole line and its record, leaving out a half line at the end.
+    """Yield each whole line of a file, if it exists, and the record that `parse` makes of its JSON.
 
-    Args:
-        path: the file; nothing is yielded where it does not exist.
-        parse: makes a record of a line's JSON value.
-        noun: the name of a record, for the error's message.
-
-    Raises:
-        ConfigurationError: a whole line is not a record.
+    Raises `ConfigurationError`, which calls a record `noun`, for a line that is none.
     """
     if not path.is_file():
         return

@@ -58,35 +58,28 @@ class Observers(Observer):
         return bool(self._observers)
 
     def add(self, observer: Observer) -> None:
-        """Add an observer, from any thread."""
         self._observers = (*self._observers, observer)
 
     def remove(self, observer: Observer) -> None:
-        """Remove an observer, from any thread."""
         self._observers = tuple(other for other in self._observers if other is not observer)
 
     def submitted(self, requests: Sequence[Request]) -> None:
-        """Note queued sequences."""
         self._notify(lambda observer: observer.submitted(requests))
 
     def stepped(self, seconds: float, is_prefill: bool) -> None:
-        """Note one step and its seconds."""
         self._notify(lambda observer: observer.stepped(seconds, is_prefill))
 
     def ended(self, request: Request) -> None:
-        """Note a sequence with its final status."""
         self._notify(lambda observer: observer.ended(request))
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
-        """Time the block under `name`."""
         with ExitStack() as spans:
             self._notify(lambda observer: spans.enter_context(observer.span(name)))
             yield
 
     @contextmanager
     def joined(self, headers: Mapping[str, str]) -> Iterator[None]:
-        """Attribute submissions inside to a client."""
         with ExitStack() as clients:
             self._notify(lambda observer: clients.enter_context(observer.joined(headers)))
             yield
@@ -109,7 +102,6 @@ class Histogram:
         self._sum = 0.0
 
     def record(self, value: float) -> None:
-        """Count one value."""
         with self._lock:
             self._counts[bisect_left(BUCKETS, value)] += 1
             self._sum += value
@@ -127,11 +119,9 @@ class Recorder(Observer):
         self.histograms = {distribution.name: Histogram() for distribution in DISTRIBUTIONS}
 
     def record(self, distribution: Distribution, seconds: float) -> None:
-        """Record one value of a distribution."""
         self.histograms[distribution.name].record(seconds)
 
     def stepped(self, seconds: float, is_prefill: bool) -> None:
-        """Record the step's seconds."""
         self.record(registry.PREFILL_STEP if is_prefill else registry.DECODE_STEP, seconds)
 
     def ended(self, request: Request) -> None:
@@ -146,7 +136,6 @@ class Recorder(Observer):
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
-        """Record the block's seconds."""
         started = time.perf_counter()
         try:
             yield

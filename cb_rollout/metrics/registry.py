@@ -7,8 +7,9 @@ the engine's thread writes the counters.
 """
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
+from functools import partial
 from typing import Any, NamedTuple
 
 from cb_rollout.config.enums import DraftSource
@@ -21,14 +22,11 @@ class MetricKind(StrEnum):
     GAUGE = "gauge"
 
 
-def _total(help_text: str) -> Any:
-    """Declare a running total that Prometheus and OpenTelemetry export."""
-    return field(default=0, metadata={"help": help_text})
+def _live(help_text: str, **options: Any) -> Any:
+    return field(**options, metadata={"help": help_text})
 
 
-def _gauge(help_text: str) -> Any:
-    """Declare a figure of the moment that Prometheus and OpenTelemetry export."""
-    return field(metadata={"help": help_text})
+_total = partial(_live, default=0)
 
 
 @dataclass(slots=True)
@@ -59,8 +57,7 @@ class EngineCounters:
     kv_blocks_peak: int = 0
     """Most blocks in use at once; a maximum, not a sum."""
 
-    def note_draft(self, source: DraftSource, num_drafted: int, num_accepted: int) -> None:
-        """Count a verified draft."""
+    def record_draft(self, source: DraftSource, num_drafted: int, num_accepted: int) -> None:
         self.drafted_tokens += num_drafted
         self.accepted_tokens += num_accepted
         if source is DraftSource.EARLIER:
@@ -72,38 +69,33 @@ class EngineCounters:
 
     @property
     def num_forwards(self) -> int:
-        """Return the forwards of prompts and of running sequences."""
         return self.prefill_forwards + self.decode_forwards
 
     def plus(self, other: "EngineCounters") -> "EngineCounters":
         """Return the totals of two engines; peaks at different moments are added too."""
         return EngineCounters(
-            *(getattr(self, one.name) + getattr(other, one.name) for one in fields(self))
+            *(getattr(self, f.name) + getattr(other, f.name) for f in fields(self))
         )
 
     def since(self, earlier: "EngineCounters") -> "EngineCounters":
         """Return the totals added after `earlier`, with today's peak."""
-        difference = {
-            counter.name: getattr(self, counter.name) - getattr(earlier, counter.name)
-            for counter in fields(self)
-        }
-        return EngineCounters(**(difference | {"kv_blocks_peak": self.kv_blocks_peak}))
+        added = (getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self))
+        return replace(EngineCounters(*added), kv_blocks_peak=self.kv_blocks_peak)
 
     def copy(self) -> "EngineCounters":
-        """Return these totals, frozen at this moment."""
-        return EngineCounters(**asdict(self))
+        return replace(self)
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStatus:
     """State of an engine at one moment."""
 
-    requests_running: int = _gauge("Sequences that hold memory now.")
-    requests_waiting: int = _gauge("Sequences that wait for KV blocks or a place in the batch now.")
-    kv_blocks_used: int = _gauge("KV cache blocks in use by unfinished sequences.")
-    kv_blocks: int = _gauge("KV cache blocks that the plan allows.")
-    kv_bytes: int = _gauge("Bytes held for keys, values and states now.")
-    policy_version: int = _gauge("The version that tokens are stamped with.")
+    requests_running: int = _live("Sequences that hold memory now.")
+    requests_waiting: int = _live("Sequences that wait for KV blocks or a place in the batch now.")
+    kv_blocks_used: int = _live("KV cache blocks in use by unfinished sequences.")
+    kv_blocks: int = _live("KV cache blocks that the plan allows.")
+    kv_bytes: int = _live("Bytes held for keys, values and states now.")
+    policy_version: int = _live("The version that tokens are stamped with.")
 
 
 class LiveMetric(NamedTuple):
@@ -114,7 +106,6 @@ class LiveMetric(NamedTuple):
     help: str
 
     def read(self, counters: EngineCounters, status: EngineStatus) -> float:
-        """Return the metric's value."""
         return getattr(counters if self.kind is MetricKind.COUNTER else status, self.name)
 
 
@@ -172,6 +163,12 @@ class Metric(NamedTuple):
     None: logged by the code that measures it."""
 
 
+def _counted(name: str, unit: str, meaning: str, advice: str, panel: str) -> Metric:
+    return Metric(
+        f"rollout/{name}", unit, meaning, advice, panel, lambda added, _: getattr(added, name)
+    )
+
+
 def _per_truncated(added: EngineCounters, total: float) -> float | None:
     return total / added.truncated_tokens if added.truncated_tokens else None
 
@@ -214,49 +211,37 @@ METRICS = (
     Metric("rollout/rows_left_out", "sequences",
            "Completions that the loss computed without a gradient: no advantage, or masked.",
            "Near the batch: rewards do not tell completions apart.", SPEED),
-    Metric("rollout/prefill_tokens", "tokens", "Prompt tokens that went through a forward.",
-           "Rising with equal prompts: sharing is off, or blocks are evicted.", SPEED,
-           lambda added, _: added.prefill_tokens),
-    Metric("rollout/prefill_tokens_saved", "tokens",
+    _counted("prefill_tokens", "tokens", "Prompt tokens that went through a forward.",
+           "Rising with equal prompts: sharing is off, or blocks are evicted.", SPEED),
+    _counted("prefill_tokens_saved", "tokens",
            "Prompt tokens that a group or a cached prefix had already.",
-           "Zero with groups: prompts of a group differ, or allow_block_sharing is off.", SPEED,
-           lambda added, _: added.prefill_tokens_saved),
-    Metric("rollout/images_encoded", "images", "Images that went through the vision tower.",
-           "Above the number of distinct images: raise encoder_cache_gib.", SPEED,
-           lambda added, _: added.images_encoded),
-    Metric("rollout/images_reused", "images",
+           "Zero with groups: prompts of a group differ, or allow_block_sharing is off.", SPEED),
+    _counted("images_encoded", "images", "Images that went through the vision tower.",
+           "Above the number of distinct images: raise encoder_cache_gib.", SPEED),
+    _counted("images_reused", "images",
            "Images whose features were kept from an earlier prompt under the same weights.",
-           "Zero with repeated images is normal where prefixes hold them.", SPEED,
-           lambda added, _: added.images_reused),
-    Metric("rollout/drafted_tokens", "tokens",
+           "Zero with repeated images is normal where prefixes hold them.", SPEED),
+    _counted("drafted_tokens", "tokens",
            "Draft tokens verified in decode steps, from all sources.",
-           "Zero: many sequences run, or nothing repeats.", SPEED,
-           lambda added, _: added.drafted_tokens),
-    Metric("rollout/accepted_tokens", "tokens",
+           "Zero: many sequences run, or nothing repeats.", SPEED),
+    _counted("accepted_tokens", "tokens",
            "Draft tokens that were accepted; each saves its sequence a step.",
-           "Far below drafted_tokens: set num_speculative_tokens=0, and look at the speed.", SPEED,
-           lambda added, _: added.accepted_tokens),
-    Metric("rollout/drafted_tokens_earlier", "tokens",
+           "Far below drafted_tokens: set num_speculative_tokens=0, and look at the speed.", SPEED),
+    _counted("drafted_tokens_earlier", "tokens",
            "Those found in completions of the same prompt by earlier rollouts.",
-           "Zero: no prompt has come twice.", SPEED,
-           lambda added, _: added.drafted_tokens_earlier),
-    Metric("rollout/accepted_tokens_earlier", "tokens", "Those of them that were accepted.",
-           "Far below drafted_tokens_earlier: the policy has moved on.", SPEED,
-           lambda added, _: added.accepted_tokens_earlier),
-    Metric("rollout/drafted_tokens_run", "tokens",
+           "Zero: no prompt has come twice.", SPEED),
+    _counted("accepted_tokens_earlier", "tokens", "Those of them that were accepted.",
+           "Far below drafted_tokens_earlier: the policy has moved on.", SPEED),
+    _counted("drafted_tokens_run", "tokens",
            "Draft tokens found in completions of other prompts.",
-           "Zero: other sources are better.", SPEED,
-           lambda added, _: added.drafted_tokens_run),
-    Metric("rollout/accepted_tokens_run", "tokens", "Those of them that were accepted.",
-           "Far below drafted_tokens_run: completions of different prompts differ.", SPEED,
-           lambda added, _: added.accepted_tokens_run),
-    Metric("rollout/preemptions", "count", "Sequences preempted because the KV cache was full.",
+           "Zero: other sources are better.", SPEED),
+    _counted("accepted_tokens_run", "tokens", "Those of them that were accepted.",
+           "Far below drafted_tokens_run: completions of different prompts differ.", SPEED),
+    _counted("preemptions", "count", "Sequences preempted because the KV cache was full.",
            "Above 0: raise max_memory_percent or num_blocks, or lower max_requests_per_batch.",
-           MEMORY,
-           lambda added, _: added.preemptions),
-    Metric("rollout/kv_blocks_peak", "blocks", "Most KV cache blocks in use at once.",
-           "At num_blocks: the cache bounds the batch.", MEMORY,
-           lambda added, _: added.kv_blocks_peak),
+           MEMORY),
+    _counted("kv_blocks_peak", "blocks", "Most KV cache blocks in use at once.",
+           "At num_blocks: the cache bounds the batch.", MEMORY),
     Metric("rollout/kv_blocks_used", "blocks", "KV cache blocks in use at the end.",
            "Above 0 with nothing in flight is a fault; please report it.", MEMORY),
     Metric("rollout/kv_bytes", "bytes", "KV cache memory held at the end.",
@@ -324,20 +309,12 @@ METRICS = (
 
 
 def rollout_metrics(added: EngineCounters, seconds: float) -> dict[str, float]:
-    """Return the metrics of one rollout by name.
-
-    Args:
-        added: the counters that the rollout added.
-        seconds: its wall time.
-    """
+    """Return the metrics of one rollout by name, from the counters and seconds that it added."""
     values = {m.name: m.of_rollout(added, seconds) for m in METRICS if m.of_rollout}
     return {name: value for name, value in values.items() if value is not None}
 
 
 def status_metrics(status: EngineStatus) -> dict[str, float]:
     """Return the logged metrics of an engine's state by name."""
-    return {
-        "rollout/policy_version": status.policy_version,
-        "rollout/kv_bytes": status.kv_bytes,
-        "rollout/kv_blocks_used": status.kv_blocks_used,
-    }
+    names = "policy_version", "kv_bytes", "kv_blocks_used"
+    return {f"rollout/{name}": getattr(status, name) for name in names}

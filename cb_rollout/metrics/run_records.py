@@ -47,7 +47,7 @@ OLD_RUN_ID = "old"
 
 
 class TokenRow(NamedTuple):
-    """One sampled token of a `SequenceRecord`, with its sequence's prompt and scores."""
+    """One sampled token of a `SequenceRecord`; None: not recorded, or not finite."""
 
     prompt: str
     position: int
@@ -55,17 +55,12 @@ class TokenRow(NamedTuple):
     token: str
     token_id: int
     logprob: float | None
-    """Natural logarithm; None: not recorded, or not finite."""
     policy_version: int | None
-    """The version that sampled the token; None: not recorded."""
     reward: float | None
     trainer_logprob: float | None = None
-    """Log-probability by the trainer's forward in the token's first loss; None: not recorded."""
     entropy: float | None = None
-    """Entropy in nats of the distribution in the loss; None: not recorded."""
     advantage: float | None = None
     mask: int | None = None
-    """1 where the loss counts the token, 0 where it does not; None: not recorded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +113,6 @@ class SequenceRecord:
     """Names in `IMAGES_DIR` of the prompt's first pictures, made small; empty: none recorded."""
 
     def __post_init__(self) -> None:
-        """Check that all lists have one entry per token."""
         num_tokens = len(self.tokens)
         num_stamped = sum(num for _, num in self.policy_versions)
         assert len(self.token_ids) == num_tokens, (len(self.token_ids), num_tokens)
@@ -127,7 +121,6 @@ class SequenceRecord:
         assert num_stamped == num_tokens or not self.policy_versions, (num_stamped, num_tokens)
 
     def token_rows(self) -> Iterator[TokenRow]:
-        """Yield a row for each token, in order."""
         versions = [version for version, num in self.policy_versions for _ in range(num)]
         for position, (token, token_id) in enumerate(zip(self.tokens, self.token_ids, strict=True)):
             yield TokenRow(
@@ -152,14 +145,13 @@ class Run:
     run_id: str
     """When it began, UTC: year, month, day - hour, minute, second - microsecond."""
     continues: dict[str, int]
-    """Runs that it resumed, by id: the last of their steps that is part of this one."""
+    """Runs that it resumed, by id: the last of their steps that this run counts."""
     steps: list[int]
     """Recorded steps, ascending, those of the runs that it resumed included."""
     num_sequences: dict[int, int]
     """Recorded sequences by ascending step, in the same way."""
 
     def __str__(self) -> str:
-        """Describe the run in one line."""
         resumed = [f"{run} (up to step {step:,})" for run, step in self.continues.items()]
         after = f", after {', '.join(resumed)}" if resumed else ""
         return f"{self.run_id}  steps {self.steps[0]:,} to {self.steps[-1]:,}{after}"
@@ -169,7 +161,6 @@ class RunRecorder:
     """Append the records of one run to the files, each with one unbuffered write."""
 
     def __init__(self, run_dir: str | os.PathLike[str]) -> None:
-        """Create `run_dir` if it is missing, and begin a run after its last whole record."""
         self.run_dir = Path(run_dir)
         self._is_stopped = False
         with self._stopping():
@@ -179,24 +170,19 @@ class RunRecorder:
         self.begin_run()
 
     def begin_run(self, from_step: int = 0) -> None:
-        """Begin a run; what is recorded from here on has its id.
-
-        Args:
-            from_step: the step of the checkpoint that it resumes, if any. It continues the last run
-                that reached this step.
-        """
+        """Begin a run, after the last run that reached step `from_step`, if not 0."""
         self.run_id = f"{datetime.now(UTC):%Y%m%d-%H%M%S-%f}"
         self._run: dict[str, Any] = {"run_id": self.run_id}
-        if from_step and (resumed := _last_to_reach(from_step, _runs_in(self.run_dir))):
+        runs = _runs_in(self.run_dir) if from_step else []
+        if runs:
+            resumed = next((run for run in reversed(runs) if run.steps[-1] >= from_step), runs[-1])
             before = {run: min(step, from_step) for run, step in resumed.continues.items()}
             self._run["continues"] = before | {resumed.run_id: from_step}
 
     def record_metrics(self, metrics: StepMetrics) -> None:
-        """Append one step's metrics."""
         self._append(METRICS_FILE, metrics)
 
     def record_sequence(self, sequence: SequenceRecord) -> None:
-        """Append one sequence."""
         self._append(ROLLOUTS_FILE, sequence)
 
     def record_image(self, png: bytes) -> str:
@@ -229,11 +215,7 @@ class RunRecorder:
 
 
 def list_runs(run_dir: str | os.PathLike[str]) -> list[Run]:
-    """Return the runs of a directory, the oldest first.
-
-    Raises:
-        ConfigurationError: `run_dir` holds no whole record, or a line is not a record.
-    """
+    """Return a directory's runs, the oldest first; `ConfigurationError`: none, or a bad line."""
     runs = _runs_in(find_run_dir(run_dir))
     if not runs:
         raise ConfigurationError(
@@ -244,47 +226,24 @@ def list_runs(run_dir: str | os.PathLike[str]) -> list[Run]:
 
 
 def chosen_run(runs: Sequence[Run], run_id: str | None = None) -> Run:
-    """Return the run of an id; None: the last one.
-
-    Raises:
-        ConfigurationError: none has this id.
-    """
-    found = runs if run_id is None else [run for run in runs if run.run_id == run_id]
-    if not found:
-        known = ", ".join(run.run_id for run in runs)
-        raise ConfigurationError(f"no run is called {run_id!r}; there is {known}.")
-    return found[-1]
+    """Return the run of an id, or raise `ConfigurationError`; None: the last run."""
+    by_id = {run.run_id: run for run in runs}
+    run_id = runs[-1].run_id if run_id is None else run_id
+    if run_id not in by_id:
+        raise ConfigurationError(f"no run is called {run_id!r}; there is {', '.join(by_id)}.")
+    return by_id[run_id]
 
 
 def read_metrics(run_dir: str | os.PathLike[str], run: Run | None = None) -> list[StepMetrics]:
-    """Return the metrics of a run, in recorded order; empty where it recorded none.
-
-    Args:
-        run_dir: a path that `find_run_dir` accepts.
-        run: one of `list_runs`; None: the last.
-
-    Raises:
-        ConfigurationError: `run_dir` holds no whole record, or a line is not a record.
-    """
+    """Return the metrics of a run of `list_runs`, in recorded order; None: of the last run."""
     run = run or chosen_run(list_runs(run_dir))
     return list(_records_of(run, run_dir, METRICS_FILE, _metrics_from))
 
 
 def iterate_rollouts(
-    run_dir: str | os.PathLike[str],
-    run: Run | None = None,
-    steps: Collection[int] | None = None,
+    run_dir: str | os.PathLike[str], run: Run | None = None, steps: Collection[int] | None = None
 ) -> Iterator[SequenceRecord]:
-    """Yield the sequences of a run, in recorded order, holding one at a time.
-
-    Args:
-        run_dir: a path that `find_run_dir` accepts.
-        run: one of `list_runs`; None: the last.
-        steps: yield only the sequences of these steps; None: all.
-
-    Raises:
-        ConfigurationError: `run_dir` holds no whole record, or a line is not a record.
-    """
+    """Yield the sequences of a run, as `read_metrics`, singly; `steps=None`: of all steps."""
     run = run or chosen_run(list_runs(run_dir))
     return _records_of(run, run_dir, ROLLOUTS_FILE, _sequence_from, steps)
 
@@ -296,11 +255,7 @@ def read_image(run_dir: str | os.PathLike[str], name: str) -> bytes | None:
 
 
 def find_run_dir(path: str | os.PathLike[str]) -> Path:
-    """Return the directory with a run's records: `path` itself, or its `cb_rollout/`.
-
-    Raises:
-        ConfigurationError: neither holds `metrics.jsonl` or `rollouts.jsonl`.
-    """
+    """Return `path` or its `cb_rollout/`, which holds records; else raise `ConfigurationError`."""
     path = Path(path)
     for candidate in (path, path / RUN_DIR_NAME):
         if any((candidate / name).is_file() for name in (METRICS_FILE, ROLLOUTS_FILE)):
@@ -318,54 +273,36 @@ def _records_of(
     parse: Callable[[Mapping[str, Any]], T],
     steps: Collection[int] | None = None,
 ) -> Iterator[T]:
-    """Yield a run's records in one file, those of the runs that it resumed included."""
-    parts = _parts(run.run_id, run.continues)
+    last_steps = {**run.continues, run.run_id: math.inf}
 
-    def kept(row: Mapping[str, Any]) -> T | None:
-        is_part = row["step"] <= parts.get(row.get("run_id", OLD_RUN_ID), -1)
-        return parse(row) if is_part and (steps is None or row["step"] in steps) else None
+    def chosen(row: Mapping[str, Any]) -> T | None:
+        is_of_run = row["step"] <= last_steps.get(row.get("run_id", OLD_RUN_ID), -1)
+        return parse(row) if is_of_run and (steps is None or row["step"] in steps) else None
 
-    records = read_lines(find_run_dir(run_dir) / name, kept, "record")
+    records = read_lines(find_run_dir(run_dir) / name, chosen, "record")
     return (record for _, record in records if record is not None)
-
-
-def _parts(run_id: str, continues: Mapping[str, int]) -> dict[str, float]:
-    """Return the last step that counts of each run that is part of a run."""
-    return {**continues, run_id: math.inf}
 
 
 def _runs_in(run_dir: Path) -> list[Run]:
     continued: dict[str, dict[str, int]] = {}
 
-    def place(row: Mapping[str, Any]) -> tuple[str, int]:
+    def run_and_step(row: Mapping[str, Any]) -> tuple[str, int]:
         run_id = row.get("run_id", OLD_RUN_ID)
         continued.setdefault(run_id, row.get("continues", {}))
         return run_id, int(row["step"])
 
-    def count(name: str) -> Counter[tuple[str, int]]:
-        return Counter(at for _, at in read_lines(run_dir / name, place, "record"))
-
-    metrics, sequences = count(METRICS_FILE), count(ROLLOUTS_FILE)
+    metrics, sequences = (
+        [pair for _, pair in read_lines(run_dir / name, run_and_step, "record")]
+        for name in (METRICS_FILE, ROLLOUTS_FILE)
+    )
     runs = []
     # An id begins with the run's time.
     for run_id in sorted(continued, key=lambda run_id: (run_id != OLD_RUN_ID, run_id)):
-        parts = _parts(run_id, continued[run_id])
-        num_sequences: Counter[int] = Counter()
-        for (part, step), num in sequences.items():
-            if step <= parts.get(part, -1):
-                num_sequences[step] += num
-        steps = {step for part, step in metrics if step <= parts.get(part, -1)} | {*num_sequences}
-        runs.append(
-            Run(run_id, continued[run_id], sorted(steps), dict(sorted(num_sequences.items())))
-        )
+        last = {**continued[run_id], run_id: math.inf}
+        nums = Counter(step for other, step in sequences if step <= last.get(other, -1))
+        steps = {step for other, step in metrics if step <= last.get(other, -1)} | {*nums}
+        runs.append(Run(run_id, continued[run_id], sorted(steps), dict(sorted(nums.items()))))
     return runs
-
-
-def _last_to_reach(step: int, runs: Sequence[Run]) -> Run | None:
-    """Return the last run with this step; where none has it, the last run."""
-    return next(
-        (run for run in reversed(runs) if run.steps[-1] >= step), runs[-1] if runs else None
-    )
 
 
 def _metrics_from(row: Mapping[str, Any]) -> StepMetrics:

@@ -88,7 +88,6 @@ def packed_logprobs(
             language-model head, is an encoder-decoder, or is not whole on one device.
     """
     outputs = list(outputs)
-    outputs = list(outputs)
     temperatures = [_temperature(output, temperature) for output in outputs]
     inner = hf_compat.unwrap(model)
     hf_compat.refuse_what_cannot_generate(inner)

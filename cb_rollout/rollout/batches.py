@@ -49,25 +49,11 @@ def batch_arguments(
     record_timestamps: bool = False,
     on_error: str,
 ) -> BatchArguments:
-    """Return the prompts of a call of `generate_batch` with their sampling parameters.
+    """Return the prompts of a `RolloutGenerator.generate_batch` call with their parameters.
 
-    Warns, two frames up, of groups whose sequences would be equal.
-
-    Args:
-        inputs: see `RolloutGenerator.generate_batch`, as for all that is not named here.
-        generation_config: the call's.
-        tokenizer: encodes texts and chats; None: they are refused.
-        defaults: sampling parameters where the call has none.
-        own_generation_config: the generator's; None: the model's.
-        sampling_params: one, or one per input.
-        num_return_sequences: sequences of each input.
-        max_new_tokens: one, or one per input.
-        record_timestamps: record the time of each token.
-        on_error: "raise" or "return".
-
-    Raises:
-        ConfigurationError: `on_error` is something else.
-        InvalidRequestError: `inputs` or a number is refused.
+    `defaults` fill what the call leaves out; `own_generation_config` is the generator's. Warns, two
+    frames up, of groups whose sequences would be equal. Raises `ConfigurationError` for `on_error`,
+    `InvalidRequestError` for `inputs` or a number.
     """
     if on_error not in ("raise", "return"):
         raise ConfigurationError(f"on_error={on_error!r} is neither 'raise' nor 'return'.")
@@ -118,18 +104,14 @@ def broadcast_refusal(group: EngineGroup | None) -> Iterator[None]:
 
 
 def gathered(group: EngineGroup | None, value: T) -> tuple[list[T], int]:
-    """Return the values of all ranks of a group, and this one's rank; without a group alone.
-
-    Raises:
-        InvalidRequestError: a process refused what it would have given.
-    """
+    """Return the values of a group's ranks, and this rank; raise the refusal of any rank."""
     if group is None:
         return [value], 0
     values = group.gather(value)
-    for rank, found in enumerate(values):
-        if isinstance(found, InvalidRequestError):
-            with tag_rank(group, rank):
-                raise found
+    for rank, refusal in enumerate(values):
+        with tag_rank(group, rank):
+            if isinstance(refusal, InvalidRequestError):
+                raise refusal
     return values, group.group_rank
 
 

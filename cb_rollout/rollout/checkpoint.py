@@ -5,6 +5,8 @@ Owns the checks of a checkpoint, with an error for each fault. Called by the com
 
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from transformers import (
 )
 
 from cb_rollout.compat.multimodal import is_processor, reads_images, text_tokenizer
-from cb_rollout.errors import ConfigurationError, error_text
+from cb_rollout.errors import ConfigurationError, abbreviated, error_text
 
 # "auto" is the dtype that the checkpoint was saved in.
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -31,42 +33,31 @@ _LOGGER = logging.getLogger(__name__)
 
 
 def load_model(name: str, dtype: str = "auto", device: str = "auto") -> PreTrainedModel:
-    """Load a checkpoint's causal language model, with its vision if it has any, in evaluation mode.
+    """Load a checkpoint's causal language model, with any vision tower, in evaluation mode.
 
-    Args:
-        name: a local directory, or a name on the hub.
-        dtype: one of `DTYPES`.
-        device: a device name of torch; "auto": a GPU if there is one, else the CPU.
-
-    Raises:
-        ConfigurationError: the checkpoint or the device does not exist, the checkpoint cannot be
-            read, is not a causal language model or lacks weights, or the model does not fit.
+    `name` is a local directory or on the hub, `dtype` one of `DTYPES`. Raises `ConfigurationError`
+    if the device or checkpoint does not exist, or the model cannot be read, lacks weights or
+    memory.
     """
     if dtype not in DTYPES:
         raise ConfigurationError(f"dtype={dtype!r} is not one of {', '.join(DTYPES)}.")
     target = torch_device(device)
     _require_directory(name)
-    try:
+    advice = "pass the directory that save_pretrained wrote, with config.json and all its weights"
+    with _loading("causal language model", name, advice):
         reads = reads_images(AutoConfig.from_pretrained(name))
         model_class = AutoModelForImageTextToText if reads else AutoModelForCausalLM
         loaded: Any = model_class.from_pretrained(name, dtype=dtype, output_loading_info=True)
-    except Exception as error:
-        raise ConfigurationError(
-            f"no causal language model could be loaded from {_described(name)} "
-            f"({error_text(error)}); "
-            "pass the directory that save_pretrained wrote, with config.json and all its weights."
-        ) from error
-    model, found = loaded
+    model, report = loaded
     if any(made.endswith(MASKED_SUFFIX) for made in model.config.architectures or ()):
         raise ConfigurationError(
             f"{name!r} is a {model.config.architectures[0]}, which reads both ways; pass a causal "
             "language model."
         )
-    if missing := sorted(found["missing_keys"]):
+    if missing := sorted(report["missing_keys"]):
         raise ConfigurationError(
             f"{name!r} lacks {len(missing)} of the model's weights, which would be random: "
-            f"{', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}; save the checkpoint "
-            f"from a {type(model).__name__}."
+            f"{abbreviated(missing)}; save the checkpoint from a {type(model).__name__}."
         )
     try:
         return model.eval().to(target)
@@ -78,12 +69,9 @@ def load_model(name: str, dtype: str = "auto", device: str = "auto") -> PreTrain
 
 
 def load_tokenizer(name: str) -> Any:
-    """Load a checkpoint's tokenizer; of a model that reads images its processor.
+    """Load a checkpoint's tokenizer, or raise `ConfigurationError`.
 
-    A processor that cannot be loaded is logged, and the tokenizer takes text alone.
-
-    Raises:
-        ConfigurationError: the checkpoint has no readable tokenizer.
+    Of a model that reads images, load the processor; without it, log why, and take text alone.
     """
     _require_directory(name)
     try:
@@ -95,31 +83,18 @@ def load_tokenizer(name: str) -> Any:
             return load_processor(name)
         except ConfigurationError as error:
             _LOGGER.warning("%s Prompts with images are refused.", error)
-    try:
+    advice = "correct the name, or save one there with tokenizer.save_pretrained"
+    with _loading("tokenizer", name, advice):
         tokenizer = AutoTokenizer.from_pretrained(name)
-    except Exception as error:
-        raise ConfigurationError(
-            f"no tokenizer could be loaded from {_described(name)} ({error_text(error)}); correct "
-            "the name, or save one there with tokenizer.save_pretrained."
-        ) from error
     _require_vocabulary(name, tokenizer)
     return tokenizer
 
 
 def load_processor(name: str) -> Any:
-    """Load the processor of a checkpoint whose model reads images.
-
-    Raises:
-        ConfigurationError: the checkpoint has no readable processor of images.
-    """
-    try:
+    """Load a checkpoint's processor of images, or raise `ConfigurationError`."""
+    advice = "save one there with processor.save_pretrained, or install what it needs"
+    with _loading("processor of images", name, advice):
         processor = AutoProcessor.from_pretrained(name)
-    except Exception as error:
-        raise ConfigurationError(
-            f"no processor of images could be loaded from {_described(name)} "
-            f"({error_text(error)}); save one there with processor.save_pretrained, or install "
-            "what it needs."
-        ) from error
     if not is_processor(processor):
         raise ConfigurationError(
             f"{name!r} holds no processor of images; save one there with processor.save_pretrained."
@@ -138,11 +113,7 @@ def _require_vocabulary(name: str, tokenizer: Any) -> None:
 
 
 def torch_device(device: str) -> torch.device:
-    """Return a device after a trial allocation; "auto": a GPU if there is one, else the CPU.
-
-    Raises:
-        ConfigurationError: the device cannot be used.
-    """
+    """Return a device that takes memory, or raise `ConfigurationError`; "auto": prefer a GPU."""
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -155,8 +126,15 @@ def torch_device(device: str) -> torch.device:
     return target
 
 
-def _described(name: str) -> str:
-    return repr(name) if Path(name).exists() else f"{name!r}, which is not a local directory"
+@contextmanager
+def _loading(noun: str, name: str, advice: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        where = "" if Path(name).exists() else ", which is not a local directory"
+        raise ConfigurationError(
+            f"no {noun} could be loaded from {name!r}{where} ({error_text(error)}); {advice}."
+        ) from error
 
 
 def _require_directory(name: str) -> None:

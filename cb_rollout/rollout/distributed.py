@@ -5,7 +5,6 @@ process blocked in a torch collective cannot be interrupted, so it is ended afte
 killed process writes no key; its launcher ends the others. Called from the training thread.
 """
 
-import functools
 import os
 import sys
 import threading
@@ -40,14 +39,10 @@ class FailureWatch:
         end_process: Callable[[str], None] | None = None,
         grace_seconds: float = GRACE_SECONDS,
     ) -> None:
-        """Clone the store; no thread starts before `watched()`.
+        """Clone the store that all processes share; no thread starts before `watched()`.
 
-        Args:
-            store: a `torch.distributed.Store`, shared by all processes.
-            rank: this process's rank.
-            end_process: called with the failure's text if this process still runs `grace_seconds`
-                after another one failed; None: end it with exit code 1.
-            grace_seconds: time between the other failure and `end_process`.
+        If this process still runs `grace_seconds` after another one failed, `end_process` is called
+        with the failure's text; None: exit with code 1.
         """
         self._store, self._rank = store.clone(), rank
         self._end_process = end_process or _end_process
@@ -59,8 +54,7 @@ class FailureWatch:
     def watched(self) -> Iterator[None]:
         """Run a block that every process runs; a failure in any of them raises in all.
 
-        Raises:
-            RolloutError: another process failed first; this process's own error is its cause.
+        A process that did not fail first raises `RolloutError`, caused by its own error.
         """
         if self._is_watching:
             yield
@@ -83,14 +77,8 @@ class FailureWatch:
             self._is_watching = False
 
     def watching(self, work: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap `work` in `watched()`."""
-
-        @functools.wraps(work)
-        def watched_work(*args: Any, **kwargs: Any) -> Any:
-            with self.watched():
-                return work(*args, **kwargs)
-
-        return watched_work
+        """Wrap `work` in `watched()`, entered for each call."""
+        return self.watched()(work)
 
     def _report(self, key: str, failure: str) -> str:
         """Store the failure if it is the first; return the first."""
@@ -107,14 +95,14 @@ class FailureWatch:
     def _watch(self, key: str, done: threading.Event) -> None:
         while not done.wait(POLL_SECONDS):
             try:
-                has_failed = self._store.check([key])
-                failure = self._store.get(key).decode() if has_failed else ""
+                if not self._store.check([key]):
+                    continue
+                failure = self._store.get(key).decode()
             except RuntimeError:
                 return
-            if has_failed:
-                if not done.wait(self._grace_seconds):
-                    self._end_process(failure)
-                return
+            if not done.wait(self._grace_seconds):
+                self._end_process(failure)
+            return
 
 
 def _end_process(failure: str) -> None:
@@ -146,25 +134,20 @@ def largest_of_all(accelerator: Any, here: float) -> float:
     return float(accelerator.gather(value).max())
 
 
-def deal(accelerator: Any, held: list[T], num_wanted: int) -> tuple[list[T], int]:
+def deal(accelerator: Any, items: list[T], num_wanted: int) -> tuple[list[T], int]:
     """Move items from processes that hold more than they want to others; all of them call this.
 
-    Args:
-        accelerator: of the processes.
-        held: this process's items, of tensors and what can be pickled.
-        num_wanted: items that each process wants.
-
-    Returns:
-        This process's items, at most `num_wanted`; and the items that all processes together lack.
+    Items are tensors and what can be pickled. Returns this process's items, at most `num_wanted`,
+    and how many all processes together lack.
     """
-    counts = gather_object([len(held)])
+    counts = gather_object([len(items)])
     num_lacking = [max(0, num_wanted - count) for count in counts]
     surplus = max(0, sum(counts) - num_wanted * len(counts) + sum(num_lacking))
     if not surplus or not sum(num_lacking):
-        return held[:num_wanted], sum(num_lacking)
-    spare = gather_object(send_to_device(held[num_wanted:], "cpu"))
+        return items[:num_wanted], sum(num_lacking)
+    spare = gather_object(send_to_device(items[num_wanted:], "cpu"))
     rank = accelerator.process_index
     start = sum(num_lacking[:rank])
     dealt = spare[start : start + num_lacking[rank]]
-    kept = held[:num_wanted] + send_to_device(dealt, accelerator.device)
+    kept = items[:num_wanted] + send_to_device(dealt, accelerator.device)
     return kept, max(0, sum(num_lacking) - surplus)

@@ -177,7 +177,7 @@ class RolloutGenerator:
         progress_bar: bool = False,
         warmup: bool = False,
     ) -> tuple[list[Request], dict[str, GenerationOutput]]:
-        """Run the batches of all processes that share a copy; return this one's part."""
+        """Run the batches of all processes that share a copy; return this rank's outputs."""
         created: list[list[Request]] = [[] for _ in batches]
         for number, batch in enumerate(batches):
             if batch is not None:
@@ -219,7 +219,6 @@ class RolloutGenerator:
 
     @property
     def policy_version(self) -> int:
-        """Return the version recorded with every token; 0 before the first sync."""
         return self.manager.policy_version
 
     def follow(self, model: torch.nn.Module) -> None:
@@ -258,7 +257,6 @@ class RolloutGenerator:
 
     @property
     def is_asleep(self) -> bool:
-        """Return True between `sleep()` and `wake()`."""
         return PauseReason.SLEEP in self.manager.pauses.reasons
 
     def sleep(self, release_graphs: bool = False) -> None:
@@ -273,10 +271,7 @@ class RolloutGenerator:
                 self.manager.sleep(release_graphs)
 
     def wake(self) -> None:
-        """Resume the engine, after `sleep()` or `lend_to_trainer()`.
-
-        Its next step allocates the KV memory again.
-        """
+        """Resume the engine after `sleep()` or `lend_to_trainer()`; its next step allocates."""
         with interrupts_deferred():
             self.manager.wake()
 
@@ -333,13 +328,8 @@ class RolloutGenerator:
 
         if self.manager.group is not None:
             raise refused("served, tensor parallel")
-        server = start_server(
-            self.manager,
-            self.tokenizer,
-            ServerOptions(**options),
-            self._weights.trained,
-            self.sync_weights,
-        )
+        trained, settings = self._weights.trained, ServerOptions(**options)
+        server = start_server(self.manager, self.tokenizer, settings, trained, self.sync_weights)
         self._servers.append(server)
         return server
 
@@ -368,11 +358,7 @@ class RolloutGenerator:
 
 @contextmanager
 def measured(manager: Any) -> Iterator[dict[str, float]]:
-    """Yield a dictionary that receives the metrics of the block's rollout, by name, at its end.
-
-    Args:
-        manager: an engine's or a pool's.
-    """
+    """Yield a dict that holds, after the block, the metrics of the engine's or pool's rollout."""
     before = manager.counters.copy()
     manager.counters.kv_blocks_peak = 0
     metrics: dict[str, float] = {}
@@ -490,12 +476,12 @@ def _kept_generator(
     model: torch.nn.Module, config: RolloutConfig, tokenizer: Any
 ) -> RolloutGenerator:
     """Return the generator kept on the model if its settings are equal, else keep a new one."""
-    kept = vars(model).setdefault(GENERATOR_ATTRIBUTE, _PersistentGenerator())
-    known = kept.generator
-    if known is not None and known.config == config and known.tokenizer is tokenizer:
-        kept.generator.sync_weights()
-    else:
-        if kept.generator is not None:
-            kept.generator.close()
-        kept.generator = RolloutGenerator(model, config, tokenizer=tokenizer)
-    return kept.generator
+    holder = vars(model).setdefault(GENERATOR_ATTRIBUTE, _PersistentGenerator())
+    generator = holder.generator
+    if generator and generator.config == config and generator.tokenizer is tokenizer:
+        generator.sync_weights()
+        return generator
+    if generator:
+        generator.close()
+    holder.generator = RolloutGenerator(model, config, tokenizer=tokenizer)
+    return holder.generator

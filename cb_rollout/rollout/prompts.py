@@ -35,17 +35,13 @@ def require_tokenizer(tokenizer: Any) -> None:
 
 
 def encoded(prompts: Iterable[Prompt], tokenizer: Any) -> list[Encoded]:
-    """Return every prompt as an engine takes it; see `encoded_or_refused`.
-
-    Raises:
-        InvalidRequestError: a prompt is refused.
-    """
-    ids = []
-    for found in encoded_or_refused(prompts, tokenizer):
-        if isinstance(found, InvalidRequestError):
-            raise found
-        ids.append(found)
-    return ids
+    """Return every prompt as an engine takes it, or raise the first `InvalidRequestError`."""
+    results = []
+    for result in encoded_or_refused(prompts, tokenizer):
+        if isinstance(result, InvalidRequestError):
+            raise result
+        results.append(result)
+    return results
 
 
 def encoded_or_refused(
@@ -53,39 +49,27 @@ def encoded_or_refused(
 ) -> list[Encoded | InvalidRequestError]:
     """Return every prompt as an engine takes it, or the error that says why it is refused.
 
-    A prompt that is the same object as the one before it is encoded once.
-
-    A text or chat is refused without a tokenizer, or if its tokenizer cannot encode it; and so is
-    an input of another type.
-
-    Args:
-        prompts: lists of token ids, returned unchanged; strings; chats, encoded by the tokenizer's
-            chat template, whose content may hold `{"type": "image", "image": ...}` parts;
-            `{"prompt": token ids or text, "images": [...]}`. An image is a PIL image, a path or an
-            array.
-        tokenizer: a transformers tokenizer, or for images a processor; None: only token ids are
-            allowed.
-
-    Raises:
-        InvalidRequestError: `prompts` is no list of prompts.
+    Texts and chats need a tokenizer; image parts and `{"prompt": ..., "images": [...]}` a
+    processor, and a PIL image, a path or an array each. A prompt that is the same object as the one
+    before it is encoded once. Raises `InvalidRequestError` if `prompts` is no list of prompts.
     """
     if isinstance(prompts, str | Mapping) or not isinstance(prompts, Iterable):
         raise InvalidRequestError(
             f"inputs is a {type(prompts).__name__}; pass a list of prompts, as [text] or "
             "tokenizer(texts)['input_ids']."
         )
-    found: list[Encoded | InvalidRequestError] = []
-    before = None
+    results: list[Encoded | InvalidRequestError] = []
+    previous = None
     for index, prompt in enumerate(prompts):
-        if found and prompt is before:
-            found.append(found[-1])
+        if results and prompt is previous:
+            results.append(results[-1])
             continue
-        before = prompt
+        previous = prompt
         try:
-            found.append(_encoded(prompt, index, tokenizer))
+            results.append(_encoded(prompt, index, tokenizer))
         except InvalidRequestError as error:
-            found.append(error)
-    return found
+            results.append(error)
+    return results
 
 
 def _encoded(prompt: Any, index: int, tokenizer: Any) -> Any:
@@ -110,25 +94,22 @@ def _encoded(prompt: Any, index: int, tokenizer: Any) -> Any:
     chat: Any = prompt
     if not is_text and has_image_parts(chat):
         return encoded_chat(chat, tokenizer, index)
+    refusal, advice = "the tokenizer does not take this text", "is it valid Unicode?"
+    if not is_text:
+        refusal = "the tokenizer's chat template does not take this chat"
+        advice = "change its messages, or the template."
     try:
         if is_text:
-            found = tokenizer(text=prompt)["input_ids"]
+            ids = tokenizer(text=prompt)["input_ids"]
         else:
-            found = tokenizer.apply_chat_template(
+            ids = tokenizer.apply_chat_template(
                 prompt, add_generation_prompt=True, tokenize=True, return_dict=True
             )["input_ids"]
         # A processor returns a batch of one.
-        return found[0] if is_processor(tokenizer) else found
+        return ids[0] if is_processor(tokenizer) else ids
     except ENCODING_FAULTS as error:
-        refused = (
-            "the tokenizer does not take this text"
-            if is_text
-            else "the tokenizer's chat template does not take this chat"
-        )
-        advice = "is it valid Unicode?" if is_text else "change its messages, or the template."
-        raise InvalidRequestError(
-            f"input {index}: {refused} ({error_text(error)}); {advice}"
-        ) from error
+        message = f"input {index}: {refusal} ({error_text(error)}); {advice}"
+        raise InvalidRequestError(message) from error
 
 
 def _require_prompt(prompt: Any, index: int) -> None:
@@ -147,7 +128,7 @@ def _require_prompt(prompt: Any, index: int) -> None:
 
 
 def one_per_input(name: str, value: Any, num_inputs: int) -> list[Any]:
-    """Return a list of a setting, given as one for all inputs or one for each."""
+    """Return a list with a setting for each input, which `value` may repeat for all."""
     # A text is one value, of a type that its own check refuses.
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):
         if len(value) != num_inputs:

@@ -4,9 +4,9 @@ Owns the choice of the sequences and the estimates of the difference. Raises not
 the caller does. Called from the training thread.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import inf, isfinite
 
 import torch
 import torch.distributed as dist
@@ -52,16 +52,13 @@ class DriftReport:
     """(sum of r)**2 / (num_tokens * sum of r**2): 1 if all r are equal, 1 / num_tokens if one
     dominates."""
     agreement: Agreement | None = None
-    """The difference held against the model's own rounding; None: it was not measured."""
+    """The difference against the model's own rounding; None: it was not measured."""
 
 
 def drift(
     sampled: dict[str, list[float]], recomputed: dict[str, list[float]], noise: float = 0.0
 ) -> DriftReport:
-    """Compare log-probabilities by request id, token by token; NaN is an infinite difference.
-
-    `noise`: rounding of the recomputed ones, in nats, of `rounding_noise`.
-    """
+    """Compare log-probabilities token by token; `noise`: rounding in nats, of `rounding_noise`."""
     pairs = [
         (a, b, request_id, position)
         for request_id, logprobs in sampled.items()
@@ -70,32 +67,29 @@ def drift(
     if not pairs:
         return DriftReport(0.0, 0.0, 0, "", 0)
     log_ratios_N = torch.tensor([b - a for a, b, _, _ in pairs], dtype=torch.float64)
-    sizes_N = log_ratios_N.abs().nan_to_num(nan=math.inf, posinf=math.inf)
+    sizes_N = log_ratios_N.abs().nan_to_num(nan=inf, posinf=inf)
     worst = int(sizes_N.argmax())
     _, _, request_id, position = pairs[worst]
     starts_at = worst - position
     notable = (sizes_N[starts_at : worst + 1] > LARGEST_MULTIPLE * noise).nonzero()
-    # Ratios that are not finite allow no estimate.
-    k1 = k3 = chi_squared = math.inf
-    effective_sample_size = 0.0
-    square = float(log_ratios_N.mul(2).exp().mean())
-    if math.isfinite(square) and log_ratios_N.isfinite().all():
-        ratios_N = log_ratios_N.exp()
-        k1 = float(-log_ratios_N.mean())
-        k3 = float((ratios_N - 1 - log_ratios_N).mean())
-        chi_squared = square - 1
-        effective_sample_size = float(ratios_N.mean()) ** 2 / square if square else 0.0
-    return DriftReport(
+    report = DriftReport(
         max=float(sizes_N[worst]),
         mean=float(sizes_N.mean()),
         num_tokens=len(pairs),
         request_id=request_id,
         position=position,
         first_position=int(notable[0]) if len(notable) else None,
-        k1=k1,
-        k3=k3,
-        chi_squared=chi_squared,
-        effective_sample_size=effective_sample_size,
+    )
+    ratios_N, square = log_ratios_N.exp(), float(log_ratios_N.mul(2).exp().mean())
+    if not (isfinite(square) and log_ratios_N.isfinite().all()):
+        # Ratios that are not finite allow no estimate.
+        return replace(report, k1=inf, k3=inf, chi_squared=inf, effective_sample_size=0.0)
+    return replace(
+        report,
+        k1=float(-log_ratios_N.mean()),
+        k3=float((ratios_N - 1 - log_ratios_N).mean()),
+        chi_squared=square - 1,
+        effective_sample_size=float(ratios_N.mean()) ** 2 / square if square else 0.0,
     )
 
 
@@ -105,18 +99,14 @@ def rollout_drift(
     num_sequences: int,
     is_collective: bool,
 ) -> DriftReport:
-    """Recompute `num_sequences` finished sequences, taken evenly over a rollout, and compare.
+    """Recompute `num_sequences` >= 1 finished sequences, evenly chosen, of this policy; compare.
 
-    Args:
-        manager: the manager of the engine that generated them.
-        rollout: all sequences; those of an older policy version or of changed logits are skipped.
-        num_sequences: at least 1.
-        is_collective: the model is sharded, so every process must run equally many forwards.
+    `is_collective`: the model is sharded, so every process must run equally many forwards.
     """
     if num_sequences < 1:
         raise InvalidRequestError(f"num_sequences={num_sequences} is below 1.")
     if is_collective:
-        rollout = _of_one_kind(rollout)
+        rollout = _alike_on_all_processes(rollout)
     config, policy_version = manager.config, manager.policy_version
     replays = config.sampling_mask == SamplingMaskMode.REPLAY
     is_processed = replays or config.logprobs_mode == LogprobsMode.PROCESSED
@@ -142,9 +132,10 @@ def rollout_drift(
         None if is_collective else _precise_values(manager, measured),
         manager.engine.compute_dtype,
     )
-    found, expected = _values(sampled, chosen), _values(recomputed, chosen)
-    report = drift(sampled, recomputed, float(noise))
-    return replace(report, agreement=agrees(found, expected, noise.expand(len(found))))
+    agreement = agrees(
+        _values(sampled, chosen), _values(recomputed, chosen), noise.expand(len(chosen))
+    )
+    return replace(drift(sampled, recomputed, float(noise)), agreement=agreement)
 
 
 def _precise_values(
@@ -152,23 +143,19 @@ def _precise_values(
 ) -> list[torch.Tensor] | None:
     """Return log-probabilities in a higher precision; None: one of them cannot, or takes long."""
     with manager.loop.paused():
-        found = [manager.engine.recompute_precisely(request) for request in requests]
-    values = [torch.tensor(logprobs) for logprobs in found if logprobs is not None]
-    return values if len(values) == len(found) else None
+        rows = [manager.engine.recompute_precisely(request) for request in requests]
+    return None if None in rows else [torch.tensor(logprobs) for logprobs in rows]
 
 
 def _values(logprobs: dict[str, list[float]], requests: Sequence[Request]) -> list[torch.Tensor]:
     return [torch.tensor(logprobs[request.request_id]) for request in requests]
 
 
-def _of_one_kind(rollout: Sequence[Request]) -> list[Request]:
+def _alike_on_all_processes(rollout: Sequence[Request]) -> list[Request]:
     """Return the sequences with images where every process has any, else those without.
 
-    A forward with images alone gathers the parts of a sharded vision tower, so that the processes
-    run forwards of one kind.
-
-    Raises:
-        InvalidRequestError: some processes have only sequences with images, others only without.
+    Only a forward with images gathers the parts of a sharded vision tower, so all processes must
+    run the same of the two.
     """
     kinds = [set[bool]()] * dist.get_world_size()
     dist.all_gather_object(kinds, {request.images is not None for request in rollout})

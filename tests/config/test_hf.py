@@ -5,7 +5,6 @@ import pytest
 from transformers import GenerationConfig
 
 from cb_rollout.config.hf import (
-    ASSISTED_DECODING,
     INERT,
     OTHER_NAME,
     REFUSED,
@@ -66,7 +65,7 @@ def test_a_generation_setting_that_is_not_honoured_is_refused(field, value):
 
 def test_every_field_of_the_installed_generation_config_is_honoured_refused_or_irrelevant():
     fields = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
-    known = (*SAME_NAME, *OTHER_NAME, *INERT, *ASSISTED_DECODING, *REFUSED)
+    known = (*SAME_NAME, *OTHER_NAME, *INERT, *REFUSED)
     assert fields - {*known} == set(), "new fields: honour or refuse each in config/hf.py"
     assert len(known) == len({*known}), "a field is listed twice"
     honoured = {field.name for field in dataclasses.fields(SamplingParams)}

@@ -3,8 +3,8 @@ import dataclasses
 import pytest
 from transformers.generation.configuration_utils import CompileConfig, ContinuousBatchingConfig
 
-from cb_rollout.config.compilation import CompileSettings
 from cb_rollout.config.hf import as_rollout_config
+from cb_rollout.config.reference import CompileSettings
 from cb_rollout.config.rollout import RolloutConfig
 from cb_rollout.errors import ConfigurationError
 

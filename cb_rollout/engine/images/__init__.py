@@ -1,4 +1,4 @@
-"""Images of prompts: read by the processor, held image by image, encoded once, and checked.
+"""Images of prompts: read by the processor, stored image by image, encoded once, and checked.
 
 `processor` makes token ids and tensors of a prompt with pictures, `prompt_images` holds them,
 `inputs` gives a forward its tensors and positions, `encoder_cache` keeps features, and `check`

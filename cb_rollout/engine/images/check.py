@@ -27,20 +27,11 @@ from cb_rollout.errors import ConfigurationError, error_text
 def check_images(
     runner: ModelRunner, layout: CacheLayout, prompt_ids: list[int], images: PromptImages
 ) -> None:
-    """Refuse a model that does not compute a prompt with images on pages as its plain forward does.
+    """Refuse a model that computes a prompt with images on pages unlike its plain forward.
 
-    Sets what the runner does with prompts of this kind. Where the model differs if features are
-    kept, none are. Where it differs if a forward begins between images, none does. Where it differs
-    if a forward computes several prompts, each has its own.
-
-    Args:
-        runner: runs the model, which passed `check_model`.
-        layout: the page layout.
-        prompt_ids: token ids of the prompt, expanded.
-        images: its images.
-
-    Raises:
-        ConfigurationError: the model takes no images, or differs from its plain forward.
+    The model has passed `check_model`. Where it differs otherwise, the runner keeps no features,
+    begins no forward between images, or shares no prefill, for prompts of this kind. Raises
+    `ConfigurationError`.
     """
     name = type(runner.model).__name__
     if not runner.image_inputs.are_read(images):
@@ -82,19 +73,19 @@ def check_images(
             is_measured=is_measurable(runner.model, len(row)),
             can_raise_precision=not runner.is_split,
         )
+        comparison = _Comparison(runner, layout, row, text, images, surest)
         if not surest.is_higher:
-            _Comparison(runner, layout, row, text, images, surest).run()
+            comparison.run()
             return
         backend, runner.attention_backend = runner.attention_backend, None
         try:
             with runner.computing_in(surest.dtype):
-                pages = layout.at_least(surest.dtype)
-                _Comparison(runner, pages, row, text, images, surest).run()
+                replace(comparison, layout=layout.at_least(surest.dtype)).run()
         finally:
             runner.attention_backend = backend
-            # What was kept is of another precision.
+            # The features are of another precision.
             runner.encoder_cache.clear()
-        _Comparison(runner, layout, row, text, images, own[0]).require_whole_prompt()
+        replace(comparison, reference=own[0]).require([len(prompt_ids)])
 
 
 @dataclass
@@ -113,42 +104,34 @@ class _Comparison:
 
     @property
     def plain_3V(self) -> torch.Tensor:
-        """Return the reference's values."""
         return torch.stack(list(self.reference.values))
 
     def run(self) -> None:
-        """Find what of features and of cut prompts is right.
-
-        Raises:
-            ConfigurationError: not even a whole prompt is, without features kept.
-        """
+        """Find whether features may be kept, prompts cut, prefills shared; refuse if none helps."""
         num_prompt, num_images = len(self.row) - 2, self.images.num_tokens
         # The second forward reads the features that the first one left.
         is_chunked = num_images < num_prompt and not self.layout.is_recurrent
         ways = [num_prompt, num_images if is_chunked else num_prompt]
-        encoder_cache = self.runner.encoder_cache
+        runner, encoder_cache = self.runner, self.runner.encoder_cache
         if self._difference(ways)[0] and encoder_cache.is_used:
             encoder_cache.is_used = False
             encoder_cache.clear()
-        self._require(ways)
+        self.require(ways)
         first = self.images.images[-1].tokens.start
         can_cut = first > 0 and self.images.is_divided and not self.layout.is_recurrent
-        self.runner.cuts_images[self.images.kind] = can_cut and not self._difference([first])[0]
-        if self.runner.batch_layout is BatchLayout.PACKED:
+        runner.cuts_images[self.images.kind] = can_cut and not self._difference([first])[0]
+        if runner.batch_layout is BatchLayout.PACKED:
             # The features of pixels that no prompt has are counted and kept nowhere.
-            self.runner.encoder_cache = EncoderCache(encoder_cache.max_bytes)
-            self.runner.encoder_cache.is_used = encoder_cache.is_used
+            runner.encoder_cache = EncoderCache(encoder_cache.max_bytes)
+            runner.encoder_cache.is_used = encoder_cache.is_used
             try:
                 if self._can_share():
-                    self.runner.shares_prefill.add(self.images.kind)
+                    runner.shares_prefill.add(self.images.kind)
             finally:
-                self.runner.encoder_cache = encoder_cache
+                runner.encoder_cache = encoder_cache
 
-    def require_whole_prompt(self) -> None:
-        """Refuse a model that differs where the whole prompt is prefilled at once."""
-        self._require([len(self.row) - 2])
-
-    def _require(self, ways: list[int]) -> None:
+    def require(self, ways: list[int]) -> None:
+        """Refuse a model that differs where a first forward computes this many tokens."""
         found, failure = self._difference(ways)
         if found:
             raise ConfigurationError(
@@ -157,7 +140,6 @@ class _Comparison:
             ) from failure
 
     def _can_share(self) -> bool:
-        """Return whether prompts with images, and text, have the same results in one prefill."""
         other = _altered(self.images)
         together, _ = attempt(lambda: self._together(other))
         if together is None:
@@ -165,29 +147,27 @@ class _Comparison:
         runner, row = self.runner, self.row
         plain_3V = runner.plain_logits(row, images=other, num_last=3).log_softmax(-1)
         text_3V = runner.plain_logits(self.text)[-3:].log_softmax(-1)
-        each = self.plain_3V, text_3V, plain_3V
         # Another picture must show, or those of two prompts could be confused.
         is_seen = bool(self._distance(self.plain_3V, plain_3V))
-        expected = torch.cat([torch.stack([one[n] for one in each]) for n in range(2)])
-        return is_seen and not self._distance(expected, together)
+        expected_33V = torch.stack([self.plain_3V, text_3V, plain_3V], dim=1)
+        return is_seen and not self._distance(expected_33V[:2].flatten(0, 1), together)
 
     def _together(self, other: PromptImages) -> torch.Tensor:
         """Return log-probabilities after three prompts and after one more token of each, `[6, V]`.
 
-        One forward prefills them: the prompt, a text, and the prompt with another picture.
+        One forward prefills the prompt, a text, and the prompt with another picture.
         """
         runner, pages, rows = self.runner, self._pages(3), [self.row, self.text, self.row]
-        images, lengths = [self.images, None, other], [len(row) - 2 for row in rows]
-        runner.image_inputs.find_positions([(self.row[:-2], one) for one in images if one])
-        prompts = [row[:-2] for row in rows]
+        prompts, images = [row[:-2] for row in rows], [self.images, None, other]
+        runner.image_inputs.find_positions([(prompts[0], self.images), (prompts[0], other)])
+        lengths = list(map(len, prompts))
         logits = runner.logits(ForwardBatch(prompts, lengths, range(3), *pages, images=images))
-        offsets = [one.position_offset or 0 if one else 0 for one in images]
+        offsets = [self.images.position_offset or 0, 0, other.position_offset or 0]
         new, lengths = [row[-2:-1] for row in rows], [length + 1 for length in lengths]
         following = runner.logits(ForwardBatch(new, lengths, range(3), *pages, offsets))
         return torch.cat([logits, following]).log_softmax(-1)
 
     def _difference(self, ways: list[int]) -> tuple[str, Exception | None]:
-        """Return how log-probabilities differ from the plain forward's, and an error; "": not."""
         for num_first in ways:
             paged, failure = attempt(partial(self._paged, num_first))
             if paged is None:
@@ -209,7 +189,6 @@ class _Comparison:
     def _prefilled(
         self, start: int, stop: int, images: PromptImages, pages: tuple[PagedCache, BlockTable]
     ) -> torch.Tensor:
-        """Return logits after the prompt's tokens from `start` to `stop`, `[1, V]`."""
         runner, num_prompt = self.runner, images.num_prompt_tokens
         runner.image_inputs.find_positions([(self.row[:num_prompt], images)])
         sides = [runner.rope.side(max(stop, num_prompt))]
@@ -252,7 +231,6 @@ class _Comparison:
 
 
 def _altered(images: PromptImages) -> PromptImages:
-    """Return images of the same sizes, whose pixels have the other sign."""
     altered = [
         image._replace(
             tensors={n: -t if t.is_floating_point() else t for n, t in image.tensors.items()},

@@ -14,6 +14,7 @@ from itertools import chain
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 from transformers.utils import ModelOutput
 
 from cb_rollout.compat import multimodal
@@ -34,12 +35,7 @@ class EncoderCache:
     """Features of the images that were read last, under one policy version."""
 
     def __init__(self, max_bytes: int = 0, counters: EngineCounters | None = None) -> None:
-        """Start empty.
-
-        Args:
-            max_bytes: bytes to keep; those read longest ago are forgotten first. 0: none are kept.
-            counters: counts images encoded and reused.
-        """
+        """Start empty; keep at most `max_bytes`, forgetting first the features read longest ago."""
         self.max_bytes = max_bytes
         self.num_bytes = 0
         self.is_used = True
@@ -49,23 +45,17 @@ class EncoderCache:
         self._features: OrderedDict[tuple[int, bytes], tuple[Any, int]] = OrderedDict()
 
     def clear(self) -> None:
-        """Forget all features: they are of older weights, or their memory is wanted."""
         self._features.clear()
         self.num_bytes = 0
 
     @contextmanager
-    def serving(
-        self,
-        model: torch.nn.Module,
-        images: Sequence[Image],
-        given: Mapping[str, torch.Tensor],
+    def installed(
+        self, model: torch.nn.Module, images: Sequence[Image], given: Mapping[str, torch.Tensor]
     ) -> Iterator[None]:
         """Have the model read known features in a forward of prompts with images.
 
-        Args:
-            model: the model whose forward runs inside.
-            images: what the forward computes, in its order, with tensors on its device.
-            given: the tensors that the forward is given, by name: those of all images, joined.
+        `images` are the forward's, on its device; `given` its tensors of all images, joined, by
+        name.
         """
         encoders = multimodal.image_encoders(model) if self.is_used else []
         with ExitStack() as stack:
@@ -86,10 +76,7 @@ class EncoderCache:
         *arguments: Any,
         **named: Any,
     ) -> Any:
-        """Return what an encoder's `own` method does, each image computed once and alone.
-
-        Images are computed together where the method is given other tensors than the forward is.
-        """
+        """Return an encoder's output, image by image unless it gets other tensors than these."""
         if self._is_encoding:
             # One encoder calls another, whose output is a part of its own.
             return own(*arguments, **named)
@@ -111,7 +98,6 @@ class EncoderCache:
         )
 
     def _cached(self, key: tuple[int, bytes], num_images: int, encode: Callable[[], Any]) -> Any:
-        """Return the features of images by their key, computed by `encode` where not known."""
         if key in self._features:
             self._features.move_to_end(key)
             self.counters.images_reused += num_images
@@ -124,7 +110,8 @@ class EncoderCache:
         finally:
             self._is_encoding = False
         self.counters.images_encoded += num_images
-        num_bytes = sum(tensor.nbytes for tensor in _tensors(features))
+        leaves = pytree.tree_leaves(features)
+        num_bytes = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
         if num_bytes <= self.max_bytes:
             while self.num_bytes + num_bytes > self.max_bytes:
                 _, (_, freed) = self._features.popitem(last=False)
@@ -135,10 +122,7 @@ class EncoderCache:
 
 
 def _slim(output: Any) -> Any:
-    """Return an encoder's output without what only its own layers read.
-
-    Parts of larger tensors are copied, so that these can be freed.
-    """
+    """Drop what only the encoder's layers read; copy parts, so that larger tensors are freed."""
     if isinstance(output, torch.Tensor):
         is_part = output.untyped_storage().nbytes() > output.nbytes
         return output.clone() if is_part else output
@@ -149,16 +133,6 @@ def _slim(output: Any) -> Any:
     if isinstance(output, list | tuple):
         return type(output)([_slim(value) for value in output])
     return output
-
-
-def _tensors(output: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors of an encoder's output."""
-    if isinstance(output, torch.Tensor):
-        yield output
-    elif isinstance(output, list | tuple | ModelOutput):
-        values = output.values() if isinstance(output, ModelOutput) else output
-        for value in values:
-            yield from _tensors(value)
 
 
 def _joined(outputs: Sequence[Any], *, are_of_images: bool = False) -> Any:

@@ -5,6 +5,7 @@ A: axes of positions, N: new tokens of all rows, T: tokens of a prompt.
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from itertools import chain
 
 import torch
 from transformers import PreTrainedModel
@@ -26,33 +27,26 @@ class ImageInputs:
         """True if pixels are cast to the model's dtype, because its forward takes no other."""
 
     def are_read(self, images: PromptImages) -> bool:
-        """Return whether the forward takes the pixels of these images."""
         tensors = images.images[0].tensors
         return any(t.is_floating_point() and name in self._names for name, t in tensors.items())
 
     def on_device(self, images: PromptImages, start: int = 0) -> PromptImages:
-        """Return what a forward takes that begins at `start`, on its device."""
         dtype = self._model.dtype if self.casts_pixels else None
         return images.taken(self._names, self._device, dtype, start)
 
     def arguments(self, images: PromptImages, start: int, stop: int) -> dict[str, torch.Tensor]:
-        """Return the tensors for the tokens from `start` to `stop`, on the forward's device."""
         return self.on_device(images, start).arguments(start, stop)
 
     def positions(self, images: PromptImages, start: int, stop: int) -> torch.Tensor:
-        """Return the position ids of a sequence's tokens, `[1, tokens]` or `[A, 1, tokens]`.
-
-        `find_positions` found those of the prompt; later tokens are text.
-        """
+        """Return position ids, `[1, tokens]` or `[A, 1, tokens]`; after the prompt, of text."""
         assert images.positions is not None, "no position was found"
         assert images.position_offset is not None
-        known = images.positions[..., start:stop].to(self._device)
+        of_prompt = images.positions[..., start:stop].to(self._device)
         first, offset = max(start, images.num_prompt_tokens), images.position_offset
         later = torch.arange(first + offset, max(first, stop) + offset, device=self._device)
-        return joined_positions([known, later[None]])
+        return joined_positions([of_prompt, later[None]])
 
     def find_positions(self, prompts: Sequence[tuple[Sequence[int], PromptImages]]) -> None:
-        """Set `positions` and `position_offset` of each prompt's images, without a forward."""
         new = [prompt for prompt in prompts if prompt[1].positions is None]
         # One more token, which is text: where the prompt ends in an image, the next position is not
         # the last one plus one.
@@ -70,9 +64,7 @@ class ImageInputs:
 def joined_positions(positions: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the position ids of rows as of one, `[1, N]` or `[A, 1, N]`.
 
-    Args:
-        positions: `[1, tokens]` or `[A, 1, tokens]` of each row; one of text has the same position
-            in all axes.
+    Each row has `[1, tokens]` or `[A, 1, tokens]`; one of text has the same position in all axes.
     """
     most = max(positions, key=torch.Tensor.dim)
     if most.dim() > 2:
@@ -87,25 +79,17 @@ def joined_tensors(
     per_token: frozenset[str],
     dim: int,
 ) -> dict[str, torch.Tensor]:
-    """Return the arguments of one forward from those of its rows.
+    """Return the arguments of one forward from those of its rows, by name.
 
-    Tensors of images stand one after the other; of those with a number for each token a row without
-    images has zeros.
-
-    Args:
-        rows: the tensors of each row by name; empty for a row of text.
-        num_tokens: numbers that a tensor of `per_token` has for each row.
-        per_token: names of the tensors that hold a number for each token, `[1, tokens, ...]`.
-        dim: along which those are joined: 1 to one row of all tokens, 0 to rows of one length.
+    Tensors of images are concatenated. Those of `per_token`, `[1, num_tokens, ...]` for each row,
+    zeros for one of text, are joined along `dim`: 1 to one row of all tokens, 0 to rows of one
+    length.
     """
     arguments: dict[str, torch.Tensor] = {}
-    for name in {name: None for row in rows for name in row}:
-        present = [row[name] for row in rows if name in row]
+    for name in dict.fromkeys(chain(*rows)):
+        tensors = [row[name] for row in rows if name in row]
         if name in per_token:
-            first = present[0]
-            present = [
-                row.get(name, first.new_zeros(1, number, *first.shape[2:]))
-                for row, number in zip(rows, num_tokens, strict=True)
-            ]
-        arguments[name] = joined(present, dim if name in per_token else 0)
+            zeros = [tensors[0].new_zeros(1, num, *tensors[0].shape[2:]) for num in num_tokens]
+            tensors = [row.get(name, zero) for row, zero in zip(rows, zeros, strict=True)]
+        arguments[name] = joined(tensors, dim if name in per_token else 0)
     return arguments

@@ -56,10 +56,7 @@ class ImagePrompt:
     """Results of `images` by its argument: a repeated prompt is hashed once."""
 
     def images(self, placeholders: frozenset[int]) -> PromptImages:
-        """Return the images as an engine takes them.
-
-        `placeholders`: token ids that stand for images, as the model says.
-        """
+        """Return the images as an engine takes them, whose model has these `placeholders`."""
         if placeholders not in self.made:
             spans = _spans(self.token_ids, self.placeholders | placeholders, self.num_images)
             self.made[placeholders] = create_prompt_images(
@@ -81,7 +78,11 @@ def has_image_parts(chat: Sequence[Mapping[str, Any]]) -> bool:
 
 def image_parts(chat: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
     """Return the parts of a chat that stand for images."""
-    return (part for part in _parts(chat) if part.get("type") in IMAGE_PARTS)
+    return filter(_is_image_part, _parts(chat))
+
+
+def _is_image_part(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") in IMAGE_PARTS
 
 
 def picture_of(part: Mapping[str, Any]) -> Any:
@@ -92,41 +93,11 @@ def picture_of(part: Mapping[str, Any]) -> Any:
     return next((part[key] for key in PICTURE_KEYS if part.get(key) is not None), None)
 
 
-def with_image_parts(
-    chat: Sequence[Mapping[str, Any]], convert: Callable[[Mapping[str, Any]], Any]
-) -> list[dict[str, Any]]:
-    """Return a chat whose image parts are converted, in their order."""
-
-    def converted(content: Any) -> Any:
-        if not isinstance(content, Sequence) or isinstance(content, str):
-            return content
-        return [
-            convert(part) if isinstance(part, Mapping) and part.get("type") in IMAGE_PARTS else part
-            for part in content
-        ]
-
-    return [
-        {**message, "content": converted(message["content"])}
-        if "content" in message
-        else dict(message)
-        for message in chat
-    ]
-
-
 def encoded_row(row: Mapping[str, Any], processor: Any, index: int) -> Any:
-    """Return the prompt of `{"prompt": token ids, text or chat, "images": [...]}`.
+    """Return the prompt of `{"prompt": token ids, text or chat, "images": [...]}`, or refuse it.
 
-    Args:
-        row: the prompt and its images, in their order; a chat has an `{"type": "image"}` part for
-            each.
-        processor: the model's processor.
-        index: of the input, for errors.
-
-    Returns:
-        An `ImagePrompt`; without images the row's prompt as it is.
-
-    Raises:
-        InvalidRequestError: the row or a picture is not what it should be.
+    A chat has an `{"type": "image"}` part for each image. Without images the prompt is returned as
+    it is. `index` names the input in errors.
     """
     unknown = sorted(set(map(str, row)) - {"prompt", "images"})
     if unknown or "prompt" not in row:
@@ -151,21 +122,11 @@ def encoded_row(row: Mapping[str, Any], processor: Any, index: int) -> Any:
 
 
 def encoded_chat(
-    chat: Sequence[Mapping[str, Any]],
-    processor: Any,
-    index: int,
-    tools: Sequence[Any] | None = None,
+    chat: Sequence[Mapping[str, Any]], processor: Any, index: int, tools: Any = None
 ) -> ImagePrompt:
-    """Return a chat with image parts, encoded by the processor's chat template.
+    """Return a chat with `{"type": "image", "image": ...}` parts as the processor encodes it.
 
-    Args:
-        chat: messages, whose content may hold `{"type": "image", "image": ...}` parts.
-        processor: the model's processor.
-        index: of the input, for errors.
-        tools: for the template; None: it gets none.
-
-    Raises:
-        InvalidRequestError: a part or a picture is not what it should be.
+    `tools` are for its chat template; `index` names the input in an `InvalidRequestError`.
     """
     _require_processor(processor, index)
     for part in _parts(chat):
@@ -203,7 +164,6 @@ def _require_processor(processor: Any, index: int) -> None:
 
 
 def _parts(chat: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
-    """Yield the parts of every message."""
     for message in chat:
         content = message.get("content")
         if isinstance(content, Sequence) and not isinstance(content, str):
@@ -213,18 +173,24 @@ def _parts(chat: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
 def _with_pictures(
     chat: Sequence[Mapping[str, Any]], pictures: Sequence[Any], index: int
 ) -> list[dict[str, Any]]:
-    """Return a chat whose image parts hold these pictures, in their order."""
     num_parts = len(list(image_parts(chat)))
     if num_parts != len(pictures):
         raise InvalidRequestError(
             f"input {index} has {num_parts} image parts and {len(pictures)} images; give one each."
         )
     left = iter(pictures)
-    return with_image_parts(chat, lambda _: {"type": "image", "image": next(left)})
+    messages = [dict(message) for message in chat]
+    for message in messages:
+        content = message.get("content")
+        if isinstance(content, Sequence) and not isinstance(content, str):
+            message["content"] = [
+                {"type": "image", "image": next(left)} if _is_image_part(part) else part
+                for part in content
+            ]
+    return messages
 
 
 def _loaded(images: Sequence[Any], index: int) -> list[Any]:
-    """Return pictures whose pixels are in memory: PIL images (the first frame), or arrays."""
     from PIL import Image
     from transformers import image_utils
 
@@ -264,11 +230,7 @@ def _opened(path: str | os.PathLike[str]) -> Any:
 def _processed(
     call: Callable[[list[Any]], Any], pictures: list[Any], index: int
 ) -> dict[str, torch.Tensor]:
-    """Return the processor's tensors; where it does not take the pictures, of their RGB colours.
-
-    Raises:
-        InvalidRequestError: it takes neither.
-    """
+    """Return the processor's tensors of pictures, or of their RGB colours where it refuses."""
     is_rgb = [getattr(picture, "mode", "RGB") == "RGB" for picture in pictures]
     try:
         return dict(call(pictures))
@@ -283,7 +245,6 @@ def _processed(
 
 
 def _of_text(text: str, pictures: list[Any], processor: Any, index: int) -> dict[str, torch.Tensor]:
-    """Return the processor's tensors of a text with pictures."""
     # Not every processor refuses other numbers (LLaVA's in transformers 5.17).
     marker = getattr(processor, "image_token", None)
     num_markers = text.count(marker) if isinstance(marker, str) else 0
@@ -317,10 +278,7 @@ def _prompt_of(
 def _per_token(
     tensors: Mapping[str, torch.Tensor], processor: Any, num_tokens: int
 ) -> frozenset[str]:
-    """Return the names of the tensors that hold a number for each token of a prompt.
-
-    A tensor of an image may happen to have as many columns as the prompt has tokens.
-    """
+    """Return names of tensors per token; an image's tensor may happen to have as many columns."""
     of_images = multimodal.image_input_names(processor)
     return frozenset(
         name
@@ -332,10 +290,7 @@ def _per_token(
 
 
 def _of_token_ids(prompt: Any, pictures: list[Any], processor: Any, index: int) -> ImagePrompt:
-    """Return expanded token ids with their pictures.
-
-    The processor expands a prompt of placeholders alone, which says how many the pictures take.
-    """
+    """Return expanded token ids with their pictures; a prompt of markers alone says how many."""
     try:
         token_ids = [int(token_id) for token_id in prompt]
     except (TypeError, ValueError) as error:
@@ -363,7 +318,6 @@ def _of_token_ids(prompt: Any, pictures: list[Any], processor: Any, index: int) 
 
 
 def _of_markers(pictures: list[Any], processor: Any, index: int) -> dict[str, torch.Tensor]:
-    """Return the processor's tensors of a prompt that consists of the pictures alone."""
     markers = multimodal.image_markers(processor)
     if not markers:
         raise ConfigurationError(
@@ -384,11 +338,10 @@ def _of_markers(pictures: list[Any], processor: Any, index: int) -> dict[str, to
 
 
 def _spans(token_ids: Sequence[int], known: frozenset[int], num_images: int) -> list[range]:
-    """Return where the images' tokens stand.
+    """Return the spans of the images' tokens.
 
-    Runs of placeholders are the images one by one, if there is a run for each. Else (tiles with a
-    token between them, neighbours without one) all images are one span; and so is the whole prompt
-    where no placeholder is known.
+    Each run of placeholders is an image, if there are as many; else (tiles with a token between
+    them, neighbours without one) all images are one span, or without placeholders the whole prompt.
     """
     runs = groupby(range(len(token_ids)), lambda index: token_ids[index] in known)
     of_images = [list(run) for is_image, run in runs if is_image]

@@ -31,7 +31,7 @@ class Image(NamedTuple):
     digest: bytes
     """A hash of its tensors."""
     tensors: Mapping[str, torch.Tensor]
-    """Its part of the forward's arguments by name."""
+    """Its rows of the forward's arguments by name."""
 
 
 @dataclass(slots=True, eq=False)
@@ -65,12 +65,12 @@ class PromptImages:
 
     @property
     def kind(self) -> tuple[bool, bool]:
-        """Return what an engine checks anew: whether there are several, and are divided."""
+        """Return (has several images, each has its own tensors); each pair is checked once."""
         return len(self.images) > 1, self.is_divided
 
     @property
     def prefill_key(self) -> Hashable:
-        """Return what is the same for prompts that may share a prefill; None: this one may not."""
+        """Return what prompts must have in common to share a prefill; None: not allowed."""
         return self.sizes if self.may_share_prefill else None
 
     @property
@@ -80,15 +80,11 @@ class PromptImages:
 
     @property
     def digest(self) -> bytes:
-        """Return a hash of all the images."""
         joined = b"".join(image.digest for image in self.images)
         return hashlib.blake2b(joined, digest_size=DIGEST_BYTES).digest()
 
     def num_resumable(self, num_tokens: int) -> int:
-        """Return the most tokens, at most `num_tokens`, after which a forward may begin.
-
-        Such a forward computes no part of an image, but all of it or nothing.
-        """
+        """Return the most tokens, up to `num_tokens`, after which a forward cuts no image."""
         if num_tokens >= self.num_tokens:
             return num_tokens
         if not self.may_be_cut or not self.is_divided:
@@ -103,13 +99,9 @@ class PromptImages:
         dtype: torch.dtype | None = None,
         start: int = 0,
     ) -> "PromptImages":
-        """Return what a forward takes which begins at a token, on its device.
+        """Return the images and tensors that a forward takes which begins at token `start`.
 
-        Args:
-            names: arguments of the forward; others are left out.
-            device: the forward's.
-            dtype: of numbers that are not whole; None: as they are.
-            start: the forward's first token; images before it are left out.
+        `names` are its arguments; `dtype` is of numbers that are not whole; None: as they are.
         """
 
         def moved(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -126,8 +118,7 @@ class PromptImages:
     def arguments(self, start: int, stop: int) -> dict[str, torch.Tensor]:
         """Return the tensors for a forward of a sequence's tokens from `start` to `stop`.
 
-        A tensor with a number for each prompt token is cut, or continued with zeros: sampled tokens
-        are text.
+        Zeros continue a tensor with a number for each prompt token: sampled tokens are text.
         """
         new = [image.tensors for image in self.images if image.tokens.stop > start]
         given = {
@@ -141,17 +132,16 @@ class PromptImages:
         return given
 
     def before(self, number: int) -> "PromptImages":
-        """Return the images before one, as of a prompt that ends where it begins."""
         stop = self.images[number].tokens.start
         of_tokens = {name: tensor[:, :stop] for name, tensor in self.of_tokens.items()}
         return PromptImages(self.images[:number], stop, of_tokens, self.dims, self.is_divided)
 
     def cache_keys(self, token_ids: Sequence[int], start: int, stop: int) -> list[Hashable]:
-        """Return what identifies the tokens from `start` to `stop`: ids, and of images the tensors.
+        """Return the prefix-cache keys of the tokens from `start` to `stop`: ids, hashes of images.
 
-        A token of an image is its id, a hash and its index within the image. The hash is of its own
-        tensors where a forward may begin after it; otherwise a model may compute it with the later
-        images in view, and the hash is of all.
+        A token of an image has its id, a hash and its index in the image. The hash is of all images
+        unless a forward may begin after this one: a model may compute it with the later images in
+        view.
         """
         keys: list[Hashable] = list(token_ids[start:stop])
         of_all = None if self.may_be_cut else self.digest
@@ -169,14 +159,10 @@ def create_prompt_images(
     per_token: frozenset[str],
     token_ids: Sequence[int],
 ) -> PromptImages:
-    """Divide a processor's tensors into images, as far as they tell how, and hash them.
+    """Divide a processor's CPU tensors into images, as far as they tell how, and hash them.
 
-    Args:
-        tensors: arguments of the model's forward, on the CPU.
-        spans: indices of the tokens of each image; one of all images where they stand together.
-        num_images: N.
-        per_token: names of the tensors that hold a number for each token.
-        token_ids: T tokens of the prompt.
+    `spans` are the indices of each image's tokens, or one of all N images where they stand
+    together. `per_token` names the tensors with a number for each of the T `token_ids`.
     """
     of_images = {name: t for name, t in tensors.items() if name not in per_token}
     divided = None
@@ -202,10 +188,7 @@ def create_prompt_images(
 def _divided(
     tensors: Mapping[str, torch.Tensor], lengths: Sequence[int]
 ) -> tuple[dict[str, int], list[dict[str, torch.Tensor]]] | None:
-    """Return the dimension along which each tensor divides, and the tensors of each image.
-
-    None: nothing tells how.
-    """
+    """Return each tensor's dimension of division, and each image's tensors; None: nothing tells."""
     dims: dict[str, int] = {}
     each: list[dict[str, torch.Tensor]] = [{} for _ in lengths]
     for name, tensor in tensors.items():
@@ -247,7 +230,7 @@ def _is_grid(tensor: torch.Tensor) -> bool:
 
 
 def joined(tensors: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
-    """Return tensors along `dim`; one alone as it is."""
+    """Concatenate tensors along `dim`, without a copy of a single tensor."""
     return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors), dim)
 
 

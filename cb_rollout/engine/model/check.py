@@ -56,15 +56,8 @@ def check_model(
 ) -> CacheLayout:
     """Probe the cache layout, and set the runner's batch layout and attention backend.
 
-    Args:
-        runner: runs the model.
-        page_layout: gives a layout the dtypes of its pages.
-
-    Returns:
-        The page layout under which the model agrees with its plain forward.
-
-    Raises:
-        ConfigurationError: the model agrees under no batch layout.
+    Returns the layout, with the dtypes that `page_layout` gives its pages, under which the model
+    agrees with its plain forward. Raises `ConfigurationError` if it agrees under no batch layout.
     """
     name = type(runner.model).__name__
     rows = text_rows(runner)
@@ -89,23 +82,22 @@ def check_model(
             return page_layout(layout)
         if runner.is_bitwise:
             _require_same_bits(runner)
-        found, expected = "", _references(runner, layout, rows, plain)
+        difference, expected = "", _references(runner, layout, rows, plain)
         for runner.batch_layout in BatchLayout:
             if runner.batch_layout is BatchLayout.PACKED and not layout.can_pack:
                 continue
-            found, failure = _difference(runner, layout, rows, expected)
-            if not found:
+            difference, failure = _difference(runner, layout, rows, expected)
+            if not difference:
                 pages = page_layout(layout)
                 runner.backend_selection = _set_backend(runner, layout, pages, rows, expected)
                 return pages
-        refusal = _refusal(runner, rows, found)
+        refusal = _refusal(runner, rows, difference)
     raise ConfigurationError(refusal) from failure
 
 
 def _references(
     runner: ModelRunner, layout: CacheLayout, rows: list[list[int]], plain: list[torch.Tensor]
 ) -> list[Reference]:
-    """Return what each batch layout and each kernel has to agree with."""
     expected, dtype = _after_each(plain, _forwards(layout)), runner.rounding_dtype
     if runner.is_bitwise:
         return [Reference(expected, torch.zeros(len(expected)), dtype, is_higher=False)]
@@ -147,7 +139,6 @@ def _difference(
 
 
 def _refusal(runner: ModelRunner, rows: list[list[int]], found: str) -> str:
-    """Return why a model is refused, and what to do instead."""
     name = type(runner.model).__name__
     if runner.is_bitwise:
         return (
@@ -162,39 +153,33 @@ def _refusal(runner: ModelRunner, rows: list[list[int]], found: str) -> str:
 
 
 def _require_same_bits(runner: ModelRunner) -> None:
-    """Refuse a model whose logits are other bits beside other rows, padded, or by other threads.
-
-    Raises:
-        ConfigurationError: some logit differs from that of a forward of the row alone.
-    """
+    """Refuse a model whose logits are other bits beside other rows, padded, or by other threads."""
     drawn = itertools.cycle(hf_compat.text_token_ids(runner.model))
     rows = [[next(drawn) for _ in range(length)] for length in LENGTHS_OF_BITS]
     longest, num_threads = max(LENGTHS_OF_BITS), torch.get_num_threads()
     try:
         torch.set_num_threads(1)
         alone = [runner.plain_logits(row) for row in rows]
-        for threads in (num_threads, num_threads + 1):
+        offsets = (0, longest // 3, longest)
+        for threads, start in itertools.product((num_threads, num_threads + 1), offsets):
             torch.set_num_threads(threads)
-            for start in (0, longest // 3, longest):
-                # Tokens begin at `start`, or end where the longest row does.
-                starts = [min(start, longest - len(row)) for row in rows]
-                batch = runner.padded_logits(rows, starts)
-                for row, first, logits_TV in zip(range(len(rows)), starts, alone, strict=True):
-                    found_TV = batch[row, first : first + len(logits_TV)]
-                    if not torch.equal(found_TV, logits_TV):
-                        nats = (found_TV - logits_TV).abs().max()
-                        raise ConfigurationError(
-                            f"numerics='bitwise': {type(runner.model).__name__} computes other bits"
-                            f" for a row in a padded batch than alone (logits differ by {nats:.2g})"
-                            "; leave numerics at 'fast'."
-                        )
+            # Tokens begin at `start`, or end where the longest row does.
+            starts = [min(start, longest - len(row)) for row in rows]
+            batch_BSV = runner.padded_logits(rows, starts)
+            for logits_SV, first, logits_TV in zip(batch_BSV, starts, alone, strict=True):
+                beside_TV = logits_SV[first : first + len(logits_TV)]
+                if not torch.equal(beside_TV, logits_TV):
+                    nats = (beside_TV - logits_TV).abs().max()
+                    raise ConfigurationError(
+                        f"numerics='bitwise': {type(runner.model).__name__} computes other bits for"
+                        f" a row in a padded batch than alone (logits differ by {nats:.2g}); leave"
+                        " numerics at 'fast'."
+                    )
     finally:
         torch.set_num_threads(num_threads)
 
 
 def _advice(runner: ModelRunner, rows: list[list[int]]) -> str:
-    """Return the remedy for a model that agrees under no layout, judged by its plain forward."""
-
     def is_same(logits_TV: torch.Tensor, expected_TV: torch.Tensor) -> bool:
         found, expected = (logits.log_softmax(-1) for logits in (logits_TV, expected_TV))
         noise = rounding_noise(expected, None, runner.rounding_dtype)
@@ -205,8 +190,8 @@ def _advice(runner: ModelRunner, rows: list[list[int]]) -> str:
     if not is_same(runner.plain_logits(alike[0]), alone[0]):
         return "Two forwards of the same tokens differ, as those of a diffusion model do; roll"
     for index, row in enumerate(alike):
-        beside = alike[:index] + alike[index + 1 :]
-        if not is_same(runner.plain_logits(row, beside=beside), alone[index]):
+        others = alike[:index] + alike[index + 1 :]
+        if not is_same(runner.plain_logits(row, beside=others), alone[index]):
             return (
                 "What it computes for a sequence depends on what else is in the forward, as where "
                 "activations are quantised together (quantize_dynamic, or llm_int8_threshold above "
@@ -228,7 +213,6 @@ def _set_backend(
     rows: list[list[int]],
     expected: list[Reference],
 ) -> BackendSelection:
-    """Set a backend that reads pages without a gather, if it agrees with the plain forward."""
     is_padded = runner.batch_layout.takes_any_lengths
     choice = select_backend(runner.device, pages, is_padded=is_padded)
     if choice.backend is None:
@@ -264,22 +248,23 @@ def attempt(function: Callable[[], Result]) -> tuple[Result | None, Any]:
 
 
 def _forwards(layout: CacheLayout) -> list[Forward]:
-    """Return prefills, a decode of each row alone, and one of all.
+    """Return prefills, a decode of each row by itself, and one of all rows.
 
-    A row alone has other columns than beside a longer one: a model that takes columns for positions
-    then differs.
+    A row by itself has other columns than beside a longer one, which shows a model that takes
+    columns for positions.
     """
-    chunks = [] if layout.is_recurrent else list(CHUNKS)
-    prompts = [one for one in enumerate(PROMPT_LENGTHS) if one not in chunks]
-    alone = [[(row, length + 1)] for row, length in enumerate(PROMPT_LENGTHS)]
-    together = [(row, length + 2) for row, length in enumerate(PROMPT_LENGTHS)]
-    return [*([chunks] if chunks else []), prompts, *alone, together]
+    lengths = list(enumerate(PROMPT_LENGTHS))
+    decodes = [[(row, length + 1)] for row, length in lengths]
+    together = [(row, length + 2) for row, length in lengths]
+    if layout.is_recurrent:
+        return [lengths, *decodes, together]
+    return [CHUNKS, [pair for pair in lengths if pair not in CHUNKS], *decodes, together]
 
 
 def _after_each(plain: list[torch.Tensor], forwards: list[Forward]) -> torch.Tensor:
     """Return log-probabilities after each row of each forward, `[rows of all forwards, V]`."""
-    places = [place for forward in forwards for place in forward]
-    return torch.stack([plain[row][length - 1] for row, length in places]).log_softmax(-1)
+    rows = itertools.chain(*forwards)
+    return torch.stack([plain[row][length - 1] for row, length in rows]).log_softmax(-1)
 
 
 def _paged(runner: ModelRunner, layout: CacheLayout, rows: list[list[int]]) -> torch.Tensor:
@@ -288,7 +273,7 @@ def _paged(runner: ModelRunner, layout: CacheLayout, rows: list[list[int]]) -> t
     logits: list[torch.Tensor] = []
     num_computed = [0] * len(rows)
     for forward in _forwards(layout):
-        table_rows, lengths = [row for row, _ in forward], [length for _, length in forward]
+        table_rows, lengths = zip(*forward, strict=True)
         new_tokens = [rows[row][num_computed[row] : length] for row, length in forward]
         logits.append(runner.logits(ForwardBatch(new_tokens, lengths, table_rows, cache, table)))
         for row, length in forward:
@@ -309,11 +294,6 @@ def pages_for(
         device=runner.device,
     )
     table = BlockTable(num_rows, BLOCK_SIZE, runner.device)
-    table.write(
-        [
-            (table_row, index, 1 + table_row * blocks_per_row + index)
-            for table_row in range(num_rows)
-            for index in range(blocks_per_row)
-        ]
-    )
+    entries = itertools.product(range(num_rows), range(blocks_per_row))
+    table.write([(row, index, 1 + row * blocks_per_row + index) for row, index in entries])
     return cache, table

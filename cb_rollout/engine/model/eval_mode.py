@@ -40,9 +40,9 @@ def eval_mode(model: torch.nn.Module) -> Iterator[None]:
         use.num_users += 1
     try:
         with _LOCK:
-            found = [module for module in model.modules() if module.training]
-            use.training += found
-            for module in found:
+            training = [module for module in model.modules() if module.training]
+            use.training += training
+            for module in training:
                 module.training = False
             use.compiled += set_compilation_aside(model)
             if use.num_users == 1:

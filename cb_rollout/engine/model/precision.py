@@ -33,11 +33,7 @@ class Precision:
 
 
 def rollout_precision(config: RolloutConfig, model: torch.nn.Module, accelerator: Any) -> Precision:
-    """Return the precision of a rollout of `model` under the config and the trainer.
-
-    Raises:
-        ConfigurationError: `rollout_dtype` needs a copy of the weights, and there is none.
-    """
+    """Return a rollout's precision; `ConfigurationError`: a copy of the weights is needed."""
     word = "no" if accelerator is None else accelerator.mixed_precision
     trainers_autocast = MIXED_PRECISION.get(word)
     is_deepspeed = accelerator is not None and zero3_compat.zero_stage(accelerator) is not None
@@ -46,35 +42,26 @@ def rollout_precision(config: RolloutConfig, model: torch.nn.Module, accelerator
             # DeepSpeed casts the module itself, and runs it without autocast.
             return Precision(None, trainers_autocast)
         return Precision(trainers_autocast, _sharded_compute_dtype(model, accelerator))
-    is_copy = config.weight_sync == WeightSync.COPY
     wanted: torch.dtype = getattr(torch, config.rollout_dtype)
+    own = torch_compat.compute_dtype(model)
+    if trainers_autocast is None and wanted == own:
+        return Precision(None, None)
+    if wanted == trainers_autocast or (trainers_autocast is None and own == torch.float32):
+        return Precision(wanted, None)
+    if config.weight_sync == WeightSync.COPY:
+        return Precision(None, wanted)
     if trainers_autocast is not None:
-        if wanted == trainers_autocast:
-            return Precision(wanted, None)
-        if is_copy:
-            return Precision(None, wanted)
         raise refused(
             "rollout dtype, autocast", value=repr(config.rollout_dtype), precision=repr(word)
         )
-    held = torch_compat.compute_dtype(model)
-    if wanted == held:
-        return Precision(None, None)
-    if held == torch.float32:
-        return Precision(wanted, None)
-    if is_copy:
-        return Precision(None, wanted)
     raise ConfigurationError(
-        f"rollout_dtype={config.rollout_dtype!r} needs other weights than the model's {held}; use "
+        f"rollout_dtype={config.rollout_dtype!r} needs other weights than the model's {own}; use "
         "'auto', or weight_sync='copy'."
     )
 
 
 def autocast_alone(config: RolloutConfig, model: torch.nn.Module) -> torch.dtype | None:
-    """Return the autocast dtype of a manager that has no generator; None: no autocast.
-
-    Raises:
-        ConfigurationError: as `rollout_precision`, or a setting needs a generator or a trainer.
-    """
+    """Return the autocast dtype without a generator, whose settings are refused; None: none."""
     needs_trainer = "a manager alone has no trainer; use cb_rollout.attach(trainer, config)"
     require_unused(config, TRAINER_FIELDS, needs_trainer)
     needs_generator = "a manager alone syncs no weights; use a RolloutGenerator, and its .manager"
@@ -83,9 +70,6 @@ def autocast_alone(config: RolloutConfig, model: torch.nn.Module) -> torch.dtype
 
 
 def _sharded_compute_dtype(model: torch.nn.Module, accelerator: Any) -> torch.dtype | None:
-    """Return the dtype to which FSDP casts parameters, by its plan or by the sharded model."""
-    policy: Any = None
-    if accelerator is not None:
-        plugin = getattr(accelerator.state, "fsdp_plugin", None)
-        policy = getattr(plugin, "mixed_precision_policy", None)
+    plugin = getattr(getattr(accelerator, "state", None), "fsdp_plugin", None)
+    policy = getattr(plugin, "mixed_precision_policy", None)
     return getattr(policy, "param_dtype", None) or fsdp_compat.fsdp_param_dtype(model)

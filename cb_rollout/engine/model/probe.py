@@ -9,12 +9,7 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
-from transformers.cache_utils import (
-    Cache,
-    CacheLayerMixin,
-    DynamicCache,
-    LinearAttentionLayer,
-)
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, LinearAttentionLayer
 
 from cb_rollout.compat import transformers as hf_compat
 from cb_rollout.engine.kv_cache.layout import CacheLayout, LayerSpec, TensorSpec
@@ -27,15 +22,7 @@ PROBE_TOKENS = 4
 def probe(
     config: PreTrainedConfig, forward: Callable[[torch.Tensor, Cache], object]
 ) -> CacheLayout:
-    """Run `forward(input_ids, cache)` on a few tokens and read the tensors that it stored.
-
-    Args:
-        config: the model's config, from which transformers creates its cache.
-        forward: runs the model in the precision of a rollout.
-
-    Raises:
-        ConfigurationError: a layer stores tensors that the engine cannot store.
-    """
+    """Run `forward(input_ids, cache)`, and read what it stored, or raise `ConfigurationError`."""
     cache = RecordingCache(config=config)
     with hf_compat.replacing_attention(cache.attend):
         forward(torch.zeros(1, PROBE_TOKENS, dtype=torch.int64), cache)
@@ -67,7 +54,6 @@ class RecordingCache(DynamicCache):
         *args: object,
         **kwargs: object,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Record shapes and dtypes, then store as usual."""
         self.recorded[layer_idx] = (_per_token(key_states), _per_token(value_states))
         keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         self._returned = layer_idx, keys, values
@@ -84,23 +70,23 @@ class RecordingCache(DynamicCache):
         **kwargs: Any,
     ) -> Any:
         """Call the model's attention; note what autocast casts the last update's states to."""
-        layer_idx, *returned = self._returned or (-1, None, None)
-        is_direct = returned[0] is key and returned[1] is value
-        if is_direct and torch.is_autocast_enabled(key.device.type):
+        layer_idx, keys, values = self._returned or (-1, None, None)
+        if keys is key and values is value and torch.is_autocast_enabled(key.device.type):
             dtype = torch.get_autocast_dtype(key.device.type)
-            keys, values = self.recorded[layer_idx]
-            self.recorded[layer_idx] = _autocast(keys, dtype), _autocast(values, dtype)
+            key_spec, value_spec = self.recorded[layer_idx]
+            self.recorded[layer_idx] = _autocast(key_spec, dtype), _autocast(value_spec, dtype)
         return own_attention(module, query, key, value, *args, **kwargs)
 
+    # Without attention layers, transformers 5.23 raises in the next two.
+    def _has_attention(self) -> bool:
+        return any(isinstance(layer, CacheLayerMixin) for layer in self.layers)
+
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return 0 where every layer is recurrent: transformers 5.23 raises then."""
-        is_counted = any(isinstance(layer, CacheLayerMixin) for layer in self.layers)
-        return super().get_seq_length(layer_idx) if is_counted else 0
+        return super().get_seq_length(layer_idx) if self._has_attention() else 0
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Return the new tokens where every layer is recurrent, as `get_seq_length`."""
-        is_counted = any(isinstance(layer, CacheLayerMixin) for layer in self.layers)
-        return super().get_mask_sizes(query_length, layer_idx) if is_counted else (query_length, 0)
+        has = self._has_attention()
+        return super().get_mask_sizes(query_length, layer_idx) if has else (query_length, 0)
 
 
 def _read(layer: object, keys: TensorSpec | None, values: TensorSpec | None) -> LayerSpec:

@@ -21,10 +21,7 @@ from cb_rollout.engine.sampling.mask import SamplingMask, masked_logprobs
 def recomputed_logprobs(
     runner: ModelRunner, model: torch.nn.Module, request: Request
 ) -> list[float]:
-    """Return log-probabilities of a request's tokens, by a forward without a cache.
-
-    Recorded experts are taken again. `model` is the one that trains, wrapped or not.
-    """
+    """Return log-probabilities by a forward of the (wrapped) training `model` without a cache."""
     num_prompt = len(request.prompt_ids)
     temperature = 1.0 if request.params.is_greedy else request.params.temperature
     recorder, replaying = runner.recorder, nullcontext()

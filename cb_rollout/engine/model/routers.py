@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import cycle, islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -41,7 +42,7 @@ WatchedForward = Callable[[torch.Tensor], torch.Tensor]
 
 
 class RouterSite(NamedTuple):
-    """The place where one router chooses."""
+    """The call with which a router chooses."""
 
     module: str
     """Name of the module within the unwrapped model."""
@@ -50,13 +51,11 @@ class RouterSite(NamedTuple):
 
 
 class _TopK(NamedTuple):
-    """One call of `torch.topk` in a watched forward."""
+    """One call of `torch.topk` over a row of scores for each token of a watched forward."""
 
     site: RouterSite
     num_experts: int
     num_chosen: int
-    num_tokens: int
-    is_last_dim: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +76,6 @@ class Routers:
 
     @contextmanager
     def choosing(self, model: torch.nn.Module, choose: Choose) -> Iterator[None]:
-        """Have every router's choice in an unwrapped model go through `choose`.
-
-        Raises:
-            ConfigurationError: the model lacks one of the modules.
-        """
         with ExitStack() as stack:
             for number, site in enumerate(self.sites):
                 try:
@@ -91,8 +85,7 @@ class Routers:
                         f"the model has no module {site.module}, which is a router of the model "
                         "that generates; replay needs both to be of one architecture."
                     ) from error
-                own, intercepted = module.forward, partial(choose, number)
-                forward = partial(_run_intercepted, own, site.call, intercepted)
+                forward = _intercepting(module.forward, site.call, partial(choose, number))
                 stack.enter_context(hf_compat.replacing_forward(module, forward))
             yield
 
@@ -103,16 +96,14 @@ class Routers:
         )
 
 
-def _run_intercepted(
-    own: Callable[..., Any],
-    call: int,
-    choose: Callable[[torch.Tensor, Any], Any],
-    /,
-    *arguments: Any,
-    **named: Any,
-) -> Any:
-    with _Intercepted(call, choose):
-        return own(*arguments, **named)
+def _intercepting(
+    own: Callable[..., Any], call: int, choose: Callable[[torch.Tensor, Any], Any]
+) -> Callable[..., Any]:
+    def forward(*arguments: Any, **named: Any) -> Any:
+        with _Intercepted(call, choose):
+            return own(*arguments, **named)
+
+    return forward
 
 
 class _Intercepted(TorchFunctionMode):
@@ -126,13 +117,13 @@ class _Intercepted(TorchFunctionMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         named = kwargs or {}
-        found = func(*args, **named)
+        result = func(*args, **named)
         if func not in TOPK:
-            return found
+            return result
         self._num_left -= 1
         if self._num_left != -1:
-            return found
-        return self._choose(args[0] if args else named["input"], found)
+            return result
+        return self._choose(args[0] if args else named["input"], result)
 
 
 class RouteRecorder:
@@ -161,23 +152,17 @@ class RouteRecorder:
         *,
         is_padded: bool,
     ) -> None:
-        """Set experts that the next forward's tokens took before.
+        """Set the experts that the first tokens of the next forward's rows took before.
 
-        Args:
-            routes: of each row, an array `[tokens, L, K]` of its first new tokens, or None; None:
-                there are none.
-            num_new: new tokens of each row.
-            device: device of the forward.
-            is_padded: rows are left-padded to the longest; False: they stand in one row.
+        `routes` has an array `[tokens, L, K]` or None for each row; None: no row has one.
+        `is_padded`: rows are left-padded to the longest; False: they stand in one row.
         """
-        self._known = None
-        if routes is not None:
-            Q = max(num_new)
-            parts = [
-                (record, Q - new, Q) if is_padded else (record, 0, new)
-                for record, new in zip(routes, num_new, strict=True)
-            ]
-            self._known = joined_routes(parts, self.routers.spec.shape, device)
+        Q = max(num_new)
+        rows = [
+            (record, Q - new, Q) if is_padded else (record, 0, new)
+            for record, new in zip(routes or (), num_new, strict=routes is not None)
+        ]
+        self._known = joined_routes(rows, self.routers.spec.shape, device)
 
     def take(self) -> torch.Tensor:
         """Return what the last forward's tokens took, `[N, L, K]` in the dtype of a record."""
@@ -201,7 +186,6 @@ class Replay:
         self._routes, self._counts = routes_NLK, counts
 
     def choose(self, number: int, scores: torch.Tensor, found: Any) -> Any:
-        """Choose the recorded experts."""
         routes_NK = self._routes[:, number]
         if self._counts is not None:
             self._counts.add(routes_NK, found.indices.reshape(routes_NK.shape))
@@ -216,7 +200,6 @@ class Disagreement:
         self._compared: torch.Tensor | int = 0
 
     def add(self, routes_NK: torch.Tensor, own_NK: torch.Tensor) -> None:
-        """Compare the routes of tokens with a router's own choice."""
         is_known_N = routes_NK[:, 0] != UNKNOWN
         same_NK = routes_NK.sort(-1).values == own_NK.sort(-1).values
         self._differing = self._differing + (is_known_N & ~same_NK.all(-1)).sum()
@@ -247,14 +230,9 @@ def joined_routes(
 ) -> torch.Tensor | None:
     """Lay records of sequences out for one forward; None: there are none.
 
-    Args:
-        parts: (record or None, padding, length) of each row: the record, `[tokens, L, K]`, of its
-            first tokens; the places before them; and all places of the row.
-        shape: (L, K).
-        device: device of the result.
-
-    Returns:
-        int16, `[N, L, K]`, `UNKNOWN` where no record says.
+    Each part is (record or None, padding, length): `[tokens, L, K]` of a row's first tokens, the
+    columns before them, and all columns of the row. `shape` is (L, K). Returns int16 `[N, L, K]`,
+    `UNKNOWN` where there is no record.
     """
     if not any(record is not None and len(record) for record, _, _ in parts):
         return None
@@ -269,16 +247,7 @@ def joined_routes(
 
 
 def find_routers(model: torch.nn.Module, forward: WatchedForward) -> Routers:
-    """Find the routers of an unwrapped model by small forwards.
-
-    Args:
-        model: the model.
-        forward: runs it in evaluation mode without gradients, on its device.
-
-    Raises:
-        ConfigurationError: none is found, or one cannot be replayed.
-    """
-    name = type(model).__name__
+    """Find a model's routers by small `forward`s in evaluation mode; `ConfigurationError`: none."""
     calls, others = (_watched(model, forward, size) for size in WATCHED_SIZES)
     common = {(call.site, call.num_experts) for call in others}
     last: dict[str, _TopK] = {}
@@ -288,22 +257,13 @@ def find_routers(model: torch.nn.Module, forward: WatchedForward) -> Routers:
             last[call.site.module] = call
     chosen = list(last.values())
     if not chosen:
-        raise ConfigurationError(
-            f"router_replay=True: {name} chooses no experts by torch.topk over the scores of each "
-            "token, so no choice can be replayed; leave it False."
-        )
+        raise _refusal(model, "chooses no experts by torch.topk over the scores of each token")
     sizes = {call.num_chosen for call in chosen}
     if len(sizes) > 1:
-        raise ConfigurationError(
-            f"router_replay=True: the layers of {name} choose {sorted(sizes)} experts, and a "
-            "record holds one number of them; leave it False."
-        )
+        raise _refusal(model, f"chooses {sorted(sizes)} experts, and a record holds one number")
     for module in last:
         if sum(call.site == last[module].site for call in calls) > 1:
-            raise ConfigurationError(
-                f"router_replay=True: {name} runs {module} more than once in a forward; leave it "
-                "False."
-            )
+            raise _refusal(model, f"runs {module} more than once in a forward")
     num_experts = max(call.num_experts for call in chosen)
     routers = Routers(tuple(call.site for call in chosen), num_experts, chosen[0].num_chosen)
     _require_all_found(model, chosen)
@@ -312,74 +272,51 @@ def find_routers(model: torch.nn.Module, forward: WatchedForward) -> Routers:
 
 
 def _watched(model: torch.nn.Module, forward: WatchedForward, size: tuple[int, int]) -> list[_TopK]:
-    """Return the top-k calls of a forward over one row of scores for each token, in order."""
-    watch = _Watch()
-    handles: list[Any] = []
-    for module_name, module in model.named_modules():
-        handles.append(module.register_forward_pre_hook(partial(watch.enter, module_name)))
-        handles.append(module.register_forward_hook(watch.leave))
-    try:
-        with watch:
-            forward(_token_ids(model, size))
-    finally:
-        for handle in handles:
-            handle.remove()
-    num_tokens = size[0] * size[1]
-    return [call for call in watch.calls if call.is_last_dim and call.num_tokens == num_tokens]
+    watch = _Watch(size[0] * size[1])
+    with ExitStack() as hooks, watch:
+        for name, module in model.named_modules():
+            enter = module.register_forward_pre_hook(partial(watch.enter, name))
+            hooks.callback(enter.remove)
+            hooks.callback(module.register_forward_hook(watch.leave).remove)
+        forward(_token_ids(model, size))
+    return watch.calls
 
 
 class _Watch(TorchFunctionMode):
-    """Note every call of `torch.topk`, with the innermost module that makes it."""
+    """Record, with the innermost module, each `torch.topk` over a row of scores for each token."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_tokens: int) -> None:
         super().__init__()
+        self._num_tokens = num_tokens
         self.calls: list[_TopK] = []
         self._modules: list[list[Any]] = []
 
     def enter(self, name: str, *_: Any) -> None:
-        """Begin a module's forward."""
         self._modules.append([name, 0])
 
     def leave(self, *_: Any) -> None:
-        """End a module's forward."""
         self._modules.pop()
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        found = func(*args, **(kwargs or {}))
         if func in TOPK and self._modules:
-            self._note(found.indices, *args, **(kwargs or {}))
-        return found
+            self._record(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
 
-    def _note(
-        self,
-        indices: torch.Tensor,
-        input: torch.Tensor,
-        k: int,
-        dim: int = -1,
-        **_: Any,
-    ) -> None:
+    def _record(self, input: torch.Tensor, k: int, dim: int = -1, **_: Any) -> None:
         name, call = self._modules[-1]
         for frame in self._modules:
             frame[1] += 1
         size = input.shape[-1]
-        self.calls.append(
-            _TopK(
-                RouterSite(name, call),
-                size,
-                k,
-                input.numel() // max(1, size),
-                dim % input.dim() == input.dim() - 1 and size > 1,
-            )
-        )
+        is_last_dim = dim % input.dim() == input.dim() - 1 and size > 1
+        if is_last_dim and input.numel() == size * self._num_tokens:
+            self.calls.append(_TopK(RouterSite(name, call), size, k))
 
 
 def _token_ids(model: Any, size: tuple[int, int]) -> torch.Tensor:
-    ids = hf_compat.text_token_ids(model)
-    B, S = size
-    drawn = [[ids[(row * S + column) % len(ids)] for column in range(S)] for row in range(B)]
-    return devices.to_device(drawn, next(model.parameters()).device)
+    ids = islice(cycle(hf_compat.text_token_ids(model)), size[0] * size[1])
+    return devices.to_device(list(ids), next(model.parameters()).device).view(size)
 
 
 def _require_all_found(model: torch.nn.Module, chosen: Sequence[_TopK]) -> None:
@@ -392,21 +329,14 @@ def _require_all_found(model: torch.nn.Module, chosen: Sequence[_TopK]) -> None:
         and not isinstance(module, torch.nn.modules.conv._ConvNd)
     ]
     if len(stacks) > len(chosen):
-        raise ConfigurationError(
-            f"router_replay=True: {type(model).__name__} has {len(stacks)} stacks of experts, and "
-            f"{len(chosen)} of them are chosen by torch.topk over the scores of each token; leave "
-            "it False."
-        )
+        chosen_by = f"{len(chosen)} of them are chosen by torch.topk over the scores of each token"
+        raise _refusal(model, f"has {len(stacks)} stacks of experts, and {chosen_by}")
 
 
 def _require_effect(
     model: torch.nn.Module, routers: Routers, forward: WatchedForward, least_experts: int
 ) -> None:
-    """Refuse a model whose logits are not the same with its own choice, or not others with other.
-
-    Raises:
-        ConfigurationError: the choice that was found is not what the experts are called by.
-    """
+    """Refuse a model that computes alike with other experts, or differently with its own."""
     ids = _token_ids(model, WATCHED_SIZES[0])
     recorder = RouteRecorder(routers)
     with recorder.recording(model):
@@ -417,7 +347,10 @@ def _require_effect(
     with routers.choosing(model, Replay((own_NLK + 1) % least_experts).choose):
         others = forward(ids)
     if not torch.equal(expected, replayed) or torch.equal(expected, others):
-        raise ConfigurationError(
-            f"router_replay=True: {type(model).__name__} does not compute with the experts that "
-            "its top-k chooses; leave it False."
-        )
+        raise _refusal(model, "does not compute with the experts that its top-k chooses")
+
+
+def _refusal(model: torch.nn.Module, reason: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"router_replay=True: {type(model).__name__} {reason}; leave it False."
+    )

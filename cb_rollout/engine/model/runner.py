@@ -29,7 +29,6 @@ from cb_rollout.engine.images.inputs import ImageInputs, joined_positions, joine
 from cb_rollout.engine.images.prompt_images import Image, PromptImages
 from cb_rollout.engine.kv_cache.forward_batch import ForwardBatch
 from cb_rollout.engine.kv_cache.layout import CacheLayout
-from cb_rollout.engine.kv_cache.paged import PagedCache
 from cb_rollout.engine.kv_cache.recurrent import PROBE_ROWS, OpaqueStateAdapter
 from cb_rollout.engine.memory import device as devices
 from cb_rollout.engine.model.eval_mode import eval_mode
@@ -55,16 +54,15 @@ class BatchLayout(StrEnum):
 
     @property
     def takes_any_lengths(self) -> bool:
-        """Return whether one forward takes rows of different lengths."""
         return self in (BatchLayout.PACKED, BatchLayout.PADDED)
 
 
 class ModelRunner:
     """Run forwards of one unwrapped model, as it is and on its own device.
 
-    `autocast_dtype`: run forwards under autocast to this dtype; None: without autocast.
-    `is_bitwise`: a row must have the same bits in every batch. `is_split`: other processes compute
-    parts of each layer, and run the same forwards.
+    `autocast_dtype`: of the forwards; None: without autocast. `is_bitwise`: a row must have the
+    same bits in every batch. `is_split`: other processes compute parts of each layer in the same
+    forwards.
     """
 
     def __init__(
@@ -87,7 +85,7 @@ class ModelRunner:
         self.image_inputs = ImageInputs(model)
         self.encoder_cache = EncoderCache()
         self.cuts_images: dict[tuple[bool, bool], bool] = {}
-        """For each kind of prompts that was checked, whether a forward may begin between images."""
+        """Whether a forward may begin between images, by checked `PromptImages.kind`."""
         self.shares_prefill: set[tuple[bool, bool]] = set()
         """Kinds of prompts of which one forward may compute several."""
         self._opaque_states: OpaqueStateAdapter | None = None
@@ -105,8 +103,6 @@ class ModelRunner:
         self._cache_argument = caches[0]
 
     def probe(self) -> CacheLayout:
-        """Return the cache layout, learned from one tiny forward."""
-
         def forward(input_ids: torch.Tensor, cache: Cache) -> object:
             return self.forward(input_ids.to(self.device), None, None, cache)
 
@@ -115,11 +111,7 @@ class ModelRunner:
             return probe(self.model.config, forward)
 
     def record_routes(self) -> Routers:
-        """Record what the model's routers choose, from now on.
-
-        Raises:
-            ConfigurationError: the model has none that could be replayed.
-        """
+        """Record what the model's routers choose from now on; `ConfigurationError`: it has none."""
 
         def forward(input_ids: torch.Tensor) -> torch.Tensor:
             return self._run(input_ids, {"use_cache": False}).logits
@@ -129,7 +121,6 @@ class ModelRunner:
         return self.recorder.routers
 
     def is_sound(self) -> bool:
-        """Return whether the model still runs a tiny forward without a cache."""
         try:
             self.plain_logits([0] * PROBE_TOKENS)
         except Exception:  # noqa: BLE001  any error is the answer
@@ -148,12 +139,10 @@ class ModelRunner:
         return self._opaque_states.layout
 
     def check_weights(self) -> None:
-        """Drop what the attention backend derived from weights that have moved since."""
         if self.attention_backend is not None:
             self.attention_backend.check_weights(self.model)
 
     def warm_up(self) -> None:
-        """Make the trace of decode forwards now, where the attention backend has one."""
         backend = self.attention_backend
         if backend is not None and (traced := backend.traced_forward) is not None:
             traced.warm_up(
@@ -177,7 +166,6 @@ class ModelRunner:
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """Return the dtype that forwards compute in."""
         own = self._autocast_dtype or torch_compat.compute_dtype(self.model)
         return self._higher_dtype or own
 
@@ -189,7 +177,6 @@ class ModelRunner:
 
     @property
     def computes_coarsely(self) -> bool:
-        """Return whether forwards round to fewer bits than float32 has."""
         is_half = self.compute_dtype.itemsize < torch.float32.itemsize
         is_exact = self._higher_dtype is not None
         return is_half or (torch_compat.rounds_float32_products(self.device) and not is_exact)
@@ -226,7 +213,6 @@ class ModelRunner:
         return batch.rope_sides or list(map(self.rope.side, batch.lengths))
 
     def _paged_decode(self, batch: ForwardBatch, backend: AttentionBackend) -> torch.Tensor:
-        """Run rows of one new token, with no gather."""
         inputs, sides = backend.prepare(batch), self._sides(batch)
         if (traced := backend.traced_forward) is not None and traced.is_due():
             self.warm_up()
@@ -237,7 +223,7 @@ class ModelRunner:
         if self.recorder is not None:
             newest_B = self._integers(batch.lengths) - 1
             slots_B = batch.table.slots(self._integers(batch.table_rows), newest_B)
-            self._keep_routes(batch.cache, slots_B)
+            batch.cache.write_routes(self.recorder.take(), slots_B, None)
         return logits_BV
 
     def decode_traced(self, inputs: DecodeInputs) -> torch.Tensor:
@@ -254,19 +240,8 @@ class ModelRunner:
             mask, positions_B1 = cache.mask(tokens_B1), inputs.positions_B1
             return self.forward(tokens_B1, mask, positions_B1, cache)
 
-    def _keep_routes(
-        self, cache: PagedCache, slots: torch.Tensor, write_tokens: torch.Tensor | None = None
-    ) -> None:
-        """Write what the last forward's routers chose beside the keys of its tokens."""
-        if self.recorder is not None:
-            cache.write_routes(self.recorder.take(), slots, write_tokens)
-
     def _forward(self, batch: ForwardBatch, inputs: ForwardInputs) -> torch.Tensor:
-        """Run a batch that is laid out, on its cache.
-
-        Raises:
-            UnsupportedAttentionError: the model's attention cannot be computed in segments.
-        """
+        """Run a batch's inputs on its cache; `UnsupportedAttentionError`: not in segments."""
         cache, mapping, segments = batch.cache, inputs.mapping, inputs.segments
         positions, arguments, images = self._with_images(batch, inputs.positions)
         if not self.batch_layout.takes_any_lengths:
@@ -279,7 +254,9 @@ class ModelRunner:
                 batch.routes or None, batch.num_new, self.device, is_padded=segments is None
             )
         with (
-            self.encoder_cache.serving(self.model, images, arguments) if images else nullcontext(),
+            self.encoder_cache.installed(self.model, images, arguments)
+            if images
+            else nullcontext(),
             self.rope.by_row(self._sides(batch), batch.num_new if segments else None),
             self._attending(segments) if segments else nullcontext(),
             hf_compat.replacing_attention(BatchedAttention()) if is_batched else nullcontext(),
@@ -288,12 +265,13 @@ class ModelRunner:
                 inputs.input_ids, inputs.mask, positions, cache, arguments, inputs.last_B
             )
         cache.end(mapping)
-        self._keep_routes(cache, mapping.write_slots, mapping.write_tokens)
+        if self.recorder is not None:
+            routes_NLK = self.recorder.take()
+            cache.write_routes(routes_NLK, mapping.write_slots, mapping.write_tokens)
         return logits_BV.float()
 
     @contextmanager
     def _attending(self, segments: Sequence[Segment]) -> Iterator[None]:
-        """Have each packed row attend to its own keys."""
         # Longer rows may come than these, and than those of the model check.
         attend = PackedAttention(segments, self.device, max_length=sys.maxsize)
         try:
@@ -334,12 +312,8 @@ class ModelRunner:
     ) -> torch.Tensor:
         """Return float32 logits after every token, `[T, V]`, by a forward without a cache.
 
-        Args:
-            token_ids: the tokens.
-            model: the model to run; None: the one that generates.
-            beside: other rows of the same forward, each of as many tokens.
-            images: images of the prompt that the tokens begin with; None: it has none.
-            num_last: return only the logits after so many last tokens; 0: all.
+        `beside` holds other rows, of as many tokens; `images` are those of the prompt that begins
+        the tokens; `num_last`: only the logits after so many last tokens.
         """
         input_ids = self._integers([token_ids, *beside])
         arguments = {
@@ -347,26 +321,26 @@ class ModelRunner:
             "use_cache": False,
             "logits_to_keep": num_last,
         }
-        known = {name: value for name, value in arguments.items() if name in self._names}
+        arguments = self._taken(arguments)
         if images is not None:
-            known |= self.image_inputs.arguments(images, 0, len(token_ids))
+            arguments |= self.image_inputs.arguments(images, 0, len(token_ids))
         with multimodal.keeping_position_offsets(model or self.model):
-            return self._run(input_ids, known, model).logits[0][-num_last:].float()
+            return self._run(input_ids, arguments, model).logits[0][-num_last:].float()
 
     def padded_logits(self, rows: Sequence[list[int]], starts: Sequence[int]) -> torch.Tensor:
-        """Return float32 logits, `[B, S, V]`, of rows that start at these columns.
-
-        By a forward without a cache, with a mask and without positions, as a trainer's.
-        """
+        """Return float32 `[B, S, V]` of rows that begin at `starts`, as a trainer's forward."""
         S = max(start + len(row) for row, start in zip(rows, starts, strict=True))
-        padded, mask = [], []
-        for row, start in zip(rows, starts, strict=True):
-            after = S - start - len(row)
-            padded.append([0] * start + row + [0] * after)
-            mask.append([0] * start + [1] * len(row) + [0] * after)
-        arguments = {"attention_mask": self._integers(mask), "use_cache": False}
-        known = {name: value for name, value in arguments.items() if name in self._names}
-        return self._run(self._integers(padded), known).logits.float()
+        ids_BS = torch.zeros(len(rows), S, dtype=torch.int64)
+        mask_BS = torch.zeros_like(ids_BS)
+        for index, (row, start) in enumerate(zip(rows, starts, strict=True)):
+            ids_BS[index, start : start + len(row)] = torch.tensor(row)
+            mask_BS[index, start : start + len(row)] = 1
+        arguments = {"attention_mask": mask_BS.to(self.device), "use_cache": False}
+        return self._run(ids_BS.to(self.device), self._taken(arguments)).logits.float()
+
+    def _taken(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments that the model's forward takes."""
+        return {name: value for name, value in arguments.items() if name in self._names}
 
     def forward(
         self,
@@ -379,8 +353,7 @@ class ModelRunner:
     ) -> torch.Tensor:
         """Call the model; return logits after each row's last token, in its dtype, `[B, V]`.
 
-        `others`: further arguments of the forward. `last_B`: index of each row's last token, where
-        the input is one row of packed tokens.
+        `others`: more arguments. `last_B`: each row's last index, where one row packs all tokens.
         """
         arguments = {
             "attention_mask": mask_BS,
@@ -388,15 +361,14 @@ class ModelRunner:
             "use_cache": True,
             "logits_to_keep": 1 if last_B is None else last_B,
         }
-        known = {name: value for name, value in arguments.items() if name in self._names}
+        known = self._taken(arguments)
         if self._passes_on and positions_BQ is not None:
             known["position_ids"] = positions_BQ
         known |= others or {}
         states: Any = self._opaque_states
         layer = cache.layers[0] if states else None
         known[self._cache_argument] = states.inserted(layer) if states else cache
-        recorder = self.recorder
-        recording = nullcontext() if recorder is None else recorder.recording(self.model)
+        recording = self.recorder.recording(self.model) if self.recorder else nullcontext()
         with few_row_linear.replacing_linear(self.compute_dtype, self.device), recording:
             output = self._run(input_ids_BQ, known)
         if states is not None:
@@ -413,11 +385,10 @@ class ModelRunner:
         arguments: dict[str, object],
         model: torch.nn.Module | None = None,
     ) -> Any:
-        dtype = self._autocast_dtype
         autocast = nullcontext()
-        if dtype is not None:
+        if self._autocast_dtype is not None:
             # A cached cast would stay in a captured step when the weights change.
-            autocast = torch.autocast(self.device.type, dtype, cache_enabled=False)
+            autocast = torch.autocast(self.device.type, self._autocast_dtype, cache_enabled=False)
         # no_grad, not inference_mode: some models keep buffers that a later training forward uses.
         with torch.no_grad(), autocast:
             arguments = arguments | without_router_logits(self.model)

@@ -40,20 +40,13 @@ def sample_plain(
     *,
     is_processed: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Choose each row's next token from its whole vocabulary.
+    """Return each row's next token id (int64) and natural log-probability (float32), `[B]`.
 
-    Args:
-        logits_BV: logits for which `can_sample` is True.
-        temperatures_B: float32; 0: the most likely token, its log-probability at temperature 1.
-        seeds_B: int64.
-        indices_B: int64, the number of tokens that each row has sampled.
-        never_sampled_K: int64, different token ids of the vocabulary; None: there are none.
-        is_processed: True: log-probabilities are of the tokens that can be sampled; False: of the
-            whole vocabulary.
-
-    Returns:
-        Token ids (int64) and their log-probabilities (float32, natural logarithm), `[B]` each. A
-        row whose logits make no distribution gets NaN and an arbitrary token.
+    `can_sample(logits_BV)` is True. Temperatures are float32; at 0 the most likely token is taken,
+    its log-probability at temperature 1. Seeds, indices (tokens that each row has sampled) and
+    distinct `never_sampled_K` are int64. `is_processed`: log-probabilities are of the tokens that
+    can be sampled, else of the vocabulary. A row without a distribution gets NaN and an arbitrary
+    token.
     """
     B, V = logits_BV.shape
     # The last product of a trace is stored by columns.

@@ -33,15 +33,7 @@ LARGEST_CHUNK, SMALLEST_CHUNK = 256, 16
 
 
 def uniforms(seeds_B: torch.Tensor, indices_B: torch.Tensor) -> torch.Tensor:
-    """Return the `index`-th draw of each seed's SplitMix64 stream.
-
-    Args:
-        seeds_B: int64.
-        indices_B: int64, >= 0.
-
-    Returns:
-        float64 in [0, 1), with 53 random bits.
-    """
+    """Return the `index`-th (>= 0) draw, float64 in [0, 1), of each int64 seed's SplitMix64."""
     z = seeds_B + (indices_B + 1) * GOLDEN_GAMMA
     z = (z ^ _shift_right(z, 30)) * MIX_1
     z = (z ^ _shift_right(z, 27)) * MIX_2
@@ -78,9 +70,8 @@ class SamplingBatch:
     """Token ids that no row samples, unless logits processors allowed it; None: there are none."""
 
     def scaled(self, logits_BV: torch.Tensor) -> torch.Tensor:
-        return (
-            logits_BV if self.temperatures_B is None else logits_BV / self.temperatures_B[:, None]
-        )
+        temperatures_B = self.temperatures_B
+        return logits_BV if temperatures_B is None else logits_BV / temperatures_B[:, None]
 
 
 class Sampled(NamedTuple):
@@ -107,10 +98,7 @@ class Sampled(NamedTuple):
 def create_sampling_batch(
     requests: Sequence[Request], device: torch.device, never_sampled: Sequence[int] = ()
 ) -> SamplingBatch:
-    """Collect the parameters of `requests`, one row each.
-
-    `never_sampled`: token ids of the vocabulary that no row samples.
-    """
+    """Collect the parameters of `requests`, one row each, none of which samples `never_sampled`."""
     params = [request.params for request in requests]
     greedy = [row for row, p in enumerate(params) if p.is_greedy]
     truncated = [row for row, p in enumerate(params) if p.is_truncated]
@@ -171,10 +159,7 @@ def _chunk_size(vocab_size: int) -> int:
 
 
 def draw(exponentials: Exponentials, uniforms_B: torch.Tensor) -> torch.Tensor:
-    """Return the token at each row's uniform number in the cumulative distribution.
-
-    Finds the chunk, then the token in it. A token of probability zero is never drawn.
-    """
+    """Find each row's uniform number in its distribution; never a token of probability zero."""
     weights_BCN = _chunks(exponentials.weights_BV)
     points_B1 = (uniforms_B * exponentials.sums_BC.sum(-1))[:, None]
     chunks_B1, points_B1 = _find(exponentials.sums_BC, points_B1)
@@ -185,12 +170,7 @@ def draw(exponentials: Exponentials, uniforms_B: torch.Tensor) -> torch.Tensor:
 
 
 def _find(sums_BK: torch.Tensor, points_B1: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Find the one of K intervals, laid end to end, that holds a point, and the point's offset.
-
-    Args:
-        sums_BK: float64; the length of each interval.
-        points_B1: float64, at least 0.
-    """
+    """Find which of K intervals (float64 lengths), end to end, has a point >= 0, and its offset."""
     ends_BK = sums_BK.cumsum(-1)
     last_B1 = ends_BK[:, -1:]
     # Rounding must not lead past the end or before the beginning, to a token of probability zero.
@@ -210,20 +190,15 @@ def sample(
 ) -> Sampled:
     """Choose each row's next token.
 
-    Args:
-        logits_BV: float32, the model's.
-        batch: the rows' parameters.
-        indices_B: int64, the number of tokens that each row has sampled.
-        mode: the distribution that log-probabilities are taken from.
-        processed_BV: float32, logits to sample from instead; None: `logits_BV`, without the tokens
-            that are never sampled.
+    `logits_BV` are the model's, float32; `indices_B` (int64) the tokens that each row has sampled.
+    `processed_BV` are float32 logits to sample from instead; None: `logits_BV`, without the tokens
+    that are never sampled.
     """
     is_processed, is_bitwise = processed_BV is not None, operators.are_installed()
     # The kernel takes plain rows alone: beside other rows they would be drawn in another order.
     is_plain = not is_processed and batch.plain_temperatures_B is not None and not is_bitwise
     if is_plain and can_sample(logits_BV):
-        assert batch.plain_temperatures_B is not None
-        return _sampled_plain(logits_BV, batch, batch.plain_temperatures_B, indices_B, mode)
+        return _sampled_plain(logits_BV, batch, indices_B, mode)
     if not is_processed and batch.never_sampled_K is not None:
         processed_BV = logits_BV.index_fill(1, batch.never_sampled_K, -torch.inf)
     is_same = processed_BV is None
@@ -268,30 +243,15 @@ def sample(
 
 
 def _sampled_plain(
-    logits_BV: torch.Tensor,
-    batch: SamplingBatch,
-    temperatures_B: torch.Tensor,
-    indices_B: torch.Tensor,
-    mode: LogprobsMode,
+    logits_BV: torch.Tensor, batch: SamplingBatch, indices_B: torch.Tensor, mode: LogprobsMode
 ) -> Sampled:
-    token_ids_B, logprobs_B = sample_plain(
-        logits_BV,
-        temperatures_B,
-        batch.seeds_B,
-        indices_B,
-        batch.never_sampled_K,
-        is_processed=mode == LogprobsMode.PROCESSED,
-    )
+    assert batch.plain_temperatures_B is not None
+    rows = batch.plain_temperatures_B, batch.seeds_B, indices_B, batch.never_sampled_K
+    is_processed = mode == LogprobsMode.PROCESSED
+    token_ids_B, logprobs_B = sample_plain(logits_BV, *rows, is_processed=is_processed)
     return Sampled(token_ids_B, logprobs_B, ~logprobs_B.isnan(), None, None, None, None)
 
 
 def chosen_logprobs(logits_BV: torch.Tensor, token_ids_B: torch.Tensor) -> torch.Tensor:
-    """Return log-softmax over the whole vocabulary at the given tokens, float32, `[B]`.
-
-    On logits/temperature this is what TRL's loss recomputes (its `selective_log_softmax`).
-
-    Args:
-        logits_BV: float32, already divided by temperature.
-        token_ids_B: int64.
-    """
+    """Return float32 log-softmax at the tokens, `[B]`, as TRL's `selective_log_softmax`."""
     return logits_BV.gather(1, token_ids_B[:, None])[:, 0] - logits_BV.logsumexp(-1)

@@ -52,15 +52,7 @@ class LogitsProcessing:
         previous: "LogitsProcessing | None" = None,
         never_sampled: Sequence[int] = (),
     ) -> None:
-        """Collect the changes that `requests` ask for.
-
-        Args:
-            requests: the sequence of each row.
-            vocab_size: V.
-            device: the logits'.
-            previous: of the rows before these; its history is reused.
-            never_sampled: token ids below V that no row samples unless its `logit_bias` names them.
-        """
+        """Collect the changes that the rows of `requests` ask for; reuse the `previous` history."""
         penalized = [row for row, request in enumerate(requests) if request.params.is_penalized]
         self._history: _History | None = None
         if penalized:
@@ -80,12 +72,7 @@ class LogitsProcessing:
     # Custom processors may hold parameters.
     @torch.no_grad()
     def __call__(self, logits_BV: torch.Tensor, indices_B: torch.Tensor) -> torch.Tensor:
-        """Return the changed logits; a sequence whose processor or grammar raises has failed.
-
-        Args:
-            logits_BV: float32; not changed.
-            indices_B: int64, the number of tokens that each row has sampled.
-        """
+        """Return changed float32 logits after `indices_B` (int64) sampled tokens of each row."""
         logits_BV = logits_BV.clone()
         if self._history is not None:
             self._history.update()
@@ -135,7 +122,6 @@ class _History:
         self._ids_RC[target_index, :width] = previous._ids_RC[source_index, :width]
 
     def update(self) -> None:
-        """Copy the tokens sampled since the last update."""
         longest = max(request.num_tokens for request in self._requests)
         if longest > self._ids_RC.shape[1]:
             old_RC, self._ids_RC = self._ids_RC, self._zeros(longest)
@@ -162,24 +148,21 @@ class _Rows:
     device: torch.device
 
     def integers(self, values: Sequence[int]) -> torch.Tensor:
-        """Return values as int64 on the logits' device."""
         return devices.to_device(values, self.device)
 
     # Processors that are annotated to take lists or a single token take tensors too.
     def known(self, tokens: Iterable[int]) -> Any:
-        """Return the token ids that have a logit, as a tensor."""
         return self.integers([token for token in tokens if token < self.vocab_size])
 
     def entries(self, given: Iterable[tuple[int, int, float]]) -> list[torch.Tensor]:
         """Return row, token and value of each entry (K), without tokens outside the vocabulary."""
-        known = [entry for entry in given if entry[1] < self.vocab_size]
-        columns = [list(column) for column in zip(*known, strict=True)] or [[], [], []]
-        values_K = devices.to_device(columns[2], self.device, torch.float32)
-        return [self.integers(columns[0]), self.integers(columns[1]), values_K]
+        entries = [entry for entry in given if entry[1] < self.vocab_size]
+        rows, tokens, values = map(list, zip(*entries, strict=True)) if entries else ([], [], [])
+        values_K = devices.to_device(values, self.device, torch.float32)
+        return [self.integers(rows), self.integers(tokens), values_K]
 
 
 def _create_never_sampled(rows: _Rows, never_sampled: Sequence[int]) -> Change | None:
-    """Forbid tokens that are never sampled, except in rows whose `logit_bias` names them."""
     if not never_sampled:
         return None
     never_sampled_N = rows.integers(list(never_sampled))
@@ -199,7 +182,6 @@ def _create_never_sampled(rows: _Rows, never_sampled: Sequence[int]) -> Change |
 
 
 def _create_bias(rows: _Rows) -> Change | None:
-    """Add `logit_bias`."""
     rows_K, tokens_K, values_K = rows.entries(
         (row, token, value)
         for row, request in enumerate(rows.requests)
@@ -248,7 +230,6 @@ def _create_penalties(rows: _Rows, penalized: list[int], history: _History) -> C
 def _create_of_rows(
     rows: _Rows, processors_of: Callable[[_Rows, Request], Iterable[Processor]]
 ) -> Change | None:
-    """Run the processors of each row, one row at a time."""
     processors = {row: [*processors_of(rows, r)] for row, r in enumerate(rows.requests)}
     processors = {row: several for row, several in processors.items() if several}
     if not processors:
@@ -266,7 +247,6 @@ def _create_of_rows(
 
 
 def _first_processors(rows: _Rows, request: Request) -> Iterator[Processor]:
-    """Yield transformers' processors that come before the penalties."""
     params = request.params
     given = (params.sequence_bias or {}).items()
     biases: Any = {s: bias for s, bias in given if max(s) < rows.vocab_size}
@@ -278,7 +258,6 @@ def _first_processors(rows: _Rows, request: Request) -> Iterator[Processor]:
 
 
 def _later_processors(rows: _Rows, request: Request) -> Iterator[Processor]:
-    """Yield transformers' processors that come after the penalties, then the request's own."""
     params, num_prompt = request.params, len(request.prompt_ids)
     if params.no_repeat_ngram_size:
         yield NoRepeatNGramLogitsProcessor(params.no_repeat_ngram_size)
@@ -334,7 +313,6 @@ def _processed_by(
 
 
 def _require_scores(scores: Any, logits_BV: torch.Tensor) -> None:
-    """Raise unless a processor returned scores that can replace a row of the logits."""
     wanted = f"{[1, logits_BV.shape[1]]} of floating point on {logits_BV.device}"
     if not isinstance(scores, torch.Tensor):
         kind = f"{type(scores).__module__}.{type(scores).__qualname__}".removeprefix("builtins.")
@@ -349,7 +327,6 @@ def _require_scores(scores: Any, logits_BV: torch.Tensor) -> None:
 
 
 def _create_grammars(rows: _Rows) -> Change | None:
-    """Forbid all tokens but those that each row's grammar allows."""
     matchers = {row: r.matcher for row, r in enumerate(rows.requests) if r.matcher is not None}
     if not matchers:
         return None

@@ -26,7 +26,6 @@ class SamplingMask:
 
     @classmethod
     def joined(cls, kept: Sequence[Any]) -> "SamplingMask":
-        """Return the mask of one `array("i")` of ids for each token."""
         ids_M = torch.empty(0, dtype=torch.int32)
         if kept:
             ids_M = torch.frombuffer(bytearray(b"".join(kept)), dtype=torch.int32)
@@ -38,16 +37,8 @@ def masked_logprobs(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return log-softmax over each token's kept ids, at the given tokens, and its entropy.
 
-    Differentiable. Memory: the kept logits, and the gradient of all logits.
-
-    Args:
-        logits_NV: as the model gave them, of any floating-point dtype.
-        token_ids_N: int64, each among its kept ids.
-        kept: the mask, on any device.
-        temperature: divides the logits.
-
-    Returns:
-        Two float32 tensors, N: natural logarithms, and entropies in nats.
+    Logits are floating point, token ids int64 and kept, the mask on any device; results are
+    float32, in nats, N. Differentiable. Memory: the kept logits, and the gradient of all logits.
     """
     device, num_tokens = logits_NV.device, logits_NV.shape[0]
     rows_M = torch.arange(num_tokens).repeat_interleave(kept.counts_N).to(device)

@@ -7,6 +7,7 @@ that steps the engine.
 from array import array
 from collections.abc import Sequence
 from math import isfinite
+from operator import add
 from typing import NamedTuple
 
 import torch
@@ -34,14 +35,9 @@ class TokenSampler:
         *,
         keeps_ids: bool = False,
     ) -> None:
-        """Set up for one device.
+        """Sample on one device, with log-probabilities of the distribution that `mode` names.
 
-        Args:
-            device: the logits'.
-            mode: the distribution that log-probabilities are taken from.
-            counters: count the tokens and the probability that truncation kept.
-            never_sampled: token ids that no sequence samples unless its `logit_bias` names them.
-            keeps_ids: record the token ids that truncation kept on each sequence.
+        Only a `logit_bias` allows `never_sampled`. `keeps_ids`: record what truncation kept.
         """
         self._counters, self._keeps_ids = counters, keeps_ids
         self._device = device
@@ -50,7 +46,6 @@ class TokenSampler:
         self._cached: tuple[list[Request], SamplingBatch, LogitsProcessing | None] | None = None
 
     def forget_rows(self) -> None:
-        """Drop the parameters that are kept for rows that recur."""
         self._cached = None
 
     def extend(
@@ -61,22 +56,14 @@ class TokenSampler:
         *,
         is_recurring: bool,
     ) -> int:
-        """Append a token to every sequence, or end it as failed if none can be sampled.
+        """Append a token to every sequence, or end it as failed; return how many got a token.
 
         Where sampling raises, halves of the rows are sampled again, until those that raise are
-        alone; only these sequences fail.
-
-        Args:
-            requests: the sequence of each row.
-            logits_BV: float32 logits after each sequence's last token.
-            policy_version: recorded with each token.
-            is_recurring: the next call is likely to have the same rows.
-
-        Returns:
-            The number of sequences that got a token.
+        alone; only these sequences fail. `logits_BV` are float32; `is_recurring`: the next call is
+        likely to have the same rows.
         """
         try:
-            sampled, results = self._sampled(requests, logits_BV, is_recurring)
+            kept_RV, results = self._sampled(requests, logits_BV, is_recurring)
         except Exception as error:
             if devices.is_out_of_memory(error):
                 raise
@@ -89,35 +76,35 @@ class TokenSampler:
                 self.extend(requests[half], logits_BV[half], policy_version, is_recurring=False)
                 for half in (slice(middle), slice(middle, None))
             )
-        if sampled.kept_RV is not None:
-            self._record_truncation(requests, results, sampled.kept_RV)
-        return self._append(requests, results, policy_version)
+        return self.append(requests, results, policy_version, kept_RV)
 
     def _sampled(
-        self, requests: Sequence[Request], logits_BV: torch.Tensor, is_recurring: bool
-    ) -> tuple[Sampled, "HostSampled"]:
-        """Return a token for every row, also in system memory."""
-        batch, processing = self._prepared(requests, logits_BV.shape[-1], is_recurring)
-        indices_B = devices.to_device([r.num_generated for r in requests], self._device)
+        self,
+        rows: Sequence[Request],
+        logits_BV: torch.Tensor,
+        is_recurring: bool = False,
+        offsets: Sequence[int] = (),
+    ) -> tuple[torch.Tensor | None, "HostSampled"]:
+        """Return the mask of kept tokens, and each row's token, the next or `offsets` later."""
+        batch, processing = self._prepared(rows, logits_BV.shape[-1], is_recurring)
+        indices = [request.num_generated for request in rows]
+        if offsets:
+            indices = list(map(add, indices, offsets))
+        indices_B = devices.to_device(indices, self._device)
         processed_BV = None if processing is None else processing(logits_BV, indices_B)
         sampled = sample(logits_BV, batch, indices_B, self._mode, processed_BV)
-        return sampled, _to_host(sampled)
+        return sampled.kept_RV, _to_host(sampled)
 
     def append(
-        self, requests: Sequence[Request], results: "HostSampled", policy_version: int
+        self,
+        requests: Sequence[Request],
+        results: "HostSampled",
+        policy_version: int,
+        kept_RV: torch.Tensor | None = None,
     ) -> int:
-        """Append a token that a CUDA graph sampled to every sequence, as `extend` does.
-
-        Returns:
-            The number of sequences that got a token.
-        """
+        """Append tokens that a CUDA graph or `extend` sampled; return how many got a token."""
         if results.log_masses:
-            self._record_truncation(requests, results)
-        return self._append(requests, results, policy_version)
-
-    def _append(
-        self, requests: Sequence[Request], results: "HostSampled", policy_version: int
-    ) -> int:
+            self._record_truncation(requests, results, kept_RV)
         if results.is_possible or results.top_ids:
             return _append_one_by_one(requests, results, policy_version)
         return append_each(
@@ -133,19 +120,13 @@ class TokenSampler:
     ) -> list[int]:
         """Append to every sequence the sampled tokens that equal its draft, and one more.
 
-        Args:
-            requests: sequences without logits processors.
-            drafts: the tokens proposed for each; may be empty.
-            logits_BV: float32 logits after each one's last token, then after each drafted token.
-            policy_version: recorded with each token.
-
-        Returns:
-            The number of tokens that each got.
+        `requests` have no logits processors. `logits_BV`, float32, are those after each one's last
+        token, then after each drafted token. Returns the number of tokens that each got.
         """
         rows = [r for r, draft in zip(requests, drafts, strict=True) for _ in range(len(draft) + 1)]
         offsets = [offset for draft in drafts for offset in range(len(draft) + 1)]
         try:
-            sampled, results = self._sampled_ahead(rows, offsets, logits_BV)
+            kept_RV, results = self._sampled(rows, logits_BV, offsets=offsets)
         except Exception as error:
             if devices.is_out_of_memory(error):
                 raise
@@ -167,19 +148,9 @@ class TokenSampler:
                     append_each([request], *given, policy_version)
                     is_going = results.tokens[row] == expected and not request.status.is_final
             num_given.append(request.num_generated - num_before)
-        if sampled.kept_RV is not None:
-            self._record_truncation(rows, results, sampled.kept_RV, is_used)
+        if kept_RV is not None:
+            self._record_truncation(rows, results, kept_RV, is_used)
         return num_given
-
-    def _sampled_ahead(
-        self, rows: Sequence[Request], offsets: Sequence[int], logits_BV: torch.Tensor
-    ) -> tuple[Sampled, "HostSampled"]:
-        """Return a token for every row, so many tokens after its sequence's last."""
-        never_sampled = self._never_sampled_below(logits_BV.shape[-1])
-        batch = create_sampling_batch(rows, self._device, never_sampled)
-        indices = [r.num_generated + n for r, n in zip(rows, offsets, strict=True)]
-        sampled = sample(logits_BV, batch, devices.to_device(indices, self._device), self._mode)
-        return sampled, _to_host(sampled)
 
     def _record_truncation(
         self,
@@ -188,11 +159,6 @@ class TokenSampler:
         kept_RV: torch.Tensor | None = None,
         is_used: Sequence[bool] | None = None,
     ) -> None:
-        """Count the tokens that truncation kept, and record their ids if a trainer replays them.
-
-        `kept_RV`: the tokens that were kept; None: not known, and not recorded. `is_used`: which of
-        the requests count; None: all.
-        """
         rows = [row for row, request in enumerate(requests) if request.params.is_truncated]
         used = [index for index, row in enumerate(rows) if is_used is None or is_used[row]]
         masses = [mass for mass in (results.log_masses[i] for i in used) if isfinite(mass)]
@@ -212,23 +178,18 @@ class TokenSampler:
     def _prepared(
         self, requests: Sequence[Request], vocab_size: int, is_recurring: bool
     ) -> tuple[SamplingBatch, LogitsProcessing | None]:
-        """Return the rows' parameters, cached until the rows change."""
         if is_recurring and self._cached is not None and self._cached[0] == requests:
             return self._cached[1:]
-        never_sampled = self._never_sampled_below(vocab_size)
+        never_sampled = [token for token in self._never_sampled if token < vocab_size]
         batch = create_sampling_batch(requests, self._device, never_sampled)
         processing = None
         if any(request.is_adjusted for request in requests):
             previous = self._cached[2] if is_recurring and self._cached is not None else None
-            processing = LogitsProcessing(
-                requests, vocab_size, self._device, previous, never_sampled
-            )
+            rows = requests, vocab_size, self._device
+            processing = LogitsProcessing(*rows, previous, never_sampled)
         if is_recurring:
             self._cached = (list(requests), batch, processing)
         return batch, processing
-
-    def _never_sampled_below(self, vocab_size: int) -> list[int]:
-        return [token for token in self._never_sampled if token < vocab_size]
 
 
 def create_token_sampler(
@@ -237,20 +198,16 @@ def create_token_sampler(
     counters: EngineCounters,
     never_sampled: Sequence[int] = (),
 ) -> TokenSampler:
-    """Create the token sampler that the settings ask for.
-
-    `never_sampled`: token ids that no sequence samples unless its `logit_bias` names them.
-    """
+    """Create the token sampler that the settings ask for; see `TokenSampler`."""
     if device.type == "cpu":
         # Compile now, not in a rollout's first step.
         cpu.prepare()
-    return TokenSampler(
-        device, reported_mode(config), counters, never_sampled, keeps_ids=keeps_ids(config)
-    )
+    mode, keeps = reported_mode(config), keeps_ids(config)
+    return TokenSampler(device, mode, counters, never_sampled, keeps_ids=keeps)
 
 
 def keeps_ids(config: RolloutConfig) -> bool:
-    """Return whether the token ids that truncation kept are recorded, for a trainer's replay."""
+    """Return whether the token ids that truncation kept are recorded for a replay."""
     return config.sampling_mask == SamplingMaskMode.REPLAY
 
 
@@ -266,11 +223,7 @@ def append_each(
     is_valid: Sequence[bool],
     policy_version: int,
 ) -> int:
-    """Append each sequence's token, or end it if its logits make no distribution.
-
-    Returns:
-        The number of sequences that got a token.
-    """
+    """Append each sequence's token, or fail it if it has none; return how many got a token."""
     for request, token, logprob, valid in zip(requests, tokens, logprobs, is_valid, strict=True):
         if valid:
             request.append(token, logprob, policy_version)
@@ -293,21 +246,15 @@ class HostSampled(NamedTuple):
 
 
 def _to_host(sampled: Sampled) -> HostSampled:
-    """Copy a `Sampled` to system memory by one transfer; an absent part becomes an empty list."""
+    """Copy a `Sampled` to system memory by one transfer; an absent tensor becomes an empty list."""
     kept_RV = sampled.kept_RV
-    parts = {
-        "tokens": sampled.token_ids_B,
-        "logprobs": sampled.logprobs_B,
-        "is_valid": sampled.is_valid_B,
-        "is_possible": sampled.is_possible_B,
-        "top_ids": sampled.top_KN and sampled.top_KN[0],
-        "top_logprobs": sampled.top_KN and sampled.top_KN[1],
-        "log_masses": sampled.log_mass_R,
-        "nums_kept": None if kept_RV is None else kept_RV.sum(-1),
-    }
-    present = {name: part for name, part in parts.items() if part is not None}
-    lists = dict(zip(present, devices.to_host(*present.values()), strict=True))
-    return HostSampled(**{name: lists.get(name, []) for name in parts})
+    tensors = (
+        *(sampled.token_ids_B, sampled.logprobs_B, sampled.is_valid_B, sampled.is_possible_B),
+        *(sampled.top_KN or (None, None)),
+        *(sampled.log_mass_R, None if kept_RV is None else kept_RV.sum(-1)),
+    )
+    lists = iter(devices.to_host(*(tensor for tensor in tensors if tensor is not None)))
+    return HostSampled(*([] if tensor is None else next(lists) for tensor in tensors))
 
 
 def _append_one_by_one(
@@ -338,32 +285,23 @@ def _append_one_by_one(
 
 
 def _fail_with(request: Request, error: Exception) -> None:
-    """End a sequence whose sampling raised."""
-    if request.status.is_final:
-        return
-    request.cause = error
-    request.end(
-        RequestStatus.FAILED,
-        FinishReason.ERROR,
-        f"sampling after {request.num_tokens} tokens raised {type(error).__name__}: {error}; "
-        "change its sampling parameters.",
-    )
+    if not request.status.is_final:
+        request.cause = error
+        cause = f"raised {type(error).__name__}: {error}; change its sampling parameters."
+        _fail(request, f"sampling after {request.num_tokens} tokens {cause}")
 
 
 def _fail_without_choice(request: Request) -> None:
-    named = ", ".join(request.params.adjustments)
-    request.end(
-        RequestStatus.FAILED,
-        FinishReason.ERROR,
-        f"after {request.num_tokens} tokens none may follow: {named} left no finite "
-        "score to sample from; loosen them, or lower max_new_tokens.",
-    )
+    cause = f"{', '.join(request.params.adjustments)} left no finite score to sample from"
+    advice = "loosen them, or lower max_new_tokens."
+    _fail(request, f"after {request.num_tokens} tokens none may follow: {cause}; {advice}")
 
 
 def _fail_without_distribution(request: Request) -> None:
-    request.end(
-        RequestStatus.FAILED,
-        FinishReason.ERROR,
-        f"the model's logits after {request.num_tokens} tokens are NaN or infinite; look at the "
-        "weights (a diverged step?) or raise rollout_dtype.",
-    )
+    advice = "look at the weights (a diverged step?) or raise rollout_dtype."
+    logits = f"the model's logits after {request.num_tokens} tokens"
+    _fail(request, f"{logits} are NaN or infinite; {advice}")
+
+
+def _fail(request: Request, message: str) -> None:
+    request.end(RequestStatus.FAILED, FinishReason.ERROR, message)

@@ -19,7 +19,6 @@ class StopStrings:
     """The stop strings of one sequence; a string may span tokens or end inside one."""
 
     def __init__(self, strings: Sequence[str], decode: Decode) -> None:
-        """Start with no text; `strings` are not empty, `decode` is the tokenizer's."""
         self._strings = strings
         self._decode = decode
         self._num_kept = max(map(len, strings)) - 1

@@ -65,12 +65,7 @@ def create_truncation(params: Sequence[SamplingParams], device: torch.device) ->
 
 
 def truncate(logits_RV: torch.Tensor, truncation: Truncation) -> torch.Tensor:
-    """Return the logits with excluded tokens at -inf.
-
-    Args:
-        logits_RV: float32, already divided by temperature.
-        truncation: the rows' parameters.
-    """
+    """Return float32 logits, already divided by temperature, with excluded tokens at -inf."""
     kept_RV = _most_likely(logits_RV, truncation)
     for row, warper in truncation.typical:
         # It does not look at the token ids.
@@ -102,9 +97,8 @@ def _keep(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Select the tokens to keep among each row's most likely ones, in order.
 
-    Returns:
-        A mask (bool, `[R, M]`), and whether it may depend on less likely tokens (bool, `[R]`): the
-        last candidate is kept, or top-k keeps it for the other rules.
+    Returns a bool mask `[R, M]`, and whether it may depend on less likely tokens (bool, `[R]`): the
+    last candidate is kept, or top-k keeps it for the other rules.
     """
     M = values_RM.shape[-1]
     top_k_R1, top_p_R1 = truncation.top_k_R[:, None], truncation.top_p_R[:, None]
