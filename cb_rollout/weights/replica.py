@@ -106,11 +106,16 @@ def place(
         for weight, tensor, shape, part in zip(
             neighbours, placed, local, storage.split(sizes), strict=True
         ):
-            _assign(replica, weight, with_storage(tensor, part.view(shape)))
+            target = with_storage(tensor, part.view(shape))
+            if not weight.is_buffer:
+                target = torch.nn.Parameter(target, requires_grad=False)
+            for name in weight.names:
+                owner, _, attribute = name.rpartition(".")
+                setattr(replica.get_submodule(owner), attribute, target)
 
 
 def _neighbourhood(replica: PreTrainedModel, weight: Weight) -> tuple[object, ...] | None:
-    """Return what weights have in common that lie one after the other; None: it lies alone."""
+    """Return a key equal for weights that lie one after the other; None: it has no neighbours."""
     if len(weight.names) != 1 or weight.is_buffer:
         return None
     owner, _, attribute = weight.names[0].rpartition(".")
@@ -119,15 +124,6 @@ def _neighbourhood(replica: PreTrainedModel, weight: Weight) -> tuple[object, ..
     if type(layer) is not torch.nn.Linear or layer.out_features % ALIGNED_OUTPUTS:
         return None
     return parent, attribute, layer.in_features, weight.base.dtype
-
-
-def _assign(replica: PreTrainedModel, weight: Weight, held: torch.Tensor) -> None:
-    """Set a tensor under each of a weight's names."""
-    if not weight.is_buffer:
-        held = torch.nn.Parameter(held, requires_grad=False)
-    for name in weight.names:
-        owner, _, attribute = name.rpartition(".")
-        setattr(replica.get_submodule(owner), attribute, held)
 
 
 def misplaced(
@@ -155,9 +151,8 @@ def _held_dtype(replica: PreTrainedModel, weight: Weight, precision: Precision) 
 
 def tensors_by_name(replica: PreTrainedModel) -> dict[str, torch.Tensor]:
     """Map names to the replica's parameters and buffers, tied ones under each name."""
-    return dict(replica.named_parameters(remove_duplicate=False)) | dict(
-        replica.named_buffers(remove_duplicate=False)
-    )
+    parameters = replica.named_parameters(remove_duplicate=False)
+    return dict(parameters) | dict(replica.named_buffers(remove_duplicate=False))
 
 
 def require_match(
