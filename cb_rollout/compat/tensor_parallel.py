@@ -30,12 +30,7 @@ class Split:
         return self.indices[self.rank]
 
     def part(self, whole: torch.Tensor, dim: int | None = None) -> torch.Tensor:
-        """Return this process's part of a whole tensor.
-
-        Args:
-            whole: the tensor, or a factor of it.
-            dim: the factor's dimension that is the divided one of the tensor; None: `self.dim`.
-        """
+        """Return this process's part of a whole tensor, or of its factor divided along `dim`."""
         return whole.index_select(self.dim if dim is None else dim, self.own.to(whole.device))
 
 
@@ -56,9 +51,6 @@ def split_over_processes(model: PreTrainedModel, size: int) -> None:
     """Split a model's empty layers over groups of `size` neighbouring processes; collective.
 
     Parameters that its `tp_plan` names become DTensors.
-
-    Raises:
-        ConfigurationError: there is no process group that `size` divides, or the model has no plan.
     """
     try:
         from transformers.distributed import DistributedConfig
@@ -133,8 +125,7 @@ def split_of(tensor: torch.Tensor) -> Split | None:
 def unsharded_part(tensor: torch.Tensor) -> torch.Tensor | None:
     """Gather this process's part of a tensor-parallel model's tensor that FSDP2 shards; collective.
 
-    Returns:
-        The part that the process holds without FSDP2; None: tensor parallelism does not split it.
+    Returns None where tensor parallelism does not split it.
     """
     names = tensor.device_mesh.mesh_dim_names if isinstance(tensor, DTensor) else None
     if not isinstance(tensor, DTensor) or MESH_DIMENSION not in (names or ()):

@@ -32,11 +32,7 @@ class LowRank:
     def delta(
         self, A: torch.Tensor, B: torch.Tensor, dtype: torch.dtype, split: Split | None
     ) -> torch.Tensor:
-        """Compute the update from the whole factors, in `dtype`; with `split` this process's part.
-
-        Returns:
-            A tensor of the shape of the base weight, or of the part.
-        """
+        """Compute the update from the whole factors, in `dtype`, or this process's part of it."""
         A, B = A.to(dtype), B.to(dtype)
         if split is not None and (split.dim == 0) != self.is_transposed:
             B = split.part(B, 0)
@@ -48,16 +44,11 @@ class LowRank:
 
 def has_adapters(model: torch.nn.Module) -> bool:
     """Return True if any layer runs through PEFT."""
-    kinds = (BaseTunerLayer, AuxiliaryTrainingWrapper)
-    return any(isinstance(module, kinds) for module in model.modules())
+    return any(isinstance(m, BaseTunerLayer | AuxiliaryTrainingWrapper) for m in model.modules())
 
 
 def wrapped_by_peft(module: Any) -> torch.nn.Module | None:
-    """Return the plain module inside a PEFT module; None: `module` is no PEFT module.
-
-    Raises:
-        ConfigurationError: its forward is not that of one plain layer.
-    """
+    """Return the plain module inside a PEFT module; None: `module` is no PEFT module."""
     if isinstance(module, ModulesToSaveWrapper):
         if module.disable_adapters or not module.active_adapters:
             return module.original_module
@@ -70,11 +61,7 @@ def wrapped_by_peft(module: Any) -> torch.nn.Module | None:
 
 
 def low_ranks_of(module: Any) -> tuple[LowRank, ...]:
-    """List the updates that the active adapters of a PEFT layer add to its base weight.
-
-    Raises:
-        ConfigurationError: the layer computes something else than a low-rank sum.
-    """
+    """List the updates that the active adapters of a PEFT layer add to its base weight."""
     if not _is_adapted(module) or module.disable_adapters or module.merged:
         return ()
     if type(module) not in MERGEABLE or _is_adapted(module.base_layer):

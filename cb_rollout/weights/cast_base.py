@@ -53,7 +53,6 @@ class CastBaseWeights(WeightSynchronizer):
         self.module = module
 
     def sync(self) -> int:
-        """Cast the frozen weights that changed, and take over what else the module holds now."""
         hf_compat.refuse_sharded(self._model)
         frozen = dict(frozen_weights(self._model, self._precision))
         before, self._casts, num_bytes = self._casts, {}, 0

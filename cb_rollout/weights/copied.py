@@ -51,10 +51,6 @@ class CopiedWeights(WeightSynchronizer):
             precision: dtypes of the copy and its forwards.
             device: of the copy; None: that of the training module.
             tensor_parallel_size: neighbouring processes over which the copy's layers are split.
-
-        Raises:
-            ConfigurationError: an adapter cannot be merged, or the copy cannot be split.
-            WeightSyncError: the model's config describes other tensors than the model has.
         """
         self.follow(trained)
         self.autocast_dtype = precision.autocast_dtype

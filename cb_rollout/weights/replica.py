@@ -67,10 +67,6 @@ def create_replica(
     Parameters take no memory while the module is built from the config. Buffers are real, since
     constructors compute with them. With a `tensor_parallel_size` above 1 the layers are split over
     so many neighbouring processes, all of which call this.
-
-    Raises:
-        ConfigurationError: the layers cannot be split so.
-        WeightSyncError: the config describes other tensors than the training module has.
     """
     make = torch_compat.plain_class(trained)
     with torch.random.fork_rng(devices=[]), init_empty_weights(include_buffers=False):
@@ -159,21 +155,31 @@ def require_match(
     replica: PreTrainedModel, weights: Sequence[Weight], shapes: Mapping[Weight, torch.Size]
 ) -> None:
     """Raise one `WeightSyncError` that lists every tensor without a counterpart of its shape."""
-    held = {name: tensor.shape for name, tensor in tensors_by_name(replica).items()}
+    copied = {name: tensor.shape for name, tensor in tensors_by_name(replica).items()}
     trained = {name: shapes[weight] for weight in weights for name in weight.names}
-    faults = [
-        *(f"{name}: not in the training module" for name in held.keys() - trained.keys()),
-        *(f"{name}: in the training module only" for name in trained.keys() - held.keys()),
-        *(
-            f"{name}: {tuple(trained[name])} in the training module, {tuple(held[name])} here"
-            for name in held.keys() & trained.keys()
-            if held[name] != trained[name]
-        ),
-    ]
-    if faults:
+    texts = ("not in the training module", "in the training module only")
+    if faults := mismatches(trained, copied, *texts, "{} in the training module, {} here"):
         raise WeightSyncError(
             f"{len(faults)} tensors of the training module and of its copy, which is made from "
             "the model's config, do not match; nothing was copied. Make a new generator if the "
             "model was changed after this one, or use weight_sync='shared':\n  "
-            + "\n  ".join(sorted(faults))
+            + "\n  ".join(faults)
         )
+
+
+def mismatches(
+    given: Mapping[str, Sequence[int]],
+    expected: Mapping[str, Sequence[int]],
+    missing: str,
+    unknown: str,
+    unequal: str,
+) -> list[str]:
+    """List each name of two models' shapes that is missing, unknown or unequal, with that text."""
+    faults = [f"{name}: {missing}" for name in expected.keys() - given.keys()]
+    faults += [f"{name}: {unknown}" for name in given.keys() - expected.keys()]
+    faults += [
+        f"{name}: {unequal.format(tuple(given[name]), tuple(expected[name]))}"
+        for name in expected.keys() & given.keys()
+        if tuple(given[name]) != tuple(expected[name])
+    ]
+    return sorted(faults)

@@ -42,7 +42,7 @@ class PlainSource:
 
     def local(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return this process's shard; its storage and version reveal a write."""
-        return tensor
+        return fsdp_compat.local_part(tensor)
 
     def pieces(self, tensors: Sequence[torch.Tensor]) -> dict[int, int]:
         """Map the identity of each unit that must be gathered to read `tensors` to its bytes."""
@@ -118,9 +118,6 @@ class Zero3Source(PlainSource):
     def shape(self, tensor: torch.Tensor) -> torch.Size:
         return zero3_compat.zero3_shape(tensor) if zero3_compat.is_zero3(tensor) else tensor.shape
 
-    def local(self, tensor: torch.Tensor) -> torch.Tensor:
-        return zero3_compat.zero3_slice(tensor) if zero3_compat.is_zero3(tensor) else tensor
-
     @contextmanager
     def read(
         self, tensors: Sequence[torch.Tensor], splits: Splits | None = None
@@ -162,9 +159,6 @@ class Fsdp2Source(PlainSource):
     def stored(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the shard that the optimizer steps, in the dtype it trains in."""
         return self._shards.get(id(tensor), tensor)
-
-    def local(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
     def narrowed(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return a shard cast to a smaller `dtype`, so that fewer bytes are gathered."""

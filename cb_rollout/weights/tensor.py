@@ -33,11 +33,8 @@ class Weight:
         """Compute the weight of the plain model, or this process's part of it.
 
         Adds adapters in float32 or wider, out of place, to the pristine base. The value is rounded
-        once, when it is stored, so rounding never accumulates.
-
-        Args:
-            read: the base, or its part, then the whole A and B of each adapter.
-            split: division of the weight; None: the value is whole.
+        once, when it is stored, so rounding never accumulates. `read`: the base, or its part of a
+        split, then the whole A and B of each adapter.
         """
         value, *factors = read
         for added, A, B in zip(self.low_ranks, factors[::2], factors[1::2], strict=True):
@@ -51,12 +48,8 @@ def weights_of(
 ) -> list[Weight]:
     """List every tensor of the plain model inside `model`, each once, in the model's order.
 
-    Args:
-        model: the training module.
-        stored: maps a tensor that the module shows to the tensor that is trained.
-
-    Raises:
-        ConfigurationError: an adapter cannot be expressed as a plain model's weight.
+    `stored` maps a tensor that the module shows to the tensor that is trained. Refuses an adapter
+    that cannot be expressed as a plain model's weight.
     """
     grouped: dict[tuple[int, ...], Weight] = {}
     for path, module, low_ranks in plain_modules(model):
