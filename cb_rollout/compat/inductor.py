@@ -91,7 +91,7 @@ def _own_folder() -> Iterator[Path]:
         try:
             folder = cache_folder(f"compiled-{_machine()}")
         except ConfigurationError as error:
-            folder = Path(_temporary_folder(str(error)).name)
+            folder = _temporary_folder(str(error))
         before = os.environ.get(_FOLDER_VARIABLE)
         os.environ[_FOLDER_VARIABLE] = str(folder)
         try:
@@ -113,11 +113,16 @@ def _machine() -> str:
     return hashlib.sha256("\n".join(described).encode()).hexdigest()[:16]
 
 
-# The cache keeps the folder until the process ends.
 @cache
-def _temporary_folder(reason: str) -> tempfile.TemporaryDirectory[str]:
+def _temporary_folder(reason: str) -> Path:
+    """Make a folder for this process, and warn why."""
     warnings.warn(f"Kernels are compiled for this process only: {reason}", stacklevel=2)
-    return tempfile.TemporaryDirectory(prefix="cb_rollout-")
+    # Kept until the process ends.
+    _TEMPORARY.append(folder := tempfile.TemporaryDirectory(prefix="cb_rollout-"))
+    return Path(folder.name)
+
+
+_TEMPORARY: list[tempfile.TemporaryDirectory[str]] = []
 
 
 GROUPED = "cb_rollout::grouped_product"
