@@ -17,9 +17,9 @@ def _fsdp_groups(model: torch.nn.Module) -> Iterator[Any]:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             state: Any = module._get_fsdp_state()
-            # torch 2.13 has a list of groups, torch 2.11 one group or None.
-            one = getattr(state, "_fsdp_param_group", None)
-            yield from getattr(state, "_fsdp_param_groups", [one] if one else [])
+            # torch 2.13 has a list of groups, torch 2.11 a single group or None.
+            group = getattr(state, "_fsdp_param_group", None)
+            yield from getattr(state, "_fsdp_param_groups", [group] if group else [])
 
 
 def fsdp_shards(model: torch.nn.Module) -> dict[int, torch.Tensor]:
@@ -58,11 +58,8 @@ def fsdp1_parameters(
     Returns:
         By a parameter's id, its placement; by the id of the tensor that a module shows, the
         parameter.
-
-    Raises:
-        ConfigurationError: the parameters have no identity of their own.
     """
-    held: dict[int, Fsdp1Placement] = {}
+    placements: dict[int, Fsdp1Placement] = {}
     behind: dict[int, torch.Tensor] = {}
     units = fsdp1_units(model)
     if units[0]._is_root is None:
@@ -82,9 +79,9 @@ def fsdp1_parameters(
         for parameter, info, shape in zip(
             flat._params, flat._param_infos, flat._shapes, strict=True
         ):
-            held[id(parameter)] = Fsdp1Placement(unit, unit_bytes, shape)
+            placements[id(parameter)] = Fsdp1Placement(unit, unit_bytes, shape)
             behind[id(getattr(info.module, info.param_name))] = parameter
-    return held, behind
+    return placements, behind
 
 
 def fsdp_param_dtype(model: torch.nn.Module) -> torch.dtype | None:
@@ -100,11 +97,6 @@ def default_store() -> Store:
     return distributed_c10d._get_default_store()
 
 
-def is_dtensor(tensor: torch.Tensor) -> bool:
-    """Return whether FSDP2 or tensor parallelism shards a tensor (torch 2.13)."""
-    return isinstance(tensor, DTensor)
-
-
 def is_sharded(model: torch.nn.Module) -> bool:
     """Return whether processes hold different parts of any parameter.
 
@@ -113,7 +105,7 @@ def is_sharded(model: torch.nn.Module) -> bool:
     sharding = FSDPModule | FullyShardedDataParallel
     if any(isinstance(module, sharding) for module in model.modules()):
         return True
-    return any(is_dtensor(p) or is_zero3(p) for p in model.parameters())
+    return any(isinstance(p, DTensor) or is_zero3(p) for p in model.parameters())
 
 
 def has_fsdp2(model: torch.nn.Module) -> bool:
@@ -133,9 +125,9 @@ def weight_writes(model: torch.nn.Module) -> list[tuple[int, int]]:
 
     torch counts no write through `.data`, and a write to a DTensor's shard on the shard.
     """
-    found = []
+    writes_of = []
     for parameter in model.parameters():
         local = local_part(parameter)
         writes = 0 if local.is_inference() else parameter._version + local._version
-        found.append((local.data_ptr(), writes))
-    return found
+        writes_of.append((local.data_ptr(), writes))
+    return writes_of

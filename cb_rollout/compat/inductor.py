@@ -31,6 +31,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 
 from cb_rollout.compat.cache import cache_folder, require_own
+from cb_rollout.compat.patching import replacing
 from cb_rollout.errors import ConfigurationError
 
 # Multiply and add in one instruction, which inductor forbids its own kernels.
@@ -49,9 +50,7 @@ def compiler_obstacle() -> str | None:
 def compile_library(source: str, *, contracts: bool = True) -> ctypes.CDLL:
     """Load C++ source, compiled now or by an earlier process (torch 2.11 to 2.13).
 
-    Args:
-        source: the C++.
-        contracts: let the compiler join products and sums, in some loops and not in others.
+    `contracts`: let the compiler join products and sums, in some loops and not in others.
 
     Raises:
         ConfigurationError: another user made the library or may write to it.
@@ -98,9 +97,8 @@ def _own_folder() -> Iterator[Path]:
         try:
             yield folder
         finally:
-            if before is None:
-                del os.environ[_FOLDER_VARIABLE]
-            else:
+            del os.environ[_FOLDER_VARIABLE]
+            if before is not None:
                 os.environ[_FOLDER_VARIABLE] = before
 
 
@@ -175,13 +173,12 @@ def trace_graph(
 ) -> tuple[fx.GraphModule, bool]:
     """Trace a function of tensors of any leading size (torch 2.11 to 2.13).
 
-    Returns:
-        The graph of operators on inputs and weights, and whether it holds for some sizes only.
-
-    Raises:
-        Exception: the function reads the contents of a tensor.
+    Returns the graph of operators on inputs and weights, and whether it holds for some sizes only.
+    Raises an exception if the function reads the contents of a tensor.
     """
-    with torch.no_grad(), _quiet(), _AnyDtypeGrouped():
+    # torch 2.13 logs an error for a forward that cannot be traced.
+    quiet = replacing([(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True)])
+    with torch.no_grad(), quiet, _AnyDtypeGrouped():
         module = make_fx(function, tracing_mode="symbolic", _allow_non_fake_inputs=True)(*examples)
     shapes = module.shape_env
     assert shapes is not None
@@ -199,16 +196,12 @@ def call_function(graph: fx.Graph, target: Any, *args: Any) -> fx.Node:
     node = graph.call_function(target, args)
     mode = graph.find_nodes(op="placeholder")[0].meta["val"].fake_mode
     with mode:
-        node.meta["val"] = target(*fx.map_arg(args, lambda given: given.meta["val"]))
+        node.meta["val"] = target(*fx.map_arg(args, lambda argument: argument.meta["val"]))
     return node
 
 
 def compile_graph(graph: fx.Graph, options: Mapping[str, Any]) -> Callable[..., torch.Tensor]:
-    """Compile a traced graph of one output by inductor (torch 2.11 to 2.13).
-
-    Raises:
-        Exception: what inductor or its C++ compiler raises.
-    """
+    """Compile a traced graph of one output by inductor (torch 2.11 to 2.13)."""
     (output,) = graph.find_nodes(op="output")
     # inductor takes graphs that return a tuple.
     output.args = ((output.args[0],),)
@@ -228,27 +221,12 @@ def compile_graph(graph: fx.Graph, options: Mapping[str, Any]) -> Callable[..., 
 
 
 def inductor_options(mode: str | None) -> dict[str, Any]:
-    """Return the inductor options of a `mode` of `torch.compile` (torch 2.11 to 2.13).
-
-    Raises:
-        RuntimeError: there is no such mode.
-    """
+    """Return the inductor options of a `mode` of `torch.compile`, or raise RuntimeError."""
     return list_mode_options(mode) if mode else {}
 
 
 def unknown_inductor_options(options: Iterable[object]) -> list[object]:
     """Return the names that are no options of inductor (torch 2.11 to 2.13)."""
     # torch.compile takes dashes too.
-    known = {name.replace("-", "_") for name in list_options()}
-    return [name for name in options if str(name).replace("-", "_") not in known]
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep torch 2.13 from logging an error for a forward that cannot be traced."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    was_disabled, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = was_disabled
+    existing = {name.replace("-", "_") for name in list_options()}
+    return [name for name in options if str(name).replace("-", "_") not in existing]

@@ -15,6 +15,7 @@ import torch
 from transformers.integrations import moe as _moe
 
 from cb_rollout.compat import transformers as hf_compat
+from cb_rollout.compat.patching import CountedPatch
 
 # Computes `[S, K]` by `[E, K, N]`; the third tensor says where each group of rows ends.
 GroupedProduct = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -42,11 +43,6 @@ class _Replacement(threading.local):
 
 
 _REPLACEMENT = _Replacement()
-_LOCK = threading.Lock()
-# One entry for each thread inside `replacing_grouped_product`.
-_INSIDE: list[GroupedProduct] = []
-# The module's own, kept for a thread that is inside it when the last one leaves.
-_OWN: list[Any] = []
 
 
 def waits_for_groups(weight: torch.Tensor) -> bool:
@@ -66,27 +62,22 @@ def replacing_grouped_product(product: GroupedProduct) -> Iterator[None]:
     if not hasattr(_moe, _NAME):
         yield
         return
-    with _LOCK:
-        if not _INSIDE:
-            _OWN[:] = [getattr(_moe, _NAME)]
-            setattr(_moe, _NAME, _product)
-        _INSIDE.append(product)
-    _REPLACEMENT.product = product
-    try:
-        yield
-    finally:
-        _REPLACEMENT.product = None
-        with _LOCK:
-            _INSIDE.remove(product)
-            if not _INSIDE:
-                setattr(_moe, _NAME, _OWN[-1])
+    with _PATCH.installed():
+        _REPLACEMENT.product = product
+        try:
+            yield
+        finally:
+            _REPLACEMENT.product = None
 
 
 def _product(input: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
     product = _REPLACEMENT.product
     if product is None or not waits_for_groups(weight):
-        return _OWN[-1](input, weight, offs)
+        return _PATCH.own(input, weight, offs)
     # Under autocast the input may be wider than the weight, which transformers casts it to. Where a
     # check computes in a higher precision, the cast gives that one, and the kernel takes one dtype.
     rows = input.to(weight.dtype)
     return product(rows, weight.to(rows.dtype), offs)
+
+
+_PATCH = CountedPatch(_moe, _NAME, _product)

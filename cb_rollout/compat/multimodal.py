@@ -5,7 +5,7 @@ T: tokens.
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
+from cb_rollout.compat.patching import replacing
 from cb_rollout.compat.transformers import (
     forward_argument_names,
     forward_passes_on,
@@ -87,16 +88,11 @@ def image_encoders(model: torch.nn.Module) -> list[torch.nn.Module]:
     return [module for module in model.modules() if hasattr(type(module), IMAGE_FEATURES)]
 
 
-@contextmanager
 def replacing_image_features(
     encoder: torch.nn.Module, features: Callable[..., Any]
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """Have a module answer with `features` where its forward asks for those of images."""
-    vars(encoder)[IMAGE_FEATURES] = features
-    try:
-        yield
-    finally:
-        del vars(encoder)[IMAGE_FEATURES]
+    return replacing([(encoder, IMAGE_FEATURES, features)])
 
 
 def placeholder_token_ids(model: PreTrainedModel) -> frozenset[int]:

@@ -30,8 +30,7 @@ class RowRope:
             }
             if limits:
                 self._modules.append((module, limits))
-        found = {limit for _, limits in self._modules for limit in limits.values()}
-        self.limits = tuple(sorted(found))
+        self.limits = tuple(sorted({n for _, limits in self._modules for n in limits.values()}))
         """Tokens of the longest row of each side but the last; empty: the model has one side."""
 
     def side(self, length: int) -> int:
@@ -53,9 +52,7 @@ class RowRope:
             return
         with ExitStack() as stack:
             for module, limits in self._modules:
-                last = {
-                    layer: (limit, rope_side(self.limits, limit)) for layer, limit in limits.items()
-                }
+                last = {layer: (limit, self.side(limit)) for layer, limit in limits.items()}
                 forward = _selecting(module.forward, last, sides, counts)
                 stack.enter_context(replacing_forward(module, forward))
             yield
@@ -86,14 +83,14 @@ def _rotary_modules(
 ) -> Iterator[tuple[torch.nn.Module, dict[str | None, str]]]:
     """Yield the modules that name a RoPE type, with the type of each kind of layer."""
     for module in model.modules():
-        kind: Any = getattr(module, "rope_type", None)
+        types: Any = getattr(module, "rope_type", None)
         if next(module.buffers(recurse=False), None) is None:
             # It passes the name on, and computes no frequencies.
             continue
-        if isinstance(kind, str):
-            yield module, {None: kind}
-        elif isinstance(kind, dict):
-            yield module, {name: one for name, one in kind.items() if isinstance(one, str)}
+        if isinstance(types, str):
+            yield module, {None: types}
+        elif isinstance(types, dict):
+            yield module, {layer: name for layer, name in types.items() if isinstance(name, str)}
 
 
 def _longrope_limit(module: Any, layer_type: str | None) -> int:
@@ -121,14 +118,13 @@ def _selecting(
             return own(x, position_ids, **named)
         # One position beyond the limit has transformers take the long factors for all.
         beyond = torch.full_like(position_ids[..., :1], limit)
-        found = _each(own(x, torch.cat([position_ids, beyond], -1), **named))
-        found = [states[..., :-1, :] for states in found]
+        long = _each(own(x, torch.cat([position_ids, beyond], -1), **named))
+        states = [state[..., :-1, :] for state in long]
         if min(sides) <= last_side:
             short = _each(own(x, position_ids.clamp(max=limit - 1), **named))
             is_long = _spread([side > last_side for side in sides], counts, position_ids.device)
-            pairs = zip(found, short, strict=True)
-            found = [torch.where(is_long, *pair) for pair in pairs]
-        return found[0] if len(found) == 1 else tuple(found)
+            states = [torch.where(is_long, *pair) for pair in zip(states, short, strict=True)]
+        return states[0] if len(states) == 1 else tuple(states)
 
     return forward
 

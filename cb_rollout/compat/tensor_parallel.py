@@ -1,5 +1,7 @@
 """Reach past the public API of transformers 5.23's tensor parallelism and torch 2.13's DTensors."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,13 +14,43 @@ from cb_rollout.errors import ConfigurationError
 MESH_DIMENSION = "tp"
 
 
+@dataclass(frozen=True, eq=False)
+class Split:
+    """Division of a tensor along one dimension over the processes of a tensor-parallel group."""
+
+    dim: int
+    """Dimension that is divided, from 0."""
+    indices: tuple[torch.Tensor, ...]
+    """Indices along it that each process of the group holds: int64, ascending, on the CPU."""
+    rank: int
+    """This process's rank in the group."""
+
+    @property
+    def own(self) -> torch.Tensor:
+        return self.indices[self.rank]
+
+    def part(self, whole: torch.Tensor, dim: int | None = None) -> torch.Tensor:
+        """Return this process's part of a whole tensor, or of its factor divided along `dim`."""
+        return whole.index_select(self.dim if dim is None else dim, self.own.to(whole.device))
+
+
+Splits = Sequence[Split | None]
+"""For each of some tensors its division; None: every process holds it whole."""
+
+
+def parts(tensors: Sequence[torch.Tensor], splits: Splits | None) -> list[torch.Tensor]:
+    """Return this process's parts of whole tensors; without `splits` the tensors themselves."""
+    splits = splits or [None] * len(tensors)
+    return [
+        tensor if split is None else split.part(tensor)
+        for tensor, split in zip(tensors, splits, strict=True)
+    ]
+
+
 def split_over_processes(model: PreTrainedModel, size: int) -> None:
     """Split a model's empty layers over groups of `size` neighbouring processes; collective.
 
     Parameters that its `tp_plan` names become DTensors.
-
-    Raises:
-        ConfigurationError: there is no process group that `size` divides, or the model has no plan.
     """
     try:
         from transformers.distributed import DistributedConfig
@@ -73,12 +105,8 @@ def with_storage(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     )
 
 
-def split_indices(tensor: torch.Tensor) -> tuple[int, tuple[torch.Tensor, ...], int] | None:
-    """Return how a tensor is split over the one dimension of its mesh; None: it is not.
-
-    Returns:
-        The split dimension, the indices along it of each process, and this process's place.
-    """
+def split_of(tensor: torch.Tensor) -> Split | None:
+    """Return how a tensor is split over the one dimension of its mesh; None: it is not."""
     if not isinstance(tensor, DTensor):
         return None
     placement: Any = tensor.placements[0]
@@ -88,17 +116,16 @@ def split_indices(tensor: torch.Tensor) -> tuple[int, tuple[torch.Tensor, ...], 
     dim, size = placement.dim % tensor.ndim, tensor.device_mesh.size()
     kind = type(placement)
     along = kind(0) if factor is None else kind(0, split_factor=factor)
-    parts, _ = along._split_tensor(
+    indices, _ = along._split_tensor(
         torch.arange(tensor.shape[dim]), size, with_padding=False, contiguous=False
     )
-    return dim, tuple(parts), tensor.device_mesh.get_local_rank()
+    return Split(dim, tuple(indices), tensor.device_mesh.get_local_rank())
 
 
 def unsharded_part(tensor: torch.Tensor) -> torch.Tensor | None:
     """Gather this process's part of a tensor-parallel model's tensor that FSDP2 shards; collective.
 
-    Returns:
-        The part that the process holds without FSDP2; None: tensor parallelism does not split it.
+    Returns None where tensor parallelism does not split it.
     """
     names = tensor.device_mesh.mesh_dim_names if isinstance(tensor, DTensor) else None
     if not isinstance(tensor, DTensor) or MESH_DIMENSION not in (names or ()):

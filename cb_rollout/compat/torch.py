@@ -15,6 +15,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules import module as _module
 from torch.nn.modules.dropout import _DropoutNd
 
+from cb_rollout.compat.patching import replacing
+
 try:
     from torch.nn.attention.varlen import varlen_attn
 except ImportError:  # torch 2.11 may be built without it
@@ -41,8 +43,7 @@ def wrapped_layer(module: Any) -> torch.nn.Module | None:
 def set_compilation_aside(model: torch.nn.Module) -> list[tuple[torch.nn.Module, Any]]:
     """Have modules that `Module.compile()` compiled in place run as they are (torch 2.11 to 2.13).
 
-    Returns:
-        Each such module, with the call that `restore_compilation` gives back to it.
+    Returns each such module, with the call that `restore_compilation` gives back to it.
     """
     modules: list[Any] = list(model.modules())
     compiled = [(module, call) for module in modules if (call := module._compiled_call_impl)]
@@ -78,20 +79,16 @@ def rounds_float32_products(device: torch.device) -> bool:
 def exact_float32_products() -> Iterator[None]:
     """Compute products and convolutions of float32 in float32 (torch 2.11 to 2.13)."""
     backends: Any = torch.backends
-    kinds = (
-        backends.cuda.matmul,
-        backends.cudnn.conv,
-        backends.mkldnn.matmul,
-        backends.mkldnn.conv,
-    )
-    own = [kind.fp32_precision for kind in kinds]
+    cuda, cpu = backends.cuda.matmul, backends.mkldnn
+    operations = (cuda, backends.cudnn.conv, cpu.matmul, cpu.conv)
+    own = [operation.fp32_precision for operation in operations]
     try:
-        for kind in kinds:
-            kind.fp32_precision = "ieee"
+        for operation in operations:
+            operation.fp32_precision = "ieee"
         yield
     finally:
-        for kind, precision in zip(kinds, own, strict=True):
-            kind.fp32_precision = precision
+        for operation, precision in zip(operations, own, strict=True):
+            operation.fp32_precision = precision
 
 
 @cache
@@ -134,14 +131,8 @@ def dropout_rate(model: torch.nn.Module) -> float:
 @contextmanager
 def without_dropout(model: torch.nn.Module) -> Iterator[None]:
     """Set all rates of `dropout_sites` to 0; the model stays in its mode."""
-    sites = list(dropout_sites(model))
-    for site in sites:
-        setattr(site.module, site.attribute, 0.0)
-    try:
+    with replacing([(site.module, site.attribute, 0.0) for site in dropout_sites(model)]):
         yield
-    finally:
-        for site in sites:
-            setattr(site.module, site.attribute, site.rate)
 
 
 # torch 2.13's unpadded attention takes these; an earlier release may have none.
@@ -218,8 +209,7 @@ PAUSE_SOFT = 1
 def release_workers() -> bool:
     """End the calling thread's OpenMP workers, which its next computation starts again.
 
-    Returns:
-        Whether they ended; False where torch (2.11 to 2.13) computes without libgomp.
+    Returns False where torch (2.11 to 2.13) computes without libgomp.
     """
     libgomp = _libgomp()
     return libgomp is not None and libgomp.omp_pause_resource_all(PAUSE_SOFT) == 0
@@ -232,11 +222,11 @@ def _libgomp() -> ctypes.CDLL | None:
     if not maps.exists():
         return None
     paths = {line.split(maxsplit=5)[-1] for line in maps.read_text().splitlines()}
-    found = [path for path in paths if "/libgomp" in path]
-    # Of two, it is not known which one torch computes with.
-    if len(found) != 1:
+    loaded = [path for path in paths if "/libgomp" in path]
+    # Of two, it is unclear which one torch computes with.
+    if len(loaded) != 1:
         return None
-    library = ctypes.CDLL(found[0])
+    library = ctypes.CDLL(loaded[0])
     return library if hasattr(library, "omp_pause_resource_all") else None
 
 
@@ -259,18 +249,14 @@ def captured_weights(model: torch.nn.Module) -> list[object]:
     adapters.
     """
     tensors = [*model.parameters(), *model.buffers()]
-    found: list[object] = [tensor.data_ptr() for tensor in tensors]
+    captured: list[object] = [tensor.data_ptr() for tensor in tensors]
     module: Any
     for module in model.modules():
-        found.append((weakref.ref(module), _forward_of(module), forward_numbers(module)))
+        captured.append((weakref.ref(module), _forward_of(module), forward_numbers(module)))
         if hasattr(module, "merged_adapters"):
-            found += [
-                tuple(module.active_adapters),
-                module.disable_adapters,
-                tuple(module.merged_adapters),
-                dict(getattr(module, "scaling", {})),
-            ]
-    return found
+            captured += [tuple(module.active_adapters), tuple(module.merged_adapters)]
+            captured += [module.disable_adapters, dict(getattr(module, "scaling", {}))]
+    return captured
 
 
 def _forward_of(module: Any) -> object:
@@ -290,5 +276,5 @@ def forward_numbers(module: torch.nn.Module) -> dict[str, float]:
     """
     if isinstance(module, torch.nn.Dropout):
         return {}
-    found = {name: value for name, value in vars(module).items() if type(value) is float}
-    return {name: value for name, value in found.items() if "drop" not in name}
+    numbers = vars(module).items()
+    return {name: x for name, x in numbers if type(x) is float and "drop" not in name}

@@ -4,7 +4,7 @@ import inspect
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from copy import copy
 from functools import partial
 from typing import Any
@@ -18,6 +18,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from cb_rollout.compat.fsdp import has_fsdp2, is_sharded
+from cb_rollout.compat.patching import CountedPatch, replacing
 from cb_rollout.errors import ConfigurationError
 
 # The argument of a forward that takes the cache in transformers 5.23; Mamba's is `cache_params`,
@@ -31,10 +32,7 @@ DummyLayer: Any = getattr(cache_utils, "DummyLayer", cache_utils.DynamicLayer)
 def unwrap(model: torch.nn.Module) -> PreTrainedModel:
     """Return the transformers model inside DDP, `torch.compile` and PEFT wrappers.
 
-    A PEFT adapter stays active: its layers are inside the model that it wraps.
-
-    Raises:
-        ConfigurationError: there is none, or its adapter needs the wrapper's own forward.
+    A PEFT adapter stays active, as its layers are inside; one that needs its wrapper is refused.
     """
     *_, innermost = _wrappers(model)
     assert isinstance(innermost, PreTrainedModel)
@@ -89,11 +87,10 @@ def refuse_what_cannot_generate(model: PreTrainedModel) -> None:
             f"{type(model).__name__} has no language-model head; load the checkpoint with "
             "AutoModelForCausalLM."
         )
-    try:
+    embedding = None
+    # transformers 5.23 raises for a model that only holds others, as a thinker and a talker.
+    with suppress(NotImplementedError):
         embedding = model.get_input_embeddings()
-    except NotImplementedError:
-        # transformers 5.23 raises for a model that only holds others, as a thinker and a talker.
-        embedding = None
     if not hasattr(embedding, "weight"):
         raise ConfigurationError(
             f"{type(model).__name__} embeds its inputs by {type(embedding).__name__}, not by one "
@@ -192,22 +189,16 @@ def vocab_size(model: PreTrainedModel) -> int:
     return embedding.weight.shape[0]
 
 
-def special_token_ids(model: PreTrainedModel) -> frozenset[int]:
-    """Return the ids that a config names: padding, ends, and those of images and sounds."""
-    named: dict[str, Any] = {}
-    for config in (model.config, model.config.get_text_config(decoder=True)):
-        named |= vars(config)
-    ids = [i for name, i in named.items() if name.endswith(("_token_id", "_token_index"))]
-    return frozenset(i for i in ids if isinstance(i, int))
-
-
 def text_token_ids(model: PreTrainedModel) -> list[int]:
     """Return at least one and at most 256 ids that exist, and stand for text if any does.
 
     They are spread over the middle half of the vocabulary: special, added and untrained tokens
     stand at its ends, and a model does not know them. Their log-probabilities are chaotic.
     """
-    special, size = special_token_ids(model), vocab_size(model)
+    # The ids that a config names: padding, ends, and those of images and sounds.
+    named = vars(model.config) | vars(model.config.get_text_config(decoder=True))
+    special = [i for name, i in named.items() if name.endswith(("_token_id", "_token_index"))]
+    size = vocab_size(model)
     middle = range(size // 4, max(size // 4 + 1, size - size // 4))
     ids = [i for i in middle[:: max(1, len(middle) // 256)] if i not in special]
     return ids[:256] or [i for i in range(min(256, size)) if i not in special] or [0]
@@ -225,8 +216,8 @@ def max_positions(model: PreTrainedModel) -> int | None:
 
 def num_query_heads(model: PreTrainedModel) -> int:
     """Return the query heads of a layer by the config (transformers 5.23); 0: it names none."""
-    found = getattr(model.config.get_text_config(decoder=True), "num_attention_heads", None)
-    return found if isinstance(found, int) else 0
+    count = getattr(model.config.get_text_config(decoder=True), "num_attention_heads", None)
+    return count if isinstance(count, int) else 0
 
 
 # transformers 5.23's names of cache layers that hold keys, values and an index per token, or
@@ -277,13 +268,19 @@ class _Replacement(threading.local):
 
 
 _REPLACEMENT = _Replacement()
-_LOCK = threading.Lock()
-# One entry for each thread inside `replacing_attention`.
-_INSIDE: list[Attention] = []
 # What computes every thread's attention, in place of the models' own functions.
 _EVERYWHERE: list[Attention] = []
-# The class's own lookup, kept for a thread that is between two lookups when the last one leaves.
-_OWN_LOOKUP: list[Attention] = []
+
+
+def _lookup(interface: Any, implementation: str, default: Attention) -> Attention:
+    own_attention = _LOOKUP.own(interface, implementation, default)
+    for attend in (*_EVERYWHERE[-1:], _REPLACEMENT.attend):
+        if attend is not None:
+            own_attention = partial(attend, own_attention)
+    return own_attention
+
+
+_LOOKUP = CountedPatch(AttentionInterface, "get_interface", _lookup)
 
 
 @contextmanager
@@ -295,7 +292,7 @@ def replacing_attention(attend: Attention) -> Iterator[None]:
     their own. The model and its `_attn_implementation` are not touched. Any thread may call.
     """
     assert _REPLACEMENT.attend is None, "a forward within a forward"
-    with _replacing_lookup(attend, _INSIDE):
+    with _LOOKUP.installed():
         _REPLACEMENT.attend = attend
         try:
             yield
@@ -320,39 +317,19 @@ def computing_attention(attend: Attention) -> Iterator[None]:
     In every thread, and inside `replacing_attention` too, whose function gets it as the model's
     own. May be nested, with one function. Any thread may call.
     """
-    with _replacing_lookup(attend, _EVERYWHERE):
-        yield
+    with _LOOKUP.installed():
+        _EVERYWHERE.append(attend)
+        try:
+            yield
+        finally:
+            _EVERYWHERE.remove(attend)
 
 
-@contextmanager
-def _replacing_lookup(attend: Attention, inside: list[Attention]) -> Iterator[None]:
-    with _LOCK:
-        if not _INSIDE and not _EVERYWHERE:
-            _OWN_LOOKUP[:] = [AttentionInterface.get_interface]
-            AttentionInterface.get_interface = _lookup  # type: ignore[method-assign]
-        inside.append(attend)
-    try:
-        yield
-    finally:
-        with _LOCK:
-            inside.remove(attend)
-            if not _INSIDE and not _EVERYWHERE:
-                AttentionInterface.get_interface = _OWN_LOOKUP[-1]
-
-
-def _lookup(interface: Any, implementation: str, default: Attention) -> Attention:
-    own_attention = _OWN_LOOKUP[-1](interface, implementation, default)
-    for attend in (*_EVERYWHERE[-1:], _REPLACEMENT.attend):
-        if attend is not None:
-            own_attention = partial(attend, own_attention)
-    return own_attention
-
-
-@contextmanager
-def replacing_attention_again(model: torch.nn.Module, attend: Attention) -> Iterator[None]:
+def replacing_attention_again(
+    model: torch.nn.Module, attend: Attention
+) -> AbstractContextManager[None]:
     """Replace attention, and again whenever gradient checkpointing computes a layer again."""
-    with repeated_in_checkpoints(model, lambda: replacing_attention(attend)):
-        yield
+    return repeated_in_checkpoints(model, partial(replacing_attention, attend))
 
 
 @contextmanager
@@ -378,20 +355,17 @@ def repeated_in_checkpoints(
     def wrapped(own: Callable[..., Any]) -> Callable[..., Any]:
         return lambda run, *rest, **named: own(with_context(run), *rest, **named)
 
-    changed: list[tuple[Any, str, Any]] = []
-    for module in model.modules():
-        for name in ("_gradient_checkpointing_func", "checkpoint_fn"):
-            own = vars(module).get(name)
-            if own is not None:
-                changed.append((module, name, own))
-                setattr(module, name, wrapped(own))
+    wrappers = [
+        (module, name, wrapped(own))
+        for module in model.modules()
+        for name in ("_gradient_checkpointing_func", "checkpoint_fn")
+        if (own := vars(module).get(name)) is not None
+    ]
     try:
-        with context():
+        with replacing(wrappers), context():
             yield
     finally:
         is_inside = False
-        for module, name, own in changed:
-            setattr(module, name, own)
 
 
 @contextmanager
@@ -406,15 +380,9 @@ def keeping_one_layer(model: torch.nn.Module) -> Iterator[None]:
         for module in modules
         if isinstance(module, GradientCheckpointingLayer) and module.gradient_checkpointing
     ]
-    if not layers:
+    layers.sort(key=lambda layer: sum(p.numel() for p in layer.parameters()))
+    with replacing((layer, "gradient_checkpointing", False) for layer in layers[-1:]):
         yield
-        return
-    largest = max(layers, key=lambda layer: sum(p.numel() for p in layer.parameters()))
-    largest.gradient_checkpointing = False
-    try:
-        yield
-    finally:
-        largest.gradient_checkpointing = True
 
 
 def attention_implementation(module: torch.nn.Module) -> str:
@@ -427,15 +395,12 @@ def attention_mask_dtype(implementation: str, dtype: torch.dtype) -> torch.dtype
     """Return the dtype of the mask that an attention function takes (transformers 5.23).
 
     Booleans, where no mask at all means causal; or numbers of `dtype` that are added to the scores.
-
-    Raises:
-        ConfigurationError: it takes neither.
+    Refuses an unknown mask.
     """
-    kinds = {sdpa_mask: torch.bool, eager_mask: dtype}
-    kind = kinds.get(ALL_MASK_ATTENTION_FUNCTIONS.get(implementation))
-    if kind is None:
+    mask = ALL_MASK_ATTENTION_FUNCTIONS.get(implementation)
+    if mask not in (sdpa_mask, eager_mask):
         raise ConfigurationError(f"attn_implementation={implementation!r} takes an unknown mask")
-    return kind
+    return torch.bool if mask is sdpa_mask else dtype
 
 
 def attention_window(
@@ -443,27 +408,25 @@ def attention_window(
 ) -> int | None:
     """Return the most tokens that a token of this layer attends to, itself included; None: all.
 
+    Refuses a layer that has a window and does not pass it on, or the reverse (transformers 5.23).
+
     Args:
         module: the attention module.
-        arguments: what the model passes to its attention function (transformers 5.23).
+        arguments: what the model passes to its attention function.
         longest: tokens of the longest sequence.
-
-    Raises:
-        ConfigurationError: the layer has a window that it does not pass on, or passes one that it
-            does not have.
     """
     window = arguments.get("sliding_window")
     config: Any = getattr(module, "config", None)
-    index, kinds = getattr(module, "layer_idx", None), getattr(config, "layer_types", None)
-    kind = kinds[index] if kinds and isinstance(index, int) else None
+    index, types = getattr(module, "layer_idx", None), getattr(config, "layer_types", None)
+    layer_type = types[index] if types and isinstance(index, int) else None
     limit = None
-    if kind == "chunked_attention":
+    if layer_type == "chunked_attention":
         limit = getattr(config, "attention_chunk_size", None)
-    elif kind in (None, "sliding_attention") and window is None:
+    elif layer_type in (None, "sliding_attention") and window is None:
         limit = getattr(config, "sliding_window", None)
     if isinstance(limit, int) and longest > limit:
         raise ConfigurationError(f"its attention keeps a window of {limit} tokens to itself")
-    if kind == "full_attention" and window is not None and longest > window:
+    if layer_type == "full_attention" and window is not None and longest > window:
         raise ConfigurationError(f"a layer of full attention passes a window of {window} tokens")
     return window
 
@@ -471,23 +434,12 @@ def attention_window(
 @contextmanager
 def replacing_forward(module: torch.nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
     """Have a module, called by whatever wraps it, run `forward` instead of its own."""
-    own = vars(module).get("forward")
-    module.forward = forward
-    try:
+    with replacing([(module, "forward", forward)]):
         yield
-    finally:
-        if own is None:
-            del module.forward
-        else:
-            module.forward = own
 
 
 def backbone_of(model: PreTrainedModel) -> torch.nn.Module:
-    """Return the model without its head (transformers 5.23).
-
-    Raises:
-        ConfigurationError: the two are one module.
-    """
+    """Return the model without its head (transformers 5.23); refuse one that is both in one."""
     # OPT's head reads its decoder, inside its base model.
     backbone = model.get_decoder()
     if backbone is None or backbone is model:

@@ -42,13 +42,9 @@ class ConversationTurn:
         async_loop: asyncio.AbstractEventLoop | None,
         timeout_seconds: float | None,
     ) -> None:
-        """Start the calls.
+        """Start the calls: `sync_calls` one after the other, then `async_calls` together.
 
-        Args:
-            sync_calls: called one after the other.
-            async_calls: awaited together after them.
-            async_loop: runs the coroutines; None: there are none.
-            timeout_seconds: longest time of one call; None: unlimited.
+        `timeout_seconds`: longest time of each call; None: unlimited.
         """
         self.is_hung = False
         """True once a call took too long; its thread may still run."""
@@ -65,7 +61,7 @@ class ConversationTurn:
         threading.Thread(target=run, name="cb_rollout tools", daemon=True).start()
 
     def take(self, *, is_async: bool) -> Future[Any]:
-        """Wait for the next result of one kind of calls, in the order of the calls."""
+        """Wait for the next result of the sync or async calls, in the order of the calls."""
         while not self.is_hung:
             result = self._results[is_async][0]
             if result.done():
@@ -124,15 +120,9 @@ class ConversationTurn:
 
 
 class ConcurrentTools:
-    """Replaces a trainer's `_tool_call_loop`."""
+    """Replaces the `_tool_call_loop` of a TRL trainer that has tools or environments."""
 
     def __init__(self, trainer: Any, timeout_seconds: float | None) -> None:
-        """Wrap the trainer's own loop.
-
-        Args:
-            trainer: a trainer of TRL with tools or environments.
-            timeout_seconds: longest time of one call; None: unlimited.
-        """
         self._trainer, self._timeout_seconds = trainer, timeout_seconds
         self._loop = trainer._tool_call_loop
         self._completions: list[list[dict[str, Any]]] = []
@@ -141,21 +131,16 @@ class ConcurrentTools:
         self._answered: dict[int, dict[str, Any]] = {}
 
     def run(self, *arguments: Any, **named: Any) -> Any:
-        """Run the trainer's loop; takes and returns what it does."""
         trainer = self._trainer
         # The loop appends to these lists, so a turn's calls can be read from them.
         self._completions = named["completions"] if "completions" in named else arguments[3]
         sync_tools, async_tools = trainer._sync_tool_dicts, trainer._async_tool_dicts
         self._tools = list(zip(sync_tools, async_tools, strict=True))
         self._turns, self._answered = {}, {}
-        trainer._sync_tool_dicts = [
-            {name: partial(self._result, index) for name in tools}
-            for index, tools in enumerate(sync_tools)
-        ]
-        trainer._async_tool_dicts = [
-            {name: partial(self._awaitable, index) for name in tools}
-            for index, tools in enumerate(async_tools)
-        ]
+        trainer._sync_tool_dicts, trainer._async_tool_dicts = (
+            [dict.fromkeys(tools, partial(take, index)) for index, tools in enumerate(all_tools)]
+            for take, all_tools in ((self._result, sync_tools), (self._awaitable, async_tools))
+        )
         try:
             return self._loop(*arguments, **named)
         finally:
@@ -167,7 +152,13 @@ class ConcurrentTools:
         return self._turn(index).take(is_async=False).result()
 
     def _awaitable(self, index: int, **_: Any) -> Any:
-        return _awaited(self._turn(index).take(is_async=True))
+        # Taken here and not in the coroutine, so that results keep the order of the calls.
+        result = self._turn(index).take(is_async=True)
+
+        async def awaited() -> Any:
+            return result.result()
+
+        return awaited()
 
     def _turn(self, index: int) -> ConversationTurn:
         """Return the running calls of a conversation; start those of all at a turn's first call."""
@@ -203,16 +194,12 @@ class ConcurrentTools:
             pool[:] = [e for e in pool if all(e is not environments[index] for index in hung)]
 
 
-async def _awaited(result: Future[Any]) -> Any:
-    return result.result()
-
-
 def _valid(calls: list[Any], tools: Tools) -> list[PendingCall]:
     """Return the calls that the trainer will make of these tools, in order."""
-    found: list[PendingCall] = []
-    for call in calls:
-        function = call.get("function", {}) if call.get("type") == "function" else {}
-        name, arguments = function.get("name", ""), function.get("arguments")
-        if name in tools and isinstance(arguments, Mapping):
-            found.append(PendingCall(name, tools[name], arguments))
-    return found
+    functions = [call.get("function", {}) for call in calls if call.get("type") == "function"]
+    return [
+        PendingCall(name, tools[name], arguments)
+        for function in functions
+        if (name := function.get("name", "")) in tools
+        and isinstance(arguments := function.get("arguments"), Mapping)
+    ]

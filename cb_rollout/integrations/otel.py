@@ -8,8 +8,9 @@ submitted, or the span that a server's client names. Needs the extra `otel`: pip
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from cb_rollout import __version__
@@ -31,7 +32,7 @@ try:
     from opentelemetry import context, trace
     from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-    from opentelemetry.metrics import Meter, Observation
+    from opentelemetry.metrics import Observation
     from opentelemetry.sdk.metrics import MeterProvider
     from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
     from opentelemetry.sdk.resources import Resource
@@ -88,7 +89,10 @@ class Telemetry(Recorder):
         self._asked_in: dict[str, context.Context] = {}
         meter = meters.get_meter("cb_rollout", __version__)
         for instrument in LIVE_METRICS:
-            _create(meter, instrument, manager)
+            kind = "counter" if instrument.kind is MetricKind.COUNTER else "gauge"
+            create: Any = getattr(meter, f"create_observable_{kind}")
+            observe = partial(_observed, instrument, manager)
+            create(f"{PREFIX}{instrument.name}", [observe], description=instrument.help)
         self._histograms = {
             distribution.name: meter.create_histogram(
                 f"{PREFIX}{distribution.name.removesuffix('_seconds')}",
@@ -107,17 +111,14 @@ class Telemetry(Recorder):
         self._meters.shutdown()
 
     def record(self, distribution: Distribution, seconds: float) -> None:
-        """Record one duration."""
         self._histograms[distribution.name].record(seconds)
 
     def submitted(self, requests: Sequence[Request]) -> None:
-        """Keep the span in which sequences were submitted."""
-        here = context.get_current()
         with self._lock:
-            self._asked_in |= {request.request_id: here for request in requests}
+            ids = (request.request_id for request in requests)
+            self._asked_in |= dict.fromkeys(ids, context.get_current())
 
     def ended(self, request: Request) -> None:
-        """Report a sequence's spans."""
         super().ended(request)
         with self._lock:
             parent = self._asked_in.pop(request.request_id, None)
@@ -137,14 +138,12 @@ class Telemetry(Recorder):
         )
         inside = trace.set_span_in_context(span, parent)
         times = (request.created_time, request.admitted_time, request.first_token_time, now)
-        for name, started, ended in zip(
-            ("queue", "prefill", "decode"), times, times[1:], strict=False
-        ):
+        phases = zip(("queue", "prefill", "decode"), times, times[1:], strict=False)
+        for name, started, ended in phases:
             if started is None:
                 break
-            until = now if ended is None else ended
-            part = self._tracer.start_span(name, inside, start_time=self._ns(started))
-            part.end(self._ns(until))
+            phase = self._tracer.start_span(name, inside, start_time=self._ns(started))
+            phase.end(self._ns(now if ended is None else ended))
         span.end(self._ns(now))
 
     @contextmanager
@@ -172,14 +171,7 @@ class Telemetry(Recorder):
         return self._wall_clock_ns + int(seconds * 1e9)
 
 
-def _create(meter: Meter, instrument: LiveMetric, manager: ContinuousBatchingManager) -> None:
-    create: Callable[..., Any] = (
-        meter.create_observable_counter
-        if instrument.kind is MetricKind.COUNTER
-        else meter.create_observable_gauge
-    )
-    create(
-        f"{PREFIX}{instrument.name}",
-        callbacks=[lambda _: [Observation(instrument.read(manager.counters, manager.status()))]],
-        description=instrument.help,
-    )
+def _observed(
+    instrument: LiveMetric, manager: ContinuousBatchingManager, _: Any
+) -> list[Observation]:
+    return [Observation(instrument.read(manager.counters, manager.status()))]

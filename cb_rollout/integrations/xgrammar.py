@@ -12,7 +12,7 @@ import importlib
 import json
 import re
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import chain
 from typing import Any, Self
 
@@ -50,14 +50,17 @@ class XGrammar:
 
     grammar = XGrammar.from_json_schema(schema, tokenizer, vocab_size=model.config.vocab_size)
     SamplingParams(grammar=grammar)
+
+    Its constructors take the model's transformers tokenizer and the number of its logits.
+
+    Raises:
+        ImportError: xgrammar is not installed.
+        InvalidRequestError: the text is malformed, exceeds a bound of this module, or xgrammar does
+            not support it.
     """
 
     def __init__(self, compiled: Any) -> None:
-        """Wrap a grammar compiled by an `xgrammar.GrammarCompiler` for the model's vocabulary size.
-
-        Raises:
-            ImportError: xgrammar is not installed.
-        """
+        """Wrap a grammar that an `xgrammar.GrammarCompiler` compiled for this number of logits."""
         self._xgrammar = _import_xgrammar()
         self._compiled = compiled
 
@@ -65,24 +68,11 @@ class XGrammar:
     def from_json_schema(
         cls, schema: str | dict[str, Any], tokenizer: Any, vocab_size: int
     ) -> Self:
-        """Allow JSON that obeys `schema`.
-
-        Args:
-            schema: a JSON schema, as text or as a dict.
-            tokenizer: the model's transformers tokenizer.
-            vocab_size: number of the model's logits.
-
-        Raises:
-            InvalidRequestError: it is not a schema, or xgrammar does not support it.
-        """
+        """Allow JSON that obeys a JSON schema, given as text or as a dict."""
         (text,) = _bounded_schemas([schema])
-        compiler = _compiler(tokenizer, vocab_size)
-        return cls(
-            _compiled(
-                lambda: compiler.compile_json_schema(text, max_whitespace_cnt=MAX_WHITESPACE),
-                "JSON schema",
-            )
-        )
+        compile_schema = _compiler(tokenizer, vocab_size).compile_json_schema
+        compile_it = partial(compile_schema, text, max_whitespace_cnt=MAX_WHITESPACE)
+        return cls(_compiled(compile_it, "JSON schema"))
 
     @classmethod
     def from_json(cls, tokenizer: Any, vocab_size: int) -> Self:
@@ -93,11 +83,7 @@ class XGrammar:
     def from_framed_json(
         cls, frames: Sequence[tuple[str, str, str]], tokenizer: Any, vocab_size: int
     ) -> Self:
-        """Allow one of several texts that each hold JSON: a text before, its schema, a text after.
-
-        Raises:
-            InvalidRequestError: one is not a schema, or xgrammar does not support it.
-        """
+        """Allow one of several texts that hold JSON: a text before, its schema, a text after."""
         compiler, grammar = _compiler(tokenizer, vocab_size), _import_xgrammar().Grammar
         schemas = _bounded_schemas([schema for _, schema, _ in frames])
 
@@ -118,26 +104,18 @@ class XGrammar:
 
     @classmethod
     def from_regex(cls, regex: str, tokenizer: Any, vocab_size: int) -> Self:
-        """Allow text that matches `regex` as a whole.
-
-        Raises:
-            InvalidRequestError: xgrammar does not support it, or its groups nest too deeply.
-        """
+        """Allow text that matches `regex` as a whole."""
         _require_shallow(regex, "regular expression")
         compiler = _compiler(tokenizer, vocab_size)
-        return cls(_compiled(lambda: compiler.compile_regex(regex), "regular expression"))
+        return cls(_compiled(partial(compiler.compile_regex, regex), "regular expression"))
 
     @classmethod
     def from_ebnf(cls, grammar: str, tokenizer: Any, vocab_size: int) -> Self:
-        """Allow text of a grammar in xgrammar's EBNF.
-
-        Raises:
-            InvalidRequestError: xgrammar does not support it, or its groups nest too deeply.
-        """
+        """Allow text of a grammar in xgrammar's EBNF."""
         # A string may hold any character.
         _require_shallow(_EBNF_STRING.sub('""', grammar), "grammar")
         compiler = _compiler(tokenizer, vocab_size)
-        return cls(_compiled(lambda: compiler.compile_grammar(grammar), "grammar"))
+        return cls(_compiled(partial(compiler.compile_grammar, grammar), "grammar"))
 
     def matcher(self) -> "XGrammarMatcher":
         """Return a matcher at the start of a new sequence."""
@@ -151,7 +129,6 @@ class XGrammarMatcher:
         self._matcher = matcher
 
     def fill_allowed_tokens(self, mask_V: torch.Tensor) -> None:
-        """Set the mask to True for every token that may come next."""
         num_words = -(-len(mask_V) // BITS)
         # -1 allows all; the matcher leaves the mask unchanged where it allows all.
         words = torch.full((1, num_words), -1, dtype=torch.int32)
@@ -159,11 +136,9 @@ class XGrammarMatcher:
         mask_V.copy_(unpacked(words[0], len(mask_V)))
 
     def accept_token(self, token_id: int) -> bool:
-        """Advance by one sampled token; return False where the grammar does not allow it."""
         return self._matcher.accept_token(token_id)
 
     def is_terminated(self) -> bool:
-        """Return True if no token may follow."""
         return self._matcher.is_terminated()
 
 
@@ -186,11 +161,7 @@ _REGEX_TOKEN = re.compile(
 
 
 def _bounded_schemas(schemas: Sequence[str | dict[str, Any]]) -> list[str]:
-    """Return schemas as JSON texts.
-
-    Raises:
-        InvalidRequestError: one is not JSON, or they exceed a bound of this module together.
-    """
+    """Return schemas as JSON texts; refuse those that exceed a bound of this module together."""
     texts, num_nodes, num_states = [], 0, 0
     for schema in schemas:
         try:
@@ -230,9 +201,7 @@ def _require_bounded(schema: Any, num_nodes: int, num_states: int) -> tuple[int,
 def _num_states(pattern: str) -> int:
     """Return the number of characters of a pattern, counted repetitions written out.
 
-    Raises:
-        InvalidRequestError: it is too long or too deep, or xgrammar would print it or ignore a part
-            of it.
+    Refuses one that is too long or too deep, or of which xgrammar would print or ignore something.
     """
     what = "JSON schema"
     if len(pattern) > MAX_PATTERN_CHARACTERS:
@@ -265,7 +234,6 @@ def _num_states(pattern: str) -> int:
 
 
 def _require_shallow(text: str, what: str) -> None:
-    """Refuse a regular expression or grammar whose groups nest too deeply."""
     depth = 0
     for token in _REGEX_TOKEN.finditer(text):
         depth += token[0].startswith("(") - (token[0] == ")")

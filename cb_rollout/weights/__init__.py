@@ -1,8 +1,7 @@
 """Select the module that generates, and keep its weights equal to the trainer's.
 
-`shared` and `copied` are the two ways, and `cast_base` is between them; `source` reads weights
-wherever a trainer keeps them, with a file for each framework. `RolloutGenerator` calls
-`create_weight_sync`.
+`base` and `copied` are the two ways, and `cast_base` is between them; `source` reads weights
+wherever a trainer keeps them. `RolloutGenerator` calls `create_weight_sync`.
 """
 
 from typing import Any
@@ -16,14 +15,13 @@ from cb_rollout.compat import zero3 as zero3_compat
 from cb_rollout.config.combinations import refused
 from cb_rollout.config.enums import Numerics, WeightSync
 from cb_rollout.config.rollout import RolloutConfig
-from cb_rollout.engine.model.precision import Precision, rollout_precision
+from cb_rollout.engine.model.precision import rollout_precision
 from cb_rollout.errors import ConfigurationError
 from cb_rollout.weights.adapters import has_adapters
-from cb_rollout.weights.base import WeightSynchronizer, require_equal
+from cb_rollout.weights.base import SharedWeights, WeightSynchronizer, require_equal
 from cb_rollout.weights.cast_base import CastBaseWeights, saves_casts
 from cb_rollout.weights.copied import CopiedWeights
 from cb_rollout.weights.replica import casts_weights
-from cb_rollout.weights.shared import SharedWeights
 
 __all__ = ["WeightSynchronizer", "create_weight_sync", "require_equal"]
 
@@ -54,17 +52,19 @@ def create_weight_sync(
         weight_sync = WeightSync.COPY
     if weight_sync == WeightSync.AUTO:
         will_be_sharded = accelerator is not None and zero3_compat.shards_models(accelerator)
-        is_sharded = will_be_sharded or fsdp_compat.is_sharded(model)
-        if is_sharded:
+        if will_be_sharded or fsdp_compat.is_sharded(model):
             weight_sync = WeightSync.COPY
         elif accelerator is not None and zero3_compat.zero_stage(accelerator) is not None:
             # DeepSpeed casts the module itself, so a copy would save nothing.
             weight_sync = WeightSync.SHARED
+        elif saves_casts(module, precision):
+            hf_compat.keep_differentiable(module)
+            return CastBaseWeights(module, precision)
         else:
-            weight_sync = _fitting(module, precision)
-            if weight_sync == WeightSync.SHARED and saves_casts(module, precision):
-                hf_compat.keep_differentiable(module)
-                return CastBaseWeights(module, precision)
+            # Merging rounds after the sum, the trainer before it; so adapters stay unmerged.
+            is_unmerged = hf_compat.is_quantized(module) or has_adapters(module)
+            is_copied = not is_unmerged and casts_weights(module, precision)
+            weight_sync = WeightSync.COPY if is_copied else WeightSync.SHARED
     if weight_sync == WeightSync.SHARED:
         hf_compat.keep_differentiable(module)
         return SharedWeights(module, precision.autocast_dtype)
@@ -77,12 +77,7 @@ def create_weight_sync(
 
 
 def _tensor_parallel_size(module: PreTrainedModel, config: RolloutConfig) -> int:
-    """Return the number of processes over which the layers of the model that generates are split.
-
-    Raises:
-        ConfigurationError: the config asks for another division than the model has, or for a
-            shared module that is not split.
-    """
+    """Return the number of processes over which the generating model's layers are split."""
     wanted = config.tensor_parallel_size
     if hf_compat.tensor_parallel_group(module) is not None:
         size: int = module.tp_size or 1
@@ -95,11 +90,3 @@ def _tensor_parallel_size(module: PreTrainedModel, config: RolloutConfig) -> int
     if wanted > 1 and config.weight_sync == WeightSync.SHARED:
         raise refused("tensor parallel, shared", size=wanted)
     return wanted
-
-
-def _fitting(model: PreTrainedModel, precision: Precision) -> WeightSync:
-    """Return `copy` where autocast would cast weights at every step, else `shared`."""
-    # Merging rounds after the sum, the trainer before it; so adapters stay unmerged.
-    if hf_compat.is_quantized(model) or has_adapters(model):
-        return WeightSync.SHARED
-    return WeightSync.COPY if casts_weights(model, precision) else WeightSync.SHARED

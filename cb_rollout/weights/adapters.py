@@ -12,8 +12,8 @@ from peft.tuners import lora
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 
+from cb_rollout.compat.tensor_parallel import Split
 from cb_rollout.errors import ConfigurationError
-from cb_rollout.weights.split import Split
 
 # Layers of peft 0.21 whose forward is that of one weight, base + scaling * B @ A.
 MERGEABLE = (lora.Linear, lora.Embedding)
@@ -32,11 +32,7 @@ class LowRank:
     def delta(
         self, A: torch.Tensor, B: torch.Tensor, dtype: torch.dtype, split: Split | None
     ) -> torch.Tensor:
-        """Compute the update from the whole factors, in `dtype`; with `split` this process's part.
-
-        Returns:
-            A tensor of the shape of the base weight, or of the part.
-        """
+        """Compute the update from the whole factors, in `dtype`, or this process's part of it."""
         A, B = A.to(dtype), B.to(dtype)
         if split is not None and (split.dim == 0) != self.is_transposed:
             B = split.part(B, 0)
@@ -48,16 +44,11 @@ class LowRank:
 
 def has_adapters(model: torch.nn.Module) -> bool:
     """Return True if any layer runs through PEFT."""
-    kinds = (BaseTunerLayer, AuxiliaryTrainingWrapper)
-    return any(isinstance(module, kinds) for module in model.modules())
+    return any(isinstance(m, BaseTunerLayer | AuxiliaryTrainingWrapper) for m in model.modules())
 
 
 def wrapped_by_peft(module: Any) -> torch.nn.Module | None:
-    """Return the plain module inside a PEFT module; None: `module` is no PEFT module.
-
-    Raises:
-        ConfigurationError: its forward is not that of one plain layer.
-    """
+    """Return the plain module inside a PEFT module; None: `module` is no PEFT module."""
     if isinstance(module, ModulesToSaveWrapper):
         if module.disable_adapters or not module.active_adapters:
             return module.original_module
@@ -69,12 +60,8 @@ def wrapped_by_peft(module: Any) -> torch.nn.Module | None:
     return None
 
 
-def low_ranks(module: Any) -> tuple[LowRank, ...]:
-    """List the updates that the active adapters of a PEFT layer add to its base weight.
-
-    Raises:
-        ConfigurationError: the layer is of a kind that is not a low-rank sum.
-    """
+def low_ranks_of(module: Any) -> tuple[LowRank, ...]:
+    """List the updates that the active adapters of a PEFT layer add to its base weight."""
     if not _is_adapted(module) or module.disable_adapters or module.merged:
         return ()
     if type(module) not in MERGEABLE or _is_adapted(module.base_layer):
@@ -87,21 +74,21 @@ def low_ranks(module: Any) -> tuple[LowRank, ...]:
 
 
 def merged_layers(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """Yield the base layers that PEFT has merged an adapter into, for now."""
-    modules: Iterator[Any] = model.modules()
-    for module in modules:
-        if _is_adapted(module) and module.merged:
-            yield module.base_layer
+    """List the base layers that PEFT has merged an adapter into, for now."""
+    return (layer.base_layer for layer in _adapted(model) if layer.merged)
 
 
 def layers_read_by_adapters(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """Yield the base layers whose weights an adapter may read beside running them, as DoRA does."""
-    modules: Iterator[Any] = model.modules()
-    for module in modules:
-        if not _is_adapted(module):
-            continue
-        if type(module) not in MERGEABLE or getattr(module, "lora_variant", None):
-            yield module.base_layer
+    """List the base layers whose weights an adapter may read beside running them, as DoRA does."""
+    return (
+        layer.base_layer
+        for layer in _adapted(model)
+        if type(layer) not in MERGEABLE or getattr(layer, "lora_variant", None)
+    )
+
+
+def _adapted(model: torch.nn.Module) -> Iterator[Any]:
+    return filter(_is_adapted, model.modules())
 
 
 def _is_adapted(module: torch.nn.Module) -> bool:

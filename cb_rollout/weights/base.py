@@ -1,14 +1,13 @@
-"""Define the interface through which a generator follows the trainer's weights."""
-
-from typing import Protocol
+"""Define how the module that generates follows the trainer's weights, and the simplest way."""
 
 import torch
 from transformers import PreTrainedModel
 
+from cb_rollout.compat import transformers as hf_compat
 from cb_rollout.errors import WeightSyncError, abbreviated
 
 
-class WeightSynchronizer(Protocol):
+class WeightSynchronizer:
     """Keep the module that generates up to date. Called while the engine is paused."""
 
     module: PreTrainedModel
@@ -17,24 +16,36 @@ class WeightSynchronizer(Protocol):
     """Training module, maybe wrapped. Verification compares log-probabilities with its forward."""
     autocast_dtype: torch.dtype | None
     """Autocast dtype of both modules' forwards; None: no autocast."""
-    is_collective: bool
+    is_collective: bool = False
     """True: a sync, and a forward of `trained`, need every process at once."""
 
     def follow(self, trained: torch.nn.Module) -> None:
-        """Take a re-wrapped model as the weight source."""
-        ...
+        """Take a re-wrapped model as the weight source; a wrapper leaves the module inside."""
 
     def sync(self) -> int:
-        """Copy the trained weights and return the number of bytes written.
+        """Take over the trained weights, and return the number of bytes written.
 
         Raises:
+            ConfigurationError: the model was sharded meanwhile; no process can run it alone.
             WeightSyncError: the tensors of the two modules do not match; nothing was copied.
         """
-        ...
+        raise NotImplementedError
 
     def differing(self) -> list[str]:
         """Return the names of the tensors that a sync would change now."""
-        ...
+        return []
+
+
+class SharedWeights(WeightSynchronizer):
+    """The training module in both roles: nothing is copied."""
+
+    def __init__(self, model: PreTrainedModel, autocast_dtype: torch.dtype | None) -> None:
+        self.module = self.trained = model
+        self.autocast_dtype = autocast_dtype
+
+    def sync(self) -> int:
+        hf_compat.refuse_sharded(self.module)
+        return 0
 
 
 def require_equal(weights: WeightSynchronizer) -> None:

@@ -19,6 +19,7 @@ from cb_rollout.compat import transformers as hf_compat
 from cb_rollout.engine.memory import device as devices
 from cb_rollout.engine.model.precision import Precision
 from cb_rollout.weights.adapters import has_adapters, layers_read_by_adapters, merged_layers
+from cb_rollout.weights.base import WeightSynchronizer
 from cb_rollout.weights.replica import held_dtype
 
 
@@ -32,49 +33,34 @@ class _Cast:
     """Changes when torch counts a write to the weight, or an adapter is merged into it."""
 
 
-class CastBaseWeights:
+# A module and its twin, by the module's id.
+_Twins = dict[int, tuple[torch.nn.Module, torch.nn.Module]]
+
+
+class CastBaseWeights(WeightSynchronizer):
     """Follow a module with adapters: share what trains, and cast what is frozen."""
 
-    is_collective = False
-
     def __init__(self, model: PreTrainedModel, precision: Precision) -> None:
-        """Cast the frozen weights, and make the twin.
-
-        Args:
-            model: the training module, unwrapped.
-            precision: has an `autocast_dtype`.
-        """
-        self.trained: torch.nn.Module = model
+        """Cast the frozen weights of an unwrapped model; `precision` has an `autocast_dtype`."""
+        self.trained = model
         self.autocast_dtype = precision.autocast_dtype
         self._model, self._precision = model, precision
         self._casts: dict[int, _Cast] = {}
-        self._twins: dict[int, tuple[torch.nn.Module, torch.nn.Module]] = {}
+        self._twins: _Twins = {}
         self.sync()
         module = self._twins[id(model)][1]
         assert isinstance(module, PreTrainedModel)
         self.module = module
 
-    def follow(self, trained: torch.nn.Module) -> None:
-        """Do nothing: a wrapper does not change the module inside."""
-
     def sync(self) -> int:
-        """Cast the frozen weights that changed, and take over what else the module holds now.
-
-        Returns:
-            The bytes written.
-
-        Raises:
-            ConfigurationError: the model was sharded meanwhile.
-        """
         hf_compat.refuse_sharded(self._model)
         frozen = dict(frozen_weights(self._model, self._precision))
-        known, num_bytes = self._casts, 0
-        self._casts = {}
+        before, self._casts, num_bytes = self._casts, {}, 0
         with torch.no_grad(), devices.plain_modes():
             for weight, state in frozen.items():
-                cast = known.get(id(weight))
+                cast = before.get(id(weight))
                 if cast is None or cast.weight is not weight or cast.value.shape != weight.shape:
-                    value = torch.empty_like(weight, dtype=self._dtype)
+                    value = torch.empty_like(weight, dtype=self.autocast_dtype)
                     cast = _Cast(weight, torch.nn.Parameter(value, requires_grad=False))
                 if cast.state != state or weight.is_inference():
                     cast.value.copy_(weight)
@@ -95,42 +81,33 @@ class CastBaseWeights:
                 if cast and not cast.value.equal(cast.weight.to(cast.value.dtype))
             ]
 
-    @property
-    def _dtype(self) -> torch.dtype:
-        assert self.autocast_dtype is not None
-        return self.autocast_dtype
-
-    def _mirror(
-        self,
-        module: torch.nn.Module,
-        known: dict[int, tuple[torch.nn.Module, torch.nn.Module]],
-    ) -> torch.nn.Module:
+    def _mirror(self, module: torch.nn.Module, twins: _Twins) -> torch.nn.Module:
         """Make the twin of a module hold what the module holds, its weights cast; return it."""
         if id(module) in self._twins:
             return self._twins[id(module)][1]
-        original, twin = known.get(id(module), (None, module))
+        original, twin = twins.get(id(module), (None, module))
         if original is not module or type(twin) is not type(module):
             twin = object.__new__(type(module))
             vars(twin)["training"] = False
         self._twins[id(module)] = module, twin
-        held = {
+        attributes = {
             name: MethodType(value.__func__, twin) if _is_bound(value, module) else value
             for name, value in vars(module).items()
         }
         casts = self._casts
-        held["_parameters"] = {
+        attributes["_parameters"] = {
             name: casts[id(tensor)].value if id(tensor) in casts else tensor
             for name, tensor in module._parameters.items()
         }
-        held["_modules"] = {
-            name: child and self._mirror(child, known) for name, child in module._modules.items()
+        attributes["_modules"] = {
+            name: child and self._mirror(child, twins) for name, child in module._modules.items()
         }
         # What `Module.compile()` made would run the training module.
-        held |= {"training": twin.training, "_compiled_call_impl": None}
+        attributes |= {"training": twin.training, "_compiled_call_impl": None}
         if module is self._model:
-            held.pop("forward", None)
+            attributes.pop("forward", None)
         vars(twin).clear()
-        vars(twin).update(held)
+        vars(twin).update(attributes)
         return twin
 
 
@@ -158,8 +135,8 @@ def _unwrapped(function: Any) -> object:
 
 
 def _holds_modules(method: MethodType) -> bool:
-    held = inspect.getclosurevars(method).nonlocals.values()
-    return any(isinstance(getattr(value, "__self__", value), torch.nn.Module) for value in held)
+    values = inspect.getclosurevars(method).nonlocals.values()
+    return any(isinstance(getattr(value, "__self__", value), torch.nn.Module) for value in values)
 
 
 def saves_casts(model: PreTrainedModel, precision: Precision) -> bool:
@@ -191,9 +168,5 @@ def frozen_weights(
             continue
         if held_dtype(layers, weight.dtype, precision) != weight.dtype:
             # PEFT merges without torch counting it; while merged, every sync casts anew.
-            writes = object() if key in merged else _num_writes(weight)
-            yield weight, (weight.data_ptr(), writes)
-
-
-def _num_writes(weight: torch.Tensor) -> int:
-    return 0 if weight.is_inference() else weight._version
+            writes = 0 if weight.is_inference() else weight._version
+            yield weight, (weight.data_ptr(), object() if key in merged else writes)

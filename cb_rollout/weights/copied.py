@@ -12,10 +12,12 @@ import torch
 from cb_rollout.compat import fsdp as fsdp_compat
 from cb_rollout.compat import torch as torch_compat
 from cb_rollout.compat import transformers as hf_compat
+from cb_rollout.compat.tensor_parallel import Split, split_of
 from cb_rollout.engine.memory import device as devices
 from cb_rollout.engine.model.precision import Precision
 from cb_rollout.errors import WeightSyncError, abbreviated
 from cb_rollout.weights.adapters import has_adapters
+from cb_rollout.weights.base import WeightSynchronizer
 from cb_rollout.weights.replica import (
     create_replica,
     misplaced,
@@ -23,10 +25,8 @@ from cb_rollout.weights.replica import (
     require_match,
     tensors_by_name,
 )
-from cb_rollout.weights.source import PlainSource, WeightSource, create_source
-from cb_rollout.weights.split import Split, split_of
+from cb_rollout.weights.source import PlainSource, create_source, register_head
 from cb_rollout.weights.tensor import Weight, computed_by, weights_of
-from cb_rollout.weights.zero3 import register_head
 
 # Sharded weights gathered at once: enough for one large tensor, little beside a model.
 BUCKET_BYTES = 256 * 2**20
@@ -34,7 +34,7 @@ BUCKET_BYTES = 256 * 2**20
 Signature = tuple[tuple[int, int], ...]
 
 
-class CopiedWeights:
+class CopiedWeights(WeightSynchronizer):
     """Follow the training module with a copy that generates."""
 
     def __init__(
@@ -44,24 +44,19 @@ class CopiedWeights:
         device: torch.device | None,
         tensor_parallel_size: int = 1,
     ) -> None:
-        """Make the copy and fill it.
+        """Make the copy of a training module, wrapped or not, and fill it.
 
         Args:
-            trained: the training module, wrapped or not.
+            trained: the module.
             precision: dtypes of the copy and its forwards.
-            device: device of the copy; None: that of the training module.
+            device: of the copy; None: that of the training module.
             tensor_parallel_size: neighbouring processes over which the copy's layers are split.
-
-        Raises:
-            ConfigurationError: an adapter cannot be merged, or the copy cannot be split.
-            WeightSyncError: the model's config describes other tensors than the model has.
         """
         self.follow(trained)
         self.autocast_dtype = precision.autocast_dtype
         self._precision = precision
-        self.is_collective = False
         self._taken: dict[tuple[str, ...], tuple[Signature, tuple[float, ...]]] = {}
-        self._matched: tuple[list[object], WeightSource, list[Weight]] | None = None
+        self._matched: tuple[list[object], PlainSource, list[Weight]] | None = None
         _, weights, shapes = self._read()
         self._device = device or next(trained.parameters()).device
         # Tensors made in inference mode could not be written outside it.
@@ -85,16 +80,12 @@ class CopiedWeights:
         its storage moved. Adapters are merged into a fresh value of the frozen base.
         """
         # Autocast would round the adapters that are merged.
-        with devices.plain_modes():
-            return self._sync()
-
-    def _sync(self) -> int:
-        source, weights = self._matching()
-        stale = [weight for weight in weights if self._is_stale(weight, source)]
-        # WeightSource replaces a shard's storage, so read the states first.
-        states = {weight: _state(weight, source) for weight in stale}
-        num_bytes = 0
-        with torch.no_grad():
+        with devices.plain_modes(), torch.no_grad():
+            source, weights = self._matching()
+            stale = [weight for weight in weights if self._is_stale(weight, source)]
+            # Reading replaces a shard's storage, so take the states first.
+            states = {weight: _state(weight, source) for weight in stale}
+            num_bytes = 0
             for weight, value in _values(stale, source, self._held):
                 target = fsdp_compat.local_part(self._held[weight.names[0]])
                 target.copy_(value)
@@ -113,22 +104,27 @@ class CopiedWeights:
                 if not _is_equal(fsdp_compat.local_part(self._held[name]), value)
             ]
 
-    def _matching(self) -> tuple[WeightSource, list[Weight]]:
+    def _matching(self) -> tuple[PlainSource, list[Weight]]:
         """Match the training module's present tensors with the copy's.
 
         The match is kept while the module holds the same tensors, whole and without adapters:
         matching by name takes longer than copying a small model.
         """
-        held = _structure(self.trained)
-        if self._matched is not None and self._matched[0] == held:
+        structure = _structure(self.trained)
+        if self._matched is not None and self._matched[0] == structure:
             return self._matched[1:]
         source, weights, shapes = self._read()
         require_match(self.module, weights, shapes)
         self._require_same_modules()
-        self._follow_structure(weights)
+        # Tie the copy's tensors and choose their dtypes as the training module has them now.
+        moved = misplaced(self.module, weights, self._precision)
+        place(self.module, moved, self._precision, self._device)
+        for weight in moved:
+            self._taken.pop(weight.names, None)
+        self._held = tensors_by_name(self.module)
         is_kept = isinstance(source, PlainSource) and not has_adapters(self._source)
         # The weights keep the tensors alive, so no other tensor takes over an id.
-        self._matched = (held, source, weights) if is_kept else None
+        self._matched = (structure, source, weights) if is_kept else None
         return source, weights
 
     def _require_same_modules(self) -> None:
@@ -137,9 +133,8 @@ class CopiedWeights:
         The copy has the modules that the model's config describes, and only tensors are copied. A
         number that the copy lacks is not computed with, such as a loss that a trainer notes.
         """
-        now = computed_by(self._source)
-        names = computed_by(self.module)
-        replaced = [name for name in names if now.get(name) != self._computed.get(name)]
+        now, before = computed_by(self._source), self._computed
+        replaced = [n for n in computed_by(self.module) if now.get(n) != before.get(n)]
         if replaced:
             raise WeightSyncError(
                 f"{len(replaced)} parts of the training module compute something else than when "
@@ -147,22 +142,14 @@ class CopiedWeights:
                 "tensors only; use weight_sync='shared', or make the change before training."
             )
 
-    def _follow_structure(self, weights: Sequence[Weight]) -> None:
-        """Tie the copy's tensors and choose their dtypes anew, as the training module has them."""
-        moved = misplaced(self.module, weights, self._precision)
-        place(self.module, moved, self._precision, self._device)
-        for weight in moved:
-            self._taken.pop(weight.names, None)
-        self._held = tensors_by_name(self.module)
-
-    def _read(self) -> tuple[WeightSource, list[Weight], dict[Weight, torch.Size]]:
+    def _read(self) -> tuple[PlainSource, list[Weight], dict[Weight, torch.Size]]:
         # A trainer may have sharded the module since the last sync.
         source = create_source(self.trained)
         self.is_collective = source.is_collective
         weights = weights_of(self._source, source.stored)
         return source, weights, {weight: source.shape(weight.base) for weight in weights}
 
-    def _is_stale(self, weight: Weight, source: WeightSource) -> bool:
+    def _is_stale(self, weight: Weight, source: PlainSource) -> bool:
         # torch counts no writes to inference tensors.
         if weight.is_buffer or any(t.requires_grad or t.is_inference() for t in weight.tensors):
             return True
@@ -171,16 +158,16 @@ class CopiedWeights:
 
 def _structure(model: torch.nn.Module) -> list[object]:
     """Return a value that changes when a tensor or a module is replaced, tied, resized or cast."""
-    found: list[object] = []
+    structure: list[object] = []
     for module in model.modules():
-        found.append((weakref.ref(module), torch_compat.forward_numbers(module)))
+        structure.append((weakref.ref(module), torch_compat.forward_numbers(module)))
         for tensors in (module._parameters, module._buffers):
             # A resize or a cast may keep the tensor and replace its contents.
-            found += ((id(t), t.shape, t.dtype) for t in tensors.values() if t is not None)
-    return found
+            structure += ((id(t), t.shape, t.dtype) for t in tensors.values() if t is not None)
+    return structure
 
 
-def _state(weight: Weight, source: WeightSource) -> tuple[Signature, tuple[float, ...]]:
+def _state(weight: Weight, source: PlainSource) -> tuple[Signature, tuple[float, ...]]:
     """Return a value that changes when torch counts a write to any tensor of the weight."""
     signature = []
     for tensor in weight.tensors:
@@ -188,11 +175,11 @@ def _state(weight: Weight, source: WeightSource) -> tuple[Signature, tuple[float
         # torch counts a write to a DTensor on it, and a write to its shard on the shard.
         writes = 0 if local.is_inference() else tensor._version + local._version
         signature.append((local.data_ptr(), writes))
-    return tuple(signature), weight.scalings
+    return tuple(signature), tuple(added.scaling for added in weight.low_ranks)
 
 
 def _values(
-    weights: Sequence[Weight], source: WeightSource, held: Mapping[str, torch.Tensor]
+    weights: Sequence[Weight], source: PlainSource, held: Mapping[str, torch.Tensor]
 ) -> Iterator[tuple[Weight, torch.Tensor]]:
     """Yield each weight with its value, which is valid until the next one is requested.
 
@@ -203,9 +190,12 @@ def _values(
         needed: list[torch.Tensor] = []
         splits: list[Split | None] = []
         for weight in bucket:
-            needed += _needed(weight, source, held)
-            # An adapter's factors are small, and are read whole.
-            splits += [split_of(held[weight.names[0]]), *[None] * (len(weight.tensors) - 1)]
+            target = held[weight.names[0]]
+            # An adapter's sum is rounded once, so its terms come as they are, and small ones whole.
+            needed += weight.tensors
+            if not weight.low_ranks:
+                needed[-1] = source.narrowed(weight.base, target.dtype)
+            splits += [split_of(target), *[None] * (len(weight.tensors) - 1)]
         with source.read(needed, splits) as read:
             start = 0
             for weight in bucket:
@@ -214,30 +204,19 @@ def _values(
                 start = end
 
 
-def _needed(
-    weight: Weight, source: WeightSource, held: Mapping[str, torch.Tensor]
-) -> list[torch.Tensor]:
-    """Return what is gathered of a weight."""
-    if weight.low_ranks:
-        # Their sum is rounded once, so its terms come as they are.
-        return weight.tensors
-    return [source.narrowed(weight.base, held[weight.names[0]].dtype)]
-
-
-def _buckets(weights: Sequence[Weight], source: WeightSource) -> Iterator[list[Weight]]:
+def _buckets(weights: Sequence[Weight], source: PlainSource) -> Iterator[list[Weight]]:
     """Group neighbouring weights, each group at least one and up to `BUCKET_BYTES` gathered."""
     bucket: list[Weight] = []
-    held: set[int] = set()
+    gathered: set[int] = set()
     num_bytes = 0
     for weight in weights:
         pieces = source.pieces(weight.tensors)
-        added = sum(size for piece, size in pieces.items() if piece not in held)
+        added = sum(size for piece, size in pieces.items() if piece not in gathered)
         if bucket and added and num_bytes + added > BUCKET_BYTES:
             yield bucket
-            bucket, held, added = [], set(), sum(pieces.values())
-            num_bytes = 0
+            bucket, gathered, num_bytes, added = [], set(), 0, sum(pieces.values())
         bucket.append(weight)
-        held.update(pieces)
+        gathered.update(pieces)
         num_bytes += added
     if bucket:
         yield bucket

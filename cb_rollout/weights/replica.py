@@ -67,10 +67,6 @@ def create_replica(
     Parameters take no memory while the module is built from the config. Buffers are real, since
     constructors compute with them. With a `tensor_parallel_size` above 1 the layers are split over
     so many neighbouring processes, all of which call this.
-
-    Raises:
-        ConfigurationError: the layers cannot be split so.
-        WeightSyncError: the config describes other tensors than the training module has.
     """
     make = torch_compat.plain_class(trained)
     with torch.random.fork_rng(devices=[]), init_empty_weights(include_buffers=False):
@@ -106,11 +102,16 @@ def place(
         for weight, tensor, shape, part in zip(
             neighbours, placed, local, storage.split(sizes), strict=True
         ):
-            _assign(replica, weight, with_storage(tensor, part.view(shape)))
+            target = with_storage(tensor, part.view(shape))
+            if not weight.is_buffer:
+                target = torch.nn.Parameter(target, requires_grad=False)
+            for name in weight.names:
+                owner, _, attribute = name.rpartition(".")
+                setattr(replica.get_submodule(owner), attribute, target)
 
 
 def _neighbourhood(replica: PreTrainedModel, weight: Weight) -> tuple[object, ...] | None:
-    """Return what weights have in common that lie one after the other; None: it lies alone."""
+    """Return a key equal for weights that lie one after the other; None: it has no neighbours."""
     if len(weight.names) != 1 or weight.is_buffer:
         return None
     owner, _, attribute = weight.names[0].rpartition(".")
@@ -119,15 +120,6 @@ def _neighbourhood(replica: PreTrainedModel, weight: Weight) -> tuple[object, ..
     if type(layer) is not torch.nn.Linear or layer.out_features % ALIGNED_OUTPUTS:
         return None
     return parent, attribute, layer.in_features, weight.base.dtype
-
-
-def _assign(replica: PreTrainedModel, weight: Weight, held: torch.Tensor) -> None:
-    """Set a tensor under each of a weight's names."""
-    if not weight.is_buffer:
-        held = torch.nn.Parameter(held, requires_grad=False)
-    for name in weight.names:
-        owner, _, attribute = name.rpartition(".")
-        setattr(replica.get_submodule(owner), attribute, held)
 
 
 def misplaced(
@@ -155,30 +147,39 @@ def _held_dtype(replica: PreTrainedModel, weight: Weight, precision: Precision) 
 
 def tensors_by_name(replica: PreTrainedModel) -> dict[str, torch.Tensor]:
     """Map names to the replica's parameters and buffers, tied ones under each name."""
-    return dict(replica.named_parameters(remove_duplicate=False)) | dict(
-        replica.named_buffers(remove_duplicate=False)
-    )
+    parameters = replica.named_parameters(remove_duplicate=False)
+    return dict(parameters) | dict(replica.named_buffers(remove_duplicate=False))
 
 
 def require_match(
     replica: PreTrainedModel, weights: Sequence[Weight], shapes: Mapping[Weight, torch.Size]
 ) -> None:
     """Raise one `WeightSyncError` that lists every tensor without a counterpart of its shape."""
-    held = {name: tensor.shape for name, tensor in tensors_by_name(replica).items()}
+    copied = {name: tensor.shape for name, tensor in tensors_by_name(replica).items()}
     trained = {name: shapes[weight] for weight in weights for name in weight.names}
-    faults = [
-        *(f"{name}: not in the training module" for name in held.keys() - trained.keys()),
-        *(f"{name}: in the training module only" for name in trained.keys() - held.keys()),
-        *(
-            f"{name}: {tuple(trained[name])} in the training module, {tuple(held[name])} here"
-            for name in held.keys() & trained.keys()
-            if held[name] != trained[name]
-        ),
-    ]
-    if faults:
+    texts = ("not in the training module", "in the training module only")
+    if faults := mismatches(trained, copied, *texts, "{} in the training module, {} here"):
         raise WeightSyncError(
             f"{len(faults)} tensors of the training module and of its copy, which is made from "
             "the model's config, do not match; nothing was copied. Make a new generator if the "
             "model was changed after this one, or use weight_sync='shared':\n  "
-            + "\n  ".join(sorted(faults))
+            + "\n  ".join(faults)
         )
+
+
+def mismatches(
+    given: Mapping[str, Sequence[int]],
+    expected: Mapping[str, Sequence[int]],
+    missing: str,
+    unknown: str,
+    unequal: str,
+) -> list[str]:
+    """List each name of two models' shapes that is missing, unknown or unequal, with that text."""
+    faults = [f"{name}: {missing}" for name in expected.keys() - given.keys()]
+    faults += [f"{name}: {unknown}" for name in given.keys() - expected.keys()]
+    faults += [
+        f"{name}: {unequal.format(tuple(given[name]), tuple(expected[name]))}"
+        for name in expected.keys() & given.keys()
+        if tuple(given[name]) != tuple(expected[name])
+    ]
+    return sorted(faults)

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from cb_rollout.compat import torch as torch_compat
-from cb_rollout.weights.adapters import LowRank, low_ranks, wrapped_by_peft
-from cb_rollout.weights.split import Split
+from cb_rollout.compat.tensor_parallel import Split
+from cb_rollout.weights.adapters import LowRank, low_ranks_of, wrapped_by_peft
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,24 +29,15 @@ class Weight:
         """The base, then A and B of each adapter."""
         return [self.base, *(t for added in self.low_ranks for t in (added.A, added.B))]
 
-    @property
-    def scalings(self) -> tuple[float, ...]:
-        """Scaling of each adapter."""
-        return tuple(added.scaling for added in self.low_ranks)
-
     def value(self, read: Sequence[torch.Tensor], split: Split | None = None) -> torch.Tensor:
         """Compute the weight of the plain model, or this process's part of it.
 
         Adds adapters in float32 or wider, out of place, to the pristine base. The value is rounded
-        once, when it is stored, so rounding never accumulates.
-
-        Args:
-            read: the base, or its part, then the whole A and B of each adapter.
-            split: division of the weight; None: the value is whole.
+        once, when it is stored, so rounding never accumulates. `read`: the base, or its part of a
+        split, then the whole A and B of each adapter.
         """
         value, *factors = read
-        for index, added in enumerate(self.low_ranks):
-            A, B = factors[2 * index], factors[2 * index + 1]
+        for added, A, B in zip(self.low_ranks, factors[::2], factors[1::2], strict=True):
             dtype = torch.promote_types(value.dtype, torch.float32)
             value = value.to(dtype) + added.delta(A, B, dtype, split)
         return value
@@ -57,33 +48,26 @@ def weights_of(
 ) -> list[Weight]:
     """List every tensor of the plain model inside `model`, each once, in the model's order.
 
-    Args:
-        model: the training module.
-        stored: maps a tensor that the module shows to the tensor that is trained.
-
-    Raises:
-        ConfigurationError: an adapter cannot be expressed as a plain model's weight.
+    `stored` maps a tensor that the module shows to the tensor that is trained. Refuses an adapter
+    that cannot be expressed as a plain model's weight.
     """
     grouped: dict[tuple[int, ...], Weight] = {}
-    for name, base, added, is_buffer in _tensors(model):
-        added = tuple(replace(one, A=stored(one.A), B=stored(one.B)) for one in added)
-        weight = Weight((name,), stored(base), added, is_buffer)
-        key = tuple(id(tensor) for tensor in weight.tensors)
-        if key in grouped:
-            weight = replace(weight, names=(*grouped[key].names, name))
-        grouped[key] = weight
+    for path, module, low_ranks in plain_modules(model):
+        added = tuple(replace(pair, A=stored(pair.A), B=stored(pair.B)) for pair in low_ranks)
+        weights = [
+            Weight((path + name,), stored(base), added if name == "weight" else (), is_buffer=False)
+            for name, base in module.named_parameters(recurse=False)
+        ]
+        weights += [
+            Weight((path + name,), stored(base), (), is_buffer=True)
+            for name, base in module.named_buffers(recurse=False)
+        ]
+        for weight in weights:
+            key = tuple(id(tensor) for tensor in weight.tensors)
+            if key in grouped:
+                weight = replace(weight, names=(*grouped[key].names, *weight.names))
+            grouped[key] = weight
     return list(grouped.values())
-
-
-Found = tuple[str, torch.Tensor, tuple[LowRank, ...], bool]
-
-
-def _tensors(model: torch.nn.Module) -> Iterator[Found]:
-    for path, module, added in plain_modules(model):
-        for name, parameter in module.named_parameters(recurse=False):
-            yield path + name, parameter, added if name == "weight" else (), False
-        for name, buffer in module.named_buffers(recurse=False):
-            yield path + name, buffer, (), True
 
 
 def plain_modules(
@@ -95,7 +79,7 @@ def plain_modules(
     """
     inner = wrapped_by_peft(model)
     if inner is not None:
-        added = low_ranks(model)
+        added = low_ranks_of(model)
     else:
         inner = torch_compat.wrapped_layer(model)
     if inner is not None:
@@ -110,9 +94,9 @@ def plain_modules(
 
 def computed_by(model: torch.nn.Module) -> dict[str, type | float]:
     """Return each plain module's class, by its path, and its numbers, by their names after it."""
-    found: dict[str, type | float] = {}
+    computing: dict[str, type | float] = {}
     for path, module, _ in plain_modules(model):
-        found[path.removesuffix(".") or "the model"] = torch_compat.plain_class(module)
+        computing[path.removesuffix(".") or "the model"] = torch_compat.plain_class(module)
         numbers = torch_compat.forward_numbers(module)
-        found |= {f"{path}{name}": value for name, value in numbers.items()}
-    return found
+        computing |= {f"{path}{name}": value for name, value in numbers.items()}
+    return computing

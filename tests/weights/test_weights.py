@@ -19,13 +19,13 @@ from cb_rollout import (
     WeightSyncError,
 )
 from cb_rollout.compat import transformers as hf_compat
+from cb_rollout.compat.tensor_parallel import Split
 from cb_rollout.weights import create_weight_sync, require_equal
 from cb_rollout.weights.adapters import LowRank
+from cb_rollout.weights.base import SharedWeights
 from cb_rollout.weights.cast_base import CastBaseWeights
 from cb_rollout.weights.copied import CopiedWeights
 from cb_rollout.weights.replica import tensors_by_name
-from cb_rollout.weights.shared import SharedWeights
-from cb_rollout.weights.split import Split
 
 COPY = RolloutConfig(weight_sync="copy")
 

@@ -39,12 +39,11 @@ class RolloutWorker:
     """A worker inside of its actor's process."""
 
     def start(self, arguments: tuple[Any, ...]) -> tuple[WorkerDescription, str]:
-        """Make the worker; return its description and its node."""
+        """Make the worker; return its description and its node's id."""
         self._worker = PoolWorker(*arguments)
         return self._worker.description(), _ray().get_runtime_context().get_node_id()
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """Call a method of the worker."""
         return getattr(self._worker, method)(*arguments)
 
     def update(self, update: WeightUpdate, in_flight: InFlight, seconds: float) -> None:
@@ -67,9 +66,6 @@ class Cluster:
     def __init__(self, resources_per_worker: Mapping[str, float] | None) -> None:
         """Connect: to the cluster that this process is in or `RAY_ADDRESS` names, else a new one.
 
-        Args:
-            resources_per_worker: see `RolloutPool`.
-
         Raises:
             ImportError: ray is not installed.
             ConfigurationError: a resource is no number >= 0.
@@ -90,15 +86,14 @@ class Cluster:
         actor = self._actors.remote()
         return actor, actor.start.remote(arguments)
 
-    def note_process(self, process_id: int, node: str) -> None:
-        """Note a worker's process, whose end is waited for if it is on this machine."""
+    def record_process(self, process_id: int, node: str) -> None:
+        """Have `close` wait for the end of a worker's process, if it is on this machine."""
         if node == self._ray.get_runtime_context().get_node_id():
             self._processes = [process for process in self._processes if process.is_running()]
             with suppress(psutil.NoSuchProcess):
                 self._processes.append(psutil.Process(process_id))
 
     def call(self, actor: Any, method: str, *arguments: Any) -> Any:
-        """Call a method of a worker; return the reference of its result."""
         return actor.call.remote(method, *arguments)
 
     def update(self, actor: Any, update: WeightUpdate, in_flight: InFlight, seconds: float) -> Any:
@@ -106,16 +101,14 @@ class Cluster:
         return actor.update.remote(update, in_flight, seconds)
 
     def put(self, buffer: Buffer) -> Any:
-        """Put a buffer into the object store of this node; return its reference."""
         return self._ray.put(buffer)
 
     async def result(self, reference: Any) -> Any:
-        """Wait for a call's result.
+        """Wait for a call's result; an exception that the call raised is raised here.
 
         Raises:
             WorkerLostError: the worker ended before or during the call.
             RolloutError: the worker could not read the call's arguments.
-            Exception: the exception that the call raised.
         """
         errors = self._ray.exceptions
         try:
@@ -129,11 +122,9 @@ class Cluster:
             raise WorkerLostError(str(error).splitlines()[0]) from error
 
     def resources(self) -> dict[str, float]:
-        """Return the cluster's resources."""
         return dict(self._ray.cluster_resources())
 
     def kill(self, actor: Any) -> None:
-        """End a worker's process."""
         if self._ray.is_initialized():
             self._ray.kill(actor)
 
@@ -161,10 +152,10 @@ def _actor_options(resources: Mapping[str, float]) -> dict[str, Any]:
                 "{'CPU': 4, 'GPU': 1}."
             )
     own = {name: value for name, value in resources.items() if name not in RESOURCES}
-    known = {RESOURCES[name]: value for name, value in resources.items() if name in RESOURCES}
+    of_ray = {RESOURCES[name]: value for name, value in resources.items() if name in RESOURCES}
     # An actor without a CPU here would be placed anywhere.
-    known.setdefault("num_cpus", 0 if known or own else 1)
-    return known | {
+    of_ray.setdefault("num_cpus", 0 if of_ray or own else 1)
+    return of_ray | {
         "resources": own or None,
         "max_concurrency": MAX_CONCURRENCY,
         "max_restarts": 0,

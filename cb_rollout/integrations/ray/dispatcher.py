@@ -41,11 +41,10 @@ class PooledSequence:
 
     @property
     def version(self) -> int:
-        """Return the version of its newest token; 0: it has none."""
-        return self.item.policy_versions[-1][0] if self.item.policy_versions else 0
+        """The version of its newest token; 0: it has none."""
+        return _newest_version(self.item)
 
     def take(self, progress: ItemProgress) -> None:
-        """Append reported tokens."""
         item = self.item
         assert progress.start == len(item.token_ids), "a report was lost"
         item.token_ids.extend(progress.token_ids)
@@ -54,7 +53,6 @@ class PooledSequence:
         self.num_fruitless_deaths = 0
 
     def next_item(self) -> WorkItem:
-        """Return the item of another attempt, with the tokens so far."""
         self.num_attempts += 1
         item_id = f"{self.request.request_id}/{self.num_attempts}"
         item = self.item = replace(self.item, item_id=item_id)
@@ -65,17 +63,15 @@ class PooledSequence:
             policy_versions=list(item.policy_versions),
         )
 
-    def output(
-        self, status: RequestStatus, reason: FinishReason, error: str | None = None
-    ) -> GenerationOutput:
-        """Return an output of the tokens so far."""
+    def output(self, error: str | None) -> GenerationOutput:
+        """Return an output of the tokens so far, failed with an error; None: cancelled."""
         return replace(
             self.request.output(),
             generated_tokens=list(self.item.token_ids),
             logprobs=list(self.item.logprobs),
             policy_versions=list(self.item.policy_versions),
-            status=status,
-            finish_reason=reason,
+            status=RequestStatus.CANCELLED if error is None else RequestStatus.FAILED,
+            finish_reason=FinishReason.CANCELLED if error is None else FinishReason.ERROR,
             error=error,
         )
 
@@ -105,7 +101,6 @@ class Dispatcher:
         return len(self._sequences)
 
     def load(self, worker: int) -> int:
-        """Return the number of a worker's sequences."""
         return self._loads.get(worker, 0)
 
     def add(self, requests: Iterable[Request], sink: OutputSink) -> None:
@@ -125,7 +120,7 @@ class Dispatcher:
             )
             added.append(PooledSequence(request, sink, item))
         self._sequences |= {sequence.request.request_id: sequence for sequence in added}
-        self._waiting.extend(sorted(added, key=lambda one: arrival[one.request.group]))
+        self._waiting.extend(sorted(added, key=lambda sequence: arrival[sequence.request.group]))
 
     def assign(self, candidates: Sequence[Candidate]) -> dict[int, list[WorkItem]]:
         """Give waiting sequences to workers, first come first served.
@@ -140,7 +135,7 @@ class Dispatcher:
         """
         assigned: dict[int, list[WorkItem]] = {}
         while self._waiting:
-            group = list(next(groupby(self._waiting, lambda one: one.request.group))[1])
+            group = list(next(groupby(self._waiting, lambda sequence: sequence.request.group))[1])
             version = max(sequence.version for sequence in group)
             roomy = [
                 worker
@@ -159,31 +154,21 @@ class Dispatcher:
         return assigned
 
     def take_progress(self, worker: int, progress: Iterable[ItemProgress]) -> None:
-        """Keep the tokens that a worker reported of its sequences."""
-        for one in progress:
-            sequence = self._items.get(one.item_id)
-            if sequence is not None and sequence.worker == worker:
-                sequence.take(one)
+        for report in progress:
+            if (sequence := self._sequence_of(worker, report.item_id)) is not None:
+                sequence.take(report)
 
     def deliver(self, worker: int, outputs: Iterable[GenerationOutput]) -> None:
         """Deliver what a worker finished; attempts that were given up are ignored."""
         for output in outputs:
-            sequence = self._items.get(output.request_id)
-            if sequence is None or sequence.worker != worker:
+            if (sequence := self._sequence_of(worker, output.request_id)) is None:
                 continue
-            request = sequence.request
-            version = output.policy_versions[-1][0] if output.policy_versions else 0
-            self._routes.add(worker, version, [*output.prompt_ids, *output.generated_tokens])
-            times = output.timestamps
-            self._end(
-                sequence,
-                replace(
-                    output,
-                    request_id=request.request_id,
-                    created_time=request.created_time,
-                    timestamps=times and [request.created_time + seconds for seconds in times],
-                ),
-            )
+            tokens = [*output.prompt_ids, *output.generated_tokens]
+            self._routes.add(worker, _newest_version(output), tokens)
+            request_id, began = sequence.request.request_id, sequence.request.created_time
+            times = output.timestamps and [began + seconds for seconds in output.timestamps]
+            ended = replace(output, request_id=request_id, created_time=began, timestamps=times)
+            self._end(sequence, ended)
 
     def withdraw(self, worker: int, *, is_dead: bool, reason: str = "") -> list[str]:
         """Take a worker's sequences from it; they go on elsewhere, before those that wait.
@@ -191,8 +176,8 @@ class Dispatcher:
         Args:
             worker: its number.
             is_dead: count the attempt against each of the sequences, and fail those that no worker
-                survives.
-            reason: the end of the worker, for the failed sequences.
+                survives, with the reason.
+            reason: the end of the worker.
 
         Returns:
             The ids of its items.
@@ -210,7 +195,7 @@ class Dispatcher:
                 f"{sequence.num_fruitless_deaths} workers in a row ended while they sampled it, "
                 f"the last: {reason}"
             )
-            self._end(sequence, sequence.output(RequestStatus.FAILED, FinishReason.ERROR, error))
+            self._end(sequence, sequence.output(error))
         self._waiting.extendleft(reversed(going_on))
         self._loads.pop(worker, None)
         return item_ids
@@ -219,15 +204,10 @@ class Dispatcher:
         """End the sequences of items that cannot be sampled, with the reason."""
         for item_id in item_ids:
             if (sequence := self._items.get(item_id)) is not None:
-                failed = sequence.output(RequestStatus.FAILED, FinishReason.ERROR, error)
-                self._end(sequence, failed)
+                self._end(sequence, sequence.output(error))
 
     def cancel(self, request_ids: Iterable[str]) -> dict[int, list[str]]:
-        """End sequences; each delivers the tokens that were reported.
-
-        Returns:
-            The items to end, by worker.
-        """
+        """End sequences; each delivers the reported tokens. Return the items to end, by worker."""
         items: dict[int, list[str]] = {}
         for request_id in request_ids:
             sequence = self._sequences.get(request_id)
@@ -237,11 +217,10 @@ class Dispatcher:
                 self._waiting.remove(sequence)
             else:
                 items.setdefault(sequence.worker, []).append(sequence.item.item_id)
-            self._end(sequence, sequence.output(RequestStatus.CANCELLED, FinishReason.CANCELLED))
+            self._end(sequence, sequence.output(None))
         return items
 
     def cancel_waiting(self) -> None:
-        """End the sequences that no worker samples; each delivers the tokens that it has."""
         self.cancel([sequence.request.request_id for sequence in self._waiting])
 
     def forget_newer(self, version: int) -> None:
@@ -254,28 +233,29 @@ class Dispatcher:
 
     def abandon(self) -> Mapping[int, OutputSink]:
         """Forget every sequence; return the sinks that get no output, by identity."""
-        sinks = {id(one.sink): one.sink for one in self._sequences.values()}
-        for found in (self._waiting, self._sequences, self._items, self._loads):
-            found.clear()
+        sinks = {id(sequence.sink): sequence.sink for sequence in self._sequences.values()}
+        for collection in (self._waiting, self._sequences, self._items, self._loads):
+            collection.clear()
         return sinks
+
+    def _sequence_of(self, worker: int, item_id: str) -> PooledSequence | None:
+        sequence = self._items.get(item_id)
+        return sequence if sequence is not None and sequence.worker == worker else None
 
     def _has_room(self, worker: Candidate, num_sequences: int) -> bool:
         num_fitting = worker.capacity - self.load(worker.number)
         return num_fitting >= min(num_sequences, max(1, worker.capacity // 2))
 
     def _least_loaded(self, workers: Iterable[Candidate]) -> Candidate:
-        return min(workers, key=lambda one: (self.load(one.number), one.number))
+        return min(workers, key=lambda worker: (self.load(worker.number), worker.number))
 
     def _near(self, workers: Sequence[Candidate], sequence: PooledSequence) -> Sequence[Candidate]:
-        """Return the workers that have much of a sequence's keys, else all."""
         least = self.load(self._least_loaded(workers).number)
-        idle = {
-            one.number: one for one in workers if self.load(one.number) <= least + one.capacity // 4
-        }
+        idle = {w.number: w for w in workers if self.load(w.number) <= least + w.capacity // 4}
         tokens = [*sequence.request.prompt_ids, *sequence.item.token_ids]
-        version = max(one.version for one in workers)
-        num_held, holders = self._routes.longest(idle.keys(), version, tokens)
-        return [idle[number] for number in holders] if 2 * num_held >= len(tokens) else workers
+        version = max(worker.version for worker in workers)
+        num_cached, holders = self._routes.longest(idle.keys(), version, tokens)
+        return [idle[number] for number in holders] if 2 * num_cached >= len(tokens) else workers
 
     def _release(self, sequence: PooledSequence) -> None:
         if sequence.worker is not None:
@@ -305,7 +285,7 @@ class PrefixRoutes:
         return len(self._workers)
 
     def add(self, worker: int, version: int, tokens: Sequence[int]) -> None:
-        """Note that a worker has computed the keys of `tokens` under a policy version."""
+        """Record that a worker has computed the keys of `tokens` under a policy version."""
         for link in _links(version, tokens):
             holders = self._workers.pop(link, set())
             holders.add(worker)
@@ -316,11 +296,7 @@ class PrefixRoutes:
     def longest(
         self, workers: Collection[int], version: int, tokens: Sequence[int]
     ) -> tuple[int, Collection[int]]:
-        """Find the longest known prefix of `tokens` among `workers`.
-
-        Returns:
-            Its tokens, and the workers that have its keys; (0, workers) if none is known.
-        """
+        """Return the longest prefix's number of tokens, and the workers that have its keys."""
         num_links = 0
         for link in _links(version, tokens):
             holders = self._workers.get(link, set()).intersection(workers)
@@ -330,8 +306,11 @@ class PrefixRoutes:
         return num_links * CHUNK_TOKENS, workers
 
 
+def _newest_version(sampled: WorkItem | GenerationOutput) -> int:
+    return sampled.policy_versions[-1][0] if sampled.policy_versions else 0
+
+
 def _links(version: int, tokens: Sequence[int]) -> Iterator[int]:
-    """Yield the hash of each full chunk together with those before it."""
     link = hash(version)
     for start in range(0, len(tokens) - CHUNK_TOKENS + 1, CHUNK_TOKENS):
         link = hash((link, *tokens[start : start + CHUNK_TOKENS]))

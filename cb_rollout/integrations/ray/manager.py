@@ -6,6 +6,7 @@ Every wait has a limit. Called from any thread.
 """
 
 import asyncio
+import functools
 import logging
 import threading
 import time
@@ -21,12 +22,7 @@ from cb_rollout.config.sampling import SamplingParams
 from cb_rollout.engine.request import Request
 from cb_rollout.engine.service.input_processor import InputProcessor, ServingLimits
 from cb_rollout.engine.service.output_queue import OutputSink
-from cb_rollout.errors import (
-    EngineDeadError,
-    RolloutError,
-    WeightSyncError,
-    error_text,
-)
+from cb_rollout.errors import EngineDeadError, RolloutError, WeightSyncError, error_text
 from cb_rollout.integrations.ray.cluster import PICKLABLE, Cluster
 from cb_rollout.integrations.ray.dispatcher import Candidate, Dispatcher
 from cb_rollout.integrations.ray.weight_update import WeightUpdate
@@ -84,15 +80,9 @@ class PoolManager:
         timeout_seconds: float,
         start_timeout_seconds: float,
     ) -> None:
-        """Start the thread, and ask for the workers; see `RolloutPool`.
+        """Start the thread, and ask for the workers, each made of `arguments`; see `RolloutPool`.
 
-        Args:
-            cluster: starts and calls them.
-            arguments: of each `PoolWorker`.
-            num_workers: workers that should run.
-            timeout_seconds: longest wait for an answer, or for a forward of a worker with work; an
-                update may take it twice, to fetch the bytes and to write them.
-            start_timeout_seconds: longest start of a worker, and longest time without any.
+        An update may take `timeout_seconds` twice, to fetch the bytes and to write them.
         """
         self._cluster, self._arguments = cluster, arguments
         self._num_workers = num_workers
@@ -117,28 +107,24 @@ class PoolManager:
 
     @property
     def policy_version(self) -> int:
-        """Return the version of the weights that new sequences are sampled from."""
         return self._weights.version
 
     @property
     def num_alive(self) -> int:
-        """Return the number of workers that have the current weights."""
+        """The number of workers that have the current weights."""
         with self._lock:
             return len(self._usable())
 
     @property
     def limits(self) -> ServingLimits:
-        """Return the bounds of the model and of every worker's KV cache on a request."""
         return self.input_processor.limits
 
     @property
     def counters(self) -> EngineCounters:
-        """Return the totals of all workers that ever ran, as last reported; peaks are left out."""
+        """The totals of all workers that ever ran, as last reported; peaks are left out."""
         with self._lock:
-            total = self._ended_counters
-            for worker in self._workers.values():
-                total = total.plus(worker.counters)
-            return total
+            counters = [worker.counters for worker in self._workers.values()]
+            return functools.reduce(EngineCounters.plus, counters, self._ended_counters)
 
     def status(self) -> EngineStatus:
         """Return the pool's state; the KV memory is that of this process, which has none."""
@@ -154,25 +140,15 @@ class PoolManager:
             )
 
     def max_cached_tokens(self) -> int:
-        """Return the longest sequence in tokens that every worker can hold."""
         with self._lock:
-            known = [w.description for w in self._workers.values() if w.description is not None]
+            described = [w.description for w in self._workers.values() if w.description is not None]
         # Between two workers the first one stands for them.
-        return min(one.limits.max_cached_tokens() for one in known or [self.first_description()])
+        described = described or [self.first_description()]
+        return min(description.limits.max_cached_tokens() for description in described)
 
     def first_description(self) -> WorkerDescription:
-        """Wait for the first worker.
-
-        Raises:
-            ValueError: a worker refused the model or a setting (`ConfigurationError`).
-            EngineDeadError: no worker started in time, or `MAX_FAILED_STARTS` failed in a row; the
-                last exception is its cause.
-        """
+        """Wait for the first worker; raise why none started."""
         return self._first.result()
-
-    def serve(self, input_processor: InputProcessor, defaults: SamplingParams) -> None:
-        """Take requests, from when the first worker has told its limits."""
-        self.input_processor, self.defaults = input_processor, defaults
 
     def resize(self, num_workers: int) -> None:
         """Set the number of workers; sequences of those that end go on elsewhere."""
@@ -189,12 +165,7 @@ class PoolManager:
             self._start_missing()
 
     def create_requests(self, inputs: Sequence[Any], *arguments: Any, **more: Any) -> list[Request]:
-        """Validate sequences; see `InputProcessor.requests`.
-
-        Raises:
-            InvalidRequestError: a sequence could never be served.
-            ConfigurationError: an input has images.
-        """
+        """Validate sequences; see `InputProcessor.requests`. Images are refused."""
         requests = self.input_processor.requests(inputs, *arguments, **more)
         if any(request.images is not None for request in requests):
             raise refused("pool, images")
@@ -209,11 +180,6 @@ class PoolManager:
             raise EngineDeadError(str(self._fatal_error)) from self._fatal_error
 
     def submit(self, requests: Iterable[Request], sink: OutputSink) -> None:
-        """Queue sequences; each delivers one output to `sink`.
-
-        Raises:
-            EngineDeadError: the pool was closed, or no worker can run.
-        """
         with self._lock:
             self.require_can_wait()
             self._dispatcher.add(requests, sink)
@@ -227,12 +193,7 @@ class PoolManager:
 
     @contextmanager
     def updating(self, version: int) -> Iterator[None]:
-        """Reserve the next version for the weights that are prepared and sent inside.
-
-        Raises:
-            WeightSyncError: it is not the next version, or another thread sends it.
-            EngineDeadError: the pool was closed, or no worker can run.
-        """
+        """Reserve the next version for the weights that are prepared and sent inside."""
         with self._lock:
             self.require_can_wait()
             if self._updating_to is not None:
@@ -259,7 +220,6 @@ class PoolManager:
 
         Raises:
             WeightSyncError: every worker refused them, and the pool keeps the present ones.
-            EngineDeadError: the pool was closed, or no worker can run.
         """
         with self._lock:
             self.require_can_wait()
@@ -343,7 +303,15 @@ class PoolManager:
     async def _serve(self, worker: _Worker, reference: Any) -> None:
         """Bring a worker to work, and take its reports until it ends."""
         description, node = await self._answer(worker, reference, "start", self._start_timeout)
-        self._begin(worker, description, node)
+        with self._lock:
+            self._cluster.record_process(description.process_id, node)
+            worker.capacity, worker.description = description.capacity, description
+            worker.progressed_at = time.monotonic()
+            if worker.version >= self.policy_version:
+                self._num_failed_starts, self._last_failure = 0, None
+            if not self._first.done():
+                self._first.set_result(description)
+            self._dispatch()
         while True:
             weights = self._weights
             if worker.version < weights.version and not worker.is_updating:
@@ -364,11 +332,7 @@ class PoolManager:
         seconds: float,
         expected: type[Exception] | tuple[()] = (),
     ) -> Any:
-        """Wait for a call's result; a worker that gives none ends, and its task with it.
-
-        Raises:
-            expected: the call raised it.
-        """
+        """Wait for a call's result; a worker that gives none, or no expected error, ends."""
         limit = asyncio.timeout(seconds)
         try:
             async with limit:
@@ -377,30 +341,15 @@ class PoolManager:
             raise
         except Exception as error:
             if limit.expired():
-                self._end(
-                    worker,
-                    f"no answer to {method!r} in time; timeout_seconds={self._timeout:g}, "
-                    f"start_timeout_seconds={self._start_timeout:g}",
-                )
+                limits = f"{self._timeout:g}, start_timeout_seconds={self._start_timeout:g}"
+                self._end(worker, f"no answer to {method!r} in time; timeout_seconds={limits}")
             else:
                 self._lose(worker, error)
             raise asyncio.CancelledError from error
 
-    def _begin(self, worker: _Worker, description: WorkerDescription, node: str) -> None:
-        with self._lock:
-            self._cluster.note_process(description.process_id, node)
-            worker.capacity, worker.description = description.capacity, description
-            worker.progressed_at = time.monotonic()
-            if worker.version >= self.policy_version:
-                self._num_failed_starts, self._last_failure = 0, None
-            if not self._first.done():
-                self._first.set_result(description)
-            self._dispatch()
-
     async def _send(
         self, worker: _Worker, weights: WeightUpdate, in_flight: InFlight
     ) -> WeightSyncError | None:
-        """Have a worker take weights; return its refusal."""
         worker.is_updating, refusal = True, None
         reference = self._cluster.update(worker.handle, weights, in_flight, self._timeout)
         try:
@@ -459,12 +408,8 @@ class PoolManager:
                 if self._workers:
                     return
                 assert self._last_failure is not None, "a start failed without a reason"
-                error = EngineDeadError(
-                    f"{self._num_failed_starts} workers in a row did not start; the last: "
-                    f"{error_text(self._last_failure)}"
-                )
-                error.__cause__ = self._last_failure
-                self._fail(error)
+                count = f"{self._num_failed_starts} workers in a row did not start; the last: "
+                self._fail(_dead(self._last_failure, count))
                 return
             number, self._num_started = self._num_started, self._num_started + 1
             handle, reference = self._cluster.start_worker(*self._arguments)
@@ -509,7 +454,6 @@ class PoolManager:
         self._dispatch()
 
     def _dispatch(self) -> None:
-        """Give waiting sequences to workers."""
         usable = self._usable()
         idle = {worker.number for worker in usable if not self._dispatcher.load(worker.number)}
         for number, items in self._dispatcher.assign(usable).items():
@@ -534,11 +478,14 @@ class PoolManager:
         """Let all who wait raise; the first error is the pool's."""
         with self._lock:
             self._fatal_error = self._fatal_error or error
-            dead = error
-            if not isinstance(dead, EngineDeadError):
-                dead = EngineDeadError(error_text(error))
-                dead.__cause__ = error
+            dead = error if isinstance(error, EngineDeadError) else _dead(error)
             for sink in self._dispatcher.abandon().values():
                 sink.close(dead)
             if not self._first.done():
                 self._first.set_exception(dead)
+
+
+def _dead(cause: BaseException, text: str = "") -> EngineDeadError:
+    error = EngineDeadError(f"{text}{error_text(cause)}")
+    error.__cause__ = cause
+    return error

@@ -75,31 +75,27 @@ class RolloutPool:
         if self.config.weight_sync == WeightSync.SHARED:
             raise refused("pool, shared weights")
         _require_workers(num_workers)
-        for name, seconds in (
-            ("timeout_seconds", timeout_seconds),
-            ("start_timeout_seconds", start_timeout_seconds),
-        ):
+        limits = {
+            "timeout_seconds": timeout_seconds,
+            "start_timeout_seconds": start_timeout_seconds,
+        }
+        for name, seconds in limits.items():
             if not seconds > 0:
                 raise ConfigurationError(f"{name}={seconds!r} is not above 0.")
         self.tokenizer = tokenizer
         self._cluster = Cluster(resources_per_worker)
-        self.manager = PoolManager(
-            self._cluster,
-            (model_name_or_path, self.config, tokenizer),
-            num_workers,
-            timeout_seconds,
-            start_timeout_seconds,
-        )
+        arguments = (model_name_or_path, self.config, tokenizer)
+        self.manager = PoolManager(self._cluster, arguments, num_workers, *limits.values())
         self._finalizer = weakref.finalize(self, _close, self.manager)
         try:
-            found = self.manager.first_description()
+            worker = self.manager.first_description()
         except BaseException:
             self.close()
             raise
-        self._held, self.defaults = found.tensors, found.defaults
-        limits = replace(found.limits, max_cached_tokens=self.manager.max_cached_tokens)
-        processor = InputProcessor(limits, self.config.seed, None, tokenizer)
-        self.manager.serve(processor, found.defaults)
+        self._worker_tensors = worker.tensors
+        self.defaults = self.manager.defaults = worker.defaults
+        serving = replace(worker.limits, max_cached_tokens=self.manager.max_cached_tokens)
+        self.manager.input_processor = InputProcessor(serving, self.config.seed, None, tokenizer)
         self._trained: weakref.ref[torch.nn.Module] | None = None
 
     def generate_batch(
@@ -152,12 +148,12 @@ class RolloutPool:
 
     @property
     def policy_version(self) -> int:
-        """Return the version recorded with every new token; 0: the checkpoint's weights."""
+        """The version recorded with every new token; 0: the checkpoint's weights."""
         return self.manager.policy_version
 
     @property
     def num_alive(self) -> int:
-        """Return the number of workers that run with the current weights."""
+        """The number of workers that run with the current weights."""
         return self.manager.num_alive
 
     def resize(self, num_workers: int) -> None:
@@ -211,10 +207,11 @@ class RolloutPool:
         version = self.policy_version + 1 if policy_version is None else policy_version
         with self.manager.updating(version):
             self._require_same_trainer(weights)
-            sent = [
-                (what, self._cluster.put(buffer)) for what, buffer in packed(weights, self._held)
-            ]
-            update = WeightUpdate(version, [what for what, _ in sent], [put for _, put in sent])
+            tensors, references = [], []
+            for of_buffer, buffer in packed(weights, self._worker_tensors):
+                tensors.append(of_buffer)
+                references.append(self._cluster.put(buffer))
+            update = WeightUpdate(version, tensors, references)
             self.manager.update(update, InFlight(in_flight))
             if isinstance(weights, torch.nn.Module):
                 self.follow(weights)
@@ -237,10 +234,10 @@ class RolloutPool:
         self.close()
 
     def _require_same_trainer(self, weights: torch.nn.Module | Mapping[str, torch.Tensor]) -> None:
-        known = None if self._trained is None else self._trained()
-        if known is None or not isinstance(weights, torch.nn.Module):
+        last = None if self._trained is None else self._trained()
+        if last is None or not isinstance(weights, torch.nn.Module):
             return
-        if hf_compat.unwrap(weights) is not known:
+        if hf_compat.unwrap(weights) is not last:
             raise WeightSyncError(
                 f"version {self.policy_version} came from another module than these weights: two "
                 "trainers update one pool. Give each a pool; or call follow(model) first, if this "
@@ -273,16 +270,12 @@ class PooledGenerator:
         model: torch.nn.Module | None = None,
         generation_config: Any = None,
     ) -> None:
-        """Check that the pool can serve a trainer.
+        """Check that the pool can serve a trainer; the pool is not closed here.
 
         Args:
-            pool: samples; it is not closed here.
-            model: the training module, wrapped or not, whose weights `sync_weights` sends; None:
-                another way sends them.
+            pool: samples.
+            model: the training module, whose weights `sync_weights` sends; None: another way does.
             generation_config: defaults of every request; None: the checkpoint's.
-
-        Raises:
-            ConfigurationError: a setting of the pool cannot be honoured.
         """
         self.config, self.tokenizer = pool.config, pool.tokenizer
         for fault, advice, is_so in (
@@ -300,7 +293,6 @@ class PooledGenerator:
 
     @property
     def policy_version(self) -> int:
-        """Return the version recorded with every new token."""
         return self.pool.policy_version
 
     def generate_batch(
@@ -318,7 +310,6 @@ class PooledGenerator:
         return self._last_metrics | status_metrics(self.manager.status())
 
     def follow(self, model: torch.nn.Module) -> None:
-        """Use this re-wrapped model as the weight source."""
         self._model = model
 
     def sync_weights(
@@ -329,13 +320,9 @@ class PooledGenerator:
         return self.pool.sync_weights(self._model, in_flight=in_flight)
 
     def sleep(self) -> None:
-        """Do nothing: the workers' memory is not the trainer's."""
+        """Do nothing: the workers' memory and models are not the trainer's."""
 
-    def wake(self) -> None:
-        """Do nothing: the workers run until the pool is closed."""
-
-    def lend_to_trainer(self) -> None:
-        """Do nothing: the workers run models of their own."""
+    wake = lend_to_trainer = sleep
 
     def close(self) -> None:
         """Let another trainer update the pool, which stays open."""

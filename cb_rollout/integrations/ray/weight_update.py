@@ -5,9 +5,10 @@ Sends nothing. Packing is called on the trainer's thread, the rest in a worker.
 """
 
 import itertools
+import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from cb_rollout.compat import transformers as hf_compat
 from cb_rollout.config.combinations import refused
 from cb_rollout.engine.memory import device as devices
 from cb_rollout.errors import WeightSyncError, abbreviated
+from cb_rollout.weights.replica import mismatches
 from cb_rollout.weights.source import create_source
 from cb_rollout.weights.tensor import weights_of
 
@@ -26,8 +28,8 @@ BUFFER_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class HeldTensor:
-    """A tensor of a worker's model."""
+class WorkerTensor:
+    """A tensor of a worker's model, without its bytes."""
 
     names: tuple[str, ...]
     """Its names; several where it is tied."""
@@ -35,16 +37,12 @@ class HeldTensor:
     dtype: torch.dtype
     is_buffer: bool
     """True: no parameter; a state dict may lack it."""
+    checksum: str = ""
+    """xxh3-128 of the bytes that were sent, in hexadecimal; empty: none were."""
 
-
-@dataclass(frozen=True, slots=True)
-class SentTensor:
-    """A tensor of an update, without its bytes."""
-
-    tensor: HeldTensor
-    num_bytes: int
-    checksum: str
-    """xxh3-128 of its bytes, in hexadecimal."""
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 # Bytes of tensors, in one object of the object store.
@@ -56,41 +54,39 @@ class WeightUpdate:
     """All weights of one policy version, without the buffers that hold them."""
 
     version: int
-    buffers: Sequence[tuple[SentTensor, ...]]
+    buffers: Sequence[tuple[WorkerTensor, ...]]
     """Tensors of each buffer, in its order; none: the weights are those of the checkpoint."""
     references: Sequence[Any] = ()
     """Of the buffers in the object store, which are kept while this record is."""
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of all buffers."""
-        return sum(sent.num_bytes for sent in itertools.chain(*self.buffers))
+        return sum(tensor.num_bytes for tensor in self.tensors)
 
     @property
-    def tensors(self) -> list[HeldTensor]:
-        """Return its tensors, in the order of the buffers."""
-        return [sent.tensor for sent in itertools.chain(*self.buffers)]
+    def tensors(self) -> list[WorkerTensor]:
+        return list(itertools.chain(*self.buffers))
 
 
-def held_tensors(model: torch.nn.Module) -> tuple[HeldTensor, ...]:
+def worker_tensors(model: torch.nn.Module) -> tuple[WorkerTensor, ...]:
     """List the tensors of a whole, plain model, in its order."""
     return tuple(
-        HeldTensor(weight.names, tuple(weight.base.shape), weight.base.dtype, weight.is_buffer)
+        WorkerTensor(weight.names, tuple(weight.base.shape), weight.base.dtype, weight.is_buffer)
         for weight in weights_of(model, lambda tensor: tensor)
     )
 
 
 def packed(
     source: torch.nn.Module | Mapping[str, torch.Tensor],
-    held: Sequence[HeldTensor],
+    expected: Sequence[WorkerTensor],
     max_buffer_bytes: int = BUFFER_BYTES,
-) -> Iterator[tuple[tuple[SentTensor, ...], Buffer]]:
-    """Yield the new values of the held tensors: buffer by buffer, and what is in each.
+) -> Iterator[tuple[tuple[WorkerTensor, ...], Buffer]]:
+    """Yield the new values of the expected tensors: buffer by buffer, and what is in each.
 
     Args:
         source: a training module, wrapped or not, whose adapters are added out of place; or a
             state dict of the plain model, of which buffers and tied names may be missing.
-        held: the tensors of the workers.
+        expected: the tensors of the workers.
         max_buffer_bytes: most bytes of a buffer that holds several tensors.
 
     Raises:
@@ -98,10 +94,10 @@ def packed(
         WeightSyncError: the tensors do not match; all differences are named.
     """
     if isinstance(source, torch.nn.Module):
-        values = _of_module(source, held)
+        values = _values_of_module(source, expected)
     else:
-        values = _of_state_dict(source, held)
-    sent: list[SentTensor] = []
+        values = _values_of_state_dict(source, expected)
+    sent: list[WorkerTensor] = []
     buffer: Buffer = []
     num_bytes = 0
     with torch.no_grad(), devices.plain_modes():
@@ -112,25 +108,25 @@ def packed(
             if buffer and num_bytes + array.nbytes > max_buffer_bytes:
                 yield tuple(sent), buffer
                 sent, buffer, num_bytes = [], [], 0
-            sent.append(SentTensor(tensor, array.nbytes, checksum(array)))
+            sent.append(replace(tensor, checksum=_checksum(array)))
             buffer.append(array)
             num_bytes += array.nbytes
         if buffer:
             yield tuple(sent), buffer
 
 
-def _of_module(
-    model: torch.nn.Module, held: Sequence[HeldTensor]
-) -> Iterator[tuple[HeldTensor, torch.Tensor]]:
+def _values_of_module(
+    model: torch.nn.Module, expected: Sequence[WorkerTensor]
+) -> Iterator[tuple[WorkerTensor, torch.Tensor]]:
     plain, source = hf_compat.unwrap(model), create_source(model)
     if source.is_collective and distributed.is_initialized() and distributed.get_world_size() > 1:
         raise refused("pool, sharded module")
     weights = weights_of(plain, source.stored)
-    found = {name: weight for weight in weights for name in weight.names}
-    _require_match(held, {name: tuple(source.shape(w.base)) for name, w in found.items()})
-    for tensor in held:
-        weight = found[tensor.names[0]]
-        if untied := [name for name in tensor.names if found[name] is not weight]:
+    by_name = {name: weight for weight in weights for name in weight.names}
+    _require_match(expected, {name: tuple(source.shape(w.base)) for name, w in by_name.items()})
+    for tensor in expected:
+        weight = by_name[tensor.names[0]]
+        if untied := [name for name in tensor.names if by_name[name] is not weight]:
             raise WeightSyncError(
                 f"{tensor.names[0]} and {', '.join(untied)} are one tensor in the workers' model "
                 "and several in the training module; save the module as it is now, and make a "
@@ -140,23 +136,23 @@ def _of_module(
             yield tensor, weight.value(whole)
 
 
-def _of_state_dict(
-    state: Mapping[str, torch.Tensor], held: Sequence[HeldTensor]
-) -> Iterator[tuple[HeldTensor, torch.Tensor]]:
+def _values_of_state_dict(
+    state: Mapping[str, torch.Tensor], expected: Sequence[WorkerTensor]
+) -> Iterator[tuple[WorkerTensor, torch.Tensor]]:
     if not isinstance(state, Mapping):
         raise WeightSyncError(
             f"weights are a {type(state).__name__}; pass the training module or its state dict."
         )
-    given = {name: tuple(tensor.shape) for name, tensor in state.items()}
-    for tensor in held:
-        if tensor.is_buffer or any(name in given for name in tensor.names):
-            given |= {name: tensor.shape for name in tensor.names if name not in given}
-    _require_match(held, given)
-    for tensor in held:
-        found = [state[name] for name in tensor.names if name in state]
-        if not found:
+    shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    for tensor in expected:
+        if tensor.is_buffer or any(name in shapes for name in tensor.names):
+            shapes = dict.fromkeys(tensor.names, tensor.shape) | shapes
+    _require_match(expected, shapes)
+    for tensor in expected:
+        sent = [state[name] for name in tensor.names if name in state]
+        if not sent:
             continue
-        first, *others = found
+        first, *others = sent
         if any(other is not first and not torch.equal(other, first) for other in others):
             raise WeightSyncError(
                 f"{' and '.join(tensor.names)} are one tensor in the workers' model and differ in "
@@ -165,27 +161,18 @@ def _of_state_dict(
         yield tensor, first
 
 
-def _require_match(held: Sequence[HeldTensor], given: Mapping[str, tuple[int, ...]]) -> None:
-    known = {name: tensor.shape for tensor in held for name in tensor.names}
-    faults = [
-        *(f"{name}: not given" for name in known.keys() - given.keys()),
-        *(f"{name}: not in the workers' model" for name in given.keys() - known.keys()),
-        *(
-            f"{name}: {given[name]} given, {known[name]} in the workers' model"
-            for name in known.keys() & given.keys()
-            if given[name] != known[name]
-        ),
-    ]
-    if faults:
+def _require_match(expected: Sequence[WorkerTensor], given: Mapping[str, tuple[int, ...]]) -> None:
+    shapes = {name: tensor.shape for tensor in expected for name in tensor.names}
+    texts = ("not given", "not in the workers' model", "{} given, {} in the workers' model")
+    if faults := mismatches(given, shapes, *texts):
         raise WeightSyncError(
             f"{len(faults)} tensors do not match the workers' model; nothing was sent. Make the "
             "pool of the trainer's own checkpoint, and pass the plain model's names:\n  "
-            + abbreviated(sorted(faults), "\n  ")
+            + abbreviated(faults, "\n  ")
         )
 
 
-def checksum(array: np.ndarray) -> str:
-    """Return the checksum of an array's bytes."""
+def _checksum(array: np.ndarray) -> str:
     # Comes with the extra `ray`, and a trainer without a pool needs neither.
     import xxhash
 
@@ -201,23 +188,23 @@ def require_whole(update: WeightUpdate, buffers: Sequence[Buffer]) -> None:
             f"{advice}"
         )
     for index, (arrays, tensors) in enumerate(zip(buffers, update.buffers, strict=True)):
-        sizes, expected = [a.nbytes for a in arrays], [sent.num_bytes for sent in tensors]
+        sizes, expected = [a.nbytes for a in arrays], [tensor.num_bytes for tensor in tensors]
         if sizes != expected:
             raise WeightSyncError(
                 f"{start} are cut off: buffer {index} has {sum(sizes)} of {sum(expected)} bytes, "
                 f"and {len(sizes)} of {len(expected)} tensors. {advice}"
             )
     for index, (arrays, tensors) in enumerate(zip(buffers, update.buffers, strict=True)):
-        for array, sent in zip(arrays, tensors, strict=True):
-            if (found := checksum(array)) != sent.checksum:
+        for array, tensor in zip(arrays, tensors, strict=True):
+            if (checksum := _checksum(array)) != tensor.checksum:
                 raise WeightSyncError(
-                    f"{start}: {sent.tensor.names[0]} in buffer {index} has the checksum {found}, "
-                    f"and {sent.checksum} was sent. {advice}"
+                    f"{start}: {tensor.names[0]} in buffer {index} has the checksum {checksum}, "
+                    f"and {tensor.checksum} was sent. {advice}"
                 )
 
 
-def require_places(update: WeightUpdate, tensors: Mapping[str, Any]) -> None:
-    """Raise `WeightSyncError` unless every sent tensor has its place in the model."""
+def require_counterparts(update: WeightUpdate, tensors: Mapping[str, Any]) -> None:
+    """Raise `WeightSyncError` unless the model has every sent tensor, in its shape."""
     faults = [
         tensor.names[0]
         for tensor in update.tensors

@@ -26,11 +26,11 @@ from cb_rollout.engine.service.output_queue import OutputQueue
 from cb_rollout.errors import WeightSyncError
 from cb_rollout.integrations.ray.weight_update import (
     Buffer,
-    HeldTensor,
     WeightUpdate,
-    held_tensors,
-    require_places,
+    WorkerTensor,
+    require_counterparts,
     require_whole,
+    worker_tensors,
     write_weights,
 )
 from cb_rollout.metrics.registry import EngineCounters
@@ -102,7 +102,7 @@ class WorkerDescription:
     """Sampling parameters of the model's generation config."""
     capacity: int
     """Sequences that it should hold, running and waiting."""
-    tensors: tuple[HeldTensor, ...]
+    tensors: tuple[WorkerTensor, ...]
     process_id: int
 
 
@@ -141,7 +141,6 @@ class PoolWorker:
         release_workers()
 
     def description(self) -> WorkerDescription:
-        """Return what the pool has to know."""
         limits = self._manager.limits
         capacity = math.ceil(self._manager.memory_plan.num_slots * WAITING_FACTOR)
         return WorkerDescription(
@@ -152,7 +151,7 @@ class PoolWorker:
             ),
             defaults=self._manager.defaults,
             capacity=min(capacity, self._max_items or capacity),
-            tensors=held_tensors(self._manager.model),
+            tensors=worker_tensors(self._manager.model),
             process_id=os.getpid(),
         )
 
@@ -174,16 +173,13 @@ class PoolWorker:
             request.resume_after(item.token_ids, item.logprobs, item.policy_versions)
             requests.append(request)
         with self._lock:
-            requests = [one for one in requests if one.request_id not in self._cancelled]
+            requests = [r for r in requests if r.request_id not in self._cancelled]
             self._cancelled -= {item.item_id for item in items}
             self._requests |= {request.request_id: request for request in requests}
-            self._num_reported |= {
-                request.request_id: request.num_generated for request in requests
-            }
+            self._num_reported |= {r.request_id: r.num_generated for r in requests}
             self._manager.submit(requests, self._outputs)
 
     def cancel(self, item_ids: Sequence[str]) -> None:
-        """End items; what they had is not reported."""
         with self._lock:
             self._cancelled |= set(item_ids) - self._requests.keys()
             for item_id in item_ids:
@@ -213,12 +209,11 @@ class PoolWorker:
     def update(self, update: WeightUpdate, buffers: Sequence[Buffer], in_flight: InFlight) -> None:
         """Write new weights between two forwards, and stamp later tokens with their version.
 
-        Everything is checked before the first tensor is written. A write that raises nevertheless
-        ends the process: no token is sampled from a mixture of weights.
+        All is checked before the first tensor is written. A write that raises nevertheless ends
+        the process: no token is sampled from a mixture of weights.
 
         Raises:
-            WeightSyncError: the update is cut off, damaged, of another model, or not newer; the
-                present weights stay.
+            WeightSyncError: it is cut off, damaged, not newer or of another model; none is written.
         """
         with self._updating:
             version = self._manager.policy_version
@@ -230,7 +225,7 @@ class PoolWorker:
                 )
             require_whole(update, buffers)
             tensors = tensors_by_name(self._manager.model)
-            require_places(update, tensors)
+            require_counterparts(update, tensors)
             with self._manager.paused(in_flight.value):
                 try:
                     write_weights(update, buffers, tensors)
@@ -239,29 +234,25 @@ class PoolWorker:
                     os._exit(1)
 
     def close(self) -> None:
-        """End the engine."""
         self._generator.close()
 
     def _ended(self, output: GenerationOutput) -> GenerationOutput:
         self._requests.pop(output.request_id, None)
         self._num_reported.pop(output.request_id, None)
         # Clocks of two machines have nothing in common.
-        began = output.created_time
-        times = output.timestamps
-        return replace(
-            output,
-            created_time=0.0,
-            timestamps=None if times is None else [moment - began for moment in times],
-        )
+        began, times = output.created_time, output.timestamps
+        times = None if times is None else [moment - began for moment in times]
+        return replace(output, created_time=0.0, timestamps=times)
 
     def _all_progress(self) -> list[ItemProgress]:
         if time.monotonic() - self._progress_reported < PROGRESS_REPORT_SECONDS:
             return []
         self._progress_reported = time.monotonic()
-        return [one for request in self._requests.values() if (one := self._progress(request))]
+        return [made for request in self._requests.values() if (made := self._progress(request))]
 
     def _progress(self, request: Request) -> ItemProgress | None:
         """Return a running sequence's new tokens but the newest, which may be its last."""
+        config = self._config
         # The thread that steps appends versions first, then tokens, then log-probabilities.
         start = self._num_reported[request.request_id]
         stop = len(request.logprobs) - 1
@@ -269,35 +260,24 @@ class PoolWorker:
         if stop <= start:
             return None
         self._num_reported[request.request_id] = stop
-        if not self._is_resumable(request):
-            # It would begin anew elsewhere; the report says only that it goes on.
+        # Tokens and log-probabilities are not all that its output holds.
+        has_more = config.router_replay or config.sampling_mask == SamplingMaskMode.REPLAY
+        if has_more or request.records_timestamps or request.params.top_logprobs:
+            # Another worker would start it over; the report says only that it goes on.
             return ItemProgress(request.request_id, 0, [], [], [])
         first = len(request.prompt_ids)
-        return ItemProgress(
-            request.request_id,
-            start,
-            request.token_ids[first + start : first + stop],
-            request.logprobs[start:stop],
-            first_runs(starts, stop),
-        )
-
-    def _is_resumable(self, request: Request) -> bool:
-        """Return whether tokens and log-probabilities are all that its output holds."""
-        config = self._config
-        has_more = config.router_replay or config.sampling_mask == SamplingMaskMode.REPLAY
-        return not (has_more or request.records_timestamps or request.params.top_logprobs)
+        tokens, logprobs = request.token_ids[first + start : first + stop], request.logprobs
+        runs = first_runs(starts, stop)
+        return ItemProgress(request.request_id, start, tokens, logprobs[start:stop], runs)
 
 
 def first_runs(starts: Sequence[tuple[int, int]], num_tokens: int) -> list[tuple[int, int]]:
-    """Return the runs of (version, number of tokens) of the first `num_tokens`.
+    """Return the runs (version, number of tokens) of the first tokens.
 
     Args:
         starts: (version, index of its first token) of each run.
         num_tokens: at most the tokens of all runs.
     """
-    ends = [start for _, start in starts[1:]] + [num_tokens]
-    runs = [
-        (version, min(end, num_tokens) - start)
-        for (version, start), end in zip(starts, ends, strict=True)
-    ]
-    return [(version, count) for version, count in runs if count > 0]
+    ends = [*(min(start, num_tokens) for _, start in starts[1:]), num_tokens]
+    runs = zip(starts, ends, strict=True)
+    return [(version, end - start) for (version, start), end in runs if end > start]

@@ -20,31 +20,19 @@ from cb_rollout.errors import WeightSyncError, abbreviated, error_text
 
 
 class StagedWeights:
-    """The tensors of one update.
-
-    Args:
-        model: the model that they are for; read only, until `write`.
-    """
+    """The tensors of one update for a model, which is read only until `write`."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
         # Tied tensors are under each name, buffers that no checkpoint has under none.
         self._targets: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
-        self._staged: dict[str, torch.Tensor] = {}
+        self.tensors: dict[str, torch.Tensor] = {}
         # The first staged name of each target, by the target's id.
         self._staged_names: dict[int, str] = {}
 
-    def __len__(self) -> int:
-        return len(self._staged)
-
-    @property
-    def num_bytes(self) -> int:
-        """Return the bytes of the tensors that are staged."""
-        return sum(tensor.nbytes for tensor in self._staged.values())
-
     def require_fit(self, tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]]) -> None:
         """Raise `WeightSyncError` for tensors, given by name, dtype and shape, that do not fit."""
-        faults, seen = [], set(self._staged)
+        faults, seen = [], set(self.tensors)
         for name, dtype, shape in tensors:
             if name not in self._targets:
                 faults.append(f"{name}: not in the model")
@@ -59,20 +47,16 @@ class StagedWeights:
             raise WeightSyncError(f"{len(faults)} tensors do not fit: {abbreviated(faults)}.")
 
     def add(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Stage tensors by name.
-
-        Raises:
-            WeightSyncError: a tensor does not fit the model.
-        """
+        """Stage tensors by name; raise `WeightSyncError` for one that does not fit the model."""
         for name, tensor in tensors:
             self.require_fit([(name, tensor.dtype, tensor.shape)])
             tied = self._staged_names.setdefault(id(self._targets[name]), name)
-            if tied != name and not torch.equal(tensor, self._staged[tied]):
+            if tied != name and not torch.equal(tensor, self.tensors[tied]):
                 raise WeightSyncError(
                     f"{tied} and {name} are one tensor of the model, and different values were "
                     "sent; send equal ones, or serve a checkpoint in which they are not tied."
                 )
-            self._staged[name] = tensor
+            self.tensors[name] = tensor
 
     def require_whole(self, is_partial: bool, half_written: Iterable[str]) -> None:
         """Raise `WeightSyncError` if a tensor is missing; tied ones are needed once.
@@ -82,7 +66,7 @@ class StagedWeights:
             half_written: names that an earlier write may have left half done.
         """
         targets = self._targets.items()
-        parameters = [name for name, each in targets if isinstance(each, torch.nn.Parameter)]
+        parameters = [name for name, target in targets if isinstance(target, torch.nn.Parameter)]
         if not is_partial and (missing := self._missing(parameters)):
             raise WeightSyncError(
                 f"{len(missing)} of {len(self._targets)} tensors were not sent: "
@@ -97,19 +81,14 @@ class StagedWeights:
     def _missing(self, names: Iterable[str]) -> list[str]:
         return [name for name in names if id(self._targets[name]) not in self._staged_names]
 
-    def names(self) -> set[str]:
-        """Return the names of the staged tensors."""
-        return set(self._staged)
-
     @torch.no_grad()
     def write(self) -> None:
-        """Write the staged tensors into the model."""
-        for name, tensor in self._staged.items():
+        for name, tensor in self.tensors.items():
             self._targets[name].copy_(tensor)
 
     def add_files(
         self,
-        place: str,
+        path: str,
         sha256: Mapping[str, str] | None,
         paused: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
@@ -118,7 +97,7 @@ class StagedWeights:
         A checkpoint whose names are not the model's is loaded by transformers, which converts it.
 
         Args:
-            place: the path of a file or a directory.
+            path: of a file or a directory.
             sha256: hexadecimal digests by file name; None: not checked.
             paused: keeps the process from computing while transformers loads, which changes the
                 default dtype.
@@ -127,36 +106,36 @@ class StagedWeights:
             WeightSyncError: a file is missing, cut off, or another one than its digest says; or a
                 tensor does not fit the model.
         """
-        with _files(place) as files:
+        with _files(path) as files:
             states = [_state(file) for file in files]
             if sha256 is not None:
                 _require_digests({file.name: file for file in files}, sha256)
-            if self.needs_conversion(Path(place), files):
+            if self.needs_conversion(Path(path), files):
                 with paused():
-                    self.add(self._converted(Path(place)))
+                    self.add(self._converted(path))
             else:
                 for file in files:
                     self.add(_tensors(file))
             if states != [_state(file) for file in files]:
                 raise WeightSyncError(
-                    f"{place!r} was written while it was read; send it again when it is whole."
+                    f"{path!r} was written while it was read; send it again when it is whole."
                 )
 
-    def needs_conversion(self, place: Path, files: Sequence[Path]) -> bool:
+    def needs_conversion(self, path: Path, files: Sequence[Path]) -> bool:
         """Return whether a checkpoint's directory has other names than the model."""
-        found: set[str] = set()
+        names: set[str] = set()
         for file in files:
             with safe_open(file, framework="pt") as opened:
-                found.update(opened.keys())
-        return place.is_dir() and not found <= self._targets.keys()
+                names.update(opened.keys())
+        return path.is_dir() and not names <= self._targets.keys()
 
-    def _converted(self, directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    def _converted(self, directory: str) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors of a checkpoint as transformers names them, whole or not at all."""
-        kind: Any = torch_compat.plain_class(self._model)
+        model_class: Any = torch_compat.plain_class(self._model)
         try:
             with torch.random.fork_rng(devices=[]):
-                loaded, report = kind.from_pretrained(
-                    str(directory),
+                loaded, report = model_class.from_pretrained(
+                    directory,
                     config=copy.deepcopy(self._model.config),
                     dtype=self._model.dtype,
                     use_safetensors=True,
@@ -165,12 +144,12 @@ class StagedWeights:
                 )
         except Exception as error:
             raise WeightSyncError(
-                f"{str(directory)!r} is no checkpoint of this model ({error_text(error)})."
+                f"{directory!r} is no checkpoint of this model ({error_text(error)})."
             ) from error
         for fault in ("missing_keys", "unexpected_keys"):
             if names := sorted(report[fault]):
                 raise WeightSyncError(
-                    f"{str(directory)!r} has {len(names)} {fault.replace('_', ' ')} for this "
+                    f"{directory!r} has {len(names)} {fault.replace('_', ' ')} for this "
                     f"model: {abbreviated(names)}."
                 )
         yield from loaded.state_dict().items()
@@ -179,9 +158,9 @@ class StagedWeights:
 @contextmanager
 def _files(name: str) -> Iterator[list[Path]]:
     """Yield the files of a path, and raise `WeightSyncError` where they cannot be read."""
-    place = Path(name)
+    path = Path(name)
     try:
-        files = sorted(place.glob("*.safetensors")) if place.is_dir() else [place]
+        files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
         if not files or not all(file.is_file() and file.suffix == ".safetensors" for file in files):
             raise WeightSyncError(
                 f"{name!r} is no .safetensors file, and no directory with one, on the server's "
@@ -204,8 +183,8 @@ def _tensors(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _state(file: Path) -> tuple[int, int, int]:
     """Return numbers of a file that change when it is written."""
-    found = file.stat()
-    return found.st_ino, found.st_size, found.st_mtime_ns
+    status = file.stat()
+    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _require_digests(files: Mapping[str, Path], digests: Mapping[str, str]) -> None:
@@ -217,14 +196,14 @@ def _require_digests(files: Mapping[str, Path], digests: Mapping[str, str]) -> N
         )
     for name, file in files.items():
         with file.open("rb") as opened:
-            found = hashlib.file_digest(opened, "sha256").hexdigest()
-        require_equal_digest(name, found, digests[name])
+            digest = hashlib.file_digest(opened, "sha256").hexdigest()
+        require_equal_digest(name, digest, digests[name])
 
 
-def require_equal_digest(name: str, found: str, wanted: str) -> None:
+def require_equal_digest(name: str, digest: str, wanted: str) -> None:
     """Raise `WeightSyncError` where two hexadecimal digests differ."""
-    if found != wanted.lower():
+    if digest != wanted.lower():
         raise WeightSyncError(
-            f"{name} has the checksum {found[:12]}..., not {wanted[:12]}...; it was cut off or "
+            f"{name} has the checksum {digest[:12]}..., not {wanted[:12]}...; it was cut off or "
             "changed, send it again."
         )

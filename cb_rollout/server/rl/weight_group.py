@@ -32,11 +32,7 @@ Described = tuple[str, torch.dtype, tuple[int, ...]]
 def described(
     names: Sequence[str], dtype_names: Sequence[str], shapes: Sequence[Sequence[int]]
 ) -> list[Described]:
-    """Return descriptions of tensors from vLLM's three lists.
-
-    Raises:
-        WeightSyncError: the lists differ in length, or a dtype is not received.
-    """
+    """Return descriptions of tensors from vLLM's three lists; refuse dtypes not received."""
     if not len(names) == len(dtype_names) == len(shapes):
         raise WeightSyncError("names, dtype_names and shapes differ in length.")
     if unknown := sorted(set(dtype_names) - DTYPES.keys()):
@@ -55,14 +51,9 @@ class WeightGroup:
     def join(
         cls, master_address: str, master_port: int, rank: int, world_size: int, seconds: float
     ) -> Self:
-        """Join the group; waits for its other processes.
+        """Join the group of `world_size` processes, whose rank 0 holds the store at this address.
 
-        Args:
-            master_address: host of rank 0, which holds the store.
-            master_port: port of the store.
-            rank: of this process.
-            world_size: number of processes.
-            seconds: longest wait for them, and of each broadcast.
+        `seconds`: longest wait for the processes, and of each broadcast.
 
         Raises:
             WeightSyncError: the processes did not meet.
@@ -111,11 +102,11 @@ class WeightGroup:
             WeightSyncError: the broadcasts ended early, or the digest differs.
         """
         digest = hashlib.sha256()
-        part: list[Described] = []
+        packed: list[Described] = []
         sizes: list[int] = []
         for number, tensor in enumerate(tensors, 1):
             _, dtype, shape = tensor
-            part.append(tensor)
+            packed.append(tensor)
             sizes.append(math.prod(shape) * dtype.itemsize)
             is_full = buffer_bytes is None or sum(sizes) > buffer_bytes
             if not is_full and number < len(tensors):
@@ -124,10 +115,10 @@ class WeightGroup:
             self.broadcast(buffer.view(dtype) if buffer_bytes is None else buffer)
             if sha256 is not None:
                 digest.update(buffer.numpy().data)
-            for (name, kind, shape), raw in zip(part, buffer.split(sizes), strict=True):
+            for (name, dtype, shape), raw in zip(packed, buffer.split(sizes), strict=True):
                 # A view of another dtype must begin at a multiple of its size, which a copy does.
-                is_aligned = raw.storage_offset() % kind.itemsize == 0
-                yield name, (raw if is_aligned else raw.clone()).view(kind).view(shape)
-            part, sizes = [], []
+                is_aligned = raw.storage_offset() % dtype.itemsize == 0
+                yield name, (raw if is_aligned else raw.clone()).view(dtype).view(shape)
+            packed, sizes = [], []
         if sha256 is not None:
             require_equal_digest("what was received", digest.hexdigest(), sha256)

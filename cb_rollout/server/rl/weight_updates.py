@@ -46,7 +46,7 @@ class _Update:
 
 
 class WeightUpdates:
-    """The weight updates of one served model.
+    """The weight updates of one served model; every refusal is an `ApiError`.
 
     Args:
         manager: the engine's.
@@ -85,16 +85,11 @@ class WeightUpdates:
         """The trainer's own name of the present weights; None: it gave none."""
 
     def stop(self) -> None:
-        """Drop an open update, and end the thread."""
         self._drop("the server ends")
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def init(self, info: InitInfo) -> None:
-        """Join a trainer's group; without an address there is none, and files are sent.
-
-        Raises:
-            ApiError: the group cannot be joined, or another trainer's update is open.
-        """
+        """Join a trainer's group; without an address there is none, and files are sent."""
         self._refuse_second()
         has_address = info.master_address is not None and info.master_port is not None
         if has_address and info.backend != "gloo":
@@ -114,36 +109,24 @@ class WeightUpdates:
             self._group = group, info
 
     async def shutdown(self) -> None:
-        """Leave the trainer's group."""
         self._refuse_second()
         self._group = None
 
     def start(self, is_partial: bool) -> str:
-        """Begin an update, and return its id.
-
-        Args:
-            is_partial: tensors that are not sent keep their values; False: all must be sent.
-
-        Raises:
-            ApiError: another update is open.
-        """
+        """Begin an update, and return its id; `is_partial`: unsent tensors keep their values."""
         self._refuse_second()
         self._open = _Update(StagedWeights(self._model), is_partial, self._expiry())
         return self._open.update_id
 
     async def add(self, info: FileUpdate | BroadcastUpdate, update_id: str | None) -> int:
-        """Stage tensors, and return how many are staged by now.
-
-        Raises:
-            ApiError: no update is open, or the tensors are refused, which drops it.
-        """
+        """Stage tensors, and return how many are staged by now."""
         with self._call(update_id) as update:
             if isinstance(info, FileUpdate):
                 files = info.weight_dir, info.sha256, self._manager.loop.paused
                 await self._run(update.staged.add_files, *files)
             else:
                 await self._run(self._receive, update.staged, info)
-        return len(update.staged)
+        return len(update.staged.tensors)
 
     async def finish(
         self, update_id: str | None, in_flight: InFlightName, weight_version: str | None
@@ -154,9 +137,6 @@ class WeightUpdates:
             update_id: of the update; None: the open one's.
             in_flight: fate of unfinished sequences, as `sync_weights` takes it.
             weight_version: the trainer's own name of the weights.
-
-        Raises:
-            ApiError: no update is open, or a tensor is missing, which drops it.
         """
         # A write cannot be interrupted; a caller that waits no longer leaves it to its end.
         return await asyncio.shield(self._finish(update_id, in_flight, weight_version))
@@ -172,8 +152,8 @@ class WeightUpdates:
         self.weight_version = weight_version
         return {
             "policy_version": report.policy_version,
-            "num_tensors": len(staged),
-            "num_bytes": staged.num_bytes,
+            "num_tensors": len(staged.tensors),
+            "num_bytes": sum(tensor.nbytes for tensor in staged.tensors.values()),
             "seconds": report.seconds,
         }
 
@@ -210,7 +190,6 @@ class WeightUpdates:
         update.expiry = self._expiry()
 
     def _expiry(self) -> asyncio.TimerHandle:
-        """Return a timer that drops the open update unless its next call comes in time."""
         fault = f"it waited longer than {self._seconds:g} s for its next call"
         return asyncio.get_running_loop().call_later(self._seconds, self._drop, fault)
 
@@ -230,8 +209,7 @@ class WeightUpdates:
         staged.require_fit(tensors)
         if self._group is None:
             raise WeightSyncError(
-                "there is no group to receive them by; call /init_weight_transfer_engine with its "
-                "address first."
+                "no group was joined; call /init_weight_transfer_engine with its address first."
             )
         group, init_info = self._group
         is_packed = init_info.packed if info.packed is None else info.packed
@@ -240,7 +218,7 @@ class WeightUpdates:
 
     def _write(self, staged: StagedWeights, in_flight: InFlightName) -> SyncReport:
         with self._manager.paused(in_flight):
-            self._half_written |= staged.names()
+            self._half_written |= staged.tensors.keys()
             try:
                 staged.write()
                 report = self._sync(in_flight)
@@ -253,7 +231,6 @@ class WeightUpdates:
         return report
 
     def _refuse_second(self) -> None:
-        """Raise 409 while an update is open."""
         if self._open is not None:
             raise ApiError(
                 409,

@@ -86,7 +86,7 @@ class FakeCluster:
         result = self.script(worker, "start")
         return worker, Reference((DESCRIPTION, "here") if result is None else result)
 
-    def note_process(self, process_id, node):
+    def record_process(self, process_id, node):
         pass
 
     def call(self, handle, method, *arguments):

@@ -11,23 +11,23 @@ from tiny import tiny_model
 from cb_rollout import WeightSyncError
 from cb_rollout.integrations.ray.weight_update import (
     WeightUpdate,
-    held_tensors,
     packed,
-    require_places,
+    require_counterparts,
     require_whole,
+    worker_tensors,
     write_weights,
 )
 from cb_rollout.weights.replica import tensors_by_name
 
 
 def update_of(source, target, version=1, **options):
-    found = list(packed(source, held_tensors(target), **options))
+    found = list(packed(source, worker_tensors(target), **options))
     return WeightUpdate(version, [sent for sent, _ in found]), [buffer for _, buffer in found]
 
 
 def written(update, buffers, target):
     require_whole(update, buffers)
-    require_places(update, tensors_by_name(target))
+    require_counterparts(update, tensors_by_name(target))
     write_weights(update, buffers, tensors_by_name(target))
 
 
@@ -107,7 +107,7 @@ def test_a_wrong_checksum_is_refused():
 
 
 def test_weights_of_another_model_are_refused_by_name():
-    held = held_tensors(tiny_model())
+    held = worker_tensors(tiny_model())
     with pytest.raises(WeightSyncError, match=r"embed_tokens.weight: \(300, 64\) given, \(256"):
         list(packed(tiny_model(vocab_size=300), held))
     state = tiny_model().state_dict()
@@ -116,12 +116,12 @@ def test_weights_of_another_model_are_refused_by_name():
         list(packed(state, held))
     update, _ = update_of(tiny_model(vocab_size=300), tiny_model(vocab_size=300))
     with pytest.raises(WeightSyncError, match="of another model"):
-        require_places(update, tensors_by_name(tiny_model()))
+        require_counterparts(update, tensors_by_name(tiny_model()))
 
 
 def test_tied_names_that_differ_in_a_state_dict_are_refused():
     source = tiny_model(seed=1).state_dict()
-    held = held_tensors(tiny_model(tie_word_embeddings=True))
+    held = worker_tensors(tiny_model(tie_word_embeddings=True))
     with pytest.raises(WeightSyncError, match="differ in the state dict"):
         list(packed(source, held))
     with pytest.raises(WeightSyncError, match="several in the training module"):
