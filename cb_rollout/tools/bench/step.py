@@ -36,7 +36,7 @@ CHECKPOINTING = "activation_checkpointing" if IS_RENAMED else "gradient_checkpoi
 
 PARTS = ("rollout", "scoring", "forward", "backward", "optimizer")
 
-# Tokens of a prompt, and completions of each: a problem statement and a system prompt.
+# Tokens of a prompt (a problem statement and a system prompt), and completions of each.
 LONG_PROMPT, GROUP_SIZES = 400, (8, 16)
 
 
@@ -45,7 +45,7 @@ class GenerationPath:
     """One way to generate in a GRPO step."""
 
     settings: str
-    """The path's settings, and why they are the best for it."""
+    """Says which settings, and why they are the best for the path."""
     trl: dict[str, Any] = field(default_factory=dict)
     """Fields of `GRPOConfig`."""
     rollout: dict[str, Any] | None = None
@@ -82,7 +82,6 @@ class StepClock(TrainerCallback):
     """Measure the seconds of an optimizer step and of its parts."""
 
     def __init__(self, trainer: Any) -> None:
-        """Wrap the methods of a trainer that the parts of a step run in."""
         self.figures: dict[str, float] = {}
         """Of the last step, by name."""
         self._methods: dict[str, float] = {}
@@ -104,12 +103,10 @@ class StepClock(TrainerCallback):
         return run
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
-        """Start the clock, before the rollout."""
         self._methods.clear()
         self._started = time.perf_counter()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        """Stop the clock, after the update."""
         synchronize()
         total, spent = time.perf_counter() - self._started, self._methods
         made = spent["_generate_and_score_completions"]
@@ -158,10 +155,8 @@ def bench_batch(
         for name, path in paths.items():
             steps[name].append(_timed_step(setup, path, create_clock))
             seconds = steps[name][-1]["seconds"]
-            print(
-                f"  {batch} {repetition + 1}/{setup.repetitions} {name:<32}{seconds:.2f} s",
-                flush=True,
-            )
+            turn = f"{repetition + 1}/{setup.repetitions}"
+            print(f"  {batch} {turn} {name:<32}{seconds:.2f} s", flush=True)
     return {
         name: summary([turn["seconds"] for turn in turns], "seconds", paths[name].settings)
         | {"parts": {part: statistics.median(turn[part] for turn in turns) for part in PARTS}}

@@ -43,7 +43,6 @@ class ResidentPeak:
         self._thread = threading.Thread(target=self._watch, name="resident peak", daemon=True)
 
     def sample(self) -> None:
-        """Read the resident size now."""
         self.num_bytes = max(self.num_bytes, self._process.memory_info().rss)
 
     def _watch(self) -> None:
@@ -76,17 +75,6 @@ def timed(work: Callable[[], object]) -> float:
     return time.perf_counter() - started
 
 
-def best_seconds(work: Callable[[], object], count: int) -> float:
-    """Return the seconds of one call, from the best of five runs of `count` calls."""
-
-    def many() -> None:
-        for _ in range(count):
-            work()
-
-    many()
-    return min(timed(many) for _ in range(5)) / count
-
-
 def take_turn(
     contender: Contender,
     model: Any,
@@ -94,17 +82,10 @@ def take_turn(
     warm_up: Workload | None = None,
     num_warm_ups: int = 1,
 ) -> Turn:
-    """Create a contender, warm it up, and time it.
+    """Create a contender, run `warm_up` or `workload` a few times, and time `workload`.
 
-    A contender is created anew for each turn, since transformers' manager changes the model's
-    attention implementation while it exists.
-
-    Args:
-        contender: contender to time.
-        model: model that it runs.
-        workload: timed workload.
-        warm_up: workload that is run before; None: `workload`.
-        num_warm_ups: number of runs before the timed one.
+    Each turn creates its contender, since transformers' manager changes the model's attention
+    implementation while it exists.
     """
     with ResidentPeak(contender.pid) as peak, contender.create(model, workload) as run:
         for _ in range(num_warm_ups):
@@ -132,12 +113,8 @@ def interleaved(
 
 def summary(values: list[float], unit: str, settings: str | None = None) -> dict[str, Any]:
     """Return median, minimum and maximum, with the unit and the contender's settings."""
-    figures = {
-        "median": statistics.median(values),
-        "min": min(values),
-        "max": max(values),
-        "unit": unit,
-    }
+    figures: dict[str, Any] = {"median": statistics.median(values), "unit": unit}
+    figures |= {"min": min(values), "max": max(values)}
     return figures if settings is None else figures | {"settings": settings}
 
 
