@@ -33,14 +33,14 @@ BATCHING_SETTINGS = (
 
 
 class Contender(NamedTuple):
-    """One way to run a workload."""
+    """A way to run a workload."""
 
     create: Callable[[Any, Workload], AbstractContextManager[Run]]
     """Create what runs the workload on a model, and remove it on exit."""
     settings: str
     """The contender's settings, and why they are the best for it."""
     pid: int | None = None
-    """Process that computes; None: this one."""
+    """Process that computes; None: this process."""
 
 
 def ours(*, temperature: float = 1.0, syncs_weights: bool = True, **settings: Any) -> Contender:
@@ -69,7 +69,7 @@ def ours(*, temperature: float = 1.0, syncs_weights: bool = True, **settings: An
 
 
 def transformers_batching(**settings: Any) -> Contender:
-    """Create a contender of transformers' continuous batching, with one persistent manager."""
+    """Create a contender of transformers' continuous batching, with a persistent manager."""
 
     @contextmanager
     def create(model: Any, workload: Workload) -> Iterator[Run]:
@@ -96,12 +96,7 @@ def transformers_batching(**settings: Any) -> Contender:
 
 
 def batching_fields(longest: list[int], device: str) -> dict[str, Any]:
-    """Return the fields of the fastest `ContinuousBatchingConfig`.
-
-    Args:
-        longest: most tokens of each sequence.
-        device: device type.
-    """
+    """Return the fields of the fastest `ContinuousBatchingConfig`; `longest`: of each sequence."""
     fields: dict[str, Any] = {"page_size": PAGE_SIZE}
     # Clearing the tensors of the sizes that transformers infers from a CPU's memory takes seconds.
     if device == "cpu":

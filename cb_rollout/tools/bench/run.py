@@ -1,4 +1,4 @@
-"""Run one workload, print its table and write its record."""
+"""Run a workload, print its table and write its record."""
 
 import argparse
 import importlib
@@ -24,14 +24,10 @@ PACKAGES = ("torch", "transformers", "trl", "triton", "flash_attn")
 def run_workload(
     name: str, module: str, sizes: str, options: argparse.Namespace, folder: Path
 ) -> Path:
-    """Run `bench_NAME` of a module, print its table and write its JSON into `folder`.
+    """Run `bench_NAME` of a module, print its table, and return the path of its JSON in `folder`.
 
-    Args:
-        name: name of the workload.
-        module: module of the function.
-        sizes: module of `MODELS`, `TINY` and `Setup`.
-        options: device, model, repetitions, batch_size and tiny, as the command line has them.
-        folder: directory of the JSON, whose path is returned.
+    `sizes` is the module of `MODELS`, `TINY` and `Setup`; `options` has the device, model,
+    repetitions, batch_size and tiny of the command line.
 
     Raises:
         ConfigurationError: the device is missing.

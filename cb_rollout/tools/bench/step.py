@@ -42,7 +42,7 @@ LONG_PROMPT, GROUP_SIZES = 400, (8, 16)
 
 @dataclass(frozen=True)
 class GenerationPath:
-    """One way to generate in a GRPO step."""
+    """A way to generate in a GRPO step."""
 
     settings: str
     """Says which settings, and why they are the best for the path."""
@@ -53,7 +53,7 @@ class GenerationPath:
 
 
 def create_paths(sizes: Sizes, device: str) -> dict[str, GenerationPath]:
-    """Return every path that is installed here; each generates one batch a step."""
+    """Return every path that is installed here; each generates a batch a step."""
     longest = [sizes.prompt_tokens[1] + sizes.longest_in_step] * sizes.num_sequences
     return {
         "cb_rollout": GenerationPath(
@@ -123,7 +123,7 @@ class StepClock(TrainerCallback):
 def bench_step(
     setup: Setup, create_clock: Callable[[Any], StepClock] = StepClock
 ) -> dict[str, Any]:
-    """Return the seconds of one step of each path, for each batch."""
+    """Return the seconds of a step of each path, for each batch."""
     print("step: vLLM, TRL's third path, is not installed here and is left out")
     print("step: TRL 1.16 has no Liger loss any more; its own fused head is in every path")
     num_sequences = setup.sizes.num_sequences
@@ -149,7 +149,7 @@ def bench_batch(
     paths: dict[str, GenerationPath],
     create_clock: Callable[[Any], StepClock] = StepClock,
 ) -> dict[str, Any]:
-    """Return the seconds of one step of each path, and of its parts."""
+    """Return the seconds of a step of each path, and of its parts."""
     steps: dict[str, list[dict[str, float]]] = {name: [] for name in paths}
     for repetition in range(setup.repetitions):
         for name, path in paths.items():
@@ -169,7 +169,7 @@ def bench_batch(
 def _timed_step(
     setup: Setup, path: GenerationPath, create_clock: Callable[[Any], StepClock]
 ) -> dict[str, float]:
-    """Return what the clock measured of a trainer's second step; the first one warms up."""
+    """Return what the clock measured of a trainer's second step; the first step warms up."""
     # TRL warns of settings that are right for a single step.
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")

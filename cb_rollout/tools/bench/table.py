@@ -35,7 +35,7 @@ def value_text(value: float, unit: str) -> str:
 
 
 def print_table(results: dict[str, Any]) -> None:
-    """Print every group, one line a row."""
+    """Print every group, a line for each row."""
     for group, rows in results.items():
         width = max(map(len, rows))
         print(f"\n{group}")

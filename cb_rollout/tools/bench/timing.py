@@ -20,7 +20,7 @@ SAMPLE_SECONDS = 0.02
 
 
 class Turn(NamedTuple):
-    """One timed run of a contender."""
+    """A timed run of a contender."""
 
     seconds: float
     peak_resident_bytes: int
@@ -28,12 +28,9 @@ class Turn(NamedTuple):
 
 
 class ResidentPeak:
-    """Peak resident size of a process inside a `with` block, sampled in a thread.
+    """Peak resident size of a process, or of this process, inside a `with` block.
 
-    The kernel's own peak cannot be used: the engine resets it to measure training.
-
-    Args:
-        pid: process id; None: this process.
+    Sampled in a thread: the engine resets the kernel's own peak to measure training.
     """
 
     def __init__(self, pid: int | None = None) -> None:

@@ -1,6 +1,6 @@
 """Comparison of two runs: a table of key figures, and a chart of two curves for each metric.
 
-A metric that neither run has is left out; one that a single run has is drawn with one curve.
+A metric that neither run has is left out; a metric of a single run is drawn with a single curve.
 """
 
 import os
@@ -74,13 +74,10 @@ def write_comparison(
 ) -> Path:
     """Write `comparison.html` about two runs beside the records of the first.
 
-    Args:
-        run_dir: the directory of the first run.
-        other: the directory of the second; may be the same.
-        run_ids: a run of each directory; None: the last.
+    `run_ids` are a run of each directory, which may be the same; None: the last.
 
     Raises:
-        ConfigurationError: one of them has no metrics, a record cannot be read, or the page cannot
+        ConfigurationError: a run has no metrics, a record cannot be read, or the page cannot
             be written.
     """
     try:

@@ -5,6 +5,7 @@ A figure whose records are missing is an empty string.
 
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
+from itertools import chain
 from statistics import median
 from typing import Any
 
@@ -68,11 +69,7 @@ GROUP_STYLES = {GroupKind.SOLVED: "a", GroupKind.MIXED: "raw", GroupKind.UNSOLVE
 
 def figures_html(metrics: Sequence[StepMetrics], steps: Mapping[int, RecordedStep]) -> str:
     """Return every figure of a run, in order; `steps`: summaries of its recorded sequences."""
-    surprise = {
-        step: quantiles(recorded.surprises)
-        for step, recorded in steps.items()
-        if recorded.surprises
-    }
+    surprise = {step: quantiles(x.surprises) for step, x in steps.items() if x.surprises}
     figures = (
         _learning_figure(metrics),
         _groups_figure(metrics),
@@ -250,7 +247,7 @@ def _curve_figure(
     high: float | None = None,
     label: Callable[[float], str] = compact,
 ) -> str:
-    """Draw one scalar from 0 on, by step; `texts` are those of `THROUGHPUT`."""
+    """Draw a scalar from 0 on, by step; `texts` are those of `THROUGHPUT`."""
     points = series(metrics, key)
     title, note, spoken, unit = texts
     return steps_figure(
@@ -330,13 +327,11 @@ def steps_figure(
     """Draw curves and bands by step, under a title, a note and a legend; empty without `tips`.
 
     `spoken` is the title for screen readers, `keys` are pairs of style and name. Without a `y`
-    axis, a linear one is made of all values, with the arguments `axis`.
+    axis, a linear axis is made of all values, with the arguments `axis`.
     """
     if not tips:
         return ""
-    drawn = [point for x in curves for point in x.points] + [
-        span for x in bands for span in x.spans
-    ]
+    drawn = [*chain(*(x.points for x in curves)), *chain(*(x.spans for x in bands))]
     steps = [step for step, *_ in drawn]
     x = linear_axis(steps, low=min(steps), high=max(steps), num_ticks=6, is_whole=True)
     y = y or linear_axis([value for _, *values in drawn for value in values], **axis)
@@ -357,7 +352,7 @@ def _figure(
 
 
 def _with_mean(points: Sequence[Point], *, is_filled: bool = False) -> list[Curve]:
-    """Return one curve, or where it would be too jagged, a raw one and its moving mean."""
+    """Return a curve, or where it would be too jagged, a raw curve and its moving mean."""
     if len(points) <= MAX_JAGGED_POINTS:
         return [Curve(points, "a", is_filled=is_filled)]
     return [Curve(points, "raw"), Curve(smoothed(points), "a", is_filled=is_filled)]

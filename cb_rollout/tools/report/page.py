@@ -69,12 +69,10 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 def write_report(run_dir: str | os.PathLike[str], run_id: str | None = None) -> Path:
     """Write `report.html` beside a run's records, and its sequences' pages in `report_pages/`.
 
-    Args:
-        run_dir: the directory with the records, or a trainer's output_dir with `cb_rollout/` in it.
-        run_id: a run of the directory; None: the last.
+    `run_dir` has the records, or is a trainer's output_dir with `cb_rollout/` in it. `run_id` is a
+    run of the directory; None: the last.
 
-    Returns:
-        The path of the page.
+    Returns the page's path.
 
     Raises:
         ConfigurationError: there is no such run, a record cannot be read, or the page cannot be

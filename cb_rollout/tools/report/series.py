@@ -42,7 +42,7 @@ class GroupKind(StrEnum):
 
 @dataclass(slots=True)
 class RecordedStep:
-    """Summary of the recorded training sequences of one step, and of the tokens of all."""
+    """Summary of the recorded training sequences of a step, and of the tokens of all."""
 
     num_sequences: int = 0
     num_tokens: int = 0
@@ -156,7 +156,7 @@ def completion_lengths(metrics: Sequence[StepMetrics]) -> dict[int, list[int]]:
 
 
 def early_and_late(lengths: dict[int, list[int]]) -> tuple[list[int], list[int]]:
-    """Return the lengths of the first and last third of the steps; one step has no last third."""
+    """Return the lengths of the first and last third of the steps; a single step has no last."""
     steps = list(lengths)
     third = max(1, len(steps) // 3)
     late = steps[-third:] if len(steps) > 1 else []
