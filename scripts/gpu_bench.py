@@ -30,7 +30,6 @@ from cb_rollout.tools.bench.timing import timed
 from cb_rollout.tools.bench.workload import (
     Workload,
     create_model,
-    grouped,
     long_tailed_lengths,
     random_prompts,
 )
@@ -59,7 +58,7 @@ Rows = Iterator[dict[str, Any]]
 def prompts(model: Any, num_groups: int) -> list[list[int]]:
     """Return random prompts, each repeated for its group."""
     made = random_prompts(random.Random(0), num_groups, (PROMPT, PROMPT), model.config.vocab_size)
-    return grouped(made, GROUP)
+    return [prompt for prompt in made for _ in range(GROUP)]
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Annotated, Any, Literal
 
@@ -33,6 +33,8 @@ MAX_NAME_CHARACTERS = 100
 
 # FastAPI 0.165's type of the fault for a body that is not JSON.
 NOT_JSON = "json_invalid"
+
+PARALLEL_SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 
 ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": protocol.ErrorResponse} for status in (400, 401, 403, 404, 409, 413, 429, 503)
@@ -165,9 +167,8 @@ def _add_control(app: FastAPI, served: ServedModel) -> None:
 def _add_weight_updates(app: FastAPI, served: ServedModel) -> None:
     def weights() -> WeightUpdates:
         if served.weights is None:
-            raise ApiError(
-                403, "this server takes no weights; start it with --allow-weight-updates."
-            )
+            why = "this server takes no weights; start it with --allow-weight-updates."
+            raise ApiError(403, why)
         return served.weights
 
     @app.post("/init_weight_transfer_engine")
@@ -251,11 +252,8 @@ def _add_inspection(app: FastAPI, served: ServedModel) -> None:
         else:
             chat = await served.encode_chat(_plain(body.messages), _plain(body.tools))
             tokens = chat.token_ids
-        content: dict[str, Any] = {
-            "tokens": tokens,
-            "count": len(tokens),
-            "max_model_len": served.max_model_len,
-        }
+        content: dict[str, Any] = {"tokens": tokens, "count": len(tokens)}
+        content["max_model_len"] = served.max_model_len
         if body.return_token_strs:
             content["token_strs"] = served.tokens.texts(tokens)
         return _Json(content)
@@ -285,12 +283,7 @@ def _server_info(served: ServedModel, config_format: str) -> dict[str, Any]:
             # After the temperature, as TRL's loss recomputes them.
             "logprobs_mode": "processed_logprobs",
         },
-        "parallel_config": {
-            "tensor_parallel_size": 1,
-            "pipeline_parallel_size": 1,
-            "data_parallel_size": 1,
-            "world_size": 1,
-        },
+        "parallel_config": dict.fromkeys((*PARALLEL_SIZES, "world_size"), 1),
         "lora_config": None,
         "weight_transfer_config": {"backend": "gloo"} if served.weights else None,
     }
@@ -323,8 +316,8 @@ def _plain(parts: Sequence[protocol.Strict] | None) -> list[dict[str, Any]]:
 
 
 async def _encoded_prompts(served: ServedModel, given: Any, n: int) -> list[list[int]]:
-    is_one = isinstance(given, str) or (bool(given) and isinstance(given[0], int))
-    prompts = [given] if is_one else given
+    is_single = isinstance(given, str) or (bool(given) and isinstance(given[0], int))
+    prompts = [given] if is_single else given
     served.require_few(len(prompts), n)
     if not prompts or not all(prompts):
         raise ApiError(400, "the prompt is empty; give at least one token.", "prompt")
@@ -339,9 +332,8 @@ def _require_consistent(body: protocol.ChatCompletionRequest) -> None:
         raise ApiError(400, "top_logprobs needs logprobs=true.", "top_logprobs")
     is_free = body.response_format is None or body.response_format.type == "text"
     if body.tools and not is_free:
-        raise ApiError(
-            400, "response_format and tools exclude each other; leave one out.", "response_format"
-        )
+        why = "response_format and tools exclude each other; leave one out."
+        raise ApiError(400, why, "response_format")
 
 
 async def _respond(
@@ -349,12 +341,18 @@ async def _respond(
 ) -> Response:
     if is_streaming:
         return _EventStream(_events(builder, submission), submission)
+    working = asyncio.ensure_future(_finished(submission))
+    leaving = asyncio.ensure_future(_gone(request))
     with submission:
-        outputs = await _unless_gone(_finished(submission), request)
-    if outputs is None:
-        # The client is gone; nobody reads this.
-        return Response(status_code=499)
-    return _Json(builder.whole(outputs))
+        try:
+            await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+            if working.done():
+                return _Json(builder.whole(working.result()))
+            # The client is gone; nobody reads this.
+            return Response(status_code=499)
+        finally:
+            working.cancel()
+            leaving.cancel()
 
 
 async def _finished(submission: Submission) -> list[GenerationOutput]:
@@ -363,27 +361,13 @@ async def _finished(submission: Submission) -> list[GenerationOutput]:
     return [outputs[index] for index in sorted(outputs)]
 
 
-async def _unless_gone(
-    work: Coroutine[Any, Any, list[GenerationOutput]], request: Request
-) -> list[GenerationOutput] | None:
-    """Return the result of `work`, or None if the client disconnects before."""
-    working = asyncio.ensure_future(work)
-    leaving = asyncio.ensure_future(_gone(request))
-    try:
-        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
-        return working.result() if working.done() else None
-    finally:
-        for task in (working, leaving):
-            task.cancel()
-
-
 async def _gone(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
 
 async def _events(builder: ResponseBuilder, submission: Submission) -> AsyncIterator[str]:
-    """Yield a stream's events; an error is the last one."""
+    """Yield a stream's events; an error is the last event."""
     try:
         async for chunk in builder.stream(submission.updates()):
             yield _event(chunk)
@@ -413,29 +397,28 @@ def _add_error_handlers(app: FastAPI) -> None:
                 error = as_api_error(raised)
         return _Json(error.body, status_code=error.status, headers=error.headers)
 
-    for kind in (ApiError, RolloutError, TimeoutError, RecursionError, HTTPException):
-        app.add_exception_handler(kind, answer)
-    app.add_exception_handler(RequestValidationError, answer)
-    app.add_exception_handler(Exception, answer)
+    own = (ApiError, RolloutError, TimeoutError, RecursionError)
+    for error_class in (*own, HTTPException, RequestValidationError, Exception):
+        app.add_exception_handler(error_class, answer)
 
 
 def _faults(error: RequestValidationError) -> str:
     if isinstance(error.body, bytes):
         # FastAPI parses no body that its header does not declare; docs/security.md says why.
         return "the body is not declared as JSON; send the header Content-Type: application/json."
-    found = []
+    texts = []
     for fault in error.errors()[: protocol.MAX_FAULTS]:
         if fault["type"] == NOT_JSON:
             return f"the body is not JSON ({fault['ctx']['error']} at byte {fault['loc'][-1]})"
-        place = ".".join(_shortened(part) for part in fault["loc"] if part != "body")
-        found.append(f"{place}: {fault['msg']}" if place else str(fault["msg"]))
-    return "; ".join(found)
+        field = ".".join(_shortened(name) for name in fault["loc"] if name != "body")
+        texts.append(f"{field}: {fault['msg']}" if field else str(fault["msg"]))
+    return "; ".join(texts)
 
 
 def _first_field(error: RequestValidationError) -> str | None:
     first = error.errors()[0]
-    place = first["loc"]
-    return _shortened(place[1]) if len(place) > 1 and first["type"] != NOT_JSON else None
+    names = first["loc"]
+    return _shortened(names[1]) if len(names) > 1 and first["type"] != NOT_JSON else None
 
 
 def _shortened(name: Any) -> str:

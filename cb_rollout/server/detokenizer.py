@@ -30,13 +30,10 @@ Decode = Callable[[Sequence[int]], str]
 
 
 class IncrementalDetokenizer:
-    """The text of one growing sequence; the cost of a token does not grow with the sequence.
+    """The text of a growing sequence, without the strings that end it.
 
-    `tokenizers.decoders.DecodeStream` raises on bytes that are not UTF-8, which a model may sample.
-
-    Args:
-        decode: the tokenizer's.
-        stops: strings that end the sequence, and that no client sees.
+    The cost of a token does not grow with the sequence. `tokenizers.decoders.DecodeStream` raises
+    on bytes that are not UTF-8, which a model may sample.
     """
 
     def __init__(self, decode: Decode, stops: Sequence[str] = ()) -> None:
@@ -59,7 +56,7 @@ class IncrementalDetokenizer:
         return certain
 
     def finish(self, *, is_stopped: bool) -> str:
-        """Return the rest of the text, up to the stop string if one ended the sequence."""
+        """Return the rest of the text, up to the stop string that ended the sequence."""
         text = self._held + self._decode(self._window)[self._num_seen :]
         return text[: first_stop(text, self._num_before_last, self._stops)] if is_stopped else text
 
@@ -80,10 +77,7 @@ class IncrementalDetokenizer:
 def first_stop(text: str, num_before_last: int, stops: Sequence[str]) -> int:
     """Return where the stop string begins that a text's last token completed; else its length.
 
-    Args:
-        text: the text; a stop token leaves no stop string in it.
-        num_before_last: number of characters before the last token's.
-        stops: the stop strings.
+    `num_before_last` is the number of characters before that token's.
     """
     found = [text.find(stop, max(0, num_before_last - len(stop) + 1)) for stop in stops]
     return min((at for at in found if at >= 0), default=len(text))
@@ -106,7 +100,7 @@ def _num_begun(text: str, string: str) -> int:
 
 
 class TokenTable:
-    """The text and bytes of single tokens of one tokenizer, and log-probabilities with them."""
+    """The text and bytes of single tokens of a tokenizer, and log-probabilities with them."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -118,18 +112,14 @@ class TokenTable:
         return text, _bytes_of(self._tokenizer.convert_ids_to_tokens(token_id) or "", text)
 
     def texts(self, token_ids: Sequence[int]) -> list[str]:
-        """Return the text of each token."""
         return [self._known(token)[0] for token in token_ids]
 
     def chat_logprobs(
         self, output: GenerationOutput, start: int = 0, as_ids: bool = False
     ) -> dict[str, Any]:
-        """Return the log-probabilities of the tokens from `start` in the shape of a chat choice.
+        """Return log-probabilities from the token `start` on, in the shape of a chat choice.
 
-        Args:
-            output: the sequence.
-            start: index of the first token to return.
-            as_ids: write tokens as `token_id:7`.
+        `as_ids` writes tokens as `token_id:7`.
         """
 
         def entry(token_id: int, logprob: float) -> dict[str, Any]:
@@ -145,13 +135,10 @@ class TokenTable:
         num_characters: int = 0,
         as_ids: bool = False,
     ) -> dict[str, Any]:
-        """Return the log-probabilities of the tokens from `start` in a completion choice's shape.
+        """Return log-probabilities from the token `start` on, in a completion choice's shape.
 
-        Args:
-            output: the sequence.
-            start: index of the first token to return.
-            num_characters: number of characters before that token.
-            as_ids: write tokens as `token_id:7`; the likeliest ones then include the sampled one.
+        `num_characters` come before that token. With `as_ids`, the likeliest tokens include the
+        sampled token.
         """
         tokens, logprobs = output.generated_tokens[start:], output.logprobs[start:]
         texts = self.texts(tokens)

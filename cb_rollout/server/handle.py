@@ -60,10 +60,10 @@ def start_server(
     trained: torch.nn.Module | None = None,
     sync_weights: Callable[..., SyncReport] | None = None,
 ) -> "ServerHandle":
-    """Serve a manager's model until the handle is closed.
+    """Start a manager, and serve its model until the handle is closed.
 
     Args:
-        manager: the manager, which is started.
+        manager: the manager.
         tokenizer: the model's tokenizer or processor.
         options: the address, the access and the limits.
         trained: the model whose weights `allow_weight_updates` writes.
@@ -75,9 +75,8 @@ def start_server(
     """
     missing = [name for name in ("fastapi", "uvicorn") if importlib.util.find_spec(name) is None]
     if missing:
-        raise ConfigurationError(
-            f"serving needs {' and '.join(missing)}: pip install 'cb_rollout[server]'."
-        )
+        names = " and ".join(missing)
+        raise ConfigurationError(f"serving needs {names}: pip install 'cb_rollout[server]'.")
     if tokenizer is None:
         raise ConfigurationError("serving needs the model's tokenizer; set tokenizer=.")
     from cb_rollout.server.served_model import ServedModel
@@ -108,15 +107,11 @@ class _Listener(socket.socket):
         self._has_warned = False
 
     def listen(self, _: int = BACKLOG) -> None:
-        """Listen; asyncio's number is that of a batch."""
+        # asyncio's number is that of a batch.
         super().listen(BACKLOG)
 
     def accept(self) -> tuple[socket.socket, Any]:
-        """Accept a connection, as asyncio calls it.
-
-        Raises:
-            BlockingIOError: none waits, or it was closed for want of a file descriptor.
-        """
+        """Accept a connection; BlockingIOError: closed for want of a file descriptor, or none."""
         try:
             return super().accept()
         except OSError as error:
@@ -131,20 +126,20 @@ class _Listener(socket.socket):
             raise BlockingIOError from error
 
     def _close_one(self) -> None:
-        if self._spare is not None:
-            os.close(self._spare)
-            self._spare = None
+        self._free_spare()
         with suppress(OSError):
             super().accept()[0].close()
         with suppress(OSError):
             self._spare = os.open(os.devnull, os.O_RDONLY)
 
-    def close(self) -> None:
-        """Close the socket."""
-        super().close()
+    def _free_spare(self) -> None:
         if self._spare is not None:
             os.close(self._spare)
             self._spare = None
+
+    def close(self) -> None:
+        super().close()
+        self._free_spare()
 
 
 def max_connections(options: ServerOptions) -> int:
@@ -190,7 +185,6 @@ class ServerHandle:
     """
 
     def __init__(self, model: "ServedModel", listening: socket.socket) -> None:
-        """Start the server; return once it accepts connections."""
         import uvicorn
         from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
@@ -224,7 +218,6 @@ class ServerHandle:
             time.sleep(0.005)
 
     def is_running(self) -> bool:
-        """Return whether the server still answers."""
         return self._thread.is_alive()
 
     def run(self, is_done: Callable[[], bool]) -> None:
@@ -247,11 +240,7 @@ class ServerHandle:
                 manager.loop.require_alive()
 
     def drain(self, is_enough: Callable[[], bool] = lambda: False) -> None:
-        """Refuse new requests, and wait for the running ones, at most `drain_seconds`.
-
-        Args:
-            is_enough: whether to stop waiting.
-        """
+        """Refuse new requests, and wait for the running ones `drain_seconds` or until enough."""
         self.model.is_ending = True
         deadline = time.monotonic() + self.model.options.drain_seconds
         router = self.model.output_router
@@ -266,7 +255,6 @@ class ServerHandle:
         self._thread.join(CLOSE_SECONDS)
 
     def join(self, timeout: float | None = None) -> None:
-        """Wait for the server to end, at most `timeout` seconds."""
         self._thread.join(timeout)
 
     def __enter__(self) -> Self:

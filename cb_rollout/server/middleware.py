@@ -21,18 +21,13 @@ from cb_rollout.server.options import ServerOptions, is_loopback
 from cb_rollout.server.protocol import ApiError, as_api_error
 
 # Load balancers ask without a key; the answer says only whether the engine runs.
-OPEN_PATHS = frozenset({"/health"})
+OPEN_PATHS = {"/health"}
 
 # Without a key, these answer to the user of this process alone.
-WEIGHT_PATHS = frozenset(
-    {
-        "/init_weight_transfer_engine",
-        "/start_weight_update",
-        "/update_weights",
-        "/finish_weight_update",
-        "/shutdown_weight_transfer_engine",
-    }
-)
+WEIGHT_PATHS = {
+    "/init_weight_transfer_engine", "/start_weight_update", "/update_weights",
+    "/finish_weight_update", "/shutdown_weight_transfer_engine",
+}  # fmt: skip
 
 # Linux's lists of connections, each with its user, and the state of an open one.
 CONNECTION_LISTS, ESTABLISHED = (Path("/proc/net/tcp"), Path("/proc/net/tcp6")), "01"
@@ -59,12 +54,12 @@ class LimitedConnection(asyncio.Protocol):
     cycle: Any
 
     waiting_since: float | None = None
-    """Since when no request runs; None: one does."""
+    """Since when no request runs; None: a request runs."""
     _timer: asyncio.TimerHandle | None = None
     _num_head_bytes = 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Begin, and close another connection if this is one too many."""
+        """Begin, and close another connection if there are too many."""
         super().connection_made(transport)
         self._begin_limit()
         if len(self.connections) > self.most:
@@ -72,7 +67,6 @@ class LimitedConnection(asyncio.Protocol):
             min(waiting, key=lambda each: each.waiting_since or 0.0).end()
 
     def data_received(self, data: bytes) -> None:
-        """Take a part of a request; the whole head of one makes it run."""
         self._num_head_bytes += len(data)
         super().data_received(data)
         if self._is_running() and self.waiting_since is not None:
@@ -82,13 +76,12 @@ class LimitedConnection(asyncio.Protocol):
             self.end()
 
     def on_response_complete(self) -> None:
-        """Wait for the next request, or run it if it is here already."""
         uvicorns: Any = super()
         uvicorns.on_response_complete()
         self._begin_limit()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer bytes that are no request; while one runs, close instead.
+        """Answer bytes that are no request; while a request runs, close instead.
 
         uvicorn 0.54 sends a second answer, and logs a traceback where the first follows.
         """
@@ -99,7 +92,6 @@ class LimitedConnection(asyncio.Protocol):
         uvicorns.send_400_response(msg)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """End."""
         if self._timer is not None:
             self._timer.cancel()
         super().connection_lost(exc)
@@ -124,12 +116,9 @@ class LimitedConnection(asyncio.Protocol):
 
 
 def limited_connections(protocol: type[Any], options: ServerOptions, most: int) -> type[Any]:
-    """Return uvicorn's protocol of a connection, with limits.
+    """Return a class of `uvicorn.protocols.http` with limits.
 
-    Args:
-        protocol: a class of `uvicorn.protocols.http`.
-        options: the time limits.
-        most: number of open connections. One more closes the one that waits longest for a head.
+    A connection more than `most` closes the connection that waits longest for a head.
     """
     limits = {
         "most": most,
@@ -148,7 +137,6 @@ class AccessMiddleware:
         self._key_digest = None if options.api_key is None else _digest(options.api_key.encode())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, or answer it with an error."""
         if scope["type"] != "http":
             await self._application(scope, receive, send)
             return
@@ -180,9 +168,8 @@ class AccessMiddleware:
             host = headers.get(b"host", b"").decode("latin-1")
             name = host[: host.find("]") + 1] or host.partition(":")[0]
             if not is_loopback(name):
-                raise ApiError(
-                    401, "without an API key this server answers to localhost and 127.0.0.1 only."
-                )
+                why = "without an API key this server answers to localhost and 127.0.0.1 only."
+                raise ApiError(401, why)
             # A page of another site can send a request without a body, though not read its answer.
             origin = headers.get(b"origin")
             if origin is not None and not is_loopback(_host_of(origin)):
@@ -194,8 +181,8 @@ class AccessMiddleware:
                     "knows on Linux; start it with --api-key.",
                 )
         elif scope["path"] not in OPEN_PATHS:
-            scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
-            is_right = hmac.compare_digest(_digest(given.strip()), self._key_digest)
+            scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+            is_right = hmac.compare_digest(_digest(key.strip()), self._key_digest)
             if scheme.lower() != b"bearer" or not is_right:
                 raise ApiError(401, "the API key is missing or wrong.")
 
@@ -226,12 +213,9 @@ class AccessMiddleware:
 def is_own_user(
     scope: Scope, lists: Sequence[Path] = CONNECTION_LISTS, user: int | None = None
 ) -> bool:
-    """Return whether a connection from this machine is of a user; False where nothing tells.
+    """Return whether a request from this machine is of a user, or of this process's for None.
 
-    Args:
-        scope: of a request.
-        lists: of connections, as Linux writes them.
-        user: the user's number; None: this process's.
+    False where none of Linux's `lists` of connections tells.
     """
     ports = [f"{address[1]:04X}" for address in (scope["client"], scope["server"]) if address]
     users = set()

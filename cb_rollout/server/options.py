@@ -73,35 +73,25 @@ class ServerOptions:
                 raise ConfigurationError(f"{name}={value!r} is not a text, or is empty.")
         if not _is_whole(self.port, 0) or self.port >= 1 << 16:
             raise ConfigurationError(f"port={self.port!r} is not a whole number in [0, 65535].")
-        for name in (
-            *("max_body_bytes", "max_prompt_tokens", "max_sequences", "max_connections"),
-            *("max_images", "max_image_bytes", "max_image_pixels"),
-        ):
-            value = getattr(self, name)
+        for name, value in vars(self).items():
             is_left_open = value is None and name in ("max_prompt_tokens", "max_connections")
             least = 0 if name == "max_images" else 1
-            if not is_left_open and not _is_whole(value, least):
+            if name.startswith("max_") and not is_left_open and not _is_whole(value, least):
                 raise ConfigurationError(f"{name}={value!r} is not a whole number >= {least}.")
-        _require_bool("allow_weight_updates", self.allow_weight_updates)
-        for name in (
-            *("request_timeout_seconds", "body_timeout_seconds", "drain_seconds"),
-            "weight_update_timeout_seconds",
-        ):
-            value = getattr(self, name)
-            is_number = isinstance(value, int | float) and 0 <= value < math.inf
-            if not is_number or (value == 0 and name != "drain_seconds"):
+            is_finite = isinstance(value, int | float) and 0 <= value < math.inf
+            is_right = is_finite and (value != 0 or name == "drain_seconds")
+            if name.endswith("_seconds") and not is_right:
                 raise ConfigurationError(f"{name}={value!r} is not a finite number above 0.")
-        if self.api_key is None and not is_loopback(self.host):
+        if not isinstance(updates := self.allow_weight_updates, bool):
+            raise ConfigurationError(f"allow_weight_updates={updates!r} is neither True nor False.")
+        if (key := self.api_key) is None and not is_loopback(self.host):
             raise ConfigurationError(
                 f"host={self.host!r} can be reached from other machines; set api_key, or "
                 "host='127.0.0.1'."
             )
-        key = self.api_key
-        is_key = key is None or (isinstance(key, str) and key.isascii() and bool(key.strip()))
-        if not is_key:
-            raise ConfigurationError(
-                "api_key is empty, no text or not ASCII, which no header can carry."
-            )
+        if key is not None and not (isinstance(key, str) and key.isascii() and key.strip()):
+            why = "is empty, no text or not ASCII, which no header can carry."
+            raise ConfigurationError(f"api_key {why}")
 
 
 def is_loopback(host: str) -> bool:
@@ -114,8 +104,3 @@ def is_loopback(host: str) -> bool:
 
 def _is_whole(value: object, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
-def _require_bool(name: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise ConfigurationError(f"{name}={value!r} is neither True nor False.")

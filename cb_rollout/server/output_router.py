@@ -25,9 +25,7 @@ from cb_rollout.types import GenerationOutput, RequestStatus
 class OutputRouter:
     """The output sink of the server's requests; created on the asyncio thread that reads from it.
 
-    Args:
-        manager: the source of the outputs.
-        timeout_seconds: longest time that a submission's sequences may take.
+    A submission's sequences may take `timeout_seconds`.
     """
 
     def __init__(self, manager: ContinuousBatchingManager, timeout_seconds: float) -> None:
@@ -43,16 +41,10 @@ class OutputRouter:
 
     @property
     def num_in_flight(self) -> int:
-        """Return the number of sequences that have not ended."""
         return len(self._submissions)
 
     def submit(self, requests: Sequence[Request], client_id: str | None = None) -> "Submission":
-        """Queue sequences, and return a context manager that yields their outputs.
-
-        Args:
-            requests: the sequences of one HTTP request.
-            client_id: the client's own name of it.
-        """
+        """Queue the sequences of an HTTP request, which its client calls `client_id`."""
         deadline = self._asyncio_loop.time() + self._timeout_seconds
         submission = Submission(self, requests, deadline, client_id)
         self._manager.submit(requests, self)
@@ -72,7 +64,6 @@ class OutputRouter:
         self._schedule()
 
     def _schedule(self) -> None:
-        """Schedule one delivery on the asyncio thread."""
         # The lock is released before the call: the other thread takes it at once.
         with self._lock:
             is_scheduled, self._is_scheduled = self._is_scheduled, True
@@ -104,20 +95,14 @@ class OutputRouter:
         Each is answered with the tokens that it has.
         """
         named = None if client_ids is None else frozenset(client_ids)
-        found = {
-            id(submission): submission
-            for submission in self._submissions.values()
-            if named is None or submission.client_id in named
-        }
-        for submission in found.values():
+        submissions = dict.fromkeys(self._submissions.values())
+        aborted = [x for x in submissions if named is None or x.client_id in named]
+        for submission in aborted:
             submission.is_aborted = True
-        self._manager.cancel_requests(
-            [request_id for submission in found.values() for request_id in submission.unfinished]
-        )
-        return len(found)
+        self._manager.cancel_requests([name for x in aborted for name in x.unfinished])
+        return len(aborted)
 
     async def drained(self) -> None:
-        """Wait until no sequence is in flight."""
         while self._submissions:
             self._ended.clear()
             await self._ended.wait()
@@ -135,7 +120,7 @@ class OutputRouter:
 
 
 class Submission:
-    """The sequences of one request; leaving it cancels those that have not ended."""
+    """The sequences of a request; leaving it cancels those that have not ended."""
 
     def __init__(
         self,
@@ -146,7 +131,6 @@ class Submission:
     ) -> None:
         self._router, self._deadline = router, deadline
         self.client_id = client_id
-        """The client's own name of the request; None: it has none."""
         self.is_aborted = False
         """True once a client ended it early, to be answered with the tokens that it has."""
         self.unfinished = {request.request_id: index for index, request in enumerate(requests)}
@@ -155,7 +139,6 @@ class Submission:
         self._error: EngineDeadError | None = None
 
     def put(self, output: GenerationOutput) -> None:
-        """Take a sequence's newest state."""
         index = self.unfinished[output.request_id]
         if output.is_finished():
             del self.unfinished[output.request_id]
@@ -163,7 +146,6 @@ class Submission:
         self._changed.set()
 
     def fail(self, error: EngineDeadError) -> None:
-        """End the updates with an error."""
         self._error = error
         self._changed.set()
 
@@ -198,11 +180,7 @@ class Submission:
 
 
 class EngineControl:
-    """Clients' control of one engine.
-
-    Args:
-        manager: the engine's.
-    """
+    """Clients' control of an engine."""
 
     def __init__(self, manager: ContinuousBatchingManager) -> None:
         self._manager = manager
@@ -215,7 +193,6 @@ class EngineControl:
         self._is_open.set()
 
     def start(self, router: OutputRouter) -> None:
-        """Begin with the router of the server's requests."""
         self._router = router
 
     def stop(self) -> None:
@@ -227,15 +204,13 @@ class EngineControl:
 
     @property
     def is_paused(self) -> bool:
-        """Return whether a client paused the engine."""
         return PauseReason.CLIENT in self._manager.pauses.reasons
 
     async def pause(self, mode: PauseMode) -> None:
         """Stop sampling until `resume`; later requests wait.
 
-        Args:
-            mode: fate of the requests in flight. "abort": answer them with the tokens that they
-                have; "wait": let them end first; "keep": they go on after `resume`.
+        "abort" answers the requests in flight with the tokens that they have; "wait" lets them end
+        first; "keep" lets them go on after `resume`.
         """
         # Requests of an engine that is held already would not end.
         if mode == "wait" and not self._manager.pauses.reasons:
@@ -246,7 +221,7 @@ class EngineControl:
         await self._run(self._manager.loop.deliver_cancelled)
 
     async def _hold(self) -> None:
-        """Hold the engine, unless this wait is given up before."""
+        """Hold the engine, unless the client stops waiting before."""
         pause = object()
         self._awaited_pauses.add(pause)
         try:
@@ -277,12 +252,11 @@ class EngineControl:
         await self._is_open.wait()
 
     async def resume(self) -> None:
-        """End a client's pause; nothing happens without one."""
+        """End a client's pause; nothing happens without a pause."""
         with self._lock:
             self._manager.pauses.release(PauseReason.CLIENT)
 
     async def abort(self, client_ids: Collection[str] | None) -> int:
-        """End requests by their clients' names, all for None; return their number."""
         count = self._router.abort(client_ids)
         await self._run(self._manager.loop.deliver_cancelled)
         return count

@@ -65,7 +65,6 @@ class EncodedChat:
 
     @property
     def token_ids(self) -> list[int]:
-        """Return the prompt's token ids, those of pictures expanded."""
         return self.prompt.token_ids if isinstance(self.prompt, ImagePrompt) else self.prompt
 
 
@@ -74,19 +73,14 @@ class _Conversation:
     """The tokens of an answered chat."""
 
     token_ids: "array[int]"
-    """All tokens but the one that ended the answer."""
+    """All tokens but that which ended the answer."""
     end_text: str
     """Text of the token that ended the answer; only some templates write it."""
     end_ids: tuple[int, ...]
 
 
 class PromptEncoder:
-    """Encode the prompts of one model.
-
-    Args:
-        tokenizer: the model's tokenizer, or for pictures its processor.
-        options: the limits of a request's pictures.
-    """
+    """Encode the prompts of a model, by its tokenizer, or for pictures by its processor."""
 
     def __init__(self, tokenizer: Any, options: ServerOptions) -> None:
         self._templates, self._options = tokenizer, options
@@ -110,9 +104,7 @@ class PromptEncoder:
         """
         template = getattr(self._templates, "chat_template", None)
         if template is None:
-            raise InvalidRequestError(
-                "the model has no chat template; send text to /v1/completions."
-            )
+            raise InvalidRequestError("the model has no chat template; use /v1/completions.")
         if tools and "tools" not in str(template):
             raise InvalidRequestError("the model's chat template takes no tools; leave them out.")
         pictures: list[Any] = []
@@ -145,7 +137,7 @@ class PromptEncoder:
         return EncodedChat(text, plain, digests)
 
     def _require_readable(self, messages: Sequence[dict[str, Any]]) -> None:
-        """Refuse pictures without a processor, and text that one would take for a picture."""
+        """Refuse pictures without a processor, and text that a processor takes for a picture."""
         if not self._takes_images:
             raise InvalidRequestError(
                 "the model reads no pictures, or is served without its processor; send text."
@@ -165,10 +157,9 @@ class PromptEncoder:
             body, end, body_text = tuple(tokens), (), whole_text
         key = chat.digests, chat.text + body_text
         token_ids = array("i", [*chat.token_ids, *body])
-        known = _Conversation(token_ids, whole_text[len(body_text) :], end)
         self._forget(key)
-        self._known[key] = known
-        self._num_known_tokens += len(known.token_ids)
+        self._known[key] = _Conversation(token_ids, whole_text[len(body_text) :], end)
+        self._num_known_tokens += len(token_ids)
         while self._num_known_tokens > MAX_KNOWN_TOKENS or len(self._known) > MAX_KNOWN:
             self._forget(next(iter(self._known)))
 
@@ -179,22 +170,18 @@ class PromptEncoder:
     def _continued(
         self, text: str, plain: list[int], pictures: Sequence[Any], digests: tuple[bytes, ...]
     ) -> list[int]:
-        """Return a rendered chat's token ids, beginning with the longest known conversation's.
+        """Return a rendered chat's token ids, beginning with the longest answered chat's.
 
-        Args:
-            text: the chat.
-            plain: its token ids, where no conversation is known.
-            pictures: its pictures.
-            digests: a hash of each.
+        `plain` are its token ids where no answered chat begins it; `digests` its pictures' hashes.
         """
-        beginnings = [
-            (seen, known)
-            for seen, known in self._known
-            if seen == digests[: len(seen)] and text.startswith(known)
-        ]
-        if not beginnings:
+        beginnings = (
+            (seen, answered)
+            for seen, answered in self._known
+            if seen == digests[: len(seen)] and text.startswith(answered)
+        )
+        key = max(beginnings, key=lambda beginning: len(beginning[1]), default=None)
+        if key is None:
             return plain
-        key = max(beginnings, key=lambda beginning: len(beginning[1]))
         self._known.move_to_end(key)
         known, num_characters = self._known[key], len(key[1])
         token_ids = list(known.token_ids)
@@ -208,7 +195,7 @@ class PromptEncoder:
         return token_ids
 
     def _encode_part(self, text: str, pictures: Sequence[Any] = ()) -> list[int]:
-        """Return the token ids of a part of a chat; none where its processor does not take it."""
+        """Return the token ids of a section of a chat; none where its processor refuses it."""
         if not text:
             return []
         if not pictures:
@@ -229,37 +216,33 @@ class PromptEncoder:
 def _with_pictures(
     messages: Sequence[dict[str, Any]], options: ServerOptions
 ) -> tuple[list[dict[str, Any]], list[Any]]:
-    """Return messages whose parts of pictures are `{"type": "image", "image": PIL image}`.
-
-    Returns:
-        The messages; their pictures, in order.
+    """Return messages whose pictures are `{"type": "image", "image": PIL image}`, and the images.
 
     Raises:
-        ApiError: a part is no data URL of a picture, or exceeds a limit; `param` names the part.
+        ApiError: an item is no data URL of a picture, or exceeds a limit; `param` names the item.
     """
     pictures: list[Any] = []
-    found = []
+    read_messages = []
 
     def read(part: dict[str, Any], param: str) -> dict[str, Any]:
         if part["type"] != "image_url":
             return part
         if len(pictures) == options.max_images:
-            why = f"one picture more than the {options.max_images} of a request"
-            raise ApiError(400, f"{param}: {why} that are allowed.", param)
+            why = f"one picture more than the {options.max_images} of a request that are allowed"
+            raise ApiError(400, f"{param}: {why}.", param)
         pictures.append(_picture(part["image_url"]["url"], param, options))
         return {"type": "image", "image": pictures[-1]}
 
     for at, message in enumerate(messages):
         if isinstance(content := message.get("content"), list):
-            place = f"messages.{at}.content"
-            parts = [read(part, f"{place}.{n}.image_url") for n, part in enumerate(content)]
-            message = {**message, "content": parts}
-        found.append(message)
-    return found, pictures
+            param = f"messages.{at}.content"
+            items = [read(item, f"{param}.{n}.image_url") for n, item in enumerate(content)]
+            message = {**message, "content": items}
+        read_messages.append(message)
+    return read_messages, pictures
 
 
 def _digest(picture: Any) -> bytes:
-    """Return a hash of a picture's size and pixels."""
     pixels = f"{picture.size} ".encode() + picture.tobytes()
     return hashlib.blake2b(pixels, digest_size=DIGEST_BYTES).digest()
 
@@ -281,18 +264,16 @@ def _picture(url: str, param: str, options: ServerOptions) -> Any:
         picture = Image.open(io.BytesIO(data), formats=tuple(FORMATS.values()))
         width, height = picture.size
         # Asked before the pixels are decoded.
-        if width * height > options.max_image_pixels:
-            raise refuse(
-                f"the picture has {width:,} x {height:,} pixels, and {options.max_image_pixels:,} "
-                "are allowed; send a smaller one"
-            )
+        if width * height > (most := options.max_image_pixels):
+            size = f"{width:,} x {height:,} pixels, and {most:,} are allowed"
+            raise refuse(f"the picture has {size}; send a smaller one")
         return load_image(picture)
     except (*IMAGE_FAULTS, Image.DecompressionBombError) as error:
         raise refuse(f"the picture cannot be read ({error_text(error)})") from error
 
 
 def _data(url: str, max_bytes: int, refuse: Any) -> bytes:
-    """Return the bytes of a data URL of a known media type."""
+    """Return the bytes of a data URL of a listed media type."""
     heading = DATA_URL.match(url)
     if heading is None:
         scheme = re.match(r"[a-zA-Z][a-zA-Z0-9+.-]{0,20}:", url)
@@ -300,18 +281,15 @@ def _data(url: str, max_bytes: int, refuse: Any) -> bytes:
         raise refuse(f"{named}; {WANTED}")
     media_type = heading[1].partition(";")[0].strip().lower()
     if media_type not in FORMATS:
-        raise refuse(
-            f"the media type {media_type!r:.60} is not one of {', '.join(FORMATS)}; {WANTED}"
-        )
+        formats = ", ".join(FORMATS)
+        raise refuse(f"the media type {media_type!r:.60} is not one of {formats}; {WANTED}")
     if heading[2] is None:
         raise refuse(f"the data URL is not in base64; {WANTED}")
     # Four characters are three bytes.
     num_bytes = (len(url) - heading.end()) * 3 // 4
     if num_bytes > max_bytes:
-        raise refuse(
-            f"the picture has about {num_bytes:,} bytes, and {max_bytes:,} are allowed; send a "
-            "smaller one"
-        )
+        size = f"about {num_bytes:,} bytes, and {max_bytes:,} are allowed"
+        raise refuse(f"the picture has {size}; send a smaller one")
     try:
         return base64.b64decode(url[heading.end() :], validate=True)
     except (binascii.Error, ValueError) as error:
@@ -319,7 +297,6 @@ def _data(url: str, max_bytes: int, refuse: Any) -> bytes:
 
 
 def _texts(messages: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Yield the texts of messages."""
     for message in messages:
         if isinstance(content := message.get("content"), str):
             yield content
@@ -331,10 +308,7 @@ def _texts(messages: Sequence[dict[str, Any]]) -> Iterator[str]:
 def _for_template(message: dict[str, Any], in_parts: bool) -> dict[str, Any]:
     """Return a message as templates expect it, with call arguments as objects.
 
-    Args:
-        message: as it was sent.
-        in_parts: whether text is a part, as templates of processors have it, or else text parts are
-            joined.
+    Text is an item of a list with `in_parts`, as templates of processors have it, or else joined.
     """
     plain = {name: value for name, value in message.items() if value is not None}
     content = plain.get("content", "")

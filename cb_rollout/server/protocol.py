@@ -1,6 +1,6 @@
 """Bodies of requests, with OpenAI's and vLLM's names, and of errors.
 
-A field that is not listed is refused: none is silently ignored. One that changes nothing here is
+A field that is not listed is refused: none is silently ignored. A field without effect here is
 listed with the reason.
 
 A body with many faults is not read to its end: pydantic takes seconds and gigabytes to report each.
@@ -60,33 +60,27 @@ class Strict(BaseModel):
         """Drop unknown fields but the first few, each of which is reported."""
         if not isinstance(value, dict):
             return value
-        known = {field.alias or name for name, field in cls.model_fields.items()}
-        unknown = list(islice((name for name in value if name not in known), MAX_FAULTS + 1))
+        fields = {field.alias or name for name, field in cls.model_fields.items()}
+        unknown = list(islice((name for name in value if name not in fields), MAX_FAULTS + 1))
         if len(unknown) <= MAX_FAULTS:
             return value
-        return {name: value[name] for name in (*unknown[:MAX_FAULTS], *known) if name in value}
+        return {name: value[name] for name in (*unknown[:MAX_FAULTS], *fields) if name in value}
 
 
 def first_fault(is_right: Callable[[Any], bool]) -> BeforeValidator:
     """Return a validator that leaves of an object with a wrong value that value only."""
 
-    def leave_one(value: Any) -> Any:
-        if isinstance(value, dict):
-            wrong = (name for name, item in value.items() if not is_right(item))
-            for name in wrong:
-                return {name: value[name]}
-        return value
+    def shortened(value: Any) -> Any:
+        items = value.items() if isinstance(value, dict) else ()
+        wrong = ({name: item} for name, item in items if not is_right(item))
+        return next(wrong, value)
 
-    return BeforeValidator(leave_one)
-
-
-def _is_bias(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and -100 <= value <= 100
+    return BeforeValidator(shortened)
 
 
 Biases = Annotated[
     dict[str, Annotated[float, Field(ge=-100, le=100)]],
-    first_fault(_is_bias),
+    first_fault(lambda value: type(value) in (int, float) and -100 <= value <= 100),
 ]
 
 Digests = Annotated[dict[str, str], first_fault(lambda value: isinstance(value, str))]
@@ -130,7 +124,7 @@ class _TextRequest(_Sampling):
     return_tokens_as_token_ids: bool = False
     """Write the tokens of log-probabilities as `token_id:7`, not as text."""
     request_id: RequestId | None = None
-    """The client's own name of the request, for `/abort_requests`; several may share one."""
+    """The client's own name of the request, for `/abort_requests`; requests may share a name."""
     user: str | None = None
     """Accepted and not used."""
 
@@ -144,7 +138,7 @@ class CompletionRequest(_TextRequest):
 
 
 class TextPart(Strict):
-    """One part of a message's content."""
+    """Text of a message's content."""
 
     type: Literal["text"]
     text: str
@@ -159,7 +153,7 @@ class ImageUrl(Strict):
 
 
 class ImagePart(Strict):
-    """One picture of a message's content."""
+    """A picture of a message's content."""
 
     type: Literal["image_url"]
     image_url: ImageUrl
@@ -176,7 +170,7 @@ class FunctionCall(Strict):
 
 
 class ToolCall(Strict):
-    """One tool call of an assistant's message."""
+    """A tool call of an assistant's message."""
 
     id: str | None = None
     type: Literal["function"] = "function"
@@ -185,7 +179,7 @@ class ToolCall(Strict):
 
 
 class Message(Strict):
-    """One message of a chat; this server's answers are accepted unchanged."""
+    """A message of a chat; this server's answers are accepted unchanged."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Items[Part] | None = None
@@ -323,7 +317,7 @@ class AbortRequest(Strict):
 
 
 class InitInfo(Strict):
-    """The address of a trainer's group; without one, weights come from files."""
+    """The address of a trainer's group; without an address, weights come from files."""
 
     backend: Literal["gloo", "nccl"] = "nccl"
     """vLLM's clients name none, and mean NCCL."""
@@ -334,7 +328,7 @@ class InitInfo(Strict):
     packed: bool = False
     packed_buffer_size_bytes: Annotated[int, Field(ge=1, le=1 << 40)] = 1 << 30
     packed_num_buffers: Annotated[int, Field(ge=1)] = 2
-    """Accepted and not used: one buffer is received at a time."""
+    """Accepted and not used: a single buffer receives."""
 
 
 class InitRequest(Strict):
@@ -371,7 +365,7 @@ class FileUpdate(Strict):
 
 
 class UpdateRequest(Strict):
-    """Body of `/update_weights`: one phase of four, or prime-rl's whole update from files."""
+    """Body of `/update_weights`: a phase of an update, or prime-rl's whole update from files."""
 
     update_info: BroadcastUpdate | FileUpdate | None = None
     update_id: str | None = None
@@ -406,13 +400,7 @@ class ErrorResponse(BaseModel):
 
 
 class ApiError(Exception):
-    """An error response.
-
-    Args:
-        status: the HTTP status.
-        message: the fault, and what to change.
-        param: the request's field at fault.
-    """
+    """An error response: its HTTP status, the fault with what to change, and the field at fault."""
 
     def __init__(self, status: int, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -420,13 +408,11 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """Return the response's JSON."""
-        kind = TYPES.get(self.status, "server_error")
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": kind}}
+        code = TYPES.get(self.status, "server_error")
+        return {"error": {"message": self.message, "type": code, "param": self.param, "code": code}}
 
     @property
     def headers(self) -> dict[str, str]:
-        """Return the headers that belong to the status."""
         if self.status == 401:
             return {"www-authenticate": "Bearer"}
         return {"retry-after": str(RETRY_AFTER_SECONDS)} if self.status == 429 else {}

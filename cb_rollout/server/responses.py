@@ -25,14 +25,7 @@ _Part = tuple[bool, dict[str, Any]]
 
 
 class ResponseBuilder:
-    """Build one request's response; a subclass defines the shape of a choice.
-
-    Args:
-        model: the model that answers.
-        prompts: token ids of each prompt.
-        options: of a stream.
-        heading: fields of the response and of each chunk.
-    """
+    """Build a request's response; a subclass defines the shape of a choice."""
 
     _shows_tokens = True
     """Whether a chunk with no text but with tokens is sent."""
@@ -53,7 +46,6 @@ class ResponseBuilder:
         """Fields of the response and of its first chunks that repeat the prompt."""
 
     def whole(self, outputs: list[GenerationOutput]) -> dict[str, Any]:
-        """Return the response to a request whose sequences have all ended."""
         choices = [
             {"index": index, **self._choice(index, output)} for index, output in enumerate(outputs)
         ]
@@ -63,7 +55,6 @@ class ResponseBuilder:
     async def stream(
         self, updates: AsyncIterator[tuple[int, GenerationOutput]]
     ) -> AsyncIterator[dict[str, Any]]:
-        """Yield the chunks of a stream, made of the newest states of its sequences."""
         for chunk in self._first_chunks():
             yield chunk
         async for index, output in updates:
@@ -81,7 +72,6 @@ class ResponseBuilder:
         return []
 
     def _choice(self, index: int, output: GenerationOutput) -> dict[str, Any]:
-        """Return the choice of a sequence that has ended."""
         raise NotImplementedError
 
     def _part(self, index: int, output: GenerationOutput, start: int) -> _Part:
@@ -93,21 +83,12 @@ class ResponseBuilder:
 
     def _usage(self, num_completion_tokens: int) -> dict[str, int]:
         num_prompt_tokens = sum(map(len, self._prompts))
-        return {
-            "prompt_tokens": num_prompt_tokens,
-            "completion_tokens": num_completion_tokens,
-            "total_tokens": num_prompt_tokens + num_completion_tokens,
-        }
+        counts = {"prompt_tokens": num_prompt_tokens, "completion_tokens": num_completion_tokens}
+        return counts | {"total_tokens": num_prompt_tokens + num_completion_tokens}
 
 
 class TokenResponseBuilder(ResponseBuilder):
-    """Build a response of `/inference/v1/generate`: tokens are ids, the text is the client's.
-
-    Args:
-        model: the model that answers.
-        body: the request.
-        client_id: the client's own name of it; None: one is made.
-    """
+    """Build a response of `/inference/v1/generate`: tokens are ids, the text is the client's."""
 
     def __init__(self, model: ServedModel, body: TokenRequest, client_id: str | None) -> None:
         heading = {"request_id": client_id or uuid.uuid4().hex, "output_mode": "tokens"}
@@ -116,9 +97,8 @@ class TokenResponseBuilder(ResponseBuilder):
         self._prompt = {"prompt_token_ids": body.token_ids if body.return_token_ids else None}
 
     def _first_chunks(self) -> list[dict[str, Any]]:
-        if self._prompt["prompt_token_ids"] is None:
-            return []
-        return [{**self._heading, **self._prompt, "choices": []}]
+        chunk = {**self._heading, **self._prompt, "choices": []}
+        return [] if self._prompt["prompt_token_ids"] is None else [chunk]
 
     def _choice(self, index: int, output: GenerationOutput) -> dict[str, Any]:
         return self._part(index, output, 0)[1]
@@ -132,15 +112,6 @@ class TokenResponseBuilder(ResponseBuilder):
 
 
 class _TextResponseBuilder(ResponseBuilder):
-    """Build a response with text; a subclass defines the shape of a choice.
-
-    Args:
-        model: the model that answers.
-        body: the request.
-        prompts: token ids of each prompt; each has `n` sequences.
-        params: how the sequences are sampled.
-    """
-
     id_prefix: str
     kind: str
     chunk_kind: str
@@ -164,7 +135,6 @@ class _TextResponseBuilder(ResponseBuilder):
         self._num_characters: dict[int, int] = {}
 
     def whole(self, outputs: list[GenerationOutput]) -> dict[str, Any]:
-        """Return the response to a request whose sequences have all ended."""
         return super().whole(outputs) | {"object": self.kind}
 
     def _text(self, output: GenerationOutput) -> str:
@@ -186,10 +156,6 @@ class _TextResponseBuilder(ResponseBuilder):
             is_stopped = output.finish_reason is FinishReason.STOP
             text += self._detokenizers[index].finish(is_stopped=is_stopped)
         return text
-
-    def _tokens(self, output: GenerationOutput, start: int = 0) -> dict[str, Any]:
-        """Return token ids and policy versions of the tokens from `start`, if asked for."""
-        return _ids(output, start) if self._with_ids else {}
 
 
 class CompletionResponseBuilder(_TextResponseBuilder):
@@ -215,22 +181,15 @@ class CompletionResponseBuilder(_TextResponseBuilder):
             new = tokens.texts(output.generated_tokens[start:])
             self._num_characters[index] = num_before + sum(map(len, new))
         choice = {"text": text, "finish_reason": _finish_reason(output), "logprobs": logprobs}
-        choice |= self._tokens(output, start)
+        if self._with_ids:
+            choice |= _ids(output, start)
         if self._with_ids and start == 0:
             choice["prompt_token_ids"] = self._prompts[index // self._num_choices]
         return choice
 
 
 class ChatResponseBuilder(_TextResponseBuilder):
-    """Build a response of `/v1/chat/completions`.
-
-    Args:
-        model: the model that answers.
-        body: the request.
-        chat: the prompt.
-        params: how the answers are sampled.
-        tools: the tools in the prompt; None: none.
-    """
+    """Build a response of `/v1/chat/completions`."""
 
     id_prefix = "chatcmpl"
     kind = "chat.completion"
@@ -272,7 +231,8 @@ class ChatResponseBuilder(_TextResponseBuilder):
         logprobs = None
         if self._with_logprobs:
             logprobs = self._model.tokens.chat_logprobs(output, start, self._names_ids)
-        return {**said, "logprobs": logprobs, **self._tokens(output, start)}
+        choice = {**said, "logprobs": logprobs}
+        return choice | _ids(output, start) if self._with_ids else choice
 
     def _delta(
         self, index: int, text: str, output: GenerationOutput

@@ -69,16 +69,11 @@ MAX_SCHEMA_CHARACTERS = 1 << 16
 
 
 class ServedModel:
-    """One model as requests see it; used on the asyncio thread that called `start`.
+    """The model as requests see it; used on the asyncio thread that called `start`.
 
     Each thread has a copy of the tokenizer: a fast tokenizer raises if two threads encode at once.
 
-    Args:
-        manager: the manager.
-        tokenizer: the model's tokenizer, or for pictures its processor.
-        options: the limits of a request.
-        trained: the model whose weights `allow_weight_updates` writes.
-        sync_weights: a generator's, called after they are written.
+    The arguments are those of `start_server`.
 
     Raises:
         ConfigurationError: weight updates are allowed, and the model takes none.
@@ -161,34 +156,28 @@ class ServedModel:
 
     @property
     def max_model_len(self) -> int:
-        """Return the most tokens of one sequence, prompt and completion together."""
+        """Return the most tokens of a sequence, prompt and completion together."""
         limits = self.manager.limits
         return min(limits.max_cached_tokens(), limits.max_positions or limits.max_cached_tokens())
 
     def require_known(self, model: str | None) -> None:
         """Raise 404 for the name of another model."""
-        if model not in (None, self.options.model_name):
-            raise ApiError(
-                404,
-                f"the model {model!r:.100} does not exist; this server has "
-                f"{self.options.model_name!r}.",
-                "model",
-            )
+        if model not in (None, name := self.options.model_name):
+            why = f"the model {model!r:.100} does not exist; this server has {name!r}."
+            raise ApiError(404, why, "model")
 
     def require_few(self, num_prompts: int, n: int) -> None:
-        """Raise 400 for more sequences of one request than are allowed."""
+        """Raise 400 for more sequences of a request than are allowed."""
         count, most = num_prompts * n, self.options.max_sequences
         if count > most:
             raise ApiError(400, f"{count} sequences are more than the {most} allowed.", "n")
 
     async def encode_text(self, text: str) -> list[int]:
-        """Return a text prompt's token ids."""
         return await self._encoded(self._encoder.encode_text, text)
 
     async def encode_chat(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None
     ) -> EncodedChat:
-        """Return a chat, rendered and encoded."""
         return await self._encoded(self._encoder.encode_chat, messages, tools)
 
     async def _encoded(self, encode: Callable[..., T], *arguments: Any) -> T:
@@ -208,30 +197,28 @@ class ServedModel:
         asks_logprobs = body.logprobs is not None and body.logprobs is not False
         if asks_logprobs and not self.manager.config.return_logprobs:
             raise ApiError(400, "this server keeps no log-probabilities.", "logprobs")
-        given = {name: value for name in SAME_NAME if (value := getattr(body, name)) is not None}
-        if given.get("top_k") == -1:
+        fields = {name: x for name in SAME_NAME if (x := getattr(body, name)) is not None}
+        if fields.get("top_k") == -1:
             # vLLM's other word for no truncation.
-            given["top_k"] = 0
+            fields["top_k"] = 0
         # OpenAI's clients ask for greedy decoding with temperature 0 only.
-        given["do_sample"] = True
+        fields["do_sample"] = True
         if body.min_tokens is not None:
-            given["min_new_tokens"] = body.min_tokens
+            fields["min_new_tokens"] = body.min_tokens
         if body.logit_bias:
-            given["logit_bias"] = _biases(body.logit_bias)
+            fields["logit_bias"] = _biases(body.logit_bias)
+        max_new_tokens, top_logprobs = body.max_tokens, body.logprobs
         if isinstance(body, ChatCompletionRequest):
-            given["max_new_tokens"] = body.max_completion_tokens or body.max_tokens
-            given["top_logprobs"] = body.top_logprobs or 0
-            calls = required_calls(self._call_format, body.tools, body.tool_choice)
-            if calls:
-                given["grammar"] = await self._compiled(calls, "tool_choice")
+            max_new_tokens = body.max_completion_tokens or body.max_tokens
+            top_logprobs = body.top_logprobs
+            if calls := required_calls(self._call_format, body.tools, body.tool_choice):
+                fields["grammar"] = await self._compiled(calls, "tool_choice")
             else:
-                given["grammar"] = await self._grammar(body.response_format)
-        else:
-            given["max_new_tokens"] = body.max_tokens
-            given["top_logprobs"] = body.logprobs or 0
+                fields["grammar"] = await self._grammar(body.response_format)
         defaults = self.manager.defaults
-        given["max_new_tokens"] = given["max_new_tokens"] or defaults.max_new_tokens
-        return resolved(replace(defaults, **given), defaults)
+        fields["top_logprobs"] = top_logprobs or 0
+        fields["max_new_tokens"] = max_new_tokens or defaults.max_new_tokens
+        return resolved(replace(defaults, **fields), defaults)
 
     async def _grammar(self, form: ResponseFormat | None) -> XGrammar | None:
         if form is None or form.type == "text":
@@ -263,15 +250,10 @@ class ServedModel:
         headers: Mapping[str, str],
         client_id: str | None = None,
     ) -> Submission:
-        """Queue `n` sequences of each prompt, those of one prompt adjacent.
+        """Queue `n` sequences of each prompt, those of a prompt adjacent.
 
-        Args:
-            prompts: token ids of each prompt, or one encoded with its pictures.
-            params: how the sequences are sampled.
-            n: number of sequences of each prompt.
-            is_streaming: whether the response is a stream.
-            headers: the HTTP request's, which may name a trace to join, and the request itself.
-            client_id: the client's own name of the request; None: the header's.
+        The HTTP request's `headers` may name a trace to join, and the request where `client_id` is
+        None.
 
         Raises:
             ApiError: the request exceeds a limit of the server.
@@ -311,14 +293,13 @@ async def _run(thread: ThreadPoolExecutor, call: Callable[..., T], *arguments: A
 
 
 def _digest(request: Request) -> bytes:
-    """Return a hash of a prompt's token ids and pictures."""
     pictures = b"" if request.images is None else request.images.digest
     token_ids = array("q", request.prompt_ids).tobytes()
     return hashlib.blake2b(token_ids + pictures, digest_size=16).digest()
 
 
-def _biases(given: dict[str, float]) -> dict[int, float]:
+def _biases(by_token: dict[str, float]) -> dict[int, float]:
     try:
-        return {int(token): bias for token, bias in given.items()}
+        return {int(token): bias for token, bias in by_token.items()}
     except ValueError as error:
         raise ApiError(400, "logit_bias has a key that is not a token id.", "logit_bias") from error

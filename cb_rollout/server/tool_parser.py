@@ -1,6 +1,6 @@
 """Tool calls: parsed from a model's answer, or required of it by a grammar.
 
-A call is read by the tokenizer's own `response_template` if it has one, else as
+A call is read by the tokenizer's own `response_template`, else as
 `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, which most chat templates teach. Only
 calls of the second form can be required: in other answers they cannot be told from text with
 certainty.
@@ -26,7 +26,7 @@ NAME, KEY, VALUE = "a_function_to_call", "an_argument", "a_value"
 
 
 class ToolParser:
-    """Parses the tool calls of one model's answers; called on one thread."""
+    """Parses the tool calls of a model's answers; called on one thread."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -58,14 +58,11 @@ class ToolParser:
                 calls = [_call(json.loads(match[1])) for match in found]
         if not calls:
             return {"role": "assistant", "content": text}
-        return {
-            "role": "assistant",
-            "content": content,
-            "tool_calls": [
-                {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": call}
-                for call in calls
-            ],
-        }
+        identified = [
+            {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": call}
+            for call in calls
+        ]
+        return {"role": "assistant", "content": content, "tool_calls": identified}
 
 
 def _call(entry: Any) -> dict[str, str]:
@@ -115,11 +112,9 @@ def call_format(tokenizer: Any) -> CallFormat | None:
 
 
 def required_calls(
-    form: CallFormat | None,
-    tools: Sequence[Tool] | None,
-    choice: NamedToolChoice | str | None,
+    form: CallFormat | None, tools: Sequence[Tool] | None, choice: NamedToolChoice | str | None
 ) -> tuple[tuple[str, str, str], ...]:
-    """Return the calls that an answer must be one of; nothing if `tool_choice` requires none.
+    """Return the calls, of which an answer must make one; nothing if `tool_choice` requires none.
 
     Returns:
         For each call its text before the arguments, their JSON schema, and the text after.
@@ -135,9 +130,8 @@ def required_calls(
     if isinstance(choice, NamedToolChoice):
         name = choice.function.name
         if name not in functions:
-            raise ApiError(
-                400, f"tool_choice: {name!r:.100} is not among the tools.", "tool_choice"
-            )
+            why = f"tool_choice: {name!r:.100} is not among the tools."
+            raise ApiError(400, why, "tool_choice")
         functions = {name: functions[name]}
     if form is None:
         raise ApiError(

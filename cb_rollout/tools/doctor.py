@@ -1,6 +1,6 @@
 """Findings about a machine and a checkpoint, for `cb-rollout doctor`.
 
-A fault of the checkpoint is a finding, the last one, and never an exception.
+A fault of the checkpoint is the last finding, and never an exception.
 """
 
 import importlib.metadata
@@ -41,13 +41,7 @@ NAME_WIDTH = 26
 NEEDED = ("torch", "transformers")
 SERVE_TRAINING = ("trl", "accelerate", "peft", "wandb")
 
-KERNELS = (
-    "flash_attn",
-    "kernels",
-    "triton",
-    "torch_memory_saver",
-    "torch.nn.attention.varlen",
-)
+KERNELS = ("flash_attn", "kernels", "triton", "torch_memory_saver", "torch.nn.attention.varlen")
 
 # The packages of each extra.
 EXTRAS = {
@@ -58,9 +52,9 @@ EXTRAS = {
 }
 
 # Settings that some machines refuse.
-FASTER: dict[str, dict[str, Any]] = {
-    "compiled forwards": {"use_default_compile_configs": True},
-    "rollout weights in a copy": {"weight_sync": "copy"},
+FASTER: dict[str, tuple[str, Any]] = {
+    "compiled forwards": ("use_default_compile_configs", True),
+    "rollout weights in a copy": ("weight_sync", "copy"),
 }
 
 # Prompt lengths, in tokens: one below the block size and one above the probe's, so that rows are
@@ -74,7 +68,7 @@ PICTURE = (64, 48)
 
 
 class Level(IntEnum):
-    """The severity of a finding; the worst one decides the exit code."""
+    """The severity of a finding; the worst severity decides the exit code."""
 
     OK = 0
     WARNING = 1
@@ -83,7 +77,7 @@ class Level(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the doctor's output."""
+    """A line of the doctor's output."""
 
     level: Level
     name: str
@@ -111,11 +105,10 @@ def machine_findings(device: str = "auto") -> Iterator[Finding]:
         yield _ok(f"extra {extra!r}", text)
     for name in KERNELS:
         yield _ok(name, "found" if _is_there(name) else "not found")
-    for name, settings in FASTER.items():
-        asked = ", ".join(f"{key}={value!r}" for key, value in settings.items())
+    for name, (setting, value) in FASTER.items():
         try:
-            RolloutConfig(**settings)
-            text = f"when asked for, by {asked}"
+            RolloutConfig(**{setting: value})
+            text = f"when asked for, by {setting}={value!r}"
         except ConfigurationError as error:
             text = f"not used: {error}"
         yield _ok(name, text)
@@ -132,7 +125,6 @@ def machine_findings(device: str = "auto") -> Iterator[Finding]:
 
 
 def _requirements() -> dict[str, Requirement]:
-    """Return the installed package's requirements by name; empty if it is not installed."""
     try:
         lines = importlib.metadata.requires("cb_rollout") or []
     except importlib.metadata.PackageNotFoundError:
@@ -194,11 +186,7 @@ def checkpoint_findings(
 ) -> Iterator[Finding]:
     """Load a checkpoint, probe it, generate a few tokens, and yield the findings.
 
-    Args:
-        name: the checkpoint's directory or hub name.
-        dtype: dtype of the weights; "auto": the checkpoint's.
-        device: device to load it on; "auto": a GPU if there is one.
-        max_memory_percent: share of the free memory that the KV cache may take.
+    "auto" is the checkpoint's dtype, and a GPU if there is any.
     """
     try:
         config = RolloutConfig(max_memory_percent=max_memory_percent, seed=0)
@@ -221,13 +209,9 @@ def checkpoint_findings(
 
 
 def _model(name: str, model: PreTrainedModel) -> Finding:
-    size = sum(parameter.nbytes for parameter in model.parameters())
-    count = sum(parameter.numel() for parameter in model.parameters())
-    return _ok(
-        "model",
-        f"{name}: {type(model).__name__}, {count:,} parameters in "
-        f"{torch_compat.compute_dtype(model)}, {size / GIB:.2f} GiB",
-    )
+    size = sum(parameter.nbytes for parameter in model.parameters()) / GIB
+    text = f"{model.num_parameters():,} parameters in {torch_compat.compute_dtype(model)}"
+    return _ok("model", f"{name}: {type(model).__name__}, {text}, {size:.2f} GiB")
 
 
 def _tokenizer(name: str) -> tuple[Any, Finding]:
@@ -241,16 +225,11 @@ def _tokenizer(name: str) -> tuple[Any, Finding]:
 
 
 def _cache(layout: CacheLayout) -> Iterator[Finding]:
-    num_paged = sum(layer.bytes_per_token > 0 for layer in layout.layers)
-    num_recurrent = sum(layer.is_recurrent for layer in layout.layers)
-    num_neither = sum(
-        not layer.is_recurrent and not layer.bytes_per_token for layer in layout.layers
-    )
-    yield _ok(
-        "layers",
-        f"{num_paged} with keys and values, {num_recurrent} with recurrent states, "
-        f"{num_neither} with neither",
-    )
+    num_paged = sum(x.bytes_per_token > 0 for x in layout.layers)
+    num_recurrent = sum(x.is_recurrent for x in layout.layers)
+    num_neither = sum(not (x.is_recurrent or x.bytes_per_token) for x in layout.layers)
+    counts = f"{num_paged} with keys and values, {num_recurrent} with recurrent states"
+    yield _ok("layers", f"{counts}, {num_neither} with neither")
     yield _ok("bytes per token", f"{layout.bytes_per_token:,}")
     yield _ok("bytes per sequence", f"{layout.bytes_per_sequence:,}")
     why_not = "not used: recurrent states cannot be continued from keys"
@@ -294,18 +273,13 @@ def _memory(generator: RolloutGenerator, model: PreTrainedModel) -> Iterator[Fin
 
 
 def _comparison(generator: RolloutGenerator, model: PreTrainedModel) -> Finding:
-    """Generate, and compare the log-probabilities with those of a plain forward."""
     vocab_size = hf_compat.vocab_size(model)
     prompts = [[(7 * i + 3) % vocab_size for i in range(length)] for length in PROMPT_TOKENS]
     is_close, text = _drift(generator, prompts)
     if is_close:
         return _ok("rollout against forward", text)
-    return Finding(
-        Level.BAD,
-        "rollout against forward",
-        f"{text}; this model cannot be rolled out here, use model.generate and report it with this "
-        "output",
-    )
+    text += "; this model cannot be rolled out here, use model.generate and report it with this "
+    return Finding(Level.BAD, "rollout against forward", f"{text}output")
 
 
 def _drift(generator: RolloutGenerator, prompts: list[Any]) -> tuple[bool, str]:

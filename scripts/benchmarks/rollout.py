@@ -16,13 +16,15 @@ from benchmarks.peers.contenders import of_another_model, ours_at_temperature, s
 from benchmarks.peers.vllm_process import vllm_contenders
 from benchmarks.roofline.machine import (
     Products,
+    matmul_flops,
+    needed_flops,
     num_flops,
     products_counted,
     products_seconds,
 )
 from benchmarks.sizes import Setup
 from cb_rollout.tools.bench.contenders import Contender, ours, transformers_batching
-from cb_rollout.tools.bench.rollout import Race, needed_flops, races, run_race
+from cb_rollout.tools.bench.rollout import races, run_race
 from cb_rollout.tools.bench.timing import throughputs
 from cb_rollout.tools.bench.workload import (
     SEED,
@@ -47,14 +49,17 @@ def bench_rollout(setup: Setup) -> dict[str, Any]:
     """Return tokens per second of long-tailed groups and of equal lengths."""
     model = create_model(setup.sizes.shape, setup.device)
     own, results = races(setup), {}
-    with vllm_contenders(model, [race.workload for race in own.values()]) as vllm:
-        for name, race in own.items():
-            first, *others = race.contenders.items()
+    with vllm_contenders(model, [workload for workload, _ in own.values()]) as vllm:
+        for name, (workload, shipped) in own.items():
+            first, *others = shipped.items()
             contenders = dict([first, *vllm.items(), *others])
-            rows = run_race(name, Race(race.workload, contenders), model, setup)
-            if setup.sizes.counts_forwards:
-                for row, contender in contenders.items():
-                    rows[row] |= _forwards_shares(contender, rows[row], model, race.workload)
+            bound = workload.num_tokens / needed_flops(model, workload)
+            bound *= matmul_flops(model, len(workload.prompts))
+            rows = run_race(name, contenders, model, workload, setup.repetitions)
+            for row, contender in contenders.items():
+                rows[row]["matmul_share"] = rows[row]["median"] / bound
+                if setup.sizes.counts_forwards:
+                    rows[row] |= _forwards_shares(contender, rows[row], model, workload)
             results[name] = rows
     return results
 
@@ -99,11 +104,10 @@ def bench_bfloat16(setup: Setup) -> dict[str, Any]:
         "long_tailed_groups_bfloat16": long_tailed(sizes),
         "equal_lengths_bfloat16": equal_lengths(sizes),
     }
-    results = {}
-    for name, workload in workloads.items():
-        print(f"{name}: {len(workload.prompts)} sequences, {workload.num_tokens} tokens")
-        results[name] = throughputs(contenders, model, workload, setup.repetitions)
-    return results
+    return {
+        name: run_race(name, contenders, model, workload, setup.repetitions)
+        for name, workload in workloads.items()
+    }
 
 
 def bench_serve(setup: Setup) -> dict[str, Any]:
@@ -127,8 +131,8 @@ def bench_drafts(setup: Setup) -> dict[str, Any]:
         for count in DRAFTED_REQUESTS:
             prompts = random_prompts(draws, count, sizes.prompt_tokens, sizes.shape["vocab_size"])
             workload = Workload(prompts, [sizes.longest_in_step] * count)
-            print(f"drafts, {mode}: {count} requests, {workload.num_tokens} tokens")
-            results[f"{count} requests, {mode}"] = throughputs(
-                contenders, model, workload, setup.repetitions, NUM_DRAFT_WARM_UPS
+            name = f"{count} requests, {mode}"
+            results[name] = run_race(
+                name, contenders, model, workload, setup.repetitions, NUM_DRAFT_WARM_UPS
             )
     return results

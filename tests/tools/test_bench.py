@@ -5,8 +5,8 @@ import sys
 import pytest
 import torch
 
+from benchmarks.roofline.machine import matmul_parameters, needed_flops
 from cb_rollout.tools.bench.contenders import generate, ours, transformers_batching
-from cb_rollout.tools.bench.rollout import matmul_parameters, needed_flops
 from cb_rollout.tools.bench.table import number_text, print_table, times_better, value_text
 from cb_rollout.tools.bench.timing import ResidentPeak, summary, take_turn
 from cb_rollout.tools.bench.workload import (

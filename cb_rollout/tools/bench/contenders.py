@@ -33,24 +33,18 @@ BATCHING_SETTINGS = (
 
 
 class Contender(NamedTuple):
-    """One way to run a workload."""
+    """A way to run a workload."""
 
     create: Callable[[Any, Workload], AbstractContextManager[Run]]
     """Create what runs the workload on a model, and remove it on exit."""
     settings: str
     """The contender's settings, and why they are the best for it."""
     pid: int | None = None
-    """Process that computes; None: this one."""
+    """Process that computes; None: this process."""
 
 
 def ours(*, temperature: float = 1.0, syncs_weights: bool = True, **settings: Any) -> Contender:
-    """Create a contender of this package.
-
-    Args:
-        temperature: of the samples; 0 is greedy.
-        syncs_weights: sync them after a rollout, as in training.
-        settings: fields of `RolloutConfig` besides the seed.
-    """
+    """Create a contender of this package, with `settings` of `RolloutConfig` besides the seed."""
     params = SamplingParams(ignore_eos=True, temperature=temperature)
 
     @contextmanager
@@ -75,11 +69,7 @@ def ours(*, temperature: float = 1.0, syncs_weights: bool = True, **settings: An
 
 
 def transformers_batching(**settings: Any) -> Contender:
-    """Create a contender of transformers' continuous batching, with one persistent manager.
-
-    Args:
-        settings: fields of its `ContinuousBatchingConfig`.
-    """
+    """Create a contender of transformers' continuous batching, with a persistent manager."""
 
     @contextmanager
     def create(model: Any, workload: Workload) -> Iterator[Run]:
@@ -106,14 +96,9 @@ def transformers_batching(**settings: Any) -> Contender:
 
 
 def batching_fields(longest: list[int], device: str) -> dict[str, Any]:
-    """Return the fields of the fastest `ContinuousBatchingConfig`.
-
-    Args:
-        longest: most tokens of each sequence.
-        device: device type. On a CPU, the sizes that transformers infers from its memory make
-            batches of so many tokens that clearing their tensors takes seconds.
-    """
+    """Return the fields of the fastest `ContinuousBatchingConfig`; `longest`: of each sequence."""
     fields: dict[str, Any] = {"page_size": PAGE_SIZE}
+    # Clearing the tensors of the sizes that transformers infers from a CPU's memory takes seconds.
     if device == "cpu":
         num_pages = sum(-(-tokens // PAGE_SIZE) for tokens in longest)
         fields |= {"num_blocks": max(MIN_PAGES, num_pages), "max_batch_tokens": MAX_BATCH_TOKENS}
@@ -161,26 +146,17 @@ class StopAtLengths(StoppingCriteria):
         self.ends = prompt_width + torch.tensor(lengths, device=device)
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> Any:
-        """Return a mask of the rows that are done."""
         return input_ids.shape[1] >= self.ends
 
 
 def _generate(model: Any, prompts: list[list[int]], lengths: list[int]) -> None:
     width = max(map(len, prompts))
     ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts], device=model.device)
-    mask = torch.tensor(
-        [[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=model.device
-    )
+    starts = torch.tensor([width - len(p) for p in prompts], device=model.device)
+    mask = (torch.arange(width, device=model.device) >= starts[:, None]).long()
     output = model.generate(
-        ids,
-        attention_mask=mask,
-        do_sample=True,
-        temperature=1.0,
-        top_k=0,
-        top_p=1.0,
-        max_new_tokens=max(lengths),
-        eos_token_id=None,
-        pad_token_id=0,
+        ids, attention_mask=mask, do_sample=True, temperature=1.0, top_k=0, top_p=1.0,
+        max_new_tokens=max(lengths), eos_token_id=None, pad_token_id=0,
         stopping_criteria=[StopAtLengths(width, lengths, model.device)],
-    )
+    )  # fmt: skip
     assert output.shape[1] == width + max(lengths), "generate ended elsewhere than asked"

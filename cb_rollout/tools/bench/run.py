@@ -1,11 +1,12 @@
-"""Run one workload, print its table and write its record."""
+"""Run a workload, print its table and write its record."""
 
 import argparse
 import importlib
 import json
 import platform
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +24,10 @@ PACKAGES = ("torch", "transformers", "trl", "triton", "flash_attn")
 def run_workload(
     name: str, module: str, sizes: str, options: argparse.Namespace, folder: Path
 ) -> Path:
-    """Run one workload, print its table and write its JSON.
+    """Run `bench_NAME` of a module, print its table, and return the path of its JSON in `folder`.
 
-    Args:
-        name: workload; its function is `bench_NAME`.
-        module: module of the function.
-        sizes: module of `MODELS`, `TINY` and `Setup`.
-        options: device, model, repetitions, batch_size and tiny, as the command line has them.
-        folder: directory of the JSON.
-
-    Returns:
-        Path of the JSON, `NAME_DEVICE.json` or, where the model is not the device's default,
-        `NAME_MODEL_DEVICE.json`; a later run replaces it.
+    `sizes` is the module of `MODELS`, `TINY` and `Setup`; `options` has the device, model,
+    repetitions, batch_size and tiny of the command line.
 
     Raises:
         ConfigurationError: the device is missing.
@@ -51,7 +44,7 @@ def run_workload(
         batch_size=options.batch_size,
     )
     results = getattr(implementation, f"bench_{name}")(setup)
-    # A module may say what a reader must know of all its figures.
+    # What a reader must know of all figures of the module.
     note = getattr(implementation, "NOTE", None)
     if model != default:
         # Each model has a record and tables of its own.
@@ -79,13 +72,6 @@ def describe_machine(device: str) -> dict[str, Any]:
         "device": torch.cuda.get_device_name(device) if "cuda" in device else platform.machine(),
         "threads": torch.get_num_threads(),
         "versions": {"python": platform.python_version()}
-        | {package: found for package in PACKAGES if (found := _version(package))}
+        | {package: version(package) for package in PACKAGES if find_spec(package)}
         | {"cb_rollout": cb_rollout.__version__},
     }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None

@@ -36,16 +36,16 @@ CHECKPOINTING = "activation_checkpointing" if IS_RENAMED else "gradient_checkpoi
 
 PARTS = ("rollout", "scoring", "forward", "backward", "optimizer")
 
-# Tokens of a prompt, and completions of each: a problem statement and a system prompt.
+# Tokens of a prompt (a problem statement and a system prompt), and completions of each.
 LONG_PROMPT, GROUP_SIZES = 400, (8, 16)
 
 
 @dataclass(frozen=True)
 class GenerationPath:
-    """One way to generate in a GRPO step."""
+    """A way to generate in a GRPO step."""
 
     settings: str
-    """The path's settings, and why they are the best for it."""
+    """Says which settings, and why they are the best for the path."""
     trl: dict[str, Any] = field(default_factory=dict)
     """Fields of `GRPOConfig`."""
     rollout: dict[str, Any] | None = None
@@ -53,7 +53,7 @@ class GenerationPath:
 
 
 def create_paths(sizes: Sizes, device: str) -> dict[str, GenerationPath]:
-    """Return every path that is installed here; each generates one batch a step."""
+    """Return every path that is installed here; each generates a batch a step."""
     longest = [sizes.prompt_tokens[1] + sizes.longest_in_step] * sizes.num_sequences
     return {
         "cb_rollout": GenerationPath(
@@ -82,7 +82,6 @@ class StepClock(TrainerCallback):
     """Measure the seconds of an optimizer step and of its parts."""
 
     def __init__(self, trainer: Any) -> None:
-        """Wrap the methods of a trainer that the parts of a step run in."""
         self.figures: dict[str, float] = {}
         """Of the last step, by name."""
         self._methods: dict[str, float] = {}
@@ -104,12 +103,10 @@ class StepClock(TrainerCallback):
         return run
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
-        """Start the clock, before the rollout."""
         self._methods.clear()
         self._started = time.perf_counter()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        """Stop the clock, after the update."""
         synchronize()
         total, spent = time.perf_counter() - self._started, self._methods
         made = spent["_generate_and_score_completions"]
@@ -126,7 +123,7 @@ class StepClock(TrainerCallback):
 def bench_step(
     setup: Setup, create_clock: Callable[[Any], StepClock] = StepClock
 ) -> dict[str, Any]:
-    """Return the seconds of one step of each path, for each batch."""
+    """Return the seconds of a step of each path, for each batch."""
     print("step: vLLM, TRL's third path, is not installed here and is left out")
     print("step: TRL 1.16 has no Liger loss any more; its own fused head is in every path")
     num_sequences = setup.sizes.num_sequences
@@ -152,16 +149,14 @@ def bench_batch(
     paths: dict[str, GenerationPath],
     create_clock: Callable[[Any], StepClock] = StepClock,
 ) -> dict[str, Any]:
-    """Return the seconds of one step of each path, and of its parts."""
+    """Return the seconds of a step of each path, and of its parts."""
     steps: dict[str, list[dict[str, float]]] = {name: [] for name in paths}
     for repetition in range(setup.repetitions):
         for name, path in paths.items():
             steps[name].append(_timed_step(setup, path, create_clock))
             seconds = steps[name][-1]["seconds"]
-            print(
-                f"  {batch} {repetition + 1}/{setup.repetitions} {name:<32}{seconds:.2f} s",
-                flush=True,
-            )
+            turn = f"{repetition + 1}/{setup.repetitions}"
+            print(f"  {batch} {turn} {name:<32}{seconds:.2f} s", flush=True)
     return {
         name: summary([turn["seconds"] for turn in turns], "seconds", paths[name].settings)
         | {"parts": {part: statistics.median(turn[part] for turn in turns) for part in PARTS}}
@@ -174,7 +169,7 @@ def bench_batch(
 def _timed_step(
     setup: Setup, path: GenerationPath, create_clock: Callable[[Any], StepClock]
 ) -> dict[str, float]:
-    """Return what the clock measured of a trainer's second step; the first one warms up."""
+    """Return what the clock measured of a trainer's second step; the first step warms up."""
     # TRL warns of settings that are right for a single step.
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")

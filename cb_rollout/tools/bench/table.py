@@ -8,6 +8,11 @@ from collections.abc import Iterator
 from typing import Any
 
 OURS = "cb_rollout"
+SHARES = {
+    "matmul_share": "of the matmul bound",
+    "forwards_matmul_share": "of its own forwards' bound",
+    "forwards_products_share": "are its own forwards' products",
+}
 UNITS = {"tokens_per_second": "tokens/s", "seconds": "s"}
 
 
@@ -30,7 +35,7 @@ def value_text(value: float, unit: str) -> str:
 
 
 def print_table(results: dict[str, Any]) -> None:
-    """Print every group, one line a row."""
+    """Print every group, a line for each row."""
     for group, rows in results.items():
         width = max(map(len, rows))
         print(f"\n{group}")
@@ -41,23 +46,16 @@ def print_table(results: dict[str, Any]) -> None:
 def _cells(name: str, row: Any, rows: dict[str, Any]) -> Iterator[str]:
     if not isinstance(row, dict):
         yield f"{number_text(row):>10}"
-    elif "median" in row:
-        yield from _contender_cells(name, row, rows)
-    else:
+        return
+    if "median" not in row:
         for figure, value in row.items():
             yield f"{number_text(value):>8} {figure.replace('_', ' ')}"
-
-
-def _contender_cells(name: str, row: dict[str, Any], rows: dict[str, Any]) -> Iterator[str]:
+        return
     yield f"{value_text(row['median'], row['unit']):>18}"
     yield f"({number_text(row['min'])} to {number_text(row['max'])})"
     base = next(iter(rows))
     if name != base and (times := times_better(rows[base], row)):
         yield f"cb_rollout is {times:.2f}x" if base == OURS else f"{1 / times:.2f}x {base}"
-    if "matmul_share" in row:
-        yield f"{row['matmul_share']:.0%} of the matmul bound"
-    if "forwards_matmul_share" in row:
-        yield f"{row['forwards_matmul_share']:.0%} of its own forwards' bound"
-        yield f"{row['forwards_products_share']:.0%} are its own forwards' products"
+    yield from (f"{row[share]:.0%} {text}" for share, text in SHARES.items() if share in row)
     if "peak_resident_mib" in row:
         yield f"peak {row['peak_resident_mib']:,.0f} MiB"

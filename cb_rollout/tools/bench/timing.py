@@ -20,7 +20,7 @@ SAMPLE_SECONDS = 0.02
 
 
 class Turn(NamedTuple):
-    """One timed run of a contender."""
+    """A timed run of a contender."""
 
     seconds: float
     peak_resident_bytes: int
@@ -28,12 +28,9 @@ class Turn(NamedTuple):
 
 
 class ResidentPeak:
-    """Peak resident size of a process inside a `with` block, sampled in a thread.
+    """Peak resident size of a process, or of this process, inside a `with` block.
 
-    The kernel's own peak cannot be used: the engine resets it to measure training.
-
-    Args:
-        pid: process id; None: this process.
+    Sampled in a thread: the engine resets the kernel's own peak to measure training.
     """
 
     def __init__(self, pid: int | None = None) -> None:
@@ -43,7 +40,6 @@ class ResidentPeak:
         self._thread = threading.Thread(target=self._watch, name="resident peak", daemon=True)
 
     def sample(self) -> None:
-        """Read the resident size now."""
         self.num_bytes = max(self.num_bytes, self._process.memory_info().rss)
 
     def _watch(self) -> None:
@@ -76,17 +72,6 @@ def timed(work: Callable[[], object]) -> float:
     return time.perf_counter() - started
 
 
-def best_seconds(work: Callable[[], object], count: int) -> float:
-    """Return the seconds of one call, from the best of five runs of `count` calls."""
-
-    def many() -> None:
-        for _ in range(count):
-            work()
-
-    many()
-    return min(timed(many) for _ in range(5)) / count
-
-
 def take_turn(
     contender: Contender,
     model: Any,
@@ -94,17 +79,10 @@ def take_turn(
     warm_up: Workload | None = None,
     num_warm_ups: int = 1,
 ) -> Turn:
-    """Create a contender, warm it up, and time it.
+    """Create a contender, run `warm_up` or `workload` a few times, and time `workload`.
 
-    A contender is created anew for each turn, since transformers' manager changes the model's
-    attention implementation while it exists.
-
-    Args:
-        contender: contender to time.
-        model: model that it runs.
-        workload: timed workload.
-        warm_up: workload that is run before; None: `workload`.
-        num_warm_ups: number of runs before the timed one.
+    Each turn creates its contender, since transformers' manager changes the model's attention
+    implementation while it exists.
     """
     with ResidentPeak(contender.pid) as peak, contender.create(model, workload) as run:
         for _ in range(num_warm_ups):
@@ -132,12 +110,8 @@ def interleaved(
 
 def summary(values: list[float], unit: str, settings: str | None = None) -> dict[str, Any]:
     """Return median, minimum and maximum, with the unit and the contender's settings."""
-    figures = {
-        "median": statistics.median(values),
-        "min": min(values),
-        "max": max(values),
-        "unit": unit,
-    }
+    figures: dict[str, Any] = {"median": statistics.median(values), "unit": unit}
+    figures |= {"min": min(values), "max": max(values)}
     return figures if settings is None else figures | {"settings": settings}
 
 

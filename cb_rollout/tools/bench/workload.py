@@ -47,7 +47,6 @@ class Sizes:
 
     @property
     def num_sequences(self) -> int:
-        """Return the number of completions of one rollout."""
         return self.num_prompts * self.num_completions
 
 
@@ -110,7 +109,6 @@ class Workload:
 
     @property
     def num_tokens(self) -> int:
-        """Return the number of completion tokens."""
         return sum(self.lengths)
 
 
@@ -131,11 +129,6 @@ def long_tailed_lengths(
     return [min(longest, max(1, int(draws.lognormvariate(log_mean, 0.9)))) for _ in range(count)]
 
 
-def grouped(prompts: list[list[int]], num_completions: int) -> list[list[int]]:
-    """Repeat each prompt for its group."""
-    return [prompt for prompt in prompts for _ in range(num_completions)]
-
-
 def long_tailed(sizes: Sizes) -> Workload:
     """Return groups of completions with long-tailed lengths, as in a rollout of training."""
     draws = random.Random(SEED)
@@ -143,7 +136,7 @@ def long_tailed(sizes: Sizes) -> Workload:
         draws, sizes.num_prompts, sizes.prompt_tokens, sizes.shape["vocab_size"]
     )
     return Workload(
-        grouped(prompts, sizes.num_completions),
+        [prompt for prompt in prompts for _ in range(sizes.num_completions)],
         long_tailed_lengths(draws, sizes.num_sequences, sizes.log_mean_tokens, sizes.longest),
     )
 
@@ -158,12 +151,9 @@ def equal_lengths(sizes: Sizes) -> Workload:
 
 
 def create_model(shape: dict[str, Any], device: str, **overrides: Any) -> Any:
-    """Create a model with random weights on `device`: float32 on a CPU, else bfloat16.
+    """Create a model with random weights: float32 on a CPU, else bfloat16.
 
-    Args:
-        shape: arguments of `AutoConfig.for_model`.
-        device: device of the weights.
-        overrides: arguments that replace those of `shape`.
+    `shape` and `overrides` are arguments of `AutoConfig.for_model`.
     """
     settings: dict[str, Any] = shape | {"eos_token_id": EOS, "pad_token_id": 0} | overrides
     config = AutoConfig.for_model(**settings)

@@ -1,7 +1,7 @@
 """The command line, `cb-rollout`.
 
 Owns options and exit codes; each subcommand's module calls the package to do the work. A
-`RolloutError` becomes one line on stderr and exit code 2. Loads no torch before a command that
+`RolloutError` becomes a line on stderr and exit code 2. Loads no torch before a command that
 needs it runs.
 """
 
@@ -21,7 +21,7 @@ __all__ = ["create_parser", "main"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command.
+    """Run a command.
 
     Args:
         argv: the arguments after the program's name; None: those of the process.

@@ -24,6 +24,7 @@ ENGINE_PACKAGES = ("psutil", "tokenizers", "torch", "transformers")
 # The module of their sizes loads torch.
 MODELS = ("small", "135m", "0.6b")
 
+BENCH = "cb_rollout.tools.bench"
 TRAINING_PACKAGES = ("datasets", "trl")
 
 DESCRIPTION = """\
@@ -36,7 +37,7 @@ over the repetitions, and only ratios within one run mean anything."""
 
 
 class Suite(NamedTuple):
-    """Workloads of one command."""
+    """Workloads of a command."""
 
     description: str
     workloads: Mapping[str, BenchCommand]
@@ -49,14 +50,10 @@ class Suite(NamedTuple):
 SHIPPED = Suite(
     DESCRIPTION,
     {
-        "rollout": BenchCommand(
-            "cb_rollout.tools.bench.rollout", "one rollout: prompts in, completions out"
-        ),
-        "step": BenchCommand(
-            "cb_rollout.tools.bench.step", "one GRPO step through TRL", TRAINING_PACKAGES
-        ),
+        "rollout": BenchCommand(f"{BENCH}.rollout", "one rollout: prompts in, completions out"),
+        "step": BenchCommand(f"{BENCH}.step", "one GRPO step through TRL", TRAINING_PACKAGES),
     },
-    "cb_rollout.tools.bench.workload",
+    f"{BENCH}.workload",
     Path("cb_rollout_bench"),
 )
 
@@ -67,7 +64,7 @@ def add_bench(commands: Any) -> None:
 
 
 def add_suite(parser: CommandParser, suite: Suite) -> None:
-    """Make a parser one of a suite's workloads."""
+    """Add the options of a suite's workloads to a parser."""
     workloads = suite.workloads
     width = max(map(len, workloads))
     lines = "".join(f"\n  {name:<{width}}  {x.help}" for name, x in workloads.items())
@@ -85,17 +82,10 @@ def add_suite(parser: CommandParser, suite: Suite) -> None:
         "--repetitions", type=int, metavar="N", default=3, help="turns of each contender (3)"
     )
     parser.add_argument(
-        "--batch-size",
-        type=int,
-        metavar="N",
-        help="of model.generate (each workload's own)",
+        "--batch-size", type=int, metavar="N", help="of model.generate (each workload's own)"
     )
-    parser.add_argument(
-        "--device",
-        choices=("auto", "cpu", "cuda"),
-        default="auto",
-        help="auto: a GPU where there is one",
-    )
+    devices, text = ("auto", "cpu", "cuda"), "auto: a GPU where there is one"
+    parser.add_argument("--device", choices=devices, default="auto", help=text)
     parser.add_argument(
         "--output-dir",
         metavar="DIR",
@@ -124,9 +114,7 @@ def _run(arguments: argparse.Namespace, suite: Suite) -> int:
         if value is not None and value < 1:
             raise ConfigurationError(f"--{option.replace('_', '-')} {value} is below 1.")
     if arguments.tiny and arguments.output_dir is None:
-        raise ConfigurationError(
-            "--tiny says nothing of speed; give it an --output-dir of its own."
-        )
+        raise ConfigurationError("--tiny says nothing of speed; give it an --output-dir.")
     packages = (*ENGINE_PACKAGES, *command.packages)
     require_packages(f"the bench {arguments.workload!r}", packages, command.requirement)
     require_writable(folder)

@@ -28,7 +28,7 @@ EXIT_INTERRUPTED = 130
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Parser of one command, which knows the option of each setting."""
+    """Parser of a command, which knows the option of each setting."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._flags: dict[str, str] = {}
@@ -36,7 +36,6 @@ class CommandParser(argparse.ArgumentParser):
         super().__init__(*args, **kwargs)
 
     def add_argument(self, *names: Any, **settings: Any) -> argparse.Action:
-        """Add an argument, as argparse does."""
         action = super().add_argument(*names, **settings)
         # `--no-status` sets status=False, so it is no other name of the setting.
         if action.option_strings and action.const is not False:
@@ -46,7 +45,7 @@ class CommandParser(argparse.ArgumentParser):
         return action
 
     def set_run(self, run: Callable[[argparse.Namespace], int]) -> None:
-        """Make `run` the command, and put its errors into one line that names options."""
+        """Make `run` the command, and put its errors into a line that names options."""
 
         def checked(arguments: argparse.Namespace) -> int:
             try:
@@ -81,12 +80,10 @@ class CommandParser(argparse.ArgumentParser):
 def add_fields(
     parser: argparse.ArgumentParser, options: type[Any], notes: Mapping[str, str] | None = None
 ) -> None:
-    """Add an option for each field of a dataclass; options not given are left out of the result.
+    """Add an option for each field of a dataclass whose metadata has its "help".
 
-    Args:
-        parser: the parser to extend.
-        options: a dataclass whose fields have a "help" entry in their metadata.
-        notes: text that follows a field's help, in place of its default.
+    Options left out are left out of the result. `notes` follow a field's help in place of its
+    default.
     """
     kinds = get_type_hints(options)
     for field in dataclasses.fields(options):
@@ -104,15 +101,9 @@ def add_fields(
 
 
 def require_packages(command: str, packages: Iterable[str], requirement: str) -> None:
-    """Refuse a command whose packages are not installed; loads none of them.
+    """Raise ConfigurationError where a command's packages are missing; loads none of them.
 
-    Args:
-        command: the command, as the message names it.
-        packages: the modules that it imports.
-        requirement: the argument of `pip install` that installs them.
-
-    Raises:
-        ConfigurationError: a package is missing; the message names it and the requirement.
+    `requirement` is the argument of `pip install` that installs them.
     """
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
@@ -122,17 +113,12 @@ def require_packages(command: str, packages: Iterable[str], requirement: str) ->
 
 
 def require_writable(folder: Path) -> None:
-    """Create a folder if it is missing, and check that files can be created in it.
-
-    Raises:
-        ConfigurationError: the folder cannot be created or written to.
-    """
+    """Create a folder if it is missing; ConfigurationError: no file can be created in it."""
+    refused = "made"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigurationError(f"{folder} cannot be made ({error.strerror}).") from error
-    try:
+        refused = "written to"
         # Permission bits are not enough: the file system may be read-only.
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        raise ConfigurationError(f"{folder} cannot be written to ({error.strerror}).") from error
+        raise ConfigurationError(f"{folder} cannot be {refused} ({error.strerror}).") from error

@@ -5,6 +5,7 @@ Owns the command's options; the recipe has their defaults.
 
 import argparse
 import logging
+import math
 import os
 import runpy
 import sys
@@ -28,9 +29,9 @@ PACKAGES = ("datasets", "tokenizers", "torch", "tqdm", "transformers", "trl")
 # Smallest and largest value of each option; numpy limits the seed.
 RANGES = {
     "seed": (0, 2**32 - 1),
-    "max_steps": (1, None),
-    "warmup_steps": (0, None),
-    "num_held_out": (1, None),
+    "max_steps": (1, math.inf),
+    "warmup_steps": (0, math.inf),
+    "num_held_out": (1, math.inf),
 }
 
 DESCRIPTION = """\
@@ -80,7 +81,6 @@ def recipe_path() -> Path:
 
 @contextmanager
 def _quiet_packages() -> Iterator[None]:
-    """Silence what other packages say of this machine and of each other, and nothing else."""
     # accelerate imports deepspeed where it is installed, which then says that it found no GPU.
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     # peft imports bitsandbytes where it is installed, which then says that it found no `kernels`.
@@ -107,11 +107,9 @@ def _run(arguments: argparse.Namespace) -> int:
     given = {name: value for name, value in vars(arguments).items() if name != "run"}
     for name, (least, largest) in RANGES.items():
         value = given.get(name, least)
-        option = f"--{name.replace('_', '-')} {value}"
-        if value < least:
-            raise ConfigurationError(f"{option} is below {least}.")
-        if largest is not None and value > largest:
-            raise ConfigurationError(f"{option} is above {largest}.")
+        if not least <= value <= largest:
+            bound = f"below {least}" if value < least else f"above {largest}"
+            raise ConfigurationError(f"--{name.replace('_', '-')} {value} is {bound}.")
     if "output_dir" in given:
         require_writable(Path(given["output_dir"]))
     before = sys.argv

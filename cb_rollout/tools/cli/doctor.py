@@ -1,11 +1,13 @@
-"""`cb-rollout doctor`: check a machine and a checkpoint, one line for each finding."""
+"""`cb-rollout doctor`: check a machine and a checkpoint, a line for each finding."""
 
 import argparse
-import sys
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 from cb_rollout.tools.cli.command import EXIT_PARTLY
+
+VERDICTS = ("usable", "usable, with the warnings above", "not usable, for the reason above")
 
 
 def add_doctor(commands: Any) -> None:
@@ -35,24 +37,13 @@ def _run(arguments: argparse.Namespace, in_options: Callable[[str], str]) -> int
     # Imported late: torch and transformers take seconds to load.
     from cb_rollout.tools.doctor import Level, checkpoint_findings, machine_findings
 
-    worst = Level.OK
-    findings = [machine_findings(arguments.device)]
+    worst, findings = Level.OK, machine_findings(arguments.device)
     if arguments.model is not None:
-        findings.append(
-            checkpoint_findings(
-                arguments.model,
-                dtype=arguments.dtype,
-                device=arguments.device,
-                max_memory_percent=arguments.max_memory_percent,
-            )
-        )
-    for part in findings:
-        for finding in part:
-            sys.stdout.write(f"{in_options(str(finding))}\n")
-            sys.stdout.flush()
-            worst = max(worst, finding.level)
-    sys.stdout.write(f"\n{_VERDICTS[worst]}\n")
+        options = ("dtype", "device", "max_memory_percent")
+        given = {name: getattr(arguments, name) for name in options}
+        findings = chain(findings, checkpoint_findings(arguments.model, **given))
+    for finding in findings:
+        print(in_options(str(finding)), flush=True)
+        worst = max(worst, finding.level)
+    print(f"\n{VERDICTS[worst]}")
     return EXIT_PARTLY if worst is Level.BAD else 0
-
-
-_VERDICTS = ("usable", "usable, with the warnings above", "not usable, for the reason above")

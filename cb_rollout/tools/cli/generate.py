@@ -1,7 +1,6 @@
 """`cb-rollout generate`: `generate_dataset` as a command, with an option for each setting."""
 
 import argparse
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -68,5 +67,5 @@ def _run(arguments: argparse.Namespace, in_options: Callable[[str], str]) -> int
 
     options = {name: value for name, value in vars(arguments).items() if name != "run"}
     report = generate_dataset(**options)
-    sys.stdout.write(f"{in_options(str(report))}\n")
+    print(in_options(str(report)))
     return EXIT_PARTLY if report.num_failed else 0

@@ -1,7 +1,6 @@
 """`cb-rollout report`: write the HTML report of a run, or a comparison of two runs."""
 
 import argparse
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +44,7 @@ def add_report(commands: Any) -> None:
 def _run(arguments: argparse.Namespace) -> int:
     if arguments.list:
         for run in list_runs(arguments.run_dir):
-            sys.stdout.write(f"{run}\n")
+            print(run)
         return 0
     run_dir, other, run_ids = arguments.run_dir, arguments.other_run_dir, arguments.run_ids or []
     num_dirs = 1 if other is None else 2
@@ -58,5 +57,5 @@ def _run(arguments: argparse.Namespace) -> int:
         path = write_report(run_dir, first)
     else:
         path = write_comparison(run_dir, other, (first, second))
-    sys.stdout.write(f"{path}\n")
+    print(path)
     return 0

@@ -94,8 +94,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
             export(generator, arguments.otlp_endpoint)
         server = generator.serve(**dataclasses.asdict(options))
-        sys.stdout.write(f"serving {options.model_name} at {server.base_url}\n")
-        sys.stdout.flush()
+        print(f"serving {options.model_name} at {server.base_url}", flush=True)
         status = LiveStatus(generator.manager)
         shows_status = arguments.status and sys.stderr.isatty()
         next_status = time.monotonic()
@@ -104,8 +103,7 @@ def _run(arguments: argparse.Namespace) -> int:
             nonlocal next_status
             if shows_status and time.monotonic() >= next_status:
                 next_status = time.monotonic() + STATUS_SECONDS
-                sys.stderr.write(f"\r\x1b[K{status.line()}")
-                sys.stderr.flush()
+                print(f"\r\x1b[K{status.line()}", end="", file=sys.stderr, flush=True)
             return signals.num_caught > 0
 
         with _frozen_objects():

@@ -34,7 +34,8 @@ from cb_rollout.tools.dataset.scores import (
     summaries,
     table,
 )
-from cb_rollout.tools.dataset.stream import CompletedSequence, CompletionStream
+from cb_rollout.tools.dataset.stream import CompletionStream
+from cb_rollout.types import GenerationOutput
 
 # Interval of the progress bar, and of its lines in a log file.
 PROGRESS_SECONDS = 1.0
@@ -62,7 +63,6 @@ class DatasetReport:
     """Empty when nothing was evaluated."""
 
     def __str__(self) -> str:
-        """Format counts, speed and scores."""
         counts = f"{self.num_sequences:,} sequences of {self.num_rows:,} rows in {self.output}"
         if self.num_resumed:
             counts += f", {self.num_resumed:,} of them from before"
@@ -73,10 +73,8 @@ class DatasetReport:
             lines.append(f"the first error: {self.first_error}")
             lines.append("what failed stays so; retry_failed=True generates it again")
         if self.num_tokens:
-            speed = self.num_tokens / self.seconds
-            lines.append(
-                f"{self.num_tokens:,} tokens in {self.seconds:.1f} s, {speed:,.0f} tokens/s"
-            )
+            speed = f"{self.num_tokens / self.seconds:,.0f} tokens/s"
+            lines.append(f"{self.num_tokens:,} tokens in {self.seconds:.1f} s, {speed}")
         if self.scores:
             lines += ["", table(self.scores, self.num_return_sequences)]
         return "\n".join(lines)
@@ -175,8 +173,6 @@ def generate_dataset(
 
 
 class _Run:
-    """One engine and the sequences that it generates."""
-
     def __init__(
         self,
         model: torch.nn.Module,
@@ -221,7 +217,7 @@ class _Run:
             with bar:
                 for completed in self._stream.completed(wanted):
                     if completed:
-                        self._results.append([self._result(one) for one in completed])
+                        self._results.append([self._result(*sequence) for sequence in completed])
                     speed = counters.tokens_generated / (time.perf_counter() - started)
                     bar.set_postfix_str(f"{speed:,.0f} tokens/s", refresh=not completed)
                     bar.update(len(completed))
@@ -234,8 +230,9 @@ class _Run:
             self._manager.stop(timeout=0)
         return counters.tokens_generated
 
-    def _result(self, completed: CompletedSequence) -> dict[str, Any]:
-        row, sample, output, error = completed
+    def _result(
+        self, row: Row, sample: int, output: GenerationOutput | None, error: str | None
+    ) -> dict[str, Any]:
         result: dict[str, Any] = {"id": row.id, "sample": sample, **row.values}
         if output is not None:
             tokens = output.generated_tokens
@@ -255,10 +252,8 @@ def _check_output(dataset: str | os.PathLike[str], output: str | os.PathLike[str
     if os.path.exists(dataset) and os.path.exists(output) and os.path.samefile(dataset, output):
         raise ConfigurationError(f"{output} is the input; name another output.")
     if not os.path.isdir(folder := os.path.dirname(output) or os.curdir):
-        raise ConfigurationError(
-            f"{output} cannot be written: {folder} is not a directory; make it, or name another "
-            "output."
-        )
+        why = f"{folder} is not a directory; make it, or name another output"
+        raise ConfigurationError(f"{output} cannot be written: {why}.")
 
 
 def _missing(
@@ -273,17 +268,14 @@ def _missing(
 
 def _digest_of_weights(model: PreTrainedModel) -> str:
     """Hash each parameter's name, shape, dtype and bytes."""
-    parameters = dict(model.named_parameters())
+
+    def described(named: tuple[str, torch.Tensor]) -> list[Any]:
+        name, parameter = named
+        data = parameter.detach().flatten().cpu().view(torch.uint8).numpy().data
+        digest = hashlib.sha256(data).hexdigest()
+        return [name, list(parameter.shape), str(parameter.dtype), digest]
+
     # Hashing runs outside Python's lock.
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as threads:
-        of_bytes = list(threads.map(_digest_of_bytes, parameters.values()))
-    described = [
-        [name, list(parameter.shape), str(parameter.dtype), digest]
-        for (name, parameter), digest in zip(parameters.items(), of_bytes, strict=True)
-    ]
-    return hashlib.sha256(json.dumps(described).encode()).hexdigest()
-
-
-def _digest_of_bytes(tensor: torch.Tensor) -> str:
-    values = tensor.detach().flatten().cpu()
-    return hashlib.sha256(values.view(torch.uint8).numpy().data).hexdigest()
+        parameters = list(threads.map(described, model.named_parameters()))
+    return hashlib.sha256(json.dumps(parameters).encode()).hexdigest()

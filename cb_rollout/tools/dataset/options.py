@@ -80,36 +80,24 @@ class DatasetOptions:
     )
 
     def __post_init__(self) -> None:
-        """Check every option."""
         if not isinstance(self.num_return_sequences, int) or self.num_return_sequences < 1:
             raise ConfigurationError(
                 f"num_return_sequences={self.num_return_sequences} is below 1."
             )
         if self.generation_config not in GENERATION_CONFIGS:
-            raise ConfigurationError(
-                f"generation_config={self.generation_config!r} is neither model nor none."
-            )
+            why = "is neither model nor none."
+            raise ConfigurationError(f"generation_config={self.generation_config!r} {why}")
         self.sampling_params(SamplingParams())
         self.rollout_config()
 
     def sampling_params(self, defaults: SamplingParams) -> SamplingParams:
         """Return the sampling parameters; `defaults` are of the options that are None."""
-        given = {
-            name: value
-            for name in ("temperature", "top_k", "top_p", "min_p")
-            if (value := getattr(self, name)) is not None
-        }
+        names = ("temperature", "top_k", "top_p", "min_p")
+        fields = {name: x for name in names if (x := getattr(self, name)) is not None}
         # A temperature asks for sampling, even where the model's own generation config is greedy.
-        samples = {"do_sample": True} if self.temperature else {}
-        return dataclasses.replace(
-            defaults,
-            **given,
-            **samples,
-            max_new_tokens=self.max_new_tokens,
-            max_length=None,
-            seed=self.seed,
-            ignore_eos=self.ignore_eos,
-        )
+        fields |= {"do_sample": True} if self.temperature else {}
+        fields |= {name: getattr(self, name) for name in ("max_new_tokens", "seed", "ignore_eos")}
+        return dataclasses.replace(defaults, **fields, max_length=None)
 
     def rollout_config(self) -> RolloutConfig:
         """Return the engine's settings, without a reserve for training."""

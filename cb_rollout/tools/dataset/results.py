@@ -1,4 +1,4 @@
-"""The file of results: one JSON line for each sequence.
+"""The file of results: a JSON line for each sequence.
 
 A half line of a killed process is removed when the file is opened again. A sequence that has a line
 is never generated again. A file is resumed under the settings that it was started with only, which
@@ -35,7 +35,14 @@ _LOGGER = logging.getLogger(__name__)
 
 
 class ResultFile:
-    """A file of results, and the index of its sequences."""
+    """A file of results, resumed after its last whole line, and the index of its sequences.
+
+    `overwrite` discards the results; `retry_failed` removes the errors.
+
+    Raises:
+        ConfigurationError: the file was started under other settings, does not hold results,
+            cannot be written, or another process writes it.
+    """
 
     def __init__(
         self,
@@ -45,18 +52,6 @@ class ResultFile:
         overwrite: bool = False,
         retry_failed: bool = False,
     ) -> None:
-        """Start a file, or resume one after its last whole line.
-
-        Args:
-            path: the file; its settings are written beside it.
-            settings: plain values by name; a resumed file must have the same.
-            overwrite: discard the results in the file.
-            retry_failed: remove the results that are errors, so that they are generated again.
-
-        Raises:
-            ConfigurationError: the file was started under other settings, does not hold results,
-                cannot be written, or another process writes it.
-        """
         self.path = Path(path)
         self._settings_path = Path(f"{self.path}{SETTINGS_SUFFIX}")
         self._settings = json.loads(json.dumps(settings))
@@ -89,11 +84,10 @@ class ResultFile:
         self._sync()
 
     def has(self, row_id: RowId, sample: int) -> bool:
-        """Tell whether the file has the row's sequence of this number, from 0."""
         return bool(self._samples.get(row_id, 0) >> sample & 1)
 
     def append(self, results: list[dict[str, Any]]) -> None:
-        """Append results of new sequences with one write."""
+        """Append results of new sequences with a single write."""
         for result in results:
             self._index(result)
         try:
@@ -107,7 +101,6 @@ class ResultFile:
             self._sync()
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Yield every result, in the order of the file."""
         return (result for _, result in self._lines())
 
     def __enter__(self) -> Self:
@@ -135,7 +128,6 @@ class ResultFile:
         self._synced = time.monotonic()
 
     def _opened(self) -> FileIO:
-        """Open the file with an exclusive lock."""
         file = self.path.open("a+b", buffering=0)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -167,13 +159,11 @@ class ResultFile:
             if started_with.get(name) != self._settings.get(name)
         ]
         if changed:
-            raise ConfigurationError(
-                f"{self.path} was started with other settings: {'; '.join(changed)}. Resume with "
-                f"the same, {advice}."
-            )
+            why = f"was started with other settings: {'; '.join(changed)}"
+            raise ConfigurationError(f"{self.path} {why}. Resume with the same, {advice}.")
 
     def _remove_failed(self) -> None:
-        """Replace the file atomically by one without the errors."""
+        """Remove the errors, replacing the file atomically."""
         kept = Path(f"{self.path}.kept")
         with kept.open("wb") as file:
             for line, result in self._lines():
@@ -191,9 +181,8 @@ class ResultFile:
     def _index(self, result: Mapping[str, Any]) -> None:
         row_id, sample = result["id"], result["sample"]
         if self.has(row_id, sample):
-            raise ConfigurationError(
-                f"{self.path} has sequence {sample} of row {row_id!r} twice; remove one line."
-            )
+            twice = f"sequence {sample} of row {row_id!r} twice"
+            raise ConfigurationError(f"{self.path} has {twice}; remove one line.")
         self._samples[row_id] = self._samples.get(row_id, 0) | 1 << sample
         self.num_done += 1
         if "error" in result:

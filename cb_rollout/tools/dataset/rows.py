@@ -13,11 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from cb_rollout.compat.multimodal import is_processor
-from cb_rollout.engine.images.processor import (
-    image_parts,
-    is_chat,
-    picture_of,
-)
+from cb_rollout.engine.images.processor import image_parts, is_chat, picture_of
 from cb_rollout.errors import ConfigurationError, InvalidRequestError, error_text
 from cb_rollout.rollout.prompts import Encoded, encoded
 
@@ -43,12 +39,9 @@ Source = Callable[[], Iterator[tuple[str, Any]]]
 
 
 def create_source(name: str, *, split: str = "train", subset: str | None = None) -> Source:
-    """Open a source.
+    """Open a JSONL or Parquet file, a directory, or a data set of the hub.
 
-    Args:
-        name: a JSONL or Parquet file, a directory, or the name of a data set on the hub.
-        split: split of a data set; files have none.
-        subset: name of the subset of a data set; None: its only one.
+    Files have no split; `subset` is that of a data set, None its only subset.
 
     Raises:
         ConfigurationError: the source does not exist or cannot be read.
@@ -62,9 +55,8 @@ def create_source(name: str, *, split: str = "train", subset: str | None = None)
     except OSError as error:
         raise ConfigurationError(f"{name} cannot be read ({error.strerror}).") from error
     if is_file and path.suffix not in suffixes:
-        raise ConfigurationError(
-            f"{name} ends in none of {', '.join(suffixes)}; convert it to one of them."
-        )
+        ends = ", ".join(suffixes)
+        raise ConfigurationError(f"{name} ends in none of {ends}; convert it to one of them.")
     if path.suffix in suffixes and not is_file:
         state = "is not a file" if path.exists() else "does not exist"
         raise ConfigurationError(f"{name} {state}; pass a JSONL or Parquet file.")
@@ -122,7 +114,7 @@ def _dataset_source(name: str, split: str, subset: str | None) -> Source:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One checked row of the input."""
+    """A checked row of the input."""
 
     label: str
     id: RowId
@@ -137,13 +129,12 @@ class Row:
 
     @property
     def is_chat(self) -> bool:
-        """Tell whether the prompt is messages."""
         return not isinstance(self.prompt, str) and isinstance(self.prompt[0], Mapping)
 
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """Result of one pass over the input."""
+    """Result of a pass over the input."""
 
     num_rows: int
     digest: str
@@ -157,11 +148,7 @@ class Survey:
 
 
 def survey(source: Source, folder: Path = Path()) -> Survey:
-    """Read every row once and check it.
-
-    Args:
-        source: the rows.
-        folder: that paths of pictures are relative to.
+    """Read every row once and check it; paths of pictures are relative to `folder`.
 
     Raises:
         InvalidRequestError: some rows cannot be used; the first few are named with their reasons.
@@ -293,24 +280,15 @@ def _image_parts(row: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 class RowEncoder:
-    """Encoding of rows: system message, chat template, tokenizer or processor."""
+    """Encoding of rows by a tokenizer, or for pictures a processor.
+
+    `system_prompt` comes before each chat; `chat` makes each text a chat of one user message; paths
+    of pictures are relative to `folder`.
+    """
 
     def __init__(
-        self,
-        tokenizer: Any,
-        *,
-        system_prompt: str | None,
-        chat: bool,
-        folder: Path = Path(),
+        self, tokenizer: Any, *, system_prompt: str | None, chat: bool, folder: Path = Path()
     ) -> None:
-        """Create an encoder.
-
-        Args:
-            tokenizer: a transformers tokenizer, or for pictures a processor.
-            system_prompt: system message before each chat; None: none.
-            chat: make each prompt that is text a chat of one user message.
-            folder: that paths of pictures are relative to.
-        """
         self._tokenizer, self._system_prompt, self._chat = tokenizer, system_prompt, chat
         self._folder = folder
 

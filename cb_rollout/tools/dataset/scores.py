@@ -9,6 +9,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from statistics import stdev
 from typing import Any, cast
@@ -24,7 +25,7 @@ UNNAMED_SCORE = "score"
 
 @dataclass(frozen=True, slots=True)
 class ScoreSummary:
-    """One score over all rows."""
+    """A score over all rows."""
 
     name: str
     num_rows: int
@@ -69,48 +70,43 @@ def name_of(scorer: Scorer) -> str:
 
 
 def scores_of(scorer: Scorer, result: Mapping[str, Any], label: str) -> dict[str, float]:
-    """Return the scores of one result, by name.
+    """Return the scores of a result, by name.
 
     Raises:
-        ConfigurationError: the function raised, or returned no finite number; names the row and
-            the function.
+        ConfigurationError: the function raised, or returned no finite number.
     """
     where = f"{name_of(scorer)} on {label} (id {result['id']!r}, sample {result['sample']})"
     try:
         returned = scorer(dict(result))
     except Exception as error:
-        raise ConfigurationError(
-            f"{where} raised {error_text(error)}; mend it and run the same again, "
-            "what is scored stays."
-        ) from error
+        advice = "mend it and run the same again, what is scored stays"
+        raise ConfigurationError(f"{where} raised {error_text(error)}; {advice}.") from error
     named = dict(returned) if isinstance(returned, Mapping) else {UNNAMED_SCORE: returned}
-    scores = {}
+    scores: dict[str, float] = {}
     for name, value in named.items():
-        try:
-            scores[str(name)] = float(value)  # type: ignore[arg-type]
-        except (TypeError, ValueError):
-            scores[str(name)] = math.nan
-        if not math.isfinite(scores[str(name)]):
+        with suppress(TypeError, ValueError):
+            scores[str(name)] = float(value)
+        if not math.isfinite(scores.get(str(name), math.nan)):
             raise ConfigurationError(f"{where} gave {name}={value!r}; return a finite number.")
     return scores
 
 
 def summaries(results: Iterable[Mapping[str, Any]]) -> list[ScoreSummary]:
     """Summarise every score over the results that have it, in the order of first appearance."""
-    by_name: dict[str, dict[Any, tuple[int, float, float]]] = {}
+    by_name: dict[str, dict[Any, list[float]]] = {}
     for result in results:
         for name, value in result.get("scores", {}).items():
-            of_rows = by_name.setdefault(name, {})
-            count, total, best = of_rows.get(result["id"], (0, 0.0, -math.inf))
-            of_rows[result["id"]] = (count + 1, total + value, max(best, value))
-    made = []
-    for name, of_rows in by_name.items():
-        means = [total / count for count, total, _ in of_rows.values()]
-        bests = [best for _, _, best in of_rows.values()]
-        num_sequences = sum(count for count, _, _ in of_rows.values())
-        figures = *_mean_and_error(means), *_mean_and_error(bests)
-        made.append(ScoreSummary(name, len(of_rows), num_sequences, *figures))
-    return made
+            by_name.setdefault(name, {}).setdefault(result["id"], []).append(value)
+    return [
+        ScoreSummary(
+            name,
+            len(rows),
+            sum(map(len, rows.values())),
+            *_mean_and_error([sum(values) / len(values) for values in rows.values()]),
+            *_mean_and_error([max(values) for values in rows.values()]),
+        )
+        for name, rows in by_name.items()
+    ]
 
 
 def _mean_and_error(values: list[float]) -> tuple[float, float]:

@@ -44,7 +44,12 @@ class CompletedSequence(NamedTuple):
 
 
 class CompletionStream:
-    """Submission and completion of the sequences of rows."""
+    """Submission and completion of the sequences of rows, by a manager that is started before.
+
+    Without `max_new_tokens`, at most `DEFAULT_NEW_TOKENS` are sampled, and no more than the model
+    takes. With a seed, tokens depend on it, the row's id and the sequence's number only. `encoded`
+    encodes a row, and may raise `InvalidRequestError`.
+    """
 
     def __init__(
         self,
@@ -52,15 +57,6 @@ class CompletionStream:
         params: SamplingParams,
         encoded: Callable[[Row], Encoded],
     ) -> None:
-        """Create a stream.
-
-        Args:
-            manager: a manager that is started before the stream is read.
-            params: sampling parameters of each sequence. Without `max_new_tokens`, at most
-                `DEFAULT_NEW_TOKENS` are sampled, and no more than the model takes. With a `seed`,
-                its tokens depend on the seed, the row's id and the sequence's number only.
-            encoded: encodes a row; may raise `InvalidRequestError`.
-        """
         self._manager, self._params, self._encoded = manager, params, encoded
         self._max_in_flight = BATCHES_IN_FLIGHT * manager.memory_plan.num_slots
         self._in_flight: dict[str, tuple[Row, int]] = {}
@@ -72,13 +68,15 @@ class CompletionStream:
     ) -> Iterator[list[CompletedSequence]]:
         """Generate sequences; yield the completed ones, at least every `POLL_SECONDS`.
 
-        Args:
-            wanted: rows, and the numbers of their sequences to generate; read as room allows.
+        `wanted` has rows, and the numbers of their sequences; it is read as room allows.
         """
         upcoming = next(wanted, None)
         while upcoming or self._in_flight:
             completed: list[CompletedSequence] = []
-            while upcoming and self._has_room_for(len(upcoming[1])):
+            while upcoming and (
+                not self._in_flight
+                or len(self._in_flight) + len(upcoming[1]) <= self._max_in_flight
+            ):
                 completed += self._submit(*upcoming)
                 upcoming = next(wanted, None)
             if self._in_flight:
@@ -89,12 +87,12 @@ class CompletionStream:
                     output = self._output_queue.take(timeout=0)
             yield completed
 
-    def _has_room_for(self, num_sequences: int) -> bool:
-        return not self._in_flight or len(self._in_flight) + num_sequences <= self._max_in_flight
-
     def _submit(self, row: Row, samples: list[int]) -> list[CompletedSequence]:
-        """Submit a row's sequences as one group; return them as failed if they are refused."""
-        params = replace(self._params, seed=_row_seed(self._params.seed, row))
+        """Submit a row's sequences as a group; return them as failed if they are refused."""
+        params = self._params
+        if params.seed is not None:
+            digest = hashlib.blake2b(repr((params.seed, row.id)).encode(), digest_size=7).digest()
+            params = replace(params, seed=int.from_bytes(digest))
         try:
             prompt = self._encoded(row)
             if params.max_new_tokens is None:
@@ -111,8 +109,9 @@ class CompletionStream:
 
     def _log_cut_default(self, row: Row, request: Request) -> None:
         """Log the first row that has no room for the default number of new tokens."""
-        is_default = self._params.max_new_tokens is None
-        if is_default and request.max_new_tokens < DEFAULT_NEW_TOKENS and not self._has_cut_default:
+        if self._params.max_new_tokens is not None or self._has_cut_default:
+            return
+        if request.max_new_tokens < DEFAULT_NEW_TOKENS:
             self._has_cut_default = True
             _LOGGER.warning(
                 "%s gets at most %d new tokens, not %d: no more fit the model or the KV cache "
@@ -123,10 +122,3 @@ class CompletionStream:
                 DEFAULT_NEW_TOKENS,
                 len(request.prompt_ids),
             )
-
-
-def _row_seed(seed: int | None, row: Row) -> int | None:
-    if seed is None:
-        return None
-    digest = hashlib.blake2b(repr((seed, row.id)).encode(), digest_size=7).digest()
-    return int.from_bytes(digest)

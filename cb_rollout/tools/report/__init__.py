@@ -1,4 +1,4 @@
-"""Write a report of a run's records, or a comparison of two runs, as one self-contained page."""
+"""Write a report of a run's records, or a comparison of two runs, as a self-contained page."""
 
 from cb_rollout.tools.report.comparison import write_comparison
 from cb_rollout.tools.report.page import write_report

@@ -1,6 +1,6 @@
 """Comparison of two runs: a table of key figures, and a chart of two curves for each metric.
 
-A metric that neither run has is left out; one that a single run has is drawn with one curve.
+A metric that neither run has is left out; a metric of a single run is drawn with a single curve.
 """
 
 import os
@@ -25,27 +25,14 @@ from cb_rollout.tools.report.figures import (
     ROUTES,
     SHARE,
     THROUGHPUT,
-    Span,
-    figure,
-    length_spread,
-    quantile_spans,
+    length_spans,
     reward_spans,
-    step_axis,
+    steps_figure,
     tips_at,
 )
-from cb_rollout.tools.report.layout import html_page, unusable
-from cb_rollout.tools.report.page import key_figures, run_name
+from cb_rollout.tools.report.page import html_page, key_figures, run_name, unusable
 from cb_rollout.tools.report.series import series, smoothed
-from cb_rollout.tools.report.svg import (
-    Band,
-    Curve,
-    compact,
-    curve_chart,
-    linear_axis,
-    log_axis,
-    percent,
-    scientific,
-)
+from cb_rollout.tools.report.svg import Band, Curve, compact, log_axis, percent, scientific
 from cb_rollout.tools.report.tokens import visible_html
 
 COMPARISON_FILE = "comparison.html"
@@ -76,6 +63,9 @@ OVERLAYS: tuple[tuple[str, str, str, Callable[[float], str]], ...] = (
     *((key, "Log-probability drift", f"{key}, nats", scientific) for key in DRIFT_KEYS),
 )
 
+# The spread that belongs to a scalar.
+SPANS = {"reward": reward_spans, "completions/mean_length": length_spans}
+
 
 def write_comparison(
     run_dir: str | os.PathLike[str],
@@ -84,13 +74,10 @@ def write_comparison(
 ) -> Path:
     """Write `comparison.html` about two runs beside the records of the first.
 
-    Args:
-        run_dir: the directory of the first run.
-        other: the directory of the second; may be the same.
-        run_ids: a run of each directory; None: the last.
+    `run_ids` are a run of each directory, which may be the same; None: the last.
 
     Raises:
-        ConfigurationError: one of them has no metrics, a record cannot be read, or the page cannot
+        ConfigurationError: a run has no metrics, a record cannot be read, or the page cannot
             be written.
     """
     try:
@@ -164,37 +151,29 @@ def _overlay(
     label: Callable[[float], str],
 ) -> str:
     mode = "eval" if key.startswith("eval_") else "train"
-    found = [
-        (style, name, points)
+    smooth = smoothed if key == "reward" else list
+    drawn = [
+        (style, name, smooth(points))
         for style, name, metrics in zip(STYLES, names, runs, strict=True)
         if (points := series(metrics, key, mode))
     ]
-    if not found:
+    if not drawn:
         return ""
-    if key == "reward":
-        found = [(style, name, smoothed(points)) for style, name, points in found]
-    points = [point for *_, drawn in found for point in drawn]
     bands = [
         Band(spans, style)
-        for style, run in zip(STYLES, runs, strict=True)
-        if (spans := _spans(run, key))
+        for style, metrics in zip(STYLES, runs, strict=True)
+        if key in SPANS and (spans := SPANS[key](metrics))
     ]
-    values = [value for _, value in points]
-    values += [value for band in bands for _, low, high in band.spans for value in (low, high)]
-    is_drift = key in DRIFT_KEYS
-    chart = curve_chart(
-        [Curve(drawn, style) for style, _, drawn in found],
-        x=step_axis(points),
-        y=log_axis(values, floor=DRIFT_FLOOR) if is_drift else linear_axis(values),
-        title=f"{title} of {len(found)} runs",
-        tips=tips_at(found[0][2], label),
+    y = None
+    if key in DRIFT_KEYS:
+        y = log_axis([value for *_, points in drawn for _, value in points], floor=DRIFT_FLOOR)
+    return steps_figure(
+        title,
+        note,
+        [Curve(points, style) for style, _, points in drawn],
+        spoken=f"{title} of {len(drawn)} runs",
+        tips=tips_at(drawn[0][2], label),
         bands=bands,
+        keys=[(style, name) for style, name, _ in drawn],
+        y=y,
     )
-    return figure(title, note, chart, [(style, name) for style, name, _ in found])
-
-
-def _spans(metrics: Sequence[StepMetrics], key: str) -> list[Span]:
-    """Return the spread that belongs to a scalar; empty where it has none."""
-    if key == "reward":
-        return reward_spans(metrics)
-    return quantile_spans(length_spread(metrics)) if key == "completions/mean_length" else []

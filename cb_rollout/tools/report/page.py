@@ -11,10 +11,12 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from html import escape
+from importlib.resources import files
 from pathlib import Path
 from statistics import median
 
 from cb_rollout import __version__
+from cb_rollout.errors import ConfigurationError
 from cb_rollout.metrics.jsonl import write_whole
 from cb_rollout.metrics.run_records import (
     METRICS_FILE,
@@ -31,7 +33,6 @@ from cb_rollout.metrics.run_records import (
     read_metrics,
 )
 from cb_rollout.tools.report.figures import DRIFT_KEYS, figures_html
-from cb_rollout.tools.report.layout import html_page, unusable
 from cb_rollout.tools.report.series import (
     RecordedStep,
     quantiles,
@@ -40,7 +41,7 @@ from cb_rollout.tools.report.series import (
     smoothed,
     smoothing_window,
 )
-from cb_rollout.tools.report.svg import Point, compact
+from cb_rollout.tools.report.svg import compact
 from cb_rollout.tools.report.tokens import legend_html, sequences_html, visible_html
 
 REPORT_FILE = "report.html"
@@ -61,16 +62,17 @@ MAX_TOKENS_ON_PAGES = 2_000_000
 # Rows of the table in the report.
 MAX_STEPS_WITH_PAGES = 2_000
 
+# What a browser may load: what is inside the page alone.
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+
 
 def write_report(run_dir: str | os.PathLike[str], run_id: str | None = None) -> Path:
     """Write `report.html` beside a run's records, and its sequences' pages in `report_pages/`.
 
-    Args:
-        run_dir: the directory with the records, or a trainer's output_dir with `cb_rollout/` in it.
-        run_id: a run of the directory; None: the last.
+    `run_dir` has the records, or is a trainer's output_dir with `cb_rollout/` in it. `run_id` is a
+    run of the directory; None: the last.
 
-    Returns:
-        The path of the page.
+    Returns the page's path.
 
     Raises:
         ConfigurationError: there is no such run, a record cannot be read, or the page cannot be
@@ -91,16 +93,21 @@ def _write_report(run_dir: Path, run_id: str | None) -> Path:
     name = run_name(run_dir)
     figures = figures_html(metrics, steps)
     charts = f'<section class="charts">\n{figures}\n</section>' if figures else ""
+    numbers = "".join(
+        f'<div><dt>{label}</dt><dd>{value}</dd><dd class="note">{note}</dd></div>'
+        for label, value, note in key_figures(metrics, counts)
+    )
     page = html_page(
         name,
         f"""<header class="top">
 <p class="kicker">Rollout report of run {visible_html(_described(run, runs))}</p>
 <h1>{visible_html(name)}</h1>
-{_key_figures(metrics, counts)}
+<dl class="figures">{numbers}</dl>
 </header>
 {charts}
 {_completions(steps, rollouts, run_dir)}
-<footer>{_sources(metrics, counts)}</footer>""",
+<footer>cb_rollout {escape(__version__)}, from {len(metrics):,} records of {METRICS_FILE} and \
+{sum(counts.values()):,} of {ROLLOUTS_FILE}.</footer>""",
     )
     if steps:
         write_pages(run_dir, run, steps, name)
@@ -126,14 +133,6 @@ def run_name(run_dir: Path) -> str:
     return resolved.parent.name if resolved.name == RUN_DIR_NAME else resolved.name
 
 
-def _key_figures(metrics: Sequence[StepMetrics], counts: dict[int, int]) -> str:
-    figures = "".join(
-        f'<div><dt>{label}</dt><dd>{value}</dd><dd class="note">{note}</dd></div>'
-        for label, value, note in key_figures(metrics, counts)
-    )
-    return f'<dl class="figures">{figures}</dl>'
-
-
 def key_figures(
     metrics: Sequence[StepMetrics], counts: dict[int, int]
 ) -> Iterator[tuple[str, str, str]]:
@@ -156,19 +155,13 @@ def key_figures(
         yield "Tokens per second", compact(middle), "sampled while rolling out, median step"
     drift = [point for key in DRIFT_KEYS for point in series(metrics, key)]
     if drift:
-        yield "Largest drift", *_largest(drift)
-
-
-def _largest(drift: Sequence[Point]) -> tuple[str, str]:
-    step, value = max(drift, key=lambda point: point[1])
-    return compact(value), f"nats, at step {step:,}"
+        step, value = max(drift, key=lambda point: point[1])
+        yield "Largest drift", compact(value), f"nats, at step {step:,}"
 
 
 def _sequences_shown(run_dir: Path, run: Run) -> dict[int, list[SequenceRecord]]:
     """Return the first sequences of each shown step, holding no others."""
-    shown: dict[int, list[SequenceRecord]] = {
-        step: [] for step in steps_shown(list(run.num_sequences))
-    }
+    shown: dict[int, list[SequenceRecord]] = {s: [] for s in steps_shown(list(run.num_sequences))}
     for record in iterate_rollouts(run_dir, run, shown):
         if len(shown[record.step]) < MAX_SEQUENCES_PER_STEP:
             shown[record.step].append(record)
@@ -182,28 +175,19 @@ def _completions(
 ) -> str:
     if not rollouts:
         return ""
-    sections = []
-    read = partial(read_image, run_dir)
-    for step, shown in rollouts.items():
-        sections.append(
-            f'<section class="step"><h3>Step {step:,}<span>{len(shown):,} of '
-            f"{steps[step].num_sequences:,} recorded sequences</span></h3>"
-            f"{sequences_html(shown, read)}</section>"
-        )
+    sections = "".join(
+        f'<section class="step"><h3>Step {step:,}<span>{len(shown):,} of '
+        f"{steps[step].num_sequences:,} recorded sequences</span></h3>"
+        f"{sequences_html(shown, partial(read_image, run_dir))}</section>"
+        for step, shown in rollouts.items()
+    )
     lead = (
-        f"From {len(sections)} of {len(steps):,} recorded steps. A tint says how unlikely a token "
+        f"From {len(rollouts)} of {len(steps):,} recorded steps. A tint says how unlikely a token "
         "was when it was sampled; point at it for its log-probability, token id and policy version."
     )
     return (
         f'<section class="completions"><h2>Completions</h2><p class="lead">{lead}</p>'
-        f"{pages_table(steps)}{legend_html()}{''.join(sections)}</section>"
-    )
-
-
-def _sources(metrics: Sequence[StepMetrics], counts: dict[int, int]) -> str:
-    return escape(
-        f"cb_rollout {__version__}, from {len(metrics):,} records of {METRICS_FILE} and "
-        f"{sum(counts.values()):,} of {ROLLOUTS_FILE}."
+        f"{pages_table(steps)}{legend_html()}{sections}</section>"
     )
 
 
@@ -237,9 +221,10 @@ def write_pages(run_dir: Path, run: Run, steps: Mapping[int, RecordedStep], name
         if len(page) == MAX_SEQUENCES_PER_PAGE or not left[record.step]:
             num_done = _num_on_pages(steps[record.step]) - left[record.step]
             number = math.ceil(num_done / MAX_SEQUENCES_PER_PAGE)
-            num_pages = _num_pages(steps[record.step])
-            path = folder / page_file(record.step, number)
-            write_whole(path, _page_of_sequences(name, run_dir, page, number, num_pages).encode())
+            content = _page_of_sequences(
+                name, run_dir, page, number, _num_pages(steps[record.step])
+            )
+            write_whole(folder / page_file(record.step, number), content.encode())
             del waiting[record.step]
 
 
@@ -286,19 +271,50 @@ def _page_of_sequences(
     name: str, run_dir: Path, records: Sequence[SequenceRecord], number: int, num_pages: int
 ) -> str:
     step = records[0].step
-    turns = [(number - 1, "previous page"), (number + 1, "next page")]
     links = "".join(
-        f' &middot; <a href="{page_file(step, turn)}">{text}</a>'
-        for turn, text in turns
-        if 1 <= turn <= num_pages
+        f' &middot; <a href="{page_file(step, other)}">{text}</a>'
+        for other, text in ((number - 1, "previous page"), (number + 1, "next page"))
+        if 1 <= other <= num_pages
     )
-    place = escape(f"Step {step:,}, page {number:,} of {num_pages:,}")
     return html_page(
         name,
         f"""<header class="top">
 <p class="kicker">{visible_html(name)} &middot; <a href="../report.html">report</a>{links}</p>
-<h1>{place}</h1>
+<h1>Step {step:,}, page {number:,} of {num_pages:,}</h1>
 </header>
 <section class="completions">{legend_html()}
 {sequences_html(records, partial(read_image, run_dir))}</section>""",
     )
+
+
+def unusable(run_dir: str | os.PathLike[str], error: OSError) -> ConfigurationError:
+    """Return the error of a file of a run that cannot be read, or of its page."""
+    # A page that cannot be replaced is the second file.
+    path = error.filename2 or error.filename or run_dir
+    return ConfigurationError(
+        f"{path} cannot be read or written ({error.strerror}); look at what it is and who may use "
+        "it."
+    )
+
+
+def html_page(name: str, content: str) -> str:
+    """Return a self-contained page around its content."""
+    style = files("cb_rollout.tools.report").joinpath("report.css").read_text(encoding="utf-8")
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<meta http-equiv="Content-Security-Policy" content="{POLICY}">
+<title>{visible_html(name)} &middot; rollout report</title>
+<style>
+{style}</style>
+</head>
+<body>
+<main>
+{content}
+</main>
+</body>
+</html>
+"""

@@ -5,6 +5,7 @@ times (by a resumed run, say), the last metrics count. Every function is pure.
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -41,7 +42,7 @@ class GroupKind(StrEnum):
 
 @dataclass(slots=True)
 class RecordedStep:
-    """Summary of the recorded training sequences of one step, and of the tokens of all."""
+    """Summary of the recorded training sequences of a step, and of the tokens of all."""
 
     num_sequences: int = 0
     num_tokens: int = 0
@@ -52,7 +53,6 @@ class RecordedStep:
     """Oldest and newest policy version of training tokens; empty: not recorded."""
 
     def add(self, sequence: SequenceRecord) -> None:
-        """Count one sequence."""
         self.num_sequences += 1
         self.num_tokens += len(sequence.tokens)
         if sequence.mode != "train":
@@ -68,9 +68,8 @@ class RecordedStep:
         ]
         if finite:
             self.surprises.append(-sum(finite) / len(finite))
-        found = [version for version, _ in sequence.policy_versions]
-        if found:
-            self.versions = [min(self.versions + found), max(self.versions + found)]
+        if versions := [*self.versions, *(version for version, _ in sequence.policy_versions)]:
+            self.versions = [min(versions), max(versions)]
 
 
 def recorded_steps(sequences: Iterable[SequenceRecord]) -> dict[int, RecordedStep]:
@@ -84,13 +83,13 @@ def recorded_steps(sequences: Iterable[SequenceRecord]) -> dict[int, RecordedSte
 def quantiles(values: Sequence[float]) -> Quantiles:
     """Return three quantiles by linear interpolation, as numpy does."""
     ordered = sorted(values)
-    found = []
-    for share in QUANTILES:
-        place = share * (len(ordered) - 1)
-        below = math.floor(place)
-        above = min(below + 1, len(ordered) - 1)
-        found.append(ordered[below] + (place - below) * (ordered[above] - ordered[below]))
-    return Quantiles(*found)
+
+    def quantile(share: float) -> float:
+        rank = share * (len(ordered) - 1)
+        below, above = math.floor(rank), math.ceil(rank)
+        return ordered[below] + (rank - below) * (ordered[above] - ordered[below])
+
+    return Quantiles(*map(quantile, QUANTILES))
 
 
 def group_shares(metrics: Sequence[StepMetrics]) -> dict[int, dict[GroupKind, float]]:
@@ -139,12 +138,11 @@ def smoothing_window(num_points: int) -> int:
 
 def smoothed(points: Sequence[Point]) -> list[Point]:
     """Replace each value by the mean of the window around it, narrower at the ends."""
-    half = smoothing_window(len(points)) // 2
-    result = []
-    for number, (step, _) in enumerate(points):
-        window = points[max(0, number - half) : number + half + 1]
-        result.append((step, sum(value for _, value in window) / len(window)))
-    return result
+    half, values = smoothing_window(len(points)) // 2, [value for _, value in points]
+    windows = (values[max(0, n - half) : n + half + 1] for n in range(len(points)))
+    return [
+        (step, sum(window) / len(window)) for (step, _), window in zip(points, windows, strict=True)
+    ]
 
 
 def completion_lengths(metrics: Sequence[StepMetrics]) -> dict[int, list[int]]:
@@ -158,7 +156,7 @@ def completion_lengths(metrics: Sequence[StepMetrics]) -> dict[int, list[int]]:
 
 
 def early_and_late(lengths: dict[int, list[int]]) -> tuple[list[int], list[int]]:
-    """Return the lengths of the first and last third of the steps; one step has no last third."""
+    """Return the lengths of the first and last third of the steps; a single step has no last."""
     steps = list(lengths)
     third = max(1, len(steps) // 3)
     late = steps[-third:] if len(steps) > 1 else []
@@ -170,7 +168,5 @@ def early_and_late(lengths: dict[int, list[int]]) -> tuple[list[int], list[int]]
 
 def shares_by_bin(lengths: Sequence[int], *, width: int, num_bins: int) -> list[float]:
     """Return the share of `lengths` in each bin of `width` whole numbers, from 0 on."""
-    counts = [0] * num_bins
-    for length in lengths:
-        counts[length // width] += 1
-    return [count / len(lengths) for count in counts]
+    counts = Counter(length // width for length in lengths)
+    return [counts[number] / len(lengths) for number in range(num_bins)]

@@ -69,15 +69,9 @@ def linear_axis(
     is_whole: bool = False,
     label: Callable[[float], str] | None = None,
 ) -> Axis:
-    """Create an axis over `values`, widened to round numbers except at a given end.
+    """Create an axis over `values`, widened to round numbers where an end is None.
 
-    Args:
-        values: values on the axis; may be empty if both ends are given.
-        low: low end; None: a round number.
-        high: high end; None: a round number.
-        num_ticks: approximate number of labelled values.
-        is_whole: label whole numbers only.
-        label: format of a value; None: `compact`.
+    Labels about `num_ticks` values with `label`, or `compact`; `is_whole`: whole numbers only.
     """
     values = list(values)
     least = min(values) if low is None else low
@@ -103,16 +97,15 @@ def log_axis(values: Iterable[float], *, floor: float) -> Axis:
     last = max(last, first + 2)
     stride = math.ceil((last - first) / 6)
     ticks = tuple(10.0**power for power in range(first, last + 1, stride))
-    if len(positive) == len(values):
-        return Axis(ticks[0], 10.0**last, ticks, is_log=True, label=power_of_ten)
-    zero = ticks[0] / 10
-    return Axis(
-        zero,
-        10.0**last,
-        (zero, *ticks),
-        is_log=True,
-        label=lambda value: "0" if value == zero else power_of_ten(value),
-    )
+    zero = None
+    if len(positive) < len(values):
+        zero = ticks[0] / 10
+        ticks = (zero, *ticks)
+
+    def label(value: float) -> str:
+        return "0" if value == zero else scientific(value, digits=0)
+
+    return Axis(ticks[0], 10.0**last, ticks, is_log=True, label=label)
 
 
 def compact(value: float) -> str:
@@ -134,11 +127,6 @@ def scientific(value: float, digits: int = 1) -> str:
     return f"{mantissa}e{int(power)}"
 
 
-def power_of_ten(value: float) -> str:
-    """Format a decade, as in 1e-6."""
-    return scientific(value, digits=0)
-
-
 def percent(value: float) -> str:
     """Format a share as a percentage."""
     return f"{100 * value:.3g}%"
@@ -153,16 +141,7 @@ def curve_chart(
     tips: Sequence[tuple[float, str]] = (),
     bands: Sequence[Band] = (),
 ) -> str:
-    """Draw curves over one pair of axes.
-
-    Args:
-        curves: curves, the last on top.
-        x: horizontal axis.
-        y: vertical axis.
-        title: text for screen readers.
-        tips: pairs of an x and the text shown when the pointer is there.
-        bands: areas under the curves.
-    """
+    """Draw curves over bands, the last on top; `tips`: texts shown when the pointer is at an x."""
     paths = "".join(_band(band, x, y) for band in bands)
     paths += "".join(_path(curve, x, y) for curve in curves)
     dots = "".join(_dots(curve, x, y) for curve in curves)
@@ -172,15 +151,7 @@ def curve_chart(
 def histogram_chart(
     groups: Sequence[tuple[str, Sequence[float]]], *, x: Axis, y: Axis, title: str
 ) -> str:
-    """Draw histograms over one pair of axes, as stepped outlines.
-
-    Args:
-        groups: pairs of a class of `report.css` and the share of each bin; bins divide the x axis
-            evenly.
-        x: horizontal axis.
-        y: vertical axis.
-        title: text for screen readers.
-    """
+    """Draw histograms as stepped outlines; `groups`: style, and the share of each of equal bins."""
     paths = []
     for style, shares in groups:
         width = (x.high - x.low) / len(shares)
@@ -206,16 +177,15 @@ def _stretched(content: str) -> str:
 
 
 def _grid(x: Axis, y: Axis) -> str:
-    levels = [(_down(tick, y), escape(y.label(tick))) for tick in y.ticks]
     lines = "".join(
-        f'<line class="grid" x1="0%" x2="100%" y1="{down}%" y2="{down}%"/>'
-        f'<text class="tick y" x="-8" y="{down}%" dy="0.32em">{label}</text>'
-        for down, label in levels
+        f'<line class="grid" x1="0%" x2="100%" y1="{(down := _down(tick, y))}%" y2="{down}%"/>'
+        f'<text class="tick y" x="-8" y="{down}%" dy="0.32em">{escape(y.label(tick))}</text>'
+        for tick in y.ticks
     )
-    columns = [(_across(tick, x), escape(x.label(tick))) for tick in x.ticks]
     labels = "".join(
-        f'<text class="tick x" x="{across}%" y="100%" dy="18">{label}</text>'
-        for across, label in columns
+        f'<text class="tick x" x="{_across(tick, x)}%" y="100%" dy="18">'
+        f"{escape(x.label(tick))}</text>"
+        for tick in x.ticks
     )
     return f'{lines}<line class="axis" x1="0%" x2="100%" y1="100%" y2="100%"/>{labels}'
 
@@ -233,7 +203,6 @@ def _band(band: Band, x: Axis, y: Axis) -> str:
 
 
 def _corners(points: Sequence[Point], x: Axis, y: Axis) -> list[str]:
-    """Return points in units of the stretched viewport."""
     return [
         f"{x.position(across) * SPAN:.1f} {(1 - y.position(up)) * SPAN:.1f}"
         for across, up in points
@@ -255,10 +224,9 @@ def _path(curve: Curve, x: Axis, y: Axis) -> str:
 def _dots(curve: Curve, x: Axis, y: Axis) -> str:
     # A line gets a dot at its end, without which a single point is invisible.
     points = curve.points if curve.has_dots else curve.points[-1:]
-    centres = [(_across(across, x), _down(up, y)) for across, up in points]
     return "".join(
-        f'<circle class="dot {curve.style}" cx="{across}%" cy="{down}%" r="3.5"/>'
-        for across, down in centres
+        f'<circle class="dot {curve.style}" cx="{_across(at, x)}%" cy="{_down(up, y)}%" r="3.5"/>'
+        for at, up in points
     )
 
 

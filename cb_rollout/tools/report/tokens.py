@@ -51,11 +51,9 @@ def legend_html() -> str:
 def sequences_html(
     sequences: Sequence[SequenceRecord], read_image: Callable[[str], bytes | None] = lambda _: None
 ) -> str:
-    """Return sequences with their prompts, each prompt once above its adjacent completions.
+    """Return recorded sequences, each prompt once above its adjacent completions.
 
-    Args:
-        sequences: in recorded order.
-        read_image: returns a recorded picture as PNG, by its name; None: it is gone.
+    `read_image` returns a recorded picture as PNG by its name, None when it is gone.
     """
     return "".join(
         f'<div class="group">{_images_html(images, read_image)}{_prompt_html(prompt)}'
@@ -67,12 +65,7 @@ def sequences_html(
 
 
 def visible_html(text: str, *, marks_spaces: bool = False) -> str:
-    """Escape text for HTML, and make invisible characters visible.
-
-    Args:
-        text: any text, lone surrogates included.
-        marks_spaces: put a mark before newlines and tabs.
-    """
+    """Escape text for HTML, showing invisible characters; `marks_spaces`: mark newlines, tabs."""
     return "".join(_visible_character(character, marks_spaces) for character in text)
 
 
@@ -88,7 +81,6 @@ def _visible_character(character: str, marks_spaces: bool) -> str:
 
 
 def _images_html(names: Sequence[str], read_image: Callable[[str], bytes | None]) -> str:
-    """Return a prompt's pictures, inside the page; empty where it has none."""
     pictures = "".join(
         f'<img alt="picture {number} of the prompt" src="data:image/png;base64,'
         f'{base64.b64encode(png).decode("ascii")}">'
@@ -170,10 +162,7 @@ def _tooltip(row: TokenRow) -> str:
     if row.logprob is None:
         logprob = "log-probability not recorded"
     else:
-        logprob = f"log-probability {row.logprob:.3f} ({_chance(row.logprob)})"
+        share = 100 * math.exp(min(row.logprob, 0.0))
+        logprob = f"log-probability {row.logprob:.3f} ({share:.3g}%)"
     policy = "not recorded" if row.policy_version is None else row.policy_version
     return f"{logprob}&#10;token id {row.token_id}&#10;policy version {policy}"
-
-
-def _chance(logprob: float) -> str:
-    return f"{100 * math.exp(min(logprob, 0.0)):.3g}%"

@@ -19,9 +19,8 @@ from benchmarks.sizes import Setup
 from cb_rollout.engine.attention.cpu.backend import CpuBackend
 from cb_rollout.engine.attention.cpu.few_row_linear import multiply
 from cb_rollout.engine.attention.selector import select_backend
-from cb_rollout.tools.bench.rollout import linear_layers, matmul_flops, matmul_parameters
-from cb_rollout.tools.bench.timing import best_seconds, timed
-from cb_rollout.tools.bench.workload import create_model
+from cb_rollout.tools.bench.timing import timed
+from cb_rollout.tools.bench.workload import Workload, create_model
 
 # Numbers of rows at which products are timed; times between two of them are interpolated.
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
@@ -87,6 +86,49 @@ def products_counted(model: PreTrainedModel) -> Iterator[Counter[Products]]:
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def linear_layers(model: torch.nn.Module) -> list[torch.nn.Linear]:
+    """Return the linear layers, the head included."""
+    return [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
+
+
+def matmul_parameters(model: PreTrainedModel) -> tuple[int, int]:
+    """Return the parameters that multiply every token, and the head's, which multiply the last."""
+    head = model.lm_head.weight.numel()
+    return sum(layer.weight.numel() for layer in linear_layers(model)) - head, head
+
+
+def matmul_flops(model: PreTrainedModel, num_rows: int) -> float:
+    """Return the operations per second of a layer's largest product with `num_rows` rows."""
+    layer: Any = model.model.layers[0]
+    weight = layer.mlp.up_proj.weight.detach()
+    rows = torch.randn(num_rows, weight.shape[1], device=weight.device, dtype=weight.dtype)
+    seconds = best_seconds(lambda: functional.linear(rows, weight), 200)
+    return 2 * num_rows * weight.numel() / seconds
+
+
+def needed_flops(model: PreTrainedModel, workload: Workload) -> int:
+    """Return the operations of the matrix products that a workload needs at least.
+
+    Each distinct prompt is computed once, and each completion except for its last token.
+    """
+    body, head = matmul_parameters(model)
+    prompts = {tuple(prompt) for prompt in workload.prompts}
+    num_decoded = workload.num_tokens - len(workload.prompts)
+    num_tokens = sum(map(len, prompts)) + num_decoded
+    return 2 * (body * num_tokens + head * (len(prompts) + num_decoded))
+
+
+def best_seconds(work: Callable[[], object], count: int) -> float:
+    """Return the seconds of one call, from the best of five runs of `count` calls."""
+
+    def many() -> None:
+        for _ in range(count):
+            work()
+
+    many()
+    return min(timed(many) for _ in range(5)) / count
 
 
 def num_flops(model: PreTrainedModel, counted: Counter[Products]) -> int:
