@@ -22,8 +22,7 @@ import numpy as np
 import torch
 
 from cb_rollout.compat import torch as torch_compat
-from cb_rollout.engine.attention.backend import AttentionMetadata
-from cb_rollout.engine.attention.shared_prefix import STRETCH_INTERVAL
+from cb_rollout.engine.attention.shared_prefix import STRETCH_INTERVAL, AttentionMetadata
 from cb_rollout.engine.cuda_graphs.capture import CudaCapture, Replay
 from cb_rollout.engine.cuda_graphs.graph_sampler import (
     PLAIN_SAMPLING,

@@ -4,16 +4,15 @@ Nothing here chooses between kernels: the same numbers give the same bits for an
 any padding and any number of threads. Any thread may call.
 
 B: rows or batches, M: rows of a matrix, K: inputs of a product, or heads of keys, N: outputs, H:
-query heads, Q: queries, S: keys, D: size of a key, E: size of a value, P: slots of the pages.
+query heads, Q: queries, S: keys, D: size of a key, E: size of a value.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import torch
 
-from cb_rollout.engine.kv_cache.block_table import BlockTable
 from cb_rollout.engine.numerics.native.library import COUNT, NUMBER, TENSOR, TYPES, library
 
 # Dtypes of the ordered kernels, which compute in float32.
@@ -61,7 +60,7 @@ def multiply_batch(left_BMK: torch.Tensor, right_BKN: torch.Tensor) -> torch.Ten
     if right_BKN.stride(2) != 1:
         right_BKN = right_BKN.contiguous()
     outputs_BMN = left_BMK.new_empty(B, M, N)
-    _kernel(left_BMK.dtype, "multiply_batch")(
+    ordered_kernel(left_BMK.dtype, "multiply_batch")(
         left_BMK.data_ptr(),
         *left_BMK.stride(),
         right_BKN.data_ptr(),
@@ -104,7 +103,7 @@ def attend(
     """
     B, H, Q, D = query_BHQD.shape
     _, K, S, E = value_BKSE.shape
-    states = [_with_unit_stride(one) for one in (query_BHQD, key_BKSD, value_BKSE)]
+    states = [with_unit_stride(one) for one in (query_BHQD, key_BKSD, value_BKSE)]
     outputs_BQHE = query_BHQD.new_empty(B, Q, H, E)
     kind, strides = _NONE, (0, 0, 0, 0)
     if mask is not None:
@@ -113,7 +112,7 @@ def attend(
         mask = mask.expand(B, H, Q, S)
         strides = mask.stride()
     sinks_H = None if sinks_H is None else sinks_H.to(query_BHQD.dtype).contiguous()
-    _kernel(query_BHQD.dtype, "attend_masked")(
+    ordered_kernel(query_BHQD.dtype, "attend_masked")(
         *(number for one in states for number in (one.data_ptr(), *one.stride()[:3])),
         outputs_BQHE.data_ptr(),
         None if mask is None else mask.data_ptr(),
@@ -134,68 +133,8 @@ def attend(
     return outputs_BQHE
 
 
-def attend_paged(
-    query_BH1D: torch.Tensor,
-    key_BK1D: torch.Tensor,
-    value_BK1E: torch.Tensor,
-    pages: Sequence[torch.Tensor],
-    table: BlockTable,
-    table_rows_B: torch.Tensor,
-    lengths_B: torch.Tensor,
-    *,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    sinks_H: torch.Tensor | None,
-) -> torch.Tensor:
-    """Write each row's newest key and value, and attend over its keys; bits as `attend`'s.
-
-    Args:
-        query_BH1D: the new tokens' queries, in one of `DTYPES`, as all states.
-        key_BK1D: their keys.
-        value_BK1E: their values.
-        pages: of keys and of values, `[P, K x D]` and `[P, K x E]`; written to.
-        table: the block ids of each table row.
-        table_rows_B: int64.
-        lengths_B: int64; each row's tokens, the new one included, at least one.
-        scale: multiplies the scores.
-        window: newest keys that are seen; None: all.
-        softcap: bounds the scores; None: does not.
-        sinks_H: as `attend`'s.
-
-    Returns:
-        `[B, 1, H, E]`.
-    """
-    B, H, _, D = query_BH1D.shape
-    _, K, _, E = value_BK1E.shape
-    states = [_with_unit_stride(one) for one in (query_BH1D, key_BK1D, value_BK1E)]
-    outputs_B1HE = query_BH1D.new_empty(B, 1, H, E)
-    sinks_H = None if sinks_H is None else sinks_H.to(query_BH1D.dtype).contiguous()
-    blocks = table.blocks
-    _kernel(query_BH1D.dtype, "attend_paged")(
-        *(number for one in states for number in (one.data_ptr(), *one.stride()[:2])),
-        outputs_B1HE.data_ptr(),
-        pages[0].data_ptr(),
-        pages[1].data_ptr(),
-        blocks.data_ptr(),
-        blocks.shape[1],
-        table.block_size,
-        table_rows_B.data_ptr(),
-        lengths_B.data_ptr(),
-        B,
-        H,
-        K,
-        D,
-        E,
-        scale,
-        softcap or 0.0,
-        window or 0,
-        None if sinks_H is None else sinks_H.data_ptr(),
-    )
-    return outputs_B1HE
-
-
-def _with_unit_stride(states: torch.Tensor) -> torch.Tensor:
+def with_unit_stride(states: torch.Tensor) -> torch.Tensor:
+    """Return states whose last stride is 1, copied if needed."""
     return states if states.stride(-1) == 1 else states.contiguous()
 
 
@@ -230,7 +169,8 @@ def linear_kernel(dtype: torch.dtype) -> Callable[..., Any]:
 
 
 @cache
-def _kernel(dtype: torch.dtype, name: str) -> Callable[..., Any]:
+def ordered_kernel(dtype: torch.dtype, name: str) -> Callable[..., Any]:
+    """Compile a kernel of `ordered.cpp`, at its first call."""
     kernel = getattr(library("ordered", STORED=TYPES[dtype]), name)
     kernel.argtypes, kernel.restype = _ARGUMENTS[name], None
     return kernel

@@ -3,34 +3,35 @@
 The kernel is compiled once for each shape of a layer's states. Called by the thread that runs a
 decode step.
 
-B: rows, H: query heads, K: key heads, D: size of a key, E: size of a value, P: slots of the pages,
-V: vocabulary.
+B: rows, H: query heads, K: key heads, D: size of a key, E: size of a value, P: slots of the pages.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
 from cb_rollout.compat import inductor
-from cb_rollout.engine.attention.backend import (
+from cb_rollout.engine.attention.backend import AttentionBackend
+from cb_rollout.engine.attention.cpu import few_row_linear
+from cb_rollout.engine.attention.cpu.operators import replace_linear_layers, simplify
+from cb_rollout.engine.attention.decode_cache import (
     AttentionSpec,
+    DecodeInputs,
+    DecodeLayer,
     UnsupportedAttentionError,
     unsupported_states,
 )
-from cb_rollout.engine.attention.cpu import few_row_linear
-from cb_rollout.engine.attention.cpu.operators import replace_linear_layers, simplify
-from cb_rollout.engine.attention.decode_cache import DecodeCache, DecodeInputs, DecodeLayer
-from cb_rollout.engine.attention.traced_forward import TracedForward, Tracing
+from cb_rollout.engine.attention.traced_forward import Tracing
 from cb_rollout.engine.kv_cache.block_table import BlockTable
 from cb_rollout.engine.kv_cache.forward_batch import ForwardBatch
 from cb_rollout.engine.kv_cache.layout import CacheLayout
 from cb_rollout.engine.kv_cache.paged import PagedCache, PagedLayer
 from cb_rollout.engine.memory import device as devices
 from cb_rollout.engine.numerics import operators
-from cb_rollout.engine.numerics.kernels import attend_paged as ordered_attend
+from cb_rollout.engine.numerics.kernels import ordered_kernel, with_unit_stride
 from cb_rollout.engine.numerics.native.library import COUNT, NUMBER, TENSOR, TYPES, library
 
 CPU = torch.device("cpu")
@@ -52,31 +53,25 @@ _ARGUMENTS = (
 )
 
 
-class CpuBackend:
+class CpuBackend(AttentionBackend):
     """Run decode steps with no gather, on a CPU."""
 
-    name: ClassVar[str] = "cpp"
-    device_type: ClassVar[str] = "cpu"
+    name = "cpp"
+    device_type = "cpu"
+    tracing = TRACING
 
     @staticmethod
     def obstacle(device: torch.device, layout: CacheLayout | None) -> str | None:
-        """Return why the kernel cannot run; None: it can."""
         if obstacle := inductor.compiler_obstacle():
             return f"the kernel needs a C++ compiler, g++ or the one that CXX names ({obstacle})"
         return unsupported_states(layout, TYPES)
 
     def __init__(self, layout: CacheLayout, device: torch.device = CPU) -> None:
-        self.cache = DecodeCache(layout, device)
-        self.traced_forward = TracedForward(TRACING, can_be_traced=not layout.is_recurrent)
+        super().__init__(layout, device)
         if self.traced_forward.can_be_traced:
             few_row_linear.prepare(self.cache.paged[0].key_dtype)
 
-    def check_weights(self, model: torch.nn.Module) -> None:
-        """Drop the trace if weights have moved."""
-        self.traced_forward.check_weights(model)
-
     def prepare(self, batch: ForwardBatch) -> DecodeInputs:
-        """Return the inputs of a forward of rows of one new token."""
         tokens = [token_id for (token_id,) in batch.new_tokens]
         tokens_B, lengths_B, table_rows_B = (
             devices.to_device(v, CPU) for v in (tokens, batch.lengths, batch.table_rows)
@@ -87,7 +82,7 @@ class CpuBackend:
             positions_B = positions_B + devices.to_device(batch.position_offsets, CPU)
         tokens_B1, positions_B1 = tokens_B[:, None], positions_B[:, None]
         return DecodeInputs(
-            self.cache, attention, tokens_B1, positions_B1, table_rows_B, batch.cache
+            self.cache, attention.attend, tokens_B1, positions_B1, table_rows_B, batch.cache
         )
 
 
@@ -109,8 +104,8 @@ class CpuPagedAttention:
         spec: AttentionSpec,
     ) -> torch.Tensor:
         """Attend as `PagedAttention` says; all tensors have the dtype of the pages."""
-        given = {query.dtype, key.dtype, value.dtype}
-        if given != {layer.key_dtype} or layer.value_dtype != layer.key_dtype:
+        dtypes = {query.dtype, key.dtype, value.dtype}
+        if dtypes != {layer.key_dtype} or layer.value_dtype != layer.key_dtype:
             raise UnsupportedAttentionError(
                 f"its queries are {query.dtype}, its keys {key.dtype}, its values {value.dtype}, "
                 f"and its pages {layer.key_dtype} and {layer.value_dtype}"
@@ -118,19 +113,6 @@ class CpuPagedAttention:
         paged = self.cache.layers[layer.index]
         assert isinstance(paged, PagedLayer)
         rows = self.table_rows_B, self.lengths_B
-        if operators.are_installed():
-            return ordered_attend(
-                query,
-                key,
-                value,
-                paged.pages,
-                self.table,
-                *rows,
-                scale=spec.scale,
-                window=spec.window,
-                softcap=spec.softcap,
-                sinks_H=spec.sinks_H,
-            )
         return attend(query, key, value, paged.pages, self.table, *rows, spec)
 
 
@@ -164,15 +146,20 @@ def attend(
     Raises:
         Exception: what the compiler raises, at the first call for states of a new shape.
     """
-    B, H, _, D = query_BH1D.shape
-    _, K, _, E = value_BK1E.shape
+    (B, H, _, D), (_, K, _, E) = query_BH1D.shape, value_BK1E.shape
     outputs_B1HE = query_BH1D.new_empty(B, 1, H, E)
     sinks_H = None if spec.sinks_H is None else spec.sinks_H.to(query_BH1D.dtype).contiguous()
-    blocks = table.blocks
-    _kernel(query_BH1D.dtype, H, K, D, E)(
-        *_strided(query_BH1D),
-        *_strided(key_BK1D),
-        *_strided(value_BK1E),
+    states, blocks = (query_BH1D, key_BK1D, value_BK1E), table.blocks
+    if operators.are_installed():
+        # The order of sums is that of `kernels.attend`.
+        states, sizes = [*map(with_unit_stride, states)], (B, H, K, D, E)
+        strided = [n for x in states for n in (x.data_ptr(), *x.stride()[:2])]
+        kernel = ordered_kernel(query_BH1D.dtype, "attend_paged")
+    else:
+        strided = [n for x in states for n in (x.data_ptr(), *x.stride()[:2], x.stride(3))]
+        sizes, kernel = (B,), _kernel(query_BH1D.dtype, H, K, D, E)
+    kernel(
+        *strided,
         outputs_B1HE.data_ptr(),
         pages[0].data_ptr(),
         pages[1].data_ptr(),
@@ -181,7 +168,7 @@ def attend(
         table.block_size,
         table_rows_B.data_ptr(),
         lengths_B.data_ptr(),
-        B,
+        *sizes,
         spec.scale,
         spec.softcap or 0.0,
         spec.window or 0,
@@ -205,9 +192,3 @@ def _kernel(
     ).attend
     kernel.argtypes, kernel.restype = _ARGUMENTS, None
     return kernel
-
-
-def _strided(states_BN1S: torch.Tensor) -> tuple[int, int, int, int]:
-    """Return the address of states, and the strides of rows, heads and numbers."""
-    row, head, _, number = states_BN1S.stride()
-    return states_BN1S.data_ptr(), row, head, number

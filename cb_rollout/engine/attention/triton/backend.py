@@ -2,22 +2,26 @@
 
 Called by the thread that runs a decode step, and by captures of CUDA graphs.
 
-B: rows, V: vocabulary. Of a grouped product: S: rows, G: groups, M: size of a row, N: of a result.
+B: rows. Of a grouped product: S: rows, G: groups, M: size of a row, N: of a result.
 """
 
 import importlib.util
 from collections.abc import Sequence
-from typing import ClassVar
 
 import torch
 
 from cb_rollout.compat import inductor
 from cb_rollout.compat.moe import waits_for_groups
-from cb_rollout.engine.attention.backend import AttentionMetadata, unsupported_states
-from cb_rollout.engine.attention.decode_cache import DecodeCache, DecodeInputs
+from cb_rollout.engine.attention.backend import AttentionBackend
+from cb_rollout.engine.attention.decode_cache import DecodeInputs, unsupported_states
 from cb_rollout.engine.attention.joined_products import join_products
-from cb_rollout.engine.attention.shared_prefix import STRETCH_INTERVAL, is_cut, max_stretches
-from cb_rollout.engine.attention.traced_forward import TracedForward, Tracing
+from cb_rollout.engine.attention.shared_prefix import (
+    STRETCH_INTERVAL,
+    AttentionMetadata,
+    is_cut,
+    max_stretches,
+)
+from cb_rollout.engine.attention.traced_forward import Tracing
 from cb_rollout.engine.kv_cache.block_table import BlockTable
 from cb_rollout.engine.kv_cache.forward_batch import ForwardBatch
 from cb_rollout.engine.kv_cache.layout import CacheLayout
@@ -44,39 +48,37 @@ TRACING = Tracing(
 )
 
 
-class TritonBackend:
+class TritonBackend(AttentionBackend):
     """Run decode steps with no gather, on a CUDA device."""
 
-    name: ClassVar[str] = "triton"
-    device_type: ClassVar[str] = "cuda"
+    name = "triton"
+    device_type = "cuda"
+    tracing = TRACING
 
     @staticmethod
     def obstacle(device: torch.device, layout: CacheLayout | None) -> str | None:
-        """Return why the kernels cannot run; None: they can."""
         return device_obstacle(device) or unsupported_states(layout, DTYPES, LARGEST_HEAD)
 
     def __init__(self, layout: CacheLayout, device: torch.device) -> None:
+        super().__init__(layout, device)
         # Triton is an optional dependency.
         from cb_rollout.engine.attention.triton.launch import TritonPagedAttention, grouped_product
 
         self._create_attention = TritonPagedAttention
         self._grouped_product = grouped_product
-        self.cache = DecodeCache(layout, device)
-        self.traced_forward = TracedForward(TRACING, can_be_traced=not layout.is_recurrent)
         num_addresses = 2 * len(layout.layers) + 2
         self.addresses = torch.zeros(num_addresses, dtype=torch.int64, device=device)
         """`AttentionMetadata.addresses`; all zero until `find`."""
-        self._known: list[int] = []
+        self._written: list[int] = []
         self._rows_per_tile = dict.fromkeys((layer.index for layer in self.cache.paged), 1)
-        self._device = device
-        self._num_key_heads = max(layer.keys.shape[0] for layer in layout.layers if layer.keys)
-        self._num_processors = 1
+        num_processors = 1
         if device.type == "cuda":
-            properties = torch.cuda.get_device_properties(device)
-            self._num_processors = properties.multi_processor_count
+            num_processors = torch.cuda.get_device_properties(device).multi_processor_count
+        num_key_heads = max(layer.num_key_heads for layer in self.cache.paged)
+        self.num_stretches = max_stretches(num_key_heads, num_processors)
+        """Stretches that all keys of a step are cut into, beside one for each row."""
 
     def prepare(self, batch: ForwardBatch) -> DecodeInputs:
-        """Return the inputs of a forward of rows of one new token."""
         lengths_B = self._integers(batch.lengths)
         metadata = AttentionMetadata(
             self.find(batch.cache, batch.table),
@@ -85,15 +87,11 @@ class TritonBackend:
             lengths_B,
             self.num_stretches if self.is_cut(batch.lengths) else 0,
         )
-        tokens_B1 = devices.to_device(batch.new_tokens, self._device)
+        tokens_B1 = devices.to_device(batch.new_tokens, self.cache.device)
         positions_B1 = lengths_B.long()[:, None] - 1
         if batch.position_offsets:
-            positions_B1 += devices.to_device(batch.position_offsets, self._device)[:, None]
+            positions_B1 += devices.to_device(batch.position_offsets, self.cache.device)[:, None]
         return self.inputs(tokens_B1, positions_B1, metadata, batch.cache)
-
-    def check_weights(self, model: torch.nn.Module) -> None:
-        """Drop the trace if weights have moved."""
-        self.traced_forward.check_weights(model)
 
     def inputs(
         self,
@@ -103,17 +101,17 @@ class TritonBackend:
         states: PagedCache | None = None,
     ) -> DecodeInputs:
         """Return the inputs of a forward; `states` holds the recurrent states, if there are any."""
-        attention = self._create_attention(metadata, self._rows_per_tile)
+        attend = self._create_attention(metadata, self._rows_per_tile).attend
         rows_B, product = metadata.table_rows_B, self._grouped_product
-        return DecodeInputs(self.cache, attention, tokens_B1, positions_B1, rows_B, states, product)
+        return DecodeInputs(self.cache, attend, tokens_B1, positions_B1, rows_B, states, product)
 
     def find(self, cache: PagedCache, table: BlockTable) -> torch.Tensor:
         """Return the current addresses of pages and table, in a tensor that never moves."""
         blocks = table.blocks
         addresses = [blocks.data_ptr(), blocks.shape[1], *cache.addresses]
-        if addresses != self._known:
-            self.addresses.copy_(devices.to_device(addresses, self._device))
-            self._known = addresses
+        if addresses != self._written:
+            self.addresses.copy_(devices.to_device(addresses, self.cache.device))
+            self._written = addresses
         return self.addresses
 
     @property
@@ -121,17 +119,12 @@ class TritonBackend:
         """Most rows that read a shared prompt together, in every layer."""
         return min(self._rows_per_tile.values())
 
-    @property
-    def num_stretches(self) -> int:
-        """Stretches that all keys of a step are cut into, beside one for each row."""
-        return max_stretches(self._num_key_heads, self._num_processors)
-
     def is_cut(self, lengths: Sequence[int], interval: int = STRETCH_INTERVAL) -> bool:
         """Return whether any row of these lengths is worth cutting."""
         return is_cut(lengths, self.num_stretches, interval)
 
     def _integers(self, values: Sequence[int]) -> torch.Tensor:
-        return devices.to_device(values, self._device, torch.int32)
+        return devices.to_device(values, self.cache.device, torch.int32)
 
 
 def _multiply_groups(
