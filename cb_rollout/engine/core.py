@@ -159,11 +159,7 @@ class Engine:
             max_rows = max(max_rows, MAX_DRAFT_ROWS)
         # Captured before the memory is planned, which then knows what is left.
         self._graphs, self._graphs_phrase = create_graphs(
-            self._runner,
-            self.config,
-            max_rows,
-            self.layout.is_recurrent,
-            is_alone=self._is_alone,
+            self._runner, self.config, max_rows, is_alone=self._is_alone
         )
         self._plan()
         self._identity = identity

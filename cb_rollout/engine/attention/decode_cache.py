@@ -173,8 +173,7 @@ class DecodeCache(Cache):
             UnsupportedAttentionError: the layer asks for what the kernels do not compute.
         """
         assert self._attend is not None, "the cache was used outside a step"
-        updated = (layer for layer in self.paged if layer.new_states)
-        layer = next((layer for layer in updated if layer.new_states[0] is key), None)
+        layer = next((x for x in self.paged if x.new_states and x.new_states[0] is key), None)
         if layer is None:
             if any(layer.new_states for layer in self.paged):
                 raise UnsupportedAttentionError("its attention changes the keys that it caches")

@@ -103,6 +103,6 @@ def max_stretches(num_key_heads: int, num_processors: int) -> int:
 
 
 def is_cut(lengths: Sequence[int], num_stretches: int, interval: int) -> bool:
-    """Return whether a row of these lengths is cut into stretches; see `triton/work_list.py`."""
+    """Return whether a row of these lengths is cut into stretches; see `triton/launch.py`."""
     stretch = max(SHORT_STRETCH, -(-sum(lengths) // num_stretches))
     return max(lengths) > -(-stretch // interval) * interval

@@ -202,11 +202,8 @@ class TracedForward:
                 self._num_traces -= 1
                 return
             self.stay_untraced()
-            _LOGGER.log(
-                logging.INFO if is_answer else logging.WARNING,
-                "decode forwards run by the model itself, not from a trace: %s",
-                reason,
-            )
+            level = logging.INFO if is_answer else logging.WARNING
+            _LOGGER.log(level, "decode forwards run by the model, not from a trace: %s", reason)
 
 
 class UntraceableError(Exception):

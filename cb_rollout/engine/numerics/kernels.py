@@ -20,7 +20,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 _STRIDED = (TENSOR, COUNT, COUNT, COUNT)
 
-# Kinds of a mask, as in ordered.cpp.
+# Forms of a mask, as in ordered.cpp.
 _NONE, _BOOLEAN, _ADDED = range(3)
 
 
@@ -29,15 +29,12 @@ def multiply(
 ) -> torch.Tensor:
     """Compute a linear layer, `[B, N]`; each output is one sum over the inputs, in one order.
 
-    Args:
-        rows_BK: on a CPU, in one of `native.library.TYPES`, as all three.
-        weight_NK: contiguous.
-        bias_N: added to the rounded sums' float; None: there is none.
+    All tensors are on a CPU, in one of `native.library.TYPES`; the weight is contiguous.
     """
     rows_BK, bias_N = rows_BK.contiguous(), None if bias_N is None else bias_N.contiguous()
     (B, K), N = rows_BK.shape, weight_NK.shape[0]
     outputs_BN = rows_BK.new_empty(B, N)
-    linear_kernel(rows_BK.dtype)(
+    ordered_kernel(rows_BK.dtype, "multiply")(
         rows_BK.data_ptr(),
         weight_NK.data_ptr(),
         None if bias_N is None else bias_N.data_ptr(),
@@ -52,9 +49,7 @@ def multiply(
 def multiply_batch(left_BMK: torch.Tensor, right_BKN: torch.Tensor) -> torch.Tensor:
     """Multiply matrices, `[B, M, N]`: each output is one chain over K, which zeros do not change.
 
-    Args:
-        left_BMK: on a CPU, in one of `DTYPES`, as both; any strides.
-        right_BKN: any strides; copied if its last one is not 1.
+    Both are on a CPU, in one of `DTYPES`; the right one is copied if its last stride is not 1.
     """
     (B, M, K), N = left_BMK.shape, right_BKN.shape[2]
     if right_BKN.stride(2) != 1:
@@ -88,7 +83,7 @@ def attend(
     """Attend with every query to the keys that its mask leaves, in their order.
 
     Args:
-        query_BHQD: on a CPU, in one of `DTYPES`, as all three.
+        query_BHQD: on a CPU, in one of `DTYPES`, as all three states.
         key_BKSD: H is a multiple of K.
         value_BKSE: as the keys.
         mask: broadcast to `[B, H, Q, S]`: bool, True where a key is seen, or numbers to add; None:
@@ -103,20 +98,19 @@ def attend(
     """
     B, H, Q, D = query_BHQD.shape
     _, K, S, E = value_BKSE.shape
-    states = [with_unit_stride(one) for one in (query_BHQD, key_BKSD, value_BKSE)]
+    states = [*map(with_unit_stride, (query_BHQD, key_BKSD, value_BKSE))]
     outputs_BQHE = query_BHQD.new_empty(B, Q, H, E)
-    kind, strides = _NONE, (0, 0, 0, 0)
+    form, strides = _NONE, (0, 0, 0, 0)
     if mask is not None:
-        kind = _BOOLEAN if mask.dtype == torch.bool else _ADDED
-        mask = mask if kind == _BOOLEAN else mask.to(query_BHQD.dtype)
-        mask = mask.expand(B, H, Q, S)
+        form = _BOOLEAN if mask.dtype == torch.bool else _ADDED
+        mask = (mask if form == _BOOLEAN else mask.to(query_BHQD.dtype)).expand(B, H, Q, S)
         strides = mask.stride()
     sinks_H = None if sinks_H is None else sinks_H.to(query_BHQD.dtype).contiguous()
     ordered_kernel(query_BHQD.dtype, "attend_masked")(
-        *(number for one in states for number in (one.data_ptr(), *one.stride()[:3])),
+        *(n for x in states for n in (x.data_ptr(), *x.stride()[:3])),
         outputs_BQHE.data_ptr(),
         None if mask is None else mask.data_ptr(),
-        kind,
+        form,
         *strides,
         B,
         H,
@@ -139,6 +133,7 @@ def with_unit_stride(states: torch.Tensor) -> torch.Tensor:
 
 
 _ARGUMENTS = {
+    "multiply": (*(TENSOR,) * 4, *(COUNT,) * 3),
     "attend_masked": (
         *(_STRIDED * 3),
         *(TENSOR, TENSOR),
@@ -157,20 +152,9 @@ _ARGUMENTS = {
 
 
 @cache
-def linear_kernel(dtype: torch.dtype) -> Callable[..., Any]:
-    """Compile the kernel of linear layers.
-
-    Raises:
-        Exception: what the compiler raises.
-    """
-    kernel = library("multiply", STORED=TYPES[dtype]).multiply
-    kernel.argtypes, kernel.restype = (*(TENSOR,) * 4, *(COUNT,) * 3), None
-    return kernel
-
-
-@cache
 def ordered_kernel(dtype: torch.dtype, name: str) -> Callable[..., Any]:
-    """Compile a kernel of `ordered.cpp`, at its first call."""
-    kernel = getattr(library("ordered", STORED=TYPES[dtype]), name)
+    """Compile a kernel of `multiply.cpp` or `ordered.cpp`; raise what the compiler raises."""
+    source = "multiply" if name == "multiply" else "ordered"
+    kernel = getattr(library(source, STORED=TYPES[dtype]), name)
     kernel.argtypes, kernel.restype = _ARGUMENTS[name], None
     return kernel

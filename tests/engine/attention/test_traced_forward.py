@@ -6,9 +6,8 @@ from tiny import tiny_model
 
 from cb_rollout.compat import inductor
 from cb_rollout.compat.transformers import text_token_ids
-from cb_rollout.engine.attention.cpu.backend import TRACING
+from cb_rollout.engine.attention.cpu.backend import TRACING, replace_linear_layers
 from cb_rollout.engine.attention.cpu.few_row_linear import linear
-from cb_rollout.engine.attention.cpu.operators import replace_linear_layers
 from cb_rollout.engine.attention.traced_forward import (
     Trace,
     Traceable,

@@ -30,6 +30,7 @@ from cb_rollout.engine.attention.triton.kernels import (
     join_kernel,
     write_kernel,
 )
+from cb_rollout.engine.numerics.kernels import with_unit_stride
 
 # The fewest that a tensor-core product takes.
 MIN_TILE_ROWS = 16
@@ -55,11 +56,7 @@ MAX_TILE_KEYS = 128
 # Numbers of partial outputs that a join holds at a time.
 JOINED_NUMBERS = 4096
 
-TYPES = {
-    torch.float32: tl.float32,
-    torch.bfloat16: tl.bfloat16,
-    torch.float16: tl.float16,
-}
+TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +95,6 @@ class TritonPagedAttention:
         value: torch.Tensor,
         spec: AttentionSpec,
     ) -> torch.Tensor:
-        """Write new keys and values, then attend, as `PagedAttention` says."""
         write(key[:, :, 0], value[:, :, 0], layer, self.metadata)
         heads_per_key = query.shape[1] // layer.num_key_heads
         self.rows_per_tile[layer.index] = shared_rows(heads_per_key, layer)
@@ -123,7 +119,7 @@ def write(
 ) -> None:
     """Write each row's newest key and value into its page."""
     (B, K, D), E = keys_BKD.shape, values_BKE.shape[-1]
-    keys_BKD, values_BKE = _dense(keys_BKD), _dense(values_BKE)
+    keys_BKD, values_BKE = with_unit_stride(keys_BKD), with_unit_stride(values_BKE)
     write_kernel[(B,)](
         keys_BKD,
         values_BKE,
@@ -152,15 +148,9 @@ def attend(
 ) -> torch.Tensor:
     """Return the attention of each row's newest token over all of its keys.
 
-    Args:
-        queries_BHD: the new tokens' queries; the kernel casts them to the keys' dtype.
-        layer: sizes and dtypes of its pages.
-        metadata: the step's rows.
-        spec: scale, window, cap and sinks.
-        work: the stretches of its window; None: one program attends over all keys of a row.
-
-    Returns:
-        `[B, H, E]` in the values' dtype; zeros where a row has no tokens.
+    The kernel casts queries to the keys' dtype. `work`: the stretches of the layer's window; None:
+    one program attends over all keys of a row. Returns `[B, H, E]` in the values' dtype, zeros
+    where a row has no tokens.
     """
     (B, H, _), E = queries_BHD.shape, layer.value_size
     outputs_BHE = queries_BHD.new_empty(B, H, E, dtype=layer.value_dtype)
@@ -169,7 +159,7 @@ def attend(
     if work is not None:
         partials = outputs_BHE.new_empty(work.max_parts, H, E, dtype=torch.float32)
         sums = outputs_BHE.new_empty(work.max_parts, H, dtype=torch.float32)
-    buffers = _dense(queries_BHD), outputs_BHE, partials, sums
+    buffers = with_unit_stride(queries_BHD), outputs_BHE, partials, sums
     _launch_attend(buffers, layer, metadata, spec, work, is_shared=False)
     if work is not None:
         if metadata.shared_B is not None:
@@ -273,6 +263,7 @@ def cut(metadata: AttentionMetadata, window: int | None) -> WorkList:
     lengths_B = metadata.lengths_B
     B, extra = lengths_B.shape[0], metadata.num_stretches
     has_shared = metadata.shared_B is not None
+    tiles = (metadata.shared_B, metadata.first_T, metadata.count_T)
     T = 0 if metadata.first_T is None else metadata.first_T.shape[0]
     num_shared = T + extra if has_shared else 0
     # A tile of full size has a part of each of its rows in every stretch.
@@ -287,9 +278,7 @@ def cut(metadata: AttentionMetadata, window: int | None) -> WorkList:
     )
     cut_kernel[(1,)](
         lengths_B,
-        metadata.shared_B if has_shared else lengths_B,
-        metadata.first_T if has_shared else lengths_B,
-        metadata.count_T if has_shared else lengths_B,
+        *(tiles if has_shared else (lengths_B,) * 3),
         work.sizes,
         work.own_O,
         work.shared_S if has_shared else lengths_B,
@@ -367,7 +356,3 @@ def _tile_keys(width: int, layer: DecodeLayer) -> int:
     """Return the keys read at a time: shared memory of any card since Ampere holds them twice."""
     num_numbers = 2048 if _is_single(layer) else 8192
     return min(MAX_TILE_KEYS, max(MIN_TILE_ROWS, num_numbers // width))
-
-
-def _dense(states: torch.Tensor) -> torch.Tensor:
-    return states if states.stride(-1) == 1 else states.contiguous()
