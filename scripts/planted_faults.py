@@ -19,7 +19,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
-from cb_rollout.engine.attention.backend import UnsupportedAttentionError
+from cb_rollout.engine.attention.decode_cache import UnsupportedAttentionError
 from cb_rollout.engine.attention.packed import PackedAttention, Segment
 from cb_rollout.engine.kv_cache.layout import CacheLayout
 from cb_rollout.engine.kv_cache.paged import PagedCache, PagedLayer

@@ -18,18 +18,19 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from cb_rollout.engine.attention.backend import AttentionMetadata, AttentionSpec
+from cb_rollout.engine.attention.decode_cache import AttentionSpec, DecodeLayer
+from cb_rollout.engine.attention.shared_prefix import AttentionMetadata
 from cb_rollout.engine.attention.triton import launch
 from cb_rollout.engine.attention.triton.launch import (
-    TYPES,
     attend,
+    cut,
     grouped_product,
     shared_rows,
     write,
 )
-from cb_rollout.engine.attention.triton.work_list import cut
 from cb_rollout.engine.cuda_graphs.graph_sampler import GraphSampler, GraphSampling
 from cb_rollout.engine.cuda_graphs.inputs import GraphInputs
+from cb_rollout.engine.kv_cache.layout import LayerSpec, TensorSpec
 
 BF16, FP32 = torch.bfloat16, torch.float32
 ROWS, STRETCHES = 4, 66
@@ -64,10 +65,11 @@ def decode(sizes, asked, is_shared):
     heads, key_heads, key_size, value_size, dtype = sizes
     window, softcap, has_sinks = asked
     ints = torch.ones(ROWS, dtype=torch.int32)
-    types = TYPES[dtype], TYPES[dtype]
+    states = (TensorSpec((key_heads, size), dtype) for size in (key_size, value_size))
+    layer = DecodeLayer(0, LayerSpec(*states), torch.device("cpu"))
     tiles = {}
     if is_shared:
-        rows_per_tile = shared_rows(heads // key_heads, max(key_size, value_size), types)
+        rows_per_tile = shared_rows(heads // key_heads, layer)
         tiles = {"shared_B": ints, "first_T": ints[:2], "count_T": ints[:2]}
         tiles["rows_per_tile"] = rows_per_tile
     metadata = AttentionMetadata(
@@ -78,11 +80,11 @@ def decode(sizes, asked, is_shared):
         torch.zeros(ROWS, *shape, dtype=dtype)
         for shape in ((heads, key_size), (key_heads, key_size), (key_heads, value_size))
     )
-    write(keys, values, metadata, 0, types)
+    write(keys, values, layer, metadata)
     spec = AttentionSpec(key_size**-0.5, window, softcap, sinks)
-    attend(queries, key_heads, value_size, metadata, 0, types, spec, cut(metadata, window))
+    attend(queries, layer, metadata, spec, cut(metadata, window))
     # One program attends over all keys of a row.
-    attend(queries, key_heads, value_size, replace(metadata, shared_B=None), 0, types, spec, None)
+    attend(queries, layer, replace(metadata, shared_B=None), spec, None)
 
 
 # Rows, vocabulary, dtype of the logits, and tokens that are never sampled.

@@ -152,9 +152,8 @@ class Engine:
         if self._has_drafts:
             max_rows = max(max_rows, MAX_DRAFT_ROWS)
         # Captured before the memory is planned, which then knows what is left.
-        is_recurrent, is_alone = self.layout.is_recurrent, not self._is_split
         self._graphs, self._graphs_phrase = create_graphs(
-            self._runner, self.config, max_rows, is_recurrent, is_alone=is_alone
+            self._runner, self.config, max_rows, is_alone=not self._is_split
         )
         self._plan()
         self._identity = identity

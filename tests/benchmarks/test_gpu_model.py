@@ -32,7 +32,7 @@ from benchmarks.roofline.steps import (
 from benchmarks.roofline.stretches import STEPS, Programs, cut_by_list
 from benchmarks.roofline.tensors import DEVICE, CudaTensor
 from benchmarks.roofline.vllm_kernels import LayerSizes, vllm_step
-from cb_rollout.engine.attention.backend import AttentionMetadata
+from cb_rollout.engine.attention.shared_prefix import AttentionMetadata
 from cb_rollout.tools.bench.workload import TINY, create_model
 
 pytest.importorskip("triton")
@@ -262,7 +262,7 @@ def test_a_card_is_traced_only_if_it_splits_keys_otherwise(monkeypatch):
 
 @pytest.mark.parametrize("name", list(STEPS)[:2])
 def test_modelled_stretches_are_those_that_the_kernel_lists(name):
-    from cb_rollout.engine.attention.triton.work_list import cut
+    from cb_rollout.engine.attention.triton.launch import cut
 
     step = STEPS[name]
     num_rows, prompt = len(step.own), sum(step.shared)

@@ -1,69 +1,39 @@
-"""Define what attention backends share: a layer's spec and a step's metadata.
+"""Define what every attention backend has: a cache, a traced forward, and a step's inputs."""
 
-B: rows, H: query heads, T: shared tiles, V: vocabulary.
-"""
-
-from collections.abc import Collection
-from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
-from cb_rollout.engine.attention.shared_prefix import SHORT_STRETCH, STRETCH_INTERVAL
+from cb_rollout.engine.attention.decode_cache import DecodeCache, DecodeInputs
+from cb_rollout.engine.attention.traced_forward import TracedForward, Tracing
+from cb_rollout.engine.kv_cache.forward_batch import ForwardBatch
 from cb_rollout.engine.kv_cache.layout import CacheLayout
 
 
-class UnsupportedAttentionError(Exception):
-    """A layer asks for attention that no kernel computes."""
+class AttentionBackend:
+    """Prepare the decode steps of one model, one new token a row, on pages without a gather."""
 
+    name: ClassVar[str]
+    device_type: ClassVar[str]
+    """The `torch.device.type` that the backend runs on."""
+    tracing: ClassVar[Tracing | None] = None
+    """How forwards are traced; None: the model itself runs."""
 
-@dataclass(frozen=True, slots=True)
-class AttentionSpec:
-    """The attention of one layer, beyond the plain softmax."""
+    def __init__(self, layout: CacheLayout, device: torch.device) -> None:
+        self.cache = DecodeCache(layout, device)
+        """Cache that a decode forward is called with."""
+        self.traced_forward = TracedForward(None if layout.is_recurrent else self.tracing)
 
-    scale: float
-    window: int | None = None
-    """Newest tokens that are seen; None: all."""
-    softcap: float | None = None
-    sinks_H: torch.Tensor | None = None
-    """A score for each head that takes its share of the softmax and gives no value."""
+    @staticmethod
+    def obstacle(device: torch.device, layout: CacheLayout | None) -> str | None:
+        """Return why the backend cannot run; None: it can.
 
+        Args:
+            device: the model's, of `device_type`.
+            layout: the tensors that the model's layers store; None: not known yet.
+        """
+        raise NotImplementedError
 
-@dataclass(frozen=True, slots=True)
-class AttentionMetadata:
-    """Inputs of a decode step's kernels, beside queries, keys and values; all on the device."""
-
-    addresses: torch.Tensor
-    """int64: the block table's address and width, then each layer's pages of keys and of values."""
-    block_size: int
-    table_rows_B: torch.Tensor
-    """int32: each row's index into the block table."""
-    lengths_B: torch.Tensor
-    """int32: each row's tokens, the new one included; 0: an empty row."""
-    num_stretches: int = 0
-    """Stretches that all keys are cut into, beside one for each row; 0: no key is cut, and no
-    prompt is shared."""
-    least_stretch: int = SHORT_STRETCH
-    """Fewest keys of a stretch that is not a row's last."""
-    stretch_interval: int = STRETCH_INTERVAL
-    """Keys of a stretch are a multiple of this."""
-    shared_B: torch.Tensor | None = None
-    """int32: leading tokens of each row that a shared tile reads; None: no tiles."""
-    first_T: torch.Tensor | None = None
-    """int32: first row of each tile; the rows of a tile are neighbours."""
-    count_T: torch.Tensor | None = None
-    """int32: rows of each tile; 0: an empty tile."""
-    rows_per_tile: int = 1
-    """Most rows of a tile; see `shared_rows`."""
-
-
-def unsupported_states(
-    layout: CacheLayout | None, dtypes: Collection[torch.dtype], max_head_size: int | None = None
-) -> str | None:
-    """Name the first keys or values that a kernel does not take; None: it takes all of them."""
-    layers = () if layout is None else layout.layers
-    for states in (states for layer in layers for states in layer.per_token):
-        if max_head_size is not None and states.shape[1] > max_head_size:
-            return f"heads of {states.shape[1]} are larger than {max_head_size}"
-        if states.dtype not in dtypes:
-            return f"keys are {states.dtype}"
-    return None
+    def prepare(self, batch: ForwardBatch) -> DecodeInputs:
+        """Return the inputs of a forward of rows of one new token."""
+        raise NotImplementedError

@@ -7,17 +7,16 @@ mask is made, and every shape is known before the step. Called by the thread tha
 B: rows, V: vocabulary, H: query heads, K: key heads, D: size of a key, E: size of a value.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from cb_rollout.compat import transformers as hf_compat
 from cb_rollout.compat.moe import GroupedProduct, replacing_grouped_product
-from cb_rollout.engine.attention.backend import AttentionSpec, UnsupportedAttentionError
 from cb_rollout.engine.kv_cache.layout import CacheLayout, LayerSpec
 from cb_rollout.engine.kv_cache.paged import PagedCache
 
@@ -29,33 +28,33 @@ HARMLESS_ARGUMENTS = {
 }
 
 
-class PagedAttention(Protocol):
-    """Attend over the pages in one decode step."""
+class UnsupportedAttentionError(Exception):
+    """A layer asks for attention that no kernel computes."""
 
-    def attend(
-        self,
-        layer: "DecodeLayer",
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        spec: AttentionSpec,
-    ) -> torch.Tensor:
-        """Write each row's new key and value, then attend over the row's history.
 
-        Args:
-            layer: the layer that attends.
-            query: `[B, H, 1, D]`.
-            key: `[B, K, 1, D]`.
-            value: `[B, K, 1, E]`.
-            spec: scale, window, cap and sinks.
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """The attention of one layer, beyond the plain softmax."""
 
-        Returns:
-            `[B, 1, H, E]`, in the dtype of the pages of values.
+    scale: float
+    window: int | None = None
+    """Newest tokens that are seen; None: all."""
+    softcap: float | None = None
+    sinks_H: torch.Tensor | None = None
+    """A score for each head that takes its share of the softmax and gives no value."""
 
-        Raises:
-            UnsupportedAttentionError: the kernels do not compute that.
-        """
-        ...
+
+def unsupported_states(
+    layout: CacheLayout | None, dtypes: Collection[torch.dtype], max_head_size: int | None = None
+) -> str | None:
+    """Name the first keys or values that a kernel does not take; None: it takes all of them."""
+    layers = () if layout is None else layout.layers
+    for states in (states for layer in layers for states in layer.per_token):
+        if max_head_size is not None and states.shape[1] > max_head_size:
+            return f"heads of {states.shape[1]} are larger than {max_head_size}"
+        if states.dtype not in dtypes:
+            return f"keys are {states.dtype}"
+    return None
 
 
 class DecodeLayer(CacheLayerMixin):
@@ -63,37 +62,47 @@ class DecodeLayer(CacheLayerMixin):
 
     def __init__(self, index: int, states: LayerSpec, device: torch.device) -> None:
         super().__init__()
-        assert states.keys is not None
-        assert states.values is not None
+        assert states.keys
+        assert states.values
         self.is_initialized = True
         self.keys = self.values = torch.empty(0, device=device)
         self.index, self.window = index, states.window
-        self.num_key_heads, self.value_size = states.values.shape
+        self.num_key_heads, self.key_size = states.keys.shape
+        self.value_size = states.values.shape[1]
         self.key_dtype, self.value_dtype = states.keys.dtype, states.values.dtype
         self.new_states: tuple[torch.Tensor, torch.Tensor] | None = None
         """The last update's key and value, by which the attention function finds its layer."""
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Do nothing: the pages exist."""
+        pass
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: object, **__: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Remember `[B, heads, 1, size]` states, and return them."""
         self.new_states = key_states, value_states
         return self.new_states
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return the length and offset of a mask, which the kernels do not read."""
+        # The kernels read no mask.
         return query_length, 0
 
     def get_seq_length(self) -> int:
-        """Return 0: `position_ids` alone say where a token stands."""
+        # `position_ids` alone say where a token stands.
         return 0
 
     def get_max_length(self) -> int:
-        """Return -1: no limit."""
         return -1
+
+
+PagedAttention = Callable[
+    [DecodeLayer, torch.Tensor, torch.Tensor, torch.Tensor, AttentionSpec], torch.Tensor
+]
+"""Write each row's new key and value, then attend over the row's history, in one decode step.
+
+Takes the layer that attends, a query `[B, H, 1, D]`, a key `[B, K, 1, D]` and a value
+`[B, K, 1, E]`; returns `[B, 1, H, E]`, in the dtype of the pages of values. Raises
+`UnsupportedAttentionError` for what the kernels do not compute.
+"""
 
 
 class DecodeCache(Cache):
@@ -111,7 +120,7 @@ class DecodeCache(Cache):
         super().__init__(layers=layers)
         self.device = device
         self._is_recurrent = layout.is_recurrent
-        self._attention: PagedAttention | None = None
+        self._attend: PagedAttention | None = None
 
     def mask(self, tokens_B1: torch.Tensor) -> torch.Tensor | None:
         """Return the mask of a decode step."""
@@ -126,13 +135,13 @@ class DecodeCache(Cache):
             layer.new_states = None
         layers, recurrent = self.layers, inputs.states.stateful if inputs.states else {}
         self.layers = [recurrent.get(index, layer) for index, layer in enumerate(layers)]
-        self._attention = inputs.attention
+        self._attend = inputs.attend
         for layer in recurrent.values():
             layer.load(inputs.table_rows_B)
         try:
             product = inputs.grouped_product
             with (
-                hf_compat.replacing_attention(self.attend),
+                hf_compat.replacing_attention(self._attend_to_pages),
                 replacing_grouped_product(product) if product else nullcontext(),
             ):
                 yield
@@ -140,17 +149,15 @@ class DecodeCache(Cache):
                 layer.save(inputs.table_rows_B.long())
         finally:
             # A reference kept here would keep released pages and states alive.
-            self._attention, self.layers = None, layers
+            self._attend, self.layers = None, layers
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return what `DecodeLayer` does, for any layer."""
         return 0
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Return what `DecodeLayer` does, for any layer."""
         return query_length, 0
 
-    def attend(
+    def _attend_to_pages(
         self,
         own_attention: Callable[..., Any],
         module: torch.nn.Module,
@@ -165,19 +172,17 @@ class DecodeCache(Cache):
         Raises:
             UnsupportedAttentionError: the layer asks for what the kernels do not compute.
         """
-        assert self._attention is not None, "the cache was used outside a step"
-        layer = next(
-            (one for one in self.paged if one.new_states and one.new_states[0] is key), None
-        )
+        assert self._attend is not None, "the cache was used outside a step"
+        layer = next((x for x in self.paged if x.new_states and x.new_states[0] is key), None)
         if layer is None:
-            if any(one.new_states for one in self.paged):
+            if any(layer.new_states for layer in self.paged):
                 raise UnsupportedAttentionError("its attention changes the keys that it caches")
             return own_attention(module, query, key, value, attention_mask, **arguments)
         layer.new_states = None
         if attention_mask is not None and attention_mask.shape[1:] != (1, 1, 1):
             raise UnsupportedAttentionError("its attention makes a mask of its own")
         spec = _spec(query, layer, arguments)
-        return self._attention.attend(layer, query, key, value, spec), None
+        return self._attend(layer, query, key, value, spec), None
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +191,7 @@ class DecodeInputs:
 
     cache: DecodeCache
     """Passed to the model as its cache."""
-    attention: PagedAttention
+    attend: PagedAttention
     tokens_B1: torch.Tensor
     positions_B1: torch.Tensor
     table_rows_B: torch.Tensor

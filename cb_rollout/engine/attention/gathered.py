@@ -33,22 +33,13 @@ class BatchedAttention:
         attention_mask: torch.Tensor | None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return what the model's own attention function does for the same arguments.
+        """Return what the model's own attention function does, which computes what this cannot.
 
-        Args:
-            own_attention: that function; called for arguments that are not known here.
-            module: the model's attention module.
-            query: `[B, H x G, 1, D]`.
-            key: `[B, H, S, D]`.
-            value: `[B, H, S, D]`, or with heads of another size.
-            attention_mask: `[B, 1, 1, S]`, True or 0 where a token is seen; None: all are.
-            kwargs: the model's other arguments.
-
-        Returns:
-            `[B, 1, H x G, D]`, and no weights.
+        Takes a query `[B, H x G, 1, D]`, a key `[B, H, S, D]`, a value of as many heads, and a mask
+        `[B, 1, 1, S]`, True or 0 where a token is seen. Returns `[B, 1, H x G, D]`, and no weights.
         """
         B, num_heads, Q, D = query.shape
-        is_known = (
+        is_supported = (
             Q == 1
             and own_attention is hf_compat.sdpa_attention()
             # In 16 bits a model's own attention rounds between its two products, and the trainer's
@@ -60,7 +51,7 @@ class BatchedAttention:
             and not any(kwargs.get(name) for name in ("dropout", "softcap", "cache"))
             and kwargs.get("position_bias") is None
         )
-        if not is_known:
+        if not is_supported:
             return own_attention(module, query, key, value, attention_mask, **kwargs)
         H, S = key.shape[1:3]
         scale = kwargs.get("scaling")
@@ -78,13 +69,13 @@ class BatchedAttention:
         self, mask_B11S: torch.Tensor, num_key_heads: int, dtype: torch.dtype
     ) -> torch.Tensor:
         """Return the mask to add to scores, `[B x H, 1, S]`; layers with one mask share it."""
-        known = self._biases.get(id(mask_B11S))
-        if known is None or known[1].shape[0] != num_key_heads * mask_B11S.shape[0]:
+        B, _, _, S = mask_B11S.shape
+        _, bias = self._biases.get(id(mask_B11S), (None, None))
+        if bias is None or bias.shape[0] != num_key_heads * B:
             bias = mask_B11S.to(dtype)
             if mask_B11S.dtype == torch.bool:
                 bias = torch.zeros_like(bias).masked_fill_(~mask_B11S, -torch.inf)
-            B, S = mask_B11S.shape[0], mask_B11S.shape[3]
-            spread = bias.expand(B, num_key_heads, 1, S).reshape(-1, 1, S)
-            # The mask is held too, so that no other object gets its id.
-            known = self._biases[id(mask_B11S)] = (mask_B11S, spread)
-        return known[1]
+            bias = bias.expand(B, num_key_heads, 1, S).reshape(-1, 1, S)
+            # The mask is stored too, so that no other object gets its id.
+            self._biases[id(mask_B11S)] = mask_B11S, bias
+        return bias

@@ -46,22 +46,18 @@ class Segment(NamedTuple):
 
     @property
     def num_keys(self) -> int:
-        """Return the number of keys of prefix and segment."""
         return self.prefix_length + self.length
 
     @property
     def tokens(self) -> range:
-        """Return the indices of its tokens."""
         return range(self.start, self.start + self.length)
 
     @property
     def prefix(self) -> range:
-        """Return the indices of the prefix's keys."""
         return range(self.prefix_start, self.prefix_start + self.prefix_length)
 
     @property
     def own_keys(self) -> range:
-        """Return the indices of its tokens' own keys."""
         first = self.start if self.key_start is None else self.key_start
         return range(first, first + self.length)
 
@@ -98,11 +94,7 @@ class PackedAttention:
     """Attention of one packed batch, in place of the model's own lookup."""
 
     def __init__(
-        self,
-        segments: Sequence[Segment],
-        device: torch.device,
-        *,
-        max_length: int | None = None,
+        self, segments: Sequence[Segment], device: torch.device, *, max_length: int | None = None
     ) -> None:
         """Attend in these segments.
 
@@ -120,26 +112,33 @@ class PackedAttention:
         self.num_calls = 0
 
     @cached_property
-    def _buckets(self) -> list[_Bucket]:
-        return [_bucket(part, self._device) for part in self._parts]
+    def _buckets(self) -> tuple[list[_Bucket], torch.Tensor | None]:
+        """Buckets, and int64, the index of each token among their results; None: in their order."""
+        buckets = _of_one_size(self._segments)
+        tokens = [token for bucket in buckets for segment in bucket for token in segment.tokens]
+        is_ordered = tokens == list(range(self._num_tokens))
+        order = None if is_ordered else moved(torch.tensor(tokens).argsort(), self._device)
+        return [_bucket(segments, self._device) for segments in buckets], order
 
     @cached_property
-    def _parts(self) -> list[list[Segment]]:
-        return _of_one_size(self._segments)
+    def _varlen_arguments(self) -> tuple[torch.Tensor | None, dict[str, Any]]:
+        """The indices of keys, and transformers' arguments of unpadded flash attention.
 
-    @cached_property
-    def _varlen_arguments(self) -> dict[str, Any]:
-        return _varlen_arguments(self._segments, self._device)
-
-    @cached_property
-    def _order(self) -> torch.Tensor | None:
-        """int64: where each token is among the buckets' results; None: in their order."""
-        tokens = [
-            t for part in self._parts for s in part for t in range(s.start, s.start + s.length)
-        ]
-        if tokens == list(range(self._num_tokens)):
-            return None
-        return moved(torch.tensor(tokens).argsort(), self._device)
+        Indices are None where they are all keys, in their order.
+        """
+        keys: list[int] = []
+        ends_q, ends_k = [0], [0]
+        for segment in self._segments:
+            keys += [*segment.prefix, *segment.own_keys]
+            ends_q.append(ends_q[-1] + segment.length)
+            ends_k.append(len(keys))
+        is_all = keys == list(range(max(keys) + 1))
+        return None if is_all else to_device(keys, self._device), {
+            "cu_seq_lens_q": to_device(ends_q, self._device, torch.int32),
+            "cu_seq_lens_k": to_device(ends_k, self._device, torch.int32),
+            "max_length_q": max(segment.length for segment in self._segments),
+            "max_length_k": max(segment.num_keys for segment in self._segments),
+        }
 
     def __call__(
         self,
@@ -153,17 +152,8 @@ class PackedAttention:
     ) -> tuple[torch.Tensor, None]:
         """Return what the model's own attention function does for each sequence alone.
 
-        Args:
-            own_attention: that function.
-            module: the model's attention module.
-            query: (1, H, N, D).
-            key: (1, key heads, T, D).
-            value: as `key`, or with heads of another size.
-            attention_mask: `no_mask`, or None; the segments define the mask.
-            kwargs: the model's other arguments.
-
-        Returns:
-            (1, N, H, D), and no weights.
+        Takes a query (1, H, N, D), a key (1, key heads, T, D), a value of as many heads, and the
+        mask of `no_mask` or None: segments define the mask. Returns (1, N, H, D), and no weights.
 
         Raises:
             ConfigurationError: the model's attention cannot be computed in segments.
@@ -177,13 +167,17 @@ class PackedAttention:
             dtype = torch.get_autocast_dtype(query.device.type)
             query, key, value = (states.to(dtype) for states in (query, key, value))
         if implementation.startswith("flash"):
-            return self._attend_unpadded(own_attention, module, query, key, value, kwargs)
+            # Flash kernels of transformers 5.23 take the ends of queries and keys.
+            indices, varlen = self._varlen_arguments
+            if indices is not None:
+                key, value = key.index_select(2, indices), value.index_select(2, indices)
+            return own_attention(module, query, key, value, None, **(kwargs | varlen))[0], None
         if implementation == "sdpa" and torch_compat.has_varlen(query, value, kwargs):
             return self._attend_varlen(query, key, value, window, kwargs.get("scaling"))
         dtype = hf_compat.attention_mask_dtype(implementation, query.dtype)
         queries, keys, values = (states[0].transpose(0, 1) for states in (query, key, value))
-        outputs = []
-        for index, bucket in enumerate(self._buckets):
+        (buckets, order), outputs = self._buckets, []
+        for index, bucket in enumerate(buckets):
             mask = None
             if bucket.has_prefix or window is not None or dtype is not torch.bool:
                 mask = self._mask(index, window, dtype)
@@ -196,7 +190,7 @@ class PackedAttention:
                 **kwargs,
             )
             outputs.append(_chosen(output_CQHD.flatten(0, 1), bucket.kept))
-        return _chosen(torch.cat(outputs), self._order)[None], None
+        return _chosen(torch.cat(outputs), order)[None], None
 
     def _require_packed(
         self,
@@ -216,14 +210,12 @@ class PackedAttention:
 
     def _mask(self, index: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
         """Return a bucket's mask, (C, 1, Q, K): True or 0 where a key is seen."""
-        known = self._masks.get((index, window, dtype))
-        if known is not None:
-            return known
-        bucket = self._buckets[index]
+        if (mask := self._masks.get((index, window, dtype))) is not None:
+            return mask
+        bucket = self._buckets[0][index]
         # Keys in the padding come after every key that a query sees.
-        own_CQ1 = (
-            bucket.prefix_lengths + torch.arange(bucket.num_queries, device=self._device)[:, None]
-        )
+        queries_Q1 = torch.arange(bucket.num_queries, device=self._device)[:, None]
+        own_CQ1 = bucket.prefix_lengths + queries_Q1
         distances_CQK = own_CQ1 - torch.arange(bucket.num_keys, device=self._device)
         mask = distances_CQK >= 0
         if window is not None:
@@ -237,23 +229,6 @@ class PackedAttention:
         self._masks[index, window, dtype] = mask
         return mask
 
-    def _attend_unpadded(
-        self,
-        own_attention: Any,
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kwargs: dict[str, Any],
-    ) -> tuple[torch.Tensor, None]:
-        """Call a flash kernel of transformers 5.23 with the ends of queries and keys."""
-        varlen = dict(self._varlen_arguments)
-        keys = varlen.pop("keys")
-        if keys is not None:
-            key, value = key.index_select(2, keys), value.index_select(2, keys)
-        output, _ = own_attention(module, query, key, value, None, **(kwargs | varlen))
-        return output, None
-
     def _attend_varlen(
         self,
         query: torch.Tensor,
@@ -263,16 +238,13 @@ class PackedAttention:
         scale: float | None,
     ) -> tuple[torch.Tensor, None]:
         """Call PyTorch's own flash attention of segments, which sdpa has no arguments for."""
-        varlen = self._varlen_arguments
+        indices, varlen = self._varlen_arguments
         queries, keys, values = (states[0].transpose(0, 1) for states in (query, key, value))
         output_NHD = torch_compat.varlen_attn(
             queries.contiguous(),
-            _chosen(keys, varlen["keys"]).contiguous(),
-            _chosen(values, varlen["keys"]).contiguous(),
-            varlen["cu_seq_lens_q"],
-            varlen["cu_seq_lens_k"],
-            varlen["max_length_q"],
-            varlen["max_length_k"],
+            _chosen(keys, indices).contiguous(),
+            _chosen(values, indices).contiguous(),
+            *varlen.values(),
             scale=scale,
             window_size=(-1 if window is None else window - 1, 0),
             enable_gqa=True,
@@ -289,11 +261,9 @@ def _heads(
 
 def _chosen(states_NHD: torch.Tensor, indices: torch.Tensor | slice | None) -> torch.Tensor:
     """Return the states at `indices`; None: all, without a copy."""
-    if indices is None:
-        return states_NHD
-    return (
-        states_NHD[indices] if isinstance(indices, slice) else states_NHD.index_select(0, indices)
-    )
+    if isinstance(indices, torch.Tensor):
+        return states_NHD.index_select(0, indices)
+    return states_NHD if indices is None else states_NHD[indices]
 
 
 def _of_one_size(segments: Sequence[Segment]) -> list[list[Segment]]:
@@ -319,7 +289,7 @@ def _of_one_size(segments: Sequence[Segment]) -> list[list[Segment]]:
 
 
 def _bucket(segments: list[Segment], device: torch.device) -> _Bucket:
-    Q, K = (max(sizes) for sizes in zip(*((s.length, s.num_keys) for s in segments), strict=True))
+    Q, K = max(s.length for s in segments), max(s.num_keys for s in segments)
     queries: list[int] = []
     keys: list[int] = []
     kept: list[int] = []
@@ -345,24 +315,3 @@ def _range(indices: list[int]) -> slice | None:
     """Return the slice that is the same as these indices; None: there is none."""
     first, end = indices[0], indices[0] + len(indices)
     return slice(first, end) if indices == list(range(first, end)) else None
-
-
-def _varlen_arguments(segments: Sequence[Segment], device: torch.device) -> dict[str, Any]:
-    """Return transformers' arguments of unpadded flash attention, and the indices of its keys.
-
-    Those are None where they are all keys, in their order.
-    """
-    keys: list[int] = []
-    ends_q, ends_k = [0], [0]
-    for segment in segments:
-        keys += [*segment.prefix, *segment.own_keys]
-        ends_q.append(ends_q[-1] + segment.length)
-        ends_k.append(len(keys))
-    is_all = keys == list(range(max(keys) + 1))
-    return {
-        "keys": None if is_all else to_device(keys, device),
-        "cu_seq_lens_q": to_device(ends_q, device, torch.int32),
-        "cu_seq_lens_k": to_device(ends_k, device, torch.int32),
-        "max_length_q": max(segment.length for segment in segments),
-        "max_length_k": max(segment.num_keys for segment in segments),
-    }

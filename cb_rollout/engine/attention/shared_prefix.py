@@ -1,11 +1,15 @@
-"""Find the rows of a decode step that read the same prompt, and count the stretches of their keys.
+"""Describe a decode step to Triton's kernels, which cut its keys and read shared prompts once.
 
-Arithmetic on block ids and lengths, without tensors.
+Finds the rows that read the same prompt, and counts the stretches of their keys.
+
+B: rows, T: shared tiles.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+
+import torch
 
 # Fewer shared tokens cost more to join than to read twice.
 MIN_SHARED_TOKENS = 64
@@ -18,6 +22,34 @@ STRETCHES_PER_PROCESSOR = 4
 
 # Above this, joining costs as much as cutting gains.
 MAX_STRETCHES = 128
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionMetadata:
+    """Inputs of a decode step's kernels, beside queries, keys and values; all on the device."""
+
+    addresses: torch.Tensor
+    """int64: the block table's address and width, then each layer's pages of keys and of values."""
+    block_size: int
+    table_rows_B: torch.Tensor
+    """int32: each row's index into the block table."""
+    lengths_B: torch.Tensor
+    """int32: each row's tokens, the new one included; 0: an empty row."""
+    num_stretches: int = 0
+    """Stretches that all keys are cut into, beside one for each row; 0: no key is cut, and no
+    prompt is shared."""
+    least_stretch: int = SHORT_STRETCH
+    """Fewest keys of a stretch that is not a row's last."""
+    stretch_interval: int = STRETCH_INTERVAL
+    """Keys of a stretch are a multiple of this."""
+    shared_B: torch.Tensor | None = None
+    """int32: leading tokens of each row that a shared tile reads; None: no tiles."""
+    first_T: torch.Tensor | None = None
+    """int32: first row of each tile; the rows of a tile are neighbours."""
+    count_T: torch.Tensor | None = None
+    """int32: rows of each tile; 0: an empty tile."""
+    rows_per_tile: int = 1
+    """Most rows of a tile; see `shared_rows`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +103,6 @@ def max_stretches(num_key_heads: int, num_processors: int) -> int:
 
 
 def is_cut(lengths: Sequence[int], num_stretches: int, interval: int) -> bool:
-    """Return whether a row of these lengths is cut into stretches; see `triton/work_list.py`."""
+    """Return whether a row of these lengths is cut into stretches; see `triton/launch.py`."""
     stretch = max(SHORT_STRETCH, -(-sum(lengths) // num_stretches))
     return max(lengths) > -(-stretch // interval) * interval

@@ -18,7 +18,6 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import cycle, islice
 from typing import Any
 
@@ -27,8 +26,8 @@ from torch import fx
 
 from cb_rollout.compat import inductor
 from cb_rollout.compat.torch import captured_weights, has_hooks
-from cb_rollout.engine.attention.backend import AttentionSpec
 from cb_rollout.engine.attention.decode_cache import (
+    AttentionSpec,
     DecodeCache,
     DecodeInputs,
     DecodeLayer,
@@ -48,9 +47,6 @@ MOST_TRACES = 3
 
 # A trace is tried at these positions, which every model that passed its check has.
 TRIED_POSITIONS = 8
-
-# Runs the model on the inputs of a decode step; returns logits in the model's dtype.
-Decode = Callable[[DecodeInputs], torch.Tensor]
 
 _LOGGER = logging.getLogger(__name__)
 _ATTENTION = threading.local()
@@ -73,19 +69,45 @@ class Tracing:
     """Options beside those that are asked for."""
 
 
+@dataclass(frozen=True, slots=True)
+class Traceable:
+    """A model's decode forward, to be traced."""
+
+    decode: Callable[[DecodeInputs], torch.Tensor]
+    """Runs the model, held in evaluation mode; returns logits in the model's dtype."""
+    cache: DecodeCache
+    """Passed to the model as its cache; without recurrent layers."""
+    token_ids: Sequence[int]
+    """Ids of the model's vocabulary to try the trace with; at least one."""
+    dtype: torch.dtype = torch.float32
+    """The dtype that `decode` computes in."""
+    precisely: Precisely = higher_precision
+    """Returns a context in which `decode` computes in another dtype."""
+
+    def run(
+        self, attend: PagedAttention, tokens_B1: torch.Tensor, positions_B1: torch.Tensor
+    ) -> torch.Tensor:
+        """Run the model with this attention; return logits in its dtype."""
+        # Where torch's product of experts would wait for the device.
+        product, rows_B = torch.ops.cb_rollout.grouped_product, tokens_B1[:, 0]
+        inputs = DecodeInputs(
+            self.cache, attend, tokens_B1, positions_B1, rows_B, grouped_product=product
+        )
+        return self.decode(inputs)
+
+
 class TracedForward:
     """Decide when to trace a model's decode forward, and run the trace.
 
-    `can_be_traced`: whether the forward is only operators on the tensors that it is given; False
-    where it moves recurrent states.
+    `tracing`: None where the forward cannot be traced, for example because it moves recurrent
+    states.
     """
 
-    def __init__(self, tracing: Tracing, *, can_be_traced: bool) -> None:
+    def __init__(self, tracing: Tracing | None) -> None:
         self.trace: Trace | None = None
         """Runs the forward; None: the model itself runs."""
-        self.can_be_traced = can_be_traced
         self._tracing = tracing
-        self._num_traces = 0 if can_be_traced else MOST_TRACES
+        self._num_traces = 0
         self._num_steps = 0
         self._steps_before_trace = STEPS_BEFORE_TRACE
         self._inductor_options: Mapping[str, Any] | None = None
@@ -106,8 +128,15 @@ class TracedForward:
         return "by the model, until a trace pays off"
 
     @property
+    def can_be_traced(self) -> bool:
+        """Return whether the forward is only operators on its inputs."""
+        return self._tracing is not None
+
+    @property
     def can_trace(self) -> bool:
-        """True: the forward has a trace, or may still get one."""
+        """Return whether the forward has a trace, or may still get one."""
+        if self._tracing is None:
+            return False
         may_run = self._inductor_options is not None or self._tracing.simplify is not None
         return self.trace is not None or (may_run and self._num_traces < MOST_TRACES)
 
@@ -139,24 +168,12 @@ class TracedForward:
     def _may_make_trace(self) -> bool:
         return self.trace is None and self.can_trace and not self._has_hooks
 
-    def warm_up(
-        self,
-        decode: Decode,
-        cache: DecodeCache,
-        token_ids: Sequence[int],
-        dtype: torch.dtype,
-        precisely: Precisely,
-    ) -> None:
-        """Make the trace before it is due; see `make_trace`."""
-        if self._may_make_trace:
-            self.make_trace(decode, cache, token_ids, dtype, precisely)
-
     def run(self, inputs: DecodeInputs) -> torch.Tensor | None:
         """Return float32 logits, `[B, V]`, from the trace; None: there is none, or it failed."""
         if self.trace is None:
             return None
         try:
-            return self.trace(inputs.tokens_B1, inputs.positions_B1, inputs.attention)
+            return self.trace(inputs.tokens_B1, inputs.positions_B1, inputs.attend)
         except Exception as error:
             # The model itself may succeed, but not where memory ran out.
             if is_out_of_memory(error):
@@ -165,27 +182,15 @@ class TracedForward:
             self.stay_untraced()
             return None
 
-    def make_trace(
-        self,
-        decode: Decode,
-        cache: DecodeCache,
-        token_ids: Sequence[int],
-        dtype: torch.dtype,
-        precisely: Precisely,
-    ) -> None:
-        """Trace `decode` with inputs that have this cache, or go on without a trace.
-
-        Args:
-            decode: runs the model.
-            cache: of the inputs.
-            token_ids: ids of the model's vocabulary to try the trace with.
-            dtype: the dtype that `decode` computes in.
-            precisely: returns a context in which it computes in another.
-        """
+    def warm_up(self, traceable: Traceable) -> None:
+        """Trace a forward if it may have a trace and has none, or go on without a trace."""
+        if not self._may_make_trace:
+            return
+        assert self._tracing is not None
         self._num_traces += 1
         options = self._inductor_options
         try:
-            self.trace = Trace(decode, cache, token_ids, self._tracing, options, dtype, precisely)
+            self.trace = Trace(traceable, self._tracing, options)
             _LOGGER.info("decode forwards run %s", self)
         except Exception as error:  # noqa: BLE001  a trace fails no request, whatever is wrong
             # Where memory ran out, the model's own forward says so itself.
@@ -197,11 +202,8 @@ class TracedForward:
                 self._num_traces -= 1
                 return
             self.stay_untraced()
-            _LOGGER.log(
-                logging.INFO if is_answer else logging.WARNING,
-                "decode forwards run by the model itself, not from a trace: %s",
-                reason,
-            )
+            level = logging.INFO if is_answer else logging.WARNING
+            _LOGGER.log(level, "decode forwards run by the model, not from a trace: %s", reason)
 
 
 class UntraceableError(Exception):
@@ -219,18 +221,28 @@ class TracedGraph:
     """The layer and the attention of each `cb_rollout::attend`."""
 
 
-def trace(
-    decode: Decode, cache: DecodeCache, tokens_B1: torch.Tensor, positions_B1: torch.Tensor
-) -> TracedGraph:
+def trace(traceable: Traceable, tokens_B1: torch.Tensor, positions_B1: torch.Tensor) -> TracedGraph:
     """Trace a decode forward of any number of rows, on tensors without contents.
 
     Raises:
         UntraceableError: the forward reads contents, or depends on the number of rows.
     """
-    recorder = _Recorder()
+    calls: list[tuple[DecodeLayer, AttentionSpec]] = []
+
+    def record(
+        layer: DecodeLayer,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        spec: AttentionSpec,
+    ) -> torch.Tensor:
+        calls.append((layer, spec))
+        # As the pages keep it; what is attended has their dtype.
+        value = value.to(layer.value_dtype)
+        return torch.ops.cb_rollout.attend(query, key, value, len(calls) - 1)
 
     def run(tokens_B1: torch.Tensor, positions_B1: torch.Tensor) -> torch.Tensor:
-        return _run(decode, cache, recorder, tokens_B1, positions_B1)
+        return traceable.run(record, tokens_B1, positions_B1)
 
     try:
         module, has_guards = inductor.trace_graph(run, tokens_B1, positions_B1)
@@ -238,7 +250,7 @@ def trace(
         raise UntraceableError(error_text(error)) from error
     if has_guards:
         raise UntraceableError("its forward depends on the number of rows")
-    return TracedGraph(module.graph, _lift_weights(module), recorder.calls)
+    return TracedGraph(module.graph, _lift_weights(module), calls)
 
 
 class Trace:
@@ -246,35 +258,26 @@ class Trace:
 
     def __init__(
         self,
-        decode: Decode,
-        cache: DecodeCache,
-        token_ids: Sequence[int],
+        traceable: Traceable,
         tracing: Tracing,
         inductor_options: Mapping[str, Any] | None = None,
-        dtype: torch.dtype = torch.float32,
-        precisely: Precisely = higher_precision,
     ) -> None:
         """Trace a forward.
 
         Args:
-            decode: runs the model, held in evaluation mode.
-            cache: passed to the model as its cache; without recurrent layers.
-            token_ids: ids of the model's vocabulary to try the trace with; at least one.
+            traceable: the forward.
             tracing: of the cache's device.
             inductor_options: inductor compiles the graph with these; None: it is not compiled.
-            dtype: the dtype that `decode` computes in.
-            precisely: returns a context in which it computes in another.
 
         Raises:
             UntraceableError: the forward reads contents, depends on the number of rows or does not
                 compile, or the trace computes something else.
         """
-        device = cache.device
-        traced = trace(decode, cache, *example(tracing.num_rows, token_ids, device))
+        token_ids, device = traceable.token_ids, traceable.cache.device
+        traced = trace(traceable, *example(tracing.num_rows, token_ids, device))
         self.graph, self._calls = traced.graph, traced.calls
         self._weights = tracing.rewrite(self.graph, traced.weights)
         self.is_compiled = inductor_options is not None
-        self._dtype, self._precisely = dtype, precisely
         if inductor_options is not None:
             options = {**tracing.inductor_options, **inductor_options}
             try:
@@ -286,75 +289,57 @@ class Trace:
             tracing.simplify(self.graph)
             self._compute = fx.GraphModule(torch.nn.Module(), self.graph).forward
         for num_rows in tracing.tried_rows:
-            self._try(decode, cache, example(num_rows, token_ids, device))
+            self._try(traceable, *example(num_rows, token_ids, device))
 
     def __call__(
-        self, tokens_B1: torch.Tensor, positions_B1: torch.Tensor, attention: PagedAttention
+        self, tokens_B1: torch.Tensor, positions_B1: torch.Tensor, attend: PagedAttention
     ) -> torch.Tensor:
         """Return float32 logits, `[B, V]`."""
+
+        def attend_in_call(
+            query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: int
+        ) -> torch.Tensor:
+            layer, spec = self._calls[call]
+            return attend(layer, query, key, value, spec)
+
         # Only operators run here, so no inference tensor outlives the call.
-        with torch.inference_mode(), _attending(partial(self._attend, attention)):
+        with torch.inference_mode(), _attending(attend_in_call):
             return self._compute(tokens_B1, positions_B1, *self._weights)
 
-    def _attend(
-        self,
-        attention: PagedAttention,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        call: int,
-    ) -> torch.Tensor:
-        layer, spec = self._calls[call]
-        return attention.attend(layer, query, key, value, spec)
-
     def _try(
-        self, decode: Decode, cache: DecodeCache, inputs: tuple[torch.Tensor, torch.Tensor]
+        self, traceable: Traceable, tokens_B1: torch.Tensor, positions_B1: torch.Tensor
     ) -> None:
-        num_rows = len(inputs[0])
+        """Raise `UntraceableError` if the trace and the model differ by more than rounding."""
 
         def run() -> torch.Tensor:
             with torch.no_grad():
-                return _run(decode, cache, _NewTokenAttention(), *inputs)
+                return traceable.run(attend_to_new_token, tokens_B1, positions_B1)
 
-        expected_BV = run()
+        expected_BV, rows = run(), f"with {len(tokens_B1)} rows"
         try:
-            got_BV = self(*inputs, _NewTokenAttention())
+            found_BV = self(tokens_B1, positions_B1, attend_to_new_token)
         except Exception as error:
-            raise UntraceableError(f"with {num_rows} rows: {error_text(error)}") from error
-        if reason := self._difference(got_BV, expected_BV, run):
-            raise UntraceableError(f"with {num_rows} rows it computes something else: {reason}")
-
-    def _difference(
-        self, got_BV: torch.Tensor, expected_BV: torch.Tensor, run: Callable[[], torch.Tensor]
-    ) -> str:
-        """Return how logits differ by more than rounding; "": not. `run` computes the expected."""
-        if got_BV.shape != expected_BV.shape:
-            return f"logits of shape {tuple(got_BV.shape)}, not {tuple(expected_BV.shape)}"
-        if operators.are_installed():
-            return "" if torch.equal(got_BV, expected_BV) else "other bits"
-
-        reference = references(
-            run,
-            self._dtype,
-            self._precisely,
-            is_coarse=self._dtype.itemsize < torch.float32.itemsize,
-        )[-1]
-        agreement = agrees(got_BV, reference.values, reference.noise)
-        return "" if agreement else str(agreement)
+            raise UntraceableError(f"{rows}: {error_text(error)}") from error
+        if reason := _difference(found_BV, expected_BV, traceable, run):
+            raise UntraceableError(f"{rows} it computes something else: {reason}")
 
 
-def _run(
-    decode: Decode,
-    cache: DecodeCache,
-    attention: Any,
-    tokens: torch.Tensor,
-    positions: torch.Tensor,
-) -> torch.Tensor:
-    # Where torch's product of experts would wait for the device.
-    product = torch.ops.cb_rollout.grouped_product
-    return decode(
-        DecodeInputs(cache, attention, tokens, positions, tokens[:, 0], grouped_product=product)
-    )
+def _difference(
+    found_BV: torch.Tensor,
+    expected_BV: torch.Tensor,
+    traceable: Traceable,
+    run: Callable[[], torch.Tensor],
+) -> str:
+    """Return how logits differ by more than rounding; "": not. `run` computes the expected."""
+    if found_BV.shape != expected_BV.shape:
+        return f"logits of shape {tuple(found_BV.shape)}, not {tuple(expected_BV.shape)}"
+    if operators.are_installed():
+        return "" if torch.equal(found_BV, expected_BV) else "other bits"
+    dtype = traceable.dtype
+    is_coarse = dtype.itemsize < torch.float32.itemsize
+    reference = references(run, dtype, traceable.precisely, is_coarse=is_coarse)[-1]
+    agreement = agrees(found_BV, reference.values, reference.noise)
+    return "" if agreement else str(agreement)
 
 
 def example(
@@ -366,42 +351,19 @@ def example(
     return tokens_B1, torch.arange(num_rows, device=device)[:, None] % TRIED_POSITIONS + 1
 
 
-class _Recorder:
-    """A `PagedAttention` that records each attention of a forward as an operator."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[DecodeLayer, AttentionSpec]] = []
-
-    def attend(
-        self,
-        layer: DecodeLayer,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        spec: AttentionSpec,
-    ) -> torch.Tensor:
-        self.calls.append((layer, spec))
-        # As the pages keep it; what is attended has their dtype.
-        value = value.to(layer.value_dtype)
-        return torch.ops.cb_rollout.attend(query, key, value, len(self.calls) - 1)
-
-
-class _NewTokenAttention:
-    """A `PagedAttention` over the new token alone; its output depends on every input."""
-
-    def attend(
-        self,
-        layer: DecodeLayer,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        spec: AttentionSpec,
-    ) -> torch.Tensor:
-        times = query.shape[1] // key.shape[1]
-        keys, values = (states.repeat_interleave(times, 1) for states in (key, value))
-        scores = (query * keys).sum(-1, keepdim=True) * spec.scale
-        outputs = (values * scores.sigmoid()).to(layer.value_dtype)
-        return outputs.transpose(1, 2).contiguous()
+def attend_to_new_token(
+    layer: DecodeLayer,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    spec: AttentionSpec,
+) -> torch.Tensor:
+    """Attend to the new token alone, so that the output depends on every input."""
+    times = query.shape[1] // key.shape[1]
+    keys, values = (states.repeat_interleave(times, 1) for states in (key, value))
+    scores = (query * keys).sum(-1, keepdim=True) * spec.scale
+    outputs = (values * scores.sigmoid()).to(layer.value_dtype)
+    return outputs.transpose(1, 2).contiguous()
 
 
 def _lift_weights(module: fx.GraphModule) -> list[torch.Tensor]:

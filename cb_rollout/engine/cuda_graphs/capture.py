@@ -61,8 +61,8 @@ class CudaCapture:
 def _without_cached_casts(step: Replay) -> torch.Tensor:
     """Run a step that takes no cast of a weight from autocast's cache, and leaves none there.
 
-    A model's own forward may autocast, as accelerate wraps it. A replay would read a cast that was
-    cached before the capture, and one cached in the capture holds nothing before a replay.
+    A model's own forward may autocast, as accelerate wraps it. A replay would read a cast from
+    before the capture, and a cast of the capture is empty before a replay.
     """
     torch.clear_autocast_cache()
     try:

@@ -79,7 +79,8 @@ class GraphSampler:
         self._never_sampled = devices.to_device(sampling.never_sampled or (0,), device)
         # Of all graphs, because each graph's own would stay in the memory pool beside the others'.
         self._kept_NV: torch.Tensor | None = None
-        self._buffers: dict[str, torch.Tensor] = {}
+        self._measures: torch.Tensor | None = None
+        self._limits: torch.Tensor | None = None
 
     def host_results(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return system memory for results and tops; pinned, where there is a device."""
@@ -92,7 +93,7 @@ class GraphSampler:
 
     def forget(self) -> None:
         """Drop the buffers that graphs write, after the graphs."""
-        self._kept_NV, self._buffers = None, {}
+        self._kept_NV = self._measures = self._limits = None
 
     def kept(self, num_rows: int) -> torch.Tensor:
         """Return the logits of a step that kept them, in the model's dtype, `[num_rows, V]`."""
@@ -100,12 +101,11 @@ class GraphSampler:
         return self._kept_NV[:num_rows]
 
     def lines(self, requests: Sequence[Request]) -> Mapping[Line, Sequence[float] | np.ndarray]:
-        """Return the sampling parameters of rows."""
-        params = distinct_params(requests)
-        places = {id(one): place for place, one in enumerate(params)}
-        numbers = [_numbers(one) for one in params]
-        numbers_UC = np.array([[*one.values()] for one in numbers])
-        numbers_BC = numbers_UC[[places[id(request.params)] for request in requests]]
+        distinct = distinct_params(requests)
+        indices = {id(params): index for index, params in enumerate(distinct)}
+        numbers = [_numbers(params) for params in distinct]
+        numbers_UC = np.array([[*of_params.values()] for of_params in numbers])
+        numbers_BC = numbers_UC[[indices[id(request.params)] for request in requests]]
         return dict(zip(numbers[0], numbers_BC.T, strict=True)) | {
             Line.SEED: [request.seed for request in requests],
             Line.INDEX: [len(r.token_ids) - len(r.prompt_ids) for r in requests],
@@ -114,9 +114,7 @@ class GraphSampler:
     def sample(self, logits_BV: torch.Tensor, lines_LN: torch.Tensor) -> None:
         """Sample each row, and write the results and the next step's inputs; or keep the logits.
 
-        Args:
-            logits_BV: the model's, of any floating-point dtype.
-            lines_LN: the lines of `GraphInputs`, of which the first B rows are read.
+        Of the lines of `GraphInputs`, the first B rows are read.
         """
         # Triton is an optional dependency.
         from cb_rollout.engine.cuda_graphs import sampling_kernels as kernels
@@ -126,27 +124,26 @@ class GraphSampler:
         self._allocate(logits_BV, N, num_parts)
         if logits_BV.stride(1) != 1:
             logits_BV = logits_BV.contiguous()
-        buffers: Any = self._buffers
         rows = lines_LN, self._never_sampled, N, logits_BV.stride(0), V, num_parts
         never = len(self.sampling.never_sampled)
         fixed: dict[str, Any] = {"NUM_NEVER": never, "CHUNK": kernels.CHUNK}
         kernels.measure_kernel[(B, num_parts)](
-            logits_BV, self._kept_NV, buffers["measures"], *rows, **fixed, num_warps=8
+            logits_BV, self._kept_NV, self._measures, *rows, **fixed, num_warps=8
         )
         fixed["PARTS_WIDTH"] = 1 << (num_parts - 1).bit_length()
-        given = logits_BV, buffers["measures"], buffers["limits"]
-        kernels.truncate_kernel[(B,)](*given, *rows, **fixed, num_warps=16)
+        inputs = logits_BV, self._measures, self._limits
+        kernels.truncate_kernel[(B,)](*inputs, *rows, **fixed, num_warps=16)
         fixed["IS_PROCESSED"] = self.sampling.mode == LogprobsMode.PROCESSED
         kernels.top_kernel[(B,)](
-            *given, self.tops, *rows, **fixed, MAX_TOP=MAX_GRAPHED_TOP_LOGPROBS, num_warps=8
+            *inputs, self.tops, *rows, **fixed, MAX_TOP=MAX_GRAPHED_TOP_LOGPROBS, num_warps=8
         )
-        kernels.draw_kernel[(B,)](*given, self.results, *rows, **fixed, num_warps=16)
+        kernels.draw_kernel[(B,)](*inputs, self.results, *rows, **fixed, num_warps=16)
 
     def _allocate(self, logits_BV: torch.Tensor, num_rows: int, num_parts: int) -> None:
         """Allocate what the kernels write, in a run before a capture: outside of its pool."""
         if self._kept_NV is None:
             self._kept_NV = logits_BV.new_empty(num_rows, logits_BV.shape[1])
-            sizes = {"measures": (num_rows, 5, num_parts), "limits": (num_rows, 3)}
-            self._buffers = {
-                name: logits_BV.new_empty(size, dtype=torch.float32) for name, size in sizes.items()
-            }
+            self._measures, self._limits = (
+                logits_BV.new_empty(num_rows, *size, dtype=torch.float32)
+                for size in ((5, num_parts), (3,))
+            )

@@ -22,14 +22,9 @@ import numpy as np
 import torch
 
 from cb_rollout.compat import torch as torch_compat
-from cb_rollout.engine.attention.backend import AttentionMetadata
-from cb_rollout.engine.attention.shared_prefix import STRETCH_INTERVAL
+from cb_rollout.engine.attention.shared_prefix import STRETCH_INTERVAL, AttentionMetadata
 from cb_rollout.engine.cuda_graphs.capture import CudaCapture, Replay
-from cb_rollout.engine.cuda_graphs.graph_sampler import (
-    PLAIN_SAMPLING,
-    GraphSampler,
-    GraphSampling,
-)
+from cb_rollout.engine.cuda_graphs.graph_sampler import PLAIN_SAMPLING, GraphSampler, GraphSampling
 from cb_rollout.engine.cuda_graphs.inputs import GraphInputs, Line
 from cb_rollout.engine.kv_cache.block_table import BlockTable
 from cb_rollout.engine.kv_cache.forward_batch import ForwardBatch
@@ -70,7 +65,8 @@ class GraphSizes:
         """Return the rows of the graph that runs `num_rows`."""
         if not self.row_interval and num_rows <= ROWS[-1]:
             return next(size for size in ROWS if size >= num_rows)
-        return _rounded_up(num_rows, self.row_interval or ROW_INTERVAL)
+        interval = self.row_interval or ROW_INTERVAL
+        return -(-num_rows // interval) * interval
 
     def up_to(self, num_rows: int) -> list[int]:
         """Return the rows of every graph that runs `num_rows` or fewer."""
@@ -78,12 +74,7 @@ class GraphSizes:
 
     @property
     def stretch_interval(self) -> int:
-        """Return the multiple that the keys of a stretch are rounded up to."""
         return self.key_interval or STRETCH_INTERVAL
-
-
-def _rounded_up(count: int, interval: int) -> int:
-    return -(-count // interval) * interval
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,13 +112,8 @@ class PendingStep:
     ) -> None:
         """Record the step's end in the calling thread's stream.
 
-        Args:
-            requests: the sequences.
-            rows_B: int64; each one's row of the results.
-            results: `GraphSampler.results` and `tops` in system memory, still being written; the
-                latter if some row asks for `top_logprobs`.
-            device: runs the step.
-            is_plain: whether every request only samples a token from the whole vocabulary.
+        `rows_B`: int64, each sequence's row of the results: `GraphSampler.results` and `tops` in
+        system memory. `is_plain`: every sequence only samples a token from the whole vocabulary.
         """
         self._requests, self._rows_B = list(requests), rows_B
         self._results, self._end = results, devices.record_event(device)
@@ -135,7 +121,6 @@ class PendingStep:
 
     @property
     def running(self) -> list[Request]:
-        """Sequences of the step that still run."""
         decoding = RequestStatus.DECODING
         return [request for request in self._requests if request.status is decoding]
 
@@ -187,13 +172,8 @@ class GraphedDecoding:
     ) -> None:
         """Allocate the buffers; nothing is captured yet.
 
-        Args:
-            runner: calls the model.
-            decoding: reads and writes the pages.
-            sizes: sizes of the graphs.
-            max_rows: most sequences that run together.
-            sampling: settings of sampling beside the requests' parameters.
-            capture: captures a step; None: as a CUDA graph.
+        `max_rows`: most sequences that run together. `sampling`: settings beside the requests'
+        parameters. `capture`: captures a step; None: as a CUDA graph.
         """
         self._runner, self._decoding, self._sizes = runner, decoding, sizes
         self._capture = capture or CudaCapture(runner.device)
@@ -202,7 +182,7 @@ class GraphedDecoding:
         self._sampler = GraphSampler(num_rows, device, sampling)
         # One for a step, one for the step after it.
         self._host_results = [self._sampler.host_results() for _ in range(2)]
-        # Largest first, so that the others fit the memory that it takes. Tiles may stay empty.
+        # Largest first, so that the others fit its memory. Tiles may stay empty.
         self._row_keys = [
             GraphKey(size, is_cut=True, has_shared=size > 1)
             for size in reversed(sizes.up_to(max_rows))
@@ -211,12 +191,14 @@ class GraphedDecoding:
         # Where fewer are kept than there are sizes, sizes between them run a larger graph.
         self._row_keys = self._row_keys[:: -(-len(self._row_keys) // self._max_graphs)]
         self._graphs: dict[GraphKey, Replay] = {}
+        # Keys of steps that ran another graph; a dict keeps their order.
         self._wanted: dict[GraphKey, None] = {}
         self._weights: list[object] = []
         self._failure: str | None = None
         self.is_dropped = True
         """True until a graph for each number of rows is captured, or capturing them was tried."""
-        self._captured_bytes = self._most_captured_bytes = 0
+        self.num_bytes = self.planned_bytes = 0
+        """Bytes that the captured graphs hold, and the most that they held."""
         self.has_hooks = False
         """True while the model has hooks, which a replay would not call: no graph may run."""
 
@@ -225,19 +207,11 @@ class GraphedDecoding:
         return len(self._graphs)
 
     @property
-    def num_bytes(self) -> int:
-        return self._captured_bytes
-
-    @property
-    def planned_bytes(self) -> int:
-        """Return the most that they held."""
-        return self._most_captured_bytes
-
-    @property
     def obstacle(self) -> str | None:
-        """Return why no graph may run at present; None: one may."""
-        hooks = "while the model has forward hooks, as it has now"
-        return hooks if self.has_hooks else self._failure
+        """Return why no graph may run at present; None: they may."""
+        return (
+            "while the model has forward hooks, as it has now" if self.has_hooks else self._failure
+        )
 
     @property
     def is_wanting(self) -> bool:
@@ -259,11 +233,7 @@ class GraphedDecoding:
             self.capture_sizes(block_size)
 
     def capture_sizes(self, block_size: int) -> None:
-        """Capture a graph for each number of rows that has none, as many as are cached.
-
-        Raises:
-            Exception: memory ran out, or the device failed.
-        """
+        """Capture a graph for each number of rows that has none, as many as are cached."""
         if self.obstacle:
             return
         self.is_dropped = False
@@ -272,15 +242,12 @@ class GraphedDecoding:
         self._capture_all(missing, block_size)
 
     def capture_wanted(self, block_size: int) -> None:
-        """Capture the graphs that steps turned out to want, as many more as are cached.
-
-        Raises:
-            Exception: memory ran out, or the device failed.
-        """
+        """Capture the graphs that steps turned out to want, as many more as are cached."""
         wanted, self._wanted = list(self._wanted), {}
         self._capture_all(wanted, block_size)
 
     def _capture_all(self, keys: Sequence[GraphKey], block_size: int) -> None:
+        """Capture graphs; raise what is raised where memory runs out or the device fails."""
         keys = keys[: max(0, self._max_graphs - len(self._graphs))]
         if not keys or self.obstacle:
             return
@@ -293,8 +260,8 @@ class GraphedDecoding:
                 self.add(key, block_size)
         finally:
             taken = max(0, before - devices.memory_after_release(device).free_bytes)
-            self._captured_bytes += taken
-            self._most_captured_bytes = max(self._most_captured_bytes, self._captured_bytes)
+            self.num_bytes += taken
+            self.planned_bytes = max(self.planned_bytes, self.num_bytes)
 
     def give_up(self, failure: str) -> None:
         """Run no graph until the model changes, because it cannot be captured as it is."""
@@ -305,7 +272,7 @@ class GraphedDecoding:
         """Drop all graphs, and the memory that they hold."""
         self._graphs.clear()
         self.is_dropped = True
-        self._wanted, self._captured_bytes = {}, 0
+        self._wanted, self.num_bytes = {}, 0
         self._sampler.forget()
         if isinstance(self._capture, CudaCapture):
             self._capture.start_over()
@@ -329,16 +296,14 @@ class GraphedDecoding:
             self._weights, self._failure = weights, None
 
     def can_run(self, num_rows: int) -> bool:
-        """Return whether a graph may run, and one of so many rows or more is captured."""
+        """Return whether graphs may run, and one is captured of so many rows or more."""
         rows = self._sizes.padded(num_rows)
         return not self.obstacle and any(key.num_rows >= rows for key in self._graphs)
 
     def follows(self, requests: Sequence[Request], lengths: Sequence[int]) -> bool:
         """Return whether the last step left the inputs of this one, for a graph of the same size.
 
-        Args:
-            requests: sequences, none of them admitted since the last step.
-            lengths: tokens of each, the one that the last step sampled included.
+        No sequence may be admitted since; lengths count the token that the last step sampled.
         """
         is_size = self._sizes.padded(len(requests)) == self._sizes.padded(self._inputs.num_rows)
         return is_size and self._inputs.holds(requests, lengths)
@@ -362,23 +327,20 @@ class GraphedDecoding:
         cache: PagedCache,
         table: BlockTable,
     ) -> PendingStep:
-        """Launch one step, sampling included.
+        """Launch one step, sampling included; raise what the device raises.
 
         Args:
             requests: sequences that a graph `can_sample`, loaded by `load` or by the last step. A
                 graph must run so many; see `can_run`.
             lengths: tokens of each, with the newest, which may not be read yet.
-            cache: holds their pages.
+            cache: the pages of the sequences.
             table: lists the blocks of each table row, that of the newest token included.
-
-        Raises:
-            Exception: the device failed.
         """
         self._decoding.find(cache, table)
         inputs = self._inputs
         rows_B = inputs.keep(requests)
         self._replay(lengths, table.block_size)
-        inputs.note_step()
+        inputs.num_steps += 1
         self._host_results.reverse()
         num_rows, host = inputs.num_rows, self._host_results[0]
         sources = (self._sampler.results, self._sampler.tops)[: 1 + inputs.has_tops]

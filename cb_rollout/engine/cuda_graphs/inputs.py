@@ -68,7 +68,8 @@ class GraphInputs:
         self._requests: list[Request] = []
         self._rows_B = np.empty(0, np.int64)
         self._lengths: list[int] = []
-        self._num_steps = 0
+        self.num_steps = 0
+        """Steps since the rows were loaded, each of which wrote the next tokens and lengths."""
 
     def load(
         self,
@@ -77,12 +78,12 @@ class GraphInputs:
         requests: Sequence[Request] = (),
         sampling: Mapping[Line, Sequence[float] | np.ndarray] | None = None,
     ) -> None:
-        """Write the rows, with their sampling parameters if the step samples.
+        """Write the rows of one new token, with their sampling parameters if the step samples.
 
         Args:
-            batch: rows of one new token.
+            batch: the rows.
             rows_per_tile: most rows that read a shared prefix together.
-            requests: the rows' sequences, one each; empty: nothing is sampled.
+            requests: the sequence of each row; empty: nothing is sampled.
             sampling: parameters of each row; None: nothing is sampled, and logits are kept.
         """
         size, pairs = batch.table.block_size, zip(batch.block_ids, batch.lengths, strict=False)
@@ -114,11 +115,7 @@ class GraphInputs:
         self._requests = list(requests)
         self._rows_B = np.arange(len(requests))
         self._lengths = [request.num_tokens for request in requests]
-        self._num_steps = 0
-
-    def note_step(self) -> None:
-        """Count a step, which wrote the next tokens and lengths."""
-        self._num_steps += 1
+        self.num_steps = 0
 
     def forget(self) -> None:
         """Invalidate the buffer's contents."""
@@ -126,37 +123,36 @@ class GraphInputs:
 
     def holds(self, requests: Sequence[Request], lengths: Sequence[int]) -> bool:
         """Return whether the buffers hold all of these sequences, each with so many tokens."""
-        passed, held = self._num_steps, self._lengths
+        before = self._lengths
         if requests != self._requests:
             index = {request: at for at, request in enumerate(self._requests)}
             if not all(request in index for request in requests):
                 return False
-            held = [held[index[request]] for request in requests]
-        return lengths == [length + passed for length in held]
+            before = [before[index[request]] for request in requests]
+        return lengths == [length + self.num_steps for length in before]
 
     def keep(self, requests: Sequence[Request]) -> np.ndarray:
-        """Empty the rows of all other sequences, which compute nothing from now on.
+        """Empty the rows of all other sequences; return the row of each of these, int64.
 
-        Returns:
-            int64, the row of each of these, which the buffers must hold.
+        The buffers must hold all of these.
         """
         if requests != self._requests:
             index = {request: at for at, request in enumerate(self._requests)}
             kept = [index[request] for request in requests]
-            gone = np.delete(self._rows_B, kept).tolist()
+            emptied = np.delete(self._rows_B, kept).tolist()
             self._requests, self._rows_B = list(requests), self._rows_B[kept]
             self._lengths = [self._lengths[at] for at in kept]
-            if gone:
-                rows_R = devices.to_device(gone, self.tensor.device)
+            if emptied:
+                rows_R = devices.to_device(emptied, self.tensor.device)
                 self.tensor[Line.LENGTH].index_fill_(0, rows_R, 0)
         return self._rows_B
 
     @contextmanager
     def emptied(self) -> Iterator[None]:
         """Hold no row inside the block: a step then touches no page."""
-        held = self.tensor.clone()
+        contents = self.tensor.clone()
         self.tensor.zero_()
         try:
             yield
         finally:
-            self.tensor.copy_(held)
+            self.tensor.copy_(contents)

@@ -93,6 +93,14 @@ def _scores(values, ids, lines, line_stride, row, never, NUM_NEVER: tl.constexpr
 
 
 @triton.jit
+def _read_scores(source, row, ids, NUM_NEVER: tl.constexpr):
+    """Return the scores of some tokens of a row, that it samples from."""
+    logits, lines, never, line_stride, logits_stride, vocab_size = source
+    values = _read(logits, logits_stride, row, ids, vocab_size)
+    return _scores(values, ids, lines, line_stride, row, never, NUM_NEVER)
+
+
+@triton.jit
 def _weights(scores, largest):
     """Return exponentials relative to the largest score; zeros if every score is -inf."""
     return tl.exp(scores - tl.where(largest == float("-inf"), 0.0, largest))
@@ -138,22 +146,9 @@ def measure_kernel(
 
 @triton.jit
 def _search(
-    logits,
-    largest_of_parts,
-    lines,
-    never,
-    line_stride,
-    logits_stride,
-    vocab_size,
-    num_parts,
-    row,
-    largest,
-    least,
-    target,
-    IS_MASS: tl.constexpr,
-    NUM_NEVER: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
+    source, largest_of_parts, num_parts, row, largest, least, target,
+    IS_MASS: tl.constexpr, NUM_NEVER: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
     """Return the largest weight such that tokens of this weight or more reach a target; 0: none.
 
     The target is a number of tokens, or with `IS_MASS` a sum of weights that are at least `least`.
@@ -172,9 +167,7 @@ def _search(
             most = tl.exp(tl.load(largest_of_parts + part) - largest)
             if (most >= first) & (most >= least):
                 ids = part * CHUNK + tl.arange(0, CHUNK)
-                values = _read(logits, logits_stride, row, ids, vocab_size)
-                scores = _scores(values, ids, lines, line_stride, row, never, NUM_NEVER)
-                weights = tl.exp(scores - largest)
+                weights = tl.exp(_read_scores(source, row, ids, NUM_NEVER) - largest)
                 counted = weights if IS_MASS else tl.full([CHUNK], 1.0, tl.float32)
                 counted = tl.where(weights >= least, counted, 0.0)
                 firsts += tl.where(weights >= first, counted, 0.0)
@@ -189,19 +182,7 @@ def _search(
 
 @triton.jit
 def _kept(
-    logits,
-    measures,
-    lines,
-    never,
-    line_stride,
-    logits_stride,
-    vocab_size,
-    num_parts,
-    row,
-    largest,
-    least,
-    NUM_NEVER: tl.constexpr,
-    CHUNK: tl.constexpr,
+    source, measures, num_parts, row, largest, least, NUM_NEVER: tl.constexpr, CHUNK: tl.constexpr
 ):
     """Store the sum of each part's weights that are at least `least`; return all, and how many."""
     mass = 0.0
@@ -211,9 +192,7 @@ def _kept(
         most = tl.exp(tl.load(measures + LARGEST * num_parts + part) - largest)
         if (most >= least) & (most > 0.0):
             ids = part * CHUNK + tl.arange(0, CHUNK)
-            values = _read(logits, logits_stride, row, ids, vocab_size)
-            scores = _scores(values, ids, lines, line_stride, row, never, NUM_NEVER)
-            weights = tl.exp(scores - largest)
+            weights = tl.exp(_read_scores(source, row, ids, NUM_NEVER) - largest)
             is_kept = (weights >= least) & (weights > 0.0)
             total = tl.sum(tl.where(is_kept, weights, 0.0), 0)
             count += tl.sum(is_kept.to(tl.int32), 0)
@@ -252,29 +231,23 @@ def truncate_kernel(
         largest = tl.where(largest == float("-inf"), 0.0, largest)
         sums = tl.load(measures + SUM * num_parts + parts, mask=parts < num_parts, other=0.0)
         whole = tl.sum(sums * tl.exp(largest_of_parts - largest), 0)
+        source = logits, lines, never, line_stride, logits_stride, vocab_size
         least = 0.0
         top_k = _integer(lines, line_stride, row, TOP_K_LINE)
         if top_k > 0:
             least = _search(
-                logits, at, lines, never, line_stride, logits_stride, vocab_size, num_parts,
-                row, largest, least, top_k.to(tl.float32), False, NUM_NEVER, CHUNK,
+                source, at, num_parts, row, largest, least,
+                top_k.to(tl.float32), False, NUM_NEVER, CHUNK,
             )  # fmt: skip
         top_p = _number(lines, line_stride, row, TOP_P_LINE)
         if top_p < 1.0:
-            mass, count = _kept(
-                logits, measures, lines, never, line_stride, logits_stride, vocab_size,
-                num_parts, row, largest, least, NUM_NEVER, CHUNK,
-            )  # fmt: skip
+            mass, count = _kept(source, measures, num_parts, row, largest, least, NUM_NEVER, CHUNK)
             reached = _search(
-                logits, at, lines, never, line_stride, logits_stride, vocab_size, num_parts,
-                row, largest, least, mass * top_p, True, NUM_NEVER, CHUNK,
-            )  # fmt: skip
+                source, at, num_parts, row, largest, least, mass * top_p, True, NUM_NEVER, CHUNK
+            )
             least = tl.maximum(least, reached)
         least = tl.maximum(least, _number(lines, line_stride, row, MIN_P_LINE))
-        mass, count = _kept(
-            logits, measures, lines, never, line_stride, logits_stride, vocab_size,
-            num_parts, row, largest, least, NUM_NEVER, CHUNK,
-        )  # fmt: skip
+        mass, count = _kept(source, measures, num_parts, row, largest, least, NUM_NEVER, CHUNK)
         limits += row * NUM_LIMITS
         tl.store(limits + LEAST_WEIGHT, least)
         tl.store(limits + LOG_MASS, tl.log(mass / whole))
@@ -424,8 +397,8 @@ def draw_kernel(
             part = tl.min(tl.where(of_parts == largest, parts, PARTS_WIDTH - 1), 0)
         offset = point - tl.sum(tl.where(parts == part, ends - shares, 0.0), 0)
         ids = part * CHUNK + tl.arange(0, CHUNK)
-        values = _read(logits, logits_stride, row, ids, vocab_size)
-        scores = _scores(values, ids, lines, line_stride, row, never, NUM_NEVER)
+        source = logits, lines, never, line_stride, logits_stride, vocab_size
+        scores = _read_scores(source, row, ids, NUM_NEVER)
         weights = _weights(scores, largest)
         weights = tl.where(weights >= least, weights, 0.0)
         is_weighty = weights > 0.0

@@ -41,21 +41,20 @@ def choose_compilation(runner: ModelRunner, config: RolloutConfig) -> None:
         ConfigurationError: the steps cannot be compiled as asked.
     """
     settings, obstacle = config.compiles_decode, _compile_obstacle(runner, config)
-    traced_forward = _traced_forward(runner)
+    options: dict[str, Any] = {}
     if settings is None:
         is_open = config.use_default_compile_configs is None
-        if is_open and obstacle is None and runner.device.type in COMPILED_DEVICES:
-            assert traced_forward is not None
-            traced_forward.compile_with({})
-        return
-    options: dict[str, Any] = {}
-    try:
-        options = inductor.inductor_options(settings.mode) | dict(settings.options)
-    except RuntimeError as error:
-        obstacle = f"is of no known mode ({error})"
-    if unknown := inductor.unknown_inductor_options(settings.options):
-        obstacle = f"has options that inductor does not know ({', '.join(map(repr, unknown))})"
+        if obstacle or not is_open or runner.device.type not in COMPILED_DEVICES:
+            return
+    else:
+        try:
+            options = inductor.inductor_options(settings.mode) | dict(settings.options)
+        except RuntimeError as error:
+            obstacle = f"is of no known mode ({error})"
+        if unknown := inductor.unknown_inductor_options(settings.options):
+            obstacle = f"has options that inductor does not know ({', '.join(map(repr, unknown))})"
     if obstacle is None:
+        traced_forward = _traced_forward(runner)
         assert traced_forward is not None
         traced_forward.compile_with(options)
         return
@@ -87,20 +86,14 @@ def graph_obstacle(device: torch.device) -> str | None:
 
 
 def create_graphs(
-    runner: ModelRunner,
-    config: RolloutConfig,
-    max_rows: int,
-    is_recurrent: bool,
-    *,
-    is_alone: bool = True,
+    runner: ModelRunner, config: RolloutConfig, max_rows: int, *, is_alone: bool
 ) -> tuple[GraphedDecoding | None, str]:
     """Create the graphs of decode steps, where possible.
 
     Args:
         runner: runs the forwards.
-        config: its settings of graphs decide.
+        config: asks for graphs, forbids them or leaves them open.
         max_rows: most rows of a decode step.
-        is_recurrent: whether the model keeps recurrent states.
         is_alone: whether no other process takes part in the forwards.
 
     Returns:
@@ -116,7 +109,7 @@ def create_graphs(
         traced_forward.stay_untraced()
     if config.wants_graphs is False:
         return None, "CUDA graphs: off, as asked"
-    graphs, obstacle = None, _graph_obstacle(runner, is_recurrent)
+    graphs, obstacle = None, _graph_obstacle(runner)
     if not is_alone:
         obstacle = "need a model that one process holds whole"
     if obstacle is None:
@@ -141,9 +134,8 @@ def _try_capture(
 ) -> tuple[GraphedDecoding | None, str | None]:
     """Return graphs that are captured, or the reason why they cannot be."""
     assert isinstance(runner.attention_backend, TritonBackend)
-    sizes = GraphSizes(
-        config.q_padding_interval_size, config.kv_padding_interval_size, config.max_cached_graphs
-    )
+    intervals = config.q_padding_interval_size, config.kv_padding_interval_size
+    sizes = GraphSizes(*intervals, config.max_cached_graphs)
     vocab_size = hf_compat.vocab_size(runner.model)
     never_sampled = multimodal.never_sampled_token_ids(runner.model)
     never_sampled = tuple(token for token in never_sampled if token < vocab_size)
@@ -158,8 +150,8 @@ def _try_capture(
             "lower max_requests_per_batch, or set use_cuda_graph=False."
         ) from error
     except Exception as error:  # noqa: BLE001  the error is the reason
-        traced_forward = _traced_forward(runner)
-        if traced_forward is not None and traced_forward.trace is not None:
+        traced_forward = runner.attention_backend.traced_forward
+        if traced_forward.trace is not None:
             # The model's own forward may be captured where its trace is not.
             traced_forward.stay_untraced(f"it cannot be captured: {error_text(error)}")
             return _try_capture(runner, config, max_rows)
@@ -167,13 +159,13 @@ def _try_capture(
     return graphs, None
 
 
-def _graph_obstacle(runner: ModelRunner, is_recurrent: bool) -> str | None:
+def _graph_obstacle(runner: ModelRunner) -> str | None:
     if obstacle := graph_obstacle(runner.device):
         return obstacle
     if runner.attention_backend is None:
         return f"needs decode steps without a gather: {runner.backend_selection.reason}"
     if runner.recorder is not None:
         return "needs router_replay=False: a replay would record no routes"
-    if is_recurrent:
+    if not runner.attention_backend.traced_forward.can_be_traced:
         return "needs a model without recurrent states, which move when the cache is taken anew"
     return None

@@ -18,12 +18,13 @@ from cb_rollout.compat import torch as torch_compat
 from cb_rollout.compat import transformers as hf_compat
 from cb_rollout.compat.moe import without_router_logits
 from cb_rollout.compat.rope import RowRope
-from cb_rollout.engine.attention.backend import UnsupportedAttentionError
+from cb_rollout.engine.attention.backend import AttentionBackend
 from cb_rollout.engine.attention.cpu import few_row_linear
-from cb_rollout.engine.attention.decode_cache import DecodeInputs
+from cb_rollout.engine.attention.decode_cache import DecodeInputs, UnsupportedAttentionError
 from cb_rollout.engine.attention.gathered import BatchedAttention
 from cb_rollout.engine.attention.packed import PackedAttention, Segment
-from cb_rollout.engine.attention.selector import AttentionBackend, select_backend
+from cb_rollout.engine.attention.selector import select_backend
+from cb_rollout.engine.attention.traced_forward import Traceable
 from cb_rollout.engine.images.encoder_cache import EncoderCache
 from cb_rollout.engine.images.inputs import ImageInputs, joined_positions, joined_tensors
 from cb_rollout.engine.images.prompt_images import Image, PromptImages
@@ -140,18 +141,14 @@ class ModelRunner:
 
     def check_weights(self) -> None:
         if self.attention_backend is not None:
-            self.attention_backend.check_weights(self.model)
+            self.attention_backend.traced_forward.check_weights(self.model)
 
     def warm_up(self) -> None:
-        backend = self.attention_backend
-        if backend is not None and (traced := backend.traced_forward) is not None:
-            traced.warm_up(
-                self.decode,
-                backend.cache,
-                hf_compat.text_token_ids(self.model),
-                self.compute_dtype,
-                self.computing_in,
-            )
+        if (backend := self.attention_backend) is not None:
+            token_ids = hf_compat.text_token_ids(self.model)
+            dtype, precisely = self.compute_dtype, self.computing_in
+            forward = Traceable(self.decode, backend.cache, token_ids, dtype, precisely)
+            backend.traced_forward.warm_up(forward)
 
     @contextmanager
     def computing_in(self, dtype: torch.dtype) -> Iterator[None]:
@@ -214,7 +211,7 @@ class ModelRunner:
 
     def _paged_decode(self, batch: ForwardBatch, backend: AttentionBackend) -> torch.Tensor:
         inputs, sides = backend.prepare(batch), self._sides(batch)
-        if (traced := backend.traced_forward) is not None and traced.is_due():
+        if backend.traced_forward.is_due():
             self.warm_up()
         with self.rope.by_row(sides):
             # A trace takes one set of factors for all rows: that of the newest positions.
@@ -229,8 +226,7 @@ class ModelRunner:
     def decode_traced(self, inputs: DecodeInputs) -> torch.Tensor:
         """Run one new token of each row, from the trace if there is one; return as `decode`."""
         assert self.attention_backend is not None
-        traced = self.attention_backend.traced_forward
-        logits_BV = None if traced is None else traced.run(inputs)
+        logits_BV = self.attention_backend.traced_forward.run(inputs)
         return self.decode(inputs) if logits_BV is None else logits_BV
 
     def decode(self, inputs: DecodeInputs) -> torch.Tensor:

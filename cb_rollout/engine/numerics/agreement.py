@@ -10,7 +10,7 @@ of `[T]`. P: positions or rows.
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -50,17 +50,14 @@ Precisely = Callable[[torch.dtype], AbstractContextManager[Any]]
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """Distance between two computations of the same values, held against their noise.
+    """Distances between two computations of the same values, beside their noise.
 
-    Distances are in the unit of the values: nats for log-probabilities.
+    They are in the unit of the values: nats for log-probabilities.
     """
 
     largest: float
-    """Largest distance of any value."""
     mean: float
-    """Mean distance."""
     root_mean_square: float
-    """Root of the mean squared distance."""
     noise: float
     """Root-mean-square distance that rounding explains, at the median position."""
     typical_multiple: float
@@ -69,12 +66,11 @@ class Agreement:
     """Distance over noise at the worst position."""
 
     def __bool__(self) -> bool:
-        """Return whether rounding explains the distance."""
+        # Rounding explains the distance.
         is_typical = self.typical_multiple <= TYPICAL_MULTIPLE
         return is_typical and self.largest_multiple <= LARGEST_MULTIPLE
 
     def __str__(self) -> str:
-        """Return both numbers, and the verdict."""
         verdict = "within" if self else "beyond"
         return (
             f"{self.root_mean_square:.2g} nats (at most {self.largest:.2g}), {verdict} the model's "
@@ -83,12 +79,9 @@ class Agreement:
 
 
 def agrees(found: Values, expected: Values, noise: torch.Tensor) -> Agreement:
-    """Compare two computations of the same values.
+    """Compare two computations of the same values, with a noise, `[P]`, of `rounding_noise`.
 
-    Args:
-        found: a tensor for each position; equal infinities are equal, and NaN agrees with nothing.
-        expected: of the same shapes.
-        noise: `[P]`, as `rounding_noise` returns it.
+    Equal infinities are equal, and NaN agrees with nothing.
     """
     distances = _distances(found, expected, unknown=math.inf)
     flat = torch.cat(distances) if distances else torch.zeros(0)
@@ -122,7 +115,7 @@ def rounding_noise(
         least_size: least size of the values that are rounded.
     """
     eps = torch.finfo(dtype).eps
-    finite = [one.detach().double().masked_fill(_is_excluded(one), 0.0) for one in expected]
+    finite = [x.detach().double().masked_fill(_is_excluded(x), 0.0) for x in expected]
     rounding_P = ROUNDING * eps * _root_mean_squares(finite).clamp(min=least_size)
     if other is None:
         return rounding_P * (FLOAT32_ROUNDINGS if eps < 1e-6 else HALF_ROUNDINGS)
@@ -141,10 +134,7 @@ def gradient_noise(
 ) -> torch.Tensor:
     """Return the noise of a gradient, `[1]`, float64: where not measured, half of its digits.
 
-    Args:
-        expected: the gradient, computed in `dtype`.
-        other: the same in a higher precision; None: not measured.
-        dtype: precision of the computation.
+    Arguments are those of `rounding_noise`.
     """
     noise = rounding_noise([expected], None if other is None else [other], dtype, least_size=0.0)
     unmeasured = math.sqrt(torch.finfo(dtype).eps) * _root_mean_squares([expected])
@@ -163,9 +153,7 @@ class Reference:
 
     def compare(self, found: Callable[[], Values], precisely: Precisely) -> Agreement:
         """Compare with what `found` computes in the same precision."""
-        if not self.is_higher:
-            return agrees(found(), self.values, self.noise)
-        with precisely(self.dtype):
+        with precisely(self.dtype) if self.is_higher else nullcontext():
             return agrees(found(), self.values, self.noise)
 
 
@@ -194,15 +182,14 @@ def references(
 
     own = compute()
     higher = compute_in(torch.float32) if is_coarse else None
-    if is_coarse and higher is None:
-        return [Reference(own, rounding_noise(own, None, dtype), dtype, is_higher=False)]
-    double = compute_in(torch.float64) if is_measured else None
+    needs_double = is_measured and (higher is not None or not is_coarse)
+    double = compute_in(torch.float64) if needs_double else None
+    own_noise = rounding_noise(own, double if higher is None else higher, dtype)
+    own_reference = Reference(own, own_noise, dtype, is_higher=False)
     if higher is None:
-        return [Reference(own, rounding_noise(own, double, dtype), dtype, is_higher=False)]
-    return [
-        Reference(higher, rounding_noise(higher, double, torch.float32), torch.float32, True),
-        Reference(own, rounding_noise(own, higher, dtype), dtype, is_higher=False),
-    ]
+        return [own_reference]
+    noise = rounding_noise(higher, double, torch.float32)
+    return [Reference(higher, noise, torch.float32, is_higher=True), own_reference]
 
 
 def computed_in(
@@ -225,18 +212,14 @@ def is_measurable(model: torch.nn.Module, num_tokens: int) -> bool:
 
 def _distances(found: Values, expected: Values, unknown: float) -> list[torch.Tensor]:
     """Return the absolute differences at each position, flat, float64; `unknown`: for NaN."""
-    return [
-        torch.where(_are_equal(a, b), 0.0, (a.double() - b.double()).abs())
-        .nan_to_num(nan=unknown, posinf=unknown)
-        .flatten()
-        for a, b in (
-            (a.detach(), b.detach()) for a, b in zip(found, expected, strict=True) if a.numel()
-        )
-    ]
-
-
-def _are_equal(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    return (found == expected) | (_is_excluded(found) & _is_excluded(expected))
+    distances = []
+    for a, b in zip(found, expected, strict=True):
+        if a.numel():
+            a, b = a.detach(), b.detach()
+            are_equal = (a == b) | (_is_excluded(a) & _is_excluded(b))
+            distance = torch.where(are_equal, 0.0, (a.double() - b.double()).abs())
+            distances.append(distance.nan_to_num(nan=unknown, posinf=unknown).flatten())
+    return distances
 
 
 def _is_excluded(values: torch.Tensor) -> torch.Tensor:
@@ -246,5 +229,5 @@ def _is_excluded(values: torch.Tensor) -> torch.Tensor:
 
 def _root_mean_squares(values: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the root-mean-square of each tensor that has any element, `[P]`, float64."""
-    found = [one.double().square().mean().sqrt() for one in values if one.numel()]
-    return torch.stack(found) if found else torch.ones(1, dtype=torch.float64)
+    roots = [x.double().square().mean().sqrt() for x in values if x.numel()]
+    return torch.stack(roots) if roots else torch.ones(1, dtype=torch.float64)

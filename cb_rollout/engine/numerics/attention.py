@@ -32,17 +32,8 @@ def attend(
 ) -> tuple[torch.Tensor, None]:
     """Return what the model's own attention function does, to rounding, in one order of keys.
 
-    Args:
-        own_attention: that function; it gives the gradients.
-        module: the model's attention module.
-        query: (B, H, Q, D).
-        key: (B, K, S, D).
-        value: (B, K, S, E).
-        attention_mask: broadcast to (B, H, Q, S), True or 0 where a key is seen; None: causal.
-        arguments: the model's other arguments.
-
-    Returns:
-        (B, Q, H, E), and no weights.
+    Takes states as sdpa does, and a mask that broadcasts to `[B, H, Q, S]`, True or 0 where a key
+    is seen; None: causal. Returns `[B, Q, H, E]`, and no weights. `own_attention` gives gradients.
 
     Raises:
         ConfigurationError: the kernel does not compute this attention.
@@ -55,7 +46,7 @@ def attend(
     sinks = arguments.get("s_aux")
     settings = _settings(module, query, key, attention_mask, arguments)
     states = (query, key, value, sinks)
-    needs_gradients = any(one is not None and one.requires_grad for one in states)
+    needs_gradients = any(tensor is not None and tensor.requires_grad for tensor in states)
     if torch.is_grad_enabled() and needs_gradients:
         call = (own_attention, module, attention_mask, arguments)
         return _Attention.apply(call, settings, *states), None
@@ -72,32 +63,20 @@ def _obstacle(
     name = type(module).__name__
     device, dtype = query.device.type, query.dtype
     implementation = hf_compat.attention_implementation(module)
-    given = [one for one in _UNKNOWN if arguments.get(one) is not None]
+    unknown = [argument for argument in _UNKNOWN if arguments.get(argument) is not None]
     if device != "cpu" or dtype not in kernels.DTYPES:
-        return (
-            f"{name} attends in {dtype} on {device}, which has no ordered kernel; compute in "
-            "float32 or bfloat16 on a CPU"
-        )
+        return f"{name} attends in {dtype} on {device}, not in float32 or bfloat16 on a CPU"
     if implementation not in ("sdpa", "eager"):
         return (
             f"attn_implementation={implementation!r} computes by kernels of its own; load the "
             "model with 'sdpa' or 'eager'"
         )
-    if given:
-        return (
-            f"{name} attends with {', '.join(given)}, which the ordered kernel does not compute; "
-            f"{_STAY_FAST}"
-        )
+    if unknown:
+        return f"{name} attends with {', '.join(unknown)}, which has no kernel; {_STAY_FAST}"
     if rate := arguments.get("dropout"):
-        return (
-            f"{name} drops attention weights at random (rate {rate:g}); set attention_dropout=0 in "
-            "the model's config"
-        )
+        return f"{name} drops attention weights (rate {rate:g}); set attention_dropout=0"
     if mask is not None and mask.dim() != 4:
-        return (
-            f"{name} attends with a mask of {mask.dim()} dimensions, and the ordered kernel takes "
-            f"4; {_STAY_FAST}"
-        )
+        return f"{name} attends with a mask of {mask.dim()} dimensions, not of 4; {_STAY_FAST}"
     return None
 
 
@@ -115,8 +94,7 @@ def _settings(
     if is_causal and query.shape[2] != key.shape[2]:
         raise ConfigurationError(
             f"numerics='bitwise': {type(module).__name__} attends causally from {query.shape[2]} "
-            f"queries to {key.shape[2]} keys without a mask, which does not say where the queries "
-            f"begin; {_STAY_FAST}."
+            f"queries to {key.shape[2]} keys without a mask; {_STAY_FAST}."
         )
     scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
     return {"scale": scale, "is_causal": is_causal, "softcap": arguments.get("softcap")}
@@ -135,19 +113,18 @@ class _Attention(torch.autograd.Function):
         value: torch.Tensor,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        _, _, mask, _ = call
         ctx.call = call
         ctx.save_for_backward(query, key, value, sinks)
-        return kernels.attend(query, key, value, mask, sinks_H=sinks, **settings)
+        return kernels.attend(query, key, value, call[2], sinks_H=sinks, **settings)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
         own_attention, module, mask, arguments = ctx.call
         needed = ctx.needs_input_grad[2:]
-        *given, sinks = ctx.saved_tensors
+        *inputs, sinks = ctx.saved_tensors
         query, key, value = (
-            one.detach().requires_grad_(is_needed)
-            for one, is_needed in zip(given, needed[:3], strict=True)
+            states.detach().requires_grad_(is_needed)
+            for states, is_needed in zip(inputs, needed[:3], strict=True)
         )
         # Not detached: some functions read the module's own parameter (GPT-OSS in 5.23).
         states = (query, key, value, sinks)
@@ -155,6 +132,6 @@ class _Attention(torch.autograd.Function):
             arguments = arguments | {"s_aux": sinks}
         with torch.enable_grad(), operators.torchs_own():
             output, _ = own_attention(module, query, key, value, mask, **arguments)
-        wanted = [one for one, is_needed in zip(states, needed, strict=True) if is_needed]
-        found = iter(torch.autograd.grad(output, wanted, grad_outputs, allow_unused=True))
-        return None, None, *(next(found) if is_needed else None for is_needed in needed)
+        wanted = [states for states, is_needed in zip(states, needed, strict=True) if is_needed]
+        grads = iter(torch.autograd.grad(output, wanted, grad_outputs, allow_unused=True))
+        return None, None, *(next(grads) if is_needed else None for is_needed in needed)

@@ -57,15 +57,9 @@ def refuse_what_is_not_bitwise(model: PreTrainedModel) -> None:
     elif (dtype := torch_compat.compute_dtype(model)) not in DTYPES:
         reason = f"the model computes in {dtype}; load it in float32 or bfloat16"
     elif hf_compat.is_quantized(model):
-        reason = (
-            "the model's weights are quantised, and their products have kernels of their own; load "
-            "it unquantised"
-        )
+        reason = "products of quantised weights have kernels of their own; load it unquantised"
     elif (getattr(model, "tp_size", None) or 1) > 1:
-        reason = (
-            f"the model is split over {model.tp_size} tensor-parallel processes, which no test has "
-            "compared; load it whole"
-        )
+        reason = f"the model is split over {model.tp_size} tensor-parallel processes; load it whole"
     elif rope := _batched_rope(model):
         reason = (
             f"rope_type={rope!r} takes its frequencies from the longest row of a batch; leave "
@@ -78,11 +72,9 @@ def refuse_what_is_not_bitwise(model: PreTrainedModel) -> None:
 
 
 def _batched_rope(model: PreTrainedModel) -> str | None:
-    modules: Iterator[Any] = model.modules()
-    kinds = (getattr(module, "rope_type", None) for module in modules)
-    for kind in kinds:
-        found = kind.values() if isinstance(kind, dict) else (kind,)
-        for name in found:
+    for module in model.modules():
+        types: Any = getattr(module, "rope_type", None)
+        for name in types.values() if isinstance(types, dict) else (types,):
             if name in _ROPE_OF_A_BATCH:
                 return name
     return None
@@ -129,9 +121,9 @@ def _position_hook(names: list[str]) -> Callable[..., Any]:
     def give_positions(
         _module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        given = dict(zip(names, args, strict=False)) | kwargs
-        mask, past = given.get("attention_mask"), given.get("past_key_values")
-        is_counted = given.get("position_ids") is not None or past is not None
+        passed = dict(zip(names, args, strict=False)) | kwargs
+        mask, past = passed.get("attention_mask"), passed.get("past_key_values")
+        is_counted = passed.get("position_ids") is not None or past is not None
         if is_counted or not isinstance(mask, torch.Tensor) or mask.dim() != 2:
             return None
         positions = (mask.long().cumsum(-1) - 1).clamp(min=0)

@@ -20,17 +20,10 @@ from cb_rollout.compat.torch import exact_float32_products
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 # Functions that require one dtype of all their inputs before an operator sees them.
-CHECKED = frozenset(
-    {
-        torch.conv1d,
-        torch.conv2d,
-        torch.conv3d,
-        torch.conv_transpose1d,
-        torch.conv_transpose2d,
-        torch.batch_norm,
-        functional.scaled_dot_product_attention,
-    }
-)
+CHECKED = {
+    *(torch.conv1d, torch.conv2d, torch.conv3d, torch.conv_transpose1d, torch.conv_transpose2d),
+    *(torch.batch_norm, functional.scaled_dot_product_attention),
+}
 
 
 @contextmanager
@@ -63,7 +56,6 @@ class _UpcastArguments(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run a function on inputs of the higher precision where it compares them."""
         if func in CHECKED:
             positional, named = pytree.tree_map(self._upcast.cast, (tuple(args), kwargs or {}))
             return func(*positional, **named)
@@ -79,7 +71,6 @@ class _Upcast(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run an operator on inputs of the higher precision."""
         if func.is_view or func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
             return func(*args, **(kwargs or {}))
         if func is torch.ops.aten.embedding.default:
@@ -99,24 +90,17 @@ class _Upcast(TorchDispatchMode):
 
     def _write(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Run an operator that writes into some of its inputs, in their own dtypes."""
-        names = [argument.name for argument in func._schema.arguments]
-        written = {
-            argument.name
-            for argument in func._schema.arguments
-            if argument.alias_info is not None and argument.alias_info.is_write
-        }
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
-        own = {name: given[name] for name in written if name in given}
-        cast = pytree.tree_map(self.cast, given)
-        num_positional = len(args)
-        positional = [cast[name] for name in names[:num_positional]]
+        arguments = func._schema.arguments
+        written = {a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write}
+        passed = {**dict(zip((a.name for a in arguments), args, strict=False)), **kwargs}
+        own = {name: value for name, value in passed.items() if name in written}
+        cast = pytree.tree_map(self.cast, passed)
+        positional = list(cast.values())[: len(args)]
         result = func(*positional, **{name: cast[name] for name in kwargs})
-        for name, tensor in own.items():
-            for target, value in zip(
-                pytree.tree_leaves(tensor), pytree.tree_leaves(cast[name]), strict=True
-            ):
-                if target is not value and isinstance(target, torch.Tensor):
-                    target.copy_(value)
+        values = pytree.tree_leaves({name: cast[name] for name in own})
+        for target, value in zip(pytree.tree_leaves(own), values, strict=True):
+            if target is not value and isinstance(target, torch.Tensor):
+                target.copy_(value)
         # An operator returns what it wrote into; only a single one is in use by models.
         returns_own = len(own) == 1 and isinstance(result, torch.Tensor)
         return next(iter(own.values())) if returns_own else result

@@ -4,16 +4,15 @@ Nothing here chooses between kernels: the same numbers give the same bits for an
 any padding and any number of threads. Any thread may call.
 
 B: rows or batches, M: rows of a matrix, K: inputs of a product, or heads of keys, N: outputs, H:
-query heads, Q: queries, S: keys, D: size of a key, E: size of a value, P: slots of the pages.
+query heads, Q: queries, S: keys, D: size of a key, E: size of a value.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import torch
 
-from cb_rollout.engine.kv_cache.block_table import BlockTable
 from cb_rollout.engine.numerics.native.library import COUNT, NUMBER, TENSOR, TYPES, library
 
 # Dtypes of the ordered kernels, which compute in float32.
@@ -21,7 +20,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 _STRIDED = (TENSOR, COUNT, COUNT, COUNT)
 
-# Kinds of a mask, as in ordered.cpp.
+# Forms of a mask, as in ordered.cpp.
 _NONE, _BOOLEAN, _ADDED = range(3)
 
 
@@ -30,15 +29,12 @@ def multiply(
 ) -> torch.Tensor:
     """Compute a linear layer, `[B, N]`; each output is one sum over the inputs, in one order.
 
-    Args:
-        rows_BK: on a CPU, in one of `native.library.TYPES`, as all three.
-        weight_NK: contiguous.
-        bias_N: added to the rounded sums' float; None: there is none.
+    All tensors are on a CPU, in one of `native.library.TYPES`; the weight is contiguous.
     """
     rows_BK, bias_N = rows_BK.contiguous(), None if bias_N is None else bias_N.contiguous()
     (B, K), N = rows_BK.shape, weight_NK.shape[0]
     outputs_BN = rows_BK.new_empty(B, N)
-    linear_kernel(rows_BK.dtype)(
+    ordered_kernel(rows_BK.dtype, "multiply")(
         rows_BK.data_ptr(),
         weight_NK.data_ptr(),
         None if bias_N is None else bias_N.data_ptr(),
@@ -53,15 +49,13 @@ def multiply(
 def multiply_batch(left_BMK: torch.Tensor, right_BKN: torch.Tensor) -> torch.Tensor:
     """Multiply matrices, `[B, M, N]`: each output is one chain over K, which zeros do not change.
 
-    Args:
-        left_BMK: on a CPU, in one of `DTYPES`, as both; any strides.
-        right_BKN: any strides; copied if its last one is not 1.
+    Both are on a CPU, in one of `DTYPES`; the right one is copied if its last stride is not 1.
     """
     (B, M, K), N = left_BMK.shape, right_BKN.shape[2]
     if right_BKN.stride(2) != 1:
         right_BKN = right_BKN.contiguous()
     outputs_BMN = left_BMK.new_empty(B, M, N)
-    _kernel(left_BMK.dtype, "multiply_batch")(
+    ordered_kernel(left_BMK.dtype, "multiply_batch")(
         left_BMK.data_ptr(),
         *left_BMK.stride(),
         right_BKN.data_ptr(),
@@ -89,7 +83,7 @@ def attend(
     """Attend with every query to the keys that its mask leaves, in their order.
 
     Args:
-        query_BHQD: on a CPU, in one of `DTYPES`, as all three.
+        query_BHQD: on a CPU, in one of `DTYPES`, as all three states.
         key_BKSD: H is a multiple of K.
         value_BKSE: as the keys.
         mask: broadcast to `[B, H, Q, S]`: bool, True where a key is seen, or numbers to add; None:
@@ -104,20 +98,19 @@ def attend(
     """
     B, H, Q, D = query_BHQD.shape
     _, K, S, E = value_BKSE.shape
-    states = [_with_unit_stride(one) for one in (query_BHQD, key_BKSD, value_BKSE)]
+    states = [*map(with_unit_stride, (query_BHQD, key_BKSD, value_BKSE))]
     outputs_BQHE = query_BHQD.new_empty(B, Q, H, E)
-    kind, strides = _NONE, (0, 0, 0, 0)
+    form, strides = _NONE, (0, 0, 0, 0)
     if mask is not None:
-        kind = _BOOLEAN if mask.dtype == torch.bool else _ADDED
-        mask = mask if kind == _BOOLEAN else mask.to(query_BHQD.dtype)
-        mask = mask.expand(B, H, Q, S)
+        form = _BOOLEAN if mask.dtype == torch.bool else _ADDED
+        mask = (mask if form == _BOOLEAN else mask.to(query_BHQD.dtype)).expand(B, H, Q, S)
         strides = mask.stride()
     sinks_H = None if sinks_H is None else sinks_H.to(query_BHQD.dtype).contiguous()
-    _kernel(query_BHQD.dtype, "attend_masked")(
-        *(number for one in states for number in (one.data_ptr(), *one.stride()[:3])),
+    ordered_kernel(query_BHQD.dtype, "attend_masked")(
+        *(n for x in states for n in (x.data_ptr(), *x.stride()[:3])),
         outputs_BQHE.data_ptr(),
         None if mask is None else mask.data_ptr(),
-        kind,
+        form,
         *strides,
         B,
         H,
@@ -134,72 +127,13 @@ def attend(
     return outputs_BQHE
 
 
-def attend_paged(
-    query_BH1D: torch.Tensor,
-    key_BK1D: torch.Tensor,
-    value_BK1E: torch.Tensor,
-    pages: Sequence[torch.Tensor],
-    table: BlockTable,
-    table_rows_B: torch.Tensor,
-    lengths_B: torch.Tensor,
-    *,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    sinks_H: torch.Tensor | None,
-) -> torch.Tensor:
-    """Write each row's newest key and value, and attend over its keys; bits as `attend`'s.
-
-    Args:
-        query_BH1D: the new tokens' queries, in one of `DTYPES`, as all states.
-        key_BK1D: their keys.
-        value_BK1E: their values.
-        pages: of keys and of values, `[P, K x D]` and `[P, K x E]`; written to.
-        table: the block ids of each table row.
-        table_rows_B: int64.
-        lengths_B: int64; each row's tokens, the new one included, at least one.
-        scale: multiplies the scores.
-        window: newest keys that are seen; None: all.
-        softcap: bounds the scores; None: does not.
-        sinks_H: as `attend`'s.
-
-    Returns:
-        `[B, 1, H, E]`.
-    """
-    B, H, _, D = query_BH1D.shape
-    _, K, _, E = value_BK1E.shape
-    states = [_with_unit_stride(one) for one in (query_BH1D, key_BK1D, value_BK1E)]
-    outputs_B1HE = query_BH1D.new_empty(B, 1, H, E)
-    sinks_H = None if sinks_H is None else sinks_H.to(query_BH1D.dtype).contiguous()
-    blocks = table.blocks
-    _kernel(query_BH1D.dtype, "attend_paged")(
-        *(number for one in states for number in (one.data_ptr(), *one.stride()[:2])),
-        outputs_B1HE.data_ptr(),
-        pages[0].data_ptr(),
-        pages[1].data_ptr(),
-        blocks.data_ptr(),
-        blocks.shape[1],
-        table.block_size,
-        table_rows_B.data_ptr(),
-        lengths_B.data_ptr(),
-        B,
-        H,
-        K,
-        D,
-        E,
-        scale,
-        softcap or 0.0,
-        window or 0,
-        None if sinks_H is None else sinks_H.data_ptr(),
-    )
-    return outputs_B1HE
-
-
-def _with_unit_stride(states: torch.Tensor) -> torch.Tensor:
+def with_unit_stride(states: torch.Tensor) -> torch.Tensor:
+    """Return states whose last stride is 1, copied if needed."""
     return states if states.stride(-1) == 1 else states.contiguous()
 
 
 _ARGUMENTS = {
+    "multiply": (*(TENSOR,) * 4, *(COUNT,) * 3),
     "attend_masked": (
         *(_STRIDED * 3),
         *(TENSOR, TENSOR),
@@ -218,19 +152,9 @@ _ARGUMENTS = {
 
 
 @cache
-def linear_kernel(dtype: torch.dtype) -> Callable[..., Any]:
-    """Compile the kernel of linear layers.
-
-    Raises:
-        Exception: what the compiler raises.
-    """
-    kernel = library("multiply", STORED=TYPES[dtype]).multiply
-    kernel.argtypes, kernel.restype = (*(TENSOR,) * 4, *(COUNT,) * 3), None
-    return kernel
-
-
-@cache
-def _kernel(dtype: torch.dtype, name: str) -> Callable[..., Any]:
-    kernel = getattr(library("ordered", STORED=TYPES[dtype]), name)
+def ordered_kernel(dtype: torch.dtype, name: str) -> Callable[..., Any]:
+    """Compile a kernel of `multiply.cpp` or `ordered.cpp`; raise what the compiler raises."""
+    source = "multiply" if name == "multiply" else "ordered"
+    kernel = getattr(library(source, STORED=TYPES[dtype]), name)
     kernel.argtypes, kernel.restype = _ARGUMENTS[name], None
     return kernel

@@ -10,7 +10,7 @@ Process-wide, for as long as at least one caller is inside `installed`. Any thre
 
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -88,9 +88,9 @@ def _dispatched(name: str, replaced: _Operator) -> _Operator:
 
     def run(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         if not _is_backward():
-            found = replaced(*args, **kwargs)
-            if found is not None:
-                return found
+            result = replaced(*args, **kwargs)
+            if result is not None:
+                return result
         return torchs_own.call_boxed(keyset, *args, **kwargs)
 
     return run
@@ -103,9 +103,9 @@ def _is_backward() -> bool:
     return torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled()
 
 
-def _are_known(*tensors: torch.Tensor) -> bool:
+def _are_supported(*tensors: torch.Tensor) -> bool:
     dtype = tensors[0].dtype
-    return dtype in DTYPES and all(one.dtype == dtype for one in tensors)
+    return dtype in DTYPES and all(tensor.dtype == dtype for tensor in tensors)
 
 
 def _is_transposed(right_KN: torch.Tensor) -> bool:
@@ -114,7 +114,7 @@ def _is_transposed(right_KN: torch.Tensor) -> bool:
 
 
 def _mm(left_MK: torch.Tensor, right_KN: torch.Tensor) -> torch.Tensor | None:
-    if not _are_known(left_MK, right_KN):
+    if not _are_supported(left_MK, right_KN):
         return None
     if _is_transposed(right_KN):
         return multiply(left_MK, right_KN.t())
@@ -122,37 +122,29 @@ def _mm(left_MK: torch.Tensor, right_KN: torch.Tensor) -> torch.Tensor | None:
 
 
 def _addmm(
-    bias: torch.Tensor,
-    left_MK: torch.Tensor,
-    right_KN: torch.Tensor,
-    *,
-    beta: float = 1,
-    alpha: float = 1,
+    bias: torch.Tensor, left_MK: torch.Tensor, right_KN: torch.Tensor, **factors: float
 ) -> torch.Tensor | None:
-    if not _are_known(left_MK, right_KN, bias):
+    if not _are_supported(left_MK, right_KN, bias):
         return None
-    if beta == alpha == 1 and bias.dim() == 1 and _is_transposed(right_KN):
+    if {*factors.values()} <= {1} and bias.dim() == 1 and _is_transposed(right_KN):
         return multiply(left_MK, right_KN.t(), bias.expand(right_KN.shape[1]))
     product = _mm(left_MK, right_KN)
     assert product is not None
-    return _added(bias, product, beta, alpha)
+    return _added(bias, product, **factors)
 
 
 def _addmm_(
-    total: torch.Tensor,
-    left_MK: torch.Tensor,
-    right_KN: torch.Tensor,
-    *,
-    beta: float = 1,
-    alpha: float = 1,
+    total: torch.Tensor, left_MK: torch.Tensor, right_KN: torch.Tensor, **factors: float
 ) -> torch.Tensor | None:
     product = _mm(left_MK, right_KN)
     if product is None or total.dtype != product.dtype:
         return None
-    return total.copy_(_added(total, product, beta, alpha))
+    return total.copy_(_added(total, product, **factors))
 
 
-def _added(bias: torch.Tensor, product: torch.Tensor, beta: float, alpha: float) -> torch.Tensor:
+def _added(
+    bias: torch.Tensor, product: torch.Tensor, *, beta: float = 1, alpha: float = 1
+) -> torch.Tensor:
     product = product if alpha == 1 else product * alpha
     if beta == 0:
         return product
@@ -160,7 +152,7 @@ def _added(bias: torch.Tensor, product: torch.Tensor, beta: float, alpha: float)
 
 
 def _bmm(left_BMK: torch.Tensor, right_BKN: torch.Tensor) -> torch.Tensor | None:
-    if not _are_known(left_BMK, right_BKN):
+    if not _are_supported(left_BMK, right_BKN):
         return None
     if right_BKN.stride(0) == 0 and right_BKN.stride(1) == 1:
         # A linear layer of rows that are not contiguous, as torch computes it without gradients.
@@ -171,15 +163,10 @@ def _bmm(left_BMK: torch.Tensor, right_BKN: torch.Tensor) -> torch.Tensor | None
 
 
 def _baddbmm(
-    bias: torch.Tensor,
-    left_BMK: torch.Tensor,
-    right_BKN: torch.Tensor,
-    *,
-    beta: float = 1,
-    alpha: float = 1,
+    bias: torch.Tensor, left_BMK: torch.Tensor, right_BKN: torch.Tensor, **factors: float
 ) -> torch.Tensor | None:
     product = _bmm(left_BMK, right_BKN)
-    return None if product is None else _added(bias, product, beta, alpha)
+    return None if product is None else _added(bias, product, **factors)
 
 
 def _mv(matrix_MK: torch.Tensor, vector_K: torch.Tensor) -> torch.Tensor | None:
@@ -195,7 +182,7 @@ def _grouped_mm(
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor | None:
     is_plain = (rows_BK.dim(), weights_GKN.dim()) == (2, 3) and offs is not None
-    if not is_plain or bias is not None or not _are_known(rows_BK, weights_GKN):
+    if not is_plain or bias is not None or not _are_supported(rows_BK, weights_GKN):
         return None
     outputs = rows_BK.new_zeros(rows_BK.shape[0], weights_GKN.shape[2])
     start = 0
@@ -219,22 +206,17 @@ def _attention(
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Attend where a model calls torch's function itself (Falcon in transformers 5.23)."""
     (*_, Q, D), S = query_BHQD.shape, key_BKSD.shape[2]
-    if dropout_p or (is_causal and Q != S) or not _are_known(query_BHQD, key_BKSD, value_BKSE):
+    if dropout_p or (is_causal and Q != S) or not _are_supported(query_BHQD, key_BKSD, value_BKSE):
         return None
     settings = {"attn_mask": attn_mask, "scale": scale}
+    states = query_BHQD, key_BKSD, value_BKSE
     with torchs_own():
         # The backward pass takes the second, the logarithms of the sums.
         _, logsumexp_BQH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            query_BHQD, key_BKSD, value_BKSE, dropout_p, is_causal, **settings
+            *states, dropout_p, is_causal, **settings
         )
-    outputs_BQHE = attend(
-        query_BHQD,
-        key_BKSD,
-        value_BKSE,
-        attn_mask,
-        scale=D**-0.5 if scale is None else scale,
-        is_causal=is_causal and Q > 1,
-    )
+    factor = D**-0.5 if scale is None else scale
+    outputs_BQHE = attend(*states, attn_mask, scale=factor, is_causal=is_causal and Q > 1)
     return outputs_BQHE.transpose(1, 2), logsumexp_BQH
 
 
@@ -283,41 +265,40 @@ def _rsqrt(x: torch.Tensor) -> torch.Tensor:
     return x.sqrt().reciprocal_()
 
 
-def _logsumexp(x: torch.Tensor, dim: Sequence[int], keepdim: bool = False) -> torch.Tensor | None:
-    if x.dtype not in DTYPES or not _is_last(x, dim):
-        return None
+def _over_last(function: Callable[..., torch.Tensor | None]) -> _Operator:
+    """Compute over the last dimension of numbers in `DTYPES`."""
+
+    def run(x: torch.Tensor, dim: Any, *args: Any, **kwargs: Any) -> torch.Tensor | None:
+        dims = [dim] if isinstance(dim, int) else list(dim)
+        is_last = x.numel() > 0 and dims in ([-1], [x.dim() - 1])
+        return function(x, *args, **kwargs) if is_last and x.dtype in DTYPES else None
+
+    return run
+
+
+def _logsumexp(x: torch.Tensor, keepdim: bool = False) -> torch.Tensor:
     peaks, _, sums = _exponentials(x)
-    found = (sums.log().float() + peaks).to(x.dtype)
-    return found if keepdim else found.squeeze(-1)
+    logs = (sums.log().float() + peaks).to(x.dtype)
+    return logs if keepdim else logs.squeeze(-1)
 
 
-def _softmax(x: torch.Tensor, dim: int, half_to_float: bool) -> torch.Tensor | None:
-    if x.dtype not in DTYPES or not _is_last(x, [dim]):
-        return None
+def _softmax(x: torch.Tensor, half_to_float: bool) -> torch.Tensor:
     _, weights, sums = _exponentials(x)
     return (weights / sums.float()).to(torch.float32 if half_to_float else x.dtype)
 
 
-def _safe_softmax(
-    x: torch.Tensor, dim: int, dtype: torch.dtype | None = None
-) -> torch.Tensor | None:
+def _safe_softmax(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor | None:
     """Give zeros where every score is minus infinity."""
-    if dtype not in (None, x.dtype) or x.dtype not in DTYPES or not _is_last(x, [dim]):
+    if dtype not in (None, x.dtype):
         return None
     _, weights, sums = _exponentials(x)
     return (weights / sums.float().masked_fill(sums == 0, 1.0)).to(x.dtype)
 
 
-def _log_softmax(x: torch.Tensor, dim: int, half_to_float: bool) -> torch.Tensor | None:
-    if x.dtype not in DTYPES or not _is_last(x, [dim]):
-        return None
+def _log_softmax(x: torch.Tensor, half_to_float: bool) -> torch.Tensor:
     peaks, _, sums = _exponentials(x)
-    found = x.float() - (sums.log().float() + peaks)
-    return found.to(torch.float32 if half_to_float else x.dtype)
-
-
-def _is_last(x: torch.Tensor, dims: Sequence[int]) -> bool:
-    return x.numel() > 0 and list(dims) in ([-1], [x.dim() - 1])
+    logprobs = x.float() - (sums.log().float() + peaks)
+    return logprobs.to(torch.float32 if half_to_float else x.dtype)
 
 
 def _exponentials(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -348,8 +329,8 @@ _OPERATORS: dict[str, _Operator] = {
     "mish": _elementwise(_mish),
     "elu": _elementwise(_elu),
     "rsqrt": _elementwise(_rsqrt),
-    "logsumexp": _logsumexp,
-    "_softmax": _softmax,
-    "_safe_softmax": _safe_softmax,
-    "_log_softmax": _log_softmax,
+    "logsumexp": _over_last(_logsumexp),
+    "_softmax": _over_last(_softmax),
+    "_safe_softmax": _over_last(_safe_softmax),
+    "_log_softmax": _over_last(_log_softmax),
 }

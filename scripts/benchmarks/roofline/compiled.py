@@ -34,9 +34,13 @@ from benchmarks.roofline.steps import (
 from benchmarks.roofline.tensors import DEVICE
 from benchmarks.roofline.vllm_kernels import VERSION, vllm_step
 from benchmarks.sizes import Setup
-from cb_rollout.engine.attention.backend import AttentionSpec
-from cb_rollout.engine.attention.decode_cache import DecodeCache, DecodeInputs, DecodeLayer
-from cb_rollout.engine.attention.traced_forward import TracedForward, example, trace
+from cb_rollout.engine.attention.decode_cache import (
+    AttentionSpec,
+    DecodeCache,
+    DecodeInputs,
+    DecodeLayer,
+)
+from cb_rollout.engine.attention.traced_forward import Traceable, TracedForward, example, trace
 from cb_rollout.engine.attention.triton.backend import TRACING
 from cb_rollout.engine.model.precision import Precision
 from cb_rollout.engine.model.runner import ModelRunner
@@ -139,7 +143,7 @@ class PlannedForward(TracedForward):
     """Report the kernels of a plan in place of running a compiled forward."""
 
     def __init__(self, plan: Plan, num_layers: int, recorder: KernelRecorder) -> None:
-        super().__init__(TRACING, can_be_traced=True)
+        super().__init__(TRACING)
         self._kernels, self._calls = plan.of_layers(num_layers), plan.calls
         self._vocab_size, self._recorder = plan.vocab_size, recorder
 
@@ -158,7 +162,7 @@ class PlannedForward(TracedForward):
             if _is_attention(one):
                 query, key, value, call = arguments
                 layer, spec = self._calls[call]
-                inputs.attention.attend(layer, query, key, value, spec)
+                inputs.attend(layer, query, key, value, spec)
             else:
                 one.operator(*arguments)
         return torch.empty(num_rows, self._vocab_size, dtype=torch.bfloat16, device=DEVICE)
@@ -186,7 +190,8 @@ def _plan(key: tuple[tuple[str, Any], ...], *, is_joined: bool) -> Plan:
         weights = weights_of(model, lambda tensor: tensor)
         place(model, weights, Precision(None, None), META)
     runner, cache = ModelRunner(model, None), DecodeCache(layout, META)
-    traced = trace(runner.decode, cache, *example(TRACING.num_rows, [0, 1], META))
+    forward = Traceable(runner.decode, cache, [0, 1])
+    traced = trace(forward, *example(TRACING.num_rows, [0, 1], META))
     TRACING.rewrite(traced.graph, traced.weights)
     planned = planned_kernels(traced.graph, TRACING.inductor_options, PROPERTIES)
     parts: list[Planned] = [[]]

@@ -11,9 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain_attention import softmax_attention
 
-from cb_rollout.engine.attention.backend import AttentionSpec, UnsupportedAttentionError
 from cb_rollout.engine.attention.cpu.backend import CpuPagedAttention, attend
-from cb_rollout.engine.attention.decode_cache import DecodeLayer
+from cb_rollout.engine.attention.decode_cache import (
+    AttentionSpec,
+    DecodeLayer,
+    UnsupportedAttentionError,
+)
 from cb_rollout.engine.kv_cache.block_table import BlockTable
 from cb_rollout.engine.kv_cache.layout import CacheLayout, LayerSpec, TensorSpec
 from cb_rollout.engine.kv_cache.paged import PagedCache
@@ -111,7 +114,7 @@ def test_rows_of_one_table_row_see_the_tokens_before_their_own():
 AFTER_A_FORK = """
 import os, signal, torch
 from test_cpu_backend import SHAPES, Rows
-from cb_rollout.engine.attention.backend import AttentionSpec
+from cb_rollout.engine.attention.decode_cache import AttentionSpec
 
 torch.set_num_threads(2)
 Rows([900] * 8, SHAPES[0], torch.float32, 16).attend(AttentionSpec(0.3))

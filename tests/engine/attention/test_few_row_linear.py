@@ -121,7 +121,7 @@ def test_a_kernel_that_cannot_be_compiled_stops_no_engine(dtype, monkeypatch):
         raise OSError("no room for a library")
 
     monkeypatch.setattr(kernels, "library", fails)
-    kernels.linear_kernel.cache_clear()
+    kernels.ordered_kernel.cache_clear()
     few_row_linear.prepare(dtype)
     with pytest.raises(OSError, match="no room"):
         few_row_linear.multiply(torch.ones(1, 2, dtype=dtype), torch.ones(3, 2, dtype=dtype))

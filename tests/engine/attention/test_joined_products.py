@@ -5,9 +5,9 @@ import torch
 from tiny import tiny_model
 
 from cb_rollout.compat.transformers import text_token_ids
-from cb_rollout.engine.attention.cpu.operators import simplify
-from cb_rollout.engine.attention.joined_products import join_products
-from cb_rollout.engine.attention.traced_forward import Trace, Tracing
+from cb_rollout.engine.attention.cpu.backend import simplify
+from cb_rollout.engine.attention.traced_forward import Trace, Traceable, Tracing
+from cb_rollout.engine.attention.triton.backend import join_products
 from cb_rollout.engine.model.check import check_model
 from cb_rollout.engine.model.precision import Precision
 from cb_rollout.engine.model.runner import ModelRunner
@@ -32,7 +32,7 @@ def joined(model):
     runner = ModelRunner(model.eval(), None)
     check_model(runner)
     cache, ids = runner.attention_backend.cache, text_token_ids(model)
-    Trace(runner.decode, cache, ids, TRACING)
+    Trace(Traceable(runner.decode, cache, ids), TRACING)
     return tuple(COUNTED)
 
 

@@ -6,11 +6,14 @@ from tiny import tiny_model
 
 from cb_rollout.compat import inductor
 from cb_rollout.compat.transformers import text_token_ids
-from cb_rollout.engine.attention import traced_forward
-from cb_rollout.engine.attention.cpu.backend import TRACING
+from cb_rollout.engine.attention.cpu.backend import TRACING, replace_linear_layers
 from cb_rollout.engine.attention.cpu.few_row_linear import linear
-from cb_rollout.engine.attention.cpu.operators import replace_linear_layers
-from cb_rollout.engine.attention.traced_forward import Trace, UntraceableError
+from cb_rollout.engine.attention.traced_forward import (
+    Trace,
+    Traceable,
+    UntraceableError,
+    attend_to_new_token,
+)
 from cb_rollout.engine.model.check import check_model
 from cb_rollout.engine.model.runner import ModelRunner
 
@@ -23,9 +26,12 @@ def runner_of(model):
     return runner
 
 
+def traceable(runner):
+    return Traceable(runner.decode, runner.attention_backend.cache, text_token_ids(runner.model))
+
+
 def trace_of(runner, inductor_options=None):
-    ids = text_token_ids(runner.model)
-    return Trace(runner.decode, runner.attention_backend.cache, ids, TRACING, inductor_options)
+    return Trace(traceable(runner), TRACING, inductor_options)
 
 
 def both(runner, traced, num_rows):
@@ -34,14 +40,8 @@ def both(runner, traced, num_rows):
     tokens = torch.randint(runner.model.config.vocab_size, (num_rows, 1), generator=generator)
     positions = torch.arange(num_rows)[:, None] % 8 + 5
     with torch.no_grad():
-        own = traced_forward._run(
-            runner.decode,
-            runner.attention_backend.cache,
-            traced_forward._NewTokenAttention(),
-            tokens,
-            positions,
-        )
-    return own, traced(tokens, positions, traced_forward._NewTokenAttention())
+        own = traceable(runner).run(attend_to_new_token, tokens, positions)
+    return own, traced(tokens, positions, attend_to_new_token)
 
 
 @pytest.mark.parametrize("family", TRACEABLE)
@@ -120,7 +120,7 @@ def test_no_module_runs_in_a_trace():
     with pytest.raises(TypeError):
         both(runner, traced, 2)
     tokens = torch.tensor([[3], [4]])
-    assert traced(tokens, tokens, traced_forward._NewTokenAttention()).isfinite().all()
+    assert traced(tokens, tokens, attend_to_new_token).isfinite().all()
 
 
 def asks_for_a_number(module, args, output):

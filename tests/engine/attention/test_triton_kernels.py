@@ -11,10 +11,11 @@ pytest.importorskip("triton")
 
 from triton.runtime.errors import InterpreterError
 
-from cb_rollout.engine.attention.backend import AttentionMetadata, AttentionSpec
-from cb_rollout.engine.attention.triton import kernels, launch, work_list
-from cb_rollout.engine.attention.triton.launch import TYPES, attend, shared_rows, write
-from cb_rollout.engine.attention.triton.work_list import cut
+from cb_rollout.engine.attention.decode_cache import AttentionSpec, DecodeLayer
+from cb_rollout.engine.attention.shared_prefix import AttentionMetadata
+from cb_rollout.engine.attention.triton import kernels, launch
+from cb_rollout.engine.attention.triton.launch import attend, cut, shared_rows, write
+from cb_rollout.engine.kv_cache.layout import LayerSpec, TensorSpec
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -42,13 +43,14 @@ class Pages:
         self.keys, self.values = (
             torch.randn(num_slots, key_heads * size, device=DEVICE).to(dtype) for size in sizes
         )
-        self.types = TYPES[dtype], TYPES[dtype]
+        states = (TensorSpec((key_heads, size), dtype) for size in sizes)
+        self.layer = DecodeLayer(0, LayerSpec(*states), DEVICE)
 
     def metadata(self, num_stretches, interval, heads_per_key, has_tiles):
         tensors = (self.table, self.keys, self.values)
         addresses = [tensors[0].data_ptr(), self.table.shape[1]]
         addresses += [tensor.data_ptr() for tensor in tensors[1:]]
-        rows_per_tile = shared_rows(heads_per_key, max(self.D, self.E), self.types)
+        rows_per_tile = shared_rows(heads_per_key, self.layer)
         shared, tiles = [0] * len(self.lengths), []
         for first, count, num_shared in self.groups:
             shared[first : first + count] = [num_shared] * count
@@ -91,10 +93,10 @@ def check(pages, spec, *, heads_per_key, num_stretches=1, interval=16, has_tiles
         torch.randn(B, K, size, device=DEVICE).to(dtype) for size in (pages.D, pages.E)
     )
     before = pages.keys.clone()
-    write(new_keys, new_values, metadata, 0, pages.types)
+    write(new_keys, new_values, pages.layer, metadata)
     query = torch.randn(B, K * heads_per_key, pages.D, device=DEVICE).to(dtype)
     work = cut(metadata, spec.window) if num_stretches else None
-    output = attend(query, K, pages.E, metadata, 0, pages.types, spec, work)
+    output = attend(query, pages.layer, metadata, spec, work)
     num_written = (pages.keys != before).any(1).sum().item()
     assert num_written == sum(length > 0 for length in pages.lengths)
     for row, length in enumerate(pages.lengths):
@@ -180,7 +182,7 @@ def test_a_group_larger_than_a_tile_gets_several():
         block_size=4,
         dtype=torch.float32,
     )
-    assert shared_rows(10, 16, pages.types) == 3
+    assert shared_rows(10, pages.layer) == 3
     check(pages, AttentionSpec(0.3), heads_per_key=10, has_tiles=True)
 
 
@@ -197,8 +199,8 @@ def test_queries_and_keys_may_be_slices_of_a_larger_tensor():
     metadata = pages.metadata(0, 16, 1, has_tiles=False)
     packed = torch.randn(2, 6, 8, 2, device=DEVICE).transpose(2, 3)[:, :, 0]
     query, keys, values = packed[:, :2], packed[:, 2:4], packed[:, 4:]
-    write(keys, values, metadata, 0, pages.types)
-    output = attend(query, 2, 8, metadata, 0, pages.types, AttentionSpec(0.3), None)
+    write(keys, values, pages.layer, metadata)
+    output = attend(query, pages.layer, metadata, AttentionSpec(0.3), None)
     for row in range(2):
         expected = softmax_attention(query[row], *pages.row(row), AttentionSpec(0.3))
         torch.testing.assert_close(output[row].double(), expected, atol=FLOAT32, rtol=FLOAT32)
@@ -302,8 +304,7 @@ def test_a_kernel_with_a_fault_is_refused(fault, tmp_path, monkeypatch):
         compare()
         return
     faulty = with_fault(kernels, *FAULTS[fault], tmp_path)
-    for name in ("write_kernel", "attend_kernel", "join_kernel"):
+    for name in ("write_kernel", "cut_kernel", "attend_kernel", "join_kernel"):
         monkeypatch.setattr(launch, name, getattr(faulty, name))
-    monkeypatch.setattr(work_list, "cut_kernel", faulty.cut_kernel)
     with pytest.raises((AssertionError, InterpreterError)):
         compare()

@@ -1,47 +1,80 @@
 """Run decode steps of one model on a CPU, by a C++ kernel that reads the pages directly.
 
-The kernel is compiled once for each shape of a layer's states. Called by the thread that runs a
-decode step.
+The kernel is compiled once for each shape of a layer's states. The graph of a traced forward is
+rewritten: cheap calls, and the product of few rows. Called by the thread that runs a decode step.
 
-B: rows, H: query heads, K: key heads, D: size of a key, E: size of a value, P: slots of the pages,
-V: vocabulary.
+B: rows, H: query heads, K: key heads, D: size of a key, E: size of a value, P: slots of the pages.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
+from torch import fx
+from torch.nn import functional
 
 from cb_rollout.compat import inductor
-from cb_rollout.engine.attention.backend import (
+from cb_rollout.engine.attention.backend import AttentionBackend
+from cb_rollout.engine.attention.cpu import few_row_linear
+from cb_rollout.engine.attention.decode_cache import (
     AttentionSpec,
+    DecodeInputs,
+    DecodeLayer,
     UnsupportedAttentionError,
     unsupported_states,
 )
-from cb_rollout.engine.attention.cpu import few_row_linear
-from cb_rollout.engine.attention.cpu.operators import replace_linear_layers, simplify
-from cb_rollout.engine.attention.decode_cache import DecodeCache, DecodeInputs, DecodeLayer
-from cb_rollout.engine.attention.traced_forward import TracedForward, Tracing
+from cb_rollout.engine.attention.traced_forward import Tracing, call_attention
 from cb_rollout.engine.kv_cache.block_table import BlockTable
 from cb_rollout.engine.kv_cache.forward_batch import ForwardBatch
 from cb_rollout.engine.kv_cache.layout import CacheLayout
 from cb_rollout.engine.kv_cache.paged import PagedCache, PagedLayer
 from cb_rollout.engine.memory import device as devices
 from cb_rollout.engine.numerics import operators
-from cb_rollout.engine.numerics.kernels import attend_paged as ordered_attend
+from cb_rollout.engine.numerics.kernels import ordered_kernel, with_unit_stride
 from cb_rollout.engine.numerics.native.library import COUNT, NUMBER, TENSOR, TYPES, library
+
+aten = torch.ops.aten
 
 CPU = torch.device("cpu")
 
-TRACING = Tracing(
-    num_rows=3,
-    # By the kernel of few rows, and by torch's product.
-    tried_rows=(1, 3, 8, few_row_linear.MAX_ROWS + 1),
-    rewrite=replace_linear_layers,
-    simplify=simplify,
-)
+# torch's own functions take half the time to call that operators take.
+FUNCTIONS: dict[Any, Callable[..., Any]] = {
+    aten.add.Tensor: torch.add,
+    aten.cat.default: torch.cat,
+    aten.div.Tensor: torch.div,
+    aten.embedding.default: torch.embedding,
+    aten.gelu.default: functional.gelu,
+    aten.mean.dim: torch.mean,
+    aten.mul.Tensor: torch.mul,
+    aten.native_layer_norm.default: torch.native_layer_norm,
+    aten.neg.default: torch.neg,
+    aten.pow.Tensor_Scalar: torch.pow,
+    aten.rsqrt.default: torch.rsqrt,
+    aten.select.int: torch.select,
+    aten.silu.default: functional.silu,
+    aten.split.Tensor: torch.split,
+    aten.split_with_sizes.default: torch.split_with_sizes,
+    aten.sub.Tensor: torch.sub,
+    aten.sum.dim_IntList: torch.sum,
+    aten.tanh.default: torch.tanh,
+    aten.transpose.int: torch.transpose,
+    aten.unsqueeze.default: torch.unsqueeze,
+    torch.ops.cb_rollout.attend.default: call_attention,
+    torch.ops.cb_rollout.grouped_product.default: inductor.grouped_product,
+    torch.ops.cb_rollout.linear.default: few_row_linear.linear,
+}
+
+METHODS: dict[Any, str] = {
+    # The C++ kernels return contiguous tensors even for other inputs, where `view` might fail.
+    aten._unsafe_view.default: "reshape",
+    aten.expand.default: "expand",
+    aten.sym_size.int: "size",
+    aten.view.default: "reshape",
+}
+
+RESHAPES = (aten.view.default, aten._unsafe_view.default)
 
 _STRIDED = (TENSOR, COUNT, COUNT, COUNT)
 _ARGUMENTS = (
@@ -52,31 +85,88 @@ _ARGUMENTS = (
 )
 
 
-class CpuBackend:
+def replace_linear_layers(graph: fx.Graph, weights: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Compute the linear layers of a traced graph by `few_row_linear`, in place."""
+    for target in (aten.mm.default, aten.addmm.default):
+        for node in graph.find_nodes(op="call_function", target=target):
+            *bias, rows, transposed = node.args
+            outputs = node.meta["val"]
+            is_plain = outputs.dtype in TYPES and not node.kwargs
+            is_linear = is_plain and transposed.target is aten.t.default
+            if is_linear and all(b.meta["val"].shape == outputs.shape[1:] for b in bias):
+                node.target = torch.ops.cb_rollout.linear.default
+                node.args = (rows, transposed.args[0], *(bias or [None]))
+    return weights
+
+
+def simplify(graph: fx.Graph) -> None:
+    """Call the operators of a traced graph in the cheapest way, in place."""
+    _join_reshapes(graph)
+    graph.eliminate_dead_code()
+    for node in graph.nodes:
+        if node.target is aten.slice.Tensor:
+            _narrow(node)
+        elif node.target in FUNCTIONS:
+            node.target = FUNCTIONS[node.target]
+        elif node.target in METHODS:
+            node.op, node.target = "call_method", METHODS[node.target]
+    graph.lint()
+
+
+def _join_reshapes(graph: fx.Graph) -> None:
+    """Reshape each tensor of a traced graph once, whatever shapes it goes through, in place."""
+    reshapes: dict[object, fx.Node] = {}
+    for node in graph.nodes:
+        if node.target not in RESHAPES:
+            continue
+        if node.args[0].target in RESHAPES:
+            node.args = (node.args[0].args[0], node.args[1])
+        source, sizes = node.args
+        if source.meta["val"].shape == node.meta["val"].shape:
+            node.replace_all_uses_with(source)
+        elif (first := reshapes.setdefault((source, tuple(sizes)), node)) is not node:
+            node.replace_all_uses_with(first)
+
+
+def _narrow(node: fx.Node) -> None:
+    """Replace a slice of known size by `narrow`, which takes a third of the time."""
+    source, dim, start, end, *step = node.args
+    assert isinstance(source, fx.Node)
+    size = source.meta["val"].shape[dim]
+    if step or not all(type(number) is int for number in (size, start, end)):
+        return
+    first, last, _ = slice(start, end).indices(size)
+    node.target, node.args = torch.narrow, (source, dim, first, max(0, last - first))
+
+
+TRACING = Tracing(
+    num_rows=3,
+    # By the kernel of few rows, and by torch's product.
+    tried_rows=(1, 3, 8, few_row_linear.MAX_ROWS + 1),
+    rewrite=replace_linear_layers,
+    simplify=simplify,
+)
+
+
+class CpuBackend(AttentionBackend):
     """Run decode steps with no gather, on a CPU."""
 
-    name: ClassVar[str] = "cpp"
-    device_type: ClassVar[str] = "cpu"
+    name = "cpp"
+    device_type = "cpu"
+    tracing = TRACING
 
     @staticmethod
     def obstacle(device: torch.device, layout: CacheLayout | None) -> str | None:
-        """Return why the kernel cannot run; None: it can."""
         if obstacle := inductor.compiler_obstacle():
             return f"the kernel needs a C++ compiler, g++ or the one that CXX names ({obstacle})"
         return unsupported_states(layout, TYPES)
 
     def __init__(self, layout: CacheLayout, device: torch.device = CPU) -> None:
-        self.cache = DecodeCache(layout, device)
-        self.traced_forward = TracedForward(TRACING, can_be_traced=not layout.is_recurrent)
+        super().__init__(layout, device)
         if self.traced_forward.can_be_traced:
             few_row_linear.prepare(self.cache.paged[0].key_dtype)
 
-    def check_weights(self, model: torch.nn.Module) -> None:
-        """Drop the trace if weights have moved."""
-        self.traced_forward.check_weights(model)
-
     def prepare(self, batch: ForwardBatch) -> DecodeInputs:
-        """Return the inputs of a forward of rows of one new token."""
         tokens = [token_id for (token_id,) in batch.new_tokens]
         tokens_B, lengths_B, table_rows_B = (
             devices.to_device(v, CPU) for v in (tokens, batch.lengths, batch.table_rows)
@@ -87,7 +177,7 @@ class CpuBackend:
             positions_B = positions_B + devices.to_device(batch.position_offsets, CPU)
         tokens_B1, positions_B1 = tokens_B[:, None], positions_B[:, None]
         return DecodeInputs(
-            self.cache, attention, tokens_B1, positions_B1, table_rows_B, batch.cache
+            self.cache, attention.attend, tokens_B1, positions_B1, table_rows_B, batch.cache
         )
 
 
@@ -108,9 +198,8 @@ class CpuPagedAttention:
         value: torch.Tensor,
         spec: AttentionSpec,
     ) -> torch.Tensor:
-        """Attend as `PagedAttention` says; all tensors have the dtype of the pages."""
-        given = {query.dtype, key.dtype, value.dtype}
-        if given != {layer.key_dtype} or layer.value_dtype != layer.key_dtype:
+        dtypes = {query.dtype, key.dtype, value.dtype}
+        if dtypes != {layer.key_dtype} or layer.value_dtype != layer.key_dtype:
             raise UnsupportedAttentionError(
                 f"its queries are {query.dtype}, its keys {key.dtype}, its values {value.dtype}, "
                 f"and its pages {layer.key_dtype} and {layer.value_dtype}"
@@ -118,19 +207,6 @@ class CpuPagedAttention:
         paged = self.cache.layers[layer.index]
         assert isinstance(paged, PagedLayer)
         rows = self.table_rows_B, self.lengths_B
-        if operators.are_installed():
-            return ordered_attend(
-                query,
-                key,
-                value,
-                paged.pages,
-                self.table,
-                *rows,
-                scale=spec.scale,
-                window=spec.window,
-                softcap=spec.softcap,
-                sinks_H=spec.sinks_H,
-            )
         return attend(query, key, value, paged.pages, self.table, *rows, spec)
 
 
@@ -148,31 +224,26 @@ def attend(
 
     All rows are written before any row attends, so rows of one table row see each other.
 
-    Args:
-        query_BH1D: the new tokens' queries; their dtype is one of `TYPES`, and that of all states.
-        key_BK1D: their keys.
-        value_BK1E: their values.
-        pages: of keys and of values, `[P, K x D]` and `[P, K x E]`; written to.
-        table: the block ids of each table row.
-        table_rows_B: int64.
-        lengths_B: int64; each row's tokens, the new one included, at least one.
-        spec: scale, window, cap and sinks.
-
-    Returns:
-        `[B, 1, H, E]`, in the query's dtype.
+    All states have the dtype of the pages, `[P, K x D]` and `[P, K x E]`. Table rows and lengths
+    are int64; a length counts the new token. Returns `[B, 1, H, E]`.
 
     Raises:
         Exception: what the compiler raises, at the first call for states of a new shape.
     """
-    B, H, _, D = query_BH1D.shape
-    _, K, _, E = value_BK1E.shape
+    (B, H, _, D), (_, K, _, E) = query_BH1D.shape, value_BK1E.shape
     outputs_B1HE = query_BH1D.new_empty(B, 1, H, E)
     sinks_H = None if spec.sinks_H is None else spec.sinks_H.to(query_BH1D.dtype).contiguous()
-    blocks = table.blocks
-    _kernel(query_BH1D.dtype, H, K, D, E)(
-        *_strided(query_BH1D),
-        *_strided(key_BK1D),
-        *_strided(value_BK1E),
+    states, blocks = (query_BH1D, key_BK1D, value_BK1E), table.blocks
+    if operators.are_installed():
+        # The order of sums is that of `kernels.attend`.
+        states, sizes = [*map(with_unit_stride, states)], (B, H, K, D, E)
+        strided = [n for x in states for n in (x.data_ptr(), *x.stride()[:2])]
+        kernel = ordered_kernel(query_BH1D.dtype, "attend_paged")
+    else:
+        strided = [n for x in states for n in (x.data_ptr(), *x.stride()[:2], x.stride(3))]
+        sizes, kernel = (B,), _kernel(query_BH1D.dtype, H, K, D, E)
+    kernel(
+        *strided,
         outputs_B1HE.data_ptr(),
         pages[0].data_ptr(),
         pages[1].data_ptr(),
@@ -181,7 +252,7 @@ def attend(
         table.block_size,
         table_rows_B.data_ptr(),
         lengths_B.data_ptr(),
-        B,
+        *sizes,
         spec.scale,
         spec.softcap or 0.0,
         spec.window or 0,
@@ -195,19 +266,8 @@ def _kernel(
     dtype: torch.dtype, num_heads: int, num_key_heads: int, key_size: int, value_size: int
 ) -> Any:
     """Compile the kernel for states of one shape: known sizes let the compiler unroll loops."""
-    kernel = library(
-        "attend",
-        STORED=TYPES[dtype],
-        NUM_HEADS=num_heads,
-        NUM_KEY_HEADS=num_key_heads,
-        KEY_SIZE=key_size,
-        VALUE_SIZE=value_size,
-    ).attend
+    sizes = {"NUM_HEADS": num_heads, "NUM_KEY_HEADS": num_key_heads}
+    sizes |= {"KEY_SIZE": key_size, "VALUE_SIZE": value_size}
+    kernel = library("attend", STORED=TYPES[dtype], **sizes).attend
     kernel.argtypes, kernel.restype = _ARGUMENTS, None
     return kernel
-
-
-def _strided(states_BN1S: torch.Tensor) -> tuple[int, int, int, int]:
-    """Return the address of states, and the strides of rows, heads and numbers."""
-    row, head, _, number = states_BN1S.stride()
-    return states_BN1S.data_ptr(), row, head, number

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from cb_rollout.compat import inductor
 from cb_rollout.compat.torch import multiplies_bfloat16
 from cb_rollout.engine.numerics import operators
-from cb_rollout.engine.numerics.kernels import linear_kernel, multiply
+from cb_rollout.engine.numerics.kernels import multiply, ordered_kernel
 
 # With more rows MKL's product is the faster one (`scripts/bench.py roofline`): with AVX-512 it
 # gains more than the kernel does.
@@ -31,9 +31,9 @@ WIDENED_AT_ONCE = 1 << 22
 
 
 def prepare(dtype: torch.dtype) -> None:
-    """Compile the kernel now, not in a rollout; the kernel's call raises a failure."""
+    """Compile the kernel now, not in a rollout; a failure is raised by the kernel's call."""
     with suppress(Exception):
-        linear_kernel(dtype)
+        ordered_kernel(dtype, "multiply")
 
 
 def linear(
@@ -41,17 +41,13 @@ def linear(
 ) -> torch.Tensor:
     """Compute a linear layer, `[B, N]`, by the kernel or by torch, whichever is faster.
 
-    Args:
-        rows_BK: on a CPU, in one of `native.library.TYPES`, as all three.
-        weight_NK: the layer's weight.
-        bias_N: the bias; None: there is none.
+    All tensors are on a CPU, in one of `native.library.TYPES`.
     """
-    if operators.are_installed() and weight_NK.is_contiguous():
-        # The same kernel for any number of rows.
-        return multiply(rows_BK, weight_NK, bias_N)
     is_half = rows_BK.dtype == torch.bfloat16
     max_rows = MAX_ROWS_OF_BFLOAT16 if is_half and multiplies_bfloat16() else MAX_ROWS
-    if rows_BK.shape[0] <= max_rows and weight_NK.is_contiguous():
+    # Bitwise forwards take the same kernel for any number of rows.
+    is_kernels = rows_BK.shape[0] <= max_rows or operators.are_installed()
+    if is_kernels and weight_NK.is_contiguous():
         return multiply(rows_BK, weight_NK, bias_N)
     if is_half and not multiplies_bfloat16():
         return widened(rows_BK, weight_NK, bias_N)
@@ -66,19 +62,14 @@ def widened(
     rows_BK = rows_BK.float()
     size = max(1, WIDENED_AT_ONCE // weight_NK.shape[1])
     for start in range(0, weight_NK.shape[0], size):
-        part = slice(start, start + size)
-        bias = None if bias_N is None else bias_N[part].float()
-        outputs_BN[:, part] = functional.linear(rows_BK, weight_NK[part].float(), bias)
+        columns = slice(start, start + size)
+        bias = None if bias_N is None else bias_N[columns].float()
+        outputs_BN[:, columns] = functional.linear(rows_BK, weight_NK[columns].float(), bias)
     return outputs_BN
 
 
 def replacing_linear(dtype: torch.dtype, device: torch.device) -> AbstractContextManager[Any]:
-    """Have a model's own linear layers in bfloat16 run here, on a CPU that lacks instructions.
-
-    Args:
-        dtype: the dtype that the model computes in.
-        device: the model's.
-    """
+    """Have a model's linear layers in `dtype` bfloat16 run here, on a CPU without instructions."""
     if device.type != "cpu" or dtype != torch.bfloat16 or multiplies_bfloat16():
         return nullcontext()
     return _ReplacedLinear()
@@ -98,14 +89,14 @@ class _ReplacedLinear(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         if torch.is_autocast_enabled("cpu"):
             dtype = torch.get_autocast_dtype("cpu")
-            args = tuple(None if one is None else one.to(dtype) for one in args)
-        if any(one is not None and one.dtype != torch.bfloat16 for one in args):
+            args = tuple(None if tensor is None else tensor.to(dtype) for tensor in args)
+        if any(tensor is not None and tensor.dtype != torch.bfloat16 for tensor in args):
             return func(*args)
-        given, *rest = args
-        rows = given.reshape(-1, given.shape[-1])
+        inputs, *rest = args
+        rows = inputs.reshape(-1, inputs.shape[-1])
         compute = widened if inductor.compiler_obstacle() else torch.ops.cb_rollout.linear
         outputs = compute(rows, *rest, *[None] * (2 - len(rest)))
-        return outputs.view(*given.shape[:-1], outputs.shape[-1])
+        return outputs.view(*inputs.shape[:-1], outputs.shape[-1])
 
 
 # An operator, so that a traced graph may hold it and inductor compile it.

@@ -1,28 +1,40 @@
 """Run decode steps of one model by Triton kernels that read the pages directly.
 
-Called by the thread that runs a decode step, and by captures of CUDA graphs.
+In the graph of a traced forward, products of the same rows by neighbouring weights are joined:
+query, key and value are then one product, and so are gate and up. Neighbours are weights that lie
+one after the other in one storage, as `weights.replica` places them; nothing is copied. Called by
+the thread that runs a decode step, and by captures of CUDA graphs.
 
-B: rows, V: vocabulary. Of a grouped product: S: rows, G: groups, M: size of a row, N: of a result.
+B: rows. Of a grouped product: S: rows, G: groups, M: size of a row, N: of a result.
 """
 
 import importlib.util
 from collections.abc import Sequence
-from typing import ClassVar
+from itertools import pairwise
 
 import torch
+from torch import fx
 
 from cb_rollout.compat import inductor
 from cb_rollout.compat.moe import waits_for_groups
-from cb_rollout.engine.attention.backend import AttentionMetadata, unsupported_states
-from cb_rollout.engine.attention.decode_cache import DecodeCache, DecodeInputs
-from cb_rollout.engine.attention.joined_products import join_products
-from cb_rollout.engine.attention.shared_prefix import STRETCH_INTERVAL, is_cut, max_stretches
-from cb_rollout.engine.attention.traced_forward import TracedForward, Tracing
+from cb_rollout.engine.attention.backend import AttentionBackend
+from cb_rollout.engine.attention.decode_cache import DecodeInputs, unsupported_states
+from cb_rollout.engine.attention.shared_prefix import (
+    STRETCH_INTERVAL,
+    AttentionMetadata,
+    is_cut,
+    max_stretches,
+)
+from cb_rollout.engine.attention.traced_forward import Tracing
 from cb_rollout.engine.kv_cache.block_table import BlockTable
 from cb_rollout.engine.kv_cache.forward_batch import ForwardBatch
 from cb_rollout.engine.kv_cache.layout import CacheLayout
 from cb_rollout.engine.kv_cache.paged import PagedCache
 from cb_rollout.engine.memory import device as devices
+
+aten = torch.ops.aten
+
+_VIEWS = (aten.view.default, aten._unsafe_view.default)
 
 # Ampere, the first whose tensor cores take bfloat16, and that copies memory asynchronously.
 LEAST_CAPABILITY = (8, 0)
@@ -32,6 +44,101 @@ LARGEST_HEAD = 256
 
 # The types that tensor cores multiply.
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def join_products(graph: fx.Graph, weights: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Join products, in place; the graph's last inputs are these weights.
+
+    Returns:
+        The weights, and after them the joined ones, which are views of the same storage.
+    """
+    inputs = graph.find_nodes(op="placeholder")
+    tensors = dict(zip(inputs[-len(weights) :], weights, strict=True)) if weights else {}
+    joined: list[torch.Tensor] = []
+    products: dict[tuple[object, ...], list[fx.Node]] = {}
+    for node in graph.nodes:
+        if node.target in (aten.mm.default, aten.addmm.default) and not node.kwargs:
+            *bias, rows, weight = node.args
+            source = rows.args[0] if rows.target in _VIEWS else rows
+            if weight.target is aten.t.default and tensors.keys() >= {weight.args[0], *bias}:
+                products.setdefault((source, len(bias)), []).append(node)
+    for nodes in products.values():
+        for neighbours in _runs_of_neighbours(nodes, tensors):
+            if len(neighbours) > 1:
+                _join(graph, neighbours, tensors, joined)
+    return [*weights, *joined]
+
+
+def _spanning(
+    graph: fx.Graph, tensors: Sequence[torch.Tensor], joined: list[torch.Tensor]
+) -> fx.Node:
+    """Add an input of a weight that spans these neighbours, and the weight to the joined ones."""
+    first = tensors[0].detach()
+    shape = sum(tensor.shape[0] for tensor in tensors), *first.shape[1:]
+    joined.append(first.as_strided(shape, first.stride(), first.storage_offset()))
+    with graph.inserting_after(graph.find_nodes(op="placeholder")[-1]):
+        node = graph.placeholder(f"joined_{len(joined)}")
+    node.meta["val"] = inductor.fake_weight(graph, joined[-1])
+    return node
+
+
+def _weights_of(product: fx.Node) -> list[fx.Node]:
+    """Return the weight of a product, and its bias if it has one."""
+    *bias, _, weight = product.args
+    assert isinstance(weight, fx.Node)
+    return [weight.args[0], *bias]  # pyright: ignore[reportReturnType]
+
+
+def _runs_of_neighbours(
+    nodes: Sequence[fx.Node], tensors: dict[fx.Node, torch.Tensor]
+) -> list[list[fx.Node]]:
+    """Split products of the same rows where a weight does not follow the one before it."""
+    runs = [[nodes[0]]]
+    for before, after in pairwise(nodes):
+        pairs = zip(_weights_of(before), _weights_of(after), strict=True)
+        if all(_follows(tensors[weight], tensors[other]) for weight, other in pairs):
+            runs[-1].append(after)
+        else:
+            runs.append([after])
+    return runs
+
+
+def _follows(before: torch.Tensor, after: torch.Tensor) -> bool:
+    """Return whether a contiguous weight begins where another one ends, and has equal columns."""
+    return (
+        before.untyped_storage()._cdata == after.untyped_storage()._cdata
+        and before.dtype == after.dtype
+        and before.shape[1:] == after.shape[1:]
+        and before.is_contiguous()
+        and after.is_contiguous()
+        and before.storage_offset() + before.numel() == after.storage_offset()
+    )
+
+
+def _join(
+    graph: fx.Graph,
+    nodes: Sequence[fx.Node],
+    tensors: dict[fx.Node, torch.Tensor],
+    joined: list[torch.Tensor],
+) -> None:
+    """Replace products by slices of one product of all their weights."""
+    first, rows = nodes[0], nodes[0].args[-2]
+    wholes = [
+        _spanning(graph, [tensors[weight] for weight in weights], joined)
+        for weights in zip(*map(_weights_of, nodes), strict=True)
+    ]
+    with graph.inserting_before(first):
+        transposed = inductor.call_function(graph, aten.t.default, wholes[0])
+        whole = inductor.call_function(graph, first.target, *wholes[1:], rows, transposed)
+        start = 0
+        for node in nodes:
+            end = start + node.meta["val"].shape[1]
+            columns = inductor.call_function(graph, aten.slice.Tensor, whole, 1, start, end)
+            node.replace_all_uses_with(columns)
+            start = end
+    for node in nodes:
+        graph.erase_node(node)
+
 
 TRACING = Tracing(
     # Tiles are chosen for so many rows, where a step's time is no longer reading weights alone.
@@ -44,39 +151,37 @@ TRACING = Tracing(
 )
 
 
-class TritonBackend:
+class TritonBackend(AttentionBackend):
     """Run decode steps with no gather, on a CUDA device."""
 
-    name: ClassVar[str] = "triton"
-    device_type: ClassVar[str] = "cuda"
+    name = "triton"
+    device_type = "cuda"
+    tracing = TRACING
 
     @staticmethod
     def obstacle(device: torch.device, layout: CacheLayout | None) -> str | None:
-        """Return why the kernels cannot run; None: they can."""
         return device_obstacle(device) or unsupported_states(layout, DTYPES, LARGEST_HEAD)
 
     def __init__(self, layout: CacheLayout, device: torch.device) -> None:
+        super().__init__(layout, device)
         # Triton is an optional dependency.
         from cb_rollout.engine.attention.triton.launch import TritonPagedAttention, grouped_product
 
         self._create_attention = TritonPagedAttention
         self._grouped_product = grouped_product
-        self.cache = DecodeCache(layout, device)
-        self.traced_forward = TracedForward(TRACING, can_be_traced=not layout.is_recurrent)
         num_addresses = 2 * len(layout.layers) + 2
         self.addresses = torch.zeros(num_addresses, dtype=torch.int64, device=device)
         """`AttentionMetadata.addresses`; all zero until `find`."""
-        self._known: list[int] = []
+        self._written: list[int] = []
         self._rows_per_tile = dict.fromkeys((layer.index for layer in self.cache.paged), 1)
-        self._device = device
-        self._num_key_heads = max(layer.keys.shape[0] for layer in layout.layers if layer.keys)
-        self._num_processors = 1
+        num_processors = 1
         if device.type == "cuda":
-            properties = torch.cuda.get_device_properties(device)
-            self._num_processors = properties.multi_processor_count
+            num_processors = torch.cuda.get_device_properties(device).multi_processor_count
+        num_key_heads = max(layer.num_key_heads for layer in self.cache.paged)
+        self.num_stretches = max_stretches(num_key_heads, num_processors)
+        """Stretches that all keys of a step are cut into, beside one for each row."""
 
     def prepare(self, batch: ForwardBatch) -> DecodeInputs:
-        """Return the inputs of a forward of rows of one new token."""
         lengths_B = self._integers(batch.lengths)
         metadata = AttentionMetadata(
             self.find(batch.cache, batch.table),
@@ -85,15 +190,11 @@ class TritonBackend:
             lengths_B,
             self.num_stretches if self.is_cut(batch.lengths) else 0,
         )
-        tokens_B1 = devices.to_device(batch.new_tokens, self._device)
+        tokens_B1 = devices.to_device(batch.new_tokens, self.cache.device)
         positions_B1 = lengths_B.long()[:, None] - 1
         if batch.position_offsets:
-            positions_B1 += devices.to_device(batch.position_offsets, self._device)[:, None]
+            positions_B1 += devices.to_device(batch.position_offsets, self.cache.device)[:, None]
         return self.inputs(tokens_B1, positions_B1, metadata, batch.cache)
-
-    def check_weights(self, model: torch.nn.Module) -> None:
-        """Drop the trace if weights have moved."""
-        self.traced_forward.check_weights(model)
 
     def inputs(
         self,
@@ -103,17 +204,17 @@ class TritonBackend:
         states: PagedCache | None = None,
     ) -> DecodeInputs:
         """Return the inputs of a forward; `states` holds the recurrent states, if there are any."""
-        attention = self._create_attention(metadata, self._rows_per_tile)
+        attend = self._create_attention(metadata, self._rows_per_tile).attend
         rows_B, product = metadata.table_rows_B, self._grouped_product
-        return DecodeInputs(self.cache, attention, tokens_B1, positions_B1, rows_B, states, product)
+        return DecodeInputs(self.cache, attend, tokens_B1, positions_B1, rows_B, states, product)
 
     def find(self, cache: PagedCache, table: BlockTable) -> torch.Tensor:
         """Return the current addresses of pages and table, in a tensor that never moves."""
         blocks = table.blocks
         addresses = [blocks.data_ptr(), blocks.shape[1], *cache.addresses]
-        if addresses != self._known:
-            self.addresses.copy_(devices.to_device(addresses, self._device))
-            self._known = addresses
+        if addresses != self._written:
+            self.addresses.copy_(devices.to_device(addresses, self.cache.device))
+            self._written = addresses
         return self.addresses
 
     @property
@@ -121,17 +222,12 @@ class TritonBackend:
         """Most rows that read a shared prompt together, in every layer."""
         return min(self._rows_per_tile.values())
 
-    @property
-    def num_stretches(self) -> int:
-        """Stretches that all keys of a step are cut into, beside one for each row."""
-        return max_stretches(self._num_key_heads, self._num_processors)
-
     def is_cut(self, lengths: Sequence[int], interval: int = STRETCH_INTERVAL) -> bool:
         """Return whether any row of these lengths is worth cutting."""
         return is_cut(lengths, self.num_stretches, interval)
 
     def _integers(self, values: Sequence[int]) -> torch.Tensor:
-        return devices.to_device(values, self._device, torch.int32)
+        return devices.to_device(values, self.cache.device, torch.int32)
 
 
 def _multiply_groups(

@@ -1,14 +1,19 @@
 """Launch the kernels of a decode step. Imports Triton, so nothing imports it at the top.
 
-B: rows, H: query heads, K: key heads, D: size of a key, E: size of a value. Of a grouped product:
-S: rows, G: groups, M: size of a row, N: size of a result.
+Keys are cut into stretches on the device, and one program attends over each. A stretch is as long
+as keeps all processors busy, for the keys that all rows have together. So one long row among short
+ones is cut alone, and a prompt that one group shares is cut as well. A list of fixed size holds the
+stretches, so a captured CUDA graph stays valid while rows grow.
+
+B: rows, H: query heads, K: key heads, D: size of a key, E: size of a value, T: shared tiles, O:
+most stretches of rows' own keys, S: most of shared prompts. Of a grouped product: S: rows, G:
+groups, M: size of a row, N: size of a result.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false
 # Triton types compile-time arguments as `constexpr`, but takes plain values and launch options.
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import triton
@@ -16,15 +21,16 @@ import triton.language as tl
 from triton import knobs
 
 from cb_rollout.compat import torch as torch_compat
-from cb_rollout.engine.attention.backend import AttentionMetadata, AttentionSpec
-from cb_rollout.engine.attention.decode_cache import DecodeLayer
+from cb_rollout.engine.attention.decode_cache import AttentionSpec, DecodeLayer
+from cb_rollout.engine.attention.shared_prefix import AttentionMetadata
 from cb_rollout.engine.attention.triton.kernels import (
     attend_kernel,
+    cut_kernel,
     grouped_product_kernel,
     join_kernel,
     write_kernel,
 )
-from cb_rollout.engine.attention.triton.work_list import WorkList, cut
+from cb_rollout.engine.numerics.kernels import with_unit_stride
 
 # The fewest that a tensor-core product takes.
 MIN_TILE_ROWS = 16
@@ -50,16 +56,25 @@ MAX_TILE_KEYS = 128
 # Numbers of partial outputs that a join holds at a time.
 JOINED_NUMBERS = 4096
 
-TYPES = {
-    torch.float32: tl.float32,
-    torch.bfloat16: tl.bfloat16,
-    torch.float16: tl.float16,
-}
+TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
-DTYPES = {kind: dtype for dtype, kind in TYPES.items()}
 
-# Triton's names of the dtypes of a layer's keys and values.
-Types = tuple[Any, Any]
+@dataclass(frozen=True, slots=True)
+class WorkList:
+    """The stretches of one step, for the layers of one window; all tensors are int32."""
+
+    sizes: torch.Tensor
+    """Keys of a stretch of rows' own keys, and of a stretch of shared prompts."""
+    own_O: torch.Tensor
+    """Items: row x `MAX_SPLITS` + the stretch's number; -1: there is no such stretch."""
+    shared_S: torch.Tensor
+    """Items of tiles, in the same way."""
+    first_parts: torch.Tensor
+    """`[B + 1]`: each row's first part among all partial outputs, and the end of the last."""
+    own_counts_B: torch.Tensor
+    """Parts of each row's own keys, which stand before those of its shared prompt."""
+    max_parts: int
+    """Most parts of all rows together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,24 +95,18 @@ class TritonPagedAttention:
         value: torch.Tensor,
         spec: AttentionSpec,
     ) -> torch.Tensor:
-        """Write new keys and values, then attend, as `PagedAttention` says."""
-        types = TYPES[layer.key_dtype], TYPES[layer.value_dtype]
-        num_key_heads, E = layer.num_key_heads, layer.value_size
-        write(key[:, :, 0], value[:, :, 0], self.metadata, layer.index, types)
-        heads_per_key = query.shape[1] // num_key_heads
-        self.rows_per_tile[layer.index] = shared_rows(heads_per_key, max(query.shape[3], E), types)
-        queries_BHD = query[:, :, 0]
+        write(key[:, :, 0], value[:, :, 0], layer, self.metadata)
+        heads_per_key = query.shape[1] // layer.num_key_heads
+        self.rows_per_tile[layer.index] = shared_rows(heads_per_key, layer)
         if self.metadata.num_stretches and spec.window not in self.work:
             self.work[spec.window] = cut(self.metadata, spec.window)
         work = self.work.get(spec.window)
-        step = self.metadata, layer.index, types, spec, work
-        outputs_BHE = attend(queries_BHD, num_key_heads, E, *step)
-        return outputs_BHE[:, None]
+        return attend(query[:, :, 0], layer, self.metadata, spec, work)[:, None]
 
 
-def shared_rows(heads_per_key: int, size: int, types: Types) -> int:
-    """Return the number of rows whose queries of one key head, each of `size`, fit a tile."""
-    is_wide = size > 128 or tl.float32 in types
+def shared_rows(heads_per_key: int, layer: DecodeLayer) -> int:
+    """Return the number of rows whose queries of one key head of a layer fit a tile."""
+    is_wide = max(layer.key_size, layer.value_size) > 128 or _is_single(layer)
     tile_rows = WIDE_SHARED_TILE_ROWS if is_wide else SHARED_TILE_ROWS
     return max(1, tile_rows // heads_per_key)
 
@@ -105,14 +114,12 @@ def shared_rows(heads_per_key: int, size: int, types: Types) -> int:
 def write(
     keys_BKD: torch.Tensor,
     values_BKE: torch.Tensor,
+    layer: DecodeLayer,
     metadata: AttentionMetadata,
-    layer: int,
-    types: Types,
 ) -> None:
     """Write each row's newest key and value into its page."""
-    B, K, D = keys_BKD.shape
-    E = values_BKE.shape[-1]
-    keys_BKD, values_BKE = _dense(keys_BKD), _dense(values_BKE)
+    (B, K, D), E = keys_BKD.shape, values_BKE.shape[-1]
+    keys_BKD, values_BKE = with_unit_stride(keys_BKD), with_unit_stride(values_BKE)
     write_kernel[(B,)](
         keys_BKD,
         values_BKE,
@@ -126,156 +133,174 @@ def write(
         NUM_KEY_HEADS=K,
         KEY_SIZE=D,
         VALUE_SIZE=E,
-        KEY_TYPE=types[0],
-        VALUE_TYPE=types[1],
+        KEY_TYPE=TYPES[layer.key_dtype],
+        VALUE_TYPE=TYPES[layer.value_dtype],
         WIDTH=triton.next_power_of_2(K * max(D, E)),
     )
 
 
 def attend(
     queries_BHD: torch.Tensor,
-    num_key_heads: int,
-    value_size: int,
+    layer: DecodeLayer,
     metadata: AttentionMetadata,
-    layer: int,
-    types: Types,
     spec: AttentionSpec,
     work: WorkList | None,
 ) -> torch.Tensor:
     """Return the attention of each row's newest token over all of its keys.
 
-    Args:
-        queries_BHD: the new tokens' queries; the kernel casts them to the keys' dtype.
-        num_key_heads: K, the heads of the pages.
-        value_size: E.
-        metadata: the step's rows.
-        layer: index of the layer.
-        types: of the layer's pages.
-        spec: scale, window, cap and sinks.
-        work: the stretches of its window; None: one program attends over all keys of a row.
-
-    Returns:
-        `[B, H, E]` in the values' dtype; zeros where a row has no tokens.
+    The kernel casts queries to the keys' dtype. `work`: the stretches of the layer's window; None:
+    one program attends over all keys of a row. Returns `[B, H, E]` in the values' dtype, zeros
+    where a row has no tokens.
     """
-    B, H, _ = queries_BHD.shape
-    outputs_BHE = queries_BHD.new_empty(B, H, value_size, dtype=DTYPES[types[1]])
+    (B, H, _), E = queries_BHD.shape, layer.value_size
+    outputs_BHE = queries_BHD.new_empty(B, H, E, dtype=layer.value_dtype)
+    # Each part's output, and its log-sum-exp, base 2; not read if nothing is cut.
     partials = sums = outputs_BHE
     if work is not None:
-        partials = outputs_BHE.new_empty(work.max_parts, H, value_size, dtype=torch.float32)
+        partials = outputs_BHE.new_empty(work.max_parts, H, E, dtype=torch.float32)
         sums = outputs_BHE.new_empty(work.max_parts, H, dtype=torch.float32)
-    launches = _Launches(
-        _dense(queries_BHD),
-        outputs_BHE,
-        partials,
-        sums,
-        metadata,
-        layer,
-        types,
-        spec,
-        work,
-        num_key_heads,
-    )
-    launches.attend(is_shared=False)
+    buffers = with_unit_stride(queries_BHD), outputs_BHE, partials, sums
+    _launch_attend(buffers, layer, metadata, spec, work, is_shared=False)
     if work is not None:
         if metadata.shared_B is not None:
-            launches.attend(is_shared=True)
-        launches.join(work)
+            _launch_attend(buffers, layer, metadata, spec, work, is_shared=True)
+        _launch_join(buffers, layer, spec.sinks_H, work)
     return outputs_BHE
 
 
-@dataclass(slots=True)
-class _Launches:
-    """The launches of one layer's attention."""
+def _launch_attend(
+    buffers: tuple[torch.Tensor, ...],
+    layer: DecodeLayer,
+    metadata: AttentionMetadata,
+    spec: AttentionSpec,
+    work: WorkList | None,
+    *,
+    is_shared: bool,
+) -> None:
+    """Attend over the rows' own keys, or over the prompts of shared tiles."""
+    queries_BHD, K, D, E = buffers[0], layer.num_key_heads, layer.key_size, layer.value_size
+    B, H, _ = queries_BHD.shape
+    items = None if work is None else work.shared_S if is_shared else work.own_O
+    rows = metadata.rows_per_tile if is_shared else 1
+    is_wide = _is_single(layer) or (is_shared and max(D, E) > 128)
+    width = triton.next_power_of_2(max(D, E, MIN_TILE_ROWS))
 
-    queries_BHD: torch.Tensor
-    outputs_BHE: torch.Tensor
-    partials: torch.Tensor
-    """float32, `[parts, H, E]`; the outputs themselves if nothing is cut."""
-    sums: torch.Tensor
-    """float32, `[parts, H]`: each part's log-sum-exp, base 2."""
-    metadata: AttentionMetadata
-    layer: int
-    types: Types
-    spec: AttentionSpec
-    work: WorkList | None
-    num_key_heads: int
+    def tensor_or_any(tensor: torch.Tensor | None) -> torch.Tensor:
+        # For None, a tensor that the kernel will not read.
+        return metadata.lengths_B if tensor is None else tensor
 
-    def _or_any(self, tensor: torch.Tensor | None) -> torch.Tensor:
-        """Return a tensor, or for None one that the kernels will not read."""
-        return self.metadata.lengths_B if tensor is None else tensor
+    attend_kernel[(B if items is None else items.shape[0], K)](
+        *buffers,
+        metadata.addresses,
+        _layer_addresses(metadata, layer),
+        metadata.table_rows_B,
+        metadata.lengths_B,
+        *map(tensor_or_any, (metadata.shared_B, metadata.first_T, metadata.count_T)),
+        tensor_or_any(spec.sinks_H),
+        *queries_BHD.stride()[:2],
+        tensor_or_any(items),
+        tensor_or_any(work and work.sizes),
+        tensor_or_any(work and work.first_parts),
+        tensor_or_any(work and work.own_counts_B),
+        float(spec.scale),
+        float(spec.softcap or 0.0),
+        int(spec.window or 0),
+        BLOCK_SIZE=metadata.block_size,
+        NUM_HEADS=H,
+        NUM_KEY_HEADS=K,
+        KEY_SIZE=D,
+        VALUE_SIZE=E,
+        KEY_TYPE=TYPES[layer.key_dtype],
+        VALUE_TYPE=TYPES[layer.value_dtype],
+        IS_INTERPRETED=knobs.runtime.interpret,
+        IS_SHARED=is_shared,
+        HAS_SHARED=metadata.shared_B is not None,
+        HAS_WINDOW=spec.window is not None,
+        HAS_SOFTCAP=spec.softcap is not None,
+        HAS_SINKS=spec.sinks_H is not None,
+        IS_WHOLE=work is None,
+        TILE_ROWS=max(MIN_TILE_ROWS, triton.next_power_of_2(rows * (H // K))),
+        TILE_KEYS=_tile_keys(width, layer),
+        KEY_WIDTH=triton.next_power_of_2(max(D, MIN_TILE_ROWS)),
+        VALUE_WIDTH=triton.next_power_of_2(max(E, MIN_TILE_ROWS)),
+        num_warps=WIDE_NUM_WARPS if work and is_wide else NUM_WARPS,
+        num_stages=NUM_STAGES,
+    )
 
-    def attend(self, *, is_shared: bool) -> None:
-        """Attend over the rows' own keys, or over the prompts of shared tiles."""
-        metadata, spec, work = self.metadata, self.spec, self.work
-        B, H, D, E = *self.queries_BHD.shape, self.outputs_BHE.shape[2]
-        num_key_heads = self.num_key_heads
-        items = None if work is None else work.shared_S if is_shared else work.own_O
-        rows = metadata.rows_per_tile if is_shared else 1
-        is_wide = tl.float32 in self.types or (is_shared and max(D, E) > 128)
-        tile_keys = _tile_keys(triton.next_power_of_2(max(D, E, MIN_TILE_ROWS)), self.types)
-        attend_kernel[(B if items is None else items.shape[0], num_key_heads)](
-            self.queries_BHD,
-            self.outputs_BHE,
-            self.partials,
-            self.sums,
-            metadata.addresses,
-            _layer_addresses(metadata, self.layer),
-            metadata.table_rows_B,
-            metadata.lengths_B,
-            self._or_any(metadata.shared_B),
-            self._or_any(metadata.first_T),
-            self._or_any(metadata.count_T),
-            self._or_any(spec.sinks_H),
-            *self.queries_BHD.stride()[:2],
-            self._or_any(items),
-            self._or_any(work and work.sizes),
-            self._or_any(work and work.first_parts),
-            self._or_any(work and work.own_counts_B),
-            float(spec.scale),
-            float(spec.softcap or 0.0),
-            int(spec.window or 0),
-            BLOCK_SIZE=metadata.block_size,
-            NUM_HEADS=H,
-            NUM_KEY_HEADS=num_key_heads,
-            KEY_SIZE=D,
-            VALUE_SIZE=E,
-            KEY_TYPE=self.types[0],
-            VALUE_TYPE=self.types[1],
-            IS_INTERPRETED=knobs.runtime.interpret,
-            IS_SHARED=is_shared,
-            HAS_SHARED=metadata.shared_B is not None,
-            HAS_WINDOW=spec.window is not None,
-            HAS_SOFTCAP=spec.softcap is not None,
-            HAS_SINKS=spec.sinks_H is not None,
-            IS_WHOLE=work is None,
-            TILE_ROWS=max(MIN_TILE_ROWS, triton.next_power_of_2(rows * (H // num_key_heads))),
-            TILE_KEYS=tile_keys,
-            KEY_WIDTH=triton.next_power_of_2(max(D, MIN_TILE_ROWS)),
-            VALUE_WIDTH=triton.next_power_of_2(max(E, MIN_TILE_ROWS)),
-            num_warps=WIDE_NUM_WARPS if work and is_wide else NUM_WARPS,
-            num_stages=NUM_STAGES,
-        )
 
-    def join(self, work: WorkList) -> None:
-        """Join the parts of each row and head."""
-        B, H, E = self.outputs_BHE.shape
-        heads_width = triton.next_power_of_2(H // self.num_key_heads)
-        value_width = triton.next_power_of_2(E)
-        join_kernel[(B, self.num_key_heads)](
-            self.outputs_BHE,
-            self.partials,
-            self.sums,
-            work.first_parts,
-            self._or_any(self.spec.sinks_H),
-            NUM_HEADS=H,
-            NUM_KEY_HEADS=self.num_key_heads,
-            VALUE_SIZE=E,
-            HAS_SINKS=self.spec.sinks_H is not None,
-            PARTS=max(1, JOINED_NUMBERS // (heads_width * value_width)),
-            HEADS_WIDTH=heads_width,
-            VALUE_WIDTH=value_width,
-            num_warps=4,
-        )
+def _launch_join(
+    buffers: tuple[torch.Tensor, ...],
+    layer: DecodeLayer,
+    sinks_H: torch.Tensor | None,
+    work: WorkList,
+) -> None:
+    """Join the parts of each row and head."""
+    B, H, E = buffers[1].shape
+    heads_width = triton.next_power_of_2(H // layer.num_key_heads)
+    value_width = triton.next_power_of_2(E)
+    join_kernel[(B, layer.num_key_heads)](
+        *buffers[1:],
+        work.first_parts,
+        work.first_parts if sinks_H is None else sinks_H,
+        NUM_HEADS=H,
+        NUM_KEY_HEADS=layer.num_key_heads,
+        VALUE_SIZE=E,
+        HAS_SINKS=sinks_H is not None,
+        PARTS=max(1, JOINED_NUMBERS // (heads_width * value_width)),
+        HEADS_WIDTH=heads_width,
+        VALUE_WIDTH=value_width,
+        num_warps=4,
+    )
+
+
+def cut(metadata: AttentionMetadata, window: int | None) -> WorkList:
+    """Cut the keys of a step, by one launch.
+
+    Args:
+        metadata: the step; `num_stretches` is not 0.
+        window: newest tokens that the layers see; None: all.
+    """
+    lengths_B = metadata.lengths_B
+    B, extra = lengths_B.shape[0], metadata.num_stretches
+    has_shared = metadata.shared_B is not None
+    tiles = (metadata.shared_B, metadata.first_T, metadata.count_T)
+    T = 0 if metadata.first_T is None else metadata.first_T.shape[0]
+    num_shared = T + extra if has_shared else 0
+    # A tile of full size has a part of each of its rows in every stretch.
+    max_parts = B + extra + (B + metadata.rows_per_tile * extra if has_shared else 0)
+    work = WorkList(
+        lengths_B.new_empty(2),
+        lengths_B.new_empty(B + extra),
+        lengths_B.new_empty(num_shared),
+        lengths_B.new_empty(B + 1),
+        lengths_B.new_empty(B),
+        max_parts,
+    )
+    cut_kernel[(1,)](
+        lengths_B,
+        *(tiles if has_shared else (lengths_B,) * 3),
+        work.sizes,
+        work.own_O,
+        work.shared_S if has_shared else lengths_B,
+        work.first_parts,
+        work.own_counts_B,
+        B,
+        T,
+        B + extra,
+        num_shared,
+        extra,
+        metadata.least_stretch,
+        metadata.stretch_interval,
+        int(window or 0),
+        HAS_SHARED=has_shared,
+        HAS_WINDOW=window is not None,
+        ROWS_WIDTH=triton.next_power_of_2(B),
+        TILES_WIDTH=triton.next_power_of_2(max(1, T)),
+        OWN_WIDTH=triton.next_power_of_2(B + extra),
+        SHARED_WIDTH=triton.next_power_of_2(max(1, num_shared)),
+        num_warps=4,
+    )
+    return work
 
 
 def grouped_product(
@@ -319,15 +344,15 @@ def grouped_product(
     return outputs_SN
 
 
-def _layer_addresses(metadata: AttentionMetadata, layer: int) -> torch.Tensor:
-    return metadata.addresses[2 * layer + 2 : 2 * layer + 4]
+def _layer_addresses(metadata: AttentionMetadata, layer: DecodeLayer) -> torch.Tensor:
+    return metadata.addresses[2 * layer.index + 2 : 2 * layer.index + 4]
 
 
-def _tile_keys(width: int, types: Types) -> int:
+def _is_single(layer: DecodeLayer) -> bool:
+    return torch.float32 in (layer.key_dtype, layer.value_dtype)
+
+
+def _tile_keys(width: int, layer: DecodeLayer) -> int:
     """Return the keys read at a time: shared memory of any card since Ampere holds them twice."""
-    is_single = tl.float32 in types
-    return min(MAX_TILE_KEYS, max(MIN_TILE_ROWS, (2048 if is_single else 8192) // width))
-
-
-def _dense(states: torch.Tensor) -> torch.Tensor:
-    return states if states.stride(-1) == 1 else states.contiguous()
+    num_numbers = 2048 if _is_single(layer) else 8192
+    return min(MAX_TILE_KEYS, max(MIN_TILE_ROWS, num_numbers // width))
