@@ -97,7 +97,7 @@ OUTSIDERS = {"tools/bench"}
 
 # Of TRL a file for each of its trainers' ways.
 HOMES_OF_FRAMEWORK = {
-    "trl": {"integrations/trl/attachment.py", "integrations/async_grpo/conversations.py"},
+    "trl": {"integrations/trl/upstream.py", "integrations/async_grpo/conversations.py"},
     "wandb": {"integrations/wandb.py"},
 }
 ONE_FILE_FRAMEWORKS = {"peft", "deepspeed", "fastapi", "opentelemetry"}

@@ -2,9 +2,10 @@
 
 In a packed batch all tokens stand in one row of the model's input. A prompt is one segment; each
 of its completions is another, which attends to the prompt and to itself. Where a model cannot take
-that, rows of about one length are padded on the right instead.
+that, rows of similar length are padded on the right instead.
 
-N: tokens of a batch, K: completion tokens of a batch, B: rows, S: longest row.
+N: tokens of a packed batch, K: completion tokens of a batch, B: rows, S: longest row, T: tokens of
+a row, A: axes of positions.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,18 +15,78 @@ from typing import Any, NamedTuple
 
 import torch
 
+from cb_rollout.compat import multimodal
 from cb_rollout.compat.rope import RowRope
 from cb_rollout.engine.attention.packed import Segment
+from cb_rollout.engine.images.inputs import joined_tensors
+from cb_rollout.engine.images.prompt_images import PromptImages
 from cb_rollout.engine.memory.device import to_device
 from cb_rollout.engine.model.routers import joined_routes
-from cb_rollout.packing.images import RowImages, image_arguments
 
 # A padded batch holds at most this many times its tokens: a wider one costs more than two forwards.
 MAX_PADDING = 1.25
 
-
 # Rows that are computed both ways before a layout is used.
 NUM_COMPARED = 4
+
+
+class RowImages(NamedTuple):
+    """The images of a row, and its positions."""
+
+    images: PromptImages | None
+    """None: it is a row of text beside others with images."""
+    positions_AT: torch.Tensor
+    """int64, of prompt and completion."""
+    are_of_prompt: bool = True
+    """False: some are of the completion, so that no other row shares the prompt's forward."""
+
+    @property
+    def digest(self) -> bytes | None:
+        return None if self.images is None else self.images.digest
+
+    def arguments(self, names: frozenset[str], num_tokens: int) -> dict[str, torch.Tensor]:
+        """Return the arguments of images in a forward of the row's first tokens."""
+        taken = self.images and self.images.taken(names, self.positions_AT.device)
+        return taken.arguments(0, num_tokens) if taken else {}
+
+
+def row_images(
+    model: Any, sequences: Sequence[Sequence[int]], images: Sequence[PromptImages | None]
+) -> list[RowImages]:
+    """Return the images and positions of sequences; None: a sequence of text alone."""
+    names = multimodal.image_argument_names(model)
+    device = next(model.parameters()).device
+    rows = []
+    with multimodal.keeping_position_offsets(model):
+        for sequence, own in zip(sequences, images, strict=True):
+            positions = torch.arange(len(sequence), device=device)[None]
+            if own is not None:
+                ids_1T = torch.tensor([list(sequence)], device=device)
+                arguments = own.taken(names, device).arguments(0, len(sequence))
+                positions = multimodal.prompt_positions(model, ids_1T, arguments).flatten(0, -2)
+            rows.append(RowImages(own, positions))
+    num_axes = max(len(row.positions_AT) for row in rows)
+    return [row._replace(positions_AT=row.positions_AT.expand(num_axes, -1)) for row in rows]
+
+
+def _joined_images(
+    positions_ABS: torch.Tensor,
+    rows: Sequence[tuple[RowImages, int]],
+    names: frozenset[str],
+    dim: int,
+) -> dict[str, torch.Tensor]:
+    """Return a forward's positions, `[A, 1, N]` or `[A, B, S]`, and its arguments of images.
+
+    Tensors of images are joined end to end, those of tokens along `dim`: 1 in a packed batch, 0 in
+    a padded batch. Each of the `rows` has its number of tokens.
+    """
+    tensors = [row.arguments(names, num_tokens) for row, num_tokens in rows]
+    lengths = [num_tokens for _, num_tokens in rows]
+    per_token = frozenset(name for row, _ in rows if row.images for name in row.images.of_tokens)
+    arguments = joined_tensors(tensors, lengths, per_token, dim)
+    # A model without axes takes (1, N) or (B, S).
+    has_axes = len(positions_ABS) > 1
+    return arguments | {"position_ids": positions_ABS if has_axes else positions_ABS[0]}
 
 
 class PackedRow(NamedTuple):
@@ -45,14 +106,13 @@ class PackedRow(NamedTuple):
 
     @property
     def prompt_key(self) -> tuple[Any, ...]:
-        """Return what is the same for rows that may share their prompt."""
+        """Rows with equal keys may share their prompt."""
         routes = None if self.routes is None else self.routes[: len(self.prompt_ids)].tobytes()
         digest = self.images and self.images.digest
         return (tuple(self.prompt_ids), routes, digest, self.rope_side)
 
     @property
     def num_tokens(self) -> int:
-        """Return the number of tokens of prompt and completion."""
         return len(self.prompt_ids) + len(self.completion_ids)
 
 
@@ -64,12 +124,12 @@ class PackingLayout(StrEnum):
     WHOLE_ROWS = "whole_rows"
     """One row of all tokens, the last one of each completion and the prompts of empty ones too."""
     PADDED = "padded"
-    """Rows of about one length, padded on the right."""
+    """Rows of similar length, padded on the right."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedBatch:
-    """Input of one forward, and the completion tokens that it scores."""
+    """Input of a forward, and the completion tokens that it scores."""
 
     rows: list[int]
     """Indices of the rows, in the order in which their tokens are scored."""
@@ -80,7 +140,7 @@ class PackedBatch:
     position_ids: torch.Tensor
     """int64, as `input_ids`: each token's index in its own sequence."""
     predicting_K: torch.Tensor
-    """int64: index among the flat `input_ids` of the token before each completion token."""
+    """int64: index in the flat `input_ids` of the token before each completion token."""
     labels_K: torch.Tensor
     """int64: the completion tokens."""
     segments: tuple[Segment, ...] | None
@@ -98,12 +158,12 @@ class PackedBatch:
 
     @property
     def num_tokens(self) -> int:
-        """Return the number of tokens that the forward computes, padding included."""
+        """Padding included."""
         return self.input_ids.numel()
 
     @property
     def num_shared_prompts(self) -> int:
-        """Return the number of rows whose prompt is computed for another row."""
+        """Rows whose prompt is computed for another row."""
         if self.segments is None:
             return 0
         return len(self.rows) - sum(not segment.prefix_length for segment in self.segments)
@@ -116,7 +176,7 @@ def with_rope_sides(model: torch.nn.Module, rows: Sequence[PackedRow]) -> list[P
 
 
 def group_rows(rows: Sequence[PackedRow], numbers: Sequence[int]) -> list[list[int]]:
-    """Return the rows at `numbers` in groups of equal prompts, in the order of the first one."""
+    """Return the rows at `numbers` in groups of equal prompts, in the order of their first rows."""
     groups: dict[Any, list[int]] = {}
     for index, number in enumerate(numbers):
         images = rows[number].images
@@ -126,10 +186,10 @@ def group_rows(rows: Sequence[PackedRow], numbers: Sequence[int]) -> list[list[i
 
 
 def representative(rows: Sequence[PackedRow]) -> list[int]:
-    """Return some rows to compare two forwards on: two of one group, the longest, and others.
+    """Return some rows to compare two forwards on: two of a group, the longest, and others.
 
-    Where no group has two, the longest comes twice: a row alone would not show that a layer carries
-    its state from one row into the next.
+    Where no group has two, the longest comes twice: a single row would not show that a layer
+    carries its state from one row into the next.
     """
     scored = [number for number, row in enumerate(rows) if row.completion_ids]
     groups = sorted(group_rows(rows, scored), key=len, reverse=True)
@@ -148,16 +208,11 @@ def pack(
     max_tokens: int | None = None,
     image_names: frozenset[str] = frozenset(),
 ) -> list[PackedBatch]:
-    """Lay rows out in as few batches as `max_tokens` allows.
+    """Lay the rows at `numbers` out in as few batches as `max_tokens` allows, padding included.
 
-    Args:
-        rows: sequences.
-        numbers: indices of the rows to score; those without a completion token are left out.
-        layout: the way in which they share a forward.
-        device: device of the tensors.
-        max_tokens: tokens of one batch, padding included; None: no limit. A longer row is a batch
-            of its own. A group that does not fit is cut, and its prompt is in each part.
-        image_names: arguments of the model's forward that it may be given for images.
+    Rows without a completion token are left out. A row longer than `max_tokens` is a batch of its
+    own. A group that does not fit is cut, and its prompt is in each part. `image_names` are the
+    arguments that the model's forward takes for images.
     """
     if layout is PackingLayout.WHOLE_ROWS:
         parts = _within(rows, [[number] for number in numbers], max_tokens)
@@ -196,7 +251,6 @@ def _within(
 def _of_one_length(
     rows: Sequence[PackedRow], numbers: list[int], max_tokens: int | None
 ) -> Iterator[list[int]]:
-    """Yield rows of about one length, within `max_tokens` and `MAX_PADDING`."""
     sizes = {n: rows[n].num_tokens - 1 for n in numbers}
     part: list[int] = []
     num_tokens = 0
@@ -221,79 +275,53 @@ def _packed(
     *,
     num_dropped: int = 1,
 ) -> PackedBatch:
-    """Pack groups, without the last `num_dropped` tokens of completions, which predict nothing."""
-    ids: list[int] = []
-    positions: list[int] = []
+    # Rows, each with the first and the end of its tokens that are in the batch.
+    pieces: list[tuple[PackedRow, int, int]] = []
     predicting: list[int] = []
     segments: list[Segment] = []
-    routes: list[tuple[Any, int, int]] = []
-    rope_sides: list[int] = []
-    rope_counts: list[int] = []
+    images: list[tuple[RowImages, int]] = []
+    end = 0
     for group in groups:
-        prompt = rows[group[0]].prompt_ids
-        rope_sides.append(rows[group[0]].rope_side)
-        rope_counts.append(len(prompt))
-        routes.append((rows[group[0]].routes, 0, len(prompt)))
-        start, num_prompt = len(ids), len(prompt)
-        is_alone = len(group) == 1
-        if not is_alone:
+        shared, start = rows[group[0]], end
+        num_prompt = len(shared.prompt_ids)
+        pieces.append((shared, 0, num_prompt))
+        end += num_prompt
+        if len(group) > 1:
             segments.append(Segment(start, num_prompt))
-        ids += prompt
-        positions += range(num_prompt)
         for number in group:
-            completion = rows[number].completion_ids
-            num_new, first = max(0, len(completion) - num_dropped), len(ids)
-            before = [start + num_prompt - 1, *range(first, first + num_new)]
-            predicting += before[: len(completion)]
-            rope_sides.append(rows[number].rope_side)
-            rope_counts.append(num_new)
-            record = rows[number].routes
-            routes.append((None if record is None else record[num_prompt:], 0, num_new))
-            ids += completion[:num_new]
-            positions += range(num_prompt, num_prompt + num_new)
-            if is_alone:
+            num_completion = len(rows[number].completion_ids)
+            num_new = max(0, num_completion - num_dropped)
+            pieces.append((rows[number], num_prompt, num_prompt + num_new))
+            predicting += [start + num_prompt - 1, *range(end, end + num_new)][:num_completion]
+            if len(group) == 1:
                 segments.append(Segment(start, num_prompt + num_new))
             elif num_new:
-                segments.append(Segment(first, num_new, start, num_prompt))
+                segments.append(Segment(end, num_new, start, num_prompt))
+            end += num_new
+        if shared.images is not None:
+            images.append((shared.images, end - start))
+    tokens = [[*row.prompt_ids, *row.completion_ids][first:end] for row, first, end in pieces]
+    positions = [position for _, first, end in pieces for position in range(first, end)]
+    routes = [(r.routes if r.routes is None else r.routes[a:], 0, b - a) for r, a, b in pieces]
+    others = {}
+    if images:
+        of_pieces = [r.images.positions_AT[:, a:b] for r, a, b in pieces if r.images]
+        others = _joined_images(torch.cat(of_pieces, 1)[:, None], images, image_names, dim=1)
     numbers = [number for group in groups for number in group]
     return PackedBatch(
         numbers,
         [len(rows[number].completion_ids) for number in numbers],
-        to_device(ids, device)[None],
+        to_device([token for piece in tokens for token in piece], device)[None],
         to_device(positions, device)[None],
         to_device(predicting, device),
         to_device([t for n in numbers for t in rows[n].completion_ids], device),
         tuple(segments),
         None,
         _joined(routes, device),
-        _image_arguments(rows, groups, image_names, num_dropped),
-        rope_sides,
-        rope_counts,
+        others,
+        [row.rope_side for row, _, _ in pieces],
+        [end - first for _, first, end in pieces],
     )
-
-
-def _image_arguments(
-    rows: Sequence[PackedRow],
-    groups: list[list[int]],
-    names: frozenset[str],
-    num_dropped: int,
-) -> dict[str, torch.Tensor]:
-    """Return the arguments for the images of packed groups; empty where rows have none."""
-    positions: list[torch.Tensor] = []
-    given: list[tuple[RowImages, int]] = []
-    for group in groups:
-        prompt, num_prompt = rows[group[0]].images, len(rows[group[0]].prompt_ids)
-        if prompt is None:
-            return {}
-        num_tokens = num_prompt
-        positions.append(prompt.positions_AT[:, :num_prompt])
-        for number in group:
-            own, num_new = rows[number].images, len(rows[number].completion_ids) - num_dropped
-            assert own is not None
-            positions.append(own.positions_AT[:, num_prompt:][:, : max(0, num_new)])
-            num_tokens += max(0, num_new)
-        given.append((prompt, num_tokens))
-    return image_arguments(torch.cat(positions, 1)[:, None], given, names, dim=1)
 
 
 def _padded(
@@ -319,7 +347,7 @@ def _padded(
             torch.nn.functional.pad(images.positions_AT[:, : len(sequence)], (0, S - len(sequence)))
             for (images, _), sequence in zip(own, sequences, strict=True)
         ]
-        others = image_arguments(torch.stack(padded, 1), own, image_names, dim=0)
+        others = _joined_images(torch.stack(padded, 1), own, image_names, dim=0)
     return PackedBatch(
         numbers,
         [len(rows[number].completion_ids) for number in numbers],
@@ -336,6 +364,5 @@ def _padded(
 
 
 def _joined(routes: list[tuple[Any, int, int]], device: torch.device) -> torch.Tensor | None:
-    """Return the routes of a batch; see `joined_routes`."""
     shapes = {record.shape[1:] for record, _, _ in routes if record is not None}
     return joined_routes(routes, shapes.pop(), device) if shapes else None

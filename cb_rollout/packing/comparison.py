@@ -1,4 +1,4 @@
-"""Compare the packed forward of some rows with a padded one: scores and gradients.
+"""Compare the packed forward of some rows with a padded forward: scores and gradients.
 
 Called by the thread that trains.
 
@@ -7,7 +7,6 @@ B: rows of a batch, T: tokens of a completion.
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -40,108 +39,97 @@ class Computed(NamedTuple):
     """Of the smallest trained parameters, flat; None: gradients are disabled."""
 
 
-@dataclass(frozen=True)
-class LossComparison:
-    """Two forwards of the same rows by one model."""
+def loss_difference(
+    model: torch.nn.Module,
+    own_forward: Callable[[], Result],
+    packed_forward: Callable[[], Result],
+    lengths: Sequence[int],
+    num_tokens: int,
+    dtype: torch.dtype,
+    *,
+    can_raise_precision: bool,
+) -> str | None:
+    """Return how two forwards of the same rows differ by more than rounding; None: they agree.
 
-    model: torch.nn.Module
-    own_forward: Callable[[], Result]
-    """The trainer's own."""
-    packed_forward: Callable[[], Result]
-    lengths: Sequence[int]
-    """Completion tokens of each row."""
-    num_tokens: int
-    """Of all rows, prompts included."""
-    mixed_precision: str
-    """Accelerate's."""
-    can_raise_precision: bool
-    """False where other processes hold parts of the weights."""
+    In 16 bits they are compared in float32 first: there a state that leaks from a row into its
+    neighbour stands a thousand times above the noise.
 
-    def difference(self) -> str | None:
-        """Return how the two differ by more than rounding; None: they agree.
+    `own_forward` is the trainer's; `packed_forward` is called last, in `dtype`. `lengths` are the
+    completion tokens of each row, `num_tokens` those of all rows and prompts.
+    `can_raise_precision`: no other process holds parts of the weights.
+    """
+    is_coarse = dtype.itemsize < torch.float32.itemsize
+    # Autograd gives a weight of 16 bits no gradient of 32.
+    is_wide = compute_dtype(model).itemsize >= torch.float32.itemsize
+    has_gradient = is_wide and torch.is_grad_enabled()
 
-        In 16 bits they are compared in float32 first: there a state that leaks from a row into its
-        neighbour stands a thousand times above the noise.
-        """
-        dtype = compute_dtype(self.model, self.mixed_precision)
-        is_coarse = dtype.itemsize < torch.float32.itemsize
-        higher = self._computed_in(torch.float32) if is_coarse else None
-        if higher is not None:
-            is_graded = higher.gradient is not None
-            with higher_precision(torch.float32), torch.set_grad_enabled(is_graded):
-                packed = self._computed(self.packed_forward)
-            found = _difference(packed, higher, self._measured(), torch.float32)
-            if found is not None:
-                return f"in float32 {found}"
-            del packed
-        own = self._computed(self.own_forward)
-        packed = self._computed(self.packed_forward)
-        return _difference(packed, own, higher if is_coarse else self._measured(), dtype)
-
-    def _measured(self) -> Computed | None:
-        """Return the scores in float64, without gradients; None: they would take too long."""
-        if not is_measurable(self.model, self.num_tokens):
+    def own_in(higher: torch.dtype, has_gradient: bool) -> Computed | None:
+        if not can_raise_precision:
             return None
-        with torch.no_grad():
-            return self._computed_in(torch.float64)
+        with torch.set_grad_enabled(has_gradient):
+            return computed_in(higher, lambda: _computed(model, own_forward, lengths))
 
-    def _computed_in(self, dtype: torch.dtype) -> Computed | None:
-        """Compute by the trainer's own forward in a higher precision; None: it fails there."""
-        if not self.can_raise_precision:
-            return None
-        # Autograd gives a weight of 16 bits no gradient of 32.
-        is_wide = compute_dtype(self.model).itemsize >= torch.float32.itemsize
-        is_graded = is_wide and torch.is_grad_enabled()
-        with torch.set_grad_enabled(is_graded):
-            return computed_in(dtype, lambda: self._computed(self.own_forward))
+    def measured() -> Computed | None:
+        return own_in(torch.float64, False) if is_measurable(model, num_tokens) else None
 
-    def _computed(self, forward: Callable[[], Result]) -> Computed:
-        logprobs_BT, entropies_BT, _ = forward()
-        logprobs = [row[:length] for row, length in zip(logprobs_BT, self.lengths, strict=True)]
-        entropies = []
-        if entropies_BT is not None:
-            rows = zip(entropies_BT, self.lengths, strict=True)
-            entropies = [row[:length].detach() for row, length in rows]
-        gradient = None
-        if logprobs_BT.requires_grad:
-            scores = torch.cat(logprobs)
-            # Any weights would do that differ from token to token.
-            weights = torch.linspace(1, 2, len(scores), device=scores.device)
-            parts = torch.autograd.grad(
-                (weights * scores).sum(), _smallest_parameters(self.model), materialize_grads=True
-            )
-            gradient = torch.cat([part.flatten() for part in parts])
-        return Computed([row.detach() for row in logprobs], entropies, gradient)
+    precise = own_in(torch.float32, has_gradient) if is_coarse else None
+    if precise is not None:
+        has_gradient = precise.gradient is not None
+        with higher_precision(torch.float32), torch.set_grad_enabled(has_gradient):
+            packed = _computed(model, packed_forward, lengths)
+        difference = _difference(packed, precise, measured(), torch.float32)
+        if difference is not None:
+            return f"in float32 {difference}"
+        del packed
+    own = _computed(model, own_forward, lengths)
+    packed = _computed(model, packed_forward, lengths)
+    return _difference(packed, own, precise if is_coarse else measured(), dtype)
+
+
+def _computed(
+    model: torch.nn.Module, forward: Callable[[], Result], lengths: Sequence[int]
+) -> Computed:
+    def unpadded(values_BT: torch.Tensor) -> list[torch.Tensor]:
+        return [row[:length] for row, length in zip(values_BT, lengths, strict=True)]
+
+    logprobs_BT, entropies_BT, _ = forward()
+    logprobs = unpadded(logprobs_BT)
+    entropies = [] if entropies_BT is None else unpadded(entropies_BT.detach())
+    gradient = None
+    if logprobs_BT.requires_grad:
+        scores = torch.cat(logprobs)
+        # Any weights would do that differ between tokens.
+        weighted = torch.linspace(1, 2, len(scores), device=scores.device) * scores
+        parameters = _smallest_parameters(model)
+        gradients = torch.autograd.grad(weighted.sum(), parameters, materialize_grads=True)
+        gradient = torch.cat([gradient.flatten() for gradient in gradients])
+    return Computed([row.detach() for row in logprobs], entropies, gradient)
 
 
 def _difference(
-    found: Computed, expected: Computed, other: Computed | None, dtype: torch.dtype
+    packed: Computed, own: Computed, precise: Computed | None, dtype: torch.dtype
 ) -> str | None:
-    """Return how two forwards differ; `other`: the expected one in a higher precision."""
-    for name in ("logprobs", "entropies"):
-        values = getattr(expected, name)
-        if not (values and getattr(found, name)):
-            continue
-        noise = rounding_noise(values, None if other is None else getattr(other, name), dtype)
-        agreement = agrees(getattr(found, name), values, noise)
-        if not agreement:
-            word = "log-probabilities" if name == "logprobs" else name
-            return f"{word} are off the trainer's forward by {agreement}"
-    if found.gradient is None or expected.gradient is None:
+    """Return how two forwards in `dtype` differ; `precise`: the trainer's in a higher precision."""
+    for name, word in (("logprobs", "log-probabilities"), ("entropies", "entropies")):
+        found, expected = getattr(packed, name), getattr(own, name)
+        if found and expected:
+            noise = rounding_noise(expected, precise and getattr(precise, name), dtype)
+            if not (agreement := agrees(found, expected, noise)):
+                return f"{word} are off the trainer's forward by {agreement}"
+    if packed.gradient is None or own.gradient is None:
         return None
     # Of any size: an agreement takes very low numbers for excluded tokens.
-    scale = expected.gradient.abs().max().clamp(min=torch.finfo(torch.float32).tiny)
-    found_gradient, own = found.gradient / scale, expected.gradient / scale
-    measured = None if other is None or other.gradient is None else other.gradient / scale
-    agreement = agrees([found_gradient], [own], gradient_noise(own, measured, dtype))
+    scale = own.gradient.abs().max().clamp(min=torch.finfo(torch.float32).tiny)
+    found, expected = packed.gradient / scale, own.gradient / scale
+    measured = precise.gradient / scale if precise and precise.gradient is not None else None
+    agreement = agrees([found], [expected], gradient_noise(expected, measured, dtype))
     if not agreement:
-        share = agreement.root_mean_square / float(own.square().mean().sqrt())
+        share = agreement.root_mean_square / float(expected.square().mean().sqrt())
         return f"gradients differ by {share:.2g} of their size from the trainer's"
     return None
 
 
 def _smallest_parameters(model: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """Return trained parameters whose gradients are compared: norms and the like of every layer."""
     parameters = sorted((p for p in model.parameters() if p.requires_grad), key=torch.numel)
     ends = itertools.accumulate(map(torch.numel, parameters))
     num_chosen = sum(end <= MAX_COMPARED_ELEMENTS for end in ends)

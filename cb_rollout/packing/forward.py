@@ -7,11 +7,12 @@ N: tokens of a batch, K: completion tokens of a batch.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils.checkpoint import checkpoint
+from torch.utils.hooks import RemovableHandle
 
 from cb_rollout.compat import multimodal
 from cb_rollout.compat import transformers as hf_compat
@@ -47,17 +48,11 @@ def score_batches(
     routers: Routers | None = None,
     counts: Disagreement | None = None,
 ) -> list[Scores]:
-    """Score the completion tokens of each batch.
+    """Score the completion tokens of each batch, by `head`, with a plain or wrapped model.
 
-    Args:
-        model: a transformers causal language model, plain or wrapped.
-        batches: at least one.
-        head: computes the scores of a batch.
-        num_trained: the first batches have gradients, if gradients are enabled; the rest have none.
-        recompute: keep no activations: the backward pass computes each batch again, so that one
-            batch's exist at a time.
-        routers: the model's, which take the batches' routes; None: the batches have none.
-        counts: counts choices of routers that differ; None: they are not counted.
+    If gradients are enabled, the first `num_trained` batches have them. With `recompute` the
+    backward pass computes each batch again, so that activations of a single batch exist at a time.
+    `routers` take the batches' routes, and `counts` counts choices that differ from them.
 
     Raises:
         ConfigurationError: the model cannot run over packed tokens.
@@ -72,16 +67,15 @@ def score_batches(
             with torch.set_grad_enabled(is_trained):
                 arguments = (inner, own_forward, batch, head, routers, counts)
                 if recompute and is_trained:
-                    found = checkpoint(_score, *arguments, use_reentrant=False)
+                    scores.append(checkpoint(_score, *arguments, use_reentrant=False))
                 else:
-                    found = _score(*arguments)
-            scores.append(found)
+                    scores.append(_score(*arguments))
         # DDP looks for the tensors that it will see gradients of.
-        return [tensor for found in scores for tensor in found if tensor is not None]
+        return [tensor for fields in scores for tensor in fields if tensor is not None]
 
     with hf_compat.replacing_forward(inner, forward):
         returned = iter(model(input_ids=batches[0].input_ids))
-    return [_wrapped(found, returned) for found in scores]
+    return [_wrapped(own, returned) for own in scores]
 
 
 def _wrapped(scores: Scores, returned: Iterator[torch.Tensor]) -> Scores:
@@ -130,7 +124,7 @@ def _score(
 
 
 def _within(backbone: torch.nn.Module, attend: PackedAttention) -> Callable[..., Any]:
-    """Return the attention of packed tokens; what is outside of the backbone sees other tokens."""
+    """Return packed attention inside the text backbone; a vision tower keeps its own."""
     modules = frozenset(backbone.modules())
 
     def attend_or_not(own: Any, module: Any, *arguments: Any, **named: Any) -> Any:
@@ -141,10 +135,9 @@ def _within(backbone: torch.nn.Module, attend: PackedAttention) -> Callable[...,
     return attend_or_not
 
 
-@contextmanager
 def _selecting_hidden_states(
     backbone: torch.nn.Module, predicting_K: torch.Tensor
-) -> Iterator[None]:
+) -> RemovableHandle:
     """Have the head see the hidden states that predict completion tokens alone, (1, K, H)."""
 
     def select(_module: Any, _arguments: Any, output: Any) -> Any:
@@ -155,22 +148,14 @@ def _selecting_hidden_states(
         return output
 
     handle = backbone.register_forward_hook(select)
-    try:
-        yield
-    finally:
-        handle.remove()
+    return handle
 
 
-@contextmanager
-def _without_mask(backbone: torch.nn.Module, input_ids: torch.Tensor) -> Iterator[None]:
+def _without_mask(backbone: torch.nn.Module, input_ids: torch.Tensor) -> RemovableHandle:
     """Have layers build no mask of all tokens."""
     mask = no_mask(input_ids.device)
 
     def replace(_module: Any, arguments: Any, named: dict[str, Any]) -> Any:
         return arguments, named | {"attention_mask": mask}
 
-    handle = backbone.register_forward_pre_hook(replace, with_kwargs=True)
-    try:
-        yield
-    finally:
-        handle.remove()
+    return backbone.register_forward_pre_hook(replace, with_kwargs=True)

@@ -25,7 +25,7 @@ from cb_rollout.engine.memory.device import to_device
 from cb_rollout.engine.model.eval_mode import eval_mode
 from cb_rollout.engine.model.routers import Replay, Routers, find_routers, joined_routes
 from cb_rollout.engine.model.runner import ModelRunner
-from cb_rollout.engine.numerics.agreement import Agreement, Reference, is_measurable, references
+from cb_rollout.engine.numerics.agreement import is_measurable, references
 from cb_rollout.engine.numerics.higher_precision import higher_precision
 from cb_rollout.engine.sampling.draw import chosen_logprobs
 from cb_rollout.errors import ConfigurationError, InvalidRequestError
@@ -35,10 +35,10 @@ from cb_rollout.packing.batch import (
     PackingLayout,
     pack,
     representative,
+    row_images,
     with_rope_sides,
 )
 from cb_rollout.packing.forward import Scores, score_batches
-from cb_rollout.packing.images import row_images
 from cb_rollout.types import GenerationOutput
 
 # Tokens whose logits exist at a time.
@@ -63,8 +63,8 @@ def packed_logprobs(
 
     Nothing is padded, and a prompt that several outputs share is computed once. Gradients flow to
     the parameters unless they are disabled; the model's mode is left as it is. On its first call a
-    model's packed forward is compared with its plain one; a model that cannot run packed (recurrent
-    layers, for one) runs on rows of about one length, padded.
+    model's packed forward is compared with its plain forward; a model that cannot run packed, as
+    with recurrent layers, runs on rows of similar length, padded.
 
     Threads that call this wait for each other. Nothing else may run the model meanwhile, not even
     a rollout in another thread. Outputs that were sampled with `router_replay=True` take the same
@@ -116,13 +116,13 @@ def packed_logprobs(
     if not any(row.completion_ids for row in rows):
         return logprobs
     with _REPLACING:
-        found = _scored_in_its_layout(model, inner, rows, temperatures)
-    return [found.get(number, no_token) for number, no_token in enumerate(logprobs)]
+        scored = _scored_in_its_layout(model, inner, rows, temperatures)
+    return [scored.get(number, no_token) for number, no_token in enumerate(logprobs)]
 
 
-def _temperature(output: GenerationOutput, given: float | None) -> float:
-    """Return the temperature of an output, checked."""
-    temperature = getattr(output, "temperature", 1.0) if given is None else given
+def _temperature(output: GenerationOutput, temperature: float | None) -> float:
+    if temperature is None:
+        temperature = getattr(output, "temperature", 1.0)
     if not (isinstance(temperature, Real) and 0 < float(temperature) < math.inf):
         raise ConfigurationError(
             f"temperature={temperature!r} is not a finite number above 0; greedy outputs have "
@@ -159,34 +159,30 @@ def _scored_in_its_layout(
     model: torch.nn.Module, inner: Any, rows: Sequence[PackedRow], temperatures: Sequence[float]
 ) -> dict[int, torch.Tensor]:
     """Return the log-probabilities of all rows, in the layout that agreed for this model."""
-    # A model that was cast, or that got another layer, is compared anew.
+    # A model that was cast, or that got another layer, is compared again.
     key = rows[0].images is not None, hf_compat.forward_identity(inner)
-    known = _LAYOUTS.setdefault(inner, {})
-    layout = known.get(key) or _agreeing_layout(inner, rows)
-    _LAYOUTS[inner] = {kept: value for kept, value in known.items() if kept[1] == key[1]}
-    _LAYOUTS[inner][key] = layout
-    everything = range(len(rows))
+    layouts = _LAYOUTS.get(inner, {})
+    layout = layouts.get(key) or _agreeing_layout(inner, rows)
+    _LAYOUTS[inner] = {k: value for k, value in layouts.items() if k[1] == key[1]} | {key: layout}
     try:
-        return _scored(model, rows, everything, layout, temperatures)
+        return _scored(model, rows, layout, temperatures)
     except ConfigurationError:
         if layout is PackingLayout.PADDED:
             raise
         # Longer rows than those that were compared may meet a window that attention is not told of.
-        return _scored(model, rows, everything, PackingLayout.PADDED, temperatures)
+        return _scored(model, rows, PackingLayout.PADDED, temperatures)
 
 
 def _scored(
     model: torch.nn.Module,
     rows: Sequence[PackedRow],
-    numbers: Sequence[int],
     layout: PackingLayout,
     temperatures: Sequence[float],
 ) -> dict[int, torch.Tensor]:
-    """Return the log-probabilities of the rows at `numbers` that have completion tokens."""
     inner = hf_compat.unwrap(model)
     names = multimodal.image_argument_names(inner)
     device = next(model.parameters()).device
-    batches = pack(rows, numbers, layout, device, None, names)
+    batches = pack(rows, range(len(rows)), layout, device, None, names)
 
     def head(
         own_forward: Callable[..., Any], batch: PackedBatch, arguments: dict[str, Any]
@@ -213,21 +209,21 @@ def _scored(
     )
     return {
         number: values
-        for batch, found in zip(batches, scores, strict=True)
-        for number, values in zip(batch.rows, found.logprobs_K.split(batch.lengths), strict=True)
+        for batch, own in zip(batches, scores, strict=True)
+        for number, values in zip(batch.rows, own.logprobs_K.split(batch.lengths), strict=True)
     }
 
 
 def _chunk(
     inner: Any,
     own_forward: Callable[..., Any],
-    kind: type[Any],
+    output_type: type[Any],
     hidden_1KH: torch.Tensor,
     labels_K: torch.Tensor,
     temperatures_K: torch.Tensor,
 ) -> torch.Tensor:
     """Return the log-probabilities of labels by the model's own head on these hidden states."""
-    with _REPLACING, hf_compat.giving_hidden_states(inner, kind, hidden_1KH):
+    with _REPLACING, hf_compat.giving_hidden_states(inner, output_type, hidden_1KH):
         settings = {"use_cache": False, **without_router_logits(inner)}
         logits_KV = own_forward(input_ids=labels_K[None], **settings).logits[0]
     return chosen_logprobs(logits_KV.float() / temperatures_K[:, None], labels_K)
@@ -236,7 +232,7 @@ def _chunk(
 def _agreeing_layout(inner: Any, rows: Sequence[PackedRow]) -> PackingLayout:
     """Return the first layout that agrees with the model's plain forward on some rows.
 
-    At temperature 1: a lower one multiplies the rounding.
+    At temperature 1: a lower temperature multiplies the rounding.
     """
     rows = [rows[number] for number in representative(rows)]
     num_tokens = sum(row.num_tokens for row in rows)
@@ -252,13 +248,18 @@ def _agreeing_layout(inner: Any, rows: Sequence[PackedRow]) -> PackingLayout:
         for layout in (PackingLayout.SHARED_PROMPTS, PackingLayout.PADDED):
             if layout is PackingLayout.SHARED_PROMPTS and not can_pack(inner):
                 continue
+
+            def packed(layout: PackingLayout = layout) -> list[torch.Tensor]:
+                scored = _scored(inner, rows, layout, [1.0] * len(rows))
+                return [scored[number] for number in range(len(rows))]
+
             try:
-                failed = _first_failed(inner, rows, layout, expected)
+                agreements = (ref.compare(packed, higher_precision) for ref in expected)
+                failed = next((agreement for agreement in agreements if not agreement), None)
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # noqa: BLE001 - any error is the reason
-                reason = str(error)
-                continue
+                failed = error
             if failed is None:
                 return layout
             reason = str(failed)
@@ -268,38 +269,20 @@ def _agreeing_layout(inner: Any, rows: Sequence[PackedRow]) -> PackingLayout:
     )
 
 
-def _first_failed(
-    inner: Any, rows: Sequence[PackedRow], layout: PackingLayout, expected: Sequence[Reference]
-) -> Agreement | None:
-    """Compare a layout with the plain forward; None: rounding explains every distance."""
-
-    def found() -> list[torch.Tensor]:
-        scored = _scored(inner, rows, range(len(rows)), layout, [1.0] * len(rows))
-        return [scored[number] for number in range(len(rows))]
-
-    for reference in expected:
-        agreement = reference.compare(found, higher_precision)
-        if not agreement:
-            return agreement
-    return None
-
-
 def can_pack(inner: Any) -> bool:
-    """Return whether rows may stand one after the other in one row of the model's input.
+    """Return whether rows may stand end to end in one row of the model's input.
 
-    Recurrent layers and sparse attention mix neighbours. A model whose cache cannot be probed is
-    not packed.
+    Recurrent layers and sparse attention mix neighbours.
     """
     try:
         return ModelRunner(inner, None).probe().can_pack
     except torch.OutOfMemoryError:
         raise
-    except Exception:  # noqa: BLE001 - whatever the model raises, its layers are not known
+    except Exception:  # noqa: BLE001 - whatever the model raises, its cache cannot be probed
         return False
 
 
 def _routers(inner: Any) -> Routers:
-    """Return the model's routers, which are looked for once."""
     if inner not in _ROUTERS:
         with torch.no_grad(), eval_mode(inner):
             _ROUTERS[inner] = find_routers(
@@ -318,11 +301,11 @@ def _plain(inner: Any, row: PackedRow) -> torch.Tensor:
         routes_NLK = joined_routes([part], row.routes.shape[1:], device)
         assert routes_NLK is not None
         replaying = _routers(inner).replaying(inner, Replay(routes_NLK))
-    given = without_router_logits(inner)
+    arguments = without_router_logits(inner)
     if row.images is not None:
         names = multimodal.image_argument_names(inner)
-        given |= row.images.arguments(names, ids.shape[1])
+        arguments |= row.images.arguments(names, ids.shape[1])
     with replaying, multimodal.keeping_position_offsets(inner):
-        logits_1TV = inner(input_ids=ids, use_cache=False, **given).logits
+        logits_1TV = inner(input_ids=ids, use_cache=False, **arguments).logits
     logits_TV = logits_1TV[0, first - 1 : -1].float()
     return chosen_logprobs(logits_TV, ids[0, first:])

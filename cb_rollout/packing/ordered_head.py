@@ -1,8 +1,7 @@
 """Give TRL's fused head the log-probabilities that rollouts with `numerics="bitwise"` report.
 
 TRL 1.16 sums a vocabulary's exponentials tile by tile. Here the values come from the function that
-the sampler calls, and the gradients from TRL's own. Called by the thread that trains. Imports no
-trl.
+the sampler calls, and the gradients from TRL's own. Called by the thread that trains.
 
 N: tokens, H: hidden size, V: vocabulary.
 """
@@ -26,12 +25,7 @@ _INSIDE: list["OrderedHead"] = []
 
 @contextmanager
 def replacing_head(module: Any, name: str) -> Iterator[None]:
-    """Replace a module's fused head; may be nested.
-
-    Args:
-        module: TRL's.
-        name: its attribute that holds the autograd function of the head.
-    """
+    """Replace TRL's fused head, an autograd function, in a module; may be nested."""
     with _LOCK:
         if not _INSIDE:
             setattr(module, name, OrderedHead(getattr(module, name)))
@@ -66,42 +60,21 @@ class OrderedHead:
     ) -> tuple[Any, ...]:
         """Return what TRL's function does; its first output is the log-probabilities, (N,)."""
         theirs_N, *others = self.fused.apply(
-            hidden_NH,
-            weight_VH,
-            bias_V,
-            targets_N,
-            temperature,
-            chunk_size,
-            softcap,
-            logit_scale,
-            outputs,
+            *(hidden_NH, weight_VH, bias_V, targets_N, temperature),
+            *(chunk_size, softcap, logit_scale, outputs),
         )
+        chunks = zip(hidden_NH.split(CHUNK_TOKENS), targets_N.split(CHUNK_TOKENS), strict=True)
+        ours = []
         with torch.no_grad():
-            parts = [
-                _logprobs(part, weight_VH, bias_V, targets, temperature, softcap, logit_scale)
-                for part, targets in zip(
-                    hidden_NH.split(CHUNK_TOKENS), targets_N.split(CHUNK_TOKENS), strict=True
-                )
-            ]
-        return (_WithGradientOf.apply(theirs_N, torch.cat(parts)), *others)
-
-
-def _logprobs(
-    hidden_NH: torch.Tensor,
-    weight_VH: torch.Tensor,
-    bias_V: torch.Tensor | None,
-    targets_N: torch.Tensor,
-    temperature: float,
-    softcap: float | None,
-    logit_scale: float,
-) -> torch.Tensor:
-    """Return log-probabilities, computed as transformers 5.23 computes logits."""
-    logits_NV = functional.linear(hidden_NH, weight_VH, bias_V)
-    if logit_scale != 1:
-        logits_NV = logits_NV * logit_scale
-    if softcap is not None:
-        logits_NV = torch.tanh(logits_NV / softcap) * softcap
-    return chosen_logprobs(logits_NV.float() / temperature, targets_N)
+            for chunk_NH, chunk_targets_N in chunks:
+                # As transformers 5.23 computes logits.
+                logits_NV = functional.linear(chunk_NH, weight_VH, bias_V)
+                if logit_scale != 1:
+                    logits_NV = logits_NV * logit_scale
+                if softcap is not None:
+                    logits_NV = torch.tanh(logits_NV / softcap) * softcap
+                ours.append(chosen_logprobs(logits_NV.float() / temperature, chunk_targets_N))
+        return (_WithGradientOf.apply(theirs_N, torch.cat(ours)), *others)
 
 
 class _WithGradientOf(torch.autograd.Function):

@@ -36,19 +36,16 @@ __all__ = [
 
 
 def create_strategy(name: str, **settings: Any) -> Strategy:
-    """Return a strategy by its `name`, for settings that come from a command line or yaml.
-
-    Any subclass of `Strategy` that was imported and has a name is found.
+    """Return an imported strategy by its `name`, with settings of a command line or yaml.
 
     Raises:
         ConfigurationError: no strategy has this name, or it has no such setting.
     """
-    found = STRATEGIES.get(name)
-    if found is None:
+    if name not in STRATEGIES:
         raise ConfigurationError(f"strategy {name!r} is not one of {', '.join(STRATEGIES)}.")
-    known = list(inspect.signature(found).parameters)
-    require_known(settings, known, f"strategy {name!r} has no setting", ConfigurationError)
+    fields = list(inspect.signature(STRATEGIES[name]).parameters)
+    require_known(settings, fields, f"strategy {name!r} has no setting", ConfigurationError)
     try:
-        return found(**settings)
+        return STRATEGIES[name](**settings)
     except TypeError as error:
         raise ConfigurationError(f"{error}; see the class's fields.") from error

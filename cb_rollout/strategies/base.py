@@ -12,7 +12,7 @@ from cb_rollout.types import GenerationOutput
 
 @dataclass(slots=True)
 class Group:
-    """Completions of one prompt, scored together."""
+    """Completions of a prompt, scored together."""
 
     number: int
     """Counts the groups of one collector, from 0, in the order of their prompts."""
@@ -25,18 +25,17 @@ class Group:
 
     @property
     def num_tokens(self) -> int:
-        """Count the sampled tokens of all completions."""
         return sum(len(output.generated_tokens) for output in self.outputs)
 
     @property
     def policy_version(self) -> int | None:
-        """Return the oldest version that sampled any of its tokens; None where it has no token."""
+        """The oldest version that sampled a token; None: the group has no token."""
         versions = [version for output in self.outputs for version, _ in output.policy_versions]
         return min(versions, default=None)
 
     @property
     def has_advantage(self) -> bool:
-        """Return True if any two rewards differ; if none do, every advantage is zero."""
+        """False: all rewards are equal, so every advantage is zero."""
         return max(self.rewards) > min(self.rewards)
 
     def token_staleness(self, policy_version: int) -> list[int]:
@@ -68,9 +67,9 @@ class Strategy:
     carries: bool = False
     """True: unfinished groups go on in the next step. False: they are cancelled."""
     max_staleness: int | None = None
-    """Most policy versions that a carried group may last; an older one starts anew."""
+    """Most policy versions that a carried group may last; an older one starts over."""
     max_dropped_groups: int = 0
-    """Most groups replaced by others in one step."""
+    """Most groups replaced by others in a step."""
     max_retries: int = 0
     """Further tries of a completion that failed or could not be scored."""
     min_group_size: int | None = None
@@ -81,9 +80,12 @@ class Strategy:
         if "name" in vars(cls):
             STRATEGIES[cls.name] = cls
 
+    def decisions(self) -> dict[str, Any]:
+        """Return the values of all settings above, by name."""
+        return {name: getattr(self, name) for name in Strategy.__annotations__ if name != "name"}
+
     def keeps(self, group: Group) -> bool:
         """Decide whether a complete, scored group is worth training on."""
-        del group
         return True
 
 
@@ -121,7 +123,6 @@ class DynamicSampling(Strategy):
         require_whole_numbers(self, max_dropped_groups=1, num_extra_groups=0)
 
     def keeps(self, group: Group) -> bool:
-        """Keep a group that has an advantage."""
         return group.has_advantage
 
 
@@ -153,7 +154,7 @@ class PartialRollouts(Strategy):
 
     A carried sequence keeps its tokens, each with the version and the log-probability it was
     sampled under, and goes on under the new weights. A group submitted more than `max_staleness`
-    versions ago is cancelled instead, and its prompt starts anew. From Kimi k1.5, arXiv 2501.12599.
+    versions ago is cancelled instead, and its prompt starts over. From Kimi k1.5, arXiv 2501.12599.
     """
 
     name = "partial_rollouts"

@@ -1,6 +1,6 @@
 """Collects complete, scored groups from a persistent engine, as a strategy decides.
 
-Owns the groups carried from one step to the next, and the count of every completion: each that was
+Owns the groups carried from a step to the next, and the count of every completion: each that was
 submitted is kept, dropped, cancelled, failed, or in flight. Called from one thread.
 """
 
@@ -8,7 +8,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, replace
 from statistics import fmean
 from typing import Any
 
@@ -18,9 +18,9 @@ from cb_rollout.strategies.groups_in_flight import CompletionStats, GroupsInFlig
 from cb_rollout.strategies.request_stream import RequestStream
 from cb_rollout.types import GenerationOutput, RequestStatus
 
-# Called with the source's prompt or row, and some of its completions; gives one number each, or
-# None for one that cannot be scored.
 Reward = Callable[[Any, list[GenerationOutput]], Sequence[float | None]]
+"""Called with a prompt as the source gave it, and some of its completions; gives a number for each,
+or None for one that cannot be scored."""
 
 
 class GroupCollector:
@@ -36,15 +36,13 @@ class GroupCollector:
         num_generations: int = 8,
         runs_while_training: bool = False,
     ) -> None:
-        """Create a collector; nothing is submitted before `collect`.
+        """Submit nothing before `collect`.
 
         Args:
-            sampler: the source of completions: a `RequestStream` over a `RolloutGenerator`.
-            prompts: token ids, text or chats; or mappings that hold one as "prompt", and its images
-                as "images", beside what the reward needs. May be endless; each is taken when it is
-                submitted.
-            reward: called with a prompt as the source gave it and a list of its outputs; gives one
-                number each, or None for one that cannot be scored.
+            sampler: a `RequestStream` over a `RolloutGenerator`.
+            prompts: token ids, text or chats; or mappings with "prompt", its "images" and what the
+                reward needs. May be endless; each is taken when it is submitted.
+            reward: see `Reward`.
             strategy: decides the groups to submit, cancel and keep; None: `Plain()`.
             num_generations: completions of a group.
             runs_while_training: let carried groups go on between two calls of `collect`; if not,
@@ -63,7 +61,6 @@ class GroupCollector:
                 "the strategy takes for a group; raise it, or lower min_group_size."
             )
         self.stats = CompletionStats()
-        """Counts of every completion since the collector was made."""
         self._sampler, self._reward = sampler, reward
         self._prompts: Iterator[Any] = iter(prompts)
         self._num_generations = num_generations
@@ -76,8 +73,7 @@ class GroupCollector:
     @property
     def num_in_flight(self) -> int:
         """Count the completions of groups that are neither returned nor given up."""
-        num_kept = sum(len(group.outputs) for group in self._kept)
-        return num_kept + self._in_flight.num_sequences()
+        return sum(len(group.outputs) for group in self._kept) + self._in_flight.num_sequences()
 
     def collect(self, num_groups: int) -> list[Group]:
         """Return the next complete groups, in the order of their prompts.
@@ -114,7 +110,6 @@ class GroupCollector:
         return sorted(groups, key=lambda group: group.number)
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics of the last `collect`, by name."""
         return self._last_metrics
 
     def close(self) -> None:
@@ -174,7 +169,6 @@ class GroupCollector:
                 return self._in_flight.complete(pending)
 
     def _replace_failed(self, pending: PendingGroup, output: GenerationOutput) -> None:
-        """Submit a failed completion again, accept that it is missing, or raise."""
         group = pending.group
         if len(group.outputs) + len(pending.pending) >= self._num_generations:
             return
@@ -183,7 +177,7 @@ class GroupCollector:
             self.stats.retries += 1
             self._in_flight.submit_more(pending, 1)
         elif self.strategy.min_group_size is None:
-            outputs = {one.request_id: one for one in [*group.outputs, output]}
+            outputs = {ended.request_id: ended for ended in [*group.outputs, output]}
             self._in_flight.cancel([pending])
             raise IncompleteRolloutError(
                 f"{output.request_id} of group {group.number} could not be produced: "
@@ -194,29 +188,52 @@ class GroupCollector:
 
     def _is_scored(self, group: Group, may_drop: bool) -> bool:
         """Score a group, and leave outputs without a reward out of it."""
-        strategy, outputs = self.strategy, group.outputs
+        outputs = group.outputs
         try:
-            scores = _scored(self._reward, group.prompt, outputs, strategy.max_retries)
+            rewards, cause = self._rewards(group.prompt, outputs)
         except BaseException:
             self.stats.drop(outputs)
             raise
-        self.stats.retries += max(0, scores.num_calls - 1)
-        least = strategy.min_group_size or self._num_generations
-        if len(scores.rewards) >= least:
-            self.stats.drop([o for o in outputs if o.request_id not in scores.rewards])
-            group.outputs = [o for o in outputs if o.request_id in scores.rewards]
-            group.rewards = [scores.rewards[o.request_id] for o in group.outputs]
+        least = self.strategy.min_group_size or self._num_generations
+        if len(rewards) >= least:
+            self.stats.drop([o for o in outputs if o.request_id not in rewards])
+            group.outputs = [o for o in outputs if o.request_id in rewards]
+            group.rewards = [rewards[o.request_id] for o in group.outputs]
             return True
         if may_drop:
             return False
         self.stats.drop(outputs)
-        raised = f"; the reward last raised {error_text(scores.cause)}" if scores.cause else ""
+        raised = f"; the reward last raised {error_text(cause)}" if cause else ""
         raise RolloutError(
-            f"{len(scores.rewards)} of {self._num_generations} completions of group "
-            f"{group.number} could be generated and scored, and the strategy needs {least}"
-            f"{raised}. The strategy 'retrying' tries again (max_retries), takes smaller groups "
-            "(min_group_size) and other prompts (max_dropped_groups)."
-        ) from scores.cause
+            f"{len(rewards)} of {self._num_generations} completions of group {group.number} could "
+            f"be generated and scored, and the strategy needs {least}{raised}. The strategy "
+            "'retrying' tries again (max_retries), takes smaller groups (min_group_size) and other "
+            "prompts (max_dropped_groups)."
+        ) from cause
+
+    def _rewards(
+        self, prompt: Any, outputs: Sequence[GenerationOutput]
+    ) -> tuple[dict[str, float], Exception | None]:
+        """Return rewards by request id, after up to `max_retries`, and the last exception."""
+        rewards: dict[str, float] = {}
+        cause: Exception | None = None
+        missing = list(outputs)
+        for num_tries in range(self.strategy.max_retries + 1):
+            if not missing:
+                break
+            self.stats.retries += num_tries > 0
+            try:
+                returned = self._reward(prompt, missing)
+            except Exception as error:
+                if not self.strategy.max_retries:
+                    raise
+                cause = error
+                continue
+            for output, number in zip(missing, _numbers(returned, len(missing)), strict=True):
+                if not math.isnan(number):
+                    rewards[output.request_id] = number
+            missing = [output for output in missing if output.request_id not in rewards]
+        return rewards, cause
 
     def _renew_stale(self) -> None:
         """Restart groups that are too old, carried or kept since a call that raised."""
@@ -224,18 +241,15 @@ class GroupCollector:
             return
         oldest = self._sampler.policy_version - self.strategy.max_staleness
         self._restart([pending for pending in self._in_flight if pending.policy_version < oldest])
-        kept, self._kept, stale = self._kept, [], []
-        for group in kept:
-            version = group.policy_version
-            is_stale = version is not None and version < oldest
-            (stale if is_stale else self._kept).append(group)
+        versions = [(group, group.policy_version) for group in self._kept]
+        stale = [group for group, version in versions if version is not None and version < oldest]
+        self._kept = [group for group in self._kept if group not in stale]
         for group in stale:
             self.stats.groups_cancelled += 1
             self.stats.cancel(group.outputs)
         self._returned_prompts.extendleft(group.prompt for group in reversed(stale))
 
     def _restart(self, groups: list[PendingGroup]) -> None:
-        """Cancel groups and put their prompts first in line."""
         prompts = [pending.group.prompt for pending in groups]
         self._returned_prompts.extendleft(reversed(prompts))
         self._in_flight.cancel(groups)
@@ -243,81 +257,43 @@ class GroupCollector:
     def _step_metrics(
         self, groups: list[Group], before: CompletionStats, seconds: float
     ) -> dict[str, float]:
-        added = self.stats.since(before)
+        added = asdict(self.stats.since(before))
+        counts = ("tokens_discarded", "groups_kept", "groups_dropped", "groups_cancelled")
         version = self._sampler.policy_version
         staleness = [age for group in groups for age in group.token_staleness(version)] or [0]
         return {
             "rollout/seconds": seconds,
-            "rollout/useful_tokens_per_second": added.tokens_kept / seconds,
-            "rollout/tokens_discarded": added.tokens_discarded,
-            "rollout/groups_kept": added.groups_kept,
-            "rollout/groups_dropped": added.groups_dropped,
-            "rollout/groups_cancelled": added.groups_cancelled,
+            "rollout/useful_tokens_per_second": added["tokens_kept"] / seconds,
+            **{f"rollout/{name}": added[name] for name in (*counts, "retries")},
             "rollout/groups_carried": len(self._in_flight),
-            "rollout/retries": added.retries,
             "rollout/staleness_mean": fmean(staleness),
             "rollout/staleness_max": max(staleness),
         }
 
 
-@dataclass(frozen=True, slots=True)
-class _Scores:
-    rewards: dict[str, float]
-    """By request id; completions that could not be scored are missing."""
-    num_calls: int
-    cause: Exception | None
-    """The reward's last exception; None if it raised none."""
-
-
-def _scored(
-    reward: Reward, prompt: Any, outputs: Sequence[GenerationOutput], max_retries: int
-) -> _Scores:
-    """Score completions; those left without a number are tried up to `max_retries` times more.
-
-    Raises:
-        RolloutError: the reward gave something other than one number or None a completion.
-        Exception: whatever the reward raised, if it is not to be retried.
-    """
-    rewards: dict[str, float] = {}
-    cause: Exception | None = None
-    num_calls = 0
-    missing = list(outputs)
-    while missing and num_calls <= max_retries:
-        num_calls += 1
-        try:
-            returned = reward(prompt, missing)
-        except Exception as error:
-            if not max_retries:
-                raise
-            cause = error
-            continue
-        if not isinstance(returned, Iterable):
-            raise RolloutError(
-                f"the reward gave {returned!r:.60}; it is called with a prompt and a list of its "
-                "completions, and must give a list, one number for each."
-            )
-        found = list(returned)
-        if len(found) != len(missing):
-            raise RolloutError(
-                f"the reward gave {len(found)} values for {len(missing)} completions of one "
-                "prompt; it must give one for each, None for one that cannot be scored."
-            )
-        for output, value in zip(missing, found, strict=True):
-            number = _number(value)
-            if number is not None and not math.isnan(number):
-                rewards[output.request_id] = number
-        missing = [output for output in missing if output.request_id not in rewards]
-    return _Scores(rewards, num_calls, cause)
-
-
-def _number(value: Any) -> float | None:
-    try:
-        return None if value is None else float(value)
-    except (TypeError, ValueError) as error:
+def _numbers(returned: Any, num_outputs: int) -> list[float]:
+    """Return a reward's numbers, one a completion, NaN for None."""
+    if not isinstance(returned, Iterable):
         raise RolloutError(
-            f"the reward gave {value!r:.60} for a completion; it must give a number, or None for "
-            "one that cannot be scored."
-        ) from error
+            f"the reward gave {returned!r:.60}; it is called with a prompt and a list of its "
+            "completions, and must give a list, one number for each."
+        )
+    values = list(returned)
+    if len(values) != num_outputs:
+        raise RolloutError(
+            f"the reward gave {len(values)} values for {num_outputs} completions of one prompt; it "
+            "must give one for each, None for one that cannot be scored."
+        )
+    numbers = []
+    for value in values:
+        try:
+            numbers.append(math.nan if value is None else float(value))
+        except (TypeError, ValueError) as error:
+            raise RolloutError(
+                f"the reward gave {value!r:.60} for a completion; it must give a number, or None "
+                "for one that cannot be scored."
+            ) from error
+    return numbers
 
 
 def _require_kinds(prompts: Any, reward: Any, strategy: Any) -> None:

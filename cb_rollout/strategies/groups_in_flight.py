@@ -6,7 +6,7 @@ Decides nothing. Called from one thread.
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from cb_rollout.errors import EngineDeadError, InvalidRequestError
@@ -37,35 +37,31 @@ class CompletionStats:
     """Completions generated again, and calls of the reward after the first for a group."""
 
     def keep(self, outputs: Sequence[GenerationOutput]) -> None:
-        """Count a returned group."""
         self.groups_kept += 1
         self.kept += len(outputs)
-        self.tokens_kept += _num_tokens(outputs)
+        self.tokens_kept += sum(len(output.generated_tokens) for output in outputs)
 
     def drop(self, outputs: Sequence[GenerationOutput]) -> None:
         """Count finished completions that will not be returned."""
         self.dropped += len(outputs)
-        self.tokens_discarded += _num_tokens(outputs)
+        self._discard(outputs)
 
     def cancel(self, outputs: Sequence[GenerationOutput]) -> None:
         """Count completions, finished or not, that are no longer wanted."""
         self.cancelled += len(outputs)
-        self.tokens_discarded += _num_tokens(outputs)
+        self._discard(outputs)
 
     def fail(self, output: GenerationOutput) -> None:
-        """Count a completion that could not be generated."""
         self.failed += 1
-        self.tokens_discarded += len(output.generated_tokens)
+        self._discard([output])
+
+    def _discard(self, outputs: Sequence[GenerationOutput]) -> None:
+        self.tokens_discarded += sum(len(output.generated_tokens) for output in outputs)
 
     def since(self, earlier: "CompletionStats") -> "CompletionStats":
         """Return the counts added after `earlier`."""
-        return CompletionStats(
-            **{f.name: getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self)}
-        )
-
-
-def _num_tokens(outputs: Sequence[GenerationOutput]) -> int:
-    return sum(len(output.generated_tokens) for output in outputs)
+        before = asdict(earlier)
+        return CompletionStats(**{name: n - before[name] for name, n in asdict(self).items()})
 
 
 @dataclass(slots=True)
@@ -98,7 +94,6 @@ class GroupsInFlight:
         return iter(list(self._groups.values()))
 
     def submit(self, prompt: Any, num_sequences: int, num_retries: int) -> None:
-        """Queue a new group."""
         group = Group(self._num_groups, prompt)
         pending = PendingGroup(group, self._sampler.policy_version, num_retries)
         self.submit_more(pending, num_sequences)
@@ -106,19 +101,16 @@ class GroupsInFlight:
         self._num_groups += 1
 
     def submit_more(self, pending: PendingGroup, num_sequences: int) -> None:
-        """Queue further sequences of a group."""
-        row = pending.group.prompt
-        if isinstance(row, Mapping) and "prompt" not in row:
-            raise InvalidRequestError(
-                f"a row has no 'prompt', only {', '.join(map(repr, row))}; rename the key that "
-                "holds it."
-            )
-        prompt = row
+        prompt = row = pending.group.prompt
         if isinstance(row, Mapping):
-            images = row.get("images")
-            prompt = (
-                {"prompt": row["prompt"], "images": images} if images is not None else row["prompt"]
-            )
+            if "prompt" not in row:
+                raise InvalidRequestError(
+                    f"a row has no 'prompt', only {', '.join(map(repr, row))}; rename the key that "
+                    "holds it."
+                )
+            images, prompt = row.get("images"), row["prompt"]
+            if images is not None:
+                prompt = {"prompt": prompt, "images": images}
         request_ids = self._sampler.submit(prompt, num_sequences)
         pending.pending += request_ids
         self._group_of |= dict.fromkeys(request_ids, pending.group.number)
@@ -146,7 +138,6 @@ class GroupsInFlight:
         self._cancel_sequences([request_id for pending in groups for request_id in pending.pending])
 
     def num_sequences(self) -> int:
-        """Count the completions of these groups, ended or not."""
         return sum(len(p.pending) + len(p.group.outputs) for p in self._groups.values())
 
     def _next(self) -> GenerationOutput:

@@ -26,8 +26,8 @@ class RequestStream:
         """Submit nothing yet.
 
         Args:
-            generator: a `RolloutGenerator`, or a pool in the place of one.
-            sampling_params: of every completion; None: the generator's.
+            generator: a `RolloutGenerator` or a `PooledGenerator`.
+            sampling_params: None: the generator's.
             max_new_tokens: overrides `sampling_params`; None: theirs.
         """
         self._generator, self._manager = generator, generator.manager
@@ -36,11 +36,10 @@ class RequestStream:
 
     @property
     def policy_version(self) -> int:
-        """Return the version that tokens are stamped with now."""
         return self._generator.policy_version
 
     def submit(self, prompt: Prompt, num_sequences: int) -> list[str]:
-        """Queue completions of one prompt; see `ContinuousBatchingManager.add_request`."""
+        """Queue completions of a prompt; see `ContinuousBatchingManager.add_request`."""
         if warning := equal_group_warning(self._params, num_sequences):
             raise ConfigurationError(warning)
         (ids,) = encoded([prompt], self._generator.tokenizer)
@@ -53,15 +52,10 @@ class RequestStream:
         return [request.request_id for request in requests]
 
     def take(self) -> GenerationOutput:
-        """Wait for the next sequence submitted here to end.
-
-        Raises:
-            EngineDeadError: the engine stopped on an exception.
-            RolloutError: the engine is paused, so no sequence would end.
-        """
+        """Wait for the next sequence to end; raises if the engine is paused or stopped."""
         self._manager.require_can_wait()
         output = self._output_queue.take()
-        assert output is not None, "a wait without a limit ended without an output"
+        assert output is not None
         return output
 
     def cancel(self, request_ids: Sequence[str]) -> None:
@@ -69,9 +63,8 @@ class RequestStream:
         self._manager.cancel_requests(request_ids)
 
     def sleep(self) -> None:
-        """Release the KV memory and stop the engine; sequences in flight keep their tokens."""
+        """Stop the engine; sequences in flight keep their tokens."""
         self._generator.sleep()
 
     def wake(self) -> None:
-        """Let the engine run."""
         self._generator.wake()

@@ -15,6 +15,7 @@ from contextlib import suppress
 from contextvars import ContextVar
 from functools import partial
 from itertools import chain, compress, groupby
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -37,16 +38,8 @@ from cb_rollout.integrations.async_grpo.prompts import PromptSource
 from cb_rollout.integrations.async_grpo.samples import RolloutSample, SampleQueue
 from cb_rollout.types import GenerationOutput, RequestStatus
 
-# Of the conversation that the present task rolls out: its turns, with the policy version of each
-# token in place of its log-probability.
+# Turns of the task's conversation, with policy versions of tokens in place of log-probabilities.
 TURNS: ContextVar[list[TurnRecord]] = ContextVar("TURNS")
-
-
-class SharedNumber:
-    """A number that TRL's loop shares with its trainer, here within one process."""
-
-    def __init__(self) -> None:
-        self.value = 0.0
 
 
 class EnvironmentPool(list[Any]):
@@ -57,25 +50,21 @@ class EnvironmentPool(list[Any]):
         self._hung = hung
 
     def append(self, environment: Any, /) -> None:
-        """Take an environment back, unless it hangs."""
-        if not any(environment is one for one in self._hung):
+        if not any(environment is hung for hung in self._hung):
             super().append(environment)
 
 
 class DaemonThreads(Executor):
-    """An executor with a thread for each call, which a call that hangs keeps to itself."""
+    """An executor with a thread for each call: one that hangs holds up no other."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Call `fn` on a new thread."""
         future: Future[Any] = Future()
 
         def call() -> None:
             try:
-                result = fn(*args, **kwargs)
+                future.set_result(fn(*args, **kwargs))
             except BaseException as error:  # noqa: BLE001  the waiting thread raises it
                 future.set_exception(error)
-            else:
-                future.set_result(result)
 
         future.set_running_or_notify_cancel()
         threading.Thread(target=call, name="cb_rollout tool", daemon=True).start()
@@ -83,7 +72,7 @@ class DaemonThreads(Executor):
 
 
 class ConversationLoop(_AsyncRolloutLoop):
-    """Conversations of one run; `run` blocks its thread until `stop`."""
+    """Conversations of a run; `run` blocks its thread until `stop`."""
 
     def __init__(
         self,
@@ -98,24 +87,12 @@ class ConversationLoop(_AsyncRolloutLoop):
         on_progress: Callable[[], None],
         **settings: Any,
     ) -> None:
-        """Prepare the loop.
+        """Prepare the loop; TRL raises ValueError for one of its `settings` that it refuses.
 
-        Args:
-            generator: an engine's or a pool's.
-            params: sampling parameters of each turn.
-            source: rows with a chat as "prompt".
-            samples: receives the rows of scored conversations.
-            args: the trainer's `AsyncGRPOConfig`.
-            max_inflight_tasks: conversations at once.
-            first_version: gives the trainer's version that is the engine's policy version 0.
-            on_progress: called when a turn, a tool or the scoring of a group has ended.
-            **settings: `reward_funcs`, `tools`, `environment_factory`, `processing_class` and
-                `metrics_queue` of TRL's loop.
-
-        Raises:
-            ValueError: TRL refuses a reward, an environment or a chat template.
+        `first_version` gives the trainer's version that is the engine's policy version 0.
+        `on_progress` is called when a turn, a tool or the scoring of a group has ended.
         """
-        self.version = SharedNumber()
+        self.version = SimpleNamespace(value=0.0)
         """The trainer's version of the weights that it sent last."""
         super().__init__(
             model_name="",
@@ -123,7 +100,7 @@ class ConversationLoop(_AsyncRolloutLoop):
             eos_token_ids=[settings["processing_class"].eos_token_id],
             rollout_buffer=samples,  # pyright: ignore[reportArgumentType]
             model_version_value=self.version,  # pyright: ignore[reportArgumentType]
-            heartbeat_value=SharedNumber(),  # pyright: ignore[reportArgumentType]
+            heartbeat_value=SimpleNamespace(value=0.0),  # pyright: ignore[reportArgumentType]
             failed_event=threading.Event(),  # pyright: ignore[reportArgumentType]
             exception_info_queue=queue.Queue(),  # pyright: ignore[reportArgumentType]
             num_generations=args.num_generations,
@@ -222,9 +199,7 @@ class ConversationLoop(_AsyncRolloutLoop):
                 f"a turn could not be produced: {output.error or output.status.value}"
             )
         self._on_progress()
-        versions = [
-            float(version) for version, count in output.policy_versions for _ in range(count)
-        ]
+        versions = [float(version) for version, n in output.policy_versions for _ in range(n)]
         turns.append(TurnRecord(prompt_ids, output.generated_tokens, versions))
         return output.generated_tokens, output.logprobs
 
@@ -235,35 +210,31 @@ class ConversationLoop(_AsyncRolloutLoop):
         return await super()._execute_tool_calls(tool_calls, tools)
 
     def _limited(self, name: str, tools: dict[str, Callable[..., Any]]) -> Callable[..., Any]:
+        """Limit a tool to `tool_timeout_seconds`; past that none of the conversation is called."""
+
         # TRL asks whether a tool is a coroutine function, and a partial one is none.
         async def call(**arguments: Any) -> Any:
-            return await self._called(name, tools, arguments)
+            if name not in tools:
+                raise ToolTimeoutError(f"an earlier call has not ended, so {name} is not called.")
+            tool = tools[name]
+            if inspect.iscoroutinefunction(tool):
+                running = asyncio.ensure_future(tool(**arguments))
+            else:
+                running = self._loop.run_in_executor(self._tool_pool, partial(tool, **arguments))
+            done, _ = await asyncio.wait({running}, timeout=self._tool_timeout_seconds)
+            if not done:
+                running.cancel()
+                if (environment := getattr(tool, "__self__", None)) is not None:
+                    self._hung.append(environment)
+                tools.clear()
+                raise ToolTimeoutError(
+                    f"the tool {name} took longer than "
+                    f"tool_timeout_seconds={self._tool_timeout_seconds:g}."
+                )
+            self._on_progress()
+            return running.result()
 
         return call
-
-    async def _called(
-        self, name: str, tools: dict[str, Callable[..., Any]], arguments: dict[str, Any]
-    ) -> Any:
-        """Call a tool; after `tool_timeout_seconds` go on without any of the conversation's."""
-        if name not in tools:
-            raise ToolTimeoutError(f"an earlier call has not ended, so {name} is not called.")
-        tool = tools[name]
-        if inspect.iscoroutinefunction(tool):
-            running = asyncio.ensure_future(tool(**arguments))
-        else:
-            running = self._loop.run_in_executor(self._tool_pool, partial(tool, **arguments))
-        done, _ = await asyncio.wait({running}, timeout=self._tool_timeout_seconds)
-        if not done:
-            running.cancel()
-            if (environment := getattr(tool, "__self__", None)) is not None:
-                self._hung.append(environment)
-            tools.clear()
-            raise ToolTimeoutError(
-                f"the tool {name} took longer than "
-                f"tool_timeout_seconds={self._tool_timeout_seconds:g}."
-            )
-        self._on_progress()
-        return running.result()
 
     async def _score_group(self, group: RolloutGroup) -> list[Any]:
         rows = await super()._score_group(group)
@@ -285,7 +256,6 @@ class ConversationLoop(_AsyncRolloutLoop):
                     completion_mask=torch.from_numpy(row.completion_mask),
                     old_log_probs=torch.from_numpy(row.old_log_probs),
                     advantage=row.advantage,
-                    model_version=min(version for version, _ in versions),
                     group_id=index,
                     metrics=row.metrics,
                     token_versions=versions,

@@ -26,34 +26,22 @@ class PromptSource:
     def __init__(
         self, dataset: Iterable[Mapping[str, Any]], tokenizer: Any, template_kwargs: Any
     ) -> None:
-        """Begin with the first row.
-
-        Args:
-            dataset: rows with a "prompt", text or a chat; iterated over again at its end.
-            tokenizer: renders chats.
-            template_kwargs: further arguments of its chat template; None: there are none.
-        """
+        """Begin with the first row; a tokenizer renders chats by its template's arguments."""
         self._dataset, self._tokenizer = dataset, tokenizer
         self._template_kwargs = template_kwargs or {}
         self._lock = threading.Lock()
         self._next_index = 0
         self._open: dict[int, int | None] = {}
-        """By index of a prompt that was drawn: completions that the trainer has yet to take; None:
-        still sampled."""
+        """Completions left to the trainer, by index of the prompt; None: they are sampled still."""
         self._taken: list[int] = []
         """Index of the prompt of each completion that the trainer took, in order."""
 
     def position(self, num_trained: int) -> int:
-        """Return the index of the first prompt that was not trained on.
-
-        Args:
-            num_trained: completions that were; the trainer takes others ahead.
-        """
+        """Return the index of the first prompt without a completion among those trained on."""
         with self._lock:
             return min([*self._open, *self._taken[num_trained:]], default=self._next_index)
 
     def begin_at(self, position: int) -> None:
-        """Leave out the prompts before a position."""
         with self._lock:
             self._next_index = position
             self._open.clear()
@@ -68,24 +56,19 @@ class PromptSource:
             yield {"prompt": self._rendered(row.get("prompt")), "row": row, "index": index}
 
     def drop(self, index: int) -> None:
-        """Note that a prompt's completions are not trained on, unless `queue` follows."""
         with self._lock:
             self._open.pop(index, None)
 
     def queue(self, index: int, num_completions: int) -> None:
-        """Note that a prompt's completions wait for the trainer."""
         with self._lock:
             self._open[index] = num_completions
 
     def take(self, index: int) -> None:
-        """Note that the trainer took one of them."""
         with self._lock:
             self._taken.append(index)
-            left = self._open.get(index)
+            left = self._open.pop(index, None)
             if left is not None and left > 1:
                 self._open[index] = left - 1
-            else:
-                self._open.pop(index, None)
 
     def _rendered(self, prompt: Any) -> Any:
         if not (self._template_kwargs and is_chat(prompt)):
@@ -107,14 +90,12 @@ class PositionCallback(TrainerCallback):
         self._first_step = 0
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Write the position beside the trainer's state."""
         if state.is_world_process_zero:
             num_trained = (state.global_step - self._first_step) * self._samples_per_step
             content = json.dumps({"position": self._source.position(num_trained)})
             self._file(args, state).write_text(content)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Begin where the checkpoint of this step says."""
         self._first_step = state.global_step
         if state.global_step and (file := self._file(args, state)).exists():
             self._source.begin_at(json.loads(file.read_text())["position"])

@@ -36,36 +36,32 @@ class RolloutSample:
     old_log_probs: torch.Tensor
     """(T), float32, nats: each token's under the policy that sampled it; 0 in the prompt."""
     advantage: float
-    model_version: int
-    """The oldest version that sampled any of its tokens, in the trainer's count."""
     group_id: int
     metrics: dict[str, float]
     token_versions: list[tuple[int, int]]
     """Runs of `(model_version, num_tokens)` that sum to the sampled tokens."""
     prompt_index: int = 0
-    """Of the prompt among all that were taken; not a field of trl's."""
+    """Index of the prompt in `PromptSource`; not a field of trl's."""
     enqueued_at: float | None = field(default_factory=time.time)
+    model_version: int = field(init=False)
+    """The oldest version that sampled a token, in the trainer's count."""
+
+    def __post_init__(self) -> None:
+        self.model_version = min(version for version, _ in self.token_versions)
 
 
 class SampleQueue(queue.Queue[RolloutSample]):
     """A bounded queue that reports each sample as it is taken."""
 
     def __init__(self, maxsize: int, on_taken: Callable[[RolloutSample], None]) -> None:
-        """Create a queue that calls `on_taken` with each sample, on the thread that takes it."""
+        """Call `on_taken` with each sample, on the thread that takes it."""
         super().__init__(maxsize)
         self._on_taken = on_taken
 
     def get(self, block: bool = True, timeout: float | None = None) -> RolloutSample:
-        """Take the next sample; see `queue.Queue`."""
         sample = super().get(block, timeout)
         self._on_taken(sample)
         return sample
-
-
-def advantages(rewards: Sequence[float]) -> list[float]:
-    """Return each reward's distance from the group's mean, in standard deviations."""
-    mean, spread = fmean(rewards), pstdev(rewards)
-    return [(reward - mean) / (spread + EPSILON) for reward in rewards]
 
 
 def summed_rewards(
@@ -74,45 +70,37 @@ def summed_rewards(
     outputs: Sequence[GenerationOutput],
     texts: Sequence[str],
 ) -> list[float | None]:
-    """Sum the rewards that functions with TRL's arguments give for completions of one row.
+    """Sum the rewards of functions with TRL's arguments for each completion of a row.
 
-    Returns:
-        One number for each completion; None where no function gave any.
+    None where no function gave a number.
     """
     prompt, completions = row["prompt"], list(texts)
     if not isinstance(prompt, str):
         completions = [[{"role": "assistant", "content": text}] for text in texts]
     columns = {name: [value] * len(texts) for name, value in row.items() if name != "prompt"}
-    given = {
+    columns |= {
         "prompts": [prompt] * len(texts),
         "completions": completions,
         "completion_ids": [output.generated_tokens for output in outputs],
     }
-    found = []
+    rewards = []
     for function in functions:
-        values = function(**given, **columns)
-        found.append(asyncio.run(values) if inspect.iscoroutine(values) else values)
-    by_completion = [
-        [float(v) for v in values if v is not None] for values in zip(*found, strict=True)
-    ]
-    return [sum(values) if values else None for values in by_completion]
+        values = function(**columns)
+        rewards.append(asyncio.run(values) if inspect.iscoroutine(values) else values)
+    numbers = [[float(v) for v in row if v is not None] for row in zip(*rewards, strict=True)]
+    return [sum(values) if values else None for values in numbers]
 
 
 def samples_of(group: Group, texts: Sequence[str], first_version: int) -> list[RolloutSample]:
-    """Convert a group's completions to samples.
+    """Convert a scored group of `PromptSource` to samples.
 
-    Args:
-        group: complete and scored, of a prompt of `PromptSource`.
-        texts: the text of each completion.
-        first_version: the trainer's version that is the engine's policy version 0.
+    `first_version` is the trainer's version that is the engine's policy version 0.
     """
     prompt = group.prompt["row"]["prompt"]
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-    spread = pstdev(group.rewards)
+    mean, spread = fmean(group.rewards), pstdev(group.rewards)
     samples = []
-    for output, reward, advantage, text in zip(
-        group.outputs, group.rewards, advantages(group.rewards), texts, strict=True
-    ):
+    for output, reward, text in zip(group.outputs, group.rewards, texts, strict=True):
         num_prompt, num_sampled = len(output.prompt_ids), len(output.generated_tokens)
         versions = [(first_version + version, count) for version, count in output.policy_versions]
         samples.append(
@@ -122,8 +110,7 @@ def samples_of(group: Group, texts: Sequence[str], first_version: int) -> list[R
                 input_ids=torch.tensor(output.prompt_ids + output.generated_tokens),
                 completion_mask=torch.tensor([0] * num_prompt + [1] * num_sampled),
                 old_log_probs=torch.tensor([0.0] * num_prompt + output.logprobs),
-                advantage=advantage,
-                model_version=min(version for version, _ in versions),
+                advantage=(reward - mean) / (spread + EPSILON),
                 group_id=group.number,
                 metrics={"reward": reward, "reward_std": spread},
                 token_versions=versions,

@@ -10,23 +10,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from cb_rollout.config.combinations import refused
 from cb_rollout.config.enums import RolloutDtype, WeightSync
 from cb_rollout.config.hf import as_trainers_config
-from cb_rollout.config.rollout import RolloutConfig
 from cb_rollout.errors import ConfigurationError
 from cb_rollout.integrations.trl.images import images_in
 from cb_rollout.rollout.generator import RolloutGenerator
-
-
-def engine_config(config: Any, args: Any) -> RolloutConfig:
-    """Return the config of an engine on its own copy of the weights, in the trainer's dtype."""
-    resolved = as_trainers_config(config, args.seed)
-    if resolved.weight_sync == WeightSync.COPY:
-        raise refused("async trainer, copy")
-    if resolved.router_replay:
-        raise refused("async trainer, router replay")
-    dtype = resolved.rollout_dtype
-    if dtype == RolloutDtype.AUTO and (args.bf16 or args.fp16):
-        dtype = RolloutDtype.BFLOAT16 if args.bf16 else RolloutDtype.FLOAT16
-    return replace(resolved, weight_sync=WeightSync.SHARED, rollout_dtype=dtype)
 
 
 def require_settings(args: Any, in_flight: str, is_strategy_ignored: bool = False) -> None:
@@ -89,7 +75,7 @@ def require_data(train_dataset: Any, reward_funcs: Any) -> None:
 
 
 def own_tokenizer(model: str | torch.nn.Module, processing_class: Any) -> Any:
-    """Return the tokenizer that was given, else the checkpoint's."""
+    """Return `processing_class`, or else the checkpoint's."""
     if processing_class is not None:
         return processing_class
     if not isinstance(model, str):
@@ -100,16 +86,18 @@ def own_tokenizer(model: str | torch.nn.Module, processing_class: Any) -> Any:
 def create_generator(
     model: str | torch.nn.Module, args: Any, config: Any, tokenizer: Any
 ) -> RolloutGenerator:
-    """Create a generator of an engine's own module."""
-    settings = engine_config(config, args)
-    return RolloutGenerator(own_model(model, args), settings, tokenizer=tokenizer)
-
-
-def own_model(model: str | torch.nn.Module, args: Any) -> torch.nn.Module:
-    """Load the engine's own module, on the trainer's device and in its dtype."""
-    if isinstance(model, torch.nn.Module):
-        return model.to(args.device)
-    settings = {"dtype": args.dtype, "trust_remote_code": args.trust_remote_code}
-    given = args.model_init_kwargs or {}
-    loaded = AutoModelForCausalLM.from_pretrained(model, **(settings | given))
-    return loaded.to(args.device)
+    """Create a generator on its own copy of the weights, on the trainer's device, in its dtype."""
+    settings = as_trainers_config(config, args.seed)
+    if settings.weight_sync == WeightSync.COPY:
+        raise refused("async trainer, copy")
+    if settings.router_replay:
+        raise refused("async trainer, router replay")
+    dtype = settings.rollout_dtype
+    if dtype == RolloutDtype.AUTO and (args.bf16 or args.fp16):
+        dtype = RolloutDtype.BFLOAT16 if args.bf16 else RolloutDtype.FLOAT16
+    settings = replace(settings, weight_sync=WeightSync.SHARED, rollout_dtype=dtype)
+    if not isinstance(model, torch.nn.Module):
+        loading = {"dtype": args.dtype, "trust_remote_code": args.trust_remote_code}
+        loading |= args.model_init_kwargs or {}
+        model = AutoModelForCausalLM.from_pretrained(model, **loading)
+    return RolloutGenerator(model.to(args.device), settings, tokenizer=tokenizer)

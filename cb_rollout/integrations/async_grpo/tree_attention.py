@@ -24,7 +24,7 @@ TRAINER_MODULE = "trl.experimental.async_grpo.async_grpo_trainer"
 def adapt_trainers() -> None:
     """Let trainers that are made from now on run without CUDA, on every process.
 
-    They register this attention in place of their kernel, and report no share of a device's peak.
+    They register this attention for their kernel, and report no share of a device's peak.
     """
     module: Any = sys.modules.get(TRAINER_MODULE)
     if module is not None:
@@ -49,20 +49,12 @@ def plain_tree_attention(
     softcap: float | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend N packed tokens in S segments. Q, K: longest segment and path; H: heads; D: head size.
+    """Attend N packed tokens in S segments, each to the path from the root to itself.
 
-    Args:
-        module: not needed.
-        query: (1, H, N, D).
-        key: (1, KV heads, N, D).
-        value: as `key`.
-        attention_mask: not needed; the segments define the mask.
-        tree_kv_index: packed positions of every segment's path, end to end.
-        tree_cu_seqlens_q: (S + 1), ends of the segments in the row, from 0.
-        tree_cu_seqlens_k: (S + 1), ends of the paths in `tree_kv_index`, from 0.
-        scaling: of the scores; None: 1 / sqrt(D).
-        sliding_window: most tokens that a token attends to, itself included; None: all.
-        softcap: must be None or 0.
+    `query` is (1, H, N, D); `key` and `value` are (1, KV heads, N, D). `tree_cu_seqlens_q`,
+    (S + 1), are the ends of the segments in the row, from 0. `tree_kv_index` are packed positions
+    of every segment's path, end to end, and `tree_cu_seqlens_k`, (S + 1), the ends of the paths.
+    Q, K: longest segment and path; H: heads; D: head size.
 
     Returns:
         (1, N, H, D), and None for the weights.

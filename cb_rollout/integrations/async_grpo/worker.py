@@ -1,6 +1,6 @@
 """Rollout worker and weight transfer of TRL's AsyncGRPOTrainer, without a server or network.
 
-Owns the engine, unless a pool is given, and a thread that keeps groups in flight and scores them.
+Owns the engine, unless there is a pool, and a thread that keeps groups in flight and scores them.
 Implements both of the trainer's protocols, `rollout_worker` and `weight_transfer`. The engine runs
 a copy of the weights, which the trainer writes while the engine is paused; so generation and
 training overlap, and no forward reads half of an update. The trainer's thread calls the public
@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -46,16 +46,17 @@ POLL_SECONDS = 0.2
 
 
 def _write(model: torch.nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    held = dict(model.named_parameters(remove_duplicate=False))
+    parameters = dict(model.named_parameters(remove_duplicate=False))
     with torch.no_grad():
         for name, tensor in tensors:
-            if name not in held or held[name].shape != tensor.shape:
-                found = tuple(held[name].shape) if name in held else "none"
+            own = parameters.get(name)
+            if own is None or own.shape != tensor.shape:
+                shape = "none" if own is None else tuple(own.shape)
                 raise WeightSyncError(
                     f"the trainer sends {name} {tuple(tensor.shape)}, and the engine's model has "
-                    f"{found}; make AsyncRollouts of the trainer's own checkpoint."
+                    f"{shape}; make AsyncRollouts of the trainer's own checkpoint."
                 )
-            held[name].copy_(tensor)
+            own.copy_(tensor)
 
 
 class _Stopped(Exception):
@@ -72,13 +73,11 @@ class _StoppableStream(RequestStream):
         self._is_stopping = is_stopping
 
     def submit(self, prompt: Any, num_sequences: int) -> list[str]:
-        """Queue completions, unless the run is over."""
         if self._is_stopping.is_set():
             raise _Stopped
         return super().submit(prompt, num_sequences)
 
     def take(self) -> GenerationOutput:
-        """Wait for the next sequence to end, unless the run is over."""
         while (output := self._output_queue.take(timeout=POLL_SECONDS)) is None:
             if self._is_stopping.is_set():
                 raise _Stopped
@@ -88,22 +87,16 @@ class _StoppableStream(RequestStream):
 class _Asynchronous(Strategy):
     """A strategy whose groups are always carried, as many as may be in flight."""
 
-    carries = True
-
     def __init__(
         self, strategy: Strategy, max_staleness: int, num_groups_allowed: Callable[[], int]
     ) -> None:
+        vars(self).update(strategy.decisions())
         self._num_groups_allowed = num_groups_allowed
-        self.max_staleness = max_staleness
-        self.num_extra_members = strategy.num_extra_members
-        self.max_dropped_groups = strategy.max_dropped_groups
-        self.max_retries = strategy.max_retries
-        self.min_group_size = strategy.min_group_size
+        self.carries, self.max_staleness = True, max_staleness
         self.keeps = strategy.keeps
 
     @property
     def num_extra_groups(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Return the groups in flight beyond the one that is waited for."""
         return self._num_groups_allowed() - 1
 
 
@@ -190,19 +183,15 @@ class AsyncRollouts:
         self._pause = ExitStack()
         self.generator: Any = None
         """Samples in the first process, by an engine or a pool; None in the others."""
-        if not args.process_index:
-            self.generator = (
-                create_generator(model, args, config, processing_class)
-                if pool is None
-                else PooledGenerator(pool)
-            )
+        if not args.process_index and pool is not None:
+            self.generator = PooledGenerator(pool)
+        elif not args.process_index:
+            self.generator = create_generator(model, args, config, processing_class)
 
     def start(self) -> None:
-        """Start generating; the trainer has sent its weights."""
         self._is_stopping.clear()
         self._error, self._last_progress = None, time.monotonic()
-        run = self._run_conversations if self._has_conversations else self._run
-        self._thread = threading.Thread(target=run, name="cb_rollout async", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="cb_rollout async", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
@@ -218,18 +207,13 @@ class AsyncRollouts:
             self.generator.close()
 
     def update_model_version(self, model_version: int) -> None:
-        """Take the trainer's version of the weights that it has just sent."""
         self._model_version = model_version
         if self._conversations is not None:
             self._conversations.version.value = model_version
         self._first_version = model_version - self.generator.policy_version
 
     def check_health(self, stale_after_s: float) -> None:
-        """Check that completions still come.
-
-        Raises:
-            RolloutError: the thread ended, or no completion came for `stale_after_s` seconds.
-        """
+        """Raise `RolloutError` if the thread ended, or was silent for `stale_after_s` seconds."""
         if self._error is not None:
             raise RolloutError(
                 f"the rollout thread ended on {error_text(self._error)}"
@@ -252,27 +236,20 @@ class AsyncRollouts:
             self._pause.enter_context(self.generator.manager.pause(self._in_flight))
 
     def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Write the trainer's weights over the engine's, or send them to every worker of the pool.
-
-        Raises:
-            WeightSyncError: the models do not have the same tensors, or all workers refused them.
-        """
+        """Write the trainer's weights over the engine's, or send them to the pool's workers."""
         if self._pool is None:
             _write(self.generator.manager.model, iterator)
         else:
             self._pool.sync_weights(dict(iterator), in_flight=self._in_flight)
 
     def resume(self) -> None:
-        """Resume the engine under the new weights."""
         self._pause.close()
 
     def destroy(self) -> None:
-        """Stop; the run is over."""
         self.stop()
 
     def _num_groups_allowed(self) -> int:
-        """Return the most groups in flight that can be trained on before they are too old."""
-        # The trainer takes samples_per_step between two versions, first come first served.
+        """Return the most groups in flight that are trained on before they are too old."""
         limit = self._max_outstanding - self.rollout_buffer.qsize()
         if self._args.max_inflight_tasks > 0:
             limit = min(limit, self._args.max_inflight_tasks)
@@ -291,65 +268,62 @@ class AsyncRollouts:
             stop_token_ids=(self._tokenizer.eos_token_id,),
         )
 
-    def _run_conversations(self) -> None:
-        # It imports trl's experimental trainer, which a run without tools does without.
-        from cb_rollout.integrations.async_grpo.conversations import ConversationLoop
-
-        most, limit = self._max_outstanding, self._args.max_inflight_tasks
-        try:
-            self._conversations = ConversationLoop(
-                self.generator,
-                self._params,
-                self._source,
-                self.rollout_buffer,
-                self._args,
-                max_inflight_tasks=min(limit, most) if limit > 0 else most,
-                first_version=lambda: self._first_version,
-                on_progress=self._note_progress,
-                reward_funcs=self._reward_funcs,
-                processing_class=self._tokenizer,
-                metrics_queue=self.metrics_queue,
-                **self._conversation_settings,
-            )
-            self._conversations.version.value = self._model_version
-            if not self._is_stopping.is_set():
-                self._conversations.run()
-        except BaseException as error:  # noqa: BLE001  the trainer's thread raises it
-            self._error = error
-
-    def _note_progress(self) -> None:
-        self._last_progress = time.monotonic()
-
     def _run(self) -> None:
-        args, params = self._args, self._params
         try:
-            collector = GroupCollector(
-                _StoppableStream(self.generator, params, self._is_stopping),
-                iter(self._source),
-                self._reward,
-                self._strategy,
-                num_generations=args.num_generations,
-                runs_while_training=True,
-            )
-            try:
-                while True:
-                    (group,) = collector.collect(1)
-                    self._last_progress = time.monotonic()
-                    self._put(group, collector.metrics())
-            finally:
-                # A pool would sample on.
-                collector.close()
+            if self._has_conversations:
+                self._roll_out_conversations()
+            else:
+                self._roll_out_groups()
         except _Stopped:
             pass
         except BaseException as error:  # noqa: BLE001  the trainer's thread raises it
             self._error = error
 
+    def _roll_out_conversations(self) -> None:
+        # It imports trl's experimental trainer, which a run without tools does without.
+        from cb_rollout.integrations.async_grpo.conversations import ConversationLoop
+
+        most, limit = self._max_outstanding, self._args.max_inflight_tasks
+        self._conversations = ConversationLoop(
+            *(self.generator, self._params, self._source, self.rollout_buffer, self._args),
+            max_inflight_tasks=min(limit, most) if limit > 0 else most,
+            first_version=lambda: self._first_version,
+            on_progress=self._note_progress,
+            reward_funcs=self._reward_funcs,
+            processing_class=self._tokenizer,
+            metrics_queue=self.metrics_queue,
+            **self._conversation_settings,
+        )
+        self._conversations.version.value = self._model_version
+        if not self._is_stopping.is_set():
+            self._conversations.run()
+
+    def _note_progress(self) -> None:
+        self._last_progress = time.monotonic()
+
+    def _roll_out_groups(self) -> None:
+        collector = GroupCollector(
+            _StoppableStream(self.generator, self._params, self._is_stopping),
+            iter(self._source),
+            self._reward,
+            self._strategy,
+            num_generations=self._args.num_generations,
+            runs_while_training=True,
+        )
+        try:
+            while True:
+                (group,) = collector.collect(1)
+                self._note_progress()
+                self._put(group, collector.metrics())
+        finally:
+            # A pool would sample on.
+            collector.close()
+
     def _put(self, group: Group, metrics: dict[str, float]) -> None:
         lengths = [len(output.generated_tokens) for output in group.outputs]
         self._source.queue(group.prompt["index"], len(group.outputs))
         for sample in samples_of(group, self._texts(group.outputs), self._first_version):
-            while not self._is_put(sample):
-                self._last_progress = time.monotonic()
+            self._put_sample(sample)
         self.metrics_queue.put(
             {
                 "completions/mean_length": (float(sum(lengths)), float(len(lengths))),
@@ -360,17 +334,15 @@ class AsyncRollouts:
             }
         )
 
-    def _is_put(self, sample: RolloutSample) -> bool:
-        if self._is_stopping.is_set():
-            raise _Stopped
-        try:
-            self.rollout_buffer.put(sample, timeout=POLL_SECONDS)
-        except queue.Full:
-            return False
-        return True
+    def _put_sample(self, sample: RolloutSample) -> None:
+        while not self._is_stopping.is_set():
+            with suppress(queue.Full):
+                self.rollout_buffer.put(sample, timeout=POLL_SECONDS)
+                return
+            self._note_progress()
+        raise _Stopped
 
     def _report_age(self, sample: RolloutSample) -> None:
-        """Report the age of a sample's tokens, on the trainer's thread, as it takes the sample."""
         self._source.take(sample.prompt_index)
         ages = [(self._model_version - version, n) for version, n in sample.token_versions]
         self.metrics_queue.put(

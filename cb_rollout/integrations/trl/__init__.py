@@ -1,7 +1,6 @@
 """Attach a TRL trainer: its rollouts run on this package's engine.
 
-Called by the trainer's script, and by the trainer on its thread. `attachment` alone imports trl
-here.
+Called by the trainer's script, and by the trainer on its thread. `upstream` alone imports trl here.
 """
 
 from cb_rollout.integrations.trl.attachment import attach, detach

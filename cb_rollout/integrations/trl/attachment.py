@@ -4,21 +4,19 @@ TRL 1.16 asks an object named `vllm_generation` for completions, and every switc
 an attribute of the trainer, not of its arguments. So a trainer made without vLLM takes that path
 once its attributes are set, with our object at its end; `args.use_vllm` stays False and vLLM is
 never imported. Attributes and methods of a GRPO or RLOO trainer are replaced here, by `Overrides`,
-which `detach` restores; of the trainers of `SEAMS` in `on_policy`. The only file of this folder
-that imports trl. Called from the thread that trains, before or after training.
+which `detach` restores; of the trainers of `SEAMS` in `on_policy`. Called from the thread that
+trains, before or after training.
 """
 
 import inspect
 import warnings
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
-import trl
-import trl.trainer.utils
 from packaging.version import Version
 from transformers import set_seed
-from trl import GRPOTrainer, RLOOTrainer
-from trl.generation.vllm_generation import VLLMGeneration
 
 from cb_rollout.compat.torch import dropout_rate
 from cb_rollout.config.combinations import refused
@@ -29,17 +27,15 @@ from cb_rollout.engine.numerics.bitwise import bitwise
 from cb_rollout.errors import ConfigurationError
 from cb_rollout.integrations.concurrent_tools import ConcurrentTools
 from cb_rollout.integrations.ray.pool import PooledGenerator, RolloutPool
+from cb_rollout.integrations.trl import upstream
 from cb_rollout.integrations.trl.backend import (
     GENERATION_MODE,
     GenerationBackend,
+    attached_backend,
     create_generator,
-    joined,
     trains_split_model,
 )
-from cb_rollout.integrations.trl.guard import (
-    require_one_distribution,
-    warn_of_bias,
-)
+from cb_rollout.integrations.trl.guard import require_one_distribution, warn_of_bias
 from cb_rollout.integrations.trl.images import require_processor_for_images
 from cb_rollout.integrations.trl.on_policy import (
     SEAMS,
@@ -50,30 +46,23 @@ from cb_rollout.integrations.trl.on_policy import (
 )
 from cb_rollout.integrations.trl.records import TrainerRecords
 from cb_rollout.integrations.trl.rollout_func import end_own_engine
-from cb_rollout.integrations.trl.scoring import TrainerScoring
+from cb_rollout.integrations.trl.scoring import TrainerScoring, require_known_ends
 from cb_rollout.integrations.trl.strategies import STRATEGY
-from cb_rollout.integrations.trl.truncated_completions import (
-    require_known_ends,
-)
 from cb_rollout.packing.ordered_head import replacing_head
 from cb_rollout.rollout.distributed import create_failure_watch
 from cb_rollout.rollout.generator import RolloutGenerator
 
 TESTED_VERSIONS = "trl>=1.16,<2"
 
-# TRL 1.16's autograd function of the head, in `trl.trainer.utils`.
+# TRL 1.16's autograd function of the head.
 FUSED_HEAD = "_ChunkedLogProbFunction"
 
 # Of every trainer; then of GRPO and RLOO.
 USED_ATTRIBUTES = ("generation_config", "state", "accelerator", "model_wrapped")
 SCORED_ATTRIBUTES = ("use_vllm", "vllm_mode", "_metrics")
 SCORED_METHODS = (
-    "_generate_single_turn",
-    "_generate",
-    "_generate_and_score_completions",
-    "_calculate_rewards",
-    "_get_per_token_logps_and_entropies",
-    "compute_loss",
+    *("_generate_single_turn", "_generate", "_generate_and_score_completions"),
+    *("_calculate_rewards", "_get_per_token_logps_and_entropies", "compute_loss"),
 )
 VESPO_MODES = ("token_truncate", "token_mask")
 LOGPROBS_ARGUMENTS = ["model", "input_ids", "attention_mask", "logits_to_keep", "batch_size"]
@@ -112,22 +101,22 @@ def attach(trainer: Any, config: Any = None) -> RolloutGenerator | PooledGenerat
     defaults = generator.manager.defaults
     require_one_distribution(config, defaults)
     require_known_ends(trainer, defaults)
-    compiles = getattr(trainer.args, "torch_compile", False)
-    if generator.manager.routers is not None and compiles:
+    if generator.manager.routers is not None and getattr(trainer.args, "torch_compile", False):
         raise refused("router replay, compiled")
     warn_of_bias(trainer, config, defaults)
     _warn_of_dropout(trainer, config)
     if config.numerics == Numerics.BITWISE:
         _require_whole_outputs(trainer)
-    if (group := generator.manager.group) is not None:
-        _seed_alike(trainer, group.data_parallel_rank)
-    records = None
-    if trainer.accelerator.is_main_process:
-        records = TrainerRecords(trainer, config.record_num_sequences)
+    if (group := generator.manager.group) is not None and trains_split_model(trainer):
+        # TRL 1.16 seeds each process apart; those of one split model must shuffle and drop alike.
+        set_seed(trainer.args.seed + group.data_parallel_rank)
+    is_main = trainer.accelerator.is_main_process
+    records = TrainerRecords(trainer, config.record_num_sequences) if is_main else None
     backend = GenerationBackend(trainer, generator, records)
     scoring = TrainerScoring(trainer, backend)
     if config.numerics == Numerics.BITWISE:
-        _install_bitwise(trainer, backend)
+        backend.installed.enter_context(bitwise(trainer.model))
+        backend.installed.enter_context(replacing_head(upstream.utils, FUSED_HEAD))
     backend.overrides.set(
         vllm_generation=backend,
         vllm_mode=GENERATION_MODE,
@@ -162,7 +151,6 @@ def _attach_generation(
 
 
 def _watch(trainer: Any, backend: GenerationBackend) -> None:
-    """Tell the backend of the trainer's steps, and the other processes of a failure."""
     watch = create_failure_watch()
     if watch is not None:
         backend.overrides.set(
@@ -179,35 +167,31 @@ def detach(trainer: Any) -> None:
     Raises:
         ConfigurationError: nothing is attached to it.
     """
-    backend = getattr(trainer, "vllm_generation", None)
-    if not isinstance(backend, GenerationBackend):
+    backend = attached_backend(trainer)
+    if backend is None:
         raise ConfigurationError("cb_rollout is not attached to this trainer.")
     backend.close()
 
 
 def _require_supported(trainer: Any, seam: GenerationSeam | None) -> None:
-    """Refuse an object that is not a trainer, or whose attributes are not those of TRL 1.16.
-
-    Args:
-        trainer: the trainer.
-        seam: where it generates; None: the trainer has to be GRPO or RLOO.
-    """
-    if seam is None and not isinstance(trainer, GRPOTrainer | RLOOTrainer):
-        known = ", ".join(sorted(("GRPOTrainer", "RLOOTrainer", *SEAMS)))
+    """Refuse an object that is no trainer, or whose attributes are not those of TRL 1.16."""
+    if seam is None and not isinstance(trainer, upstream.GRPOTrainer | upstream.RLOOTrainer):
+        names = ", ".join(sorted(("GRPOTrainer", "RLOOTrainer", *SEAMS)))
         raise ConfigurationError(
-            f"attach() takes one of trl's {known}; not a {type(trainer).__name__}; use "
+            f"attach() takes one of trl's {names}; not a {type(trainer).__name__}; use "
             "RolloutGenerator.generate_batch in a loop of your own."
         )
     used = seam.methods if seam else (*SCORED_ATTRIBUTES, *SCORED_METHODS)
     missing = [name for name in (*USED_ATTRIBUTES, *used) if not hasattr(trainer, name)]
-    arguments = list(inspect.signature(VLLMGeneration.generate).parameters)
+    arguments = list(inspect.signature(upstream.VLLMGeneration.generate).parameters)
     if not missing and seam is None:
         taken = list(inspect.signature(trainer._get_per_token_logps_and_entropies).parameters)
         if taken[: len(LOGPROBS_ARGUMENTS)] != LOGPROBS_ARGUMENTS:
             missing = ["_get_per_token_logps_and_entropies as it was"]
-    if missing or arguments != GENERATE_ARGUMENTS or Version(trl.__version__) < Version("1.16"):
+    version = upstream.trl.__version__
+    if missing or arguments != GENERATE_ARGUMENTS or Version(version) < Version("1.16"):
         raise ConfigurationError(
-            f"trl {trl.__version__} generates in another way than cb_rollout knows (missing: "
+            f"trl {version} generates in another way than cb_rollout knows (missing: "
             f"{', '.join(missing) or 'nothing'}); install {TESTED_VERSIONS}."
         )
     if STRATEGY in vars(trainer):
@@ -215,16 +199,14 @@ def _require_supported(trainer: Any, seam: GenerationSeam | None) -> None:
             "use_strategy came before attach, so that it would be left out; call attach first."
         )
     if getattr(trainer, "use_vllm", False):
-        is_ours = isinstance(getattr(trainer, "vllm_generation", None), GenerationBackend)
+        if attached_backend(trainer):
+            raise ConfigurationError("cb_rollout is attached to this trainer already.")
         raise ConfigurationError(
-            "cb_rollout is attached to this trainer already."
-            if is_ours
-            else "the trainer was made with use_vllm=True; leave it False and attach again."
+            "the trainer was made with use_vllm=True; leave it False and attach again."
         )
 
 
 def _require_settings(trainer: Any) -> None:
-    """Refuse settings that cannot be honoured, or that TRL would refuse with a server."""
     if trainer.args.use_transformers_continuous_batching:
         raise refused("transformers' batching")
     if not trainer.args.temperature > 0:
@@ -239,19 +221,12 @@ def _require_settings(trainer: Any) -> None:
             "set temperature in the trainer's config."
         )
     corrects = getattr(trainer, "vllm_importance_sampling_correction", False)
-    mode, allowed = getattr(trainer, "vllm_importance_sampling_mode", None), VESPO_MODES
-    if getattr(trainer, "loss_type", None) == "vespo" and corrects and mode not in allowed:
+    mode = getattr(trainer, "vllm_importance_sampling_mode", None)
+    if getattr(trainer, "loss_type", None) == "vespo" and corrects and mode not in VESPO_MODES:
         raise ConfigurationError(
             f"loss_type='vespo' needs vllm_importance_sampling_mode to be one of "
-            f"{', '.join(allowed)}, not {mode!r}."
+            f"{', '.join(VESPO_MODES)}, not {mode!r}."
         )
-
-
-def _seed_alike(trainer: Any, data_parallel_rank: int) -> None:
-    """Seed the processes that train one split model alike: they must shuffle and drop alike."""
-    if trains_split_model(trainer):
-        # TRL 1.16 seeds each process apart.
-        set_seed(trainer.args.seed + data_parallel_rank)
 
 
 def _join_after_turns(trainer: Any, backend: GenerationBackend) -> None:
@@ -259,20 +234,24 @@ def _join_after_turns(trainer: Any, backend: GenerationBackend) -> None:
     generator = backend.generator
     if not isinstance(generator, RolloutGenerator) or generator.manager.group is None:
         return
+
+    def joined(turns: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(turns)
+        def call(*arguments: Any, **named: Any) -> Any:
+            result = turns(*arguments, **named)
+            generator.join()
+            return result
+
+        return call
+
     for name in ("rollout_func", "_tool_call_loop"):
         turns = getattr(trainer, name, None)
         if turns is not None:
-            backend.overrides.set(**{name: joined(generator, turns)})
-
-
-def _install_bitwise(trainer: Any, backend: GenerationBackend) -> None:
-    """Compute the trainer's forwards as the engine's, until the trainer is detached."""
-    backend.installed.enter_context(bitwise(trainer.model))
-    backend.installed.enter_context(replacing_head(trl.trainer.utils, FUSED_HEAD))
+            backend.overrides.set(**{name: joined(turns)})
 
 
 def _require_whole_outputs(trainer: Any) -> None:
-    """Refuse an FSDP2 that rounds what the model's forward returns: in TRL, log-probabilities.
+    """Refuse FSDP2's rounding of log-probabilities, the outputs of TRL's forward.
 
     accelerate 1.15 has FSDP2 cast outputs to the dtype of the mixed precision.
     """
@@ -284,11 +263,7 @@ def _require_whole_outputs(trainer: Any) -> None:
 
 
 def _warn_of_dropout(trainer: Any, config: RolloutConfig) -> None:
-    """Warn that the importance-sampling correction counts dropout as a change of policy.
-
-    Raises:
-        ConfigurationError: numerics="bitwise", which dropout makes impossible.
-    """
+    """Warn that the importance-sampling correction counts dropout as a change of policy."""
     highest = dropout_rate(trainer.model)
     if highest > 0 and config.numerics == Numerics.BITWISE:
         raise refused("bitwise, dropout", rate=f"{highest:g}")

@@ -2,15 +2,13 @@
 
 Owns the generator of an attached trainer, the context of the rollout in progress, and every
 change made on the trainer, so that `close` undoes them all. Called by the trainer, on its thread.
-Reads the trainer's attributes and imports no trl.
 """
 
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import asdict
-from functools import wraps
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from transformers import TrainerCallback, TrainerState
 
@@ -25,7 +23,7 @@ from cb_rollout.engine.memory.plan import TrainingBytes
 from cb_rollout.engine.memory.training import TrainingMemory
 from cb_rollout.errors import ConfigurationError, InvalidRequestError
 from cb_rollout.integrations.ray.pool import PooledGenerator, RolloutPool
-from cb_rollout.integrations.trl.context import RolloutContext
+from cb_rollout.integrations.trl.loss_rows import LossRow
 from cb_rollout.integrations.trl.packed_loss import LossTokens
 from cb_rollout.integrations.trl.records import TrainerRecords
 from cb_rollout.metrics.run_records import Mode
@@ -41,6 +39,15 @@ GENERATION_MODE = "cb_rollout"
 
 _ABSENT = object()
 
+# Metrics of a rollout's turns that are added up; of the others the largest counts.
+SUMMED = (
+    *("seconds", "tokens", "prefill_tokens", "prefill_tokens_saved", "preemptions"),
+    *("drafted_tokens", "accepted_tokens", "drafted_tokens_earlier", "accepted_tokens_earlier"),
+    *("drafted_tokens_run", "accepted_tokens_run", "images_encoded", "images_reused"),
+)
+# Averaged over the turns' tokens.
+AVERAGED = ("log_kept_mass", "kept_tokens")
+
 
 class Overrides:
     """Attributes set on an object, and the values they replaced."""
@@ -50,7 +57,6 @@ class Overrides:
         self._before: dict[str, Any] = {}
 
     def set(self, **values: Any) -> None:
-        """Set attributes of the object."""
         own = vars(self._owner)
         for name, value in values.items():
             self._before.setdefault(name, own.get(name, _ABSENT))
@@ -66,21 +72,11 @@ class Overrides:
         self._before.clear()
 
 
-def _require_whole_model(accelerator: Any) -> None:
-    """Refuse a pool where processes shard the model: a pool takes whole weights from one."""
-    if accelerator.num_processes > 1 and shards_models(accelerator):
-        raise refused("pool, sharded trainer", num_processes=accelerator.num_processes)
-
-
 def create_generator(trainer: Any, config: Any) -> RolloutGenerator | PooledGenerator:
     """Create a generator of the trainer's model, tokenizer, seed and sampling settings.
 
-    Args:
-        trainer: an on-policy trainer of TRL.
-        config: what `attach` takes.
-
     Raises:
-        ConfigurationError: a setting of the trainer, or of `config`, cannot be honoured.
+        ConfigurationError: a setting of the trainer, or of `attach`'s `config`, cannot be honoured.
     """
     count = getattr(trainer.generation_config, "num_return_sequences", None)
     if count not in (None, 1):
@@ -89,7 +85,9 @@ def create_generator(trainer: Any, config: Any) -> RolloutGenerator | PooledGene
             "prompt itself, num_generations times; take it out."
         )
     if isinstance(config, RolloutPool):
-        _require_whole_model(trainer.accelerator)
+        num_processes = trainer.accelerator.num_processes
+        if num_processes > 1 and shards_models(trainer.accelerator):
+            raise refused("pool, sharded trainer", num_processes=num_processes)
         generator = PooledGenerator(config, trainer.model, trainer.generation_config)
     else:
         generator = RolloutGenerator(
@@ -100,12 +98,9 @@ def create_generator(trainer: Any, config: Any) -> RolloutGenerator | PooledGene
             accelerator=trainer.accelerator,
             optimizer=_optimizer(trainer),
         )
-    limits = generator.manager.limits
-    name = (
-        "max_completion_length"
-        if hasattr(trainer.args, "max_completion_length")
-        else "max_new_tokens"
-    )
+    limits, name = generator.manager.limits, "max_completion_length"
+    if not hasattr(trainer.args, name):
+        name = "max_new_tokens"
     length = getattr(trainer.args, name)
     for limit, holder in (
         (limits.max_positions, "the model takes"),
@@ -120,23 +115,17 @@ def create_generator(trainer: Any, config: Any) -> RolloutGenerator | PooledGene
 
 
 def _optimizer(trainer: Any) -> Any:
-    """Return the trainer's optimizer, or its class or name, which tell its memory, before it is."""
+    """Return the trainer's optimizer, or its class or name, which tell its memory too."""
     if trainer.optimizer is not None:
         return trainer.optimizer
     chosen = getattr(trainer, "optimizer_cls_and_kwargs", None)
     return trainer.args.optim if chosen is None else chosen[0]
 
 
-def joined(generator: RolloutGenerator, turns: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls another one, then `generator.join()`."""
-
-    @wraps(turns)
-    def call(*arguments: Any, **named: Any) -> Any:
-        result = turns(*arguments, **named)
-        generator.join()
-        return result
-
-    return call
+def attached_backend(trainer: Any) -> "GenerationBackend | None":
+    """Return the backend of a trainer; None: nothing is attached."""
+    backend = getattr(trainer, "vllm_generation", None)
+    return backend if isinstance(backend, GenerationBackend) else None
 
 
 def trains_split_model(trainer: Any) -> bool:
@@ -149,6 +138,49 @@ def training_bytes(trainer: Any, config: RolloutConfig) -> TrainingBytes:
     reserve = config.training_reserve_gib
     model, device = trainer.model, trainer.accelerator.device
     return TrainingMemory(model, model, device, _optimizer(trainer), reserve).bytes_now()
+
+
+class Collected(NamedTuple):
+    """Groups that a strategy sampled before the trainer asked for them."""
+
+    outputs: list[GenerationOutput]
+    """The groups' completions, group after group."""
+    metrics: dict[str, float]
+
+
+@dataclass
+class RolloutContext:
+    """State of a rollout."""
+
+    mode: Mode
+    collected: Collected | None = None
+    """Completions for the next prompts that the trainer asks for; None: sample them."""
+    outputs: list[GenerationOutput] = field(default_factory=list)
+    """Everything sampled, tool turns included, in the order of the trainer's prompts."""
+    images: dict[str, list[Any]] = field(default_factory=dict)
+    """Pictures of the prompts that have any, by the request's id."""
+    turn_metrics: list[dict[str, float]] = field(default_factory=list)
+    """Of each call of the engine."""
+    rows: list[LossRow] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
+    """One for each row, weighted and summed over the reward functions."""
+
+    def metrics(self) -> dict[str, float]:
+        turns, combined = self.turn_metrics, {}
+        if not turns:
+            return combined
+        for turn in turns:
+            for name, value in turn.items():
+                combined[name] = max(value, combined.get(name, value))
+        for name in SUMMED:
+            combined[f"rollout/{name}"] = sum(turn[f"rollout/{name}"] for turn in turns)
+        num_tokens, seconds = combined["rollout/tokens"], combined["rollout/seconds"]
+        combined["rollout/tokens_per_second"] = num_tokens / seconds if seconds else 0.0
+        for name in (f"rollout/{name}" for name in AVERAGED):
+            if name in combined:
+                weighted = sum(turn[name] * turn["rollout/tokens"] for turn in turns)
+                combined[name] = weighted / num_tokens
+        return combined
 
 
 class GenerationBackend(TrainerCallback):
@@ -164,21 +196,14 @@ class GenerationBackend(TrainerCallback):
         records: TrainerRecords | None = None,
         synced_step: str = "_last_loaded_step",
     ) -> None:
-        """Serve a trainer.
-
-        Args:
-            trainer: changed by the caller, through `overrides`.
-            generator: closed with the backend; a pool stays open.
-            records: None: this process keeps none.
-            synced_step: the trainer's attribute with the step at which it synced last.
-        """
+        """Serve a trainer, whose attribute `synced_step` holds the step at which it synced last."""
         self._trainer, self.generator, self.records = trainer, generator, records
         self._synced_step = synced_step
         self.overrides = Overrides(trainer)
         self.installed = ExitStack()
         """Contexts that end when the trainer is detached, beside `overrides` of its attributes."""
         self.context = RolloutContext(self._mode)
-        """Of the rollout in progress, or of the last one."""
+        """Of the rollout in progress, or of the last rollout."""
         self.strategy: TrainerStrategy | None = None
         self._is_training = False
         self._step_began = time.perf_counter()
@@ -188,7 +213,6 @@ class GenerationBackend(TrainerCallback):
 
     @property
     def collector(self) -> "GroupCollector | None":
-        """Return the collector of a strategy that samples ahead of the trainer."""
         return None if self.strategy is None else self.strategy.groups
 
     @property
@@ -196,17 +220,23 @@ class GenerationBackend(TrainerCallback):
         return "train" if self._trainer.model.training else "eval"
 
     def begin_rollout(self, **known: Any) -> RolloutContext:
-        """Start the context of another rollout, with the fields that are known already."""
         self.context = RolloutContext(self._mode, **known)
         return self.context
 
+    @contextmanager
+    def rollout(self) -> Iterator[None]:
+        """Begin and end a rollout; also decorates a function, whose every call is a rollout."""
+        self.begin_rollout()
+        try:
+            yield
+        finally:
+            self.end_rollout()
+
     def log(self, metrics: Mapping[str, float], mode: Mode) -> None:
-        """Log values beside the trainer's own."""
         for name, value in metrics.items():
             self._trainer._metrics[mode][name].append(value)
 
     def end_rollout(self) -> None:
-        """Log the rollout's metrics, and release the KV memory."""
         metrics = self.context.metrics()
         self.log(metrics, self.context.mode)
         if self.context.mode == "train":
@@ -214,7 +244,6 @@ class GenerationBackend(TrainerCallback):
         self.release()
 
     def forget_synced_step(self) -> None:
-        """Make the trainer sync before it generates next, whatever its step count says."""
         setattr(self._trainer, self._synced_step, -1)
 
     def sync_weights(self) -> None:
@@ -223,7 +252,7 @@ class GenerationBackend(TrainerCallback):
         self.generator.sync_weights()
 
     def sync_once_a_step(self) -> None:
-        """Sync as the trainer does before it generates (trl 1.16), unless it has already."""
+        """Sync as the trainer does before it generates (trl 1.16)."""
         step = self._trainer.state.global_step
         if step != getattr(self._trainer, self._synced_step):
             self.sync_weights()
@@ -236,14 +265,9 @@ class GenerationBackend(TrainerCallback):
         num_generations: int,
         profiler: AbstractContextManager[Any] | None = None,
     ) -> tuple[list[list[int]], list[list[int]], list[list[list[float]]], list[list[list[int]]]]:
-        """Generate one completion of every prompt, in order.
+        """Generate one completion of every prompt, in order; equal prompts are prefilled once.
 
-        Args:
-            prompts: token ids; TRL has repeated each `num_generations` times already. Equal prompts
-                are prefilled once.
-            images: pictures of each prompt, None or empty for one without; None: there are none.
-            num_generations: not needed.
-            profiler: entered while generating.
+        TRL has repeated each prompt `num_generations` times already.
 
         Returns:
             Prompt ids; completion ids; for each token a list with the sampled one's
@@ -262,20 +286,21 @@ class GenerationBackend(TrainerCallback):
     def sample(
         self, prompts: list[Any], sampling_params: SamplingParams | None = None
     ) -> list[GenerationOutput]:
-        """Sample one completion of every prompt, in order, as a part of the current rollout.
-
-        Args:
-            prompts: inputs of `generate_batch`.
-            sampling_params: settings of the sampling; None: the trainer's.
-        """
+        """Sample one completion of every input of `generate_batch`, in the current rollout."""
         context = self.context
         if context.collected is not None:
-            (_, outputs, metrics), context.collected = context.collected, None
+            (outputs, metrics), context.collected = context.collected, None
             ids = [p["prompt"] if isinstance(p, Mapping) else p for p in prompts]
             assert [output.prompt_ids for output in outputs] == ids, "collected for others"
         else:
-            outputs = self._generated(prompts, sampling_params)
-            metrics = self.generator.metrics()
+            try:
+                batch = self.generator.generate_batch(prompts, sampling_params=sampling_params)
+            except InvalidRequestError as error:
+                raise InvalidRequestError(
+                    f"{error} Filter such prompts out of the data set; max_new_tokens is the "
+                    "trainer's max_completion_length."
+                ) from error
+            outputs, metrics = list(batch.values()), self.generator.metrics()
         context.outputs += outputs
         context.turn_metrics.append(metrics)
         return outputs
@@ -285,26 +310,11 @@ class GenerationBackend(TrainerCallback):
     ) -> list[GenerationOutput]:
         """Sync, and sample a rollout of its own, for a trainer that is not attached."""
         self.sync_once_a_step()
-        self.begin_rollout()
-        try:
+        with self.rollout():
             return self.sample(prompts, sampling_params)
-        finally:
-            self.end_rollout()
-
-    def _generated(
-        self, prompts: list[Any], sampling_params: SamplingParams | None
-    ) -> list[GenerationOutput]:
-        try:
-            batch = self.generator.generate_batch(prompts, sampling_params=sampling_params)
-        except InvalidRequestError as error:
-            raise InvalidRequestError(
-                f"{error} Filter such prompts out of the data set; max_new_tokens is the trainer's "
-                "max_completion_length."
-            ) from error
-        return list(batch.values())
 
     def release(self) -> None:
-        """Hold the engine, release the KV memory if the config asks for it, pause carried ones."""
+        """Hold the engine, release the KV memory if the config asks for it."""
         if self._is_training:
             self.generator.lend_to_trainer()
         if self.generator.config.release_cache == ReleaseCache.BETWEEN_STEPS:
@@ -323,24 +333,16 @@ class GenerationBackend(TrainerCallback):
             self.release()
 
     def begin_loss(self) -> None:
-        """Start the clock of a micro-batch's forward and backward pass."""
         self._loss_began = time.perf_counter()
 
     def log_loss(self, tokens: LossTokens, router_disagreement: float | None) -> None:
-        """Log what one forward of the loss computed.
-
-        Args:
-            tokens: its tokens.
-            router_disagreement: how often routers would have chosen other experts; None: they were
-                never asked.
-        """
+        """Log the counts of a forward of the loss, and the share of experts that differ."""
         metrics = {f"rollout/{name}": float(value) for name, value in asdict(tokens).items()}
         if router_disagreement is not None:
             metrics["rollout/router_disagreement"] = router_disagreement
         self.log(metrics, self._mode)
 
     def close(self) -> None:
-        """Put the trainer back as it was, and close the generator."""
         if self.records is not None:
             self.records.flush()
         self.cancel_carried()
@@ -350,33 +352,29 @@ class GenerationBackend(TrainerCallback):
         self.generator.close()
 
     def on_train_begin(self, args: Any, state: TrainerState, *_: Any, **__: Any) -> None:
-        """Sync anew: the step count starts over, or goes on from a checkpoint's."""
+        """Sync again: the step count starts over, or goes on from a checkpoint's."""
         self.forget_synced_step()
         if self.records is not None:
             self.records.begin_training(state.global_step)
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
-        """Sync anew, for the best weights may have been loaded at an unchanged step count.
-
-        And cancel carried sequences, and let a server's clients be answered again.
-        """
+        """Sync again, for the best weights may have been loaded at an unchanged step count."""
         self.forget_synced_step()
         self._is_training = False
         self.cancel_carried()
         if self.generator.config.release_cache == ReleaseCache.NEVER:
+            # A server's clients are answered.
             self.generator.wake()
         if self.records is not None:
             self.records.flush()
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
-        """Hold the engine until the step's rollout."""
         self._step_began = time.perf_counter()
         self._is_training = True
         self.generator.lend_to_trainer()
         self.pause_carried()
 
     def on_substep_end(self, *_: Any, **__: Any) -> None:
-        """Stop the loss's clock, after the backward pass."""
         if self._loss_began is not None:
             self._loss_seconds += time.perf_counter() - self._loss_began
         self._loss_began = None
@@ -396,7 +394,6 @@ class GenerationBackend(TrainerCallback):
     def on_log(
         self, args: Any, state: TrainerState, control: Any, logs: Any = None, **_: Any
     ) -> None:
-        """Record the trainer's log."""
         if self.records is not None:
             self.records.write_log(state.global_step, logs or {})
 
@@ -414,11 +411,8 @@ def _with_images(prompts: list[list[int]], images: list[Any]) -> list[Any]:
 
 
 def _are_same(pictures: list[Any], others: list[Any]) -> bool:
-    """Return whether PIL images have the same pixels; of other types only one object is the same.
-
-    A data set decodes a picture anew for each repeat of its row.
-    """
+    """Compare objects, or pixels: a data set decodes a PIL image for each repeat of its row."""
     return len(pictures) == len(others) and all(
-        one is other or (hasattr(one, "mode") and one == other)
-        for one, other in zip(pictures, others, strict=True)
+        picture is other or (hasattr(picture, "mode") and picture == other)
+        for picture, other in zip(pictures, others, strict=True)
     )

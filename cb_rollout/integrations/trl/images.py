@@ -1,13 +1,11 @@
 """Find images in a trainer's data sets and tools; choose rows of batches that hold images.
 
 TRL 1.16 keeps the images of all rows in one tensor, and divides and joins them by functions of its
-own, which are used here. Called by the trainer, on its thread. Imports no trl: its module is loaded
-where a trainer exists.
+own, which are used here. Called by the trainer, on its thread.
 
 B: rows of a batch, P: tokens of the longest prompt, S: prompt and completion.
 """
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -24,14 +22,12 @@ from cb_rollout.engine.numerics.agreement import is_measurable, references
 from cb_rollout.engine.numerics.higher_precision import higher_precision
 from cb_rollout.engine.sampling.draw import chosen_logprobs
 from cb_rollout.errors import ConfigurationError, error_text
-from cb_rollout.packing.batch import PackedRow
-from cb_rollout.packing.images import row_images
+from cb_rollout.integrations.trl import upstream
+from cb_rollout.packing.batch import PackedRow, row_images
 from cb_rollout.rollout.distributed import largest_of_all
 
 if TYPE_CHECKING:
     from cb_rollout.integrations.trl.loss_rows import LossBatch
-
-TRAINER_MODULE = "trl.trainer.grpo_trainer"
 
 IMAGE_COLUMNS = ("image", "images")
 
@@ -47,43 +43,30 @@ IMAGE_ARGUMENTS = (
 
 
 def require_processor_for_images(trainer: Any) -> None:
-    """Refuse a data set with images where the trainer has a text-only tokenizer.
-
-    Raises:
-        ConfigurationError: it has.
-    """
-    if (where := image_data(trainer)) and not is_processor(trainer.processing_class):
-        raise ConfigurationError(
-            f"{where}, and processing_class is a {type(trainer.processing_class).__name__}, which "
-            "takes text alone; pass the model's processor, or take the images out of the data set."
-        )
-
-
-def image_data(trainer: Any) -> str | None:
-    """Return a phrase for a data set with images, by its columns or its first chat; None: none.
-
-    Rows are read only where a processor could take them.
-    """
-    takes_images = is_processor(trainer.processing_class)
+    """Refuse a data set with image columns where the trainer has a text-only tokenizer."""
+    if is_processor(trainer.processing_class):
+        return
     evaluated = trainer.eval_dataset
     many = evaluated if isinstance(evaluated, dict) else {"eval_dataset": evaluated}
     for name, dataset in {"train_dataset": trainer.train_dataset, **many}.items():
-        if dataset is not None and (found := images_in(dataset, name, reads_row=takes_images)):
-            return found
-    return None
+        if dataset is not None and (where := images_in(dataset, name, reads_row=False)):
+            raise ConfigurationError(
+                f"{where}, and processing_class is a {type(trainer.processing_class).__name__}, "
+                "which takes text alone; pass the model's processor, or take the images out of the "
+                "data set."
+            )
 
 
 def images_in(dataset: Any, name: str, *, reads_row: bool) -> str | None:
-    """Return a phrase for images in one data set, by its columns or its first row; None: none."""
-    columns = list(getattr(dataset, "column_names", None) or ())
+    """Return a phrase for images in a data set's columns or first row; None: it has none."""
     row = next(iter(dataset), {}) if reads_row else {}
-    found = [column for column in IMAGE_COLUMNS if column in columns or column in row]
-    if found:
-        return f"{name} has a column {found[0]!r}"
+    columns = [*(getattr(dataset, "column_names", None) or ()), *row]
+    for column in IMAGE_COLUMNS:
+        if column in columns:
+            return f"{name} has a column {column!r}"
     prompt: Any = row.get("prompt")
-    return (
-        f"{name} has images in its prompts" if is_chat(prompt) and has_image_parts(prompt) else None
-    )
+    has_images = is_chat(prompt) and has_image_parts(prompt)
+    return f"{name} has images in its prompts" if has_images else None
 
 
 def image_arguments(batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -92,41 +75,29 @@ def image_arguments(batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def of_rows(arguments: Mapping[str, Any], numbers: Sequence[int]) -> dict[str, Any]:
-    """Return arguments of a forward for the rows at `numbers` alone; those of no row stay."""
-    divided = divided_images(arguments)
-    chosen = {
-        name: value
-        if name not in IMAGE_ARGUMENTS or value is None
-        else [value[number] for number in numbers]
-        if isinstance(value, list)
-        else value[list(numbers)]
-        for name, value in divided.items()
-    }
+    """Return a forward's arguments, those of images for the rows at `numbers` alone."""
+    chosen = divided_images(arguments)
+    for name, value in image_arguments(chosen).items():
+        is_list = isinstance(value, list)
+        chosen[name] = [value[n] for n in numbers] if is_list else value[list(numbers)]
     return joined_images(chosen)
 
 
 def divided_images(batch: Mapping[str, Any]) -> dict[str, Any]:
     """Return a batch whose images are in lists, with a tensor for each row."""
     present = {name: value for name, value in batch.items() if value is not None}
-    return {**batch, **_trl("split_pixel_values_by_grid")(present)}
+    return {**batch, **upstream.utils.split_pixel_values_by_grid(present)}
 
 
 def joined_images(batch: Mapping[str, Any]) -> dict[str, Any]:
     """Return a batch whose images are tensors of all rows again."""
-    return _trl("unsplit_pixel_values_by_grid")(dict(batch))
+    return upstream.utils.unsplit_pixel_values_by_grid(dict(batch))
 
 
 def rows_with_images(
     model: Any, rows: Sequence[PackedRow], arguments: Mapping[str, Any], logits_to_keep: int
 ) -> list[PackedRow]:
-    """Return rows that have their parts of the arguments of a forward, and their positions.
-
-    Args:
-        model: a transformers model.
-        rows: prompts and completions without padding.
-        arguments: of the padded batch; those of images, types of tokens and counts are used.
-        logits_to_keep: tokens of a completion with padding.
-    """
+    """Return rows without padding with their images, of the padded batch's `image_arguments`."""
     placeholders = multimodal.placeholder_token_ids(model)
     divided = {n: v for n, v in divided_images(arguments).items() if n not in COUNTS}
     sequences = [[*row.prompt_ids, *row.completion_ids] for row in rows]
@@ -136,17 +107,16 @@ def rows_with_images(
         else _images_of(row, number, divided, logits_to_keep)
         for number, (row, sequence) in enumerate(zip(rows, sequences, strict=True))
     ]
-    found = []
-    for row, own in zip(rows, row_images(model, sequences, images), strict=True):
-        are_of_prompt = placeholders.isdisjoint(row.completion_ids)
-        found.append(row._replace(images=own._replace(are_of_prompt=are_of_prompt)))
-    return found
+    pairs = zip(rows, row_images(model, sequences, images), strict=True)
+    return [
+        row._replace(images=own._replace(are_of_prompt=placeholders.isdisjoint(row.completion_ids)))
+        for row, own in pairs
+    ]
 
 
 def _images_of(
     row: PackedRow, number: int, divided: Mapping[str, Any], logits_to_keep: int
 ) -> PromptImages:
-    """Return the images of a row of a batch, of its prompt and of its completion."""
     of_images: dict[str, torch.Tensor] = {}
     of_tokens: dict[str, torch.Tensor] = {}
     for name, values in divided.items():
@@ -166,21 +136,17 @@ def tokenized(trainer: Any, row: Mapping[str, Any]) -> tuple[list[int], list[Any
         pictures = [row["image"]]
     prompt = row["prompt"]
     if pictures:
-        prompt = _trl("prepare_multimodal_messages")(prompt, images=pictures)
+        prompt = upstream.prepare_multimodal_messages(prompt, images=pictures)
     (ids,), images, _ = trainer._tokenize_prompts([prompt])
     return list(ids), images[0] if images else None
-
-
-def _trl(name: str) -> Any:
-    return getattr(sys.modules[TRAINER_MODULE], name)
 
 
 class ToolImages:
     """Comparison of the trainer's forward of images that tools return with the model's own.
 
-    TRL 1.16 finds such images by two tokens that it knows, and divides their tensors in ways that
-    it knows. Of another model its loss sees no image, or those of another row. So the first rows
-    with such images are computed both ways; with several processes, on all of them.
+    TRL 1.16 finds such images by two tokens, and divides their tensors in ways that fit some models
+    only. Of another model its loss sees no image, or those of another row. So the first rows with
+    such images are computed both ways; with several processes, on all of them.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -192,33 +158,24 @@ class ToolImages:
         self._tool = ""
 
     def begin(self, generated: Sequence[Any]) -> None:
-        """Keep the first and the last row with images of a tool.
-
-        Args:
-            generated: prompt ids, completion ids, tool mask, completions, log-probabilities, more
-                fields, all images and those of tools, by row, as `_generate` returns them.
-        """
+        """Keep the first and the last row with images of a tool, of what `_generate` returned."""
         if self._is_proved:
             return
         prompts, completions, _, messages, _, _, images, tool_images = generated[:8]
-        found = [number for number, own in enumerate(tool_images) if own]
+        seeing = [number for number, row_images in enumerate(tool_images) if row_images]
         # As many on every process, whose forwards wait for each other where a model is sharded.
-        self._numbers = [found[0], found[-1]] if found else [0, 0]
+        self._numbers = [seeing[0], seeing[-1]] if seeing else [0, 0]
         self._rows = [
             ([*prompts[n], *completions[n]], images[n] if images and images[n] else [])
             for n in self._numbers
         ]
-        answers = [m for m in messages[self._numbers[0]] if found and m.get("role") == "tool"]
+        answers = [m for m in messages[self._numbers[0]] if seeing and m.get("role") == "tool"]
         self._tool = next((m["name"] for m in answers if has_image_parts([m])), "")
 
     def check(
         self, forward: Callable[..., Any], model: torch.nn.Module, batch: "LossBatch"
     ) -> None:
-        """Compare once; `forward` is the trainer's.
-
-        Raises:
-            ConfigurationError: the two differ by more than rounding.
-        """
+        """Compare once with `forward`, the trainer's, and refuse a difference beyond rounding."""
         accelerator = self._trainer.accelerator
         if self._is_proved or not largest_of_all(accelerator, bool(self._tool)):
             return
@@ -235,9 +192,9 @@ class ToolImages:
 
         def plain() -> list[torch.Tensor]:
             with accelerator.autocast():
-                found = [self._plain(called, inner, *row) for row in self._rows]
+                rows = [self._plain(called, inner, *row) for row in self._rows]
             counts = is_token_BT.sum(1).tolist()
-            return [row[len(row) - count :] for row, count in zip(found, counts, strict=True)]
+            return [row_T[len(row_T) - n :] for row_T, n in zip(rows, counts, strict=True)]
 
         with torch.no_grad(), without_dropout(inner):
             reference = references(
@@ -267,16 +224,16 @@ class ToolImages:
     def _plain(
         self, called: torch.nn.Module, inner: Any, ids: list[int], pictures: list[Any]
     ) -> torch.Tensor:
-        """Return the log-probabilities of a row's tokens but the first, by its own tensors."""
+        """Return the log-probabilities of a row's tokens but the first, without padding."""
         row = {"prompt": ids, "images": pictures}
         encoded = encoded_row(row, self._trainer.processing_class, 0)
         device = next(inner.parameters()).device
-        given: dict[str, torch.Tensor] = {}
+        arguments: dict[str, torch.Tensor] = {}
         if pictures:
             images = encoded.images(multimodal.placeholder_token_ids(inner))
             names = multimodal.image_argument_names(inner)
-            given = images.taken(names, device).arguments(0, len(ids))
+            arguments = images.taken(names, device).arguments(0, len(ids))
         ids_1T = torch.tensor([ids], device=device)
         with multimodal.keeping_position_offsets(inner):
-            logits_TV = called(input_ids=ids_1T, use_cache=False, **given).logits[0, :-1]
+            logits_TV = called(input_ids=ids_1T, use_cache=False, **arguments).logits[0, :-1]
         return chosen_logprobs(logits_TV.float() / self._trainer.temperature, ids_1T[0, 1:])

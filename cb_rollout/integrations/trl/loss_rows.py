@@ -1,27 +1,35 @@
-"""Keep one record of each row of a trainer's batch, and the padded rows of one of its forwards.
+"""Keep one record of each row of a trainer's batch, and run the trainer's own forward of the rows.
 
 A row is a prompt and a completion. With tools a completion alternates between sampled spans and
-tool results, and each sampled span is the end of one request's output. The trainer's thread alone
-reads and writes this. Imports no trl.
+tool results, and each sampled span is the end of one request's output.
 
-B: rows of a batch, S: prompt and completion, T: tokens of a completion, L: routers, K: experts of a
-token.
+The forward replays the experts and the sampling masks of a rollout: "Keep Routing" and "Keep
+Sampling Mask" in DeepSeek-V3.2's report. TRL's forward never has the logits that a sampling mask
+needs, so the model's is run instead: a micro-batch's logits of the completion exist whole. The
+trainer's thread alone reads and writes this.
+
+B: rows of a batch, S: prompt and completion, T: tokens of a completion, V: vocabulary, N: B x T, L:
+routers, K: experts of a token.
 """
 
 import math
 from array import array
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 
+from cb_rollout.compat import transformers as hf_compat
 from cb_rollout.config.combinations import refused
-from cb_rollout.engine.model.routers import Disagreement
-from cb_rollout.integrations.trl.images import image_arguments, of_rows
+from cb_rollout.engine.model.routers import Disagreement, Replay, Routers, joined_routes
+from cb_rollout.engine.sampling.mask import SamplingMask, masked_logprobs
+from cb_rollout.integrations.trl.images import COUNTS, image_arguments, of_rows
 from cb_rollout.packing.batch import PackedRow
+from cb_rollout.packing.comparison import Result
 from cb_rollout.types import FinishReason, GenerationOutput
 
 # The column of a scored batch that holds its `LossRow`s. TRL 1.16 shuffles and splits a batch, and
@@ -56,13 +64,12 @@ class LossRow:
 
     @property
     def name(self) -> str:
-        """Return the request id, or a description where there is none."""
         return self.request_id or "a sequence of rollout_func"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LossBatch:
-    """The padded rows of one forward of the trainer, as TRL 1.16 passes them."""
+    """The padded rows of a forward of the trainer, as TRL 1.16 passes them."""
 
     input_ids: torch.Tensor
     """(B, S), int64: prompts, left-padded, and completions, right-padded."""
@@ -74,10 +81,10 @@ class LossBatch:
     """Rows in one forward of the trainer; None: all."""
     settings: dict[str, Any] = field(default_factory=dict)
     """TRL's other arguments."""
-    rows: Sequence[LossRow] | None = None
-    """None: of a batch that was not generated here."""
+    rows: Sequence[LossRow] = ()
+    """Empty: the batch was not generated here."""
     advantages: torch.Tensor | None = None
-    """(B,): rows at 0 have no gradient; None: all rows have one."""
+    """(B,): rows at 0 have no gradient; None: all rows have a gradient."""
     counts: Disagreement | None = None
     """Counts choices of routers that differ from the rows'; None: they are not counted."""
 
@@ -96,21 +103,17 @@ class LossBatch:
 
     @property
     def has_aux_loss(self) -> bool:
-        """Return whether the load-balancing loss of a mixture of experts is asked for."""
         return bool(self.settings.get("compute_aux_loss"))
 
     @property
     def is_masked(self) -> bool:
-        """Return whether log-probabilities are taken over the rows' sampling masks."""
         return bool(self.rows) and self.rows[0].sampling_mask is not None
 
     @property
     def is_routed(self) -> bool:
-        """Return whether any row has a record of its experts."""
-        return any(row.routes is not None for row in self.rows or ())
+        return any(row.routes is not None for row in self.rows)
 
     def at(self, numbers: Sequence[int], batch_size: int | None) -> "LossBatch":
-        """Return the rows at `numbers`."""
         numbers = list(numbers)
         return replace(
             self,
@@ -118,32 +121,23 @@ class LossBatch:
             attention_mask=self.attention_mask[numbers],
             batch_size=batch_size,
             settings=of_rows(self.settings, numbers),
-            rows=None if self.rows is None else [self.rows[number] for number in numbers],
+            rows=[self.rows[number] for number in numbers] if self.rows else (),
             advantages=None,
         )
 
-    def forwards(self) -> Iterator["LossBatch"]:
-        """Yield the rows of each forward of `batch_size`."""
-        for part in torch.arange(len(self.input_ids)).split(self.batch_size or len(self.input_ids)):
-            yield self.at(part.tolist(), None)
-
     def sampled_logprobs(self) -> torch.Tensor | None:
-        """Return the rows' sampled log-probabilities, (B, T), float32, 0 in the padding.
-
-        None where a value is missing or not finite.
-        """
+        """Return (B, T), float32, 0 in the padding; None: a value is missing or not finite."""
         sampled_BT = torch.zeros(self.completion_mask.shape, dtype=torch.float32)
-        for row_T, row in zip(sampled_BT, self.rows or (), strict=True):
+        for row_T, row in zip(sampled_BT, self.rows, strict=True):
             if row.logprobs is None or not all(map(math.isfinite, row.logprobs)):
                 return None
             row_T[: len(row.logprobs)] = torch.tensor(row.logprobs)
         return sampled_BT.to(self.input_ids.device)
 
     def unpadded(self) -> list[PackedRow] | None:
-        """Return the rows without padding; None where it is not at the two ends alone.
+        """Return the rows without padding; None: some padding is not at the two ends.
 
-        The mask decides, not the records: TRL masks truncated completions after they are generated,
-        and a trainer's own code may mask more.
+        The mask decides, not the records: TRL masks truncated completions after they are generated.
         """
         first, T = self.input_ids.shape[1] - self.logits_to_keep, self.logits_to_keep
         prompt_mask_BP, mask_BT = self.attention_mask[:, :first] > 0, self.completion_mask > 0
@@ -181,15 +175,11 @@ def loss_rows(
     is_in_order: bool,
     replays: bool = False,
 ) -> list[LossRow]:
-    """Return the rows that a trainer's `_generate` returned.
+    """Return the rows that a trainer's `_generate` returned, by all outputs of its rollout.
 
-    Args:
-        generated: GRPO's prompt ids, completion ids, tool mask, completions, log-probabilities and
-            more; or RLOO's prompt ids, completion ids and completions.
-        outputs: everything that was sampled meanwhile.
-        ids: ids of the next rows.
-        is_in_order: output `n` is row `n`.
-        replays: log-probabilities are taken over the sampling masks.
+    GRPO returns prompt ids, completion ids, tool mask, completions, log-probabilities and more;
+    RLOO prompt ids, completion ids and completions. `is_in_order`: output `n` is row `n`.
+    `replays`: log-probabilities are taken over the sampling masks.
     """
     prompts, completions = generated[0], generated[1]
     is_grpo = len(generated) > 3
@@ -225,7 +215,6 @@ def loss_rows(
 
 
 def _with_spans(row: LossRow, spans: Sequence[Span]) -> LossRow:
-    """Return a row with what the outputs of its spans say."""
     if not spans:
         return row
     routes: list[Any] = []
@@ -243,9 +232,8 @@ def _with_spans(row: LossRow, spans: Sequence[Span]) -> LossRow:
         if row.sampling_mask is not None and output.kept_token_ids is not None:
             row.sampling_mask[start:end] = output.kept_token_ids[:num_tokens]
     start, num_tokens, last = spans[-1]
-    is_whole = start + num_tokens == len(row.completion_ids)
-    is_whole = is_whole and num_tokens == len(last.generated_tokens)
-    num_row = len(row.prompt_ids) + len(row.completion_ids)
+    num_completion, num_row = len(row.completion_ids), len(row.prompt_ids + row.completion_ids)
+    is_whole = start + num_tokens == num_completion and num_tokens == len(last.generated_tokens)
     return replace(
         row,
         request_id=last.request_id,
@@ -256,15 +244,14 @@ def _with_spans(row: LossRow, spans: Sequence[Span]) -> LossRow:
 
 
 # TRL 1.16 gives no ids: a tool loop generates for the rows that are left and cuts their ends off,
-# and a rollout_func may return its rows in any order, or one twice. There rows are found by their
-# tokens.
+# and a rollout_func may return its rows in any order, or a row twice.
 def _matched_spans(
     prompt_ids: Sequence[int],
     completion_ids: Sequence[int],
     is_sampled: list[bool],
     by_prompt: dict[tuple[int, ...], list[GenerationOutput]],
 ) -> list[Span]:
-    """Find the outputs of a completion by their tokens; return none where one is not found.
+    """Return the outputs of a completion, by their tokens; empty: an output is missing.
 
     Rows with equal tokens and history take different requests, as long as there are any left.
     """
@@ -285,12 +272,89 @@ def _matched_spans(
 
 
 def require_sampled_here(rows: Sequence[LossRow], setting: str, other: str) -> None:
-    """Refuse rows that the attached generator did not sample.
-
-    Args:
-        rows: of a rollout.
-        setting: the setting that needs them, and its value.
-        other: the value that does not.
-    """
+    """Refuse rows that the attached generator did not sample, which a setting needs."""
     if any(row.request_id is None for row in rows):
         raise refused("replay, foreign completions", setting=setting, other=other)
+
+
+Forward = Callable[[Any, LossBatch], Result]
+"""Computes TRL's `_get_per_token_logps_and_entropies` by a model."""
+
+
+class OwnForward:
+    """The forward that the trainer would run; other forwards are compared with it.
+
+    Made before the trainer's method is replaced. The routers are those of the model that generates;
+    the trained model has them too. None: routers choose for themselves.
+    """
+
+    def __init__(self, trainer: Any, routers: Routers | None) -> None:
+        self._trainer, self._routers = trainer, routers
+        self._logprobs = trainer._get_per_token_logps_and_entropies
+
+    def __call__(self, model: Any, batch: LossBatch) -> Result:
+        """Return float32 nats; over a sampling mask they are 0 in the padding."""
+        if not (batch.is_masked or batch.is_routed):
+            return self.plain(model, batch)
+        forward = self._masked if batch.is_masked else self.plain
+        results = []
+        num_rows = len(batch.input_ids)
+        for numbers in torch.arange(num_rows).split(batch.batch_size or num_rows):
+            part = batch.at(numbers.tolist(), None)
+            with self._replaying(model, part):
+                results.append(forward(model, part))
+        logprobs, entropies, aux_losses = zip(*results, strict=True)
+        return (
+            torch.cat(logprobs),
+            None if entropies[0] is None else torch.cat(entropies),
+            None if aux_losses[0] is None else torch.stack(aux_losses).mean(),
+        )
+
+    def plain(self, model: Any, batch: LossBatch) -> Result:
+        return self._logprobs(
+            model,
+            batch.input_ids,
+            batch.attention_mask,
+            batch.logits_to_keep,
+            batch.batch_size,
+            **batch.settings,
+        )
+
+    def _masked(self, model: Any, batch: LossBatch) -> Result:
+        T = batch.logits_to_keep
+        images = image_arguments(batch.settings)
+        settings: dict[str, Any] = {n: v for n, v in images.items() if n not in COUNTS}
+        if "logits_to_keep" in hf_compat.forward_argument_names(hf_compat.unwrap(model)):
+            settings["logits_to_keep"] = T + 1
+        if batch.has_aux_loss:
+            settings["output_router_logits"] = True
+        ids, mask = batch.input_ids, batch.attention_mask
+        with self._trainer.accelerator.autocast():
+            outputs = model(input_ids=ids, attention_mask=mask, use_cache=False, **settings)
+        logits_BTV, tokens_BT = outputs.logits[:, -T - 1 : -1], ids[:, -T:]
+        padded = [array("i", [token]) for token in tokens_BT.flatten().tolist()]
+        for number, row in enumerate(batch.rows):
+            kept = row.sampling_mask or ()
+            padded[number * T : number * T + len(kept)] = kept
+        scores = masked_logprobs(
+            logits_BTV.reshape(-1, logits_BTV.shape[-1]),
+            tokens_BT.flatten(),
+            SamplingMask.joined(padded),
+            self._trainer.temperature,
+        )
+        is_padding_BT = batch.completion_mask == 0
+        logprobs_BT, entropies_BT = (
+            values_N.view_as(tokens_BT).masked_fill(is_padding_BT, 0) for values_N in scores
+        )
+        return logprobs_BT, entropies_BT, outputs.aux_loss if batch.has_aux_loss else None
+
+    def _replaying(self, model: Any, batch: LossBatch) -> AbstractContextManager[None]:
+        if self._routers is None or not batch.is_routed:
+            return nullcontext()
+        S = batch.input_ids.shape[1]
+        first = S - batch.logits_to_keep
+        paddings = (first - batch.attention_mask[:, :first].sum(1)).tolist()
+        parts = [(row.routes, n, S) for row, n in zip(batch.rows, paddings, strict=True)]
+        routes_NLK = joined_routes(parts, self._routers.spec.shape, batch.attention_mask.device)
+        assert routes_NLK is not None
+        return self._routers.replaying(hf_compat.unwrap(model), Replay(routes_NLK, batch.counts))

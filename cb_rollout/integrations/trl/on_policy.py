@@ -1,13 +1,14 @@
 """Generate for the trainers of distillation and online preferences of TRL.
 
 Their losses compute every log-probability themselves, so only generation is replaced. Called by
-the trainer, on its thread. Reads the trainer's attributes and imports no trl.
+the trainer, on its thread.
 
 B: rows of a batch, P: columns of the padded prompts, T: columns of the padded completions.
 """
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -22,13 +23,12 @@ from cb_rollout.integrations.trl.backend import GENERATION_MODE, GenerationBacke
 
 @dataclass(frozen=True, slots=True)
 class GenerationSeam:
-    """The place where a trainer of TRL 1.16 generates."""
+    """Attributes and methods by which a trainer of TRL 1.16 generates."""
 
     methods: tuple[str, ...]
     """Methods of the trainer that generate; a call is one rollout."""
     attributes: dict[str, Any] = field(default_factory=dict)
-    """Attributes with which these methods ask `vllm_generation`; empty: they call `generate` of the
-    model."""
+    """Attributes with which they ask `vllm_generation`; empty: they call the model's `generate`."""
     synced_step: str = "_last_loaded_step"
     """Attribute with the step at which the trainer synced last."""
 
@@ -54,7 +54,7 @@ SEAMS = {
 
 
 def seam_of(trainer: Any) -> GenerationSeam | None:
-    """Return where a trainer generates; None: it is none of `SEAMS`."""
+    """Return where a trainer generates; None: its class is not in `SEAMS`."""
     for parent in type(trainer).__mro__:
         if parent.__module__.startswith("trl.") and parent.__name__ in SEAMS:
             return SEAMS[parent.__name__]
@@ -62,11 +62,7 @@ def seam_of(trainer: Any) -> GenerationSeam | None:
 
 
 def require_generation_alone(trainer: Any, config: Any, seam: GenerationSeam) -> None:
-    """Refuse settings that need more of a trainer than its generation.
-
-    Raises:
-        ConfigurationError: the trainer cannot honour one.
-    """
+    """Refuse settings that need more of a trainer than its generation."""
     config, name = as_rollout_config(config), type(trainer).__name__
     for setting, is_set in (
         ("sampling_mask='replay'", config.sampling_mask == SamplingMaskMode.REPLAY),
@@ -96,38 +92,20 @@ def install_generation(trainer: Any, backend: GenerationBackend, seam: Generatio
     for name in seam.methods:
         method = getattr(trainer, name)
         if not seam.attributes:
-            method = _with_own_generate(trainer, backend, method)
-        overrides.set(**{name: _as_rollout(backend, method)})
+            method = _generating(trainer, backend)(method)
+        overrides.set(**{name: backend.rollout()(method)})
 
 
-def _as_rollout(backend: GenerationBackend, method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the method, a call of which is one rollout."""
-
-    def rollout(*args: Any, **kwargs: Any) -> Any:
-        backend.begin_rollout()
-        try:
-            return method(*args, **kwargs)
-        finally:
-            backend.end_rollout()
-
-    return rollout
-
-
-def _with_own_generate(
-    trainer: Any, backend: GenerationBackend, method: Callable[..., Any]
-) -> Callable[..., Any]:
-    """Return the method, inside which `generate` of the model is the backend's."""
-
-    def generating(*args: Any, **kwargs: Any) -> Any:
-        backend.sync_once_a_step()
-        overrides = Overrides(trainer.accelerator.unwrap_model(trainer.model_wrapped))
-        overrides.set(generate=partial(_padded_generation, backend))
-        try:
-            return method(*args, **kwargs)
-        finally:
-            overrides.restore()
-
-    return generating
+@contextmanager
+def _generating(trainer: Any, backend: GenerationBackend) -> Iterator[None]:
+    """Generate by the backend where the trainer calls `generate` of its model."""
+    backend.sync_once_a_step()
+    overrides = Overrides(trainer.accelerator.unwrap_model(trainer.model_wrapped))
+    overrides.set(generate=partial(_padded_generation, backend))
+    try:
+        yield
+    finally:
+        overrides.restore()
 
 
 def _padded_generation(
@@ -152,9 +130,8 @@ def _with_metrics(trainer: Any) -> Callable[..., None]:
     log = trainer.log
 
     def logged(logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        is_evaluation = any(name.startswith("eval_") for name in logs)
-        kept = trainer._metrics["eval" if is_evaluation else "train"]
-        prefix = "eval_" if is_evaluation else ""
+        prefix = "eval_" if any(name.startswith("eval_") for name in logs) else ""
+        kept = trainer._metrics["eval" if prefix else "train"]
         means = {prefix + name: sum(values) / len(values) for name, values in kept.items()}
         kept.clear()
         log({**logs, **means}, *args, **kwargs)

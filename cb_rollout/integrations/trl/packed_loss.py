@@ -2,7 +2,7 @@
 
 Replaces TRL 1.16's forward of the padded batch in the loss and in scoring, for the policy and the
 reference. The loss itself is TRL's, computed from the same (B, T) tensors. Called by the trainer,
-on its thread; with several processes all of them call it together. Imports no trl.
+on its thread; with several processes all of them call it together.
 
 B: rows of a batch, T: tokens of a completion, K: completion tokens.
 """
@@ -10,7 +10,7 @@ B: rows of a batch, T: tokens of a completion, K: completion tokens.
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -18,7 +18,7 @@ from cb_rollout.compat import multimodal
 from cb_rollout.compat import transformers as hf_compat
 from cb_rollout.compat.multimodal import is_processor
 from cb_rollout.compat.rope import RowRope
-from cb_rollout.compat.torch import SavedBytes, without_dropout
+from cb_rollout.compat.torch import SavedBytes, compute_dtype, without_dropout
 from cb_rollout.compat.zero3 import shards_models
 from cb_rollout.config.combinations import refused
 from cb_rollout.config.rollout import RolloutConfig
@@ -34,8 +34,7 @@ from cb_rollout.integrations.trl.images import (
     image_arguments,
     rows_with_images,
 )
-from cb_rollout.integrations.trl.loss_rows import LossBatch
-from cb_rollout.integrations.trl.replay import Forward
+from cb_rollout.integrations.trl.loss_rows import Forward, LossBatch
 from cb_rollout.packing.batch import (
     PackedBatch,
     PackedRow,
@@ -44,7 +43,7 @@ from cb_rollout.packing.batch import (
     representative,
     with_rope_sides,
 )
-from cb_rollout.packing.comparison import LossComparison, Result
+from cb_rollout.packing.comparison import Result, loss_difference
 from cb_rollout.packing.forward import Scores, score_batches
 from cb_rollout.rollout.distributed import largest_of_all
 
@@ -60,14 +59,14 @@ ELSEWHERE = "so found another process"
 
 @dataclass(frozen=True, slots=True)
 class LossTokens:
-    """Counts of one forward."""
+    """Counts of a forward."""
 
     loss_tokens_computed: int = 0
     """Tokens that went through the model, padding included."""
     loss_tokens_useful: int = 0
     """Tokens that the scores need: each distinct prompt once, completions without the last."""
     prompts_shared: int = 0
-    """Completions that used a prompt computed for another one."""
+    """Completions that used a prompt computed for another completion."""
     rows_left_out: int = 0
     """Rows without a gradient: they have no advantage, or are masked."""
 
@@ -80,7 +79,7 @@ def padded_tokens(batch: LossBatch) -> LossTokens:
 
 @dataclass
 class PackedScores:
-    """Scores of a batch of rows by one model."""
+    """Scores of a batch of rows by a model."""
 
     trainer: Any
     model: torch.nn.Module
@@ -89,15 +88,18 @@ class PackedScores:
     batch: LossBatch
     """The same rows with padding."""
     routers: Routers | None
+    has_images: bool
+    """True: any process's batch has images."""
 
     def __post_init__(self) -> None:
         self.tokens = LossTokens()
         self._batches: list[PackedBatch] = []
 
     @property
-    def has_images(self) -> bool:
-        """Return whether any process's batch has images."""
-        return self.rows[0].images is not None
+    def key(self) -> tuple[Any, ...]:
+        """Forwards with equal keys share a comparison with the trainer's own."""
+        identity = hf_compat.forward_identity(hf_compat.unwrap(self.model))
+        return identity, self.layout, torch.is_grad_enabled(), self.has_images
 
     def scores(self, trained: Sequence[int], max_tokens: int | None) -> list[Scores]:
         """Run the rows at `trained` with gradients, and the others without."""
@@ -109,7 +111,12 @@ class PackedScores:
             for numbers in (trained, others)
         )
         self._batches = with_gradient + without
-        self._count(trained)
+        self.tokens = LossTokens(
+            sum(batch.num_tokens for batch in self._batches),
+            _num_needed(self.rows),
+            sum(batch.num_shared_prompts for batch in self._batches),
+            len(self.rows) - sum(bool(self.rows[number].completion_ids) for number in trained),
+        )
         with self.trainer.accelerator.autocast():
             return score_batches(
                 self.model,
@@ -124,17 +131,17 @@ class PackedScores:
     def unpacked(self, scores: list[Scores]) -> Result:
         """Return scores as TRL's forward does: (B, T), and 0 in the padding."""
         T = self.batch.logits_to_keep
-        places: list[int] = []
+        indices: list[int] = []
         for batch in self._batches:
             for row, length in zip(batch.rows, batch.lengths, strict=True):
-                places += range(row * T, row * T + length)
+                indices += range(row * T, row * T + length)
         device = scores[0].logprobs_K.device
-        places_K = to_device(places, device)
+        indices_K = to_device(indices, device)
 
         def spread(parts: list[torch.Tensor]) -> torch.Tensor:
             values_K = torch.cat(parts).float()
             flat = torch.zeros(len(self.rows) * T, device=device)
-            return flat.index_copy(0, places_K, values_K).view(-1, T)
+            return flat.index_copy(0, indices_K, values_K).view(-1, T)
 
         entropies = [part.entropies_K for part in scores if part.entropies_K is not None]
         return (
@@ -146,7 +153,6 @@ class PackedScores:
     def _head(
         self, own_forward: Callable[..., Any], batch: PackedBatch, arguments: dict[str, Any]
     ) -> Scores:
-        """Score by TRL's fused head, or over the sampling mask."""
         has_aux_loss = self.batch.has_aux_loss
         if has_aux_loss:
             arguments = arguments | {"output_router_logits": True}
@@ -163,35 +169,15 @@ class PackedScores:
         entropies = None if output.entropy is None else output.entropy[0]
         return Scores(output.log_probs[0], entropies, output.aux_loss)
 
-    def _count(self, trained: Sequence[int]) -> None:
-        num_shared = sum(batch.num_shared_prompts for batch in self._batches)
-        self.tokens = LossTokens(
-            sum(batch.num_tokens for batch in self._batches),
-            _num_needed(self.rows),
-            num_shared,
-            len(self.rows) - sum(bool(self.rows[number].completion_ids) for number in trained),
-        )
-
 
 def _num_needed(rows: Sequence[PackedRow]) -> int:
-    """Return the tokens that the scores of these rows need."""
     scored = [row for row in rows if row.completion_ids]
     prompts = {(tuple(row.prompt_ids), row.images and row.images.digest) for row in scored}
     return sum(len(ids) for ids, _ in prompts) + sum(len(row.completion_ids) - 1 for row in scored)
 
 
-class ComparisonKey(NamedTuple):
-    """The kind of forwards that one comparison stands for."""
-
-    model: Any
-    """`forward_identity` of the transformers model."""
-    layout: PackingLayout
-    has_gradient: bool
-    has_images: bool
-
-
 class PackedLoss:
-    """The packed forward of one trainer's models."""
+    """The packed forward of a trainer's models."""
 
     def __init__(
         self,
@@ -202,14 +188,10 @@ class PackedLoss:
         *,
         can_pack: bool,
     ) -> None:
-        """Keep what the forwards need.
+        """Plan forwards beside `training`, the bytes that training takes from its first step on.
 
-        Args:
-            trainer: its accelerator, temperature and arguments are used.
-            config: its `loss_tokens_per_forward` is used.
-            training: the memory plan's part of training, before the first step.
-            routers: replay the experts of the rollout; None: they choose for themselves.
-            can_pack: rows may stand one after the other: no layer carries a state along them.
+        `can_pack`: no layer carries a state from a row to the next. Routers replay the experts of
+        the rollout; None: they choose for themselves.
         """
         self._trainer, self._routers, self._can_pack = trainer, routers, can_pack
         self._bytes_to_come = training.gradients_to_come + training.optimizer_states_to_come
@@ -218,19 +200,18 @@ class PackedLoss:
         first = PackingLayout.SHARED_PROMPTS if can_pack else PackingLayout.PADDED
         self._layouts: dict[bool, PackingLayout | None] = dict.fromkeys((False, True), first)
         self._takes_images = is_processor(trainer.processing_class)
-        self._compared: set[ComparisonKey] = set()
+        self._compared: set[tuple[Any, ...]] = set()
         self._has_compared_gradients = False
         self._max_tokens: int | None = None
         if not isinstance(config.loss_tokens_per_forward, str):
             self._max_tokens = config.loss_tokens_per_forward
-            self._require_one_process()
+            self._require_forwards_of_any_size()
         self.tokens = LossTokens()
         if getattr(trainer.args, "torch_compile", False):
             self._give_up("torch_compile=True compiles the trainer's own forward", False)
             self._layouts[True] = None
 
-    def _require_one_process(self) -> None:
-        """Refuse a number of tokens where a batch is one forward, whatever its size."""
+    def _require_forwards_of_any_size(self) -> None:
         reason = None
         if self._is_sharded:
             reason = "FSDP or ZeRO-3, whose processes enter as many forwards together"
@@ -242,14 +223,14 @@ class PackedLoss:
     def logprobs(self, model: torch.nn.Module, batch: LossBatch, own: Forward) -> Result | None:
         """Compute TRL's `_get_per_token_logps_and_entropies`; None: the trainer's own is needed.
 
-        Log-probabilities and entropies are float32, in nats, and 0 in the padding.
-
-        Args:
-            model: the policy, or the reference.
-            batch: the trainer's rows.
-            own: the trainer's own forward, with which the first batch of a kind is compared.
+        Log-probabilities and entropies are float32, in nats, and 0 in the padding. The first batch
+        for each `PackedScores.key` is compared with `own`, the trainer's forward.
         """
-        has_images = self._has_images(batch)
+        has_images = False
+        if self._takes_images:
+            # Processes compare two forwards together.
+            own_images = batch.settings.get(PIXELS) is not None
+            has_images = largest_of_all(self._trainer.accelerator, own_images) > 0
         layout = self._layouts[has_images]
         if layout is None:
             return None
@@ -257,22 +238,18 @@ class PackedLoss:
             if not self._can_pack:
                 return None
             layout = PackingLayout.WHOLE_ROWS
-        inner = hf_compat.unwrap(model)
-        rows, reason = _rows_of_batch(inner, batch, has_images=has_images)
-        if not self._are_fit(rows, reason, _key(model, layout, has_images)):
+        rows, reason = _rows_of_batch(hf_compat.unwrap(model), batch, has_images=has_images)
+        run = PackedScores(
+            self._trainer, model, rows or [], layout, batch, self._routers, has_images
+        )
+        if not self._is_fit(run, reason) or not self._is_proved(run, own):
             return None
-        assert rows is not None
-        run = PackedScores(self._trainer, model, rows, layout, batch, self._routers)
-        if not self._is_proved(run, own):
-            return None
-        trained, max_tokens = list(range(len(rows))), self._limit(batch)
-        if self._is_sharded or batch.has_aux_loss:
-            # Every process enters as many forwards; and a load is balanced over the whole batch.
-            max_tokens = None
-        elif batch.advantages is not None:
-            trained = _rows_with_gradient(rows, batch.advantages.tolist())
+        # Sharded, every process enters as many forwards; a router loss balances the whole batch.
+        is_whole, trained = self._is_sharded or batch.has_aux_loss, list(range(len(run.rows)))
+        if batch.advantages is not None and not is_whole:
+            trained = _rows_with_gradient(run.rows, batch.advantages.tolist())
         try:
-            scores = run.scores(trained, max_tokens)
+            scores = run.scores(trained, None if is_whole else self._limit(batch))
         except ConfigurationError as error:
             # Rows are longer than those compared, and than a window that attention is not told of.
             if self._is_sharded:
@@ -282,34 +259,24 @@ class PackedLoss:
         self.tokens = run.tokens
         return run.unpacked(scores)
 
-    def compare_again(self) -> None:
-        """Compare log-probabilities of the next batch of each kind with the trainer's own."""
-        self._compared.clear()
-
     def _limit(self, batch: LossBatch) -> int | None:
-        """Return the tokens of one forward: those of the trainer's, until they are known."""
         if self._max_tokens is None and batch.batch_size is not None:
+            # As many as in the trainer's own forward.
             return batch.batch_size * batch.input_ids.shape[1]
         return self._max_tokens
 
-    def _has_images(self, batch: LossBatch) -> bool:
-        """Return whether a batch has images, on any process: they compare two forwards together."""
-        if not self._takes_images:
-            return False
-        own = batch.settings.get(PIXELS) is not None
-        return largest_of_all(self._trainer.accelerator, own) > 0
+    def compare_again(self) -> None:
+        self._compared.clear()
 
-    def _are_fit(
-        self, rows: list[PackedRow] | None, reason: str | None, key: ComparisonKey
-    ) -> bool:
+    def _is_fit(self, run: PackedScores, reason: str | None) -> bool:
         """Return whether a batch can be packed, on every process where they wait for each other."""
-        unfit = 0 if rows and any(row.completion_ids for row in rows) else NO_ROWS
+        unfit = 0 if any(row.completion_ids for row in run.rows) else NO_ROWS
         if reason:
             unfit = OTHER_INPUTS
-        if self._is_sharded or key not in self._compared:
+        if self._is_sharded or run.key not in self._compared:
             unfit = largest_of_all(self._trainer.accelerator, unfit)
             if unfit == OTHER_INPUTS:
-                self._give_up(reason or ELSEWHERE, key.has_images)
+                self._give_up(reason or ELSEWHERE, run.has_images)
         elif reason:
             _warn_of_batch(reason)
         return not unfit
@@ -317,10 +284,7 @@ class PackedLoss:
     def _is_proved(self, run: PackedScores, own: Forward) -> bool:
         """Compare some rows of a first batch both ways; fall back until the two agree."""
         not_shared: str | None = None
-        while True:
-            key = _key(run.model, run.layout, run.has_images)
-            if key in self._compared:
-                break
+        while run.key not in self._compared:
             try:
                 reason = self._difference(run, own)
             except torch.OutOfMemoryError:
@@ -330,7 +294,7 @@ class PackedLoss:
             except Exception as error:  # noqa: BLE001 - any error is the reason
                 reason = error_text(error)
             if not largest_of_all(self._trainer.accelerator, reason is not None):
-                self._compared.add(key)
+                self._compared.add(run.key)
                 break
             reason = reason or ELSEWHERE
             if run.layout is not PackingLayout.SHARED_PROMPTS or self._is_sharded:
@@ -348,9 +312,9 @@ class PackedLoss:
 
     def _give_up(self, reason: str, has_images: bool) -> None:
         if self._layouts[has_images] is not None:
-            kind = " for batches with images" if has_images else ""
+            batches = " for batches with images" if has_images else ""
             warnings.warn(
-                f"loss_forward='packed' is switched off{kind} ({reason}); the trainer's own "
+                f"loss_forward='packed' is switched off{batches} ({reason}); the trainer's own "
                 "forward is used.",
                 stacklevel=2,
             )
@@ -380,34 +344,28 @@ class PackedLoss:
                 scores = compared.scores(range(len(numbers)), None)
             return compared.unpacked(scores)
 
-        comparison = LossComparison(
-            model,
-            lambda: own(compared.model, compared.batch),
-            packed_forward,
-            [len(row.completion_ids) for row in compared.rows],
-            sum(row.num_tokens for row in compared.rows),
-            self._trainer.accelerator.mixed_precision,
-            can_raise_precision=not self._is_sharded,
-        )
         with (
             without_dropout(model),
             hf_compat.keeping_one_layer(model),
             torch.set_grad_enabled(has_gradient),
         ):
-            found = comparison.difference()
-        self._has_compared_gradients |= has_gradient and found is None
-        if found is None and has_gradient and self._max_tokens is None:
-            self._max_tokens = self._budget(saved.total, compared.tokens.loss_tokens_computed)
-        return found
+            difference = loss_difference(
+                model,
+                lambda: own(compared.model, compared.batch),
+                packed_forward,
+                [len(row.completion_ids) for row in compared.rows],
+                sum(row.num_tokens for row in compared.rows),
+                compute_dtype(model, self._trainer.accelerator.mixed_precision),
+                can_raise_precision=not self._is_sharded,
+            )
+        if difference is None and has_gradient:
+            self._has_compared_gradients = True
+            if self._max_tokens is None:
+                self._max_tokens = self._budget(saved.total, compared.tokens.loss_tokens_computed)
+        return difference
 
     def _budget(self, saved_bytes: int, num_tokens: int) -> int:
-        """Return the tokens whose activations fit beside gradients and optimizer states.
-
-        Args:
-            saved_bytes: activations of a forward, of one layer whole where gradient checkpointing
-                computes layers again.
-            num_tokens: tokens of that forward.
-        """
+        """Return the tokens whose activations fit beside gradients and optimizer states."""
         per_token = max(1, saved_bytes // max(1, num_tokens))
         free = devices.memory(self._trainer.accelerator.device).free_bytes
         left = max(0, free - self._bytes_to_come)
@@ -418,10 +376,10 @@ def _rows_of_batch(
     model: Any, batch: LossBatch, *, has_images: bool
 ) -> tuple[list[PackedRow] | None, str | None]:
     """Return the rows with their images; or None, and a reason if it is an input of the batch."""
-    known = {"compute_entropy", "compute_aux_loss", *(IMAGE_ARGUMENTS if has_images else ())}
-    given = [name for name, value in batch.settings.items() if value is not None]
-    if unknown := [name for name in given if name not in known]:
-        return None, f"the batch has {', '.join(unknown)}"
+    packed = {"compute_entropy", "compute_aux_loss", *(IMAGE_ARGUMENTS if has_images else ())}
+    settings = [name for name, value in batch.settings.items() if value is not None]
+    if others := [name for name in settings if name not in packed]:
+        return None, f"the batch has {', '.join(others)}"
     rows = batch.unpadded()
     if rows is None:
         return None, None
@@ -438,19 +396,10 @@ def _rows_of_batch(
 
 
 def _warn_of_batch(reason: str) -> None:
-    """Say that one batch is not packed; Python shows an equal warning once."""
+    """Say that a batch is not packed; Python shows an equal warning once."""
     warnings.warn(
         f"loss_forward='packed': a batch is left to the trainer's own forward ({reason}).",
         stacklevel=2,
-    )
-
-
-def _key(model: torch.nn.Module, layout: PackingLayout, has_images: bool) -> ComparisonKey:
-    return ComparisonKey(
-        hf_compat.forward_identity(hf_compat.unwrap(model)),
-        layout,
-        torch.is_grad_enabled(),
-        has_images,
     )
 
 

@@ -12,14 +12,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from cb_rollout.compat.multimodal import image_token_ids, is_processor
-from cb_rollout.integrations.trl.context import RolloutContext
 from cb_rollout.integrations.trl.loss_rows import LossRow
 from cb_rollout.metrics.run_records import Mode, RunRecorder, SequenceRecord, StepMetrics
+
+if TYPE_CHECKING:
+    from cb_rollout.integrations.trl.backend import RolloutContext
 
 # Of a prompt's pictures: the first ones, made small, so that a run's records stay small too.
 MAX_IMAGES = 4
@@ -27,7 +29,7 @@ MAX_IMAGE_SIDE = 160
 
 
 class TrainerRecords:
-    """Recorder of one run, into the trainer's output directory."""
+    """Recorder of a run, into the trainer's output directory."""
 
     def __init__(self, trainer: Any, num_sequences: int) -> None:
         self._trainer, self._num_sequences = trainer, num_sequences
@@ -39,16 +41,13 @@ class TrainerRecords:
         self._has_trained = False
 
     def begin_training(self, step: int) -> None:
-        """Begin a run, which continues another one if the trainer resumes a checkpoint of `step`.
-
-        An evaluation before the first training belongs to that training's run.
-        """
+        """Begin a run; an evaluation before the first training belongs to that training's run."""
         if step or self._has_trained:
             self.flush()
             self._recorder.begin_run(step)
         self._has_trained = True
 
-    def add(self, context: RolloutContext, batch: Mapping[str, Any]) -> None:
+    def add(self, context: "RolloutContext", batch: Mapping[str, Any]) -> None:
         """Take the first rows of a rollout and its scored batch; they wait for their loss."""
         self.flush(context.mode)
         if context.mode == "train":
@@ -60,6 +59,7 @@ class TrainerRecords:
         mask_BT = batch["completion_mask"] * batch.get("tool_mask", 1)
         advantages = _row_advantages(batch["advantages"], mask_BT).tolist()
         for number, row in enumerate(context.rows[: self._num_sequences]):
+            pictures = context.images.get(row.name, ())[:MAX_IMAGES]
             self._pending[row.id] = SequenceRecord(
                 step=step,
                 mode=context.mode,
@@ -73,35 +73,23 @@ class TrainerRecords:
                 finish_reason=row.finish_reason,
                 advantage=advantages[number],
                 mask=mask_BT[number, : len(row.completion_ids)].tolist(),
-                images=self._recorded_images(context.images.get(row.name, ())),
+                images=[
+                    self._recorder.record_image(_thumbnail(picture))
+                    for picture in pictures
+                    if hasattr(picture, "thumbnail")
+                ],
             )
-
-    def _recorded_images(self, pictures: Sequence[Any]) -> list[str]:
-        """Record the first pictures that are PIL images, and return their names."""
-        return [
-            self._recorder.record_image(_thumbnail(picture))
-            for picture in pictures[:MAX_IMAGES]
-            if hasattr(picture, "thumbnail")
-        ]
 
     def complete(
         self, rows: Sequence[LossRow], logprobs_BT: torch.Tensor, entropies_BT: torch.Tensor
     ) -> None:
-        """Write waiting rows with the values that their loss computed."""
-        for number, row in enumerate(rows):
-            record = self._pending.pop(row.id, None)
-            if record is not None:
-                of_tokens = number, slice(len(record.token_ids))
-                self._write(
-                    replace(
-                        record,
-                        trainer_logprobs=logprobs_BT[of_tokens].tolist(),
-                        entropies=entropies_BT[of_tokens].tolist(),
-                    )
-                )
+        for row, logprobs_T, entropies_T in zip(rows, logprobs_BT, entropies_BT, strict=True):
+            if record := self._pending.pop(row.id, None):
+                T = len(record.token_ids)
+                logprobs, entropies = logprobs_T[:T].tolist(), entropies_T[:T].tolist()
+                self._write(replace(record, trainer_logprobs=logprobs, entropies=entropies))
 
     def flush(self, mode: Mode | None = None) -> None:
-        """Write the rows that still wait for a loss, of one mode or of both."""
         for record_id, record in list(self._pending.items()):
             if mode in (None, record.mode):
                 self._write(self._pending.pop(record_id))
@@ -132,7 +120,7 @@ class TrainerRecords:
 
 
 def _whole_groups(rewards: Sequence[float], num_generations: int) -> list[list[float]]:
-    """Return the rewards of each group; one that another process shares is left out."""
+    """Return the rewards of each group that no other process shares."""
     ends = range(num_generations, len(rewards) + 1, num_generations)
     return [list(rewards[end - num_generations : end]) for end in ends]
 
@@ -156,7 +144,6 @@ def _policy_versions(row: LossRow) -> list[tuple[int, int]]:
 
 
 def _thumbnail(picture: Any) -> bytes:
-    """Return a PIL image as a small PNG."""
     small = picture.convert("RGB")
     small.thumbnail((MAX_IMAGE_SIDE, MAX_IMAGE_SIDE))
     file = io.BytesIO()
@@ -165,10 +152,10 @@ def _thumbnail(picture: Any) -> bytes:
 
 
 def _without_repeats(prompt_ids: Sequence[int], tokenizer: Any) -> list[int]:
-    """Return a prompt whose runs of placeholders, one for each position of an image, are one."""
-    known = image_token_ids(tokenizer) if is_processor(tokenizer) else frozenset()
+    """Return a prompt with a single placeholder for each image."""
+    placeholders = image_token_ids(tokenizer) if is_processor(tokenizer) else frozenset()
     return [
         token
         for before, token in zip([None, *prompt_ids], prompt_ids, strict=False)
-        if token not in known or token != before
+        if token not in placeholders or token != before
     ]

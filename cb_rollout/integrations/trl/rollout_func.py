@@ -1,7 +1,7 @@
 """Generate completions for a `rollout_func`, from the attached engine or its own.
 
 Without `attach` TRL's loss does not use the sampled log-probabilities; they are only passed on.
-Called by the trainer, on its thread. Reads the trainer's attributes and imports no trl.
+Called by the trainer, on its thread.
 """
 
 from collections.abc import Callable
@@ -11,9 +11,13 @@ from cb_rollout.config.hf import as_rollout_config
 from cb_rollout.config.rollout import TRAINER_FIELDS, RolloutConfig, require_unused
 from cb_rollout.config.sampling import SamplingParams, resolved
 from cb_rollout.errors import ConfigurationError
-from cb_rollout.integrations.trl.backend import GenerationBackend, create_generator
+from cb_rollout.integrations.trl.backend import (
+    GenerationBackend,
+    attached_backend,
+    create_generator,
+)
 from cb_rollout.integrations.trl.guard import warn_of_bias
-from cb_rollout.integrations.trl.truncated_completions import unknown_end
+from cb_rollout.integrations.trl.scoring import unknown_end
 
 # The trainer's attribute that holds the engine of its rollout functions, where none is attached.
 OWN = "_cb_rollout_own"
@@ -36,7 +40,7 @@ def make_rollout_func(
     that is made at the first call and synced once per optimizer step.
 
     Args:
-        sampling_params: settings of the sampling; None: the trainer's.
+        sampling_params: None: the trainer's.
         config: a `RolloutConfig`, or a transformers `ContinuousBatchingConfig`, of the engine where
             nothing is attached. None: the defaults. Settings of the loss (old log-probabilities,
             replay, verification) and of records need `attach`.
@@ -54,19 +58,19 @@ def make_rollout_func(
     require_unused(as_rollout_config(config), NEED_ATTACH, complaint)
 
     def rollout(prompts: list[Any], trainer: Any) -> dict[str, Any]:
-        backend = getattr(trainer, "vllm_generation", None)
-        is_attached = isinstance(backend, GenerationBackend)
-        if is_attached and config is not None:
+        backend = attached_backend(trainer)
+        if backend is None:
+            sample = _own_backend(trainer, config, sampling_params).sample_rollout
+        elif config is None:
+            sample = backend.sample
+        else:
             raise ConfigurationError(
                 "the trainer is attached, so the config of make_rollout_func() would be ignored; "
                 "give it to attach() alone."
             )
-        if not is_attached:
-            backend = _own_backend(trainer, config, sampling_params)
         ids = prompts
         if prompts and not all(_are_token_ids(prompt) for prompt in prompts):
             ids, _, _ = trainer._tokenize_prompts(prompts)
-        sample = backend.sample if is_attached else backend.sample_rollout
         outputs = sample(ids, sampling_params)
         return {
             "prompt_ids": ids,
@@ -87,13 +91,11 @@ class OwnEngine(NamedTuple):
 
 def end_own_engine(trainer: Any) -> None:
     """Close the engine of a trainer's rollout functions, if there is one."""
-    own = vars(trainer).get(OWN)
-    if own is not None:
+    if own := vars(trainer).get(OWN):
         own.backend.close()
 
 
 def _own_backend(trainer: Any, config: Any, params: SamplingParams | None) -> GenerationBackend:
-    """Return the trainer's own engine; create it at the first call."""
     own = vars(trainer).get(OWN)
     if own is None:
         if trainer.tools:

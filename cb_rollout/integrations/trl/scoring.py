@@ -1,35 +1,39 @@
 """Replace the trainer's methods between rollout and loss; choose its old log-probabilities.
 
-Each method here replaces the trainer's method of that name and calls the original. Called by the
-trainer, on its thread. Reads the trainer's attributes and imports no trl.
+Each public method of `TrainerScoring` replaces a method of the trainer and calls the original.
+Truncated completions are those of a finish reason: TRL 1.16 looks at the last token, and takes a
+completion for whole if that is an end-of-sequence token of the trainer, or padding. Stop strings,
+other stop tokens and a `rollout_func`'s sampling parameters break that test. Called by the trainer,
+on its thread.
 
 B: rows of a batch, T: tokens of a completion.
 """
 
 import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from cb_rollout.compat.transformers import unwrap
+from cb_rollout.config.combinations import refused
 from cb_rollout.config.enums import LossForward, SamplingMaskMode
+from cb_rollout.config.sampling import SamplingParams
 from cb_rollout.engine.model.routers import Disagreement
-from cb_rollout.integrations.ray.pool import PooledGenerator
-from cb_rollout.integrations.trl.backend import GenerationBackend, training_bytes
-from cb_rollout.integrations.trl.context import Collected
+from cb_rollout.integrations.trl.backend import Collected, GenerationBackend, training_bytes
 from cb_rollout.integrations.trl.guard import LogprobGuard, updates_once
 from cb_rollout.integrations.trl.images import ToolImages
 from cb_rollout.integrations.trl.loss_rows import (
     ROWS_KEY,
     LossBatch,
     LossRow,
+    OwnForward,
     loss_rows,
     require_sampled_here,
 )
 from cb_rollout.integrations.trl.packed_loss import LossTokens, PackedLoss, padded_tokens
-from cb_rollout.integrations.trl.replay import OwnForward
-from cb_rollout.integrations.trl.truncated_completions import TruncatedCompletions
 from cb_rollout.packing.comparison import Result
 from cb_rollout.packing.logprobs import can_pack
 from cb_rollout.rollout.generator import RolloutGenerator
@@ -41,20 +45,94 @@ DIFFERENCES = tuple(f"sampling/sampling_logp_difference/{name}" for name in ("me
 LOSS_MODULES = ("trl.trainer.grpo_trainer", "trl.trainer.rloo_trainer")
 
 
+def unknown_end(trainer: Any, params: SamplingParams) -> str | None:
+    """Return a name for a stop that TRL's test misses; None: the test covers all stops."""
+    if params.stop:
+        return "a stop string"
+    ends: Any = params.eos_token_id or ()
+    unknown = {*ends, *params.stop_token_ids} - {*trainer.eos_token_ids}
+    return next((f"token {token}" for token in sorted(unknown) if token >= 0), None)
+
+
+def require_known_ends(trainer: Any, params: SamplingParams) -> None:
+    """Refuse to mask truncated completions under RLOO where it does not know every stop."""
+    is_rloo = not hasattr(trainer, "rollout_func")
+    ended_by = unknown_end(trainer, params)
+    if trainer.mask_truncated_completions and is_rloo and ended_by:
+        raise refused("masked, unknown stops", ended_by=ended_by)
+
+
+class TruncatedCompletions:
+    """Corrects the trainer's metrics and masks, where its test of the last token is wrong."""
+
+    def __init__(self, trainer: Any, params: SamplingParams) -> None:
+        self._trainer = trainer
+        has_rollout_func = getattr(trainer, "rollout_func", None) is not None
+        # The same in every process: the methods below exchange data between all of them.
+        self.is_needed = has_rollout_func or unknown_end(trainer, params) is not None
+
+    def are_truncated(self, rows: Sequence[LossRow]) -> list[bool]:
+        trainer = self._trainer
+        ends = {*trainer.eos_token_ids, trainer._tokenizer.pad_token_id}
+        return [not row.is_stopped and row.completion_ids[-1] not in ends for row in rows]
+
+    def correct_metrics(self, rows: Sequence[LossRow]) -> None:
+        if not self.is_needed:
+            return
+        accelerator = self._trainer.accelerator
+        lengths = torch.tensor([sum(row.is_sampled) for row in rows], device=accelerator.device)
+        is_cut = torch.tensor(self.are_truncated(rows), device=accelerator.device)
+        lengths, is_cut = accelerator.gather(lengths), accelerator.gather(is_cut)
+        whole = torch.zeros(1) if is_cut.all() else lengths[~is_cut].float()
+        corrected = {
+            "clipped_ratio": is_cut.float().mean(),
+            "mean_terminated_length": whole.mean(),
+            "min_terminated_length": whole.min(),
+            "max_terminated_length": whole.max(),
+        }
+        metrics = self._trainer._metrics["train" if self._trainer.model.training else "eval"]
+        for name, value in corrected.items():
+            metrics[f"completions/{name}"][-1] = value.item()
+
+    @contextmanager
+    def unmasked(self) -> Iterator[bool]:
+        """Keep the trainer from masking inside, and yield whether `mask` must be called after."""
+        trainer = self._trainer
+        before = trainer.mask_truncated_completions
+        is_due = self.is_needed and before
+        trainer.mask_truncated_completions = before and not is_due
+        try:
+            yield is_due
+        finally:
+            trainer.mask_truncated_completions = before
+
+    def mask(self, batch: dict[str, Any], rows: Sequence[LossRow]) -> None:
+        """Mask truncated completions as the trainer would, and count the remaining tokens."""
+        is_whole_B1 = ~torch.tensor(self.are_truncated(rows)).unsqueeze(1)
+        for name in ("completion_mask", "tool_mask"):
+            if name in batch:
+                batch[name] = batch[name] * is_whole_B1.to(batch[name].device).int()
+        num_items = (batch["completion_mask"] * batch.get("tool_mask", 1)).sum()
+        batch["num_items_in_batch"] = self._trainer.accelerator.gather(num_items).sum()
+
+
 class TrainerScoring:
-    """Scoring of one trainer's rollouts."""
+    """Scoring of a trainer's rollouts."""
 
     def __init__(self, trainer: Any, backend: GenerationBackend) -> None:
         """Keep the trainer's own methods, before the caller replaces them."""
         self._trainer, self._backend, self._records = trainer, backend, backend.records
-        config, manager = backend.generator.config, backend.generator.manager
-        routers = manager.routers
+        generator = backend.generator
+        config, manager, routers = generator.config, generator.manager, generator.manager.routers
         self._replays = config.sampling_mask == SamplingMaskMode.REPLAY
-        self._guard = LogprobGuard(trainer, config, manager.defaults)
+        self._guard = LogprobGuard(trainer, generator, self._policy_logprobs)
         self._truncation = TruncatedCompletions(trainer, manager.defaults)
         self._packed: PackedLoss | None = None
         if config.loss_forward == LossForward.PACKED:
-            is_packable = _can_pack(trainer, backend.generator)
+            if isinstance(generator, RolloutGenerator):
+                is_packable = generator.manager.engine.layout.can_pack
+            else:
+                is_packable = can_pack(unwrap(trainer.model))
             training = training_bytes(trainer, config)
             self._packed = PackedLoss(trainer, config, training, routers, can_pack=is_packable)
         self._own = OwnForward(trainer, routers)
@@ -67,18 +145,16 @@ class TrainerScoring:
         # Apart on each process: a strategy moves rows from one to another.
         accelerator = trainer.accelerator
         self._row_ids = itertools.count(accelerator.process_index, accelerator.num_processes)
-        self._rows: list[LossRow] | None = None
-        """Of the batch that is scored or trained on; None: outside of both."""
+        self._rows: list[LossRow] = []
+        """Of the batch that is scored or trained on; empty: outside of both."""
         self._loss_inputs: dict[str, Any] | None = None
         self._asks_old_logprobs = False
         """True until the trainer's scoring has asked for old log-probabilities."""
         self._loss_tokens = LossTokens()
         self._step_of_sampled: int | None = None
-        """Step at whose start the old log-probabilities were the sampled ones; None: they were
-        not."""
+        """Step whose old log-probabilities are the sampled ones; None: they are recomputed."""
 
     def generate(self, prompts: list[Any]) -> Any:
-        """Replace `_generate`: keep the rows."""
         context = self._backend.context
         try:
             generated = self._generate(prompts)
@@ -87,11 +163,10 @@ class TrainerScoring:
         has_rollout_func = getattr(self._trainer, "rollout_func", None) is not None
         has_tool_mask = len(generated) > 3 and generated[2] is not None
         has_one_turn = len(context.outputs) == len(generated[0])
+        in_order = has_one_turn and not has_tool_mask and not has_rollout_func
         context.rows = self._rows = loss_rows(
-            generated,
-            context.outputs,
-            self._row_ids,
-            is_in_order=has_one_turn and not has_tool_mask and not has_rollout_func,
+            *(generated, context.outputs, self._row_ids),
+            is_in_order=in_order,
             replays=self._replays,
         )
         self._truncation.correct_metrics(context.rows)
@@ -103,7 +178,6 @@ class TrainerScoring:
         return generated
 
     def calculate_rewards(self, *arguments: Any) -> torch.Tensor:
-        """Replace `_calculate_rewards`: keep the rewards for the records."""
         rewards = self._calculate_rewards(*arguments)
         weights = self._trainer.reward_weights.to(rewards.device)
         self._backend.context.rewards = (rewards * weights).nansum(1).tolist()
@@ -126,7 +200,9 @@ class TrainerScoring:
         if self._guard.is_due and self._packed is not None:
             self._packed.compare_again()
         context = self._backend.begin_rollout(collected=collected)
-        self._asks_old_logprobs = _recomputes_old_logprobs(trainer)
+        # As TRL 1.16's scoring decides; RLOO's always asks.
+        corrects = getattr(trainer, "vllm_importance_sampling_correction", True)
+        self._asks_old_logprobs = not updates_once(trainer) or corrects
         try:
             with self._truncation.unmasked() as is_mask_due:
                 batch = self._generate_and_score(inputs)
@@ -137,11 +213,15 @@ class TrainerScoring:
             self._tool_images.check(self._own.plain, trainer.model, scored)
             with torch.no_grad():
                 # Verifies by an extra forward, where the trainer needed none.
-                self._guard.check(scored, self._version, self._policy_logprobs)
+                self._guard.check(scored)
             if self._step_of_sampled is not None:
-                self._forget_differences()
+                # TRL 1.16 logged that sampled and old log-probabilities are the same; the loss logs
+                # the difference to its own instead.
+                for name in DIFFERENCES:
+                    if values := self._metrics.get(name):
+                        values.pop()
         finally:
-            self._rows, self._asks_old_logprobs, context.collected = None, False, None
+            self._rows, self._asks_old_logprobs, context.collected = [], False, None
         sampled_BT = batch.get("sampling_per_token_logps")
         if self._guard.replaces_loss and sampled_BT is not None and sampled_BT.isfinite().all():
             batch.setdefault("old_per_token_logps", sampled_BT)
@@ -154,11 +234,11 @@ class TrainerScoring:
         """Replace `compute_loss`: give the forward inside the records of its rows."""
         self._backend.pause_carried()
         self._backend.begin_loss()
-        self._loss_inputs, self._rows = inputs, inputs.get(ROWS_KEY)
+        self._loss_inputs, self._rows = inputs, inputs.get(ROWS_KEY, [])
         try:
             loss = self._compute_loss(model, inputs, *rest, **named)
         finally:
-            self._loss_inputs = self._rows = None
+            self._loss_inputs, self._rows = None, []
         self._backend.log_loss(self._loss_tokens, self._counts and self._counts.take())
         return loss
 
@@ -172,8 +252,8 @@ class TrainerScoring:
         **settings: Any,
     ) -> Result:
         """Replace `_get_per_token_logps_and_entropies`: sampled, replayed, or the trainer's own."""
-        ids, inputs = input_ids, self._loss_inputs
-        batch = LossBatch(ids, attention_mask, logits_to_keep, batch_size, settings, self._rows)
+        inputs, rows = self._loss_inputs, self._rows
+        batch = LossBatch(input_ids, attention_mask, logits_to_keep, batch_size, settings, rows)
         if inputs is None:
             self._tool_images.check(self._own.plain, model, batch)
             if self._asks_old_logprobs and model is self._trainer.model:
@@ -181,75 +261,60 @@ class TrainerScoring:
                 return self._old_logprobs(batch), None, None
             return self._computed(model, batch)
         batch = replace(batch, advantages=self._advantages(inputs), counts=self._counts)
-        computed = self._computed(model, batch)
-        logprobs_BT, entropies_BT, _ = computed
+        logprobs_BT, entropies_BT, aux_loss = self._computed(model, batch)
         self._log_differences(logprobs_BT.detach(), inputs)
-        if self._records is not None and batch.rows is not None:
+        if self._records is not None and batch.rows:
             assert entropies_BT is not None
             self._records.complete(batch.rows, logprobs_BT.detach(), entropies_BT.detach())
-        return computed
+        return logprobs_BT, entropies_BT, aux_loss
 
     def _computed(self, model: Any, batch: LossBatch) -> Result:
-        """Compute the log-probabilities of a batch: packed where that can be, or as the trainer."""
         if self._packed is not None:
-            found = self._packed.logprobs(model, batch, self._own)
-            if found is not None:
+            result = self._packed.logprobs(model, batch, self._own)
+            if result is not None:
                 self._loss_tokens = self._packed.tokens
-                return found
+                return result
         self._loss_tokens = padded_tokens(batch)
         return self._own(model, batch)
 
     def _policy_logprobs(self, batch: LossBatch) -> torch.Tensor:
-        """Return the log-probabilities of some rows by the policy."""
         return self._computed(self._trainer.model, batch)[0]
 
     def _advantages(self, inputs: dict[str, Any]) -> torch.Tensor | None:
-        """Return the rows' advantages where a row without one changes no gradient, else None."""
+        """Return the rows' advantages; None: rows without one change the gradient too."""
         trainer = self._trainer
         has_kl = hasattr(trainer, "loss_type") and trainer.beta != 0.0
         has_bonus = getattr(trainer, "_entropy_bonus_enabled", False)
         losses = (self._compute_loss, trainer._compute_loss)
         has_own_loss = any(loss.__module__ not in LOSS_MODULES for loss in losses)
-        advantages = inputs["advantages"]
-        are_of_tokens = advantages.dim() != 1
-        needs_all = has_kl or has_bonus or has_own_loss or are_of_tokens
-        return None if needs_all or not torch.is_grad_enabled() else advantages
+        needs_all = has_kl or has_bonus or has_own_loss or inputs["advantages"].dim() != 1
+        return None if needs_all or not torch.is_grad_enabled() else inputs["advantages"]
 
     def _old_logprobs(self, batch: LossBatch) -> torch.Tensor:
         """Return the sampled ones where the guard trusts them, else the trainer's."""
-        guard, version = self._guard, self._version
+        guard = self._guard
         self._step_of_sampled = None
         sampled_BT = batch.sampled_logprobs()
-        if guard.are_usable(sampled_BT, batch.rows or (), version):
-            guard.check(batch, version, self._policy_logprobs)
+        if guard.are_usable(sampled_BT, batch.rows):
+            guard.check(batch)
             if guard.is_trusted:
                 assert sampled_BT is not None
                 self._step_of_sampled = self._trainer.state.global_step
                 return sampled_BT
         recomputed_BT = self._policy_logprobs(batch)
-        guard.check(batch, version, self._policy_logprobs, recomputed_BT)
+        guard.check(batch, recomputed_BT)
         return recomputed_BT
 
-    def _forget_differences(self) -> None:
-        """Take back TRL 1.16's difference of sampled and old log-probabilities: they are the same.
-
-        The loss logs their difference to its own instead.
-        """
-        for name in DIFFERENCES:
-            values = self._metrics.get(name)
-            if values:
-                values.pop()
-
     def _log_differences(self, logprobs_BT: torch.Tensor, inputs: dict[str, Any]) -> None:
-        """Log sampled against the loss's log-probabilities, before weights changed since."""
+        """Log sampled against the loss's log-probabilities, in the step that sampled them."""
         sampled_BT = inputs.get("sampling_per_token_logps")
         if sampled_BT is None or self._step_of_sampled != self._trainer.state.global_step:
             return
         mask_BT = inputs["completion_mask"] * inputs.get("tool_mask", 1) > 0
-        found_N = (logprobs_BT - sampled_BT).abs()[mask_BT]
+        distance_N = (logprobs_BT - sampled_BT).abs()[mask_BT]
         gather = self._trainer.accelerator.gather
-        count, total = gather(torch.stack([mask_BT.sum(), found_N.sum()])).view(-1, 2).sum(0)
-        largest = gather(found_N.max()[None] if found_N.numel() else found_N.new_zeros(1)).max()
+        count, total = gather(torch.stack([mask_BT.sum(), distance_N.sum()])).view(-1, 2).sum(0)
+        largest = gather(torch.cat([distance_N, distance_N.new_zeros(1)]).max()[None]).max()
         for name, value in zip(DIFFERENCES, (total / count.clamp(min=1), largest), strict=True):
             self._metrics[name].append(value.item())
 
@@ -257,19 +322,3 @@ class TrainerScoring:
     def _metrics(self) -> Any:
         trainer = self._trainer
         return trainer._metrics["train" if trainer.model.training else "eval"]
-
-    @property
-    def _version(self) -> int:
-        return self._backend.generator.policy_version
-
-
-def _can_pack(trainer: Any, generator: RolloutGenerator | PooledGenerator) -> bool:
-    """Return whether rows may stand one after the other; an engine of this process knows it."""
-    if isinstance(generator, RolloutGenerator):
-        return generator.manager.engine.layout.can_pack
-    return can_pack(unwrap(trainer.model))
-
-
-def _recomputes_old_logprobs(trainer: Any) -> bool:
-    """Return True if scoring asks for the policy's log-probabilities (trl 1.16); RLOO always."""
-    return not updates_once(trainer) or trainer.vllm_importance_sampling_correction

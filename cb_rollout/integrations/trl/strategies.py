@@ -10,7 +10,7 @@ TRL fixes a batch's prompts before it generates. A strategy changes that in one 
 Each data-parallel process samples ahead by itself, of its own share of the data set. Groups that a
 process has to spare after scoring go to the processes that lack some.
 
-Called by the trainer, on its thread. Reads the trainer's attributes and imports no trl.
+Called by the trainer, on its thread.
 """
 
 import math
@@ -26,11 +26,12 @@ from cb_rollout.config.combinations import refused
 from cb_rollout.config.enums import OldLogps
 from cb_rollout.errors import ConfigurationError
 from cb_rollout.integrations.trl.backend import (
+    Collected,
     GenerationBackend,
     Overrides,
+    attached_backend,
     trains_split_model,
 )
-from cb_rollout.integrations.trl.context import Collected
 from cb_rollout.integrations.trl.images import (
     TOKEN_TYPES,
     divided_images,
@@ -57,7 +58,7 @@ MIXES_GROUPS = (
     ("normalize_advantages", True),
 )
 
-# GRPO has the one and RLOO the other.
+# Of GRPO, and of RLOO.
 OWN_SETTINGS = ("multi_objective_aggregation", "normalize_advantages")
 
 # GRPO's key for the completion tokens of all processes; RLOO has none.
@@ -93,7 +94,7 @@ def use_strategy(trainer: Any, strategy: Strategy) -> None:
     """
     if not isinstance(strategy, Plain):
         _require_place(trainer, strategy)
-    backend = _attached_backend(trainer)
+    backend = attached_backend(trainer)
     if backend is not None:
         backend.cancel_carried()
         is_plain = isinstance(strategy, Plain)
@@ -113,27 +114,27 @@ class TrainerStrategy:
     def __init__(
         self, trainer: Any, strategy: Strategy, backend: GenerationBackend | None = None
     ) -> None:
-        """Create the collector of a strategy that samples ahead; it needs a backend."""
         self._trainer, self._strategy, self._backend = trainer, strategy, backend
         self._other_rows = _shuffled_rows(trainer)
         self._offered: deque[Example] = deque()
         self.groups: GroupCollector | None = None
+        """Samples ahead of the trainer; None: the strategy submits no more than the batch."""
         if backend is not None and _samples_ahead(strategy):
+            # The trainer's scores, which come later, decide the groups to drop.
+            submissions = Strategy()
+            vars(submissions).update(strategy.decisions() | {"max_dropped_groups": 0})
             self.groups = GroupCollector(
                 RequestStream(backend.generator),
                 self._prompts(),
-                # The trainer scores the groups later.
                 lambda _, outputs: [0.0] * len(outputs),
-                _FirstComplete(strategy),
+                submissions,
                 num_generations=trainer.num_generations,
             )
 
     def generate_and_score(self, inputs: list[Example], score: Callable[..., Batch]) -> Batch:
-        """Return a batch of as many groups as the trainer wants, of rows that the strategy chose.
+        """Return a batch of as many groups as the trainer's `inputs`, as the strategy chooses them.
 
-        Args:
-            inputs: the trainer's rows, each repeated for every completion of its group.
-            score: the trainer's own generation and scoring; takes the collected groups too.
+        `score` is the trainer's own generation and scoring; it takes collected groups too.
         """
         trainer, size = self._trainer, self._trainer.num_generations
         if not trainer.model.training or len(inputs) % size:
@@ -166,32 +167,25 @@ class TrainerStrategy:
 
     def _scored(self, rows: list[Example], score: Callable[..., Batch]) -> Batch:
         """Score one group for each row, or for other rows whose groups were complete first."""
-        if self.groups is None:
+        groups, backend = self.groups, self._backend
+        if groups is None:
             return score(self._repeated(rows))
-        assert self._backend is not None
-        self._backend.sync_once_a_step()
-        try:
-            collected = self._collected(self.groups, self._backend, rows)
-        except BaseException:
-            self._backend.release()
-            raise
-        return score(self._repeated(collected.examples), collected)
-
-    def _collected(
-        self, groups: GroupCollector, backend: GenerationBackend, rows: Sequence[Example]
-    ) -> Collected:
-        """Collect as many groups as there are `rows`, of those and of others."""
+        assert backend is not None
+        backend.sync_once_a_step()
         self._offered.extend(rows)
-        with measured(backend.generator.manager) as metrics:
-            complete = groups.collect(len(rows))
-        collector_metrics = groups.metrics()
-        metrics |= {name: collector_metrics[name] for name in LOGGED}
+        try:
+            with measured(backend.generator.manager) as metrics:
+                complete = groups.collect(len(rows))
+        except BaseException:
+            backend.release()
+            raise
+        metrics |= {name: groups.metrics()[name] for name in LOGGED}
         metrics |= status_metrics(backend.generator.manager.status())
         outputs = [output for group in complete for output in group.outputs]
-        return Collected([group.prompt["row"] for group in complete], outputs, metrics)
+        examples = self._repeated([group.prompt["row"] for group in complete])
+        return score(examples, Collected(outputs, metrics))
 
     def _prompts(self) -> Iterator[Example]:
-        """Yield the batch's rows first, then others."""
         while True:
             row = self._offered.popleft() if self._offered else next(self._other_rows)
             ids, images = tokenized(self._trainer, row)
@@ -201,18 +195,7 @@ class TrainerStrategy:
         return [dict(row) for row in rows for _ in range(self._trainer.num_generations)]
 
 
-class _FirstComplete(Strategy):
-    """A strategy's submissions without its choice of groups, which needs the trainer's scores."""
-
-    def __init__(self, strategy: Strategy) -> None:
-        self.num_extra_groups = strategy.num_extra_groups
-        self.num_extra_members = strategy.num_extra_members
-        self.carries = strategy.carries
-        self.max_staleness = strategy.max_staleness
-
-
 def _shuffled_rows(trainer: Any) -> Iterator[Example]:
-    """Yield this process's share of the data set in an order of its own, endlessly."""
     draws = random.Random(trainer.args.seed)
     accelerator = trainer.accelerator
     while True:
@@ -223,18 +206,15 @@ def _shuffled_rows(trainer: Any) -> Iterator[Example]:
 
 
 def _groups_of(batch: Batch, size: int) -> list[Batch]:
-    """Divide a batch into one batch a group."""
     num_rows = len(batch["advantages"])
     batch = divided_images(batch)
-    unknown = [
-        name
-        for name, value in batch.items()
-        if not (_is_scalar(value) or _has_rows(value, num_rows))
-    ]
-    if unknown:
-        raise ConfigurationError(
-            f"dynamic sampling cannot divide a batch that holds {', '.join(unknown)}; use Plain()."
-        )
+    for name, value in batch.items():
+        if _is_scalar(value):
+            continue
+        if not isinstance(value, torch.Tensor | list) or len(value) != num_rows:
+            raise ConfigurationError(
+                f"dynamic sampling cannot divide a batch that holds {name}; use Plain()."
+            )
     return [
         {k: v if _is_scalar(v) else v[i : i + size] for k, v in batch.items()}
         for i in range(0, num_rows, size)
@@ -254,10 +234,6 @@ def _merged(groups: Sequence[Batch], pad_token_id: int) -> Batch:
 
 def _is_scalar(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and not value.dim()
-
-
-def _has_rows(value: Any, num_rows: int) -> bool:
-    return isinstance(value, torch.Tensor | list) and len(value) == num_rows
 
 
 def _stacked(name: str, groups: Sequence[Batch], pad_token_id: int) -> Any:
@@ -284,18 +260,12 @@ def _stacked(name: str, groups: Sequence[Batch], pad_token_id: int) -> Any:
         right = _missing(values)
     fill = {"prompt_ids": pad_token_id, "completion_ids": pad_token_id, "tool_mask": 1}.get(name, 0)
     sides = zip(values, left, right, strict=True)
-    return torch.cat([torch.nn.functional.pad(v, own, value=fill) for v, *own in sides])
+    return torch.cat([torch.nn.functional.pad(v, widths, value=fill) for v, *widths in sides])
 
 
 def _missing(values: Sequence[torch.Tensor]) -> list[int]:
-    """Return how many columns less than the widest each tensor has."""
     width = max(tensor.shape[1] for tensor in values)
     return [width - tensor.shape[1] for tensor in values]
-
-
-def _attached_backend(trainer: Any) -> GenerationBackend | None:
-    backend = getattr(trainer, "vllm_generation", None)
-    return backend if isinstance(backend, GenerationBackend) else None
 
 
 def _samples_ahead(strategy: Strategy) -> bool:
@@ -303,7 +273,6 @@ def _samples_ahead(strategy: Strategy) -> bool:
 
 
 def _require_place(trainer: Any, strategy: Strategy) -> None:
-    """Refuse a strategy that TRL's batch cannot hold, or that a setting excludes."""
     name = type(strategy).__name__
     if not any(hasattr(trainer, setting) for setting in OWN_SETTINGS):
         raise ConfigurationError(
@@ -314,11 +283,11 @@ def _require_place(trainer: Any, strategy: Strategy) -> None:
         raise refused("strategy, retried groups", name=name, trainer=type(trainer).__name__)
     if type(strategy).keeps not in (Strategy.keeps, DynamicSampling.keeps):
         raise ConfigurationError(
-            f"{name}.keeps() under {type(trainer).__name__}: what is known of a group there is "
-            "whether it has an advantage; leave keeps() to DynamicSampling, or use a "
-            "GroupCollector in a loop of your own."
+            f"{name}.keeps() under {type(trainer).__name__}, which tells whether a group has an "
+            "advantage and no more; leave keeps() to DynamicSampling, or use a GroupCollector in a "
+            "loop of your own."
         )
-    backend = _attached_backend(trainer)
+    backend = attached_backend(trainer)
     faults = _faults(trainer)
     if strategy.max_dropped_groups:
         faults |= {
@@ -338,7 +307,7 @@ def _require_place(trainer: Any, strategy: Strategy) -> None:
 
 
 def _faults(trainer: Any) -> dict[str, bool]:
-    """Return what no strategy goes with, and whether the trainer has it."""
+    """Return what excludes every strategy, and whether the trainer has it."""
     args, num_generations = trainer.args, trainer.num_generations
     num_rows = args.per_device_train_batch_size * args.steps_per_generation
     return {
@@ -354,12 +323,12 @@ def _faults(trainer: Any) -> dict[str, bool]:
 
 
 def _faults_ahead(trainer: Any, backend: GenerationBackend | None) -> dict[str, bool]:
-    """Return what groups sampled ahead do not go with; RLOO has no tools."""
-    several = "whose later turns begin when a batch is fixed"
+    """Return what excludes groups sampled ahead; RLOO has no tools."""
+    turns = "whose later turns begin when a batch is fixed"
     rollout_func = getattr(trainer, "rollout_func", None)
     return {
-        f"tools, {several}": bool(getattr(trainer, "tools", None)),
-        f"environments, {several}": getattr(trainer, "environment_factories", None) is not None,
+        f"tools, {turns}": bool(getattr(trainer, "tools", None)),
+        f"environments, {turns}": getattr(trainer, "environment_factories", None) is not None,
         "rollout_func, which samples for itself": rollout_func is not None,
         "tensor_parallel_size above 1, whose processes take their batches together": (
             backend is not None and backend.generator.manager.group is not None
