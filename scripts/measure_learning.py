@@ -30,10 +30,10 @@ def train(path: str, seed: int, minutes: float, num_held_out: int) -> dict:
     import smollm2_cpu as recipe
     import torch
     from datasets import Dataset
-    from smollm2 import smollm2_folder
     from transformers import TrainerCallback
 
     import cb_rollout
+    from smollm2 import smollm2_folder
 
     class StopInTime(TrainerCallback):
         """Record reward by seconds, and stop after the minutes."""
@@ -42,14 +42,14 @@ def train(path: str, seed: int, minutes: float, num_held_out: int) -> dict:
             self.start = 0.0
             self.curve: list[tuple[float, float]] = []
 
-        def on_train_begin(self, args, state, control, **_):  # noqa: ANN001, ANN202
+        def on_train_begin(self, args, state, control, **_):  # noqa: ANN001, ANN003, ANN202
             self.start = time.perf_counter()
 
-        def on_log(self, args, state, control, logs, **_):  # noqa: ANN001, ANN202
+        def on_log(self, args, state, control, logs, **_):  # noqa: ANN001, ANN003, ANN202
             if "reward" in logs:
                 self.curve.append((time.perf_counter() - self.start, logs["reward"]))
 
-        def on_step_end(self, args, state, control, **_):  # noqa: ANN001, ANN202
+        def on_step_end(self, args, state, control, **_):  # noqa: ANN001, ANN003, ANN202
             control.should_training_stop = time.perf_counter() - self.start > 60 * minutes
 
     with tempfile.TemporaryDirectory() as folder:
@@ -116,7 +116,10 @@ def main() -> None:
         for path in PATHS if seed % 2 == 0 else PATHS[::-1]:
             command = [sys.executable, __file__, *options, "--run", path, str(seed)]
             run = subprocess.run(
-                command, check=True, stdout=subprocess.PIPE, env={**os.environ, "HF_HUB_OFFLINE": "1"}
+                command,
+                check=True,
+                stdout=subprocess.PIPE,
+                env={**os.environ, "HF_HUB_OFFLINE": "1"},
             )
             runs.append(json.loads(run.stdout.splitlines()[-1]))
             if args.save:
