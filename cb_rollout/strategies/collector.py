@@ -257,15 +257,18 @@ class GroupCollector:
     def _step_metrics(
         self, groups: list[Group], before: CompletionStats, seconds: float
     ) -> dict[str, float]:
-        added = asdict(self.stats.since(before))
-        counts = ("tokens_discarded", "groups_kept", "groups_dropped", "groups_cancelled")
+        added = self.stats.since(before)
         version = self._sampler.policy_version
         staleness = [age for group in groups for age in group.token_staleness(version)] or [0]
         return {
             "rollout/seconds": seconds,
-            "rollout/useful_tokens_per_second": added["tokens_kept"] / seconds,
-            **{f"rollout/{name}": added[name] for name in (*counts, "retries")},
+            "rollout/useful_tokens_per_second": added.tokens_kept / seconds,
+            "rollout/tokens_discarded": added.tokens_discarded,
+            "rollout/groups_kept": added.groups_kept,
+            "rollout/groups_dropped": added.groups_dropped,
+            "rollout/groups_cancelled": added.groups_cancelled,
             "rollout/groups_carried": len(self._in_flight),
+            "rollout/retries": added.retries,
             "rollout/staleness_mean": fmean(staleness),
             "rollout/staleness_max": max(staleness),
         }

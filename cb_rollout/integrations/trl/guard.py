@@ -48,9 +48,6 @@ MAX_CLIPPED_SHARE = 0.01
 # Losses of trl 1.16 that weigh ratios smoothly.
 UNCLIPPED_LOSSES = ("sapo", "vespo")
 
-# Fields of a `DriftReport`.
-LOGGED = ("max", "mean", "k1", "k3", "chi_squared", "effective_sample_size")
-
 # Warnings point at the caller of attach().
 STACKLEVEL = 3
 
@@ -146,11 +143,19 @@ class LogprobGuard:
         report = drift(sampled, trained, float(noise))
         worst = compared.get(report.request_id)
         if worst is not None:
-            metrics = {name: getattr(report, name) for name in LOGGED}
+            metrics = {
+                "rollout/logprob_drift_max": report.max,
+                "rollout/logprob_drift_mean": report.mean,
+                "rollout/logprob_drift_k1": report.k1,
+                "rollout/logprob_drift_k3": report.k3,
+                "rollout/logprob_drift_chi_squared": report.chi_squared,
+                "rollout/logprob_drift_effective_sample_size": report.effective_sample_size,
+            }
             if report.first_position is not None:
-                metrics["first_token"] = worst.positions[report.first_position]
+                position = worst.positions[report.first_position]
+                metrics["rollout/logprob_drift_first_token"] = position
             for name, value in metrics.items():
-                self._trainer._metrics["train"][f"rollout/logprob_drift_{name}"].append(value)
+                self._trainer._metrics["train"][name].append(value)
         self._act(report, worst)
         if self._is_auto:
             self._choose([row for row in compared.values() if row.sampled], noise)
