@@ -1,5 +1,6 @@
 """No test reaches the network, reports anywhere, or depends on the speed of the machine."""
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -22,6 +23,12 @@ if not torch.cuda.is_available():
 # The same commit passes or fails everywhere, on slow machines too.
 settings.register_profile("cb_rollout", deadline=None, derandomize=True)
 settings.load_profile("cb_rollout")
+
+
+def pytest_collection_finish():
+    """Leave modules out of garbage collection: each trainer collects twice, a second each time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
