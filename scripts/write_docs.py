@@ -58,9 +58,8 @@ The fields of transformers' `ContinuousBatchingConfig` are taken under its names
 
 COMPATIBILITY_HEADER = """# What goes together
 
-Every feature goes with every other, but for these pairs. Each is refused when the run begins, by a
-`ConfigurationError` that names what to set. `scripts/write_docs.py` writes this page from
-`cb_rollout/config/combinations.py`.
+These pairs of features are refused, by a `ConfigurationError` that names what to set.
+`scripts/write_docs.py` writes this page from `cb_rollout/config/combinations.py`.
 
 What a model type cannot do is in [Architectures](architectures.md); what a device cannot, in
 [GPU](gpu.md).

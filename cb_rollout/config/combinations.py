@@ -1,7 +1,7 @@
-"""Name every pair of features that is refused, with the reason and the way out.
+"""Name the pairs of features that are refused, with the reason and the way out.
 
 `docs/compatibility.md` is written from it. The module that knows both features raises
-`refused(name)`; a pair that is not here works, or is refused by what a model or a device lacks.
+`refused(name)`. Refusals of a value, a model or a device stay with the check that finds them.
 """
 
 from collections import defaultdict
@@ -16,7 +16,7 @@ class Combination(NamedTuple):
     feature: str
     other: str
     reason: str
-    """What goes wrong, then what to set; `{}` names are values of the run."""
+    """Text of the error: what goes wrong, then what to set; `{}` names are values of the run."""
 
 
 COMBINATIONS = {
