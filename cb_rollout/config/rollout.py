@@ -267,8 +267,8 @@ class RolloutConfig:
         "auto",
         "trainer: the trainer's forward recomputes the old log-probabilities; rollout: the sampled "
         "ones are the old ones, and that forward is saved; auto: saved once a verification has "
-        "found the two equal to rounding; the old ones are then the loss's own where a rollout trains "
-        "one step, else the sampled ones.",
+        "found the two equal to rounding; the old ones are then the loss's own where a rollout "
+        "trains one step, else the sampled ones.",
         choice(OldLogps),
         actor="trainer",
         choices=OldLogps,
