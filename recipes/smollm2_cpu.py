@@ -115,9 +115,9 @@ def parsed_arguments() -> argparse.Namespace:
     parser.add_argument("--model", default="HuggingFaceTB/SmolLM2-135M-Instruct")
     parser.add_argument("--output-dir", type=Path, default=Path("runs/smollm2"))
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--max-steps", type=int, default=40)
+    parser.add_argument("--max-steps", type=int, default=30)
     parser.add_argument("--batch-size", type=int, default=64, help="completions of a step")
-    parser.add_argument("--learning-rate", type=float, default=1e-5)
+    parser.add_argument("--learning-rate", type=float, default=2e-5)
     parser.add_argument("--num-held-out", type=int, default=200, help="problems to measure with")
     return parser.parse_args()
 

@@ -61,7 +61,27 @@ def draw_step(record: dict[str, Any]) -> plt.Figure:
     return figure
 
 
-PLOTS = {"scaling_cpu": draw_scaling, "step_cpu": draw_step}
+def draw_learning(record: dict[str, Any]) -> plt.Figure:
+    """Plot the reward by minutes of training, a line for each run."""
+    figure, axes = plt.subplots(figsize=(6, 3.5))
+    colours = dict(
+        zip(dict.fromkeys(run["path"] for run in record["runs"]), ("C0", "C7"), strict=False)
+    )
+    for run in record["runs"]:
+        seconds, rewards = zip(*run["curve"], strict=True)
+        minutes = [value / 60 for value in seconds]
+        label = run["path"] if run["seed"] == 0 else None
+        axes.plot(minutes, rewards, color=colours[run["path"]], alpha=0.7, label=label)
+    axes.set(
+        xlabel="minutes of training", ylabel="reward",
+        title=f"SmolLM2-135M-Instruct learns sums, {record['device']}",
+    )  # fmt: skip
+    axes.set_ylim(bottom=0)
+    axes.legend()
+    return figure
+
+
+PLOTS = {"scaling_cpu": draw_scaling, "step_cpu": draw_step, "learning_cpu": draw_learning}
 
 
 def main(arguments: list[str] | None = None) -> None:
