@@ -104,7 +104,7 @@ def test_a_rollout_has_vllm_as_a_contender(calls, monkeypatch):
     monkeypatch.setattr(shipped, "transformers_batching", lambda: idle)
     monkeypatch.setattr(shipped, "generate", lambda _: idle)
     monkeypatch.setattr(shipped, "compiler_obstacle", lambda: "no compiler")
-    monkeypatch.setattr(shipped, "matmul_flops", lambda *_: 1.0)
+    monkeypatch.setattr(rollout, "matmul_flops", lambda *_: 1.0)
     monkeypatch.setattr(rollout, "products_seconds", lambda *_: 1.0)
     results = rollout.bench_rollout(Setup(device="cpu", repetitions=1, sizes=TINY))
     for contenders in results.values():

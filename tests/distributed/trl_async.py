@@ -91,7 +91,7 @@ def main(checkpoint: str, way: str, path: str) -> None:
     found = {
         "rows": rows,
         "taken": [sample.input_ids.tolist() for sample in rollouts.taken],
-        "has_engine": hasattr(rollouts, "generator"),
+        "has_engine": rollouts.generator is not None,
         "weights": [float(weight.double().abs().sum()) for weight in weights],
         "ratios": [log["ratio"] for log in trainer.state.log_history if "ratio" in log],
         "steps": trainer.state.global_step,
