@@ -26,7 +26,7 @@ settings.load_profile("cb_rollout")
 
 
 def pytest_collection_finish():
-    """Leave modules out of garbage collection: each trainer collects twice, a second each time."""
+    """Leave modules out of garbage collection: every trainer collects."""
     gc.collect()
     gc.freeze()
 

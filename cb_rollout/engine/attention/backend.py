@@ -17,7 +17,7 @@ class AttentionBackend:
     device_type: ClassVar[str]
     """The `torch.device.type` that the backend runs on."""
     tracing: ClassVar[Tracing | None] = None
-    """How forwards are traced; None: the model itself runs."""
+    """Settings of the trace of decode forwards; None: the model itself runs."""
 
     def __init__(self, layout: CacheLayout, device: torch.device) -> None:
         self.cache = DecodeCache(layout, device)

@@ -86,7 +86,7 @@ class ModelRunner:
         self.image_inputs = ImageInputs(model)
         self.encoder_cache = EncoderCache()
         self.cuts_images: dict[tuple[bool, bool], bool] = {}
-        """Whether a forward may begin between images, by checked `PromptImages.kind`."""
+        """Permission to begin a forward between images, by checked `PromptImages.kind`."""
         self.shares_prefill: set[tuple[bool, bool]] = set()
         """Kinds of prompts of which one forward may compute several."""
         self._opaque_states: OpaqueStateAdapter | None = None
