@@ -18,7 +18,9 @@ from cb_rollout import (
     SamplingParams,
     attach,
 )
+from cb_rollout.engine.attention import traced_forward
 from cb_rollout.engine.sampling import sampler as sampling
+from cb_rollout.integrations.trl import backend
 from cb_rollout.integrations.trl.loss_rows import ROWS_KEY
 from cb_rollout.integrations.trl.strategies import use_strategy
 from cb_rollout.metrics.run_records import iterate_rollouts, read_metrics
@@ -245,6 +247,30 @@ def test_a_second_training_never_reads_keys_of_the_first(tmp_path):
     assert generator.policy_version == 2
     assert max(logged(trainer, "rollout/logprob_drift_max")) <= 1e-5
     generator.close()
+
+
+@pytest.mark.parametrize(("steps_worth_trace", "traced"), [(37, []), (36, [1, 1, 1])])
+def test_a_long_training_is_traced_in_its_first_rollout(
+    tmp_path, monkeypatch, steps_worth_trace, traced
+):
+    # Three rollouts of at most twelve tokens.
+    monkeypatch.setattr(backend, "STEPS_WORTH_TRACE", steps_worth_trace)
+    traces, made, make = [], [], traced_forward.trace
+
+    def make_trace(*args):
+        made.append(args)
+        return make(*args)
+
+    def reward(completions, **_):
+        if made:
+            traces.append(len(made))
+        return [float(len(completion)) for completion in completions]
+
+    monkeypatch.setattr(traced_forward, "trace", make_trace)
+    trainer = tiny_trainer(tmp_path, reward=reward)
+    with attach(trainer):
+        trainer.train()
+    assert traces == traced
 
 
 def test_a_transformers_config_attaches_with_logprobs(tmp_path):

@@ -35,7 +35,7 @@ from cb_rollout.engine.attention.decode_cache import (
 )
 from cb_rollout.engine.memory.device import is_out_of_memory
 from cb_rollout.engine.numerics import operators
-from cb_rollout.engine.numerics.agreement import Precisely, agrees, references
+from cb_rollout.engine.numerics.agreement import Precisely, agrees, computed_in, rounding_noise
 from cb_rollout.engine.numerics.higher_precision import higher_precision
 from cb_rollout.errors import error_text
 
@@ -288,8 +288,7 @@ class Trace:
             assert tracing.simplify is not None
             tracing.simplify(self.graph)
             self._compute = fx.GraphModule(torch.nn.Module(), self.graph).forward
-        for num_rows in tracing.tried_rows:
-            self._try(traceable, *example(num_rows, token_ids, device))
+        self._try(traceable, tracing.tried_rows)
 
     def __call__(
         self, tokens_B1: torch.Tensor, positions_B1: torch.Tensor, attend: PagedAttention
@@ -306,39 +305,42 @@ class Trace:
         with torch.inference_mode(), _attending(attend_in_call):
             return self._compute(tokens_B1, positions_B1, *self._weights)
 
-    def _try(
-        self, traceable: Traceable, tokens_B1: torch.Tensor, positions_B1: torch.Tensor
-    ) -> None:
-        """Raise `UntraceableError` if the trace and the model differ by more than rounding."""
+    def _try(self, traceable: Traceable, tried_rows: Sequence[int]) -> None:
+        """Raise `UntraceableError` if the trace and the model differ by more than rounding.
 
-        def run() -> torch.Tensor:
+        Rounding is measured with most rows, which begin with the rows of each smaller batch.
+        """
+        token_ids, device = traceable.token_ids, traceable.cache.device
+
+        def run(num_rows: int) -> torch.Tensor:
             with torch.no_grad():
-                return traceable.run(attend_to_new_token, tokens_B1, positions_B1)
+                inputs = example(num_rows, token_ids, device)
+                return traceable.run(attend_to_new_token, *inputs)
 
-        expected_BV, rows = run(), f"with {len(tokens_B1)} rows"
-        try:
-            found_BV = self(tokens_B1, positions_B1, attend_to_new_token)
-        except Exception as error:
-            raise UntraceableError(f"{rows}: {error_text(error)}") from error
-        if reason := _difference(found_BV, expected_BV, traceable, run):
-            raise UntraceableError(f"{rows} it computes something else: {reason}")
+        most, dtype, noise_B = max(tried_rows), traceable.dtype, None
+        if not operators.are_installed():
+            other = torch.float32 if dtype.itemsize < torch.float32.itemsize else torch.float64
+            higher_BV = computed_in(other, lambda: run(most), traceable.precisely)
+            noise_B = rounding_noise(run(most), higher_BV, dtype)
+        for num_rows in tried_rows:
+            try:
+                found_BV = self(*example(num_rows, token_ids, device), attend_to_new_token)
+            except Exception as error:
+                raise UntraceableError(f"with {num_rows} rows: {error_text(error)}") from error
+            if reason := _difference(found_BV, run(num_rows), noise_B):
+                computed = f"with {num_rows} rows it computes something else"
+                raise UntraceableError(f"{computed}: {reason}")
 
 
 def _difference(
-    found_BV: torch.Tensor,
-    expected_BV: torch.Tensor,
-    traceable: Traceable,
-    run: Callable[[], torch.Tensor],
+    found_BV: torch.Tensor, expected_BV: torch.Tensor, noise_B: torch.Tensor | None
 ) -> str:
-    """Return how logits differ by more than rounding; "": not. `run` computes the expected."""
+    """Return how logits differ by more than a noise, or by any bit if it is None; "": not."""
     if found_BV.shape != expected_BV.shape:
         return f"logits of shape {tuple(found_BV.shape)}, not {tuple(expected_BV.shape)}"
-    if operators.are_installed():
+    if noise_B is None:
         return "" if torch.equal(found_BV, expected_BV) else "other bits"
-    dtype = traceable.dtype
-    is_coarse = dtype.itemsize < torch.float32.itemsize
-    reference = references(run, dtype, traceable.precisely, is_coarse=is_coarse)[-1]
-    agreement = agrees(found_BV, reference.values, reference.noise)
+    agreement = agrees(found_BV, expected_BV, noise_B[: len(found_BV)])
     return "" if agreement else str(agreement)
 
 

@@ -37,6 +37,9 @@ if TYPE_CHECKING:
 # Any word but TRL's own "server" and "colocate", each of which has code of its own.
 GENERATION_MODE = "cb_rollout"
 
+# A trace of SmolLM2-135M on two cores takes as long as it saves in 150 decode steps.
+STEPS_WORTH_TRACE = 256
+
 _ABSENT = object()
 
 # Metrics of a rollout's turns that are added up; of the others the largest counts.
@@ -206,6 +209,7 @@ class GenerationBackend(TrainerCallback):
         """Of the rollout in progress, or of the last rollout."""
         self.strategy: TrainerStrategy | None = None
         self._is_training = False
+        self._warms_up = False
         self._step_began = time.perf_counter()
         self._seconds_this_step = 0.0
         self._loss_began: float | None = None
@@ -293,8 +297,11 @@ class GenerationBackend(TrainerCallback):
             ids = [p["prompt"] if isinstance(p, Mapping) else p for p in prompts]
             assert [output.prompt_ids for output in outputs] == ids, "collected for others"
         else:
+            warmup, self._warms_up = {"warmup": True} if self._warms_up else {}, False
             try:
-                batch = self.generator.generate_batch(prompts, sampling_params=sampling_params)
+                batch = self.generator.generate_batch(
+                    prompts, sampling_params=sampling_params, **warmup
+                )
             except InvalidRequestError as error:
                 raise InvalidRequestError(
                     f"{error} Filter such prompts out of the data set; max_new_tokens is the "
@@ -352,8 +359,15 @@ class GenerationBackend(TrainerCallback):
         self.generator.close()
 
     def on_train_begin(self, args: Any, state: TrainerState, *_: Any, **__: Any) -> None:
-        """Sync again: the step count starts over, or goes on from a checkpoint's."""
+        """Sync again: the step count starts over, or goes on from a checkpoint's.
+
+        A training of many decode steps traces the model in its first rollout, not in its second.
+        """
         self.forget_synced_step()
+        if isinstance(self.generator, RolloutGenerator):
+            num_rollouts = state.max_steps - state.global_step
+            length = self.generator.manager.defaults.max_new_tokens or 0
+            self._warms_up = num_rollouts * length >= STEPS_WORTH_TRACE
         if self.records is not None:
             self.records.begin_training(state.global_step)
 
