@@ -297,10 +297,12 @@ class GenerationBackend(TrainerCallback):
             ids = [p["prompt"] if isinstance(p, Mapping) else p for p in prompts]
             assert [output.prompt_ids for output in outputs] == ids, "collected for others"
         else:
-            warmup, self._warms_up = {"warmup": True} if self._warms_up else {}, False
+            # A pool's workers have no `warmup`.
+            settings: dict[str, Any] = {"warmup": True} if self._warms_up else {}
+            self._warms_up = False
             try:
                 batch = self.generator.generate_batch(
-                    prompts, sampling_params=sampling_params, **warmup
+                    prompts, sampling_params=sampling_params, **settings
                 )
             except InvalidRequestError as error:
                 raise InvalidRequestError(
